@@ -1,0 +1,24 @@
+"""The CPU tier: which KV block lives in which CPU slot, what to move, what to evict.
+
+Pure Python, standard library only. It knows keys (a block hash together with its KV cache
+group, as opaque hashable values), GPU block ids and CPU slots; it knows nothing of requests,
+of tensors, of streams or of vLLM.
+
+The protocol, in the order in which a step uses it:
+
+``lookup`` / ``touch``
+    Is the block of this key readable in CPU memory? Refresh its recency.
+``queue_store`` / ``note_new_blocks``
+    A GPU block has been given this key; it is stored with the step's plan unless the block is
+    handed out again before the plan is made.
+``begin_load``
+    Pin the slots of these keys and plan their copy into these GPU blocks; returns a ticket.
+    The slots are protected from eviction until the ticket is done.
+``make_plan``
+    Reserve slots for what is to be stored, evicting as needed, and freeze the step's
+    `TransferPlan`. Nothing planned is readable before its ticket is done.
+``apply``
+    Take in a `TransferResult`: unpin what was loaded, make readable what was stored.
+
+Tickets increase by one per direction and are done in that order.
+"""

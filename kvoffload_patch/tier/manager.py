@@ -1,0 +1,256 @@
+"""The state of the tier: keys, slots, pins and tickets. See the package for the protocol."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from kvoffload_patch.tier.plan import CopyBatch, TransferPlan, TransferResult
+from kvoffload_patch.tier.policy import EvictionPolicy, LRUPolicy
+from kvoffload_patch.tier.slots import SlotPool
+from kvoffload_patch.tier.stats import TierStats
+
+
+class _Block:
+    """One slot's content. A ticket that reads or writes the slot holds a reference."""
+
+    __slots__ = ("key", "ready", "ref_cnt", "slot")
+
+    def __init__(self, key: Hashable, slot: int) -> None:
+        self.key = key
+        self.slot = slot
+        self.ref_cnt = 1
+        self.ready = False
+
+
+class _Ticket:
+    """A batch under way, and the blocks that it holds."""
+
+    __slots__ = ("batch", "blocks")
+
+    def __init__(self, batch: CopyBatch, blocks: list[_Block]) -> None:
+        self.batch = batch
+        self.blocks = blocks
+
+
+class OffloadManager:
+    """Owns the CPU slots of one scheduler; every rank holds the bytes of the same slots.
+
+    Every operation costs O(1) for each block that it names; none walks the tier.
+
+    Args:
+        num_slots: capacity in blocks.
+        policy: makes the eviction policy, anew after each `clear`.
+    """
+
+    def __init__(self, num_slots: int, policy: Callable[[], EvictionPolicy] = LRUPolicy) -> None:
+        self.num_slots = num_slots
+        self.stats = TierStats()
+        self._new_policy = policy
+        self._policy = policy()
+        self._slots = SlotPool(num_slots)
+        self._blocks: dict[Hashable, _Block] = {}
+        self._pending: dict[int, Hashable] = {}  # GPU block id -> key, not yet planned
+        self._loading: deque[_Ticket] = deque()
+        self._storing: deque[_Ticket] = deque()
+        self._store_of: dict[int, int] = {}  # GPU block id -> ticket of the store reading it
+        self._new_loads: list[CopyBatch] = []
+        self._last_load = self._last_store = 0
+        self._loads_done = self._stores_done = 0
+        self._wait_load = self._wait_store = 0
+
+    @property
+    def num_used(self) -> int:
+        """Slots in use, those being written included."""
+        return self.num_slots - self._slots.num_free
+
+    @property
+    def busy(self) -> bool:
+        """Whether any planned transfer is not known to be done."""
+        return bool(self._loading or self._storing)
+
+    # Looking up
+
+    def lookup(self, key: Hashable) -> bool:
+        """Whether the block of ``key`` can be loaded now."""
+        block = self._blocks.get(key)
+        return block is not None and block.ready
+
+    def holds(self, key: Hashable) -> bool:
+        """Whether ``key`` has a slot, readable or still being written."""
+        return key in self._blocks
+
+    def touch(self, keys: Sequence[Hashable]) -> None:
+        """Refresh the recency of a prefix, given head first; the head ends most recent.
+
+        A block is worth nothing without those before it, so a prefix is evicted from its tail.
+        """
+        for key in reversed(keys):
+            block = self._blocks.get(key)
+            if block is not None and block.ready and not block.ref_cnt:
+                self._policy.touch(key)
+
+    # Storing
+
+    def queue_store(self, key: Hashable, gpu_block_id: int) -> None:
+        """``gpu_block_id`` holds, or will hold after this step, the block of ``key``."""
+        if key not in self._blocks:
+            self._pending[gpu_block_id] = key
+
+    def note_new_blocks(self, gpu_block_ids: Iterable[int]) -> None:
+        """These GPU blocks were handed out to be overwritten.
+
+        A store of theirs that is not planned is dropped; one that is under way is waited for
+        by the next plan's forward pass.
+        """
+        if not self._pending and not self._store_of:
+            return
+        for gpu_block_id in gpu_block_ids:
+            self._pending.pop(gpu_block_id, None)
+            ticket = self._store_of.get(gpu_block_id, 0)
+            self._wait_store = max(self._wait_store, ticket)
+
+    # Loading
+
+    def begin_load(self, keys: Sequence[Hashable], gpu_block_ids: Sequence[int]) -> int:
+        """Plan a load of readable keys into GPU blocks; returns its ticket.
+
+        Raises:
+            KeyError: a key is not readable. Nothing has changed then.
+        """
+        blocks = [self._blocks[key] for key in keys]
+        for block in blocks:
+            if not block.ready:
+                raise KeyError(block.key)
+        for block in blocks:
+            self._pin(block)
+        self._last_load += 1
+        batch = CopyBatch(
+            self._last_load, tuple(gpu_block_ids), tuple(block.slot for block in blocks)
+        )
+        self._new_loads.append(batch)
+        self._loading.append(_Ticket(batch, blocks))
+        return self._last_load
+
+    def expose_load(self, ticket: int) -> None:
+        """The next plan's forward pass may read what this load brings: it waits for it."""
+        self._wait_load = max(self._wait_load, ticket)
+
+    # Steps
+
+    def make_plan(self, storable: Callable[[int, Hashable], bool]) -> TransferPlan | None:
+        """Freeze this step's plan; None when there is nothing to move and to wait for.
+
+        Args:
+            storable: whether a GPU block still has, and will have computed after this step,
+                the block of a key. What is not is forgotten.
+        """
+        store = self._plan_store(storable)
+        if not (self._new_loads or store or self._wait_load or self._wait_store):
+            return None
+        plan = TransferPlan(
+            loads=tuple(self._new_loads),
+            store=store,
+            wait_load=self._wait_load,
+            wait_store=self._wait_store,
+            stores_done=self._stores_done,
+            loads_done=self._loads_done,
+        )
+        self._new_loads.clear()
+        self._wait_load = self._wait_store = 0
+        return plan
+
+    def apply(self, result: TransferResult) -> list[Hashable]:
+        """Take in what is done; returns the keys that became readable."""
+        readable: list[Hashable] = []
+        while self._loading and self._loading[0].batch.ticket <= result.loads_done:
+            self._finish_load(self._loading.popleft())
+        while self._storing and self._storing[0].batch.ticket <= result.stores_done:
+            readable.extend(self._finish_store(self._storing.popleft()))
+        self._loads_done = max(self._loads_done, min(result.loads_done, self._last_load))
+        self._stores_done = max(self._stores_done, min(result.stores_done, self._last_store))
+        return readable
+
+    def load_done(self, ticket: int) -> bool:
+        """Whether this load is known to be done."""
+        return ticket <= self._loads_done
+
+    def drained(self) -> TransferResult:
+        """The result that ranks give once they have finished all that was planned."""
+        return TransferResult(self._last_load, self._last_store)
+
+    def clear(self) -> None:
+        """Forget every key. Slots of transfers under way come back when those are done."""
+        held = {block.slot for ticket in self._loading for block in ticket.blocks}
+        held.update(block.slot for ticket in self._storing for block in ticket.blocks)
+        self._blocks = {}
+        self._pending = {}
+        self._policy = self._new_policy()
+        self._slots = SlotPool(self.num_slots, reserved=held)
+
+    # Inside
+
+    def _plan_store(self, storable: Callable[[int, Hashable], bool]) -> CopyBatch | None:
+        pending, self._pending = self._pending, {}
+        gpu_block_of: dict[Hashable, int] = {}
+        for gpu_block_id, key in pending.items():
+            if key not in self._blocks and storable(gpu_block_id, key):
+                gpu_block_of.setdefault(key, gpu_block_id)
+        count = self._make_room(len(gpu_block_of))
+        self.stats.dropped += len(gpu_block_of) - count
+        if not count:
+            return None
+        blocks = [_Block(key, slot) for key, slot in zip(gpu_block_of, self._slots.allocate(count))]
+        self._last_store += 1
+        batch = CopyBatch(
+            self._last_store,
+            tuple(gpu_block_of[block.key] for block in blocks),
+            tuple(block.slot for block in blocks),
+        )
+        for block, gpu_block_id in zip(blocks, batch.gpu_block_ids):
+            self._blocks[block.key] = block
+            self._store_of[gpu_block_id] = batch.ticket
+        self._storing.append(_Ticket(batch, blocks))
+        return batch
+
+    def _make_room(self, count: int) -> int:
+        """Evict until ``count`` slots are free or none can be; returns how many there are."""
+        while self._slots.num_free < count and len(self._policy):
+            block = self._blocks.pop(self._policy.pop())
+            self._slots.free(block.slot)
+            self.stats.evicted += 1
+        return min(count, self._slots.num_free)
+
+    def _finish_load(self, ticket: _Ticket) -> None:
+        # Tail first: the head of the prefix ends most recent.
+        for block in reversed(ticket.blocks):
+            self._unpin(block)
+        self.stats.loaded += len(ticket.blocks)
+
+    def _finish_store(self, ticket: _Ticket) -> list[Hashable]:
+        readable = []
+        for block, gpu_block_id in zip(
+            reversed(ticket.blocks), reversed(ticket.batch.gpu_block_ids)
+        ):
+            if self._store_of.get(gpu_block_id) == ticket.batch.ticket:
+                del self._store_of[gpu_block_id]
+            block.ready = True
+            self._unpin(block)
+            if self._blocks.get(block.key) is block:
+                readable.append(block.key)
+        self.stats.stored += len(ticket.blocks)
+        return readable
+
+    def _pin(self, block: _Block) -> None:
+        if not block.ref_cnt:
+            self._policy.remove(block.key)
+        block.ref_cnt += 1
+
+    def _unpin(self, block: _Block) -> None:
+        block.ref_cnt -= 1
+        if block.ref_cnt:
+            return
+        if self._blocks.get(block.key) is block:
+            self._policy.add(block.key)
+        else:  # forgotten by clear() while under way
+            self._slots.free(block.slot)

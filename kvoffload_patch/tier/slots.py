@@ -1,0 +1,102 @@
+"""The pool of CPU slots: free slots as runs of neighbours.
+
+Runs matter because a transfer of neighbouring slots is one copy over the bus, and one copy per
+slot is not. Every operation costs O(1) for each slot it takes or returns, whatever the capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class SlotPool:
+    """Hands out CPU slots ``0 .. capacity - 1``, in runs of neighbours where it can.
+
+    A free run is known by both its ends, so that a slot that comes back is joined with its
+    neighbours without a search. Runs are binned by the bit length of their size; an allocation
+    takes from the largest bin, which keeps what it gets in one piece as long as possible.
+
+    Args:
+        capacity: number of slots.
+        reserved: slots that start out taken; they come back through `free`.
+    """
+
+    def __init__(self, capacity: int, reserved: Iterable[int] = ()) -> None:
+        if capacity < 0:
+            raise ValueError(f"capacity must not be negative, got {capacity}")
+        self.capacity = capacity
+        self.num_free = 0
+        self._taken = bytearray(capacity)
+        self._size_at_start: dict[int, int] = {}
+        self._start_at_end: dict[int, int] = {}
+        # A run of up to `capacity` slots has a bit length of 1 to capacity.bit_length().
+        self._bins: list[dict[int, None]] = [{} for _ in range(capacity.bit_length() + 1)]
+        begin = 0
+        for slot in sorted(reserved):
+            self._taken[slot] = 1
+            self._add_run(begin, slot - begin)
+            begin = slot + 1
+        self._add_run(begin, capacity - begin)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` slots, neighbours where possible, in ascending order within a run.
+
+        Raises:
+            ValueError: fewer than ``count`` slots are free; none is taken then.
+        """
+        if count > self.num_free:
+            raise ValueError(f"{count} slots asked for, {self.num_free} are free")
+        slots: list[int] = []
+        while len(slots) < count:
+            start, size = self._pop_large_run()
+            used = min(size, count - len(slots))
+            slots.extend(range(start, start + used))
+            self._taken[start : start + used] = b"\x01" * used
+            self._add_run(start + used, size - used)
+        return slots
+
+    def free(self, slot: int) -> None:
+        """Return one slot and join it with the free runs beside it.
+
+        Raises:
+            ValueError: the slot is not taken.
+        """
+        if not 0 <= slot < self.capacity or not self._taken[slot]:
+            raise ValueError(f"slot {slot} is not taken")
+        self._taken[slot] = 0
+        start, end = slot, slot + 1
+        if start in self._start_at_end:
+            start = self._start_at_end[start]
+            self._remove_run(start, slot - start)
+        if end in self._size_at_start:
+            size = self._size_at_start[end]
+            self._remove_run(end, size)
+            end += size
+        self._add_run(start, end - start)
+
+    def runs(self) -> dict[int, int]:
+        """The free runs, size by first slot (a copy; for tests and diagnostics)."""
+        return dict(self._size_at_start)
+
+    def _pop_large_run(self) -> tuple[int, int]:
+        for candidates in reversed(self._bins):
+            if candidates:
+                start = next(iter(candidates))
+                size = self._size_at_start[start]
+                self._remove_run(start, size)
+                return start, size
+        raise AssertionError("num_free counts slots that are in no run")
+
+    def _add_run(self, start: int, size: int) -> None:
+        if size <= 0:
+            return
+        self._size_at_start[start] = size
+        self._start_at_end[start + size] = start
+        self._bins[size.bit_length()][start] = None
+        self.num_free += size
+
+    def _remove_run(self, start: int, size: int) -> None:
+        del self._size_at_start[start]
+        del self._start_at_end[start + size]
+        del self._bins[size.bit_length()][start]
+        self.num_free -= size

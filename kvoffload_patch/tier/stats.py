@@ -1,0 +1,22 @@
+"""Counters of the tier, all since start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class TierStats:
+    """Plain counters in blocks; a block of one KV cache group counts once.
+
+    Attributes:
+        stored: blocks whose store is done.
+        loaded: blocks whose load is done.
+        evicted: blocks thrown out to make room.
+        dropped: blocks that were not stored because every slot was being read or written.
+    """
+
+    stored: int = 0
+    loaded: int = 0
+    evicted: int = 0
+    dropped: int = 0
