@@ -1,0 +1,58 @@
+"""CPU memory for the slots, mapped by ourselves.
+
+PyTorch's pinned allocator rounds up to powers of two, which at tens of GiB is what gets a
+process killed; an anonymous mapping takes what is asked for.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+from kvoffload_patch.transfer.errors import TransferError
+
+
+class HostBuffer:
+    """``slots``: a ``uint8`` tensor ``[num_slots, block_bytes]`` over an anonymous mapping.
+
+    Pages are taken from the system when they are first written. For a CUDA device the mapping
+    is registered with the driver, so that copies need no bounce buffer.
+
+    Args:
+        num_slots: number of slots.
+        block_bytes: bytes of a slot.
+        device: the device that copies from and to it.
+
+    Raises:
+        TransferError: the driver refuses to register the memory.
+    """
+
+    def __init__(self, num_slots: int, block_bytes: int, device: torch.device) -> None:
+        self.nbytes = num_slots * block_bytes
+        self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        flat = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.slots = flat.view(num_slots, block_bytes)
+        self._registered = device.type == "cuda"
+        if self._registered:
+            self._register(flat.data_ptr())
+
+    def close(self) -> None:
+        """Give the memory back. No copy may be under way."""
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self.slots.data_ptr())
+            self._registered = False
+        # The mapping goes with the last tensor that refers to it.
+        del self.slots, self._map
+
+    def _register(self, pointer: int) -> None:
+        error = int(torch.cuda.cudart().cudaHostRegister(pointer, self.nbytes, 0))
+        if error:
+            self._registered = False
+            raise TransferError(
+                f"cannot register {self.nbytes / 2**30:.1f} GiB of CPU memory with the CUDA "
+                f"driver (error {error}); lower KVOFFLOAD_CPU_GIB or raise the limit on locked "
+                "memory (ulimit -l)."
+            )

@@ -1,0 +1,187 @@
+"""Where the bytes of a KV block are: from tensors' shapes and strides, as opaque bytes.
+
+A block is everything that all KV tensors hold for one block id. Its bytes lie in a few *rows*:
+row tensors of ``uint8``, ``[num_blocks, nbytes]``, whose stride over blocks is what the KV
+tensors have. What a byte means (K or V, head, token, dtype) does not matter here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from kvoffload_patch.transfer.errors import LayoutRefused
+
+
+@dataclass(frozen=True)
+class _Span:
+    """``nbytes`` of every block: block ``b`` starts at byte ``start + b * stride`` of a storage."""
+
+    storage: int  # index of the storage
+    stride: int
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _BlockDim:
+    """The dimension of a tensor that counts blocks; a block is ``split`` entries of it."""
+
+    dim: int
+    split: int
+
+
+class BlockLayout:
+    """The rows of all KV tensors of one rank.
+
+    Args:
+        tensors: the KV tensors, of any dtype and of one device, each with ``num_blocks`` blocks.
+            Tensors that share bytes are taken once.
+        num_blocks: number of KV blocks.
+        block_dim: the dimension that counts blocks, in every tensor, where it is known; found
+            by its size otherwise. Its size is ``num_blocks`` or, for backends that split a
+            block into kernel blocks, a multiple of it.
+
+    Attributes:
+        rows: ``uint8`` views, each ``[num_blocks, nbytes]`` with unit stride over bytes.
+        offsets: where each row starts in a slot of ``block_bytes``.
+        block_bytes: bytes of one block on this rank.
+
+    Raises:
+        LayoutRefused: the shape or the strides of a tensor are not understood.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], num_blocks: int, block_dim: int | None = None
+    ) -> None:
+        if not tensors:
+            raise LayoutRefused("KV layout not understood: expected KV tensors, found none.")
+        self.num_blocks = num_blocks
+        self.device = tensors[0].device
+        self._tensors = list(tensors)
+        self._dims = [_find_block_dim(t, num_blocks, block_dim) for t in tensors]
+        storages: dict[int, tuple[int, torch.Tensor]] = {}
+        spans: set[_Span] = set()
+        for tensor, dim in zip(tensors, self._dims):
+            pointer = tensor.untyped_storage().data_ptr()
+            index, _ = storages.setdefault(pointer, (len(storages), tensor))
+            spans.update(_spans(tensor, dim, index, num_blocks))
+        owners = {index: tensor for index, tensor in storages.values()}
+        self.rows = [_row(owners[s.storage], s, num_blocks) for s in _merge(spans, num_blocks)]
+        self.offsets: list[int] = []
+        self.block_bytes = 0
+        for row in self.rows:
+            self.offsets.append(self.block_bytes)
+            self.block_bytes += row.shape[1]
+
+    def block_views(self, block_id: int) -> list[torch.Tensor]:
+        """The part of every KV tensor that belongs to one block, in the tensor's own dtype.
+
+        Taken from the tensors by index and not from the rows, so that a check of the rows
+        against it (the canary) means something.
+        """
+        return [
+            tensor.narrow(dim.dim, block_id * dim.split, dim.split)
+            for tensor, dim in zip(self._tensors, self._dims)
+        ]
+
+
+def _refused(tensor: torch.Tensor, num_blocks: int, why: str) -> LayoutRefused:
+    return LayoutRefused(
+        f"KV layout not understood: shape {tuple(tensor.shape)}, strides {tensor.stride()}, "
+        f"{num_blocks} blocks: {why}."
+    )
+
+
+def _find_block_dim(tensor: torch.Tensor, num_blocks: int, known: int | None) -> _BlockDim:
+    sizes = tensor.shape
+    if known is not None:
+        if known >= len(sizes) or not sizes[known] or sizes[known] % num_blocks:
+            raise _refused(tensor, num_blocks, f"expected dimension {known} to count blocks")
+        return _BlockDim(known, sizes[known] // num_blocks)
+    found = [d for d, size in enumerate(sizes) if size == num_blocks]
+    found = found or [d for d, size in enumerate(sizes) if size and size % num_blocks == 0]
+    if len(found) != 1:
+        raise _refused(
+            tensor, num_blocks, f"expected one dimension that counts blocks, found {len(found)}"
+        )
+    return _BlockDim(found[0], sizes[found[0]] // num_blocks)
+
+
+def _spans(
+    tensor: torch.Tensor, block_dim: _BlockDim, storage: int, num_blocks: int
+) -> list[_Span]:
+    """A tensor's bytes of every block, as runs without gaps."""
+    item = tensor.element_size()
+    step = tensor.stride(block_dim.dim)
+    others = [
+        (stride, size)
+        for d, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape))
+        if d != block_dim.dim and size > 1
+    ]
+    inner = sorted((stride, size) for stride, size in others if stride < step)
+    outer = [(stride, size) for stride, size in others if stride >= step]
+    run = 1
+    for stride, size in inner:
+        if stride != run:
+            raise _refused(tensor, num_blocks, "the bytes of a block have gaps or overlap")
+        run *= size
+    if block_dim.split > 1:
+        if run != step:
+            raise _refused(tensor, num_blocks, "the kernel blocks of a block are apart")
+        run *= block_dim.split
+    starts = [tensor.storage_offset()]
+    for stride, size in outer:
+        starts = [start + i * stride for start in starts for i in range(size)]
+    if len(set(starts)) != prod(size for _, size in outer):
+        raise _refused(tensor, num_blocks, "segments overlap")
+    stride = step * block_dim.split * item
+    return [_Span(storage, stride, start * item, run * item) for start in starts]
+
+
+def _merge(spans: set[_Span], num_blocks: int) -> list[_Span]:
+    """Join spans that touch or overlap within a block; refuse those that cross blocks."""
+    merged: list[_Span] = []
+    for span in sorted(spans, key=lambda s: (s.storage, s.stride, s.start, s.nbytes)):
+        last = merged[-1] if merged else None
+        same = last is not None and (last.storage, last.stride) == (span.storage, span.stride)
+        if last is not None and same and span.start <= last.start + last.nbytes:
+            nbytes = max(last.nbytes, span.start + span.nbytes - last.start)
+            merged[-1] = _Span(last.storage, last.stride, last.start, nbytes)
+        else:
+            merged.append(span)
+    _check_disjoint(merged, num_blocks)
+    return merged
+
+
+def _check_disjoint(spans: list[_Span], num_blocks: int) -> None:
+    """No byte may belong to two blocks or to two rows."""
+    for span in spans:
+        if span.nbytes > span.stride:
+            raise LayoutRefused(
+                f"KV layout not understood: a block has {span.nbytes} bytes in a row whose "
+                f"blocks are {span.stride} bytes apart, so blocks overlap."
+            )
+    # Within a storage, rows either lie side by side inside one block stride, or one after the
+    # other; everything else would make two rows write the same bytes.
+    by_start = sorted(spans, key=lambda s: (s.storage, s.start))
+    for i, a in enumerate(by_start):
+        for b in by_start[i + 1 :]:
+            if b.storage != a.storage or b.start >= a.start + a.stride * num_blocks:
+                break
+            if a.stride != b.stride or b.start + b.nbytes > a.start + a.stride:
+                raise LayoutRefused(
+                    "KV layout not understood: rows of different KV tensors share bytes "
+                    f"(at {a.start} and {b.start}, {a.stride} and {b.stride} bytes a block)."
+                )
+
+
+def _row(owner: torch.Tensor, span: _Span, num_blocks: int) -> torch.Tensor:
+    raw = torch.empty(0, dtype=torch.uint8, device=owner.device)
+    raw.set_(owner.untyped_storage())
+    if span.start + span.stride * (num_blocks - 1) + span.nbytes > raw.numel():
+        raise _refused(owner, num_blocks, "its blocks reach beyond its storage")
+    return raw.as_strided((num_blocks, span.nbytes), (span.stride, 1), span.start)
