@@ -1,0 +1,223 @@
+"""What the tier reads and changes of vLLM's scheduler side, release by release.
+
+Nothing outside this module and `eligibility` looks at a vLLM object's attributes on this side.
+Releases differ in the waiting queues (0.27 to 0.30: `skipped_waiting`; from 0.31 on:
+`kv_holding_waiting`); the rest holds for all of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+# Names of our attributes on vLLM's objects.
+TIER = "_kvoffload_tier"  # on Scheduler and BlockPool
+PLAN = "kvoffload_plan"  # on SchedulerOutput
+RESULT = "kvoffload_result"  # on ModelRunnerOutput
+
+
+class SchedulerView:
+    """One vLLM scheduler, its KV cache manager and its block pool.
+
+    Args:
+        scheduler: a `vllm.v1.core.sched.scheduler.Scheduler`, constructed.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler = scheduler
+        self.manager = scheduler.kv_cache_manager
+        self.pool = self.manager.block_pool
+        coordinator = self.manager.coordinator
+        managers = coordinator.single_type_managers
+        self._pool_holders = [coordinator, *managers]
+        self.key = make_block_hash_with_group_id
+        self.block_sizes = tuple(int(m.block_size) for m in managers)
+        self._span_tokens = tuple(self._tokens_held(m.kv_cache_spec) for m in managers)
+        self._parked_status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        self._open = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        self._grammar = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+
+    def _tokens_held(self, spec: Any) -> int | None:
+        """Tokens whose blocks a request keeps in this group; None where it keeps all."""
+        window = getattr(spec, "sliding_window", None) or getattr(
+            spec, "attention_chunk_size", None
+        )
+        return None if window is None else window + self.scheduler.max_num_scheduled_tokens
+
+    # Queues
+
+    def has_waiting(self) -> bool:
+        """Whether anything waits."""
+        return any(len(queue) for queue in self._queues())
+
+    def waiting(self) -> Iterator[Any]:
+        """Waiting requests in the order in which `schedule` looks at them; lazy."""
+        for queue in self._queues():
+            heap = getattr(queue, "_heap", None)
+            yield from queue if heap is None else _heap_order(heap)
+
+    def _queues(self) -> list[Any]:
+        scheduler = self.scheduler
+        first = getattr(scheduler, "kv_holding_waiting", None)
+        if first is None:
+            first = scheduler.skipped_waiting
+        return [first, scheduler.waiting]
+
+    def is_open(self, request: Any) -> bool:
+        """Whether `schedule` would look its prefix up: it waits for nothing but its turn."""
+        if request.num_computed_tokens:
+            return False
+        if request.status in self._open:
+            return True
+        # Promoted and admitted within one schedule(): it is never seen as WAITING in between.
+        structured = request.structured_output_request
+        return request.status == self._grammar and bool(structured and structured.grammar)
+
+    def park(self, request: Any) -> Any:
+        """Make `schedule` pass over a request; returns the status to restore."""
+        status = request.status
+        request.status = self._parked_status
+        return status
+
+    def unpark(self, request: Any, status: Any) -> None:
+        """Undo `park`, and put the request where one without KV blocks belongs."""
+        if request.status != self._parked_status:
+            return
+        request.status = status
+        holding = getattr(self.scheduler, "kv_holding_waiting", None)
+        if holding is None:
+            return
+        # From 0.31 on schedule() moves what waits for remote KV to the queue of those that
+        # hold blocks, which is admitted even while new requests are paused.
+        if request in iter(holding):
+            holding.remove_requests([request])
+            self.scheduler.waiting.prepend_request(request)
+
+    # Room
+
+    def free_run_slots(self) -> int:
+        """How many more requests may run."""
+        scheduler = self.scheduler
+        limit = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
+        return int(limit) - len(scheduler.running)
+
+    def token_budget(self) -> int:
+        """Tokens that a step can give to waiting requests, at most."""
+        return int(self.scheduler.max_num_scheduled_tokens) - len(self.scheduler.running)
+
+    def blocks_for_running(self) -> int:
+        """Blocks that running requests may take in this step, at most; O(1)."""
+        scheduler = self.scheduler
+        blocks = len(scheduler.running) * len(self.block_sizes)
+        if getattr(scheduler, "_inflight_prefills", None):
+            blocks += self.blocks_for(scheduler.max_num_scheduled_tokens)
+        return blocks
+
+    def count_blocks_for_running(self) -> int:
+        """The same, counted; for when the bound above is too coarse to decide by."""
+        scheduler, blocks = self.scheduler, 0
+        for request in scheduler.running:
+            done = request.num_computed_tokens
+            ahead = request.num_tokens_with_spec + request.num_output_placeholders - done
+            todo = min(ahead, scheduler.max_num_scheduled_tokens) + scheduler.num_lookahead_tokens
+            for size in self.block_sizes:
+                blocks += -(-(done + todo) // size) - -(-done // size)
+        return blocks
+
+    def watermark_blocks(self) -> int:
+        """Blocks that vLLM keeps free when it admits a request beside running ones."""
+        return int(getattr(self.manager, "watermark_blocks", 0)) if self.scheduler.running else 0
+
+    def tokens_to_fit(self, request: Any, hit_tokens: int) -> int:
+        """Tokens whose blocks must be free for `schedule` to admit a request."""
+        if getattr(self.scheduler, "scheduler_reserve_full_isl", False):
+            return int(request.num_tokens)
+        first_step = hit_tokens + self.scheduler.max_num_scheduled_tokens
+        return min(int(request.num_tokens), int(first_step))
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks, over all groups, that hold this many tokens of one request."""
+        total = 0
+        for block_size, span in zip(self.block_sizes, self._span_tokens):
+            held = tokens if span is None else min(tokens, span)
+            total += -(-held // block_size)
+        return total
+
+    # Looking up
+
+    def longest_hit(self, request: Any, pool: Any) -> tuple[Sequence[Sequence[Any]], int]:
+        """vLLM's own prefix lookup, over another pool: (blocks by group, tokens)."""
+        manager, log_stats = self.manager, self.manager.log_stats
+        for holder in self._pool_holders:
+            holder.block_pool = pool
+        manager.log_stats = False  # a probe is not a query that users should see
+        try:
+            found = manager.get_computed_blocks(request)
+        finally:
+            manager.log_stats = log_stats
+            for holder in self._pool_holders:
+                holder.block_pool = self.pool
+        return found[0].blocks, int(found[1])
+
+    # Blocks
+
+    def num_free_blocks(self) -> int:
+        """Free GPU blocks, cached ones that may be evicted included."""
+        return int(self.pool.get_num_free_blocks())
+
+    def take_blocks(self, count: int) -> list[Any]:
+        """Fresh GPU blocks, referenced."""
+        return list(self.pool.get_new_blocks(count))
+
+    def hold(self, blocks: Sequence[Any]) -> None:
+        """Reference cached GPU blocks."""
+        self.pool.touch(blocks)
+
+    def release(self, blocks: Iterable[Any]) -> None:
+        """Give references up; the blocks given first are evicted first."""
+        self.pool.free_blocks(blocks)
+
+    def publish(self, key: Hashable, block: Any, num_tokens: int) -> None:
+        """Put a block into the GPU prefix cache: it holds, for any later step, this key."""
+        self.pool._insert_block_hash(key, block, num_tokens=num_tokens)
+
+    def still_cached(self, gpu_block_id: int, key: Hashable) -> bool:
+        """Whether a GPU block is in the prefix cache under this key."""
+        return bool(self.pool.blocks[gpu_block_id].block_hash == key)
+
+    # Statistics
+
+    def count_hit(self, request: Any, queried_tokens: int, loaded_tokens: int) -> None:
+        """Count a lookup in the CPU tier as vLLM counts those beyond its own cache."""
+        stats = self.scheduler.connector_prefix_cache_stats
+        if stats is None or self.scheduler.connector is not None or queried_tokens <= 0:
+            return
+        preempted = getattr(request, "num_preemptions", 0) > 0
+        stats.record(num_tokens=queried_tokens, num_hits=loaded_tokens, preempted=preempted)
+
+    def enable_hit_counts(self) -> None:
+        """Have vLLM report the tier as its external prefix cache, unless a connector is."""
+        from vllm.v1.metrics.stats import PrefixCacheStats
+
+        if self.scheduler.log_stats and self.scheduler.connector is None:
+            self.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
+
+
+def _heap_order(heap: Sequence[Any]) -> Iterator[Any]:
+    """The items of a binary heap in order, O(log k) for the k-th, without copying it."""
+    front = [(heap[0], 0)] if heap else []
+    while front:
+        item, at = heapq.heappop(front)
+        yield item
+        for child in (2 * at + 1, 2 * at + 2):
+            if child < len(heap):
+                heapq.heappush(front, (heap[child], child))
+
+
+def attached(owner: Any) -> Any:
+    """The tier attached to a vLLM object, or None."""
+    return owner.__dict__.get(TIER)

@@ -1,0 +1,64 @@
+"""Attaching a tier to a started engine: all of it, or none of it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvoffload_patch.config import Settings
+from kvoffload_patch.integration.adapters import TIER, SchedulerView, attached
+from kvoffload_patch.integration.eligibility import check_eligible
+from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
+from kvoffload_patch.integration.ranks import RankGroup
+from kvoffload_patch.integration.scheduler_tier import SchedulerTier
+from kvoffload_patch.tier.manager import OffloadManager
+
+logger = logging.getLogger("vllm.kvoffload_patch")
+_GIB = 1 << 30
+
+
+def attach(engine_core: Any, vllm_config: Any) -> None:
+    """Give an engine core, its scheduler and its workers a CPU tier.
+
+    Raises:
+        TierRefused: the tier cannot be right here, and KVOFFLOAD_STRICT is on.
+    """
+    settings = Settings.from_env()
+    try:
+        _attach(engine_core, vllm_config, settings)
+    except TierNotNeeded as reason:
+        logger.warning("kvoffload_patch: %s", reason)
+    except TierRefused as refusal:
+        if settings.strict:
+            raise TierRefused(f"kvoffload_patch: {refusal}") from refusal.__cause__
+        logger.error("kvoffload_patch: %s Serving without the CPU tier.", refusal)
+
+
+def _attach(engine_core: Any, vllm_config: Any, settings: Settings) -> None:
+    scheduler = engine_core.scheduler
+    check_eligible(vllm_config, scheduler)
+    engines = max(1, getattr(vllm_config.parallel_config, "data_parallel_size", 1))
+    cpu_bytes = int(settings.cpu_gib * _GIB) // engines
+    ranks = RankGroup(engine_core.model_executor)
+    ranks.open(cpu_bytes, settings.canary_fault_rank)
+    manager = OffloadManager(ranks.num_slots)
+    view = SchedulerView(scheduler)
+    tier = SchedulerTier(view, manager, ranks, settings)
+    setattr(scheduler, TIER, tier)
+    setattr(view.pool, TIER, tier)
+    logger.info(
+        "KV offload: CPU tier of %d blocks (%.2f GiB over all ranks), loads %s, %.3f ms a block",
+        ranks.num_slots, cpu_bytes / _GIB, settings.load_mode, ranks.load_ms_per_block,
+    )  # fmt: skip
+
+
+def detach(engine_core: Any) -> None:
+    """The engine core shuts down."""
+    scheduler = getattr(engine_core, "scheduler", None)
+    if scheduler is None:
+        return  # it never came up
+    tier = attached(scheduler)
+    if tier is not None:
+        delattr(scheduler, TIER)
+        delattr(scheduler.kv_cache_manager.block_pool, TIER)
+        tier.close()

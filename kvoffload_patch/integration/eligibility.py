@@ -1,0 +1,71 @@
+"""Whether a vLLM configuration is one in which the tier is known to be right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
+
+# Specs whose blocks are written once, by the step that computes them, and hold nothing else.
+_KNOWN_SPECS = {
+    "FullAttentionSpec",
+    "MLAAttentionSpec",
+    "SlidingWindowSpec",
+    "SlidingWindowMLASpec",
+    "ChunkedLocalAttentionSpec",
+}
+_REMEDY = "set KVOFFLOAD_STRICT=0 to serve without the CPU tier"
+
+
+def check_eligible(vllm_config: Any, scheduler: Any) -> None:
+    """Refuse what the tier does not understand.
+
+    Raises:
+        TierNotNeeded: prefix caching is off.
+        TierRefused: anything else that the tier cannot vouch for.
+    """
+    cache = vllm_config.cache_config
+    if not cache.enable_prefix_caching:
+        raise TierNotNeeded("prefix caching is off, so there is nothing to keep; no CPU tier.")
+    for found in (_parallel_problem(vllm_config), _cache_problem(vllm_config, scheduler)):
+        if found:
+            raise TierRefused(f"{found}; {_REMEDY}.")
+
+
+def _parallel_problem(vllm_config: Any) -> str | None:
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            return f"expected {name} 1, found {size}"
+    if getattr(parallel, "enable_elastic_ep", False):
+        return "expected a fixed set of workers, found elastic expert parallelism"
+    return None
+
+
+def _cache_problem(vllm_config: Any, scheduler: Any) -> str | None:
+    if scheduler.enable_kv_cache_events:
+        return "KV cache events are on, and the tier does not yet send its own"
+    if vllm_config.model_config.is_encoder_decoder:
+        return "expected a decoder-only model, found an encoder-decoder one"
+    if getattr(scheduler.kv_cache_manager.coordinator, "enable_partial_hash_hits", False):
+        return "expected prefix cache hits of whole blocks, found partial ones enabled"
+    for index, group in enumerate(scheduler.kv_cache_config.kv_cache_groups):
+        problem = _group_problem(group)
+        if problem:
+            return f"KV cache group {index}: {problem}"
+    return None
+
+
+def _group_problem(group: Any) -> str | None:
+    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+        return "expected a group that lives in device memory, found one kept elsewhere"
+    spec = group.kv_cache_spec
+    members = getattr(spec, "kv_cache_specs", None)
+    for member in [spec] if members is None else members.values():
+        kind = type(member).__name__
+        if kind not in _KNOWN_SPECS:
+            return f"expected one of {', '.join(sorted(_KNOWN_SPECS))}, found {kind}"
+        if getattr(member, "prefix_replay_tokens", 0):
+            return f"{kind} with a prefix replay window is not supported"
+    return None

@@ -1,0 +1,23 @@
+"""Hooks on vLLM's EngineCore: where scheduler and workers are both at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvoffload_patch.integration.attach import attach, detach
+
+
+def init(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> None:
+    """`EngineCore.__init__`: when it returns, executor, KV caches and scheduler exist."""
+    wrapped(*args, **kwargs)
+    attach(instance, instance.vllm_config)
+
+
+def shutdown(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    """`EngineCore.shutdown`: before it, the workers still answer."""
+    try:
+        detach(instance)
+    finally:
+        result = wrapped(*args, **kwargs)
+    return result

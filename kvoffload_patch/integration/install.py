@@ -1,0 +1,65 @@
+"""Deciding and arming for the vLLM that is installed; imports nothing of vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvoffload_patch.config import Settings
+from kvoffload_patch.integration.points import POINTS, SUPPORTED_VLLM, VLLM
+from kvoffload_patch.patching import (
+    Decision,
+    PatchRefused,
+    PatchSet,
+    decide,
+    installed_version,
+)
+
+
+def arm() -> None:
+    """Decide for all processes' points at once, and install each when its module is imported.
+
+    Raises:
+        PatchRefused: vLLM is not one that the table knows; nothing was touched.
+    """
+    global _patches
+    patches = PatchSet(_decide(Settings.from_env()))
+    patches.arm()
+    _patches = patches
+
+
+def disarm() -> None:
+    """Put vLLM's own objects back."""
+    if _patches is not None:
+        _patches.remove()
+
+
+def describe(settings: Settings | None = None) -> dict[str, Any]:
+    """What `arm` would do: release, supported range, points, and the verdict or refusal."""
+    report: dict[str, Any] = {"release": None, "supported": SUPPORTED_VLLM, "points": []}
+    try:
+        settings = Settings.from_env() if settings is None else settings
+        report["release"] = _version(settings)
+        points = _decide(settings).points
+    except PatchRefused as refusal:
+        return {**report, "verdict": str(refusal)}
+    listed = [{key: getattr(p, key) for key in ("name", "module", "attribute")} for p in points]
+    return {**report, "points": listed, "verdict": "ok"}
+
+
+def installed_attributes() -> set[str]:
+    """Full names of the attributes patched in this process."""
+    if _patches is None:
+        return set()
+    points = _patches.status()["points"]
+    return {f"{p['module']}.{p['attribute']}" for p in points if p["installed"]}
+
+
+_patches: PatchSet | None = None
+
+
+def _version(settings: Settings) -> str:
+    return settings.vllm_version or installed_version(VLLM)
+
+
+def _decide(settings: Settings) -> Decision:
+    return decide(VLLM, POINTS, _version(settings))

@@ -1,0 +1,91 @@
+"""What is known of waiting requests, until something that they could hit has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Known:
+    """A lookup that needs no repetition: all that can be had is on the GPU already.
+
+    Attributes:
+        num_tokens: the request's length at the lookup.
+        hit_tokens: length of the prefix found on the GPU.
+        gpu_blocks: vLLM's blocks of that prefix.
+        missing: keys that were found nowhere; any of them would make a longer hit possible.
+    """
+
+    num_tokens: int
+    hit_tokens: int
+    gpu_blocks: tuple[Any, ...]
+    missing: tuple[Hashable, ...]
+
+
+class ProbeMemo:
+    """Lookups by request, dropped when a block they rest on is reused or a key they lack stored.
+
+    Costs O(1) for each block and key of a lookup, once.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, Known] = {}
+        self._by_block: dict[int, set[str]] = {}
+        self._by_key: dict[Hashable, set[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, request_id: str, num_tokens: int) -> Known | None:
+        """What is known of a request of this length, if it still holds."""
+        known = self._known.get(request_id)
+        return known if known is not None and known.num_tokens == num_tokens else None
+
+    def put(self, request_id: str, known: Known) -> None:
+        """Remember a lookup, in place of an older one."""
+        self.forget(request_id)
+        self._known[request_id] = known
+        for block in known.gpu_blocks:
+            self._by_block.setdefault(block.block_id, set()).add(request_id)
+        for key in known.missing:
+            self._by_key.setdefault(key, set()).add(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """The request no longer waits, or must be looked up again."""
+        known = self._known.pop(request_id, None)
+        if known is None:
+            return
+        for block in known.gpu_blocks:
+            _discard(self._by_block, block.block_id, request_id)
+        for key in known.missing:
+            _discard(self._by_key, key, request_id)
+
+    def blocks_reused(self, gpu_block_ids: Iterable[int]) -> None:
+        """These GPU blocks were handed out: what they held is gone."""
+        if self._by_block:
+            for gpu_block_id in gpu_block_ids:
+                for request_id in tuple(self._by_block.get(gpu_block_id, ())):
+                    self.forget(request_id)
+
+    def keys_stored(self, keys: Iterable[Hashable]) -> None:
+        """These keys can now be loaded from the tier."""
+        if self._by_key:
+            for key in keys:
+                for request_id in tuple(self._by_key.get(key, ())):
+                    self.forget(request_id)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._known.clear()
+        self._by_block.clear()
+        self._by_key.clear()
+
+
+def _discard(index: dict, item: Hashable, request_id: str) -> None:  # type: ignore[type-arg]
+    waiting = index.get(item)
+    if waiting is not None:
+        waiting.discard(request_id)
+        if not waiting:
+            del index[item]

@@ -1,0 +1,87 @@
+"""Hooks on vLLM's Scheduler and BlockPool. Without an attached tier each calls on at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvoffload_patch.integration.adapters import RESULT, attached
+
+Wrapped = Callable[..., Any]
+
+
+def schedule(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    """`Scheduler.schedule`: loads are decided before it, the plan rides on what it returns."""
+    tier = attached(instance)
+    if tier is None:
+        return wrapped(*args, **kwargs)
+    tier.before_schedule()
+    output = wrapped(*args, **kwargs)
+    tier.after_schedule(output)
+    return output
+
+
+def update_from_output(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    """`Scheduler.update_from_output`: the reporting rank's result comes back on its output."""
+    tier = attached(instance)
+    if tier is not None:
+        tier.on_result(getattr(_runner_output(*args, **kwargs), RESULT, None))
+    return wrapped(*args, **kwargs)
+
+
+def finish_requests(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    """`Scheduler.finish_requests`: it removes a request from the queue its status names."""
+    tier = attached(instance)
+    if tier is None:
+        return wrapped(*args, **kwargs)
+    request_ids, status = _finish_args(*args, **kwargs)
+    tier.on_finish(request_ids)
+    return wrapped(request_ids, status)
+
+
+def reset_prefix_cache(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    """`Scheduler.reset_prefix_cache`: references held by the tier would make it fail."""
+    tier = attached(instance)
+    if tier is not None:
+        tier.reset()
+    return wrapped(*args, **kwargs)
+
+
+def cache_full_blocks(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    """`BlockPool.cache_full_blocks`: exactly the newly full blocks, for every KV cache group."""
+    result = wrapped(*args, **kwargs)
+    tier = attached(instance)
+    if tier is not None:
+        request, blocks = _newly_full(*args, **kwargs)
+        tier.on_cached(request, blocks)
+    return result
+
+
+def get_new_blocks(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    """`BlockPool.get_new_blocks`: the one place where a GPU block is handed out."""
+    blocks = wrapped(*args, **kwargs)
+    tier = attached(instance)
+    if tier is not None:
+        tier.on_new_blocks(blocks)
+    return blocks
+
+
+def _runner_output(scheduler_output: Any, model_runner_output: Any) -> Any:
+    return model_runner_output
+
+
+def _finish_args(request_ids: Any, finished_status: Any) -> tuple[list[str] | None, Any]:
+    if isinstance(request_ids, str):
+        return [request_ids], finished_status
+    return (None if request_ids is None else list(request_ids)), finished_status
+
+
+def _newly_full(
+    request: Any,
+    blocks: list[Any],
+    num_cached_blocks: int,
+    num_full_blocks: int,
+    *_: Any,
+    **__: Any,
+) -> tuple[Any, Iterable[Any]]:
+    return request, blocks[num_cached_blocks:num_full_blocks]

@@ -1,0 +1,35 @@
+"""Hooks on vLLM's model runners (V1, V2, and the CPU ones derived from them)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvoffload_patch.integration.adapters import PLAN, attached
+
+Wrapped = Callable[..., Any]
+
+
+def execute_model(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    """`GPUModelRunner.execute_model`: the forward pass.
+
+    It returns None when `sample_tokens` is still to come. The store is submitted after that,
+    because a drafting model writes its KV there.
+    """
+    tier = attached(instance)
+    if tier is None:
+        return wrapped(*args, **kwargs)
+    tier.begin_step(getattr(_scheduler_output(*args, **kwargs), PLAN, None))
+    output = wrapped(*args, **kwargs)
+    return output if output is None else tier.end_step(output)
+
+
+def sample_tokens(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    """`GPUModelRunner.sample_tokens`: the end of a step."""
+    output = wrapped(*args, **kwargs)
+    tier = attached(instance)
+    return output if tier is None else tier.end_step(output)
+
+
+def _scheduler_output(scheduler_output: Any, *_: Any, **__: Any) -> Any:
+    return scheduler_output
