@@ -1,0 +1,29 @@
+"""Version-gated, reversible patches for one installed host package.
+
+Owns three steps: decide from installed files and metadata (`decide`), install when the target
+modules are imported (`PatchSet.arm`), and restore the original objects (`PatchSet.remove`).
+Must not know which host it patches: names, ranges and hooks arrive as `Host` and `PatchPoint`.
+Importing this package imports neither the host nor wrapt.
+"""
+
+from __future__ import annotations
+
+from .check import check_table, decide
+from .errors import (
+    HostNotFound,
+    InstallFailed,
+    PatchRefused,
+    PatchTableError,
+    SignatureMismatch,
+    UnreadableVersion,
+    UnsupportedVersion,
+)
+from .locate import find_source, installed_version
+from .patchset import PatchSet, State
+from .point import Decision, Host, PatchPoint, Role
+
+__all__ = [
+    "Decision", "Host", "HostNotFound", "InstallFailed", "PatchPoint", "PatchRefused", "PatchSet",
+    "PatchTableError", "Role", "SignatureMismatch", "State", "UnreadableVersion",
+    "UnsupportedVersion", "check_table", "decide", "find_source", "installed_version",
+]  # fmt: skip

@@ -1,0 +1,259 @@
+"""Installing decided points and taking them off again, all of them or none.
+
+Owns the state, the journal of replaced attributes, and the post-import hooks. Must not choose
+points or know what a hook does. Not covered: a target module that is reloaded, or imported again
+after it was deleted from sys.modules, defines new and therefore unpatched objects.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Literal
+
+from .check import live_complaints, mismatch
+from .errors import InstallFailed, PatchRefused, PatchTableError
+from .point import Decision, PatchPoint
+
+# "armed" means that some target module is still to be imported.
+State = Literal["idle", "armed", "installed", "failed", "removed"]
+
+_ABSENT = object()
+
+
+@dataclass
+class _Entry:
+    """One replaced attribute: what was in the owner's own __dict__, and what is there now."""
+
+    point: PatchPoint
+    owner: Any
+    attribute: str
+    original: Any
+    wrapper: Any
+
+    def restore(self) -> None:
+        if vars(self.owner).get(self.attribute) is not self.wrapper:
+            return  # wrapped or replaced by others; the closed gate makes ours a pass-through
+        if self.original is _ABSENT:
+            delattr(self.owner, self.attribute)
+        else:
+            setattr(self.owner, self.attribute, self.original)
+
+
+@dataclass
+class _Record:
+    """What this process knows about one host package, shared by all its patch sets."""
+
+    decision: Decision
+    state: State = "idle"
+    refusal: PatchRefused | None = None
+    journal: list[_Entry] = field(default_factory=list)
+    effective: set[str] = field(default_factory=set)
+    # The truth value of this list opens and closes all wrappers: wrapt tests a list in C, where a
+    # callable would cost a Python call each time. Every arm() makes a new one, so that a wrapper
+    # that had to stay in place never comes back to life beneath its successor.
+    gate: list[bool] = field(default_factory=list)
+
+    def take_off(self, state: State) -> None:
+        self.gate.clear()
+        while self.journal:
+            self.journal.pop().restore()
+        self.state = state
+
+
+_records: dict[str, _Record] = {}
+_lock = threading.RLock()  # never held while importing: a thread may wait for it in an import
+# A fork waits for the lock, or the child could inherit it locked by a thread that it lacks.
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+)
+
+
+class PatchSet:
+    """Installs and removes the points of one decision.
+
+    All patch sets of a host package in a process share one state: arming any is arming all.
+    """
+
+    def __init__(self, decision: Decision) -> None:
+        self._decision = decision
+        with _lock:
+            self._record = _records.setdefault(decision.host.package, _Record(decision))
+
+    def arm(self) -> None:
+        """Install at once in modules already imported, and in the others after their import.
+
+        Does nothing when armed already. An import that cannot be patched raises the refusal, and
+        so does every later one, until `remove` is called.
+
+        Raises:
+            PatchTableError: the host is armed with other points.
+            SignatureMismatch: a live function has been replaced by one with other parameters.
+            InstallFailed: a hook or target could not be loaded or replaced, or the target module
+                is just being imported by the calling thread.
+        """
+        record, decision = self._record, self._decision
+        modules = list(dict.fromkeys(point.module for point in decision.points))
+        for name in modules:
+            _finish_loading(decision, name)
+        with _lock:
+            if record.refusal is not None:
+                raise _copy(record.refusal)
+            if self.enabled():
+                if record.decision.points != decision.points:
+                    raise PatchTableError(f"{decision.label} is armed with other points already.")
+                return
+            record.decision, record.state = decision, "armed"
+            record.gate, record.effective = [True], set()
+        for name in modules:  # a hook left from an earlier arm() finds the module installed
+            _wrapt().register_post_import_hook(self._on_import, name)
+
+    def remove(self) -> None:
+        """Put every original object back, newest first; later imports stay untouched.
+
+        A wrapper that others have wrapped stays in place and only passes calls through.
+        """
+        with _lock:
+            self._record.refusal = None
+            if self._record.state != "idle":
+                self._record.take_off("removed")
+
+    def enabled(self) -> bool:
+        """Whether hooks run wherever their target module has been imported."""
+        return self._record.state in ("armed", "installed")
+
+    def status(self) -> dict[str, Any]:
+        """State, host, version, refusal text or None, and the points as plain data.
+
+        A point is "effective" once its hook has been called since the points were armed.
+        """
+        record = self._record
+        with _lock:
+            installed = {entry.point.name for entry in record.journal}
+            points = [
+                {
+                    **{key: getattr(point, key) for key in ("name", "role", "module", "attribute")},
+                    "installed": point.name in installed,
+                    "effective": point.name in record.effective,
+                }
+                for point in record.decision.points
+            ]
+            return {
+                "state": record.state,
+                "host": record.decision.host.name,
+                "version": record.decision.version,
+                "refusal": str(record.refusal) if record.refusal else None,
+                "points": points,
+            }
+
+    def _on_import(self, module: ModuleType) -> None:
+        """Post-import hook: install, or refuse this and every later import of `module`."""
+        record = self._record
+        try:
+            if record.refusal is not None:
+                raise _copy(record.refusal)
+            if self.enabled():
+                _install(record, module)
+        except BaseException:
+            if _is_loading(module):
+                # wrapt forgets a hook that raised, and registers another only for a module that
+                # is not in sys.modules; the failing import would take it out in any case.
+                sys.modules.pop(module.__name__, None)
+                _wrapt().register_post_import_hook(self._on_import, module.__name__)
+            raise
+
+
+def _install(record: _Record, module: ModuleType) -> None:
+    """Install the points of `module`; on any exception take off everything and refuse."""
+    gate, decision, name = record.gate, record.decision, module.__name__
+    points = [point for point in decision.points if point.module == name]
+    try:
+        hooks = [_load_hook(point) for point in points]
+        with _lock:
+            if not gate or gate is not record.gate:
+                return  # removed or armed anew meanwhile
+            if any(entry.point.module == name for entry in record.journal):
+                return  # installed by another hook, from an earlier arm() or in another thread
+            for entry in _prepare(record, module, dict(zip(points, hooks))):
+                record.journal.append(entry)
+                setattr(entry.owner, entry.attribute, entry.wrapper)
+            if len(record.journal) == len(decision.points):
+                record.state = "installed"
+    except BaseException as error:
+        refusal = InstallFailed(
+            f"{decision.label} cannot be patched: installing in {name} raised "
+            f"{type(error).__name__} ({error}). Nothing stays patched; {decision.host.remedy}."
+        )
+        with _lock:
+            record.take_off("failed")
+            record.refusal = _copy(error) if isinstance(error, PatchRefused) else refusal
+        if isinstance(error, PatchRefused) or not isinstance(error, Exception):
+            raise
+        raise _copy(refusal) from error
+
+
+def _prepare(
+    record: _Record, module: ModuleType, hooks: dict[PatchPoint, Callable[..., Any]]
+) -> list[_Entry]:
+    """Resolve every target, compare it with its point, and build all wrappers; assign nothing."""
+    entries, complaints = [], []
+    for point, hook in hooks.items():
+        try:
+            owner, attribute, target = _wrapt().resolve_path(module, point.attribute)
+        except AttributeError:
+            complaints.append(f"{point.name} not found in the imported {module.__name__}")
+            continue
+        complaints.extend(live_complaints(point, target))
+        wrapper = _wrapt().FunctionWrapper(target, _tracked(point, hook, record), record.gate)
+        original = vars(owner).get(attribute, _ABSENT)
+        entries.append(_Entry(point, owner, attribute, original, wrapper))
+    if complaints:
+        raise mismatch(record.decision, complaints)
+    return entries
+
+
+def _tracked(point: PatchPoint, hook: Callable[..., Any], record: _Record) -> Callable[..., Any]:
+    """`hook`, noting that it was called; 40 ns beside the 500 ns of the wrapper itself."""
+    name, note = point.name, record.effective.add
+
+    def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        note(name)
+        return hook(wrapped, instance, args, kwargs)
+
+    return call
+
+
+def _load_hook(point: PatchPoint) -> Callable[..., Any]:
+    module, _, function = point.hook.partition(":")
+    hook: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return hook
+
+
+def _finish_loading(decision: Decision, name: str) -> None:
+    """Wait for an import of module `name` in another thread; refuse if it is in this one."""
+    if _is_loading(sys.modules.get(name)):
+        importlib.import_module(name)
+        if _is_loading(sys.modules.get(name)):
+            raise InstallFailed(
+                f"{decision.label} cannot be patched while {name} is being imported. "
+                f"Nothing was patched; {decision.host.remedy}."
+            )
+
+
+def _is_loading(module: ModuleType | None) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def _copy(refusal: PatchRefused) -> PatchRefused:
+    # One exception object raised again and again would collect tracebacks and keep frames alive.
+    return type(refusal)(*refusal.args)
+
+
+def _wrapt() -> Any:
+    # On first use only: deciding must not pay the 50 ms.
+    return importlib.import_module("wrapt")

@@ -1,0 +1,97 @@
+"""Plain data: the host, the patch points, and the outcome of deciding.
+
+Owns the fields and the checks that need nothing but the fields. Must not read files, import the
+host, or know how a point is installed.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from .errors import PatchTableError
+
+Role = Literal["scheduler", "worker"]
+
+
+@dataclass(frozen=True)
+class Host:
+    """The package to be patched.
+
+    Attributes:
+        name: what to call it in messages.
+        distributions: distribution names to look for; the first one installed counts.
+        package: its top-level import name.
+        supported: PEP 440 specifiers of the supported releases.
+        remedy: what the user can do about a refusal, a sentence without a full stop.
+    """
+
+    name: str
+    distributions: tuple[str, ...]
+    package: str
+    supported: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class PatchPoint:
+    """One host function to wrap, for one range of host releases.
+
+    Attributes:
+        name: identity across releases; several points may share it if their ranges are disjoint.
+        role: the kind of process in which the hook does its work.
+        module: dotted module that defines the target.
+        attribute: "function" or "Class.method" within that module.
+        hook: "package.module:function", called as hook(wrapped, instance, args, kwargs). Loaded
+            at install, so its module must not import the target module at its top level.
+        versions: PEP 440 specifiers, compared with the release part of the host's version.
+        parameters: names of the leading parameters, in order, with self or cls.
+        returns: accepted source texts of the return annotation ("" is none); None skips the check.
+        why: why the patch exists.
+        remove_when: what makes it unnecessary.
+
+    Raises:
+        PatchTableError: a field cannot be understood.
+    """
+
+    name: str
+    role: Role
+    module: str
+    attribute: str
+    hook: str
+    versions: str
+    parameters: tuple[str, ...]
+    returns: tuple[str, ...] | None
+    why: str
+    remove_when: str
+
+    def __post_init__(self) -> None:
+        try:
+            SpecifierSet(self.versions)
+            for text in self.returns or ():
+                ast.parse(text or "None", mode="eval")
+        except (InvalidSpecifier, SyntaxError) as error:
+            raise PatchTableError(f"Patch point {self.name}: {error}.") from error
+        if self.role not in get_args(Role):
+            raise PatchTableError(f"Patch point {self.name}: unknown role {self.role!r}.")
+        if self.hook.count(":") != 1:
+            raise PatchTableError(
+                f"Patch point {self.name}: hook {self.hook!r} is not 'package.module:function'."
+            )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Permission to install: the verified points for the host version found."""
+
+    host: Host
+    version: str
+    points: tuple[PatchPoint, ...]
+
+    @property
+    def label(self) -> str:
+        """The host and its version, as messages name them."""
+        return f"{self.host.name} {self.version}"

@@ -1,0 +1,295 @@
+"""The decision: versions, the table, and the comparison with source files."""
+
+from __future__ import annotations
+
+import dataclasses
+import tokenize
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload_patch import patching
+from kvoffload_patch.patching import (
+    Host,
+    HostNotFound,
+    PatchPoint,
+    PatchTableError,
+    SignatureMismatch,
+    UnreadableVersion,
+    UnsupportedVersion,
+    check_table,
+    decide,
+    find_source,
+    installed_version,
+)
+
+HOST = Host("Toy", ("toy",), "toy", ">=1.0,<1.4", "use toy 1.3")
+POINT = PatchPoint(
+    name="scheduler.step",
+    role="scheduler",
+    module="toy.core",
+    attribute="Engine.step",
+    hook="hooks:step",
+    versions=">=1.0,<1.4",
+    parameters=("self", "request"),
+    returns=("tuple[int, int]",),
+    why="Test.",
+    remove_when="Never.",
+)
+SOURCE = "class Engine:\n    def step(self, request, more=1) -> tuple[int, int]: ...\n"
+
+
+def change(**fields):
+    return dataclasses.replace(POINT, **fields)
+
+
+@pytest.fixture
+def verify(tmp_path: Path):
+    """Decide for version 1.2 with the given source text of the one module there is."""
+
+    def run(source, *points, version="1.2"):
+        file = tmp_path / "core.py"
+        file.write_text(source)
+
+        def find(module):
+            if module != "toy.core":
+                raise FileNotFoundError(module)
+            return file
+
+        return decide(HOST, points or (POINT,), version, find)
+
+    return run
+
+
+def complaint(verify, source, *points) -> str:
+    with pytest.raises(SignatureMismatch) as caught:
+        verify(source, *points)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "version",
+    ["1.0", "1.3.9", "1.3rc1", "1.2.dev5+gabc", "1.3.9+cu118", "1.3.9.post2", "v1.1", "1.0a1"],
+)
+def test_pre_releases_and_local_versions_select_like_their_release(verify, version):
+    decision = verify(SOURCE, version=version)
+    assert decision.points == (POINT,)
+    assert decision.version == version
+
+
+@pytest.mark.parametrize("version", ["0.9", "1.4", "1.4rc1", "1.4.dev1", "2!1.2"])
+def test_unsupported_version(verify, version):
+    with pytest.raises(UnsupportedVersion) as caught:
+        verify(SOURCE, version=version)
+    expected = f"Toy {version} is not supported (supported: >=1.0,<1.4); use toy 1.3."
+    assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize("version", ["dev", "", "1.2-my-tree"])
+def test_unreadable_version(verify, version):
+    with pytest.raises(UnreadableVersion) as caught:
+        verify(SOURCE, version=version)
+    assert str(caught.value) == f"The version {version!r} of Toy cannot be read; use toy 1.3."
+
+
+def test_ranges_select_by_version(verify):
+    old = change(versions="<1.3", parameters=("self", "req"))
+    new = change(versions=">=1.3")
+    assert verify(SOURCE, old, new, version="1.3.0rc1").points == (new,)
+    with pytest.raises(SignatureMismatch, match=r"expected \(self, req\)"):
+        verify(SOURCE, old, new, version="1.2.9.post1")
+
+
+def test_table_gap_overlap_and_shared_target(verify):
+    gap = (change(versions="<1.1"), change(versions=">=1.2"))
+    with pytest.raises(PatchTableError, match=r"release 1\.1, .*scheduler\.step is selected 0"):
+        check_table(gap, ["1.0", "1.1", "1.2"])
+    check_table(gap, ["1.0", "1.2", "1.2rc1"])
+    overlap = (change(versions="<=1.2"), change(versions=">=1.2"))
+    with pytest.raises(PatchTableError, match=r"scheduler\.step is selected 2 times"):
+        verify(SOURCE, *overlap)
+    with pytest.raises(PatchTableError, match=r"toy\.core:Engine\.step has 2 points"):
+        verify(SOURCE, POINT, change(name="another"))
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True), st.integers(0, 9))
+def test_adjacent_ranges_cover_every_release_exactly_once(cuts, minor):
+    bounds = sorted(cuts)
+    edges = [f"<1.{bounds[0]}"]
+    edges += [f">=1.{a},<1.{b}" for a, b in zip(bounds, bounds[1:])]
+    edges += [f">=1.{bounds[-1]}"]
+    table = [change(versions=edge) for edge in edges]
+    check_table(table, [f"1.{minor}", f"1.{minor}rc1", f"1.{minor}.post1+local"])
+    with pytest.raises(PatchTableError):
+        check_table([*table, change(versions=f"==1.{minor}")], [f"1.{minor}"])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"versions": "about 1.2"},
+        {"role": "driver"},
+        {"hook": "hooks.step"},
+        {"returns": ("tuple[int",)},
+    ],
+)
+def test_unreadable_point(fields):
+    with pytest.raises(PatchTableError, match=r"^Patch point scheduler\.step: .*\.$"):
+        change(**fields)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        SOURCE,
+        SOURCE.replace("tuple[int, int]", "'tuple[int,int]'"),
+        SOURCE.replace("request", "request, /"),
+        SOURCE.replace("request", "*, request"),
+        SOURCE.replace("def", "async def"),
+        "try:\n    import x\nexcept ImportError:\n" + "    " + SOURCE.replace("\n    ", "\n      "),
+        SOURCE.replace("    def", "    @overload\n    def step(self): ...\n    def"),
+        "class Base:" + SOURCE[len("class Engine:") :] + "class Engine(Base): pass\n",
+    ],
+)
+def test_source_that_matches(verify, source):
+    assert verify(source).points == (POINT,)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("", "not found in toy/core.py"),
+        ("class Engine: pass", "not found in toy/core.py"),
+        ("def step(self, request): ...", "not found in toy/core.py"),
+        ("class Engine(Engine): pass", "not found in toy/core.py"),
+        ("class Engine:\n    class step: ...", "not found in toy/core.py"),
+        ("class Engine(", "not found: toy/core.py cannot be parsed"),
+        ("class Engine:\n    @property\n" + SOURCE[14:], "is a property, expected a function"),
+        (
+            SOURCE.replace("request", "batch, request"),
+            "takes (self, batch, request, more), expected (self, request)",
+        ),
+        (SOURCE.replace("request, more=1", ""), "takes (self), expected (self, request)"),
+        (SOURCE.replace(", int]", "]"), "returns 'tuple[int]', expected 'tuple[int, int]'"),
+        (SOURCE.replace("tuple[int, int]", "'A'"), "returns 'A', expected 'tuple[int, int]'"),
+        (SOURCE.replace(" -> tuple[int, int]", ""), "returns '', expected 'tuple[int, int]'"),
+        (
+            "class Engine:\n    def step(self) -> Literal['a b']: ...",
+            "takes (self), expected (self, request) and "
+            "returns 'Literal['a b']', expected 'tuple[int, int]'",
+        ),
+    ],
+)
+def test_source_that_does_not_match(verify, source, expected):
+    text = complaint(verify, source)
+    assert text == (
+        f"1 of 1 patch points do not match Toy 1.2: scheduler.step {expected}. "
+        "Nothing was patched; use toy 1.3."
+    )
+
+
+def test_several_accepted_return_annotations(verify):
+    both = change(returns=("int", "tuple[int, int]"))
+    assert verify(SOURCE, both).points == (both,)
+    none = change(returns=("", "int"))
+    assert verify("class Engine:\n    def step(self, request): ...", none).points == (none,)
+    assert "expected '' or 'int'" in complaint(verify, SOURCE, none)
+
+
+def test_all_mismatches_are_told_at_once(verify):
+    points = (
+        change(name="a", attribute="Engine.gone"),
+        POINT,
+        change(name="b", module="toy.absent", attribute="f"),
+        change(name="c", attribute="Engine.start", returns=("str",)),
+    )
+    text = complaint(verify, SOURCE + "    def start(self, request) -> int: ...\n", *points)
+    assert text == (
+        "3 of 4 patch points do not match Toy 1.2: a not found in toy/core.py; "
+        "b not found: there is no toy/absent.py; c returns 'int', expected 'str'. "
+        "Nothing was patched; use toy 1.3."
+    )
+
+
+def test_source_and_version_are_found_without_importing_the_host(host):
+    host.write("fakehost/__init__.py", "raise RuntimeError('imported')")
+    host.write("fakehost/deep/__init__.py", "raise RuntimeError('imported')")
+    host.write("fakehost/deep/mod.py", "raise RuntimeError('imported')")
+    host.run(
+        """
+        before = set(sys.modules)
+        decision = decide(HOST, (STEP, EXECUTE), installed_version(HOST))
+        assert decision.version == "1.2.3" and len(decision.points) == 2
+        assert find_source("fakehost.deep").name == "__init__.py"
+        assert find_source("fakehost.deep.mod").name == "mod.py"
+        assert find_source("fakehost").parent.name == "fakehost"
+        assert find_source("hooks").name == "hooks.py"
+        for absent in ("fakehost.none", "no_such_package.mod"):
+            refused(FileNotFoundError, find_source, absent)
+        imported = {name.partition(".")[0] for name in sys.modules}
+        assert not imported & {"fakehost", "hooks", "wrapt"}, imported
+        """
+    )
+
+
+def test_first_installed_distribution_counts(host):
+    host.write("x-0.dist-info/METADATA", "Metadata-Version: 2.1\nName: x\n")  # without a version
+    host.run(
+        """
+        import dataclasses
+        several = dataclasses.replace(HOST, distributions=("absent", "x", "fakehost-cpu"))
+        assert installed_version(several) == "1.2.3"
+        none = dataclasses.replace(HOST, distributions=("absent", "x"))
+        text = refused(HostNotFound, installed_version, none)
+        assert text == "FakeHost is not installed (looked for absent, x); use 1.x.", text
+        """
+    )
+
+
+def test_not_installed_in_this_process():
+    with pytest.raises(HostNotFound):
+        installed_version(dataclasses.replace(HOST, distributions=("no-such-distribution",)))
+    with pytest.raises(FileNotFoundError, match="no_such_package/core.py"):
+        find_source("no_such_package.core")
+
+
+def test_deciding_is_cheap(host):
+    # A file of 2,000 lines and a small one. Processor time, because the machine may be busy.
+    lines = "    a = f(self.b, c=[x for x in self.d if x > 1])\n" * 9
+    body = "".join(f"def f{i}(self, a, b):\n{lines}" for i in range(200))
+    host.replace("fakehost/alpha.py", "ORIGINALS =", body + "ORIGINALS =")
+    output = host.run(
+        """
+        import time
+        def once():
+            start = time.process_time()
+            decide(HOST, (STEP, EXECUTE, INHERITED, STATIC, MAKE), installed_version(HOST))
+            return time.process_time() - start
+        print(min(once() for _ in range(5)))
+        """
+    )
+    assert float(output) < 0.1
+
+
+def test_refused_decision_leaves_the_process_alone(host):
+    host.set_version("2.0.0")
+    host.run(
+        """
+        finders = list(sys.meta_path)
+        text = refused(UnsupportedVersion, patches)
+        assert text == "FakeHost 2.0.0 is not supported (supported: >=1.0,<2); use 1.x."
+        assert sys.meta_path == finders
+        alpha = load("fakehost.alpha")
+        assert vars(alpha.Engine)["step"] is alpha.ORIGINALS["step"]
+        """
+    )
+
+
+def test_machinery_does_not_name_a_host():
+    files = list(Path(patching.__file__).parent.glob("*.py"))
+    assert len(files) == 6
+    for file in files:
+        with tokenize.open(file) as stream:
+            assert "vllm" not in stream.read().lower(), file

@@ -1,0 +1,444 @@
+"""Installing, rolling back, removing, and living with other wrappers and other processes."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def test_removal_restores_the_very_same_raw_objects(host):
+    host.run(
+        """
+        import fakehost.alpha as alpha
+        p = patches(STEP, STATIC, MAKE)
+        p.arm()
+        for name in ("step", "static", "make"):
+            assert vars(alpha.Engine)[name] is not alpha.ORIGINALS[name]
+        assert alpha.Engine.static(1) == alpha.Engine().static(1) == ("hooked", 1)
+        assert alpha.Engine.make(2) == alpha.Engine().make(2) == ("hooked", [2])
+        p.remove()
+        for name in ("step", "static", "make"):
+            assert vars(alpha.Engine)[name] is alpha.ORIGINALS[name]
+        assert isinstance(vars(alpha.Engine)["static"], staticmethod)
+        assert isinstance(vars(alpha.Engine)["make"], classmethod)
+        """
+    )
+
+
+def test_hook_gets_bound_function_instance_and_arguments(host):
+    host.run(
+        """
+        import hooks, fakehost.alpha as alpha
+        patches(STEP, MAKE).arm()
+        engine = alpha.Engine()
+        assert engine.step(1, count=5) == ("hooked", (1, 5))
+        assert hooks.calls == [("step", engine, (1,), {"count": 5})]
+        alpha.Engine.make(3)
+        assert hooks.calls[1] == ("make", alpha.Engine, (3,), {})
+        """
+    )
+
+
+def test_hook_exception_reaches_the_caller_and_changes_nothing(host):
+    host.run(
+        """
+        import dataclasses, fakehost.alpha as alpha
+        p = patches(dataclasses.replace(STEP, hook="hooks:fail"))
+        p.arm()
+        assert refused(LookupError, alpha.Engine().step, 1) == "from the hook"
+        assert p.status()["state"] == "installed" and p.enabled()
+        """
+    )
+
+
+def test_inherited_attribute_is_deleted_again(host):
+    host.run(
+        """
+        import fakehost.alpha as alpha
+        original = vars(alpha.Base)["inherited"]
+        p = patches(INHERITED)
+        p.arm()
+        assert alpha.Engine().inherited(1) == ("hooked", 1)
+        assert alpha.Base().inherited(1) == 1
+        p.remove()
+        assert "inherited" not in vars(alpha.Engine)
+        assert vars(alpha.Base)["inherited"] is original
+        """
+    )
+
+
+def test_aliases_held_elsewhere(host):
+    host.run(
+        """
+        from fakehost.alpha import Engine
+        early = Engine.step  # a function taken before stays what it was
+        engine = Engine()
+        p = patches(STEP)
+        p.arm()
+        late = engine.step  # a bound wrapper taken while installed
+        assert early(engine, 1) == (1, 1)
+        assert Engine().step(1) == engine.step(1) == late(1) == ("hooked", (1, 1))
+        p.remove()
+        assert late(1) == engine.step(1) == (1, 1)
+        assert Engine.step is early
+        """
+    )
+
+
+def test_wrapper_on_top_stays_and_ours_passes_through(host):
+    host.run(
+        """
+        import functools, hooks, fakehost.alpha as alpha
+        p = patches(STEP)
+        p.arm()
+        ours = vars(alpha.Engine)["step"]
+        below = alpha.Engine.step
+        @functools.wraps(below)
+        def theirs(*args, **kwargs):
+            return ("theirs", below(*args, **kwargs))
+        alpha.Engine.step = theirs
+        assert alpha.Engine().step(1) == ("theirs", ("hooked", (1, 1)))
+        p.remove()
+        assert vars(alpha.Engine)["step"] is theirs and not p.enabled()
+        count = len(hooks.calls)
+        assert alpha.Engine().step(1) == ("theirs", (1, 1)) and len(hooks.calls) == count
+        p.arm()  # a new wrapper on top; the old one below must not run the hook a second time
+        assert alpha.Engine().step(1) == ("hooked", ("theirs", (1, 1)))
+        assert ours is not vars(alpha.Engine)["step"]
+        p.remove()
+        assert vars(alpha.Engine)["step"] is theirs
+        assert alpha.Engine().step(1) == ("theirs", (1, 1))
+        """
+    )
+
+
+def test_foreign_wrapper_below_is_accepted_if_the_parameters_still_match(host):
+    host.run(
+        """
+        import functools, fakehost.alpha as alpha
+        def wrap(function):
+            @functools.wraps(function)
+            def theirs(*args, **kwargs):
+                return ("theirs", function(*args, **kwargs))
+            return theirs
+        theirs = alpha.Engine.step = wrap(alpha.Engine.step)
+        p = patches(STEP)
+        p.arm()
+        assert alpha.Engine().step(1) == ("hooked", ("theirs", (1, 1)))
+        p.remove()
+        assert vars(alpha.Engine)["step"] is theirs
+        """
+    )
+
+
+def test_foreign_wrapper_with_other_parameters_is_refused_by_name(host):
+    host.run(
+        """
+        import fakehost.alpha as alpha, fakehost.beta as beta
+        def foreign(self, *args):
+            return None
+        alpha.Engine.step = foreign
+        p = patches(EXECUTE, STEP)
+        text = refused(SignatureMismatch, p.arm)
+        assert text == (
+            "1 of 2 patch points do not match FakeHost 1.2.3: scheduler.step takes (self), "
+            "expected (self, request) (the function is now __main__.foreign). "
+            "Nothing was patched; use 1.x."
+        ), text
+        assert vars(alpha.Engine)["step"] is foreign
+        assert vars(beta.Worker)["execute"] is beta.ORIGINALS["execute"]
+        assert p.status()["state"] == "failed" and p.status()["refusal"] == text
+        """
+    )
+
+
+def test_target_missing_at_install_is_refused(host):
+    host.run(
+        """
+        import fakehost.alpha as alpha
+        p = patches(STEP)
+        del alpha.Engine
+        text = refused(SignatureMismatch, p.arm)
+        assert "scheduler.step not found in the imported fakehost.alpha" in text, text
+        """
+    )
+
+
+@pytest.mark.parametrize("broken", ["hooks:no_such_function", "no_such_module:hook"])
+@pytest.mark.parametrize("second", ["EXECUTE", "MAKE"])  # in another module, in the same one
+def test_second_point_fails_and_the_first_is_rolled_back(host, second, broken):
+    host.run(
+        f"""
+        import dataclasses, fakehost.alpha as alpha, fakehost.beta as beta
+        p = patches(STEP, dataclasses.replace({second}, hook={broken!r}))
+        text = refused(InstallFailed, p.arm)
+        assert text.startswith("FakeHost 1.2.3 cannot be patched: installing in fakehost."), text
+        assert "no_such" in text and text.endswith("Nothing stays patched; use 1.x.")
+        assert vars(alpha.Engine)["step"] is alpha.ORIGINALS["step"]
+        assert vars(alpha.Engine)["make"] is alpha.ORIGINALS["make"]
+        assert vars(beta.Worker)["execute"] is beta.ORIGINALS["execute"]
+        assert p.status()["state"] == "failed" and not p.enabled() and not installed(p)
+        assert refused(InstallFailed, p.arm) == text
+        """
+    )
+
+
+def test_assignment_that_raises_rolls_back_what_was_assigned(host):
+    host.replace("fakehost/alpha.py", "class Engine(Base):", "class Engine(Base, metaclass=Meta):")
+    host.replace(
+        "fakehost/alpha.py",
+        "class Base:",
+        "class Meta(type):\n"
+        "    def __setattr__(cls, name, value):\n"
+        "        if name == 'make': raise TypeError('make is final')\n"
+        "        super().__setattr__(name, value)\n"
+        "class Base:",
+    )
+    host.run(
+        """
+        import fakehost.alpha as alpha
+        text = refused(InstallFailed, patches(STEP, MAKE, STATIC).arm)
+        assert "TypeError (make is final)" in text, text
+        for name in ("step", "make", "static"):
+            assert vars(alpha.Engine)[name] is alpha.ORIGINALS[name]
+        """
+    )
+
+
+def test_refusal_at_import_is_sticky_until_removed(host):
+    host.run(
+        """
+        import dataclasses, fakehost.alpha as alpha
+        p = patches(STEP, dataclasses.replace(EXECUTE, hook="hooks:missing"))
+        p.arm()
+        assert alpha.Engine().step(1) == ("hooked", (1, 1))
+        texts = {refused(InstallFailed, load, "fakehost.beta") for _ in range(3)}
+        assert len(texts) == 1, texts
+        assert "fakehost.beta" not in sys.modules
+        assert vars(alpha.Engine)["step"] is alpha.ORIGINALS["step"]
+        assert p.status()["refusal"] == texts.pop()
+        p.remove()
+        assert p.status()["state"] == "removed" and p.status()["refusal"] is None
+        assert load("fakehost.beta").Worker().execute(1) == 1
+        """
+    )
+
+
+def test_after_a_refusal_other_target_modules_refuse_too(host):
+    host.run(
+        """
+        import dataclasses
+        p = patches(dataclasses.replace(STEP, hook="hooks:missing"), EXECUTE)
+        p.arm()
+        text = refused(InstallFailed, load, "fakehost.alpha")
+        assert refused(InstallFailed, load, "fakehost.beta") == text
+        """
+    )
+
+
+def test_host_module_that_fails_on_its_own_is_patched_at_the_next_attempt(host):
+    host.replace("fakehost/alpha.py", "class Base:", "import attempt\nclass Base:")
+    host.run(
+        """
+        import types
+        p = patches(STEP)
+        p.arm()
+        refused(ModuleNotFoundError, load, "fakehost.alpha")
+        assert p.status()["state"] == "armed"
+        sys.modules["attempt"] = types.ModuleType("attempt")
+        assert load("fakehost.alpha").Engine().step(1) == ("hooked", (1, 1))
+        """
+    )
+
+
+def test_arming_while_the_target_is_half_imported(host):
+    host.write("during.py", "from harness import *\ntext = refused(InstallFailed, patches().arm)\n")
+    host.replace("fakehost/alpha.py", "class Base:", "import during\nclass Base:")
+    host.run(
+        """
+        import fakehost.alpha as alpha, during
+        assert "while fakehost.alpha is being imported" in during.text, during.text
+        assert alpha.Engine().step(1) == (1, 1)
+        p = patches()
+        assert p.status()["state"] == "idle"
+        p.arm()
+        assert alpha.Engine().step(1) == ("hooked", (1, 1))
+        """
+    )
+
+
+def test_arming_waits_for_an_import_in_another_thread(host):
+    host.write("slow.py", "import time\ntime.sleep(0.4)\n")
+    host.replace("fakehost/alpha.py", "class Base:", "import slow\nclass Base:")
+    host.run(
+        """
+        import threading, time
+        thread = threading.Thread(target=load, args=("fakehost.alpha",))
+        thread.start()
+        while "slow" not in sys.modules:
+            time.sleep(0.01)
+        p = patches(STEP)
+        p.arm()
+        thread.join()
+        assert sys.modules["fakehost.alpha"].Engine().step(1) == ("hooked", (1, 1))
+        """
+    )
+
+
+def test_arming_while_the_top_level_package_is_imported(host):
+    host.write("fakehost/__init__.py", "from harness import patches\npatches().arm()\n")
+    host.run(
+        """
+        import fakehost.alpha as alpha, fakehost.beta as beta
+        assert alpha.Engine().step(1) == ("hooked", (1, 1))
+        assert beta.Worker().execute(1) == ("hooked", 1)
+        """
+    )
+
+
+def test_many_threads_install_once(host):
+    host.run(
+        """
+        import threading
+        barrier = threading.Barrier(8)
+        def work(number):
+            p = patches()
+            barrier.wait()
+            p.arm()
+            load("fakehost.alpha" if number % 2 else "fakehost.beta")
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        import fakehost.alpha as alpha, fakehost.beta as beta
+        assert alpha.Engine().step(1) == ("hooked", (1, 1))
+        assert beta.Worker().execute(1) == ("hooked", 1)
+        patches().remove()
+        assert vars(alpha.Engine)["step"] is alpha.ORIGINALS["step"]
+        assert vars(beta.Worker)["execute"] is beta.ORIGINALS["execute"]
+        """
+    )
+
+
+def test_other_points_for_an_armed_host_are_refused(host):
+    host.run(
+        """
+        first = patches(STEP)
+        first.arm()
+        text = refused(PatchTableError, patches(EXECUTE).arm)
+        assert text == "FakeHost 1.2.3 is armed with other points already.", text
+        first.remove()
+        patches(EXECUTE).arm()
+        assert load("fakehost.beta").Worker().execute(1) == ("hooked", 1)
+        assert load("fakehost.alpha").Engine().step(1) == (1, 1)
+        """
+    )
+
+
+def test_status_is_plain_data_and_tells_installed_from_effective(host):
+    host.run(
+        """
+        import json
+        p = patches()
+        p.arm()
+        alpha = load("fakehost.alpha")
+        alpha.Engine().step(1)
+        load("fakehost.beta")
+        status = json.loads(json.dumps(p.status()))
+        assert status == {
+            "state": "installed", "host": "FakeHost", "version": "1.2.3", "refusal": None,
+            "points": [
+                {"name": "scheduler.step", "role": "scheduler", "module": "fakehost.alpha",
+                 "attribute": "Engine.step", "installed": True, "effective": True},
+                {"name": "worker.execute", "role": "worker", "module": "fakehost.beta",
+                 "attribute": "Worker.execute", "installed": True, "effective": False},
+            ],
+        }, status
+        p.remove()
+        p.arm()
+        assert [q["effective"] for q in p.status()["points"]] == [False, False]
+        """
+    )
+
+
+def test_forked_child_inherits_everything(host):
+    host.run(
+        """
+        import os, threading, fakehost.alpha as alpha
+        from kvoffload_patch.patching import patchset
+        p = patches()
+        p.arm()
+        # A thread that holds the lock while the process forks must not leave it locked below.
+        held, release = threading.Event(), threading.Event()
+        def hold():
+            with patchset._lock:
+                held.set()
+                release.wait()
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        threading.Timer(0.2, release.set).start()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                assert alpha.Engine().step(1) == ("hooked", (1, 1))
+                assert load("fakehost.beta").Worker().execute(1) == ("hooked", 1)
+                assert p.status()["state"] == "installed"
+                patches().arm()
+                p.remove()
+                assert vars(alpha.Engine)["step"] is alpha.ORIGINALS["step"]
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        thread.join()
+        assert alpha.Engine().step(1) == ("hooked", (1, 1))
+        assert p.status()["state"] == "armed"  # the child's import and removal are its own
+        """
+    )
+
+
+def test_spawned_child_arms_again(host):
+    host.write(
+        "child.py",
+        """
+def bare(queue):
+    import fakehost.alpha as alpha
+    queue.put(alpha.Engine().step(1))
+def armed(queue):
+    from harness import patches
+    patches().arm()
+    bare(queue)
+""",
+    )
+    host.run(
+        """
+        import multiprocessing
+        if __name__ == "__main__":
+            import child
+            patches().arm()
+            context = multiprocessing.get_context("spawn")
+            for target, expected in ((child.bare, (1, 1)), (child.armed, ("hooked", (1, 1)))):
+                queue = context.Queue()
+                process = context.Process(target=target, args=(queue,))
+                process.start()
+                assert queue.get(timeout=30) == expected
+                process.join()
+                assert process.exitcode == 0
+        """
+    )
+
+
+def test_removal_while_hooks_are_loaded_wins(host):
+    # As another thread could do it: the hook's module is loaded without holding the lock.
+    host.write("removing.py", "from harness import *\npatches().remove()\nfrom hooks import mark\n")
+    host.run(
+        """
+        import dataclasses, fakehost.alpha as alpha
+        p = patches(dataclasses.replace(STEP, hook="removing:mark"))
+        p.arm()
+        assert p.status()["state"] == "removed" and not p.enabled()
+        assert vars(alpha.Engine)["step"] is alpha.ORIGINALS["step"]
+        p.arm()
+        assert alpha.Engine().step(1) == ("hooked", (1, 1))
+        """
+    )
