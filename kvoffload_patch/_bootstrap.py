@@ -1,0 +1,186 @@
+"""What the doors run: a small import hook that arms when vLLM is first imported.
+
+The start-up file runs in every Python process of an environment, pip included. So `main` only puts
+one finder on `sys.meta_path`; reading the settings, the decision and the patches wait until `vllm`
+itself is executed. A process without vLLM, or one that only asks whether vLLM is there, notices
+nothing. Imports at module level must stay this few: they are part of every interpreter start.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+FLAG = "KVOFFLOAD_ENABLE"
+TARGET = "vllm"
+WITHOUT = " vLLM runs without the CPU tier."
+
+
+class Refused(ImportError):
+    """`import vllm` was refused; the text is the one sentence that says why."""
+
+
+class _State:
+    """What this process decided; a decision is made once."""
+
+    armed = False
+    refusal: Exception | None = None
+
+
+def main() -> None:
+    """Register the import hook if the flag is set at all; a second call does nothing."""
+    if os.environ.get(FLAG) and not any(isinstance(f, VLLMFinder) for f in sys.meta_path):
+        sys.meta_path.insert(0, VLLMFinder())
+
+
+def plugin() -> None:
+    """vLLM's plugin entry point: arm now if the switch is on and no other door did."""
+    if os.environ.get(FLAG):
+        arm_for_import()
+
+
+def enable() -> None:
+    """Switch on for this process and its children, and arm now; raise a refusal if strict."""
+    from kvoffload_patch import config
+
+    os.environ[FLAG] = "1"
+    main()
+    _decide()
+    if _State.refusal is not None and config.is_strict():
+        raise _State.refusal
+
+
+def arm_for_import() -> None:
+    """Arm if the switches say so; if strict, a refusal is an ImportError each time."""
+    _decide()
+    if _State.refusal is not None:
+        from kvoffload_patch import config
+
+        if config.is_strict():
+            raise Refused(with_name(sentence(_State.refusal)), name=TARGET)
+
+
+def _decide() -> None:
+    """Make the decision, unless it was made; print a refusal, once."""
+    if _State.armed or _State.refusal is not None:
+        return
+    from kvoffload_patch import config
+
+    try:
+        if not config.is_enabled():
+            return
+        config.Settings.from_env()
+        from kvoffload_patch.integration import install
+
+        install.arm()
+    except Exception as error:  # noqa: BLE001 - whatever went wrong, vLLM must not run half patched
+        _State.refusal = error
+        outcome = "" if config.is_strict() else WITHOUT
+        print(with_name(sentence(error)) + outcome, file=sys.stderr, flush=True)
+    else:
+        _State.armed = True
+
+
+def status() -> dict[str, object]:
+    """See `kvoffload_patch.status`."""
+    import kvoffload_patch
+    from kvoffload_patch import config
+
+    found: dict[str, object] = {"release": None, "supported": None, "points": []}
+    enabled = False
+    try:
+        enabled = config.is_enabled()
+        config.Settings.from_env()
+        from kvoffload_patch.integration import install
+
+        found.update(install.describe())
+    except Exception as error:  # noqa: BLE001 - a report has to say what is wrong, not fail of it
+        found["verdict"] = sentence(error)
+    refusal = None if _State.refusal is None else sentence(_State.refusal)
+    own = {"version": kvoffload_patch.__version__, "enabled": enabled, "armed": _State.armed}
+    return {**own, "refusal": refusal, **found}
+
+
+def sentence(error: Exception) -> str:
+    """One sentence for the user: a refusal's own words, or what an unexpected error was."""
+    if isinstance(error, ImportError):
+        return (
+            f"the package or one of its requirements cannot be imported ({error});"
+            " reinstall kvoffload_patch with its dependencies."
+        )
+    if isinstance(error, _refusals()):
+        return str(error)
+    return (
+        f"arming failed unexpectedly with {type(error).__name__}: {error};"
+        " set KVOFFLOAD_DISABLE=1 to run without the CPU tier, and report this."
+    )
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    from kvoffload_patch.config import ConfigError
+
+    try:
+        from kvoffload_patch.patching.errors import PatchRefused
+    except ImportError:
+        return (ConfigError,)
+    return (ConfigError, PatchRefused)
+
+
+def with_name(text: str) -> str:
+    prefix = "kvoffload_patch: "
+    return text if text.startswith(prefix) else prefix + text
+
+
+class VLLMFinder:
+    """Meta path finder for `vllm` alone: finds it as usual, then puts `_ArmingLoader` in front."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != TARGET:
+            return None
+        spec = self._ask_others(path, target)
+        if spec is None or spec.loader is None:  # not installed, or a folder without a package
+            return None
+        spec.loader = _ArmingLoader(spec.loader)  # type: ignore[assignment]
+        return spec
+
+    def _ask_others(
+        self, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        for finder in list(sys.meta_path):
+            find_spec = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None
+            if finder is not self and find_spec is not None:
+                spec = find_spec(TARGET, path, target)
+            if spec is not None:
+                return spec
+        return None
+
+
+class _ArmingLoader:
+    """Arms when the module is executed, so that looking for vLLM is not yet importing it."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        arm_for_import()
+        self._loader.exec_module(module)

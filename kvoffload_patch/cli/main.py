@@ -1,0 +1,97 @@
+"""The command line: options, then hand over to a report or to the command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from kvoffload_patch import __version__
+from kvoffload_patch._bootstrap import WITHOUT
+from kvoffload_patch.cli import launch, preflight, report
+from kvoffload_patch.config import VARIABLES, is_strict
+
+EXIT_OK, EXIT_REFUSED = 0, 2
+
+_USAGE = """\
+python -m kvoffload_patch [options] COMMAND [ARGUMENT ...]
+       python -m kvoffload_patch --check
+       python -m kvoffload_patch status"""
+
+_DESCRIPTION = """\
+Run COMMAND, such as `vllm serve MODEL`, with a second KV-cache tier in CPU memory. COMMAND is
+looked for beside this Python first, then on PATH. Whatever follows it belongs to it.
+`status` shows the switch, the installed vLLM, every patch point and the verdict."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status unless the command takes this process over."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    command: list[str] = arguments.command
+    if command[:1] == ["--"]:
+        del command[0]
+    if command == ["status"]:
+        print(report.text())
+        return EXIT_OK
+    if not command and not arguments.check:
+        parser.print_usage(sys.stderr)
+        return EXIT_REFUSED
+    options = {name: getattr(arguments, name) for name in VARIABLES if hasattr(arguments, name)}
+    os.environ.update({name: text for name, text in options.items() if text is not None})
+    return _run(command, check=arguments.check)
+
+
+def _run(command: list[str], check: bool) -> int:
+    """Decide and say so; then run the command, unless refused or only asked to check."""
+    outcome = preflight.decide()
+    plain = outcome.refused and not check and not is_strict()
+    _say(outcome.line + (WITHOUT if plain else ""))
+    if outcome.refused and not plain:
+        return EXIT_REFUSED
+    resolved = launch.resolve(command) if command else []
+    if resolved is None:
+        _say(f"kvoffload_patch: {command[0]!r} is neither beside {sys.executable} nor on PATH.")
+        return EXIT_REFUSED
+    if check:
+        return EXIT_OK
+    if plain:
+        os.environ["KVOFFLOAD_DISABLE"] = "1"
+    error = launch.replace_process(resolved, armed=not plain and not outcome.disabled)
+    _say(f"kvoffload_patch: cannot run {resolved[0]}: {error.strerror}.")
+    return EXIT_REFUSED
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvoffload_patch",
+        usage=_USAGE,
+        description=_DESCRIPTION,
+        epilog=_variables(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for option, metavar in (("cpu-gib", "GIB"), ("load-mode", "MODE"), ("log-interval", "SECONDS")):
+        row = VARIABLES["KVOFFLOAD_" + option.replace("-", "_").upper()]
+        parser.add_argument(f"--{option}", dest=row.name, metavar=metavar, help=f"sets {row.name}")
+    parser.add_argument("--check", action="store_true", help="only report; exit 0 (fine) or 2")
+    parser.add_argument("--version", action="version", version=f"kvoffload_patch {__version__}")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _variables() -> str:
+    """The table of variables, as the end of the help text."""
+    words = {None: "unset", True: "on", False: "off"}
+    lines = ["environment variables (options win over them):"]
+    for row in VARIABLES.values():
+        default = words[row.default] if row.default in (None, True, False) else row.default
+        unit = f" {row.unit}" if row.unit else ""
+        lines += [f"  {row.name}: {row.expected} (default: {default}{unit})"]
+        lines += [f"      {row.description}"]
+    return "\n".join(lines)

@@ -1,0 +1,249 @@
+"""`python -m kvoffload_patch`: what it says, how it exits, and what the command then finds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from sandbox import REFUSAL, Sandbox, imported
+
+READY = "kvoffload_patch 0.1.0: vLLM 9.9.1, 2 patch points match, {} GiB CPU KV cache, loads {}\n"
+SHOW = """\
+import json, os, sys
+from vllm.engine import Engine
+ours = {k: v for k, v in os.environ.items() if k.startswith(("KVOFFLOAD_", "PYTHONPATH"))}
+print(json.dumps({"argv": sys.argv[1:], "step": Engine().step(), "env": ours}))
+"""
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Sandbox:
+    box = Sandbox(tmp_path / "box")
+    box.command("vllm", SHOW)
+    return box
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Sandbox:
+    """The package without its start-up file, as on a plain PYTHONPATH."""
+    box = Sandbox(tmp_path / "bare", startup_file=False)
+    box.command("vllm", SHOW)
+    return box
+
+
+def test_command_runs_armed_with_the_options_in_its_environment(box: Sandbox) -> None:
+    options = ["--cpu-gib", "0.001", "--load-mode=inline", "--log-interval", "2.5"]
+    command = ["vllm", "serve", "MODEL", "--check", "--cpu-gib", "9"]
+    done = box.run("-m", "kvoffload_patch", *options, *command, KVOFFLOAD_LOAD_MODE="parked")
+    assert done.stderr == READY.format("0.001", "inline")
+    assert json.loads(done.stdout) == {
+        "argv": ["serve", "MODEL", "--check", "--cpu-gib", "9"],
+        "step": "patched",
+        "env": {
+            "KVOFFLOAD_ENABLE": "1",
+            "KVOFFLOAD_CPU_GIB": "0.001",
+            "KVOFFLOAD_LOAD_MODE": "inline",
+            "KVOFFLOAD_LOG_INTERVAL": "2.5",
+        },
+    }
+
+
+def test_environment_alone_is_enough(box: Sandbox) -> None:
+    done = box.run("-m", "kvoffload_patch", "vllm", KVOFFLOAD_CPU_GIB="1", KVOFFLOAD_ENABLE="0")
+    assert done.stderr == READY.format("1.0", "auto")
+    assert json.loads(done.stdout)["step"] == "patched"
+
+
+@pytest.mark.parametrize("words", [["python", "show.py"], ["show.py"], ["--", "./bin/vllm"]])
+def test_python_scripts_and_paths(box: Sandbox, words: list[str]) -> None:
+    box.write(box.root / "show.py", SHOW)
+    done = box.run("-m", "kvoffload_patch", *words, "--help")
+    found = json.loads(done.stdout)
+    assert (found["argv"], found["step"]) == (["--help"], "patched")
+
+
+def test_exit_status_is_the_commands(box: Sandbox) -> None:
+    assert box.run("-m", "kvoffload_patch", "python", "-c", "raise SystemExit(7)").returncode == 7
+
+
+def test_command_found_on_path(box: Sandbox) -> None:
+    tool = box.write(box.root / "tools/mytool", f"#!/usr/bin/env {box.python}\nprint('tool')\n")
+    tool.chmod(0o755)
+    done = box.run("-m", "kvoffload_patch", "mytool", PATH=f"{tool.parent}:/usr/bin:/bin")
+    assert done.stdout == "tool\n"
+
+
+def test_unknown_command(box: Sandbox) -> None:
+    done = box.run("-m", "kvoffload_patch", "no-such-command")
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("kvoffload_patch: 'no-such-command' is neither beside ")
+
+
+def test_command_that_cannot_be_executed(box: Sandbox) -> None:
+    (box.bin / "broken").write_bytes(b"\x00\x01")
+    (box.bin / "broken").chmod(0o755)
+    done = box.run("-m", "kvoffload_patch", "broken")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"kvoffload_patch: cannot run {box.bin}/broken:")
+
+
+def test_check_only_reports(box: Sandbox) -> None:
+    done = box.run("-m", "kvoffload_patch", "--check", "vllm", "serve")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", READY.format("4.0", "auto"))
+    assert box.run("-m", "kvoffload_patch", "--check").returncode == 0
+    refused = box.run("-m", "kvoffload_patch", "--check", FAKE_ARM="refuse", KVOFFLOAD_STRICT="0")
+    assert (refused.returncode, refused.stderr) == (2, f"kvoffload_patch: {REFUSAL}\n")
+    assert box.armed() == []
+
+
+def test_refusal_exits_before_the_command(box: Sandbox) -> None:
+    done = box.run("-m", "kvoffload_patch", "vllm", "serve", FAKE_ARM="refuse")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"kvoffload_patch: {REFUSAL}\n"
+
+
+def test_refusal_that_is_not_strict_runs_plain(box: Sandbox) -> None:
+    done = box.run("-m", "kvoffload_patch", "vllm", FAKE_ARM="refuse", KVOFFLOAD_STRICT="no")
+    assert done.stderr == f"kvoffload_patch: {REFUSAL} vLLM runs without the CPU tier.\n"
+    found = json.loads(done.stdout)
+    assert (found["step"], found["env"]["KVOFFLOAD_DISABLE"]) == ("plain", "1")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--cpu-gib", "lots"], "KVOFFLOAD_CPU_GIB is 'lots', expected a number of GiB above 0"),
+        (["--load-mode", "fast"], "KVOFFLOAD_LOAD_MODE is 'fast', expected one of auto, inline"),
+        (["--cpu-gib", "1e9"], "a CPU KV cache of 1000000000.0 GiB was asked for, but only"),
+    ],
+)
+def test_wrong_options(box: Sandbox, options: list[str], sentence: str) -> None:
+    done = box.run("-m", "kvoffload_patch", *options, "vllm")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"kvoffload_patch: {sentence}")
+
+
+def test_unknown_option_and_no_command(box: Sandbox) -> None:
+    unknown = box.run("-m", "kvoffload_patch", "--cpu", "4", "vllm")
+    assert unknown.returncode == 2 and "--cpu" in unknown.stderr
+    nothing = box.run("-m", "kvoffload_patch")
+    assert nothing.returncode == 2 and nothing.stderr.startswith("usage: python -m kvoffload_patch")
+
+
+@pytest.mark.parametrize("strict", ["1", "0"])
+def test_disable_runs_plain(box: Sandbox, strict: str) -> None:
+    switches = {"KVOFFLOAD_DISABLE": "1", "KVOFFLOAD_STRICT": strict, "FAKE_ARM": "refuse"}
+    done = box.run("-m", "kvoffload_patch", "vllm", KVOFFLOAD_ENABLE="1", **switches)
+    assert json.loads(done.stdout)["step"] == "plain"
+    assert done.stderr == "kvoffload_patch: KVOFFLOAD_DISABLE is set, so nothing is patched.\n"
+    wrong = box.run("-m", "kvoffload_patch", "vllm", KVOFFLOAD_DISABLE="perhaps")
+    assert wrong.returncode == 2 and "KVOFFLOAD_DISABLE is 'perhaps'" in wrong.stderr
+
+
+def test_status_shows_everything_and_does_not_import_vllm(box: Sandbox) -> None:
+    done = box.run("-X", "importtime", "-m", "kvoffload_patch", "status", KVOFFLOAD_ENABLE="1")
+    assert done.stdout.splitlines() == [
+        "kvoffload_patch 0.1.0",
+        "switch:       on (KVOFFLOAD_ENABLE=1)",
+        "vLLM:         9.9.1",
+        "supported:    >=9.0,<9.9",
+        "patch points: 2",
+        "  engine.step  vllm.engine:Engine.step",
+        "  other        vllm.other:Other.stop",
+        "verdict:      ok",
+    ]
+    seen = imported(done.stderr)
+    assert "kvoffload_patch.cli.report" in seen and "vllm" not in seen
+    assert "vllm" in imported(box.run("-X", "importtime", "-c", "import vllm").stderr)
+
+
+def test_status_of_a_refusal(box: Sandbox) -> None:
+    switches = {"KVOFFLOAD_ENABLE": "1", "KVOFFLOAD_DISABLE": "1", "FAKE_ARM": "refuse"}
+    done = box.run("-m", "kvoffload_patch", "status", **switches)
+    assert "switch:       off (KVOFFLOAD_ENABLE=1, KVOFFLOAD_DISABLE=1)" in done.stdout
+    assert done.stdout.endswith(f"verdict:      {REFUSAL}\n")
+    assert done.returncode == 0
+
+
+def test_help_and_version(box: Sandbox) -> None:
+    done = box.run("-m", "kvoffload_patch", "--help")
+    assert done.returncode == 0
+    for text in ("--cpu-gib", "KVOFFLOAD_MAX_STALL_MS", "(default: 20.0 ms)", "test hook"):
+        assert text in done.stdout
+    assert box.run("-m", "kvoffload_patch", "--version").stdout == "kvoffload_patch 0.1.0\n"
+
+
+def test_without_the_startup_file_pythonpath_does_it(bare: Sandbox) -> None:
+    done = bare.run("-m", "kvoffload_patch", "vllm", PYTHONPATH="/mine:/yours")
+    assert done.stderr == READY.format("4.0", "auto")
+    found = json.loads(done.stdout)
+    assert found["step"] == "patched"
+    assert found["env"]["PYTHONPATH"] == f"{bare.package}/_sitecustomize:/mine:/yours"
+
+
+def test_command_of_another_environment_gets_the_folder(box: Sandbox, bare: Sandbox) -> None:
+    box.command("theirs", SHOW).write_text(f"#!{bare.python}\n{SHOW}")
+    found = json.loads(box.run("-m", "kvoffload_patch", "theirs").stdout)
+    assert found["step"] == "patched"
+    assert found["env"]["PYTHONPATH"] == f"{box.package}/_sitecustomize"
+
+
+def test_package_found_through_the_current_folder_only(bare: Sandbox) -> None:
+    (bare.root / "checkout").mkdir()
+    bare.package.rename(bare.root / "checkout/kvoffload_patch")
+    code = "import os, runpy, sys; os.chdir('checkout'); sys.path.insert(0, os.getcwd())"
+    code += "; sys.argv[1:] = ['vllm']; runpy.run_module('kvoffload_patch', run_name='__main__')"
+    assert json.loads(bare.run("-c", code).stdout)["step"] == "patched"
+
+
+USERS = "import sys; print('user', sys.modules['sitecustomize'].__file__ == __file__)\n"
+
+
+@pytest.mark.parametrize(
+    "users",
+    [USERS, "1 / 0", "import nothing_like_it", "raise SystemExit(3)", "import sitecustomize as s"],
+)
+def test_shadowed_sitecustomize_behaves_as_without_us(bare: Sandbox, users: str) -> None:
+    bare.write(bare.root / "mine/sitecustomize.py", users)
+    mine, ours = str(bare.root / "mine"), str(bare.package / "_sitecustomize")
+    code = "import sys; print(sys.modules.get('sitecustomize'), [p for p in sys.path if 'ne' in p])"
+    alone = bare.run("-c", code, PYTHONPATH=mine)
+    behind = bare.run("-c", code, PYTHONPATH=f"{ours}:{mine}", KVOFFLOAD_ENABLE="1")
+    assert (behind.stdout, behind.returncode) == (alone.stdout, alone.returncode)
+    said = [[li for li in run.stderr.splitlines() if li[:1] != " "] for run in (alone, behind)]
+    assert said[0] == said[1]  # all but the frames of a traceback
+    assert alone.stdout.startswith("user True\n") == (users == USERS)
+
+
+def test_sitecustomize_alone_arms(bare: Sandbox) -> None:
+    code = "from vllm.engine import Engine; print(Engine().step())"
+    ours = str(bare.package / "_sitecustomize")
+    assert bare.run("-c", code, PYTHONPATH=ours, KVOFFLOAD_ENABLE="1").stdout == "patched\n"
+    for off in ("", "0", "no"):
+        assert bare.run("-c", code, PYTHONPATH=ours, KVOFFLOAD_ENABLE=off).stdout == "plain\n"
+
+
+THEIRS = """\
+import importlib.util, os, sys
+from importlib.machinery import PathFinder
+print("theirs")
+here = os.path.dirname(__file__)
+if "remove" in os.environ["CHAIN"]:
+    sys.path.remove(here)
+spec = PathFinder.find_spec("sitecustomize", [p for p in sys.path if p != here])
+if spec:
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+"""
+
+
+@pytest.mark.parametrize("chain", ["remove", "keep"])
+def test_others_that_chain_load_too_do_not_loop(bare: Sandbox, chain: str) -> None:
+    other = bare.write(bare.root / "other/sitecustomize.py", THEIRS).parent
+    mine = bare.write(bare.root / "mine/sitecustomize.py", "print('mine')").parent
+    ours = bare.package / "_sitecustomize"
+    for path in (f"{ours}:{other}:{mine}", f"{other}:{ours}:{mine}"):
+        done = bare.run("-c", "print(1)", PYTHONPATH=path, KVOFFLOAD_ENABLE="1", CHAIN=chain)
+        assert (done.stdout, done.stderr) == ("theirs\nmine\n1\n", "")

@@ -1,0 +1,161 @@
+"""The table of variables: defaults, spellings, and one sentence for every mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload_patch.config import (
+    FALSE,
+    TRUE,
+    VARIABLES,
+    ConfigError,
+    Settings,
+    is_enabled,
+    is_strict,
+)
+
+
+def settings(**variables: str) -> Settings:
+    return Settings.from_env({f"KVOFFLOAD_{k}": v for k, v in variables.items()})
+
+
+def test_defaults() -> None:
+    assert settings() == Settings(
+        enable=False,
+        disable=False,
+        strict=True,
+        cpu_gib=4.0,
+        load_mode="auto",
+        log_interval=10.0,
+        vllm_version=None,
+        max_stall_ms=20.0,
+        canary_fault_rank=-1,
+    )
+
+
+def test_table_has_one_complete_row_per_field() -> None:
+    rows = list(VARIABLES.values())
+    assert [row.field for row in rows] == [f.name for f in dataclasses.fields(Settings)]
+    for row in rows:
+        assert row.name == f"KVOFFLOAD_{row.field.upper()}"
+        assert row.expected and row.description
+    assert VARIABLES["KVOFFLOAD_CPU_GIB"].unit == "GiB"
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings().strict = False  # type: ignore[misc]
+
+
+def test_every_variable_is_read() -> None:
+    found = settings(
+        ENABLE="1",
+        DISABLE="yes",
+        STRICT="off",
+        CPU_GIB="0.5",
+        LOAD_MODE="parked",
+        LOG_INTERVAL="2",
+        VLLM_VERSION="0.32.0",
+        MAX_STALL_MS="0",
+        CANARY_FAULT_RANK="3",
+    )
+    assert found == Settings(True, True, False, 0.5, "parked", 2.0, "0.32.0", 0.0, 3)
+    assert found.cpu_bytes == 1 << 29
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_empty_counts_as_unset(name: str) -> None:
+    assert Settings.from_env({name: ""}) == Settings.from_env({name: "  "}) == Settings()
+
+
+@pytest.mark.parametrize(("words", "value"), [(TRUE, True), (FALSE, False)])
+def test_boolean_spellings(words: tuple[str, ...], value: bool) -> None:
+    for word in words:
+        for text in (word, word.upper(), f" {word} "):
+            assert settings(ENABLE=text).enable is value
+            assert settings(STRICT=text).strict is value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("ENABLE", "maybe", "one of 1/true/yes/on or 0/false/no/off"),
+        ("DISABLE", "2", "one of 1/true"),
+        ("CPU_GIB", "4GiB", "a number of GiB above 0"),
+        ("CPU_GIB", "0", "above 0"),
+        ("CPU_GIB", "-1", "above 0"),
+        ("CPU_GIB", "nan", "above 0"),
+        ("CPU_GIB", "inf", "above 0"),
+        ("LOAD_MODE", "Parked", "one of auto, inline, parked"),
+        ("LOG_INTERVAL", "0", "a number of seconds above 0"),
+        ("MAX_STALL_MS", "-0.1", "a number of milliseconds, 0 or more"),
+        ("MAX_STALL_MS", "nan", "0 or more"),
+        ("CANARY_FAULT_RANK", "-2", "a rank, or -1 for none"),
+        ("CANARY_FAULT_RANK", "1.5", "a rank"),
+    ],
+)
+def test_wrong_value_is_one_sentence(name: str, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings(**{name: text})
+    message = str(caught.value)
+    assert message.startswith(f"KVOFFLOAD_{name} is {text!r}, expected ")
+    assert expected in message
+    assert "\n" not in message and message.endswith(".")
+    assert caught.value.__suppress_context__  # one sentence even where it is not caught
+
+
+@pytest.mark.parametrize(
+    ("typo", "closest"),
+    [
+        ("KVOFFLOAD_ENABLED", "KVOFFLOAD_ENABLE"),
+        ("KVOFFLOAD_CPU_GB", "KVOFFLOAD_CPU_GIB"),
+        ("KVOFFLOAD_", "KVOFFLOAD_"),
+    ],
+)
+def test_unknown_variable_names_the_closest(typo: str, closest: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{typo} is not a variable.*closest one is {closest}"):
+        Settings.from_env({typo: "", "PATH": "/bin"})
+
+
+def test_other_variables_are_none_of_our_business() -> None:
+    assert Settings.from_env({"KVOFFLOADER": "x", "kvoffload_enable": "1"}) == Settings()
+
+
+def test_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOFFLOAD_CPU_GIB", "7")
+    monkeypatch.setenv("KVOFFLOAD_ENABLE", "1")
+    monkeypatch.setenv("KVOFFLOAD_STRICT", "0")
+    assert Settings.from_env().cpu_gib == 7
+    assert is_enabled() and not is_strict()
+
+
+def test_disable_wins_before_anything_else_is_read() -> None:
+    assert not is_enabled({})
+    assert is_enabled({"KVOFFLOAD_ENABLE": "1", "KVOFFLOAD_CPU_GIB": "wrong"})
+    assert not is_enabled({"KVOFFLOAD_ENABLE": "wrong", "KVOFFLOAD_DISABLE": "1"})
+    with pytest.raises(ConfigError):
+        is_enabled({"KVOFFLOAD_ENABLE": "wrong"})
+    with pytest.raises(ConfigError):
+        is_enabled({"KVOFFLOAD_ENABLE": "1", "KVOFFLOAD_DISABLE": "wrong"})
+
+
+def test_unreadable_strictness_is_strict() -> None:
+    assert is_strict({}) and is_strict({"KVOFFLOAD_STRICT": "wrong"})
+    assert not is_strict({"KVOFFLOAD_STRICT": "0"})
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
+def test_any_text_is_a_value_or_a_config_error(text: str) -> None:
+    for name in VARIABLES:
+        try:
+            found = Settings.from_env({name: text})
+        except ConfigError as error:
+            assert name in str(error) and "\n" not in str(error)
+        else:
+            assert found.cpu_gib > 0 and math.isfinite(found.cpu_gib)
+            assert found.max_stall_ms >= 0 and found.canary_fault_rank >= -1

@@ -1,0 +1,158 @@
+"""Memory still available, read from made-up kernel files, and the refusal that follows."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvoffload_patch.config import GIB, ConfigError
+from kvoffload_patch.memory import MemoryRefused, available_memory_bytes, check_cpu_bytes
+
+V2_MOUNT = "30 23 0:26 {root} /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw\n"
+V1_MOUNTS = """\
+31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
+32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu
+35 31 0:32 {root} /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory
+"""
+UNLIMITED_V1 = 9223372036854771712
+
+
+class Machine:
+    """A root folder that looks like one machine's /proc and /sys."""
+
+    def __init__(self, root: Path, available_gib: float | None = 16) -> None:
+        self.root = root
+        if available_gib is not None:
+            kib = int(available_gib * GIB) // 1024
+            self.write("proc/meminfo", f"MemTotal: 99999999 kB\nMemAvailable:   {kib} kB\n")
+
+    def write(self, path: str, text: object) -> None:
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}")
+
+    def cgroup2(self, path: str, limit: object, used: float = 0, cache: float = 0) -> None:
+        folder = f"sys/fs/cgroup/{path}"
+        self.write(f"{folder}/memory.max", f"{limit}\n")
+        self.write(f"{folder}/memory.current", f"{int(used * GIB)}\n")
+        stat = f"anon 1\ninactive_file {int(cache * GIB)}\n"
+        self.write(f"{folder}/memory.stat", stat)
+
+    def cgroup1(self, path: str, limit: int, used: float = 0, cache: float = 0) -> None:
+        folder = f"sys/fs/cgroup/memory/{path}"
+        self.write(f"{folder}/memory.limit_in_bytes", f"{limit}\n")
+        self.write(f"{folder}/memory.usage_in_bytes", f"{int(used * GIB)}\n")
+        stat = f"inactive_file 7\ntotal_inactive_file {int(cache * GIB)}\n"
+        self.write(f"{folder}/memory.stat", stat)
+
+    def gib(self) -> float:
+        return available_memory_bytes(self.root) / GIB
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_machine_without_limits(machine: Machine) -> None:
+    assert machine.gib() == 16
+
+
+def test_cgroup2_own_limit_minus_what_is_used(machine: Machine) -> None:
+    machine.write("proc/self/mountinfo", V2_MOUNT.format(root="/"))
+    machine.write("proc/self/cgroup", "0::/a/b\n")
+    machine.cgroup2("a/b", 8 * GIB, used=3)
+    assert machine.gib() == 5
+    machine.cgroup2("a/b", "max", used=3)
+    assert machine.gib() == 16
+
+
+def test_cgroup2_every_level_counts(machine: Machine) -> None:
+    machine.write("proc/self/mountinfo", V2_MOUNT.format(root="/"))
+    machine.write("proc/self/cgroup", "0::/a/b\n")
+    machine.cgroup2("a/b", 8 * GIB)
+    machine.cgroup2("a", 6 * GIB, used=4)
+    assert machine.gib() == 2
+    machine.cgroup2("", 5 * GIB, used=4)
+    assert machine.gib() == 1
+    machine.cgroup2("other", 1)  # not above this process
+    assert machine.gib() == 1
+
+
+def test_page_cache_that_can_be_dropped_is_available(machine: Machine) -> None:
+    machine.write("proc/self/mountinfo", V2_MOUNT.format(root="/"))
+    machine.write("proc/self/cgroup", "0::/a\n")
+    machine.cgroup2("a", 8 * GIB, used=7, cache=5)
+    assert machine.gib() == 6
+
+
+def test_container_sees_its_cgroup_at_the_mount(machine: Machine) -> None:
+    machine.write("proc/self/mountinfo", V2_MOUNT.format(root="/"))
+    machine.write("proc/self/cgroup", "0::/../../outside\n")
+    machine.cgroup2("", 4 * GIB, used=1)
+    assert machine.gib() == 3
+
+
+@pytest.mark.parametrize("path", ["/docker/c1/job", "/elsewhere"])
+def test_cgroup1_with_a_root_within_the_mount(machine: Machine, path: str) -> None:
+    machine.write("proc/self/mountinfo", V1_MOUNTS.format(root="/docker/c1"))
+    machine.write("proc/self/cgroup", f"5:cpu:/x\n4:memory:{path}\n0::/wrong\n")
+    machine.cgroup1("", 6 * GIB, used=4, cache=1)
+    assert machine.gib() == 3
+    machine.cgroup1("job", 2 * GIB, used=1)
+    assert machine.gib() == (1 if path.endswith("job") else 3)
+
+
+def test_cgroup1_without_limit(machine: Machine) -> None:
+    machine.write("proc/self/mountinfo", V1_MOUNTS.format(root="/"))
+    machine.write("proc/self/cgroup", "4:memory:/\n")
+    machine.cgroup1("", UNLIMITED_V1, used=4)
+    assert machine.gib() == 16
+
+
+def test_both_versions_mounted(machine: Machine) -> None:
+    mounts = V1_MOUNTS.format(root="/") + V2_MOUNT.format(root="/").replace(
+        "/sys/fs/cgroup", "/sys/fs/cgroup/unified"
+    )
+    machine.write("proc/self/mountinfo", mounts)
+    machine.write("proc/self/cgroup", "4:memory:/v1\n0::/v2\n")
+    machine.cgroup1("v1", 3 * GIB)
+    assert machine.gib() == 3
+    machine.cgroup2("unified/v2", 2 * GIB)
+    assert machine.gib() == 2
+
+
+def test_overused_cgroup_has_nothing_left(machine: Machine) -> None:
+    machine.write("proc/self/mountinfo", V2_MOUNT.format(root="/"))
+    machine.write("proc/self/cgroup", "0::/\n")
+    machine.cgroup2("", 2 * GIB, used=3)
+    assert machine.gib() == 0
+
+
+def test_odd_lines_are_skipped(machine: Machine) -> None:
+    machine.write("proc/self/mountinfo", "\nnonsense\n1 2 3 - x\n" + V2_MOUNT.format(root="/"))
+    machine.write("proc/self/cgroup", "0::/a:b\n")
+    machine.cgroup2("a:b", 1 * GIB)
+    assert machine.gib() == 1
+
+
+def test_nothing_known_is_not_refused(tmp_path: Path) -> None:
+    Machine(tmp_path, available_gib=None)
+    assert available_memory_bytes(tmp_path) == sys.maxsize
+    check_cpu_bytes(1 << 60, tmp_path)
+
+
+def test_refusal_names_asked_available_and_remedy(machine: Machine) -> None:
+    check_cpu_bytes(16 * GIB, machine.root)
+    with pytest.raises(MemoryRefused) as caught:
+        check_cpu_bytes(16 * GIB + 1, machine.root)
+    with pytest.raises(ConfigError, match=r"of 64\.0 GiB was asked.*only 16\.0 GiB.*KVOFFLOAD_CPU"):
+        check_cpu_bytes(64 * GIB, machine.root)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="needs Linux")
+def test_this_machine() -> None:
+    assert 1 << 20 < available_memory_bytes() < 1 << 50
