@@ -21,8 +21,12 @@ def text() -> str:
         f"patch points: {len(points)}",
     ]
     width = max((len(p["name"]) for p in points), default=0)
-    lines += [f"  {p['name']:{width}}  {p['module']}:{p['attribute']}" for p in points]
+    lines += [f"  {p['name']:{width}}  {p['module']}:{p['attribute']}{_note(p)}" for p in points]
     return "\n".join([*lines, f"verdict:      {found['verdict']}"])
+
+
+def _note(point: dict[str, object]) -> str:
+    return "" if point.get("wrapped", True) else " (checked only)"
 
 
 def _switches(flag: str | None) -> str:

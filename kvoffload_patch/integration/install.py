@@ -42,7 +42,13 @@ def describe(settings: Settings | None = None) -> dict[str, Any]:
         points = _decide(settings).points
     except PatchRefused as refusal:
         return {**report, "verdict": str(refusal)}
-    listed = [{key: getattr(p, key) for key in ("name", "module", "attribute")} for p in points]
+    listed = [
+        {
+            **{key: getattr(p, key) for key in ("name", "module", "attribute")},
+            "wrapped": bool(p.hook),
+        }
+        for p in points
+    ]
     return {**report, "points": listed, "verdict": "ok"}
 
 

@@ -98,7 +98,7 @@ class PatchSet:
                 is just being imported by the calling thread.
         """
         record, decision = self._record, self._decision
-        modules = list(dict.fromkeys(point.module for point in decision.points))
+        modules = list(dict.fromkeys(point.module for point in decision.wrapped))
         for name in modules:
             _finish_loading(decision, name)
         with _lock:
@@ -138,6 +138,7 @@ class PatchSet:
             points = [
                 {
                     **{key: getattr(point, key) for key in ("name", "role", "module", "attribute")},
+                    "wrapped": bool(point.hook),
                     "installed": point.name in installed,
                     "effective": point.name in record.effective,
                 }
@@ -171,7 +172,7 @@ class PatchSet:
 def _install(record: _Record, module: ModuleType) -> None:
     """Install the points of `module`; on any exception take off everything and refuse."""
     gate, decision, name = record.gate, record.decision, module.__name__
-    points = [point for point in decision.points if point.module == name]
+    points = [point for point in decision.wrapped if point.module == name]
     try:
         hooks = [_load_hook(point) for point in points]
         with _lock:
@@ -182,7 +183,7 @@ def _install(record: _Record, module: ModuleType) -> None:
             for entry in _prepare(record, module, dict(zip(points, hooks))):
                 record.journal.append(entry)
                 setattr(entry.owner, entry.attribute, entry.wrapper)
-            if len(record.journal) == len(decision.points):
+            if len(record.journal) == len(decision.wrapped):
                 record.state = "installed"
     except BaseException as error:
         refusal = InstallFailed(

@@ -47,6 +47,7 @@ class PatchPoint:
         attribute: "function" or "Class.method" within that module.
         hook: "package.module:function", called as hook(wrapped, instance, args, kwargs). Loaded
             at install, so its module must not import the target module at its top level.
+            Empty: the target is only checked, because hooks call it or stand in for it.
         versions: PEP 440 specifiers, compared with the release part of the host's version.
         parameters: names of the leading parameters, in order, with self or cls.
         returns: accepted source texts of the return annotation ("" is none); None skips the check.
@@ -77,7 +78,7 @@ class PatchPoint:
             raise PatchTableError(f"Patch point {self.name}: {error}.") from error
         if self.role not in get_args(Role):
             raise PatchTableError(f"Patch point {self.name}: unknown role {self.role!r}.")
-        if self.hook.count(":") != 1:
+        if self.hook and self.hook.count(":") != 1:
             raise PatchTableError(
                 f"Patch point {self.name}: hook {self.hook!r} is not 'package.module:function'."
             )
@@ -90,6 +91,11 @@ class Decision:
     host: Host
     version: str
     points: tuple[PatchPoint, ...]
+
+    @property
+    def wrapped(self) -> tuple[PatchPoint, ...]:
+        """The points that are installed; the others are only checked."""
+        return tuple(point for point in self.points if point.hook)
 
     @property
     def label(self) -> str:

@@ -442,3 +442,19 @@ def test_removal_while_hooks_are_loaded_wins(host):
         assert alpha.Engine().step(1) == ("hooked", (1, 1))
         """
     )
+
+
+def test_point_without_hook_is_checked_but_not_wrapped(host):
+    host.run(
+        """
+        import dataclasses, fakehost.alpha as alpha
+        only_checked = dataclasses.replace(MAKE, hook="")
+        p = patches(STEP, only_checked)
+        p.arm()
+        assert p.status()["state"] == "installed" and installed(p) == {"scheduler.step"}
+        assert vars(alpha.Engine)["make"] is alpha.ORIGINALS["make"]
+        wrong = dataclasses.replace(only_checked, returns=("int",))
+        text = refused(SignatureMismatch, patches, STEP, wrong)
+        assert "scheduler.make returns 'list[int]', expected 'int'" in text, text
+        """
+    )
