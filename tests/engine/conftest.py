@@ -1,0 +1,68 @@
+"""Engines shared by the tests of this folder: each is started once, plays, and is gone."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from engine import engines, model
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything here starts a real vLLM."""
+    here = str(Path(__file__).parent)
+    missing = importlib.util.find_spec("vllm") is None
+    for item in items:
+        if str(item.path).startswith(here):
+            item.add_marker(pytest.mark.engine)
+            if missing:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+
+
+class Engines:
+    """Starts engines on the tiny model; the same arguments give the same run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = str(model.write_model(folder / "model"))
+        self.loras = [str(model.write_lora(folder / f"lora{i}", seed=i)) for i in (1, 2)]
+        self._run = lru_cache(maxsize=None)(self._run_once)
+
+    def off(self, scenarios: list[str], engine: dict | None = None, **env: str) -> engines.Run:
+        """Plain vLLM."""
+        return self._run(tuple(scenarios), _items(engine), None, 0, _items(env))
+
+    def on(
+        self,
+        scenarios: list[str],
+        engine: dict | None = None,
+        tier: dict | None = None,
+        late: int = 0,
+        **env: str,
+    ) -> engines.Run:
+        """vLLM with the tier, through ``python -m kvoffload_patch``."""
+        return self._run(tuple(scenarios), _items(engine), _items(tier), late, _items(env))
+
+    def _run_once(
+        self, scenarios: tuple, engine: tuple, tier: tuple | None, late: int, env: tuple
+    ) -> engines.Run:
+        arguments = {"model": self.model, **dict(engine)}
+        switches = None if tier is None else dict(tier)
+        return engines.run(list(scenarios), arguments, switches, late, **dict(env))
+
+
+def _items(mapping: dict | None) -> tuple:
+    return tuple(sorted((mapping or {}).items()))
+
+
+@pytest.fixture(scope="session")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    """Real engines on a tiny model."""
+    return Engines(tmp_path_factory.mktemp("engines"))
+
+
+@pytest.fixture(scope="session")
+def plain(real: Engines) -> engines.Run:
+    """Plain vLLM's answers to what several tests play."""
+    return real.off(engines.SHARED)

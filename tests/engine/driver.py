@@ -1,0 +1,47 @@
+"""Starts one real engine, plays scenarios on it, and prints what came out as JSON.
+
+Run in a process of its own, by `engines.run`: ``driver.py SPEC``, where SPEC is JSON with
+``engine`` (arguments of `vllm.LLM`), ``scenarios`` (names in `scenarios`) and ``late`` (how late
+copies happen, see `late_copies`; 0: at once).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+
+def main() -> None:
+    """Play, and print one line ``RESULT {...}``: a result for each scenario."""
+    spec = json.loads(sys.argv[1])
+    if spec["late"]:
+        import late_copies
+
+        late_copies.install(spec["late"])
+    import scenarios
+    from vllm import LLM
+
+    engine = {
+        "skip_tokenizer_init": True,
+        "num_gpu_blocks_override": 24,
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "dtype": "float32",
+        "seed": 0,
+        "disable_log_stats": False,
+        **spec["engine"],
+    }
+    begin = time.monotonic()
+    stage = scenarios.Stage(LLM(**engine))
+    print(f"engine up after {time.monotonic() - begin:.0f} s", file=sys.stderr)
+    results = {}
+    for name in spec["scenarios"]:
+        begin = time.monotonic()
+        results[name] = getattr(scenarios, name)(stage)
+        print(f"{name}: {time.monotonic() - begin:.1f} s", file=sys.stderr)
+    print("RESULT " + json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""A tiny Llama that needs no download.
+
+Its weights are made so that answers depend on the whole prompt. With vLLM's own dummy weights a
+token depends on the one before it alone, and an engine that lost its KV cache would answer just
+the same.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+VOCABULARY = 1024
+HIDDEN = 256
+LAYERS = 4
+BLOCK = 128  # tokens of a KV block on the CPU
+
+
+def write_model(folder: Path) -> Path:
+    """Write config and weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": 512,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    _write_weights(folder / "model.safetensors")
+    return folder
+
+
+def _write_weights(file: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        return gain / columns**0.5 * torch.randn(rows, columns, generator=generator)
+
+    weights = {
+        "model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN, generator=generator),
+        "lm_head.weight": matrix(VOCABULARY, HIDDEN),
+        "model.norm.weight": torch.ones(HIDDEN),
+    }
+    for layer in range(LAYERS):
+        base = f"model.layers.{layer}."
+        weights[base + "input_layernorm.weight"] = torch.ones(HIDDEN)
+        weights[base + "post_attention_layernorm.weight"] = torch.ones(HIDDEN)
+        # Peaked attention with a strong say: single tokens far back decide the answer.
+        for name, rows, gain in (("q", 256, 2.0), ("k", 128, 2.0), ("v", 128, 4.0)):
+            weights[f"{base}self_attn.{name}_proj.weight"] = matrix(rows, HIDDEN, gain)
+        weights[base + "self_attn.o_proj.weight"] = matrix(HIDDEN, 256, 4.0)
+        weights[base + "mlp.gate_proj.weight"] = matrix(512, HIDDEN)
+        weights[base + "mlp.up_proj.weight"] = matrix(512, HIDDEN)
+        weights[base + "mlp.down_proj.weight"] = matrix(HIDDEN, 512)
+    save_file(weights, str(file), metadata={"format": "pt"})
+
+
+def write_lora(folder: Path, seed: int) -> Path:
+    """Write a LoRA adapter for the attention projections, with random weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    rank, generator = 8, torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(LAYERS):
+        for name, out in (("q_proj", 256), ("v_proj", 128)):
+            base = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{base}.lora_A.weight"] = torch.randn(rank, HIDDEN, generator=generator)
+            weights[f"{base}.lora_B.weight"] = torch.randn(out, rank, generator=generator)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, str(folder / "adapter_model.safetensors"))
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj", "v_proj"],
+        "task_type": "CAUSAL_LM",
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder

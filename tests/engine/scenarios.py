@@ -1,0 +1,266 @@
+"""What is played on a real engine. Each scenario answers with tokens and counts.
+
+Prompts are random token ids from a seed of the scenario's own, so that an engine with the tier
+and one without it are given exactly the same. Every scenario leaves no request behind.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from typing import Any
+
+from model import BLOCK, VOCABULARY
+from vllm import SamplingParams
+
+Prompt = list[int]
+
+
+class Stage:
+    """An engine, and how to play on it."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+        self.core = core  # the engine core itself where it runs in this process
+        self.tier = getattr(core.scheduler, "_kvoffload_tier", None) if core else None
+
+    def play(self, prompts: list[Prompt], max_tokens: int = 12, **extra: Any) -> list[Any]:
+        """Give prompts all at once; greedy, and exactly ``max_tokens`` long."""
+        sampling = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        salt = extra.pop("cache_salt", None)
+        asked = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
+        return self.llm.generate(asked, sampling, use_tqdm=False, **extra)
+
+    def push_out(self, seed: int) -> None:
+        """Fill the GPU cache with other prompts."""
+        self.play(prompts(seed, 7, 420), max_tokens=1)
+
+    def counter(self, name: str) -> int:
+        """One of vLLM's own counters."""
+        return sum(int(m.value) for m in self.llm.get_metrics() if m.name == name)
+
+    def loaded_tokens(self) -> int:
+        """Tokens found beyond the GPU's cache, as vLLM counts them."""
+        return self.counter("vllm:external_prefix_cache_hits")
+
+    def tier_stats(self) -> dict[str, int]:
+        """Counters of the tier; all 0 where there is none or it is in another process."""
+        if self.tier is None:
+            return dict.fromkeys(("stored", "loaded", "evicted", "dropped"), 0)
+        return dict(vars(self.tier._manager.stats))
+
+
+def prompts(seed: int, count: int, length: int) -> list[Prompt]:
+    """Random prompts."""
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(count)]
+
+
+def tokens_of(outputs: list[Any]) -> list[list[int]]:
+    """The answers."""
+    return [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def cached_of(outputs: list[Any]) -> list[int]:
+    """Prompt tokens found cached, for each request."""
+    return [o.num_cached_tokens or 0 for o in outputs]
+
+
+def sensitivity(stage: Stage) -> dict[str, Any]:
+    """Prompts that differ in one of their blocks, and nowhere else."""
+    prompt, other = prompts(11, 2, 4 * BLOCK)
+    asked = [prompt]
+    for at in range(0, 3 * BLOCK, BLOCK):
+        asked.append(prompt[:at] + other[at : at + BLOCK] + prompt[at + BLOCK :])
+    return {"tokens": tokens_of([stage.play([p])[0] for p in asked])}
+
+
+def conversations(stage: Stage) -> dict[str, Any]:
+    """Ten conversations of three turns, five at a time: no prefix survives to its next turn."""
+    talks, answers, cached, asked = prompts(1, 10, 380), [], 0, 0
+    before = stage.loaded_tokens()
+    for turn in range(3):
+        for lot in (talks[:5], talks[5:]):
+            outputs = stage.play(lot)
+            for talk, answer in zip(lot, tokens_of(outputs)):
+                answers.append(answer)
+                talk += answer + prompts(100 + turn, 1, 90)[0]
+            cached += sum(cached_of(outputs))
+            asked += sum(len(o.prompt_token_ids) for o in outputs)
+    return {
+        "tokens": answers,
+        "cached": cached,
+        "asked": asked,
+        "loaded": stage.loaded_tokens() - before,
+        "tier": stage.tier_stats(),
+    }
+
+
+def twins(stage: Stage) -> dict[str, Any]:
+    """Two requests at once for the same evicted prefix of five blocks."""
+    prefix = prompts(2, 1, 5 * BLOCK)[0]
+    stage.play([prefix], max_tokens=1)
+    stage.push_out(20)
+    before = stage.tier_stats()["loaded"]
+    tails = prompts(21, 2, 30)
+    outputs = stage.play([prefix + tail for tail in tails])
+    return {
+        "tokens": tokens_of(outputs),
+        "cached": cached_of(outputs),
+        "blocks_loaded": stage.tier_stats()["loaded"] - before,
+    }
+
+
+def one_token(stage: Stage) -> dict[str, Any]:
+    """Prompts answered with one token, in rotation, three times.
+
+    Before the third time a long answer lets late copies happen: what was stored too late, after
+    its GPU block had been overwritten, is then there to be hit.
+    """
+    asked = prompts(3, 8, 400)
+    first = [stage.play([p], max_tokens=1)[0] for p in asked]
+    second = [stage.play([p], max_tokens=1)[0] for p in asked]
+    stage.play(prompts(30, 1, 20), max_tokens=30)
+    third = [stage.play([p], max_tokens=1)[0] for p in asked]
+    return {
+        "tokens": tokens_of(first) + tokens_of(second) + tokens_of(third),
+        "cached": cached_of(first),
+        "cached_again": cached_of(third),
+    }
+
+
+def preemption(stage: Stage) -> dict[str, Any]:
+    """Answers that outgrow the GPU cache together."""
+    before = stage.counter("vllm:num_preemptions")
+    outputs = stage.play(prompts(4, 6, 375), max_tokens=40)
+    return {
+        "tokens": tokens_of(outputs),
+        "preemptions": stage.counter("vllm:num_preemptions") - before,
+    }
+
+
+def salts(stage: Stage) -> dict[str, Any]:
+    """The same evicted prompt under two cache salts."""
+    prompt, cached, answers = prompts(5, 1, 500), [], []
+    for turn, salt in enumerate(("one", "two", "one", "two")):
+        outputs = stage.play(prompt, cache_salt=salt)
+        cached += cached_of(outputs)
+        answers += tokens_of(outputs)
+        stage.push_out(50 + turn)
+    return {"tokens": answers, "cached": cached}
+
+
+def loras(stage: Stage) -> dict[str, Any]:
+    """The same evicted prompt for the model itself and under two adapters."""
+    from vllm.lora.request import LoRARequest
+
+    folders = os.environ["TEST_LORAS"].split(os.pathsep)
+    adapters = [None, *(LoRARequest(f"l{i}", i + 1, f) for i, f in enumerate(folders))]
+    prompt, cached, answers = prompts(6, 1, 500), [], []
+    for turn in range(2):
+        for adapter in adapters:
+            outputs = stage.play(prompt, lora_request=adapter)
+            cached += cached_of(outputs)
+            answers += tokens_of(outputs)
+            stage.push_out(60 + turn)
+    return {"tokens": answers, "cached": cached}
+
+
+def _scale_weights(worker: Any, factor: float) -> None:
+    for parameter in worker.model_runner.get_model().parameters():
+        parameter.data.mul_(factor)
+
+
+def reset(stage: Stage) -> dict[str, Any]:
+    """Other weights between two turns, with a reset of the prefix cache, then the old ones."""
+    prompt, answers, cached = prompts(7, 1, 500), [], []
+    for factor in (1.0, 1.5, 1 / 1.5):
+        stage.llm.collective_rpc(_scale_weights, args=(factor,))
+        worked = stage.llm.reset_prefix_cache()
+        for turn in range(2):
+            outputs = stage.play(prompt)
+            answers += tokens_of(outputs)
+            cached += cached_of(outputs)
+            stage.push_out(70 + turn)
+        assert worked is not False, "vLLM did not reset its prefix cache"
+    return {"tokens": answers, "cached": cached}
+
+
+def reset_while_loading(stage: Stage) -> dict[str, Any]:
+    """A reset while a request is parked for its load: the request still gets its answer."""
+    prompt = prompts(8, 1, 500)[0]
+    stage.play([prompt])
+    stage.push_out(80)
+    engine = stage.llm.llm_engine
+    parked = _add_and_park(stage, "waits", prompt)
+    stage.llm.collective_rpc(_scale_weights, args=(1.5,))
+    worked = stage.llm.reset_prefix_cache()
+    answers, cached = _finish(engine)
+    stage.llm.collective_rpc(_scale_weights, args=(1 / 1.5,))
+    stage.llm.reset_prefix_cache()
+    return {"tokens": answers, "cached": cached, "parked": parked, "reset": worked}
+
+
+def abort_while_loading(stage: Stage) -> dict[str, Any]:
+    """Abort a parked request, then ask the same again; no block may be lost."""
+    pool = stage.core.scheduler.kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
+    prompt = prompts(9, 1, 500)[0]
+    first = stage.play([prompt])
+    stage.push_out(90)
+    parked = _add_and_park(stage, "goes", prompt)
+    engine = stage.llm.llm_engine
+    engine.abort_request(["goes"])
+    other = stage.play([prompts(91, 1, 300)[0]])
+    again = stage.play([prompt])
+    return {
+        "tokens": tokens_of(first) + tokens_of(other) + tokens_of(again),
+        "cached": cached_of(again),
+        "parked": parked,
+        "blocks_lost": free - pool.get_num_free_blocks(),
+        "slots_pinned": _pinned(stage),
+    }
+
+
+def worker_killed(stage: Stage) -> dict[str, Any]:
+    """Kill rank 1 between two requests; what does the next one say?"""
+    stage.play(prompts(10, 1, 300))
+    pids = stage.llm.collective_rpc(_pid)
+    os.kill(pids[1], signal.SIGKILL)
+    try:
+        outputs = stage.play(prompts(10, 1, 300))
+    except Exception as error:  # noqa: BLE001 - the error is the answer
+        return {"error": f"{type(error).__name__}: {error}", "pid": pids[1]}
+    return {"error": "", "pid": pids[1], "tokens": tokens_of(outputs)}
+
+
+def _pid(worker: Any) -> int:
+    return os.getpid()
+
+
+def _add_and_park(stage: Stage, request_id: str, prompt: Prompt) -> bool:
+    """Add a request and step once; whether it is parked then."""
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    engine = stage.llm.llm_engine
+    engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
+    engine.step()
+    requests = stage.core.scheduler.requests.values()
+    return any(r.status.name == "WAITING_FOR_REMOTE_KVS" for r in requests)
+
+
+def _finish(engine: Any) -> tuple[list[list[int]], list[int]]:
+    done = []
+    while engine.has_unfinished_requests():
+        done += [o for o in engine.step() if o.finished]
+    return tokens_of(done), cached_of(done)
+
+
+def _pinned(stage: Stage) -> int:
+    if stage.tier is None:
+        return 0
+    blocks = stage.tier._manager._blocks.values()
+    return sum(1 for block in blocks if block.ref_cnt)

@@ -1,0 +1,99 @@
+"""Executors, runners and schedulers: the tier reaches every process, and names what fails."""
+
+from __future__ import annotations
+
+import pytest
+
+TP = {"tensor_parallel_size": 2}
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+
+
+@pytest.fixture(scope="module")
+def conversations(plain):
+    return plain["conversations"]["tokens"]
+
+
+def loads(run):
+    return run["conversations"]["loaded"]
+
+
+def test_engine_core_in_a_process_of_its_own(real, conversations):
+    run = real.on(["conversations"], VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    assert run["conversations"]["tokens"] == conversations
+    assert loads(run) == 7680
+
+
+def test_multiprocess_executor_on_one_rank(real, conversations):
+    run = real.on(["conversations"], {"distributed_executor_backend": "mp"})
+    assert run["conversations"]["tokens"] == conversations
+    assert loads(run) == 7680
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_async_scheduling(real, conversations, asynchronous):
+    run = real.on(["conversations"], {"async_scheduling": asynchronous}, late=3)
+    assert f"Asynchronous scheduling is {'enabled' if asynchronous else 'disabled'}" in run.log
+    assert run["conversations"]["tokens"] == conversations
+    assert loads(run) > 0.9 * 7680
+
+
+@pytest.mark.parametrize("runner", ["0", "1"], ids=["runner-v1", "runner-v2"])
+def test_both_model_runners(real, conversations, runner):
+    run = real.on(["conversations"], VLLM_USE_V2_MODEL_RUNNER=runner)
+    assert ("Using V2 Model Runner" in run.log) == (runner == "1")
+    assert run["conversations"]["tokens"] == conversations
+    assert loads(run) == 7680
+
+
+def test_two_ranks(real):
+    off = real.off(["conversations"], TP)
+    on = real.on(["conversations"], TP)
+    assert on["conversations"]["tokens"] == off["conversations"]["tokens"]
+    assert loads(on) == 7680
+
+
+def test_adapters_are_kept_apart(real):
+    import os
+
+    env = {"TEST_LORAS": os.pathsep.join(real.loras)}
+    off = real.off(["loras"], LORA, **env)["loras"]
+    on = real.on(["loras"], LORA, **env)["loras"]
+    assert len({tuple(answer) for answer in off["tokens"]}) == 3, "the adapters answer the same"
+    assert on["tokens"] == off["tokens"]
+    assert on["cached"] == [0, 0, 0, 384, 384, 384]
+
+
+def test_a_killed_worker_ends_in_an_error_that_names_it(real):
+    run = real.on(["worker_killed"], TP)
+    killed = run["worker_killed"]
+    assert killed["error"], "the request after the kill was answered"
+    assert f"rank 1 (pid {killed['pid']})" in run.log or "VllmWorker-1" in run.log
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_failed_canary_is_named_and_nothing_is_served(real, rank):
+    run = real.on(["conversations"], TP, {"KVOFFLOAD_CANARY_FAULT_RANK": rank})
+    assert run.returncode != 0 and not run.results
+    assert f"rank {rank} (pid " in run.log
+    assert "failed to open the CPU tier: a block stored to CPU memory" in run.log
+
+
+def test_a_failed_canary_without_strict_serves_plain_vllm(real, conversations):
+    tier = {"KVOFFLOAD_CANARY_FAULT_RANK": "0", "KVOFFLOAD_STRICT": "0"}
+    run = real.on(["conversations"], tier=tier)
+    assert run["conversations"]["tokens"] == conversations
+    assert run["conversations"]["cached"] == 0
+    assert "Serving without the CPU tier." in run.log
+
+
+def test_prefix_caching_off_is_said_and_the_tier_stays_out(real, conversations):
+    run = real.on(["conversations"], {"enable_prefix_caching": False})
+    assert "prefix caching is off, so there is nothing to keep; no CPU tier" in run.log
+    assert run["conversations"]["tokens"] == conversations
+    assert run["conversations"]["tier"]["stored"] == 0
+
+
+def test_more_memory_than_there_is_is_refused_before_vllm_starts(real):
+    run = real.on(["conversations"], tier={"KVOFFLOAD_CPU_GIB": "1000000"})
+    assert run.returncode == 2 and not run.results
+    assert "lower KVOFFLOAD_CPU_GIB" in run.log and "Initializing a V1" not in run.log
