@@ -53,7 +53,7 @@ class OffloadManager:
         self._pending: dict[int, Hashable] = {}  # GPU block id -> key, not yet planned
         self._loading: deque[_Ticket] = deque()
         self._storing: deque[_Ticket] = deque()
-        self._store_of: dict[int, int] = {}  # GPU block id -> ticket of the store reading it
+        self._store_of: dict[int, int] = {}  # GPU block id -> ticket of its last store
         self._new_loads: list[CopyBatch] = []
         self._last_load = self._last_store = 0
         self._loads_done = self._stores_done = 0
@@ -100,14 +100,14 @@ class OffloadManager:
     def note_new_blocks(self, gpu_block_ids: Iterable[int]) -> None:
         """These GPU blocks were handed out to be overwritten.
 
-        A store of theirs that is not planned is dropped; one that is under way is waited for
-        by the next plan's forward pass.
+        A store of theirs that is not planned is dropped; the last one that was planned is waited
+        for by the next plan's forward pass, known to be done or not: another rank may be behind.
         """
         if not self._pending and not self._store_of:
             return
         for gpu_block_id in gpu_block_ids:
             self._pending.pop(gpu_block_id, None)
-            ticket = self._store_of.get(gpu_block_id, 0)
+            ticket = self._store_of.pop(gpu_block_id, 0)
             self._wait_store = max(self._wait_store, ticket)
 
     # Loading
@@ -229,11 +229,7 @@ class OffloadManager:
 
     def _finish_store(self, ticket: _Ticket) -> list[Hashable]:
         readable = []
-        for block, gpu_block_id in zip(
-            reversed(ticket.blocks), reversed(ticket.batch.gpu_block_ids)
-        ):
-            if self._store_of.get(gpu_block_id) == ticket.batch.ticket:
-                del self._store_of[gpu_block_id]
+        for block in reversed(ticket.blocks):
             block.ready = True
             self._unpin(block)
             if self._blocks.get(block.key) is block:

@@ -29,8 +29,8 @@ def run_canary(layout: BlockLayout, backend: CopyBackend, slot: int, fault: bool
     block = layout.num_blocks - 1
     neighbour = max(0, block - 1)
     before = _read(layout.block_views(block)), _read(layout.block_views(neighbour))
-    written = _random_like(before[0])
-    _write(layout.block_views(block), written)
+    _write(layout.block_views(block), _random_like(before[0]))
+    written = _read(layout.block_views(block))  # tensors may share bytes
     backend.store([block], [slot])
     _write(layout.block_views(block), [~part for part in written])
     if fault:

@@ -7,6 +7,7 @@ process killed; an anonymous mapping takes what is asked for.
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 
@@ -32,7 +33,8 @@ class HostBuffer:
         self.nbytes = num_slots * block_bytes
         self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):  # a kernel without huge pages
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         flat = torch.frombuffer(self._map, dtype=torch.uint8)
         self.slots = flat.view(num_slots, block_bytes)
         self._registered = device.type == "cuda"

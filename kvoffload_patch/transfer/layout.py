@@ -102,8 +102,12 @@ def _find_block_dim(tensor: torch.Tensor, num_blocks: int, known: int | None) ->
         if known >= len(sizes) or not sizes[known] or sizes[known] % num_blocks:
             raise _refused(tensor, num_blocks, f"expected dimension {known} to count blocks")
         return _BlockDim(known, sizes[known] // num_blocks)
-    found = [d for d, size in enumerate(sizes) if size == num_blocks]
-    found = found or [d for d, size in enumerate(sizes) if size and size % num_blocks == 0]
+    multiples = [d for d, size in enumerate(sizes) if size and size % num_blocks == 0]
+    exact = [d for d in multiples if sizes[d] == num_blocks]
+    # An outer dimension that is a multiple may count kernel blocks: then an exact one inside it
+    # is something else of the same size.
+    outermost = max((tensor.stride(d) for d in exact), default=-1)
+    found = [d for d in multiples if d in exact or tensor.stride(d) > outermost]
     if len(found) != 1:
         raise _refused(
             tensor, num_blocks, f"expected one dimension that counts blocks, found {len(found)}"

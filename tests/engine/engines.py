@@ -41,6 +41,7 @@ def environment(**extra: str) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",  # more only spin: the model is tiny
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),

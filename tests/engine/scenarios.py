@@ -200,9 +200,17 @@ def reset_while_loading(stage: Stage) -> dict[str, Any]:
     stage.llm.collective_rpc(_scale_weights, args=(1.5,))
     worked = stage.llm.reset_prefix_cache()
     answers, cached = _finish(engine)
+    stage.llm.reset_prefix_cache()
+    fresh = tokens_of(stage.play([prompt], max_tokens=8))
     stage.llm.collective_rpc(_scale_weights, args=(1 / 1.5,))
     stage.llm.reset_prefix_cache()
-    return {"tokens": answers, "cached": cached, "parked": parked, "reset": worked}
+    return {
+        "tokens": answers,
+        "fresh": fresh,  # what the new weights answer without any cache
+        "cached": cached,
+        "parked": parked,
+        "reset": worked,
+    }
 
 
 def abort_while_loading(stage: Stage) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def test_abort_while_loading_loses_nothing(unparked, parked):
 def test_reset_while_loading_recomputes_with_the_new_weights(unparked, parked):
     off, on = unparked["reset_while_loading"], parked["reset_while_loading"]
     assert on["parked"] and on["reset"]
-    assert on["tokens"] == off["tokens"]
+    assert on["tokens"] == on["fresh"] == off["fresh"]
     assert on["cached"] == [0]
 
 

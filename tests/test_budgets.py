@@ -1,0 +1,60 @@
+"""How much code there may be: in a file, in a function, and in the patching layer as a whole."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "kvoffload_patch"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+FILE_LINES = 300
+FUNCTION_LINES = 40
+PATCHING_LINES = 700
+
+
+def name_of(file: Path) -> str:
+    return str(file.relative_to(PACKAGE))
+
+
+def lines_of(file: Path) -> int:
+    return len(file.read_text().splitlines())
+
+
+def functions_of(source: str) -> Iterator[tuple[str, int]]:
+    """Each function and its lines from ``def`` to its end, without its docstring."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if ast.get_docstring(node) is not None:
+                docstring = node.body[0]
+                lines -= (docstring.end_lineno or docstring.lineno) - docstring.lineno + 1
+            yield f"{node.name} (line {node.lineno})", lines
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_a_file_is_short(file: Path) -> None:
+    assert lines_of(file) <= FILE_LINES
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_every_function_is_short(file: Path) -> None:
+    found = functions_of(file.read_text())
+    assert [(name, lines) for name, lines in found if lines > FUNCTION_LINES] == []
+
+
+def test_the_patching_layer_is_small() -> None:
+    assert sum(lines_of(file) for file in FILES if file.parent.name == "patching") <= PATCHING_LINES
+
+
+def test_the_package_is_there_to_be_counted() -> None:
+    assert len(FILES) > 20
+    assert len(list((PACKAGE / "patching").glob("*.py"))) > 3
+
+
+def test_lines_are_counted_from_def_to_end_without_the_docstring() -> None:
+    source = '@decorated\ndef f(\n    a,\n):\n    """One.\n\n    Two.\n    """\n    return a\n'
+    assert list(functions_of(source)) == [("f (line 2)", 4)]

@@ -1,0 +1,472 @@
+"""`OffloadManager` one property at a time, and its cost at a thousand and at a million slots."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.plan import CopyBatch, TransferPlan, TransferResult
+
+
+def always(block: int, key: object) -> bool:
+    return True
+
+
+def plan_store(tier: OffloadManager, keys: Iterable[Any], first_block: int = 0) -> TransferPlan:
+    """Queue keys, head first, from neighbouring GPU blocks, and make the plan."""
+    for block, key in enumerate(keys, first_block):
+        tier.queue_store(key, block)
+    plan = tier.make_plan(always)
+    assert plan is not None
+    return plan
+
+
+def store(tier: OffloadManager, keys: Iterable[Any]) -> TransferPlan:
+    """Store keys and take in that it is done."""
+    plan = plan_store(tier, keys)
+    tier.apply(tier.drained())
+    return plan
+
+
+def readable(tier: OffloadManager, keys: Iterable[Any]) -> str:
+    return "".join(key for key in keys if tier.lookup(key))
+
+
+def evict_in_order(tier: OffloadManager, keys: str) -> str:
+    """The order in which keys are evicted, one at a time."""
+    order = ""
+    for i in range(len(keys)):
+        before = readable(tier, keys)
+        store(tier, [("new", i)])
+        order += "".join(key for key in before if not tier.lookup(key))
+    return order
+
+
+def test_nothing_to_do_is_no_plan() -> None:
+    tier = OffloadManager(4)
+    assert tier.make_plan(always) is None
+    tier.note_new_blocks([1, 2])
+    tier.expose_load(0)
+    assert tier.make_plan(always) is None
+    assert not tier.busy
+
+
+def test_a_block_is_readable_only_once_its_store_is_done() -> None:
+    tier = OffloadManager(4)
+    tier.queue_store("a", 7)
+    assert not tier.holds("a")
+    plan = tier.make_plan(always)
+    assert plan == TransferPlan(store=CopyBatch(1, (7,), (0,)))
+    assert tier.holds("a")
+    assert not tier.lookup("a")
+    assert tier.apply(TransferResult(0, 0)) == []
+    assert not tier.lookup("a")
+    assert tier.apply(TransferResult(0, 1)) == ["a"]
+    assert tier.lookup("a")
+
+
+def test_a_store_of_a_block_that_was_handed_out_again_is_dropped() -> None:
+    tier = OffloadManager(4)
+    tier.queue_store("a", 1)
+    tier.queue_store("b", 2)
+    tier.note_new_blocks([1])
+    plan = tier.make_plan(always)
+    assert plan is not None
+    assert plan.store is not None
+    assert plan.store.gpu_block_ids == (2,)
+    assert tier.stats.dropped == 0
+
+
+def test_the_next_forward_pass_waits_for_the_store_that_reads_a_block_handed_out() -> None:
+    tier = OffloadManager(4)
+    plan_store(tier, "a", first_block=1)
+    plan_store(tier, "b", first_block=2)
+    tier.note_new_blocks([2, 1])
+    waiting = tier.make_plan(always)
+    assert waiting == TransferPlan(wait_store=2)
+    assert tier.make_plan(always) is None, "it has been waited for"
+
+
+def test_a_store_that_one_rank_has_done_is_still_waited_for_by_the_others() -> None:
+    tier = OffloadManager(4)
+    store(tier, "a")
+    tier.note_new_blocks([0])
+    assert tier.make_plan(always) == TransferPlan(wait_store=1, stores_done=1)
+    tier.note_new_blocks([0])
+    assert tier.make_plan(always) is None, "the forward pass after the next one needs no wait"
+
+
+def test_a_block_stored_twice_is_waited_for_by_its_last_store() -> None:
+    tier = OffloadManager(4)
+    plan_store(tier, "a", first_block=5)
+    plan_store(tier, "b", first_block=5)
+    tier.apply(TransferResult(0, 1))
+    tier.note_new_blocks([5])
+    plan = tier.make_plan(always)
+    assert plan is not None
+    assert (plan.wait_store, plan.stores_done) == (2, 1)
+
+
+def test_what_is_not_storable_is_forgotten() -> None:
+    tier = OffloadManager(4)
+    tier.queue_store("a", 1)
+    assert tier.make_plan(lambda block, key: (block, key) != (1, "a")) is None
+    assert tier.make_plan(always) is None
+    assert not tier.holds("a")
+    assert tier.stats.dropped == 0
+
+
+def test_a_key_in_two_gpu_blocks_is_stored_once_from_one_that_has_it() -> None:
+    tier = OffloadManager(4)
+    for block in (1, 2, 3):
+        tier.queue_store("a", block)
+    plan = tier.make_plan(lambda block, key: block != 1)
+    assert plan is not None
+    assert plan.store is not None
+    assert plan.store.gpu_block_ids == (2,)
+    assert tier.num_used == 1
+
+
+def test_a_key_that_has_a_slot_is_not_stored_again() -> None:
+    tier = OffloadManager(4)
+    plan_store(tier, "a")
+    tier.queue_store("a", 9)
+    assert tier.make_plan(always) is None
+    tier.apply(tier.drained())
+    tier.queue_store("a", 9)
+    assert tier.make_plan(always) is None
+
+
+def test_load_tickets_increase_by_one_and_each_is_planned_once() -> None:
+    tier = OffloadManager(4)
+    slots = store(tier, "ab").store
+    assert slots is not None
+    assert [tier.begin_load("ab", [5, 6]), tier.begin_load("b", [7])] == [1, 2]
+    tier.expose_load(2)
+    plan = tier.make_plan(always)
+    assert plan is not None
+    assert plan.loads == (
+        CopyBatch(1, (5, 6), slots.cpu_slots),
+        CopyBatch(2, (7,), slots.cpu_slots[1:]),
+    )
+    assert (plan.wait_load, plan.stores_done, plan.loads_done) == (2, 1, 0)
+    assert tier.make_plan(always) is None
+    assert tier.begin_load("a", [8]) == 3
+
+
+@pytest.mark.parametrize("missing", ["never stored", "under way"])
+def test_a_load_of_what_is_not_readable_changes_nothing(missing: str) -> None:
+    tier = OffloadManager(2)
+    store(tier, "a")
+    plan_store(tier, ["under way"])
+    with pytest.raises(KeyError, match=missing):
+        tier.begin_load(["a", missing], [1, 2])
+    tier.apply(tier.drained())
+    assert tier.make_plan(always) is None, "a load was planned"
+    assert not tier.busy
+    store(tier, "xy")
+    assert not tier.lookup("a"), "a stayed pinned"
+    assert tier.begin_load("x", [1]) == 1
+
+
+def test_a_block_that_is_loaded_is_never_evicted_and_its_store_gives_way() -> None:
+    tier = OffloadManager(2)
+    store(tier, "ab")
+    ticket = tier.begin_load("ba", [5, 6])
+    plan = plan_store(tier, "cd")
+    assert plan.store is None
+    assert readable(tier, "abcd") == "ab"
+    assert (tier.stats.dropped, tier.stats.evicted) == (2, 0)
+    tier.apply(TransferResult(ticket, 1))
+    plan = plan_store(tier, "cd")
+    assert plan.store is not None
+    assert plan.loads_done == ticket
+    assert readable(tier, "abcd") == ""
+    assert (tier.stats.dropped, tier.stats.evicted) == (2, 2)
+
+
+def test_a_block_loaded_twice_stays_pinned_until_both_loads_are_done() -> None:
+    tier = OffloadManager(1)
+    store(tier, "a")
+    tier.begin_load("a", [5])
+    tier.begin_load("a", [6])
+    tier.apply(TransferResult(1, 1))
+    assert plan_store(tier, "b").store is None
+    tier.apply(TransferResult(2, 1))
+    assert plan_store(tier, "b").store is not None
+
+
+def test_a_tier_that_is_being_written_drops_what_does_not_fit_from_the_tail() -> None:
+    tier = OffloadManager(3)
+    plan = plan_store(tier, "abcde")
+    assert plan.store is not None
+    assert plan.store.gpu_block_ids == (0, 1, 2)
+    assert tier.stats.dropped == 2
+    for block, key in enumerate("fg"):
+        tier.queue_store(key, block)
+    assert tier.make_plan(always) is None
+    assert tier.stats.dropped == 4
+    tier.apply(tier.drained())
+    assert readable(tier, "abcdefg") == "abc"
+    assert vars(tier.stats) == {"stored": 3, "loaded": 0, "evicted": 0, "dropped": 4}
+
+
+def test_a_tier_of_one_slot_holds_the_block_stored_last() -> None:
+    tier = OffloadManager(1)
+    for key in "abc":
+        plan = store(tier, key)
+        assert plan.store is not None
+        assert plan.store.cpu_slots == (0,)
+        assert readable(tier, "abc") == key
+    assert tier.num_used == 1
+    assert tier.stats.evicted == 2
+
+
+def test_a_tier_without_slots_drops_everything() -> None:
+    tier = OffloadManager(0)
+    tier.queue_store("a", 1)
+    assert tier.make_plan(always) is None
+    assert tier.stats.dropped == 1
+
+
+def test_a_stored_prefix_is_evicted_from_its_tail() -> None:
+    tier = OffloadManager(4)
+    store(tier, "abcd")
+    assert evict_in_order(tier, "abcd") == "dcba"
+
+
+def test_touching_a_prefix_makes_its_head_the_most_recent() -> None:
+    tier = OffloadManager(4)
+    for key in "abcd":
+        store(tier, key)
+    tier.touch(["c", "unknown", "a"])
+    assert evict_in_order(tier, "abcd") == "bdac"
+
+
+def test_a_loaded_prefix_is_recent_from_its_head() -> None:
+    tier = OffloadManager(4)
+    for key in "abcd":
+        store(tier, key)
+    tier.begin_load("ba", [5, 6])
+    tier.touch("c")
+    tier.touch("a")
+    tier.apply(tier.drained())
+    assert evict_in_order(tier, "abcd") == "dcab"
+
+
+def test_several_tickets_done_at_once_are_taken_in_together() -> None:
+    tier = OffloadManager(8)
+    for i, key in enumerate("abc"):
+        plan_store(tier, key, first_block=i)
+    assert sorted(tier.apply(TransferResult(0, 3))) == ["a", "b", "c"]
+    for i, key in enumerate("abc"):
+        tier.begin_load(key, [i])
+    assert [tier.load_done(t) for t in (1, 2, 3)] == [False] * 3
+    assert tier.apply(TransferResult(3, 3)) == []
+    assert [tier.load_done(t) for t in (1, 2, 3, 4)] == [True, True, True, False]
+    assert not tier.busy
+    assert (tier.stats.stored, tier.stats.loaded) == (3, 3)
+
+
+def test_a_stale_result_is_harmless() -> None:
+    tier = OffloadManager(4)
+    store(tier, "ab")
+    tier.begin_load("a", [5])
+    tier.apply(TransferResult(1, 1))
+    assert tier.apply(TransferResult(0, 0)) == []
+    assert tier.apply(TransferResult(1, 1)) == []
+    assert readable(tier, "ab") == "ab"
+    assert tier.load_done(1)
+    tier.begin_load("b", [6])
+    plan = tier.make_plan(always)
+    assert plan is not None
+    assert (plan.loads_done, plan.stores_done) == (1, 1)
+    assert vars(tier.stats) == {"stored": 2, "loaded": 1, "evicted": 0, "dropped": 0}
+
+
+def test_clear_forgets_every_key_and_every_store_that_is_not_planned() -> None:
+    tier = OffloadManager(4)
+    store(tier, "ab")
+    tier.queue_store("c", 5)
+    tier.clear()
+    assert not any(tier.holds(key) for key in "abc")
+    assert tier.num_used == 0
+    assert tier.make_plan(always) is None
+    store(tier, "wxyz")
+    assert tier.stats.evicted == 0
+
+
+def test_a_store_under_way_at_clear_gives_its_slot_back_but_no_key() -> None:
+    tier = OffloadManager(2)
+    plan = plan_store(tier, "ab")
+    tier.clear()
+    assert tier.num_used == 2
+    tier.queue_store("c", 5)
+    assert tier.make_plan(always) is None, "a slot that is being written was given away"
+    assert tier.apply(TransferResult(0, 1)) == []
+    assert readable(tier, "abc") == ""
+    assert tier.num_used == 0
+    again = plan_store(tier, "ab").store
+    assert again is not None
+    assert plan.store is not None
+    assert sorted(again.cpu_slots) == sorted(plan.store.cpu_slots)
+
+
+def test_a_load_under_way_at_clear_keeps_its_slot_until_it_is_done() -> None:
+    tier = OffloadManager(2)
+    store(tier, "ab")
+    tier.begin_load("a", [5])
+    tier.begin_load("a", [6])
+    tier.clear()
+    assert tier.num_used == 1
+    tier.apply(TransferResult(1, 1))
+    assert tier.num_used == 1
+    tier.clear()
+    assert tier.num_used == 1, "a second clear gave the slot away"
+    tier.apply(TransferResult(2, 1))
+    assert tier.num_used == 0
+
+
+def test_a_key_stored_anew_after_clear_becomes_readable_by_its_new_store_only() -> None:
+    tier = OffloadManager(2)
+    plan_store(tier, "a")
+    tier.clear()
+    new = plan_store(tier, "a", first_block=3).store
+    assert new is not None
+    assert tier.num_used == 2
+    assert tier.apply(TransferResult(0, 1)) == []
+    assert not tier.lookup("a")
+    assert tier.num_used == 1, "the slot of the old store did not come back"
+    assert tier.apply(TransferResult(0, 2)) == ["a"]
+    assert tier.num_used == 1
+    tier.begin_load("a", [7])
+    plan = tier.make_plan(always)
+    assert plan is not None
+    assert plan.loads[0].cpu_slots == new.cpu_slots
+
+
+def test_a_block_of_a_store_from_before_clear_is_still_waited_for() -> None:
+    tier = OffloadManager(2)
+    plan_store(tier, "a", first_block=3)
+    tier.clear()
+    tier.note_new_blocks([3])
+    assert tier.make_plan(always) == TransferPlan(wait_store=1)
+
+
+def test_a_plan_goes_through_pickle_unchanged() -> None:
+    tier = OffloadManager(4)
+    store(tier, "ab")
+    tier.expose_load(tier.begin_load("a", [5]))
+    plan = plan_store(tier, "cd")
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert pickle.loads(pickle.dumps(tier.drained())) == TransferResult(1, 2)
+
+
+def test_the_eviction_policy_can_be_replaced() -> None:
+    class Newest:
+        def __init__(self) -> None:
+            self.keys: list[Any] = []
+
+        def add(self, key: Any) -> None:
+            self.keys.append(key)
+
+        def touch(self, key: Any) -> None:
+            pass
+
+        def remove(self, key: Any) -> None:
+            self.keys.remove(key)
+
+        def pop(self) -> Any:
+            return self.keys.pop()
+
+        def __len__(self) -> int:
+            return len(self.keys)
+
+    tier = OffloadManager(2, policy=Newest)
+    for key in "abc":
+        store(tier, key)
+    assert readable(tier, "abc") == "ac"
+
+
+# Cost
+
+
+def fill(tier: OffloadManager, batch: int = 1000) -> None:
+    for first in range(0, tier.num_slots, batch):
+        store(tier, range(first, first + batch))
+
+
+def mixed_work(tier: OffloadManager) -> None:
+    """Every operation, on a hundred blocks, in a full tier."""
+    known = range(tier.num_slots - 100, tier.num_slots)
+    tier.touch(known)
+    assert all(tier.lookup(key) for key in known)
+    tier.note_new_blocks(range(100, 200))
+    tier.begin_load(known[:50], range(100, 150))
+    plan_store(tier, [("new", i) for i in range(100)])
+    tier.note_new_blocks(range(100))
+    tier.apply(tier.drained())
+    tier.make_plan(always)
+
+
+def bytecodes(work: Callable[[], None]) -> int:
+    """How many bytecodes of the package ``work`` executes, loops that call nothing included."""
+    executed = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal executed
+        if "kvoffload_patch" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        executed += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return executed
+
+
+def filled(num_slots: int) -> OffloadManager:
+    tier = OffloadManager(num_slots)
+    fill(tier)
+    return tier
+
+
+@pytest.fixture(scope="module")
+def million() -> OffloadManager:
+    return filled(1_000_000)
+
+
+def test_a_million_blocks_are_stored_and_found(million: OffloadManager) -> None:
+    assert million.num_used == million.stats.stored == 1_000_000
+    assert all(million.lookup(key) for key in range(1_000_000))
+    assert not million.lookup(1_000_000)
+
+
+def test_an_operation_costs_the_same_at_a_thousand_and_at_a_million_slots(
+    million: OffloadManager,
+) -> None:
+    small = filled(1000)
+    costs: Sequence[int] = [bytecodes(lambda t=t: mixed_work(t)) for t in (small, million)]
+    # The slot pool has one bin for each bit of its capacity: ten more at a million.
+    assert costs[0] > 5000
+    assert costs[0] <= costs[1] + 200
+    assert costs[1] <= costs[0] + 200
+
+
+def test_a_million_blocks_are_evicted_by_the_next_million(million: OffloadManager) -> None:
+    for first in range(0, 1_000_000, 10_000):
+        store(million, [-1 - key for key in range(first, first + 10_000)])
+    assert not any(million.lookup(key) for key in range(1_000_000))
+    assert all(million.lookup(-1 - key) for key in range(1_000_000))
+    assert million.num_used == 1_000_000

@@ -1,0 +1,320 @@
+"""A scheduler that uses `OffloadManager` in random steps, with ranks that carry out the plans.
+
+The most important property is checked by the ranks: a load brings exactly the bytes that were
+stored under its key, however late each rank is. A key's bytes change with every `clear`, as they do
+when weights are replaced, so that nothing from before may come back.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tier.rank_model import Rank, Step
+from tier.tier_model import TierModel
+
+from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.plan import TransferResult
+
+BLOCKS = range(7)
+KEYS = range(9)
+
+blocks = st.sampled_from(BLOCKS)
+keys = st.sampled_from(KEYS)
+queues = st.integers(0, 2)  # compute, loads, stores
+key_lists = st.lists(keys, max_size=6)
+
+
+class TierMachine(RuleBasedStateMachine):
+    """A scheduler's use of the tier, step by step; the first rank is the one that reports."""
+
+    new_rank: Callable[[], Rank] = Rank
+
+    @initialize(capacity=st.integers(1, 6))
+    def start(self, capacity: int) -> None:
+        self.tier = OffloadManager(capacity)
+        self.model = TierModel(capacity)
+        self.ranks = [type(self).new_rank(), type(self).new_rank()]
+        self.epoch = 0
+        self.cached: dict[int, int] = {}  # GPU block -> key that it holds after this step
+        self.unkeyed: set[int] = set()  # GPU blocks in use that have no key yet
+        self.parked: dict[int, dict[int, int | None]] = {}  # load -> destinations and their keys
+        self.reads: dict[int, Any] = {}
+        self.writes: dict[int, Any] = {}
+        self.reports: list[TransferResult] = [TransferResult(0, 0)]
+        self.scratch = 0
+
+    # What the scheduler does within a step
+
+    @rule(filled=st.lists(st.tuples(blocks, keys), min_size=1, max_size=4))
+    def compute_blocks(self, filled: list[tuple[int, int]]) -> None:
+        """Blocks are handed out, and this step's forward pass fills them."""
+        for block, key in filled:
+            if self._hand_out([block]):
+                self._fill(block, key)
+
+    @rule(block=blocks)
+    def begin_block(self, block: int) -> None:
+        """A block is handed out, and will be full only in a later step."""
+        if self._hand_out([block]):
+            self.scratch += 1
+            self.writes[block] = ("partial", self.scratch)
+            self.unkeyed.add(block)
+
+    @rule(block=blocks, key=keys)
+    def complete_block(self, block: int, key: int) -> None:
+        if block in self.unkeyed:
+            self._fill(block, key)
+
+    @rule(block=blocks)
+    def uncache_block(self, block: int) -> None:
+        """The GPU cache forgets a block before the plan is made."""
+        self.cached.pop(block, None)
+
+    @rule(block=blocks)
+    def queue_cached_block(self, block: int) -> None:
+        """A block that is cached already is stored again, should the tier have lost it."""
+        if block in self.cached:
+            self._queue_store(self.cached[block], block)
+
+    @rule(data=st.data())
+    def touch(self, data: st.DataObject) -> None:
+        """A prefix that a request has hit; some of it may be gone, or still be written."""
+        some = st.sampled_from(sorted(self.model.ready) or KEYS)
+        self.touch_prefix(data.draw(st.lists(some | keys, max_size=6)))
+
+    @precondition(lambda self: self.model.ready)
+    @rule(data=st.data(), inline=st.booleans())
+    def load(self, data: st.DataObject, inline: bool) -> None:
+        free = self.free_blocks()
+        wanted = st.lists(st.sampled_from(sorted(self.model.ready)), max_size=min(3, len(free)))
+        prefix = data.draw(wanted)
+        self.load_prefix(prefix, data.draw(st.permutations(free)), inline)
+
+    @rule()
+    def publish_arrived_loads(self) -> None:
+        for ticket in list(self.parked):
+            if self.tier.load_done(ticket):
+                self._publish(ticket)
+
+    @rule(prefix=key_lists, at=st.integers(0, 6))
+    def load_what_is_not_readable(self, prefix: list[int], at: int) -> None:
+        missing = next((key for key in KEYS if key not in self.model.ready), None)
+        if missing is not None:
+            readable = [key for key in prefix if key in self.model.ready]
+            readable.insert(at, missing)
+            with pytest.raises(KeyError, match=f"{missing}"):
+                self.tier.begin_load(readable, list(range(len(readable))))
+
+    @rule()
+    def end_step(self) -> None:
+        plan = self.tier.make_plan(lambda block, key: self.cached.get(block) == key)
+        self.model.take_plan(plan, self.cached)
+        stored: tuple[Any, ...] = ()
+        if plan is not None and plan.store is not None:
+            stored = tuple((self.cached[b], self.epoch) for b in plan.store.gpu_block_ids)
+        for rank in self.ranks:
+            rank.steps.append(Step(plan, dict(self.reads), dict(self.writes), stored))
+        self.reads, self.writes = {}, {}
+
+    # What goes on beside the steps
+
+    @rule(
+        which=st.integers(0, 1),
+        steps=st.integers(0, 2),
+        favourite=queues,
+        pieces=st.integers(0, 25),
+    )
+    def rank_works(self, which: int, steps: int, favourite: int, pieces: int) -> None:
+        rank = self.ranks[which]
+        for _ in range(min(steps, len(rank.steps))):
+            rank.submit()
+        for _ in range(pieces):
+            rank.run(favourite)
+
+    @rule(which=st.integers(0, 1), favourite=queues, eager=st.booleans())
+    def rank_catches_up(self, which: int, favourite: int, eager: bool) -> None:
+        self.ranks[which].finish(favourite, eager)
+
+    @rule()
+    def take_in_the_result(self) -> None:
+        self.reports.append(TransferResult(self.ranks[0].loads_done, self.ranks[0].stores_done))
+        self._apply(self.reports[-1])
+
+    @rule(data=st.data())
+    def take_in_a_stale_result(self, data: st.DataObject) -> None:
+        self._apply(data.draw(st.sampled_from(self.reports)))
+
+    @rule()
+    def clear(self) -> None:
+        self.tier.clear()
+        self.model.clear()
+        self.epoch += 1
+        self.cached = {}
+        for destinations in self.parked.values():
+            destinations.update(dict.fromkeys(destinations))
+
+    @rule(favourite=queues, eager=st.booleans())
+    def drain(self, favourite: int, eager: bool) -> None:
+        """Everything is carried out; then nothing is under way and every key has its bytes."""
+        self.end_step()
+        for rank in self.ranks:
+            rank.finish(favourite, eager)
+        assert self.tier.drained() == TransferResult(
+            self.ranks[0].loads_done, self.ranks[0].stores_done
+        )
+        self._apply(self.tier.drained())
+        assert not self.tier.busy
+        assert self.tier.num_used == len(self.model.slot_of), "a slot was lost"
+        for key, slot in self.model.slot_of.items():
+            assert self.tier.lookup(key)
+            assert all(rank.slots[slot] == (key, self.epoch) for rank in self.ranks)
+
+    @invariant()
+    def the_state_is_that_of_the_model(self) -> None:
+        assert {key for key in KEYS if self.tier.lookup(key)} == self.model.ready
+        assert {key for key in KEYS if self.tier.holds(key)} == set(self.model.slot_of)
+        assert self.tier.num_used == len(self.model.used) <= self.model.capacity
+        assert self.tier.busy == bool(self.model.loads or self.model.stores)
+        assert vars(self.tier.stats) == self.model.counts
+        assert all(
+            self.tier.load_done(t) == (t <= self.model.loads_done)
+            for t in range(1, self.model.last_load + 2)
+        )
+
+    def teardown(self) -> None:
+        if hasattr(self, "tier"):
+            self.drain(favourite=2, eager=True)
+
+    # The same without strategies
+
+    def free_blocks(self) -> list[int]:
+        """Blocks that can be handed out: no load goes into them."""
+        return [block for block in BLOCKS if not self._is_destination(block)]
+
+    def touch_prefix(self, order: list[int]) -> None:
+        self.tier.touch(order)
+        self.model.touch(order)
+
+    def load_prefix(self, prefix: list[int], free: list[int], inline: bool) -> None:
+        into = free[: len(prefix)]
+        self._hand_out(into)
+        ticket = self.tier.begin_load(prefix, into)
+        assert ticket == self.model.begin_load(prefix, into), "tickets increase by one"
+        self.parked[ticket] = dict(zip(into, prefix))
+        if inline:
+            self._publish(ticket)
+
+    # Inside
+
+    def _is_destination(self, block: int) -> bool:
+        return any(block in destinations for destinations in self.parked.values())
+
+    def _hand_out(self, wanted: list[int]) -> bool:
+        """Hand out blocks, unless a load that is not published yet goes into one."""
+        if any(self._is_destination(block) for block in wanted):
+            return False
+        self.tier.note_new_blocks(wanted)
+        self.model.note_new_blocks(wanted)
+        for block in wanted:
+            self.cached.pop(block, None)
+            self.unkeyed.discard(block)
+            self.reads.pop(block, None)
+            self.writes.pop(block, None)
+        return True
+
+    def _fill(self, block: int, key: int) -> None:
+        self.unkeyed.discard(block)
+        self.writes[block] = (key, self.epoch)
+        self.cached[block] = key
+        self._queue_store(key, block)
+
+    def _queue_store(self, key: int, block: int) -> None:
+        self.tier.queue_store(key, block)
+        self.model.queue_store(key, block)
+
+    def _publish(self, ticket: int) -> None:
+        """The forward pass of this step may read what was loaded, or overwrite it."""
+        self.tier.expose_load(ticket)
+        self.model.expose_load(ticket)
+        for block, key in self.parked.pop(ticket).items():
+            if key is not None:  # forgotten by clear() otherwise
+                self.cached[block] = key
+                self.reads[block] = (key, self.epoch)
+
+    def _apply(self, result: TransferResult) -> None:
+        readable = self.tier.apply(result)
+        assert len(readable) == len(set(readable))
+        assert set(readable) == self.model.apply(result.loads_done, result.stores_done)
+
+
+class Traffic:
+    """Many steps of the kind that a busy server makes, on the rules of a `TierMachine`.
+
+    The rules alone seldom come to a store that is late, a block that is handed out and a forward
+    pass that is early, all at once.
+    """
+
+    def __init__(self, machine: TierMachine, seed: int) -> None:
+        self.machine = machine
+        self.random = random.Random(seed)
+        self.publishes = self.random.choice([0.1, 0.3, 0.7])
+        self.favourites = [0, 0]  # which queue goes first on each rank, for a while
+        machine.start(capacity=[1, 2, 3, 5, 6][seed % 5])
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self._schedule()
+            self.machine.end_step()
+            self.machine.the_state_is_that_of_the_model()
+            for which in range(2):
+                self._work(which)
+            self._report()
+            self.machine.the_state_is_that_of_the_model()
+        self.machine.teardown()
+
+    def _chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def _schedule(self) -> None:
+        machine, pick = self.machine, self.random
+        if self._chance(self.publishes):
+            machine.publish_arrived_loads()
+        ready = sorted(machine.model.ready)
+        if self._chance(0.3):
+            machine.touch_prefix(pick.sample(ready, min(len(ready), 3)))
+        free = machine.free_blocks()
+        pick.shuffle(free)
+        if self._chance(0.5):
+            count = pick.randint(0, min(3, len(ready), len(free)))
+            machine.load_prefix(pick.sample(ready, count), free, inline=self._chance(0.5))
+        count = pick.choice([0, 1, 1, 2, 3])
+        machine.compute_blocks([(pick.choice(BLOCKS), pick.choice(KEYS)) for _ in range(count)])
+        if self._chance(0.2):
+            machine.queue_cached_block(pick.choice(BLOCKS))
+        if self._chance(0.1):
+            machine.uncache_block(pick.choice(BLOCKS))
+
+    def _work(self, which: int) -> None:
+        pick, rank = self.random, self.machine.ranks[which]
+        if self._chance(0.1):
+            self.favourites[which] = pick.randrange(3)
+        favourite = self.favourites[which]
+        if len(rank.steps) > 4 or (which == 0 and self._chance(0.4)):
+            self.machine.rank_catches_up(which, favourite, eager=self._chance(0.5))
+        pieces = pick.choice([0, 1, 2, 5, 20])
+        self.machine.rank_works(which, pick.choice([0, 1, 1, 2, 2]), favourite, pieces)
+
+    def _report(self) -> None:
+        if self._chance(0.6):
+            self.machine.take_in_the_result()
+        if self._chance(0.1):
+            self.machine._apply(self.random.choice(self.machine.reports))
+        if self._chance(0.02):
+            self.machine.clear()
+        if self._chance(0.02):
+            self.machine.drain(self.random.randrange(3), self._chance(0.5))

@@ -1,0 +1,161 @@
+"""What `OffloadManager` must do, said with plain dicts and without regard for cost."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvoffload_patch.tier.plan import CopyBatch, TransferPlan
+
+
+@dataclass
+class OpenTicket:
+    """A transfer that is not known to be done."""
+
+    number: int
+    keys: tuple[Hashable, ...]
+    gpu_block_ids: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+class TierModel:
+    """Who is where, who is readable, and who goes next. Nothing here is counted or cached."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.slot_of: dict[Hashable, int] = {}
+        self.ready: set[Hashable] = set()
+        self.recency: list[Hashable] = []  # readable keys, least recently used first
+        self.pending: dict[int, Hashable] = {}
+        self.store_of: dict[int, int] = {}  # GPU block -> its last store since it was handed out
+        self.loads: list[OpenTicket] = []
+        self.stores: list[OpenTicket] = []
+        self.new_loads: list[CopyBatch] = []
+        self.last_load = self.last_store = 0
+        self.loads_done = self.stores_done = 0
+        self.wait_load = self.wait_store = 0
+        self.counts = {"stored": 0, "loaded": 0, "evicted": 0, "dropped": 0}
+
+    @property
+    def under_way(self) -> set[int]:
+        """Slots that a transfer reads or writes."""
+        return {slot for ticket in self.loads + self.stores for slot in ticket.slots}
+
+    @property
+    def used(self) -> set[int]:
+        return self.under_way | set(self.slot_of.values())
+
+    @property
+    def evictable(self) -> list[Hashable]:
+        return [key for key in self.recency if self.slot_of[key] not in self.under_way]
+
+    def touch(self, keys: Sequence[Hashable]) -> None:
+        for key in reversed(keys):
+            if key in self.ready:
+                self.recency.remove(key)
+                self.recency.append(key)
+
+    def queue_store(self, key: Hashable, gpu_block_id: int) -> None:
+        if key not in self.slot_of:
+            self.pending[gpu_block_id] = key
+
+    def note_new_blocks(self, gpu_block_ids: Iterable[int]) -> None:
+        for block in gpu_block_ids:
+            self.pending.pop(block, None)
+            # Waited for even when it is known to be done: another rank may be behind.
+            self.wait_store = max(self.wait_store, self.store_of.pop(block, 0))
+
+    def begin_load(self, keys: Sequence[Hashable], gpu_block_ids: Sequence[int]) -> int:
+        self.last_load += 1
+        slots = tuple(self.slot_of[key] for key in keys)
+        ticket = OpenTicket(self.last_load, tuple(keys), tuple(gpu_block_ids), slots)
+        self.loads.append(ticket)
+        self.new_loads.append(CopyBatch(ticket.number, ticket.gpu_block_ids, slots))
+        return self.last_load
+
+    def expose_load(self, ticket: int) -> None:
+        self.wait_load = max(self.wait_load, ticket)
+
+    def take_plan(self, plan: TransferPlan | None, cached: Mapping[int, Hashable]) -> None:
+        """Check a plan against what must be in it, and follow it.
+
+        Args:
+            plan: what the manager made.
+            cached: GPU block id -> the key that it holds after this step.
+        """
+        waiting = self._to_store(cached)
+        while len(waiting) > self.capacity - len(self.used) and self.evictable:
+            self._evict(self.evictable[0])
+        fitting = list(waiting)[: self.capacity - len(self.used)]
+        self.counts["dropped"] += len(waiting) - len(fitting)
+        if not (fitting or self.new_loads or self.wait_load or self.wait_store):
+            assert plan is None, "a plan with nothing in it"
+            return
+        assert plan is not None
+        assert list(plan.loads) == self.new_loads, "each load is planned once and in order"
+        assert (plan.wait_load, plan.wait_store) == (self.wait_load, self.wait_store)
+        assert (plan.loads_done, plan.stores_done) == (self.loads_done, self.stores_done)
+        self.new_loads = []
+        self.wait_load = self.wait_store = 0
+        self._take_store(plan.store, fitting, [waiting[key] for key in fitting])
+
+    def apply(self, loads_done: int, stores_done: int) -> set[Hashable]:
+        """Returns the keys that became readable."""
+        while self.loads and self.loads[0].number <= loads_done:
+            ticket = self.loads.pop(0)
+            self._used_now(ticket)
+            self.counts["loaded"] += len(ticket.slots)
+        readable: set[Hashable] = set()
+        while self.stores and self.stores[0].number <= stores_done:
+            ticket = self.stores.pop(0)
+            at_home = {key for key, slot in self._pairs(ticket) if self.slot_of.get(key) == slot}
+            self.ready |= at_home
+            self.recency += at_home
+            readable |= at_home
+            self._used_now(ticket)
+            self.counts["stored"] += len(ticket.slots)
+        self.loads_done = max(self.loads_done, min(loads_done, self.last_load))
+        self.stores_done = max(self.stores_done, min(stores_done, self.last_store))
+        return readable
+
+    def clear(self) -> None:
+        self.slot_of, self.ready, self.recency, self.pending = {}, set(), [], {}
+
+    def _to_store(self, cached: Mapping[int, Hashable]) -> dict[Hashable, int]:
+        waiting: dict[Hashable, int] = {}
+        for block, key in self.pending.items():
+            if key not in self.slot_of and cached.get(block) == key:
+                waiting.setdefault(key, block)
+        self.pending = {}
+        return waiting
+
+    def _take_store(self, store: CopyBatch | None, keys: list[Hashable], blocks: list[int]) -> None:
+        if not keys:
+            assert store is None
+            return
+        assert store is not None
+        self.last_store += 1
+        assert store.ticket == self.last_store
+        assert list(store.gpu_block_ids) == blocks
+        assert len(store.cpu_slots) == len(set(store.cpu_slots)) == len(keys)
+        assert not self.used.intersection(store.cpu_slots), "a slot is held twice"
+        assert all(0 <= slot < self.capacity for slot in store.cpu_slots)
+        self.slot_of.update(zip(keys, store.cpu_slots))
+        self.store_of.update(dict.fromkeys(blocks, store.ticket))
+        self.stores.append(
+            OpenTicket(store.ticket, tuple(keys), store.gpu_block_ids, store.cpu_slots)
+        )
+
+    def _evict(self, key: Hashable) -> None:
+        del self.slot_of[key]
+        self.ready.remove(key)
+        self.recency.remove(key)
+        self.counts["evicted"] += 1
+
+    def _used_now(self, ticket: OpenTicket) -> None:
+        home = [key for key, slot in self._pairs(ticket) if self.slot_of.get(key) == slot]
+        self.touch(home)
+
+    @staticmethod
+    def _pairs(ticket: OpenTicket) -> list[tuple[Hashable, int]]:
+        return list(zip(ticket.keys, ticket.slots))

@@ -1,0 +1,247 @@
+"""`BlockLayout` against addresses computed from strides: all bytes of a block and no others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from transfer.layouts import DTYPES, LAYOUTS, SIZES, Sizes, addresses_of, as_bytes, build
+
+from kvoffload_patch.transfer.errors import LayoutRefused, TransferError
+from kvoffload_patch.transfer.layout import BlockLayout
+
+Refused = Callable[[], BlockLayout]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_rows_of_a_block_are_its_bytes_and_no_others(
+    name: str, dtype: torch.dtype, sizes: Sizes
+) -> None:
+    case = build(name, dtype, sizes)
+    layout = case.layout()
+    seen: set[int] = set()
+    for block in range(case.num_blocks):
+        wanted = {a for view in case.views(block) for a in addresses_of(view)}
+        found = [a for row in layout.rows for a in addresses_of(row[block])]
+        assert len(found) == len(set(found)) == layout.block_bytes, "a byte is in two rows"
+        assert set(found) == wanted
+        assert not seen.intersection(found), "a byte belongs to two blocks"
+        seen.update(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_block_views_show_what_the_tensors_hold(name: str, dtype: torch.dtype) -> None:
+    case = build(name, dtype)
+    layout = case.layout()
+    for block in range(case.num_blocks):
+        views = layout.block_views(block)
+        assert [view.dtype for view in views] == [tensor.dtype for tensor in case.tensors]
+        assert [as_bytes(view) for view in views] == case.content(block)
+        wanted = [addresses_of(view) for view in case.views(block)]
+        assert [addresses_of(view) for view in views] == wanted
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_lie_side_by_side_in_a_slot(name: str) -> None:
+    case = build(name)
+    layout = case.layout()
+    at = 0
+    for offset, row in zip(layout.offsets, layout.rows):
+        assert offset == at
+        assert row.dtype == torch.uint8
+        assert row.shape[0] == case.num_blocks
+        assert row.stride(1) == 1
+        at += row.shape[1]
+    assert layout.block_bytes == at
+    assert len(layout.offsets) == len(layout.rows)
+    assert layout.num_blocks == case.num_blocks
+    assert layout.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("kv_outermost", 2),
+        ("blocks_outermost", 1),
+        ("layers_outermost_in_one_allocation", 8),
+        ("layers_within_blocks", 1),
+        ("some_layers_within_blocks", 2),
+        ("heads_outermost_seen_as_blocks_first", 3),
+        ("one_tensor_twice", 2),
+        ("one_allocation_seen_in_two_ways", 1),
+        ("different_dtypes_within_blocks", 1),
+    ],
+)
+def test_bytes_that_touch_within_a_block_are_one_row(name: str, rows: int) -> None:
+    assert len(build(name).layout().rows) == rows
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_known_block_dimension_settles_what_sizes_leave_open(dim: int) -> None:
+    tensor = torch.arange(4 * 4 * 6, dtype=torch.int16).view(4, 4, 6)
+    with pytest.raises(LayoutRefused, match="found 2"):
+        BlockLayout([tensor], 4)
+    layout = BlockLayout([tensor], 4, block_dim=dim)
+    for block in range(4):
+        wanted = set(addresses_of(tensor.select(dim, block)))
+        assert {a for row in layout.rows for a in addresses_of(row[block])} == wanted
+
+
+def test_a_known_block_dimension_may_count_kernel_blocks() -> None:
+    layout = BlockLayout([torch.zeros(8, 4, 2, dtype=torch.uint8)], 4, block_dim=0)
+    assert layout.block_bytes == 16
+    assert layout.block_views(3)[0].shape == (2, 4, 2)
+
+
+def test_a_single_block_is_understood() -> None:
+    tensor = torch.zeros(1, 5, 3)
+    layout = BlockLayout([tensor], 1, block_dim=0)
+    found = [a for row in layout.rows for a in addresses_of(row[0])]
+    assert sorted(found) == sorted(addresses_of(tensor))
+
+
+def test_tensors_of_separate_allocations_are_kept_apart() -> None:
+    tensors = [torch.full((3, 4), value, dtype=torch.uint8) for value in (1, 2)]
+    layout = BlockLayout(tensors, 3)
+    assert sorted(row[0].tolist() for row in layout.rows) == [[1] * 4, [2] * 4]
+
+
+def strided(
+    shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, storage: int = 4096
+) -> torch.Tensor:
+    return torch.zeros(storage, dtype=torch.uint8).as_strided(shape, strides, offset)
+
+
+OVERLAP = "so blocks overlap|share bytes"
+
+REFUSALS: dict[str, tuple[Refused, str]] = {
+    "no tensors": (lambda: BlockLayout([], 4), "found none"),
+    "no dimension counts blocks": (
+        lambda: BlockLayout([torch.zeros(3, 5, 2)], 7),
+        "expected one dimension that counts blocks, found 0",
+    ),
+    "two dimensions could count blocks": (
+        lambda: BlockLayout([torch.zeros(7, 7, 2)], 7),
+        "expected one dimension that counts blocks, found 2",
+    ),
+    "two dimensions could count kernel blocks": (
+        lambda: BlockLayout([torch.zeros(14, 21, 2)], 7),
+        "expected one dimension that counts blocks, found 2",
+    ),
+    "as many tokens in a block as there are blocks, split into kernel blocks": (
+        lambda: BlockLayout([torch.zeros(14, 7, 3, 4)], 7),
+        "expected one dimension that counts blocks, found 2",
+    ),
+    "a head size equal to the number of blocks, split into kernel blocks": (
+        lambda: BlockLayout([torch.zeros(16, 5, 3, 8)], 8),
+        "expected one dimension that counts blocks, found 2",
+    ),
+    "an empty tensor": (lambda: BlockLayout([torch.zeros(0, 5)], 7), "found 0"),
+    "the known dimension has another size": (
+        lambda: BlockLayout([torch.zeros(6, 7)], 7, block_dim=0),
+        "expected dimension 0 to count blocks",
+    ),
+    "the known dimension is not there": (
+        lambda: BlockLayout([torch.zeros(7, 2)], 7, block_dim=2),
+        "expected dimension 2 to count blocks",
+    ),
+    "the known dimension is empty": (
+        lambda: BlockLayout([torch.zeros(0, 2)], 7, block_dim=0),
+        "expected dimension 0 to count blocks",
+    ),
+    "one tensor of two is not understood": (
+        lambda: BlockLayout([torch.zeros(7, 2), torch.zeros(6, 2)], 7),
+        "found 0",
+    ),
+    "gaps between bytes": (
+        lambda: BlockLayout([strided((7, 5), (20, 2))], 7),
+        "gaps or overlap",
+    ),
+    "gaps between tokens": (
+        lambda: BlockLayout([strided((7, 5, 3), (40, 4, 1))], 7),
+        "gaps or overlap",
+    ),
+    "tokens overlap": (
+        lambda: BlockLayout([strided((7, 5, 4), (40, 2, 1))], 7),
+        "gaps or overlap",
+    ),
+    "tokens are all the same": (
+        lambda: BlockLayout([torch.zeros(7, 1, 3).expand(7, 5, 3)], 7),
+        "gaps or overlap",
+    ),
+    "blocks are all the same": (
+        lambda: BlockLayout([torch.zeros(1, 5).expand(7, 5)], 7),
+        OVERLAP,
+    ),
+    "blocks overlap": (lambda: BlockLayout([strided((7, 9), (6, 1))], 7), OVERLAP),
+    "kernel blocks apart": (
+        lambda: BlockLayout([strided((14, 5), (8, 1))], 7),
+        "the kernel blocks of a block are apart",
+    ),
+    "K and V overlap by a block": (
+        lambda: BlockLayout([strided((2, 7, 5), (30, 5, 1))], 7),
+        OVERLAP,
+    ),
+    "segments on top of each other": (
+        lambda: BlockLayout([strided((2, 2, 7, 4), (40, 40, 4, 1))], 7),
+        "segments overlap",
+    ),
+    "rows share bytes": (
+        lambda: BlockLayout(shared_rows(), 7),
+        "rows of different KV tensors share bytes",
+    ),
+    "blocks of different lengths share bytes": (
+        lambda: BlockLayout(shared_lengths(), 7),
+        "rows of different KV tensors share bytes",
+    ),
+    "one block's bytes are another's": (
+        lambda: BlockLayout(shifted_by_a_block(), 7),
+        OVERLAP,
+    ),
+}
+
+
+def shared_rows() -> list[torch.Tensor]:
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    return [memory.as_strided((7, 6), (10, 1), 0), memory.as_strided((7, 4), (10, 1), 8)]
+
+
+def shared_lengths() -> list[torch.Tensor]:
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    return [memory.as_strided((7, 10), (10, 1), 0), memory.as_strided((7, 20), (20, 1), 20)]
+
+
+def shifted_by_a_block() -> list[torch.Tensor]:
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    return [memory.as_strided((7, 10), (10, 1), 0), memory.as_strided((7, 10), (10, 1), 10)]
+
+
+@pytest.mark.parametrize("why", REFUSALS)
+def test_what_is_not_understood_is_refused_in_one_sentence(why: str) -> None:
+    build_it, message = REFUSALS[why]
+    with pytest.raises(LayoutRefused, match=message) as refusal:
+        build_it()
+    text = str(refusal.value)
+    assert text.startswith("KV layout not understood: ")
+    assert text.endswith(".")
+    assert not re.search(r"\.\s|\n", text), "more than one sentence"
+    assert isinstance(refusal.value, TransferError)
+
+
+def test_blocks_beyond_their_storage_are_refused() -> None:
+    tensor = strided((7, 5), (5, 1), storage=35)
+    assert BlockLayout([tensor], 7).block_bytes == 5
+    tensor.untyped_storage().resize_(34)
+    with pytest.raises(LayoutRefused, match="its blocks reach beyond its storage"):
+        BlockLayout([tensor], 7)
+
+
+def test_a_refusal_names_shape_strides_and_blocks() -> None:
+    with pytest.raises(LayoutRefused) as refusal:
+        BlockLayout([torch.zeros(3, 5)], 7)
+    assert "shape (3, 5), strides (5, 1), 7 blocks" in str(refusal.value)
