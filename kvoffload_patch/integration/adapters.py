@@ -1,7 +1,7 @@
 """What the tier reads and changes of vLLM's scheduler side, release by release.
 
 Nothing outside this module and `eligibility` looks at a vLLM object's attributes on this side.
-Releases differ in the waiting queues (0.27 to 0.30: `skipped_waiting`; from 0.31 on:
+Releases differ in the waiting queues (0.26 to 0.30: `skipped_waiting`; from 0.31 on:
 `kv_holding_waiting`); the rest holds for all of them.
 """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvoffload_patch.patching import Host, PatchPoint
 
-SUPPORTED_VLLM = ">=0.27,<0.33"
+SUPPORTED_VLLM = ">=0.26,<0.33"
 
 VLLM = Host(
     name="vLLM",

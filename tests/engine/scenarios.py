@@ -70,6 +70,19 @@ def cached_of(outputs: list[Any]) -> list[int]:
     return [o.num_cached_tokens or 0 for o in outputs]
 
 
+def setup(stage: Stage) -> dict[str, Any]:
+    """What was really started."""
+    return {
+        "scheduler": type(stage.core.scheduler).__name__,
+        "in_flight": getattr(stage.core, "batch_queue_size", 1),
+        "runner": stage.llm.collective_rpc(_runner)[0],
+    }
+
+
+def _runner(worker: Any) -> str:
+    return type(worker.model_runner).__mro__[1].__module__
+
+
 def sensitivity(stage: Stage) -> dict[str, Any]:
     """Prompts that differ in one of their blocks, and nowhere else."""
     prompt, other = prompts(11, 2, 4 * BLOCK)

@@ -63,4 +63,4 @@ def test_an_unknown_release_is_refused_in_one_sentence():
     code, out = types("function", KVOFFLOAD_VLLM_VERSION="0.34.0")
     assert code == 2
     assert out.strip().count("\n") == 0, out
-    assert "0.34.0" in out and ">=0.27,<0.33" in out and "KVOFFLOAD_STRICT=0" in out
+    assert "0.34.0" in out and ">=0.26,<0.33" in out and "KVOFFLOAD_STRICT=0" in out
