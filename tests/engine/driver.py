@@ -1,8 +1,8 @@
 """Starts one real engine, plays scenarios on it, and prints what came out as JSON.
 
 Run in a process of its own, by `engines.run`: ``driver.py SPEC``, where SPEC is JSON with
-``engine`` (arguments of `vllm.LLM`), ``scenarios`` (names in `scenarios`) and ``late`` (how late
-copies happen, see `late_copies`; 0: at once).
+``engine`` (arguments of `vllm.LLM`), ``scenarios`` (names in `scenarios`), ``late`` (how late
+copies happen, see `late_copies`; 0: at once) and ``door`` (see `engines.run`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ def main() -> None:
         late_copies.install(spec["late"])
     if spec["engine"].get("async_scheduling"):
         _allow_async_scheduling()
+    if spec["door"] == "plugin":
+        _shut_the_other_doors()
     import scenarios
     from vllm import LLM
 
@@ -43,6 +45,13 @@ def main() -> None:
         results[name] = getattr(scenarios, name)(stage)
         print(f"{name}: {time.monotonic() - begin:.1f} s", file=sys.stderr)
     print("RESULT " + json.dumps(results), flush=True)
+
+
+def _shut_the_other_doors() -> None:
+    """Take the start-up file's hook out again, so that only vLLM's plugin entry point is left."""
+    from kvoffload_patch._bootstrap import VLLMFinder
+
+    sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, VLLMFinder)]
 
 
 def _allow_async_scheduling() -> None:

@@ -44,7 +44,9 @@ def environment(**extra: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",  # more only spin: the model is tiny
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), str(HERE), *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]
+        ),
         **extra,
     }
 
@@ -54,6 +56,7 @@ def run(
     engine: dict[str, Any],
     tier: dict[str, str] | None = None,
     late: int = 0,
+    door: str = "command",
     **extra: str,
 ) -> Run:
     """Play scenarios on an engine.
@@ -61,17 +64,21 @@ def run(
     Args:
         scenarios: names of functions in `scenarios`.
         engine: arguments of `vllm.LLM`.
-        tier: None for plain vLLM; else KVOFFLOAD_* variables, started through
-            ``python -m kvoffload_patch``.
+        tier: None for plain vLLM; else KVOFFLOAD_* variables.
+        door: ``command``: through ``python -m kvoffload_patch``; ``flag``: KVOFFLOAD_ENABLE alone,
+            for the start-up file; ``plugin``: the same, with the start-up file's hook taken out.
         late: how late copies happen, see `late_copies`.
         extra: more environment variables.
     """
-    spec = json.dumps({"engine": engine, "scenarios": scenarios, "late": late})
+    spec = json.dumps({"engine": engine, "scenarios": scenarios, "late": late, "door": door})
     command = [sys.executable, str(HERE / "driver.py"), spec]
     env = environment(**extra)
     if tier is not None:
         env.update({"KVOFFLOAD_CPU_GIB": "0.25", **tier})
-        command = [sys.executable, "-m", "kvoffload_patch", *command]
+        if door == "command":
+            command = [sys.executable, "-m", "kvoffload_patch", *command]
+        else:
+            env["KVOFFLOAD_ENABLE"] = "1"
     done = subprocess.run(
         command,
         env=env,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import pytest
 
+INSTALLED = bool(importlib.metadata.packages_distributions().get("kvoffload_patch"))
 TP = {"tensor_parallel_size": 2}
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
@@ -53,6 +56,21 @@ def test_two_ranks(real):
     on = real.on(["conversations"], TP)
     assert on["conversations"]["tokens"] == off["conversations"]["tokens"]
     assert loads(on) == 7680
+
+
+@pytest.mark.skipif(not INSTALLED, reason="kvoffload_patch is on the path, but not installed")
+def test_the_start_up_file_reaches_engine_core_and_workers(real):
+    off = real.off(["conversations"], TP)
+    on = real.on(["conversations"], TP, door="flag", VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    assert on["conversations"]["tokens"] == off["conversations"]["tokens"]
+    assert loads(on) == 7680
+
+
+@pytest.mark.skipif(not INSTALLED, reason="kvoffload_patch is on the path, but not installed")
+def test_the_plugin_entry_point_alone_is_enough(real, conversations):
+    run = real.on(["conversations"], door="plugin")
+    assert run["conversations"]["tokens"] == conversations
+    assert loads(run) == 7680
 
 
 def test_adapters_are_kept_apart(real):
