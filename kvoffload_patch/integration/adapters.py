@@ -54,6 +54,10 @@ class SchedulerView:
         """Whether anything waits."""
         return any(len(queue) for queue in self._queues())
 
+    def is_paused(self) -> bool:
+        """Whether new requests are kept waiting, whatever room there is."""
+        return bool(self.scheduler.pause_state.name != "UNPAUSED")
+
     def waiting(self) -> Iterator[Any]:
         """Waiting requests in the order in which `schedule` looks at them; lazy."""
         for queue in self._queues():
@@ -75,7 +79,9 @@ class SchedulerView:
             return True
         # Promoted and admitted within one schedule(): it is never seen as WAITING in between.
         structured = request.structured_output_request
-        return request.status == self._grammar and bool(structured and structured.grammar)
+        if request.status != self._grammar or not structured:
+            return False
+        return bool(structured.grammar) and not isinstance(structured.grammar, Exception)
 
     def park(self, request: Any) -> Any:
         """Make `schedule` pass over a request; returns the status to restore."""
@@ -185,9 +191,14 @@ class SchedulerView:
         """Put a block into the GPU prefix cache: it holds, for any later step, this key."""
         self.pool._insert_block_hash(key, block, num_tokens=num_tokens)
 
+    def cached_key(self, gpu_block_id: int) -> Hashable:
+        """The key under which a GPU block is in the prefix cache; None if it is not."""
+        key: Hashable = self.pool.blocks[gpu_block_id].block_hash
+        return key
+
     def still_cached(self, gpu_block_id: int, key: Hashable) -> bool:
         """Whether a GPU block is in the prefix cache under this key."""
-        return bool(self.pool.blocks[gpu_block_id].block_hash == key)
+        return self.cached_key(gpu_block_id) == key
 
     # Statistics
 

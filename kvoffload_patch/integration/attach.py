@@ -36,6 +36,7 @@ def attach(engine_core: Any, vllm_config: Any) -> None:
 
 def _attach(engine_core: Any, vllm_config: Any, settings: Settings) -> None:
     scheduler = engine_core.scheduler
+    _check_scheduler(scheduler)
     check_eligible(vllm_config, scheduler)
     engines = max(1, getattr(vllm_config.parallel_config, "data_parallel_size", 1))
     cpu_bytes = int(settings.cpu_gib * _GIB) // engines
@@ -50,6 +51,16 @@ def _attach(engine_core: Any, vllm_config: Any, settings: Settings) -> None:
         "KV offload: CPU tier of %d blocks (%.2f GiB over all ranks), loads %s, %.3f ms a block",
         ranks.num_slots, cpu_bytes / _GIB, settings.load_mode, ranks.load_ms_per_block,
     )  # fmt: skip
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if not isinstance(scheduler, Scheduler):
+        raise TierRefused(
+            f"expected a scheduler derived from vLLM's own, found {type(scheduler).__name__}; "
+            "set KVOFFLOAD_STRICT=0 to serve without the CPU tier."
+        )
 
 
 def detach(engine_core: Any) -> None:

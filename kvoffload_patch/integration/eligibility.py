@@ -21,12 +21,14 @@ def check_eligible(vllm_config: Any, scheduler: Any) -> None:
     """Refuse what the tier does not understand.
 
     Raises:
-        TierNotNeeded: prefix caching is off.
+        TierNotNeeded: prefix caching is off, or the model has no KV cache.
         TierRefused: anything else that the tier cannot vouch for.
     """
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching:
         raise TierNotNeeded("prefix caching is off, so there is nothing to keep; no CPU tier.")
+    if not scheduler.kv_cache_config.kv_cache_groups:
+        raise TierNotNeeded("this model has no KV cache; no CPU tier.")
     for found in (_parallel_problem(vllm_config), _cache_problem(vllm_config, scheduler)):
         if found:
             raise TierRefused(f"{found}; {_REMEDY}.")

@@ -126,6 +126,18 @@ POINTS = (
         remove_when=_UPSTREAM,
     ),
     PatchPoint(
+        name="pool.evict_blocks",
+        role="scheduler",
+        module=_POOL,
+        attribute="BlockPool.evict_blocks",
+        hook=f"{_HOOKS}.scheduler_hooks:evict_blocks",
+        versions=SUPPORTED_VLLM,
+        parameters=("self", "block_ids"),
+        returns=("None",),
+        why="blocks that a connector failed to load are cached, and stored, before that is known",
+        remove_when=_UPSTREAM,
+    ),
+    PatchPoint(
         name="runner_v1.execute_model",
         role="worker",
         module=_RUNNER_V1,

@@ -66,6 +66,18 @@ def get_new_blocks(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> A
     return blocks
 
 
+def evict_blocks(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    """`BlockPool.evict_blocks`: a connector failed to fill blocks that are cached already."""
+    tier = attached(instance)
+    if tier is not None:
+        tier.on_invalid(_block_ids(*args, **kwargs))
+    return wrapped(*args, **kwargs)
+
+
+def _block_ids(block_ids: Iterable[int]) -> Iterable[int]:
+    return block_ids
+
+
 def _runner_output(scheduler_output: Any, model_runner_output: Any) -> Any:
     return model_runner_output
 

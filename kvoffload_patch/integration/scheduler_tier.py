@@ -91,7 +91,7 @@ class SchedulerTier:
         """Publish loads that have arrived; begin those that this step can admit."""
         self._scheduling = True
         self._loads.finish()
-        if self._view.has_waiting():
+        if self._view.has_waiting() and not self._view.is_paused():
             self._probe_waiting()
 
     def on_cached(self, request: Any, blocks: Iterable[Any]) -> None:
@@ -133,6 +133,11 @@ class SchedulerTier:
             self._memo.keys_stored(self._manager.apply(result))
 
     # Events beside the step
+
+    def on_invalid(self, gpu_block_ids: Iterable[int]) -> None:
+        """These GPU blocks do not hold what the prefix cache says; nor do copies of them."""
+        for gpu_block_id in gpu_block_ids:
+            self._manager.discard(self._view.cached_key(gpu_block_id))
 
     def on_finish(self, request_ids: Iterable[str] | None) -> None:
         """These requests (None: all) are about to be finished from outside."""

@@ -110,6 +110,14 @@ class OffloadManager:
             ticket = self._store_of.pop(gpu_block_id, 0)
             self._wait_store = max(self._wait_store, ticket)
 
+    def discard(self, key: Hashable) -> None:
+        """What the GPU holds, and may have stored, under ``key`` turned out to be wrong."""
+        block = self._blocks.pop(key, None)
+        if block is not None and not block.ref_cnt:
+            self._policy.remove(key)
+            self._slots.free(block.slot)
+        # Else a ticket holds its slot, and gives it back when it is done.
+
     # Loading
 
     def begin_load(self, keys: Sequence[Hashable], gpu_block_ids: Sequence[int]) -> int:

@@ -470,3 +470,33 @@ def test_a_million_blocks_are_evicted_by_the_next_million(million: OffloadManage
     assert not any(million.lookup(key) for key in range(1_000_000))
     assert all(million.lookup(-1 - key) for key in range(1_000_000))
     assert million.num_used == 1_000_000
+
+
+def test_a_discarded_key_is_gone_and_its_slot_is_free() -> None:
+    tier = OffloadManager(2)
+    store(tier, "ab")
+    tier.discard("a")
+    tier.discard("never stored")
+    assert readable(tier, "ab") == "b" and tier.num_used == 1
+    store(tier, "c")
+    assert readable(tier, "abc") == "bc" and tier.stats.evicted == 0
+
+
+def test_a_key_discarded_while_it_is_stored_never_becomes_readable() -> None:
+    tier = OffloadManager(2)
+    plan_store(tier, "a")
+    tier.discard("a")
+    assert tier.num_used == 1, "the slot is being written"
+    assert tier.apply(tier.drained()) == []
+    assert not tier.lookup("a") and tier.num_used == 0
+
+
+def test_a_key_discarded_while_it_is_loaded_keeps_its_slot_until_that_is_done() -> None:
+    tier = OffloadManager(1)
+    store(tier, "a")
+    tier.begin_load("a", [9])
+    tier.discard("a")
+    assert plan_store(tier, "b").store is None
+    tier.apply(tier.drained())
+    store(tier, "c")
+    assert readable(tier, "abc") == "c"
