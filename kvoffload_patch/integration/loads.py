@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from kvoffload_patch.integration.adapters import SchedulerView
@@ -55,11 +55,16 @@ class LoadBook:
         self._by_ticket: dict[int, _Arrival] = {}
         self._parked: dict[str, _Parked] = {}
         self._held: list[Any] = []
+        self._at_risk: list[Sequence[Any]] = []
 
     @property
     def under_way(self) -> bool:
         """Whether parked loads have not arrived yet."""
         return bool(self._arrivals)
+
+    def protect(self, blocks: Sequence[Any]) -> None:
+        """What a request of this step hits on the GPU must survive the loads of those behind it."""
+        self._at_risk.append(blocks)
 
     def load_inline(self, found: Found) -> None:
         """Load what was found so that this very step can use it."""
@@ -125,6 +130,7 @@ class LoadBook:
 
     def after_schedule(self) -> None:
         """`schedule` has returned: what it admitted holds its own references."""
+        self._at_risk.clear()
         if self._held:
             held, self._held = self._held, []
             self._view.release(reversed(held))
@@ -139,6 +145,10 @@ class LoadBook:
         self.after_schedule()
 
     def _begin(self, found: Found) -> tuple[int, _Blocks]:
+        for at_risk in self._at_risk:
+            self._view.hold(at_risk)
+            self._held.extend(at_risk)
+        self._at_risk.clear()
         blocks = self._view.take_blocks(len(found.cpu_hits))
         keys = [key for key, _ in found.cpu_hits]
         ticket = self._manager.begin_load(keys, [block.block_id for block in blocks])

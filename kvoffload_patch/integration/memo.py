@@ -9,19 +9,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Known:
-    """A lookup that needs no repetition: all that can be had is on the GPU already.
+    """A lookup that need not be repeated as long as nothing that it rests on has changed.
 
     Attributes:
         num_tokens: the request's length at the lookup.
-        hit_tokens: length of the prefix found on the GPU.
+        hit_tokens: length of the prefix found.
         gpu_blocks: vLLM's blocks of that prefix.
         missing: keys that were found nowhere; any of them would make a longer hit possible.
+        cpu_hits: blocks that only the tier had.
+        settled: the request fitted, and there was nothing to load. Otherwise it is looked up
+            again once it fits, because what the tier had may have been evicted meanwhile.
     """
 
     num_tokens: int
     hit_tokens: int
     gpu_blocks: tuple[Any, ...]
     missing: tuple[Hashable, ...]
+    cpu_hits: int = 0
+    settled: bool = True
 
 
 class ProbeMemo:

@@ -33,6 +33,7 @@ class Found:
             prefix order.
         missing: keys that were looked for and found nowhere.
         arriving: tickets of the loads under way that fill some of `gpu_blocks`.
+        cut_short: whether the tier has more of it than there was room for.
     """
 
     tokens: int = 0
@@ -41,6 +42,7 @@ class Found:
     cpu_hits: list[tuple[Hashable, int]] = field(default_factory=list)
     missing: list[Hashable] = field(default_factory=list)
     arriving: set[int] = field(default_factory=set)
+    cut_short: bool = False
 
 
 class StandInPool:
@@ -107,8 +109,11 @@ class StandInPool:
             block, ticket = arriving
             self._found.arriving.add(ticket)
             return block
-        if self._cpu_hits_left > 0 and self._in_cpu(key):
-            self._cpu_hits_left -= 1
-            return CpuHit(key)
-        self._found.missing.append(key)
-        return None
+        if not self._in_cpu(key):
+            self._found.missing.append(key)
+            return None
+        if self._cpu_hits_left <= 0:
+            self._found.cut_short = True
+            return None
+        self._cpu_hits_left -= 1
+        return CpuHit(key)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from kvoffload_patch.config import Settings
 from kvoffload_patch.integration.adapters import PLAN, SchedulerView
@@ -20,6 +20,15 @@ from kvoffload_patch.tier.plan import TransferResult
 _SCAN_MARGIN = 64
 
 
+class _LookedUp(NamedTuple):
+    """A request looked up and not admitted yet: tokens that the GPU lacked, and the tier had."""
+
+    request: Any
+    queried: int
+    hit: int
+    used: bool
+
+
 class _Room:
     """What this step can still admit, as vLLM will count it.
 
@@ -34,26 +43,29 @@ class _Room:
         self.tokens = view.token_budget()
         self.blocks = view.num_free_blocks() - view.watermark_blocks()
         self._for_running = view.blocks_for_running()
+        self._needed = 0
 
     @property
     def exhausted(self) -> bool:
         """Whether nothing more can be admitted."""
         return self.requests <= 0 or self.tokens <= 0 or self.blocks <= 0
 
-    def admit(self, request: Any, hit_tokens: int, gpu_blocks: Sequence[Any]) -> bool:
-        """Take what a request needs; False, and nothing taken, if it does not fit."""
+    def fits(self, request: Any, hit_tokens: int, gpu_blocks: Sequence[Any]) -> bool:
+        """Whether a request can be admitted; `take` then takes what it needs."""
         needed = self._view.blocks_for(self._view.tokens_to_fit(request, hit_tokens))
         if needed > self.blocks - self._for_running:
             needed -= sum(1 for block in gpu_blocks if block.ref_cnt)
             if not self._exact:
                 self._exact = True
                 self._for_running = self._view.count_blocks_for_running()
-            if needed > self.blocks - self._for_running:
-                return False
-        self.blocks -= needed
+        self._needed = needed
+        return needed <= self.blocks - self._for_running
+
+    def take(self, request: Any, hit_tokens: int) -> None:
+        """Admit the request that `fits` was asked for last."""
+        self.blocks -= self._needed
         self.tokens -= max(1, request.num_tokens - hit_tokens)
         self.requests -= 1
-        return True
 
 
 class SchedulerTier:
@@ -82,7 +94,7 @@ class SchedulerTier:
         self._report = Report(manager, settings.log_interval)
         self._scheduling = False
         self._cached: list[tuple[str, int, Hashable]] = []
-        self._looked_up: dict[str, tuple[Any, int, int]] = {}  # not admitted yet
+        self._looked_up: dict[str, _LookedUp] = {}  # not admitted yet
         view.enable_hit_counts()
 
     # A step, in the order of its events
@@ -181,23 +193,35 @@ class SchedulerTier:
     def _probe(self, request: Any, room: _Room) -> bool:
         """Look a request up and load what it hits; False if none behind it can be admitted."""
         known = self._memo.get(request.request_id, request.num_tokens)
-        if known is not None:
-            fits = room.admit(request, known.hit_tokens, known.gpu_blocks)
-            return fits or self._loads.under_way
-        found = self._pool.look_up(request, max_cpu_hits=max(1, room.blocks))
-        if not room.admit(request, found.tokens, found.gpu_blocks):
-            if found.cpu_hits and self._loads.under_way:
-                self._loads.hold_back(request)
-            return self._loads.under_way
+        if known is not None and not room.fits(request, known.hit_tokens, known.gpu_blocks):
+            return self._pass_over(request, known.cpu_hits)
+        if known is None or not known.settled:
+            found = self._pool.look_up(request, max_cpu_hits=max(1, room.blocks))
+            fits = room.fits(request, found.tokens, found.gpu_blocks)
+            known = self._remember(request, found, fits)
+            self._count_found(request, found, fits)
+            if not fits:
+                return self._pass_over(request, known.cpu_hits)
+            self._use(request, found)
+        self._loads.protect(known.gpu_blocks)
+        room.take(request, known.hit_tokens)
+        return True
+
+    def _pass_over(self, request: Any, cpu_hits: int) -> bool:
+        """There is no room for this request; whether there may be for one behind it."""
+        if cpu_hits and self._loads.under_way:
+            self._loads.hold_back(request)
+        return self._loads.under_way
+
+    def _use(self, request: Any, found: Found) -> None:
+        """Load what was found, and keep it."""
         self._refresh(found)
+        if found.cpu_hits or found.arriving:
+            self._memo.forget(request.request_id)
         if found.arriving or (found.cpu_hits and not self._inline(len(found.cpu_hits))):
             self._loads.park(request, found)
         elif found.cpu_hits:
             self._loads.load_inline(found)
-        else:
-            self._remember(request, found)
-        self._count_found(request, found)
-        return True
 
     def _inline(self, num_blocks: int) -> bool:
         mode = self._settings.load_mode
@@ -215,23 +239,32 @@ class SchedulerTier:
             if block.block_hash is not None:
                 self._manager.queue_store(block.block_hash, block.block_id)
 
-    def _remember(self, request: Any, found: Found) -> None:
-        gpu_blocks, missing = tuple(found.gpu_blocks), tuple(found.missing)
-        known = Known(request.num_tokens, found.tokens, gpu_blocks, missing)
+    def _remember(self, request: Any, found: Found, fits: bool) -> Known:
+        known = Known(
+            num_tokens=request.num_tokens,
+            hit_tokens=found.tokens,
+            gpu_blocks=tuple(found.gpu_blocks),
+            missing=tuple(found.missing),
+            cpu_hits=len(found.cpu_hits),
+            settled=fits and not (found.cpu_hits or found.arriving or found.cut_short),
+        )
         self._memo.put(request.request_id, known)
+        return known
 
     # Counting
 
-    def _count_found(self, request: Any, found: Found) -> None:
-        beyond_gpu = request.num_tokens - found.gpu_tokens
-        hit = found.tokens - found.gpu_tokens
-        request_id = request.request_id
-        # A parked request is looked up again once its load has arrived; count it once.
-        if request_id not in self._looked_up:
-            self._looked_up[request_id] = (request, beyond_gpu, hit)
-            self._report.count_hit(beyond_gpu, hit)
+    def _count_found(self, request: Any, found: Found, used: bool) -> None:
+        """Note, once for each request, what the tier had for it and whether it was used."""
+        before = self._looked_up.get(request.request_id)
+        if before is None or (used and not before.used):
+            beyond_gpu = request.num_tokens - found.gpu_tokens
+            hit = found.tokens - found.gpu_tokens if used else 0
+            self._looked_up[request.request_id] = _LookedUp(request, beyond_gpu, hit, used)
 
-    def _count_admitted(self, scheduled: dict[str, int]) -> None:
-        for request_id in [r for r in self._looked_up if r in scheduled]:
-            self._view.count_hit(*self._looked_up.pop(request_id))
+    def _count_admitted(self, scheduled: Mapping[str, int]) -> None:
+        fewer, more = sorted((self._looked_up, scheduled), key=len)
+        for request_id in [r for r in fewer if r in more]:
+            request, queried, hit, _ = self._looked_up.pop(request_id)
+            self._view.count_hit(request, queried, hit)
+            self._report.count_hit(queried, hit)
             self._memo.forget(request_id)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import sysconfig
+from pathlib import Path
 
 import pytest
 
-INSTALLED = bool(importlib.metadata.packages_distributions().get("kvoffload_patch"))
+INSTALLED = Path(sysconfig.get_path("purelib"), "kvoffload_patch.pth").exists()
 TP = {"tensor_parallel_size": 2}
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
@@ -58,7 +59,7 @@ def test_two_ranks(real):
     assert loads(on) == 7680
 
 
-@pytest.mark.skipif(not INSTALLED, reason="kvoffload_patch is on the path, but not installed")
+@pytest.mark.skipif(not INSTALLED, reason="the start-up file is not installed")
 def test_the_start_up_file_reaches_engine_core_and_workers(real):
     off = real.off(["conversations"], TP)
     on = real.on(["conversations"], TP, door="flag", VLLM_ENABLE_V1_MULTIPROCESSING="1")
@@ -66,7 +67,7 @@ def test_the_start_up_file_reaches_engine_core_and_workers(real):
     assert loads(on) == 7680
 
 
-@pytest.mark.skipif(not INSTALLED, reason="kvoffload_patch is on the path, but not installed")
+@pytest.mark.skipif(not INSTALLED, reason="the start-up file is not installed")
 def test_the_plugin_entry_point_alone_is_enough(real, conversations):
     run = real.on(["conversations"], door="plugin")
     assert run["conversations"]["tokens"] == conversations

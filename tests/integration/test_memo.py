@@ -1,0 +1,105 @@
+"""The memo of lookups: valid until what they rest on has changed, and no longer kept then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from kvoffload_patch.integration.memo import Known, ProbeMemo
+
+
+@dataclass(frozen=True)
+class Block:
+    """A GPU block."""
+
+    block_id: int
+
+
+def known(blocks: tuple[int, ...] = (), missing: tuple[str, ...] = (), tokens: int = 100) -> Known:
+    """A lookup that rests on these blocks and lacks these keys."""
+    return Known(tokens, 16 * len(blocks), tuple(Block(b) for b in blocks), missing)
+
+
+def assert_empty(memo: ProbeMemo) -> None:
+    """Nothing is left, in the reverse indexes either."""
+    assert (memo._known, memo._by_block, memo._by_key) == ({}, {}, {})
+
+
+@pytest.fixture
+def memo() -> ProbeMemo:
+    """Two lookups that share a block and a key."""
+    memo = ProbeMemo()
+    memo.put("a", known((1, 2), ("x", "y")))
+    memo.put("b", known((2, 3), ("y", "z")))
+    return memo
+
+
+def test_a_lookup_is_remembered_as_it_was(memo: ProbeMemo) -> None:
+    assert memo.get("a", 100) == known((1, 2), ("x", "y"))
+    assert memo.get("c", 100) is None
+
+
+@pytest.mark.parametrize(("reused", "kept"), [([1], "b"), ([3], "a"), ([2], ""), ([1, 3], "")])
+def test_reuse_of_a_block_drops_the_lookups_that_rest_on_it(
+    memo: ProbeMemo, reused: list[int], kept: str
+) -> None:
+    memo.blocks_reused(reused)
+    assert [name for name in "ab" if memo.get(name, 100)] == list(kept)
+
+
+@pytest.mark.parametrize(("stored", "kept"), [(["x"], "b"), (["z"], "a"), (["y"], "")])
+def test_a_missing_key_that_is_stored_drops_the_lookups_that_lack_it(
+    memo: ProbeMemo, stored: list[str], kept: str
+) -> None:
+    memo.keys_stored(stored)
+    assert [name for name in "ab" if memo.get(name, 100)] == list(kept)
+
+
+def test_unrelated_blocks_and_keys_keep_it(memo: ProbeMemo) -> None:
+    memo.blocks_reused([0, 4, 5])
+    memo.keys_stored(["w", "1"])
+    memo.forget("c")
+    assert memo.get("a", 100) and memo.get("b", 100)
+
+
+def test_a_request_of_another_length_is_unknown(memo: ProbeMemo) -> None:
+    assert memo.get("a", 101) is None
+    assert memo.get("a", 99) is None
+    memo.put("a", known((9,), ("q",), tokens=101))
+    assert memo.get("a", 101)
+
+
+def test_a_newer_lookup_leaves_nothing_of_the_older_one(memo: ProbeMemo) -> None:
+    memo.put("a", known((7,), ("q",)))
+    memo.blocks_reused([1])
+    memo.keys_stored(["x"])
+    assert memo.get("a", 100)
+    assert memo._by_block == {2: {"b"}, 3: {"b"}, 7: {"a"}}
+    assert memo._by_key == {"y": {"b"}, "z": {"b"}, "q": {"a"}}
+
+
+def test_forgetting_leaves_no_residue(memo: ProbeMemo) -> None:
+    memo.forget("a")
+    assert len(memo) == 1
+    memo.forget("b")
+    assert_empty(memo)
+    memo.forget("b")
+
+
+def test_dropping_leaves_no_residue(memo: ProbeMemo) -> None:
+    memo.blocks_reused([1])
+    memo.keys_stored(["z"])
+    assert_empty(memo)
+
+
+def test_clearing_leaves_no_residue(memo: ProbeMemo) -> None:
+    memo.clear()
+    assert_empty(memo)
+
+
+def test_repeated_blocks_and_keys_leave_no_residue() -> None:
+    memo = ProbeMemo()
+    memo.put("a", known((1, 1), ("x", "x")))
+    memo.forget("a")
+    assert_empty(memo)
