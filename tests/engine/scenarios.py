@@ -80,7 +80,8 @@ def setup(stage: Stage) -> dict[str, Any]:
 
 
 def _runner(worker: Any) -> str:
-    return type(worker.model_runner).__mro__[1].__module__
+    runner = type(worker.model_runner)
+    return next(c.__module__ for c in runner.__mro__ if "execute_model" in vars(c))
 
 
 def sensitivity(stage: Stage) -> dict[str, Any]:
