@@ -347,9 +347,10 @@ def test_status_is_plain_data_and_tells_installed_from_effective(host):
             "state": "installed", "host": "FakeHost", "version": "1.2.3", "refusal": None,
             "points": [
                 {"name": "scheduler.step", "role": "scheduler", "module": "fakehost.alpha",
-                 "attribute": "Engine.step", "installed": True, "effective": True},
+                 "attribute": "Engine.step", "wrapped": True, "installed": True, "effective": True},
                 {"name": "worker.execute", "role": "worker", "module": "fakehost.beta",
-                 "attribute": "Worker.execute", "installed": True, "effective": False},
+                 "attribute": "Worker.execute", "wrapped": True, "installed": True,
+                 "effective": False},
             ],
         }, status
         p.remove()
