@@ -94,7 +94,7 @@ class OffloadManager:
 
     def queue_store(self, key: Hashable, gpu_block_id: int) -> None:
         """``gpu_block_id`` holds, or will hold after this step, the block of ``key``."""
-        if key not in self._blocks:
+        if not self.holds(key):
             self._pending[gpu_block_id] = key
 
     def note_new_blocks(self, gpu_block_ids: Iterable[int]) -> None:
@@ -202,7 +202,7 @@ class OffloadManager:
         pending, self._pending = self._pending, {}
         gpu_block_of: dict[Hashable, int] = {}
         for gpu_block_id, key in pending.items():
-            if key not in self._blocks and storable(gpu_block_id, key):
+            if storable(gpu_block_id, key):
                 gpu_block_of.setdefault(key, gpu_block_id)
         count = self._make_room(len(gpu_block_of))
         self.stats.dropped += len(gpu_block_of) - count
