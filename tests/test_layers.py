@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "memory": {".config"},
     "patching": {"wrapt", "packaging"},
     "tier": set(),
-    "transfer": {"torch", "triton"},
+    "transfer": {"torch", "triton", "numpy"},
     "integration": {".config", ".memory", ".patching", ".tier", ".transfer", "torch", "vllm"},
     "_bootstrap": {".", ".config", ".patching", ".integration"},
     "cli": {".", "._bootstrap", ".config", ".memory", ".integration", ".patching"},

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvoffload_patch.transfer.copy_engine import CopyBackend
+from kvoffload_patch.transfer.backend import CopyBackend, copy_now, new_streams
 from kvoffload_patch.transfer.errors import CanaryFailed
 from kvoffload_patch.transfer.layout import BlockLayout
 
@@ -31,11 +31,16 @@ def run_canary(layout: BlockLayout, backend: CopyBackend, slot: int, fault: bool
     before = _read(layout.block_views(block)), _read(layout.block_views(neighbour))
     _write(layout.block_views(block), _random_like(before[0]))
     written = _read(layout.block_views(block))  # tensors may share bytes
-    backend.store([block], [slot])
+    streams = new_streams(layout.device)
+
+    def store() -> None:
+        copy_now(layout.device, lambda: backend.store([block], [slot], streams))
+
+    store()
     _write(layout.block_views(block), [~part for part in written])
     if fault:
-        backend.store([block], [slot])
-    backend.load([block], [slot])
+        store()
+    copy_now(layout.device, lambda: backend.load([block], [slot], streams))
     returned = _read(layout.block_views(block))
     beside = _read(layout.block_views(neighbour))
     _write(layout.block_views(block), before[0])

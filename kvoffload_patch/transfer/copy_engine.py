@@ -2,50 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
+import torch
+
+from kvoffload_patch.transfer.backend import CopyBackend, Slices, Streams
+from kvoffload_patch.transfer.copy_thread import LOADS_AHEAD, STORES_AHEAD, CopyThread
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.lane import HostLane, Lane
 from kvoffload_patch.transfer.layout import BlockLayout
+from kvoffload_patch.transfer.plans import Batch, Plan, Progress
 
-
-class CopyBackend(Protocol):
-    """Moves whole blocks; enqueues on the current stream, never waits for the device."""
-
-    def load(self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int]) -> None:
-        """CPU slots to GPU blocks."""
-
-    def store(self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int]) -> None:
-        """GPU blocks to CPU slots."""
-
-
-class Batch(Protocol):
-    """Blocks moved under one ticket."""
-
-    @property
-    def ticket(self) -> int: ...
-    @property
-    def gpu_block_ids(self) -> Sequence[int]: ...
-    @property
-    def cpu_slots(self) -> Sequence[int]: ...
-
-
-class Plan(Protocol):
-    """What the tier plans for one step; `kvoffload_patch.tier.plan` says what it means."""
-
-    @property
-    def loads(self) -> Sequence[Batch]: ...
-    @property
-    def store(self) -> Batch | None: ...
-    @property
-    def wait_load(self) -> int: ...
-    @property
-    def wait_store(self) -> int: ...
-    @property
-    def stores_done(self) -> int: ...
-    @property
-    def loads_done(self) -> int: ...
+_NAP_S = 0.0001
+# Slices of loads under way when a step has been launched: about 14 ms of the bus. While the next
+# is launched, the copy thread hardly gets to run: with calls as short as launches, Python gives
+# another thread its turn every 5 ms at most. But a step's own inputs, if they are large, wait
+# behind what is enqueued.
+_LOADS_AHEAD = 12
+# With fewer than so many, the bus would be idle before the step has been launched.
+_TOO_FEW = 2
+# Groups of a load by layer that are enqueued before they are waited for.
+_GROUPS_AHEAD = 2
 
 
 class CopyEngine:
@@ -55,78 +36,224 @@ class CopyEngine:
 
     - the forward pass waits for the stores that read blocks it may overwrite, and for the loads
       that it may read;
-    - a load waits for everything computed before it (its destination may be in use), and for
-      the stores that filled its slots;
-    - a store waits for the forward pass that fills its blocks, and for the loads that read its
-      slots before.
+    - a load writes its GPU blocks after everything computed before it (they may be in use), and
+      reads its slots after the stores that filled them;
+    - a store reads its GPU blocks after the forward pass that fills them, and writes its slots
+      after the loads that read them before.
 
     Args:
         layout: the KV tensors of this rank.
         backend: moves the bytes.
+        wait_ready: called with a number of slots before any of them is used: returns when so
+            many are usable, or raises.
+
+    Attributes:
+        num_groups: parts in which a load by layer arrives; see `begin_step`.
     """
 
-    def __init__(self, layout: BlockLayout, backend: CopyBackend) -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        backend: CopyBackend,
+        wait_ready: Callable[[int], None] | None = None,
+    ) -> None:
         self._backend = backend
+        self._wait_ready = wait_ready
         self._deferred: Plan | None = None
-        self._last_load = self._last_store = 0
+        self._last_load = self._last_store = self._wait_load = 0
+        self._told = (0, 0)  # failures up to these tickets
+        self._bad_slots: set[int] = set()
+        self.num_groups = len(backend.groups)
+        self._arrived: list[Any] = []
+        self._num_arrived = 0  # groups enqueued
+        self._thread: CopyThread | None = None
         self._loads: Lane | HostLane
         self._stores: Lane | HostLane
         if layout.device.type == "cpu":
             self._loads, self._stores = HostLane(), HostLane()
         elif layout.device.type == "cuda":
+            lock = threading.RLock()
             # Loads are what a request waits for; stores can take their time.
-            self._loads, self._stores = Lane(layout.device, priority=-1), Lane(layout.device)
+            self._loads = Lane(layout.device, lock, False, _LOADS_AHEAD, priority=-1)
+            self._stores = Lane(layout.device, lock, True, STORES_AHEAD)
+            self._arrived = [torch.cuda.Event() for _ in range(self.num_groups)]
+            self._thread = CopyThread(layout.device, self._loads, self._stores)
         else:
             raise TransferError(
                 f"expected KV tensors on a CPU or CUDA device, found {layout.device}."
             )
 
-    def begin_step(self, plan: Plan | None) -> None:
-        """Before the forward pass: submit loads, and make it wait for what it needs."""
-        self.end_step()
+    def begin_step(self, plan: Plan | None, by_layer: bool = False) -> None:
+        """Before the forward pass: submit loads, and make it wait for what it needs.
+
+        Args:
+            by_layer: bring the loads that this step needs group by group, and do not make the
+                forward pass wait for them: `wait_group` and `wait_all_loads` do.
+        """
+        self._submit_store()
         if plan is None:
+            self._wake()  # says so if nobody enqueues any more
             return
+        # Another rank may have said that they are done: forget what this one has told, only.
+        _forget(self._loads.failed, min(plan.loads_done, self._told[0]))
+        _forget(self._stores.failed, min(plan.stores_done, self._told[1]))
         self._stores.hold(None, plan.wait_store)
-        if plan.loads:
-            self._loads.follow_compute()
-            self._stores.hold(self._loads.stream, plan.stores_done)
-            for batch in plan.loads:
-                self._submit_load(batch)
-        self._loads.hold(None, plan.wait_load)
+        self._wait_load = plan.wait_load
+        loads = list(plan.loads)
+        if by_layer:
+            # A load that fails marks no arrival, so those of earlier plans must not rest on it.
+            self._loads.hold(None, min(plan.wait_load, self._last_load))
+            self._num_arrived = 0
+            due = [batch for batch in loads if batch.ticket <= plan.wait_load]
+            self._submit_loads(due, plan.stores_done, self._mark_arrived)
+            loads = loads[len(due) :]
+        for batch in loads:
+            self._submit_loads([batch], plan.stores_done, None)
+        if by_layer:
+            self._enqueue_groups(_GROUPS_AHEAD)
+        else:
+            self.wait_all_loads()
         self._deferred = plan
+        if self._loads.queued and self._loads.has_room(_TOO_FEW):
+            self._loads.top_up(LOADS_AHEAD)
+        self._wake()
+
+    def wait_group(self, group: int) -> None:
+        """Make the current stream wait for one group of the loads brought by layer.
+
+        Those behind it are enqueued here, a few at a time: the step's inputs come before them.
+        """
+        self._enqueue_groups(group + _GROUPS_AHEAD)
+        if self._arrived:
+            torch.cuda.current_stream().wait_event(self._arrived[group])
+
+    def wait_all_loads(self) -> None:
+        """Make the current stream wait for every load that this step needs."""
+        self._loads.hold(None, self._wait_load)
 
     def end_step(self) -> None:
-        """After the forward pass: submit the store of the plan begun last, once."""
+        """After the forward pass: submit the store of the plan begun last, once.
+
+        The device has work now, so this is the time to give the bus some as well.
+        """
+        self._submit_store()
+        self._loads.top_up(_LOADS_AHEAD)
+
+    def _submit_store(self) -> None:
         plan, self._deferred = self._deferred, None
         if plan is None or plan.store is None:
             return
-        self._stores.follow_compute()
-        self._loads.hold(self._stores.stream, plan.loads_done)
         batch = plan.store
         if batch.ticket != self._last_store + 1:
             raise _out_of_order("store", self._last_store, batch.ticket)
         self._last_store = batch.ticket
-        self._stores.submit(
-            batch.ticket, lambda: self._backend.store(batch.gpu_block_ids, batch.cpu_slots)
-        )
+        start = partial(self._store, batch.gpu_block_ids, batch.cpu_slots)
+        self._stores.submit(batch.ticket, batch.ticket, start, (self._loads, plan.loads_done))
+        self._wake()
 
-    def poll(self) -> tuple[int, int]:
-        """The last load ticket and the last store ticket done; never waits."""
-        return self._loads.poll(), self._stores.poll()
+    def poll(self) -> Progress:
+        """What is done; never waits."""
+        loads, stores = self._loads.poll(), self._stores.poll()
+        self._told = (max(loads, self._wait_load), stores)
+        if not (self._loads.failed or self._stores.failed):
+            return Progress(loads, stores)
+        failed_loads = _upto(self._told[0], self._loads.failed)
+        return Progress(loads, stores, failed_loads, _upto(stores, self._stores.failed))
+
+    def wait_loads(self, timeout_s: float) -> None:
+        """Sleep until another load is done, if any is to come; ``timeout_s`` at most."""
+        before, until = self._loads.poll(), time.monotonic() + timeout_s
+        while (self._loads.queued or self._loads.under_way) and self._loads.poll() == before:
+            if time.monotonic() >= until:
+                return
+            time.sleep(_NAP_S)
+
+    def why_failed(self) -> str:
+        """What went wrong with the first copy that failed and is not yet acknowledged."""
+        reasons = [*self._loads.failed.values(), *self._stores.failed.values()]
+        return reasons[0] if reasons else ""
 
     def drain(self) -> None:
         """Submit what is left of the plan begun last, and wait for all copies."""
-        self.end_step()
+        self._submit_store()
         self._loads.drain()
         self._stores.drain()
 
-    def _submit_load(self, batch: Batch) -> None:
-        if batch.ticket != self._last_load + 1:
-            raise _out_of_order("load", self._last_load, batch.ticket)
-        self._last_load = batch.ticket
-        self._loads.submit(
-            batch.ticket, lambda: self._backend.load(batch.gpu_block_ids, batch.cpu_slots)
-        )
+    def close(self) -> None:
+        """Drain, and take no more plans. The copy thread ends even if draining raises."""
+        try:
+            self.drain()
+        finally:
+            if self._thread is not None:
+                self._thread.close()
+
+    def _submit_loads(
+        self, batches: Sequence[Batch], stores_done: int, arrived: Callable[[int], None] | None
+    ) -> None:
+        """Submit batches as one copy."""
+        if not batches:
+            return
+        first = batches[0].ticket
+        for batch in batches:
+            if batch.ticket != self._last_load + 1:
+                raise _out_of_order("load", self._last_load, batch.ticket)
+            self._last_load = batch.ticket
+        ids, slots = batches[0].gpu_block_ids, batches[0].cpu_slots
+        if len(batches) > 1:
+            ids = [block for batch in batches for block in batch.gpu_block_ids]
+            slots = [slot for batch in batches for slot in batch.cpu_slots]
+        start = partial(self._load, ids, slots, arrived=arrived)
+        self._loads.submit(first, self._last_load, start, (self._stores, stores_done))
+
+    def _store(self, ids: Sequence[int], slots: Sequence[int], streams: Streams | None) -> Slices:
+        # A slot that another rank has and this one has not yet is waited for with the lanes'
+        # lock held, so that a step with loads of its own waits as well. That is rare and ends.
+        try:
+            if self._wait_ready is not None:
+                self._wait_ready(max(slots) + 1)
+            yield from self._backend.store(ids, slots, streams)
+        except BaseException:
+            self._bad_slots.update(slots)
+            raise
+        if self._bad_slots:
+            self._bad_slots.difference_update(slots)
+
+    def _load(
+        self,
+        ids: Sequence[int],
+        slots: Sequence[int],
+        streams: Streams | None,
+        arrived: Callable[[int], None] | None,
+    ) -> Slices:
+        # On several ranks the scheduler does not hear of a store that failed on this one.
+        if self._bad_slots and not self._bad_slots.isdisjoint(slots):
+            raise TransferError("a store of some of these blocks has failed on this rank.")
+        return self._backend.load(ids, slots, streams, arrived)
+
+    def _enqueue_groups(self, count: int) -> None:
+        """Enqueue the first so many groups of what this step's loads bring."""
+        while self._num_arrived < min(count, self.num_groups):
+            if not (self._loads.has_queued(self._wait_load) and self._loads.advance()):
+                return
+
+    def _mark_arrived(self, group: int) -> None:
+        self._num_arrived = group + 1
+        if isinstance(self._loads, Lane):
+            self._arrived[group].record(self._loads.streams.blocks)
+
+    def _wake(self) -> None:
+        if self._thread is not None and (self._loads.queued or self._stores.queued):
+            self._thread.wake()
+
+
+def _upto(last: int, failed: dict[int, str]) -> tuple[int, ...]:
+    # Copied in one go: another thread adds to it.
+    return tuple(ticket for ticket in list(failed) if ticket <= last)
+
+
+def _forget(failed: dict[int, str], acknowledged: int) -> None:
+    for ticket in _upto(acknowledged, failed):
+        del failed[ticket]
 
 
 def _out_of_order(direction: str, last: int, found: int) -> TransferError:

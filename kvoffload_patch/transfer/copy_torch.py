@@ -1,94 +1,126 @@
-"""The torch copy backend: for the CPU device, and as the fallback on any other.
-
-It enqueues on the current stream and never waits for the device.
-"""
+"""The torch copy backend: for the CPU device, and as the fallback on any other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 
+from kvoffload_patch.transfer.backend import Slices, Streams
 from kvoffload_patch.transfer.layout import BlockLayout
+from kvoffload_patch.transfer.slot_memory import Run, SlotMemory, upload
 
 STAGING_BYTES = 32 << 20
 
 
 class TorchBackend:
-    """Moves whole blocks between the rows of a layout and CPU slots.
+    """Moves whole blocks between the rows of a layout and CPU slots, by torch's own copies.
 
-    On the CPU blocks are copied directly. On a device they are packed in a staging buffer in
-    device memory, and each run of neighbouring slots crosses the bus as one copy.
+    On the CPU blocks are copied directly, at once. On a device they are packed in a staging
+    buffer in device memory, and each run of neighbouring slots crosses the bus as one copy.
 
     Args:
         layout: the KV tensors' rows.
-        slots: ``uint8 [num_slots, block_bytes]`` in CPU memory.
+        slots: the CPU slots.
     """
 
-    def __init__(self, layout: BlockLayout, slots: torch.Tensor) -> None:
+    name = "torch"
+
+    def __init__(self, layout: BlockLayout, slots: SlotMemory) -> None:
         self._rows = layout.rows
-        self._slots = slots
-        self._parts = [slots[:, o : o + r.shape[1]] for o, r in zip(layout.offsets, self._rows)]
+        self._memory = slots
+        self._slots = slots.slots
+        self._spans = [slice(o, o + r.shape[1]) for o, r in zip(layout.offsets, layout.rows)]
         self._device = layout.device
         self._direct = layout.device.type == "cpu"
+        self.groups = [(0, len(layout.rows))]
         if not self._direct:
-            self._chunk = max(1, STAGING_BYTES // layout.block_bytes)
-            self._stage_store = self._new_staging(layout)
-            self._stage_load = self._new_staging(layout)
+            self._new_staging(layout, max(1, STAGING_BYTES // layout.block_bytes))
 
-    def store(self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int]) -> None:
+    def _new_staging(self, layout: BlockLayout, chunk: int) -> None:
+        # As far apart as slots are: one run of slots is one run of bytes on both sides.
+        shape = (chunk, self._memory.pitch)
+        self._chunk = chunk
+        self._stage_store = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        self._stage_load = torch.empty(shape, dtype=torch.uint8, device=self._device)
+
+    def store(
+        self,
+        gpu_block_ids: Sequence[int],
+        cpu_slots: Sequence[int],
+        streams: Streams | None = None,
+    ) -> Slices:
         """Copy blocks of the device into slots."""
         if self._direct:
             blocks, slots = self._index(gpu_block_ids), self._index(cpu_slots)
-            for row, part in zip(self._rows, self._parts):
-                part[slots] = row[blocks]
+            for row, span in zip(self._rows, self._spans):
+                self._slots[:, span][slots] = row[blocks]
             return
-        for ids, slots_of in _chunks(gpu_block_ids, cpu_slots, self._chunk):
-            blocks = self._index(ids)
-            staging, views = self._stage_store
-            for row, view in zip(self._rows, views):
-                view[: len(ids)].copy_(row[blocks])
-            for at, first, size in _runs(slots_of):
-                target = self._slots[first : first + size]
-                target.copy_(staging[at : at + size], non_blocking=True)
+        self._join(streams, before=True)
+        for at in range(0, len(gpu_block_ids), self._chunk):
+            with self._on(streams):
+                self._store_chunk(
+                    gpu_block_ids[at : at + self._chunk], cpu_slots[at : at + self._chunk]
+                )
+            yield
+        self._join(streams, before=False)
 
-    def load(self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int]) -> None:
+    def load(
+        self,
+        gpu_block_ids: Sequence[int],
+        cpu_slots: Sequence[int],
+        streams: Streams | None = None,
+        arrived: Callable[[int], None] | None = None,
+    ) -> Slices:
         """Copy slots into blocks of the device."""
         if self._direct:
             blocks, slots = self._index(gpu_block_ids), self._index(cpu_slots)
-            for row, part in zip(self._rows, self._parts):
-                row[blocks] = part[slots]
-            return
-        for ids, slots_of in _chunks(gpu_block_ids, cpu_slots, self._chunk):
-            blocks = self._index(ids)
-            staging, views = self._stage_load
-            for at, first, size in _runs(slots_of):
-                source = self._slots[first : first + size]
-                staging[at : at + size].copy_(source, non_blocking=True)
-            for row, view in zip(self._rows, views):
-                row[blocks] = view[: len(ids)]
+            for row, span in zip(self._rows, self._spans):
+                row[blocks] = self._slots[:, span][slots]
+        else:
+            self._join(streams, before=True)
+            for at in range(0, len(gpu_block_ids), self._chunk):
+                with self._on(streams):
+                    self._load_chunk(
+                        gpu_block_ids[at : at + self._chunk], cpu_slots[at : at + self._chunk]
+                    )
+                yield
+        if arrived is not None:
+            arrived(0)
+
+    def _store_chunk(self, ids: Sequence[int], slots: Sequence[int]) -> None:
+        blocks, staging = self._index(ids), self._stage_store
+        for row, span in zip(self._rows, self._spans):
+            staging[: len(ids), span].copy_(row[blocks])
+        for run in self._runs(slots):
+            self._memory.span(run).copy_(
+                staging[run.at : run.at + run.size].view(-1), non_blocking=True
+            )
+
+    def _load_chunk(self, ids: Sequence[int], slots: Sequence[int]) -> None:
+        blocks, staging = self._index(ids), self._stage_load
+        for run in self._runs(slots):
+            staging[run.at : run.at + run.size].view(-1).copy_(
+                self._memory.span(run), non_blocking=True
+            )
+        for row, span in zip(self._rows, self._spans):
+            row[blocks] = staging[: len(ids), span]
 
     def _index(self, ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(ids, dtype=torch.long).to(self._device, non_blocking=True)
+        return upload(np.array(ids, dtype=np.int64), self._device, None)
 
-    def _new_staging(self, layout: BlockLayout) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        shape = (self._chunk, layout.block_bytes)
-        staging = torch.empty(shape, dtype=torch.uint8, device=self._device)
-        views = [staging[:, o : o + r.shape[1]] for o, r in zip(layout.offsets, self._rows)]
-        return staging, views
+    def _runs(self, slots: Sequence[int]) -> Iterator[Run]:
+        for part in self._memory.parts(np.array(slots, dtype=np.int64), len(slots)):
+            yield from part.runs()
 
+    def _on(self, streams: Streams | None) -> torch.cuda.StreamContext:
+        return torch.cuda.stream(None if streams is None else streams.blocks)
 
-def _chunks(
-    ids: Sequence[int], slots: Sequence[int], size: int
-) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-    for at in range(0, len(ids), size):
-        yield ids[at : at + size], slots[at : at + size]
-
-
-def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Runs of neighbours: (index of the first, its slot, how many)."""
-    begin = 0
-    for i in range(1, len(slots) + 1):
-        if i == len(slots) or slots[i] != slots[i - 1] + 1:
-            yield begin, slots[begin], i - begin
-            begin = i
+    def _join(self, streams: Streams | None, before: bool) -> None:
+        """Everything runs on one stream here: make the other one wait for it, or it for that."""
+        if streams is not None:
+            first, second = (streams.bus, streams.blocks)
+            if not before:
+                first, second = second, first
+            second.wait_stream(first)

@@ -7,6 +7,7 @@ tensors have. What a byte means (K or V, head, token, dtype) does not matter her
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -49,6 +50,8 @@ class BlockLayout:
         rows: ``uint8`` views, each ``[num_blocks, nbytes]`` with unit stride over bytes.
         offsets: where each row starts in a slot of ``block_bytes``.
         block_bytes: bytes of one block on this rank.
+        spans: for each tensor as given, the first and the end byte in a slot of what belongs to
+            it; the smallest range that covers it, where it is in several rows.
 
     Raises:
         LayoutRefused: the shape or the strides of a tensor are not understood.
@@ -64,18 +67,54 @@ class BlockLayout:
         self._tensors = list(tensors)
         self._dims = [_find_block_dim(t, num_blocks, block_dim) for t in tensors]
         storages: dict[int, tuple[int, torch.Tensor]] = {}
-        spans: set[_Span] = set()
+        spans: list[list[_Span]] = []  # of each tensor
         for tensor, dim in zip(tensors, self._dims):
             pointer = tensor.untyped_storage().data_ptr()
             index, _ = storages.setdefault(pointer, (len(storages), tensor))
-            spans.update(_spans(tensor, dim, index, num_blocks))
+            spans.append(_spans(tensor, dim, index, num_blocks))
         owners = {index: tensor for index, tensor in storages.values()}
-        self.rows = [_row(owners[s.storage], s, num_blocks) for s in _merge(spans, num_blocks)]
+        merged = _merge({s for of_tensor in spans for s in of_tensor}, num_blocks)
+        self.rows = [_row(owners[s.storage], s, num_blocks) for s in merged]
         self.offsets: list[int] = []
         self.block_bytes = 0
         for row in self.rows:
             self.offsets.append(self.block_bytes)
             self.block_bytes += row.shape[1]
+        self.spans: list[tuple[int, int]] = []
+        self._last_row: list[int] = []
+        starts = [(m.storage, m.stride, m.start) for m in merged]  # in this order
+        for of_tensor in spans:
+            rows = [bisect_right(starts, (s.storage, s.stride, s.start)) - 1 for s in of_tensor]
+            firsts = [self.offsets[r] + s.start - merged[r].start for r, s in zip(rows, of_tensor)]
+            ends = [first + s.nbytes for first, s in zip(firsts, of_tensor)]
+            self.spans.append((min(firsts), max(ends)))
+            self._last_row.append(max(rows))
+
+    def cut(self, max_groups: int, min_bytes: int) -> list[tuple[int, int]]:
+        """Cut a slot into groups of whole rows, in order and of nearly equal size.
+
+        Returns:
+            The first and the end row of each group: ``max_groups`` groups at most, each of
+            ``min_bytes`` or more if there are several.
+        """
+        most = max(1, min(max_groups, self.block_bytes // max(1, min_bytes)))
+        groups: list[tuple[int, int]] = []
+        first = start = 0
+        for end, (offset, row) in enumerate(zip(self.offsets, self.rows), 1):
+            upto = offset + row.shape[1]
+            # What is left, shared out evenly: so the last group allowed takes all of it.
+            share = (self.block_bytes - start) / (most - len(groups))
+            if upto - start >= max(share, min_bytes) or upto == self.block_bytes:
+                groups.append((first, end))
+                first, start = end, upto
+        if len(groups) > 1 and self.block_bytes - self.offsets[groups[-1][0]] < min_bytes:
+            groups[-2:] = [(groups[-2][0], groups[-1][1])]
+        return groups
+
+    def group_of_tensor(self, tensor_index: int, groups: Sequence[tuple[int, int]]) -> int:
+        """The last of the groups of `cut` that has bytes of a tensor, by its place as given."""
+        row = self._last_row[tensor_index]
+        return next(g for g, (first, end) in enumerate(groups) if first <= row < end)
 
     def block_views(self, block_id: int) -> list[torch.Tensor]:
         """The part of every KV tensor that belongs to one block, in the tensor's own dtype.

@@ -1,94 +1,88 @@
-"""`TorchBackend` moves the bytes of the blocks it is given, and no other byte on either side."""
+"""Backends move the bytes of the blocks they are given, and no other byte on either side."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from transfer.layouts import DEVICES, DTYPES, LAYOUTS, Case, build, equal
+from transfer.layouts import LAYOUTS, build, equal
+from transfer.opened import NUM_SLOTS, POISON, WAYS, Opened
 
-from kvoffload_patch.transfer import copy_torch
-from kvoffload_patch.transfer.copy_torch import TorchBackend
-from kvoffload_patch.transfer.host_buffer import HostBuffer
-from kvoffload_patch.transfer.layout import BlockLayout
+from kvoffload_patch.transfer.errors import TransferError
 
-NUM_SLOTS = 12
-POISON = 0xA5
+Open = Callable[..., Opened]
+every_way = pytest.mark.parametrize(("name", "device"), WAYS)
 
 
-class Staged(TorchBackend):
-    """The way of devices, through staging memory, in the memory of the CPU."""
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Opens a backend; closed when the test is over."""
+    made: list[Opened] = []
 
-    def __init__(self, layout: BlockLayout, slots: torch.Tensor, chunk: int) -> None:
-        super().__init__(layout, slots)
-        self._direct = False
-        self._chunk = chunk
-        self._stage_store = self._new_staging(layout)
-        self._stage_load = self._new_staging(layout)
+    def open_one(
+        layout: str, name: str, device: str, dtype: Any = torch.bfloat16, **how: Any
+    ) -> Opened:
+        made.append(Opened(build(layout, dtype, device=device), name, device, **how))
+        return made[-1]
 
-
-class Setup:
-    """A layout, its slots full of poison, and a backend between them."""
-
-    def __init__(self, case: Case, chunk: int | None = None) -> None:
-        self.case = case
-        self.layout = case.layout()
-        self.host = HostBuffer(NUM_SLOTS, self.layout.block_bytes, self.layout.device)
-        self.slots = self.host.slots
-        self.slots.fill_(POISON)
-        self.backend: TorchBackend = TorchBackend(self.layout, self.slots)
-        if chunk is not None:
-            self.backend = Staged(self.layout, self.slots, chunk)
-
-    def wait(self) -> None:
-        if self.layout.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def poison(self, blocks: list[int]) -> None:
-        for block in blocks:
-            for view in self.case.views(block):
-                view.copy_(torch.full_like(view.view(torch.uint8), POISON).view(view.dtype))
+    yield open_one
+    for setup in made:
+        setup.close()
 
 
-def round_trip(setup: Setup, source: list[int], slots: list[int], target: list[int]) -> None:
-    """Store blocks, load them into other blocks, and compare all memory there is."""
-    case = setup.case
+def store(setup: Opened, source: list[int], slots: list[int]) -> None:
+    """Store blocks, and compare all memory there is."""
+    case, flat = setup.case, setup.slots.flat
     before = [raw.clone() for raw in case.storages()]
-    stored = {block: case.content(block) for block in source}
-
-    setup.backend.store(source, slots)
-    setup.wait()
+    slots_before = flat.clone()
+    setup.store(source, slots)
+    setup.wait_for_end("store")
     assert equal(case.storages(), before), "a store changed KV tensors"
     for slot in range(NUM_SLOTS):
-        row = setup.slots[slot]
         if slot in slots:
             block = source[slots.index(slot)]
-            parts = [row_of[block].cpu() for row_of in setup.layout.rows]
-            assert torch.equal(row, torch.cat(parts))
+            assert torch.equal(setup.slots.slots[slot], setup.wanted(block))
         else:
-            assert bool((row == POISON).all()), "a store changed a slot it was not given"
+            span = slice(slot * setup.slots.pitch, (slot + 1) * setup.slots.pitch)
+            assert torch.equal(flat[span], slots_before[span]), "a store changed another slot"
 
-    filled = setup.slots.clone()
-    setup.poison(source + target)
+
+def load(setup: Opened, target: list[int], slots: list[int], **how: Any) -> None:
+    """Load slots into blocks, and compare all memory beside them."""
+    case = setup.case
+    setup.poison(target)
+    filled = setup.slots.flat.clone()
     rest = case.untouched(target)
-    setup.backend.load(target, slots)
-    setup.wait()
-    assert torch.equal(setup.slots, filled), "a load changed slots"
-    assert [case.content(block) for block in target] == [stored[block] for block in source]
+    setup.load(target, slots, **how)
+    setup.wait_for_end("load")
+    assert torch.equal(setup.slots.flat, filled), "a load changed slots"
     assert equal(case.untouched(target), rest), "a load changed bytes beside its blocks"
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", LAYOUTS)
+def round_trip(setup: Opened, source: list[int], slots: list[int], target: list[int]) -> None:
+    """Store blocks and load them into other blocks."""
+    stored = {block: setup.case.content(block) for block in source}
+    store(setup, source, slots)
+    setup.poison(source)
+    load(setup, target, slots)
+    assert [setup.case.content(b) for b in target] == [stored[b] for b in source]
+
+
+@every_way
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_blocks_come_back_as_they_were_and_nothing_else_changes(
-    name: str, dtype: torch.dtype, device: str
+    opened: Open, layout: str, dtype: torch.dtype, name: str, device: str
 ) -> None:
-    round_trip(Setup(build(name, dtype, device=device)), [5, 0, 3], [8, 2, 3], [1, 6, 2])
+    setup = opened(layout, name, device, dtype, pad=3, per_piece=3)
+    round_trip(setup, [5, 0, 3], [8, 2, 3], [1, 6, 2])
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@every_way
+@pytest.mark.parametrize("chunk", [1, 3, 64])
 @pytest.mark.parametrize(
     ("source", "slots", "target"),
     [
@@ -98,46 +92,183 @@ def test_blocks_come_back_as_they_were_and_nothing_else_changes(
         ([0, 1, 2], [4, 5, 6], [4, 5, 6]),
         ([0, 1, 2], [6, 5, 4], [2, 1, 0]),
         ([4, 2, 0, 6, 1, 3, 5], [0, 1, 2, 9, 10, 5, 6], [0, 1, 2, 3, 4, 5, 6]),
+        ([0, 1, 2, 3, 4, 5, 6], [3, 4, 5, 6, 7, 8, 9], [6, 5, 4, 3, 2, 1, 0]),
     ],
 )
 def test_any_order_and_number_of_blocks(
-    source: list[int], slots: list[int], target: list[int], device: str
+    opened: Open, source: list[int], slots: list[int], target: list[int], chunk: int,
+    name: str, device: str,
+) -> None:  # fmt: skip
+    for per_piece, pad in [(0, 0), (5, 1)]:
+        setup = opened("kv_outermost", name, device, chunk=chunk, per_piece=per_piece, pad=pad)
+        round_trip(setup, source, slots, target)
+
+
+def pick(rng: random.Random, count: int) -> list[int]:
+    """Slots in random runs and order."""
+    if rng.random() < 0.3:
+        begin = rng.randint(0, NUM_SLOTS - count)
+        return list(range(begin, begin + count))
+    slots = rng.sample(range(NUM_SLOTS), count)
+    return sorted(slots) if rng.random() < 0.5 else slots
+
+
+@every_way
+@pytest.mark.parametrize("seed", range(30))
+def test_copies_enqueued_one_after_the_other(
+    opened: Open, name: str, device: str, seed: int
 ) -> None:
-    round_trip(Setup(build("kv_outermost", device=device)), source, slots, target)
+    """Staging memory is used again before earlier copies are done."""
+    rng = random.Random(seed)
+    setup = opened(
+        rng.choice(["kv_outermost", "different_dtypes", "layers_outermost_in_one_allocation"]),
+        name, device, chunk=rng.choice([1, 1, 2, 3]), pad=rng.choice([0, 5]),
+        per_piece=rng.choice([0, 1, 4, 5]), groups=rng.choice([1, 2, 8]), seed=seed,
+    )  # fmt: skip
+    blocks = list(range(setup.layout.num_blocks))
+    holds = {}
+    for _ in range(3):
+        source = rng.sample(blocks, rng.randint(1, len(blocks)))
+        slots = pick(rng, len(source))
+        setup.store(source, slots)
+        holds.update({slot: setup.wanted(b) for b, slot in zip(source, slots)})
+    setup.wait()
+    for slot, wanted in holds.items():
+        assert torch.equal(setup.slots.slots[slot], wanted)
+    wanted_in = {}
+    for _ in range(3):
+        slots = rng.sample(sorted(holds), rng.randint(1, min(len(holds), len(blocks))))
+        target = rng.sample(blocks, len(slots))
+        by_group = {} if rng.random() < 0.5 else {"arrived": lambda group: None}
+        setup.load(target, slots, **by_group)
+        wanted_in.update({b: holds[slot] for b, slot in zip(target, slots)})
+    setup.wait()
+    for block, wanted in wanted_in.items():
+        assert torch.equal(setup.wanted(block), wanted)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 64])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_staging_memory_of_any_size_moves_the_same_bytes(name: str, chunk: int) -> None:
-    setup = Setup(build(name), chunk)
-    round_trip(setup, [4, 2, 0, 6, 1], [0, 1, 2, 9, 10], [5, 3, 1, 0, 2])
+@every_way
+@pytest.mark.parametrize("chunk", [1, 64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_groups_arrive_in_order_each_after_all_of_it_is_enqueued(
+    opened: Open, layout: str, chunk: int, name: str, device: str
+) -> None:
+    source, slots, target = [4, 2, 0, 6, 1], [0, 1, 2, 9, 10], [5, 3, 1, 0, 2]
+    setup = opened(layout, name, device, chunk=chunk, pad=2, per_piece=2, groups=4, seed=chunk)
+    wanted = {t: setup.wanted(s) for s, t in zip(source, target)}
+    store(setup, source, slots)
+    seen: list[tuple[int, dict[int, torch.Tensor]]] = []
+    groups = setup.backend.groups
+    assert [row for group in groups for row in range(*group)] == list(range(len(setup.layout.rows)))
+
+    def arrived(group: int) -> None:
+        def look() -> None:
+            rows = setup.layout.rows[: groups[group][1]]
+            seen.append((group, {b: torch.cat([row[b] for row in rows]) for b in target}))
+
+        setup.on_blocks(look)
+
+    load(setup, target, slots, arrived=arrived)
+    assert [group for group, _ in seen] == list(range(len(groups)))
+    for _, found in seen:
+        for block, part in found.items():
+            assert torch.equal(part.cpu(), wanted[block][: part.numel()])
+    assert {b: setup.wanted(b).tolist() for b in target} == {
+        b: w.tolist() for b, w in wanted.items()
+    }
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("blocks", [0, 1, 2, 3])
-def test_batches_larger_than_the_staging_memory_move_whole(blocks: int, monkeypatch: Any) -> None:
-    case = build("layers_within_blocks", device="cuda")
-    monkeypatch.setattr(copy_torch, "STAGING_BYTES", blocks * case.layout().block_bytes)
-    round_trip(Setup(case), [4, 2, 0, 6, 1], [0, 1, 2, 9, 10], [5, 3, 1, 0, 2])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", ["staged", "direct"])
+def test_copies_go_behind_what_their_streams_have_been_given(
+    opened: Open, name: str, seed: int
+) -> None:
+    """Slots behind the stream of the bus, blocks behind that of the blocks."""
+    setup = opened("kv_outermost", name, "cpu", chunk=1, seed=seed)
+    assert setup.streams is not None
+    slots, rows, seen = setup.slots.slots, setup.layout.rows, []
+    bus, blocks = setup.streams.bus, setup.streams.blocks
+    bus.append(lambda: seen.append(slots[2:5].clone()))
+    blocks.append(lambda: [row[1:4].fill_(7) for row in rows])
+    setup.store([1, 2, 3], [2, 3, 4])
+    setup.wait()
+    assert bool((seen.pop() == POISON).all())
+    assert bool((slots[2:5] == 7).all())
+    bus.append(lambda: slots[2:5].fill_(9))
+    blocks.append(lambda: seen.extend(row[1:4].clone() for row in rows))
+    setup.load([1, 2, 3], [2, 3, 4])
+    setup.wait()
+    assert all(bool((row == 7).all()) for row in seen)
+    assert all(bool((row[1:4] == 9).all()) for row in rows)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_what_is_stored_again_replaces_what_was_there(device: str) -> None:
-    setup = Setup(build("different_dtypes", device=device))
+@every_way
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_large_copies_are_cut_into_slices(opened: Open, name: str, device: str, chunk: int) -> None:
+    setup = opened("kv_outermost", name, device, chunk=chunk)
+    slices = -(-7 // chunk)
+    found = setup.store([*range(7)], [*range(7)]), setup.load([*range(7)], [*range(7)])
+    if (name, device) == ("torch", "cpu"):
+        assert found == (0, 0)  # at once
+    elif name != "torch":  # whose staging memory has no pitch on a device
+        assert found == (slices, slices)
+
+
+@every_way
+def test_what_is_stored_again_replaces_what_was_there(opened: Open, name: str, device: str) -> None:
+    setup = opened("different_dtypes", name, device)
     wanted = setup.case.content(4)
-    setup.backend.store([1, 2], [7, 8])
-    setup.backend.store([4], [7])
-    setup.backend.load([0], [7])
+    setup.store([1, 2], [7, 8])
+    setup.store([4], [7])
+    setup.wait()
+    setup.load([0], [7])
     setup.wait()
     assert setup.case.content(0) == wanted
 
 
-def test_neighbouring_slots_are_one_run() -> None:
-    assert list(copy_torch._runs([4, 5, 6, 9, 8, 2, 3])) == [
-        (0, 4, 3),
-        (3, 9, 1),
-        (4, 8, 1),
-        (5, 2, 2),
-    ]
-    assert list(copy_torch._runs([])) == []
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
+@pytest.mark.parametrize("fail_in", range(6))
+@pytest.mark.parametrize("direction", ["store", "load", "load by group"])
+def test_a_refused_copy_is_raised_and_later_ones_are_right(
+    opened: Open, direction: str, fail_in: int
+) -> None:
+    for seed in range(5):
+        setup = opened("different_dtypes", "staged", "cpu", chunk=2, seed=seed)
+        source, slots = [*range(6)], [0, 2, 4, 6, 8, 10]
+        setup.store(source, slots)
+        setup.wait()
+        setup.driver.fail_in = fail_in
+        with pytest.raises(TransferError, match="as the test asked"):
+            if direction == "store":
+                setup.store(source, slots)
+            elif direction == "load":
+                setup.load(source, slots)
+            else:
+                setup.load(source, slots, arrived=lambda group: None)
+        round_trip(setup, [6, 5, 1], [1, 3, 4], [0, 4, 2])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
+@pytest.mark.parametrize(
+    ("slots", "whole", "by_group"),
+    [
+        ([0, 1, 2, 3], ["many"], ["rows"]),
+        ([0, 2, 4, 6], ["many"], ["many"]),
+        ([0, 1, 4, 6], ["many"], ["many", "rows"]),
+        ([6, 4, 1, 0], ["many"], ["many", "rows"]),
+    ],
+)
+def test_what_cannot_be_merged_goes_to_the_driver_in_one_call(
+    opened: Open, slots: list[int], whole: list[str], by_group: list[str]
+) -> None:
+    setup = opened("k_and_v_apart", "staged", "cpu", chunk=4, groups=2)
+    assert len(setup.backend.groups) == 2
+    calls = setup.driver.calls
+    setup.store([0, 1, 2, 3], slots)
+    assert calls == whole
+    setup.load([0, 1, 2, 3], slots)
+    assert calls == whole * 2
+    setup.load([0, 1, 2, 3], slots, arrived=lambda group: None)
+    # A group takes half of a buffer.
+    assert calls == whole * 2 + by_group * 2

@@ -8,67 +8,86 @@ import pytest
 import torch
 from transfer.layouts import DEVICES, DTYPES, LAYOUTS, build, equal
 
+from kvoffload_patch.transfer.backend import Slices
 from kvoffload_patch.transfer.canary import run_canary
 from kvoffload_patch.transfer.copy_torch import TorchBackend
 from kvoffload_patch.transfer.errors import CanaryFailed, TransferError
 from kvoffload_patch.transfer.host_buffer import HostBuffer
 from kvoffload_patch.transfer.layout import BlockLayout
+from kvoffload_patch.transfer.slot_memory import SlotMemory
 
 Ids = Sequence[int]
 
 
 def backend_for(layout: BlockLayout, kind: type[TorchBackend] = TorchBackend) -> TorchBackend:
-    return kind(layout, HostBuffer(3, layout.block_bytes, layout.device).slots)
+    host = HostBuffer(3, layout.block_bytes, layout.device)
+    return kind(layout, SlotMemory(host.slots, host.slots_per_piece))
 
 
-class CorruptsStores(TorchBackend):
-    def store(self, gpu_block_ids: Ids, cpu_slots: Ids) -> None:
-        super().store(gpu_block_ids, cpu_slots)
+class Spoiled(TorchBackend):
+    """Each way is a function of the right one."""
+
+    def store(self, gpu_block_ids: Ids, cpu_slots: Ids, *_: object) -> Slices:
+        yield from self.spoiled_store(gpu_block_ids, cpu_slots)
+
+    def load(self, gpu_block_ids: Ids, cpu_slots: Ids, *_: object) -> Slices:
+        yield from self.spoiled_load(gpu_block_ids, cpu_slots)
+
+    def spoiled_store(self, gpu_block_ids: Ids, cpu_slots: Ids) -> Slices:
+        return super().store(gpu_block_ids, cpu_slots)
+
+    def spoiled_load(self, gpu_block_ids: Ids, cpu_slots: Ids) -> Slices:
+        return super().load(gpu_block_ids, cpu_slots)
+
+
+class CorruptsStores(Spoiled):
+    def spoiled_store(self, gpu_block_ids: Ids, cpu_slots: Ids) -> Slices:
+        yield from super().spoiled_store(gpu_block_ids, cpu_slots)
         self._slots[cpu_slots[0], -1] ^= 1
 
 
-class CorruptsLoads(TorchBackend):
-    def load(self, gpu_block_ids: Ids, cpu_slots: Ids) -> None:
-        super().load(gpu_block_ids, cpu_slots)
+class CorruptsLoads(Spoiled):
+    def spoiled_load(self, gpu_block_ids: Ids, cpu_slots: Ids) -> Slices:
+        yield from super().spoiled_load(gpu_block_ids, cpu_slots)
         self._rows[0][gpu_block_ids[0], 0] ^= 0x80
 
 
-class SkipsARowOfStores(TorchBackend):
-    def store(self, gpu_block_ids: Ids, cpu_slots: Ids) -> None:
+class SkipsARowOfStores(Spoiled):
+    def spoiled_store(self, gpu_block_ids: Ids, cpu_slots: Ids) -> Slices:
         rows, self._rows = self._rows, self._rows[:-1]
-        super().store(gpu_block_ids, cpu_slots)
+        yield from super().spoiled_store(gpu_block_ids, cpu_slots)
         self._rows = rows
 
 
-class SkipsARowOfLoads(TorchBackend):
-    def load(self, gpu_block_ids: Ids, cpu_slots: Ids) -> None:
+class SkipsARowOfLoads(Spoiled):
+    def spoiled_load(self, gpu_block_ids: Ids, cpu_slots: Ids) -> Slices:
         rows, self._rows = self._rows, self._rows[:-1]
-        super().load(gpu_block_ids, cpu_slots)
+        yield from super().spoiled_load(gpu_block_ids, cpu_slots)
         self._rows = rows
 
 
-class DoesNothing(TorchBackend):
-    def store(self, gpu_block_ids: Ids, cpu_slots: Ids) -> None:
-        pass
+class DoesNothing(Spoiled):
+    def spoiled_store(self, gpu_block_ids: Ids, cpu_slots: Ids) -> Slices:
+        yield
 
-    def load(self, gpu_block_ids: Ids, cpu_slots: Ids) -> None:
-        pass
-
-
-class LoadsTheNeighbourSlot(TorchBackend):
-    def load(self, gpu_block_ids: Ids, cpu_slots: Ids) -> None:
-        super().load(gpu_block_ids, [slot - 1 for slot in cpu_slots])
+    def spoiled_load(self, gpu_block_ids: Ids, cpu_slots: Ids) -> Slices:
+        yield
 
 
-class WritesTheNeighbourBlock(TorchBackend):
-    def load(self, gpu_block_ids: Ids, cpu_slots: Ids) -> None:
-        super().load(gpu_block_ids, cpu_slots)
-        super().load([block - 1 for block in gpu_block_ids], cpu_slots)
+class LoadsTheNeighbourSlot(Spoiled):
+    def spoiled_load(self, gpu_block_ids: Ids, cpu_slots: Ids) -> Slices:
+        return super().spoiled_load(gpu_block_ids, [slot - 1 for slot in cpu_slots])
 
 
-class SpillsAByteIntoTheNeighbourBlock(TorchBackend):
-    def load(self, gpu_block_ids: Ids, cpu_slots: Ids) -> None:
-        super().load(gpu_block_ids, cpu_slots)
+class WritesTheNeighbourBlock(Spoiled):
+    def spoiled_load(self, gpu_block_ids: Ids, cpu_slots: Ids) -> Slices:
+        yield from super().spoiled_load(gpu_block_ids, cpu_slots)
+        yield from super().spoiled_load([block - 1 for block in gpu_block_ids], cpu_slots)
+
+
+class SpillsAByteIntoTheNeighbourBlock(Spoiled):
+    def spoiled_load(self, gpu_block_ids: Ids, cpu_slots: Ids) -> Slices:
+        yield from super().spoiled_load(gpu_block_ids, cpu_slots)
         self._rows[-1][gpu_block_ids[0] - 1, -1] ^= 1
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,10 +13,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from kvoffload_patch.transfer.copy_engine import CopyEngine
+from kvoffload_patch.transfer import copy_engine
+from kvoffload_patch.transfer.copy_engine import CopyEngine, Progress
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.lane import HostLane
 from kvoffload_patch.transfer.layout import BlockLayout
+
+Ids = Sequence[int]
 
 
 @dataclass
@@ -38,14 +44,27 @@ class Plan:
 class Recorder:
     """A backend, and two lanes, that write down what they are asked."""
 
+    name = "recorder"
+    groups = [(0, 1), (1, 2)]
+
     def __init__(self) -> None:
         self.calls: list[Any] = []
+        self.fails = False
 
-    def load(self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int]) -> None:
-        self.calls.append(("load", tuple(gpu_block_ids), tuple(cpu_slots)))
+    def load(
+        self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None, arrived: Any = None
+    ) -> Iterator[None]:
+        name = "load" if arrived is None else "load by group"
+        return self._copy(name, gpu_block_ids, cpu_slots)
 
-    def store(self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int]) -> None:
-        self.calls.append(("store", tuple(gpu_block_ids), tuple(cpu_slots)))
+    def store(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None) -> Iterator[None]:
+        return self._copy("store", gpu_block_ids, cpu_slots)
+
+    def _copy(self, name: str, gpu_block_ids: Ids, cpu_slots: Ids) -> Iterator[None]:
+        self.calls.append((name, tuple(gpu_block_ids), tuple(cpu_slots)))
+        yield
+        if self.fails:
+            raise OSError("the bus\nis on fire")
 
     def take(self) -> list[Any]:
         calls, self.calls = self.calls, []
@@ -55,22 +74,26 @@ class Recorder:
 class RecordingLane(HostLane):
     def __init__(self, name: str, calls: Recorder) -> None:
         super().__init__()
-        self.stream = cast("None", f"{name} stream")
-        self._name = name
+        self.name = name
         self._recorder = calls
 
     def _note(self, *what: Any) -> None:
-        self._recorder.calls.append((self._name, *what))
-
-    def follow_compute(self) -> None:
-        self._note("follow compute")
+        self._recorder.calls.append((self.name, *what))
 
     def hold(self, stream: object, ticket: int) -> None:
         self._note("hold", stream or "compute", ticket)
 
-    def submit(self, ticket: int, copy: Callable[[], None]) -> None:
-        self._note("submit", ticket)
-        super().submit(ticket, copy)
+    def flush(self, ticket: int) -> None:
+        self._note("flush", ticket)
+
+    def top_up(self, ahead: int) -> bool:
+        self._note("top up", ahead)
+        return False
+
+    def submit(self, first: int, ticket: int, start: Any, behind: Any) -> None:
+        lane, other = behind
+        self._note("submit", first, ticket, "behind", lane.name, other)
+        super().submit(first, ticket, start, behind)
 
     def drain(self) -> None:
         self._note("drain")
@@ -105,10 +128,10 @@ def test_loads_are_submitted_before_the_forward_pass_and_the_store_after_it(
     )
     engine.begin_step(plan)
     assert recorder.take() == [("load", (3, 1), (0, 5)), ("load", (2,), (7,))]
-    assert engine.poll() == (2, 0)
+    assert engine.poll() == Progress(2, 0)
     engine.end_step()
     assert recorder.take() == [("store", (0, 3), (8, 9))]
-    assert engine.poll() == (2, 1)
+    assert engine.poll() == Progress(2, 1)
 
 
 def test_ending_a_step_twice_stores_once(engine: CopyEngine, recorder: Recorder) -> None:
@@ -117,7 +140,7 @@ def test_ending_a_step_twice_stores_once(engine: CopyEngine, recorder: Recorder)
     engine.end_step()
     engine.drain()
     assert len(recorder.calls) == 1
-    assert engine.poll() == (0, 1)
+    assert engine.poll() == Progress(0, 1)
 
 
 @pytest.mark.parametrize("following", [None, Plan(loads=[Batch(1, (3,), (3,))])])
@@ -138,14 +161,14 @@ def test_steps_without_a_plan_do_nothing(engine: CopyEngine, recorder: Recorder)
         engine.end_step()
     engine.drain()
     assert recorder.calls == []
-    assert engine.poll() == (0, 0)
+    assert engine.poll() == Progress(0, 0)
 
 
 def test_draining_submits_the_store_that_is_left(engine: CopyEngine, recorder: Recorder) -> None:
     engine.begin_step(Plan(store=Batch(1)))
     engine.drain()
     assert recorder.take() == [("store", (1,), (2,))]
-    assert engine.poll() == (0, 1)
+    assert engine.poll() == Progress(0, 1)
 
 
 @pytest.mark.parametrize("found", [0, 1, 3, 7])
@@ -157,7 +180,7 @@ def test_a_load_out_of_order_is_an_error_and_is_not_submitted(
     with pytest.raises(TransferError, match=f"expected load ticket 2, found {found}:"):
         engine.begin_step(Plan(loads=[Batch(found)]))
     assert recorder.calls == []
-    assert engine.poll() == (1, 0)
+    assert engine.poll() == Progress(1, 0)
 
 
 @pytest.mark.parametrize("found", [0, 1, 3, 7])
@@ -170,7 +193,7 @@ def test_a_store_out_of_order_is_an_error_and_is_not_submitted(
     with pytest.raises(TransferError, match=f"expected store ticket 2, found {found}:"):
         engine.end_step()
     assert recorder.calls == []
-    assert engine.poll() == (0, 1)
+    assert engine.poll() == Progress(0, 1)
 
 
 def test_the_same_plan_twice_is_an_error(engine: CopyEngine, recorder: Recorder) -> None:
@@ -190,21 +213,73 @@ def test_every_wait_of_a_plan_is_where_it_belongs(
     assert recorder.take() == [
         # The forward pass, and with it the loads, wait for stores of blocks handed out.
         ("stores", "hold", "compute", 5),
-        ("loads", "follow compute"),
-        ("stores", "hold", "loads stream", 4),
-        ("loads", "submit", 1),
+        ("loads", "submit", 1, 1, "behind", "stores", 4),
         ("load", (1,), (2,)),
-        ("loads", "submit", 2),
+        ("loads", "submit", 2, 2, "behind", "stores", 4),
         ("load", (1,), (2,)),
         ("loads", "hold", "compute", 6),
     ]
     with_lanes.end_step()
     assert recorder.take() == [
-        ("stores", "follow compute"),
-        ("loads", "hold", "stores stream", 3),
-        ("stores", "submit", 1),
+        ("stores", "submit", 1, 1, "behind", "loads", 3),
         ("store", (1,), (2,)),
+        # The device has work to do now, and the next step takes its time to begin.
+        ("loads", "top up", copy_engine._LOADS_AHEAD),
     ]
+
+
+def test_a_step_tops_up_loads_before_it_if_the_bus_would_be_idle(
+    with_lanes: CopyEngine, recorder: Recorder
+) -> None:
+    asked: list[int] = []
+
+    class Queued(RecordingLane):
+        queued = True
+
+        def has_room(self, ahead: int) -> bool:
+            asked.append(ahead)
+            return has_room
+
+    with_lanes._loads = Queued("loads", recorder)
+    with_lanes._thread = cast("Any", SimpleNamespace(wake=lambda: recorder.calls.append("wake")))
+    for has_room in (False, True):
+        with_lanes.begin_step(Plan(wait_load=1))
+        wanted = [("stores", "hold", "compute", 0), ("loads", "hold", "compute", 1)]
+        # What this step waits for goes first, and the copy thread does the rest.
+        wanted += [("loads", "top up", copy_engine.LOADS_AHEAD)] if has_room else []
+        assert recorder.take() == [*wanted, "wake"]
+    assert asked == [copy_engine._TOO_FEW] * 2
+    with_lanes.begin_step(None)
+    assert recorder.take() == ["wake"]
+
+
+def test_loads_that_a_step_needs_by_layer_are_one_copy(
+    with_lanes: CopyEngine, recorder: Recorder
+) -> None:
+    with_lanes.begin_step(Plan([Batch(1)]))
+    recorder.take()
+    loads = [Batch(2, (1, 2), (7, 8)), Batch(3, (3,), (4,)), Batch(4, (5,), (6,))]
+    with_lanes.begin_step(Plan(loads, None, 3, 2, 1), by_layer=True)
+    assert recorder.take() == [
+        ("stores", "hold", "compute", 2),
+        ("loads", "hold", "compute", 1),  # from earlier steps
+        ("loads", "submit", 2, 3, "behind", "stores", 1),
+        ("load by group", (1, 2, 3), (7, 8, 4)),
+        ("loads", "submit", 4, 4, "behind", "stores", 1),
+        ("load", (5,), (6,)),
+        ("loads", "flush", 3),
+    ]
+    with_lanes.wait_all_loads()
+    assert recorder.take() == [("loads", "hold", "compute", 3)]
+
+
+def test_a_step_by_layer_without_loads_of_its_own_waits_for_earlier_ones(
+    with_lanes: CopyEngine, recorder: Recorder
+) -> None:
+    with_lanes.begin_step(Plan([Batch(1), Batch(2)]))
+    recorder.take()
+    with_lanes.begin_step(Plan(wait_load=2), by_layer=True)
+    assert ("loads", "hold", "compute", 2) in recorder.take()
 
 
 def test_a_plan_without_transfers_only_waits(with_lanes: CopyEngine, recorder: Recorder) -> None:
@@ -213,6 +288,7 @@ def test_a_plan_without_transfers_only_waits(with_lanes: CopyEngine, recorder: R
     assert recorder.calls == [
         ("stores", "hold", "compute", 1),
         ("loads", "hold", "compute", 2),
+        ("loads", "top up", copy_engine._LOADS_AHEAD),
     ]
 
 
@@ -221,11 +297,158 @@ def test_draining_waits_for_both_directions(with_lanes: CopyEngine, recorder: Re
     recorder.take()
     with_lanes.drain()
     calls = recorder.take()
-    assert ("stores", "submit", 1) in calls
+    assert ("store", (1,), (2,)) in calls
     assert sorted(calls[-2:]) == [("loads", "drain"), ("stores", "drain")]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the device is gone")])
+def test_closing_drains_and_then_ends_the_copy_thread_in_any_case(
+    with_lanes: CopyEngine, recorder: Recorder, error: Exception | None
+) -> None:
+    def drain() -> None:
+        recorder.calls.append("drain")
+        if error is not None:
+            raise error
+
+    lane: Any = with_lanes._stores
+    lane.drain = drain
+    with_lanes._thread = cast("Any", SimpleNamespace(close=lambda: recorder.calls.append("close")))
+    with pytest.raises(RuntimeError, match="is gone") if error else nullcontext():
+        with_lanes.close()
+    assert recorder.take() == [("loads", "drain"), "drain", "close"]
 
 
 def test_a_device_that_is_neither_cpu_nor_cuda_is_refused(recorder: Recorder) -> None:
     other = cast("BlockLayout", SimpleNamespace(device=torch.device("meta")))
     with pytest.raises(TransferError, match="expected KV tensors on a CPU or CUDA device"):
         CopyEngine(other, recorder)
+
+
+# Failures
+
+
+def test_a_failed_copy_is_done_and_named_until_a_plan_shows_that_it_is_known(
+    engine: CopyEngine, recorder: Recorder
+) -> None:
+    recorder.fails = True
+    engine.begin_step(Plan(loads=[Batch(1)], store=Batch(1)))
+    engine.end_step()
+    recorder.fails = False
+    for _ in range(2):
+        assert engine.poll() == Progress(1, 1, (1,), (1,))
+    assert engine.why_failed() == "the bus is on fire"
+    engine.begin_step(Plan(loads=[Batch(2, cpu_slots=(5,))], loads_done=0, stores_done=0))
+    assert engine.poll() == Progress(2, 1, (1,), (1,))
+    engine.begin_step(Plan(loads_done=1, stores_done=0))
+    assert engine.poll() == Progress(2, 1, (), (1,))
+    engine.begin_step(Plan(loads_done=2, stores_done=1))
+    assert engine.poll() == Progress(2, 1)
+    assert engine.why_failed() == ""
+
+
+def test_a_failure_is_told_even_if_another_rank_has_said_that_the_copy_is_done(
+    engine: CopyEngine, recorder: Recorder
+) -> None:
+    """The scheduler hears from one rank only, and does not know of the failures of this one."""
+    recorder.fails = True
+    engine.begin_step(Plan(loads=[Batch(1)], store=Batch(1)))
+    engine.begin_step(Plan(loads_done=1, stores_done=1))
+    assert engine.poll() == Progress(1, 1, (1,), (1,))
+    engine.begin_step(Plan(loads_done=1, stores_done=1))
+    assert engine.poll() == Progress(1, 1)
+
+
+def test_loads_copied_as_one_fail_together(engine: CopyEngine, recorder: Recorder) -> None:
+    recorder.fails = True
+    engine.begin_step(Plan([Batch(1), Batch(2), Batch(3)], wait_load=2), by_layer=True)
+    assert [call[0] for call in recorder.calls] == ["load by group", "load"]
+    assert engine.poll() == Progress(3, 0, (1, 2, 3))
+
+
+def test_a_load_fails_where_the_store_of_one_of_its_slots_has(
+    engine: CopyEngine, recorder: Recorder
+) -> None:
+    recorder.fails = True
+    engine.begin_step(Plan(store=Batch(1, (1, 2), (5, 6))))
+    engine.end_step()
+    recorder.fails = False
+    recorder.take()
+    # The scheduler may have heard from another rank only.
+    engine.begin_step(Plan([Batch(1, (3, 4), (4, 6)), Batch(2, (3,), (4,))], stores_done=1))
+    assert recorder.take() == [("load", (3,), (4,))]
+    assert engine.poll() == Progress(2, 1, (1,), (1,))
+    assert "a store of some of these blocks has failed" in engine.why_failed()
+    engine.begin_step(Plan(store=Batch(2, (1,), (6,)), loads_done=2))
+    engine.begin_step(Plan([Batch(3, (1,), (6,)), Batch(4, (1,), (5,))], stores_done=2))
+    assert engine.poll() == Progress(4, 2, (4,)), "only what was stored anew is good again"
+
+
+def test_a_load_that_the_step_needs_is_named_before_it_is_done(
+    with_lanes: CopyEngine, recorder: Recorder
+) -> None:
+    """The step's own result must say so; other failures can wait until the copy is over."""
+    recorder.fails = True
+    with_lanes.begin_step(Plan([Batch(1), Batch(2)], wait_load=1))
+    with_lanes._loads._done = 0
+    assert with_lanes.poll() == Progress(0, 0, (1,))
+    with_lanes._loads._done = 2
+    assert with_lanes.poll() == Progress(2, 0, (1, 2))
+
+
+def test_slots_are_waited_for_before_they_are_used(recorder: Recorder) -> None:
+    asked: list[int] = []
+
+    def wait_ready(num_slots: int) -> None:
+        asked.append(num_slots)
+        if num_slots > 8:
+            raise TransferError("there will be no more")
+
+    engine = CopyEngine(layout(), recorder, wait_ready)
+    engine.begin_step(Plan(store=Batch(1, (1, 2), (7, 3))))
+    engine.begin_step(Plan(store=Batch(2, (1, 2), (3, 8))))
+    engine.end_step()
+    assert asked == [8, 9]
+    assert recorder.take() == [("store", (1, 2), (7, 3))]
+    assert engine.poll() == Progress(0, 2, (), (2,))
+    assert engine.why_failed() == "there will be no more"
+
+
+def test_failures_can_be_read_while_another_thread_adds_to_them(engine: CopyEngine) -> None:
+    failed = engine._stores.failed
+    over = threading.Event()
+
+    def add() -> None:
+        for ticket in range(20_000):
+            failed[ticket] = ""
+        over.set()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=add)
+    thread.start()
+    try:
+        while not over.is_set():
+            engine.poll()
+            engine.begin_step(Plan(stores_done=1))
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
+
+
+@pytest.mark.parametrize("plan", [None, Plan()])
+def test_a_copy_thread_that_has_ended_is_said_in_the_next_step(
+    engine: CopyEngine, plan: Plan | None
+) -> None:
+    """Or a request would wait for its load for ever."""
+
+    class Ended:
+        def wake(self) -> None:
+            raise TransferError("the copy thread has ended")
+
+    engine._thread = cast("Any", Ended())
+    engine.begin_step(plan)  # nothing is queued
+    queued = HostLane()
+    queued.queued = True
+    engine._loads = queued
+    with pytest.raises(TransferError, match="has ended"):
+        engine.begin_step(plan)

@@ -1,94 +1,166 @@
 """`CopyEngine` carries out the plans of a real tier on streams that run beside each other.
 
-The streams are queues whose work is done in random order as far as the engine's waits allow, so
-that a wait that is missing shows as bytes that are wrong.
+Its lanes are the real ones on the streams of a `FakeCuda`, whose work is done in random order as
+far as the engine's waits allow, and a copy is enqueued slice by slice when nobody waits for it. A
+wait that is missing shows as bytes that are wrong.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
-from tier.rank_model import Rank, _Wait
+from tier.rank_model import Rank, Step
 from tier.tier_machine import TierMachine, Traffic
+from transfer.fake_cuda import FakeCuda, FakeEvent
 
+from kvoffload_patch.transfer.backend import Slices, Streams
 from kvoffload_patch.transfer.copy_engine import CopyEngine
+from kvoffload_patch.transfer.lane import Lane
 from kvoffload_patch.transfer.layout import BlockLayout
 
-
-class QueueLane:
-    """`Lane` on one of a rank's queues."""
-
-    def __init__(self, rank: EngineRank, stream: deque[Any]) -> None:
-        self.rank = rank
-        self.stream = stream
-        self.done = 0
-
-    def follow_compute(self) -> None:
-        self.rank._mark_compute()
-        self.stream.append(self.rank._after_compute())
-
-    def submit(self, ticket: int, copy: Callable[[], None]) -> None:
-        def done() -> None:
-            self.done = ticket
-
-        self.rank.copying = self.stream
-        copy()
-        self.stream.append(done)
-
-    def hold(self, stream: deque[Any] | None, ticket: int) -> None:
-        waiter = self.rank._queues[0] if stream is None else stream
-        waiter.append(_Wait(lambda: self.done >= ticket))
-
-    def poll(self) -> int:
-        return self.done
+Ids = Sequence[int]
+CPU = torch.device("cpu")
 
 
 class EngineRank(Rank):
-    """A rank whose plans go through a `CopyEngine`; it is its own backend, block by block."""
+    """A rank whose plans go through a `CopyEngine`; it is its own backend, block by block.
+
+    A block has a part for each group of rows.
+    """
+
+    name = "model"
+    groups = [(0, 1), (1, 2)]
 
     def __init__(self) -> None:
         super().__init__()
-        layout = BlockLayout([torch.zeros(2, 1)], 2)
-        self.copying: deque[Any] = deque()
-        self.engine = CopyEngine(layout, self)
-        self.lanes = [QueueLane(self, queue) for queue in self._queues[1:]]
-        self.engine._loads, self.engine._stores = cast("list[Any]", self.lanes)
+        self.parts: list[dict[int, Any]] = [{}, {}]  # by group: GPU block -> content
+        self.cuda = FakeCuda()
+        self.chance = self.cuda.random.random
+        self.engine = CopyEngine(BlockLayout([torch.zeros(2, 1)], 2), self)
+        lock = threading.RLock()
+        with self.cuda:
+            self.loads = Lane(CPU, lock, ends_on_bus=False, slices_ahead=2)
+            self.stores = Lane(CPU, lock, ends_on_bus=True, slices_ahead=2)
+        self.engine._loads, self.engine._stores = self.loads, self.stores
+        self.engine._arrived = [FakeEvent(self.cuda) for _ in self.groups]
+
+    @property
+    def idle(self) -> bool:
+        queued = self.loads.queued or self.stores.queued
+        return not self.steps and not queued and self.cuda.idle
 
     def submit(self) -> None:
         step = self.steps.popleft()
-        self.engine.begin_step(step.plan)
-        self._forward(step)
-        self.engine.end_step()
+        plan = step.plan
+        due = plan is not None and any(b.ticket <= plan.wait_load for b in plan.loads)
+        by_layer = due and self.chance() < 0.5
+        with self.cuda:
+            self.engine.begin_step(plan, by_layer)
+            for group, part in enumerate(self.parts):
+                if by_layer:
+                    self.engine.wait_group(group)
+                self._read(step, part)
+            if by_layer and self.chance() < 0.5:  # nothing more is read otherwise
+                self.engine.wait_all_loads()
+            for part in self.parts:
+                self._write(step, part)
+            self.engine.end_step()
 
     def run(self, favourite: int) -> bool:
-        went_on = super().run(favourite)
-        self.loads_done, self.stores_done = self.engine.poll()
+        mine = [[0], [1, 2], [3, 4]][favourite]  # compute, loads, stores
+        lanes = [self.loads, self.stores]
+        self.cuda.random.shuffle(lanes)
+        with self.cuda:
+            went_on = self.chance() < 0.2 and any(lane.advance() for lane in lanes)
+            went_on = went_on or self.cuda.run_one(self.cuda.random.choice(mine))
+            went_on = went_on or any(lane.advance() for lane in lanes)
+            self.loads_done, self.stores_done = self.engine.poll()[:2]
         return went_on
 
-    def load(self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int]) -> None:
-        def copy(block: int, slot: int) -> None:
-            self.gpu[block] = self.slots.get(slot)
+    def _read(self, step: Step, part: dict[int, Any]) -> None:
+        def read(block: int, expected: Any) -> None:
+            found = part.get(block)
+            assert found == expected, f"GPU block {block}: {found} where {expected} was loaded"
 
-        for block, slot in zip(gpu_block_ids, cpu_slots):
-            self.copying.append(lambda b=block, s=slot: copy(b, s))
+        for block, content in step.reads.items():
+            self.cuda.current.append(lambda b=block, c=content: read(b, c))
 
-    def store(self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int]) -> None:
-        def copy(block: int, slot: int) -> None:
-            self.slots[slot] = self.gpu.get(block)
+    def _write(self, step: Step, part: dict[int, Any]) -> None:
+        for block, content in step.writes.items():
+            self.cuda.current.append(lambda b=block, c=content: part.update({b: c}))
 
-        for block, slot in zip(gpu_block_ids, cpu_slots):
-            self.copying.append(lambda b=block, s=slot: copy(b, s))
+    def load(
+        self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Streams | None = None,
+        arrived: Callable[[int], None] | None = None,
+    ) -> Slices:  # fmt: skip
+        """Through staging memory, as the staged backend does; the whole at once or by group."""
+        assert streams is not None
+        pairs = list(zip(gpu_block_ids, cpu_slots))
+        for groups in [[0, 1]] if arrived is None else [[0], [1]]:
+            for piece in self._pieces(pairs):
+                self._move(piece, groups, streams.bus, streams.blocks, self._slot_to_block)
+                yield
+            if arrived is not None:
+                arrived(groups[0])
+
+    def store(
+        self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int], streams: Streams | None = None
+    ) -> Slices:
+        assert streams is not None
+        for piece in self._pieces(list(zip(gpu_block_ids, cpu_slots))):
+            self._move(piece, [0, 1], streams.blocks, streams.bus, self._block_to_slot)
+            yield
+
+    def _pieces(self, pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+        size = self.cuda.random.choice([1, 2, 9])
+        return [pairs[at : at + size] for at in range(0, len(pairs), size)]
+
+    def _move(self, pairs: Any, groups: Any, first: Any, second: Any, ends: Any) -> None:
+        staged: dict[Any, Any] = {}
+        source, target = ends()
+        for group in groups:
+            for pair in pairs:
+                first.append(lambda g=group, p=pair: staged.update({(g, p): source(g, *p)}))
+        second.wait_stream(first)
+        for group in groups:
+            for pair in pairs:
+                second.append(lambda g=group, p=pair: target(g, *p, staged[g, p]))
+
+    def _slot_to_block(self) -> Any:
+        def source(group: int, block: int, slot: int) -> Any:
+            return self.slots.get(slot, ("nothing", "nothing"))[group]
+
+        def target(group: int, block: int, slot: int, content: Any) -> None:
+            self.parts[group][block] = content
+
+        return source, target
+
+    def _block_to_slot(self) -> Any:
+        def source(group: int, block: int, slot: int) -> Any:
+            return self.parts[group].get(block)
+
+        def target(group: int, block: int, slot: int, content: Any) -> None:
+            parts = list(self.slots.get(slot, ("nothing", "nothing")))
+            parts[group] = content
+            self.slots[slot] = tuple(parts)
+
+        return source, target
 
 
 class EngineMachine(TierMachine):
     """The tier's random steps, with engines on the ranks."""
 
     new_rank = EngineRank
+
+    def slot_content(self, rank: Any, slot: int) -> Any:
+        first, second = rank.slots[slot]
+        assert first == second
+        return first
 
 
 EngineMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)

@@ -1,0 +1,78 @@
+"""The direct copy backend: a kernel that reads or writes CPU memory over the bus itself.
+
+It keeps some of the device's processors waiting for the bus, so it is bounded to a few programs.
+Where processor and device share a fast link, it may be the better way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from kvoffload_patch.transfer.backend import Slices, Streams
+from kvoffload_patch.transfer.layout import BlockLayout
+from kvoffload_patch.transfer.slot_memory import SlotMemory, upload
+from kvoffload_patch.transfer.tiles import TileMover
+
+PROGRAMS = 32
+SLICE_BYTES = 32 << 20
+
+
+class DirectBackend:
+    """Moves blocks by one kernel for each slice, over the bus.
+
+    Args:
+        layout: the KV tensors' rows.
+        slots: in CPU memory that the device can address.
+    """
+
+    name = "direct"
+
+    def __init__(self, layout: BlockLayout, slots: SlotMemory) -> None:
+        self._device = layout.device
+        self._slots = slots
+        self._slice = max(1, SLICE_BYTES // slots.pitch)
+        self._mover = TileMover(layout, slots.pitch, [slots.address(0)])
+        self.groups = [(0, len(layout.rows))]
+
+    def store(
+        self,
+        gpu_block_ids: Sequence[int],
+        cpu_slots: Sequence[int],
+        streams: Streams | None = None,
+    ) -> Slices:
+        """Enqueue GPU blocks to slots."""
+        assert streams is not None
+        yield from self._move(True, gpu_block_ids, cpu_slots, streams)
+        streams.bus.wait_stream(streams.blocks)
+
+    def load(
+        self,
+        gpu_block_ids: Sequence[int],
+        cpu_slots: Sequence[int],
+        streams: Streams | None = None,
+        arrived: Callable[[int], None] | None = None,
+    ) -> Slices:
+        """Enqueue slots to GPU blocks."""
+        assert streams is not None
+        yield from self._move(False, gpu_block_ids, cpu_slots, streams)
+        if arrived is not None:
+            arrived(0)
+
+    def _move(
+        self, to_slots: bool, ids: Sequence[int], slots: Sequence[int], streams: Streams
+    ) -> Slices:
+        streams.blocks.wait_stream(streams.bus)
+        block_ids, slot_ids = (
+            upload(np.array(numbers, dtype=np.int64), self._device, streams.blocks)
+            for numbers in (ids, slots)
+        )
+        for at in range(0, len(ids), self._slice):
+            count = min(self._slice, len(ids) - at)
+            with torch.cuda.stream(streams.blocks):
+                self._mover.move(
+                    to_slots, self._slots.flat, block_ids, at, count, slot_ids, programs=PROGRAMS
+                )
+            yield

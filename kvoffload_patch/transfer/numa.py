@@ -1,0 +1,72 @@
+"""Which NUMA node a GPU hangs on, and memory that prefers to be there.
+
+By system calls, because neither torch nor the standard library has them. Nothing here is needed
+for bytes to be right: whatever the system does not tell or allow is left as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+_MBIND = {"x86_64": 237, "aarch64": 235}  # numbers of the system call
+_MPOL_PREFERRED = 1
+_LONG_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
+
+
+def node_of(device: torch.device, root: Path = Path("/")) -> int | None:
+    """The NUMA node of a CUDA device; None if there is but one, or nothing tells."""
+    nodes = root / "sys/devices/system/node"
+    with suppress(OSError, AttributeError, ValueError):
+        if len(list(nodes.glob("node[0-9]*"))) < 2:
+            return None
+        pci = root / "sys/bus/pci/devices" / _pci_id(device)
+        node = int((pci / "numa_node").read_text())
+        return node if node >= 0 else None
+    return None
+
+
+def prefer_node(address: int, nbytes: int, node: int) -> bool:
+    """Have pages that are not taken yet come from a node, or from others once it is full.
+
+    Args:
+        address: of the first page.
+        nbytes: length, a multiple of the page size.
+        node: as `node_of` says.
+
+    Returns:
+        Whether the system has agreed; a container may not be allowed to ask.
+    """
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        return False
+    words = (ctypes.c_ulong * (node // _LONG_BITS + 1))()
+    words[node // _LONG_BITS] = 1 << (node % _LONG_BITS)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    answer = libc.syscall(
+        ctypes.c_long(number),
+        ctypes.c_void_p(address),
+        ctypes.c_ulong(nbytes),
+        ctypes.c_long(_MPOL_PREFERRED),
+        words,
+        ctypes.c_ulong(len(words) * _LONG_BITS + 1),  # the kernel counts one less
+        ctypes.c_ulong(0),
+    )
+    return bool(answer == 0)
+
+
+def _pci_id(device: torch.device) -> str:
+    """As sysfs names it, such as 0000:3b:00.0; asked of the driver, which torch has started."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    driver = ctypes.CDLL("libcuda.so.1")
+    handle, text = ctypes.c_int(), ctypes.create_string_buffer(32)
+    if driver.cuDeviceGet(ctypes.byref(handle), index):
+        raise ValueError(f"CUDA device {index} is not known to the driver")
+    if driver.cuDeviceGetPCIBusId(text, len(text), handle):
+        raise ValueError(f"the PCI id of CUDA device {index} is not known")
+    return text.value.decode().lower()

@@ -1,0 +1,237 @@
+"""Streams, events and a driver of the CPU: work is done late, in any order that the waits allow.
+
+A wait that is missing shows as bytes that are wrong, for some seed. Entering a `FakeCuda` puts its
+parts where `torch.cuda` has the real ones, makes kernels wait for their turn, and lets steps
+enqueue few slices, so that much stays queued.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from kvoffload_patch.transfer import copy_engine
+from kvoffload_patch.transfer.errors import TransferError
+from kvoffload_patch.transfer.slot_memory import Numbers, SlotMemory
+from kvoffload_patch.transfer.tiles import TileMover
+
+
+@dataclass
+class Wait:
+    """A place in a queue that is passed once this holds."""
+
+    until: Callable[[], bool]
+
+
+class FakeStream:
+    """A queue of calls and waits."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self.cuda_stream = len(cuda.streams) + 1
+        self.work: deque[Any] = deque()
+        self.given = self.done = 0
+
+    def append(self, call: Callable[[], object]) -> None:
+        self.given += 1
+        self.work.append(call)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        if event.until is not None:
+            self.work.append(Wait(event.until))
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.wait_event(FakeEvent(self._cuda).record(other))
+
+    def can_go_on(self) -> bool:
+        while self.work and isinstance(self.work[0], Wait):
+            if not self.work[0].until():
+                return False
+            self.work.popleft()
+        return bool(self.work)
+
+    def go_on(self) -> None:
+        call = self.work.popleft()
+        call()
+        self.done += 1
+
+    def end(self) -> Callable[[], bool]:
+        """What holds once all that the stream has been given so far is done, waits included."""
+        self.append(int)
+        upto = self.given
+        return lambda: self.done >= upto
+
+    def synchronize(self) -> None:
+        self._cuda.run_until(self.end())
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self.until: Callable[[], bool] | None = None
+
+    def record(self, stream: FakeStream | None = None) -> FakeEvent:
+        self.until = (stream or self._cuda.current).end()
+        return self
+
+    def query(self) -> bool:
+        return self.until is None or self.until()
+
+    def synchronize(self) -> None:
+        self._cuda.run_until(self.query)
+
+
+class FakeCuda:
+    """A device; ``with`` makes it that of `torch.cuda`.
+
+    Args:
+        seed: of the order in which streams go on.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.streams: list[FakeStream] = []
+        self.current = self.new_stream()
+        self._entered: list[mock._patch[Any]] = []
+
+    def new_stream(self, device: Any = None, priority: int = 0) -> FakeStream:
+        stream = FakeStream(self)
+        self.streams.append(stream)
+        return stream
+
+    @contextmanager
+    def stream(self, stream: FakeStream | None) -> Iterator[None]:
+        before, self.current = self.current, stream or self.current
+        yield
+        self.current = before
+
+    def run_one(self, favourite: int | None = None) -> bool:
+        """Do one piece of work; False if there is none.
+
+        Args:
+            favourite: the stream to go on with, if it can.
+        """
+        order = list(range(len(self.streams)))
+        self.random.shuffle(order)
+        if favourite is not None:
+            order.insert(0, favourite % len(order))
+        for index in order:
+            if self.streams[index].can_go_on():
+                self.streams[index].go_on()
+                return True
+        assert self.idle, "the streams wait for each other"
+        return False
+
+    def run(self) -> None:
+        """Do all there is."""
+        self.run_until(lambda: False)
+
+    def run_until(self, reached: Callable[[], bool]) -> None:
+        """One stream goes on for a while, then another one: that makes the others late."""
+        favourite = self.random.randrange(len(self.streams))
+        while not reached() and self.run_one(favourite):
+            if self.random.random() < 0.2:
+                favourite = self.random.randrange(len(self.streams))
+
+    @property
+    def idle(self) -> bool:
+        return not any(stream.work for stream in self.streams)
+
+    def __enter__(self) -> FakeCuda:
+        self._put(
+            torch.cuda,
+            Stream=self.new_stream,
+            Event=lambda **_: FakeEvent(self),
+            stream=self.stream,
+            current_stream=lambda device=None: self.current,
+            set_device=lambda device: None,
+            synchronize=lambda device=None: self.run(),
+        )
+        self._put(TileMover, move=self._late(TileMover.move))
+        # Or a step would enqueue all there is: copies are small here.
+        self._put(copy_engine, _LOADS_AHEAD=2, LOADS_AHEAD=1, _TOO_FEW=1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _ in range(3):
+            self._entered.pop().stop()
+
+    def _put(self, where: Any, **what: Any) -> None:
+        patch = mock.patch.multiple(where, **what)
+        patch.start()
+        self._entered.append(patch)
+
+    def _late(self, call: Callable[..., None]) -> Callable[..., None]:
+        """A call that takes its turn on the stream that is current when it is made."""
+        return lambda *args, **kwargs: self.current.append(partial(call, *args, **kwargs))
+
+
+class FakeDriver:
+    """`Driver` on a `FakeCuda`: moves bytes of the CPU, and refuses what a device cannot do.
+
+    Attributes:
+        calls: what was enqueued: ``copy``, ``many`` or ``rows``.
+        fail_in: raise once so many more copies were enqueued; never if None.
+    """
+
+    has_batches = True
+
+    def __init__(self, cuda: FakeCuda, slots: SlotMemory, slots_per_piece: int = 0) -> None:
+        self._streams = cuda
+        begin, end = slots.address(0), slots.address(slots.slots.shape[0])
+        self._begin, self._end = begin, end
+        self._piece = (slots_per_piece or slots.slots.shape[0]) * slots.pitch
+        self.calls: list[str] = []
+        self.fail_in: int | None = None
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        self.calls.append("copy")
+        self._enqueue(target, source, nbytes, stream)
+
+    def copy_many(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
+        columns = (targets, sources, sizes)
+        assert all(c.dtype == np.int64 and c.shape == sizes.shape for c in columns)
+        copies = list(zip(*(c.tolist() for c in columns)))
+        self.calls += ["many"] if copies else []
+        # A batch has no order within.
+        for copy in self._streams.random.sample(copies, len(copies)):
+            self._enqueue(*copy, stream)
+
+    def copy_rows(
+        self, target: int, target_pitch: int, source: int, source_pitch: int,
+        width: int, rows: int, stream: int,
+    ) -> None:  # fmt: skip
+        self.calls.append("rows")
+        self._check(source, (rows - 1) * source_pitch + width)
+        for i in range(rows):
+            self._enqueue(target + i * target_pitch, source + i * source_pitch, width, stream)
+
+    def _enqueue(self, target: int, source: int, nbytes: int, handle: int) -> None:
+        self._check(target, nbytes)
+        self._check(source, nbytes)
+        if self.fail_in is not None:
+            if self.fail_in == 0:
+                self.fail_in = None
+                raise TransferError("the CUDA driver refused a copy, as the test asked.")
+            self.fail_in -= 1
+        stream = self._streams.streams[handle - 1]
+        assert stream.cuda_stream == handle
+        stream.append(partial(ctypes.memmove, target, source, nbytes))
+
+    def _check(self, address: int, nbytes: int) -> None:
+        """Slots are in memory that was registered piece by piece."""
+        assert nbytes > 0
+        if address < self._end and address + nbytes > self._begin:
+            assert self._begin <= address and address + nbytes <= self._end, "beyond the slots"
+            first, last = address - self._begin, address + nbytes - 1 - self._begin
+            assert first // self._piece == last // self._piece, "from one piece into the next"

@@ -1,0 +1,166 @@
+"""Every way in which blocks can be copied here, opened over a layout and poisoned slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transfer.fake_cuda import FakeCuda, FakeDriver
+from transfer.layouts import Case, needs_gpu
+
+from kvoffload_patch.transfer import copy_direct, copy_staged, copy_torch
+from kvoffload_patch.transfer.backend import CopyBackend, Slices, Streams, new_streams
+from kvoffload_patch.transfer.copy_direct import DirectBackend
+from kvoffload_patch.transfer.copy_staged import StagedBackend
+from kvoffload_patch.transfer.copy_torch import TorchBackend
+from kvoffload_patch.transfer.driver import Driver
+from kvoffload_patch.transfer.host_buffer import HostBuffer
+from kvoffload_patch.transfer.layout import BlockLayout
+from kvoffload_patch.transfer.slot_memory import SlotMemory
+
+NUM_SLOTS = 12
+POISON = 0xA5
+
+_interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
+_gpu = [pytest.mark.gpu, needs_gpu]
+# Backend and device. "packed" is the torch backend's way on devices, in the CPU's memory; "singles"
+# is the staged one without the driver's batched call.
+WAYS = [
+    ("torch", "cpu"),
+    ("packed", "cpu"),
+    pytest.param("staged", "cpu", marks=_interpreted),
+    pytest.param("direct", "cpu", marks=_interpreted),
+    *(pytest.param(n, "cuda", marks=_gpu) for n in ("staged", "singles", "direct", "torch")),
+]
+
+
+class Packed(TorchBackend):
+    def __init__(self, layout: BlockLayout, slots: SlotMemory) -> None:
+        super().__init__(layout, slots)
+        self._direct = False
+        self._new_staging(layout, max(1, copy_torch.STAGING_BYTES // slots.pitch))
+
+
+class Opened:
+    """A backend over a layout and slots full of poison.
+
+    Args:
+        chunk: slots that a backend moves at once.
+        pad: bytes between slots (on a GPU `HostBuffer` says).
+        per_piece: slots registered together (on a GPU `HostBuffer` says); 0 for all.
+        groups: groups of a load, at most.
+        seed: of the order in which fake streams go on.
+    """
+
+    def __init__(
+        self, case: Case, name: str, device: str, chunk: int = 2, pad: int = 0,
+        per_piece: int = 0, groups: int = 3, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.case = case
+        self.layout = case.layout()
+        self.cuda = FakeCuda(seed) if device == "cpu" else None
+        self.host: HostBuffer | None = None
+        if device == "cpu":
+            pitch = self.layout.block_bytes + pad
+            raw = torch.zeros(NUM_SLOTS * pitch, dtype=torch.uint8)
+            slots = raw.view(NUM_SLOTS, pitch)[:, : self.layout.block_bytes]
+            self.slots = SlotMemory(slots, per_piece)
+        else:
+            self.host = HostBuffer(
+                NUM_SLOTS, self.layout.block_bytes, self.layout.device, piece_bytes=1
+            )
+            self.host.wait_ready(NUM_SLOTS)
+            self.slots = SlotMemory(self.host.slots, self.host.slots_per_piece)
+        self.slots.flat.fill_(POISON)
+        with ExitStack() as stack:
+            for module, what, value in [
+                (copy_staged, "LOAD_CHUNK_BYTES", chunk * self.slots.pitch),
+                (copy_staged, "STORE_CHUNK_BYTES", chunk * self.slots.pitch),
+                (copy_staged, "MAX_GROUPS", groups),
+                (copy_staged, "MIN_GROUP_BYTES", 1),
+                (copy_direct, "SLICE_BYTES", chunk * self.slots.pitch),
+                (copy_torch, "STAGING_BYTES", chunk * self.slots.pitch),
+            ]:
+                stack.enter_context(mock.patch.object(module, what, value))
+            if self.cuda is not None:
+                stack.enter_context(self.cuda)
+            self.driver: Any = None
+            self.backend = self._open(name, per_piece)
+            self.streams = self._new_streams()
+
+    def _open(self, name: str, per_piece: int) -> CopyBackend:
+        if name in ("staged", "singles"):
+            if self.cuda is None:
+                self.driver = Driver()
+                if name == "singles":
+                    self.driver._batch = None
+            else:
+                self.driver = FakeDriver(self.cuda, self.slots, per_piece)
+            return StagedBackend(self.layout, self.slots, self.driver)
+        kinds: dict[str, Callable[[BlockLayout, SlotMemory], CopyBackend]] = {
+            "direct": DirectBackend,
+            "torch": TorchBackend,
+            "packed": Packed,
+        }
+        return kinds[name](self.layout, self.slots)
+
+    def _new_streams(self) -> Streams | None:
+        if self.cuda is None:
+            return new_streams(self.layout.device)
+        return Streams(torch.cuda.Stream(), torch.cuda.Stream())
+
+    def enqueue(self, start: Callable[..., Slices], *args: Any, **kwargs: Any) -> int:
+        """Returns the number of slices."""
+        slices = start(*args, streams=self.streams, **kwargs)
+        if self.cuda is None:
+            return len(list(slices))
+        with self.cuda:
+            return len(list(slices))
+
+    def store(self, ids: list[int], slots: list[int]) -> int:
+        return self.enqueue(self.backend.store, ids, slots)
+
+    def load(self, ids: list[int], slots: list[int], **kwargs: Any) -> int:
+        return self.enqueue(self.backend.load, ids, slots, **kwargs)
+
+    def wait(self) -> None:
+        if self.cuda is None:
+            torch.cuda.synchronize()
+        else:
+            self.cuda.run()
+
+    def wait_for_end(self, direction: str) -> None:
+        """Wait for the stream that the end of a copy is on, as `CopyBackend` says."""
+        if self.streams is not None:
+            stream = self.streams.blocks if direction == "load" else self.streams.bus
+            stream.synchronize()
+
+    def on_blocks(self, call: Callable[[], None]) -> None:
+        """Make a call when its turn comes on the stream of the blocks (at once on a GPU)."""
+        if self.cuda is None and self.streams is not None:
+            with torch.cuda.stream(self.streams.blocks):
+                call()
+        elif self.streams is not None and isinstance(self.backend, TorchBackend):
+            call()  # which copies at once
+        elif self.streams is not None:
+            self.streams.blocks.append(call)
+
+    def poison(self, blocks: list[int]) -> None:
+        for block in blocks:
+            for view in self.case.views(block):
+                view.copy_(torch.full_like(view.view(torch.uint8), POISON).view(view.dtype))
+
+    def wanted(self, block: int) -> torch.Tensor:
+        """What a slot must hold for a block."""
+        return torch.cat([row[block].cpu() for row in self.layout.rows])
+
+    def close(self) -> None:
+        self.wait()
+        del self.backend
+        self.slots.slots = self.slots.flat = torch.empty(0)
+        if self.host is not None:
+            self.host.close()

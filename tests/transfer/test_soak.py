@@ -1,0 +1,87 @@
+"""Many moves of blocks, with copies and compute beside each other: every loaded byte is compared.
+
+``SOAK_MOVES`` says how many; without it 10^5 for the staged backend on a GPU, fewer for others, and
+few on the CPU, where fake streams take their time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transfer.layouts import needs_gpu
+from transfer.traffic import NUM_SLOTS, Machine, Traffic
+
+Build = Callable[..., Machine]
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
+
+
+def wanted_moves(default: int) -> int:
+    return int(os.environ.get("SOAK_MOVES", default))
+
+
+@pytest.fixture
+def build() -> Iterator[Build]:
+    made: list[Machine] = []
+
+    def build_one(*args: Any, **kwargs: Any) -> Machine:
+        made.append(Machine(*args, **kwargs))
+        return made[-1]
+
+    yield build_one
+    for machine in made:
+        machine.close()
+
+
+def saw_something(traffic: Traffic) -> None:
+    assert traffic.tier.num_used > NUM_SLOTS // 2
+    assert traffic.loaded > traffic.moves // 8, "hardly anything was loaded"
+    assert traffic.by_layer > traffic.moves // 500, "hardly anything came by layer"
+
+
+def test_the_cpu_device(build: Build) -> None:
+    traffic = Traffic([build("host", "torch")], seed=1)
+    traffic.run(wanted_moves(3000))
+    saw_something(traffic)
+
+
+@interpreted
+@pytest.mark.parametrize("chance", [0.0, 0.1], ids=["all well", "copies fail"])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("backend", ["staged", "direct"])
+def test_two_ranks_on_fake_streams(build: Build, backend: str, seed: int, chance: float) -> None:
+    """Only the first rank reports; the other one is later or earlier, and fails by itself."""
+    ranks = [build("fake", backend, seed=10 * seed + i, chunk=2 + i) for i in range(2)]
+    for rank in ranks:
+        rank.backend.chance = chance
+    traffic = Traffic(ranks, seed)
+    traffic.run(wanted_moves(250))
+    assert traffic.loaded > 30
+    assert traffic.by_layer > 3
+    for rank in ranks:
+        assert bool(rank.failed) == bool(chance)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    ("backend", "moves"), [("staged", 100_000), ("direct", 30_000), ("torch", 30_000)]
+)
+def test_a_device(build: Build, backend: str, moves: int) -> None:
+    machine = build("cuda", backend, chunk=7)
+
+    def delay(stream: Any) -> None:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(machine.random.choice([0, 0, 0, 10_000, 1_000_000]))
+
+    machine.backend.delay = delay
+    traffic = Traffic([machine], seed=3, most=24)
+    traffic.run(wanted_moves(moves))
+    machine.backend.chance = 0.05
+    traffic.run(wanted_moves(moves) * 5 // 4)
+    saw_something(traffic)
+    assert machine.failed
