@@ -39,7 +39,7 @@ class OffloadManager:
     Every operation costs O(1) for each block that it names; none walks the tier.
 
     Args:
-        num_slots: capacity in blocks.
+        num_slots: slots usable at first; more become usable by `apply`.
         policy: makes the eviction policy, anew after each `clear`.
     """
 
@@ -58,6 +58,8 @@ class OffloadManager:
         self._last_load = self._last_store = 0
         self._loads_done = self._stores_done = 0
         self._wait_load = self._wait_store = 0
+        self._failed_loads: set[int] = set()  # until a plan says that they are done
+        self._failed_stores: set[int] = set()  # until they are done
 
     @property
     def num_used(self) -> int:
@@ -146,12 +148,15 @@ class OffloadManager:
 
     # Steps
 
-    def make_plan(self, storable: Callable[[int, Hashable], bool]) -> TransferPlan | None:
+    def make_plan(
+        self, storable: Callable[[int, Hashable], bool], layerwise: bool = False
+    ) -> TransferPlan | None:
         """Freeze this step's plan; None when there is nothing to move and to wait for.
 
         Args:
             storable: whether a GPU block still has, and will have computed after this step,
                 the block of a key. What is not is forgotten.
+            layerwise: as in the plan.
         """
         store = self._plan_store(storable)
         if not (self._new_loads or store or self._wait_load or self._wait_store):
@@ -163,14 +168,26 @@ class OffloadManager:
             wait_store=self._wait_store,
             stores_done=self._stores_done,
             loads_done=self._loads_done,
+            layerwise=layerwise,
         )
         self._new_loads.clear()
+        self._failed_loads = {t for t in self._failed_loads if t > self._loads_done}
         self._wait_load = self._wait_store = 0
         return plan
 
     def apply(self, result: TransferResult) -> list[Hashable]:
-        """Take in what is done; returns the keys that became readable."""
+        """Take in what is done, and slots that are new; returns the keys that became readable.
+
+        What a failed store has written is forgotten, and so is what a failed load has read: its
+        slots may be the fault.
+        """
         readable: list[Hashable] = []
+        # One that is known to be done was taken in then: it is named until a plan shows that.
+        self._failed_loads.update(t for t in result.failed_loads if t > self._loads_done)
+        self._failed_stores.update(t for t in result.failed_stores if t > self._stores_done)
+        if result.num_slots is not None and result.num_slots > self.num_slots:
+            self.num_slots = result.num_slots
+            self._slots.grow(self.num_slots)
         while self._loading and self._loading[0].batch.ticket <= result.loads_done:
             self._finish_load(self._loading.popleft())
         while self._storing and self._storing[0].batch.ticket <= result.stores_done:
@@ -180,8 +197,12 @@ class OffloadManager:
         return readable
 
     def load_done(self, ticket: int) -> bool:
-        """Whether this load is known to be done."""
+        """Whether this load is known to be done; `load_failed` says how it ended."""
         return ticket <= self._loads_done
+
+    def load_failed(self, ticket: int) -> bool:
+        """Whether this load failed; to be asked before the plan that follows its end is made."""
+        return ticket in self._failed_loads
 
     def drained(self) -> TransferResult:
         """The result that ranks give once they have finished all that was planned."""
@@ -230,12 +251,19 @@ class OffloadManager:
         return min(count, self._slots.num_free)
 
     def _finish_load(self, ticket: _Ticket) -> None:
+        if ticket.batch.ticket in self._failed_loads:
+            self._give_up(ticket)
+            return
         # Tail first: the head of the prefix ends most recent.
         for block in reversed(ticket.blocks):
             self._unpin(block)
         self.stats.loaded += len(ticket.blocks)
 
     def _finish_store(self, ticket: _Ticket) -> list[Hashable]:
+        if ticket.batch.ticket in self._failed_stores:
+            self._failed_stores.remove(ticket.batch.ticket)
+            self._give_up(ticket)
+            return []
         readable = []
         for block in reversed(ticket.blocks):
             block.ready = True
@@ -244,6 +272,14 @@ class OffloadManager:
                 readable.append(block.key)
         self.stats.stored += len(ticket.blocks)
         return readable
+
+    def _give_up(self, ticket: _Ticket) -> None:
+        """Forget the blocks of a failed transfer."""
+        for block in ticket.blocks:
+            if self._blocks.get(block.key) is block:
+                del self._blocks[block.key]
+            self._unpin(block)
+        self.stats.failed += len(ticket.blocks)
 
     def _pin(self, block: _Block) -> None:
         if not block.ref_cnt:
@@ -256,5 +292,5 @@ class OffloadManager:
             return
         if self._blocks.get(block.key) is block:
             self._policy.add(block.key)
-        else:  # forgotten by clear() while under way
+        else:  # forgotten while under way
             self._slots.free(block.slot)

@@ -31,6 +31,8 @@ class TransferPlan:
             that these filled, so a rank that is behind waits for its own.
         loads_done: loads known to be done when the plan was made. The store overwrites only
             slots that no later load reads.
+        layerwise: whether the forward pass may wait for its loads layer by layer: they belong
+            to requests that compute more tokens in it than a decode does.
     """
 
     loads: tuple[CopyBatch, ...] = ()
@@ -39,11 +41,25 @@ class TransferPlan:
     wait_store: int = 0
     stores_done: int = 0
     loads_done: int = 0
+    layerwise: bool = False
 
 
 @dataclass(frozen=True)
 class TransferResult:
-    """What one rank has done so far: every ticket up to these numbers, per direction."""
+    """What one rank has done so far: every ticket up to these numbers, per direction.
+
+    Attributes:
+        loads_done: last load done.
+        stores_done: last store done.
+        failed_loads: loads whose bytes did not arrive; they count as done all the same. One
+            that a step's forward pass waited for is in the result of that step, done or not.
+        failed_stores: stores whose bytes were not copied; done as well.
+            Either is named again until a plan shows that it was taken in.
+        num_slots: CPU slots usable so far, from slot 0 on; None says nothing new.
+    """
 
     loads_done: int
     stores_done: int
+    failed_loads: tuple[int, ...] = ()
+    failed_stores: tuple[int, ...] = ()
+    num_slots: int | None = None

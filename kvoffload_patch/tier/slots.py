@@ -74,6 +74,23 @@ class SlotPool:
             end += size
         self._add_run(start, end - start)
 
+    def grow(self, capacity: int) -> None:
+        """Add free slots behind the last one, as one run with those that are free before them.
+
+        Raises:
+            ValueError: there are more slots than that already.
+        """
+        begin = end = self.capacity
+        if capacity < end:
+            raise ValueError(f"expected at least {end} slots, got {capacity}")
+        self.capacity = capacity
+        self._taken.extend(bytes(capacity - end))
+        self._bins.extend({} for _ in range(capacity.bit_length() + 1 - len(self._bins)))
+        if begin in self._start_at_end:
+            begin = self._start_at_end[begin]
+            self._remove_run(begin, end - begin)
+        self._add_run(begin, capacity - begin)
+
     def runs(self) -> dict[int, int]:
         """The free runs, size by first slot (a copy; for tests and diagnostics)."""
         return dict(self._size_at_start)

@@ -14,9 +14,11 @@ class TierStats:
         loaded: blocks whose load is done.
         evicted: blocks thrown out to make room.
         dropped: blocks that were not stored because every slot was being read or written.
+        failed: blocks whose copy failed, in either direction.
     """
 
     stored: int = 0
     loaded: int = 0
     evicted: int = 0
     dropped: int = 0
+    failed: int = 0

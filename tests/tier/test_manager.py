@@ -214,7 +214,7 @@ def test_a_tier_that_is_being_written_drops_what_does_not_fit_from_the_tail() ->
     assert tier.stats.dropped == 4
     tier.apply(tier.drained())
     assert readable(tier, "abcdefg") == "abc"
-    assert vars(tier.stats) == {"stored": 3, "loaded": 0, "evicted": 0, "dropped": 4}
+    assert vars(tier.stats) == {"stored": 3, "loaded": 0, "evicted": 0, "dropped": 4, "failed": 0}
 
 
 def test_a_tier_of_one_slot_holds_the_block_stored_last() -> None:
@@ -287,7 +287,7 @@ def test_a_stale_result_is_harmless() -> None:
     plan = tier.make_plan(always)
     assert plan is not None
     assert (plan.loads_done, plan.stores_done) == (1, 1)
-    assert vars(tier.stats) == {"stored": 2, "loaded": 1, "evicted": 0, "dropped": 0}
+    assert vars(tier.stats) == {"stored": 2, "loaded": 1, "evicted": 0, "dropped": 0, "failed": 0}
 
 
 def test_clear_forgets_every_key_and_every_store_that_is_not_planned() -> None:
@@ -500,3 +500,19 @@ def test_a_key_discarded_while_it_is_loaded_keeps_its_slot_until_that_is_done() 
     tier.apply(tier.drained())
     store(tier, "c")
     assert readable(tier, "abc") == "c"
+
+
+def test_slots_that_become_usable_are_used_and_kept() -> None:
+    tier = OffloadManager(2)
+    store(tier, "ab")
+    tier.apply(TransferResult(0, 1, num_slots=5))
+    assert (tier.num_slots, tier.num_used) == (5, 2)
+    plan = plan_store(tier, "cde", first_block=10)
+    assert plan.store is not None and sorted(plan.store.cpu_slots) == [2, 3, 4]
+    tier.apply(tier.drained())
+    assert readable(tier, "abcde") == "abcde"
+    tier.apply(TransferResult(0, 0, num_slots=3))  # an older result
+    assert tier.num_slots == 5
+    tier.clear()
+    assert len(store(tier, "vwxyz").store.cpu_slots) == 5  # type: ignore[union-attr]
+    assert tier.stats.evicted == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -86,6 +87,19 @@ class SlotPoolMachine(RuleBasedStateMachine):
         self.pool.free(slot)
         self.taken.remove(slot)
 
+    @rule(more=st.integers(0, 40))
+    def grow(self, more: int) -> None:
+        capacity = self.pool.capacity + more
+        self.pool.grow(capacity)
+        assert self.pool.capacity == capacity
+
+    @rule(less=st.integers(1, 3))
+    def shrink(self, less: int) -> None:
+        capacity = self.pool.capacity
+        with pytest.raises(ValueError, match=f"expected at least {capacity} slots, got"):
+            self.pool.grow(capacity - less)
+        assert self.pool.capacity == capacity
+
     @rule(slot=st.integers(-2, 42))
     def free_what_is_not_taken(self, slot: int) -> None:
         if slot not in self.taken:
@@ -152,6 +166,36 @@ def test_reserved_slots_are_taken_and_come_back_through_free() -> None:
     pool.free(3)
     pool.free(0)
     assert pool.runs() == {0: 1, 3: 1}
+
+
+def test_new_slots_join_the_free_ones_at_the_end() -> None:
+    pool = SlotPool(4)
+    pool.allocate(2)
+    pool.grow(1000)
+    assert pool.runs() == {2: 998}
+    assert pool.allocate(998) == list(range(2, 1000))
+    pool.grow(1003)
+    assert pool.runs() == {1000: 3}
+    assert pool.num_free == 3
+
+
+def test_a_pool_grows_at_the_same_cost_whatever_is_added() -> None:
+    def steps(added: int) -> int:
+        pool, count = SlotPool(10), 0
+
+        def trace(frame: object, event: str, arg: object) -> object:
+            nonlocal count
+            count += 1
+            return trace
+
+        sys.settrace(trace)  # type: ignore[arg-type]
+        try:
+            pool.grow(10 + added)
+        finally:
+            sys.settrace(None)
+        return count
+
+    assert steps(10_000_000) < steps(10) + 200
 
 
 def test_a_pool_without_slots_has_nothing_to_give() -> None:

@@ -145,6 +145,14 @@ class TierMachine(RuleBasedStateMachine):
         self.reports.append(TransferResult(self.ranks[0].loads_done, self.ranks[0].stores_done))
         self._apply(self.reports[-1])
 
+    @rule(more=st.integers(0, 3))
+    def slots_become_usable(self, more: int) -> None:
+        """The rank that reports has more slots than it had; every rank has them."""
+        rank, num_slots = self.ranks[0], min(8, self.model.capacity + more)
+        self.reports.append(TransferResult(rank.loads_done, rank.stores_done, num_slots=num_slots))
+        self._apply(self.reports[-1])
+        assert self.tier.num_slots == num_slots
+
     @rule(data=st.data())
     def take_in_a_stale_result(self, data: st.DataObject) -> None:
         self._apply(data.draw(st.sampled_from(self.reports)))
@@ -172,7 +180,7 @@ class TierMachine(RuleBasedStateMachine):
         assert self.tier.num_used == len(self.model.slot_of), "a slot was lost"
         for key, slot in self.model.slot_of.items():
             assert self.tier.lookup(key)
-            assert all(rank.slots[slot] == (key, self.epoch) for rank in self.ranks)
+            assert all(self.slot_content(r, slot) == (key, self.epoch) for r in self.ranks)
 
     @invariant()
     def the_state_is_that_of_the_model(self) -> None:
@@ -191,6 +199,9 @@ class TierMachine(RuleBasedStateMachine):
             self.drain(favourite=2, eager=True)
 
     # The same without strategies
+
+    def slot_content(self, rank: Rank, slot: int) -> Any:
+        return rank.slots[slot]
 
     def free_blocks(self) -> list[int]:
         """Blocks that can be handed out: no load goes into them."""
@@ -248,6 +259,7 @@ class TierMachine(RuleBasedStateMachine):
 
     def _apply(self, result: TransferResult) -> None:
         readable = self.tier.apply(result)
+        self.model.capacity = max(self.model.capacity, result.num_slots or 0)
         assert len(readable) == len(set(readable))
         assert set(readable) == self.model.apply(result.loads_done, result.stores_done)
 
@@ -314,6 +326,8 @@ class Traffic:
             self.machine.take_in_the_result()
         if self._chance(0.1):
             self.machine._apply(self.random.choice(self.machine.reports))
+        if self._chance(0.01):
+            self.machine.slots_become_usable(self.random.randrange(3))
         if self._chance(0.02):
             self.machine.clear()
         if self._chance(0.02):

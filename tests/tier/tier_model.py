@@ -34,7 +34,7 @@ class TierModel:
         self.last_load = self.last_store = 0
         self.loads_done = self.stores_done = 0
         self.wait_load = self.wait_store = 0
-        self.counts = {"stored": 0, "loaded": 0, "evicted": 0, "dropped": 0}
+        self.counts = {"stored": 0, "loaded": 0, "evicted": 0, "dropped": 0, "failed": 0}
 
     @property
     def under_way(self) -> set[int]:
