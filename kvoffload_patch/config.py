@@ -18,6 +18,7 @@ PREFIX = "KVOFFLOAD_"
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
 LOAD_MODES = ("auto", "inline", "parked")
+COPY_BACKENDS = ("auto", "staged", "direct", "torch")
 GIB = 1 << 30
 
 T = TypeVar("T")
@@ -81,6 +82,12 @@ def _load_mode(text: str) -> str:
     return text
 
 
+def _copy_backend(text: str) -> str:
+    if text not in COPY_BACKENDS:
+        raise ValueError(text)
+    return text
+
+
 def _variable(
     name: str,
     default: T,
@@ -129,6 +136,13 @@ class Settings:
         _load_mode,
         "one of " + ", ".join(LOAD_MODES),
         "load within the step (inline), beside it (parked), or choose per request (auto)",
+    )
+    copy_backend: str = _variable(
+        "KVOFFLOAD_COPY_BACKEND",
+        "auto",
+        _copy_backend,
+        "one of " + ", ".join(COPY_BACKENDS),
+        "how a GPU's blocks are copied; auto measures when the engine starts",
     )
     log_interval: float = _variable(
         "KVOFFLOAD_LOG_INTERVAL",

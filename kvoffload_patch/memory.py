@@ -2,13 +2,17 @@
 
 Reads the kernel's files only: the machine's MemAvailable and the limits of every memory cgroup
 (version 1 or 2) above this process. Page cache that a cgroup can drop counts as available there,
-as it does in MemAvailable. Allocates nothing and knows nothing of vLLM.
+as it does in MemAvailable. A virtual machine may be given more memory as it uses what it has; that
+counts in `attainable_memory_bytes`, by which tiers are refused, and not in
+`available_memory_bytes`, by which memory is taken. Allocates nothing and knows nothing of vLLM.
 """
 
 from __future__ import annotations
 
+import resource
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -31,24 +35,83 @@ _FILES = {
 }
 
 
+# Virtio devices, by the number in sysfs, by which a host gives memory to a machine.
+_VIRTIO_BALLOON, _VIRTIO_MEM = 5, 24
+
+
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """The tightest of the machine and its cgroups in bytes; `sys.maxsize` where no file tells."""
-    found = list(_cgroup_headroom(root))
-    machine = _line_value(root / "proc/meminfo", "MemAvailable:")
-    if machine is not None:
-        found.append(machine * 1024)
-    return max(0, min(found, default=sys.maxsize))
+    """What there is now in bytes, the tightest of the machine and its cgroups.
+
+    `sys.maxsize` where no file tells.
+    """
+    return _tightest(root, _machine_available(root))
+
+
+def attainable_memory_bytes(root: Path = Path("/")) -> int:
+    """The same, with what the host of a virtual machine may still give to it."""
+    available = _machine_available(root)
+    return _tightest(root, None if available is None else available + _withheld(root))
+
+
+def locked_memory_limit_bytes() -> int:
+    """RLIMIT_MEMLOCK of this process (ulimit -l); `sys.maxsize` where there is none.
+
+    NVIDIA's driver seldom counts registered memory against it, so it is reported and nothing is
+    refused for it.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+def raise_locked_memory_limit() -> None:
+    """Raise RLIMIT_MEMLOCK of this process to what it may be raised to."""
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    with suppress(OSError, ValueError):  # a system that does not allow even that
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
 
 
 def check_cpu_bytes(requested: int, root: Path = Path("/")) -> None:
-    """Raise `MemoryRefused` if a CPU KV cache of `requested` bytes does not fit."""
-    available = available_memory_bytes(root)
+    """Raise `MemoryRefused` if a CPU KV cache of `requested` bytes can never fit."""
+    available = attainable_memory_bytes(root)
     if requested > available:
         raise MemoryRefused(
             f"a CPU KV cache of {requested / GIB:.1f} GiB was asked for, but only"
             f" {available / GIB:.1f} GiB of memory are available here;"
             " lower KVOFFLOAD_CPU_GIB (or --cpu-gib)."
         )
+
+
+def _tightest(root: Path, machine: int | None) -> int:
+    found = list(_cgroup_headroom(root))
+    if machine is not None:
+        found.append(machine)
+    return max(0, min([*found, sys.maxsize]))
+
+
+def _machine_available(root: Path) -> int | None:
+    kib = _line_value(root / "proc/meminfo", "MemAvailable:")
+    return None if kib is None else kib * 1024
+
+
+def _withheld(root: Path) -> int:
+    """Bytes that the kernel has not got and may be given.
+
+    With a balloon the machine's memory is all there, as blocks that can be counted, and MemTotal
+    lacks what the balloon holds. With virtio-mem memory is plugged in, and nothing that every
+    user may read says how much there can be: it is taken for limitless, and found out by use.
+    """
+    devices = root / "sys/bus/virtio/devices"
+    kinds = {_hex(device / "device") for device in devices.glob("*")}
+    if _VIRTIO_MEM in kinds:
+        return sys.maxsize
+    memory = root / "sys/devices/system/memory"
+    block, total = (
+        _hex(memory / "block_size_bytes"),
+        _line_value(root / "proc/meminfo", "MemTotal:"),
+    )
+    if _VIRTIO_BALLOON not in kinds or not block or total is None:
+        return 0
+    return max(0, block * len(list(memory.glob("memory[0-9]*"))) - total * 1024)
 
 
 def _cgroup_headroom(root: Path) -> Iterator[int]:
@@ -105,6 +168,14 @@ def _number(path: Path) -> int | None:
     """The number a one-line file holds; None where it is missing or says "max"."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdigit() else None
+
+
+def _hex(path: Path) -> int | None:
+    """The hexadecimal number a one-line file holds; None where it is missing."""
+    try:
+        return int("".join(_lines(path)), 16)
+    except ValueError:
+        return None
 
 
 def _line_value(path: Path, key: str) -> int | None:

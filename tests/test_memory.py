@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from pathlib import Path
 
 import pytest
 
 from kvoffload_patch.config import GIB, ConfigError
-from kvoffload_patch.memory import MemoryRefused, available_memory_bytes, check_cpu_bytes
+from kvoffload_patch.memory import (
+    MemoryRefused,
+    attainable_memory_bytes,
+    available_memory_bytes,
+    check_cpu_bytes,
+    locked_memory_limit_bytes,
+    raise_locked_memory_limit,
+)
 
 V2_MOUNT = "30 23 0:26 {root} /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw\n"
 V1_MOUNTS = """\
@@ -46,6 +54,16 @@ class Machine:
         self.write(f"{folder}/memory.usage_in_bytes", f"{int(used * GIB)}\n")
         stat = f"inactive_file 7\ntotal_inactive_file {int(cache * GIB)}\n"
         self.write(f"{folder}/memory.stat", stat)
+
+    def virtual(self, total_gib: int, blocks: int, *devices: int) -> None:
+        """A virtual machine with ``blocks`` blocks of 1 GiB and these virtio devices."""
+        kib = 1 << 20
+        self.write("proc/meminfo", f"MemTotal: {total_gib * kib} kB\nMemAvailable: {6 * kib} kB\n")
+        self.write("sys/devices/system/memory/block_size_bytes", "40000000\n")
+        for i in range(blocks):
+            self.write(f"sys/devices/system/memory/memory{i}/state", "online\n")
+        for i, device in enumerate(devices):
+            self.write(f"sys/bus/virtio/devices/virtio{i}/device", f"0x{device:04x}\n")
 
     def gib(self) -> float:
         return available_memory_bytes(self.root) / GIB
@@ -153,6 +171,72 @@ def test_refusal_names_asked_available_and_remedy(machine: Machine) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_what_a_balloon_holds_may_come_and_is_not_there_yet(machine: Machine) -> None:
+    machine.virtual(8, 32, 2, 5)
+    assert machine.gib() == 6
+    assert attainable_memory_bytes(machine.root) == 30 * GIB
+    check_cpu_bytes(30 * GIB, machine.root)
+    with pytest.raises(MemoryRefused, match=r"31\.0 GiB was asked.*only 30\.0 GiB"):
+        check_cpu_bytes(31 * GIB, machine.root)
+
+
+def test_without_a_balloon_memory_that_the_kernel_lacks_does_not_come(machine: Machine) -> None:
+    machine.virtual(8, 32, 1, 2, 4)
+    assert attainable_memory_bytes(machine.root) == 6 * GIB
+
+
+def test_a_balloon_on_a_machine_that_does_not_count_its_blocks(machine: Machine) -> None:
+    machine.virtual(8, 0, 5)
+    assert attainable_memory_bytes(machine.root) == 6 * GIB
+    (machine.root / "sys/devices/system/memory/block_size_bytes").unlink()
+    assert attainable_memory_bytes(machine.root) == 6 * GIB
+
+
+def test_memory_that_can_be_plugged_in_has_no_known_end(machine: Machine) -> None:
+    machine.virtual(31, 32, 2, 24)
+    assert machine.gib() == 6
+    assert attainable_memory_bytes(machine.root) == sys.maxsize
+    check_cpu_bytes(100 * GIB, machine.root)
+
+
+def test_a_cgroup_limits_what_may_come(machine: Machine) -> None:
+    machine.virtual(31, 32, 24)
+    machine.write("proc/self/mountinfo", V2_MOUNT.format(root="/"))
+    machine.write("proc/self/cgroup", "0::/\n")
+    machine.cgroup2("", 128 * GIB, used=3)
+    assert attainable_memory_bytes(machine.root) == 125 * GIB
+    assert machine.gib() == 6
+
+
+def test_the_limit_on_locked_memory_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (8 << 20, 1 << 30))
+    assert locked_memory_limit_bytes() == 8 << 20
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: unlimited)
+    assert locked_memory_limit_bytes() == sys.maxsize
+
+
+def test_the_limit_on_locked_memory_is_raised_as_far_as_allowed() -> None:
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    half = (before[1] if before[1] != resource.RLIM_INFINITY else 1 << 30) // 2
+    try:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (half, before[1]))
+        assert locked_memory_limit_bytes() == half
+        raise_locked_memory_limit()
+        assert resource.getrlimit(resource.RLIMIT_MEMLOCK) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+
+
+def test_a_system_that_does_not_let_the_limit_be_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    raise_locked_memory_limit()
+
+
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="needs Linux")
 def test_this_machine() -> None:
     assert 1 << 20 < available_memory_bytes() < 1 << 50
+    assert attainable_memory_bytes() >= available_memory_bytes() - (64 << 20)

@@ -1,6 +1,7 @@
 """What the tier reads and changes of vLLM's scheduler side, release by release.
 
-Nothing outside this module and `eligibility` looks at a vLLM object's attributes on this side.
+Nothing outside this module, `eligibility` and `recompute` looks at a vLLM object's attributes on
+this side.
 Releases differ in the waiting queues (0.26 to 0.30: `skipped_waiting`; from 0.31 on:
 `kv_holding_waiting`); the rest holds for all of them.
 """
@@ -40,6 +41,11 @@ class SchedulerView:
         self._parked_status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self._open = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         self._grammar = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        active = hasattr(scheduler, "max_num_active_reqs")
+        self._run_limit = "max_num_active_reqs" if active else "max_num_running_reqs"
+        self._open_limit: int | None = None  # while the door is closed
+        # Tokens that a decode step gives to a request, at most.
+        self.decode_tokens = 1 + int(getattr(scheduler, "num_spec_tokens", 0))
 
     def _tokens_held(self, spec: Any) -> int | None:
         """Tokens whose blocks a request keeps in this group; None where it keeps all."""
@@ -83,6 +89,13 @@ class SchedulerView:
             return False
         return bool(structured.grammar) and not isinstance(structured.grammar, Exception)
 
+    def goes_on(self, request: Any) -> bool:
+        """Whether `schedule` admits a request, if it can, that is past its lookup."""
+        if not request.num_computed_tokens:
+            return False
+        received = self.scheduler.finished_recving_kv_req_ids
+        return request.status in self._open or request.request_id in received
+
     def park(self, request: Any) -> Any:
         """Make `schedule` pass over a request; returns the status to restore."""
         status = request.status
@@ -107,9 +120,28 @@ class SchedulerView:
 
     def free_run_slots(self) -> int:
         """How many more requests may run."""
-        scheduler = self.scheduler
-        limit = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
-        return int(limit) - len(scheduler.running)
+        return int(getattr(self.scheduler, self._run_limit)) - self._run_slots_taken()
+
+    def _run_slots_taken(self) -> int:
+        # A session that waits for its next input keeps its slot.
+        sessions = int(self.scheduler.num_waiting_for_streaming_input)
+        return len(self.scheduler.running) + sessions
+
+    def close_door(self, admitted: int) -> None:
+        """Let `schedule` admit so many waiting requests and no more, until `open_door`.
+
+        Those behind have not been looked up, or wait for room that is spoken for.
+        """
+        limit = getattr(self.scheduler, self._run_limit)
+        self._open_limit = limit
+        closed = min(limit, self._run_slots_taken() + admitted)
+        setattr(self.scheduler, self._run_limit, closed)
+
+    def open_door(self) -> None:
+        """Undo `close_door`."""
+        if self._open_limit is not None:
+            setattr(self.scheduler, self._run_limit, self._open_limit)
+            self._open_limit = None
 
     def token_budget(self) -> int:
         """Tokens that a step can give to waiting requests, at most."""
@@ -199,6 +231,10 @@ class SchedulerView:
     def still_cached(self, gpu_block_id: int, key: Hashable) -> bool:
         """Whether a GPU block is in the prefix cache under this key."""
         return self.cached_key(gpu_block_id) == key
+
+    def uncache(self, gpu_block_ids: Iterable[int]) -> None:
+        """Take GPU blocks out of the prefix cache, whoever uses them."""
+        self.pool.evict_blocks(set(gpu_block_ids))
 
     # Statistics
 

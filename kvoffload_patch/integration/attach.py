@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvoffload_patch.config import Settings
+from kvoffload_patch.config import GIB, Settings
 from kvoffload_patch.integration.adapters import TIER, SchedulerView, attached
 from kvoffload_patch.integration.eligibility import check_eligible
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
+from kvoffload_patch.integration.host_memory import engine_bytes
 from kvoffload_patch.integration.ranks import RankGroup
 from kvoffload_patch.integration.scheduler_tier import SchedulerTier
 from kvoffload_patch.tier.manager import OffloadManager
 
 logger = logging.getLogger("vllm.kvoffload_patch")
-_GIB = 1 << 30
 
 
 def attach(engine_core: Any, vllm_config: Any) -> None:
@@ -28,7 +28,10 @@ def attach(engine_core: Any, vllm_config: Any) -> None:
         _attach(engine_core, vllm_config, settings)
     except TierNotNeeded as reason:
         logger.warning("kvoffload_patch: %s", reason)
+        RankGroup(engine_core.model_executor).give_back()
     except TierRefused as refusal:
+        if refusal.__cause__ is None:  # else a worker does not answer
+            RankGroup(engine_core.model_executor).give_back()
         if settings.strict:
             raise TierRefused(f"kvoffload_patch: {refusal}") from refusal.__cause__
         logger.error("kvoffload_patch: %s Serving without the CPU tier.", refusal)
@@ -38,18 +41,19 @@ def _attach(engine_core: Any, vllm_config: Any, settings: Settings) -> None:
     scheduler = engine_core.scheduler
     _check_scheduler(scheduler)
     check_eligible(vllm_config, scheduler)
-    engines = max(1, getattr(vllm_config.parallel_config, "data_parallel_size", 1))
-    cpu_bytes = int(settings.cpu_gib * _GIB) // engines
+    cpu_bytes = engine_bytes(vllm_config, settings)
     ranks = RankGroup(engine_core.model_executor)
-    ranks.open(cpu_bytes, settings.canary_fault_rank)
-    manager = OffloadManager(ranks.num_slots)
+    ranks.open(cpu_bytes, settings.copy_backend, settings.canary_fault_rank)
+    manager = OffloadManager(ranks.num_usable)
     view = SchedulerView(scheduler)
     tier = SchedulerTier(view, manager, ranks, settings)
     setattr(scheduler, TIER, tier)
     setattr(view.pool, TIER, tier)
     logger.info(
-        "KV offload: CPU tier of %d blocks (%.2f GiB over all ranks), loads %s, %.3f ms a block",
-        ranks.num_slots, cpu_bytes / _GIB, settings.load_mode, ranks.load_ms_per_block,
+        "KV offload: CPU tier of %d blocks (%.2f GiB over all ranks), %d of them usable so far, "
+        "loads %s, %.3f ms a block; %s",
+        ranks.num_slots, cpu_bytes / GIB, ranks.num_usable,
+        settings.load_mode, ranks.load_ms_per_block, ranks.copies,
     )  # fmt: skip
 
 

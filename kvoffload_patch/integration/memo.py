@@ -17,6 +17,7 @@ class Known:
         gpu_blocks: vLLM's blocks of that prefix.
         missing: keys that were found nowhere; any of them would make a longer hit possible.
         cpu_hits: blocks that only the tier had.
+        arriving: whether some of the prefix was on its way to the GPU.
         settled: the request fitted, and there was nothing to load. Otherwise it is looked up
             again once it fits, because what the tier had may have been evicted meanwhile.
     """
@@ -26,6 +27,7 @@ class Known:
     gpu_blocks: tuple[Any, ...]
     missing: tuple[Hashable, ...]
     cpu_hits: int = 0
+    arriving: bool = False
     settled: bool = True
 
 

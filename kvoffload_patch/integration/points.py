@@ -6,6 +6,7 @@ wrapped: it is a function that the tier calls or stands in for, checked like the
 
 from __future__ import annotations
 
+from kvoffload_patch.integration.called_points import called_points
 from kvoffload_patch.patching import Host, PatchPoint
 
 SUPPORTED_VLLM = ">=0.26,<0.33"
@@ -22,7 +23,6 @@ _HOOKS = "kvoffload_patch.integration"
 _CORE = "vllm.v1.engine.core"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _POOL = "vllm.v1.core.block_pool"
-_MANAGER = "vllm.v1.core.kv_cache_manager"
 _RUNNER_V1 = "vllm.v1.worker.gpu_model_runner"
 _RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
 _UPSTREAM = "vLLM offers a tier below its prefix cache without taking the connector slot"
@@ -138,6 +138,30 @@ POINTS = (
         remove_when=_UPSTREAM,
     ),
     PatchPoint(
+        name="runner_v1.load_model",
+        role="worker",
+        module=_RUNNER_V1,
+        attribute="GPUModelRunner.load_model",
+        hook=f"{_HOOKS}.worker_hooks:load_model",
+        versions=SUPPORTED_VLLM,
+        parameters=("self", "load_dummy_weights"),
+        returns=("None",),
+        why="CPU memory is taken beside it, which takes as long",
+        remove_when=_UPSTREAM,
+    ),
+    PatchPoint(
+        name="runner_v2.load_model",
+        role="worker",
+        module=_RUNNER_V2,
+        attribute="GPUModelRunner.load_model",
+        hook=f"{_HOOKS}.worker_hooks:load_model",
+        versions=SUPPORTED_VLLM,
+        parameters=("self", "load_dummy_weights"),
+        returns=("None",),
+        why="CPU memory is taken beside it, which takes as long",
+        remove_when=_UPSTREAM,
+    ),
+    PatchPoint(
         name="runner_v1.execute_model",
         role="worker",
         module=_RUNNER_V1,
@@ -197,76 +221,5 @@ POINTS = (
         why="a pooling model's step ends here instead",
         remove_when=_UPSTREAM,
     ),
-    PatchPoint(
-        name="manager.get_computed_blocks",
-        role="scheduler",
-        module=_MANAGER,
-        attribute="KVCacheManager.get_computed_blocks",
-        hook="",
-        versions=SUPPORTED_VLLM,
-        parameters=("self", "request"),
-        returns=("tuple[KVCacheBlocks, int, int]",),
-        why="called over a stand-in pool to find what a request could hit",
-        remove_when=_UPSTREAM,
-    ),
-    PatchPoint(
-        name="pool.get_cached_block",
-        role="scheduler",
-        module=_POOL,
-        attribute="BlockPool.get_cached_block",
-        hook="",
-        versions=SUPPORTED_VLLM,
-        parameters=("self", "block_hash", "kv_cache_group_ids"),
-        returns=("list[KVCacheBlock] | None",),
-        why="the stand-in pool answers in its place",
-        remove_when=_UPSTREAM,
-    ),
-    PatchPoint(
-        name="pool.touch",
-        role="scheduler",
-        module=_POOL,
-        attribute="BlockPool.touch",
-        hook="",
-        versions=SUPPORTED_VLLM,
-        parameters=("self", "blocks"),
-        returns=("None",),
-        why="blocks of a load stay referenced until they are used",
-        remove_when=_UPSTREAM,
-    ),
-    PatchPoint(
-        name="pool.free_blocks",
-        role="scheduler",
-        module=_POOL,
-        attribute="BlockPool.free_blocks",
-        hook="",
-        versions=SUPPORTED_VLLM,
-        parameters=("self", "ordered_blocks"),
-        returns=("None",),
-        why="and are given back",
-        remove_when=_UPSTREAM,
-    ),
-    PatchPoint(
-        name="pool.get_num_free_blocks",
-        role="scheduler",
-        module=_POOL,
-        attribute="BlockPool.get_num_free_blocks",
-        hook="",
-        versions=SUPPORTED_VLLM,
-        parameters=("self",),
-        returns=("int",),
-        why="no more is loaded than this step can admit",
-        remove_when=_UPSTREAM,
-    ),
-    PatchPoint(
-        name="pool.insert_block_hash",
-        role="scheduler",
-        module=_POOL,
-        attribute="BlockPool._insert_block_hash",
-        hook="",
-        versions=SUPPORTED_VLLM,
-        parameters=("self", "block_hash_with_group_id", "block", "num_tokens"),
-        returns=("None",),
-        why="a loaded block enters the GPU's prefix cache",
-        remove_when=_UPSTREAM,
-    ),
+    *called_points(SUPPORTED_VLLM, _UPSTREAM),
 )

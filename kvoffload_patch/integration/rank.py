@@ -6,40 +6,56 @@ they answer with plain data, errors included, so that the engine can say which r
 
 from __future__ import annotations
 
+import logging
 import os
-import time
 from dataclasses import dataclass
 from typing import Any
 
 from kvoffload_patch.integration.adapters import TIER
+from kvoffload_patch.integration.host_memory import drop_early, early_bytes, open_host
+from kvoffload_patch.integration.layer_gate import LayerGate
 from kvoffload_patch.integration.runner import copy_output, kv_tensors, runner_is_patched
-from kvoffload_patch.memory import available_memory_bytes
+from kvoffload_patch.memory import attainable_memory_bytes
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 
-_TIMED_BYTES = 64 << 20
+logger = logging.getLogger("vllm.kvoffload_patch")
+
+# What a step without tokens waits for loads, at most: a new request is held up no longer.
+_IDLE_WAIT_S = 0.001
 
 
 @dataclass(frozen=True)
 class RankGeometry:
-    """What a rank says of itself before a tier is opened. ``error``: why it cannot take part."""
+    """What a rank says of itself before a tier is opened. ``error``: why it cannot take part.
+
+    A block takes ``slot_bytes`` of CPU memory. ``available_bytes`` are without the
+    ``early_bytes`` that the rank has taken already.
+    """
 
     rank: int
     host: str
     pid: int
     block_bytes: int = 0
+    slot_bytes: int = 0
     num_blocks: int = 0
     device: str = ""
     available_bytes: int = 0
+    early_bytes: int = 0
     error: str = ""
 
 
 @dataclass(frozen=True)
 class RankOpened:
-    """What a rank says when its tier is open: how long a block takes to load, in ms."""
+    """What a rank says when its tier is open.
+
+    Slots usable so far, milliseconds that a block takes to load, and how blocks are copied.
+    """
 
     rank: int
     pid: int
+    num_ready: int = 0
     load_ms_per_block: float = 0.0
+    copies: str = ""
     error: str = ""
 
 
@@ -47,6 +63,8 @@ def describe_rank(worker: Any) -> RankGeometry:
     """The rank's geometry; allocates nothing."""
     who = {"rank": worker.rank, "host": os.uname().nodename, "pid": os.getpid()}
     try:
+        from kvoffload_patch.transfer.host_buffer import slot_pitch
+
         runner = worker.model_runner
         missing = runner_is_patched(runner)
         if missing:
@@ -55,21 +73,36 @@ def describe_rank(worker: Any) -> RankGeometry:
         return RankGeometry(
             **who,
             block_bytes=layout.block_bytes,
+            slot_bytes=slot_pitch(layout.block_bytes),
             num_blocks=layout.num_blocks,
             device=layout.device.type,
-            available_bytes=available_memory_bytes(),
+            available_bytes=attainable_memory_bytes(),
+            early_bytes=early_bytes(runner),
         )
     except Exception as error:  # noqa: BLE001 - told to the engine, which refuses
         return RankGeometry(**who, error=_one_line(error))
 
 
-def open_rank(worker: Any, num_slots: int, canary_fault_rank: int = -1) -> RankOpened:
+def open_rank(
+    worker: Any, num_slots: int, backend: str = "auto", canary_fault_rank: int = -1
+) -> RankOpened:
     """Allocate the slots, prove one block's round trip, and take part from the next step on."""
     who = {"rank": worker.rank, "pid": os.getpid()}
     try:
-        tier = RankTier(worker.model_runner, num_slots, fault=worker.rank == canary_fault_rank)
+        tier = RankTier(
+            worker.model_runner,
+            num_slots,
+            backend=backend,
+            fault=worker.rank == canary_fault_rank,
+            alone=worker.vllm_config.parallel_config.world_size == 1,
+        )
         setattr(worker.model_runner, TIER, tier)
-        return RankOpened(**who, load_ms_per_block=tier.load_ms_per_block)
+        return RankOpened(
+            **who,
+            num_ready=tier.num_ready,
+            load_ms_per_block=tier.load_ms_per_block,
+            copies=tier.copies,
+        )
     except Exception as error:  # noqa: BLE001 - told to the engine, which refuses
         return RankOpened(**who, error=_one_line(error))
 
@@ -81,8 +114,14 @@ def drain_rank(worker: Any) -> None:
         tier.drain()
 
 
+def ready_slots(worker: Any) -> int:
+    """CPU slots usable so far."""
+    return int(getattr(worker.model_runner, TIER).num_ready)
+
+
 def close_rank(worker: Any) -> None:
     """Finish the copies under way, give the memory back and take no more part."""
+    drop_early(worker.model_runner)
     tier = getattr(worker.model_runner, TIER, None)
     if tier is not None:
         delattr(worker.model_runner, TIER)
@@ -94,47 +133,89 @@ class RankTier:
 
     Args:
         runner: vLLM's model runner, its KV cache initialised.
-        num_slots: CPU slots to allocate.
+        num_slots: CPU slots, all of which are usable sooner or later.
+        backend: copy backend, or ``auto``.
         fault: make the canary fail.
+        alone: this is the only rank, so the scheduler hears of every copy that fails.
 
     Raises:
-        TransferError: the layout, the memory or the canary.
+        TransferError: the layout, the memory, the copy backend or the canary.
     """
 
-    def __init__(self, runner: Any, num_slots: int, fault: bool = False) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        num_slots: int,
+        backend: str = "auto",
+        fault: bool = False,
+        alone: bool = True,
+    ) -> None:
+        from kvoffload_patch.transfer.backends import choose_backend
         from kvoffload_patch.transfer.canary import run_canary
         from kvoffload_patch.transfer.copy_engine import CopyEngine
-        from kvoffload_patch.transfer.copy_torch import TorchBackend
-        from kvoffload_patch.transfer.host_buffer import HostBuffer
+        from kvoffload_patch.transfer.slot_memory import SlotMemory
 
+        self._alone = alone
         self._runner = runner
         layout = _layout(runner)
         self._tensor = kv_tensors(runner)[0][0]
         self._pointer = self._tensor.data_ptr()
-        self._host = HostBuffer(num_slots, layout.block_bytes, layout.device)
+        self._host = open_host(runner, num_slots, layout)
+        self._growth_ended = ""
+        self._idle = False
+        ready = self._host.num_ready
         try:
-            backend = TorchBackend(layout, self._host.slots)
-            run_canary(layout, backend, slot=num_slots - 1, fault=fault)
-            self.load_ms_per_block = _time_loads(layout, backend, num_slots)
-            self._engine = CopyEngine(layout, backend)
+            slots = SlotMemory(self._host.slots, self._host.slots_per_piece)
+            with self._host.quiet():
+                chosen = choose_backend(layout, slots, ready, backend)
+                run_canary(layout, chosen.backend, slot=ready - 1, fault=fault)
+            self.load_ms_per_block, self.copies = chosen.load_ms_per_block, chosen.report
+            self._engine = CopyEngine(layout, chosen.backend, self._host.wait_ready)
+            self._gate = LayerGate(runner, layout, chosen.backend.groups, self._engine)
         except BaseException:
             self._host.close()
             raise
 
-    def begin_step(self, plan: TransferPlan | None) -> None:
-        """Before the forward pass."""
+    @property
+    def num_ready(self) -> int:
+        """CPU slots usable so far."""
+        return int(self._host.num_ready)
+
+    def begin_step(self, plan: TransferPlan | None, step: Any) -> None:
+        """Before the forward pass of a step, as vLLM's scheduler describes it."""
         if plan is not None and self._moved():
             raise RuntimeError(
                 "kvoffload_patch: the KV tensors of this rank were replaced after the CPU tier "
                 "was attached, so it cannot go on; restart the server, or set "
                 "KVOFFLOAD_DISABLE=1 to serve without it."
             )
-        self._engine.begin_step(plan)
+        self._idle = step.total_num_scheduled_tokens == 0
+        due = plan is not None and any(b.ticket <= plan.wait_load for b in plan.loads)
+        by_layer = self._gate.begin(step, plan is not None and plan.layerwise and due)
+        self._engine.begin_step(plan, by_layer)
+
+    def end_forward(self) -> None:
+        """After the forward pass, before what follows it."""
+        self._gate.end()
 
     def end_step(self, output: Any) -> Any:
         """After the forward pass and what follows it: submit the store, report what is done."""
         self._engine.end_step()
-        return copy_output(output, TransferResult(*self._engine.poll()))
+        if self._idle:
+            # Nothing else can go on until a load has arrived or a request comes in.
+            self._engine.wait_loads(_IDLE_WAIT_S)
+        if self._host.growth_ended != self._growth_ended:
+            self._growth_ended = self._host.growth_ended
+            logger.warning("kvoffload_patch: %s", self._growth_ended)
+        progress = self._engine.poll()
+        if progress.failed_loads and not self._alone:
+            raise RuntimeError(
+                f"kvoffload_patch: a load from CPU memory failed on this rank "
+                f"({self._engine.why_failed()}), and the others cannot know of it; restart the "
+                "server, or set KVOFFLOAD_DISABLE=1 to serve without the CPU tier."
+            )
+        result = TransferResult(*progress, num_slots=self.num_ready)
+        return copy_output(output, result)
 
     def drain(self) -> None:
         """Return when every copy is done."""
@@ -142,7 +223,8 @@ class RankTier:
 
     def close(self) -> None:
         """Drain and free."""
-        self._engine.drain()
+        self._gate.close()
+        self._engine.close()
         del self._engine
         self._host.close()
 
@@ -156,26 +238,6 @@ def _layout(runner: Any) -> Any:
 
     tensors, block_dim = kv_tensors(runner)
     return BlockLayout(tensors, runner.kv_cache_config.num_blocks, block_dim)
-
-
-def _time_loads(layout: Any, backend: Any, num_slots: int) -> float:
-    """Milliseconds that a block takes to load; stores the same blocks first, so none changes."""
-    count: int = min(num_slots, layout.num_blocks, max(1, _TIMED_BYTES // layout.block_bytes))
-    ids = list(range(count))
-    backend.store(ids, ids)
-    backend.load(ids, ids)  # the first time pays for page faults and for warming up
-    _wait(layout.device)
-    begin = time.perf_counter()
-    backend.load(ids, ids)
-    _wait(layout.device)
-    return (time.perf_counter() - begin) * 1000 / count
-
-
-def _wait(device: Any) -> None:
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(device)
 
 
 def _one_line(error: Exception) -> str:

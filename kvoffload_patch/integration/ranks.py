@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kvoffload_patch.integration import rank as worker_side
@@ -21,18 +22,22 @@ class RankGroup:
         executor: vLLM's executor, its workers started.
 
     Attributes:
-        num_slots: CPU slots on each rank, once opened.
+        num_ranks: how many there are, once opened.
+        num_slots: CPU slots on each rank, once opened and grown.
+        num_usable: those that every rank could use when it was opened.
         load_ms_per_block: of the slowest rank, once opened.
+        copies: how blocks are copied, in words.
         copies_overlap: whether copies run beside the forward pass, or within the step.
     """
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
-        self.num_slots = 0
+        self.num_ranks = self.num_slots = self.num_usable = 0
         self.load_ms_per_block = 0.0
+        self.copies = ""
         self.copies_overlap = False
 
-    def open(self, cpu_bytes: int, canary_fault_rank: int = -1) -> None:
+    def open(self, cpu_bytes: int, backend: str = "auto", canary_fault_rank: int = -1) -> None:
         """Divide ``cpu_bytes`` over the ranks and open the tier on every one, or on none.
 
         Raises:
@@ -43,18 +48,30 @@ class RankGroup:
         if len({(r.num_blocks, r.device) for r in ranks}) != 1:
             found = ", ".join(f"rank {r.rank}: {r.num_blocks} on {r.device}" for r in ranks)
             raise TierRefused(f"expected the same KV blocks on every rank, found {found}.")
-        self.num_slots = cpu_bytes // sum(r.block_bytes for r in ranks)
+        self.num_slots = cpu_bytes // sum(r.slot_bytes for r in ranks)
         _check_size(ranks, cpu_bytes, self.num_slots)
-        opened = self._call(worker_side.open_rank, self.num_slots, canary_fault_rank)
+        opened = self._call(worker_side.open_rank, self.num_slots, backend, canary_fault_rank)
         if any(r.error for r in opened):
             self._call(worker_side.close_rank)
             _refuse_errors(opened, "failed to open the CPU tier")
-        self.load_ms_per_block = max(r.load_ms_per_block for r in opened)
+        self.num_ranks = len(ranks)
+        self.num_usable = min(r.num_ready for r in opened)
+        slowest = max(opened, key=lambda r: r.load_ms_per_block)
+        self.load_ms_per_block, self.copies = slowest.load_ms_per_block, slowest.copies
         self.copies_overlap = ranks[0].device != "cpu"
+
+    def num_ready(self) -> int:
+        """Slots that every rank can use by now."""
+        return int(min(self._call(worker_side.ready_slots)))
 
     def drain(self) -> None:
         """Return when no rank has a copy under way; plans sent before are carried out first."""
         self._call(worker_side.drain_rank)
+
+    def give_back(self) -> None:
+        """There will be no tier: free what ranks have taken for one; if one does not, so be it."""
+        with suppress(TierRefused):
+            self._call(worker_side.close_rank)
 
     def close(self) -> None:
         """Free the memory of a worker in this process; those in others free it by ending."""
@@ -79,18 +96,19 @@ def _refuse_errors(answers: Sequence[Any], what: str) -> None:
 
 
 def _check_size(ranks: Sequence[Any], cpu_bytes: int, num_slots: int) -> None:
-    block_bytes = sum(r.block_bytes for r in ranks)
+    slot_bytes = sum(r.slot_bytes for r in ranks)
     if num_slots < 1:
         raise TierRefused(
             f"expected KVOFFLOAD_CPU_GIB to hold at least one block of "
-            f"{block_bytes / _GIB:.6f} GiB over all ranks, found {cpu_bytes / _GIB:.6f}; raise it."
+            f"{slot_bytes / _GIB:.6f} GiB over all ranks, found {cpu_bytes / _GIB:.6f}; raise it."
         )
     by_host: dict[str, list[Any]] = defaultdict(list)
     for r in ranks:
         by_host[r.host].append(r)
     for host, members in by_host.items():
-        needed = num_slots * sum(r.block_bytes for r in members)
-        available = min(r.available_bytes for r in members)
+        needed = num_slots * sum(r.slot_bytes for r in members)
+        early = sum(r.early_bytes for r in members)
+        available = min(r.available_bytes for r in members) + early
         if needed > available:
             raise TierRefused(
                 f"the CPU tier would take {needed / _GIB:.1f} GiB on {host}, which has "

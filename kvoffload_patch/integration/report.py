@@ -40,12 +40,13 @@ class Report:
             return
         done = [now - before for now, before in zip(totals, self._last)]
         self._last = totals
-        queried, hit, loaded, stored, evicted, dropped = done
+        queried, hit, loaded, stored, evicted, dropped, failed = done
         rate = 100.0 * hit / queried if queried else 0.0
         logger.info(
             "KV offload: %d of %d tokens hit (%.1f%%), blocks loaded: %d, stored: %d, "
-            "evicted: %d, not stored for want of room: %d, tier usage: %.1f%%",
+            "evicted: %d, not stored for want of room: %d%s, tier usage: %.1f%%",
             hit, queried, rate, loaded, stored, evicted, dropped,
+            f", failed: {failed}" if failed else "",
             100.0 * self._manager.num_used / max(1, self._manager.num_slots),
         )  # fmt: skip
 
@@ -53,4 +54,5 @@ class Report:
         stats = self._manager.stats
         return (
             self._queried, self._hit, stats.loaded, stats.stored, stats.evicted, stats.dropped,
+            stats.failed,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvoffload_patch.integration.adapters import RESULT, attached
+from kvoffload_patch.integration.adapters import attached
 
 Wrapped = Callable[..., Any]
 
@@ -16,16 +16,22 @@ def schedule(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     if tier is None:
         return wrapped(*args, **kwargs)
     tier.before_schedule()
-    output = wrapped(*args, **kwargs)
+    try:
+        output = wrapped(*args, **kwargs)
+    finally:
+        tier.schedule_returned()
     tier.after_schedule(output)
     return output
 
 
 def update_from_output(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-    """`Scheduler.update_from_output`: the reporting rank's result comes back on its output."""
+    """`Scheduler.update_from_output`: the reporting rank's result comes back on its output.
+
+    If it says that a load of this step failed, the step's tokens must not be taken in.
+    """
     tier = attached(instance)
     if tier is not None:
-        tier.on_result(getattr(_runner_output(*args, **kwargs), RESULT, None))
+        tier.on_output(*_outputs(*args, **kwargs))
     return wrapped(*args, **kwargs)
 
 
@@ -78,8 +84,8 @@ def _block_ids(block_ids: Iterable[int]) -> Iterable[int]:
     return block_ids
 
 
-def _runner_output(scheduler_output: Any, model_runner_output: Any) -> Any:
-    return model_runner_output
+def _outputs(scheduler_output: Any, model_runner_output: Any) -> tuple[Any, Any]:
+    return scheduler_output, model_runner_output
 
 
 def _finish_args(request_ids: Any, finished_status: Any) -> tuple[list[str] | None, Any]:

@@ -2,70 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from kvoffload_patch.config import Settings
-from kvoffload_patch.integration.adapters import PLAN, SchedulerView
+from kvoffload_patch.integration.adapters import PLAN, RESULT, SchedulerView
+from kvoffload_patch.integration.growth import Growth
+from kvoffload_patch.integration.hits import HitCounts
 from kvoffload_patch.integration.loads import LoadBook
 from kvoffload_patch.integration.memo import Known, ProbeMemo
 from kvoffload_patch.integration.probe import Found, StandInPool
 from kvoffload_patch.integration.ranks import RankGroup
+from kvoffload_patch.integration.recompute import Recompute
 from kvoffload_patch.integration.report import Report
+from kvoffload_patch.integration.room import Room, Stall
 from kvoffload_patch.tier.manager import OffloadManager
-from kvoffload_patch.tier.plan import TransferResult
+from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 
 # Requests looked at in a step beyond those that can run: parked ones, and ones that wait for
 # something else, are passed over on the way.
 _SCAN_MARGIN = 64
-
-
-class _LookedUp(NamedTuple):
-    """A request looked up and not admitted yet: tokens that the GPU lacked, and the tier had."""
-
-    request: Any
-    queried: int
-    hit: int
-    used: bool
-
-
-class _Room:
-    """What this step can still admit, as vLLM will count it.
-
-    The blocks that running requests take first are bounded in O(1); they are counted, once,
-    only when the bound leaves it open whether a request fits.
-    """
-
-    def __init__(self, view: SchedulerView) -> None:
-        self._view = view
-        self._exact = False
-        self.requests = view.free_run_slots()
-        self.tokens = view.token_budget()
-        self.blocks = view.num_free_blocks() - view.watermark_blocks()
-        self._for_running = view.blocks_for_running()
-        self._needed = 0
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether nothing more can be admitted."""
-        return self.requests <= 0 or self.tokens <= 0 or self.blocks <= 0
-
-    def fits(self, request: Any, hit_tokens: int, gpu_blocks: Sequence[Any]) -> bool:
-        """Whether a request can be admitted; `take` then takes what it needs."""
-        needed = self._view.blocks_for(self._view.tokens_to_fit(request, hit_tokens))
-        if needed > self.blocks - self._for_running:
-            needed -= sum(1 for block in gpu_blocks if block.ref_cnt)
-            if not self._exact:
-                self._exact = True
-                self._for_running = self._view.count_blocks_for_running()
-        self._needed = needed
-        return needed <= self.blocks - self._for_running
-
-    def take(self, request: Any, hit_tokens: int) -> None:
-        """Admit the request that `fits` was asked for last."""
-        self.blocks -= self._needed
-        self.tokens -= max(1, request.num_tokens - hit_tokens)
-        self.requests -= 1
+# No more loads are begun while the bus has so much to do: beginning one costs the step its time,
+# and what is begun holds GPU blocks.
+_BUS_AHEAD_MS = 100.0
 
 
 class SchedulerTier:
@@ -87,20 +47,26 @@ class SchedulerTier:
         self._view = view
         self._manager = manager
         self._ranks = ranks
+        self._growth = Growth(manager, ranks)
         self._settings = settings
         self._memo = ProbeMemo()
         self._loads = LoadBook(view, manager)
+        mode = settings.load_mode
+        self._parks = mode == "parked" or (mode == "auto" and ranks.copies_overlap)
+        self._recompute = Recompute(view.scheduler)
         self._pool = StandInPool(view, manager.lookup, self._loads.arriving)
         self._report = Report(manager, settings.log_interval)
+        self._hits = HitCounts(view, self._report)
         self._scheduling = False
         self._cached: list[tuple[str, int, Hashable]] = []
-        self._looked_up: dict[str, _LookedUp] = {}  # not admitted yet
-        view.enable_hit_counts()
 
     # A step, in the order of its events
 
     def before_schedule(self) -> None:
-        """Publish loads that have arrived; begin those that this step can admit."""
+        """Publish loads that have arrived; begin those that this step can admit.
+
+        `schedule_returned` must follow, whatever happens.
+        """
         self._scheduling = True
         self._loads.finish()
         if self._view.has_waiting() and not self._view.is_paused():
@@ -112,6 +78,8 @@ class SchedulerTier:
             key = block.block_hash
             if key is None or block.is_null:
                 continue
+            if self._loads.inline.unproven:
+                self._loads.inline.note_cached(block.block_id, key)
             if self._scheduling:
                 self._cached.append((request.request_id, block.block_id, key))
             else:
@@ -123,6 +91,10 @@ class SchedulerTier:
         self._manager.note_new_blocks(gpu_block_ids)
         self._memo.blocks_reused(gpu_block_ids)
 
+    def schedule_returned(self) -> None:
+        """`schedule` has returned or raised."""
+        self._view.open_door()
+
     def after_schedule(self, output: Any) -> None:
         """Put the plan on the output, and give up what was held for this step only."""
         self._scheduling = False
@@ -132,17 +104,51 @@ class SchedulerTier:
             if request_id in scheduled:
                 self._manager.queue_store(key, gpu_block_id)
         self._cached.clear()
+        readers, decode = self._loads.inline.readers, self._view.decode_tokens
+        layerwise = bool(readers) and all(scheduled.get(r, 0) > decode for r in readers)
         self._loads.after_schedule()
-        plan = self._manager.make_plan(self._view.still_cached)
+        plan = self._manager.make_plan(self._view.still_cached, layerwise)
         if plan is not None:
             setattr(output, PLAN, plan)
-        self._count_admitted(scheduled)
+        for request_id in self._hits.admitted(scheduled):
+            self._memo.forget(request_id)
         self._report.tick()
 
-    def on_result(self, result: TransferResult | None) -> None:
-        """The reporting rank says what is done."""
+    def on_output(self, scheduled: Any, output: Any) -> None:
+        """A step's output has come back; the tokens of a step that went wrong leave it."""
+        self.on_result(getattr(output, RESULT, None), getattr(scheduled, PLAN, None))
+        self._recompute.drop_tokens(scheduled, output)
+
+    def on_result(self, result: TransferResult | None, plan: TransferPlan | None = None) -> None:
+        """The reporting rank says what is done.
+
+        Args:
+            result: what it says.
+            plan: of the step with whose output it says so.
+        """
+        failed: tuple[int, ...] = ()
         if result is not None:
+            failed = result.failed_loads
             self._memo.keys_stored(self._manager.apply(result))
+            if failed:
+                self._memo.clear()  # some lookups rest on what has left the tier
+        wrong = self._loads.inline.came_back(plan.wait_load if plan else 0, failed)
+        if wrong:
+            self._void_steps(wrong)
+
+    def _void_steps(self, wrong: Sequence[tuple[int, Hashable]]) -> None:
+        """An inline load failed: its step, and those begun since, count as if never run.
+
+        They may have read its blocks, or blocks computed from these, and so may requests that
+        are gone by now. What was cached since leaves both caches; every request in flight is
+        computed anew from what was cached before, which is all but its newest tokens.
+        """
+        self._recompute.check()
+        still = [b for b, key in wrong if self._view.still_cached(b, key)]
+        for _, key in wrong:
+            self._manager.discard(key)
+        self._view.uncache(still)
+        self._recompute.void_steps()
 
     # Events beside the step
 
@@ -156,12 +162,12 @@ class SchedulerTier:
         if request_ids is None:
             self._loads.abort_all()
             self._memo.clear()
-            self._looked_up.clear()
+            self._hits.clear()
             return
         for request_id in request_ids:
             self._loads.abort(request_id)
             self._memo.forget(request_id)
-            self._looked_up.pop(request_id, None)
+            self._hits.forget(request_id)
 
     def reset(self) -> None:
         """Forget everything; returns when no copy is under way on any rank."""
@@ -171,7 +177,7 @@ class SchedulerTier:
         self._loads.drop_all()
         self._manager.clear()
         self._memo.clear()
-        self._looked_up.clear()
+        self._hits.clear()
 
     def close(self) -> None:
         """The engine shuts down."""
@@ -181,55 +187,92 @@ class SchedulerTier:
     # Probing
 
     def _probe_waiting(self) -> None:
-        room = _Room(self._view)
-        scans_left = room.requests + _SCAN_MARGIN
-        for request in self._view.waiting():
-            if not scans_left or (room.exhausted and not self._loads.under_way):
-                return
-            scans_left -= 1
-            if self._view.is_open(request) and not self._probe(request, room):
-                return
+        room = self._loads.room()
+        if self._probe_in_order(room):
+            return
+        if room.admitted or self._view.scheduler.running or self._loads.under_way:
+            # What was not looked at must not be admitted without what the tier has for it.
+            self._view.close_door(room.admitted)
 
-    def _probe(self, request: Any, room: _Room) -> bool:
-        """Look a request up and load what it hits; False if none behind it can be admitted."""
+    def _probe_in_order(self, room: Room) -> bool:
+        """Look at waiting requests, and load what they hit; whether all may be admitted."""
+        stall = Stall(
+            self._ranks.load_ms_per_block,
+            self._settings.max_stall_ms,
+            len(self._view.scheduler.running) + self._loads.num_parked,
+            self._loads.blocks_under_way,
+        )
+        scans_left = max(0, self._view.free_run_slots()) + _SCAN_MARGIN
+        for request in self._view.waiting():
+            if scans_left <= 0:
+                return True  # What so many others block must not wait for them.
+            scans_left -= 1
+            if not self._view.is_open(request):
+                room.admitted += self._view.goes_on(request)
+                continue
+            if room.full or room.out_of_tokens(self._parks):
+                return False
+            if not self._probe(request, room, stall):
+                return False
+        return True
+
+    def _probe(self, request: Any, room: Room, stall: Stall) -> bool:
+        """Look a request up and load what it hits; False if it must wait."""
         known = self._memo.get(request.request_id, request.num_tokens)
-        if known is not None and not room.fits(request, known.hit_tokens, known.gpu_blocks):
-            return self._pass_over(request, known.cpu_hits)
+        if known is not None and not self._goes(request, known, room):
+            return self._pass_over(known, room)
         if known is None or not known.settled:
             found = self._pool.look_up(request, max_cpu_hits=max(1, room.blocks))
-            fits = room.fits(request, found.tokens, found.gpu_blocks)
-            known = self._remember(request, found, fits)
-            self._count_found(request, found, fits)
-            if not fits:
-                return self._pass_over(request, known.cpu_hits)
-            self._use(request, found)
+            known = _known(request, found)
+            goes = self._goes(request, known, room)
+            self._memo.put(request.request_id, known if goes else replace(known, settled=False))
+            self._hits.found(request, found, used=goes)
+            if not goes:
+                return self._pass_over(known, room)
+            if self._use(request, found, room, stall):
+                return True
         self._loads.protect(known.gpu_blocks)
+        if room.tokens > 0:
+            stall.admit()
         room.take(request, known.hit_tokens)
         return True
 
-    def _pass_over(self, request: Any, cpu_hits: int) -> bool:
-        """There is no room for this request; whether there may be for one behind it."""
-        if cpu_hits and self._loads.under_way:
-            self._loads.hold_back(request)
-        return self._loads.under_way
+    def _goes(self, request: Any, known: Known, room: Room) -> bool:
+        """Whether a request can be admitted or parked: there is room, and for its load the bus."""
+        if known.cpu_hits:
+            ahead_ms = self._ranks.load_ms_per_block * self._loads.blocks_under_way
+            if ahead_ms > _BUS_AHEAD_MS:
+                return False
+        return room.fits(request, known.hit_tokens, known.gpu_blocks)
 
-    def _use(self, request: Any, found: Found) -> None:
-        """Load what was found, and keep it."""
+    def _pass_over(self, known: Known, room: Room) -> bool:
+        """This request must wait. One without hits vLLM may admit if it finds room after all."""
+        room.admitted += not (known.cpu_hits or known.arriving)
+        return False
+
+    def _use(self, request: Any, found: Found, room: Room, stall: Stall) -> bool:
+        """Load what was found, and keep it; whether the request is parked for that."""
         self._refresh(found)
-        if found.cpu_hits or found.arriving:
+        count = len(found.cpu_hits)
+        if count or found.arriving:
             self._memo.forget(request.request_id)
-        if found.arriving or (found.cpu_hits and not self._inline(len(found.cpu_hits))):
-            self._loads.park(request, found)
-        elif found.cpu_hits:
-            self._loads.load_inline(found)
+        if found.arriving or (count and not self._inline(count, room, stall)):
+            self._loads.park(request, found, room.needed)
+            room.park(room.needed)
+            stall.add_parked(count)
+            return True
+        if count:
+            self._loads.load_inline(request, found)
+            stall.add_inline(count)
+        return False
 
-    def _inline(self, num_blocks: int) -> bool:
-        mode = self._settings.load_mode
-        if mode != "auto":
-            return mode == "inline"
-        running = len(self._view.scheduler.running)
-        stall_ms = self._ranks.load_ms_per_block * num_blocks * running
-        return not self._ranks.copies_overlap or stall_ms <= self._settings.max_stall_ms
+    def _inline(self, num_blocks: int, room: Room, stall: Stall) -> bool:
+        """Whether a request loads within this step; if not, it is parked."""
+        if not self._parks:
+            return True
+        if self._settings.load_mode == "parked":
+            return False
+        return room.tokens > 0 and stall.allows(num_blocks)
 
     def _refresh(self, found: Found) -> None:
         """Keep what requests hit recent in the tier, and store what it has lost since."""
@@ -239,32 +282,14 @@ class SchedulerTier:
             if block.block_hash is not None:
                 self._manager.queue_store(block.block_hash, block.block_id)
 
-    def _remember(self, request: Any, found: Found, fits: bool) -> Known:
-        known = Known(
-            num_tokens=request.num_tokens,
-            hit_tokens=found.tokens,
-            gpu_blocks=tuple(found.gpu_blocks),
-            missing=tuple(found.missing),
-            cpu_hits=len(found.cpu_hits),
-            settled=fits and not (found.cpu_hits or found.arriving or found.cut_short),
-        )
-        self._memo.put(request.request_id, known)
-        return known
 
-    # Counting
-
-    def _count_found(self, request: Any, found: Found, used: bool) -> None:
-        """Note, once for each request, what the tier had for it and whether it was used."""
-        before = self._looked_up.get(request.request_id)
-        if before is None or (used and not before.used):
-            beyond_gpu = request.num_tokens - found.gpu_tokens
-            hit = found.tokens - found.gpu_tokens if used else 0
-            self._looked_up[request.request_id] = _LookedUp(request, beyond_gpu, hit, used)
-
-    def _count_admitted(self, scheduled: Mapping[str, int]) -> None:
-        fewer, more = sorted((self._looked_up, scheduled), key=len)
-        for request_id in [r for r in fewer if r in more]:
-            request, queried, hit, _ = self._looked_up.pop(request_id)
-            self._view.count_hit(request, queried, hit)
-            self._report.count_hit(queried, hit)
-            self._memo.forget(request_id)
+def _known(request: Any, found: Found) -> Known:
+    return Known(
+        num_tokens=request.num_tokens,
+        hit_tokens=found.tokens,
+        gpu_blocks=tuple(found.gpu_blocks),
+        missing=tuple(found.missing),
+        cpu_hits=len(found.cpu_hits),
+        arriving=bool(found.arriving),
+        settled=not (found.cpu_hits or found.arriving or found.cut_short),
+    )

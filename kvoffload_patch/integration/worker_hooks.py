@@ -6,8 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 from kvoffload_patch.integration.adapters import PLAN, attached
+from kvoffload_patch.integration.host_memory import begin_early
 
 Wrapped = Callable[..., Any]
+
+
+def load_model(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    """`GPUModelRunner.load_model`: CPU memory is taken beside it."""
+    finish = begin_early(instance)
+    result = wrapped(*args, **kwargs)
+    finish()
+    return result
 
 
 def execute_model(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -19,8 +28,10 @@ def execute_model(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> An
     tier = attached(instance)
     if tier is None:
         return wrapped(*args, **kwargs)
-    tier.begin_step(getattr(_scheduler_output(*args, **kwargs), PLAN, None))
+    step = _scheduler_output(*args, **kwargs)
+    tier.begin_step(getattr(step, PLAN, None), step)
     output = wrapped(*args, **kwargs)
+    tier.end_forward()
     return output if output is None else tier.end_step(output)
 
 

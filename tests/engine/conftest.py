@@ -38,7 +38,7 @@ class Engines:
         scenarios: list[str],
         engine: dict | None = None,
         tier: dict | None = None,
-        late: int = 0,
+        late: int | str = 0,
         door: str = "command",
         **env: str,
     ) -> engines.Run:
@@ -50,7 +50,7 @@ class Engines:
         scenarios: tuple,
         engine: tuple,
         tier: tuple | None,
-        late: int,
+        late: int | str,
         env: tuple,
         door: str = "command",
     ) -> engines.Run:

@@ -2,12 +2,14 @@
 
 Run in a process of its own, by `engines.run`: ``driver.py SPEC``, where SPEC is JSON with
 ``engine`` (arguments of `vllm.LLM`), ``scenarios`` (names in `scenarios`), ``late`` (how late
-copies happen, see `late_copies`; 0: at once) and ``door`` (see `engines.run`).
+copies happen, see `late_copies`; 0: at once; ``layers`` or ``deaf to N``: see `late_layers`) and
+``door`` (see `engines.run`).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 
@@ -15,7 +17,12 @@ import time
 def main() -> None:
     """Play, and print one line ``RESULT {...}``: a result for each scenario."""
     spec = json.loads(sys.argv[1])
-    if spec["late"]:
+    if isinstance(spec["late"], str):
+        import late_layers
+
+        deaf_to = spec["late"].partition("deaf to ")[2]
+        late_layers.install(int(deaf_to or -1))
+    elif spec["late"]:
         import late_copies
 
         late_copies.install(spec["late"])
@@ -39,6 +46,10 @@ def main() -> None:
     begin = time.monotonic()
     stage = scenarios.Stage(LLM(**engine))
     print(f"engine up after {time.monotonic() - begin:.0f} s", file=sys.stderr)
+    if any(name.startswith("TEST_FAIL_") for name in os.environ):
+        import failing_copies
+
+        failing_copies.install()
     results = {}
     for name in spec["scenarios"]:
         begin = time.monotonic()

@@ -55,7 +55,7 @@ def run(
     scenarios: list[str],
     engine: dict[str, Any],
     tier: dict[str, str] | None = None,
-    late: int = 0,
+    late: int | str = 0,
     door: str = "command",
     **extra: str,
 ) -> Run:
@@ -67,7 +67,7 @@ def run(
         tier: None for plain vLLM; else KVOFFLOAD_* variables.
         door: ``command``: through ``python -m kvoffload_patch``; ``flag``: KVOFFLOAD_ENABLE alone,
             for the start-up file; ``plugin``: the same, with the start-up file's hook taken out.
-        late: how late copies happen, see `late_copies`.
+        late: how late copies happen, see `late_copies` and `late_layers`.
         extra: more environment variables.
     """
     spec = json.dumps({"engine": engine, "scenarios": scenarios, "late": late, "door": door})

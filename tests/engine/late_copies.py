@@ -8,46 +8,52 @@ it has been polled a number of times. A wait that is missing shows as a wrong to
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from typing import Any
 
 from kvoffload_patch.transfer import copy_engine
 
+_HostLane = copy_engine.HostLane
 
-class LateLane:
-    """Stands in for `HostLane`."""
+
+class LateLane(_HostLane):
+    """Stands in for `HostLane`, which makes the copies here when their time has come."""
 
     patience = 3
-    stream = None
 
     def __init__(self) -> None:
-        self._waiting: deque[list] = deque()  # [ticket, copy, polls seen]
-        self._done = 0
+        super().__init__()
+        self._waiting: deque[list[Any]] = deque()  # [arguments of `submit`, polls seen]
 
-    def follow_compute(self) -> None:
-        """Late copies always come after what was computed when they were submitted."""
+    @property
+    def queued(self) -> bool:
+        return bool(self._waiting)
 
-    def submit(self, ticket: int, copy: Callable[[], None]) -> None:
-        self._waiting.append([ticket, copy, 0])
+    def submit(self, *args: Any) -> None:
+        self._waiting.append([args, 0])
+
+    def flush(self, ticket: int) -> None:
+        while self._waiting and self._waiting[0][0][0] <= ticket:  # the first of its tickets
+            self._carry_out()
 
     def hold(self, stream: object, ticket: int) -> None:
-        while self._waiting and self._waiting[0][0] <= ticket:
-            self._carry_out()
+        self.flush(ticket)
 
     def poll(self) -> int:
         for entry in self._waiting:
-            entry[2] += 1
-        while self._waiting and self._waiting[0][2] > self.patience:
+            entry[1] += 1
+        while self._waiting and self._waiting[0][1] > self.patience:
             self._carry_out()
-        return self._done
+        return super().poll()
 
     def drain(self) -> None:
         while self._waiting:
             self._carry_out()
 
     def _carry_out(self) -> None:
-        ticket, copy, _ = self._waiting.popleft()
-        copy()
-        self._done = ticket
+        (first, ticket, start, behind), _ = self._waiting.popleft()
+        other, other_ticket = behind
+        other.hold(None, other_ticket)
+        super().submit(first, ticket, start, behind)
 
 
 def install(patience: int) -> None:

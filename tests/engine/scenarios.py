@@ -50,7 +50,7 @@ class Stage:
     def tier_stats(self) -> dict[str, int]:
         """Counters of the tier; all 0 where there is none or it is in another process."""
         if self.tier is None:
-            return dict.fromkeys(("stored", "loaded", "evicted", "dropped"), 0)
+            return dict.fromkeys(("stored", "loaded", "evicted", "dropped", "failed"), 0)
         return dict(vars(self.tier._manager.stats))
 
 

@@ -93,6 +93,19 @@ def test_one_request_in_either_queue_waits(holding: str) -> None:
     assert view.has_waiting()
 
 
+def test_who_goes_on_without_a_lookup() -> None:
+    view = make_view()
+    fresh, session, received, receiving = (make_request(prompt(1)) for _ in range(4))
+    for request in (session, received, receiving):
+        request.num_computed_tokens = BLOCK
+    for request in (received, receiving):
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    view.scheduler.finished_recving_kv_req_ids.add(received.request_id)
+    asked = [fresh, session, received, receiving]
+    assert [view.goes_on(request) for request in asked] == [False, True, True, False]
+    assert [view.is_open(request) for request in asked] == [True, False, False, False]
+
+
 @pytest.mark.parametrize("holding", HOLDING)
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("status", [RequestStatus.WAITING, RequestStatus.PREEMPTED])

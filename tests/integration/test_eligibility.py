@@ -113,15 +113,19 @@ def test_another_scheduler_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("vllm")
-    engine = SimpleNamespace(scheduler=scheduler())
+    calls: list[str] = []
+    executor = SimpleNamespace(collective_rpc=lambda f, **_: calls.append(f.__name__) or [])
+    engine = SimpleNamespace(scheduler=scheduler(), model_executor=executor)
     before = dict(vars(engine.scheduler))
     with pytest.raises(TierRefused, match="found SimpleNamespace; set KVOFFLOAD_STRICT=0"):
         attach(engine, config())
     logger = logging.getLogger("vllm.kvoffload_patch")
-    monkeypatch.setattr(logger, "propagate", True)
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)  # else heard again further up, or not at all
     monkeypatch.setenv("KVOFFLOAD_STRICT", "0")
+    calls.clear()
     attach(engine, config())
+    assert calls == ["close_rank"], "memory that workers took while the model was loading"
     assert vars(engine.scheduler) == before
     (record,) = [r for r in caplog.records if r.name == logger.name]
     assert record.levelno == logging.ERROR

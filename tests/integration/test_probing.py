@@ -175,7 +175,7 @@ def test_an_admitted_request_is_forgotten() -> None:
     world.step()
     world.step(request)
     assert set(world.tier._memo._known) == {other.request_id}
-    assert set(world.tier._looked_up) == {other.request_id}
+    assert len(world.tier._hits) == 1 and other.request_id in world.tier._hits
 
 
 def test_one_that_was_found_not_to_fit_and_is_admitted_all_the_same_is_forgotten() -> None:
@@ -183,7 +183,7 @@ def test_one_that_was_found_not_to_fit_and_is_admitted_all_the_same_is_forgotten
     requests = add_many(world, 5)
     world.step(requests[4])
     assert requests[4].request_id not in world.tier._memo._known
-    assert requests[4].request_id not in world.tier._looked_up
+    assert requests[4].request_id not in world.tier._hits
 
 
 # Inline loads
@@ -318,7 +318,7 @@ def test_a_second_request_for_a_prefix_waits_for_the_first_ones_load() -> None:
     assert world.pool.get_num_free_blocks() == free
 
 
-def test_a_hit_without_room_beside_a_parked_load_is_held_back() -> None:
+def test_a_hit_without_room_beside_a_parked_load_waits() -> None:
     world = World(num_blocks=1 + 12, load_mode="parked")
     for seed in (1, 2):
         world.only_in_cpu(prompt(4, seed=seed))
@@ -326,14 +326,14 @@ def test_a_hit_without_room_beside_a_parked_load_is_held_back() -> None:
     third = world.add(prompt(4, seed=2))
     free = world.pool.get_num_free_blocks()
     plan = world.step()
-    assert [r.status for r in (first, second, third)] == [PARKED] * 3
+    assert [r.status for r in (first, second, third)] == [PARKED, PARKED, WAITING]
+    assert world.admissible == 0
     assert len(plan.loads) == 1
     assert world.pool.get_num_free_blocks() == free - 4, "nothing is held for the third"
     world.all_done()
-    world.tier.before_schedule()
-    assert [r.status for r in (first, second)] == [WAITING] * 2
-    world.step()
-    assert list(world.scheduler.waiting) == [first, second, third]
+    world.step(first, second)
+    assert world.admissible == 2
+    assert list(world.scheduler.waiting) == [third]
 
 
 def test_parked_requests_come_back_in_order() -> None:
@@ -462,7 +462,8 @@ def test_reset_gives_everything_up(holding: str) -> None:
     requests = [world.add(prompt(4, seed=seed)) for seed in (1, 1, 2)]
     free = world.pool.get_num_free_blocks()
     world.step()
-    assert [r.status for r in requests] == [PARKED] * 3
+    assert [r.status for r in requests] == [PARKED, PARKED, WAITING]
+    assert world.admissible == 0
     world.tier.reset()
     assert world.ranks.calls == ["drain"]
     assert [r.status for r in requests] == [WAITING] * 3
@@ -472,6 +473,7 @@ def test_reset_gives_everything_up(holding: str) -> None:
     assert world.pool.reset_prefix_cache()
     assert world.step() is None
     assert [r.status for r in requests] == [WAITING] * 3
+    assert world.admissible == 3, "none has anything to load any more, so vLLM decides"
 
 
 def test_reset_with_nothing_under_way_needs_no_rank() -> None:
@@ -500,7 +502,7 @@ def test_a_parked_request_can_finish(by_name: bool) -> None:
     world.step()
     assert gone.status == RequestStatus.FINISHED_ABORTED
     assert stays.status == WAITING
-    assert gone.request_id not in world.tier._looked_up
+    assert gone.request_id not in world.tier._hits
     assert world.gpu_hit(stays) == 4 * BLOCK, "the load went on"
     assert world.pool.get_num_free_blocks() == free
 
@@ -516,18 +518,23 @@ def test_a_parked_request_that_vllm_has_moved_leaves_the_queue_of_holders() -> N
     assert (list(world.scheduler.waiting), list(world.scheduler.holding)) == ([request], [])
 
 
-def test_a_held_back_request_can_finish() -> None:
+def test_a_request_that_waits_for_room_can_finish() -> None:
     world = World(num_blocks=1 + 9, load_mode="parked")
     for seed in (1, 2):
         world.only_in_cpu(prompt(4, seed=seed))
-    parked, held_back = world.add(prompt(4, seed=1)), world.add(prompt(4, seed=2))
+    parked, waits = world.add(prompt(4, seed=1)), world.add(prompt(4, seed=2))
+    small = world.add(prompt(1, seed=9))
     free = world.pool.get_num_free_blocks()
     world.step()
-    assert [parked.status, held_back.status] == [PARKED, PARKED]
-    world.tier.on_finish([held_back.request_id])
-    assert [parked.status, held_back.status] == [PARKED, WAITING]
+    assert [parked.status, waits.status] == [PARKED, WAITING]
+    assert world.admissible == 0
+    world.tier.on_finish([waits.request_id])
+    assert [parked.status, waits.status] == [PARKED, WAITING]
+    world.scheduler.waiting.remove_request(waits)
+    world.step()
+    assert world.admissible is None, "nobody is in the way of the small one"
     world.tier.reset()
-    assert parked.status == WAITING
+    assert parked.status == WAITING and small.status == WAITING
     assert world.pool.get_num_free_blocks() == free
 
 
@@ -539,7 +546,7 @@ def test_an_unknown_request_can_finish() -> None:
     assert set(world.tier._memo._known) == {request.request_id}
     world.tier.on_finish([request.request_id])
     assert len(world.tier._memo) == 0
-    assert not world.tier._looked_up
+    assert not len(world.tier._hits)
 
 
 def test_closing_closes_the_ranks() -> None:

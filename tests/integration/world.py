@@ -91,6 +91,8 @@ class FakeScheduler:
         self.max_num_running_reqs = max_running
         self.max_num_scheduled_tokens = max_tokens
         self.num_lookahead_tokens = 0
+        self.num_waiting_for_streaming_input = 0
+        self.finished_recving_kv_req_ids: set[str] = set()
         self.pause_state = PauseState.UNPAUSED
         self.connector = None
         self.connector_prefix_cache_stats = None
@@ -101,6 +103,7 @@ class FakeRanks:
     """Ranks that copy nothing and are done when they are told to."""
 
     load_ms_per_block = 1.0
+    num_ranks = 1
     copies_overlap = True
 
     def __init__(self) -> None:
@@ -114,7 +117,11 @@ class FakeRanks:
 
 
 class World:
-    """One scheduler with a tier, stepped by hand."""
+    """One scheduler with a tier, stepped by hand.
+
+    Attributes:
+        admissible: requests that the last step might admit; None if the door was open.
+    """
 
     def __init__(
         self,
@@ -131,6 +138,7 @@ class World:
         self.ranks = FakeRanks()
         settings = Settings(load_mode=load_mode)
         self.tier = SchedulerTier(self.view, self.offload, self.ranks, settings)
+        self.admissible: int | None = None
         setattr(self.scheduler, TIER, self.tier)
         setattr(self.pool, TIER, self.tier)
         for name in ("cache_full_blocks", "get_new_blocks"):
@@ -172,7 +180,11 @@ class World:
             body: called within `schedule` before the requests are admitted.
         """
 
+        limit = self.scheduler.max_num_running_reqs
+
         def schedule() -> SimpleNamespace:
+            now = self.scheduler.max_num_running_reqs
+            self.admissible = None if now == limit else now - len(self.scheduler.running)
             if body is not None:
                 body()
             scheduled = {request.request_id: self.admit(request) for request in admitted}

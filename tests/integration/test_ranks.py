@@ -1,0 +1,122 @@
+"""All ranks of an engine: how many slots, whether they fit, and what one rank says of itself."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvoffload_patch.integration import rank as worker_side  # noqa: E402
+from kvoffload_patch.integration.adapters import RESULT, TIER  # noqa: E402
+from kvoffload_patch.integration.errors import TierRefused  # noqa: E402
+from kvoffload_patch.integration.host_memory import EARLY  # noqa: E402
+from kvoffload_patch.integration.rank import RankGeometry, RankOpened  # noqa: E402
+from kvoffload_patch.integration.ranks import RankGroup  # noqa: E402
+
+GIB = 1 << 30
+
+
+def geometry(rank: int, host: str = "a", **more: Any) -> RankGeometry:
+    given = {"block_bytes": 100, "slot_bytes": 512, "num_blocks": 7, "device": "cuda"}
+    return RankGeometry(rank, host, 1000 + rank, **{**given, "available_bytes": GIB, **more})
+
+
+class Executor:
+    """Answers as it is told to, by the name of what is called."""
+
+    def __init__(self, ranks: list[RankGeometry], ready: list[int]) -> None:
+        self.answers = {
+            "describe_rank": ranks,
+            "open_rank": [RankOpened(r.rank, r.pid, n, 0.5) for r, n in zip(ranks, ready)],
+            "ready_slots": [n + 3 for n in ready],
+        }
+        self.calls: list[tuple[Any, ...]] = []
+
+    def collective_rpc(self, function: Any, timeout: float, args: tuple[Any, ...]) -> Any:
+        self.calls.append((function.__name__, *args))
+        return self.answers.get(function.__name__, [])
+
+
+def test_slots_are_counted_by_what_they_take_and_usable_where_every_rank_has_them() -> None:
+    executor = Executor([geometry(0), geometry(1, slot_bytes=1024)], [9, 4])
+    ranks = RankGroup(executor)
+    ranks.open(1536 * 20 + 1)
+    assert (ranks.num_ranks, ranks.num_slots, ranks.num_usable) == (2, 20, 4)
+    assert executor.calls[-1][:2] == ("open_rank", 20)
+    assert ranks.num_ready() == 7
+
+
+def test_memory_taken_early_is_not_counted_twice() -> None:
+    MIB = 1 << 20  # noqa: N806
+    early = {"available_bytes": 100 * MIB, "early_bytes": 30 * MIB, "slot_bytes": MIB}
+    both = [geometry(0, **early), geometry(1, **early)]
+    RankGroup(Executor(both, [1, 1])).open(160 * MIB)
+    with pytest.raises(TierRefused, match="would take 0.2 GiB on a, which has 0.2 GiB available"):
+        RankGroup(Executor(both, [1, 1])).open(162 * MIB)
+    apart = [geometry(0, **early), geometry(1, "b", **early)]
+    RankGroup(Executor(apart, [1, 1])).open(260 * MIB)
+    with pytest.raises(TierRefused, match="on a, which has 0.1 GiB available"):
+        RankGroup(Executor(apart, [1, 1])).open(262 * MIB)
+
+
+def test_giving_back_asks_every_rank_and_forgives_those_that_do_not_answer() -> None:
+    executor = Executor([], [])
+    RankGroup(executor).give_back()
+    assert executor.calls == [("close_rank",)]
+    RankGroup(SimpleNamespace()).give_back()
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A worker on the CPU with seven blocks of KV."""
+    monkeypatch.setattr(worker_side, "runner_is_patched", lambda runner: "")
+    gate = SimpleNamespace(close=lambda: None)  # it wants to see a whole model
+    monkeypatch.setattr(worker_side, "LayerGate", lambda *_: gate)
+    placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[])
+    alone = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+    runner = SimpleNamespace(
+        kv_caches=[torch.zeros(7, 3, 5)], kv_cache_config=placed, vllm_config=alone
+    )
+    return SimpleNamespace(rank=0, model_runner=runner, vllm_config=alone)
+
+
+def output() -> Any:
+    return SimpleNamespace(req_ids=["a"], sampled_token_ids=[[1]])
+
+
+def test_a_rank_says_what_a_slot_takes_and_what_is_usable(worker: Any) -> None:
+    described = worker_side.describe_rank(worker)
+    assert (described.error, described.block_bytes, described.slot_bytes) == ("", 60, 512)
+    opened = worker_side.open_rank(worker, 5)
+    assert (opened.error, opened.num_ready) == ("", 5)
+    assert worker_side.ready_slots(worker) == 5
+    tier = getattr(worker.model_runner, TIER)
+    assert getattr(tier.end_step(output()), RESULT).num_slots == 5
+    worker_side.close_rank(worker)
+    assert not hasattr(worker.model_runner, TIER)
+
+
+def test_the_end_of_growth_is_said_once(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(worker_side.logger, "warning", lambda text, *a: said.append(text % a))
+    worker_side.open_rank(worker, 5)
+    tier = getattr(worker.model_runner, TIER)
+    host = type(tier._host)
+    monkeypatch.setattr(host, "num_ready", property(lambda self: 3))
+    monkeypatch.setattr(host, "growth_ended", property(lambda self: "no more memory."))
+    for _ in range(3):
+        assert getattr(tier.end_step(output()), RESULT).num_slots == 3
+    assert said == ["kvoffload_patch: no more memory."]
+    worker_side.close_rank(worker)
+
+
+def test_closing_a_rank_that_never_opened_gives_back_what_was_taken_early(worker: Any) -> None:
+    closed: list[int] = []
+    early = SimpleNamespace(close=lambda: closed.append(1), toucher=SimpleNamespace(touched=77))
+    setattr(worker.model_runner, EARLY, early)
+    assert worker_side.describe_rank(worker).early_bytes == 77
+    worker_side.close_rank(worker)
+    assert closed == [1] and not hasattr(worker.model_runner, EARLY)
