@@ -44,7 +44,7 @@ def _attach(engine_core: Any, vllm_config: Any, settings: Settings) -> None:
     cpu_bytes = engine_bytes(vllm_config, settings)
     ranks = RankGroup(engine_core.model_executor)
     ranks.open(cpu_bytes, settings.copy_backend, settings.canary_fault_rank)
-    manager = OffloadManager(ranks.num_usable)
+    manager = OffloadManager(ranks.num_usable, growing=ranks.num_usable < ranks.num_slots)
     view = SchedulerView(scheduler)
     tier = SchedulerTier(view, manager, ranks, settings)
     setattr(scheduler, TIER, tier)

@@ -170,7 +170,7 @@ class RankTier:
                 chosen = choose_backend(layout, slots, ready, backend)
                 run_canary(layout, chosen.backend, slot=ready - 1, fault=fault)
             self.load_ms_per_block, self.copies = chosen.load_ms_per_block, chosen.report
-            self._engine = CopyEngine(layout, chosen.backend, self._host.wait_ready)
+            self._engine = CopyEngine(layout, chosen.backend, self._host.wait_ready, chosen.beside)
             self._gate = LayerGate(runner, layout, chosen.backend.groups, self._engine)
         except BaseException:
             self._host.close()
@@ -214,7 +214,7 @@ class RankTier:
                 f"({self._engine.why_failed()}), and the others cannot know of it; restart the "
                 "server, or set KVOFFLOAD_DISABLE=1 to serve without the CPU tier."
             )
-        result = TransferResult(*progress, num_slots=self.num_ready)
+        result = TransferResult(*progress, num_slots=self.num_ready, growing=self._host.growing)
         return copy_output(output, result)
 
     def drain(self) -> None:

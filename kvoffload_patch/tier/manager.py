@@ -5,32 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from kvoffload_patch.tier.entries import Block, Ticket
 from kvoffload_patch.tier.plan import CopyBatch, TransferPlan, TransferResult
 from kvoffload_patch.tier.policy import EvictionPolicy, LRUPolicy
 from kvoffload_patch.tier.slots import SlotPool
 from kvoffload_patch.tier.stats import TierStats
-
-
-class _Block:
-    """One slot's content. A ticket that reads or writes the slot holds a reference."""
-
-    __slots__ = ("key", "ready", "ref_cnt", "slot")
-
-    def __init__(self, key: Hashable, slot: int) -> None:
-        self.key = key
-        self.slot = slot
-        self.ref_cnt = 1
-        self.ready = False
-
-
-class _Ticket:
-    """A batch under way, and the blocks that it holds."""
-
-    __slots__ = ("batch", "blocks")
-
-    def __init__(self, batch: CopyBatch, blocks: list[_Block]) -> None:
-        self.batch = batch
-        self.blocks = blocks
 
 
 class OffloadManager:
@@ -41,18 +20,25 @@ class OffloadManager:
     Args:
         num_slots: slots usable at first; more become usable by `apply`.
         policy: makes the eviction policy, anew after each `clear`.
+        growing: more slots are to come.
     """
 
-    def __init__(self, num_slots: int, policy: Callable[[], EvictionPolicy] = LRUPolicy) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        policy: Callable[[], EvictionPolicy] = LRUPolicy,
+        growing: bool = False,
+    ) -> None:
         self.num_slots = num_slots
         self.stats = TierStats()
         self._new_policy = policy
         self._policy = policy()
         self._slots = SlotPool(num_slots)
-        self._blocks: dict[Hashable, _Block] = {}
+        self._growing = growing
+        self._blocks: dict[Hashable, Block] = {}
         self._pending: dict[int, Hashable] = {}  # GPU block id -> key, not yet planned
-        self._loading: deque[_Ticket] = deque()
-        self._storing: deque[_Ticket] = deque()
+        self._loading: deque[Ticket] = deque()
+        self._storing: deque[Ticket] = deque()
         self._store_of: dict[int, int] = {}  # GPU block id -> ticket of its last store
         self._new_loads: list[CopyBatch] = []
         self._last_load = self._last_store = 0
@@ -139,7 +125,7 @@ class OffloadManager:
             self._last_load, tuple(gpu_block_ids), tuple(block.slot for block in blocks)
         )
         self._new_loads.append(batch)
-        self._loading.append(_Ticket(batch, blocks))
+        self._loading.append(Ticket(batch, blocks))
         return self._last_load
 
     def expose_load(self, ticket: int) -> None:
@@ -185,6 +171,7 @@ class OffloadManager:
         # One that is known to be done was taken in then: it is named until a plan shows that.
         self._failed_loads.update(t for t in result.failed_loads if t > self._loads_done)
         self._failed_stores.update(t for t in result.failed_stores if t > self._stores_done)
+        self._growing = result.growing
         if result.num_slots is not None and result.num_slots > self.num_slots:
             self.num_slots = result.num_slots
             self._slots.grow(self.num_slots)
@@ -220,16 +207,12 @@ class OffloadManager:
     # Inside
 
     def _plan_store(self, storable: Callable[[int, Hashable], bool]) -> CopyBatch | None:
-        pending, self._pending = self._pending, {}
-        gpu_block_of: dict[Hashable, int] = {}
-        for gpu_block_id, key in pending.items():
-            if storable(gpu_block_id, key):
-                gpu_block_of.setdefault(key, gpu_block_id)
+        gpu_block_of = self._take_pending(storable)
         count = self._make_room(len(gpu_block_of))
         self.stats.dropped += len(gpu_block_of) - count
         if not count:
             return None
-        blocks = [_Block(key, slot) for key, slot in zip(gpu_block_of, self._slots.allocate(count))]
+        blocks = [Block(key, slot) for key, slot in zip(gpu_block_of, self._slots.allocate(count))]
         self._last_store += 1
         batch = CopyBatch(
             self._last_store,
@@ -239,8 +222,23 @@ class OffloadManager:
         for block, gpu_block_id in zip(blocks, batch.gpu_block_ids):
             self._blocks[block.key] = block
             self._store_of[gpu_block_id] = batch.ticket
-        self._storing.append(_Ticket(batch, blocks))
+        self._storing.append(Ticket(batch, blocks))
         return batch
+
+    def _take_pending(self, storable: Callable[[int, Hashable], bool]) -> dict[Hashable, int]:
+        """What is to be stored now, and from which GPU block.
+
+        While slots are still coming nothing is evicted for a store: what finds no room waits, as
+        long as the GPU keeps it.
+        """
+        limit = self._slots.num_free if self._growing else len(self._pending)
+        taken: dict[Hashable, int] = {}
+        while self._pending and len(taken) < limit:
+            gpu_block_id = next(iter(self._pending))
+            key = self._pending.pop(gpu_block_id)
+            if storable(gpu_block_id, key) and not self.holds(key):
+                taken.setdefault(key, gpu_block_id)
+        return taken
 
     def _make_room(self, count: int) -> int:
         """Evict until ``count`` slots are free or none can be; returns how many there are."""
@@ -250,7 +248,7 @@ class OffloadManager:
             self.stats.evicted += 1
         return min(count, self._slots.num_free)
 
-    def _finish_load(self, ticket: _Ticket) -> None:
+    def _finish_load(self, ticket: Ticket) -> None:
         if ticket.batch.ticket in self._failed_loads:
             self._give_up(ticket)
             return
@@ -259,7 +257,7 @@ class OffloadManager:
             self._unpin(block)
         self.stats.loaded += len(ticket.blocks)
 
-    def _finish_store(self, ticket: _Ticket) -> list[Hashable]:
+    def _finish_store(self, ticket: Ticket) -> list[Hashable]:
         if ticket.batch.ticket in self._failed_stores:
             self._failed_stores.remove(ticket.batch.ticket)
             self._give_up(ticket)
@@ -273,7 +271,7 @@ class OffloadManager:
         self.stats.stored += len(ticket.blocks)
         return readable
 
-    def _give_up(self, ticket: _Ticket) -> None:
+    def _give_up(self, ticket: Ticket) -> None:
         """Forget the blocks of a failed transfer."""
         for block in ticket.blocks:
             if self._blocks.get(block.key) is block:
@@ -281,12 +279,12 @@ class OffloadManager:
             self._unpin(block)
         self.stats.failed += len(ticket.blocks)
 
-    def _pin(self, block: _Block) -> None:
+    def _pin(self, block: Block) -> None:
         if not block.ref_cnt:
             self._policy.remove(block.key)
         block.ref_cnt += 1
 
-    def _unpin(self, block: _Block) -> None:
+    def _unpin(self, block: Block) -> None:
         block.ref_cnt -= 1
         if block.ref_cnt:
             return

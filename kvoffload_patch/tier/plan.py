@@ -56,6 +56,7 @@ class TransferResult:
         failed_stores: stores whose bytes were not copied; done as well.
             Either is named again until a plan shows that it was taken in.
         num_slots: CPU slots usable so far, from slot 0 on; None says nothing new.
+        growing: more of them are to come.
     """
 
     loads_done: int
@@ -63,3 +64,4 @@ class TransferResult:
     failed_loads: tuple[int, ...] = ()
     failed_stores: tuple[int, ...] = ()
     num_slots: int | None = None
+    growing: bool = False

@@ -12,11 +12,13 @@ import numpy as np
 import torch
 
 from kvoffload_patch.transfer.backend import Slices, Streams
+from kvoffload_patch.transfer.ids import IdUploader
 from kvoffload_patch.transfer.layout import BlockLayout
-from kvoffload_patch.transfer.slot_memory import SlotMemory, upload
+from kvoffload_patch.transfer.slot_memory import SlotMemory
 from kvoffload_patch.transfer.tiles import TileMover
 
-PROGRAMS = 32
+# As few as reach the bus's speed (H200): writes need no answer, reads wait for one.
+LOAD_PROGRAMS, STORE_PROGRAMS = 32, 16
 SLICE_BYTES = 32 << 20
 
 
@@ -33,6 +35,7 @@ class DirectBackend:
     def __init__(self, layout: BlockLayout, slots: SlotMemory) -> None:
         self._device = layout.device
         self._slots = slots
+        self._ids = IdUploader(self._device)
         self._slice = max(1, SLICE_BYTES // slots.pitch)
         self._mover = TileMover(layout, slots.pitch, [slots.address(0)])
         self.groups = [(0, len(layout.rows))]
@@ -66,13 +69,14 @@ class DirectBackend:
     ) -> Slices:
         streams.blocks.wait_stream(streams.bus)
         block_ids, slot_ids = (
-            upload(np.array(numbers, dtype=np.int64), self._device, streams.blocks)
+            self._ids.upload(np.array(numbers, dtype=np.int64), streams.blocks)
             for numbers in (ids, slots)
         )
+        programs = STORE_PROGRAMS if to_slots else LOAD_PROGRAMS
         for at in range(0, len(ids), self._slice):
             count = min(self._slice, len(ids) - at)
             with torch.cuda.stream(streams.blocks):
                 self._mover.move(
-                    to_slots, self._slots.flat, block_ids, at, count, slot_ids, programs=PROGRAMS
+                    to_slots, self._slots.flat, block_ids, at, count, slot_ids, programs=programs
                 )
             yield

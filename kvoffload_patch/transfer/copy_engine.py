@@ -18,11 +18,10 @@ from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.plans import Batch, Plan, Progress
 
 _NAP_S = 0.0001
-# Slices of loads under way when a step has been launched: about 14 ms of the bus. While the next
-# is launched, the copy thread hardly gets to run: with calls as short as launches, Python gives
-# another thread its turn every 5 ms at most. But a step's own inputs, if they are large, wait
-# behind what is enqueued.
-_LOADS_AHEAD = 12
+# Slices of loads under way when a step has been launched: about 15 to 30 ms of the bus. While the
+# next is launched, the copy thread hardly gets to run: with calls as short as launches, Python
+# gives another thread its turn every 5 ms at most.
+_LOADS_AHEAD = 24
 # With fewer than so many, the bus would be idle before the step has been launched.
 _TOO_FEW = 2
 # Groups of a load by layer that are enqueued before they are waited for.
@@ -46,6 +45,7 @@ class CopyEngine:
         backend: moves the bytes.
         wait_ready: called with a number of slots before any of them is used: returns when so
             many are usable, or raises.
+        beside: moves the bytes of loads that no step waits for, instead of ``backend``.
 
     Attributes:
         num_groups: parts in which a load by layer arrives; see `begin_step`.
@@ -56,8 +56,10 @@ class CopyEngine:
         layout: BlockLayout,
         backend: CopyBackend,
         wait_ready: Callable[[int], None] | None = None,
+        beside: CopyBackend | None = None,
     ) -> None:
         self._backend = backend
+        self._beside = beside or backend
         self._wait_ready = wait_ready
         self._deferred: Plan | None = None
         self._last_load = self._last_store = self._wait_load = 0
@@ -108,12 +110,15 @@ class CopyEngine:
             self._submit_loads(due, plan.stores_done, self._mark_arrived)
             loads = loads[len(due) :]
         for batch in loads:
-            self._submit_loads([batch], plan.stores_done, None)
+            parked = batch.ticket > plan.wait_load
+            self._submit_loads([batch], plan.stores_done, None, parked)
         if by_layer:
             self._enqueue_groups(_GROUPS_AHEAD)
         else:
             self.wait_all_loads()
         self._deferred = plan
+        if by_layer:
+            return  # its inputs come before more of its loads
         if self._loads.queued and self._loads.has_room(_TOO_FEW):
             self._loads.top_up(LOADS_AHEAD)
         self._wake()
@@ -188,7 +193,11 @@ class CopyEngine:
                 self._thread.close()
 
     def _submit_loads(
-        self, batches: Sequence[Batch], stores_done: int, arrived: Callable[[int], None] | None
+        self,
+        batches: Sequence[Batch],
+        stores_done: int,
+        arrived: Callable[[int], None] | None,
+        parked: bool = False,
     ) -> None:
         """Submit batches as one copy."""
         if not batches:
@@ -202,7 +211,8 @@ class CopyEngine:
         if len(batches) > 1:
             ids = [block for batch in batches for block in batch.gpu_block_ids]
             slots = [slot for batch in batches for slot in batch.cpu_slots]
-        start = partial(self._load, ids, slots, arrived=arrived)
+        backend = self._beside if parked else self._backend
+        start = partial(self._load, backend, ids, slots, arrived=arrived)
         self._loads.submit(first, self._last_load, start, (self._stores, stores_done))
 
     def _store(self, ids: Sequence[int], slots: Sequence[int], streams: Streams | None) -> Slices:
@@ -220,6 +230,7 @@ class CopyEngine:
 
     def _load(
         self,
+        backend: CopyBackend,
         ids: Sequence[int],
         slots: Sequence[int],
         streams: Streams | None,
@@ -228,7 +239,7 @@ class CopyEngine:
         # On several ranks the scheduler does not hear of a store that failed on this one.
         if self._bad_slots and not self._bad_slots.isdisjoint(slots):
             raise TransferError("a store of some of these blocks has failed on this rank.")
-        return self._backend.load(ids, slots, streams, arrived)
+        return backend.load(ids, slots, streams, arrived)
 
     def _enqueue_groups(self, count: int) -> None:
         """Enqueue the first so many groups of what this step's loads bring."""
@@ -237,9 +248,10 @@ class CopyEngine:
                 return
 
     def _mark_arrived(self, group: int) -> None:
-        self._num_arrived = group + 1
         if isinstance(self._loads, Lane):
             self._arrived[group].record(self._loads.streams.blocks)
+        # Last: the copy thread may be here, and the step waits for the event once it sees this.
+        self._num_arrived = group + 1
 
     def _wake(self) -> None:
         if self._thread is not None and (self._loads.queued or self._stores.queued):

@@ -14,8 +14,9 @@ import torch
 
 from kvoffload_patch.transfer.backend import Slices, Streams
 from kvoffload_patch.transfer.driver import Driver
+from kvoffload_patch.transfer.ids import IdUploader
 from kvoffload_patch.transfer.layout import BlockLayout
-from kvoffload_patch.transfer.slot_memory import Numbers, Part, SlotMemory, in_slot_order, upload
+from kvoffload_patch.transfer.slot_memory import Numbers, Part, SlotMemory, in_slot_order
 from kvoffload_patch.transfer.tiles import TileMover
 
 # A slice costs some tens of microseconds of a thread that shares Python with the step, so loads
@@ -78,6 +79,7 @@ class StagedBackend:
         pitch = self._slots.pitch
         self._store_ring = _Ring(STORE_CHUNK_BYTES, pitch, STORE_BUFFERS, self._device)
         self._load_ring = _Ring(LOAD_CHUNK_BYTES, pitch, LOAD_BUFFERS, self._device)
+        self._ids = IdUploader(self._device)
         addresses = [*self._store_ring.addresses(), *self._load_ring.addresses()]
         self._mover = TileMover(layout, pitch, addresses)
         self.groups = layout.cut(MAX_GROUPS, MIN_GROUP_BYTES)
@@ -93,7 +95,7 @@ class StagedBackend:
         assert streams is not None
         blocks, bus = streams.blocks, streams.bus
         ids, slots = in_slot_order(gpu_block_ids, cpu_slots)
-        block_ids = upload(ids, self._device, blocks)
+        block_ids = self._ids.upload(ids, blocks)
         for part in self._slots.parts(slots, self._store_ring.blocks):
             buffer = self._store_ring.take()
             blocks.wait_event(buffer.free)
@@ -117,7 +119,7 @@ class StagedBackend:
         assert streams is not None
         blocks, bus = streams.blocks, streams.bus
         ids, slots = in_slot_order(gpu_block_ids, cpu_slots)
-        block_ids = upload(ids, self._device, blocks)
+        block_ids = self._ids.upload(ids, blocks)
         if arrived is None:
             for part in self._slots.parts(slots, self._load_ring.blocks):
                 buffer = self._load_ring.take()

@@ -9,7 +9,7 @@ import torch
 
 from kvoffload_patch.transfer.backend import Slices, Streams
 from kvoffload_patch.transfer.layout import BlockLayout
-from kvoffload_patch.transfer.slot_memory import Run, SlotMemory, upload
+from kvoffload_patch.transfer.slot_memory import Run, SlotMemory
 
 STAGING_BYTES = 32 << 20
 
@@ -108,7 +108,10 @@ class TorchBackend:
             row[blocks] = staging[: len(ids), span]
 
     def _index(self, ids: Sequence[int]) -> torch.Tensor:
-        return upload(np.array(ids, dtype=np.int64), self._device, None)
+        index = torch.from_numpy(np.array(ids, dtype=np.int64))
+        if self._device.type != "cpu":
+            index = index.pin_memory()  # torch keeps it until the copy is done
+        return index.to(self._device, non_blocking=True)
 
     def _runs(self, slots: Sequence[int]) -> Iterator[Run]:
         for part in self._memory.parts(np.array(slots, dtype=np.int64), len(slots)):

@@ -11,11 +11,9 @@ import ctypes
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvoffload_patch.transfer.errors import TransferError
-
-Numbers = npt.NDArray[np.int64]
+from kvoffload_patch.transfer.slot_memory import Numbers
 
 _DEVICE_AND_HOST = 4  # CU_MEMORYTYPE_UNIFIED: the address says which
 _NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
@@ -76,11 +74,6 @@ class Driver:
         self._batch, self._reports_index = _batch_call(self._lib)
         self._attributes = _Attributes(srcAccessOrder=_STREAM_ORDER)
         self._first = ctypes.c_size_t(0)
-
-    @property
-    def has_batches(self) -> bool:
-        """Whether many copies can be given in one call."""
-        return self._batch is not None
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """One run of bytes."""

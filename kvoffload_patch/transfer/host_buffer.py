@@ -116,6 +116,11 @@ class HostBuffer:
         return self.num_slots if self._growth is None else self._growth.num_ready
 
     @property
+    def growing(self) -> bool:
+        """Whether more slots are to come."""
+        return self.num_ready < self.num_slots and not self.growth_ended
+
+    @property
     def growth_ended(self) -> str:
         """Why there will be no more slots, in a sentence; empty if all are there or coming."""
         return "" if self._growth is None else self._growth.ended

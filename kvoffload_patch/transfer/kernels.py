@@ -1,4 +1,4 @@
-"""The Triton kernel that packs blocks: between the rows of KV tensors and one flat memory.
+"""The Triton kernels: one packs blocks, between the rows of KV tensors and one flat memory.
 
 Rows are cut into tiles of one size, so that one launch moves any number of blocks of any layout.
 """
@@ -7,6 +7,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit(do_not_specialize=("first", "at", "count"))  # type: ignore[untyped-decorator]
+def copy_ids(source, target, first, at, count, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy ``source[first : first + count]`` to ``target`` from ``at`` on."""
+    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    inside = index < count
+    tl.store(target + at + index, tl.load(source + first + index, mask=inside), mask=inside)
+
 
 # A number that changes from call to call must not make a new kernel: that costs a compilation.
 _PLAIN = (

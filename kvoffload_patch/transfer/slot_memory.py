@@ -12,9 +12,6 @@ import torch
 # Slots and blocks of a batch. Not torch's tensors: on the CPU it would set a team of threads to
 # work, in every thread anew, on what takes one of them microseconds.
 Numbers = npt.NDArray[np.int64]
-# So few that they travel to the device with the command. A larger copy would wait in the copy
-# engine behind all that is enqueued in its direction, on any stream (docs/performance.md).
-_SMALL = 1024
 
 
 class Run(NamedTuple):
@@ -102,18 +99,3 @@ def in_slot_order(
         return blocks, slots
     order = np.argsort(slots)
     return blocks[order], slots[order]
-
-
-def upload(ids: Numbers, device: torch.device, stream: Any) -> torch.Tensor:
-    """Numbers on the device, for what is enqueued on ``stream`` (None: the current one)."""
-    if device.type == "cpu":
-        return torch.from_numpy(ids)
-    with torch.cuda.stream(stream):
-        # torch keeps the pinned memory until this copy is done, and the device's until what
-        # was enqueued on this stream before its end is.
-        pinned = torch.from_numpy(ids).pin_memory()
-        uploaded = torch.empty_like(pinned, device=device)
-        for begin in range(0, len(ids), _SMALL):
-            piece = slice(begin, begin + _SMALL)
-            uploaded[piece].copy_(pinned[piece], non_blocking=True)
-        return uploaded

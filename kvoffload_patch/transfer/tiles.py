@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from kvoffload_patch.transfer.ids import IdUploader
 from kvoffload_patch.transfer.kernels import move_tiles
 from kvoffload_patch.transfer.layout import BlockLayout
 
@@ -97,11 +99,12 @@ class TileMover:
 
 
 def warm_up(device: torch.device) -> None:
-    """Compile the kernel as most layouts need it, ahead of time; it takes about a second."""
+    """Compile the kernels as most layouts need them, ahead of time; it takes about a second."""
     tensor = torch.zeros(2, _TILE_BYTES, dtype=torch.uint8, device=device)
     flat = torch.zeros_like(tensor).view(-1)
     mover = TileMover(BlockLayout([tensor], 2), _TILE_BYTES, [flat.data_ptr()])
     blocks = torch.tensor([0, 1], device=device)
+    IdUploader(device).upload(np.array([0, 1]), torch.cuda.current_stream(device))
     for to_flat in (True, False):
         for flat_ids in (None, blocks):
             mover.move(to_flat, flat, blocks, 0, 2, flat_ids)

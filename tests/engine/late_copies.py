@@ -35,6 +35,15 @@ class LateLane(_HostLane):
         while self._waiting and self._waiting[0][0][0] <= ticket:  # the first of its tickets
             self._carry_out()
 
+    def has_queued(self, ticket: int) -> bool:
+        return bool(self._waiting) and self._waiting[0][0][0] <= ticket
+
+    def advance(self) -> bool:
+        if self._waiting:
+            self._carry_out()
+            return True
+        return False
+
     def hold(self, stream: object, ticket: int) -> None:
         self.flush(ticket)
 

@@ -159,7 +159,7 @@ class FakeCuda:
         )
         self._put(TileMover, move=self._late(TileMover.move))
         # Or a step would enqueue all there is: copies are small here.
-        self._put(copy_engine, _LOADS_AHEAD=2, LOADS_AHEAD=1, _TOO_FEW=1)
+        self._put(copy_engine, _LOADS_AHEAD=2, LOADS_AHEAD=1, _TOO_FEW=1, _GROUPS_AHEAD=1)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -183,8 +183,6 @@ class FakeDriver:
         calls: what was enqueued: ``copy``, ``many`` or ``rows``.
         fail_in: raise once so many more copies were enqueued; never if None.
     """
-
-    has_batches = True
 
     def __init__(self, cuda: FakeCuda, slots: SlotMemory, slots_per_piece: int = 0) -> None:
         self._streams = cuda

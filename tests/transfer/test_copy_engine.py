@@ -9,14 +9,16 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
+from transfer.fake_cuda import FakeCuda, FakeEvent
 
 from kvoffload_patch.transfer import copy_engine
 from kvoffload_patch.transfer.copy_engine import CopyEngine, Progress
 from kvoffload_patch.transfer.errors import TransferError
-from kvoffload_patch.transfer.lane import HostLane
+from kvoffload_patch.transfer.lane import HostLane, Lane
 from kvoffload_patch.transfer.layout import BlockLayout
 
 Ids = Sequence[int]
@@ -267,10 +269,104 @@ def test_loads_that_a_step_needs_by_layer_are_one_copy(
         ("load by group", (1, 2, 3), (7, 8, 4)),
         ("loads", "submit", 4, 4, "behind", "stores", 1),
         ("load", (5,), (6,)),
-        ("loads", "flush", 3),
     ]
     with_lanes.wait_all_loads()
     assert recorder.take() == [("loads", "hold", "compute", 3)]
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_loads_that_no_step_waits_for_go_by_a_backend_of_their_own(
+    recorder: Recorder, by_layer: bool
+) -> None:
+    beside = Recorder()
+    engine = CopyEngine(layout(), recorder, beside=beside)
+    loads = [Batch(1, (1,), (7,)), Batch(2, (2,), (8,)), Batch(3, (3,), (9,))]
+    engine.begin_step(Plan(loads, Batch(1), wait_load=2), by_layer)
+    engine.end_step()
+    due = [("load by group", (1, 2), (7, 8))]
+    if not by_layer:
+        due = [("load", (1,), (7,)), ("load", (2,), (8,))]
+    assert recorder.take() == [*due, ("store", (1,), (2,))]
+    assert beside.take() == [("load", (3,), (9,))]
+
+
+class InGroups(Recorder):
+    """Brings four groups, in two slices each."""
+
+    groups = [(i, i + 1) for i in range(4)]
+
+    def load(
+        self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None, arrived: Any = None
+    ) -> Iterator[None]:
+        for group in range(4):
+            for half in "ab":
+                self.calls.append(f"{tuple(gpu_block_ids)} {group}{half}")
+                yield
+            if arrived is not None:
+                arrived(group)
+
+
+@pytest.fixture
+def in_groups() -> Iterator[tuple[CopyEngine, InGroups, FakeCuda]]:
+    """An engine with lanes on streams, whose step enqueues nothing but groups by itself."""
+    backend = InGroups()
+    with FakeCuda() as cuda, mock.patch.multiple(copy_engine, _GROUPS_AHEAD=2, LOADS_AHEAD=0):
+        engine, lock = CopyEngine(layout(), backend), threading.RLock()
+        engine._loads = Lane(torch.device("cpu"), lock, False, 4)
+        engine._stores = Lane(torch.device("cpu"), lock, True, 4)
+        engine._arrived = [FakeEvent(cuda) for _ in backend.groups]
+        yield engine, backend, cuda
+
+
+def test_groups_are_enqueued_a_few_before_they_are_waited_for(in_groups: Any) -> None:
+    """The step's inputs cross the bus, too, and are not to be behind all that it loads."""
+    engine, backend, _ = in_groups
+    engine._loads.top_up = lambda ahead: False
+    engine.begin_step(Plan([Batch(1), Batch(2, (3,)), Batch(3, (9,))], wait_load=2), by_layer=True)
+    found = [len(backend.calls)]
+    for group in range(4):
+        engine.wait_group(group)
+        found.append(len(backend.calls))
+    # A group is enqueued when the slice behind it has been asked for.
+    assert found == [5, 5, 7, 8, 8]
+    assert engine._num_arrived == 4
+    assert engine._loads.queued, "the last one is not needed"
+    engine.begin_step(Plan([Batch(4, (5,))], wait_load=4), by_layer=True)
+    assert backend.calls[8:16] == [f"(9,) {i}{half}" for i in range(4) for half in "ab"]
+    assert len(backend.calls) == 16 + 5, "counted anew"
+
+
+def test_a_group_waited_for_is_waited_for_on_the_device(in_groups: Any) -> None:
+    engine, _, cuda = in_groups
+    engine.begin_step(Plan([Batch(1)], wait_load=1), by_layer=True)
+    for group in range(4):
+        engine.wait_group(group)
+        assert cuda.current.work[-1].until == engine._arrived[group].until
+
+
+def test_a_group_counts_as_enqueued_once_its_event_does(in_groups: Any) -> None:
+    """The copy thread may enqueue it, and the step wait for the event meanwhile."""
+    engine, _, _ = in_groups
+    seen: list[int] = []
+    engine._arrived = [
+        SimpleNamespace(record=lambda stream: seen.append(engine._num_arrived)) for _ in range(4)
+    ]
+    engine.begin_step(Plan([Batch(1)], wait_load=1), by_layer=True)
+    engine.wait_all_loads()
+    assert seen == [0, 1, 2, 3]
+
+
+def test_a_load_by_layer_that_fails_is_not_waited_for(in_groups: Any) -> None:
+    engine, backend, cuda = in_groups
+
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError("the bus is on fire")
+
+    backend.load = fail
+    engine.begin_step(Plan([Batch(1), Batch(2)], wait_load=1), by_layer=True)
+    engine.wait_group(3)
+    cuda.run()
+    assert engine.poll().failed_loads == (1,)
 
 
 def test_a_step_by_layer_without_loads_of_its_own_waits_for_earlier_ones(

@@ -152,7 +152,6 @@ def test_many_copies_go_in_one_call_where_the_driver_has_it(
     use: Any, names: list[str], called: list[str]
 ) -> None:
     driver, library = use(*names)
-    assert driver.has_batches == bool(names)
     source, target = memory()
     copies, wanted = some_copies(source, target)
     driver.copy_many(*columns(*copies), STREAM)

@@ -85,6 +85,7 @@ def test_flushing_enqueues_the_copies_that_stand_for_these_tickets(setup: Setup)
     assert names(setup.log) == {"1", "4"}
     assert lane.poll() == 4
     assert lane.queued
+    assert [lane.has_queued(ticket) for ticket in (4, 5, 9)] == [False, True, True]
     lane.drain()
     assert (lane.poll(), lane.queued, lane.under_way) == (5, False, False)
     assert names(setup.log) == {"1", "4", "5"}
@@ -315,5 +316,5 @@ def test_the_cpu_device_copies_at_once_and_fails_at_once() -> None:
     lane.submit(3, 5, partial(start, True), (lane, 0))
     assert lane.poll() == 5
     assert lane.failed == dict.fromkeys((3, 4, 5), "not here")
-    assert not (lane.queued or lane.under_way or lane.top_up(9))
-    assert lane.has_room(1)
+    assert not (lane.queued or lane.under_way or lane.advance() or lane.top_up(9))
+    assert lane.has_room(1) and not lane.has_queued(9)

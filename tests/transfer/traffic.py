@@ -112,7 +112,9 @@ class Machine:
             ]:
                 stack.enter_context(mock.patch.object(module, what, value))
             self.backend = Flaky(self._open(backend, slots), self.random)
-            self.engine = CopyEngine(self.layout, self.backend, self.host.wait_ready)
+            # One lane with copies of two kinds, as `choose_backend` has it.
+            beside = DirectBackend(self.layout, slots) if backend == "staged" else None
+            self.engine = CopyEngine(self.layout, self.backend, self.host.wait_ready, beside)
             if self.cuda is not None:
                 self._take_real_lanes()
         self._warm_up()
