@@ -1,10 +1,10 @@
 """S4: what arriving requests do to the time between tokens of those that are being answered.
 
-A phase has decodes that run all through it, and either nothing else (`quiet`), or prompts arriving
-at a fixed rate whose KV has left the GPU (`arrivals`: CPU hits with a tier, recomputed without), or
-prompts that are still in the GPU cache (`gpu`: what vLLM itself takes for steps in which a request
-joins). The engine is stepped here, one step after the other, and every token's time of arrival is
-taken.
+A phase has decodes that run all through it, and either nothing else (`quiet`), or sessions coming
+back at a fixed rate with a new message, their KV not on the GPU any more (`arrivals`: CPU hits with
+a tier, recomputed without), or still there (`gpu`: what vLLM itself takes for steps in which a
+request joins). The engine is stepped here, one step after the other, and every token's time of
+arrival is taken.
 """
 
 from __future__ import annotations
@@ -140,9 +140,13 @@ def _begin(bench: Bench) -> Phase:
 
 
 def _ask(bench: Bench, phase: Phase, prompt: Prompt, now: float) -> None:
+    """A session comes back: its prompt, and a message that is new."""
+    from bench_serve_load import prompts
+
     name = f"arrival-{bench.phases}-{len(phase.asked)}"
+    (new,) = prompts(bench, name, 1, bench.sizes.s4_extend)
     phase.asked[name] = now
-    _add(bench.llm.llm_engine, name, prompt, 2)
+    _add(bench.llm.llm_engine, name, [*prompt, *new], 2)
 
 
 def _add(engine: Any, name: str, prompt: Prompt, max_tokens: int) -> None:

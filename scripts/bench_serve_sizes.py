@@ -50,6 +50,7 @@ class Sizes:
     s4_decode_prompt: int = 128
     s4_prompts: int = 28
     s4_tokens: int = 8192
+    s4_extend: int = 32  # new tokens of each arrival, behind what was there before
     s4_resident: int = 4
     s4_rate: float = 4.0
     s4_seconds: float = 8.0
