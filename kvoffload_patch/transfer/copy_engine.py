@@ -139,10 +139,13 @@ class CopyEngine:
     def end_step(self) -> None:
         """After the forward pass: submit the store of the plan begun last, once.
 
-        The device has work now, so this is the time to give the bus some as well.
+        The device has work now, so this is the time to give the bus some as well. What a decode
+        step stores is enqueued here as a whole: waking the thread for it costs the next step more.
         """
         self._submit_store()
+        self._stores.top_up(STORES_AHEAD)
         self._loads.top_up(_LOADS_AHEAD)
+        self._wake()
 
     def _submit_store(self) -> None:
         plan, self._deferred = self._deferred, None
@@ -154,7 +157,6 @@ class CopyEngine:
         self._last_store = batch.ticket
         start = partial(self._store, batch.gpu_block_ids, batch.cpu_slots)
         self._stores.submit(batch.ticket, batch.ticket, start, (self._loads, plan.loads_done))
-        self._wake()
 
     def poll(self) -> Progress:
         """What is done; never waits."""

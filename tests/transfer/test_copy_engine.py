@@ -226,6 +226,7 @@ def test_every_wait_of_a_plan_is_where_it_belongs(
         ("stores", "submit", 1, 1, "behind", "loads", 3),
         ("store", (1,), (2,)),
         # The device has work to do now, and the next step takes its time to begin.
+        ("stores", "top up", copy_engine.STORES_AHEAD),
         ("loads", "top up", copy_engine._LOADS_AHEAD),
     ]
 
@@ -384,6 +385,7 @@ def test_a_plan_without_transfers_only_waits(with_lanes: CopyEngine, recorder: R
     assert recorder.calls == [
         ("stores", "hold", "compute", 1),
         ("loads", "hold", "compute", 2),
+        ("stores", "top up", copy_engine.STORES_AHEAD),
         ("loads", "top up", copy_engine._LOADS_AHEAD),
     ]
 
