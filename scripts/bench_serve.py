@@ -1,4 +1,4 @@
-"""python scripts/bench_serve.py [--modes off,ours,simple,...] [--scenarios s3,s1,...]
+"""python scripts/bench_serve.py --model DIR [--modes off,ours,simple,...] [--scenarios s3,s1,...]
 
 Scenarios S1 to S4 on a real vLLM: plain, with this tier, and with what else there is, in turn.
 
@@ -44,7 +44,7 @@ def options() -> argparse.Namespace:
     add("--scenarios", default="s3,s1,s4,s2,s1long,one")
     add("--rounds", type=int, default=1, help="how often the modes take turns on new engines")
     add("--repeats", type=int, help="repeats of S2 and S4 within an engine")
-    add("--model", type=Path, default=Path(".kit/llama-8b"))
+    add("--model", type=Path, help="folder of a model; its config is enough, weights are random")
     add("--cpu-gib", type=float, help="size of the tier (OffloadingConnector: 8/9 of it)")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="any field of Sizes")
     add("--engine", type=json.loads, default={}, metavar="JSON", help="arguments of vllm.LLM")
@@ -87,6 +87,8 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     """Run all jobs; returns what was written."""
     names = split(args.modes, modes.parse)
     chosen = split(args.scenarios, known_scenario)
+    if names and args.model is None:
+        raise ValueError("expected --model DIR, found none")
     setup = job_of.Setup(
         args.model, sizes_of(args), args.small, args.engine, args.out, args.job_timeout
     )
