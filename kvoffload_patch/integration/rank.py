@@ -17,6 +17,7 @@ from kvoffload_patch.integration.layer_gate import LayerGate
 from kvoffload_patch.integration.runner import copy_output, kv_tensors, runner_is_patched
 from kvoffload_patch.memory import attainable_memory_bytes
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
+from kvoffload_patch.transfer.errors import one_line
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
@@ -80,7 +81,7 @@ def describe_rank(worker: Any) -> RankGeometry:
             early_bytes=early_bytes(runner),
         )
     except Exception as error:  # noqa: BLE001 - told to the engine, which refuses
-        return RankGeometry(**who, error=_one_line(error))
+        return RankGeometry(**who, error=one_line(error))
 
 
 def open_rank(
@@ -104,7 +105,7 @@ def open_rank(
             copies=tier.copies,
         )
     except Exception as error:  # noqa: BLE001 - told to the engine, which refuses
-        return RankOpened(**who, error=_one_line(error))
+        return RankOpened(**who, error=one_line(error))
 
 
 def drain_rank(worker: Any) -> None:
@@ -238,7 +239,3 @@ def _layout(runner: Any) -> Any:
 
     tensors, block_dim = kv_tensors(runner)
     return BlockLayout(tensors, runner.kv_cache_config.num_blocks, block_dim)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{error}".split()) or type(error).__name__

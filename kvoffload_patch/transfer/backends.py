@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvoffload_patch.transfer.backend import CopyBackend, Slices, copy_now, new_streams
 from kvoffload_patch.transfer.copy_torch import TorchBackend
-from kvoffload_patch.transfer.errors import TransferError
+from kvoffload_patch.transfer.errors import TransferError, one_line
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.slot_memory import SlotMemory
 
@@ -64,7 +64,7 @@ def choose_backend(
             backend = _OPEN[name](layout, slots)
             found.append((backend, _measure(layout, backend, num_slots)))
         except Exception as error:  # noqa: BLE001 - another one may work
-            reasons.append(f"{name} does not work here ({' '.join(str(error).split())})")
+            reasons.append(f"{name} does not work here ({one_line(error)})")
     if not found:
         raise TransferError(
             f"expected a copy backend that works, found none: {'; '.join(reasons)}."

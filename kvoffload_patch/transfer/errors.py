@@ -13,3 +13,8 @@ class LayoutRefused(TransferError):
 
 class CanaryFailed(TransferError):
     """A block written, evicted and read back is not the block that was written."""
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, for a sentence; its kind if it says nothing."""
+    return " ".join(f"{error}".split()) or type(error).__name__

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvoffload_patch.transfer.backend import Slices, Streams, finish
+from kvoffload_patch.transfer.errors import one_line
 
 Start = Callable[["Streams | None"], Slices]
 Behind = tuple["Lane | HostLane", int]  # a lane, and which of its tickets to wait for
@@ -192,7 +193,7 @@ class Lane:
 
     def _fail(self, job: _Job, error: Exception) -> None:
         for ticket in range(job.first, job.ticket + 1):
-            self.failed[ticket] = " ".join(f"{error}".split()) or type(error).__name__
+            self.failed[ticket] = one_line(error)
         # Whatever was enqueued of it, on either stream, ends before its ticket does.
         self._end.wait_stream(self.streams.blocks)
         self._end.wait_stream(self.streams.bus)
@@ -223,7 +224,7 @@ class HostLane:
             finish(start(None))
         except Exception as error:  # noqa: BLE001 - the tier carries on without this copy
             for failed in range(first, ticket + 1):
-                self.failed[failed] = " ".join(f"{error}".split()) or type(error).__name__
+                self.failed[failed] = one_line(error)
         self._done = ticket
 
     def advance(self) -> bool:
