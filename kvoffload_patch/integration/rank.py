@@ -17,7 +17,6 @@ from kvoffload_patch.integration.layer_gate import LayerGate
 from kvoffload_patch.integration.runner import copy_output, kv_tensors, runner_is_patched
 from kvoffload_patch.memory import attainable_memory_bytes
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
-from kvoffload_patch.transfer.errors import one_line
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
@@ -81,6 +80,8 @@ def describe_rank(worker: Any) -> RankGeometry:
             early_bytes=early_bytes(runner),
         )
     except Exception as error:  # noqa: BLE001 - told to the engine, which refuses
+        from kvoffload_patch.transfer.errors import one_line
+
         return RankGeometry(**who, error=one_line(error))
 
 
@@ -105,6 +106,8 @@ def open_rank(
             copies=tier.copies,
         )
     except Exception as error:  # noqa: BLE001 - told to the engine, which refuses
+        from kvoffload_patch.transfer.errors import one_line
+
         return RankOpened(**who, error=one_line(error))
 
 
