@@ -1,16 +1,17 @@
 """What the tier reads and changes of vLLM's scheduler side, release by release.
 
-Nothing outside this module, `eligibility` and `recompute` looks at a vLLM object's attributes on
-this side.
-Releases differ in the waiting queues (0.26 to 0.30: `skipped_waiting`; from 0.31 on:
-`kv_holding_waiting`); the rest holds for all of them.
+Nothing outside this module, `pool_adapter`, `eligibility` and `recompute` looks at a vLLM object's
+attributes on this side. What differs between releases is asked for by feature. Waiting queues: one
+up to 0.17, `skipped_waiting` beside it from 0.18 to 0.30, `kv_holding_waiting` from 0.31 on.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
+
+from kvoffload_patch.integration.pool_adapter import PoolAdapter, key_maker
 
 # Names of our attributes on vLLM's objects.
 TIER = "_kvoffload_tier"  # on Scheduler and BlockPool
@@ -26,7 +27,6 @@ class SchedulerView:
     """
 
     def __init__(self, scheduler: Any) -> None:
-        from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
         from vllm.v1.request import RequestStatus
 
         self.scheduler = scheduler
@@ -35,15 +35,22 @@ class SchedulerView:
         coordinator = self.manager.coordinator
         managers = coordinator.single_type_managers
         self._pool_holders = [coordinator, *managers]
-        self.key = make_block_hash_with_group_id
+        self.key = key_maker()
+        adapter = PoolAdapter(self.pool)
+        self.hold, self.release = adapter.hold, adapter.free
+        self.publish, self.uncache = adapter.publish, adapter.uncache
         self.block_sizes = tuple(int(m.block_size) for m in managers)
         self._span_tokens = tuple(self._tokens_held(m.kv_cache_spec) for m in managers)
         self._parked_status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self._open = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-        self._grammar = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        grammar = "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"  # from 0.19 on
+        known = grammar in RequestStatus.__members__
+        self._grammar = RequestStatus[grammar if known else "WAITING_FOR_FSM"]
         active = hasattr(scheduler, "max_num_active_reqs")
         self._run_limit = "max_num_active_reqs" if active else "max_num_running_reqs"
         self._open_limit: int | None = None  # while the door is closed
+        queues = ("kv_holding_waiting", "skipped_waiting", "waiting")
+        self._queue_names = [name for name in queues if hasattr(scheduler, name)]
         # Tokens that a decode step gives to a request, at most.
         self.decode_tokens = 1 + int(getattr(scheduler, "num_spec_tokens", 0))
 
@@ -62,7 +69,8 @@ class SchedulerView:
 
     def is_paused(self) -> bool:
         """Whether new requests are kept waiting, whatever room there is."""
-        return bool(self.scheduler.pause_state.name != "UNPAUSED")
+        state = getattr(self.scheduler, "pause_state", None)
+        return state is not None and state.name != "UNPAUSED"
 
     def waiting(self) -> Iterator[Any]:
         """Waiting requests in the order in which `schedule` looks at them; lazy."""
@@ -71,11 +79,7 @@ class SchedulerView:
             yield from queue if heap is None else _heap_order(heap)
 
     def _queues(self) -> list[Any]:
-        scheduler = self.scheduler
-        first = getattr(scheduler, "kv_holding_waiting", None)
-        if first is None:
-            first = scheduler.skipped_waiting
-        return [first, scheduler.waiting]
+        return [getattr(self.scheduler, name) for name in self._queue_names]
 
     def is_open(self, request: Any) -> bool:
         """Whether `schedule` would look its prefix up: it waits for nothing but its turn."""
@@ -124,7 +128,7 @@ class SchedulerView:
 
     def _run_slots_taken(self) -> int:
         # A session that waits for its next input keeps its slot.
-        sessions = int(self.scheduler.num_waiting_for_streaming_input)
+        sessions = int(getattr(self.scheduler, "num_waiting_for_streaming_input", 0))
         return len(self.scheduler.running) + sessions
 
     def close_door(self, admitted: int) -> None:
@@ -160,7 +164,8 @@ class SchedulerView:
         scheduler, blocks = self.scheduler, 0
         for request in scheduler.running:
             done = request.num_computed_tokens
-            ahead = request.num_tokens_with_spec + request.num_output_placeholders - done
+            ahead = request.num_tokens_with_spec - done
+            ahead += getattr(request, "num_output_placeholders", 0)
             todo = min(ahead, scheduler.max_num_scheduled_tokens) + scheduler.num_lookahead_tokens
             for size in self.block_sizes:
                 blocks += -(-(done + todo) // size) - -(-done // size)
@@ -211,18 +216,6 @@ class SchedulerView:
         """Fresh GPU blocks, referenced."""
         return list(self.pool.get_new_blocks(count))
 
-    def hold(self, blocks: Sequence[Any]) -> None:
-        """Reference cached GPU blocks."""
-        self.pool.touch(blocks)
-
-    def release(self, blocks: Iterable[Any]) -> None:
-        """Give references up; the blocks given first are evicted first."""
-        self.pool.free_blocks(blocks)
-
-    def publish(self, key: Hashable, block: Any, num_tokens: int) -> None:
-        """Put a block into the GPU prefix cache: it holds, for any later step, this key."""
-        self.pool._insert_block_hash(key, block, num_tokens=num_tokens)
-
     def cached_key(self, gpu_block_id: int) -> Hashable:
         """The key under which a GPU block is in the prefix cache; None if it is not."""
         key: Hashable = self.pool.blocks[gpu_block_id].block_hash
@@ -232,24 +225,25 @@ class SchedulerView:
         """Whether a GPU block is in the prefix cache under this key."""
         return self.cached_key(gpu_block_id) == key
 
-    def uncache(self, gpu_block_ids: Iterable[int]) -> None:
-        """Take GPU blocks out of the prefix cache, whoever uses them."""
-        self.pool.evict_blocks(set(gpu_block_ids))
-
     # Statistics
 
     def count_hit(self, request: Any, queried_tokens: int, loaded_tokens: int) -> None:
         """Count a lookup in the CPU tier as vLLM counts those beyond its own cache."""
-        stats = self.scheduler.connector_prefix_cache_stats
+        stats = getattr(self.scheduler, "connector_prefix_cache_stats", None)
         if stats is None or self.scheduler.connector is not None or queried_tokens <= 0:
             return
         preempted = getattr(request, "num_preemptions", 0) > 0
         stats.record(num_tokens=queried_tokens, num_hits=loaded_tokens, preempted=preempted)
 
     def enable_hit_counts(self) -> None:
-        """Have vLLM report the tier as its external prefix cache, unless a connector is."""
+        """Have vLLM report the tier as its external prefix cache, unless a connector is.
+
+        Up to 0.11.0 vLLM has no counter for such a cache.
+        """
         from vllm.v1.metrics.stats import PrefixCacheStats
 
+        if not hasattr(self.scheduler, "connector_prefix_cache_stats"):
+            return
         if self.scheduler.log_stats and self.scheduler.connector is None:
             self.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
 

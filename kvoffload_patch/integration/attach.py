@@ -37,6 +37,21 @@ def attach(engine_core: Any, vllm_config: Any) -> None:
         logger.error("kvoffload_patch: %s Serving without the CPU tier.", refusal)
 
 
+def refuse_v0() -> None:
+    """An engine is about to start that is not V1.
+
+    Raises:
+        TierRefused: KVOFFLOAD_STRICT is on.
+    """
+    text = (
+        "kvoffload_patch: expected vLLM's V1 engine, found V0 chosen; set VLLM_USE_V1=1, or "
+        "KVOFFLOAD_STRICT=0 to serve without the CPU tier."
+    )
+    if Settings.from_env().strict:
+        raise TierRefused(text)
+    logger.error("%s", text)
+
+
 def _attach(engine_core: Any, vllm_config: Any, settings: Settings) -> None:
     scheduler = engine_core.scheduler
     _check_scheduler(scheduler)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
+from kvoffload_patch.integration.install import older_than
 
 # Specs whose blocks are written once, by the step that computes them, and hold nothing else.
 _KNOWN_SPECS = {
@@ -42,6 +43,18 @@ def _parallel_problem(vllm_config: Any) -> str | None:
             return f"expected {name} 1, found {size}"
     if getattr(parallel, "enable_elastic_ep", False):
         return "expected a fixed set of workers, found elastic expert parallelism"
+    return _empty_step_problem(vllm_config)
+
+
+def _empty_step_problem(vllm_config: Any) -> str | None:
+    """Up to 0.10.1 steps without tokens stay in the batch queue, and parked loads with them."""
+    if not older_than("0.10.2"):
+        return None
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1:
+        return f"expected one pipeline stage before vLLM 0.10.2, found {stages}"
+    if getattr(vllm_config.scheduler_config, "async_scheduling", False):
+        return "expected synchronous scheduling before vLLM 0.10.2, found asynchronous"
     return None
 
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvoffload_patch.integration.attach import attach, detach
+from kvoffload_patch.integration.attach import attach, detach, refuse_v0
 
 
 def init(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> None:
     """`EngineCore.__init__`: when it returns, executor, KV caches and scheduler exist."""
     wrapped(*args, **kwargs)
     attach(instance, instance.vllm_config)
+
+
+def init_v0(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> None:
+    """`LLMEngine.__init__` of the engine before V1, which 0.10 still has."""
+    refuse_v0()
+    wrapped(*args, **kwargs)
 
 
 def shutdown(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:

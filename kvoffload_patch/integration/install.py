@@ -12,6 +12,7 @@ from kvoffload_patch.patching import (
     PatchSet,
     decide,
     installed_version,
+    release_of,
 )
 
 
@@ -58,6 +59,11 @@ def installed_attributes() -> set[str]:
         return set()
     points = _patches.status()["points"]
     return {f"{p['module']}.{p['attribute']}" for p in points if p["installed"]}
+
+
+def older_than(release: str) -> bool:
+    """Whether the installed vLLM is older than a release."""
+    return release_of(_version(Settings.from_env())) < release_of(release)
 
 
 _patches: PatchSet | None = None

@@ -273,7 +273,11 @@ def _check_complete(runner: Any, found: Sequence[GatedLayer], addresses: set[int
 def _decode_tokens(runner: Any) -> int:
     """The most tokens of a request that vLLM's graphs for decodes take."""
     known = [getattr(runner, n, 0) for n in ("uniform_decode_query_len", "decode_query_len")]
-    return max(1 + int(runner.vllm_config.num_speculative_tokens), *known)
+    drafted = getattr(runner.vllm_config, "num_speculative_tokens", None)
+    if drafted is None:
+        config = getattr(runner.vllm_config, "speculative_config", None)
+        drafted = getattr(config, "num_speculative_tokens", 0) if config else 0
+    return max(1 + int(drafted), *known)
 
 
 def _draft_layers(runner: Any) -> frozenset[str]:

@@ -1,15 +1,18 @@
 """THE table: every place where vLLM is touched, for which releases, why, and until when.
 
 A name is selected exactly once for each supported release. A point without a hook is not
-wrapped: it is a function that the tier calls or stands in for, checked like the rest.
+wrapped: it is a function that the tier calls or stands in for, checked like the rest. A point
+whose target is absent says that these releases have no such thing, which is checked, too.
 """
 
 from __future__ import annotations
 
-from kvoffload_patch.integration.called_points import called_points
-from kvoffload_patch.patching import Host, PatchPoint
+from kvoffload_patch.integration.called_points import CALLED
+from kvoffload_patch.integration.runner_points import RUNNERS
+from kvoffload_patch.integration.table import Shape, row
+from kvoffload_patch.patching import Host
 
-SUPPORTED_VLLM = ">=0.26,<0.33"
+SUPPORTED_VLLM = ">=0.9.1,<0.34"
 
 VLLM = Host(
     name="vLLM",
@@ -19,207 +22,138 @@ VLLM = Host(
     remedy="set KVOFFLOAD_STRICT=0 to serve without the CPU tier",
 )
 
-_HOOKS = "kvoffload_patch.integration"
 _CORE = "vllm.v1.engine.core"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _POOL = "vllm.v1.core.block_pool"
-_RUNNER_V1 = "vllm.v1.worker.gpu_model_runner"
-_RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
-_UPSTREAM = "vLLM offers a tier below its prefix cache without taking the connector slot"
-_V1_OUTPUT = "ModelRunnerOutput | AsyncModelRunnerOutput | IntermediateTensors"
+_FINISH = ("self", "request_ids", "finished_status")
+_RESET = ("self", "reset_running_requests", "reset_connector")
+_INVALID = "scheduler_hooks:invalid_blocks"
 
-POINTS = (
-    PatchPoint(
-        name="engine.init",
-        role="scheduler",
-        module=_CORE,
-        attribute="EngineCore.__init__",
-        hook=f"{_HOOKS}.engine_hooks:init",
-        versions=SUPPORTED_VLLM,
-        parameters=("self", "vllm_config", "executor_class", "log_stats"),
-        returns=("",),
-        why="the one moment at which executor, KV caches and scheduler all exist",
-        remove_when=_UPSTREAM,
+_ENGINE = (
+    *row(
+        "scheduler",
+        "engine.init",
+        (_CORE, "EngineCore.__init__"),
+        "engine_hooks:init",
+        "the one moment at which executor, KV caches and scheduler all exist",
+        Shape(SUPPORTED_VLLM, ("self", "vllm_config", "executor_class", "log_stats")),
     ),
-    PatchPoint(
-        name="engine.shutdown",
-        role="scheduler",
-        module=_CORE,
-        attribute="EngineCore.shutdown",
-        hook=f"{_HOOKS}.engine_hooks:shutdown",
-        versions=SUPPORTED_VLLM,
-        parameters=("self",),
-        returns=("",),
-        why="copies must end and memory go back while the workers still answer",
-        remove_when=_UPSTREAM,
+    *row(
+        "scheduler",
+        "engine.shutdown",
+        (_CORE, "EngineCore.shutdown"),
+        "engine_hooks:shutdown",
+        "copies must end and memory go back while the workers still answer",
+        Shape(SUPPORTED_VLLM, ("self",)),
     ),
-    PatchPoint(
-        name="scheduler.schedule",
-        role="scheduler",
-        module=_SCHEDULER,
-        attribute="Scheduler.schedule",
-        hook=f"{_HOOKS}.scheduler_hooks:schedule",
-        versions=SUPPORTED_VLLM,
-        parameters=("self", "throttle_prefills"),
-        returns=("SchedulerOutput",),
-        why="loads are decided before it, and the step's plan rides on what it returns",
-        remove_when=_UPSTREAM,
+    *row(
+        "scheduler",
+        "engine_v0.init",
+        ("vllm.engine.llm_engine", "LLMEngine.__init__"),
+        "engine_hooks:init_v0",
+        "the engine before V1 has another cache, for which there is no tier",
+        Shape("<0.11", ("self", "vllm_config"), "None"),
+        Shape(">=0.11", None),
     ),
-    PatchPoint(
-        name="scheduler.update_from_output",
-        role="scheduler",
-        module=_SCHEDULER,
-        attribute="Scheduler.update_from_output",
-        hook=f"{_HOOKS}.scheduler_hooks:update_from_output",
-        versions=SUPPORTED_VLLM,
-        parameters=("self", "scheduler_output", "model_runner_output"),
-        returns=("dict[int, EngineCoreOutputs]",),
-        why="the reporting rank's result comes back on the model runner's output",
-        remove_when=_UPSTREAM,
-    ),
-    PatchPoint(
-        name="scheduler.finish_requests",
-        role="scheduler",
-        module=_SCHEDULER,
-        attribute="Scheduler.finish_requests",
-        hook=f"{_HOOKS}.scheduler_hooks:finish_requests",
-        versions=SUPPORTED_VLLM,
-        parameters=("self", "request_ids", "finished_status"),
-        returns=("list[Request]",),
-        why="a parked request that is aborted would wait for a connector that is not there",
-        remove_when=_UPSTREAM,
-    ),
-    PatchPoint(
-        name="scheduler.reset_prefix_cache",
-        role="scheduler",
-        module=_SCHEDULER,
-        attribute="Scheduler.reset_prefix_cache",
-        hook=f"{_HOOKS}.scheduler_hooks:reset_prefix_cache",
-        versions=SUPPORTED_VLLM,
-        parameters=("self", "reset_running_requests", "reset_connector"),
-        returns=("bool",),
-        why="what the CPU tier holds is as stale as what the GPU's prefix cache holds",
-        remove_when=_UPSTREAM,
-    ),
-    PatchPoint(
-        name="pool.cache_full_blocks",
-        role="scheduler",
-        module=_POOL,
-        attribute="BlockPool.cache_full_blocks",
-        hook=f"{_HOOKS}.scheduler_hooks:cache_full_blocks",
-        versions=SUPPORTED_VLLM,
-        parameters=("self", "request", "blocks", "num_cached_blocks", "num_full_blocks"),
-        returns=("None",),
-        why="it sees exactly the newly full blocks, which are what is stored",
-        remove_when=_UPSTREAM,
-    ),
-    PatchPoint(
-        name="pool.get_new_blocks",
-        role="scheduler",
-        module=_POOL,
-        attribute="BlockPool.get_new_blocks",
-        hook=f"{_HOOKS}.scheduler_hooks:get_new_blocks",
-        versions=SUPPORTED_VLLM,
-        parameters=("self", "num_blocks"),
-        returns=("list[KVCacheBlock]",),
-        why="a block that is handed out may still be read by a store under way",
-        remove_when=_UPSTREAM,
-    ),
-    PatchPoint(
-        name="pool.evict_blocks",
-        role="scheduler",
-        module=_POOL,
-        attribute="BlockPool.evict_blocks",
-        hook=f"{_HOOKS}.scheduler_hooks:evict_blocks",
-        versions=SUPPORTED_VLLM,
-        parameters=("self", "block_ids"),
-        returns=("None",),
-        why="blocks that a connector failed to load are cached, and stored, before that is known",
-        remove_when=_UPSTREAM,
-    ),
-    PatchPoint(
-        name="runner_v1.load_model",
-        role="worker",
-        module=_RUNNER_V1,
-        attribute="GPUModelRunner.load_model",
-        hook=f"{_HOOKS}.worker_hooks:load_model",
-        versions=SUPPORTED_VLLM,
-        parameters=("self", "load_dummy_weights"),
-        returns=("None",),
-        why="CPU memory is taken beside it, which takes as long",
-        remove_when=_UPSTREAM,
-    ),
-    PatchPoint(
-        name="runner_v2.load_model",
-        role="worker",
-        module=_RUNNER_V2,
-        attribute="GPUModelRunner.load_model",
-        hook=f"{_HOOKS}.worker_hooks:load_model",
-        versions=SUPPORTED_VLLM,
-        parameters=("self", "load_dummy_weights"),
-        returns=("None",),
-        why="CPU memory is taken beside it, which takes as long",
-        remove_when=_UPSTREAM,
-    ),
-    PatchPoint(
-        name="runner_v1.execute_model",
-        role="worker",
-        module=_RUNNER_V1,
-        attribute="GPUModelRunner.execute_model",
-        hook=f"{_HOOKS}.worker_hooks:execute_model",
-        versions=SUPPORTED_VLLM,
-        parameters=("self", "scheduler_output", "intermediate_tensors"),
-        returns=(f"{_V1_OUTPUT} | None",),
-        why="loads go before the forward pass and stores after it, on every rank",
-        remove_when=_UPSTREAM,
-    ),
-    PatchPoint(
-        name="runner_v1.sample_tokens",
-        role="worker",
-        module=_RUNNER_V1,
-        attribute="GPUModelRunner.sample_tokens",
-        hook=f"{_HOOKS}.worker_hooks:sample_tokens",
-        versions=SUPPORTED_VLLM,
-        parameters=("self", "grammar_output"),
-        returns=(_V1_OUTPUT,),
-        why="a step ends here, and its output carries the result back",
-        remove_when=_UPSTREAM,
-    ),
-    PatchPoint(
-        name="runner_v2.execute_model",
-        role="worker",
-        module=_RUNNER_V2,
-        attribute="GPUModelRunner.execute_model",
-        hook=f"{_HOOKS}.worker_hooks:execute_model",
-        versions=SUPPORTED_VLLM,
-        parameters=("self", "scheduler_output", "intermediate_tensors", "dummy_run"),
-        returns=("ModelRunnerOutput | IntermediateTensors | None",),
-        why="loads go before the forward pass and stores after it, on every rank",
-        remove_when=_UPSTREAM,
-    ),
-    PatchPoint(
-        name="runner_v2.sample_tokens",
-        role="worker",
-        module=_RUNNER_V2,
-        attribute="GPUModelRunner.sample_tokens",
-        hook=f"{_HOOKS}.worker_hooks:sample_tokens",
-        versions=SUPPORTED_VLLM,
-        parameters=("self", "grammar_output"),
-        returns=("AsyncOutput | ModelRunnerOutput | None",),
-        why="a step ends here, and its output carries the result back",
-        remove_when=_UPSTREAM,
-    ),
-    PatchPoint(
-        name="runner_v2.pool",
-        role="worker",
-        module=_RUNNER_V2,
-        attribute="GPUModelRunner.pool",
-        hook=f"{_HOOKS}.worker_hooks:sample_tokens",
-        versions=SUPPORTED_VLLM,
-        parameters=("self",),
-        returns=("AsyncPoolingOutput | ModelRunnerOutput | None",),
-        why="a pooling model's step ends here instead",
-        remove_when=_UPSTREAM,
-    ),
-    *called_points(SUPPORTED_VLLM, _UPSTREAM),
 )
+
+_SCHEDULING = (
+    *row(
+        "scheduler",
+        "scheduler.schedule",
+        (_SCHEDULER, "Scheduler.schedule"),
+        "scheduler_hooks:schedule",
+        "loads are decided before it, and the step's plan rides on what it returns",
+        Shape("<0.24", ("self",), "SchedulerOutput"),
+        Shape(">=0.24", ("self", "throttle_prefills"), "SchedulerOutput"),
+    ),
+    *row(
+        "scheduler",
+        "scheduler.update_from_output",
+        (_SCHEDULER, "Scheduler.update_from_output"),
+        "scheduler_hooks:update_from_output",
+        "the reporting rank's result comes back on the model runner's output",
+        Shape(
+            SUPPORTED_VLLM,
+            ("self", "scheduler_output", "model_runner_output"),
+            "dict[int, EngineCoreOutputs]",
+        ),
+    ),
+    *row(
+        "scheduler",
+        "scheduler.finish_requests",
+        (_SCHEDULER, "Scheduler.finish_requests"),
+        "scheduler_hooks:finish_requests",
+        "a parked request that is aborted would wait for a connector that is not there",
+        Shape("<0.17", _FINISH, "None"),
+        Shape(">=0.17,<0.26", _FINISH, "list[tuple[str, int]]"),
+        Shape(">=0.26", _FINISH, "list[Request]"),
+    ),
+    *row(
+        "scheduler",
+        "scheduler.reset_prefix_cache",
+        (_SCHEDULER, "Scheduler.reset_prefix_cache"),
+        "scheduler_hooks:reset_prefix_cache",
+        "what the CPU tier holds is as stale as what the GPU's prefix cache holds",
+        Shape("<0.12", _RESET[:1], "bool"),
+        Shape(">=0.12,<0.13", _RESET[:2], "bool"),
+        Shape(">=0.13", _RESET, "bool"),
+    ),
+    *row(
+        "scheduler",
+        "scheduler.update_waiting",
+        (_SCHEDULER, "Scheduler._update_waiting_for_remote_kv"),
+        "scheduler_hooks:update_waiting",
+        "up to 0.17 it asserts that there is a connector; later only what a connector "
+        "has received comes here",
+        Shape("<0.18", ("self", "request"), "bool"),
+        Shape(">=0.18", ("self", "request"), "None", hook=""),
+    ),
+)
+
+_CACHE = (
+    *row(
+        "scheduler",
+        "pool.cache_full_blocks",
+        (_POOL, "BlockPool.cache_full_blocks"),
+        "scheduler_hooks:cache_full_blocks",
+        "it sees exactly the newly full blocks, which are what is stored",
+        Shape(
+            "<0.10.1",
+            ("self", "request", "blocks", "block_hashes", "num_cached_blocks", "num_full_blocks"),
+            "None",
+            hook="scheduler_hooks:cache_full_blocks_with_hashes",
+        ),
+        Shape(
+            ">=0.10.1",
+            ("self", "request", "blocks", "num_cached_blocks", "num_full_blocks"),
+            "None",
+        ),
+    ),
+    *row(
+        "scheduler",
+        "pool.get_new_blocks",
+        (_POOL, "BlockPool.get_new_blocks"),
+        "scheduler_hooks:get_new_blocks",
+        "a block that is handed out may still be read by a store under way",
+        Shape(SUPPORTED_VLLM, ("self", "num_blocks"), "list[KVCacheBlock]"),
+    ),
+    *row(
+        "scheduler",
+        "pool.evict_blocks",
+        (_POOL, "BlockPool.evict_blocks"),
+        "scheduler_hooks:evict_blocks",
+        "blocks that a connector failed to load are cached, and stored, before that is known",
+        Shape("<0.11.1", None),
+        Shape(
+            ">=0.11.1,<0.13",
+            ("self", "invalid_block_ids"),
+            "set[str]",
+            _INVALID,
+            (_SCHEDULER, "Scheduler._handle_invalid_blocks"),
+        ),
+        Shape(">=0.13", ("self", "block_ids"), "None"),
+    ),
+)
+
+POINTS = (*_ENGINE, *_SCHEDULING, *_CACHE, *RUNNERS, *CALLED)

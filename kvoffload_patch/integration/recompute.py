@@ -24,8 +24,16 @@ class Recompute:
         """Raise if what was computed from wrong blocks has been given to somebody else.
 
         Raises:
-            RuntimeError: a connector may have passed it on.
+            RuntimeError: a connector may have passed it on, or the release is older than 0.26,
+                which does not say what of a request is under way.
         """
+        if not _counts_in_flight():
+            raise RuntimeError(
+                "kvoffload_patch: a load from CPU memory failed in a step that has computed upon "
+                "it, expected vLLM 0.26 or newer to compute that step anew, found an older one; "
+                "restart the server, and set KVOFFLOAD_LOAD_MODE=parked or KVOFFLOAD_DISABLE=1 "
+                "if it happens again."
+            )
         for name in ("connector", "aux_output_connector"):
             if getattr(self._scheduler, name, None) is not None:
                 raise RuntimeError(
@@ -72,3 +80,10 @@ class Recompute:
             if output.pooler_output:
                 output.pooler_output[index] = None
             output.prompt_logprobs_dict.pop(request_id, None)
+
+
+def _counts_in_flight() -> bool:
+    """Whether requests say how many of their tokens are under way, as they do from 0.26 on."""
+    from vllm.v1.request import Request
+
+    return "num_in_flight_tokens" in Request.__init__.__code__.co_names

@@ -63,6 +63,16 @@ def cache_full_blocks(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -
     return result
 
 
+def cache_full_blocks_with_hashes(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    """`BlockPool.cache_full_blocks` up to 0.10.0, which is given the hashes as well."""
+    result = wrapped(*args, **kwargs)
+    tier = attached(instance)
+    if tier is not None:
+        request, blocks = _newly_full_with_hashes(*args, **kwargs)
+        tier.on_cached(request, blocks)
+    return result
+
+
 def get_new_blocks(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     """`BlockPool.get_new_blocks`: the one place where a GPU block is handed out."""
     blocks = wrapped(*args, **kwargs)
@@ -78,6 +88,30 @@ def evict_blocks(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any
     if tier is not None:
         tier.on_invalid(_block_ids(*args, **kwargs))
     return wrapped(*args, **kwargs)
+
+
+def invalid_blocks(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    """`Scheduler._handle_invalid_blocks`, 0.11.1 to 0.12: the same, said to the scheduler."""
+    tier = attached(instance)
+    if tier is not None:
+        tier.on_invalid(_invalid_ids(*args, **kwargs))
+    return wrapped(*args, **kwargs)
+
+
+def update_waiting(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    """`Scheduler._update_waiting_for_remote_kv` up to 0.17: what is parked is no connector's."""
+    tier = attached(instance)
+    if tier is not None and tier.is_parked(_request(*args, **kwargs)):
+        return False
+    return wrapped(*args, **kwargs)
+
+
+def _request(request: Any) -> Any:
+    return request
+
+
+def _invalid_ids(invalid_block_ids: Iterable[int]) -> Iterable[int]:
+    return invalid_block_ids
 
 
 def _block_ids(block_ids: Iterable[int]) -> Iterable[int]:
@@ -97,6 +131,18 @@ def _finish_args(request_ids: Any, finished_status: Any) -> tuple[list[str] | No
 def _newly_full(
     request: Any,
     blocks: list[Any],
+    num_cached_blocks: int,
+    num_full_blocks: int,
+    *_: Any,
+    **__: Any,
+) -> tuple[Any, Iterable[Any]]:
+    return request, blocks[num_cached_blocks:num_full_blocks]
+
+
+def _newly_full_with_hashes(
+    request: Any,
+    blocks: list[Any],
+    block_hashes: Any,
     num_cached_blocks: int,
     num_full_blocks: int,
     *_: Any,

@@ -157,6 +157,10 @@ class SchedulerTier:
         for gpu_block_id in gpu_block_ids:
             self._manager.discard(self._view.cached_key(gpu_block_id))
 
+    def is_parked(self, request: Any) -> bool:
+        """Whether a request waits for a load of the tier."""
+        return self._loads.is_parked(request.request_id)
+
     def on_finish(self, request_ids: Iterable[str] | None) -> None:
         """These requests (None: all) are about to be finished from outside."""
         if request_ids is None:

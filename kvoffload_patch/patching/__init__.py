@@ -8,7 +8,7 @@ Importing this package imports neither the host nor wrapt.
 
 from __future__ import annotations
 
-from .check import check_table, decide
+from .check import check_table, decide, release_of
 from .errors import (
     HostNotFound,
     InstallFailed,
@@ -26,4 +26,5 @@ __all__ = [
     "Decision", "Host", "HostNotFound", "InstallFailed", "PatchPoint", "PatchRefused", "PatchSet",
     "PatchTableError", "Role", "SignatureMismatch", "State", "UnreadableVersion",
     "UnsupportedVersion", "check_table", "decide", "find_source", "installed_version",
+    "release_of",
 ]  # fmt: skip

@@ -45,7 +45,7 @@ def decide(
         SignatureMismatch: targets differ from their points; the text lists all of them.
     """
     try:
-        release = _release(version)
+        release = release_of(version)
     except InvalidVersion:
         raise UnreadableVersion(
             f"The version {version!r} of {host.name} cannot be read; {host.remedy}."
@@ -70,7 +70,7 @@ def check_table(points: Sequence[PatchPoint], releases: Iterable[str]) -> None:
         PatchTableError: naming every gap and overlap in the first release that has one.
     """
     for release in releases:
-        _select(points, _release(release))
+        _select(points, release_of(release))
 
 
 def mismatch(decision: Decision, complaints: Sequence[str]) -> SignatureMismatch:
@@ -96,7 +96,12 @@ def live_complaints(point: PatchPoint, target: Any) -> Iterator[str]:
         yield f"{point.name} {wrong} (the function is now {origin})"
 
 
-def _release(version: str) -> Version:
+def release_of(version: str) -> Version:
+    """The release that a version is built from.
+
+    Raises:
+        InvalidVersion: it is not a PEP 440 version.
+    """
     # PEP 440 puts 1.3rc1 neither in "<1.3" nor in ">=1.3", and local or post releases above their
     # release. All of them are built from the sources of that release, so they select like it.
     return Version(Version(version).base_version)
@@ -131,8 +136,10 @@ def _parse(module: str, find_source: Callable[[str], Path]) -> ast.Module | str:
 def _complaint(point: PatchPoint, tree: ast.Module | str) -> str:
     """How the target differs from `point`, beginning with its name, or ""."""
     if isinstance(tree, str):
-        return f"{point.name} {tree}"
+        return "" if point.absent else f"{point.name} {tree}"
     function = _find(point.attribute, tree)
+    if point.absent:
+        return f"{point.name} exists, expected none" if function else ""
     if function is None:
         return f"{point.name} not found in {point.module.replace('.', '/')}.py"
     if _PROPERTIES.intersection(map(ast.unparse, function.decorator_list)):

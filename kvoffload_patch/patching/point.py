@@ -53,6 +53,7 @@ class PatchPoint:
         returns: accepted source texts of the return annotation ("" is none); None skips the check.
         why: why the patch exists.
         remove_when: what makes it unnecessary.
+        absent: these releases must not have the target; one that has it is not understood.
 
     Raises:
         PatchTableError: a field cannot be understood.
@@ -68,6 +69,7 @@ class PatchPoint:
     returns: tuple[str, ...] | None
     why: str
     remove_when: str
+    absent: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -78,9 +80,10 @@ class PatchPoint:
             raise PatchTableError(f"Patch point {self.name}: {error}.") from error
         if self.role not in get_args(Role):
             raise PatchTableError(f"Patch point {self.name}: unknown role {self.role!r}.")
-        if self.hook and self.hook.count(":") != 1:
+        if self.hook and (self.absent or self.hook.count(":") != 1):
             raise PatchTableError(
-                f"Patch point {self.name}: hook {self.hook!r} is not 'package.module:function'."
+                f"Patch point {self.name}: hook {self.hook!r} is not 'package.module:function', "
+                "or its target is absent."
             )
 
 

@@ -1,0 +1,73 @@
+"""How a block enters and leaves vLLM's prefix cache, release by release.
+
+By feature: up to 0.10.1 a key is a named tuple; up to 0.10 the cache is a dict of dicts, up to
+0.23 a map with `insert`, later a method of the pool; from 0.9.1 to 0.13 `touch` takes blocks by
+KV cache group.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+Publish = Callable[[Hashable, Any, int], None]
+
+
+class PoolAdapter:
+    """One vLLM block pool.
+
+    Args:
+        pool: a `vllm.v1.core.block_pool.BlockPool`.
+
+    Attributes:
+        hold: reference cached GPU blocks.
+        publish: put a block into the prefix cache: (key, block, tokens of the prefix that ends
+            with it).
+        free: give references up; the blocks given first are evicted first.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self.hold: Callable[[Sequence[Any]], None] = pool.touch
+        if "tuple" in str(inspect.signature(pool.touch).parameters["blocks"].annotation):
+            self.hold = self._hold_one_group
+        self.publish = self._publisher()
+        self.free: Callable[[Iterable[Any]], None] = pool.free_blocks
+
+    def uncache(self, gpu_block_ids: Iterable[int]) -> None:
+        """Take GPU blocks out of the prefix cache, whoever uses them; from 0.13 on."""
+        self._pool.evict_blocks(set(gpu_block_ids))
+
+    def _hold_one_group(self, blocks: Sequence[Any]) -> None:
+        self._pool.touch((blocks,))
+
+    def _publisher(self) -> Publish:
+        if hasattr(self._pool, "_insert_block_hash"):
+            return self._insert_hash
+        # Asked for each time: a reset puts another object in its place.
+        mapped = hasattr(self._pool.cached_block_hash_to_block, "insert")
+        return self._insert_into_map if mapped else self._insert_into_dict
+
+    def _insert_hash(self, key: Hashable, block: Any, num_tokens: int) -> None:
+        self._pool._insert_block_hash(key, block, num_tokens=num_tokens)
+
+    def _insert_into_map(self, key: Hashable, block: Any, _: int) -> None:
+        block.block_hash = key
+        self._pool.cached_block_hash_to_block.insert(key, block)
+
+    def _insert_into_dict(self, key: Hashable, block: Any, _: int) -> None:
+        block.block_hash = key
+        self._pool.cached_block_hash_to_block[key][block.block_id] = block
+
+
+def key_maker() -> Callable[[Any, int], Hashable]:
+    """A block's key in the pool, of its hash and its KV cache group."""
+    from vllm.v1.core import kv_cache_utils
+
+    made: Callable[[Any, int], Hashable] | None = getattr(
+        kv_cache_utils, "make_block_hash_with_group_id", None
+    )
+    if made is None:
+        made = kv_cache_utils.BlockHashWithGroupId
+    return made
