@@ -16,8 +16,8 @@ LAYERS = 4
 BLOCK = 128  # tokens of a KV block on the CPU
 
 
-def write_model(folder: Path) -> Path:
-    """Write config and weights."""
+def write_model(folder: Path, heads: int = 8, kv_heads: int = 4, head_dim: int = 32) -> Path:
+    """Write config and weights; ``heads * head_dim`` must be ``HIDDEN``."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -25,9 +25,9 @@ def write_model(folder: Path) -> Path:
         "hidden_size": HIDDEN,
         "intermediate_size": 512,
         "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
@@ -37,11 +37,11 @@ def write_model(folder: Path) -> Path:
         "tie_word_embeddings": False,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    _write_weights(folder / "model.safetensors")
+    _write_weights(folder / "model.safetensors", kv_heads * head_dim)
     return folder
 
 
-def _write_weights(file: Path) -> None:
+def _write_weights(file: Path, kv_size: int) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -60,7 +60,7 @@ def _write_weights(file: Path) -> None:
         weights[base + "input_layernorm.weight"] = torch.ones(HIDDEN)
         weights[base + "post_attention_layernorm.weight"] = torch.ones(HIDDEN)
         # Peaked attention with a strong say: single tokens far back decide the answer.
-        for name, rows, gain in (("q", 256, 2.0), ("k", 128, 2.0), ("v", 128, 4.0)):
+        for name, rows, gain in (("q", 256, 2.0), ("k", kv_size, 2.0), ("v", kv_size, 4.0)):
             weights[f"{base}self_attn.{name}_proj.weight"] = matrix(rows, HIDDEN, gain)
         weights[base + "self_attn.o_proj.weight"] = matrix(HIDDEN, 256, 4.0)
         weights[base + "mlp.gate_proj.weight"] = matrix(512, HIDDEN)

@@ -114,6 +114,24 @@ def conversations(stage: Stage) -> dict[str, Any]:
     }
 
 
+def singles(stage: Stage) -> dict[str, Any]:
+    """Twelve prompts in rotation, three times, each asked alone: they push each other out."""
+    asked, answers = prompts(14, 12, 420), []
+    for _ in range(3):
+        for prompt in asked:
+            answers += tokens_of(stage.play([prompt]))
+    return {"tokens": answers, "tier": stage.tier_stats()}
+
+
+def batches(stage: Stage) -> dict[str, Any]:
+    """Twelve prompts, four at a time, three times."""
+    asked, answers = prompts(15, 12, 420), []
+    for _ in range(3):
+        for at in range(0, len(asked), 4):
+            answers += tokens_of(stage.play(asked[at : at + 4]))
+    return {"tokens": answers, "tier": stage.tier_stats()}
+
+
 def twins(stage: Stage) -> dict[str, Any]:
     """Two requests at once for the same evicted prefix of five blocks."""
     prefix = prompts(2, 1, 5 * BLOCK)[0]

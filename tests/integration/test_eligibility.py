@@ -11,6 +11,7 @@ import pytest
 
 from kvoffload_patch.integration.attach import attach
 from kvoffload_patch.integration.eligibility import _KNOWN_SPECS, check_eligible
+from kvoffload_patch.integration.engine_hooks import init_v0
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
 
 
@@ -28,10 +29,13 @@ def group(kind: str = "FullAttentionSpec", **attributes: Any) -> SimpleNamespace
 
 def config(**changes: Any) -> SimpleNamespace:
     """vLLM's configuration, of which the tier approves but for the changes."""
-    parallel = {k: v for k, v in changes.items() if k not in ("caching", "encoder_decoder")}
+    other = ("caching", "encoder_decoder", "async_scheduling")
+    parallel = {k: v for k, v in changes.items() if k not in other}
+    parallel.setdefault("pipeline_parallel_size", 1)
     return SimpleNamespace(
         cache_config=SimpleNamespace(enable_prefix_caching=changes.get("caching", True)),
         parallel_config=SimpleNamespace(**parallel),
+        scheduler_config=SimpleNamespace(async_scheduling=changes.get("async_scheduling", False)),
         model_config=SimpleNamespace(is_encoder_decoder=changes.get("encoder_decoder", False)),
     )
 
@@ -148,3 +152,34 @@ def test_known_specs_are_approved(kind: str) -> None:
 def test_known_specs_are_vllms() -> None:
     interface = pytest.importorskip("vllm.v1.kv_cache_interface")
     assert {name for name in _KNOWN_SPECS if not hasattr(interface, name)} == set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [({"pipeline_parallel_size": 2}, "one pipeline stage"), ({"async_scheduling": True}, "synch")],
+)
+def test_steps_without_tokens_that_stay_in_the_queue_are_refused_up_to_0_10_1(
+    monkeypatch: pytest.MonkeyPatch, changes: dict, found: str
+) -> None:
+    monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", "0.10.2")
+    check_eligible(config(**changes), scheduler())
+    monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", "0.10.1.1")
+    check_eligible(config(), scheduler())
+    with pytest.raises(TierRefused, match=f"expected {found}.*before vLLM 0.10.2, found"):
+        check_eligible(config(**changes), scheduler())
+
+
+@pytest.mark.parametrize("strict", ["1", "0"])
+def test_the_engine_before_v1_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, strict: str
+) -> None:
+    monkeypatch.setenv("KVOFFLOAD_STRICT", strict)
+    started: list[str] = []
+    if strict == "1":
+        with pytest.raises(TierRefused, match="expected vLLM's V1 engine, found V0"):
+            init_v0(lambda: started.append("engine"), None, (), {})
+        assert not started
+    else:
+        with caplog.at_level(logging.ERROR):
+            init_v0(lambda: started.append("engine"), None, (), {})
+        assert started == ["engine"] and "set VLLM_USE_V1=1" in caplog.text

@@ -293,3 +293,31 @@ def test_machinery_does_not_name_a_host():
     for file in files:
         with tokenize.open(file) as stream:
             assert "vllm" not in stream.read().lower(), file
+
+
+ABSENT = change(name="engine.walk", attribute="Engine.walk", hook="", returns=None, absent=True)
+
+
+def test_a_target_that_must_be_absent_may_be_absent(verify):
+    assert verify(SOURCE, POINT, ABSENT).wrapped == (POINT,)
+
+
+def test_its_whole_module_may_be_absent(verify):
+    assert verify(SOURCE, POINT, dataclasses.replace(ABSENT, module="toy.other"))
+
+
+@pytest.mark.parametrize("where", ["Engine", "Base"])
+def test_a_target_that_must_be_absent_and_is_there_is_refused(verify, where):
+    source = f"class Base: ...\n{SOURCE.replace('Engine:', 'Engine(Base):')}"
+    source = source.replace("class Base: ...", "class Base:\n    def up(self): ...\n")
+    source += "    def walk(self): ...\n"
+    if where == "Base":
+        source = source.replace("    def walk(self): ...\n", "")
+        source = source.replace("def up(self)", "def walk(self)")
+    text = complaint(verify, source, POINT, ABSENT)
+    assert "engine.walk exists, expected none" in text
+
+
+def test_an_absent_target_has_no_hook():
+    with pytest.raises(PatchTableError, match="target is absent"):
+        change(absent=True)

