@@ -131,7 +131,9 @@ def test_wheel_holds_every_module_and_nothing_else(source: Path, wheel: Path) ->
         names = {n for n in archive.namelist() if ".dist-info/" not in n}
     package = source / "kvoffload_patch"
     modules = {p.relative_to(source).as_posix() for p in package.rglob("*.py")}
-    assert names == modules | {PTH, "kvoffload_patch/py.typed"}
+    patches = {f"kvoffload_patch/patches/{p.name}" for p in (ROOT / "patches").glob("*.patch")}
+    assert names == modules | patches | {PTH, "kvoffload_patch/py.typed"}
+    assert patches
     assert "kvoffload_patch/_sitecustomize/sitecustomize.py" in names
     assert "kvoffload_patch/cli/main.py" in names
 

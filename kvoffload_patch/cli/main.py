@@ -17,12 +17,15 @@ EXIT_OK, EXIT_REFUSED = 0, 2
 _USAGE = """\
 python -m kvoffload_patch [options] COMMAND [ARGUMENT ...]
        python -m kvoffload_patch --check
-       python -m kvoffload_patch status"""
+       python -m kvoffload_patch status
+       python -m kvoffload_patch patch --apply | --revert | --check"""
 
 _DESCRIPTION = """\
 Run COMMAND, such as `vllm serve MODEL`, with a second KV-cache tier in CPU memory. COMMAND is
 looked for beside this Python first, then on PATH. Whatever follows it belongs to it.
-`status` shows the switch, the installed vLLM, every patch point and the verdict."""
+`status` shows the switch, the installed vLLM, every patch point and the verdict.
+`patch` puts the lines that arm the tier into vLLM's own files, for images without start-up
+files."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == ["status"]:
         print(report.text())
         return EXIT_OK
+    if command[:1] == ["patch"]:
+        from kvoffload_patch.cli import patch
+
+        return patch.main(command[1:])
     if not command and not arguments.check:
         parser.print_usage(sys.stderr)
         return EXIT_REFUSED

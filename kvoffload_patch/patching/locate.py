@@ -15,20 +15,40 @@ from .point import Host
 
 
 def installed_version(host: Host) -> str:
-    """Version string of the first of the host's distributions that is installed.
+    """Version string of the host's distribution that is installed.
+
+    Of several that differ, the one that lists the package's files counts: an empty distribution
+    of the usual name may have been left behind by another release.
 
     Raises:
         HostNotFound: none is installed.
     """
-    for name in host.distributions:
-        try:
-            version = metadata.version(name)
-        except (metadata.PackageNotFoundError, KeyError):  # KeyError: metadata without a version
-            continue
-        if version:
-            return version
-    names = ", ".join(host.distributions)
-    raise HostNotFound(f"{host.name} is not installed (looked for {names}); {host.remedy}.")
+    versions = {name: text for name in host.distributions if (text := _version(name))}
+    if not versions:
+        names = ", ".join(host.distributions)
+        raise HostNotFound(f"{host.name} is not installed (looked for {names}); {host.remedy}.")
+    if len({text.partition("+")[0] for text in versions.values()}) > 1:
+        for name, text in versions.items():
+            if _owns(name, host.package):
+                return text
+    return next(iter(versions.values()))
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution) or ""
+    except (metadata.PackageNotFoundError, KeyError):  # KeyError: metadata without a version
+        return ""
+
+
+def _owns(distribution: str, package: str) -> bool:
+    """Whether a distribution lists the file that importing the package would execute."""
+    found = metadata.distribution(distribution)
+    listed = (f for f in found.files or () if f.parts == (package, "__init__.py"))
+    try:
+        return any(Path(str(found.locate_file(f))) == find_source(package) for f in listed)
+    except FileNotFoundError:
+        return False
 
 
 def find_source(module: str) -> Path:

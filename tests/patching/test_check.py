@@ -248,6 +248,25 @@ def test_first_installed_distribution_counts(host):
     )
 
 
+@pytest.mark.parametrize("owner", ["stale", "fakehost-cpu", "neither"])
+def test_of_several_releases_the_one_with_the_files_counts(host, owner):
+    # What an uninstalled release leaves behind keeps its metadata, and lists no file of the host.
+    stale = "Metadata-Version: 2.1\nName: stale\nVersion: 1.0.0\n"
+    host.write("stale-0.dist-info/METADATA", stale)
+    for name in ("stale", "fakehost-cpu"):
+        folder = f"{name.replace('-', '_')}-0.dist-info"
+        package = "fakehost/__init__.py,,\n" if name == owner else ""
+        host.write(f"{folder}/RECORD", f"{folder}/METADATA,,\n{package}")
+    expected = "1.2.3" if owner == "fakehost-cpu" else "1.0.0"
+    host.run(
+        f"""
+        import dataclasses
+        both = dataclasses.replace(HOST, distributions=("stale", "fakehost-cpu"))
+        assert installed_version(both) == {expected!r}, installed_version(both)
+        """
+    )
+
+
 def test_not_installed_in_this_process():
     with pytest.raises(HostNotFound):
         installed_version(dataclasses.replace(HOST, distributions=("no-such-distribution",)))

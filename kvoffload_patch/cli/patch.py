@@ -1,0 +1,230 @@
+"""`python -m kvoffload_patch patch`: put the arming lines into an installed vLLM's own files.
+
+For images where nothing of ours may run at interpreter start. Owns options, texts and exit codes of
+this command, and finds vLLM, its release and the release's patch file, without importing vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import kvoffload_patch
+from kvoffload_patch import _bootstrap
+from kvoffload_patch.cli import patch_files
+from kvoffload_patch.config import VARIABLES, ConfigError, read
+from kvoffload_patch.integration.points import VLLM
+from kvoffload_patch.patching import find_source, installed_version
+from kvoffload_patch.patching.errors import HostNotFound
+
+EXIT_OK, EXIT_UNKNOWN, EXIT_REFUSED = 0, 1, 2
+PATCHES = Path(kvoffload_patch.__file__).parent / "patches"  # in a checkout a link to patches/
+
+# A release, also built again (.post1) or for a device (+cu118); other versions are not releases.
+_RELEASE = re.compile(r"(\d+(?:\.\d+)+)(?:\.post\d+)?(?:\+[a-zA-Z0-9._-]+)?")
+
+_WORDS = {"released": "as released", "patched": "patched by kvoffload_patch"}
+_DESCRIPTION = """\
+Put the lines that arm the CPU tier into vLLM's own files, take them out again, or say what is
+there. Needed only where neither the start-up file nor vLLM's plugins can be used. The files are
+known by their hashes, and any other file is left alone."""
+_EPILOG = """\
+exit status: 0 done, was so already, or (--check) as released or patched; 1 (--check) files that are
+neither; 2 refused, nothing was changed."""
+
+
+class Refused(Exception):
+    """One sentence: what was expected, what was found, what to do."""
+
+    status = EXIT_REFUSED
+
+
+class UnknownFiles(Refused):
+    """The files are neither as released nor as patched by us."""
+
+
+class Installed:
+    """One vLLM on disk and what its release's patch file says of it.
+
+    Raises:
+        Refused: there is none, its release cannot be told, or there is no patch file for it.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = _find_package() if folder is None else folder.absolute()
+        if not (self.folder / "__init__.py").is_file():
+            raise Refused(
+                f"expected vLLM's package folder, found no __init__.py in {self.folder};"
+                " give the folder named vllm, such as .../site-packages/vllm, with --vllm."
+            )
+        self.version = _version(None if folder is None else self.folder)
+        self.release = _release(self.version)
+        self.patches = patch_files.parse(_patch_file(self.release).read_text(encoding="utf-8"))
+        self.data = {patch.path: self._read(patch.path) for patch in self.patches}
+
+    def file(self, path: str) -> Path:
+        """Where the file that patches call `vllm/...` lies."""
+        return self.folder / path[len("vllm/") :]
+
+    def state(self) -> str:
+        """ "released" or "patched", for all files together.
+
+        Raises:
+            UnknownFiles: a file is neither, or they are not all the same.
+        """
+        states = {patch.path: patch.state(self.data[patch.path]) for patch in self.patches}
+        if len(set(states.values())) > 1 or "unknown" in states.values():
+            raise UnknownFiles(self._difference(states))
+        return next(iter(states.values()))
+
+    def change(self, apply: bool) -> None:
+        """Apply every patch or revert every one; raises OSError if the files cannot be written."""
+        changes = {}
+        for patch in self.patches:
+            old = self.data[patch.path]
+            new = patch.apply(old) if apply else patch.revert(old)
+            changes[self.file(patch.path)] = (old, new)
+        patch_files.write_all(changes)
+
+    def _read(self, path: str) -> bytes:
+        try:
+            return self.file(path).read_bytes()
+        except OSError as error:
+            raise UnknownFiles(
+                f"expected {self.file(path)} of vLLM {self.version}, found that it cannot be read"
+                f" ({error.strerror}); reinstall this release."
+            ) from None
+
+    def _difference(self, states: dict[str, str]) -> str:
+        (path, state), *_ = sorted(states.items(), key=lambda item: item[1] != "unknown")
+        patch = next(patch for patch in self.patches if patch.path == path)
+        known = [f"{one[:12]} as released" for one in patch.patched_of]
+        known += [f"{one[:12]} patched" for one in patch.patched_of.values()]
+        found = patch_files.sha256(self.data[path])[:12]
+        if state != "unknown":
+            found += ", while another file is in another state"
+        return (
+            f"expected {self.file(path)} of vLLM {self.version} with a known sha256"
+            f" ({', '.join(known)}), found {found}; reinstall this release, or revert with the"
+            " version of kvoffload_patch that patched it."
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `patch` with its arguments; returns the exit status, refusals being said on stderr."""
+    arguments = _parser().parse_args(argv)
+    try:
+        print(_run(arguments))
+    except (Refused, ConfigError, patch_files.BadPatchFile, OSError) as error:
+        print(_bootstrap.with_name(_text(error)), file=sys.stderr, flush=True)
+        unknown = arguments.check and isinstance(error, UnknownFiles)
+        return EXIT_UNKNOWN if unknown else EXIT_REFUSED
+    return EXIT_OK
+
+
+def _run(arguments: argparse.Namespace) -> str:
+    """Do it and say so in one line."""
+    installed = Installed(arguments.vllm)
+    name = f"vLLM {installed.version} in {installed.folder}"
+    state = installed.state()
+    if arguments.check:
+        return f"{name}: {_WORDS[state]}"
+    if state == ("patched" if arguments.apply else "released"):
+        return f"{name}: {_WORDS[state]} already, nothing to do"
+    installed.change(apply=arguments.apply)
+    return f"{name}: {'patched' if arguments.apply else 'reverted, as released'}"
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return (
+            f"expected to read and write {error.filename}, found {error.strerror};"
+            " nothing was changed, run this as the user who may write there."
+        )
+    if isinstance(error, patch_files.BadPatchFile):
+        return f"expected a patch file of ours, found {error}; reinstall kvoffload_patch."
+    return str(error)
+
+
+def _find_package() -> Path:
+    try:
+        return find_source(VLLM.package).parent
+    except FileNotFoundError:
+        raise Refused(
+            f"expected vLLM in the environment of {sys.executable}, found none;"
+            " run the Python that has it, or give its package folder with --vllm."
+        ) from None
+
+
+def _version(folder: Path | None) -> str:
+    """The version from KVOFFLOAD_VLLM_VERSION, or of the distribution beside `folder`."""
+    assumed = read(VARIABLES["KVOFFLOAD_VLLM_VERSION"], os.environ)
+    if assumed:
+        return str(assumed)
+    try:
+        return installed_version(VLLM) if folder is None else _version_beside(folder)
+    except HostNotFound:
+        where = "this environment" if folder is None else str(folder.parent)
+        raise Refused(
+            f"expected metadata of {' or '.join(VLLM.distributions)} in {where}, found none;"
+            " set KVOFFLOAD_VLLM_VERSION to the release."
+        ) from None
+
+
+def _version_beside(folder: Path) -> str:
+    found = metadata.distributions(path=[str(folder.parent)])
+    versions = {
+        (dist.metadata["Name"] or "").lower().replace("_", "-"): dist.version for dist in found
+    }
+    for name in VLLM.distributions:
+        if versions.get(name):
+            return versions[name]
+    raise HostNotFound
+
+
+def _release(version: str) -> str:
+    match = _RELEASE.fullmatch(version)
+    if match is None:
+        raise Refused(
+            f"expected a release of vLLM, found version {version}, whose files nobody has listed;"
+            " install a release."
+        )
+    return match.group(1)
+
+
+def _patch_file(release: str) -> Path:
+    file = PATCHES / f"vllm-{release}.patch"
+    if not file.is_file():
+        known = sorted((f.stem[len("vllm-") :] for f in PATCHES.glob("vllm-*.patch")), key=_key)
+        span = f"{known[0]} to {known[-1]}" if known else f"none in {PATCHES}"
+        raise Refused(
+            f"expected a release with a patch file ({span}), found vLLM {release};"
+            " install one of those, or use another door."
+        )
+    return file
+
+
+def _key(release: str) -> list[int]:
+    return [int(part) for part in release.split(".")]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvoffload_patch patch",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        allow_abbrev=False,
+    )
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--apply", action="store_true", help="add the lines")
+    action.add_argument("--revert", action="store_true", help="take the lines out again")
+    action.add_argument("--check", action="store_true", help="only report")
+    parser.add_argument(
+        "--vllm", type=Path, metavar="DIR", help="vLLM's package folder, if not the installed one"
+    )
+    return parser
