@@ -1,6 +1,6 @@
 """The files in patches/: what may be in them, that the script makes them, and that they apply.
 
-vLLM's sources come from $KVOFFLOAD_VLLM_SOURCES or are fetched by scripts/release_sources.py; a
+vLLM's sources come from $RELEASE_SOURCES or are fetched by scripts/release_sources.py; a
 release that can be had in neither way is skipped.
 """
 
@@ -46,7 +46,7 @@ unreachable: list[str] = []
 
 def source(release: str) -> bytes:
     """The released file, or a skip: after one failure no other release is asked for."""
-    cache = os.environ.get("KVOFFLOAD_VLLM_SOURCES") or ROOT / ".vllm-sources"
+    cache = os.environ.get("RELEASE_SOURCES") or ROOT / ".vllm-sources"
     if unreachable and not Path(cache, release).is_dir():
         pytest.skip(unreachable[0])
     try:

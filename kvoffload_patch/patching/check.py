@@ -21,7 +21,7 @@ from .errors import PatchTableError, SignatureMismatch, UnreadableVersion, Unsup
 from .locate import find_source as find_installed_source
 from .point import Decision, Host, PatchPoint
 
-_PROPERTIES = {"property", "cached_property", "functools.cached_property"}
+PROPERTIES = {"property", "cached_property", "functools.cached_property"}
 
 
 def decide(
@@ -137,12 +137,12 @@ def _complaint(point: PatchPoint, tree: ast.Module | str) -> str:
     """How the target differs from `point`, beginning with its name, or ""."""
     if isinstance(tree, str):
         return "" if point.absent else f"{point.name} {tree}"
-    function = _find(point.attribute, tree)
+    function = find_def(point.attribute, tree)
     if point.absent:
         return f"{point.name} exists, expected none" if function else ""
     if function is None:
         return f"{point.name} not found in {point.module.replace('.', '/')}.py"
-    if _PROPERTIES.intersection(map(ast.unparse, function.decorator_list)):
+    if PROPERTIES.intersection(map(ast.unparse, function.decorator_list)):
         return f"{point.name} is a property, expected a function"
     arguments = function.args
     named = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
@@ -151,7 +151,7 @@ def _complaint(point: PatchPoint, tree: ast.Module | str) -> str:
     return f"{point.name} {' and '.join(differences)}" if differences else ""
 
 
-def _find(attribute: str, tree: ast.Module) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+def find_def(attribute: str, tree: ast.Module) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """The function at a dotted path; base classes are followed within the module only."""
     *classes, name = attribute.split(".")
     scopes: list[ast.AST] = [tree]
