@@ -15,8 +15,12 @@ def init(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> 
 
 
 def init_v0(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> None:
-    """`LLMEngine.__init__` of the engine before V1, which 0.10 still has."""
-    refuse_v0()
+    """`LLMEngine.__init__` of the engine before V1, which 0.10 still has.
+
+    With VLLM_USE_V1=1 that name stands for V1's class.
+    """
+    if any(c.__module__ == "vllm.engine.llm_engine" for c in type(instance).__mro__):
+        refuse_v0()
     wrapped(*args, **kwargs)
 
 

@@ -175,11 +175,21 @@ def test_the_engine_before_v1_is_refused(
 ) -> None:
     monkeypatch.setenv("KVOFFLOAD_STRICT", strict)
     started: list[str] = []
+    engine = type("LLMEngine", (), {"__module__": "vllm.engine.llm_engine"})
+    derived = type("_AsyncLLMEngine", (engine,), {"__module__": "vllm.engine.async_llm_engine"})()
     if strict == "1":
         with pytest.raises(TierRefused, match="expected vLLM's V1 engine, found V0"):
-            init_v0(lambda: started.append("engine"), None, (), {})
+            init_v0(lambda: started.append("engine"), derived, (), {})
         assert not started
     else:
         with caplog.at_level(logging.ERROR):
-            init_v0(lambda: started.append("engine"), None, (), {})
+            init_v0(lambda: started.append("engine"), derived, (), {})
         assert started == ["engine"] and "set VLLM_USE_V1=1" in caplog.text
+
+
+def test_v1s_engine_under_the_older_name_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOFFLOAD_STRICT", "1")
+    started: list[str] = []
+    engine = type("LLMEngine", (), {"__module__": "vllm.v1.engine.llm_engine"})()
+    init_v0(lambda: started.append("engine"), engine, (), {})
+    assert started == ["engine"]
