@@ -76,7 +76,9 @@ class SchedulerView:
         """Waiting requests in the order in which `schedule` looks at them; lazy."""
         for queue in self._queues():
             heap = getattr(queue, "_heap", None)
-            yield from queue if heap is None else _heap_order(heap)
+            for item in queue if heap is None else _heap_order(heap):
+                # Up to 0.11 the heap holds (priority, time of arrival, request).
+                yield item[-1] if isinstance(item, tuple) else item
 
     def _queues(self) -> list[Any]:
         return [getattr(self.scheduler, name) for name in self._queue_names]
