@@ -24,7 +24,6 @@ class PoolAdapter:
         hold: reference cached GPU blocks.
         publish: put a block into the prefix cache: (key, block, tokens of the prefix that ends
             with it).
-        free: give references up; the blocks given first are evicted first.
     """
 
     def __init__(self, pool: Any) -> None:
@@ -33,7 +32,19 @@ class PoolAdapter:
         if "tuple" in str(inspect.signature(pool.touch).parameters["blocks"].annotation):
             self.hold = self._hold_one_group
         self.publish = self._publisher()
-        self.free: Callable[[Iterable[Any]], None] = pool.free_blocks
+
+    def free(self, blocks: Iterable[Any]) -> None:
+        """Give references up; the blocks given first are evicted first.
+
+        From 0.10 to 0.23 vLLM counts all of a call's references down first, and then puts every
+        block without any into its queue: one that was given twice, twice. So each goes once in a
+        call, with its last reference in the last one.
+        """
+        left = list(blocks)
+        if len({block.block_id for block in left}) < len(left):
+            left, again = _split(left)
+            self.free(again)
+        self._pool.free_blocks(left)
 
     def uncache(self, gpu_block_ids: Iterable[int]) -> None:
         """Take GPU blocks out of the prefix cache, whoever uses them; from 0.13 on."""
@@ -71,3 +82,13 @@ def key_maker() -> Callable[[Any, int], Hashable]:
     if made is None:
         made = kv_cache_utils.BlockHashWithGroupId
     return made
+
+
+def _split(blocks: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Each block once, and what is left of them, both in order."""
+    seen: set[int] = set()
+    once, again = [], []
+    for block in blocks:
+        (again if block.block_id in seen else once).append(block)
+        seen.add(block.block_id)
+    return once, again

@@ -138,6 +138,39 @@ def test_blocks_are_held_and_freed_in_the_order_given(kind: type[Any]) -> None:
     assert pool.freed == blocks[::-1]
 
 
+class CountingPool(PoolOfMethod):
+    """0.10 to 0.23: counts all references of a call down, then queues what has none left."""
+
+    def __init__(self, references: dict[int, int]) -> None:
+        super().__init__()
+        self.references = references
+
+    def free_blocks(self, ordered_blocks: Any) -> None:
+        """As vLLM's."""
+        blocks = list(ordered_blocks)
+        for block in blocks:
+            self.references[block.block_id] -= 1
+        self.freed += [b.block_id for b in blocks if not self.references[b.block_id]]
+
+
+@pytest.mark.parametrize(
+    ("given", "references", "freed"),
+    [
+        ([3, 1, 2], {1: 1, 2: 1, 3: 1}, [3, 1, 2]),
+        ([3, 1, 3, 2], {1: 1, 2: 1, 3: 2}, [3, 1, 2]),
+        ([3, 1, 3, 2, 3, 1], {1: 2, 2: 1, 3: 3}, [3, 1, 2]),
+        ([3, 1, 3, 2], {1: 1, 2: 1, 3: 3}, [1, 2]),  # another holds it as well
+    ],
+)
+def test_a_block_that_is_freed_twice_is_queued_once(
+    given: list[int], references: dict[int, int], freed: list[int]
+) -> None:
+    pool = CountingPool(references)
+    blocks = {block_id: Block(block_id) for block_id in references}
+    PoolAdapter(pool).free(blocks[block_id] for block_id in given)
+    assert pool.freed == freed
+
+
 def fake_hashes(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
     """Stand in for vLLM's module of hashes."""
     for name in ("vllm", "vllm.v1", "vllm.v1.core"):
