@@ -18,6 +18,8 @@ TIER = "_kvoffload_tier"  # on Scheduler and BlockPool
 PLAN = "kvoffload_plan"  # on SchedulerOutput
 RESULT = "kvoffload_result"  # on ModelRunnerOutput
 
+_SESSIONS = "num_waiting_for_streaming_input"
+
 
 class SchedulerView:
     """One vLLM scheduler, its KV cache manager and its block pool.
@@ -48,6 +50,7 @@ class SchedulerView:
         self._grammar = RequestStatus[grammar if known else "WAITING_FOR_FSM"]
         active = hasattr(scheduler, "max_num_active_reqs")
         self._run_limit = "max_num_active_reqs" if active else "max_num_running_reqs"
+        self._counts_sessions = _SESSIONS in type(scheduler).schedule.__code__.co_names
         self._open_limit: int | None = None  # while the door is closed
         queues = ("kv_holding_waiting", "skipped_waiting", "waiting")
         self._queue_names = [name for name in queues if hasattr(scheduler, name)]
@@ -129,9 +132,9 @@ class SchedulerView:
         return int(getattr(self.scheduler, self._run_limit)) - self._run_slots_taken()
 
     def _run_slots_taken(self) -> int:
-        # A session that waits for its next input keeps its slot.
-        sessions = int(getattr(self.scheduler, "num_waiting_for_streaming_input", 0))
-        return len(self.scheduler.running) + sessions
+        # From 0.25 on a session that waits for its next input keeps its slot.
+        sessions = getattr(self.scheduler, _SESSIONS) if self._counts_sessions else 0
+        return len(self.scheduler.running) + int(sessions)
 
     def close_door(self, admitted: int) -> None:
         """Let `schedule` admit so many waiting requests and no more, until `open_door`.

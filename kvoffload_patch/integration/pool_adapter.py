@@ -87,7 +87,8 @@ def key_maker() -> Callable[[Any, int], Hashable]:
 def _split(blocks: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Each block once, and what is left of them, both in order."""
     seen: set[int] = set()
-    once, again = [], []
+    once: list[Any] = []
+    again: list[Any] = []
     for block in blocks:
         (again if block.block_id in seen else once).append(block)
         seen.add(block.block_id)

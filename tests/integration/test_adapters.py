@@ -38,6 +38,16 @@ def make_view(**scheduler: Any) -> SchedulerView:
     return SchedulerView(FakeScheduler(make_manager(9), **scheduler))
 
 
+@pytest.mark.parametrize("counts", [True, False])
+def test_sessions_keep_their_slot_where_vllm_counts_them(counts: bool) -> None:
+    kind = FakeScheduler
+    if not counts:  # up to 0.24
+        kind = type("Older", (FakeScheduler,), {"schedule": lambda self: len(self.running)})
+    scheduler = kind(make_manager(9), max_running=4)
+    scheduler.num_waiting_for_streaming_input = 3
+    assert SchedulerView(scheduler).free_run_slots() == (1 if counts else 4)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_heap_order_is_sorted_order(seed: int) -> None:
     random.seed(seed)

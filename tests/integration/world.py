@@ -98,6 +98,10 @@ class FakeScheduler:
         self.connector_prefix_cache_stats = None
         self.log_stats = True
 
+    def schedule(self) -> int:
+        """As vLLM's from 0.25 on, sessions that wait for input take part in admission."""
+        return len(self.running) + self.num_waiting_for_streaming_input
+
 
 class FakeRanks:
     """Ranks that copy nothing and are done when they are told to."""
