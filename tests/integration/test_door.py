@@ -220,8 +220,7 @@ def test_requests_come_to_an_end_whatever_happens_while_the_door_is_closed(event
     if event == "reset":
         mini.scheduler.reset_prefix_cache()
     else:
-        gone = waits if event == "abort" else None
-        mini.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
+        mini.abort(*([waits] if event == "abort" else []))
     last = mini.add(prompt(2, seed=5))
     mini.run(steps=100)
     mini.check()

@@ -9,47 +9,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from integration.mini import BLOCK, Mini
+from scheduler_half.scenarios import nothing_held, talk
 
 MODES = ["inline", "auto", "parked"]
-
-
-def talk(mini: Mini, seed: int, turns: int = 5, talks: int = 11) -> None:
-    """Conversations that do not fit in the GPU cache together, some with a common beginning."""
-    rng = random.Random(seed)
-    common = [rng.randrange(3, 999) for _ in range(2 * BLOCK)]
-    prompts = []
-    for n in range(talks):
-        own = [rng.randrange(3, 999) for _ in range(rng.randrange(20, 70))]
-        prompts.append([*(common if n % 2 else []), *own])
-    for _ in range(turns):
-        for prompt in prompts:
-            name = mini.add(list(prompt), count=rng.randrange(1, 6))
-            for _ in range(rng.randrange(3)):
-                mini.step()
-            prompt += [rng.randrange(3, 999) for _ in range(rng.randrange(1, 20))]
-            if rng.random() < 0.1:
-                for _ in range(rng.randrange(2)):
-                    mini.step()
-                mini.scheduler.finish_requests(name, _aborted())
-        mini.run()
-
-
-def _aborted():
-    from vllm.v1.request import RequestStatus
-
-    return RequestStatus.FINISHED_ABORTED
-
-
-def all_given_back(mini: Mini) -> None:
-    """No GPU block and no CPU slot is held for anybody."""
-    mini.tier.on_result(mini.manager.drained())
-    mini.begin_step()
-    mini.end_step()
-    pool = mini.view.pool
-    assert pool.get_num_free_blocks() == len(pool.blocks) - 1
-    assert mini.manager.num_used == len(mini.manager._blocks)
-    assert not any(block.ref_cnt for block in mini.manager._blocks.values())
-    assert not mini.tier._loads.inline.unproven and not mini.tier._loads._parked
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -64,11 +26,10 @@ def test_answers_are_right_whatever_fails(in_flight: int, load_mode: str, seed: 
         late=rng.randrange(3),
         load_mode=load_mode,
     )
-    talk(mini, seed)
-    mini.check()
+    talk(mini, seed, turns=5, talks=11)
     stats = mini.manager.stats
     assert stats.failed and stats.loaded and stats.stored
-    all_given_back(mini)
+    nothing_held(mini)
 
 
 @pytest.mark.parametrize("event", ["preempted", "aborted"])
@@ -86,7 +47,7 @@ def test_a_reader_that_is_gone_before_the_failure_is_known(event: str) -> None:
     if event == "preempted":
         mini.scheduler._preempt_request(mini.scheduler.running.pop(), 0.0)
     else:
-        mini.scheduler.finish_requests(name, _aborted())
+        mini.abort(name)
     mini.end_step()
     again = mini.add(prompt)
     mini.run()

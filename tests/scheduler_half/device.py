@@ -1,0 +1,286 @@
+"""A model that is arithmetic, and the device that it runs on: KV blocks, CPU slots and copies.
+
+The KV value of a token is made of the token and of the value before it; the next token is made
+of the last value. A step reads every value that attention would read, in the blocks that the
+scheduler's output names; one that is wrong makes the values and the token of that step wrong.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import Any
+
+from kvoffload_patch.tier.plan import CopyBatch, TransferPlan, TransferResult
+
+BLOCK = 16
+VOCABULARY = 30_000
+_MODULUS = (1 << 61) - 1
+_WRONG = 1 << 40
+_GROUP = 1 << 50  # between the values of one token in two KV cache groups
+
+Fails = Callable[[str, int], bool]
+
+
+def value_after(value: int, token: int) -> int:
+    """The KV value of a token behind a value."""
+    return (value * 1_000_003 + token + 1) % _MODULUS
+
+
+def answer(prompt: list[int], count: int) -> list[int]:
+    """What the model answers without any cache."""
+    value, tokens = 0, []
+    for token in prompt:
+        value = value_after(value, token)
+    for _ in range(count):
+        tokens.append(value % VOCABULARY)
+        value = value_after(value, tokens[-1])
+    return tokens
+
+
+class Lane:
+    """Copies of one direction, in order, each as late as somebody waits for it.
+
+    Args:
+        patience: polls after which a copy is carried out though nobody waits for it.
+    """
+
+    def __init__(self, patience: int) -> None:
+        self.done = 0
+        self._patience = patience
+        self._queued: deque[list[Any]] = deque()  # [ticket, copy, polls seen]
+
+    def submit(self, ticket: int, copy: Callable[[], None]) -> None:
+        """``copy`` is under way."""
+        self._queued.append([ticket, copy, 0])
+
+    def wait(self, ticket: int) -> None:
+        """Return when every copy up to this ticket is done."""
+        while self._queued and self._queued[0][0] <= ticket:
+            self._carry_out()
+
+    def drain(self) -> None:
+        """Return when every copy is done."""
+        while self._queued:
+            self._carry_out()
+
+    def poll(self) -> int:
+        """The last ticket done."""
+        for entry in self._queued:
+            entry[2] += 1
+        while self._queued and self._queued[0][2] > self._patience:
+            self._carry_out()
+        return self.done
+
+    def _carry_out(self) -> None:
+        ticket, copy, _ = self._queued.popleft()
+        copy()
+        self.done = ticket
+
+
+class _Sequence:
+    """One request as the model runner knows it."""
+
+    def __init__(self, tokens: list[int], tables: list[list[int]]) -> None:
+        self.tokens = tokens
+        self.tables = tables
+        self.values: list[int] = []  # right values of the first tokens
+
+    def right(self, end: int) -> list[int]:
+        """The right values of all tokens up to ``end`` and perhaps more."""
+        values = self.values
+        for at in range(len(values), end):
+            values.append(value_after(values[-1] if values else 0, self.tokens[at]))
+        return values
+
+
+class Device:
+    """Carries out steps, their plans, and what the scheduler says besides.
+
+    Args:
+        num_blocks: GPU blocks.
+        num_slots: CPU slots.
+        windows: for each KV cache group, the tokens that its attention sees; None for all.
+        late: outputs after which a copy is carried out that nobody waits for.
+        fails: called with ("load" or "store", ticket): whether that copy fails.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_slots: int,
+        windows: tuple[int | None, ...],
+        late: int,
+        fails: Fails,
+    ) -> None:
+        self.kv = [[0] * BLOCK for _ in range(num_blocks)]
+        self.slots = [[0] * BLOCK for _ in range(num_slots)]
+        self.zeroed: list[tuple[int, ...]] = []  # of each step
+        self.copied = 0  # blocks, from block to block, as the scheduler wanted
+        self.resumed = 0  # requests that began again
+        self._windows = windows
+        self._fails = fails
+        self._loads, self._stores = Lane(late), Lane(late)
+        self._failed: tuple[list[int], list[int]] = ([], [])
+        self._sequences: dict[str, _Sequence] = {}
+
+    # A step
+
+    def step(
+        self, scheduled: Any, plan: TransferPlan | None, tokens_of: Callable[[str], list[int]]
+    ) -> tuple[list[str], list[list[int]], TransferResult]:
+        """Carry a step out: (names, tokens sampled for each, what is done of the copies).
+
+        Args:
+            scheduled: vLLM's `SchedulerOutput`.
+            plan: what rides on it.
+            tokens_of: the tokens of a request that begins, or begins again.
+        """
+        self._begin(plan)
+        self._prepare(scheduled)
+        starts = self._take_in(scheduled, tokens_of)
+        names = list(scheduled.num_scheduled_tokens)
+        sampled = [
+            self._forward(self._sequences[name], starts[name], scheduled.num_scheduled_tokens[name])
+            for name in names
+        ]
+        self._submit_store(plan)
+        return names, sampled, self._result()
+
+    def drain(self) -> None:
+        """Return when every copy is done."""
+        self._stores.drain()
+        self._loads.drain()
+
+    def scramble(self) -> None:
+        """Whatever is in any block or slot is as wrong as with other weights."""
+        for block in (*self.kv, *self.slots):
+            block[:] = [7] * BLOCK
+
+    def _prepare(self, scheduled: Any) -> None:
+        """What a model runner does to blocks before its forward pass."""
+        zeroed = tuple(getattr(scheduled, "new_block_ids_to_zero", None) or ())
+        self.zeroed.append(zeroed)
+        for block_id in zeroed:
+            self.kv[block_id] = [0] * BLOCK
+        for copy in getattr(scheduled, "kv_cache_block_copies", None) or ():
+            self.copied += 1
+            self.kv[copy.dst_block_id] = list(self.kv[copy.src_block_id])
+
+    def _take_in(self, scheduled: Any, tokens_of: Callable[[str], list[int]]) -> dict[str, int]:
+        """Update block tables; returns where each request's computation starts."""
+        starts = {}
+        for name in scheduled.finished_req_ids:
+            self._sequences.pop(name, None)
+        for new in scheduled.scheduled_new_reqs:
+            # The second runner is told of those that begin again as if they were new.
+            self.resumed += new.req_id in self._sequences
+            self._sequences[new.req_id] = _Sequence(tokens_of(new.req_id), _tables(new.block_ids))
+            starts[new.req_id] = new.num_computed_tokens
+        for name, resumed, block_ids, start in _cached(scheduled.scheduled_cached_reqs):
+            starts[name] = start
+            if resumed:
+                self.resumed += 1
+                self._sequences[name] = _Sequence(tokens_of(name), _tables(block_ids))
+                continue
+            for table, more in zip_longest(self._sequences[name].tables, _tables(block_ids)):
+                table.extend(more or ())
+        return starts
+
+    def _forward(self, sequence: _Sequence, start: int, count: int) -> list[int]:
+        end = start + count
+        right = sequence.right(end)
+        wrong = 0 if self._sees_right(sequence, start) else _WRONG
+        for group, table in enumerate(sequence.tables):
+            for at in range(start, end):
+                block_id = table[at // BLOCK]
+                assert block_id, "a step computes into the null block"
+                self.kv[block_id][at % BLOCK] = right[at] + group * _GROUP + wrong
+        if end < len(sequence.tokens):
+            return []
+        sequence.tokens.append((right[end - 1] + wrong) % VOCABULARY)
+        return [sequence.tokens[-1]]
+
+    def _sees_right(self, sequence: _Sequence, end: int) -> bool:
+        """Whether all that a token behind ``end`` ones sees of them is right, in every group."""
+        right = sequence.right(end)
+        for group, (table, window) in enumerate(zip(sequence.tables, self._windows)):
+            at = 0 if window is None else max(0, end - window + 1)
+            while at < end:
+                stop = min(end, (at // BLOCK + 1) * BLOCK)
+                there = self.kv[table[at // BLOCK]][at % BLOCK : at % BLOCK + stop - at]
+                if there != [value + group * _GROUP for value in right[at:stop]]:
+                    return False
+                at = stop
+        return True
+
+    # Copies
+
+    def _begin(self, plan: TransferPlan | None) -> None:
+        if plan is None:
+            return
+        for failed, done in zip(self._failed, (plan.loads_done, plan.stores_done)):
+            failed[:] = [ticket for ticket in failed if ticket > done]
+        self._stores.wait(plan.wait_store)
+        for load in plan.loads:
+            self._loads.submit(load.ticket, self._load(load, plan.stores_done))
+        self._loads.wait(plan.wait_load)
+
+    def _submit_store(self, plan: TransferPlan | None) -> None:
+        if plan is None or plan.store is None:
+            return
+        store, behind = plan.store, plan.loads_done
+
+        def copy() -> None:
+            self._loads.wait(behind)
+            self._copy("store", store, self.kv, store.gpu_block_ids, self.slots, store.cpu_slots)
+
+        self._stores.submit(store.ticket, copy)
+
+    def _load(self, load: CopyBatch, behind: int) -> Callable[[], None]:
+        def copy() -> None:
+            self._stores.wait(behind)
+            self._copy("load", load, self.slots, load.cpu_slots, self.kv, load.gpu_block_ids)
+
+        return copy
+
+    def _copy(
+        self, direction: str, batch: CopyBatch, source: Any, froms: Any, target: Any, tos: Any
+    ) -> None:
+        fails = self._fails(direction, batch.ticket)
+        for one, other in zip(froms, tos):
+            target[other] = [7] * BLOCK if fails else list(source[one])
+        if fails:
+            self._failed[direction == "store"].append(batch.ticket)
+
+    def _result(self) -> TransferResult:
+        loads, stores = self._loads.poll(), self._stores.poll()
+        return TransferResult(
+            loads, stores, failed_loads=tuple(self._failed[0]), failed_stores=tuple(self._failed[1])
+        )
+
+
+def _tables(block_ids: Any) -> list[list[int]]:
+    """A block table for each group, from whatever a release says."""
+    if not block_ids:
+        return []
+    return [list(block_ids)] if isinstance(block_ids[0], int) else [list(ids) for ids in block_ids]
+
+
+def _cached(requests: Any) -> list[tuple[str, bool, Any, int]]:
+    """Requests that go on, as (name, whether anew, new blocks, tokens computed)."""
+    if isinstance(requests, list):  # up to 0.9.1
+        return [
+            (one.req_id, one.resumed_from_preemption, one.new_block_ids, one.num_computed_tokens)
+            for one in requests
+        ]
+    resumed = getattr(requests, "resumed_req_ids", None)
+    if resumed is None:  # up to 0.11.0
+        resumed = {n for n, anew in zip(requests.req_ids, requests.resumed_from_preemption) if anew}
+    return [
+        (name, name in resumed, blocks, start)
+        for name, blocks, start in zip(
+            requests.req_ids, requests.new_block_ids, requests.num_computed_tokens
+        )
+    ]

@@ -1,0 +1,187 @@
+"""vLLM's own parts of a scheduler, built for whatever release is imported, by feature."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+from scheduler_half.device import BLOCK
+
+MAX_TOKENS = 256  # of a step
+
+
+class Missing(SimpleNamespace):
+    """A configuration in which whatever it was not told is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _Grammars:
+    """A structured output manager for requests that have none."""
+
+    def should_advance(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def accept_tokens(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def grammar_bitmask(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def make_config(in_flight: int = 1) -> Any:
+    """What a scheduler reads of a `VllmConfig`, with ``in_flight`` steps under way at once."""
+    scheduler = Missing(
+        max_num_seqs=8, max_num_batched_tokens=MAX_TOKENS, max_model_len=2048, policy="fcfs",
+        async_scheduling=in_flight > 1, long_prefill_token_threshold=0, watermark=0.0,
+        chunked_prefill_enabled=True, enable_chunked_prefill=True, max_num_encoder_input_tokens=0,
+        encoder_cache_size=0, scheduler_reserve_full_isl=True,
+    )  # fmt: skip
+    parallel = Missing(
+        data_parallel_rank=0, data_parallel_index=0, pipeline_parallel_size=1,
+        decode_context_parallel_size=1, prefill_context_parallel_size=1, world_size=1,
+    )  # fmt: skip
+    model = Missing(
+        max_model_len=2048, is_encoder_decoder=False, is_multimodal_model=False,
+        supports_multimodal_inputs=False, runner_type="generate",
+    )  # fmt: skip
+    return Missing(
+        scheduler_config=scheduler,
+        cache_config=Missing(
+            block_size=BLOCK, enable_prefix_caching=True, prefix_caching_hash_algo="sha256"
+        ),
+        model_config=model,
+        parallel_config=parallel,
+        observability_config=Missing(),
+        aux_output_config=Missing(),
+        ec_manager_config=Missing(get_encoder_cache_manager_obj=lambda: None),
+        num_speculative_tokens=0,
+        num_lookahead_tokens=0,
+        num_prefill_lookahead_tokens=0,
+        num_hash_lookahead_tokens=0,
+        max_concurrent_batches=in_flight,
+        max_in_flight_tokens=in_flight * MAX_TOKENS,
+    )
+
+
+def make_scheduler(config: Any, blocks: int, windows: Sequence[int | None] = (None,)) -> Any:
+    """vLLM's scheduler.
+
+    Args:
+        config: of the engine; asynchronous scheduling takes the scheduler for that.
+        blocks: GPU blocks, the null block included.
+        windows: a KV cache group for each: its sliding window, or None for full attention.
+    """
+    config.cache_config.num_gpu_blocks = blocks
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    more: dict[str, Any] = {}
+    if isinstance(config, Missing):
+        more["mm_registry"] = SimpleNamespace(supports_multimodal_inputs=lambda *_: False)
+    made = Scheduler
+    if config.scheduler_config.async_scheduling:
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler as made
+    return _call(
+        made,
+        Scheduler,
+        vllm_config=config,
+        kv_cache_config=make_kv_cache_config(blocks, windows),
+        structured_output_manager=_grammars(config),
+        block_size=BLOCK,
+        log_stats=True,
+        **more,
+    )
+
+
+def make_kv_cache_config(blocks: int, windows: Sequence[int | None] = (None,)) -> Any:
+    """A `KVCacheConfig` without tensors."""
+    import torch
+    from vllm.v1 import kv_cache_interface as kv
+
+    groups = []
+    for index, window in enumerate(windows):
+        about = {
+            "block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32,
+            "use_mla": False,
+        }  # fmt: skip
+        if window is None:
+            spec = _call(kv.FullAttentionSpec, kv.FullAttentionSpec, **about)
+        else:
+            spec = _call(kv.SlidingWindowSpec, kv.SlidingWindowSpec, **about, sliding_window=window)
+        groups.append(kv.KVCacheGroupSpec([f"layers.{index}"], spec))
+    return kv.KVCacheConfig(blocks, [], groups)
+
+
+def make_request(name: str, prompt: list[int], count: int, priority: int = 0) -> Any:
+    """A request for ``count`` tokens, with whatever hashes its blocks."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    return _call(
+        Request,
+        Request,
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling_params=SamplingParams(max_tokens=count, ignore_eos=True),
+        block_hasher=hasher(),
+        priority=priority,
+        arrival_time=time.time(),
+    )
+
+
+def make_output(names: list[str], sampled: list[list[int]]) -> Any:
+    """A `ModelRunnerOutput`."""
+    import numpy
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    kind = ModelRunnerOutput.__annotations__["sampled_token_ids"]
+    tokens: Any = sampled
+    if "ndarray" in str(kind):  # 0.11.1 and 0.11.2
+        tokens = [numpy.array(one, dtype=numpy.int32) for one in sampled]
+    return _call(
+        ModelRunnerOutput,
+        ModelRunnerOutput,
+        req_ids=names,
+        req_id_to_index={name: index for index, name in enumerate(names)},
+        sampled_token_ids=tokens,
+        prompt_logprobs_dict={},
+    )
+
+
+@cache
+def hasher() -> Any:
+    """What gives requests the hashes of their blocks; None up to 0.10.0, where managers do it."""
+    from vllm.v1.core import kv_cache_utils
+
+    try:
+        from vllm.utils.hashing import sha256
+    except ImportError:
+        from vllm.utils import sha256
+    if hasattr(kv_cache_utils, "init_none_hash"):
+        kv_cache_utils.init_none_hash(sha256)
+    make = getattr(kv_cache_utils, "get_request_block_hasher", None)
+    return make and make(BLOCK, sha256)
+
+
+def _grammars(config: Any) -> Any:
+    if isinstance(config, Missing):
+        return _Grammars()
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    return StructuredOutputManager(config)
+
+
+def _call(made: Callable[..., Any], like: Callable[..., Any], **wanted: Any) -> Any:
+    """Call with those of the arguments that ``like`` has, and None for others that it needs."""
+    known = inspect.signature(like).parameters
+    arguments = {name: value for name, value in wanted.items() if name in known}
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty:
+            arguments.setdefault(name, None)
+    return made(**arguments)

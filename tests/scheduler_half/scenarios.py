@@ -1,0 +1,648 @@
+"""What a release's scheduler goes through with a tier: each is a function that raises or returns
+what was seen. All run on any release; those that one does not have raise `NotThere`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import random
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from integration.mini import BLOCK, FakeRanks, Mini, Release
+from packaging.version import Version
+
+from kvoffload_patch.integration.eligibility import check_eligible
+from kvoffload_patch.integration.errors import TierRefused
+
+Facts = dict[str, Any]
+
+
+class NotThere(Exception):
+    """This release does not have what the scenario is about; the text says what."""
+
+
+def prompt(blocks: int, seed: int, tail: int = 1) -> list[int]:
+    """A prompt of so many full blocks, and ``tail`` tokens behind them."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, 999) for _ in range(blocks * BLOCK + tail)]
+
+
+def free_blocks(mini: Mini) -> int:
+    """GPU blocks that nobody holds."""
+    return int(mini.pool.get_num_free_blocks())
+
+
+def statuses(mini: Mini) -> dict[str, str]:
+    """The status of each request that is there."""
+    return {name: request.status.name for name, request in mini.scheduler.requests.items()}
+
+
+def nothing_held(mini: Mini) -> None:
+    """No GPU block and no CPU slot is held for anybody once all is done."""
+    mini.settle()
+    mini.begin_step()
+    mini.end_step()
+    assert free_blocks(mini) == len(mini.pool.blocks) - 1, "GPU blocks were lost"
+    queued = mini.pool.free_block_queue.get_all_free_blocks()
+    assert len({block.block_id for block in queued}) == len(queued) == free_blocks(mini)
+    assert not any(block.ref_cnt for block in queued), "a block in use is in the free queue"
+    held = mini.manager._blocks
+    assert mini.manager.num_used == len(held), "CPU slots were lost"
+    assert not any(block.ref_cnt for block in held.values()), "CPU slots are held"
+    loads = mini.tier._loads
+    assert not loads._parked and not loads.arriving and not loads.inline.unproven
+
+
+def talk(mini: Mini, seed: int, turns: int = 4, talks: int = 10, aborts: float = 0.1) -> None:
+    """Conversations that do not fit in the GPU cache together, some with a common beginning."""
+    rng = random.Random(seed)
+    common = [rng.randrange(3, 999) for _ in range(2 * BLOCK)]
+    prompts = []
+    for n in range(talks):
+        own = [rng.randrange(3, 999) for _ in range(rng.randrange(20, 70))]
+        prompts.append([*(common if n % 2 else []), *own])
+    for _ in range(turns):
+        for prompt in prompts:
+            name = mini.add(prompt, count=rng.randrange(1, 6))
+            for _ in range(rng.randrange(3)):
+                mini.step()
+            if rng.random() < aborts and name in mini.scheduler.requests:
+                mini.abort(name)
+            prompt += [rng.randrange(3, 999) for _ in range(rng.randrange(1, 20))]
+        mini.run()
+    mini.check()
+
+
+# Whatever happens, for long
+
+
+def conversations(load_mode: str = "auto", runs: int = 3, **more: Any) -> Facts:
+    """Random conversations, with copies that are late by none to three steps."""
+    loaded = stored = resumed = 0
+    for seed in range(runs):
+        mini = Mini(load_mode=load_mode, late=(3 * seed + runs // 2) % 4, **more)
+        talk(mini, seed)
+        nothing_held(mini)
+        stats = mini.manager.stats
+        assert stats.loaded and stats.stored, f"{stats.loaded} loaded, {stats.stored} stored"
+        loaded, stored = loaded + stats.loaded, stored + stats.stored
+        resumed += mini.device.resumed
+    return {"loaded": loaded, "stored": stored, "resumed": resumed}
+
+
+def without_tier() -> Facts:
+    """The same without a tier, and the model itself is right."""
+    for more in ({}, {"windows": (None, 40), "blocks": 49}):
+        talk(Mini(tier=False, **more), seed=0)
+    return {}
+
+
+def asynchronous() -> Facts:
+    """Two and three steps under way at once, all kinds of loads."""
+    if importlib.util.find_spec("vllm.v1.core.sched.async_scheduler") is None:
+        raise NotThere("no asynchronous scheduler")
+    facts = {}
+    for in_flight, load_mode, more in (
+        (2, "inline", {}),
+        (2, "parked", {}),
+        (3, "auto", {"windows": (None, 40), "blocks": 49}),
+    ):
+        mini = Mini(in_flight=in_flight, load_mode=load_mode, late=in_flight - 1, **more)
+        if _refusal(mini):
+            raise NotThere(f"refused: {_refusal(mini)}")
+        talk(mini, seed=in_flight)
+        nothing_held(mini)
+        assert mini.manager.stats.loaded
+        facts[f"{load_mode}, {in_flight} steps"] = mini.manager.stats.loaded
+    return facts
+
+
+def _refusal(mini: Mini) -> str:
+    """Why the tier would not be attached here, or nothing."""
+    try:
+        check_eligible(mini.config, mini.scheduler)
+    except TierRefused as refusal:
+        return str(refusal)
+    return ""
+
+
+def hybrid() -> Facts:
+    """Full attention beside a sliding window."""
+    more: dict[str, Any] = {"windows": (None, 40), "blocks": 49, "num_slots": 800}
+    return {
+        mode: conversations(mode, runs=2, **more)["loaded"] for mode in ("inline", "parked", "auto")
+    }
+
+
+def preemption() -> Facts:
+    """Requests that outgrow the GPU are preempted, and resumed with what the tier has."""
+    facts: Facts = {}
+    for load_mode, second_runner in (("inline", False), ("parked", False), ("parked", True)):
+        mini = Mini(load_mode=load_mode, late=2, blocks=25)
+        if second_runner and not hasattr(mini.scheduler, "use_v2_model_runner"):
+            continue
+        mini.scheduler.use_v2_model_runner = second_runner
+        for seed in range(4):
+            mini.add(prompt(4, seed=seed), count=60 + 20 * seed)
+        mini.run()
+        mini.check()
+        nothing_held(mini)
+        assert mini.device.resumed, "nothing was preempted"
+        assert mini.manager.stats.loaded, "nothing was loaded for those that were preempted"
+        facts[f"{load_mode}{', second runner' * second_runner}"] = mini.manager.stats.loaded
+    return facts
+
+
+def failing_loads() -> Facts:
+    """Parked loads that fail are computed; inline ones too, or the engine stops."""
+    rng = random.Random(5)
+    mini = Mini(lambda direction, _: rng.random() < 0.4, load_mode="parked", late=1)
+    talk(mini, seed=3)
+    nothing_held(mini)
+    assert mini.manager.stats.failed and mini.manager.stats.loaded
+    facts: Facts = {"failed": mini.manager.stats.failed}
+    mini = Mini(lambda direction, ticket: direction == "load" and ticket == 2, load_mode="inline")
+    try:
+        talk(mini, seed=3)
+    except RuntimeError as error:
+        assert "expected vLLM 0.26 or newer" in str(error), error
+        assert _computed_alone(mini), "what failed has been given away"
+        return {**facts, "inline": "stops"}
+    nothing_held(mini)
+    return {**facts, "inline": "computed anew"}
+
+
+def _computed_alone(mini: Mini) -> bool:
+    from scheduler_half.device import answer
+
+    return all(
+        tokens == answer(mini.prompts[name], len(tokens)) for name, tokens in mini.answers.items()
+    )
+
+
+def crowd() -> Facts:
+    """Many short requests, old and new prompts, that queue for little room and a slow bus."""
+    facts = {}
+    for seed, load_mode in ((5, "parked"), (1, "auto"), (2, "inline")):
+        rng = random.Random(seed)
+        late, blocks = rng.randrange(4), rng.choice([25, 40])
+        ranks = FakeRanks(rng.choice([0.1, 1.0, 15.0, 60.0]))
+        mini = Mini(load_mode=load_mode, late=late, blocks=blocks, num_slots=2000, ranks=ranks)
+        known = [prompt(rng.randrange(1, 12), seed=1000 + n) for n in range(10)]
+        mini.only_in_cpu(*known)
+        for _ in range(60):
+            n = rng.randrange(15)
+            asked = known[n] if n < 10 else prompt(rng.randrange(6), seed=rng.randrange(10**6))
+            own = prompt(0, seed=rng.randrange(10**6), tail=rng.choice([1, 40]))
+            mini.add(asked + own, count=rng.randrange(1, 6))
+            for _ in range(rng.choice([0, 0, 1, 3])):
+                if mini.queue or mini.scheduler.has_requests():
+                    mini.step()
+        mini.run(steps=1000)
+        mini.check()
+        nothing_held(mini)
+        assert mini.manager.stats.loaded > 60
+        facts[load_mode] = mini.manager.stats.loaded
+    return facts
+
+
+def priority() -> Facts:
+    """A waiting queue that is a heap: who is admitted next is who is looked up next."""
+    if importlib.util.find_spec("vllm.v1.core.sched.request_queue") is None:
+        raise NotThere("requests have no priority")
+    facts = {}
+    for load_mode in ("inline", "parked"):
+        mini = Mini(load_mode=load_mode, policy="priority", late=2, blocks=41)
+        known = [prompt(2 + n, seed=20 + n) for n in range(8)]
+        mini.only_in_cpu(*known)
+        rng = random.Random(7)
+        for n in rng.sample(range(8), 8) * 2:
+            mini.add(known[n], count=3, priority=rng.randrange(3))
+        mini.run(steps=500)
+        mini.check()
+        nothing_held(mini)
+        facts[load_mode] = mini.manager.stats.loaded
+        assert facts[load_mode] >= sum(range(2, 10))
+    return facts
+
+
+def grammar() -> Facts:
+    """A request that waits for its grammar is not looked up before it has it."""
+    from vllm.v1.request import RequestStatus
+
+    facts = {}
+    for load_mode in ("inline", "parked"):
+        mini = Mini(load_mode=load_mode, late=2)
+        mini.only_in_cpu(prompt(6, seed=1))
+        name = mini.add(prompt(6, seed=1))
+        request = mini.scheduler.requests[name]
+        names = ("WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "WAITING_FOR_FSM")
+        (waits,) = (RequestStatus[n] for n in names if n in RequestStatus.__members__)
+        request.status = waits
+        request.structured_output_request = SimpleNamespace(grammar=None)
+        mini.add(prompt(1, seed=2), count=4)
+        for _ in range(3):
+            mini.step()
+        assert request.status == waits and not mini.manager.stats.loaded
+        request.structured_output_request.grammar = object()
+        mini.run(steps=100)
+        mini.check()
+        nothing_held(mini)
+        assert mini.hits[name] == 6 * BLOCK
+        facts[load_mode] = mini.manager.stats.loaded
+    return facts
+
+
+# One thing at a time
+
+
+def hit_inline() -> Facts:
+    """An evicted prefix is there in the very step that asks for it."""
+    mini = Mini(load_mode="inline", late=3)
+    mini.only_in_cpu(prompt(6, seed=1))
+    name = mini.add(prompt(6, seed=1))
+    mini.begin_step()
+    assert mini.hits[name] == 6 * BLOCK
+    mini.end_step()
+    mini.run()
+    mini.check()
+    nothing_held(mini)
+    return {"hit": mini.hits[name]}
+
+
+def hit_parked() -> Facts:
+    """A request waits for its prefix while another runs, and steps without tokens go on."""
+    mini = Mini(load_mode="parked", late=3)
+    mini.only_in_cpu(prompt(6, seed=1))
+    name = mini.add(prompt(6, seed=1))
+    scheduled = mini.begin_step()
+    assert not scheduled.num_scheduled_tokens and scheduled.total_num_scheduled_tokens == 0
+    assert statuses(mini) == {name: "WAITING_FOR_REMOTE_KVS"}
+    mini.end_step()
+    other = mini.add(prompt(1, seed=2), count=2)
+    mini.step()
+    assert other in mini.hits and name not in mini.hits, "the other one does not wait"
+    mini.run()
+    assert mini.hits[name] == 6 * BLOCK
+    mini.check()
+    nothing_held(mini)
+    return {"hit": mini.hits[name]}
+
+
+def two_for_one_prefix() -> Facts:
+    """Two requests for one evicted prefix load it once."""
+    facts = {}
+    for load_mode in ("inline", "parked"):
+        mini = Mini(load_mode=load_mode, late=2, blocks=41)
+        mini.only_in_cpu(prompt(6, seed=1))
+        names = [mini.add([*prompt(6, seed=1), *prompt(0, seed=9 + n, tail=5)]) for n in range(2)]
+        mini.run()
+        mini.check()
+        nothing_held(mini)
+        assert [mini.hits[name] for name in names] == [6 * BLOCK] * 2
+        assert mini.manager.stats.loaded == 6, mini.manager.stats.loaded
+        facts[load_mode] = mini.manager.stats.loaded
+    return facts
+
+
+def abort_while_parked() -> Facts:
+    """The request is gone at once; its load ends, and every block comes back."""
+    mini = Mini(load_mode="parked", late=3)
+    mini.only_in_cpu(prompt(6, seed=1))
+    free = free_blocks(mini)
+    name = mini.add(prompt(6, seed=1))
+    mini.step()
+    assert statuses(mini) == {name: "WAITING_FOR_REMOTE_KVS"} and free_blocks(mini) == free - 6
+    mini.abort(name)
+    assert name not in mini.scheduler.requests and not mini.scheduler.has_unfinished_requests()
+    mini.add(prompt(14, seed=2), count=3)  # it may not take blocks that are being written
+    mini.run()
+    again = mini.add(prompt(6, seed=1))
+    mini.run()
+    mini.check()
+    nothing_held(mini)
+    assert free_blocks(mini) == free and mini.hits[again] == 6 * BLOCK
+    return {"free": free}
+
+
+def abort_all_while_parked() -> Facts:
+    """Requests are aborted by the list; parked, waiting and running ones."""
+    mini = Mini(load_mode="parked", late=3)
+    mini.only_in_cpu(prompt(6, seed=1), prompt(14, seed=2))
+    names = [mini.add(prompt(2, seed=3), count=20)]
+    mini.step()
+    names += [mini.add(prompt(6, seed=1)), mini.add(prompt(14, seed=2)), mini.add(prompt(1, 4))]
+    mini.step()
+    mini.abort(*names)
+    assert not mini.scheduler.requests
+    last = mini.add(prompt(6, seed=1))
+    mini.run()
+    mini.check()
+    nothing_held(mini)
+    return {"hit": mini.hits[last]}
+
+
+def reset_idle() -> Facts:
+    """After a reset nothing is found, on the GPU or in the tier."""
+    mini = Mini(load_mode="inline")
+    mini.add(prompt(6, seed=1))
+    mini.run()
+    assert mini.scheduler.reset_prefix_cache()
+    mini.device.scramble()
+    assert mini.manager.num_used == 0
+    name = mini.add(prompt(6, seed=1))
+    mini.run()
+    mini.check()
+    nothing_held(mini)
+    assert mini.hits[name] == 0
+    return {}
+
+
+def reset_while_loading() -> Facts:
+    """A reset waits for the copies, and requests that were parked are computed."""
+    mini = Mini(load_mode="parked", late=5)
+    mini.only_in_cpu(prompt(6, seed=1), prompt(4, seed=2))
+    names = [mini.add(prompt(6, seed=1)), mini.add(prompt(4, seed=2))]
+    mini.step()
+    assert set(statuses(mini).values()) == {"WAITING_FOR_REMOTE_KVS"}
+    assert mini.scheduler.reset_prefix_cache(), "something still holds blocks"
+    assert mini.ranks.drains == 1 and mini.manager.num_used == 0
+    mini.device.scramble()
+    mini.run()
+    mini.check()
+    nothing_held(mini)
+    assert [mini.hits[name] for name in names] == [0, 0]
+    return {}
+
+
+def reset_while_running() -> Facts:
+    """What runs is undisturbed, whether or not the release resets beside it."""
+    mini = Mini(load_mode="parked", late=3)
+    mini.only_in_cpu(prompt(6, seed=1))
+    mini.add(prompt(2, seed=3), count=20)
+    mini.step()
+    mini.add(prompt(6, seed=1))
+    mini.step()
+    done = mini.scheduler.reset_prefix_cache()
+    mini.run()
+    mini.check()
+    nothing_held(mini)
+    return {"reset": bool(done)}
+
+
+def reset_with_running_requests() -> Facts:
+    """They are preempted, and computed anew with other weights' values gone."""
+
+    mini = Mini(load_mode="inline", late=2)
+    if (
+        "reset_running_requests"
+        not in inspect.signature(type(mini.scheduler).reset_prefix_cache).parameters
+    ):
+        raise NotThere("running requests cannot be reset")
+    mini.only_in_cpu(prompt(6, seed=1))
+    mini.add(prompt(2, seed=3), count=20)
+    mini.add(prompt(6, seed=1), count=9)
+    mini.step()
+    mini.step()
+    assert mini.scheduler.reset_prefix_cache(reset_running_requests=True)
+    mini.device.scramble()
+    mini.run()
+    mini.check()
+    nothing_held(mini)
+    return {"resumed": mini.device.resumed}
+
+
+# Traps
+
+
+def touch() -> Facts:
+    """Blocks that the tier holds are held once each, whatever `touch` takes."""
+    mini = Mini()
+    mini.add(prompt(5, seed=1), count=1)
+    mini.run()
+    free = free_blocks(mini)
+    blocks = [mini.pool.blocks[i] for i in mini.plans[0].store.gpu_block_ids]
+    assert len(blocks) == 5 and all(block.ref_cnt == 0 for block in blocks)
+    mini.view.hold(blocks)
+    assert all(block.ref_cnt == 1 for block in blocks) and free_blocks(mini) == free - 5
+    mini.view.release(reversed(blocks))
+    assert all(block.ref_cnt == 0 for block in blocks) and free_blocks(mini) == free
+    return {}
+
+
+def given_up_twice() -> Facts:
+    """Two requests give the same blocks up; from 0.10 to 0.23 no call may name one twice.
+
+    `free_blocks` would put it into its queue of free blocks twice there, and break that.
+    """
+    mini = Mini(load_mode="parked", late=2, blocks=41)
+    mini.only_in_cpu(prompt(6, seed=1))
+    names = [mini.add([*prompt(6, seed=1), *prompt(0, seed=9 + n, tail=5)]) for n in range(2)]
+    mini.step()
+    assert set(statuses(mini).values()) == {"WAITING_FOR_REMOTE_KVS"}
+    mini.abort(*names)
+    mini.add(prompt(1, seed=3), count=8)
+    mini.run()
+    nothing_held(mini)
+    for seed in range(3):
+        mini.add(prompt(20, seed=seed))
+    mini.run()
+    mini.check()
+    nothing_held(mini)
+    return {}
+
+
+def publish() -> Facts:
+    """A hash enters the prefix cache by the release's own way, and leaves it as others do."""
+    mini = Mini()
+    mini.add(prompt(3, seed=1), count=1)
+    mini.run()
+    keys = [mini.view.cached_key(i) for i in mini.plans[0].store.gpu_block_ids]
+    assert len(set(keys)) == 3 and None not in keys
+    mini.settle()
+    mini.begin_step()  # gives up what is held
+    mini.end_step()
+    mini.pool.free_blocks(mini.pool.get_new_blocks(free_blocks(mini)))
+    assert not _cached(mini, prompt(3, seed=1))
+    blocks = mini.view.take_blocks(3)
+    for index, (key, block) in enumerate(zip(keys, blocks)):
+        mini.view.publish(key, block, (index + 1) * BLOCK)
+        assert mini.view.still_cached(block.block_id, key)
+    assert _cached(mini, prompt(3, seed=1)) == [block.block_id for block in blocks]
+    mini.view.release(reversed(blocks))
+    assert _cached(mini, prompt(3, seed=1)) == [block.block_id for block in blocks]
+    mini.pool.free_blocks(mini.pool.get_new_blocks(free_blocks(mini)))
+    assert not _cached(mini, prompt(3, seed=1)), "it was not evicted"
+    return {}
+
+
+def _cached(mini: Mini, tokens: list[int]) -> list[int]:
+    """GPU blocks of a prompt's prefix, as the release finds them."""
+    from scheduler_half import parts
+
+    request = parts.make_request("looked-up", tokens, 1)
+    (blocks, *_), *_ = mini.kv_manager.get_computed_blocks(request)[0].blocks, None
+    getattr(mini.kv_manager, "free_block_hashes", lambda _: None)(request)
+    return [block.block_id for block in blocks]
+
+
+def parked_is_not_a_connectors() -> Facts:
+    """No parked request reaches `_update_waiting_for_remote_kv`, which asserts a connector."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    def reached(self: Any, request: Any, *_: Any) -> bool:
+        raise AssertionError(f"{request.request_id} is taken for a connector's")
+
+    original = Scheduler._update_waiting_for_remote_kv
+    Scheduler._update_waiting_for_remote_kv = reached
+    try:
+        return conversations("parked", runs=1)
+    finally:
+        Scheduler._update_waiting_for_remote_kv = original
+
+
+def zeroed_blocks() -> Facts:
+    """Blocks that the runner zeroes in a step hold nothing that was loaded for it."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    if not hasattr(KVCacheConfig, "needs_kv_cache_zeroing"):
+        raise NotThere("no blocks are zeroed")
+    zeroed = loaded = 0
+    needed = KVCacheConfig.needs_kv_cache_zeroing
+    KVCacheConfig.needs_kv_cache_zeroing = True
+    try:
+        for load_mode in ("inline", "parked"):
+            mini = Mini(load_mode=load_mode, late=2)
+            talk(mini, seed=2)
+            assert mini.manager.stats.loaded and any(mini.device.zeroed)
+            loaded += mini.manager.stats.loaded
+            zeroed += sum(map(len, mini.device.zeroed))
+    finally:
+        KVCacheConfig.needs_kv_cache_zeroing = needed
+    return {"loaded": loaded, "zeroed": zeroed}
+
+
+def block_copies() -> Facts:
+    """Only hits of partial blocks have blocks copied, and those are refused."""
+    mini = Mini(windows=(None, 40), blocks=49, late=2)
+    if not hasattr(mini.kv_manager, "take_kv_cache_block_copies"):
+        raise NotThere("no blocks are copied")
+    talk(mini, seed=0)
+    assert mini.manager.stats.loaded and not mini.device.copied
+    coordinator = mini.kv_manager.coordinator
+    assert coordinator.enable_partial_hash_hits is False
+    assert not _refusal(mini)
+    coordinator.enable_partial_hash_hits = True
+    assert "found partial ones enabled" in _refusal(mini)
+    return {"refusal": _refusal(mini)}
+
+
+def empty_steps() -> Facts:
+    """Pipelines and asynchronous scheduling are refused where empty steps are not sent."""
+    mini, seen = Mini(), []
+    assert not _refusal(mini)
+    for part, name, value in (
+        ("parallel_config", "pipeline_parallel_size", 2),
+        ("scheduler_config", "async_scheduling", True),
+    ):
+        config = getattr(mini.config, part)
+        before = getattr(config, name)
+        setattr(config, name, value)
+        seen.append(_refusal(mini))
+        setattr(config, name, before)
+    old = Release.number() < Version("0.10.2")
+    assert ["before vLLM 0.10.2" in text for text in seen] == [old, old], seen
+    return {"refusals": seen}
+
+
+def no_spin() -> Facts:
+    """A step with nothing but parked work is one that the ranks know to be idle, and wait in."""
+    mini = Mini(load_mode="parked", late=4)
+    mini.only_in_cpu(prompt(6, seed=1))
+    mini.add(prompt(6, seed=1))
+    idle = 0
+    while True:
+        scheduled = mini.begin_step()
+        mini.end_step()
+        if scheduled.num_scheduled_tokens:
+            break
+        idle += 1
+        assert scheduled.total_num_scheduled_tokens == 0, "by this the ranks know"
+        assert mini.scheduler.has_requests(), "the engine would stop stepping"
+    assert idle >= 3
+    mini.run()
+    mini.check()
+    return {"idle_steps": idle}
+
+
+def invalid_blocks() -> Facts:
+    """Blocks that a connector failed to fill leave the tier as well."""
+    mini = Mini(load_mode="inline")
+    mini.add(prompt(4, seed=1), count=1)
+    mini.run()
+    mini.settle()
+    block_ids = mini.plans[0].store.gpu_block_ids
+    keys = [mini.view.cached_key(i) for i in block_ids]
+    assert all(mini.manager.holds(key) for key in keys)
+    if hasattr(mini.pool, "evict_blocks"):
+        mini.pool.evict_blocks({block_ids[1]})
+    elif hasattr(mini.scheduler, "_handle_invalid_blocks"):
+        mini.scheduler._handle_invalid_blocks({block_ids[1]})
+    else:
+        raise NotThere("connectors cannot say which blocks they failed to fill")
+    assert [mini.manager.holds(key) for key in keys] == [True, False, True, True]
+    return {}
+
+
+def many_hits_at_once() -> Facts:
+    """More hits than fit, over a slow bus: each comes to its end, and hits all that it could."""
+    facts = {}
+    for load_mode in ("auto", "parked"):
+        mini = Mini(blocks=60, load_mode=load_mode, late=1, ranks=FakeRanks(15.0), num_slots=2000)
+        known = [prompt(2 + n, seed=100 + n) for n in range(9)]
+        mini.only_in_cpu(*known)
+        names = [mini.add(p, count=3) for p in known]
+        mini.run(steps=500)
+        mini.check()
+        nothing_held(mini)
+        assert [mini.hits[name] for name in names] == [(2 + n) * BLOCK for n in range(9)]
+        facts[load_mode] = mini.manager.stats.loaded
+    return facts
+
+
+SCENARIOS: dict[str, Callable[[], Facts]] = {
+    "without tier": without_tier,
+    "hit inline": hit_inline,
+    "hit parked": hit_parked,
+    "two for one prefix": two_for_one_prefix,
+    "many hits at once": many_hits_at_once,
+    "conversations inline": partial(conversations, "inline"),
+    "conversations parked": partial(conversations, "parked"),
+    "conversations auto": partial(conversations, "auto"),
+    "a crowd": crowd,
+    "abort while parked": abort_while_parked,
+    "abort all while parked": abort_all_while_parked,
+    "preemption": preemption,
+    "hybrid groups": hybrid,
+    "asynchronous": asynchronous,
+    "priorities": priority,
+    "structured output": grammar,
+    "reset idle": reset_idle,
+    "reset while loading": reset_while_loading,
+    "reset while running": reset_while_running,
+    "reset with running requests": reset_with_running_requests,
+    "failing loads": failing_loads,
+    "invalid blocks": invalid_blocks,
+    "trap: touch": touch,
+    "trap: a block given up twice": given_up_twice,
+    "trap: hash insertion": publish,
+    "trap: parked is not a connector's": parked_is_not_a_connectors,
+    "trap: zeroed blocks": zeroed_blocks,
+    "trap: block copies": block_copies,
+    "trap: steps without tokens": empty_steps,
+    "trap: no spin": no_spin,
+}
