@@ -8,21 +8,25 @@ from typing import Any
 
 from kvoffload_patch.integration.adapters import SchedulerView
 from kvoffload_patch.integration.inline import InlineLoads
+from kvoffload_patch.integration.memo import Known
 from kvoffload_patch.integration.probe import Found
 from kvoffload_patch.integration.room import Room
 from kvoffload_patch.tier.manager import OffloadManager
 
-_Blocks = list[tuple[Hashable, Any, int]]  # key, GPU block, tokens of the prefix ending with it
-
 
 class _Arrival:
-    """A parked load: blocks to publish once its ticket is done, and who waits for that."""
+    """A parked load: GPU blocks to publish once its ticket is done, and who waits for that.
 
-    __slots__ = ("blocks", "ticket", "waiting")
+    Block ``i`` holds ``keys[i]``, and a prefix of ``ends[i]`` tokens ends with it.
+    """
 
-    def __init__(self, ticket: int, blocks: _Blocks) -> None:
+    __slots__ = ("blocks", "ends", "keys", "ticket", "waiting")
+
+    def __init__(self, ticket: int, blocks: list[Any], found: Found) -> None:
         self.ticket = ticket
         self.blocks = blocks
+        self.keys = found.cpu_hits
+        self.ends = found.cpu_ends
         self.waiting: list[_Parked] = []
 
 
@@ -30,15 +34,19 @@ class _Parked:
     """A request that waits for a load, its own or another's, and the GPU blocks of its prefix.
 
     ``needed``: blocks that it will need besides those that are held or loaded for it.
+    ``known``: what it hits once its load has arrived, if that need not be looked up again.
     """
 
-    __slots__ = ("held", "needed", "request", "status")
+    __slots__ = ("held", "known", "needed", "request", "status")
 
-    def __init__(self, request: Any, status: Any, held: list[Any], needed: int) -> None:
+    def __init__(
+        self, request: Any, status: Any, held: list[Any], needed: int, known: Known | None
+    ) -> None:
         self.request = request
         self.status = status
         self.held = held
         self.needed = needed
+        self.known = known
 
 
 class LoadBook:
@@ -50,16 +58,19 @@ class LoadBook:
     allocation within it would otherwise evict them.
 
     Attributes:
-        arriving: GPU block and ticket of parked loads under way, by key.
+        arriving: GPU block of parked loads under way, by key.
+        ticket_of: ticket of these loads, by key.
         inline: inline loads that are not known to have arrived.
     """
 
     def __init__(self, view: SchedulerView, manager: OffloadManager) -> None:
         self._view = view
         self._manager = manager
-        self.arriving: dict[Hashable, tuple[Any, int]] = {}
+        self.arriving: dict[Hashable, Any] = {}
+        self.ticket_of: dict[Hashable, int] = {}
         self.inline = InlineLoads()
         self._arrivals: deque[_Arrival] = deque()
+        self._landed: list[_Arrival] = []  # published, their requests still parked
         self._by_ticket: dict[int, _Arrival] = {}
         self._parked: dict[str, _Parked] = {}
         self._held: list[Any] = []
@@ -86,7 +97,8 @@ class LoadBook:
 
     def room(self) -> Room:
         """What the step can admit besides the requests that are parked."""
-        waiting = [p for arrival in self._arrivals for p in arrival.waiting if p.request]
+        arrivals = [*self._landed, *self._arrivals]
+        waiting = [p for arrival in arrivals for p in arrival.waiting if p.request]
         return Room(self._view, len(waiting), sum(p.needed for p in waiting))
 
     def protect(self, blocks: Sequence[Any]) -> None:
@@ -98,11 +110,10 @@ class LoadBook:
         self._view.hold(found.gpu_blocks)
         self._held.extend(found.gpu_blocks)
         ticket, blocks = self._begin(found)
-        self._held.extend(block for _, block, _ in blocks)
-        for key, block, num_tokens in blocks:
-            self._view.publish(key, block, num_tokens)
+        self._held.extend(blocks)
+        self._publish(found.cpu_hits, blocks, found.cpu_ends)
         self._manager.expose_load(ticket)
-        cached = [(block.block_id, key) for key, block, _ in blocks]
+        cached = zip([block.block_id for block in blocks], found.cpu_hits)
         self.inline.add(ticket, request.request_id, cached)
 
     def park(self, request: Any, found: Found, needed: int) -> None:
@@ -115,27 +126,41 @@ class LoadBook:
         """
         self._view.hold(found.gpu_blocks)
         held = list(found.gpu_blocks)
-        ticket = max(found.arriving, default=0)
+        ticket, known = max(found.arriving, default=0), None
         if found.cpu_hits:
             ticket, blocks = self._begin(found)
-            arrival = self._by_ticket[ticket] = _Arrival(ticket, blocks)
+            if not (found.arriving or found.cut_short):
+                known = _once_loaded(request, found, blocks)
+            arrival = self._by_ticket[ticket] = _Arrival(ticket, blocks, found)
             self._arrivals.append(arrival)
-            for key, block, _ in blocks:
-                self.arriving[key] = (block, ticket)
+            self.arriving.update(zip(arrival.keys, blocks))
+            self.ticket_of.update(dict.fromkeys(arrival.keys, ticket))
         needed = max(0, needed - len(held) - len(found.cpu_hits))
-        parked = _Parked(request, self._view.park(request), held, needed)
+        parked = _Parked(request, self._view.park(request), held, needed, known)
         self._parked[request.request_id] = parked
         self._by_ticket[ticket].waiting.append(parked)
 
-    def finish(self) -> None:
-        """Publish what has arrived, and let the requests that waited for it go on."""
-        done: list[_Parked] = []
+    def finish(self, beside_a_step: bool) -> list[tuple[str, Known]]:
+        """Publish what has arrived, and let the requests that waited for it go on.
+
+        Args:
+            beside_a_step: others run. Then the requests go on in the next step: the one that
+                they join is the longest on the host, and publishing would come on top of it.
+
+        Returns:
+            Requests that go on, with what is known of their hits.
+        """
+        landed, self._landed = self._landed, []
         while self._arrivals and self._manager.load_done(self._arrivals[0].ticket):
             arrival = self._arrivals.popleft()
             del self._by_ticket[arrival.ticket]
             self._end(arrival)
-            done.extend(arrival.waiting)
+            (self._landed if beside_a_step else landed).append(arrival)
+        done = [parked for arrival in landed for parked in arrival.waiting]
+        for arrival in landed:
+            self._held.extend(arrival.blocks)
         self._let_go(done)
+        return [(p.request.request_id, p.known) for p in done if p.request and p.known]
 
     def abort(self, request_id: str) -> None:
         """The request goes; a load of its own goes on, and is published when it is done."""
@@ -159,35 +184,42 @@ class LoadBook:
 
     def drop_all(self) -> None:
         """Give everything up, published or not. All loads must be done on every rank."""
-        waiting = [parked for arrival in self._arrivals for parked in arrival.waiting]
-        for arrival in self._arrivals:
-            self._view.release(block for _, block, _ in reversed(arrival.blocks))
+        arrivals = [*self._landed, *self._arrivals]
+        for arrival in arrivals:
+            self._view.release(reversed(arrival.blocks))
+        self._landed.clear()
         self._arrivals.clear()
         self._by_ticket.clear()
         self.arriving.clear()
-        self._let_go(waiting)
+        self.ticket_of.clear()
+        self._let_go([parked for arrival in arrivals for parked in arrival.waiting])
         self.after_schedule()
 
-    def _begin(self, found: Found) -> tuple[int, _Blocks]:
+    def _begin(self, found: Found) -> tuple[int, list[Any]]:
         for at_risk in self._at_risk:
             self._view.hold(at_risk)
             self._held.extend(at_risk)
         self._at_risk.clear()
         blocks = self._view.take_blocks(len(found.cpu_hits))
-        keys = [key for key, _ in found.cpu_hits]
-        ticket = self._manager.begin_load(keys, [block.block_id for block in blocks])
-        return ticket, [(key, b, end) for (key, end), b in zip(found.cpu_hits, blocks)]
+        gpu_block_ids = [block.block_id for block in blocks]
+        return self._manager.begin_load(found.cpu_hits, gpu_block_ids), blocks
+
+    def _publish(self, keys: Sequence[Hashable], blocks: Sequence[Any], ends: list[int]) -> None:
+        publish = self._view.publish
+        for key, block, num_tokens in zip(keys, blocks, ends):
+            publish(key, block, num_tokens)
 
     def _end(self, arrival: _Arrival) -> None:
         """A parked load has ended."""
-        for key, _, _ in arrival.blocks:
-            del self.arriving[key]
+        for key in arrival.keys:
+            del self.arriving[key], self.ticket_of[key]
         if self._manager.load_failed(arrival.ticket):
-            self._view.release(block for _, block, _ in reversed(arrival.blocks))
+            self._view.release(reversed(arrival.blocks))
+            arrival.blocks = []
+            for parked in arrival.waiting:
+                parked.known = None
             return
-        for key, block, num_tokens in arrival.blocks:
-            self._view.publish(key, block, num_tokens)
-        self._held.extend(block for _, block, _ in arrival.blocks)
+        self._publish(arrival.keys, arrival.blocks, arrival.ends)
         # Each rank's forward pass waits for its own copy of this load.
         self._manager.expose_load(arrival.ticket)
 
@@ -198,3 +230,13 @@ class LoadBook:
                 del self._parked[parked.request.request_id]
                 self._view.unpark(parked.request, parked.status)
             self._held.extend(parked.held)
+
+
+def _once_loaded(request: Any, found: Found, loaded: Sequence[Any]) -> Known:
+    """What a request hits when its blocks have been loaded; they stay referenced until then."""
+    return Known(
+        num_tokens=request.num_tokens,
+        hit_tokens=found.tokens,
+        gpu_blocks=(*found.gpu_blocks, *loaded),
+        missing=tuple(found.missing),
+    )

@@ -7,18 +7,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvoffload_patch.integration.adapters import SchedulerView
+from kvoffload_patch.integration.memo import Known
 
 
 class CpuHit:
     """Stands for a block that only the CPU tier has, in the result of a lookup."""
 
-    __slots__ = ("block_hash", "block_id", "is_null", "ref_cnt")
+    __slots__ = ("block_hash",)
+
+    block_id = -1
+    is_null = False
+    ref_cnt = 0
 
     def __init__(self, key: Hashable) -> None:
         self.block_hash = key
-        self.block_id = -1
-        self.is_null = False
-        self.ref_cnt = 0
 
 
 @dataclass
@@ -29,8 +31,8 @@ class Found:
         tokens: length of the prefix found.
         gpu_tokens: length of what is found before the first block that the GPU lacks.
         gpu_blocks: vLLM's blocks of the prefix, those that loads under way fill included.
-        cpu_hits: blocks to load, as (key, tokens of the prefix that ends with the block), in
-            prefix order.
+        cpu_hits: keys of the blocks to load, in prefix order.
+        cpu_ends: for each of them, the tokens of the prefix that ends with it.
         missing: keys that were looked for and found nowhere.
         arriving: tickets of the loads under way that fill some of `gpu_blocks`.
         cut_short: whether the tier has more of it than there was room for.
@@ -39,10 +41,24 @@ class Found:
     tokens: int = 0
     gpu_tokens: int = 0
     gpu_blocks: list[Any] = field(default_factory=list)
-    cpu_hits: list[tuple[Hashable, int]] = field(default_factory=list)
+    cpu_hits: list[Hashable] = field(default_factory=list)
+    cpu_ends: list[int] = field(default_factory=list)
     missing: list[Hashable] = field(default_factory=list)
     arriving: set[int] = field(default_factory=set)
     cut_short: bool = False
+
+
+def known_of(request: Any, found: Found) -> Known:
+    """What need not be looked up again."""
+    return Known(
+        num_tokens=request.num_tokens,
+        hit_tokens=found.tokens,
+        gpu_blocks=tuple(found.gpu_blocks),
+        missing=tuple(found.missing),
+        cpu_hits=len(found.cpu_hits),
+        arriving=bool(found.arriving),
+        settled=not (found.cpu_hits or found.arriving or found.cut_short),
+    )
 
 
 class StandInPool:
@@ -53,21 +69,26 @@ class StandInPool:
     Args:
         view: the scheduler.
         in_cpu: whether a key can be loaded from the tier.
-        arriving: GPU block and ticket of a load under way, by key.
+        arriving: GPU block that a load under way fills, by key.
+        ticket_of: ticket of that load, by key.
     """
 
     def __init__(
         self,
         view: SchedulerView,
         in_cpu: Callable[[Hashable], bool],
-        arriving: dict[Hashable, tuple[Any, int]],
+        arriving: dict[Hashable, Any],
+        ticket_of: dict[Hashable, int],
     ) -> None:
         self._view = view
         self._real = view.pool
         self._in_cpu = in_cpu
         self._arriving = arriving
+        self._ticket_of = ticket_of
+        self._key = view.key
         self._found = Found()
         self._cpu_hits_left = 0
+        self._on_gpu = view.pool.get_cached_block
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -76,26 +97,40 @@ class StandInPool:
         """Find the longest prefix of a request, loading ``max_cpu_hits`` blocks at most."""
         self._found = Found()
         self._cpu_hits_left = max_cpu_hits
+        self._on_gpu = self._real.get_cached_block
         groups, tokens = self._view.longest_hit(request, self)
         found = self._found
         found.tokens = found.gpu_tokens = tokens
         for blocks, block_size in zip(groups, self._view.block_sizes):
+            if self._cpu_hits_left == max_cpu_hits:
+                found.gpu_blocks += [block for block in blocks if not block.is_null]
+                continue
             for index, block in enumerate(blocks):
                 if isinstance(block, CpuHit):
-                    found.cpu_hits.append((block.block_hash, (index + 1) * block_size))
+                    found.cpu_hits.append(block.block_hash)
+                    found.cpu_ends.append((index + 1) * block_size)
                     found.gpu_tokens = min(found.gpu_tokens, index * block_size)
                 elif not block.is_null:
                     found.gpu_blocks.append(block)
-        found.cpu_hits.sort(key=lambda hit: hit[1])
+        if len(groups) > 1 and found.cpu_hits:
+            in_order = sorted(zip(found.cpu_hits, found.cpu_ends), key=lambda hit: hit[1])
+            found.cpu_hits, found.cpu_ends = map(list, zip(*in_order))
         return found
 
     def get_cached_block(
         self, block_hash: Hashable, kv_cache_group_ids: list[int]
     ) -> list[Any] | None:
         """As vLLM's: one block for each group, or None if any group lacks it."""
+        # Most blocks are on the GPU, or nowhere: a lookup has hundreds, in the way of the step.
+        blocks: list[Any] | None = self._on_gpu(block_hash, kv_cache_group_ids)
+        if blocks:
+            return blocks
+        if len(kv_cache_group_ids) == 1:
+            block = self._beyond_gpu(block_hash, kv_cache_group_ids[0])
+            return None if block is None else [block]
         blocks = []
         for group_id in kv_cache_group_ids:
-            cached = self._real.get_cached_block(block_hash, [group_id])
+            cached = self._on_gpu(block_hash, [group_id])
             block = cached[0] if cached else self._beyond_gpu(block_hash, group_id)
             if block is None:
                 return None
@@ -103,12 +138,10 @@ class StandInPool:
         return blocks
 
     def _beyond_gpu(self, block_hash: Hashable, group_id: int) -> Any:
-        key = self._view.key(block_hash, group_id)
-        arriving = self._arriving.get(key)
-        if arriving is not None:
-            block, ticket = arriving
-            self._found.arriving.add(ticket)
-            return block
+        key = self._key(block_hash, group_id)
+        if key in self._arriving:
+            self._found.arriving.add(self._ticket_of[key])
+            return self._arriving[key]
         if not self._in_cpu(key):
             self._found.missing.append(key)
             return None

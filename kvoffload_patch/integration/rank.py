@@ -22,6 +22,8 @@ logger = logging.getLogger("vllm.kvoffload_patch")
 
 # What a step without tokens waits for loads, at most: a new request is held up no longer.
 _IDLE_WAIT_S = 0.001
+# A step of so few tokens that are not all decodes is launched in more time than it takes to run.
+_SHORT_STEP_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ class RankTier:
         self._pointer = self._tensor.data_ptr()
         self._host = open_host(runner, num_slots, layout)
         self._growth_ended = ""
-        self._idle = False
+        self._idle = self._long_to_launch = False
         ready = self._host.num_ready
         try:
             slots = SlotMemory(self._host.slots, self._host.slots_per_piece)
@@ -193,7 +195,9 @@ class RankTier:
                 "was attached, so it cannot go on; restart the server, or set "
                 "KVOFFLOAD_DISABLE=1 to serve without it."
             )
-        self._idle = step.total_num_scheduled_tokens == 0
+        tokens = step.total_num_scheduled_tokens
+        self._idle = tokens == 0
+        self._long_to_launch = len(step.num_scheduled_tokens) < tokens <= _SHORT_STEP_TOKENS
         due = plan is not None and any(b.ticket <= plan.wait_load for b in plan.loads)
         by_layer = self._gate.begin(step, plan is not None and plan.layerwise and due)
         self._engine.begin_step(plan, by_layer)
@@ -204,7 +208,7 @@ class RankTier:
 
     def end_step(self, output: Any) -> Any:
         """After the forward pass and what follows it: submit the store, report what is done."""
-        self._engine.end_step()
+        self._engine.end_step(put_off_stores=self._long_to_launch)
         if self._idle:
             # Nothing else can go on until a load has arrived or a request comes in.
             self._engine.wait_loads(_IDLE_WAIT_S)

@@ -9,10 +9,10 @@ from typing import Any
 from kvoffload_patch.config import Settings
 from kvoffload_patch.integration.adapters import PLAN, RESULT, SchedulerView
 from kvoffload_patch.integration.growth import Growth
-from kvoffload_patch.integration.hits import HitCounts
+from kvoffload_patch.integration.hits import HitCounts, UsedHits
 from kvoffload_patch.integration.loads import LoadBook
 from kvoffload_patch.integration.memo import Known, ProbeMemo
-from kvoffload_patch.integration.probe import Found, StandInPool
+from kvoffload_patch.integration.probe import Found, StandInPool, known_of
 from kvoffload_patch.integration.ranks import RankGroup
 from kvoffload_patch.integration.recompute import Recompute
 from kvoffload_patch.integration.report import Report
@@ -54,9 +54,11 @@ class SchedulerTier:
         mode = settings.load_mode
         self._parks = mode == "parked" or (mode == "auto" and ranks.copies_overlap)
         self._recompute = Recompute(view.scheduler)
-        self._pool = StandInPool(view, manager.lookup, self._loads.arriving)
+        arriving = self._loads.arriving, self._loads.ticket_of
+        self._pool = StandInPool(view, manager.lookup, *arriving)
         self._report = Report(manager, settings.log_interval)
         self._hits = HitCounts(view, self._report)
+        self._used = UsedHits(view, manager)
         self._scheduling = False
         self._cached: list[tuple[str, int, Hashable]] = []
 
@@ -68,7 +70,12 @@ class SchedulerTier:
         `schedule_returned` must follow, whatever happens.
         """
         self._scheduling = True
-        self._loads.finish()
+        self._memo.end_step()  # nothing to do unless `schedule` has raised
+        self._used.refresh()
+        for request_id, known in self._loads.finish(bool(self._view.scheduler.running)):
+            # Unless the tier has got more of it since.
+            if not any(map(self._manager.lookup, known.missing)):
+                self._memo.put(request_id, known)
         if self._view.has_waiting() and not self._view.is_paused():
             self._probe_waiting()
 
@@ -112,6 +119,7 @@ class SchedulerTier:
             setattr(output, PLAN, plan)
         for request_id in self._hits.admitted(scheduled):
             self._memo.forget(request_id)
+        self._memo.end_step()
         self._report.tick()
 
     def on_output(self, scheduled: Any, output: Any) -> None:
@@ -182,6 +190,7 @@ class SchedulerTier:
         self._manager.clear()
         self._memo.clear()
         self._hits.clear()
+        self._used.clear()
 
     def close(self) -> None:
         """The engine shuts down."""
@@ -227,7 +236,7 @@ class SchedulerTier:
             return self._pass_over(known, room)
         if known is None or not known.settled:
             found = self._pool.look_up(request, max_cpu_hits=max(1, room.blocks))
-            known = _known(request, found)
+            known = known_of(request, found)
             goes = self._goes(request, known, room)
             self._memo.put(request.request_id, known if goes else replace(known, settled=False))
             self._hits.found(request, found, used=goes)
@@ -256,7 +265,7 @@ class SchedulerTier:
 
     def _use(self, request: Any, found: Found, room: Room, stall: Stall) -> bool:
         """Load what was found, and keep it; whether the request is parked for that."""
-        self._refresh(found)
+        self._used.note(found.gpu_blocks)
         count = len(found.cpu_hits)
         if count or found.arriving:
             self._memo.forget(request.request_id)
@@ -277,23 +286,3 @@ class SchedulerTier:
         if self._settings.load_mode == "parked":
             return False
         return room.tokens > 0 and stall.allows(num_blocks)
-
-    def _refresh(self, found: Found) -> None:
-        """Keep what requests hit recent in the tier, and store what it has lost since."""
-        keys = [b.block_hash for b in found.gpu_blocks if b.block_hash is not None]
-        self._manager.touch(keys)
-        for block in found.gpu_blocks:
-            if block.block_hash is not None:
-                self._manager.queue_store(block.block_hash, block.block_id)
-
-
-def _known(request: Any, found: Found) -> Known:
-    return Known(
-        num_tokens=request.num_tokens,
-        hit_tokens=found.tokens,
-        gpu_blocks=tuple(found.gpu_blocks),
-        missing=tuple(found.missing),
-        cpu_hits=len(found.cpu_hits),
-        arriving=bool(found.arriving),
-        settled=not (found.cpu_hits or found.arriving or found.cut_short),
-    )

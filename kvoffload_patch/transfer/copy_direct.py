@@ -19,7 +19,9 @@ from kvoffload_patch.transfer.tiles import TileMover
 
 # As few as reach the bus's speed (H200): writes need no answer, reads wait for one.
 LOAD_PROGRAMS, STORE_PROGRAMS = 32, 16
-SLICE_BYTES = 32 << 20
+# Launching a slice takes the step some tens of microseconds, and a load of long prompts has many;
+# stores are in small ones, because loads of their blocks may wait for them.
+LOAD_SLICE_BYTES, STORE_SLICE_BYTES = 128 << 20, 32 << 20
 
 
 class DirectBackend:
@@ -36,7 +38,8 @@ class DirectBackend:
         self._device = layout.device
         self._slots = slots
         self._ids = IdUploader(self._device)
-        self._slice = max(1, SLICE_BYTES // slots.pitch)
+        self._load_slice = max(1, LOAD_SLICE_BYTES // slots.pitch)
+        self._store_slice = max(1, STORE_SLICE_BYTES // slots.pitch)
         self._mover = TileMover(layout, slots.pitch, [slots.address(0)])
         self.groups = [(0, len(layout.rows))]
 
@@ -73,8 +76,9 @@ class DirectBackend:
             for numbers in (ids, slots)
         )
         programs = STORE_PROGRAMS if to_slots else LOAD_PROGRAMS
-        for at in range(0, len(ids), self._slice):
-            count = min(self._slice, len(ids) - at)
+        size = self._store_slice if to_slots else self._load_slice
+        for at in range(0, len(ids), size):
+            count = min(size, len(ids) - at)
             with torch.cuda.stream(streams.blocks):
                 self._mover.move(
                     to_slots, self._slots.flat, block_ids, at, count, slot_ids, programs=programs

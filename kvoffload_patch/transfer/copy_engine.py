@@ -24,6 +24,8 @@ _NAP_S = 0.0001
 _LOADS_AHEAD = 24
 # With fewer than so many, the bus would be idle before the step has been launched.
 _TOO_FEW = 2
+# When the copy thread enqueues stores that were put off, if no step has done so.
+_PUT_OFF_S = 0.02
 # Groups of a load by layer that are enqueued before they are waited for.
 _GROUPS_AHEAD = 2
 
@@ -68,6 +70,7 @@ class CopyEngine:
         self.num_groups = len(backend.groups)
         self._arrived: list[Any] = []
         self._num_arrived = 0  # groups enqueued
+        self._put_off = False  # stores were, by the step before
         self._thread: CopyThread | None = None
         self._loads: Lane | HostLane
         self._stores: Lane | HostLane
@@ -136,14 +139,23 @@ class CopyEngine:
         """Make the current stream wait for every load that this step needs."""
         self._loads.hold(None, self._wait_load)
 
-    def end_step(self) -> None:
+    def end_step(self, put_off_stores: bool = False) -> None:
         """After the forward pass: submit the store of the plan begun last, once.
 
         The device has work now, so this is the time to give the bus some as well. What a decode
         step stores is enqueued here as a whole: waking the thread for it costs the next step more.
+
+        Args:
+            put_off_stores: the device is waiting for the host, so stores are enqueued by the next
+                step; not twice in a row.
         """
         self._submit_store()
-        self._stores.top_up(STORES_AHEAD)
+        self._put_off = put_off_stores and not self._put_off and self._stores.queued
+        if self._put_off:
+            if self._thread is not None:
+                self._thread.wake(_PUT_OFF_S)
+        else:
+            self._stores.top_up(STORES_AHEAD)
         self._loads.top_up(_LOADS_AHEAD)
         self._wake()
 
@@ -256,7 +268,9 @@ class CopyEngine:
         self._num_arrived = group + 1
 
     def _wake(self) -> None:
-        if self._thread is not None and (self._loads.queued or self._stores.queued):
+        if self._thread is None:
+            return
+        if self._loads.queued or (self._stores.queued and not self._put_off):
             self._thread.wake()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import torch
 
@@ -36,12 +37,13 @@ class CopyThread:
         self._stores = stores
         self._wake = threading.Event()
         self._closing = False
+        self._not_before = 0.0
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kvoffload-copies", daemon=True)
         self._thread.start()
 
-    def wake(self) -> None:
-        """There is something to enqueue.
+    def wake(self, after_s: float = 0.0) -> None:
+        """There is something to enqueue; ``after_s``: others may do so until then.
 
         Raises:
             TransferError: the thread has ended, so nothing would be.
@@ -51,6 +53,7 @@ class CopyThread:
                 f"the copy thread has ended ({self._error}), so the CPU tier cannot go on; "
                 "restart the server."
             ) from self._error
+        self._not_before = time.monotonic() + after_s if after_s else 0.0
         self._wake.set()
 
     def close(self) -> None:
@@ -66,7 +69,12 @@ class CopyThread:
                 self._wake.wait()
                 self._wake.clear()
                 while not self._closing and (self._loads.queued or self._stores.queued):
-                    self._advance()
+                    wait_s = self._not_before - time.monotonic()
+                    if wait_s > 0:
+                        self._wake.wait(wait_s)  # or until it is woken for more
+                        self._wake.clear()
+                    else:
+                        self._advance()
         except BaseException as error:  # noqa: BLE001 - said by the next `wake`
             self._error = error
 

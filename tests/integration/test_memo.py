@@ -24,6 +24,7 @@ def known(blocks: tuple[int, ...] = (), missing: tuple[str, ...] = (), tokens: i
 def assert_empty(memo: ProbeMemo) -> None:
     """Nothing is left, in the reverse indexes either."""
     assert (memo._known, memo._by_block, memo._by_key) == ({}, {}, {})
+    assert (memo._new, memo._reused, len(memo)) == ({}, set(), 0)
 
 
 @pytest.fixture
@@ -32,6 +33,7 @@ def memo() -> ProbeMemo:
     memo = ProbeMemo()
     memo.put("a", known((1, 2), ("x", "y")))
     memo.put("b", known((2, 3), ("y", "z")))
+    memo.end_step()
     return memo
 
 
@@ -72,6 +74,7 @@ def test_a_request_of_another_length_is_unknown(memo: ProbeMemo) -> None:
 
 def test_a_newer_lookup_leaves_nothing_of_the_older_one(memo: ProbeMemo) -> None:
     memo.put("a", known((7,), ("q",)))
+    memo.end_step()
     memo.blocks_reused([1])
     memo.keys_stored(["x"])
     assert memo.get("a", 100)
@@ -101,5 +104,54 @@ def test_clearing_leaves_no_residue(memo: ProbeMemo) -> None:
 def test_repeated_blocks_and_keys_leave_no_residue() -> None:
     memo = ProbeMemo()
     memo.put("a", known((1, 1), ("x", "x")))
+    memo.end_step()
     memo.forget("a")
+    assert_empty(memo)
+
+
+# Lookups of the step
+
+
+def test_a_lookup_of_this_step_is_known_and_in_no_index() -> None:
+    memo = ProbeMemo()
+    memo.put("a", known((1, 2), ("x",)))
+    assert memo.get("a", 100) and "a" in memo and len(memo) == 1
+    assert memo.get("a", 101) is None
+    assert (memo._by_block, memo._by_key) == ({}, {})
+
+
+def test_one_that_is_forgotten_within_its_step_leaves_no_residue() -> None:
+    memo = ProbeMemo()
+    memo.put("a", known((1, 2), ("x",)))
+    memo.forget("a")
+    memo.end_step()
+    assert_empty(memo)
+
+
+@pytest.mark.parametrize("reused", [[1], [2], [2, 9]])
+def test_a_block_handed_out_within_the_step_drops_it_at_its_end(reused: list[int]) -> None:
+    memo = ProbeMemo()
+    memo.put("a", known((1, 2), ("x",)))
+    memo.put("b", known((3,)))
+    memo.blocks_reused(reused)
+    memo.end_step()
+    assert [name for name in "ab" if name in memo] == ["b"]
+    memo.forget("b")
+    assert_empty(memo)
+
+
+def test_what_was_handed_out_in_one_step_says_nothing_of_the_next(memo: ProbeMemo) -> None:
+    memo.put("c", known((8,)))
+    memo.blocks_reused([7])
+    memo.end_step()
+    memo.put("d", known((7,)))
+    memo.end_step()
+    assert memo.get("d", 100)
+
+
+def test_clearing_within_a_step_leaves_no_residue() -> None:
+    memo = ProbeMemo()
+    memo.put("a", known((1,), ("x",)))
+    memo.blocks_reused([1])
+    memo.clear()
     assert_empty(memo)

@@ -165,7 +165,7 @@ def test_nothing_is_looked_up_while_paused(state: PauseState, look_ups: LookUps)
     world.step()
     world.scheduler.pause_state = PauseState.UNPAUSED
     world.step()
-    assert look_ups.take()[0] == [parked, third]
+    assert look_ups.take()[0] == [third], "what its load has brought the other knows already"
     assert world.tier._memo.get(other.request_id, other.num_tokens)
 
 
@@ -297,6 +297,95 @@ def test_a_parked_load_is_published_when_its_ticket_is_done() -> None:
     assert ids[:4] == load.gpu_block_ids
     world.end(request)
     assert world.pool.get_num_free_blocks() == free
+
+
+def test_beside_a_step_a_load_is_published_before_its_request_goes_on(look_ups: LookUps) -> None:
+    world = World(load_mode="parked")
+    world.only_in_cpu(prompt(4))
+    world.step(world.add(prompt(2, seed=7)))  # it runs
+    request = world.add(prompt(4))
+    free = world.pool.get_num_free_blocks()
+    (load,) = world.step().loads
+    world.all_done()
+    look_ups.take()
+    plan = world.step(body=world.flush_gpu)
+    assert (request.status, world.gpu_hit(request)) == (PARKED, 4 * BLOCK)
+    assert plan.wait_load == load.ticket
+    assert world.pool.get_num_free_blocks() == free - 4, "it stays referenced until then"
+    world.step(request, body=world.flush_gpu)
+    assert tuple(world.manager.get_block_ids(request.request_id)[0])[:4] == load.gpu_block_ids
+    assert look_ups.take()[0] == [], "what its load has brought is known"
+    assert len(world.tier._memo) == 0
+    world.end(request)
+    assert world.pool.get_num_free_blocks() == free
+
+
+@pytest.mark.parametrize("how", ["abort", "reset"])
+def test_one_that_goes_between_the_two_steps_leaves_nothing_held(how: str) -> None:
+    world = World(load_mode="parked")
+    world.only_in_cpu(prompt(4))
+    world.step(world.add(prompt(2, seed=7)))
+    request = world.add(prompt(4))
+    free = world.pool.get_num_free_blocks()
+    world.step()
+    world.all_done()
+    world.step()
+    if how == "abort":
+        world.tier.on_finish([request.request_id])
+        world.scheduler.waiting.remove_request(request)
+        world.step()
+    else:
+        world.tier.reset()
+        assert request.status == WAITING
+    assert world.pool.get_num_free_blocks() == free
+    assert not (world.tier._loads.num_parked or world.tier._loads._landed)
+
+
+def test_one_whose_load_has_failed_is_looked_up_again(look_ups: LookUps) -> None:
+    world = World(load_mode="parked")
+    world.only_in_cpu(prompt(4))
+    request = world.add(prompt(4))
+    (load,) = world.step().loads
+    done = world.offload.drained()
+    look_ups.take()
+    world.tier.on_result(TransferResult(done.loads_done, done.stores_done, (load.ticket,)))
+    world.tier.before_schedule()
+    assert look_ups.take()[0] == [request]
+    assert (request.status, world.gpu_hit(request)) == (WAITING, 0)
+
+
+@pytest.mark.parametrize("stored_meanwhile", [False, True])
+def test_a_parked_one_is_looked_up_again_if_the_tier_has_got_more_of_it(
+    stored_meanwhile: bool, look_ups: LookUps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(load_mode="parked")
+    world.only_in_cpu(prompt(2))
+    request = world.add(prompt(4))
+    world.step()
+    look_ups.take()
+    world.all_done()
+    third = world.hash_keys(request)[2]
+    monkeypatch.setattr(world.offload, "lookup", lambda key: stored_meanwhile and key == third)
+    world.tier.before_schedule()
+    assert look_ups.take()[0] == [request] * stored_meanwhile
+
+
+def test_a_hit_on_the_gpu_is_kept_recent_and_stored_again_one_step_later() -> None:
+    world = World(load_mode="parked")
+    first = world.add(prompt(3))
+    world.step(first)
+    world.all_done()
+    for key in world.hash_keys(first)[1:]:
+        world.offload.discard(key)  # the tier loses two of them
+    touched: list[Any] = []
+    touch = world.offload.touch
+    world.offload.touch = lambda keys: (touched.append(keys), touch(keys))  # type: ignore[method-assign]
+    second = world.add(prompt(3))
+    now = world.step(second)
+    assert now is None or now.store is None
+    plan = world.step()
+    assert touched == [world.hash_keys(second)]
+    assert plan.store is not None and len(plan.store.gpu_block_ids) == 2
 
 
 def test_a_second_request_for_a_prefix_waits_for_the_first_ones_load() -> None:

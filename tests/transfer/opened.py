@@ -82,7 +82,8 @@ class Opened:
                 (copy_staged, "STORE_CHUNK_BYTES", chunk * self.slots.pitch),
                 (copy_staged, "MAX_GROUPS", groups),
                 (copy_staged, "MIN_GROUP_BYTES", 1),
-                (copy_direct, "SLICE_BYTES", chunk * self.slots.pitch),
+                (copy_direct, "LOAD_SLICE_BYTES", chunk * self.slots.pitch),
+                (copy_direct, "STORE_SLICE_BYTES", chunk * self.slots.pitch),
                 (copy_torch, "STAGING_BYTES", chunk * self.slots.pitch),
             ]:
                 stack.enter_context(mock.patch.object(module, what, value))

@@ -231,6 +231,48 @@ def test_every_wait_of_a_plan_is_where_it_belongs(
     ]
 
 
+def test_stores_of_a_step_that_the_device_waits_for_are_put_off_once(
+    with_lanes: CopyEngine, recorder: Recorder
+) -> None:
+    def wake(after_s: float = 0.0) -> None:
+        recorder.calls.append(("wake", after_s))
+
+    class Queued(RecordingLane):
+        queued = True
+
+    with_lanes._stores = Queued("stores", recorder)
+    with_lanes._thread = cast("Any", SimpleNamespace(wake=wake))
+    at_once = [
+        ("stores", "top up", copy_engine.STORES_AHEAD),
+        ("loads", "top up", copy_engine._LOADS_AHEAD),
+        ("wake", 0.0),
+    ]
+    put_off = [("wake", copy_engine._PUT_OFF_S), ("loads", "top up", copy_engine._LOADS_AHEAD)]
+    for asked, wanted in ((False, at_once), (True, put_off), (True, at_once), (True, put_off)):
+        with_lanes.end_step(put_off_stores=asked)
+        assert recorder.take() == wanted
+    with_lanes.begin_step(None)  # it would wake the thread before the step is launched
+    assert recorder.take() == []
+    with_lanes.end_step()
+    assert recorder.take() == at_once
+
+
+def test_loads_wake_the_thread_whatever_was_put_off(
+    with_lanes: CopyEngine, recorder: Recorder
+) -> None:
+    woken: list[float] = []
+
+    class Queued(RecordingLane):
+        queued = True
+
+    with_lanes._stores, with_lanes._loads = Queued("stores", recorder), Queued("loads", recorder)
+    with_lanes._thread = cast(
+        "Any", SimpleNamespace(wake=lambda after_s=0.0: woken.append(after_s))
+    )
+    with_lanes.end_step(put_off_stores=True)
+    assert woken == [copy_engine._PUT_OFF_S, 0.0]
+
+
 def test_a_step_tops_up_loads_before_it_if_the_bus_would_be_idle(
     with_lanes: CopyEngine, recorder: Recorder
 ) -> None:

@@ -107,7 +107,8 @@ class Machine:
                 (copy_staged, "LOAD_CHUNK_BYTES", chunk * slots.pitch),
                 (copy_staged, "STORE_CHUNK_BYTES", chunk * slots.pitch),
                 (copy_staged, "MIN_GROUP_BYTES", 1),
-                (copy_direct, "SLICE_BYTES", chunk * slots.pitch),
+                (copy_direct, "LOAD_SLICE_BYTES", chunk * slots.pitch),
+                (copy_direct, "STORE_SLICE_BYTES", chunk * slots.pitch),
                 (copy_torch, "STAGING_BYTES", chunk * slots.pitch),
             ]:
                 stack.enter_context(mock.patch.object(module, what, value))
