@@ -26,7 +26,7 @@ def execute_model(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> An
     because a drafting model writes its KV there.
     """
     tier = attached(instance)
-    if tier is None:
+    if tier is None or _is_dummy(*args, **kwargs):
         return wrapped(*args, **kwargs)
     step = _scheduler_output(*args, **kwargs)
     tier.begin_step(getattr(step, PLAN, None), step)
@@ -40,6 +40,17 @@ def sample_tokens(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> An
     output = wrapped(*args, **kwargs)
     tier = attached(instance)
     return output if tier is None else tier.end_step(output)
+
+
+def _is_dummy(
+    scheduler_output: Any,
+    intermediate_tensors: Any = None,
+    dummy_run: bool = False,
+    *_: Any,
+    **__: Any,
+) -> bool:
+    """Whether runner V2 only warms up or keeps other ranks company: nothing is planned for that."""
+    return dummy_run
 
 
 def _scheduler_output(scheduler_output: Any, *_: Any, **__: Any) -> Any:

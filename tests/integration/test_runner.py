@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvoffload_patch.integration.adapters import RESULT
+from kvoffload_patch.integration import engine_hooks
+from kvoffload_patch.integration.adapters import RESULT, TIER
 from kvoffload_patch.integration.runner import copy_output
+from kvoffload_patch.integration.worker_hooks import execute_model
 from kvoffload_patch.tier.plan import TransferResult
 
 DONE = TransferResult(loads_done=3, stores_done=5)
@@ -54,3 +56,49 @@ def test_the_shared_empty_output_is_not_written_to() -> None:
     assert getattr(first, RESULT) == DONE
     assert getattr(second, RESULT) == TransferResult(4, 6)
     assert isinstance(first, outputs.ModelRunnerOutput) and first.req_ids == []
+
+
+class Recorded:
+    """A rank's tier that notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def begin_step(self, plan: object, step: object) -> None:
+        """Before the forward pass."""
+        self.calls.append("begin")
+
+    def end_forward(self) -> None:
+        """After it."""
+        self.calls.append("forward")
+
+    def end_step(self, output: object) -> object:
+        """After the step."""
+        self.calls.append("end")
+        return output
+
+
+def test_a_step_goes_through_the_tier() -> None:
+    runner = SimpleNamespace(**{TIER: Recorded()})
+    step = SimpleNamespace()
+    assert execute_model(lambda *_, **__: "output", runner, (step,), {}) == "output"
+    assert getattr(runner, TIER).calls == ["begin", "forward", "end"]
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_profiling_or_dummy_pass_of_runner_v2_does_not(by_name: bool) -> None:
+    runner = SimpleNamespace(**{TIER: Recorded()})
+    args, kwargs = (SimpleNamespace(), None), {"dummy_run": True, "is_profile": True}
+    if not by_name:
+        args, kwargs = (*args, True), {}
+    assert execute_model(lambda *_, **__: "output", runner, args, kwargs) == "output"
+    assert getattr(runner, TIER).calls == []
+
+
+def test_profiling_passes_end_before_a_tier_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    # From 0.20 on the KV cache is first made for profiling, and made anew for serving.
+    order: list[str] = []
+    monkeypatch.setattr(engine_hooks, "attach", lambda *_: order.append("attach"))
+    core = SimpleNamespace(vllm_config=None)
+    engine_hooks.init(lambda: order.append("profile and start"), core, (), {})
+    assert order == ["profile and start", "attach"]
