@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from engine import engines, model
+from engine import engines, model, report
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What `scripts/matrix.py` asks for."""
+    parser.addoption("--engine-report", type=Path, help="write what was played to this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The tests that are run on every supported release."""
+    config.addinivalue_line("markers", "matrix: run on every supported vLLM by scripts/matrix.py")
+    file = config.getoption("--engine-report", None)
+    if file is not None:
+        config.pluginmanager.register(report.Reporter(file))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,6 +42,11 @@ class Engines:
         self.model = str(model.write_model(folder / "model"))
         self.loras = [str(model.write_lora(folder / f"lora{i}", seed=i)) for i in (1, 2)]
         self._run = lru_cache(maxsize=None)(self._run_once)
+        self._warm = engines.WarmProcesses()
+
+    def close(self) -> None:
+        """End the processes that engines were forked from."""
+        self._warm.close()
 
     def off(self, scenarios: list[str], engine: dict | None = None, **env: str) -> engines.Run:
         """Plain vLLM."""
@@ -40,10 +59,12 @@ class Engines:
         tier: dict | None = None,
         late: int | str = 0,
         door: str = "command",
+        fresh: bool = False,
         **env: str,
     ) -> engines.Run:
-        """vLLM with the tier."""
-        return self._run(tuple(scenarios), _items(engine), _items(tier), late, _items(env), door)
+        """vLLM with the tier; ``fresh``: through the whole command, in a process of its own."""
+        asked = (tuple(scenarios), _items(engine), _items(tier), late, _items(env), door, fresh)
+        return self._run(*asked)
 
     def _run_once(
         self,
@@ -53,10 +74,14 @@ class Engines:
         late: int | str,
         env: tuple,
         door: str = "command",
+        fresh: bool = False,
     ) -> engines.Run:
         arguments = {"model": self.model, **dict(engine)}
         switches = None if tier is None else dict(tier)
-        return engines.run(list(scenarios), arguments, switches, late, door, **dict(env))
+        warm = None if fresh else self._warm
+        run = engines.run(list(scenarios), arguments, switches, late, door, warm, **dict(env))
+        report.add_run(run, tiered=tier is not None)
+        return run
 
 
 def _items(mapping: dict | None) -> tuple:
@@ -64,9 +89,11 @@ def _items(mapping: dict | None) -> tuple:
 
 
 @pytest.fixture(scope="session")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Engines:
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """Real engines on a tiny model."""
-    return Engines(tmp_path_factory.mktemp("engines"))
+    made = Engines(tmp_path_factory.mktemp("engines"))
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,8 @@
 Run in a process of its own, by `engines.run`: ``driver.py SPEC``, where SPEC is JSON with
 ``engine`` (arguments of `vllm.LLM`), ``scenarios`` (names in `scenarios`), ``late`` (how late
 copies happen, see `late_copies`; 0: at once; ``layers`` or ``deaf to N``: see `late_layers`) and
-``door`` (see `engines.run`).
+``door`` (see `engines.run`). ``driver.py --warm IN OUT`` is for `warm`: it imports vLLM, and forks
+a process for each line of the file descriptor IN.
 """
 
 from __future__ import annotations
@@ -12,11 +13,26 @@ import json
 import os
 import sys
 import time
+from typing import Any
+
+import release
 
 
 def main() -> None:
+    """Play what the command line says, or what comes down the pipe."""
+    if sys.argv[1] == "--warm":
+        _import_vllm()
+        spec = serve(int(sys.argv[2]), int(sys.argv[3]))
+    else:
+        spec = json.loads(sys.argv[1])
+    if spec is not None:
+        play(spec)
+
+
+def play(spec: dict[str, Any]) -> None:
     """Play, and print one line ``RESULT {...}``: a result for each scenario."""
-    spec = json.loads(sys.argv[1])
+    if spec["door"] == "plugin":
+        _shut_the_other_doors()
     if isinstance(spec["late"], str):
         import late_layers
 
@@ -26,36 +42,93 @@ def main() -> None:
         import late_copies
 
         late_copies.install(spec["late"])
-    if spec["engine"].get("async_scheduling"):
-        _allow_async_scheduling()
-    if spec["door"] == "plugin":
-        _shut_the_other_doors()
+    asynchronous = bool(spec["engine"].get("async_scheduling"))
+    if asynchronous:
+        import fake_streams
+
+        fake_streams.install()
+    if asynchronous or "TEST_FORK_WORKERS" in os.environ:
+        # Forked workers have the streams, and do not import vLLM anew.
+        _change_platform(asynchronous, fork_workers=True)
+    if release.needs_stats_each_step():
+        _allow_steps_without_output()
+    _import_vllm()
+    stage = _start(spec["engine"])
     import scenarios
-    from vllm import LLM
 
-    engine = {
-        "skip_tokenizer_init": True,
-        "num_gpu_blocks_override": 24,
-        "enforce_eager": True,
-        "max_model_len": 2048,
-        "dtype": "float32",
-        "seed": 0,
-        "disable_log_stats": False,
-        **spec["engine"],
-    }
-    begin = time.monotonic()
-    stage = scenarios.Stage(LLM(**engine))
-    print(f"engine up after {time.monotonic() - begin:.0f} s", file=sys.stderr)
-    if any(name.startswith("TEST_FAIL_") for name in os.environ):
-        import failing_copies
-
-        failing_copies.install()
     results = {}
     for name in spec["scenarios"]:
         begin = time.monotonic()
         results[name] = getattr(scenarios, name)(stage)
         print(f"{name}: {time.monotonic() - begin:.1f} s", file=sys.stderr)
     print("RESULT " + json.dumps(results), flush=True)
+
+
+def _start(asked: dict[str, Any]) -> Any:
+    import scenarios
+    from vllm import LLM
+
+    block = release.block_size()
+    engine = {
+        "skip_tokenizer_init": True,
+        "num_gpu_blocks_override": 24 * release.BLOCK // block,
+        **({"block_size": block} if block != release.BLOCK else {}),
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "dtype": "float32",
+        "seed": 0,
+        "disable_log_stats": False,
+        **asked,
+    }
+    begin = time.monotonic()
+    os.environ.update(release.preloaded_names())
+    stage = scenarios.Stage(LLM(**engine))
+    print(f"engine up after {time.monotonic() - begin:.0f} s", file=sys.stderr)
+    if any(name.startswith("TEST_FAIL_") for name in os.environ):
+        import failing_copies
+
+        failing_copies.install()
+    return stage
+
+
+def _import_vllm() -> None:
+    """Import what an engine needs, the model too.
+
+    vLLM looks at a model's class in a process of its own, which imports all of vLLM for it, unless
+    the class is registered.
+    """
+    from vllm import LLM, ModelRegistry  # noqa: F401
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
+
+
+def serve(requests: int, answers: int) -> dict[str, Any] | None:
+    """Fork for each line ``{"spec", "env", "log"}``; answers with the child's pid, then its status.
+
+    Returns in a child what it has to play, and None in the parent after the last line.
+    """
+    with os.fdopen(requests) as lines, os.fdopen(answers, "w", buffering=1) as out:
+        print("ready", file=out)
+        for line in lines:
+            pid = os.fork()
+            if pid == 0:
+                return _become(json.loads(line))
+            print(pid, file=out)
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=out)
+    return None
+
+
+def _become(asked: dict[str, Any]) -> dict[str, Any]:
+    os.setsid()
+    log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(log, stream.fileno())
+    os.close(log)
+    os.environ.update(asked["env"])
+    spec: dict[str, Any] = asked["spec"]
+    return spec
 
 
 def _shut_the_other_doors() -> None:
@@ -65,17 +138,35 @@ def _shut_the_other_doors() -> None:
     sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, VLLMFinder)]
 
 
-def _allow_async_scheduling() -> None:
-    """vLLM's CPU platform turns asynchronous scheduling off whatever is asked for."""
+def _change_platform(async_scheduling: bool, fork_workers: bool) -> None:
+    """vLLM's CPU platform settles both, whatever is asked for."""
     from vllm.platforms.cpu import CpuPlatform
 
     as_made = CpuPlatform.check_and_update_config.__func__
 
-    def keep_asked_for(cls: type, vllm_config: object) -> None:
+    def check(cls: type, vllm_config: object) -> None:
         as_made(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
+        if async_scheduling:
+            vllm_config.scheduler_config.async_scheduling = True
+        if fork_workers:
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
-    CpuPlatform.check_and_update_config = classmethod(keep_asked_for)
+    CpuPlatform.check_and_update_config = classmethod(check)
+
+
+def _allow_steps_without_output() -> None:
+    """A step that only waits for a load gives none, and such a step has no statistics either."""
+    from vllm.v1.engine.core_client import InprocClient
+
+    as_made = InprocClient.get_output
+
+    def get_output(self: Any) -> Any:
+        outputs = as_made(self)
+        if outputs.scheduler_stats is None:
+            outputs.scheduler_stats = self.engine_core.scheduler.make_stats()
+        return outputs
+
+    InprocClient.get_output = get_output
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs `driver` in a process of its own, with the tier off or on."""
+"""Runs `driver` in a process of its own, with the tier off or on, new or forked from a warm one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine import release
+from engine.warm import WarmProcess
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 TIMEOUT_S = 400
 # What several tests play on one engine.
-SHARED = ["sensitivity", "conversations", "twins", "one_token", "preemption", "salts", "reset"]
+SHARED = [
+    "setup",
+    "sensitivity",
+    "conversations",
+    "twins",
+    "one_token",
+    "preemption",
+    "salts",
+    "reset",
+    "abort_while_loading",
+    "reset_while_loading",
+]
+
+
+def evicted_tokens() -> int:
+    """Tokens that `conversations` finds again: every full block of the turns before.
+
+    Each of 10 conversations begins with 380 tokens; a turn appends 12 tokens of answer, the last
+    of which was never computed, and 90 of the next question.
+    """
+    block = release.block_size()
+    return 10 * sum((380 + turn * (12 + 90) + 12 - 1) // block * block for turn in range(2))
 
 
 @dataclass
@@ -27,7 +51,7 @@ class Run:
 
     def __getitem__(self, scenario: str) -> Any:
         if scenario not in self.results:
-            raise AssertionError(f"no result of {scenario}:\n{self.log[-4000:]}")
+            raise AssertionError(f"no result of {scenario}:\n{self.log[-12000:]}")
         return self.results[scenario]
 
 
@@ -40,13 +64,13 @@ def environment(**extra: str) -> dict[str, str]:
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",  # more only spin: the model is tiny
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "PYTHONPATH": os.pathsep.join(
             [str(ROOT), str(HERE), *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]
         ),
+        **release.environment(),
         **extra,
     }
 
@@ -57,6 +81,7 @@ def run(
     tier: dict[str, str] | None = None,
     late: int | str = 0,
     door: str = "command",
+    warm: WarmProcesses | None = None,
     **extra: str,
 ) -> Run:
     """Play scenarios on an engine.
@@ -68,27 +93,62 @@ def run(
         door: ``command``: through ``python -m kvoffload_patch``; ``flag``: KVOFFLOAD_ENABLE alone,
             for the start-up file; ``plugin``: the same, with the start-up file's hook taken out.
         late: how late copies happen, see `late_copies` and `late_layers`.
+        warm: processes to fork from; None: start a new one.
         extra: more environment variables.
     """
-    spec = json.dumps({"engine": engine, "scenarios": scenarios, "late": late, "door": door})
-    command = [sys.executable, str(HERE / "driver.py"), spec]
-    env = environment(**extra)
+    spec = {"engine": engine, "scenarios": scenarios, "late": late, "door": door}
+    extra = {**release.environment(engine.get("tensor_parallel_size", 1)), **extra}
+    if warm is not None and door == "command":
+        status, log = warm.play(spec, tier, extra)
+    else:
+        command, env = _command(json.dumps(spec), tier, door)
+        done = subprocess.run(
+            command,
+            env={**env, **extra},
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        status, log = done.returncode, done.stdout
+    found = [line for line in log.splitlines() if line.startswith("RESULT ")]
+    results = json.loads(found[-1][len("RESULT ") :]) if found else {}
+    return Run(status, log, results)
+
+
+def _command(
+    argument: str, tier: dict[str, str] | None, door: str
+) -> tuple[list[str], dict[str, str]]:
+    """How `driver` is started, and its environment."""
+    command, env = [sys.executable, str(HERE / "driver.py"), argument], environment()
     if tier is not None:
         env.update({"KVOFFLOAD_CPU_GIB": "0.25", **tier})
         if door == "command":
             command = [sys.executable, "-m", "kvoffload_patch", *command]
         else:
             env["KVOFFLOAD_ENABLE"] = "1"
-    done = subprocess.run(
-        command,
-        env=env,
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    results = json.loads(found[-1][len("RESULT ") :]) if found else {}
-    return Run(done.returncode, done.stdout, results)
+    return command, env
+
+
+class WarmProcesses:
+    """Two processes to fork from, plain vLLM's and one with the tier; started when needed."""
+
+    def __init__(self) -> None:
+        self._started: dict[bool, WarmProcess] = {}
+
+    def play(
+        self, spec: dict[str, Any], tier: dict[str, str] | None, extra: dict[str, str]
+    ) -> tuple[int, str]:
+        """Exit status and log of an engine forked from the right one."""
+        tiered = tier is not None
+        if tiered not in self._started:
+            command, env = _command("--warm", {} if tiered else None, "command")
+            self._started[tiered] = WarmProcess(command, env, ROOT)
+        return self._started[tiered].play(spec, {**(tier or {}), **extra}, TIMEOUT_S)
+
+    def close(self) -> None:
+        """End them."""
+        for process in self._started.values():
+            process.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 VOCABULARY = 1024
 HIDDEN = 256
 LAYERS = 4
-BLOCK = 128  # tokens of a KV block on the CPU
+CHUNK = 128  # tokens; whole blocks of it, whatever size a release gives them
 
 
 def write_model(folder: Path, heads: int = 8, kv_heads: int = 4, head_dim: int = 32) -> Path:
@@ -37,8 +37,24 @@ def write_model(folder: Path, heads: int = 8, kv_heads: int = 4, head_dim: int =
         "tie_word_embeddings": False,
     }
     (folder / "config.json").write_text(json.dumps(config))
+    _write_tokenizer(folder)
     _write_weights(folder / "model.safetensors", kv_heads * head_dim)
     return folder
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """A word for each token; vLLM 0.9 loads a tokenizer even where it is told not to."""
+    vocabulary = {f"t{token}": token for token in range(VOCABULARY)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    names = {"unk_token": "t0", "bos_token": "t1", "eos_token": "t2"}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
 def _write_weights(file: Path, kv_size: int) -> None:

@@ -11,7 +11,8 @@ import random
 import signal
 from typing import Any
 
-from model import BLOCK, VOCABULARY
+import release
+from model import CHUNK, VOCABULARY
 from vllm import SamplingParams
 
 Prompt = list[int]
@@ -22,6 +23,7 @@ class Stage:
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
+        self.block_size: int = llm.llm_engine.vllm_config.cache_config.block_size
         core = getattr(llm.llm_engine.engine_core, "engine_core", None)
         self.core = core  # the engine core itself where it runs in this process
         self.tier = getattr(core.scheduler, "_kvoffload_tier", None) if core else None
@@ -37,15 +39,20 @@ class Stage:
 
     def push_out(self, seed: int) -> None:
         """Fill the GPU cache with other prompts."""
-        self.play(prompts(seed, 7, 420), max_tokens=1)
+        self.play(prompts(seed, 8, 420), max_tokens=1)
 
     def counter(self, name: str) -> int:
         """One of vLLM's own counters."""
         return sum(int(m.value) for m in self.llm.get_metrics() if m.name == name)
 
-    def loaded_tokens(self) -> int:
-        """Tokens found beyond the GPU's cache, as vLLM counts them."""
-        return self.counter("vllm:external_prefix_cache_hits")
+    def loaded_tokens(self) -> int | None:
+        """Tokens found beyond the GPU's cache; None where neither vLLM nor the tier can say.
+
+        vLLM counts them from 0.11.1 on; before that the tier's own count is taken.
+        """
+        if release.counts_external_hits():
+            return self.counter("vllm:external_prefix_cache_hits")
+        return self.tier_stats()["loaded"] * self.block_size if self.core else None
 
     def tier_stats(self) -> dict[str, int]:
         """Counters of the tier; all 0 where there is none or it is in another process."""
@@ -86,10 +93,10 @@ def _runner(worker: Any) -> str:
 
 def sensitivity(stage: Stage) -> dict[str, Any]:
     """Prompts that differ in one of their blocks, and nowhere else."""
-    prompt, other = prompts(11, 2, 4 * BLOCK)
+    prompt, other = prompts(11, 2, 4 * CHUNK)
     asked = [prompt]
-    for at in range(0, 3 * BLOCK, BLOCK):
-        asked.append(prompt[:at] + other[at : at + BLOCK] + prompt[at + BLOCK :])
+    for at in range(0, 3 * CHUNK, CHUNK):
+        asked.append(prompt[:at] + other[at : at + CHUNK] + prompt[at + CHUNK :])
     return {"tokens": tokens_of([stage.play([p])[0] for p in asked])}
 
 
@@ -109,7 +116,7 @@ def conversations(stage: Stage) -> dict[str, Any]:
         "tokens": answers,
         "cached": cached,
         "asked": asked,
-        "loaded": stage.loaded_tokens() - before,
+        "loaded": None if before is None else stage.loaded_tokens() - before,
         "tier": stage.tier_stats(),
     }
 
@@ -134,7 +141,7 @@ def batches(stage: Stage) -> dict[str, Any]:
 
 def twins(stage: Stage) -> dict[str, Any]:
     """Two requests at once for the same evicted prefix of five blocks."""
-    prefix = prompts(2, 1, 5 * BLOCK)[0]
+    prefix = prompts(2, 1, 5 * CHUNK)[0]
     stage.play([prefix], max_tokens=1)
     stage.push_out(20)
     before = stage.tier_stats()["loaded"]
@@ -168,7 +175,7 @@ def one_token(stage: Stage) -> dict[str, Any]:
 def preemption(stage: Stage) -> dict[str, Any]:
     """Answers that outgrow the GPU cache together."""
     before = stage.counter("vllm:num_preemptions")
-    outputs = stage.play(prompts(4, 6, 375), max_tokens=40)
+    outputs = stage.play(prompts(4, 8, 360), max_tokens=40)
     return {
         "tokens": tokens_of(outputs),
         "preemptions": stage.counter("vllm:num_preemptions") - before,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from engine import engines
+from engine import engines, release
+from engine.report import assert_same
 
 PARKED = {"KVOFFLOAD_LOAD_MODE": "parked"}
 MODES = {
@@ -13,36 +14,68 @@ MODES = {
     "inline-late": {"tier": {}, "late": 3},
     "parked-late": {"tier": PARKED, "late": 3},
 }
+LATE = [
+    pytest.param(mode, id=name, marks=[pytest.mark.matrix] if "late" in mode else [])
+    for name, mode in MODES.items()
+]
 
 
-@pytest.fixture(scope="module", params=MODES, ids=list(MODES))
+def full(tokens: int) -> int:
+    """Tokens in full blocks."""
+    return tokens // release.block_size() * release.block_size()
+
+
+# A prompt of 500 tokens that comes again; its last token is always computed.
+AGAIN = full(499)
+
+
+@pytest.fixture(scope="module", params=LATE)
 def tiered(request, real):
-    return real.on(engines.SHARED, **MODES[request.param])
+    return real.on(engines.SHARED, **request.param)
 
 
+@pytest.fixture(scope="module")
+def parks(tiered):
+    return "loads parked" in tiered.log
+
+
+@pytest.mark.matrix
 def test_answers_depend_on_the_first_block(plain):
     answers = [tuple(a) for a in plain["sensitivity"]["tokens"]]
     assert len(set(answers)) == len(answers), "a lost KV cache would go unnoticed"
 
 
-def test_an_evicted_prefix_returns(plain, tiered):
+def test_an_evicted_prefix_returns(plain, tiered, parks):
     off, on = plain["conversations"], tiered["conversations"]
-    assert on["tokens"] == off["tokens"]
+    assert_same(on, off)
     assert off["cached"] == 0, "the GPU cache holds the prefixes, so the test shows nothing"
-    # Every full block of the turns before, but for the last token of a prompt: all there is.
-    assert on["cached"] == on["loaded"] == 7680
-    assert on["tier"]["loaded"] == 7680 // 128 and on["tier"]["dropped"] == 0
+    assert on["cached"] == engines.evicted_tokens()
+    # A request that waits, parked, can find blocks on the GPU that nobody needed meanwhile.
+    loaded, least = on["tier"]["loaded"] * release.block_size(), 0.9 if parks else 1.0
+    assert least * engines.evicted_tokens() <= loaded <= engines.evicted_tokens()
+    assert on["tier"]["dropped"] == 0
+
+
+@pytest.mark.matrix
+def test_vllm_counts_what_came_back_as_external_hits(real):
+    if not release.counts_external_hits():
+        pytest.skip(f"vLLM {release.version()} has no counter of hits beyond its own cache")
+    # Not parked: 0.17 to 0.27 drop the counts of a step without outputs, and requests that were
+    # preempted are counted apart.
+    run = real.on(engines.SHARED, **MODES["inline-late"])
+    assert run["conversations"]["loaded"] == engines.evicted_tokens()
 
 
 def test_two_requests_for_the_same_evicted_prefix_load_it_once(plain, tiered):
     off, on = plain["twins"], tiered["twins"]
-    assert on["tokens"] == off["tokens"]
-    assert on["cached"] == [640, 640] and on["blocks_loaded"] == 5
+    assert_same(on, off)
+    assert on["cached"] == [640, 640]
+    assert on["blocks_loaded"] == 640 // release.block_size()
 
 
 def test_prompts_answered_with_one_token_are_stored_and_hit(plain, tiered):
     off, on = plain["one_token"], tiered["one_token"]
-    assert on["tokens"] == off["tokens"]
+    assert_same(on, off)
     assert on["cached"] == [0] * 8
     assert on["cached_again"] == [384] * 8 != off["cached_again"]
 
@@ -50,57 +83,56 @@ def test_prompts_answered_with_one_token_are_stored_and_hit(plain, tiered):
 def test_preempted_requests_answer_the_same(plain, tiered):
     off, on = plain["preemption"], tiered["preemption"]
     assert off["preemptions"] > 0 and on["preemptions"] > 0
-    assert on["tokens"] == off["tokens"]
+    assert_same(on, off)
 
 
 def test_cache_salts_are_kept_apart(plain, tiered):
     off, on = plain["salts"], tiered["salts"]
-    assert on["tokens"] == off["tokens"]
-    assert on["cached"] == [0, 0, 384, 384]
+    assert_same(on, off)
+    assert on["cached"] == [0, 0, AGAIN, AGAIN]
 
 
 def test_nothing_stale_is_served_after_a_reset(plain, tiered):
     off, on = plain["reset"], tiered["reset"]
-    assert on["tokens"] == off["tokens"]
+    assert_same(on, off)
     assert off["tokens"][0] != off["tokens"][2], "the new weights answer the same"
     # First turn after each reset: nothing; second: everything comes from the CPU.
-    assert on["cached"] == [0, 384] * 3
+    assert on["cached"] == [0, AGAIN] * 3
 
 
 @pytest.fixture(scope="module")
 def parked(real):
-    return real.on(["abort_while_loading", "reset_while_loading"], tier=PARKED, late=3)
+    return real.on(engines.SHARED, **MODES["parked-late"])
 
 
-@pytest.fixture(scope="module")
-def unparked(real):
-    return real.off(["abort_while_loading", "reset_while_loading"])
-
-
-def test_abort_while_loading_loses_nothing(unparked, parked):
-    off, on = unparked["abort_while_loading"], parked["abort_while_loading"]
+@pytest.mark.matrix
+def test_abort_while_loading_loses_nothing(plain, parked):
+    off, on = plain["abort_while_loading"], parked["abort_while_loading"]
     assert on["parked"], "the request was not parked, so the test shows nothing"
-    assert on["tokens"] == off["tokens"]
-    assert on["cached"] == [384]
+    assert_same(on, off)
+    assert on["cached"] == [AGAIN]
     assert on["blocks_lost"] == 0 and on["slots_pinned"] == 0
 
 
-def test_reset_while_loading_recomputes_with_the_new_weights(unparked, parked):
-    off, on = unparked["reset_while_loading"], parked["reset_while_loading"]
-    assert on["parked"] and on["reset"]
-    assert on["tokens"] == on["fresh"] == off["fresh"]
+@pytest.mark.matrix
+def test_reset_while_loading_recomputes_with_the_new_weights(plain, parked):
+    off, on = plain["reset_while_loading"], parked["reset_while_loading"]
+    assert on["parked"] and on["reset"] is not False  # None: up to 0.11 vLLM does not say
+    assert_same(on, off, "fresh")
+    assert on["tokens"] == on["fresh"]
     assert on["cached"] == [0]
 
 
 def test_a_full_tier_evicts_and_stays_right(plain, real):
-    run = real.on(["conversations"], tier={"KVOFFLOAD_CPU_GIB": "0.012"})  # 24 blocks
+    run = real.on(["conversations"], tier={"KVOFFLOAD_CPU_GIB": "0.012"})  # 3072 tokens
     on = run["conversations"]
     assert on["tokens"] == plain["conversations"]["tokens"]
     assert on["tier"]["evicted"] > 0 and on["tier"]["dropped"] == 0
 
 
 def test_a_tier_of_one_block_hits(plain, real):
-    run = real.on(["conversations", "twins"], tier={"KVOFFLOAD_CPU_GIB": "0.0005"})
+    gib = 0.0005 * release.block_size() / release.BLOCK
+    run = real.on(["conversations", "twins"], tier={"KVOFFLOAD_CPU_GIB": f"{gib:.7f}"})
     assert "CPU tier of 1 blocks" in run.log
     assert run["conversations"]["tokens"] == plain["conversations"]["tokens"]
     assert run["twins"]["tokens"] == plain["twins"]["tokens"]

@@ -8,15 +8,18 @@ import sys
 import pytest
 from engine import engines
 
+from kvoffload_patch.integration.points import POINTS, SUPPORTED_VLLM, VLLM
+from kvoffload_patch.patching import decide, installed_version
+
 PRINT_CLASSES = """
-import importlib, sys
-from kvoffload_patch.integration.points import POINTS
+import importlib
 seen = {}
-for point in POINTS:
-    owner, method = point.attribute.split(".")
-    value = vars(getattr(importlib.import_module(point.module), owner))[method]
-    assert type(value).__name__ in ("function", EXPECTED), (point.name, type(value))
-    seen[point.name] = type(value).__name__
+for name, module, attribute in POINTS:
+    owner, _, method = attribute.rpartition(".")
+    value = importlib.import_module(module)
+    value = vars(getattr(value, owner) if owner else value)[method]
+    assert type(value).__name__ in ("function", EXPECTED), (name, type(value))
+    seen[name] = type(value).__name__
 print("TYPES", sorted({(n in HOOKED, t) for n, t in seen.items()}))
 """
 WRAPPED = "[(False, 'function'), (True, 'FunctionWrapper')]"
@@ -24,10 +27,10 @@ AS_MADE = "[(False, 'function'), (True, 'function')]"
 
 
 def types(expected: str, **env: str) -> tuple[int, str]:
-    from kvoffload_patch.integration.points import POINTS
-
-    hooked = [p.name for p in POINTS if p.hook]
-    code = f"EXPECTED, HOOKED = {expected!r}, {hooked!r}\n{PRINT_CLASSES}"
+    points = [p for p in decide(VLLM, POINTS, installed_version(VLLM)).points if not p.absent]
+    hooked = [p.name for p in points if p.hook]
+    listed = [(p.name, p.module, p.attribute) for p in points]
+    code = f"EXPECTED, HOOKED, POINTS = {expected!r}, {hooked!r}, {listed!r}\n{PRINT_CLASSES}"
     done = subprocess.run(
         [sys.executable, "-m", "kvoffload_patch", sys.executable, "-c", code],
         env=engines.environment(**env),
@@ -63,4 +66,4 @@ def test_an_unknown_release_is_refused_in_one_sentence():
     code, out = types("function", KVOFFLOAD_VLLM_VERSION="0.34.0")
     assert code == 2
     assert out.strip().count("\n") == 0, out
-    assert "0.34.0" in out and ">=0.26,<0.33" in out and "KVOFFLOAD_STRICT=0" in out
+    assert "0.34.0" in out and SUPPORTED_VLLM in out and "KVOFFLOAD_STRICT=0" in out

