@@ -74,7 +74,7 @@ def run_release(release: str, options: argparse.Namespace) -> dict[str, Any]:
             shutil.rmtree(folder)
     result["date"] = datetime.now(timezone.utc).date().isoformat()
     result["seconds"] = round(time.monotonic() - began)
-    result["commit"] = _commit()
+    result["commit"] = commit()
     result["verdict"] = verdict(result)
     options.out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result, indent=1) + "\n"
@@ -155,7 +155,7 @@ def _device() -> str:
     return f"CPU ({models[0] if models else 'unknown'}, {os.cpu_count()} cores)"
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit of this tree; with a plus if the package differs from it."""
 
     def git(*args: str) -> str:

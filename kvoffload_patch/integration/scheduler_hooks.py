@@ -55,21 +55,19 @@ def reset_prefix_cache(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) 
 
 def cache_full_blocks(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     """`BlockPool.cache_full_blocks`: exactly the newly full blocks, for every KV cache group."""
-    result = wrapped(*args, **kwargs)
-    tier = attached(instance)
-    if tier is not None:
-        request, blocks = _newly_full(*args, **kwargs)
-        tier.on_cached(request, blocks)
-    return result
+    return _cache(_newly_full, wrapped, instance, args, kwargs)
 
 
 def cache_full_blocks_with_hashes(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     """`BlockPool.cache_full_blocks` up to 0.10.0, which is given the hashes as well."""
+    return _cache(_newly_full_with_hashes, wrapped, instance, args, kwargs)
+
+
+def _cache(newly_full: Wrapped, wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
     tier = attached(instance)
     if tier is not None:
-        request, blocks = _newly_full_with_hashes(*args, **kwargs)
-        tier.on_cached(request, blocks)
+        tier.on_cached(*newly_full(*args, **kwargs))
     return result
 
 
@@ -140,12 +138,6 @@ def _newly_full(
 
 
 def _newly_full_with_hashes(
-    request: Any,
-    blocks: list[Any],
-    block_hashes: Any,
-    num_cached_blocks: int,
-    num_full_blocks: int,
-    *_: Any,
-    **__: Any,
+    request: Any, blocks: list[Any], block_hashes: Any, *args: Any, **kwargs: Any
 ) -> tuple[Any, Iterable[Any]]:
-    return request, blocks[num_cached_blocks:num_full_blocks]
+    return _newly_full(request, blocks, *args, **kwargs)
