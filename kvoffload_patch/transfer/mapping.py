@@ -23,7 +23,7 @@ from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.numa import prefer_node
 
 GIB = 1 << 30
-# One call of the kernel: short, because a mapping that another thread wants to make waits for it.
+# Touched in one go: little enough to be asked to stop between two of them.
 STEP_BYTES = 32 << 20
 THREADS = 2
 # How often the memory available is looked up, and what must remain besides.
@@ -34,7 +34,6 @@ PATIENCE_S = 10.0
 
 _HUGE_PAGE = 2 << 20
 _MAP_NORESERVE = 0x4000
-_MADV_POPULATE_WRITE = 23
 
 
 def no_limit() -> int:
@@ -214,15 +213,11 @@ class Toucher:
 def touch(memory: torch.Tensor) -> None:
     """Take the pages of a piece that nobody has written to yet; holds no GIL meanwhile.
 
-    Raises:
-        OSError: the system has no page left.
+    By page faults, one for each page: the kernel serves them under the lock of this mapping alone.
+    Under MADV_POPULATE_WRITE it holds that of the address space, and every thread of the process
+    that maps memory, the driver's callers among them, waits for tens of milliseconds.
     """
-    try:
-        advise(memory.data_ptr(), memory.numel(), _MADV_POPULATE_WRITE)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        memory[:: mmap.PAGESIZE].zero_()  # a kernel before 5.14
+    memory[:: mmap.PAGESIZE].zero_()
 
 
 def advise(address: int, nbytes: int, advice: int) -> None:
