@@ -12,9 +12,23 @@ Scenarios S1 to S4 on a real vLLM: plain, with this tier, and with what else the
   tokens   greedy answers of single requests, equal with and without, on a small model of its own
   start    how long an engine takes to start (also measured with each of s1 to s4)
 
-Each mode runs in a process of its own; results are written to --json as they come. Several runs
-are put together by naming the earlier files with --merge; --modes '' only draws. `--small` runs on
-a CPU with a tiny model, to see that everything works.
+Each mode runs in a process of its own, one after the other, or with --side-by-side, for engines
+that play S4 alone, all alive together: prepared once, they take turns phase by phase, in another
+order each round, and p99 is also compared within each round. Use it where a processor's speed
+changes within a minute, with short phases and many rounds. The engines share the GPU and the
+memory, so each must be given its part of them, for instance on an H200 with 128 GiB of memory:
+
+    python scripts/bench_serve.py --model DIR --modes ours,simple,offloading --scenarios s4 \\
+        --side-by-side --repeats 8 --set s4_seconds=4 --cpu-gib 28 --set gpu_blocks=5000 \\
+        --set s4_prompts=12 --engine '{"gpu_memory_utilization": 0.28}' --job-timeout 150
+
+The arriving prompts (`s4_prompts` of `s4_tokens`) must not fit into `gpu_blocks`, and must, with
+what the decodes add in a round, fit into the tier. --job-timeout is then for each wait: one start,
+one phase. Starts beside other engines are not counted as starts.
+
+Results are written to --json as they come. Several runs are put together by naming the earlier
+files with --merge; --modes '' only draws. `--small` runs on a CPU with a tiny model, to see that
+everything works.
 """
 
 from __future__ import annotations
@@ -29,7 +43,9 @@ from typing import Any
 
 import bench_serve_job as job_of
 import bench_serve_modes as modes
+import bench_serve_process as process_of
 import bench_serve_report as report
+import bench_serve_side_by_side as side_by_side
 from bench_common import machine, say, write_json
 from bench_serve_sizes import SCENARIOS, SMALL, Sizes
 
@@ -49,9 +65,10 @@ def options() -> argparse.Namespace:
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="any field of Sizes")
     add("--engine", type=json.loads, default={}, metavar="JSON", help="arguments of vllm.LLM")
     add("--small", action="store_true", help="a CPU and a tiny model")
+    add("--side-by-side", action="store_true", help="S4: all modes' engines alive together")
     add("--warm-up", action="store_true", help="first start one engine that does not count")
     add("--job-timeout", type=float, default=400.0, metavar="S")
-    add("--time-limit", type=float, default=1e9, metavar="S", help="start no job after that")
+    add("--time-limit", type=float, default=1e9, metavar="S", help="start no job or round after it")
     add("--out", type=Path, default=Path("bench-out"), help="folder for logs and files")
     add("--json", type=Path, help="default: bench_serve.json in --out")
     add("--png", type=Path, help="default: bench_serve.png in --out")
@@ -98,25 +115,45 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         document["machines"] += earlier["machines"]
         document["jobs"] += earlier["jobs"]
         document["sizes"] = earlier["sizes"] if not names else document["sizes"]
-    planned = job_of.jobs(chosen, names, args.rounds, args.warm_up)
+    planned = job_of.jobs(chosen, names, args.rounds, args.warm_up, args.side_by_side)
     if planned:
         document["machines"].append(machine())
         say(json.dumps(document["machines"][-1], indent=1))
-    if any(job.engine == "tokens" for job in planned):
+    if any(job.engine == "tokens" for jobs in planned for job in jobs):
         job_of.write_tokens_model(args.out / "model", args.small)
-    before, began = list(document["jobs"]), time.monotonic()
-    for number, job in enumerate(planned):
-        if time.monotonic() - began > args.time_limit:
-            say(f"Time limit: {len(planned) - number} jobs not started, first {job.name}.")
-            break
-
-        def changed(until: int = number) -> None:
-            document["jobs"] = before + [j.record(setup) for j in planned[: until + 1]]
-            write_json(args.json, document)
-
-        job_of.run(job, setup, changed)
-        say(f"[{job.name}] done, {time.monotonic() - began:.0f} s since the beginning")
+    play(planned, setup, args, document)
     return document
+
+
+def play(
+    planned: list[list[job_of.Job]],
+    setup: job_of.Setup,
+    args: argparse.Namespace,
+    document: dict[str, Any],
+) -> None:
+    """Run the sets of jobs, one after the other; their records go into the document at once."""
+    before, began = list(document["jobs"]), time.monotonic()
+    begun: list[job_of.Job] = []
+
+    def late() -> bool:
+        return bool(time.monotonic() - began > args.time_limit)
+
+    def changed() -> None:
+        document["jobs"] = before + [job.record(setup) for job in begun]
+        write_json(args.json, document)
+
+    for number, jobs in enumerate(planned):
+        if late():
+            left = sum(map(len, planned[number:]))
+            say(f"Time limit: {left} jobs not started, first {jobs[0].name}.")
+            break
+        begun += jobs
+        if jobs[0].together:
+            side_by_side.run(jobs, setup, changed, late)
+        else:
+            process_of.run(jobs[0], setup, changed)
+        names = ", ".join(job.name for job in jobs)
+        say(f"[{names}] done, {time.monotonic() - began:.0f} s since the beginning")
 
 
 def main() -> int:

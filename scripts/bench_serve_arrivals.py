@@ -66,28 +66,50 @@ class Phase:
         }
 
 
+class Arrivals:
+    """S4 on one engine: prepared once, then played phase by phase.
+
+    Attributes:
+        kinds: the phases of one round, in order.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        from bench_serve_load import prompts
+
+        size = bench.sizes
+        self._bench = bench
+        self._away = prompts(bench, "s4", size.s4_prompts, size.s4_tokens)
+        self._near = prompts(bench, "s4-near", size.s4_resident, size.s4_tokens)
+        self._rotation = cycle(self._away)
+        self.kinds = ["quiet", "arrivals", *(["gpu"] if bench.floor else [])]
+
+    def prepare(self) -> list[str]:
+        """Have the prompts stored, and play what only first phases pay; returns the kinds."""
+        bench = self._bench
+        # More than one token each: there are tiers that do not store the others.
+        seconds, _ = bench.generate(self._away, 4)
+        bench.say(f"S4: {len(self._away)} prompts prepared in {seconds:.1f} s")
+        _run(bench, self._rotation, min(1.0, bench.sizes.s4_seconds))
+        return self.kinds
+
+    def play(self, kind: str) -> dict[str, Any]:
+        """One phase, in figures."""
+        bench = self._bench
+        if kind == "gpu":
+            bench.generate(self._near, 2)
+        source = {"quiet": None, "arrivals": self._rotation, "gpu": cycle(self._near)}[kind]
+        found = play(bench, source, bench.sizes.s4_seconds)
+        bench.say(f"S4 {kind}: " + _words(found))
+        return found
+
+
 def s4(bench: Bench) -> dict[str, Any]:
     """All phases, in turn, several times."""
-    from bench_serve_load import prompts
-
-    size = bench.sizes
-    away = prompts(bench, "s4", size.s4_prompts, size.s4_tokens)
-    near = prompts(bench, "s4-near", size.s4_resident, size.s4_tokens)
-    # More than one token each: there are tiers that do not store the others.
-    seconds, _ = bench.generate(away, 4)
-    bench.say(f"S4: {len(away)} prompts prepared in {seconds:.1f} s")
-    rotation = cycle(away)
-    _run(bench, rotation, min(1.0, size.s4_seconds))  # what only the first ones pay
-    kinds = ["quiet", "arrivals", *(["gpu"] if bench.floor else [])]
-    phases: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
-    for _ in range(size.s4_repeats):
-        for kind in kinds:
-            if kind == "gpu":
-                bench.generate(near, 2)
-            source = {"quiet": None, "arrivals": rotation, "gpu": cycle(near)}[kind]
-            found = play(bench, source, size.s4_seconds)
-            phases[kind].append(found)
-            bench.say(f"S4 {kind}: " + _words(found))
+    arrivals = Arrivals(bench)
+    phases: dict[str, list[dict[str, Any]]] = {kind: [] for kind in arrivals.prepare()}
+    for _ in range(bench.sizes.s4_repeats):
+        for kind, found in phases.items():
+            found.append(arrivals.play(kind))
     return phases
 
 

@@ -2,8 +2,13 @@
 
 Run by bench_serve.py in a process of its own: ``bench_serve_child.py SPEC``, a JSON file with
 ``model``, ``engine`` (arguments of `vllm.LLM`), ``sizes``, ``scenarios``, ``floor`` (see
-`bench_serve_load.Bench`) and ``out``, the file that gets one line of JSON for each event. What
-vLLM logs goes to this process's output.
+`bench_serve_load.Bench`), ``side_by_side`` and ``out``, the file that gets one line of JSON for
+each event. What vLLM logs goes to this process's output.
+
+Side by side with other engines it plays what its standard input asks for, a line at a time:
+``s4 prepare``, then ``s4 quiet`` and the like, the name of the scenario being only a name for the
+events. Between two lines it waits in `readline`, and vLLM's engine on its queue. The end of the
+input ends it.
 """
 
 from __future__ import annotations
@@ -12,6 +17,8 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +52,46 @@ def main() -> None:
     ready = time.perf_counter()
     report.event("ready", import_s=imported - began, start_s=ready - imported)
     bench = bench_serve_load.Bench(llm, Sizes(**spec["sizes"]), report.say, spec["floor"])
-    for name in spec["scenarios"]:
+    if spec["side_by_side"]:
+        take_turns(bench, report)
+    else:
+        play_all(bench, report, spec["scenarios"])
+    report.event("end")
+
+
+def play_all(bench: Any, report: Report, scenarios: list[str]) -> None:
+    """The scenarios, one after the other."""
+    import bench_serve_load
+
+    for name in scenarios:
         began = time.perf_counter()
-        try:
+        with reported(report, name):
             result = bench_serve_load.play(bench, name)
-        except Exception as error:  # noqa: BLE001 - one scenario less is better than no results
-            traceback.print_exc()
-            report.event("failed", scenario=name, error=f"{type(error).__name__}: {error}"[:500])
-            raise
         seconds = time.perf_counter() - began
         report.event("result", scenario=name, seconds=seconds, result=result)
-    report.event("end")
+
+
+def take_turns(bench: Any, report: Report) -> None:
+    """What standard input asks for, until it ends."""
+    import bench_serve_arrivals
+
+    arrivals = bench_serve_arrivals.Arrivals(bench)
+    for line in iter(sys.stdin.readline, ""):
+        scenario, command = line.split()
+        with reported(report, scenario):
+            result = arrivals.prepare() if command == "prepare" else arrivals.play(command)
+        report.event("played", scenario=scenario, command=command, result=result)
+
+
+@contextmanager
+def reported(report: Report, scenario: str) -> Iterator[None]:
+    """What goes wrong within is an event, too, and ends this process."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        report.event("failed", scenario=scenario, error=f"{type(error).__name__}: {error}"[:500])
+        raise
 
 
 if __name__ == "__main__":

@@ -1,24 +1,21 @@
-"""One job of bench_serve: a mode on an engine, in a process of its own, followed while it runs."""
+"""The jobs of bench_serve: each a mode on an engine. How one is run is in bench_serve_process."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import bench_serve_modes as modes
-from bench_common import ROOT, say
+from bench_common import ROOT
 from bench_serve_sizes import ENGINES, Sizes
 
-POLL_S = 0.1
+ARRIVALS = ("s4", "s4graphs")  # what engines can play side by side
 
 
 @dataclass
@@ -31,7 +28,7 @@ class Setup:
         small: a CPU and a tiny model.
         engine: more arguments of `vllm.LLM`.
         out: folder for logs.
-        timeout: seconds after which a job is ended.
+        timeout: seconds after which a job is ended; side by side, each wait for one of them.
     """
 
     model: Path
@@ -44,13 +41,18 @@ class Setup:
 
 @dataclass
 class Job:
-    """A mode on an engine (see `bench_serve_sizes.ENGINES`), and which scenarios it plays."""
+    """A mode on an engine (see `bench_serve_sizes.ENGINES`), and which scenarios it plays.
+
+    Attributes:
+        together: the name of the set of jobs that run side by side, empty for one alone.
+    """
 
     mode: str
     engine: str
     scenarios: list[str]
     round: int
     warm_up: bool = False
+    together: str = ""
     results: dict[str, Any] = field(default_factory=dict)
     import_s: float | None = None
     start_s: float | None = None
@@ -68,6 +70,8 @@ class Job:
             "engine": self.engine,
             "round": self.round,
             "warm_up": self.warm_up,
+            "side_by_side": bool(self.together),
+            "set": self.together,
             "tier_gib": modes.tier_gib(self.mode, self.engine, setup.sizes),
             "arguments": arguments(self, setup),
             "import_s": self.import_s,
@@ -106,114 +110,22 @@ def _model(job: Job, setup: Setup) -> Path:
     return setup.out / "model" if job.engine == "tokens" else setup.model
 
 
-def run(job: Job, setup: Setup, changed: Any) -> None:
-    """Run a job to its end, or to its time limit.
-
-    Args:
-        changed: called without arguments whenever the job has more results.
-    """
-    job.error = modes.unavailable(job.mode)
-    if job.error:
-        say(f"[{job.name}] skipped: {job.error}")
-        changed()
-        return
-    setup.out.mkdir(parents=True, exist_ok=True)
-    events, log = setup.out / f"{job.name}.events", setup.out / f"{job.name}.log"
-    events.write_text("")
-    spec = setup.out / f"{job.name}.spec"
-    spec.write_text(json.dumps(_spec(job, setup, events)))
-    gib = modes.tier_gib(job.mode, job.engine, setup.sizes)
-    say(f"[{job.name}] starting, {gib:g} GiB of CPU memory")
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            modes.command(job.mode, str(spec)),
-            env=modes.environment(job.mode, gib, setup.small),
-            cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-    try:
-        _follow(job, process, events, setup.timeout, changed)
-    finally:
-        _end(process)
-    if job.error:
-        say(f"[{job.name}] failed: {job.error}; the end of {log}:")
-        say("\n".join(log.read_text(errors="replace").splitlines()[-25:]))
-    changed()
-
-
-def _spec(job: Job, setup: Setup, events: Path) -> dict[str, Any]:
+def spec_of(job: Job, setup: Setup, events: Path) -> dict[str, Any]:
+    """What bench_serve_child.py is told."""
     return {
         "model": str(_model(job, setup).resolve()),
         "engine": arguments(job, setup),
         "sizes": setup.sizes.as_dict(),
         "scenarios": job.scenarios,
         "floor": modes.parse(job.mode)[0] in ("off", "ours"),
+        "side_by_side": bool(job.together),
         "out": str(events.resolve()),
     }
 
 
-def _follow(
-    job: Job, process: subprocess.Popen[bytes], events: Path, timeout: float, changed: Any
-) -> None:
-    began, ended, line = time.monotonic(), False, ""
-    with events.open() as stream:
-        while not ended:
-            running = process.poll() is None  # asked before the file is read to its end
-            while part := stream.readline():
-                line += part
-                if line.endswith("\n"):
-                    ended |= _take(job, json.loads(line), changed)
-                    line = ""
-            if not running and not ended:
-                job.error = job.error or f"ended with status {process.returncode}"
-                return
-            if time.monotonic() - began > timeout:
-                job.error = f"not done after {timeout:.0f} s"
-                return
-            time.sleep(POLL_S)
-
-
-def _take(job: Job, event: dict[str, Any], changed: Any) -> bool:
-    """Take in one event; true if it is the last."""
-    kind = event["event"]
-    if kind == "say":
-        say(f"[{job.name}] {event['text']}")
-    elif kind == "ready":
-        job.import_s, job.start_s = event["import_s"], event["start_s"]
-        say(f"[{job.name}] engine up after {job.start_s:.1f} s (import {job.import_s:.1f} s)")
-    elif kind == "result":
-        job.results[event["scenario"]] = event["result"]
-        changed()
-    elif kind == "failed":
-        job.error = f"{event['scenario']}: {event['error']}"
-    return kind in ("end", "failed")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Leave time to end by itself, then end the whole group, and wait for it.
-
-    The next job needs the memory, and tens of GiB take the system a while to take back.
-    """
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(10)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    until = time.monotonic() + 60
-    while _alive(process.pid) and time.monotonic() < until:
-        time.sleep(POLL_S)
-
-
-def _alive(group: int) -> bool:
-    """Whether a process of the group is left, other than one that is only not yet collected."""
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _, found = file.read_text().rpartition(")")[2].split()[:3]
-            if int(found) == group and state != "Z":
-                return True
-    return False
-
-
-def jobs(chosen: list[str], names: list[str], rounds: int, warm_up: bool) -> list[Job]:
+def jobs(
+    chosen: list[str], names: list[str], rounds: int, warm_up: bool, side_by_side: bool = False
+) -> list[list[Job]]:
     """All jobs in order: the modes take turns on each engine, so that they are compared in time.
 
     Args:
@@ -222,15 +134,31 @@ def jobs(chosen: list[str], names: list[str], rounds: int, warm_up: bool) -> lis
         rounds: how often the modes take turns, each time on a new engine.
         warm_up: first start an engine that does not count: the first one on a machine reads
             files and compiles kernels for all that follow.
+        side_by_side: engines that play S4 alone are alive together.
+
+    Returns:
+        Sets of jobs; those of a set run side by side.
+
+    Raises:
+        ValueError: what was asked for cannot run side by side.
     """
-    made: list[Job] = []
+    if side_by_side and len(set(names)) < len(names):
+        raise ValueError("--side-by-side: expected each mode once; variables may tell them apart")
+    made: list[list[Job]] = []
     for turn in range(1, rounds + 1):
         for engine, plays in ENGINES.items():
             picked = [name for name in plays if name in chosen]
-            if picked or (engine == "main" and "start" in chosen):
-                made += [Job(mode, engine, picked, turn) for mode in names]
+            if side_by_side and names and any(name in ARRIVALS for name in picked):
+                if len(picked) > 1:
+                    found = ", ".join(picked)
+                    raise ValueError(f"--side-by-side: expected {engine} to play S4, found {found}")
+                # The time tells apart sets of different runs that are put together with --merge.
+                together = f"{engine}-{turn} {time.strftime('%Y-%m-%dT%H:%M:%S%z')}"
+                made.append([Job(mode, engine, picked, turn, together=together) for mode in names])
+            elif picked or (engine == "main" and "start" in chosen):
+                made += [[Job(mode, engine, picked, turn)] for mode in names]
     if warm_up and made:
-        made.insert(0, Job("off", made[0].engine, [], 0, warm_up=True))
+        made.insert(0, [Job("off", made[0][0].engine, [], 0, warm_up=True)])
     return made
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import bench_serve_pairs as pairs
 from bench_common import bars, pyplot, say, summary, table, verdict
 
 Samples = list[float]
@@ -45,7 +46,8 @@ def _ratio(scenario: str, kind: str) -> Callable[[dict[str, Any]], Samples]:
 
 def _start(job: dict[str, Any]) -> Samples:
     counts = job["engine"] == "main" and job["start_s"] is not None and not job["warm_up"]
-    return [job["start_s"]] if counts else []
+    beside = job.get("side_by_side", False)  # other engines held memory meanwhile
+    return [job["start_s"]] if counts and not beside else []
 
 
 def _arrivals(scenario: str, title: str) -> list[Figure]:
@@ -104,6 +106,7 @@ def text(document: dict[str, Any]) -> str:
         rows.append([titles[key], *(_cell(by_mode.get(mode)) for mode in names)])
     rows += _cached_rows(document, names)
     lines = [table(rows), "", *_answers(document), *_failures(document)]
+    lines += pairs.lines(document)
     return "\n".join([*lines, "Targets (ours):", *_verdicts(found, document)])
 
 
