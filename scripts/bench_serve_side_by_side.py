@@ -53,12 +53,10 @@ class Player:
         if self.kinds:
             self.process.job.results[self.scenario] = {kind: [] for kind in self.kinds}
 
-    def play(self, changed: Callable[[], None]) -> None:
-        """Its turn in one round."""
-        for kind in self.kinds:
-            found = self.ask(kind)
-            if found is None:
-                return
+    def play(self, kind: str, changed: Callable[[], None]) -> None:
+        """One phase, if its mode has such a one."""
+        found = self.ask(kind) if kind in self.kinds else None
+        if found is not None:
             self.process.job.results[self.scenario][kind].append(found)
             changed()
 
@@ -71,6 +69,14 @@ def order(players: list[Any], turn: int) -> list[Any]:
     first = turn // 2 % len(players)
     rotated = players[first:] + players[:first]
     return rotated[::-1] if turn % 2 else rotated
+
+
+def play_round(players: list[Player], changed: Callable[[], None]) -> None:
+    """Each phase of all modes, one right after the other: what is compared is close in time."""
+    for kind in dict.fromkeys(kind for player in players for kind in player.kinds):
+        for player in players:
+            if not player.process.job.error:
+                player.play(kind, changed)
 
 
 def run(
@@ -101,7 +107,6 @@ def run(
             if late() or not alive:
                 say(f"Side by side: {setup.sizes.s4_repeats - turn} rounds not begun.")
                 break
-            for player in order(alive, turn):
-                player.play(changed)
+            play_round(order(alive, turn), changed)
         for player in players:
             player.process.hang_up()  # all at once; then each is waited for
