@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
+from kvoffload_patch.integration.answers import Answers, Lookup
 from kvoffload_patch.integration.pool_adapter import PoolAdapter, key_maker
 
 # Names of our attributes on vLLM's objects.
@@ -37,6 +38,7 @@ class SchedulerView:
         coordinator = self.manager.coordinator
         managers = coordinator.single_type_managers
         self._pool_holders = [coordinator, *managers]
+        self.answers = Answers(coordinator)
         self.key = key_maker()
         adapter = PoolAdapter(self.pool)
         self.hold, self.release = adapter.hold, adapter.free
@@ -197,19 +199,23 @@ class SchedulerView:
 
     # Looking up
 
-    def longest_hit(self, request: Any, pool: Any) -> tuple[Sequence[Sequence[Any]], int]:
-        """vLLM's own prefix lookup, over another pool: (blocks by group, tokens)."""
+    def longest_hit(
+        self, request: Any, pool: Any
+    ) -> tuple[Sequence[Sequence[Any]], int, Lookup | None]:
+        """vLLM's own prefix lookup, over another pool: (blocks by group, tokens, its call)."""
         manager, log_stats = self.manager, self.manager.log_stats
         for holder in self._pool_holders:
             holder.block_pool = pool
         manager.log_stats = False  # a probe is not a query that users should see
+        self.answers.record()
         try:
             found = manager.get_computed_blocks(request)
         finally:
+            lookup = self.answers.recorded()
             manager.log_stats = log_stats
             for holder in self._pool_holders:
                 holder.block_pool = self.pool
-        return found[0].blocks, int(found[1])
+        return found[0].blocks, int(found[1]), lookup
 
     # Blocks
 

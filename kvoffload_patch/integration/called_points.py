@@ -8,6 +8,7 @@ _POOL = "vllm.v1.core.block_pool"
 _MANAGER = "vllm.v1.core.kv_cache_manager"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _ANY = ">=0"
+_FIND = ("self", "block_hashes", "max_cache_hit_length")
 
 
 def _called(name: str, module: str, attribute: str, why: str, *shapes: Shape) -> tuple:  # type: ignore[type-arg]
@@ -22,6 +23,14 @@ CALLED = (
         "called over a stand-in pool to find what a request could hit",
         Shape("<0.26", ("self", "request"), "tuple[KVCacheBlocks, int]"),
         Shape(">=0.26", ("self", "request"), "tuple[KVCacheBlocks, int, int]"),
+    ),
+    *_called(
+        "coordinator.find_longest_cache_hit",
+        "vllm.v1.core.kv_cache_coordinator",
+        "KVCacheCoordinator.find_longest_cache_hit",
+        "within the former; what it has just found is given to vLLM when it asks again",
+        Shape("<0.26", _FIND, "tuple[tuple[list[KVCacheBlock], ...], int]"),
+        Shape(">=0.26", _FIND, "tuple[tuple[list[KVCacheBlock], ...], int, int]"),
     ),
     *_called(
         "pool.get_cached_block",

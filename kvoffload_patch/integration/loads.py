@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from kvoffload_patch.integration.adapters import SchedulerView
+from kvoffload_patch.integration.answers import Answer, answer_of
 from kvoffload_patch.integration.inline import InlineLoads
 from kvoffload_patch.integration.memo import Known
 from kvoffload_patch.integration.probe import Found
@@ -113,6 +114,7 @@ class LoadBook:
         self._held.extend(blocks)
         self._publish(found.cpu_hits, blocks, found.cpu_ends)
         self._manager.expose_load(ticket)
+        self._view.answers.give(_answer(found, blocks))
         cached = zip([block.block_id for block in blocks], found.cpu_hits)
         self.inline.add(ticket, request.request_id, cached)
 
@@ -178,6 +180,7 @@ class LoadBook:
         """`schedule` has returned: what it admitted holds its own references."""
         self._at_risk.clear()
         self.inline.end_step()
+        self._view.answers.end_step()
         if self._held:
             held, self._held = self._held, []
             self._view.release(reversed(held))
@@ -239,4 +242,10 @@ def _once_loaded(request: Any, found: Found, loaded: Sequence[Any]) -> Known:
         hit_tokens=found.tokens,
         gpu_blocks=(*found.gpu_blocks, *loaded),
         missing=tuple(found.missing),
+        answer=_answer(found, loaded),
     )
+
+
+def _answer(found: Found, loaded: Sequence[Any]) -> Answer | None:
+    """What vLLM finds once the blocks are loaded."""
+    return answer_of(found.lookup, found.not_on_gpu, dict(zip(found.cpu_hits, loaded)))

@@ -6,6 +6,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kvoffload_patch.integration.answers import Answer
+
 
 @dataclass(frozen=True)
 class Known:
@@ -20,6 +22,7 @@ class Known:
         arriving: whether some of the prefix was on its way to the GPU.
         settled: the request fitted, and there was nothing to load. Otherwise it is looked up
             again once it fits, because what the tier had may have been evicted meanwhile.
+        answer: what vLLM is given when it looks the request up; None has it look.
     """
 
     num_tokens: int
@@ -29,6 +32,7 @@ class Known:
     cpu_hits: int = 0
     arriving: bool = False
     settled: bool = True
+    answer: Answer | None = None
 
 
 class ProbeMemo:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvoffload_patch.integration.adapters import SchedulerView
+from kvoffload_patch.integration.answers import Lookup, answer_of
 from kvoffload_patch.integration.memo import Known
 
 
@@ -34,8 +35,10 @@ class Found:
         cpu_hits: keys of the blocks to load, in prefix order.
         cpu_ends: for each of them, the tokens of the prefix that ends with it.
         missing: keys that were looked for and found nowhere.
+        not_on_gpu: for these and for where it was cut short, what the pool was asked for.
         arriving: tickets of the loads under way that fill some of `gpu_blocks`.
         cut_short: whether the tier has more of it than there was room for.
+        lookup: vLLM's lookup; None if it did without.
     """
 
     tokens: int = 0
@@ -44,12 +47,15 @@ class Found:
     cpu_hits: list[Hashable] = field(default_factory=list)
     cpu_ends: list[int] = field(default_factory=list)
     missing: list[Hashable] = field(default_factory=list)
+    not_on_gpu: list[tuple[Hashable, list[int]]] = field(default_factory=list)
     arriving: set[int] = field(default_factory=set)
     cut_short: bool = False
+    lookup: Lookup | None = None
 
 
 def known_of(request: Any, found: Found) -> Known:
     """What need not be looked up again."""
+    settled = not (found.cpu_hits or found.arriving or found.cut_short)
     return Known(
         num_tokens=request.num_tokens,
         hit_tokens=found.tokens,
@@ -57,7 +63,8 @@ def known_of(request: Any, found: Found) -> Known:
         missing=tuple(found.missing),
         cpu_hits=len(found.cpu_hits),
         arriving=bool(found.arriving),
-        settled=not (found.cpu_hits or found.arriving or found.cut_short),
+        settled=settled,
+        answer=answer_of(found.lookup, found.not_on_gpu, {}) if settled else None,
     )
 
 
@@ -98,8 +105,8 @@ class StandInPool:
         self._found = Found()
         self._cpu_hits_left = max_cpu_hits
         self._on_gpu = self._real.get_cached_block
-        groups, tokens = self._view.longest_hit(request, self)
         found = self._found
+        groups, tokens, found.lookup = self._view.longest_hit(request, self)
         found.tokens = found.gpu_tokens = tokens
         for blocks, block_size in zip(groups, self._view.block_sizes):
             if self._cpu_hits_left == max_cpu_hits:
@@ -144,9 +151,11 @@ class StandInPool:
             return self._arriving[key]
         if not self._in_cpu(key):
             self._found.missing.append(key)
+            self._found.not_on_gpu.append((block_hash, [group_id]))
             return None
         if self._cpu_hits_left <= 0:
             self._found.cut_short = True
+            self._found.not_on_gpu.append((block_hash, [group_id]))
             return None
         self._cpu_hits_left -= 1
         return CpuHit(key)

@@ -194,6 +194,7 @@ class SchedulerTier:
 
     def close(self) -> None:
         """The engine shuts down."""
+        self._view.answers.close()
         self._report.flush()
         self._ranks.close()
 
@@ -245,6 +246,7 @@ class SchedulerTier:
             if self._use(request, found, room, stall):
                 return True
         self._loads.protect(known.gpu_blocks)
+        self._view.answers.give(known.answer)
         if room.tokens > 0:
             stall.admit()
         room.take(request, known.hit_tokens)

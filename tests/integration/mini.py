@@ -101,6 +101,7 @@ class Mini:
 
     def _attach(self, settings: Settings) -> None:
         self.view = SchedulerView(self.scheduler)
+        self.look_ups = LookUpsChecked(self.view)
         self.tier = SchedulerTier(self.view, self.manager, self.ranks, settings)
         owners = {
             "Scheduler": self.scheduler,
@@ -194,6 +195,37 @@ class Mini:
 
     def _tokens(self, name: str) -> list[int]:
         return list(self.scheduler.requests[name].all_token_ids)
+
+
+class LookUpsChecked:
+    """Each lookup of the scheduler's gives what vLLM's own gives at that moment.
+
+    Attributes:
+        answered: lookups that vLLM did not have to make.
+    """
+
+    def __init__(self, view: SchedulerView) -> None:
+        self._answers = view.answers
+        self._find, self._holds = view.answers._find, view.answers._holds
+        self.answered = 0
+        view.answers._holds = self._counted
+        view.manager.coordinator.find_longest_cache_hit = self._checked
+
+    def _counted(self, *args: Any) -> bool:
+        holds = self._holds(*args)
+        self.answered += holds
+        return holds
+
+    def _checked(self, *args: Any) -> Any:
+        found = self._find(*args)
+        if not self._answers._recording:  # the tier's own, over a stand-in pool
+            anew = self._answers._look_up(*args)
+            assert _keys(found) == _keys(anew) and found[1:] == anew[1:], "another lookup"
+        return found
+
+
+def _keys(found: Any) -> list[list[Any]]:
+    return [[block.block_hash for block in blocks] for blocks in found[0]]
 
 
 class Release:

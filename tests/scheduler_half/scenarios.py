@@ -82,7 +82,7 @@ def talk(mini: Mini, seed: int, turns: int = 4, talks: int = 10, aborts: float =
 
 def conversations(load_mode: str = "auto", runs: int = 3, **more: Any) -> Facts:
     """Random conversations, with copies that are late by none to three steps."""
-    loaded = stored = resumed = 0
+    loaded = stored = resumed = answered = 0
     for seed in range(runs):
         mini = Mini(load_mode=load_mode, late=(3 * seed + runs // 2) % 4, **more)
         talk(mini, seed)
@@ -91,7 +91,9 @@ def conversations(load_mode: str = "auto", runs: int = 3, **more: Any) -> Facts:
         assert stats.loaded and stats.stored, f"{stats.loaded} loaded, {stats.stored} stored"
         loaded, stored = loaded + stats.loaded, stored + stats.stored
         resumed += mini.device.resumed
-    return {"loaded": loaded, "stored": stored, "resumed": resumed}
+        answered += mini.look_ups.answered
+    assert answered, "vLLM has looked everything up again"
+    return {"loaded": loaded, "stored": stored, "resumed": resumed, "answered": answered}
 
 
 def without_tier() -> Facts:
@@ -267,6 +269,7 @@ def hit_inline() -> Facts:
     name = mini.add(prompt(6, seed=1))
     mini.begin_step()
     assert mini.hits[name] == 6 * BLOCK
+    assert mini.look_ups.answered == 1, "vLLM has looked it up again"
     mini.end_step()
     mini.run()
     mini.check()
@@ -288,6 +291,7 @@ def hit_parked() -> Facts:
     assert other in mini.hits and name not in mini.hits, "the other one does not wait"
     mini.run()
     assert mini.hits[name] == 6 * BLOCK
+    assert mini.look_ups.answered == 1, "vLLM has looked it up again"
     mini.check()
     nothing_held(mini)
     return {"hit": mini.hits[name]}
