@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -81,7 +82,8 @@ class Arrivals:
         self._away = prompts(bench, "s4", size.s4_prompts, size.s4_tokens)
         self._near = prompts(bench, "s4-near", size.s4_resident, size.s4_tokens)
         self._rotation = cycle(self._away)
-        self.kinds = ["quiet", "arrivals", *(["gpu"] if bench.floor else [])]
+        floor = bench.floor and size.s4_resident
+        self.kinds = ["quiet", "arrivals", *(["gpu"] if floor else [])]
 
     def prepare(self) -> list[str]:
         """Have the prompts stored, and play what only first phases pay; returns the kinds."""
@@ -107,10 +109,15 @@ def s4(bench: Bench) -> dict[str, Any]:
     """All phases, in turn, several times."""
     arrivals = Arrivals(bench)
     phases: dict[str, list[dict[str, Any]]] = {kind: [] for kind in arrivals.prepare()}
-    for _ in range(bench.sizes.s4_repeats):
-        for kind, found in phases.items():
-            found.append(arrivals.play(kind))
+    for turn in range(bench.sizes.s4_repeats):
+        for kind in kinds_of(turn, phases, bench.sizes.s4_quiet_every):
+            phases[kind].append(arrivals.play(kind))
     return phases
+
+
+def kinds_of(turn: int, kinds: Iterable[str], quiet_every: int) -> list[str]:
+    """The phases of a round, counted from 0: not each has a quiet one."""
+    return [kind for kind in kinds if kind != "quiet" or turn % quiet_every == 0]
 
 
 def play(bench: Bench, source: Any, seconds: float) -> dict[str, Any]:

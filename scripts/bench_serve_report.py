@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import bench_serve_pairs as pairs
@@ -38,8 +39,8 @@ def _phase(scenario: str, kind: str, name: str) -> Callable[[dict[str, Any]], Sa
 def _ratio(scenario: str, kind: str) -> Callable[[dict[str, Any]], Samples]:
     def of(job: dict[str, Any]) -> Samples:
         phases = job["results"].get(scenario, {})
-        pairs = zip(phases.get("quiet", []), phases.get(kind, []))
-        return [with_["p99"] / without["p99"] for without, with_ in pairs]
+        quiet = [phase["p99"] for phase in phases.get("quiet", [])]
+        return [phase["p99"] / median(quiet) for phase in phases.get(kind, []) if quiet]
 
     return of
 

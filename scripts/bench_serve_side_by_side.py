@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench_common import say
+from bench_serve_arrivals import kinds_of
 from bench_serve_job import Job, Setup
 from bench_serve_process import Process, skipped
 
@@ -71,9 +72,9 @@ def order(players: list[Any], turn: int) -> list[Any]:
     return rotated[::-1] if turn % 2 else rotated
 
 
-def play_round(players: list[Player], changed: Callable[[], None]) -> None:
+def play_round(players: list[Player], kinds: list[str], changed: Callable[[], None]) -> None:
     """Each phase of all modes, one right after the other: what is compared is close in time."""
-    for kind in dict.fromkeys(kind for player in players for kind in player.kinds):
+    for kind in kinds:
         for player in players:
             if not player.process.job.error:
                 player.play(kind, changed)
@@ -107,6 +108,8 @@ def run(
             if late() or not alive:
                 say(f"Side by side: {setup.sizes.s4_repeats - turn} rounds not begun.")
                 break
-            play_round(order(alive, turn), changed)
+            kinds = dict.fromkeys(kind for player in alive for kind in player.kinds)
+            chosen = kinds_of(turn, kinds, setup.sizes.s4_quiet_every)
+            play_round(order(alive, turn), chosen, changed)
         for player in players:
             player.process.hang_up()  # all at once; then each is waited for

@@ -51,10 +51,11 @@ class Sizes:
     s4_prompts: int = 28
     s4_tokens: int = 8192
     s4_extend: int = 32  # new tokens of each arrival, behind what was there before
-    s4_resident: int = 4
+    s4_resident: int = 4  # prompts that stay on the GPU; 0 leaves that phase out
     s4_rate: float = 4.0
     s4_seconds: float = 8.0
     s4_repeats: int = 2
+    s4_quiet_every: int = 1  # rounds; quiet phases differ little
     # The check of answers: a small model of its own, whose GPU cache holds few of the prompts.
     tokens_prompts: int = 12
     tokens_tokens: int = 700
