@@ -7,7 +7,8 @@ call. Several buffers keep the bus busy while the next chunk is packed. Loads mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,9 @@ from kvoffload_patch.transfer.tiles import TileMover
 # unpacked, and for the small ones one more.
 LOAD_CHUNK_BYTES, LOAD_BUFFERS = 64 << 20, 2
 STORE_CHUNK_BYTES, STORE_BUFFERS = 16 << 20, 3
+# Blocks made ready for copying at a time: a batch may have tens of thousands, and the bus would be
+# idle until the last of them is.
+READY_BLOCKS = 1024
 # A load in groups: enough of them that compute can begin early, pieces large enough for the bus.
 MAX_GROUPS = 8
 MIN_GROUP_BYTES = 256 << 10
@@ -80,6 +84,7 @@ class StagedBackend:
         self._store_ring = _Ring(STORE_CHUNK_BYTES, pitch, STORE_BUFFERS, self._device)
         self._load_ring = _Ring(LOAD_CHUNK_BYTES, pitch, LOAD_BUFFERS, self._device)
         self._ids = IdUploader(self._device)
+        self._ready_blocks = READY_BLOCKS
         addresses = [*self._store_ring.addresses(), *self._load_ring.addresses()]
         self._mover = TileMover(layout, pitch, addresses)
         self.groups = layout.cut(MAX_GROUPS, MIN_GROUP_BYTES)
@@ -94,9 +99,8 @@ class StagedBackend:
         """Enqueue GPU blocks to slots: each slice is a staging buffer."""
         assert streams is not None
         blocks, bus = streams.blocks, streams.bus
-        ids, slots = in_slot_order(gpu_block_ids, cpu_slots)
-        block_ids = self._ids.upload(ids, blocks)
-        for part in self._slots.parts(slots, self._store_ring.blocks):
+        size = self._store_ring.blocks
+        for block_ids, part in self._parts(gpu_block_ids, cpu_slots, size, blocks):
             buffer = self._store_ring.take()
             blocks.wait_event(buffer.free)
             with torch.cuda.stream(blocks):
@@ -118,10 +122,9 @@ class StagedBackend:
         """Enqueue slots to GPU blocks: each slice is a staging buffer."""
         assert streams is not None
         blocks, bus = streams.blocks, streams.bus
-        ids, slots = in_slot_order(gpu_block_ids, cpu_slots)
-        block_ids = self._ids.upload(ids, blocks)
         if arrived is None:
-            for part in self._slots.parts(slots, self._load_ring.blocks):
+            size = self._load_ring.blocks
+            for block_ids, part in self._parts(gpu_block_ids, cpu_slots, size, blocks):
                 buffer = self._load_ring.take()
                 bus.wait_event(buffer.free)
                 staged, slot, nbytes = self._addresses(part, buffer)
@@ -129,6 +132,8 @@ class StagedBackend:
                 self._unpack(buffer, streams, block_ids, part)
                 yield
             return
+        ids, slots = in_slot_order(gpu_block_ids, cpu_slots)
+        block_ids = self._ids.upload(ids, blocks)
         for index, rows in enumerate(self.groups):
             offset = self._ends[rows[0]]
             size = self._ends[rows[1]] - offset
@@ -139,6 +144,17 @@ class StagedBackend:
                 self._unpack(buffer, streams, block_ids, part, rows)
                 yield
             arrived(index)
+
+    def _parts(
+        self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int], size: int, stream: Any
+    ) -> Iterator[tuple[torch.Tensor, Part]]:
+        """Parts of up to ``size`` slots, and the device's list of blocks that each is a part of."""
+        for at in range(0, len(cpu_slots), self._ready_blocks):
+            ready = slice(at, at + self._ready_blocks)
+            ids, slots = in_slot_order(gpu_block_ids[ready], cpu_slots[ready])
+            block_ids = self._ids.upload(ids, stream)
+            for part in self._slots.parts(slots, size):
+                yield block_ids, part
 
     def _unpack(
         self,

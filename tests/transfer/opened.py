@@ -80,6 +80,7 @@ class Opened:
             for module, what, value in [
                 (copy_staged, "LOAD_CHUNK_BYTES", chunk * self.slots.pitch),
                 (copy_staged, "STORE_CHUNK_BYTES", chunk * self.slots.pitch),
+                (copy_staged, "READY_BLOCKS", 2 * chunk + 1),
                 (copy_staged, "MAX_GROUPS", groups),
                 (copy_staged, "MIN_GROUP_BYTES", 1),
                 (copy_direct, "LOAD_SLICE_BYTES", chunk * self.slots.pitch),

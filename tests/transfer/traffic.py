@@ -106,6 +106,7 @@ class Machine:
             for module, what, value in [
                 (copy_staged, "LOAD_CHUNK_BYTES", chunk * slots.pitch),
                 (copy_staged, "STORE_CHUNK_BYTES", chunk * slots.pitch),
+                (copy_staged, "READY_BLOCKS", 2 * chunk + 1),
                 (copy_staged, "MIN_GROUP_BYTES", 1),
                 (copy_direct, "LOAD_SLICE_BYTES", chunk * slots.pitch),
                 (copy_direct, "STORE_SLICE_BYTES", chunk * slots.pitch),
