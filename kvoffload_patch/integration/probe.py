@@ -102,23 +102,21 @@ class StandInPool:
 
     def look_up(self, request: Any, max_cpu_hits: int) -> Found:
         """Find the longest prefix of a request, loading ``max_cpu_hits`` blocks at most."""
-        self._found = Found()
+        found = self._found = Found()
         self._cpu_hits_left = max_cpu_hits
         self._on_gpu = self._real.get_cached_block
-        found = self._found
         groups, tokens, found.lookup = self._view.longest_hit(request, self)
         found.tokens = found.gpu_tokens = tokens
         for blocks, block_size in zip(groups, self._view.block_sizes):
             if self._cpu_hits_left == max_cpu_hits:
                 found.gpu_blocks += [block for block in blocks if not block.is_null]
                 continue
-            for index, block in enumerate(blocks):
-                if isinstance(block, CpuHit):
-                    found.cpu_hits.append(block.block_hash)
-                    found.cpu_ends.append((index + 1) * block_size)
-                    found.gpu_tokens = min(found.gpu_tokens, index * block_size)
-                elif not block.is_null:
-                    found.gpu_blocks.append(block)
+            hits = [index for index, block in enumerate(blocks) if block.block_id < 0]
+            found.cpu_hits += [blocks[index].block_hash for index in hits]
+            found.cpu_ends += [(index + 1) * block_size for index in hits]
+            if hits:
+                found.gpu_tokens = min(found.gpu_tokens, hits[0] * block_size)
+            found.gpu_blocks += [b for b in blocks if b.block_id >= 0 and not b.is_null]
         if len(groups) > 1 and found.cpu_hits:
             in_order = sorted(zip(found.cpu_hits, found.cpu_ends), key=lambda hit: hit[1])
             found.cpu_hits, found.cpu_ends = map(list, zip(*in_order))
@@ -133,6 +131,11 @@ class StandInPool:
         if blocks:
             return blocks
         if len(kv_cache_group_ids) == 1:
+            if self._cpu_hits_left > 0 and not self._arriving:
+                key = self._key(block_hash, kv_cache_group_ids[0])
+                if self._in_cpu(key):  # as `_beyond_gpu` would say: a long hit has hundreds
+                    self._cpu_hits_left -= 1
+                    return [CpuHit(key)]
             block = self._beyond_gpu(block_hash, kv_cache_group_ids[0])
             return None if block is None else [block]
         blocks = []
