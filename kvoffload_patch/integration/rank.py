@@ -20,6 +20,8 @@ from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
+# CPU memory that copies are measured with, fragmented ones in twice what they move.
+_MEASURED_BYTES = 128 << 20
 # What a step without tokens waits for loads, at most: a new request is held up no longer.
 _IDLE_WAIT_S = 0.001
 # A step of so few tokens that are not all decodes is launched in more time than it takes to run.
@@ -169,8 +171,8 @@ class RankTier:
         self._host = open_host(runner, num_slots, layout)
         self._growth_ended = ""
         self._idle = self._long_to_launch = False
-        ready = self._host.num_ready
         try:
+            ready = self._host.wait_up_to(_MEASURED_BYTES // layout.block_bytes)
             slots = SlotMemory(self._host.slots, self._host.slots_per_piece)
             with self._host.quiet():
                 chosen = choose_backend(layout, slots, ready, backend)
@@ -189,6 +191,7 @@ class RankTier:
 
     def begin_step(self, plan: TransferPlan | None, step: Any) -> None:
         """Before the forward pass of a step, as vLLM's scheduler describes it."""
+        self._host.step_begins()
         if plan is not None and self._moved():
             raise RuntimeError(
                 "kvoffload_patch: the KV tensors of this rank were replaced after the CPU tier "

@@ -13,8 +13,9 @@ from kvoffload_patch.transfer.lane import Lane
 # Slices that the thread keeps under way: loads are 1.2 ms of the bus each, stores 0.3 ms.
 LOADS_AHEAD = 6
 STORES_AHEAD = 2
-# How long it sleeps meanwhile. Each time it wakes, it takes Python away from the step. There is
-# more to store than a slice or two only when the step is a long one on the device.
+# How long it sleeps meanwhile. Each time it wakes, it takes Python away from the step, which is
+# launched half as fast again beside short naps (scripts/bench_copy_thread.py). So while a store
+# waits for the step that computes its blocks they get longer, up to the long one.
 _NAP_S = 0.002
 _STORE_NAP_S = 0.0002
 
@@ -38,6 +39,7 @@ class CopyThread:
         self._wake = threading.Event()
         self._closing = False
         self._not_before = 0.0
+        self._store_nap_s = _STORE_NAP_S
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kvoffload-copies", daemon=True)
         self._thread.start()
@@ -82,7 +84,10 @@ class CopyThread:
         """Enqueue loads, then a slice of a store, as there is room; or nap."""
         loads = self._loads.top_up(LOADS_AHEAD)
         stores = self._stores.has_room(STORES_AHEAD) and self._stores.advance()
-        if not (loads or stores):
-            nap = _STORE_NAP_S if self._stores.queued else _NAP_S
+        if stores:
+            self._store_nap_s = _STORE_NAP_S
+        elif not loads:
+            nap = self._store_nap_s if self._stores.queued else _NAP_S
+            self._store_nap_s = min(2 * self._store_nap_s, _NAP_S)
             self._wake.wait(nap)  # or until there is more to enqueue
             self._wake.clear()

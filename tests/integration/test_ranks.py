@@ -73,7 +73,8 @@ def test_giving_back_asks_every_rank_and_forgives_those_that_do_not_answer() -> 
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker on the CPU with seven blocks of KV."""
     monkeypatch.setattr(worker_side, "runner_is_patched", lambda runner: "")
-    gate = SimpleNamespace(close=lambda: None)  # it wants to see a whole model
+    # It wants to see a whole model.
+    gate = SimpleNamespace(close=lambda: None, begin=lambda step, by_layer: False)
     monkeypatch.setattr(worker_side, "LayerGate", lambda *_: gate)
     placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[])
     alone = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
@@ -97,6 +98,20 @@ def test_a_rank_says_what_a_slot_takes_and_what_is_usable(worker: Any) -> None:
     assert getattr(tier.end_step(output()), RESULT).num_slots == 5
     worker_side.close_rank(worker)
     assert not hasattr(worker.model_runner, TIER)
+
+
+def test_cpu_memory_that_is_being_registered_is_told_of_each_step(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker_side.open_rank(worker, 5)
+    tier = getattr(worker.model_runner, TIER)
+    told: list[str] = []
+    monkeypatch.setattr(tier._host, "step_begins", lambda: told.append("step"))
+    step = SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={"a": 1})
+    for _ in range(2):
+        tier.begin_step(None, step)
+    assert told == ["step"] * 2
+    worker_side.close_rank(worker)
 
 
 def test_the_end_of_growth_is_said_once(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from transfer.layouts import DEVICES
 from transfer.registrars import Registrar
 from transfer.resident import is_mapped, kvoffload_threads, resident_bytes
 
-from kvoffload_patch.transfer import mapping
+from kvoffload_patch.transfer import host_buffer, mapping
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.host_buffer import HostBuffer, _slots_per_piece, slot_pitch
 from kvoffload_patch.transfer.mapping import HostMapping
@@ -141,6 +142,43 @@ def test_registrations_cover_every_slot_once_and_split_none(
     assert (host.num_ready, host.growth_ended) == (num_slots, "")
     host.close()
     assert registrar.held == {}
+
+
+def test_so_many_are_waited_for_or_all_that_there_will_be() -> None:
+    host = grown(24, 2 * MIB, Registrar())
+    assert host.wait_up_to(5) >= 6 and host.wait_up_to(99) == 24
+    host.close()
+    short = grown(24, 2 * MIB, Registrar(refuse_at=3))
+    assert short.wait_up_to(20) == 6 and short.wait_up_to(0) == 6
+    short.close()
+    assert HostBuffer(7, MIB, CPU).wait_up_to(99) == 7
+
+
+@pytest.mark.parametrize("beside_steps", [False, True])
+def test_registering_leaves_the_driver_to_others_and_more_so_beside_steps(
+    beside_steps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    now, go = [1000.0], threading.Event()
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], perf_counter=lambda: now[0], sleep=pauses.append
+    )
+    monkeypatch.setattr(host_buffer, "time", clock)
+
+    def takes_two_seconds(index: int) -> None:
+        now[0] += 2.0
+        if index == 1:
+            go.wait(20)
+            if beside_steps:
+                host.step_begins()  # the next call ends long after it
+
+    host = grown(8, 2 * MIB, Registrar(before=takes_two_seconds))
+    go.set()
+    host.wait_ready(8)
+    host._growth._thread.join(20)  # type: ignore[union-attr]
+    longer = host_buffer._PAUSE_BESIDE_STEPS if beside_steps else 1
+    assert pauses == [2.0 * longer, 2.0, 2.0]
+    host.close()
 
 
 def test_the_constructor_waits_for_the_first_piece_and_for_no_more() -> None:
