@@ -51,6 +51,7 @@ def main() -> None:
     llm = LLM(model=spec["model"], skip_tokenizer_init=True, seed=0, **spec["engine"])
     ready = time.perf_counter()
     report.event("ready", import_s=imported - began, start_s=ready - imported)
+    time.sleep(spec["sizes"]["settle_s"])
     bench = bench_serve_load.Bench(llm, Sizes(**spec["sizes"]), report.say, spec["floor"])
     if spec["side_by_side"]:
         take_turns(bench, report)

@@ -40,6 +40,7 @@ class Sizes:
     s1long_rounds: int = 2
     s1long_gpu_blocks: int = 3000
     s1long_cpu_gib: float = 40.0
+    settle_s: float = 0.0  # from an engine's start to its first request: some tiers still grow then
     # S2: no hit is possible.
     s2_requests: int = 200
     s2_tokens: int = 2048

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,7 +170,8 @@ class RankTier:
         self._tensor = kv_tensors(runner)[0][0]
         self._pointer = self._tensor.data_ptr()
         self._host = open_host(runner, num_slots, layout)
-        self._growth_ended = ""
+        self._opened = time.monotonic()
+        self._growth_told = self._host.num_ready == num_slots
         self._idle = self._long_to_launch = False
         try:
             ready = self._host.wait_up_to(_MEASURED_BYTES // layout.block_bytes)
@@ -215,9 +217,9 @@ class RankTier:
         if self._idle:
             # Nothing else can go on until a load has arrived or a request comes in.
             self._engine.wait_loads(_IDLE_WAIT_S)
-        if self._host.growth_ended != self._growth_ended:
-            self._growth_ended = self._host.growth_ended
-            logger.warning("kvoffload_patch: %s", self._growth_ended)
+        if not self._growth_told and not self._host.growing:
+            self._growth_told = True
+            self._say_growth_is_over()
         progress = self._engine.poll()
         if progress.failed_loads and not self._alone:
             raise RuntimeError(
@@ -238,6 +240,16 @@ class RankTier:
         self._engine.close()
         del self._engine
         self._host.close()
+
+    def _say_growth_is_over(self) -> None:
+        if self._host.growth_ended:
+            logger.warning("kvoffload_patch: %s", self._host.growth_ended)
+            return
+        took = time.monotonic() - self._opened
+        logger.info(
+            "kvoffload_patch: all %d CPU slots are usable, seen %.1f s after the first of them",
+            self._host.num_ready, took,
+        )  # fmt: skip
 
     def _moved(self) -> bool:
         tensors, _ = kv_tensors(self._runner)

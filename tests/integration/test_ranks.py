@@ -15,6 +15,7 @@ from kvoffload_patch.integration.errors import TierRefused  # noqa: E402
 from kvoffload_patch.integration.host_memory import EARLY  # noqa: E402
 from kvoffload_patch.integration.rank import RankGeometry, RankOpened  # noqa: E402
 from kvoffload_patch.integration.ranks import RankGroup  # noqa: E402
+from kvoffload_patch.transfer.host_buffer import HostBuffer  # noqa: E402
 
 GIB = 1 << 30
 
@@ -114,17 +115,30 @@ def test_cpu_memory_that_is_being_registered_is_told_of_each_step(
     worker_side.close_rank(worker)
 
 
-def test_the_end_of_growth_is_said_once(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", ["no more memory.", ""])
+def test_the_end_of_growth_is_said_once(
+    why: str, worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(worker_side.logger, "warning", lambda text, *a: said.append(text % a))
+    told: list[str] = []
+    monkeypatch.setattr(worker_side.logger, "info", lambda text, *a: told.append(text % a))
+
+    ended, ready = [""], [2]
+    monkeypatch.setattr(HostBuffer, "growth_ended", property(lambda self: ended[0]))
+    monkeypatch.setattr(HostBuffer, "num_ready", property(lambda self: ready[0]))
     worker_side.open_rank(worker, 5)
     tier = getattr(worker.model_runner, TIER)
-    host = type(tier._host)
-    monkeypatch.setattr(host, "num_ready", property(lambda self: 3))
-    monkeypatch.setattr(host, "growth_ended", property(lambda self: "no more memory."))
+    tier.end_step(output())
+    assert said == told == []
+    ended[0], ready[0] = (why, 3) if why else ("", 5)
     for _ in range(3):
-        assert getattr(tier.end_step(output()), RESULT).num_slots == 3
-    assert said == ["kvoffload_patch: no more memory."]
+        assert getattr(tier.end_step(output()), RESULT).num_slots == ready[0]
+    if why:
+        assert (said, told) == (["kvoffload_patch: no more memory."], [])
+    else:
+        assert said == [] and len(told) == 1
+        assert told[0].startswith("kvoffload_patch: all 5 CPU slots are usable, seen 0.")
     worker_side.close_rank(worker)
 
 
