@@ -233,11 +233,18 @@ class OffloadManager:
         """
         limit = self._slots.num_free if self._growing else len(self._pending)
         taken: dict[Hashable, int] = {}
-        while self._pending and len(taken) < limit:
-            gpu_block_id = next(iter(self._pending))
-            key = self._pending.pop(gpu_block_id)
+        looked_at = []
+        for gpu_block_id, key in self._pending.items():
+            if len(taken) >= limit:
+                break
+            looked_at.append(gpu_block_id)
             if storable(gpu_block_id, key) and not self.holds(key):
                 taken.setdefault(key, gpu_block_id)
+        # Not one by one from the front: finding a dict's first item means passing what has left it.
+        if len(looked_at) == len(self._pending):
+            self._pending.clear()
+        for gpu_block_id in looked_at if self._pending else ():
+            del self._pending[gpu_block_id]
         return taken
 
     def _make_room(self, count: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -215,6 +216,25 @@ def test_a_tier_that_is_being_written_drops_what_does_not_fit_from_the_tail() ->
     tier.apply(tier.drained())
     assert readable(tier, "abcdefg") == "abc"
     assert vars(tier.stats) == {"stored": 3, "loaded": 0, "evicted": 0, "dropped": 4, "failed": 0}
+
+
+def test_what_waits_for_slots_of_a_growing_tier_is_looked_at_once_and_goes_in_order() -> None:
+    tier, looked_at = OffloadManager(2, growing=True), []
+
+    def storable(block: int, key: object) -> bool:
+        looked_at.append(block)
+        return key != "c"
+
+    for block, key in enumerate("abcdefg"):
+        tier.queue_store(key, block)
+    stored = []
+    for num_slots in (2, 2, 4, 5, 9):
+        plan = tier.make_plan(storable)
+        stored.append(plan.store.gpu_block_ids if plan and plan.store else ())
+        tier.apply(replace(tier.drained(), num_slots=num_slots, growing=True))
+    assert stored == [(0, 1), (), (), (3, 4), (5,)]
+    assert tier.make_plan(storable).store.gpu_block_ids == (6,)  # type: ignore[union-attr]
+    assert looked_at == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_a_tier_of_one_slot_holds_the_block_stored_last() -> None:
