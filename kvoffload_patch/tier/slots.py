@@ -98,9 +98,11 @@ class SlotPool:
     def _pop_large_run(self) -> tuple[int, int]:
         for candidates in reversed(self._bins):
             if candidates:
-                start = next(iter(candidates))
-                size = self._size_at_start[start]
-                self._remove_run(start, size)
+                # Not the first: finding that means passing all that has left the dict's front.
+                start, _ = candidates.popitem()
+                size = self._size_at_start.pop(start)
+                del self._start_at_end[start + size]
+                self.num_free -= size
                 return start, size
         raise AssertionError("num_free counts slots that are in no run")
 
