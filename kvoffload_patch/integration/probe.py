@@ -131,11 +131,11 @@ class StandInPool:
         if blocks:
             return blocks
         if len(kv_cache_group_ids) == 1:
-            if self._cpu_hits_left > 0 and not self._arriving:
-                key = self._key(block_hash, kv_cache_group_ids[0])
-                if self._in_cpu(key):  # as `_beyond_gpu` would say: a long hit has hundreds
-                    self._cpu_hits_left -= 1
-                    return [CpuHit(key)]
+            key = self._key(block_hash, kv_cache_group_ids[0])
+            # As `_beyond_gpu` would say: a long hit has hundreds.
+            if self._cpu_hits_left > 0 and key not in self._arriving and self._in_cpu(key):
+                self._cpu_hits_left -= 1
+                return [CpuHit(key)]
             block = self._beyond_gpu(block_hash, kv_cache_group_ids[0])
             return None if block is None else [block]
         blocks = []
