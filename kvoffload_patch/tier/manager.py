@@ -232,8 +232,7 @@ class OffloadManager:
         long as the GPU keeps it.
         """
         limit = self._slots.num_free if self._growing else len(self._pending)
-        taken: dict[Hashable, int] = {}
-        looked_at = []
+        taken, looked_at = dict[Hashable, int](), list[int]()
         for gpu_block_id, key in self._pending.items():
             if len(taken) >= limit:
                 break
