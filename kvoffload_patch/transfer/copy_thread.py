@@ -13,9 +13,9 @@ from kvoffload_patch.transfer.lane import Lane
 # Slices that the thread keeps under way: loads are 1.2 ms of the bus each, stores 0.3 ms.
 LOADS_AHEAD = 6
 STORES_AHEAD = 2
-# How long it sleeps meanwhile. Each time it wakes, it takes Python away from the step, which is
-# launched half as fast again beside short naps (scripts/bench_copy_thread.py). So while a store
-# waits for the step that computes its blocks they get longer, up to the long one.
+# How long it sleeps meanwhile. Each time it wakes, it takes Python away from the step, and beside
+# short naps that takes half as long again to launch (scripts/bench_copy_thread.py). So while a
+# store waits for the step that computes its blocks, naps get longer, up to the long one.
 _NAP_S = 0.002
 _STORE_NAP_S = 0.0002
 

@@ -19,8 +19,8 @@ from kvoffload_patch.transfer.numa import node_of
 from kvoffload_patch.transfer.registrar import CudaRegistrar, Registrar
 
 # Registered in one call of the driver, 0.7 ms and more. Such a call holds up other calls that the
-# process makes, and so does all of them together: by a half of the time, or by a fifth while steps
-# are launched, which is still as fast as a GPU computes KV.
+# process makes: half of the time if nobody cares, a fifth of it while steps are launched. That
+# is still as fast as a GPU computes KV.
 PIECE_BYTES = 32 << 20
 _PAUSE, _PAUSE_BESIDE_STEPS = 1, 4  # times as long as the call before it took
 _STEPS_END_S = 0.1  # after the last one
