@@ -14,10 +14,12 @@ from kvoffload_patch.transfer.lane import Lane
 LOADS_AHEAD = 6
 STORES_AHEAD = 2
 # How long it sleeps meanwhile. Each time it wakes, it takes Python away from the step, and beside
-# short naps that takes half as long again to launch (scripts/bench_copy_thread.py). So while a
-# store waits for the step that computes its blocks, naps get longer, up to the long one.
+# short naps that takes half as long again to launch (scripts/bench_copy_thread.py). They are for
+# stores whose slices follow each other; one that waits for the step which computes its blocks makes
+# no progress for longer than so many of them.
 _NAP_S = 0.002
 _STORE_NAP_S = 0.0002
+_SHORT_NAPS = 8
 
 
 class CopyThread:
@@ -39,7 +41,7 @@ class CopyThread:
         self._wake = threading.Event()
         self._closing = False
         self._not_before = 0.0
-        self._store_nap_s = _STORE_NAP_S
+        self._short_naps = 0  # since a slice of a store was enqueued
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kvoffload-copies", daemon=True)
         self._thread.start()
@@ -85,9 +87,9 @@ class CopyThread:
         loads = self._loads.top_up(LOADS_AHEAD)
         stores = self._stores.has_room(STORES_AHEAD) and self._stores.advance()
         if stores:
-            self._store_nap_s = _STORE_NAP_S
+            self._short_naps = 0
         elif not loads:
-            nap = self._store_nap_s if self._stores.queued else _NAP_S
-            self._store_nap_s = min(2 * self._store_nap_s, _NAP_S)
-            self._wake.wait(nap)  # or until there is more to enqueue
+            short = self._stores.queued and self._short_naps < _SHORT_NAPS
+            self._short_naps += short
+            self._wake.wait(_STORE_NAP_S if short else _NAP_S)  # or until there is more to enqueue
             self._wake.clear()

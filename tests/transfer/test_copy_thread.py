@@ -207,23 +207,23 @@ def test_it_naps_while_neither_direction_has_room(setup: Setup) -> None:
 
     setup.on_nap = on_nap
     assert setup.run() == [*["nap"] * 3, "store", "nap", "load", "load", "store"]
-    short = copy_thread._STORE_NAP_S
-    assert setup.naps == [short, 2 * short, 4 * short, short]
+    assert setup.naps == [copy_thread._STORE_NAP_S] * 4
 
 
-def test_naps_get_longer_while_a_store_waits_for_its_step(setup: Setup) -> None:
+def test_naps_are_long_while_a_store_waits_for_its_step(setup: Setup) -> None:
+    short = copy_thread._SHORT_NAPS
     setup.stores.slices, setup.stores.room = 3, 0
 
     def on_nap(number: int) -> None:
-        if number == 9:
+        if number == short + 3:
             setup.stores.room = 2
-        elif number == 10:
+        elif number == short + 4:
             setup.stores.room = 1
 
     setup.on_nap = on_nap
-    assert setup.run() == [*["nap"] * 9, "store", "store", "nap", "store"]
-    assert setup.naps == sorted(setup.naps[:9]) + [copy_thread._STORE_NAP_S]
-    assert setup.naps[8] == copy_thread._NAP_S, "no longer than any other"
+    assert setup.run() == [*["nap"] * (short + 3), "store", "store", "nap", "store"]
+    brief, long = copy_thread._STORE_NAP_S, copy_thread._NAP_S
+    assert setup.naps == [*[brief] * short, *[long] * 3, brief]
 
 
 def test_naps_are_long_while_there_is_nothing_to_store(setup: Setup) -> None:
