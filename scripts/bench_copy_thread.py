@@ -1,6 +1,6 @@
 """python scripts/bench_copy_thread.py [--steps 60] [--json FILE]
 
-What enqueuing copies beside a step costs the step, without a GPU: the copy engine and its threads
+What enqueuing copies beside a step costs the step, without a GPU: the copy engine and its thread
 as they are, over streams and events that only keep time. A step is launched as thousands of short
 calls that give Python's lock up, as PyTorch's do; whoever else wants the lock gets in between.
 
@@ -136,7 +136,7 @@ class Steps:
         store = self._batch(1, self._stores) if self._stores else None
         return TransferPlan(tuple(loads), store, 0, 0, done.stores_done, done.loads_done)
 
-    def step(self, launch: bool = True) -> float:
+    def step(self) -> float:
         """One step; milliseconds that launching it took."""
         self._engine.begin_step(self._plan())
         began = time.perf_counter()
@@ -149,7 +149,7 @@ class Steps:
         return 1000 * took
 
     def close(self) -> None:
-        """End the threads."""
+        """End the thread."""
         self._engine.close()
         self._patch.stop()
 

@@ -193,7 +193,8 @@ class RankTier:
 
     def begin_step(self, plan: TransferPlan | None, step: Any) -> None:
         """Before the forward pass of a step, as vLLM's scheduler describes it."""
-        self._host.step_begins()
+        if not self._growth_told:
+            self._host.step_begins()
         if plan is not None and self._moved():
             raise RuntimeError(
                 "kvoffload_patch: the KV tensors of this rank were replaced after the CPU tier "

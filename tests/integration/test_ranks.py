@@ -109,6 +109,9 @@ def test_cpu_memory_that_is_being_registered_is_told_of_each_step(
     told: list[str] = []
     monkeypatch.setattr(tier._host, "step_begins", lambda: told.append("step"))
     step = SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={"a": 1})
+    tier.begin_step(None, step)
+    assert told == [], "all of it is usable"
+    tier._growth_told = False
     for _ in range(2):
         tier.begin_step(None, step)
     assert told == ["step"] * 2
@@ -123,7 +126,6 @@ def test_the_end_of_growth_is_said_once(
     monkeypatch.setattr(worker_side.logger, "warning", lambda text, *a: said.append(text % a))
     told: list[str] = []
     monkeypatch.setattr(worker_side.logger, "info", lambda text, *a: told.append(text % a))
-
     ended, ready = [""], [2]
     monkeypatch.setattr(HostBuffer, "growth_ended", property(lambda self: ended[0]))
     monkeypatch.setattr(HostBuffer, "num_ready", property(lambda self: ready[0]))
