@@ -4,7 +4,8 @@ What a copy waits for behind others, and what the direct kernel costs, on one CU
 
   queue     1 GiB of copies of pinned memory is enqueued on a stream, then one small copy on another
             stream, which is waited for: milliseconds from before it is enqueued. Both directions
-            of both, several sizes of the pieces of the 1 GiB, and stream priorities.
+            of both, several sizes of the pieces of the 1 GiB, and stream priorities; and the 1 GiB
+            on two streams in turn, each piece behind the one before, as the staged backend does it.
   direct    1 GiB in blocks of 2 MiB through the copy engine with the direct backend, by programs of
             its kernel: GB/s, and how many times as long a stream of bf16 products of 8192 x 8192
             takes meanwhile. The engine gives its loads' streams the higher priority, here too.
@@ -38,8 +39,8 @@ UP, DOWN = "CPU to GPU", "GPU to CPU"
 WAYS = (UP, DOWN)
 SMALL_BYTES = (16 << 10, 64 << 10, 1 << 20)
 PIECE_BYTES = (64 << 20, 24 << 20, 2 << 20)
-# Priorities of the stream of the 1 GiB and of that of the small copy; lower is more urgent.
-PRIORITIES = {"equal": (0, 0), "small copy first": (0, -1), "small copy last": (-1, 0)}
+# Priorities and number of the streams; see `Queue`.
+QUEUES = ("equal", "small copy first", "small copy last", "equal, two streams in turn")
 PROGRAMS = (16, 32, 64)
 BLOCK_BYTES = 2 << 20
 CHECKED_BLOCKS = 65  # an odd number: slices do not come out even
@@ -68,13 +69,18 @@ def new_copy(way: str, nbytes: int, device: torch.device) -> Copy:
     return Copy(there, here)
 
 
-def enqueue(copies: list[Copy], stream: Any) -> Any:
-    """Enqueue copies; the event behind them."""
-    with torch.cuda.stream(stream):
-        for copy in copies:
+def enqueue(copies: list[Copy], *streams: Any) -> Any:
+    """Enqueue copies, on several streams in turn, one behind the other; the event behind them."""
+    end = None
+    for number, copy in enumerate(copies):
+        stream = streams[number % len(streams)]
+        with torch.cuda.stream(stream):
+            if len(streams) > 1 and end is not None:
+                stream.wait_event(end)
             copy.target.copy_(copy.source, non_blocking=True)
-        end = torch.cuda.Event()
-        end.record()
+            if len(streams) > 1 or copy is copies[-1]:
+                end = torch.cuda.Event()
+                end.record()
     return end
 
 
@@ -91,10 +97,13 @@ class Queue:
         self._device = device
         self._traffic = {way: new_copy(way, nbytes, device) for way in WAYS}
         self._small = {(way, n): new_copy(way, n, device) for way in WAYS for n in SMALL_BYTES}
-        plain, other, urgent = (torch.cuda.Stream(device, priority=p) for p in (0, 0, -1))
-        self._streams = {(0, 0): (plain, other), (0, -1): (plain, urgent), (-1, 0): (urgent, other)}
+        streams = [torch.cuda.Stream(device, priority=p) for p in (0, 0, -1, 0)]
+        plain, other, urgent, second = streams
+        # Those of the 1 GiB, and that of the small copy; lower priorities are more urgent.
+        pairs = (([plain], other), ([plain], urgent), ([urgent], other), ([plain, second], other))
+        self._queues: dict[str, tuple[list[Any], Any]] = dict(zip(QUEUES, pairs))
         for (way, small_bytes), copy in self._small.items():
-            for stream in (plain, other, urgent):  # they are warm then
+            for stream in streams:  # they are warm then
                 self._check(f"{size(small_bytes)}, {way}", copy, [copy], stream)
         for way, copy in self._traffic.items():
             for piece in PIECE_BYTES:
@@ -111,10 +120,10 @@ class Queue:
 
     def alone(self) -> list[dict[str, Any]]:
         """Each small copy with nothing beside it."""
-        stream = self._streams[0, 0][1]
+        _, stream = self._queues["equal"]
         found = []
         for (way, nbytes), copy in self._small.items():
-            times = [self._timed([], stream, [copy], stream)[0] for _ in range(self._repeats)]
+            times = [self._timed([], [stream], copy, stream)[0] for _ in range(self._repeats)]
             found.append({"way": way, "bytes": nbytes, "ms": summary(times)})
         return found
 
@@ -122,11 +131,10 @@ class Queue:
         """Each small copy behind the many bytes, for each size of pieces and each priority."""
         for piece in PIECE_BYTES:
             traffics = {way: copy.pieces(piece) for way, copy in self._traffic.items()}
-            for priority, numbers in PRIORITIES.items():
-                first, second = self._streams[numbers]
+            for priority, (first, second) in self._queues.items():
                 for beside, traffic in traffics.items():
                     for (way, nbytes), copy in self._small.items():
-                        samples = [self._timed(traffic, first, [copy], second)
+                        samples = [self._timed(traffic, first, copy, second)
                                    for _ in range(self._repeats)]  # fmt: skip
                         times, left = zip(*samples)
                         yield {"piece_bytes": piece, "priority": priority, "beside": beside,
@@ -134,18 +142,19 @@ class Queue:
                                "traffic_left_ms": summary(left)}  # fmt: skip
 
     @staticmethod
-    def _timed(traffic: list[Copy], first: Any, small: list[Copy], second: Any) -> Any:
+    def _timed(traffic: list[Copy], first: list[Any], small: Copy, second: Any) -> Any:
         """Milliseconds until the small copy has ended, and until the traffic has.
 
         Both from before the small one is enqueued; 0 for traffic that was over by then.
         """
         torch.cuda.synchronize()
-        end = enqueue(traffic, first)
-        over = end.query()
+        end = enqueue(traffic, *first)
+        over = end is None or end.query()
         began = time.perf_counter()
-        enqueue(small, second).synchronize()
+        enqueue([small], second).synchronize()
         took = time.perf_counter() - began
-        end.synchronize()
+        if end is not None:
+            end.synchronize()
         left = 0.0 if over else time.perf_counter() - began
         return took * 1e3, left * 1e3
 
@@ -209,7 +218,7 @@ def queue_text(document: dict[str, Any]) -> str:
                  for c in document["queue"] if c["bytes"] == nbytes}  # fmt: skip
         rows = [head, ["nothing beside it", *(alone.get(way, "-") for way, _ in pairs)]]
         for piece in PIECE_BYTES:
-            for name in PRIORITIES:
+            for name in QUEUES:
                 row = [cells.get((piece, name, *pair), "-") for pair in pairs]
                 rows.append([f"pieces of {size(piece)}, priority {name}", *row])
         title = f"A copy of {size(nbytes)} beside {document['gib']:g} GiB:"

@@ -29,7 +29,7 @@ from kvoffload_patch.tier.plan import CopyBatch, TransferPlan
 from kvoffload_patch.transfer.copy_engine import CopyEngine
 
 CALLS = 2000
-STORE_SLICE_S, LOAD_SLICE_S = 0.0003, 0.0027  # 16 MiB by DMA, 128 MiB by the direct kernel
+STORE_SLICE_S, LOAD_SLICE_S = 0.0006, 0.0012  # 32 and 64 MiB by DMA
 
 
 class Stream:
@@ -172,7 +172,7 @@ def alone(steps: int) -> list[float]:
 
 KINDS = {
     "decode": (1, False, 0, 0.006),
-    "joining": (1, True, 12, 0.008),
+    "joining": (1, True, 16, 0.008),
     "prefill": (32, False, 0, 0.1),
 }
 

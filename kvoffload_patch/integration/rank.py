@@ -180,7 +180,7 @@ class RankTier:
                 chosen = choose_backend(layout, slots, ready, backend)
                 run_canary(layout, chosen.backend, slot=ready - 1, fault=fault)
             self.load_ms_per_block, self.copies = chosen.load_ms_per_block, chosen.report
-            self._engine = CopyEngine(layout, chosen.backend, self._host.wait_ready, chosen.beside)
+            self._engine = CopyEngine(layout, chosen.backend, self._host.wait_ready)
             self._gate = LayerGate(runner, layout, chosen.backend.groups, self._engine)
         except BaseException:
             self._host.close()

@@ -17,7 +17,6 @@ _TIMED_BYTES = 64 << 20
 _REPEATS = 3
 # A backend must be this much faster than one that keeps more out of compute's way.
 _CLEARLY = 1.1
-_MUCH_SLOWER = 1.5
 
 
 class Chosen(NamedTuple):
@@ -26,13 +25,11 @@ class Chosen(NamedTuple):
     Attributes:
         load_ms_per_block: milliseconds that a block takes to load.
         report: what was measured and why this one, for the log; one sentence.
-        beside: for loads that no step waits for.
     """
 
     backend: CopyBackend
     load_ms_per_block: float
     report: str
-    beside: CopyBackend
 
 
 def choose_backend(
@@ -53,7 +50,7 @@ def choose_backend(
     if layout.device.type == "cpu":
         on_cpu = TorchBackend(layout, slots)
         load_ms = _measure(layout, on_cpu, num_slots).load
-        return Chosen(on_cpu, load_ms, "copies torch (the CPU device)", on_cpu)
+        return Chosen(on_cpu, load_ms, "copies torch (the CPU device)")
     names = NAMES if choice == "auto" else (choice,)
     found: list[tuple[CopyBackend, _Speed]] = []
     reasons: list[str] = []
@@ -73,19 +70,8 @@ def choose_backend(
     for other, measured in found[1:]:
         if measured.total * _CLEARLY < speed.total:
             backend, speed = other, measured
-    beside = next((b for b, s in found if b.name == "direct" and _is_fair(s, speed)), backend)
-    name = backend.name if beside is backend else f"{backend.name}, loads beside a step direct"
     said = [f"{b.name} {s.in_words(layout.block_bytes)}" for b, s in found]
-    return Chosen(backend, speed.load, f"copies {name} ({'; '.join(said + reasons)})", beside)
-
-
-def _is_fair(direct: _Speed, best: _Speed) -> bool:
-    """Whether a kernel over the bus loads fast enough to be the better way beside a step.
-
-    DMA is faster, but each direction of it is one queue for the whole device, whatever the
-    stream and its priority: a step's own inputs would wait behind a load (docs/performance.md).
-    """
-    return direct.load <= best.load * _MUCH_SLOWER
+    return Chosen(backend, speed.load, f"copies {backend.name} ({'; '.join(said + reasons)})")
 
 
 class _Speed(NamedTuple):

@@ -24,6 +24,9 @@ _NAP_S = 0.0001
 _LOADS_AHEAD = 24
 # With fewer than so many, the bus would be idle before the step has been launched.
 _TOO_FEW = 2
+# Slices of stores that a step enqueues itself, so that the thread need not wake for what a decode
+# step stores.
+_STORES_AT_ONCE = 2
 # When the copy thread enqueues stores that were put off, if no step has done so.
 _PUT_OFF_S = 0.02
 # Groups of a load by layer that are enqueued before they are waited for.
@@ -47,7 +50,6 @@ class CopyEngine:
         backend: moves the bytes.
         wait_ready: called with a number of slots before any of them is used: returns when so
             many are usable, or raises.
-        beside: moves the bytes of loads that no step waits for, instead of ``backend``.
 
     Attributes:
         num_groups: parts in which a load by layer arrives; see `begin_step`.
@@ -58,10 +60,8 @@ class CopyEngine:
         layout: BlockLayout,
         backend: CopyBackend,
         wait_ready: Callable[[int], None] | None = None,
-        beside: CopyBackend | None = None,
     ) -> None:
         self._backend = backend
-        self._beside = beside or backend
         self._wait_ready = wait_ready
         self._deferred: Plan | None = None
         self._last_load = self._last_store = self._wait_load = 0
@@ -113,8 +113,7 @@ class CopyEngine:
             self._submit_loads(due, plan.stores_done, self._mark_arrived)
             loads = loads[len(due) :]
         for batch in loads:
-            parked = batch.ticket > plan.wait_load
-            self._submit_loads([batch], plan.stores_done, None, parked)
+            self._submit_loads([batch], plan.stores_done, None)
         if by_layer:
             self._enqueue_groups(_GROUPS_AHEAD)
         else:
@@ -155,7 +154,7 @@ class CopyEngine:
             if self._thread is not None:
                 self._thread.wake(_PUT_OFF_S)
         else:
-            self._stores.top_up(STORES_AHEAD)
+            self._stores.top_up(_STORES_AT_ONCE)
         self._loads.top_up(_LOADS_AHEAD)
         self._wake()
 
@@ -211,7 +210,6 @@ class CopyEngine:
         batches: Sequence[Batch],
         stores_done: int,
         arrived: Callable[[int], None] | None,
-        parked: bool = False,
     ) -> None:
         """Submit batches as one copy."""
         if not batches:
@@ -225,8 +223,7 @@ class CopyEngine:
         if len(batches) > 1:
             ids = [block for batch in batches for block in batch.gpu_block_ids]
             slots = [slot for batch in batches for slot in batch.cpu_slots]
-        backend = self._beside if parked else self._backend
-        start = partial(self._load, backend, ids, slots, arrived=arrived)
+        start = partial(self._load, ids, slots, arrived=arrived)
         self._loads.submit(first, self._last_load, start, (self._stores, stores_done))
 
     def _store(self, ids: Sequence[int], slots: Sequence[int], streams: Streams | None) -> Slices:
@@ -244,7 +241,6 @@ class CopyEngine:
 
     def _load(
         self,
-        backend: CopyBackend,
         ids: Sequence[int],
         slots: Sequence[int],
         streams: Streams | None,
@@ -253,7 +249,7 @@ class CopyEngine:
         # On several ranks the scheduler does not hear of a store that failed on this one.
         if self._bad_slots and not self._bad_slots.isdisjoint(slots):
             raise TransferError("a store of some of these blocks has failed on this rank.")
-        return backend.load(ids, slots, streams, arrived)
+        return self._backend.load(ids, slots, streams, arrived)
 
     def _enqueue_groups(self, count: int) -> None:
         """Enqueue the first so many groups of what this step's loads bring."""

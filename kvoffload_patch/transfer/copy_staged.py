@@ -8,6 +8,7 @@ call. Several buffers keep the bus busy while the next chunk is packed. Loads mi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,12 @@ from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.slot_memory import Numbers, Part, SlotMemory, in_slot_order
 from kvoffload_patch.transfer.tiles import TileMover
 
-# A slice costs some tens of microseconds of a thread that shares Python with the step, so loads
-# are in large ones. Those of stores are small, because whatever else leaves the device, each
-# step's tokens too, waits behind those enqueued. Buffers: one on the bus, one being packed or
-# unpacked, and for the small ones one more.
+# A slice costs some tens of microseconds of a thread that shares Python with the step, so they are
+# large; what else crosses the bus, a step's inputs or its tokens, waits for one of them, 1.2 or
+# 0.6 ms. Buffers: one on the bus, one being packed or unpacked, and for stores, whose packing may
+# have to wait for room on the device, one more.
 LOAD_CHUNK_BYTES, LOAD_BUFFERS = 64 << 20, 2
-STORE_CHUNK_BYTES, STORE_BUFFERS = 16 << 20, 3
+STORE_CHUNK_BYTES, STORE_BUFFERS = 32 << 20, 3
 # Blocks made ready for copying at a time: a batch may have tens of thousands, and the bus would be
 # idle until the last of them is.
 READY_BLOCKS = 1024
@@ -44,12 +45,42 @@ class _Buffer:
         self.free = torch.cuda.Event()
 
 
+class _Turns:
+    """Two streams in turn for a direction's slices, so that others' copies come in between.
+
+    A direction's copy engine goes on with a stream for as long as that has a copy which could
+    begin, and each step's tokens or inputs would wait for all that is enqueued. A slice on another
+    stream that waits for the one before makes it look around (scripts/bench_copy_queue.py).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._aside = torch.cuda.Stream(device=device)
+        self._before, self._after = torch.cuda.Event(), torch.cuda.Event()
+        self._is_aside = False
+
+    @contextmanager
+    def next(self, bus: Any) -> Iterator[Any]:
+        """The stream for the next slice: behind ``bus``, and ``bus`` is behind it afterwards."""
+        self._is_aside = not self._is_aside
+        if not self._is_aside:
+            yield bus
+            return
+        self._before.record(bus)
+        self._aside.wait_event(self._before)
+        try:
+            yield self._aside
+        finally:
+            self._after.record(self._aside)
+            bus.wait_event(self._after)
+
+
 class _Ring:
-    """``count`` staging buffers in turn, each of ``blocks`` slot pitches."""
+    """``count`` staging buffers in turn, each of ``blocks`` slot pitches, and their streams."""
 
     def __init__(self, nbytes: int, pitch: int, count: int, device: torch.device) -> None:
         self.blocks = max(1, nbytes // pitch)
         self.nbytes = self.blocks * pitch
+        self.turns = _Turns(device)
         self._buffers = [_Buffer(self.nbytes, device) for _ in range(count)]
         self._next = 0
 
@@ -98,18 +129,18 @@ class StagedBackend:
     ) -> Slices:
         """Enqueue GPU blocks to slots: each slice is a staging buffer."""
         assert streams is not None
-        blocks, bus = streams.blocks, streams.bus
-        size = self._store_ring.blocks
-        for block_ids, part in self._parts(gpu_block_ids, cpu_slots, size, blocks):
-            buffer = self._store_ring.take()
+        blocks, ring = streams.blocks, self._store_ring
+        for block_ids, part in self._parts(gpu_block_ids, cpu_slots, ring.blocks, blocks):
+            buffer = ring.take()
             blocks.wait_event(buffer.free)
             with torch.cuda.stream(blocks):
                 self._mover.move(True, buffer.memory, block_ids, part.first, part.num_slots)
             buffer.filled.record(blocks)
-            bus.wait_event(buffer.filled)
             staged, slot, nbytes = self._addresses(part, buffer)
-            self._driver.copy_many(slot, staged, nbytes, bus.cuda_stream)
-            buffer.free.record(bus)
+            with ring.turns.next(streams.bus) as bus:
+                bus.wait_event(buffer.filled)
+                self._driver.copy_many(slot, staged, nbytes, bus.cuda_stream)
+                buffer.free.record(bus)
             yield
 
     def load(
@@ -121,15 +152,16 @@ class StagedBackend:
     ) -> Slices:
         """Enqueue slots to GPU blocks: each slice is a staging buffer."""
         assert streams is not None
-        blocks, bus = streams.blocks, streams.bus
+        blocks, ring = streams.blocks, self._load_ring
         if arrived is None:
-            size = self._load_ring.blocks
-            for block_ids, part in self._parts(gpu_block_ids, cpu_slots, size, blocks):
-                buffer = self._load_ring.take()
-                bus.wait_event(buffer.free)
+            for block_ids, part in self._parts(gpu_block_ids, cpu_slots, ring.blocks, blocks):
+                buffer = ring.take()
                 staged, slot, nbytes = self._addresses(part, buffer)
-                self._driver.copy_many(staged, slot, nbytes, bus.cuda_stream)
-                self._unpack(buffer, streams, block_ids, part)
+                with ring.turns.next(streams.bus) as bus:
+                    bus.wait_event(buffer.free)
+                    self._driver.copy_many(staged, slot, nbytes, bus.cuda_stream)
+                    buffer.filled.record(bus)
+                self._unpack(buffer, blocks, block_ids, part)
                 yield
             return
         ids, slots = in_slot_order(gpu_block_ids, cpu_slots)
@@ -137,11 +169,13 @@ class StagedBackend:
         for index, rows in enumerate(self.groups):
             offset = self._ends[rows[0]]
             size = self._ends[rows[1]] - offset
-            for part in self._slots.parts(slots, self._load_ring.nbytes // size):
-                buffer = self._load_ring.take()
-                bus.wait_event(buffer.free)
-                self._fetch_rows(part, offset, size, buffer, bus.cuda_stream)
-                self._unpack(buffer, streams, block_ids, part, rows)
+            for part in self._slots.parts(slots, ring.nbytes // size):
+                buffer = ring.take()
+                with ring.turns.next(streams.bus) as bus:
+                    bus.wait_event(buffer.free)
+                    self._fetch_rows(part, offset, size, buffer, bus.cuda_stream)
+                    buffer.filled.record(bus)
+                self._unpack(buffer, blocks, block_ids, part, rows)
                 yield
             arrived(index)
 
@@ -159,16 +193,15 @@ class StagedBackend:
     def _unpack(
         self,
         buffer: _Buffer,
-        streams: Streams,
+        blocks: Any,
         block_ids: torch.Tensor,
         part: Part,
         rows: tuple[int, int] | None = None,
     ) -> None:
-        buffer.filled.record(streams.bus)
-        streams.blocks.wait_event(buffer.filled)
-        with torch.cuda.stream(streams.blocks):
+        blocks.wait_event(buffer.filled)
+        with torch.cuda.stream(blocks):
             self._mover.move(False, buffer.memory, block_ids, part.first, part.num_slots, rows=rows)
-        buffer.free.record(streams.blocks)
+        buffer.free.record(blocks)
 
     def _addresses(self, part: Part, buffer: _Buffer) -> tuple[Numbers, Numbers, Numbers]:
         """Address in the buffer, address in CPU memory and bytes of each run of slots."""

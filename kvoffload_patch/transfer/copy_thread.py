@@ -10,16 +10,12 @@ import torch
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.lane import Lane
 
-# Slices that the thread keeps under way: loads are 1.2 ms of the bus each, stores 0.3 ms.
+# Slices that the thread keeps under way: loads are 1.2 ms of the bus each, stores 0.6 ms.
 LOADS_AHEAD = 6
-STORES_AHEAD = 2
-# How long it sleeps meanwhile. Each time it wakes, it takes Python away from the step, and beside
-# short naps that takes half as long again to launch (scripts/bench_copy_thread.py). They are for
-# stores whose slices follow each other; one that waits for the step which computes its blocks makes
-# no progress for longer than so many of them.
+STORES_AHEAD = 8
+# How long it sleeps meanwhile. Each time it wakes, it takes Python away from the step
+# (scripts/bench_copy_thread.py).
 _NAP_S = 0.002
-_STORE_NAP_S = 0.0002
-_SHORT_NAPS = 8
 
 
 class CopyThread:
@@ -41,7 +37,6 @@ class CopyThread:
         self._wake = threading.Event()
         self._closing = False
         self._not_before = 0.0
-        self._short_naps = 0  # since a slice of a store was enqueued
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kvoffload-copies", daemon=True)
         self._thread.start()
@@ -86,10 +81,6 @@ class CopyThread:
         """Enqueue loads, then a slice of a store, as there is room; or nap."""
         loads = self._loads.top_up(LOADS_AHEAD)
         stores = self._stores.has_room(STORES_AHEAD) and self._stores.advance()
-        if stores:
-            self._short_naps = 0
-        elif not loads:
-            short = self._stores.queued and self._short_naps < _SHORT_NAPS
-            self._short_naps += short
-            self._wake.wait(_STORE_NAP_S if short else _NAP_S)  # or until there is more to enqueue
+        if not (loads or stores):
+            self._wake.wait(_NAP_S)  # or until there is more to enqueue
             self._wake.clear()

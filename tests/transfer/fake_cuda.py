@@ -159,7 +159,10 @@ class FakeCuda:
         )
         self._put(TileMover, move=self._late(TileMover.move))
         # Or a step would enqueue all there is: copies are small here.
-        self._put(copy_engine, _LOADS_AHEAD=2, LOADS_AHEAD=1, _TOO_FEW=1, _GROUPS_AHEAD=1)
+        self._put(
+            copy_engine,
+            _LOADS_AHEAD=2, LOADS_AHEAD=1, _STORES_AT_ONCE=1, _TOO_FEW=1, _GROUPS_AHEAD=1,
+        )  # fmt: skip
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -213,6 +215,35 @@ def test_large_copies_are_cut_into_slices(opened: Open, name: str, device: str, 
         assert found == (0, 0)  # at once
     elif name != "torch":  # whose staging memory has no pitch on a device
         assert found == (slices, slices)
+
+
+@pytest.mark.parametrize("jobs", [[7], [1, 1, 3]])
+@pytest.mark.parametrize("what", ["store", "load", "load by group"])
+def test_each_slice_is_on_the_other_stream_of_the_bus_behind_the_one_before(
+    opened: Open, what: str, jobs: list[int]
+) -> None:
+    """So that the copy engine lets others' copies in between: it goes on with a stream that can."""
+    setup = opened("kv_outermost", "staged", "cpu", chunk=1)
+    assert setup.streams is not None
+    seen: list[int] = []
+    enqueue = setup.driver._enqueue
+
+    def noted(target: int, source: int, nbytes: int, stream: int) -> None:
+        seen.append(stream)
+        enqueue(target, source, nbytes, stream)
+
+    setup.driver._enqueue = noted
+    arrived = {"arrived": lambda group: None} if what == "load by group" else {}
+    first = slices = 0
+    for count in jobs:
+        numbers = [*range(first, first + count)]
+        first += count
+        move = setup.store if what == "store" else partial(setup.load, **arrived)
+        slices += move(numbers, numbers)
+    turns = [stream for stream, _ in itertools.groupby(seen)]
+    assert len(turns) == slices >= 5 and len(set(seen)) == 2
+    assert setup.streams.bus.cuda_stream in seen, "the end of a copy is behind it"
+    assert setup.streams.blocks.cuda_stream not in seen
 
 
 @every_way

@@ -226,7 +226,7 @@ def test_every_wait_of_a_plan_is_where_it_belongs(
         ("stores", "submit", 1, 1, "behind", "loads", 3),
         ("store", (1,), (2,)),
         # The device has work to do now, and the next step takes its time to begin.
-        ("stores", "top up", copy_engine.STORES_AHEAD),
+        ("stores", "top up", copy_engine._STORES_AT_ONCE),
         ("loads", "top up", copy_engine._LOADS_AHEAD),
     ]
 
@@ -243,7 +243,7 @@ def test_stores_of_a_step_that_the_device_waits_for_are_put_off_once(
     with_lanes._stores = Queued("stores", recorder)
     with_lanes._thread = cast("Any", SimpleNamespace(wake=wake))
     at_once = [
-        ("stores", "top up", copy_engine.STORES_AHEAD),
+        ("stores", "top up", copy_engine._STORES_AT_ONCE),
         ("loads", "top up", copy_engine._LOADS_AHEAD),
         ("wake", 0.0),
     ]
@@ -315,22 +315,6 @@ def test_loads_that_a_step_needs_by_layer_are_one_copy(
     ]
     with_lanes.wait_all_loads()
     assert recorder.take() == [("loads", "hold", "compute", 3)]
-
-
-@pytest.mark.parametrize("by_layer", [False, True])
-def test_loads_that_no_step_waits_for_go_by_a_backend_of_their_own(
-    recorder: Recorder, by_layer: bool
-) -> None:
-    beside = Recorder()
-    engine = CopyEngine(layout(), recorder, beside=beside)
-    loads = [Batch(1, (1,), (7,)), Batch(2, (2,), (8,)), Batch(3, (3,), (9,))]
-    engine.begin_step(Plan(loads, Batch(1), wait_load=2), by_layer)
-    engine.end_step()
-    due = [("load by group", (1, 2), (7, 8))]
-    if not by_layer:
-        due = [("load", (1,), (7,)), ("load", (2,), (8,))]
-    assert recorder.take() == [*due, ("store", (1,), (2,))]
-    assert beside.take() == [("load", (3,), (9,))]
 
 
 class InGroups(Recorder):
@@ -427,7 +411,7 @@ def test_a_plan_without_transfers_only_waits(with_lanes: CopyEngine, recorder: R
     assert recorder.calls == [
         ("stores", "hold", "compute", 1),
         ("loads", "hold", "compute", 2),
-        ("stores", "top up", copy_engine.STORES_AHEAD),
+        ("stores", "top up", copy_engine._STORES_AT_ONCE),
         ("loads", "top up", copy_engine._LOADS_AHEAD),
     ]
 

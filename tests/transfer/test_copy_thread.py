@@ -207,36 +207,7 @@ def test_it_naps_while_neither_direction_has_room(setup: Setup) -> None:
 
     setup.on_nap = on_nap
     assert setup.run() == [*["nap"] * 3, "store", "nap", "load", "load", "store"]
-    assert setup.naps == [copy_thread._STORE_NAP_S] * 4
-
-
-def test_naps_are_long_while_a_store_waits_for_its_step(setup: Setup) -> None:
-    short = copy_thread._SHORT_NAPS
-    setup.stores.slices, setup.stores.room = 3, 0
-
-    def on_nap(number: int) -> None:
-        if number == short + 3:
-            setup.stores.room = 2
-        elif number == short + 4:
-            setup.stores.room = 1
-
-    setup.on_nap = on_nap
-    assert setup.run() == [*["nap"] * (short + 3), "store", "store", "nap", "store"]
-    brief, long = copy_thread._STORE_NAP_S, copy_thread._NAP_S
-    assert setup.naps == [*[brief] * short, *[long] * 3, brief]
-
-
-def test_naps_are_long_while_there_is_nothing_to_store(setup: Setup) -> None:
-    """Slices of loads take the bus longer, and the step has Python for itself meanwhile."""
-    setup.loads.slices, setup.loads.room = 1, 0
-
-    def on_nap(number: int) -> None:
-        setup.loads.room = number // 3
-
-    setup.on_nap = on_nap
-    assert setup.run() == [*["nap"] * 3, "load"]
-    assert setup.naps == [copy_thread._NAP_S] * 3
-    assert copy_thread._NAP_S > copy_thread._STORE_NAP_S
+    assert setup.naps == [copy_thread._NAP_S] * 4
 
 
 def test_a_load_that_comes_while_a_large_store_waits_for_room_goes_at_once(setup: Setup) -> None:
@@ -257,7 +228,7 @@ def test_a_load_that_comes_while_a_large_store_waits_for_room_goes_at_once(setup
 def test_a_load_that_comes_during_a_nap_ends_it(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_thread, "_STORE_NAP_S", LONG_S)
+    monkeypatch.setattr(copy_thread, "_NAP_S", LONG_S)
     setup.stores.slices, setup.stores.room = 2, 1
     thread = setup.start()
     begin = time.monotonic()
@@ -357,8 +328,7 @@ class OnStreams:
 
 @pytest.fixture(params=range(6))
 def on_streams(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnStreams]:
-    for nap in ("_NAP_S", "_STORE_NAP_S"):
-        monkeypatch.setattr(copy_thread, nap, 0)
+    monkeypatch.setattr(copy_thread, "_NAP_S", 0)
     with FakeCuda(request.param) as cuda:
         made = OnStreams(cuda)
         yield made

@@ -114,9 +114,7 @@ class Machine:
             ]:
                 stack.enter_context(mock.patch.object(module, what, value))
             self.backend = Flaky(self._open(backend, slots), self.random)
-            # One lane with copies of two kinds, as `choose_backend` has it.
-            beside = DirectBackend(self.layout, slots) if backend == "staged" else None
-            self.engine = CopyEngine(self.layout, self.backend, self.host.wait_ready, beside)
+            self.engine = CopyEngine(self.layout, self.backend, self.host.wait_ready)
             if self.cuda is not None:
                 self._take_real_lanes()
         self._warm_up()
