@@ -194,7 +194,7 @@ class RankTier:
     def begin_step(self, plan: TransferPlan | None, step: Any) -> None:
         """Before the forward pass of a step, as vLLM's scheduler describes it."""
         if not self._growth_told:
-            self._host.step_begins()
+            self._tell_growth(plan)
         if plan is not None and self._moved():
             raise RuntimeError(
                 "kvoffload_patch: the KV tensors of this rank were replaced after the CPU tier "
@@ -241,6 +241,13 @@ class RankTier:
         self._engine.close()
         del self._engine
         self._host.close()
+
+    def _tell_growth(self, plan: TransferPlan | None) -> None:
+        blocks, last_slot = 0, -1
+        if plan is not None:
+            blocks = sum(len(batch.cpu_slots) for batch in plan.loads)
+            last_slot = max(plan.store.cpu_slots) if plan.store else -1
+        self._host.step_begins(blocks * self.load_ms_per_block / 1000, last_slot)
 
     def _say_growth_is_over(self) -> None:
         if self._host.growth_ended:

@@ -15,6 +15,7 @@ from kvoffload_patch.integration.errors import TierRefused  # noqa: E402
 from kvoffload_patch.integration.host_memory import EARLY  # noqa: E402
 from kvoffload_patch.integration.rank import RankGeometry, RankOpened  # noqa: E402
 from kvoffload_patch.integration.ranks import RankGroup  # noqa: E402
+from kvoffload_patch.tier.plan import CopyBatch, TransferPlan  # noqa: E402
 from kvoffload_patch.transfer.host_buffer import HostBuffer  # noqa: E402
 
 GIB = 1 << 30
@@ -106,15 +107,18 @@ def test_cpu_memory_that_is_being_registered_is_told_of_each_step(
 ) -> None:
     worker_side.open_rank(worker, 5)
     tier = getattr(worker.model_runner, TIER)
-    told: list[str] = []
-    monkeypatch.setattr(tier._host, "step_begins", lambda: told.append("step"))
+    told: list[Any] = []
+    monkeypatch.setattr(tier._host, "step_begins", lambda *what: told.append(what))
+    tier.load_ms_per_block = 2.0
     step = SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={"a": 1})
     tier.begin_step(None, step)
     assert told == [], "all of it is usable"
     tier._growth_told = False
-    for _ in range(2):
-        tier.begin_step(None, step)
-    assert told == ["step"] * 2
+    tier.begin_step(None, step)
+    loads = (CopyBatch(1, (0, 1), (0, 1)), CopyBatch(2, (2,), (2,)))
+    store = CopyBatch(1, (3, 0), (4, 3))
+    tier.begin_step(TransferPlan(loads, store, wait_load=2), step)
+    assert told == [(0.0, -1), (0.006, 4)], "how long its loads take, how far it stores"
     worker_side.close_rank(worker)
 
 

@@ -19,7 +19,7 @@ from transfer.layouts import DEVICES
 from transfer.registrars import Registrar
 from transfer.resident import is_mapped, kvoffload_threads, resident_bytes
 
-from kvoffload_patch.transfer import host_buffer, mapping
+from kvoffload_patch.transfer import growth, mapping
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.host_buffer import HostBuffer, _slots_per_piece, slot_pitch
 from kvoffload_patch.transfer.mapping import HostMapping
@@ -154,30 +154,62 @@ def test_so_many_are_waited_for_or_all_that_there_will_be() -> None:
     assert HostBuffer(7, MIB, CPU).wait_up_to(99) == 7
 
 
+@pytest.mark.parametrize("last_slot", [-1, 2, 3])
 @pytest.mark.parametrize("beside_steps", [False, True])
 def test_registering_leaves_the_driver_to_others_and_more_so_beside_steps(
-    beside_steps: bool, monkeypatch: pytest.MonkeyPatch
+    beside_steps: bool, last_slot: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Unless stores have come near the end of what is usable: 4 slots at the first pause."""
     pauses: list[float] = []
     now, go = [1000.0], threading.Event()
     clock = SimpleNamespace(
         monotonic=lambda: now[0], perf_counter=lambda: now[0], sleep=pauses.append
     )
-    monkeypatch.setattr(host_buffer, "time", clock)
+    monkeypatch.setattr(growth, "time", clock)
 
     def takes_two_seconds(index: int) -> None:
         now[0] += 2.0
         if index == 1:
             go.wait(20)
             if beside_steps:
-                host.step_begins()  # the next call ends long after it
+                host.step_begins(last_slot=last_slot)  # the next call ends long after it
 
     host = grown(8, 2 * MIB, Registrar(before=takes_two_seconds))
     go.set()
     host.wait_ready(8)
     host._growth._thread.join(20)  # type: ignore[union-attr]
-    longer = host_buffer._PAUSE_BESIDE_STEPS if beside_steps else 1
+    longer = growth._PAUSE_BESIDE_STEPS if beside_steps and last_slot < 3 else 1
     assert pauses == [2.0 * longer, 2.0, 2.0]
+    host.close()
+
+
+@pytest.mark.parametrize("last_slot", [-1, 7])
+def test_loads_pass_before_the_next_piece_is_registered(
+    last_slot: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    now, go = [1000.0], threading.Event()
+
+    def sleep(seconds: float) -> None:
+        pauses.append(round(seconds, 4))
+        now[0] += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(growth, "time", clock)
+
+    def loads_come(index: int) -> None:
+        if index == 1:
+            go.wait(20)
+            for _ in range(3):
+                host.step_begins(0.010, last_slot)  # one behind the other
+
+    host = grown(8, 2 * MIB, Registrar(before=loads_come))
+    go.set()
+    host.wait_ready(8)
+    host._growth._thread.join(20)  # type: ignore[union-attr]
+    # Two pieces remain, and neither waits for longer than so long; the calls took no time here.
+    expected = [growth._LOADS_PASS_S, 0.005] if last_slot < 0 else []
+    assert [pause for pause in pauses if pause] == expected, "unless stores have caught up"
     host.close()
 
 
