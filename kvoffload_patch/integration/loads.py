@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
+from itertools import islice
 from typing import Any
 
 from kvoffload_patch.integration.adapters import SchedulerView
@@ -13,6 +14,9 @@ from kvoffload_patch.integration.memo import Known
 from kvoffload_patch.integration.probe import Found
 from kvoffload_patch.integration.room import Room
 from kvoffload_patch.tier.manager import OffloadManager
+
+# With fewer requests running, one that could go on is not held back to join with another one.
+_MANY_RUN = 4
 
 
 class _Arrival:
@@ -142,12 +146,13 @@ class LoadBook:
         self._parked[request.request_id] = parked
         self._by_ticket[ticket].waiting.append(parked)
 
-    def finish(self, beside_a_step: bool) -> list[tuple[str, Known]]:
+    def finish(self, num_running: int) -> list[tuple[str, Known]]:
         """Publish what has arrived, and let the requests that waited for it go on.
 
         Args:
-            beside_a_step: others run. Then the requests go on in the next step: the one that
-                they join is the longest on the host, and publishing would come on top of it.
+            num_running: requests that run. If any does, those that waited go on in the next step:
+                the one that they join is the longest on the host, and publishing would come on
+                top of it. With many, two join at a time where the next is soon to come.
 
         Returns:
             Requests that go on, with what is known of their hits.
@@ -157,12 +162,25 @@ class LoadBook:
             arrival = self._arrivals.popleft()
             del self._by_ticket[arrival.ticket]
             self._end(arrival)
-            (self._landed if beside_a_step else landed).append(arrival)
+            (self._landed if num_running else landed).append(arrival)
+        if num_running >= _MANY_RUN and self._another_comes(landed):
+            self._landed = landed + self._landed
+            landed = []
         done = [parked for arrival in landed for parked in arrival.waiting]
         for arrival in landed:
             self._held.extend(arrival.blocks)
         self._let_go(done)
         return [(p.request.request_id, p.known) for p in done if p.request and p.known]
+
+    def _another_comes(self, landed: list[_Arrival]) -> bool:
+        """Whether one that has landed is to join together with the next, not to wait for long.
+
+        Where the step that requests join is launched call by call, it holds up all that run.
+        """
+        if len(landed) != 1:
+            return False
+        following = [*self._landed, *islice(self._arrivals, 1)]
+        return bool(following) and len(following[0].blocks) <= len(landed[0].blocks)
 
     def abort(self, request_id: str) -> None:
         """The request goes; a load of its own goes on, and is published when it is done."""

@@ -72,7 +72,7 @@ class SchedulerTier:
         self._scheduling = True
         self._memo.end_step()  # nothing to do unless `schedule` has raised
         self._used.refresh()
-        for request_id, known in self._loads.finish(bool(self._view.scheduler.running)):
+        for request_id, known in self._loads.finish(len(self._view.scheduler.running)):
             # Unless the tier has got more of it since.
             if not any(map(self._manager.lookup, known.missing)):
                 self._memo.put(request_id, known)

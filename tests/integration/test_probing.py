@@ -320,6 +320,80 @@ def test_beside_a_step_a_load_is_published_before_its_request_goes_on(look_ups: 
     assert world.pool.get_num_free_blocks() == free
 
 
+def parked_beside(num_running: int, *sizes: int) -> tuple[World, list[Request], list[Any]]:
+    """Requests whose prefixes of so many blocks are being loaded while others run."""
+    world = World(num_blocks=65, load_mode="parked")
+    for seed, size in enumerate(sizes):
+        world.only_in_cpu(prompt(size, seed=seed))
+    world.step(*(world.add(prompt(1, seed=70 + i)) for i in range(num_running)))
+    requests = [world.add(prompt(size, seed=seed)) for seed, size in enumerate(sizes)]
+    loads = world.step().loads
+    assert [request.status for request in requests] == [PARKED] * len(sizes)
+    return world, requests, list(loads)
+
+
+def arrive(world: World, load: Any) -> None:
+    world.tier.on_result(TransferResult(load.ticket, world.offload.drained().stores_done))
+
+
+def parked(requests: list[Request]) -> list[bool]:
+    return [request.status == PARKED for request in requests]
+
+
+@pytest.mark.parametrize("num_running", [1, 3, 4, 6])
+def test_beside_many_two_requests_join_in_one_step(num_running: int) -> None:
+    world, requests, loads = parked_beside(num_running, 4, 4, 4)
+    few = num_running < 4
+    arrive(world, loads[0])
+    world.step()
+    world.step()
+    assert parked(requests) == [not few, True, True], "the next is soon to come"
+    arrive(world, loads[1])
+    world.step()
+    assert parked(requests) == [not few, True, True], "it is published first"
+    world.step()
+    assert parked(requests) == [False, False, True]
+    arrive(world, loads[2])
+    world.step()
+    world.step()
+    assert parked(requests) == [False] * 3, "nothing else is to come"
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (4,)])
+def test_beside_many_a_request_does_not_wait_for_longer_than_its_load_took(
+    sizes: tuple[int, ...],
+) -> None:
+    world, requests, loads = parked_beside(4, *sizes)
+    arrive(world, loads[0])
+    world.step()
+    assert requests[0].status == PARKED
+    world.step()
+    assert parked(requests) == [False, True][: len(sizes)]
+
+
+def test_one_that_waits_for_the_next_goes_when_few_are_left(look_ups: LookUps) -> None:
+    world, requests, loads = parked_beside(4, 4, 4)
+    arrive(world, loads[0])
+    world.step()
+    world.step()
+    world.end(world.scheduler.running[0])
+    look_ups.take()
+    world.step(requests[0], body=world.flush_gpu)
+    held = tuple(world.manager.get_block_ids(requests[0].request_id)[0])
+    assert held[:4] == loads[0].gpu_block_ids
+    assert look_ups.take()[0] == [], "what its load has brought is still known"
+
+
+def test_one_does_not_wait_for_the_next_when_its_own_load_has_failed() -> None:
+    world, requests, loads = parked_beside(4, 4, 4)
+    stores_done = world.offload.drained().stores_done
+    failed = TransferResult(loads[0].ticket, stores_done, failed_loads=(loads[0].ticket,))
+    world.tier.on_result(failed)
+    world.step()
+    world.step()
+    assert parked(requests) == [False, True]
+
+
 @pytest.mark.parametrize("how", ["abort", "reset"])
 def test_one_that_goes_between_the_two_steps_leaves_nothing_held(how: str) -> None:
     world = World(load_mode="parked")
