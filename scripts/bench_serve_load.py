@@ -144,9 +144,10 @@ def tokens(bench: Bench) -> dict[str, Any]:
     weights a token depends on the one before it alone.
     """
     size, answers, found = bench.sizes, [], 0
-    texts = prompts(bench, "tokens", size.tokens_prompts, size.tokens_tokens)
+    known = size.tokens_vocabulary
+    texts = random_prompts("tokens", size.tokens_prompts, size.tokens_tokens, known)
     for turn in range(3):
-        more = prompts(bench, f"tokens-{turn}", len(texts), 40)
+        more = random_prompts(f"tokens-{turn}", len(texts), 40, known)
         for i, text in enumerate(texts):
             _, outputs = bench.generate([text], size.tokens_answer)
             answers += tokens_of(outputs)

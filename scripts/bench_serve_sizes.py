@@ -58,6 +58,7 @@ class Sizes:
     s4_repeats: int = 2
     s4_quiet_every: int = 1  # rounds; quiet phases differ little
     # The check of answers: a small model of its own, whose GPU cache holds few of the prompts.
+    tokens_vocabulary: int = 1000
     tokens_prompts: int = 12
     tokens_tokens: int = 700
     tokens_answer: int = 16
