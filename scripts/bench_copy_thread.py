@@ -119,7 +119,7 @@ class Steps:
             current_stream=lambda device=None: self._compute,
         )  # fmt: skip
         self._patch.start()
-        layout: Any = SimpleNamespace(device=torch.device("cuda"))
+        layout: Any = SimpleNamespace(device=torch.device("cuda"), block_bytes=32 << 20)
         backend: Any = Backend()
         self._engine = CopyEngine(layout, backend)
 

@@ -172,7 +172,7 @@ class RankTier:
         self._host = open_host(runner, num_slots, layout)
         self._opened = time.monotonic()
         self._growth_told = self._host.num_ready == num_slots
-        self._idle = self._long_to_launch = False
+        self._idle = self._long_to_launch = self._decodes = False
         try:
             ready = self._host.wait_up_to(_MEASURED_BYTES // layout.block_bytes)
             slots = SlotMemory(self._host.slots, self._host.slots_per_piece)
@@ -203,6 +203,7 @@ class RankTier:
             )
         tokens = step.total_num_scheduled_tokens
         self._idle = tokens == 0
+        self._decodes = 0 < tokens == len(step.num_scheduled_tokens)
         self._long_to_launch = len(step.num_scheduled_tokens) < tokens <= _SHORT_STEP_TOKENS
         due = plan is not None and any(b.ticket <= plan.wait_load for b in plan.loads)
         by_layer = self._gate.begin(step, plan is not None and plan.layerwise and due)
@@ -214,7 +215,7 @@ class RankTier:
 
     def end_step(self, output: Any) -> Any:
         """After the forward pass and what follows it: submit the store, report what is done."""
-        self._engine.end_step(put_off_stores=self._long_to_launch)
+        self._engine.end_step(self._long_to_launch, gather_stores=self._decodes)
         if self._idle:
             # Nothing else can go on until a load has arrived or a request comes in.
             self._engine.wait_loads(_IDLE_WAIT_S)

@@ -13,6 +13,7 @@ import torch
 from kvoffload_patch.transfer.backend import CopyBackend, Slices, Streams
 from kvoffload_patch.transfer.copy_thread import LOADS_AHEAD, STORES_AHEAD, CopyThread
 from kvoffload_patch.transfer.errors import TransferError
+from kvoffload_patch.transfer.gathered import GatheredStores
 from kvoffload_patch.transfer.lane import HostLane, Lane
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.plans import Batch, Plan, Progress
@@ -24,9 +25,7 @@ _NAP_S = 0.0001
 _LOADS_AHEAD = 24
 # With fewer than so many, the bus would be idle before the step has been launched.
 _TOO_FEW = 2
-# Slices of stores that a step enqueues itself, so that the thread need not wake for what a decode
-# step stores.
-_STORES_AT_ONCE = 2
+_STORES_AT_ONCE = 2  # slices of stores that a step enqueues itself: small ones need no thread
 # When the copy thread enqueues stores that were put off, if no step has done so.
 _PUT_OFF_S = 0.02
 # Groups of a load by layer that are enqueued before they are waited for.
@@ -64,13 +63,15 @@ class CopyEngine:
         self._backend = backend
         self._wait_ready = wait_ready
         self._deferred: Plan | None = None
-        self._last_load = self._last_store = self._wait_load = 0
+        self._gathered = GatheredStores(layout.block_bytes)
+        self._last_load = self._wait_load = 0
         self._told = (0, 0)  # failures up to these tickets
         self._bad_slots: set[int] = set()
         self.num_groups = len(backend.groups)
         self._arrived: list[Any] = []
         self._num_arrived = 0  # groups enqueued
         self._put_off = False  # stores were, by the step before
+        self._gathers = layout.device.type != "cpu"
         self._thread: CopyThread | None = None
         self._loads: Lane | HostLane
         self._stores: Lane | HostLane
@@ -95,10 +96,13 @@ class CopyEngine:
             by_layer: bring the loads that this step needs group by group, and do not make the
                 forward pass wait for them: `wait_group` and `wait_all_loads` do.
         """
-        self._submit_store()
+        if self._deferred:  # its step has not ended
+            self._submit_stores()
         if plan is None:
             self._wake()  # says so if nobody enqueues any more
             return
+        if max(plan.wait_store, plan.stores_done) >= self._gathered.first:
+            self._submit_stores()
         # Another rank may have said that they are done: forget what this one has told, only.
         _forget(self._loads.failed, min(plan.loads_done, self._told[0]))
         _forget(self._stores.failed, min(plan.stores_done, self._told[1]))
@@ -138,17 +142,21 @@ class CopyEngine:
         """Make the current stream wait for every load that this step needs."""
         self._loads.hold(None, self._wait_load)
 
-    def end_step(self, put_off_stores: bool = False) -> None:
+    def end_step(self, put_off_stores: bool = False, gather_stores: bool = False) -> None:
         """After the forward pass: submit the store of the plan begun last, once.
 
-        The device has work now, so this is the time to give the bus some as well. What a decode
-        step stores is enqueued here as a whole: waking the thread for it costs the next step more.
+        The device has work now, so this is the time to give the bus some as well. What is small
+        is enqueued here as a whole: waking the thread for it costs the next step more.
 
         Args:
             put_off_stores: the device is waiting for the host, so stores are enqueued by the next
                 step; not twice in a row.
+            gather_stores: few blocks are stored: let several such steps' become one copy. Not on
+                the CPU device, where the copy itself takes the step's time.
         """
-        self._submit_store()
+        self._gather_store()
+        if self._gathered.step_ends() or not (gather_stores and self._gathers):
+            self._submit_stores()
         self._put_off = put_off_stores and not self._put_off and self._stores.queued
         if self._put_off:
             if self._thread is not None:
@@ -158,16 +166,21 @@ class CopyEngine:
         self._loads.top_up(_LOADS_AHEAD)
         self._wake()
 
-    def _submit_store(self) -> None:
+    def _gather_store(self) -> None:
         plan, self._deferred = self._deferred, None
-        if plan is None or plan.store is None:
+        if not (plan and plan.store):
             return
-        batch = plan.store
-        if batch.ticket != self._last_store + 1:
-            raise _out_of_order("store", self._last_store, batch.ticket)
-        self._last_store = batch.ticket
-        start = partial(self._store, batch.gpu_block_ids, batch.cpu_slots)
-        self._stores.submit(batch.ticket, batch.ticket, start, (self._loads, plan.loads_done))
+        if plan.store.ticket != self._gathered.last + 1:
+            raise _out_of_order("store", self._gathered.last, plan.store.ticket)
+        self._gathered.add(plan.store, plan.loads_done)
+
+    def _submit_stores(self) -> None:
+        self._gather_store()
+        stores = self._gathered
+        if stores.first:
+            start = partial(self._store, stores.gpu_block_ids, stores.cpu_slots)
+            self._stores.submit(stores.first, stores.last, start, (self._loads, stores.loads_done))
+            stores.clear()
 
     def poll(self) -> Progress:
         """What is done; never waits."""
@@ -192,8 +205,8 @@ class CopyEngine:
         return reasons[0] if reasons else ""
 
     def drain(self) -> None:
-        """Submit what is left of the plan begun last, and wait for all copies."""
-        self._submit_store()
+        """Submit what is left of the plans so far, and wait for all copies."""
+        self._submit_stores()
         self._loads.drain()
         self._stores.drain()
 

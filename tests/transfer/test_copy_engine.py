@@ -15,7 +15,7 @@ import pytest
 import torch
 from transfer.fake_cuda import FakeCuda, FakeEvent
 
-from kvoffload_patch.transfer import copy_engine
+from kvoffload_patch.transfer import copy_engine, gathered
 from kvoffload_patch.transfer.copy_engine import CopyEngine, Progress
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.lane import HostLane, Lane
@@ -257,6 +257,65 @@ def test_stores_of_a_step_that_the_device_waits_for_are_put_off_once(
     assert recorder.take() == at_once
 
 
+def test_small_stores_of_several_steps_become_one_copy(
+    engine: CopyEngine, recorder: Recorder
+) -> None:
+    engine._gathers = True
+    for ticket in (1, 2, 3):
+        engine.begin_step(Plan(store=Batch(ticket, (ticket,), (10 + ticket,)), loads_done=0))
+        engine.end_step(gather_stores=True)
+    assert recorder.calls == []
+    engine.begin_step(None)
+    engine.end_step()
+    assert recorder.take() == [("store", (1, 2, 3), (11, 12, 13))]
+    assert engine.poll().stores_done == 3
+    engine.end_step()
+    assert recorder.calls == []
+
+
+@pytest.mark.parametrize(
+    ("needs", "submits"),
+    [({"wait_store": 2}, True), ({"stores_done": 2}, True), ({"wait_store": 1}, False)],
+)
+def test_what_a_step_may_not_overwrite_or_load_before_is_stored_first(
+    engine: CopyEngine, recorder: Recorder, needs: dict[str, int], submits: bool
+) -> None:
+    """Ticket 1 is submitted, 2 and 3 are gathered; on another rank 2 may be done already."""
+    engine._gathers = True
+    engine.begin_step(Plan(store=Batch(1)))
+    engine.end_step()
+    for ticket in (2, 3):
+        engine.begin_step(Plan(store=Batch(ticket, (ticket,), (10 + ticket,))))
+        engine.end_step(gather_stores=True)
+    recorder.take()
+    engine.begin_step(Plan([Batch(1, (5,), (6,))], wait_load=1, **needs))
+    stored = [("store", (2, 3), (12, 13))] if submits else []
+    assert recorder.take() == [*stored, ("load", (5,), (6,))]
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_stores_are_gathered_for_so_many_steps_or_blocks(
+    engine: CopyEngine, recorder: Recorder, gathers: bool
+) -> None:
+    engine._gathers = gathers
+    for ticket in range(1, gathered.GATHERED_STEPS + 1):
+        engine.begin_step(Plan(store=Batch(ticket, (ticket,), (ticket,))))
+        engine.end_step(gather_stores=True)
+        due = ticket == gathered.GATHERED_STEPS or not gathers
+        assert bool(recorder.take()) == due
+
+
+def test_a_store_that_is_large_enough_is_not_kept_waiting() -> None:
+    stores = gathered.GatheredStores(gathered.GATHERED_BYTES // 4)
+    assert not stores.step_ends()
+    for ticket in range(1, 5):
+        stores.add(Batch(ticket, (ticket,), (ticket,)), loads_done=ticket)
+        assert stores.step_ends() == (ticket == 4)
+    assert (stores.first, stores.last, stores.loads_done) == (1, 4, 4)
+    stores.clear()
+    assert (stores.first, stores.last, stores.gpu_block_ids) == (0, 4, [])
+
+
 def test_loads_wake_the_thread_whatever_was_put_off(
     with_lanes: CopyEngine, recorder: Recorder
 ) -> None:
@@ -443,7 +502,7 @@ def test_closing_drains_and_then_ends_the_copy_thread_in_any_case(
 
 
 def test_a_device_that_is_neither_cpu_nor_cuda_is_refused(recorder: Recorder) -> None:
-    other = cast("BlockLayout", SimpleNamespace(device=torch.device("meta")))
+    other = cast("BlockLayout", SimpleNamespace(device=torch.device("meta"), block_bytes=1))
     with pytest.raises(TransferError, match="expected KV tensors on a CPU or CUDA device"):
         CopyEngine(other, recorder)
 

@@ -42,6 +42,7 @@ class EngineRank(Rank):
         self.cuda = FakeCuda()
         self.chance = self.cuda.random.random
         self.engine = CopyEngine(BlockLayout([torch.zeros(2, 1)], 2), self)
+        self.engine._gathers = True
         lock = threading.RLock()
         with self.cuda:
             self.loads = Lane(CPU, lock, ends_on_bus=False, slices_ahead=2)
@@ -51,7 +52,7 @@ class EngineRank(Rank):
 
     @property
     def idle(self) -> bool:
-        queued = self.loads.queued or self.stores.queued
+        queued = self.loads.queued or self.stores.queued or self.engine._gathered.first
         return not self.steps and not queued and self.cuda.idle
 
     def submit(self) -> None:
@@ -69,7 +70,7 @@ class EngineRank(Rank):
                 self.engine.wait_all_loads()
             for part in self.parts:
                 self._write(step, part)
-            self.engine.end_step()
+            self.engine.end_step(gather_stores=self.chance() < 0.7)
 
     def run(self, favourite: int) -> bool:
         mine = [[0], [1, 2], [3, 4]][favourite]  # compute, loads, stores
@@ -79,6 +80,9 @@ class EngineRank(Rank):
             went_on = self.chance() < 0.2 and any(lane.advance() for lane in lanes)
             went_on = went_on or self.cuda.run_one(self.cuda.random.choice(mine))
             went_on = went_on or any(lane.advance() for lane in lanes)
+            if not went_on and self.engine._gathered.first:
+                self.engine.end_step()  # of a step that stores nothing
+                went_on = True
             self.loads_done, self.stores_done = self.engine.poll()[:2]
         return went_on
 

@@ -115,6 +115,7 @@ class Machine:
                 stack.enter_context(mock.patch.object(module, what, value))
             self.backend = Flaky(self._open(backend, slots), self.random)
             self.engine = CopyEngine(self.layout, self.backend, self.host.wait_ready)
+            self.engine._gathers = True  # also where it only plays that it copies beside steps
             if self.cuda is not None:
                 self._take_real_lanes()
         self._warm_up()
@@ -299,8 +300,8 @@ class Traffic:
             rank.check(*reads)
         if writes:
             rank.write(list(writes), list(writes.values()))
-        if not lazy:  # the next step submits the store otherwise
-            rank.engine.end_step()
+        if not lazy:  # a later step submits the store otherwise
+            rank.engine.end_step(gather_stores=self.random.random() < 0.5)
 
     def _take_arrived(self, reads: Reads) -> None:
         for ticket in [t for t in self.loading if self.tier.load_done(t)]:
