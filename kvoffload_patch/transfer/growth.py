@@ -6,14 +6,10 @@ import resource
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from kvoffload_patch.transfer.errors import TransferError
-from kvoffload_patch.transfer.mapping import GIB
+from kvoffload_patch.transfer.mapping import GIB, HostMapping
 from kvoffload_patch.transfer.registrar import Registrar
-
-if TYPE_CHECKING:
-    from kvoffload_patch.transfer.host_buffer import HostBuffer
 
 # Registered in one call of the driver, 0.7 ms and more. Such a call holds up other calls that the
 # process makes: half of the time if nobody cares, a fifth of it while steps are launched. That
@@ -27,25 +23,38 @@ _LEFT = 8  # stores have caught up when they use the last of so many parts of wh
 
 
 class Growth:
-    """Registers a buffer's pieces in turn; knows the buffer's parts, and not the buffer."""
+    """Registers the pieces of a mapping in turn.
+
+    Args:
+        mapping: its first bytes are the slots.
+        num_slots: of ``pitch`` bytes each.
+        slots_per_piece: slots that are registered in one call.
+        registrar: the device's.
+        available_bytes: memory that may still be taken, now; for the sentence that says why not.
+
+    Attributes:
+        num_ready: slots registered so far.
+        ended: why there will be no more, in a sentence; empty if all are there or coming.
+        quiet: held while the driver registers.
+    """
 
     def __init__(
-        self, host: HostBuffer, registrar: Registrar, available_bytes: Callable[[], int]
-    ) -> None:
+        self, mapping: HostMapping, num_slots: int, pitch: int, slots_per_piece: int,
+        registrar: Registrar, available_bytes: Callable[[], int],
+    ) -> None:  # fmt: skip
         self.num_ready = 0
         self.ended = ""
         self._last_step = -_STEPS_END_S
         self._loads_end = 0.0
         self._slots_used = 0
-        self._num_slots, self._pitch = host.num_slots, host.pitch
-        self._per_piece = host.slots_per_piece
-        self._mapping = host._mapping
-        self._base = self._mapping.memory.data_ptr()
+        self._num_slots, self._pitch, self._per_piece = num_slots, pitch, slots_per_piece
+        self._mapping = mapping
+        self._base = mapping.memory.data_ptr()
         self._registrar = registrar
         self._available = available_bytes
         self._registered: list[int] = []
         self._changed = threading.Condition()
-        self.quiet = threading.Lock()  # held while the driver registers
+        self.quiet = threading.Lock()
         self._stopping = self._over = False
         self._thread = threading.Thread(target=self._run, name="kvoffload-register", daemon=True)
 

@@ -134,7 +134,10 @@ class HostBuffer:
         self._mapping.close()
 
     def _grow(self, registrar: Registrar, available_bytes: Callable[[], int]) -> None:
-        growth = Growth(self, registrar, available_bytes)
+        growth = Growth(
+            self._mapping, self.num_slots, self.pitch, self.slots_per_piece, registrar,
+            available_bytes,
+        )  # fmt: skip
         # Also for a buffer that is dropped unclosed: its addresses may be mapped anew, and the
         # driver would take the new memory for the old. At exit it is only stopped, because the
         # driver may be gone by then.
