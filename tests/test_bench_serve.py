@@ -15,12 +15,13 @@ sys.path.insert(0, str(SCRIPTS))
 try:
     import bench_serve
     import bench_serve_job as job_of
+    import bench_serve_load as load
     import bench_serve_modes as modes
     import bench_serve_pairs as pairs
     import bench_serve_process as process_of
     import bench_serve_report as report
     import bench_serve_side_by_side as side_by_side
-    from bench_serve_sizes import SMALL
+    from bench_serve_sizes import SMALL, Sizes
 finally:
     sys.path.remove(str(SCRIPTS))
 
@@ -198,3 +199,20 @@ def test_all_jobs_of_a_set_are_recorded_while_it_runs(tmp_path, monkeypatch):
     args = type("Args", (), {"time_limit": 1e9, "json": None})
     bench_serve.play(sets, setup, args, {"jobs": []})
     assert [job["mode"] for job in written[-1]["jobs"]] == ["off", "ours"]
+
+
+@pytest.mark.parametrize("sizes", [Sizes(), SMALL])
+def test_answers_are_asked_for_tokens_that_the_model_has(tmp_path, sizes):
+    job_of.write_tokens_model(tmp_path / "model", small=sizes is SMALL)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    asked: list[int] = []
+
+    def generate(prompts: list[list[int]], max_tokens: int) -> tuple[float, list[Any]]:
+        asked.extend(token for prompt in prompts for token in prompt)
+        answer = type("Answer", (), {"token_ids": [7] * max_tokens})
+        return 0.0, [type("Output", (), {"outputs": [answer], "num_cached_tokens": 0})]
+
+    bench = load.Bench(None, sizes, lambda text: None)
+    bench.generate = generate
+    load.tokens(bench)
+    assert 0 <= min(asked) < max(asked) < config["vocab_size"]

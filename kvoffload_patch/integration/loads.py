@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
-from itertools import islice
+from itertools import chain
 from typing import Any
 
 from kvoffload_patch.integration.adapters import SchedulerView
@@ -179,8 +179,8 @@ class LoadBook:
         """
         if len(landed) != 1:
             return False
-        following = [*self._landed, *islice(self._arrivals, 1)]
-        return bool(following) and len(following[0].blocks) <= len(landed[0].blocks)
+        following = next(chain(self._landed, self._arrivals), None)
+        return following is not None and len(following.blocks) <= len(landed[0].blocks)
 
     def abort(self, request_id: str) -> None:
         """The request goes; a load of its own goes on, and is published when it is done."""

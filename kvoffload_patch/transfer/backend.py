@@ -16,7 +16,8 @@ class Streams:
 
     Attributes:
         blocks: whatever reads or writes GPU blocks is enqueued here.
-        bus: whatever reads or writes CPU slots is enqueued here, or behind it.
+        bus: whatever reads or writes CPU slots is enqueued here, or on another stream, behind what
+            is here before it and waited for by what comes here after it.
     """
 
     blocks: Any

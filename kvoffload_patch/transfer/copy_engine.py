@@ -143,7 +143,7 @@ class CopyEngine:
         self._loads.hold(None, self._wait_load)
 
     def end_step(self, put_off_stores: bool = False, gather_stores: bool = False) -> None:
-        """After the forward pass: submit the store of the plan begun last, once.
+        """After the forward pass: submit the store of the plan begun last, now or with others.
 
         The device has work now, so this is the time to give the bus some as well. What is small
         is enqueued here as a whole: waking the thread for it costs the next step more.

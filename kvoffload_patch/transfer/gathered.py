@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvoffload_patch.transfer.plans import Batch
 
-# One slice of a store, and no longer than a fifth of a second: what is not stored cannot be hit.
+# One slice of a store; and not for ever, because what is not stored cannot be loaded.
 GATHERED_BYTES = 32 << 20
 GATHERED_STEPS = 16
 

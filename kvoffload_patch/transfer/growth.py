@@ -19,7 +19,7 @@ PIECE_BYTES = 32 << 20
 _PAUSE, _PAUSE_BESIDE_STEPS = 1, 4  # times as long as the call before it took
 _STEPS_END_S = 0.1  # after the last one
 _LOADS_PASS_S = 0.025  # at most, for each piece
-_LEFT = 8  # stores have caught up when they use the last of so many parts of what is ready
+_PARTS = 8  # stores have caught up when they use the last of so many parts of what is ready
 
 
 class Growth:
@@ -150,7 +150,7 @@ class Growth:
     @property
     def _late(self) -> bool:
         """Whether stores have caught up."""
-        return self._slots_used * _LEFT > self.num_ready * (_LEFT - 1)
+        return self._slots_used * _PARTS > self.num_ready * (_PARTS - 1)
 
     def _sentence(self, why: str) -> str:
         ready, total = (n * self._pitch / GIB for n in (self.num_ready, self._num_slots))

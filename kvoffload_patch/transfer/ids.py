@@ -19,7 +19,7 @@ class IdUploader:
     """Brings numbers to the device by a kernel that reads CPU memory.
 
     Not by a copy: the copy engine of a direction is one queue for the whole device, so that the
-    few numbers of a store would wait there behind a whole load (docs/performance.md).
+    few numbers of a store would wait there for a slice of a load (docs/performance.md).
 
     Args:
         device: where to.

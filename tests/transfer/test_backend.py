@@ -224,13 +224,16 @@ def test_each_slice_is_on_the_other_stream_of_the_bus_behind_the_one_before(
 ) -> None:
     """So that the copy engine lets others' copies in between: it goes on with a stream that can."""
     setup = opened("kv_outermost", "staged", "cpu", chunk=1)
-    assert setup.streams is not None
+    assert setup.streams is not None and setup.cuda is not None
     seen: list[int] = []
+    made: list[int] = []  # in the order in which the device has done them
+    streams = setup.cuda.streams
     enqueue = setup.driver._enqueue
 
     def noted(target: int, source: int, nbytes: int, stream: int) -> None:
         seen.append(stream)
         enqueue(target, source, nbytes, stream)
+        streams[stream - 1].append(partial(made.append, len(seen)))
 
     setup.driver._enqueue = noted
     arrived = {"arrived": lambda group: None} if what == "load by group" else {}
@@ -244,6 +247,8 @@ def test_each_slice_is_on_the_other_stream_of_the_bus_behind_the_one_before(
     assert len(turns) == slices >= 5 and len(set(seen)) == 2
     assert setup.streams.bus.cuda_stream in seen, "the end of a copy is behind it"
     assert setup.streams.blocks.cuda_stream not in seen
+    setup.wait()
+    assert made == [*range(1, len(seen) + 1)]
 
 
 @every_way

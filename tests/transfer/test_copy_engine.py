@@ -294,7 +294,7 @@ def test_what_a_step_may_not_overwrite_or_load_before_is_stored_first(
 
 
 @pytest.mark.parametrize("gathers", [False, True])
-def test_stores_are_gathered_for_so_many_steps_or_blocks(
+def test_stores_are_gathered_for_so_many_steps_at_most(
     engine: CopyEngine, recorder: Recorder, gathers: bool
 ) -> None:
     engine._gathers = gathers
