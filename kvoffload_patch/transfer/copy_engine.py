@@ -14,7 +14,7 @@ from kvoffload_patch.transfer.backend import CopyBackend, Slices, Streams
 from kvoffload_patch.transfer.copy_thread import LOADS_AHEAD, STORES_AHEAD, CopyThread
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.gathered import GatheredStores
-from kvoffload_patch.transfer.lane import HostLane, Lane
+from kvoffload_patch.transfer.lane import HostLane, Lane, failed_up_to, forget
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.plans import Batch, Plan, Progress
 
@@ -104,8 +104,8 @@ class CopyEngine:
         if max(plan.wait_store, plan.stores_done) >= self._gathered.first:
             self._submit_stores()
         # Another rank may have said that they are done: forget what this one has told, only.
-        _forget(self._loads.failed, min(plan.loads_done, self._told[0]))
-        _forget(self._stores.failed, min(plan.stores_done, self._told[1]))
+        forget(self._loads.failed, min(plan.loads_done, self._told[0]))
+        forget(self._stores.failed, min(plan.stores_done, self._told[1]))
         self._stores.hold(None, plan.wait_store)
         self._wait_load = plan.wait_load
         loads = list(plan.loads)
@@ -158,13 +158,16 @@ class CopyEngine:
         if self._gathered.step_ends() or not (gather_stores and self._gathers):
             self._submit_stores()
         self._put_off = put_off_stores and not self._put_off and self._stores.queued
-        if self._put_off:
-            if self._thread is not None:
-                self._thread.wake(_PUT_OFF_S)
-        else:
-            self._stores.top_up(_STORES_AT_ONCE)
-        self._loads.top_up(_LOADS_AHEAD)
+        if self._put_off and self._thread is not None:
+            self._thread.wake(_PUT_OFF_S)
+        self._top_up_stores()
+        # The bus goes both ways at once: a long load is no reason for it to run dry of stores.
+        self._loads.top_up(_LOADS_AHEAD, meanwhile=self._top_up_stores)
         self._wake()
+
+    def _top_up_stores(self) -> None:
+        if not self._put_off:
+            self._stores.top_up(_STORES_AT_ONCE)
 
     def _gather_store(self) -> None:
         plan, self._deferred = self._deferred, None
@@ -188,8 +191,8 @@ class CopyEngine:
         self._told = (max(loads, self._wait_load), stores)
         if not (self._loads.failed or self._stores.failed):
             return Progress(loads, stores)
-        failed_loads = _upto(self._told[0], self._loads.failed)
-        return Progress(loads, stores, failed_loads, _upto(stores, self._stores.failed))
+        failed_loads = failed_up_to(self._told[0], self._loads.failed)
+        return Progress(loads, stores, failed_loads, failed_up_to(stores, self._stores.failed))
 
     def wait_loads(self, timeout_s: float) -> None:
         """Sleep until another load is done, if any is to come; ``timeout_s`` at most."""
@@ -281,16 +284,6 @@ class CopyEngine:
             return
         if self._loads.queued or (self._stores.queued and not self._put_off):
             self._thread.wake()
-
-
-def _upto(last: int, failed: dict[int, str]) -> tuple[int, ...]:
-    # Copied in one go: another thread adds to it.
-    return tuple(ticket for ticket in list(failed) if ticket <= last)
-
-
-def _forget(failed: dict[int, str], acknowledged: int) -> None:
-    for ticket in _upto(acknowledged, failed):
-        del failed[ticket]
 
 
 def _out_of_order(direction: str, last: int, found: int) -> TransferError:

@@ -128,11 +128,17 @@ class Lane:
         """Whether fewer than ``ahead`` slices are under way; never waits."""
         return bool(self._slice_ends[-ahead].query())
 
-    def top_up(self, ahead: int) -> bool:
-        """Enqueue slices until ``ahead`` of them are under way; whether there was any."""
+    def top_up(self, ahead: int, meanwhile: Callable[[], object] | None = None) -> bool:
+        """Enqueue slices until ``ahead`` of them are under way; whether there was any.
+
+        Args:
+            meanwhile: called after each slice; many of them take the host milliseconds.
+        """
         found = False
         while self._queue and self.has_room(ahead) and self.advance():
             found = True
+            if meanwhile is not None:
+                meanwhile()
         return found
 
     def hold(self, stream: Any, ticket: int) -> None:
@@ -235,7 +241,7 @@ class HostLane:
         """Nothing is ever under way."""
         return True
 
-    def top_up(self, ahead: int) -> bool:
+    def top_up(self, ahead: int, meanwhile: object = None) -> bool:
         """Nothing is ever queued."""
         return False
 
@@ -255,3 +261,15 @@ class HostLane:
 
     def drain(self) -> None:
         """Nothing is ever under way."""
+
+
+def failed_up_to(last: int, failed: dict[int, str]) -> tuple[int, ...]:
+    """Tickets of copies that have failed, of those up to ``last``."""
+    # Copied in one go: another thread adds to it.
+    return tuple(ticket for ticket in list(failed) if ticket <= last)
+
+
+def forget(failed: dict[int, str], acknowledged: int) -> None:
+    """Drop the failures that the other side has heard of."""
+    for ticket in failed_up_to(acknowledged, failed):
+        del failed[ticket]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -77,6 +77,7 @@ class RecordingLane(HostLane):
     def __init__(self, name: str, calls: Recorder) -> None:
         super().__init__()
         self.name = name
+        self.slices = 0
         self._recorder = calls
 
     def _note(self, *what: Any) -> None:
@@ -88,8 +89,12 @@ class RecordingLane(HostLane):
     def flush(self, ticket: int) -> None:
         self._note("flush", ticket)
 
-    def top_up(self, ahead: int) -> bool:
+    def top_up(self, ahead: int, meanwhile: Callable[[], object] | None = None) -> bool:
         self._note("top up", ahead)
+        for _ in range(self.slices):
+            self._note("slice")
+            assert meanwhile is not None
+            meanwhile()
         return False
 
     def submit(self, first: int, ticket: int, start: Any, behind: Any) -> None:
@@ -255,6 +260,16 @@ def test_stores_of_a_step_that_the_device_waits_for_are_put_off_once(
     assert recorder.take() == []
     with_lanes.end_step()
     assert recorder.take() == at_once
+
+
+def test_stores_do_not_run_dry_while_a_long_load_is_enqueued(
+    with_lanes: CopyEngine, recorder: Recorder
+) -> None:
+    with_lanes._loads.slices = 2  # type: ignore[union-attr]
+    stores = ("stores", "top up", copy_engine._STORES_AT_ONCE)
+    with_lanes.end_step()
+    slices = [("loads", "slice"), stores] * 2
+    assert recorder.take() == [stores, ("loads", "top up", copy_engine._LOADS_AHEAD), *slices]
 
 
 def test_small_stores_of_several_steps_become_one_copy(

@@ -172,6 +172,11 @@ def test_it_is_topped_up_until_so_many_slices_are_under_way(setup: Setup) -> Non
     assert lane.top_up(4)
     assert not lane.has_room(4)
     setup.cuda.run()
+    seen: list[int] = []
+    before = enqueued()
+    assert lane.top_up(2, meanwhile=lambda: seen.append(enqueued() - before))
+    assert len(seen) == 2
+    assert 0 < seen[0] < seen[1]
     while lane.top_up(4):
         setup.cuda.run()
     assert not lane.queued
