@@ -17,6 +17,10 @@ from kvoffload_patch.tier.manager import OffloadManager
 
 # With fewer requests running, one that could go on is not held back to join with another one.
 _MANY_RUN = 4
+# So many join at a time then at most, for whose loads the bus takes so long at most. The step that
+# they join takes the host 10 to 40 ms where it is launched call by call.
+_JOIN_TOGETHER = 4
+_JOIN_MS = 110.0
 
 
 class _Arrival:
@@ -68,9 +72,12 @@ class LoadBook:
         inline: inline loads that are not known to have arrived.
     """
 
-    def __init__(self, view: SchedulerView, manager: OffloadManager) -> None:
+    def __init__(
+        self, view: SchedulerView, manager: OffloadManager, load_ms_per_block: float
+    ) -> None:
         self._view = view
         self._manager = manager
+        self._join_blocks = _JOIN_MS / load_ms_per_block if load_ms_per_block else 0.0
         self.arriving: dict[Hashable, Any] = {}
         self.ticket_of: dict[Hashable, int] = {}
         self.inline = InlineLoads()
@@ -152,7 +159,7 @@ class LoadBook:
         Args:
             num_running: requests that run. If any does, those that waited go on in the next step:
                 the one that they join is the longest on the host, and publishing would come on
-                top of it. With many, two join at a time where the next is soon to come.
+                top of it. With many, some join together where the next is soon to come.
 
         Returns:
             Requests that go on, with what is known of their hits.
@@ -173,14 +180,15 @@ class LoadBook:
         return [(p.request.request_id, p.known) for p in done if p.request and p.known]
 
     def _another_comes(self, landed: list[_Arrival]) -> bool:
-        """Whether one that has landed is to join together with the next, not to wait for long.
+        """Whether those that have landed are to join together with the next, not to wait for long.
 
         Where the step that requests join is launched call by call, it holds up all that run.
         """
-        if len(landed) != 1:
-            return False
         following = next(chain(self._landed, self._arrivals), None)
-        return following is not None and len(following.blocks) <= len(landed[0].blocks)
+        if not 1 <= len(landed) < _JOIN_TOGETHER or following is None:
+            return False
+        together = len(following.blocks) + sum(len(arrival.blocks) for arrival in landed)
+        return len(following.blocks) <= len(landed[0].blocks) and together <= self._join_blocks
 
     def abort(self, request_id: str) -> None:
         """The request goes; a load of its own goes on, and is published when it is done."""

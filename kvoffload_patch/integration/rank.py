@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,10 @@ _MEASURED_BYTES = 128 << 20
 _IDLE_WAIT_S = 0.001
 # A step of so few tokens that are not all decodes is launched in more time than it takes to run.
 _SHORT_STEP_TOKENS = 1024
+
+
+# A forked process has the same, and one in another container may have the same number.
+_TOKEN = secrets.token_hex(8)
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,16 @@ def drain_rank(worker: Any) -> None:
         tier.drain()
 
 
+def this_process() -> tuple[str, int]:
+    """What no other process says of itself."""
+    return _TOKEN, os.getpid()
+
+
+def rank_here(worker: Any, asking: tuple[str, int]) -> RankTier | None:
+    """The rank's tier itself, for an engine in the same process; None for others."""
+    return getattr(worker.model_runner, TIER) if asking == this_process() else None
+
+
 def ready_slots(worker: Any) -> int:
     """CPU slots usable so far."""
     return int(getattr(worker.model_runner, TIER).num_ready)
@@ -190,6 +205,10 @@ class RankTier:
     def num_ready(self) -> int:
         """CPU slots usable so far."""
         return int(self._host.num_ready)
+
+    def loads_done(self) -> int:
+        """The last load done, as `CopyEngine.loads_done`; never waits."""
+        return self._engine.loads_done()
 
     def begin_step(self, plan: TransferPlan | None, step: Any) -> None:
         """Before the forward pass of a step, as vLLM's scheduler describes it."""

@@ -36,6 +36,7 @@ class RankGroup:
         self.load_ms_per_block = 0.0
         self.copies = ""
         self.copies_overlap = False
+        self._here: worker_side.RankTier | None = None
 
     def open(self, cpu_bytes: int, backend: str = "auto", canary_fault_rank: int = -1) -> None:
         """Divide ``cpu_bytes`` over the ranks and open the tier on every one, or on none.
@@ -59,6 +60,16 @@ class RankGroup:
         slowest = max(opened, key=lambda r: r.load_ms_per_block)
         self.load_ms_per_block, self.copies = slowest.load_ms_per_block, slowest.copies
         self.copies_overlap = ranks[0].device != "cpu"
+        if self.num_ranks == 1:
+            [self._here] = self._call(worker_side.rank_here, worker_side.this_process())
+
+    def loads_done(self) -> int:
+        """The last load done by now, where the only rank is in this process; else 0.
+
+        The same comes with the output of a step, one or two steps later. Of loads that have
+        failed only that tells.
+        """
+        return self._here.loads_done() if self._here is not None else 0
 
     def num_ready(self) -> int:
         """Slots that every rank can use by now."""

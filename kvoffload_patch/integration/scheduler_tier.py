@@ -25,7 +25,7 @@ from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 _SCAN_MARGIN = 64
 # No more loads are begun while the bus has so much to do: beginning one costs the step its time,
 # and what is begun holds GPU blocks.
-_BUS_AHEAD_MS = 100.0
+_BUS_AHEAD_MS = 150.0
 
 
 class SchedulerTier:
@@ -50,7 +50,7 @@ class SchedulerTier:
         self._growth = Growth(manager, ranks)
         self._settings = settings
         self._memo = ProbeMemo()
-        self._loads = LoadBook(view, manager)
+        self._loads = LoadBook(view, manager, ranks.load_ms_per_block)
         mode = settings.load_mode
         self._parks = mode == "parked" or (mode == "auto" and ranks.copies_overlap)
         self._recompute = Recompute(view.scheduler)
@@ -72,6 +72,8 @@ class SchedulerTier:
         self._scheduling = True
         self._memo.end_step()  # nothing to do unless `schedule` has raised
         self._used.refresh()
+        if self._loads.under_way:
+            self._manager.apply(TransferResult(self._ranks.loads_done(), stores_done=0))
         for request_id, known in self._loads.finish(len(self._view.scheduler.running)):
             # Unless the tier has got more of it since.
             if not any(map(self._manager.lookup, known.missing)):

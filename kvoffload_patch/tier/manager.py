@@ -74,8 +74,7 @@ class OffloadManager:
         A block is worth nothing without those before it, so a prefix is evicted from its tail.
         """
         for key in reversed(keys):
-            block = self._blocks.get(key)
-            if block is not None and block.ready and not block.ref_cnt:
+            if (block := self._blocks.get(key)) and block.ready and not block.ref_cnt:
                 self._policy.touch(key)
 
     # Storing
@@ -171,10 +170,11 @@ class OffloadManager:
         # One that is known to be done was taken in then: it is named until a plan shows that.
         self._failed_loads.update(t for t in result.failed_loads if t > self._loads_done)
         self._failed_stores.update(t for t in result.failed_stores if t > self._stores_done)
-        self._growing = result.growing
-        if result.num_slots is not None and result.num_slots > self.num_slots:
-            self.num_slots = result.num_slots
-            self._slots.grow(self.num_slots)
+        if result.num_slots is not None:
+            self._growing = result.growing
+            if result.num_slots > self.num_slots:
+                self.num_slots = result.num_slots
+                self._slots.grow(self.num_slots)
         while self._loading and self._loading[0].batch.ticket <= result.loads_done:
             self._finish_load(self._loading.popleft())
         while self._storing and self._storing[0].batch.ticket <= result.stores_done:

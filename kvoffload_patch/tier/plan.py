@@ -55,8 +55,8 @@ class TransferResult:
             that a step's forward pass waited for is in the result of that step, done or not.
         failed_stores: stores whose bytes were not copied; done as well.
             Either is named again until a plan shows that it was taken in.
-        num_slots: CPU slots usable so far, from slot 0 on; None says nothing new.
-        growing: more of them are to come.
+        num_slots: CPU slots usable so far, from slot 0 on; None says nothing new of them.
+        growing: more of them are to come, where their number is said.
     """
 
     loads_done: int

@@ -194,6 +194,11 @@ class CopyEngine:
         failed_loads = failed_up_to(self._told[0], self._loads.failed)
         return Progress(loads, stores, failed_loads, failed_up_to(stores, self._stores.failed))
 
+    def loads_done(self) -> int:
+        """The last load done; 0 while one has failed that the other side may not know of."""
+        done = self._loads.poll()
+        return 0 if self._loads.failed else done
+
     def wait_loads(self, timeout_s: float) -> None:
         """Sleep until another load is done, if any is to come; ``timeout_s`` at most."""
         before, until = self._loads.poll(), time.monotonic() + timeout_s

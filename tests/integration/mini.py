@@ -36,12 +36,15 @@ _MODEL = {
 
 
 class FakeRanks:
-    """One rank; its device carries out the plans."""
+    """One rank; its device carries out the plans. ``here``: in the scheduler's process."""
 
     num_ranks = 1
 
-    def __init__(self, load_ms_per_block: float = 1.0, copies_overlap: bool = True) -> None:
+    def __init__(
+        self, load_ms_per_block: float = 1.0, copies_overlap: bool = True, here: bool = True
+    ) -> None:
         self.load_ms_per_block, self.copies_overlap = load_ms_per_block, copies_overlap
+        self.here = here
         self.device: Device | None = None
         self.drains = 0
 
@@ -50,6 +53,10 @@ class FakeRanks:
         self.drains += 1
         if self.device is not None:
             self.device.drain()
+
+    def loads_done(self) -> int:
+        """The last load done by now, as far as none has failed."""
+        return self.device.loads_done() if self.here and self.device is not None else 0
 
 
 class Mini:

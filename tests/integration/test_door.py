@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from integration.mini import BLOCK, FakeRanks, Mini
 from vllm.v1.request import RequestStatus
 
-BUS_MS = 100
+BUS_MS = 150
 
 
 def prompt(blocks: int, seed: int, tail: int = 1) -> list[int]:
@@ -292,7 +292,7 @@ def test_every_request_hits_what_it_could_and_comes_to_its_end(
         late=rng.randrange(4),
         blocks=rng.choice([25, 40]),
         num_slots=2000,
-        ranks=FakeRanks(rng.choice([0.1, 1.0, 15.0, 60.0])),
+        ranks=FakeRanks(rng.choice([0.1, 1.0, 15.0, 60.0]), here=bool(seed % 2)),
         load_mode=load_mode,
     )
     known = [prompt(rng.randrange(1, 12), seed=1000 + n, tail=1) for n in range(10)]

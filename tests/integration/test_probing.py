@@ -9,10 +9,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from integration.world import BLOCK, LookUps, World, prompt
+from integration.world import BLOCK, FakeRanks, LookUps, World, prompt
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
+from kvoffload_patch.integration import loads as loads_module
 from kvoffload_patch.integration.adapters import PLAN
 from kvoffload_patch.tier.plan import CopyBatch, TransferResult
 
@@ -341,22 +342,58 @@ def parked(requests: list[Request]) -> list[bool]:
 
 
 @pytest.mark.parametrize("num_running", [1, 3, 4, 6])
-def test_beside_many_two_requests_join_in_one_step(num_running: int) -> None:
-    world, requests, loads = parked_beside(num_running, 4, 4, 4)
-    few = num_running < 4
-    arrive(world, loads[0])
+def test_beside_many_some_requests_join_in_one_step(num_running: int) -> None:
+    world, requests, loads = parked_beside(num_running, 3, 3, 3, 3, 3, 3)
+    wait = num_running >= 4
+    for count, load in enumerate(loads[:3], 1):
+        arrive(world, load)
+        world.step()
+        world.step()
+        assert parked(requests) == [wait] * count + [True] * (6 - count), "the next comes soon"
+    arrive(world, loads[3])
+    world.step()
+    assert parked(requests) == [wait] * 3 + [True] * 3, "it is published first"
+    world.step()
+    assert parked(requests) == [False] * 4 + [True] * 2
+    arrive(world, loads[4])
     world.step()
     world.step()
-    assert parked(requests) == [not few, True, True], "the next is soon to come"
+    assert parked(requests[4:]) == [wait, True]
+    arrive(world, loads[5])
+    world.step()
+    world.step()
+    assert parked(requests) == [False] * 6, "nothing else is to come"
+
+
+def test_requests_whose_loads_take_long_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FakeRanks, "load_ms_per_block", loads_module._JOIN_MS / 7.5)
+    world, requests, loads = parked_beside(4, 4, 4, 3)
+    for load, after in zip(loads, ([False, True, True], [False, True, True], [False] * 3)):
+        arrive(world, load)
+        world.step()
+        world.step()
+        assert parked(requests) == after, "the first two are 8 blocks, the last two 7"
+
+
+def test_where_the_rank_is_in_this_process_it_is_asked_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, requests, loads = parked_beside(1, 4, 4)
+    asked: list[int] = []
+    monkeypatch.setattr(world.ranks, "loads_done", lambda: asked.append(1) or loads[0].ticket)
+    world.step()
+    assert world.offload.load_done(loads[0].ticket)
+    world.step()
+    assert parked(requests) == [False, True]
     arrive(world, loads[1])
     world.step()
-    assert parked(requests) == [not few, True, True], "it is published first"
     world.step()
-    assert parked(requests) == [False, False, True]
-    arrive(world, loads[2])
+    assert parked(requests) == [False, False]
+    del asked[:]
     world.step()
-    world.step()
-    assert parked(requests) == [False] * 3, "nothing else is to come"
+    assert not asked, "nothing is under way"
 
 
 @pytest.mark.parametrize("sizes", [(3, 4), (4,)])

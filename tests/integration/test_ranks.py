@@ -34,6 +34,7 @@ class Executor:
             "describe_rank": ranks,
             "open_rank": [RankOpened(r.rank, r.pid, n, 0.5) for r, n in zip(ranks, ready)],
             "ready_slots": [n + 3 for n in ready],
+            "rank_here": [None for _ in ready],
         }
         self.calls: list[tuple[Any, ...]] = []
 
@@ -100,6 +101,30 @@ def test_a_rank_says_what_a_slot_takes_and_what_is_usable(worker: Any) -> None:
     assert getattr(tier.end_step(output()), RESULT).num_slots == 5
     worker_side.close_rank(worker)
     assert not hasattr(worker.model_runner, TIER)
+
+
+def test_an_engine_in_the_same_process_asks_its_rank_what_is_done(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker_side.open_rank(worker, 5)
+    tier = getattr(worker.model_runner, TIER)
+    assert worker_side.rank_here(worker, worker_side.this_process()) is tier
+    token, pid = worker_side.this_process()
+    assert worker_side.rank_here(worker, (token, pid + 1)) is None
+    assert worker_side.rank_here(worker, ("0123", pid)) is None
+    executor = Executor([geometry(0)], [5])
+    ranks = RankGroup(executor)
+    ranks.open(512 * 5)
+    assert executor.calls[-1] == ("rank_here", (token, pid))
+    assert ranks.loads_done() == 0, "it is in another process"
+    executor.answers["rank_here"] = [tier]
+    ranks.open(512 * 5)
+    step = SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={"a": 1})
+    tier.begin_step(TransferPlan(store=CopyBatch(1, (3,), (0,))), step)
+    tier.end_step(output())
+    tier.begin_step(TransferPlan((CopyBatch(1, (0,), (0,)),)), step)
+    assert ranks.loads_done() == 1
+    worker_side.close_rank(worker)
 
 
 def test_cpu_memory_that_is_being_registered_is_told_of_each_step(

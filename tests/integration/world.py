@@ -116,6 +116,9 @@ class FakeRanks:
     def drain(self) -> None:
         self.calls.append("drain")
 
+    def loads_done(self) -> int:
+        return 0
+
     def close(self) -> None:
         self.calls.append("close")
 

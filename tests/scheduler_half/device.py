@@ -153,6 +153,10 @@ class Device:
         self._stores.drain()
         self._loads.drain()
 
+    def loads_done(self) -> int:
+        """The last load done; 0 while a failed one is to be reported."""
+        return 0 if self._failed[0] else self._loads.done
+
     def scramble(self) -> None:
         """Whatever is in any block or slot is as wrong as with other weights."""
         for block in (*self.kv, *self.slots):

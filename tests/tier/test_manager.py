@@ -237,6 +237,17 @@ def test_what_waits_for_slots_of_a_growing_tier_is_looked_at_once_and_goes_in_or
     assert looked_at == [0, 1, 2, 3, 4, 5, 6]
 
 
+def test_a_result_that_says_nothing_of_slots_leaves_growth_as_it_was() -> None:
+    tier = OffloadManager(1, growing=True)
+    tier.queue_store("a", 0)
+    tier.make_plan(lambda block, key: True)
+    tier.apply(TransferResult(0, 1))
+    tier.queue_store("b", 1)
+    assert tier.make_plan(lambda block, key: True) is None, "nothing is evicted while it grows"
+    tier.apply(TransferResult(0, 0, num_slots=1))
+    assert tier.make_plan(lambda block, key: True) is not None
+
+
 def test_a_tier_of_one_slot_holds_the_block_stored_last() -> None:
     tier = OffloadManager(1)
     for key in "abc":
