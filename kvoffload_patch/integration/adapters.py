@@ -1,8 +1,9 @@
 """What the tier reads and changes of vLLM's scheduler side, release by release.
 
-Nothing outside this module, `pool_adapter`, `eligibility` and `recompute` looks at a vLLM object's
-attributes on this side. What differs between releases is asked for by feature. Waiting queues: one
-up to 0.17, `skipped_waiting` beside it from 0.18 to 0.30, `kv_holding_waiting` from 0.31 on.
+Nothing outside this module, `pool_adapter`, `eligibility`, `recompute` and `last_block` looks at a
+vLLM object's attributes on this side. What differs between releases is asked for by feature.
+Waiting queues: one up to 0.17, `skipped_waiting` beside it from 0.18 to 0.30, `kv_holding_waiting`
+from 0.31 on.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from kvoffload_patch.config import Settings
 from kvoffload_patch.integration.adapters import PLAN, RESULT, SchedulerView
 from kvoffload_patch.integration.growth import Growth
 from kvoffload_patch.integration.hits import HitCounts, UsedHits
+from kvoffload_patch.integration.last_block import LastBlocks
 from kvoffload_patch.integration.loads import LoadBook
 from kvoffload_patch.integration.memo import Known, ProbeMemo
 from kvoffload_patch.integration.probe import Found, StandInPool, known_of
@@ -54,6 +55,7 @@ class SchedulerTier:
         mode = settings.load_mode
         self._parks = mode == "parked" or (mode == "auto" and ranks.copies_overlap)
         self._recompute = Recompute(view.scheduler)
+        self._last_blocks = LastBlocks(view, manager, self._loads.inline)
         arriving = self._loads.arriving, self._loads.ticket_of
         self._pool = StandInPool(view, manager.lookup, *arriving)
         self._report = Report(manager, settings.log_interval)
@@ -112,6 +114,8 @@ class SchedulerTier:
             # A request preempted within this very schedule() never computes its blocks.
             if request_id in scheduled:
                 self._manager.queue_store(key, gpu_block_id)
+        if self._settings.load_mode != "parked":
+            self._last_blocks.load(output, self._cached, alone=not self._loads.under_way)
         self._cached.clear()
         readers, decode = self._loads.inline.readers, self._view.decode_tokens
         layerwise = bool(readers) and all(scheduled.get(r, 0) > decode for r in readers)

@@ -622,7 +622,9 @@ def test_a_block_that_is_handed_out_again_is_not_stored() -> None:
     world.tier.before_schedule()
     preempt_and_reuse_three()
     # It is named as scheduled, so that only the fate of its blocks is left to decide by.
-    output = SimpleNamespace(num_scheduled_tokens={request.request_id: request.num_tokens})
+    output = SimpleNamespace(
+        num_scheduled_tokens={request.request_id: request.num_tokens}, scheduled_new_reqs=[]
+    )
     world.tier.after_schedule(output)
     kept = getattr(output, PLAN).store.gpu_block_ids
     assert len(kept) == 2, "the block that was not full, and two full ones, are gone"

@@ -195,7 +195,7 @@ class World:
             if body is not None:
                 body()
             scheduled = {request.request_id: self.admit(request) for request in admitted}
-            return SimpleNamespace(num_scheduled_tokens=scheduled)
+            return SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_new_reqs=[])
 
         output = hooks.schedule(schedule, self.scheduler, (), {})
         return getattr(output, PLAN, None)

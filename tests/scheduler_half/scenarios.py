@@ -297,6 +297,53 @@ def hit_parked() -> Facts:
     return {"hit": mini.hits[name]}
 
 
+def last_block() -> Facts:
+    """Of a prompt of whole blocks that is known in full, one token is computed."""
+    whole, rest = prompt(5, seed=1, tail=0), {"parked": BLOCK}
+    for load_mode in ("inline", "auto", "parked"):
+        mini = Mini(load_mode=load_mode)
+        mini.only_in_cpu(whole)
+        for _ in ("in the tier", "and on the GPU"):
+            name = mini.add(whole, count=3)
+            while name not in mini.hits:
+                scheduled = mini.begin_step()
+                mini.end_step()
+            assert scheduled.num_scheduled_tokens == {name: rest.get(load_mode, 1)}
+            assert scheduled.total_num_scheduled_tokens == rest.get(load_mode, 1)
+            assert mini.hits[name] == 5 * BLOCK - rest.get(load_mode, 1)
+            mini.run()
+        mini.check()
+        nothing_held(mini)
+        assert mini.manager.stats.loaded == (4 if load_mode == "parked" else 6)
+    return {"loaded": sum(_repeat(seed) for seed in range(4))}
+
+
+def _repeat(seed: int) -> int:
+    """Prompts of whole blocks, again and again; some loads fail where that may be."""
+    from vllm.v1.request import Request
+
+    rng, may_fail = random.Random(seed), "num_in_flight" in inspect.getsource(Request)
+    mini = Mini(
+        lambda direction, _: may_fail and direction == "load" and rng.random() < 0.05,
+        load_mode=("inline", "auto")[seed % 2],
+        late=seed,
+        blocks=30,
+    )
+    known = [prompt(n, seed=seed + n, tail=0) for n in range(1, 9)]
+    mini.only_in_cpu(*known)
+    ones = 0
+    for _ in range(40):
+        name = mini.add(rng.choice(known), count=rng.randrange(1, 20))
+        for _ in range(rng.randrange(4)):
+            mini.step()
+        ones += mini.hits.get(name, 0) % BLOCK == BLOCK - 1
+    mini.run()
+    mini.check()
+    nothing_held(mini)
+    assert ones, "no request came to compute its last token only"
+    return int(mini.manager.stats.loaded)
+
+
 def two_for_one_prefix() -> Facts:
     """Two requests for one evicted prefix load it once."""
     facts = {}
@@ -622,6 +669,7 @@ SCENARIOS: dict[str, Callable[[], Facts]] = {
     "without tier": without_tier,
     "hit inline": hit_inline,
     "hit parked": hit_parked,
+    "last block": last_block,
     "two for one prefix": two_for_one_prefix,
     "many hits at once": many_hits_at_once,
     "conversations inline": partial(conversations, "inline"),
