@@ -23,6 +23,7 @@ SHARED = [
     "conversations",
     "twins",
     "one_token",
+    "whole_blocks",
     "preemption",
     "salts",
     "reset",

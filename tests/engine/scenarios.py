@@ -172,6 +172,21 @@ def one_token(stage: Stage) -> dict[str, Any]:
     }
 
 
+def whole_blocks(stage: Stage) -> dict[str, Any]:
+    """Prompts that end with a block, when they have left the GPU, and while they are on it."""
+    asked, answers, cached, loaded = prompts(16, 3, 4 * CHUNK), [], [], []
+    for turn in range(3):
+        if turn < 2:
+            stage.push_out(160 + turn)
+        for prompt in asked:
+            before = stage.tier_stats()["loaded"]
+            outputs = stage.play([prompt])
+            answers += tokens_of(outputs)
+            cached += cached_of(outputs)
+            loaded.append(stage.tier_stats()["loaded"] - before)
+    return {"tokens": answers, "cached": cached, "blocks_loaded": loaded}
+
+
 def preemption(stage: Stage) -> dict[str, Any]:
     """Answers that outgrow the GPU cache together."""
     before = stage.counter("vllm:num_preemptions")

@@ -80,6 +80,15 @@ def test_prompts_answered_with_one_token_are_stored_and_hit(plain, tiered):
     assert on["cached_again"] == [384] * 8 != off["cached_again"]
 
 
+def test_a_prompt_of_whole_blocks_has_its_last_one_loaded_too(plain, tiered, parks):
+    off, on = plain["whole_blocks"], tiered["whole_blocks"]
+    assert_same(on, off)
+    size = release.block_size()
+    assert on["cached"] == [0] * 3 + [512 - size] * 6
+    blocks, last = 512 // size, 0 if parks else 1
+    assert on["blocks_loaded"] == [0] * 3 + [blocks - 1 + last] * 3 + [last] * 3
+
+
 def test_preempted_requests_answer_the_same(plain, tiered):
     off, on = plain["preemption"], tiered["preemption"]
     assert off["preemptions"] > 0 and on["preemptions"] > 0
