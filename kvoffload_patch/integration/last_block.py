@@ -19,6 +19,12 @@ from kvoffload_patch.tier.manager import OffloadManager
 
 _Cached = tuple[str, int, Hashable]  # request, GPU block id, key
 
+# Who else counts the tokens of a step, or takes KV from it.
+_OTHERS = ("connector", "aux_output_connector", "ec_connector", "enable_return_routed_experts")
+# What a request may have besides tokens, or want of more than the last, by any release's name.
+_LISTS = ("mm_features", "mm_kwargs", "mm_inputs")
+_OBJECTS = ("prompt_embeds", "pooling_params")
+
 
 class LastBlocks:
     """Changes steps of one scheduler.
@@ -35,11 +41,10 @@ class LastBlocks:
         self._manager = manager
         self._inline = inline
         self._size = view.block_sizes[0]
-        others = ("connector", "ec_connector", "enable_return_routed_experts")
         self._possible = (
             len(view.block_sizes) == 1
             and view.decode_tokens == 1
-            and not any(getattr(self._scheduler, name, None) for name in others)
+            and not any(getattr(self._scheduler, name, None) for name in _OTHERS)
         )
 
     def load(self, output: Any, cached: Iterable[_Cached], alone: bool) -> None:
@@ -69,8 +74,11 @@ class LastBlocks:
         request_id, done = new.req_id, new.num_computed_tokens
         if not done or output.num_scheduled_tokens[request_id] != self._size:
             return False  # without any hit it may not be allowed to read the prefix cache
-        whole = self._scheduler.requests[request_id].num_tokens == done + self._size
-        return whole and request_id not in output.scheduled_encoder_inputs
+        if any(getattr(new, name, None) for name in _LISTS):
+            return False
+        if any(getattr(new, name, None) is not None for name in _OBJECTS):
+            return False
+        return bool(self._scheduler.requests[request_id].num_tokens == done + self._size)
 
     def _load(self, new: Any, output: Any, block: int, key: Hashable) -> None:
         ticket = self._manager.begin_load([key], [block])

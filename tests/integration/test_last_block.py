@@ -22,13 +22,14 @@ def view(**more: Any) -> Any:
     return SimpleNamespace(**shown)
 
 
-def output(done: int = 48, scheduled: int = SIZE, **more: Any) -> Any:
+def output(done: int = 48, scheduled: int = SIZE, has: str = "", **more: Any) -> Any:
     """A step in which request a begins, and b computes what it computes."""
+    has_more = {has: [0]} if has else {"mm_features": [], "prompt_embeds": None}
+    new = SimpleNamespace(req_id="a", num_computed_tokens=done, **has_more)
     shown = {
-        "scheduled_new_reqs": [SimpleNamespace(req_id="a", num_computed_tokens=done)],
+        "scheduled_new_reqs": [new],
         "num_scheduled_tokens": {"b": 7, "a": scheduled},
         "total_num_scheduled_tokens": 7 + scheduled,
-        "scheduled_encoder_inputs": {},
         **more,
     }
     return SimpleNamespace(**shown)
@@ -78,21 +79,26 @@ UNCHANGED: dict[str, tuple[Any, Any]] = {
     "a part of it is left": (output(done=56, scheduled=8), view()),
     "its tokens go on after it": (output(done=32), view()),
     "nothing was hit, so it may not read the cache": (output(done=0), view()),
-    "images are encoded for it": (output(scheduled_encoder_inputs={"a": [0]}), view()),
+    "it has images": (output(has="mm_features"), view()),
+    "it has images, as in 0.9": (output(has="mm_inputs"), view()),
+    "it has no tokens": (output(has="prompt_embeds"), view()),
+    "hidden states are pooled": (output(has="pooling_params"), view()),
     "the runner zeroes blocks first": (output(new_block_ids_to_zero=[9]), view()),
     "nobody begins": (output(scheduled_new_reqs=[]), view()),
     "a draft model": (output(), view(decode_tokens=3)),
     "several groups": (output(), view(block_sizes=(SIZE, SIZE))),
-    "a connector": (output(), view()),
-    "experts are reported": (output(), view()),
+    "connector": (output(), view()),
+    "aux_output_connector": (output(), view()),
+    "ec_connector": (output(), view()),
+    "enable_return_routed_experts": (output(), view()),
 }
 
 
 @pytest.mark.parametrize("why", UNCHANGED)
 def test_a_step_is_left_alone_if(why: str, manager: OffloadManager) -> None:
     step, shown = UNCHANGED[why]
-    shown.scheduler.connector = object() if why == "a connector" else None
-    shown.scheduler.enable_return_routed_experts = why == "experts are reported"
+    if "_" in why or why == "connector":
+        setattr(shown.scheduler, why, object())
     shown.scheduler.requests["a"].num_tokens = 64 if "nothing was hit" not in why else SIZE
     assert not changed(step, shown, manager)
 
