@@ -60,7 +60,7 @@ class Sizes:
     # The check of answers: a small model of its own, whose GPU cache holds few of the prompts.
     tokens_vocabulary: int = 1000
     tokens_prompts: int = 12
-    tokens_tokens: int = 700
+    tokens_tokens: int = 784  # 896 in the third turn: whole blocks of 16 or 128 tokens
     tokens_answer: int = 16
     tokens_gpu_blocks: int = 140
     tokens_all_gpu_blocks: int = 4000
