@@ -28,8 +28,6 @@ _MEASURED_BYTES = 128 << 20
 _IDLE_WAIT_S = 0.001
 # A step of so few tokens that are not all decodes is launched in more time than it takes to run.
 _SHORT_STEP_TOKENS = 1024
-
-
 # A forked process has the same, and one in another container may have the same number.
 _TOKEN = secrets.token_hex(8)
 

@@ -74,8 +74,8 @@ class SchedulerTier:
         self._scheduling = True
         self._memo.end_step()  # nothing to do unless `schedule` has raised
         self._used.refresh()
-        if self._loads.under_way:
-            self._manager.apply(TransferResult(self._ranks.loads_done(), stores_done=0))
+        if self._loads.under_way and (done := self._ranks.loads_done()):
+            self._manager.apply(TransferResult(done, stores_done=0))
         for request_id, known in self._loads.finish(len(self._view.scheduler.running)):
             # Unless the tier has got more of it since.
             if not any(map(self._manager.lookup, known.missing)):

@@ -103,9 +103,7 @@ def test_a_rank_says_what_a_slot_takes_and_what_is_usable(worker: Any) -> None:
     assert not hasattr(worker.model_runner, TIER)
 
 
-def test_an_engine_in_the_same_process_asks_its_rank_what_is_done(
-    worker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_in_the_same_process_asks_its_rank_what_is_done(worker: Any) -> None:
     worker_side.open_rank(worker, 5)
     tier = getattr(worker.model_runner, TIER)
     assert worker_side.rank_here(worker, worker_side.this_process()) is tier
