@@ -273,8 +273,8 @@ class RankTier:
             return
         took = time.monotonic() - self._opened
         logger.info(
-            "kvoffload_patch: all %d CPU slots are usable, seen %.1f s after the first of them",
-            self._host.num_ready, took,
+            "kvoffload_patch: all %d CPU slots are usable, seen %.1f s after the first of them: %s",
+            self._host.num_ready, took, self._host.growth_spent,
         )  # fmt: skip
 
     def _moved(self) -> bool:

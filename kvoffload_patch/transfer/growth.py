@@ -6,6 +6,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.mapping import GIB, HostMapping
@@ -22,6 +23,21 @@ _LOADS_PASS_S = 0.025  # at most, for each piece
 _PARTS = 8  # stores have caught up when they use the last of so many parts of what is ready
 
 
+@dataclass
+class Spent:
+    """What growing has taken, in seconds: until pages were there, in the driver, held back."""
+
+    touching: float = 0.0
+    registering: float = 0.0
+    held_back: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.touching:.1f} s waiting for pages, {self.registering:.1f} s registering, "
+            f"{self.held_back:.1f} s held back"
+        )
+
+
 class Growth:
     """Registers the pieces of a mapping in turn.
 
@@ -36,6 +52,7 @@ class Growth:
         num_ready: slots registered so far.
         ended: why there will be no more, in a sentence; empty if all are there or coming.
         quiet: held while the driver registers.
+        spent: where the time went so far.
     """
 
     def __init__(
@@ -44,6 +61,7 @@ class Growth:
     ) -> None:  # fmt: skip
         self.num_ready = 0
         self.ended = ""
+        self.spent = Spent()
         self._last_step = -_STEPS_END_S
         self._loads_end = 0.0
         self._slots_used = 0
@@ -125,16 +143,19 @@ class Growth:
         """Register the next piece; why not, or nothing."""
         begin = self.num_ready
         end = min(begin + self._per_piece, self._num_slots)
+        asked = time.perf_counter()
         if not self._mapping.toucher.wait(end * self._pitch):
             return self._mapping.toucher.ended or "touching it was stopped"
+        self.spent.touching += time.perf_counter() - asked
         address, nbytes = self._base + begin * self._pitch, (end - begin) * self._pitch
         loads_s = self._loads_end - time.monotonic()
         if loads_s > 0 and not self._late:
-            time.sleep(min(loads_s, _LOADS_PASS_S))
+            self._hold_back(min(loads_s, _LOADS_PASS_S))
         with self.quiet:
             began = time.perf_counter()
             error = self._registrar.register(address, nbytes)
             took = time.perf_counter() - began
+        self.spent.registering += took
         if error:
             return f"expected CUDA to register {nbytes >> 20} MiB more, found error {error}"
         self._registered.append(address)
@@ -144,8 +165,13 @@ class Growth:
         if begin:  # meanwhile the driver has time for everybody else
             beside_steps = time.monotonic() - self._last_step < _STEPS_END_S
             longer = beside_steps and not self._late
-            time.sleep(took * (_PAUSE_BESIDE_STEPS if longer else _PAUSE))
+            self._hold_back(took * (_PAUSE_BESIDE_STEPS if longer else _PAUSE))
         return ""
+
+    def _hold_back(self, seconds: float) -> None:
+        began = time.perf_counter()
+        time.sleep(seconds)
+        self.spent.held_back += time.perf_counter() - began
 
     @property
     def _late(self) -> bool:

@@ -92,6 +92,11 @@ class HostBuffer:
         """Why there will be no more slots, in a sentence; empty if all are there or coming."""
         return "" if self._growth is None else self._growth.ended
 
+    @property
+    def growth_spent(self) -> str:
+        """Where the time of growing went, in words; empty if every slot was usable at once."""
+        return "" if self._growth is None else str(self._growth.spent)
+
     def wait_ready(self, num_slots: int) -> None:
         """Return once ``num_slots`` slots are usable.
 

@@ -156,6 +156,7 @@ def test_the_end_of_growth_is_said_once(
     ended, ready = [""], [2]
     monkeypatch.setattr(HostBuffer, "growth_ended", property(lambda self: ended[0]))
     monkeypatch.setattr(HostBuffer, "num_ready", property(lambda self: ready[0]))
+    monkeypatch.setattr(HostBuffer, "growth_spent", "1.0 s waiting for pages.")
     worker_side.open_rank(worker, 5)
     tier = getattr(worker.model_runner, TIER)
     tier.end_step(output())
@@ -168,6 +169,7 @@ def test_the_end_of_growth_is_said_once(
     else:
         assert said == [] and len(told) == 1
         assert told[0].startswith("kvoffload_patch: all 5 CPU slots are usable, seen 0.")
+        assert told[0].endswith(": 1.0 s waiting for pages.")
     worker_side.close_rank(worker)
 
 

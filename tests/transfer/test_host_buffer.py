@@ -180,6 +180,9 @@ def test_registering_leaves_the_driver_to_others_and_more_so_beside_steps(
     host._growth._thread.join(20)  # type: ignore[union-attr]
     longer = growth._PAUSE_BESIDE_STEPS if beside_steps and last_slot < 3 else 1
     assert pauses == [2.0 * longer, 2.0, 2.0]
+    assert host.growth_spent == "0.0 s waiting for pages, 8.0 s registering, 0.0 s held back", (
+        "this clock stands still while it is held back, and while pages are taken"
+    )
     host.close()
 
 
@@ -210,6 +213,7 @@ def test_loads_pass_before_the_next_piece_is_registered(
     # Two pieces remain, and neither waits for longer than so long; the calls took no time here.
     expected = [growth._LOADS_PASS_S, 0.005] if last_slot < 0 else []
     assert [pause for pause in pauses if pause] == expected, "unless stores have caught up"
+    assert host._growth.spent.held_back == pytest.approx(sum(pauses))  # type: ignore[union-attr]
     host.close()
 
 
