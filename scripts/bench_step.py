@@ -215,7 +215,8 @@ SCENARIOS: dict[str, tuple[str, Callable[..., tuple[Sim, Before]], dict[str, Any
     "c-hit": ("c, the tier has the first one's 512 blocks", no_room, {"in_cpu": True}, 7),
     "c-parked": ("c, behind a parked load under way", no_room, {"parked": True}, 7),
     "d": ("prefill of 2,048 tokens, 128 blocks stored", prefills, {"tokens": 2048}, 30),
-    "e": ("prefill of 2,064 tokens, 2,048 loaded", prefills, {"tokens": 2064, "prompts": 300}, 30),
+    "e": ("prompt of 2,065 tokens, 2,064 known", prefills, {"tokens": 2065, "prompts": 300}, 30),
+    "e-full": ("prompt of 2,064 tokens, all known", prefills, {"tokens": 2064, "prompts": 300}, 30),
 }  # fmt: skip
 
 
