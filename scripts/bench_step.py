@@ -39,6 +39,7 @@ class Ranks:
 
     load_ms_per_block = 0.02
     copies_overlap = True
+    num_ranks = 1
 
     def loads_done(self) -> int:
         """What is done comes with a step's output."""

@@ -13,12 +13,12 @@ from kvoffload_patch.tier.plan import TransferResult
 _ASK_EVERY_S = 1.0
 
 
-class Growth:
+class AgreedGrowth:
     """Says how far the tier may grow.
 
     The executor returns one rank's result only, and another rank may have fewer slots, or may
     have failed to get more. With several ranks they are all asked, and only when most of the
-    slots known so far are in use.
+    slots known so far are in use, until none of them grows any more.
 
     Args:
         manager: what grows.
@@ -29,6 +29,7 @@ class Growth:
         self._manager = manager
         self._ranks = ranks
         self._next = 0.0
+        self._over = False  # some rank has fewer for good
 
     def agreed(self, result: TransferResult) -> TransferResult:
         """One rank's result, with the slots that every rank has."""
@@ -36,8 +37,9 @@ class Growth:
         if self._ranks.num_ranks == 1 or result.num_slots is None or result.num_slots <= known:
             return result
         now = time.monotonic()
-        if now < self._next or self._manager.num_used * 4 < known * 3:
+        if self._over or now < self._next or self._manager.num_used * 4 < known * 3:
             return replace(result, num_slots=None)
-        usable = self._ranks.num_ready()
+        usable, growing = self._ranks.num_ready()
         self._next = time.monotonic() + _ASK_EVERY_S
-        return replace(result, num_slots=min(usable, result.num_slots))
+        self._over = not growing
+        return replace(result, num_slots=min(usable, result.num_slots), growing=growing)

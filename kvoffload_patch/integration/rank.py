@@ -136,9 +136,11 @@ def rank_here(worker: Any, asking: tuple[str, int]) -> RankTier | None:
     return getattr(worker.model_runner, TIER) if asking == this_process() else None
 
 
-def ready_slots(worker: Any) -> int:
-    """CPU slots usable so far."""
-    return int(getattr(worker.model_runner, TIER).num_ready)
+def ready_slots(worker: Any) -> tuple[int, bool]:
+    """CPU slots usable so far, and whether there will be more."""
+    tier: RankTier = getattr(worker.model_runner, TIER)
+    growing = tier.growing  # asked first: when it says no, their number is final
+    return tier.num_ready, growing
 
 
 def close_rank(worker: Any) -> None:
@@ -204,6 +206,11 @@ class RankTier:
         """CPU slots usable so far."""
         return int(self._host.num_ready)
 
+    @property
+    def growing(self) -> bool:
+        """Whether more slots will become usable."""
+        return bool(self._host.growing)
+
     def loads_done(self) -> int:
         """The last load done, as `CopyEngine.loads_done`; never waits."""
         return self._engine.loads_done()
@@ -246,7 +253,7 @@ class RankTier:
                 f"({self._engine.why_failed()}), and the others cannot know of it; restart the "
                 "server, or set KVOFFLOAD_DISABLE=1 to serve without the CPU tier."
             )
-        result = TransferResult(*progress, num_slots=self.num_ready, growing=self._host.growing)
+        result = TransferResult(*progress, num_slots=self.num_ready, growing=self.growing)
         return copy_output(output, result)
 
     def drain(self) -> None:

@@ -71,9 +71,10 @@ class RankGroup:
         """
         return self._here.loads_done() if self._here is not None else 0
 
-    def num_ready(self) -> int:
-        """Slots that every rank can use by now."""
-        return int(min(self._call(worker_side.ready_slots)))
+    def num_ready(self) -> tuple[int, bool]:
+        """Slots that every rank can use by now, and whether any rank will have more."""
+        slots, growing = zip(*self._call(worker_side.ready_slots))
+        return min(slots), any(growing)
 
     def drain(self) -> None:
         """Return when no rank has a copy under way; plans sent before are carried out first."""

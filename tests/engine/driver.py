@@ -42,6 +42,10 @@ def play(spec: dict[str, Any]) -> None:
         import late_copies
 
         late_copies.install(spec["late"])
+    if "TEST_GROWTH" in os.environ:
+        import slow_growth
+
+        slow_growth.install()
     asynchronous = bool(spec["engine"].get("async_scheduling"))
     if asynchronous:
         import fake_streams

@@ -75,6 +75,15 @@ def test_two_ranks(real):
     assert on["blocks_loaded"] == 640 // release.block_size()
 
 
+def test_two_ranks_that_grow_and_do_not_get_the_same(real):
+    off = real.off(["twins"], TP, TEST_FORK_WORKERS="1")["twins"]
+    run = real.on(["twins", "setup"], TP, TEST_FORK_WORKERS="1", TEST_GROWTH="60 33")
+    assert_same(run["twins"], off)
+    assert run["twins"]["blocks_loaded"] > 0
+    # The ranks are asked once a second, so that the last slots may not have been heard of yet.
+    assert 20 <= run["setup"]["slots"] <= 33, "what one rank will never have was used, or nothing"
+
+
 @pytest.mark.skipif(not INSTALLED, reason="the start-up file is not installed")
 def test_the_start_up_file_reaches_engine_core_and_workers(real):
     off = real.off(["conversations"], TP)

@@ -33,7 +33,7 @@ class Executor:
         self.answers = {
             "describe_rank": ranks,
             "open_rank": [RankOpened(r.rank, r.pid, n, 0.5) for r, n in zip(ranks, ready)],
-            "ready_slots": [n + 3 for n in ready],
+            "ready_slots": [(n + 3, n > 5) for n in ready],
             "rank_here": [None for _ in ready],
         }
         self.calls: list[tuple[Any, ...]] = []
@@ -49,7 +49,7 @@ def test_slots_are_counted_by_what_they_take_and_usable_where_every_rank_has_the
     ranks.open(1536 * 20 + 1)
     assert (ranks.num_ranks, ranks.num_slots, ranks.num_usable) == (2, 20, 4)
     assert executor.calls[-1][:2] == ("open_rank", 20)
-    assert ranks.num_ready() == 7
+    assert ranks.num_ready() == (7, True), "the fewest, and whether any will have more"
 
 
 def test_memory_taken_early_is_not_counted_twice() -> None:
@@ -96,7 +96,7 @@ def test_a_rank_says_what_a_slot_takes_and_what_is_usable(worker: Any) -> None:
     assert (described.error, described.block_bytes, described.slot_bytes) == ("", 60, 512)
     opened = worker_side.open_rank(worker, 5)
     assert (opened.error, opened.num_ready) == ("", 5)
-    assert worker_side.ready_slots(worker) == 5
+    assert worker_side.ready_slots(worker) == (5, False)
     tier = getattr(worker.model_runner, TIER)
     assert getattr(tier.end_step(output()), RESULT).num_slots == 5
     worker_side.close_rank(worker)
