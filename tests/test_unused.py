@@ -1,0 +1,52 @@
+"""What is made is used: a rule of the tier that nobody asks is not a rule.
+
+By name alone, over the whole package: it finds what no line refers to, and no more than that.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "kvoffload_patch"
+TREES = [ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))]
+NODES = [node for tree in TREES for node in ast.walk(tree)]
+
+# For tests and benchmarks, which switch the patches off and on; named in setup.cfg.
+ELSEWHERE = {"disarm", "plugin"}
+
+
+def _referred_to() -> set[str]:
+    names = {node.id for node in NODES if isinstance(node, ast.Name)}
+    names |= {n.attr for n in NODES if isinstance(n, ast.Attribute) and _is_read(n)}
+    imported = [alias for n in NODES if isinstance(n, ast.ImportFrom) for alias in n.names]
+    names |= {alias.asname for alias in imported if alias.asname}
+    # Points to patch, entries of tables and names exported are strings.
+    texts = [n.value for n in NODES if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return names | {re.split("[.:]", text)[-1] for text in texts}
+
+
+def _is_read(node: ast.Attribute) -> bool:
+    return not isinstance(node.ctx, ast.Store)
+
+
+def test_every_function_and_class_is_referred_to() -> None:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    made = {node.name for node in NODES if isinstance(node, kinds)}
+    special = {name for name in made if name.startswith("__") and name.endswith("__")}
+    assert made - special - _referred_to() == ELSEWHERE
+
+
+def test_every_attribute_that_is_set_is_read() -> None:
+    kept = Counter(
+        node.attr
+        for node in NODES
+        if isinstance(node, ast.Attribute)
+        and not _is_read(node)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    )
+    assert len(kept) > 100, "found hardly any: is this looking at the package?"
+    assert set(kept) - _referred_to() == set()
