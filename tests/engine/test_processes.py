@@ -80,7 +80,7 @@ def test_two_ranks_that_grow_and_do_not_get_the_same(real):
     run = real.on(["twins", "setup"], TP, TEST_FORK_WORKERS="1", TEST_GROWTH="60 33")
     assert_same(run["twins"], off)
     assert run["twins"]["blocks_loaded"] > 0
-    # The ranks are asked once a second, so that the last slots may not have been heard of yet.
+    # They are asked when three quarters are in use, so perhaps not for the last few.
     assert 20 <= run["setup"]["slots"] <= 33, "what one rank will never have was used, or nothing"
 
 
