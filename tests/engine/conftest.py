@@ -40,6 +40,7 @@ class Engines:
 
     def __init__(self, folder: Path) -> None:
         self.model = str(model.write_model(folder / "model"))
+        self.windows = str(model.write_model(folder / "windows", window=2 * model.CHUNK))
         self.loras = [str(model.write_lora(folder / f"lora{i}", seed=i)) for i in (1, 2)]
         self._run = lru_cache(maxsize=None)(self._run_once)
         self._warm = engines.WarmProcesses()

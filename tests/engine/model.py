@@ -16,8 +16,13 @@ LAYERS = 4
 CHUNK = 128  # tokens; whole blocks of it, whatever size a release gives them
 
 
-def write_model(folder: Path, heads: int = 8, kv_heads: int = 4, head_dim: int = 32) -> Path:
-    """Write config and weights; ``heads * head_dim`` must be ``HIDDEN``."""
+def write_model(
+    folder: Path, heads: int = 8, kv_heads: int = 4, head_dim: int = 32, window: int = 0
+) -> Path:
+    """Write config and weights; ``heads * head_dim`` must be ``HIDDEN``.
+
+    With a window, every second layer looks back that many tokens only.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -36,6 +41,9 @@ def write_model(folder: Path, heads: int = 8, kv_heads: int = 4, head_dim: int =
         "eos_token_id": 2,
         "tie_word_embeddings": False,
     }
+    if window:
+        kinds = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+        config.update(layer_types=kinds, sliding_window=window)
     (folder / "config.json").write_text(json.dumps(config))
     _write_tokenizer(folder)
     _write_weights(folder / "model.safetensors", kv_heads * head_dim)

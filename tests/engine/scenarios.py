@@ -83,6 +83,7 @@ def setup(stage: Stage) -> dict[str, Any]:
         "scheduler": type(stage.core.scheduler).__name__,
         "in_flight": getattr(stage.core, "batch_queue_size", 1),
         "runner": stage.llm.collective_rpc(_runner)[0],
+        "groups": len(stage.core.scheduler.kv_cache_config.kv_cache_groups),
         "slots": stage.tier._manager.num_slots if stage.tier else 0,
     }
 
