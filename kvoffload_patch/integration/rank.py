@@ -243,7 +243,7 @@ class RankTier:
         if self._idle:
             # Nothing else can go on until a load has arrived or a request comes in.
             self._engine.wait_loads(_IDLE_WAIT_S)
-        if not self._growth_told and not self._host.growing:
+        if not self._growth_told and not self.growing:
             self._growth_told = True
             self._say_growth_is_over()
         progress = self._engine.poll()
