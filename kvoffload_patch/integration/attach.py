@@ -59,7 +59,7 @@ def _attach(engine_core: Any, vllm_config: Any, settings: Settings) -> None:
     cpu_bytes = engine_bytes(vllm_config, settings)
     ranks = RankGroup(engine_core.model_executor)
     ranks.open(cpu_bytes, settings.copy_backend, settings.canary_fault_rank)
-    manager = OffloadManager(ranks.num_usable, growing=ranks.num_usable < ranks.num_slots)
+    manager = OffloadManager(ranks.num_usable, growing=ranks.growing)
     view = SchedulerView(scheduler)
     tier = SchedulerTier(view, manager, ranks, settings)
     setattr(scheduler, TIER, tier)

@@ -10,12 +10,13 @@ import logging
 import os
 import secrets
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from kvoffload_patch.integration.adapters import TIER
+from kvoffload_patch.integration.growth_board import BoardAddress, GrowthBoard
 from kvoffload_patch.integration.host_memory import drop_early, early_bytes, open_host
 from kvoffload_patch.integration.layer_gate import LayerGate
+from kvoffload_patch.integration.rank_answers import RankGeometry, RankOpened
 from kvoffload_patch.integration.runner import copy_output, kv_tensors, runner_is_patched
 from kvoffload_patch.memory import attainable_memory_bytes
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
@@ -30,41 +31,6 @@ _IDLE_WAIT_S = 0.001
 _SHORT_STEP_TOKENS = 1024
 # A forked process has the same, and one in another container may have the same number.
 _TOKEN = secrets.token_hex(8)
-
-
-@dataclass(frozen=True)
-class RankGeometry:
-    """What a rank says of itself before a tier is opened. ``error``: why it cannot take part.
-
-    A block takes ``slot_bytes`` of CPU memory. ``available_bytes`` are without the
-    ``early_bytes`` that the rank has taken already.
-    """
-
-    rank: int
-    host: str
-    pid: int
-    block_bytes: int = 0
-    slot_bytes: int = 0
-    num_blocks: int = 0
-    device: str = ""
-    available_bytes: int = 0
-    early_bytes: int = 0
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class RankOpened:
-    """What a rank says when its tier is open.
-
-    Slots usable so far, milliseconds that a block takes to load, and how blocks are copied.
-    """
-
-    rank: int
-    pid: int
-    num_ready: int = 0
-    load_ms_per_block: float = 0.0
-    copies: str = ""
-    error: str = ""
 
 
 def describe_rank(worker: Any) -> RankGeometry:
@@ -93,8 +59,17 @@ def describe_rank(worker: Any) -> RankGeometry:
         return RankGeometry(**who, error=one_line(error))
 
 
+def can_share(worker: Any, board: BoardAddress) -> bool:
+    """Whether this rank reaches the engine's board."""
+    return board.is_reachable()
+
+
 def open_rank(
-    worker: Any, num_slots: int, backend: str = "auto", canary_fault_rank: int = -1
+    worker: Any,
+    num_slots: int,
+    backend: str = "auto",
+    canary_fault_rank: int = -1,
+    board: BoardAddress | None = None,
 ) -> RankOpened:
     """Allocate the slots, prove one block's round trip, and take part from the next step on."""
     who = {"rank": worker.rank, "pid": os.getpid()}
@@ -105,6 +80,7 @@ def open_rank(
             backend=backend,
             fault=worker.rank == canary_fault_rank,
             alone=worker.vllm_config.parallel_config.world_size == 1,
+            board=GrowthBoard(board, worker.rank) if board is not None else None,
         )
         setattr(worker.model_runner, TIER, tier)
         return RankOpened(
@@ -136,13 +112,6 @@ def rank_here(worker: Any, asking: tuple[str, int]) -> RankTier | None:
     return getattr(worker.model_runner, TIER) if asking == this_process() else None
 
 
-def ready_slots(worker: Any) -> tuple[int, bool]:
-    """CPU slots usable so far, and whether there will be more."""
-    tier: RankTier = getattr(worker.model_runner, TIER)
-    growing = tier.growing  # asked first: when it says no, their number is final
-    return tier.num_ready, growing
-
-
 def close_rank(worker: Any) -> None:
     """Finish the copies under way, give the memory back and take no more part."""
     drop_early(worker.model_runner)
@@ -161,6 +130,7 @@ class RankTier:
         backend: copy backend, or ``auto``.
         fault: make the canary fail.
         alone: this is the only rank, so the scheduler hears of every copy that fails.
+        board: what several ranks share; without one they wait here until no rank grows any more.
 
     Raises:
         TransferError: the layout, the memory, the copy backend or the canary.
@@ -173,13 +143,14 @@ class RankTier:
         backend: str = "auto",
         fault: bool = False,
         alone: bool = True,
+        board: GrowthBoard | None = None,
     ) -> None:
         from kvoffload_patch.transfer.backends import choose_backend
         from kvoffload_patch.transfer.canary import run_canary
         from kvoffload_patch.transfer.copy_engine import CopyEngine
         from kvoffload_patch.transfer.slot_memory import SlotMemory
 
-        self._alone = alone
+        self._alone, self._board = alone, board
         self._runner = runner
         layout = _layout(runner)
         self._tensor = kv_tensors(runner)[0][0]
@@ -189,7 +160,9 @@ class RankTier:
         self._growth_told = self._host.num_ready == num_slots
         self._idle = self._long_to_launch = self._decodes = False
         try:
-            ready = self._host.wait_up_to(_MEASURED_BYTES // layout.block_bytes)
+            serves_growing = alone or board is not None
+            measured = _MEASURED_BYTES // layout.block_bytes if serves_growing else num_slots
+            ready = self._host.wait_up_to(measured)
             slots = SlotMemory(self._host.slots, self._host.slots_per_piece)
             with self._host.quiet():
                 chosen = choose_backend(layout, slots, ready, backend)
@@ -253,8 +226,7 @@ class RankTier:
                 f"({self._engine.why_failed()}), and the others cannot know of it; restart the "
                 "server, or set KVOFFLOAD_DISABLE=1 to serve without the CPU tier."
             )
-        result = TransferResult(*progress, num_slots=self.num_ready, growing=self.growing)
-        return copy_output(output, result)
+        return copy_output(output, TransferResult(*progress, *self._usable()))
 
     def drain(self) -> None:
         """Return when every copy is done."""
@@ -266,6 +238,13 @@ class RankTier:
         self._engine.close()
         del self._engine
         self._host.close()
+
+    def _usable(self) -> tuple[int | None, bool]:
+        """CPU slots usable on every rank, and whether they will become more."""
+        growing = self.growing  # asked first: when it says no, their number is final
+        if self._board is not None:
+            return self._board.exchange(self.num_ready, growing)
+        return (self.num_ready, growing) if self._alone else (None, False)
 
     def _tell_growth(self, plan: TransferPlan | None) -> None:
         blocks, last_slot = 0, -1

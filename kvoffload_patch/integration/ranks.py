@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from kvoffload_patch.integration import rank as worker_side
 from kvoffload_patch.integration.errors import TierRefused
+from kvoffload_patch.integration.growth_board import BoardAddress, make_board
 
 # Long enough to touch and register a large tier, short enough not to look like a hang for ever.
 _ATTACH_TIMEOUT_S = 1800.0
@@ -25,6 +26,7 @@ class RankGroup:
         num_ranks: how many there are, once opened.
         num_slots: CPU slots on each rank, once opened and grown.
         num_usable: those that every rank could use when it was opened.
+        growing: whether these become more.
         load_ms_per_block: of the slowest rank, once opened.
         copies: how blocks are copied, in words.
         copies_overlap: whether copies run beside the forward pass, or within the step.
@@ -35,7 +37,7 @@ class RankGroup:
         self.num_ranks = self.num_slots = self.num_usable = 0
         self.load_ms_per_block = 0.0
         self.copies = ""
-        self.copies_overlap = False
+        self.copies_overlap = self.growing = False
         self._here: worker_side.RankTier | None = None
 
     def open(self, cpu_bytes: int, backend: str = "auto", canary_fault_rank: int = -1) -> None:
@@ -51,12 +53,15 @@ class RankGroup:
             raise TierRefused(f"expected the same KV blocks on every rank, found {found}.")
         self.num_slots = cpu_bytes // sum(r.slot_bytes for r in ranks)
         _check_size(ranks, cpu_bytes, self.num_slots)
-        opened = self._call(worker_side.open_rank, self.num_slots, backend, canary_fault_rank)
+        self.num_ranks = len(ranks)
+        with self._board([r.rank for r in ranks]) as board:
+            how = self.num_slots, backend, canary_fault_rank, board
+            opened = self._call(worker_side.open_rank, *how)
         if any(r.error for r in opened):
             self._call(worker_side.close_rank)
             _refuse_errors(opened, "failed to open the CPU tier")
-        self.num_ranks = len(ranks)
         self.num_usable = min(r.num_ready for r in opened)
+        self.growing = self.num_usable < self.num_slots and (len(ranks) == 1 or board is not None)
         slowest = max(opened, key=lambda r: r.load_ms_per_block)
         self.load_ms_per_block, self.copies = slowest.load_ms_per_block, slowest.copies
         self.copies_overlap = ranks[0].device != "cpu"
@@ -71,11 +76,6 @@ class RankGroup:
         """
         return self._here.loads_done() if self._here is not None else 0
 
-    def num_ready(self) -> tuple[int, bool]:
-        """Slots that every rank can use by now, and whether any rank will have more."""
-        slots, growing = zip(*self._call(worker_side.ready_slots))
-        return min(slots), any(growing)
-
     def drain(self) -> None:
         """Return when no rank has a copy under way; plans sent before are carried out first."""
         self._call(worker_side.drain_rank)
@@ -89,6 +89,18 @@ class RankGroup:
         """Free the memory of a worker in this process; those in others free it by ending."""
         if hasattr(self._executor, "driver_worker"):
             self._call(worker_side.close_rank)
+
+    @contextmanager
+    def _board(self, ranks: Sequence[int]) -> Iterator[BoardAddress | None]:
+        """What several ranks share; None if they have nothing in common, or there is one only."""
+        board = make_board(ranks) if len(ranks) > 1 else None
+        if board is None:
+            yield None
+            return
+        try:
+            yield board if all(self._call(worker_side.can_share, board)) else None
+        finally:
+            board.remove()
 
     def _call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         try:

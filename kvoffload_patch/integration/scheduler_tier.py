@@ -8,7 +8,6 @@ from typing import Any
 
 from kvoffload_patch.config import Settings
 from kvoffload_patch.integration.adapters import PLAN, RESULT, SchedulerView
-from kvoffload_patch.integration.growth import AgreedGrowth
 from kvoffload_patch.integration.hits import HitCounts, UsedHits
 from kvoffload_patch.integration.last_block import LastBlocks
 from kvoffload_patch.integration.loads import LoadBook
@@ -48,7 +47,6 @@ class SchedulerTier:
         self._view = view
         self._manager = manager
         self._ranks = ranks
-        self._growth = AgreedGrowth(manager, ranks)
         self._settings = settings
         self._memo = ProbeMemo()
         self._loads = LoadBook(view, manager, ranks.load_ms_per_block)
@@ -143,7 +141,7 @@ class SchedulerTier:
         failed: tuple[int, ...] = ()
         if result is not None:
             failed = result.failed_loads
-            self._memo.keys_stored(self._manager.apply(self._growth.agreed(result)))
+            self._memo.keys_stored(self._manager.apply(result))
             if failed:
                 self._memo.clear()  # some lookups rest on what has left the tier
         wrong = self._loads.inline.came_back(plan.wait_load if plan else 0, failed)

@@ -1,8 +1,7 @@
 """CPU memory that becomes usable slot by slot on the CPU device, where it all is at once.
 
 TEST_GROWTH says how far it goes on each rank: with ``60 45``, rank 1 gets no more than 45 slots.
-Every rank has one more each time that it is asked, and rank 0 three; the scheduler may ask in every
-step.
+Every rank has one more each time that it is asked, and rank 0 three.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 
-from kvoffload_patch.integration import growth
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.host_buffer import HostBuffer
 
@@ -38,7 +36,6 @@ def install() -> None:
         there = usable.get(id(buffer), 1)
         return f"{there} slots are all of rank {_rank()}" if there == limit(buffer) else ""
 
-    growth._ASK_EVERY_S = 0.0
     made: Any = HostBuffer
     made.num_ready = property(num_ready)
     made.growth_ended = property(growth_ended)

@@ -10,10 +10,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvoffload_patch.integration import rank as worker_side  # noqa: E402
+from kvoffload_patch.integration import ranks as ranks_module  # noqa: E402
 from kvoffload_patch.integration.adapters import RESULT, TIER  # noqa: E402
 from kvoffload_patch.integration.errors import TierRefused  # noqa: E402
+from kvoffload_patch.integration.growth_board import GrowthBoard, make_board  # noqa: E402
 from kvoffload_patch.integration.host_memory import EARLY  # noqa: E402
-from kvoffload_patch.integration.rank import RankGeometry, RankOpened  # noqa: E402
+from kvoffload_patch.integration.rank_answers import RankGeometry, RankOpened  # noqa: E402
 from kvoffload_patch.integration.ranks import RankGroup  # noqa: E402
 from kvoffload_patch.tier.plan import CopyBatch, TransferPlan  # noqa: E402
 from kvoffload_patch.transfer.host_buffer import HostBuffer  # noqa: E402
@@ -33,14 +35,14 @@ class Executor:
         self.answers = {
             "describe_rank": ranks,
             "open_rank": [RankOpened(r.rank, r.pid, n, 0.5) for r, n in zip(ranks, ready)],
-            "ready_slots": [(n + 3, n > 5) for n in ready],
+            "can_share": [True for _ in ready],
             "rank_here": [None for _ in ready],
         }
         self.calls: list[tuple[Any, ...]] = []
 
     def collective_rpc(self, function: Any, timeout: float, args: tuple[Any, ...]) -> Any:
         self.calls.append((function.__name__, *args))
-        return self.answers.get(function.__name__, [])
+        return [] if function.__name__ == "close_rank" else self.answers[function.__name__]
 
 
 def test_slots_are_counted_by_what_they_take_and_usable_where_every_rank_has_them() -> None:
@@ -49,7 +51,42 @@ def test_slots_are_counted_by_what_they_take_and_usable_where_every_rank_has_the
     ranks.open(1536 * 20 + 1)
     assert (ranks.num_ranks, ranks.num_slots, ranks.num_usable) == (2, 20, 4)
     assert executor.calls[-1][:2] == ("open_rank", 20)
-    assert ranks.num_ready() == (7, True), "the fewest, and whether any will have more"
+    assert ranks.growing
+
+
+def test_several_ranks_are_told_where_they_share_what_they_have() -> None:
+    executor = Executor([geometry(0), geometry(3)], [9, 4])
+    RankGroup(executor).open(512 * 40)
+    (_, asked), (_, *told) = executor.calls[-2:]
+    assert asked is told[-1] and asked.ranks == (0, 3)
+    assert not asked.is_reachable(), "its name is taken away when all have opened it"
+
+
+def test_ranks_that_share_no_memory_do_not_grow_while_they_serve() -> None:
+    executor = Executor([geometry(0), geometry(1, "b")], [9, 4])
+    executor.answers["can_share"] = [True, False]
+    ranks = RankGroup(executor)
+    ranks.open(512 * 40)
+    assert executor.calls[-1][-1] is None
+    assert (ranks.num_usable, ranks.growing) == (4, False)
+
+
+def test_one_rank_shares_with_nobody() -> None:
+    executor = Executor([geometry(0)], [4])
+    ranks = RankGroup(executor)
+    ranks.open(512 * 20)
+    assert [call[0] for call in executor.calls] == ["describe_rank", "open_rank", "rank_here"]
+    assert executor.calls[1][-1] is None and ranks.growing
+
+
+def test_a_board_whose_ranks_do_not_answer_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(ranks_module, "make_board", lambda r: made.append(make_board(r)) or made[0])
+    executor = Executor([geometry(0), geometry(1)], [1, 1])
+    del executor.answers["can_share"], executor.answers["open_rank"]
+    with pytest.raises(TierRefused, match="a worker did not answer can_share"):
+        RankGroup(executor).open(512 * 40)
+    assert len(made) == 1 and not made[0].is_reachable()
 
 
 def test_memory_taken_early_is_not_counted_twice() -> None:
@@ -96,10 +133,51 @@ def test_a_rank_says_what_a_slot_takes_and_what_is_usable(worker: Any) -> None:
     assert (described.error, described.block_bytes, described.slot_bytes) == ("", 60, 512)
     opened = worker_side.open_rank(worker, 5)
     assert (opened.error, opened.num_ready) == ("", 5)
-    assert worker_side.ready_slots(worker) == (5, False)
     tier = getattr(worker.model_runner, TIER)
     assert getattr(tier.end_step(output()), RESULT).num_slots == 5
     worker_side.close_rank(worker)
+    assert not hasattr(worker.model_runner, TIER)
+
+
+def test_one_of_several_ranks_speaks_for_all(worker: Any) -> None:
+    worker.vllm_config.parallel_config.world_size = 2
+    board = make_board([0, 1])
+    assert board is not None
+    other = GrowthBoard(board, 1)
+    other.exchange(2, True)
+    assert worker_side.can_share(worker, board)
+    assert worker_side.open_rank(worker, 5, board=board).error == ""
+    board.remove()
+    tier = getattr(worker.model_runner, TIER)
+
+    def said() -> tuple[int, bool]:
+        result = getattr(tier.end_step(output()), RESULT)
+        return result.num_slots, result.growing
+
+    assert said() == (2, True)
+    assert other.exchange(9, True) == (5, False), "this rank has five, and is not to have more"
+    assert said() == (5, False)
+    worker_side.close_rank(worker)
+
+
+def test_ranks_that_share_nothing_wait_until_all_slots_are_there(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[int] = []
+    monkeypatch.setattr(HostBuffer, "wait_up_to", lambda _, slots: waited.append(slots) or slots)
+    worker.vllm_config.parallel_config.world_size = 2
+    worker_side.open_rank(worker, 5)
+    assert waited == [5]
+    result = getattr(getattr(worker.model_runner, TIER).end_step(output()), RESULT)
+    assert result.num_slots is None, "the others may have fewer"
+    worker_side.close_rank(worker)
+
+
+def test_a_board_that_cannot_be_opened_is_said(worker: Any) -> None:
+    board = make_board([0, 1])
+    assert board is not None
+    board.remove()
+    assert "No such file" in worker_side.open_rank(worker, 5, board=board).error
     assert not hasattr(worker.model_runner, TIER)
 
 

@@ -109,13 +109,9 @@ class FakeRanks:
     load_ms_per_block = 1.0
     num_ranks = 1
     copies_overlap = True
-    ready = 0, False
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-
-    def num_ready(self) -> tuple[int, bool]:
-        return self.ready
 
     def drain(self) -> None:
         self.calls.append("drain")
