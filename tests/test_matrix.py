@@ -6,9 +6,13 @@ import ctypes
 import shutil
 import struct
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+with suppress(ImportError):  # other tests need it, and once pip is imported it cannot be
+    import setuptools  # noqa: F401
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
