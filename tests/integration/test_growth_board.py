@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,11 +89,11 @@ def test_without_shared_memory_there_is_no_board(
 def test_shared_memory_that_is_full_is_no_board_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def full(format: str, value: int) -> bytes:  # noqa: A002
+    def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(growth_board, "_FOLDER", str(tmp_path))
-    monkeypatch.setattr(growth_board.struct, "pack", full)
+    monkeypatch.setattr(growth_board, "_cell", full)
     assert make_board([0, 1]) is None
     assert list(tmp_path.iterdir()) == []
 
