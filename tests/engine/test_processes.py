@@ -75,6 +75,7 @@ def test_two_ranks(real):
     assert on["blocks_loaded"] == 640 // release.block_size()
 
 
+@pytest.mark.matrix
 def test_two_ranks_that_grow_and_do_not_get_the_same(real):
     off = real.off(["twins"], TP, TEST_FORK_WORKERS="1")["twins"]
     run = real.on(["twins", "setup"], TP, TEST_FORK_WORKERS="1", TEST_GROWTH="60 33")
