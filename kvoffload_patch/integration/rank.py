@@ -86,6 +86,7 @@ def open_rank(
         return RankOpened(
             **who,
             num_ready=tier.num_ready,
+            growing=tier.growing,
             load_ms_per_block=tier.load_ms_per_block,
             copies=tier.copies,
         )
@@ -160,8 +161,9 @@ class RankTier:
         self._growth_told = self._host.num_ready == num_slots
         self._idle = self._long_to_launch = self._decodes = False
         try:
-            serves_growing = alone or board is not None
-            measured = _MEASURED_BYTES // layout.block_bytes if serves_growing else num_slots
+            # What every rank can use, and whether it becomes more; None: nobody here knows it.
+            self._usable: tuple[int | None, bool] = (None, alone or board is not None)
+            measured = _MEASURED_BYTES // layout.block_bytes if self._usable[1] else num_slots
             ready = self._host.wait_up_to(measured)
             slots = SlotMemory(self._host.slots, self._host.slots_per_piece)
             with self._host.quiet():
@@ -226,7 +228,7 @@ class RankTier:
                 f"({self._engine.why_failed()}), and the others cannot know of it; restart the "
                 "server, or set KVOFFLOAD_DISABLE=1 to serve without the CPU tier."
             )
-        return copy_output(output, TransferResult(*progress, *self._usable()))
+        return copy_output(output, TransferResult(*progress, *self._usable_slots()))
 
     def drain(self) -> None:
         """Return when every copy is done."""
@@ -239,12 +241,13 @@ class RankTier:
         del self._engine
         self._host.close()
 
-    def _usable(self) -> tuple[int | None, bool]:
+    def _usable_slots(self) -> tuple[int | None, bool]:
         """CPU slots usable on every rank, and whether they will become more."""
-        growing = self.growing  # asked first: when it says no, their number is final
-        if self._board is not None:
-            return self._board.exchange(self.num_ready, growing)
-        return (self.num_ready, growing) if self._alone else (None, False)
+        if self._usable[1]:
+            growing = self.growing  # asked first: when it says no, their number is final
+            own = self.num_ready
+            self._usable = self._board.exchange(own, growing) if self._board else (own, growing)
+        return self._usable
 
     def _tell_growth(self, plan: TransferPlan | None) -> None:
         blocks, last_slot = 0, -1

@@ -29,12 +29,14 @@ class RankGeometry:
 class RankOpened:
     """What a rank says when its tier is open.
 
-    Slots usable so far, milliseconds that a block takes to load, and how blocks are copied.
+    Slots usable so far, whether they become more while it serves, milliseconds that a block takes
+    to load, and how blocks are copied.
     """
 
     rank: int
     pid: int
     num_ready: int = 0
+    growing: bool = False
     load_ms_per_block: float = 0.0
     copies: str = ""
     error: str = ""

@@ -23,7 +23,6 @@ class RankGroup:
         executor: vLLM's executor, its workers started.
 
     Attributes:
-        num_ranks: how many there are, once opened.
         num_slots: CPU slots on each rank, once opened and grown.
         num_usable: those that every rank could use when it was opened.
         growing: whether these become more.
@@ -34,7 +33,7 @@ class RankGroup:
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
-        self.num_ranks = self.num_slots = self.num_usable = 0
+        self.num_slots = self.num_usable = 0
         self.load_ms_per_block = 0.0
         self.copies = ""
         self.copies_overlap = self.growing = False
@@ -53,7 +52,6 @@ class RankGroup:
             raise TierRefused(f"expected the same KV blocks on every rank, found {found}.")
         self.num_slots = cpu_bytes // sum(r.slot_bytes for r in ranks)
         _check_size(ranks, cpu_bytes, self.num_slots)
-        self.num_ranks = len(ranks)
         with self._board([r.rank for r in ranks]) as board:
             how = self.num_slots, backend, canary_fault_rank, board
             opened = self._call(worker_side.open_rank, *how)
@@ -61,11 +59,11 @@ class RankGroup:
             self._call(worker_side.close_rank)
             _refuse_errors(opened, "failed to open the CPU tier")
         self.num_usable = min(r.num_ready for r in opened)
-        self.growing = self.num_usable < self.num_slots and (len(ranks) == 1 or board is not None)
+        self.growing = any(r.growing for r in opened)
         slowest = max(opened, key=lambda r: r.load_ms_per_block)
         self.load_ms_per_block, self.copies = slowest.load_ms_per_block, slowest.copies
         self.copies_overlap = ranks[0].device != "cpu"
-        if self.num_ranks == 1:
+        if len(ranks) == 1:
             [self._here] = self._call(worker_side.rank_here, worker_side.this_process())
 
     def loads_done(self) -> int:

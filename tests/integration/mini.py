@@ -38,8 +38,6 @@ _MODEL = {
 class FakeRanks:
     """One rank; its device carries out the plans. ``here``: in the scheduler's process."""
 
-    num_ranks = 1
-
     def __init__(
         self, load_ms_per_block: float = 1.0, copies_overlap: bool = True, here: bool = True
     ) -> None:

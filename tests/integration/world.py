@@ -107,7 +107,6 @@ class FakeRanks:
     """Ranks that copy nothing and are done when they are told to."""
 
     load_ms_per_block = 1.0
-    num_ranks = 1
     copies_overlap = True
 
     def __init__(self) -> None:
