@@ -33,7 +33,7 @@ import bench_transfer_setup as setup  # noqa: E402
 from bench_transfer_measure import Matmuls, Memcpy, Transfer, by_engine, speed  # noqa: E402
 from bench_transfer_report import size  # noqa: E402
 
-from kvoffload_patch.transfer import copy_direct  # noqa: E402
+from kvoffload_patch.transfer.backends import direct as copy_direct  # noqa: E402
 
 UP, DOWN = "CPU to GPU", "GPU to CPU"
 WAYS = (UP, DOWN)

@@ -28,7 +28,7 @@ import torch
 from bench_common import machine, quantile, say, table, write_json
 
 from kvoffload_patch.tier.plan import CopyBatch, TransferPlan
-from kvoffload_patch.transfer.copy_engine import CopyEngine
+from kvoffload_patch.transfer.engine import CopyEngine
 
 CALLS = 2000
 STORE_SLICE_S, LOAD_SLICE_S = 0.0006, 0.0012  # 32 and 64 MiB by DMA
@@ -111,7 +111,7 @@ class Steps:
     """
 
     def __init__(self, stores: int, put_off: bool, loads: int, device_s: float) -> None:
-        self._stores, self._put_off, self._loads = stores, put_off, loads
+        self._stores, self._stores_deferred, self._loads = stores, put_off, loads
         self._device_s = device_s
         self._compute = Stream()
         self._tickets = [0, 0]
@@ -145,7 +145,7 @@ class Steps:
         self._compute.take(self._device_s)
         launch_calls(self._values)
         took = time.perf_counter() - began
-        self._engine.end_step(self._put_off)
+        self._engine.end_step(self._stores_deferred)
         # The tokens of the step before it are waited for.
         time.sleep(max(0.0, self._compute.end - self._device_s - time.perf_counter()))
         return 1000 * took

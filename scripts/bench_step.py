@@ -58,8 +58,9 @@ class Sim:
         if not tier:
             return
         from kvoffload_patch.config import Settings
-        from kvoffload_patch.integration.adapters import TIER, SchedulerView
-        from kvoffload_patch.integration.scheduler_tier import SchedulerTier
+        from kvoffload_patch.integration.engine.tier import SchedulerTier
+        from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
+        from kvoffload_patch.integration.protocol import TIER
         from kvoffload_patch.tier.manager import OffloadManager
 
         view = SchedulerView(self.scheduler)
@@ -103,7 +104,7 @@ class Sim:
         return output
 
     def _answer(self, scheduled: Any, output: Any) -> None:
-        from kvoffload_patch.integration.adapters import PLAN, RESULT
+        from kvoffload_patch.integration.protocol import PLAN, RESULT
         from kvoffload_patch.tier.plan import TransferResult
 
         plan = getattr(scheduled, PLAN, None)

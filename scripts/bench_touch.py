@@ -3,8 +3,8 @@
 Taking pages of CPU memory in the background, and what that does to a thread that maps memory.
 
 Two ways, with huge pages and without: MADV_POPULATE_WRITE in steps of 32 and 2 MiB, and page faults
-(`kvoffload_patch.transfer.mapping.touch`). Meanwhile another thread maps and unmaps 1 MiB, as
-loading a model and capturing CUDA graphs do all the time.
+(`kvoffload_patch.transfer.memory.mapping.touch`). Meanwhile another thread maps and unmaps 1 MiB,
+as loading a model and capturing CUDA graphs do all the time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from bench_common import machine, quantile, say, table, write_json
 
-from kvoffload_patch.transfer.mapping import GIB, advise, touch
+from kvoffload_patch.transfer.memory.mapping import GIB, advise, touch
 
 MIB = 1 << 20
 STEP = 32 * MIB

@@ -10,11 +10,11 @@ import torch
 from bench_common import GIB
 
 from kvoffload_patch.tier.plan import CopyBatch, TransferPlan
-from kvoffload_patch.transfer.backends import choose_backend
-from kvoffload_patch.transfer.copy_engine import CopyEngine
-from kvoffload_patch.transfer.host_buffer import HostBuffer
+from kvoffload_patch.transfer.backends.choose import choose_backend
+from kvoffload_patch.transfer.backends.slots import SlotMemory
+from kvoffload_patch.transfer.engine import CopyEngine
 from kvoffload_patch.transfer.layout import BlockLayout
-from kvoffload_patch.transfer.slot_memory import SlotMemory
+from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
 
 LAYERS, HEADS, HEAD_SIZE = 32, 8, 128
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_SIZE * 2  # K and V in bf16

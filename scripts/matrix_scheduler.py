@@ -28,7 +28,7 @@ from packaging.specifiers import SpecifierSet  # noqa: E402
 from packaging.version import Version  # noqa: E402
 from release_sources import NotFetched, fetch  # noqa: E402
 
-from kvoffload_patch.integration.points import SUPPORTED_VLLM  # noqa: E402
+from kvoffload_patch.integration.patch_table.points import SUPPORTED_VLLM  # noqa: E402
 
 HALF = ROOT / "tests/scheduler_half/half.py"
 LIMIT_S = 600

@@ -13,8 +13,8 @@ import torch
 from transfer import layouts
 from transfer.opened import Opened
 
+from kvoffload_patch.transfer.backends.tiles import TileMover
 from kvoffload_patch.transfer.layout import BlockLayout
-from kvoffload_patch.transfer.tiles import TileMover
 
 BACKENDS = ("staged", "singles", "direct")
 SOURCE, SLOTS, TARGET = [4, 2, 0, 6, 1], [0, 1, 2, 9, 7], [5, 3, 1, 0, 2]

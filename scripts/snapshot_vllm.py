@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from release_sources import UNREADABLE, NotFetched, fetch, unpack_wheel  # noqa: E402
 
-from kvoffload_patch.integration.points import POINTS  # noqa: E402
+from kvoffload_patch.integration.patch_table.points import POINTS  # noqa: E402
 from kvoffload_patch.patching import PatchPoint  # noqa: E402
 from kvoffload_patch.patching.check import PROPERTIES, find_def, release_of  # noqa: E402
 

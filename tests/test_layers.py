@@ -160,9 +160,9 @@ def test_tier_and_transfer_say_nothing_of_vllm_in_code(part: str) -> None:
         ("kvoffload_patch.tier.manager", {"torch", "vllm", "wrapt"}),
         ("kvoffload_patch.patching", {"torch", "vllm"}),
         ("kvoffload_patch.integration.install", {"torch", "vllm"}),
-        ("kvoffload_patch.integration.scheduler_hooks", {"torch", "vllm"}),
-        ("kvoffload_patch.integration.worker_hooks", {"torch", "vllm"}),
-        ("kvoffload_patch.integration.engine_hooks", {"torch", "vllm"}),
+        ("kvoffload_patch.integration.engine.hooks", {"torch", "vllm"}),
+        ("kvoffload_patch.integration.worker.hooks", {"torch", "vllm"}),
+        ("kvoffload_patch.integration.engine.hooks", {"torch", "vllm"}),
         ("kvoffload_patch.cli.main", {"torch", "vllm"}),
     ],
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload_patch.integration.points import POINTS, VLLM
+from kvoffload_patch.integration.patch_table.points import POINTS, VLLM
 from kvoffload_patch.patching import PatchPoint, find_source, installed_version
 from kvoffload_patch.patching.check import release_of
 

@@ -18,7 +18,7 @@ import kvoffload_patch
 from kvoffload_patch import _bootstrap
 from kvoffload_patch.cli import patch_files
 from kvoffload_patch.config import VARIABLES, ConfigError, read
-from kvoffload_patch.integration.points import VLLM
+from kvoffload_patch.integration.patch_table.points import VLLM
 from kvoffload_patch.patching import find_source, installed_version
 from kvoffload_patch.patching.errors import HostNotFound
 

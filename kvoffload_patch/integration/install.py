@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvoffload_patch.config import Settings
-from kvoffload_patch.integration.points import POINTS, SUPPORTED_VLLM, VLLM
+from kvoffload_patch.integration.patch_table.points import POINTS, SUPPORTED_VLLM, VLLM
 from kvoffload_patch.patching import (
     Decision,
     PatchRefused,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvoffload_patch.transfer.backend import CopyBackend, copy_now, new_streams
+from kvoffload_patch.transfer.backends.base import CopyBackend, copy_now, new_streams
 from kvoffload_patch.transfer.errors import CanaryFailed
 from kvoffload_patch.transfer.layout import BlockLayout
 

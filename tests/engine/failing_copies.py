@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from kvoffload_patch.transfer.copy_torch import TorchBackend
+from kvoffload_patch.transfer.backends.torch import TorchBackend
 
 # A byte that makes finite floats, so that only those who read it are disturbed.
 _GARBAGE = 0x3F

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from kvoffload_patch.transfer import copy_engine
+from kvoffload_patch.transfer import engine as copy_engine
 
-_HostLane = copy_engine.HostLane
+_HostLane = copy_engine.SyncCopyQueue
 
 
 class LateLane(_HostLane):
-    """Stands in for `HostLane`, which makes the copies here when their time has come."""
+    """Stands in for `SyncCopyQueue`, which makes the copies here when their time has come."""
 
     patience = 3
 
@@ -68,4 +68,4 @@ class LateLane(_HostLane):
 def install(patience: int) -> None:
     """Make every `CopyEngine` of the CPU device built from now on a late one."""
     LateLane.patience = patience
-    copy_engine.HostLane = LateLane
+    copy_engine.SyncCopyQueue = LateLane

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from model import LAYERS
 
-from kvoffload_patch.transfer import backends, copy_engine
+from kvoffload_patch.transfer import engine as copy_engine
+from kvoffload_patch.transfer.backends import choose as backends
 
 counts = {"steps by layer": 0, "waits for a group": 0}
 

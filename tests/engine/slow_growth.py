@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvoffload_patch.transfer.errors import TransferError
-from kvoffload_patch.transfer.host_buffer import HostBuffer
+from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
 
 
 def install() -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 from engine import engines
 
-from kvoffload_patch.integration.points import POINTS, SUPPORTED_VLLM, VLLM
+from kvoffload_patch.integration.patch_table.points import POINTS, SUPPORTED_VLLM, VLLM
 from kvoffload_patch.patching import decide, installed_version
 
 PRINT_CLASSES = """

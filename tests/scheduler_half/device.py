@@ -39,7 +39,7 @@ def answer(prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
-class Lane:
+class CopyQueue:
     """Copies of one direction, in order, each as late as somebody waits for it.
 
     Args:
@@ -121,7 +121,7 @@ class Device:
         self.resumed = 0  # requests that began again
         self._windows = windows
         self._fails = fails
-        self._loads, self._stores = Lane(late), Lane(late)
+        self._loads, self._stores = CopyQueue(late), CopyQueue(late)
         self._failed: tuple[list[int], list[int]] = ([], [])
         self._sequences: dict[str, _Sequence] = {}
 

@@ -24,7 +24,7 @@ def use_release(release: str, folder: Path) -> None:
     from scheduler_half import parts, sources
 
     sources.use(folder)
-    from integration.mini import Release
+    from integration.engine.mini import Release
 
     Release.version = release
     Release.find = staticmethod(lambda module: _source(folder, module))

@@ -12,10 +12,10 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from integration.mini import BLOCK, FakeRanks, Mini, Release
+from integration.engine.mini import BLOCK, FakeRanks, Mini, Release
 from packaging.version import Version
 
-from kvoffload_patch.integration.eligibility import check_eligible
+from kvoffload_patch.integration.engine.eligibility import check_eligible
 from kvoffload_patch.integration.errors import TierRefused
 
 Facts = dict[str, Any]

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvoffload_patch.integration import rank
-from kvoffload_patch.integration.adapters import TIER
+from kvoffload_patch.integration.protocol import TIER
+from kvoffload_patch.integration.worker import tier as rank
 
 torch = pytest.importorskip("torch")
 

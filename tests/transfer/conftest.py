@@ -11,7 +11,7 @@ import triton  # noqa: F401 - its own functions must not be interpreted
 if not torch.cuda.is_available():
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
-    from kvoffload_patch.transfer import kernels
+    from kvoffload_patch.transfer.backends import kernels
 
     assert type(kernels.move_tiles).__name__ == "InterpretedFunction", "imported too early"
     # Processes that other tests start must not have it.

@@ -20,10 +20,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-from kvoffload_patch.transfer import copy_engine
+from kvoffload_patch.transfer import engine as copy_engine
+from kvoffload_patch.transfer.backends.slots import Numbers, SlotMemory
+from kvoffload_patch.transfer.backends.tiles import TileMover
 from kvoffload_patch.transfer.errors import TransferError
-from kvoffload_patch.transfer.slot_memory import Numbers, SlotMemory
-from kvoffload_patch.transfer.tiles import TileMover
 
 
 @dataclass

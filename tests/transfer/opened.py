@@ -12,15 +12,17 @@ import torch
 from transfer.fake_cuda import FakeCuda, FakeDriver
 from transfer.layouts import Case, needs_gpu
 
-from kvoffload_patch.transfer import copy_direct, copy_staged, copy_torch
-from kvoffload_patch.transfer.backend import CopyBackend, Slices, Streams, new_streams
-from kvoffload_patch.transfer.copy_direct import DirectBackend
-from kvoffload_patch.transfer.copy_staged import StagedBackend
-from kvoffload_patch.transfer.copy_torch import TorchBackend
-from kvoffload_patch.transfer.driver import Driver
-from kvoffload_patch.transfer.host_buffer import HostBuffer
+from kvoffload_patch.transfer.backends import direct as copy_direct
+from kvoffload_patch.transfer.backends import staged as copy_staged
+from kvoffload_patch.transfer.backends import torch as copy_torch
+from kvoffload_patch.transfer.backends.base import CopyBackend, Slices, Streams, new_streams
+from kvoffload_patch.transfer.backends.direct import DirectBackend
+from kvoffload_patch.transfer.backends.driver import Driver
+from kvoffload_patch.transfer.backends.slots import SlotMemory
+from kvoffload_patch.transfer.backends.staged import StagedBackend
+from kvoffload_patch.transfer.backends.torch import TorchBackend
 from kvoffload_patch.transfer.layout import BlockLayout
-from kvoffload_patch.transfer.slot_memory import SlotMemory
+from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
 
 NUM_SLOTS = 12
 POISON = 0xA5

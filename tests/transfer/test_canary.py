@@ -8,13 +8,13 @@ import pytest
 import torch
 from transfer.layouts import DEVICES, DTYPES, LAYOUTS, build, equal
 
-from kvoffload_patch.transfer.backend import Slices
+from kvoffload_patch.transfer.backends.base import Slices
+from kvoffload_patch.transfer.backends.slots import SlotMemory
+from kvoffload_patch.transfer.backends.torch import TorchBackend
 from kvoffload_patch.transfer.canary import run_canary
-from kvoffload_patch.transfer.copy_torch import TorchBackend
 from kvoffload_patch.transfer.errors import CanaryFailed, TransferError
-from kvoffload_patch.transfer.host_buffer import HostBuffer
 from kvoffload_patch.transfer.layout import BlockLayout
-from kvoffload_patch.transfer.slot_memory import SlotMemory
+from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
 
 Ids = Sequence[int]
 

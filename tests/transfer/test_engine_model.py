@@ -18,10 +18,10 @@ from tier.rank_model import Rank, Step
 from tier.tier_machine import TierMachine, Traffic
 from transfer.fake_cuda import FakeCuda, FakeEvent
 
-from kvoffload_patch.transfer.backend import Slices, Streams
-from kvoffload_patch.transfer.copy_engine import CopyEngine
-from kvoffload_patch.transfer.lane import Lane
+from kvoffload_patch.transfer.backends.base import Slices, Streams
+from kvoffload_patch.transfer.engine import CopyEngine
 from kvoffload_patch.transfer.layout import BlockLayout
+from kvoffload_patch.transfer.queue import CopyQueue
 
 Ids = Sequence[int]
 CPU = torch.device("cpu")
@@ -42,17 +42,17 @@ class EngineRank(Rank):
         self.cuda = FakeCuda()
         self.chance = self.cuda.random.random
         self.engine = CopyEngine(BlockLayout([torch.zeros(2, 1)], 2), self)
-        self.engine._gathers = True
+        self.engine._batches = True
         lock = threading.RLock()
         with self.cuda:
-            self.loads = Lane(CPU, lock, ends_on_bus=False, slices_ahead=2)
-            self.stores = Lane(CPU, lock, ends_on_bus=True, slices_ahead=2)
+            self.loads = CopyQueue(CPU, lock, ends_on_bus=False, slices_ahead=2)
+            self.stores = CopyQueue(CPU, lock, ends_on_bus=True, slices_ahead=2)
         self.engine._loads, self.engine._stores = self.loads, self.stores
         self.engine._arrived = [FakeEvent(self.cuda) for _ in self.groups]
 
     @property
     def idle(self) -> bool:
-        queued = self.loads.queued or self.stores.queued or self.engine._gathered.first
+        queued = self.loads.queued or self.stores.queued or self.engine._batcher.first
         return not self.steps and not queued and self.cuda.idle
 
     def submit(self) -> None:
@@ -70,7 +70,7 @@ class EngineRank(Rank):
                 self.engine.wait_all_loads()
             for part in self.parts:
                 self._write(step, part)
-            self.engine.end_step(gather_stores=self.chance() < 0.7)
+            self.engine.end_step(batch_stores=self.chance() < 0.7)
 
     def run(self, favourite: int) -> bool:
         mine = [[0], [1, 2], [3, 4]][favourite]  # compute, loads, stores
@@ -80,7 +80,7 @@ class EngineRank(Rank):
             went_on = self.chance() < 0.2 and any(lane.advance() for lane in lanes)
             went_on = went_on or self.cuda.run_one(self.cuda.random.choice(mine))
             went_on = went_on or any(lane.advance() for lane in lanes)
-            if not went_on and self.engine._gathered.first:
+            if not went_on and self.engine._batcher.first:
                 self.engine.end_step()  # of a step that stores nothing
                 went_on = True
             self.loads_done, self.stores_done = self.engine.poll()[:2]

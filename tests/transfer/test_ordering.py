@@ -15,16 +15,22 @@ import torch
 from transfer.layouts import needs_gpu
 
 from kvoffload_patch.tier.plan import CopyBatch, TransferPlan
-from kvoffload_patch.transfer import copy_staged
-from kvoffload_patch.transfer.backend import CopyBackend, Slices, Streams, copy_now, new_streams
-from kvoffload_patch.transfer.copy_direct import DirectBackend
-from kvoffload_patch.transfer.copy_engine import CopyEngine
-from kvoffload_patch.transfer.copy_staged import StagedBackend
-from kvoffload_patch.transfer.copy_torch import TorchBackend
-from kvoffload_patch.transfer.driver import Driver
-from kvoffload_patch.transfer.host_buffer import HostBuffer
+from kvoffload_patch.transfer.backends import staged as copy_staged
+from kvoffload_patch.transfer.backends.base import (
+    CopyBackend,
+    Slices,
+    Streams,
+    copy_now,
+    new_streams,
+)
+from kvoffload_patch.transfer.backends.direct import DirectBackend
+from kvoffload_patch.transfer.backends.driver import Driver
+from kvoffload_patch.transfer.backends.slots import SlotMemory
+from kvoffload_patch.transfer.backends.staged import StagedBackend
+from kvoffload_patch.transfer.backends.torch import TorchBackend
+from kvoffload_patch.transfer.engine import CopyEngine
 from kvoffload_patch.transfer.layout import BlockLayout
-from kvoffload_patch.transfer.slot_memory import SlotMemory
+from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
 
 NUM_BLOCKS = 16
 NUM_SLOTS = 7

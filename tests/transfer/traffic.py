@@ -18,17 +18,20 @@ from transfer.fake_cuda import FakeCuda, FakeDriver, FakeEvent
 
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
-from kvoffload_patch.transfer import copy_direct, copy_engine, copy_staged, copy_torch
-from kvoffload_patch.transfer.backend import CopyBackend, Slices, Streams
-from kvoffload_patch.transfer.copy_direct import DirectBackend
-from kvoffload_patch.transfer.copy_engine import CopyEngine
-from kvoffload_patch.transfer.copy_staged import StagedBackend
-from kvoffload_patch.transfer.copy_torch import TorchBackend
-from kvoffload_patch.transfer.driver import Driver
-from kvoffload_patch.transfer.host_buffer import HostBuffer
-from kvoffload_patch.transfer.lane import Lane
+from kvoffload_patch.transfer import engine as copy_engine
+from kvoffload_patch.transfer.backends import direct as copy_direct
+from kvoffload_patch.transfer.backends import staged as copy_staged
+from kvoffload_patch.transfer.backends import torch as copy_torch
+from kvoffload_patch.transfer.backends.base import CopyBackend, Slices, Streams
+from kvoffload_patch.transfer.backends.direct import DirectBackend
+from kvoffload_patch.transfer.backends.driver import Driver
+from kvoffload_patch.transfer.backends.slots import SlotMemory
+from kvoffload_patch.transfer.backends.staged import StagedBackend
+from kvoffload_patch.transfer.backends.torch import TorchBackend
+from kvoffload_patch.transfer.engine import CopyEngine
 from kvoffload_patch.transfer.layout import BlockLayout
-from kvoffload_patch.transfer.slot_memory import SlotMemory
+from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
+from kvoffload_patch.transfer.queue import CopyQueue
 
 NUM_BLOCKS = 67
 NUM_SLOTS = 90
@@ -115,7 +118,7 @@ class Machine:
                 stack.enter_context(mock.patch.object(module, what, value))
             self.backend = Flaky(self._open(backend, slots), self.random)
             self.engine = CopyEngine(self.layout, self.backend, self.host.wait_ready)
-            self.engine._gathers = True  # also where it only plays that it copies beside steps
+            self.engine._batches = True  # also where it only plays that it copies beside steps
             if self.cuda is not None:
                 self._take_real_lanes()
         self._warm_up()
@@ -138,7 +141,7 @@ class Machine:
         assert self.cuda is not None
         lock = threading.RLock()
         ahead = copy_engine._LOADS_AHEAD
-        self._lanes = [Lane(self.device, lock, on_bus, ahead) for on_bus in (False, True)]
+        self._lanes = [CopyQueue(self.device, lock, on_bus, ahead) for on_bus in (False, True)]
         self.engine._loads, self.engine._stores = self._lanes
         self.engine._arrived = [FakeEvent(self.cuda) for _ in self.backend.groups]
 
@@ -301,7 +304,7 @@ class Traffic:
         if writes:
             rank.write(list(writes), list(writes.values()))
         if not lazy:  # a later step submits the store otherwise
-            rank.engine.end_step(gather_stores=self.random.random() < 0.5)
+            rank.engine.end_step(batch_stores=self.random.random() < 0.5)
 
     def _take_arrived(self, reads: Reads) -> None:
         for ticket in [t for t in self.loading if self.tier.load_done(t)]:

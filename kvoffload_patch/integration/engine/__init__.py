@@ -1,0 +1,1 @@
+"""What runs in the engine core: beside vLLM's scheduler, block pool and executor."""

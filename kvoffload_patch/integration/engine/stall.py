@@ -1,0 +1,51 @@
+"""How long the inline loads of a step may hold its requests up."""
+
+from __future__ import annotations
+
+
+class Stall:
+    """What the inline loads of a step make its requests wait, in milliseconds over all of them.
+
+    Loads cross the bus in the order of their tickets, so an inline load waits for every load
+    before it, parked ones included.
+
+    Args:
+        ms_per_block: time that a block takes to load.
+        limit_ms: how long the requests may wait, summed over them.
+        requests: those that could compute meanwhile: running ones, and parked ones, which
+            cannot be admitted before the step is over.
+        blocks_ahead: blocks of loads under way.
+    """
+
+    def __init__(
+        self, ms_per_block: float, limit_ms: float, requests: int, blocks_ahead: int
+    ) -> None:
+        self._ms_per_block = ms_per_block
+        self._left_ms = limit_ms
+        self._requests = requests
+        self._ahead = blocks_ahead
+        self._waited_for = 0  # of the blocks ahead, those that this step waits for anyway
+
+    def allows(self, num_blocks: int) -> bool:
+        """Whether a request may load so many blocks inline; `add_inline` then counts it."""
+        return self._cost_ms(num_blocks) <= self._left_ms
+
+    def add_inline(self, num_blocks: int) -> None:
+        """A request of this step loads so many blocks inline."""
+        self._left_ms -= self._cost_ms(num_blocks)
+        self._ahead += num_blocks
+        self._waited_for = self._ahead
+
+    def add_parked(self, num_blocks: int) -> None:
+        """A request is parked for so many blocks of its own."""
+        self._ahead += num_blocks
+        self._requests += 1
+
+    def admit(self) -> None:
+        """One more request computes in this step."""
+        self._requests += 1
+
+    def _cost_ms(self, num_blocks: int) -> float:
+        # The others wait for what they did not have to wait for so far, this one for the rest.
+        added = self._ahead + num_blocks - self._waited_for
+        return self._ms_per_block * (added * self._requests + self._ahead)

@@ -1,0 +1,118 @@
+"""Hits, counted once for each request, and the line in the log on what the tier did."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from kvoffload_patch.integration.engine.lookup import Found
+from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
+from kvoffload_patch.tier.manager import OffloadManager
+
+# A child of vLLM's logger: its handlers, format and level are the user's choice already.
+logger = logging.getLogger("vllm.kvoffload_patch")
+
+
+class Report:
+    """Says every ``interval`` seconds what happened since the line before, if anything did."""
+
+    def __init__(self, manager: OffloadManager, interval: float) -> None:
+        self._manager = manager
+        self._interval = interval
+        self._next = time.monotonic() + interval
+        self._queried = self._hit = 0
+        self._last = self._totals()
+
+    def count_hit(self, queried_tokens: int, hit_tokens: int) -> None:
+        """A lookup beyond the GPU's cache, and how much of it the tier had."""
+        self._queried += queried_tokens
+        self._hit += hit_tokens
+
+    def tick(self) -> None:
+        """Called every step."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + self._interval
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the line for what is not yet reported."""
+        totals = self._totals()
+        if totals == self._last:
+            return
+        done = [now - before for now, before in zip(totals, self._last)]
+        self._last = totals
+        queried, hit, loaded, stored, evicted, dropped, failed = done
+        rate = 100.0 * hit / queried if queried else 0.0
+        logger.info(
+            "KV offload: %d of %d tokens hit (%.1f%%), blocks loaded: %d, stored: %d, "
+            "evicted: %d, not stored for want of room: %d%s, tier usage: %.1f%%",
+            hit, queried, rate, loaded, stored, evicted, dropped,
+            f", failed: {failed}" if failed else "",
+            100.0 * self._manager.num_used / max(1, self._manager.num_slots),
+        )  # fmt: skip
+
+    def _totals(self) -> tuple[int, ...]:
+        stats = self._manager.stats
+        return (
+            self._queried, self._hit, stats.loaded, stats.stored, stats.evicted, stats.dropped,
+            stats.failed,
+        )  # fmt: skip
+
+
+class _LookedUp(NamedTuple):
+    """A request looked up and not admitted yet: tokens that the GPU lacked, and the tier had."""
+
+    request: Any
+    queried: int
+    hit: int
+    used: bool
+
+
+class HitCounts:
+    """Remembers what lookups found until their requests are admitted, and counts it then.
+
+    Args:
+        view: the scheduler, whose statistics say it to users.
+        report: the log line, which says it too.
+    """
+
+    def __init__(self, view: SchedulerView, report: Report) -> None:
+        self._view = view
+        self._report = report
+        self._looked_up: dict[str, _LookedUp] = {}
+        view.enable_hit_counts()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._looked_up
+
+    def __len__(self) -> int:
+        return len(self._looked_up)
+
+    def found(self, request: Any, found: Found, used: bool) -> None:
+        """A request was looked up, and what was found is used now, or not yet."""
+        before = self._looked_up.get(request.request_id)
+        if before is None or (used and not before.used):
+            beyond_gpu = request.num_tokens - found.gpu_tokens
+            hit = found.tokens - found.gpu_tokens if used else 0
+            self._looked_up[request.request_id] = _LookedUp(request, beyond_gpu, hit, used)
+
+    def admitted(self, scheduled: Mapping[str, int]) -> list[str]:
+        """These requests were scheduled; returns those that were counted for that."""
+        fewer, more = sorted((self._looked_up, scheduled), key=len)
+        counted = [request_id for request_id in fewer if request_id in more]
+        for request_id in counted:
+            request, queried, hit, _ = self._looked_up.pop(request_id)
+            self._view.count_hit(request, queried, hit)
+            self._report.count_hit(queried, hit)
+        return counted
+
+    def forget(self, request_id: str) -> None:
+        """The request is gone."""
+        self._looked_up.pop(request_id, None)
+
+    def clear(self) -> None:
+        """Every request is gone, or what the tier had for it is."""
+        self._looked_up.clear()

@@ -1,0 +1,203 @@
+"""The tier of one scheduler: what happens to it in a step, from probing to the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+from kvoffload_patch.config import Settings
+from kvoffload_patch.integration.engine.admission import Admission
+from kvoffload_patch.integration.engine.full_prompt import FullPromptHits
+from kvoffload_patch.integration.engine.loads import LoadBook
+from kvoffload_patch.integration.engine.lookup_cache import LookupCache
+from kvoffload_patch.integration.engine.recency import Recency
+from kvoffload_patch.integration.engine.recompute import Recompute
+from kvoffload_patch.integration.engine.stats import HitCounts, Report
+from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
+from kvoffload_patch.integration.engine.workers import RankGroup
+from kvoffload_patch.integration.protocol import PLAN, RESULT
+from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.plan import TransferPlan, TransferResult
+
+
+class SchedulerTier:
+    """Stores what the scheduler caches, and loads what its waiting requests could hit.
+
+    Per step it looks at the requests that the step could admit and no further; a request is not
+    looked up again until something it could hit has changed.
+
+    Args:
+        view: the scheduler.
+        manager: slots and tickets.
+        ranks: the workers, which carry out the plans.
+        settings: of the process.
+    """
+
+    def __init__(
+        self, view: SchedulerView, manager: OffloadManager, ranks: RankGroup, settings: Settings
+    ) -> None:
+        self._view = view
+        self._manager = manager
+        self._ranks = ranks
+        self._settings = settings
+        self._lookups = LookupCache()
+        self._loads = LoadBook(view, manager, ranks.load_ms_per_block)
+        self._recompute = Recompute(view.scheduler)
+        self._full_prompts = FullPromptHits(view, manager, self._loads.inline)
+        self._report = Report(manager, settings.log_interval)
+        self._hits = HitCounts(view, self._report)
+        self._used = Recency(view, manager)
+        mode = settings.load_mode
+        self._admission = Admission(
+            view,
+            manager,
+            self._loads,
+            self._lookups,
+            self._hits,
+            self._used,
+            settings,
+            ranks.load_ms_per_block,
+            parks=mode == "parked" or (mode == "auto" and ranks.copies_overlap),
+        )
+        self._scheduling = False
+        self._cached: list[tuple[str, int, Hashable]] = []
+
+    # A step, in the order of its events
+
+    def before_schedule(self) -> None:
+        """Publish loads that have arrived; begin those that this step can admit.
+
+        `schedule_returned` must follow, whatever happens.
+        """
+        self._scheduling = True
+        self._lookups.end_step()  # nothing to do unless `schedule` has raised
+        self._used.refresh()
+        if self._loads.under_way and (done := self._ranks.loads_done()):
+            self._manager.apply(TransferResult(done, stores_done=0))
+        for request_id, known in self._loads.finish(len(self._view.scheduler.running)):
+            # Unless the tier has got more of it since.
+            if not any(map(self._manager.lookup, known.missing)):
+                self._lookups.put(request_id, known)
+        if self._view.has_waiting() and not self._view.is_paused():
+            self._admission.look_up_waiting()
+
+    def on_cached(self, request: Any, blocks: Iterable[Any]) -> None:
+        """These blocks of a request were put into the GPU prefix cache."""
+        for block in blocks:
+            key = block.block_hash
+            if key is None or block.is_null:
+                continue
+            if self._loads.inline.unproven:
+                self._loads.inline.note_cached(block.block_id, key)
+            if self._scheduling:
+                self._cached.append((request.request_id, block.block_id, key))
+            else:
+                self._manager.queue_store(key, block.block_id)
+
+    def on_new_blocks(self, blocks: Sequence[Any]) -> None:
+        """These GPU blocks were handed out: what they held will be overwritten."""
+        gpu_block_ids = [block.block_id for block in blocks]
+        self._manager.note_new_blocks(gpu_block_ids)
+        self._lookups.blocks_reused(gpu_block_ids)
+
+    def schedule_returned(self) -> None:
+        """`schedule` has returned or raised."""
+        self._view.uncap_admissions()
+
+    def after_schedule(self, output: Any) -> None:
+        """Put the plan on the output, and give up what was held for this step only."""
+        self._scheduling = False
+        scheduled = output.num_scheduled_tokens
+        for request_id, gpu_block_id, key in self._cached:
+            # A request preempted within this very schedule() never computes its blocks.
+            if request_id in scheduled:
+                self._manager.queue_store(key, gpu_block_id)
+        if self._settings.load_mode != "parked":
+            self._full_prompts.load(output, self._cached, alone=not self._loads.under_way)
+        self._cached.clear()
+        readers, decode = self._loads.inline.readers, self._view.decode_tokens
+        layerwise = bool(readers) and all(scheduled.get(r, 0) > decode for r in readers)
+        self._loads.after_schedule()
+        plan = self._manager.make_plan(self._view.still_cached, layerwise)
+        if plan is not None:
+            setattr(output, PLAN, plan)
+        for request_id in self._hits.admitted(scheduled):
+            self._lookups.forget(request_id)
+        self._lookups.end_step()
+        self._report.tick()
+
+    def on_output(self, scheduled: Any, output: Any) -> None:
+        """A step's output has come back; the tokens of a step that went wrong leave it."""
+        self.on_result(getattr(output, RESULT, None), getattr(scheduled, PLAN, None))
+        self._recompute.drop_tokens(scheduled, output)
+
+    def on_result(self, result: TransferResult | None, plan: TransferPlan | None = None) -> None:
+        """The reporting rank says what is done.
+
+        Args:
+            result: what it says.
+            plan: of the step with whose output it says so.
+        """
+        failed: tuple[int, ...] = ()
+        if result is not None:
+            failed = result.failed_loads
+            self._lookups.keys_stored(self._manager.apply(result))
+            if failed:
+                self._lookups.clear()  # some lookups rest on what has left the tier
+        wrong = self._loads.inline.came_back(plan.wait_load if plan else 0, failed)
+        if wrong:
+            self._void_steps(wrong)
+
+    def _void_steps(self, wrong: Sequence[tuple[int, Hashable]]) -> None:
+        """An inline load failed: its step, and those begun since, count as if never run.
+
+        They may have read its blocks, or blocks computed from these, and so may requests that
+        are gone by now. What was cached since leaves both caches; every request in flight is
+        computed anew from what was cached before, which is all but its newest tokens.
+        """
+        self._recompute.check()
+        still = [b for b, key in wrong if self._view.still_cached(b, key)]
+        for _, key in wrong:
+            self._manager.discard(key)
+        self._view.uncache(still)
+        self._recompute.void_steps()
+
+    # Events beside the step
+
+    def on_invalid(self, gpu_block_ids: Iterable[int]) -> None:
+        """These GPU blocks do not hold what the prefix cache says; nor do copies of them."""
+        for gpu_block_id in gpu_block_ids:
+            self._manager.discard(self._view.cached_key(gpu_block_id))
+
+    def is_parked(self, request: Any) -> bool:
+        """Whether a request waits for a load of the tier."""
+        return self._loads.is_parked(request.request_id)
+
+    def on_finish(self, request_ids: Iterable[str] | None) -> None:
+        """These requests (None: all) are about to be finished from outside."""
+        if request_ids is None:
+            self._loads.abort_all()
+            self._lookups.clear()
+            self._hits.clear()
+            return
+        for request_id in request_ids:
+            self._loads.abort(request_id)
+            self._lookups.forget(request_id)
+            self._hits.forget(request_id)
+
+    def reset(self) -> None:
+        """Forget everything; returns when no copy is under way on any rank."""
+        if self._manager.busy:
+            self._ranks.drain()
+            self._manager.apply(self._manager.drained())
+        self._loads.drop_all()
+        self._manager.clear()
+        self._lookups.clear()
+        self._hits.clear()
+        self._used.clear()
+
+    def close(self) -> None:
+        """The engine shuts down."""
+        self._view.answers.close()
+        self._report.flush()
+        self._ranks.close()

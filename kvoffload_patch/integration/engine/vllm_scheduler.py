@@ -1,0 +1,266 @@
+"""What the tier reads and changes of vLLM's scheduler side, release by release.
+
+Nothing outside this module, `pool_adapter`, `eligibility`, `recompute` and `last_block` looks at a
+vLLM object's attributes on this side. What differs between releases is asked for by feature.
+Waiting queues: one up to 0.17, `skipped_waiting` beside it from 0.18 to 0.30, `kv_holding_waiting`
+from 0.31 on.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+from kvoffload_patch.integration.engine.lookup_replay import Answers, Lookup
+from kvoffload_patch.integration.engine.vllm_pool import PoolAdapter, key_maker
+
+_SESSIONS = "num_waiting_for_streaming_input"
+
+
+class SchedulerView:
+    """One vLLM scheduler, its KV cache manager and its block pool.
+
+    Args:
+        scheduler: a `vllm.v1.core.sched.scheduler.Scheduler`, constructed.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler = scheduler
+        self.manager = scheduler.kv_cache_manager
+        self.pool = self.manager.block_pool
+        coordinator = self.manager.coordinator
+        managers = coordinator.single_type_managers
+        self._pool_holders = [coordinator, *managers]
+        self.answers = Answers(coordinator)
+        self.key = key_maker()
+        adapter = PoolAdapter(self.pool)
+        self.hold, self.release = adapter.hold, adapter.free
+        self.publish, self.uncache = adapter.publish, adapter.uncache
+        self.block_sizes = tuple(int(m.block_size) for m in managers)
+        self._span_tokens = tuple(self._tokens_held(m.kv_cache_spec) for m in managers)
+        self._parked_status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        self._open = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        grammar = "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"  # from 0.19 on
+        known = grammar in RequestStatus.__members__
+        self._grammar = RequestStatus[grammar if known else "WAITING_FOR_FSM"]
+        active = hasattr(scheduler, "max_num_active_reqs")
+        self._run_limit = "max_num_active_reqs" if active else "max_num_running_reqs"
+        self._counts_sessions = _SESSIONS in type(scheduler).schedule.__code__.co_names
+        self._uncapped_limit: int | None = None  # while the door is closed
+        queues = ("kv_holding_waiting", "skipped_waiting", "waiting")
+        self._queue_names = [name for name in queues if hasattr(scheduler, name)]
+        # Tokens that a decode step gives to a request, at most.
+        self.decode_tokens = 1 + int(getattr(scheduler, "num_spec_tokens", 0))
+
+    def _tokens_held(self, spec: Any) -> int | None:
+        """Tokens whose blocks a request keeps in this group; None where it keeps all."""
+        window = getattr(spec, "sliding_window", None) or getattr(
+            spec, "attention_chunk_size", None
+        )
+        return None if window is None else window + self.scheduler.max_num_scheduled_tokens
+
+    # Queues
+
+    def has_waiting(self) -> bool:
+        """Whether anything waits."""
+        return any(len(queue) for queue in self._queues())
+
+    def is_paused(self) -> bool:
+        """Whether new requests are kept waiting, whatever room there is."""
+        state = getattr(self.scheduler, "pause_state", None)
+        return state is not None and state.name != "UNPAUSED"
+
+    def waiting(self) -> Iterator[Any]:
+        """Waiting requests in the order in which `schedule` looks at them; lazy."""
+        for queue in self._queues():
+            heap = getattr(queue, "_heap", None)
+            for item in queue if heap is None else _heap_order(heap):
+                # Up to 0.11 the heap holds (priority, time of arrival, request).
+                yield item[-1] if isinstance(item, tuple) else item
+
+    def _queues(self) -> list[Any]:
+        return [getattr(self.scheduler, name) for name in self._queue_names]
+
+    def needs_lookup(self, request: Any) -> bool:
+        """Whether `schedule` would look its prefix up: it waits for nothing but its turn."""
+        if request.num_computed_tokens:
+            return False
+        if request.status in self._open:
+            return True
+        # Promoted and admitted within one schedule(): it is never seen as WAITING in between.
+        structured = request.structured_output_request
+        if request.status != self._grammar or not structured:
+            return False
+        return bool(structured.grammar) and not isinstance(structured.grammar, Exception)
+
+    def resumes_without_lookup(self, request: Any) -> bool:
+        """Whether `schedule` admits a request, if it can, that is past its lookup."""
+        if not request.num_computed_tokens:
+            return False
+        received = self.scheduler.finished_recving_kv_req_ids
+        return request.status in self._open or request.request_id in received
+
+    def park(self, request: Any) -> Any:
+        """Make `schedule` pass over a request; returns the status to restore."""
+        status = request.status
+        request.status = self._parked_status
+        return status
+
+    def unpark(self, request: Any, status: Any) -> None:
+        """Undo `park`, and put the request where one without KV blocks belongs."""
+        if request.status != self._parked_status:
+            return
+        request.status = status
+        holding = getattr(self.scheduler, "kv_holding_waiting", None)
+        if holding is None:
+            return
+        # From 0.31 on schedule() moves what waits for remote KV to the queue of those that
+        # hold blocks, which is admitted even while new requests are paused.
+        if request in iter(holding):
+            holding.remove_requests([request])
+            self.scheduler.waiting.prepend_request(request)
+
+    # AdmissionBudget
+
+    def free_run_slots(self) -> int:
+        """How many more requests may run."""
+        return int(getattr(self.scheduler, self._run_limit)) - self._run_slots_taken()
+
+    def _run_slots_taken(self) -> int:
+        # From 0.25 on a session that waits for its next input keeps its slot.
+        sessions = getattr(self.scheduler, _SESSIONS) if self._counts_sessions else 0
+        return len(self.scheduler.running) + int(sessions)
+
+    def cap_admissions(self, admitted: int) -> None:
+        """Let `schedule` admit so many waiting requests and no more, until `uncap_admissions`.
+
+        Those behind have not been looked up, or wait for room that is spoken for.
+        """
+        limit = getattr(self.scheduler, self._run_limit)
+        self._uncapped_limit = limit
+        closed = min(limit, self._run_slots_taken() + admitted)
+        setattr(self.scheduler, self._run_limit, closed)
+
+    def uncap_admissions(self) -> None:
+        """Undo `cap_admissions`."""
+        if self._uncapped_limit is not None:
+            setattr(self.scheduler, self._run_limit, self._uncapped_limit)
+            self._uncapped_limit = None
+
+    def token_budget(self) -> int:
+        """Tokens that a step can give to waiting requests, at most."""
+        return int(self.scheduler.max_num_scheduled_tokens) - len(self.scheduler.running)
+
+    def blocks_for_running(self) -> int:
+        """Blocks that running requests may take in this step, at most; O(1)."""
+        scheduler = self.scheduler
+        blocks = len(scheduler.running) * len(self.block_sizes)
+        if getattr(scheduler, "_inflight_prefills", None):
+            blocks += self.blocks_for(scheduler.max_num_scheduled_tokens)
+        return blocks
+
+    def count_blocks_for_running(self) -> int:
+        """The same, counted; for when the bound above is too coarse to decide by."""
+        scheduler, blocks = self.scheduler, 0
+        for request in scheduler.running:
+            done = request.num_computed_tokens
+            ahead = request.num_tokens_with_spec - done
+            ahead += getattr(request, "num_output_placeholders", 0)
+            todo = min(ahead, scheduler.max_num_scheduled_tokens) + scheduler.num_lookahead_tokens
+            for size in self.block_sizes:
+                blocks += -(-(done + todo) // size) - -(-done // size)
+        return blocks
+
+    def watermark_blocks(self) -> int:
+        """Blocks that vLLM keeps free when it admits a request beside running ones."""
+        return int(getattr(self.manager, "watermark_blocks", 0)) if self.scheduler.running else 0
+
+    def tokens_to_fit(self, request: Any, hit_tokens: int) -> int:
+        """Tokens whose blocks must be free for `schedule` to admit a request."""
+        if getattr(self.scheduler, "scheduler_reserve_full_isl", False):
+            return int(request.num_tokens)
+        first_step = hit_tokens + self.scheduler.max_num_scheduled_tokens
+        return min(int(request.num_tokens), int(first_step))
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks, over all groups, that hold this many tokens of one request."""
+        total = 0
+        for block_size, span in zip(self.block_sizes, self._span_tokens):
+            held = tokens if span is None else min(tokens, span)
+            total += -(-held // block_size)
+        return total
+
+    # Looking up
+
+    def longest_hit(
+        self, request: Any, pool: Any
+    ) -> tuple[Sequence[Sequence[Any]], int, Lookup | None]:
+        """vLLM's own prefix lookup, over another pool: (blocks by group, tokens, its call)."""
+        manager, log_stats = self.manager, self.manager.log_stats
+        for holder in self._pool_holders:
+            holder.block_pool = pool
+        manager.log_stats = False  # a probe is not a query that users should see
+        self.answers.record()
+        try:
+            found = manager.get_computed_blocks(request)
+        finally:
+            lookup = self.answers.recorded()
+            manager.log_stats = log_stats
+            for holder in self._pool_holders:
+                holder.block_pool = self.pool
+        return found[0].blocks, int(found[1]), lookup
+
+    # Blocks
+
+    def num_free_blocks(self) -> int:
+        """Free GPU blocks, cached ones that may be evicted included."""
+        return int(self.pool.get_num_free_blocks())
+
+    def take_blocks(self, count: int) -> list[Any]:
+        """Fresh GPU blocks, referenced."""
+        return list(self.pool.get_new_blocks(count))
+
+    def cached_key(self, gpu_block_id: int) -> Hashable:
+        """The key under which a GPU block is in the prefix cache; None if it is not."""
+        key: Hashable = self.pool.blocks[gpu_block_id].block_hash
+        return key
+
+    def still_cached(self, gpu_block_id: int, key: Hashable) -> bool:
+        """Whether a GPU block is in the prefix cache under this key."""
+        return self.cached_key(gpu_block_id) == key
+
+    # Statistics
+
+    def count_hit(self, request: Any, queried_tokens: int, loaded_tokens: int) -> None:
+        """Count a lookup in the CPU tier as vLLM counts those beyond its own cache."""
+        stats = getattr(self.scheduler, "connector_prefix_cache_stats", None)
+        if stats is None or self.scheduler.connector is not None or queried_tokens <= 0:
+            return
+        preempted = getattr(request, "num_preemptions", 0) > 0
+        stats.record(num_tokens=queried_tokens, num_hits=loaded_tokens, preempted=preempted)
+
+    def enable_hit_counts(self) -> None:
+        """Have vLLM report the tier as its external prefix cache, unless a connector is.
+
+        Up to 0.11.0 vLLM has no counter for such a cache.
+        """
+        from vllm.v1.metrics.stats import PrefixCacheStats
+
+        if not hasattr(self.scheduler, "connector_prefix_cache_stats"):
+            return
+        if self.scheduler.log_stats and self.scheduler.connector is None:
+            self.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
+
+
+def _heap_order(heap: Sequence[Any]) -> Iterator[Any]:
+    """The items of a binary heap in order, O(log k) for the k-th, without copying it."""
+    front = [(heap[0], 0)] if heap else []
+    while front:
+        item, at = heapq.heappop(front)
+        yield item
+        for child in (2 * at + 1, 2 * at + 2):
+            if child < len(heap):
+                heapq.heappush(front, (heap[child], child))

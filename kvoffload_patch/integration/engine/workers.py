@@ -1,0 +1,139 @@
+"""All ranks of one engine, as the scheduler's side sees them: attached, drained, closed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from kvoffload_patch.integration.errors import TierRefused
+from kvoffload_patch.integration.worker import rpc as worker_side
+from kvoffload_patch.integration.worker.slot_counts import SlotCountsAddress, make_slot_counts
+from kvoffload_patch.integration.worker.tier import RankTier
+
+# Long enough to touch and register a large tier, short enough not to look like a hang for ever.
+_ATTACH_TIMEOUT_S = 1800.0
+_GIB = 1 << 30
+
+
+class RankGroup:
+    """The workers of an executor.
+
+    Args:
+        executor: vLLM's executor, its workers started.
+
+    Attributes:
+        num_slots: CPU slots on each rank, once opened and grown.
+        num_usable: those that every rank could use when it was opened.
+        growing: whether these become more.
+        load_ms_per_block: of the slowest rank, once opened.
+        copies: how blocks are copied, in words.
+        copies_overlap: whether copies run beside the forward pass, or within the step.
+    """
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+        self.num_slots = self.num_usable = 0
+        self.load_ms_per_block = 0.0
+        self.copies = ""
+        self.copies_overlap = self.growing = False
+        self._here: RankTier | None = None
+
+    def open(self, cpu_bytes: int, backend: str = "auto", canary_fault_rank: int = -1) -> None:
+        """Divide ``cpu_bytes`` over the ranks and open the tier on every one, or on none.
+
+        Raises:
+            TierRefused: naming every rank that cannot take part, and why.
+        """
+        ranks = self._call(worker_side.describe_rank)
+        _refuse_errors(ranks, "cannot take part")
+        if len({(r.num_blocks, r.device) for r in ranks}) != 1:
+            found = ", ".join(f"rank {r.rank}: {r.num_blocks} on {r.device}" for r in ranks)
+            raise TierRefused(f"expected the same KV blocks on every rank, found {found}.")
+        self.num_slots = cpu_bytes // sum(r.slot_bytes for r in ranks)
+        _check_size(ranks, cpu_bytes, self.num_slots)
+        with self._board([r.rank for r in ranks]) as board:
+            how = self.num_slots, backend, canary_fault_rank, board
+            opened = self._call(worker_side.open_rank, *how)
+        if any(r.error for r in opened):
+            self._call(worker_side.close_rank)
+            _refuse_errors(opened, "failed to open the CPU tier")
+        self.num_usable = min(r.num_ready for r in opened)
+        self.growing = any(r.growing for r in opened)
+        slowest = max(opened, key=lambda r: r.load_ms_per_block)
+        self.load_ms_per_block, self.copies = slowest.load_ms_per_block, slowest.copies
+        self.copies_overlap = ranks[0].device != "cpu"
+        if len(ranks) == 1:
+            [self._here] = self._call(worker_side.rank_here, worker_side.this_process())
+
+    def loads_done(self) -> int:
+        """The last load done by now, where the only rank is in this process; else 0.
+
+        The same comes with the output of a step, one or two steps later. Of loads that have
+        failed only that tells.
+        """
+        return self._here.loads_done() if self._here is not None else 0
+
+    def drain(self) -> None:
+        """Return when no rank has a copy under way; plans sent before are carried out first."""
+        self._call(worker_side.drain_rank)
+
+    def give_back(self) -> None:
+        """There will be no tier: free what ranks have taken for one; if one does not, so be it."""
+        with suppress(TierRefused):
+            self._call(worker_side.close_rank)
+
+    def close(self) -> None:
+        """Free the memory of a worker in this process; those in others free it by ending."""
+        if hasattr(self._executor, "driver_worker"):
+            self._call(worker_side.close_rank)
+
+    @contextmanager
+    def _board(self, ranks: Sequence[int]) -> Iterator[SlotCountsAddress | None]:
+        """What several ranks share; None if they have nothing in common, or there is one only."""
+        board = make_slot_counts(ranks) if len(ranks) > 1 else None
+        if board is None:
+            yield None
+            return
+        try:
+            yield board if all(self._call(worker_side.can_share, board)) else None
+        finally:
+            board.remove()
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        try:
+            answers = self._executor.collective_rpc(function, timeout=_ATTACH_TIMEOUT_S, args=args)
+        except Exception as error:
+            raise TierRefused(
+                f"a worker did not answer {function.__name__}: {error} (is kvoffload_patch "
+                "installed where every worker runs?)"
+            ) from error
+        return list(answers)
+
+
+def _refuse_errors(answers: Sequence[Any], what: str) -> None:
+    failed = [f"rank {a.rank} (pid {a.pid}) {what}: {a.error}" for a in answers if a.error]
+    if failed:
+        raise TierRefused("; ".join(failed))
+
+
+def _check_size(ranks: Sequence[Any], cpu_bytes: int, num_slots: int) -> None:
+    slot_bytes = sum(r.slot_bytes for r in ranks)
+    if num_slots < 1:
+        raise TierRefused(
+            f"expected KVOFFLOAD_CPU_GIB to hold at least one block of "
+            f"{slot_bytes / _GIB:.6f} GiB over all ranks, found {cpu_bytes / _GIB:.6f}; raise it."
+        )
+    by_host: dict[str, list[Any]] = defaultdict(list)
+    for r in ranks:
+        by_host[r.host].append(r)
+    for host, members in by_host.items():
+        needed = num_slots * sum(r.slot_bytes for r in members)
+        early = sum(r.early_bytes for r in members)
+        available = min(r.available_bytes for r in members) + early
+        if needed > available:
+            raise TierRefused(
+                f"the CPU tier would take {needed / _GIB:.1f} GiB on {host}, which has "
+                f"{available / _GIB:.1f} GiB available; lower KVOFFLOAD_CPU_GIB."
+            )

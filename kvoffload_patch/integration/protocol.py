@@ -1,0 +1,65 @@
+"""What the engine's side and the workers' side share: names, answers by RPC, and a size.
+
+Attributes on vLLM's objects carry the plan to the workers and the result back; the answers are
+plain data, errors included. Nothing else passes between `engine/` and `worker/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvoffload_patch.config import Settings
+
+# Names of our attributes on vLLM's objects.
+TIER = "_kvoffload_tier"  # on Scheduler, BlockPool and the model runner
+PLAN = "kvoffload_plan"  # on SchedulerOutput
+RESULT = "kvoffload_result"  # on ModelRunnerOutput
+
+
+def attached(owner: Any) -> Any:
+    """The tier attached to a vLLM object, or None."""
+    return owner.__dict__.get(TIER)
+
+
+def engine_bytes(vllm_config: Any, settings: Settings) -> int:
+    """What one engine's ranks hold together: the server's size over its data-parallel engines."""
+    engines = max(1, getattr(vllm_config.parallel_config, "data_parallel_size", 1))
+    return settings.cpu_bytes // engines
+
+
+@dataclass(frozen=True)
+class RankGeometry:
+    """What a rank says of itself before a tier is opened. ``error``: why it cannot take part.
+
+    A block takes ``slot_bytes`` of CPU memory. ``available_bytes`` are without the
+    ``early_bytes`` that the rank has taken already.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    block_bytes: int = 0
+    slot_bytes: int = 0
+    num_blocks: int = 0
+    device: str = ""
+    available_bytes: int = 0
+    early_bytes: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class RankOpened:
+    """What a rank says when its tier is open.
+
+    Slots usable so far, whether they become more while it serves, milliseconds that a block takes
+    to load, and how blocks are copied.
+    """
+
+    rank: int
+    pid: int
+    num_ready: int = 0
+    growing: bool = False
+    load_ms_per_block: float = 0.0
+    copies: str = ""
+    error: str = ""

@@ -1,0 +1,1 @@
+"""What runs in each worker: beside vLLM's model runner."""

@@ -1,0 +1,154 @@
+"""CPU memory of one rank: taken from the system while the model loads, made slots afterwards.
+
+Touching tens of GiB takes seconds. How many a rank will need is known before its model is: its
+share of KVOFFLOAD_CPU_GIB. So that much is mapped and touched beside the loading, and laid out
+as slots once the size of a block is known. The copy kernel is compiled beside it, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kvoffload_patch.config import GIB, Settings
+from kvoffload_patch.integration.protocol import attached, engine_bytes
+from kvoffload_patch.memory import (
+    attainable_memory_bytes,
+    available_memory_bytes,
+    locked_memory_limit_bytes,
+    raise_locked_memory_limit,
+)
+
+logger = logging.getLogger("vllm.kvoffload_patch")
+
+_STEP_BYTES = 512 << 20  # what a rank takes between two looks at what is available
+
+EARLY = "_kvoffload_early"  # on the model runner, until a tier takes it or is refused
+
+
+def begin_early(runner: Any) -> Callable[[], None]:
+    """Map this rank's share and start touching it; never raises, and waits for nothing.
+
+    What fails here is found again, and said, when the tier is opened.
+
+    Returns:
+        To be called when the model is loaded: waits for the kernels, because nothing may be
+        launched beside a CUDA graph that is captured.
+    """
+    try:
+        nbytes = 0 if hasattr(runner, EARLY) or attached(runner) else _share_bytes(runner)
+        if nbytes and nbytes <= attainable_memory_bytes():
+            setattr(runner, EARLY, _begin(runner, nbytes))
+            compiling = threading.Thread(
+                target=_compile_kernels,
+                args=(runner.device,),
+                name="kvoffload-compile",
+                daemon=True,
+            )
+            compiling.start()
+            return compiling.join
+    except Exception as error:  # noqa: BLE001 - loading the model must not depend on it
+        logger.debug("kvoffload_patch: no CPU memory taken in advance: %s", error)
+    return _nothing
+
+
+def early_bytes(runner: Any) -> int:
+    """Bytes that `begin_early` has taken so far: in use, but not by others."""
+    mapping = getattr(runner, EARLY, None)
+    return 0 if mapping is None else int(mapping.toucher.touched)
+
+
+def drop_early(runner: Any) -> None:
+    """No tier will take it: give it back."""
+    mapping = _take_early(runner)
+    if mapping is not None:
+        mapping.close()
+
+
+def open_host(runner: Any, num_slots: int, layout: Any) -> Any:
+    """The rank's `HostBuffer`, over the memory taken early if there is any.
+
+    Raises:
+        TransferError: not even its first piece can be had.
+    """
+    from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
+
+    available = _available_to_one(runner.vllm_config)
+    if layout.device.type == "cuda":
+        raise_locked_memory_limit()
+        limit = locked_memory_limit_bytes()
+        if limit < num_slots * layout.block_bytes:
+            logger.info(
+                "kvoffload_patch: ulimit -l is %d kB, less than the %.1f GiB to be registered; "
+                "drivers that count these against it will end the tier's growth there",
+                limit >> 10, num_slots * layout.block_bytes / GIB,
+            )  # fmt: skip
+    return HostBuffer(
+        num_slots,
+        layout.block_bytes,
+        layout.device,
+        available_bytes=available,
+        mapping=_take_early(runner),
+    )
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
+
+
+def _compile_kernels(device: Any) -> None:
+    try:
+        import torch
+
+        from kvoffload_patch.transfer.backends.tiles import warm_up
+
+        torch.cuda.set_device(device)
+        warm_up(device)
+        torch.cuda.synchronize(device)
+    except Exception as error:  # noqa: BLE001 - found again when a copy backend is opened
+        logger.debug("kvoffload_patch: no kernel compiled in advance: %s", error)
+
+
+def _share_bytes(runner: Any) -> int:
+    config = runner.vllm_config
+    if runner.device.type != "cuda" or not config.cache_config.enable_prefix_caching:
+        return 0
+    if _shares_memory(runner.device):
+        return 0  # vLLM measures it as the GPU's while the model loads
+    return engine_bytes(config, Settings.from_env()) // _num_ranks(config)
+
+
+def _num_ranks(vllm_config: Any) -> int:
+    return max(1, int(getattr(vllm_config.parallel_config, "world_size", 1)))
+
+
+def _available_to_one(vllm_config: Any) -> Callable[[], int]:
+    """What one rank may take, now, even if every other one takes its next step at that moment."""
+    others = (_num_ranks(vllm_config) - 1) * _STEP_BYTES
+    return lambda: available_memory_bytes() - others
+
+
+def _shares_memory(device: Any) -> bool:
+    import torch
+
+    return bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
+
+
+def _begin(runner: Any, nbytes: int) -> Any:
+    from kvoffload_patch.transfer.memory.mapping import HostMapping
+    from kvoffload_patch.transfer.memory.numa import node_of
+
+    # Ranks need not be alike. Address space costs nothing, and mapping anew costs the touching.
+    available = _available_to_one(runner.vllm_config)
+    mapping = HostMapping(nbytes + nbytes // 8, node_of(runner.device), available)
+    mapping.toucher.start(nbytes)
+    return mapping
+
+
+def _take_early(runner: Any) -> Any:
+    mapping = getattr(runner, EARLY, None)
+    if mapping is not None:
+        delattr(runner, EARLY)
+    return mapping

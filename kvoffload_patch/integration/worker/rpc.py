@@ -1,0 +1,110 @@
+"""What the engine asks a rank by RPC, and closing it again. Runs in the worker.
+
+The functions take a worker and are called through vLLM's `collective_rpc`; they answer with plain
+data, errors included, so that the engine can say which rank has failed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any
+
+from kvoffload_patch.integration.protocol import TIER, RankGeometry, RankOpened
+from kvoffload_patch.integration.worker.memory import drop_early, early_bytes
+from kvoffload_patch.integration.worker.slot_counts import SlotCounts, SlotCountsAddress
+from kvoffload_patch.integration.worker.tier import RankTier
+from kvoffload_patch.integration.worker.vllm_runner import block_layout, runner_is_patched
+from kvoffload_patch.memory import attainable_memory_bytes
+
+# A forked process has the same, and one in another container may have the same number.
+_TOKEN = secrets.token_hex(8)
+
+
+def describe_rank(worker: Any) -> RankGeometry:
+    """The rank's geometry; allocates nothing."""
+    who = {"rank": worker.rank, "host": os.uname().nodename, "pid": os.getpid()}
+    try:
+        from kvoffload_patch.transfer.memory.host_buffer import slot_pitch
+
+        runner = worker.model_runner
+        missing = runner_is_patched(runner)
+        if missing:
+            return RankGeometry(**who, error=missing)
+        layout = block_layout(runner)
+        return RankGeometry(
+            **who,
+            block_bytes=layout.block_bytes,
+            slot_bytes=slot_pitch(layout.block_bytes),
+            num_blocks=layout.num_blocks,
+            device=layout.device.type,
+            available_bytes=attainable_memory_bytes(),
+            early_bytes=early_bytes(runner),
+        )
+    except Exception as error:  # noqa: BLE001 - told to the engine, which refuses
+        from kvoffload_patch.transfer.errors import one_line
+
+        return RankGeometry(**who, error=one_line(error))
+
+
+def can_share(worker: Any, board: SlotCountsAddress) -> bool:
+    """Whether this rank reaches the engine's board."""
+    return board.is_reachable()
+
+
+def open_rank(
+    worker: Any,
+    num_slots: int,
+    backend: str = "auto",
+    canary_fault_rank: int = -1,
+    board: SlotCountsAddress | None = None,
+) -> RankOpened:
+    """Allocate the slots, prove one block's round trip, and take part from the next step on."""
+    who = {"rank": worker.rank, "pid": os.getpid()}
+    try:
+        tier = RankTier(
+            worker.model_runner,
+            num_slots,
+            backend=backend,
+            fault=worker.rank == canary_fault_rank,
+            alone=worker.vllm_config.parallel_config.world_size == 1,
+            board=SlotCounts(board, worker.rank) if board is not None else None,
+        )
+        setattr(worker.model_runner, TIER, tier)
+        return RankOpened(
+            **who,
+            num_ready=tier.num_ready,
+            growing=tier.growing,
+            load_ms_per_block=tier.load_ms_per_block,
+            copies=tier.copies,
+        )
+    except Exception as error:  # noqa: BLE001 - told to the engine, which refuses
+        from kvoffload_patch.transfer.errors import one_line
+
+        return RankOpened(**who, error=one_line(error))
+
+
+def drain_rank(worker: Any) -> None:
+    """Return when every copy planned so far is done."""
+    tier = getattr(worker.model_runner, TIER, None)
+    if tier is not None:
+        tier.drain()
+
+
+def this_process() -> tuple[str, int]:
+    """What no other process says of itself."""
+    return _TOKEN, os.getpid()
+
+
+def rank_here(worker: Any, asking: tuple[str, int]) -> RankTier | None:
+    """The rank's tier itself, for an engine in the same process; None for others."""
+    return getattr(worker.model_runner, TIER) if asking == this_process() else None
+
+
+def close_rank(worker: Any) -> None:
+    """Finish the copies under way, give the memory back and take no more part."""
+    drop_early(worker.model_runner)
+    tier = getattr(worker.model_runner, TIER, None)
+    if tier is not None:
+        delattr(worker.model_runner, TIER)
+        tier.close()

@@ -1,0 +1,94 @@
+"""How many CPU slots each rank has by now, in memory that the ranks of one engine share.
+
+The executor returns one rank's result, and another rank may have fewer slots, or may have failed
+to get more. So that one rank can speak for all, each writes down what it has. Asking the others by
+RPC would hold the engine up for as long as a step takes, and often: a tier of two ranks may grow
+by a tenth of its size in a second.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+# Memory that processes share by name, and that belongs to one machine, which TMPDIR need not.
+_FOLDER = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class SlotCountsAddress:
+    """Where a board is: the path of its file, and the ranks in the order of their cells."""
+
+    path: str
+    ranks: tuple[int, ...]
+
+    def is_reachable(self) -> bool:
+        """Whether this process can use the board; not from another machine or container."""
+        return os.access(self.path, os.R_OK | os.W_OK)
+
+    def remove(self) -> None:
+        """Take the name away; processes that have opened the board keep it."""
+        with suppress(OSError):
+            os.unlink(self.path)
+
+
+def make_slot_counts(ranks: Sequence[int]) -> SlotCountsAddress | None:
+    """A new board for these ranks, no rank with any slots yet; None where there can be none."""
+    if len(set(ranks)) != len(ranks):
+        return None  # a cell has one writer
+    address = SlotCountsAddress(f"{_FOLDER}/kvoffload-{secrets.token_hex(8)}", tuple(ranks))
+    try:
+        with open(address.path, "xb") as file:
+            os.fchmod(file.fileno(), 0o600)
+            # Written, not only made that long: memory that is not there is an error here, and
+            # would end a process later.
+            file.write(struct.pack("q", _cell(0, True)) * len(ranks))
+    except OSError:
+        address.remove()
+        return None
+    return address
+
+
+class SlotCounts:
+    """One rank's view of the board.
+
+    Args:
+        address: made by the engine, not removed yet.
+        rank: whose cell this process writes.
+
+    Raises:
+        OSError: the board cannot be opened here.
+    """
+
+    def __init__(self, address: SlotCountsAddress, rank: int) -> None:
+        file = os.open(address.path, os.O_RDWR)
+        try:
+            # A cell is written and read in one piece, so no lock is needed.
+            self._cells = memoryview(mmap.mmap(file, 0)).cast("q")
+        finally:
+            os.close(file)
+        self._own = address.ranks.index(rank)
+
+    def exchange(self, num_ready: int, growing: bool) -> tuple[int, bool]:
+        """Write down what this rank has, and read what all have.
+
+        Args:
+            num_ready: slots usable on this rank; never fewer than before.
+            growing: whether it will have more.
+
+        Returns:
+            Slots usable on every rank, and whether they will become more.
+        """
+        self._cells[self._own] = _cell(num_ready, growing)
+        # Of ranks with the same number, one that does not grow comes first.
+        fewest = min(self._cells)
+        return fewest >> 1, bool(fewest & 1)
+
+
+def _cell(num_ready: int, growing: bool) -> int:
+    return num_ready << 1 | growing

@@ -1,0 +1,179 @@
+"""One rank's side of the tier: what the engine asks by RPC, and what each step carries out.
+
+Runs in the worker. The functions that take a worker are called through vLLM's `collective_rpc`;
+they answer with plain data, errors included, so that the engine can say which rank has failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from kvoffload_patch.integration.worker.layerwise import LayerGate
+from kvoffload_patch.integration.worker.memory import open_host
+from kvoffload_patch.integration.worker.slot_counts import SlotCounts
+from kvoffload_patch.integration.worker.vllm_runner import (
+    block_layout,
+    copy_output,
+    kv_tensors,
+)
+from kvoffload_patch.tier.plan import TransferPlan, TransferResult
+
+logger = logging.getLogger("vllm.kvoffload_patch")
+
+# CPU memory that copies are measured with, fragmented ones in twice what they move.
+_MEASURED_BYTES = 128 << 20
+# What a step without tokens waits for loads, at most: a new request is held up no longer.
+_IDLE_WAIT_S = 0.001
+# A step of so few tokens that are not all decodes is launched in more time than it takes to run.
+_SHORT_STEP_TOKENS = 1024
+
+
+class RankTier:
+    """Carries out plans for one model runner.
+
+    Args:
+        runner: vLLM's model runner, its KV cache initialised.
+        num_slots: CPU slots, all of which are usable sooner or later.
+        backend: copy backend, or ``auto``.
+        fault: make the canary fail.
+        alone: this is the only rank, so the scheduler hears of every copy that fails.
+        board: what several ranks share; without one they wait here until no rank grows any more.
+
+    Raises:
+        TransferError: the layout, the memory, the copy backend or the canary.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        num_slots: int,
+        backend: str = "auto",
+        fault: bool = False,
+        alone: bool = True,
+        board: SlotCounts | None = None,
+    ) -> None:
+        from kvoffload_patch.transfer.backends.choose import choose_backend
+        from kvoffload_patch.transfer.backends.slots import SlotMemory
+        from kvoffload_patch.transfer.canary import run_canary
+        from kvoffload_patch.transfer.engine import CopyEngine
+
+        self._alone, self._board = alone, board
+        self._runner = runner
+        layout = block_layout(runner)
+        self._tensor = kv_tensors(runner)[0][0]
+        self._pointer = self._tensor.data_ptr()
+        self._host = open_host(runner, num_slots, layout)
+        self._opened = time.monotonic()
+        self._growth_told = self._host.num_ready == num_slots
+        self._idle = self._host_bound = self._decodes = False
+        try:
+            # What every rank can use, and whether it becomes more; None: nobody here knows it.
+            self._usable: tuple[int | None, bool] = (None, alone or board is not None)
+            measured = _MEASURED_BYTES // layout.block_bytes if self._usable[1] else num_slots
+            ready = self._host.wait_up_to(measured)
+            slots = SlotMemory(self._host.slots, self._host.slots_per_piece)
+            with self._host.quiet():
+                chosen = choose_backend(layout, slots, ready, backend)
+                run_canary(layout, chosen.backend, slot=ready - 1, fault=fault)
+            self.load_ms_per_block, self.copies = chosen.load_ms_per_block, chosen.report
+            self._engine = CopyEngine(layout, chosen.backend, self._host.wait_ready)
+            self._gate = LayerGate(runner, layout, chosen.backend.groups, self._engine)
+        except BaseException:
+            self._host.close()
+            raise
+
+    @property
+    def num_ready(self) -> int:
+        """CPU slots usable so far."""
+        return int(self._host.num_ready)
+
+    @property
+    def growing(self) -> bool:
+        """Whether more slots will become usable."""
+        return bool(self._host.growing)
+
+    def loads_done(self) -> int:
+        """The last load done, as `CopyEngine.loads_done`; never waits."""
+        return self._engine.loads_done()
+
+    def begin_step(self, plan: TransferPlan | None, step: Any) -> None:
+        """Before the forward pass of a step, as vLLM's scheduler describes it."""
+        if not self._growth_told:
+            self._tell_growth(plan)
+        if plan is not None and self._moved():
+            raise RuntimeError(
+                "kvoffload_patch: the KV tensors of this rank were replaced after the CPU tier "
+                "was attached, so it cannot go on; restart the server, or set "
+                "KVOFFLOAD_DISABLE=1 to serve without it."
+            )
+        tokens = step.total_num_scheduled_tokens
+        self._idle = tokens == 0
+        self._decodes = 0 < tokens == len(step.num_scheduled_tokens)
+        self._host_bound = len(step.num_scheduled_tokens) < tokens <= _SHORT_STEP_TOKENS
+        due = plan is not None and any(b.ticket <= plan.wait_load for b in plan.loads)
+        by_layer = self._gate.begin(step, plan is not None and plan.layerwise and due)
+        self._engine.begin_step(plan, by_layer)
+
+    def end_forward(self) -> None:
+        """After the forward pass, before what follows it."""
+        self._gate.end()
+
+    def end_step(self, output: Any) -> Any:
+        """After the forward pass and what follows it: submit the store, report what is done."""
+        self._engine.end_step(self._host_bound, batch_stores=self._decodes)
+        if self._idle:
+            # Nothing else can go on until a load has arrived or a request comes in.
+            self._engine.wait_loads(_IDLE_WAIT_S)
+        if not self._growth_told and not self.growing:
+            self._growth_told = True
+            self._say_growth_is_over()
+        progress = self._engine.poll()
+        if progress.failed_loads and not self._alone:
+            raise RuntimeError(
+                f"kvoffload_patch: a load from CPU memory failed on this rank "
+                f"({self._engine.why_failed()}), and the others cannot know of it; restart the "
+                "server, or set KVOFFLOAD_DISABLE=1 to serve without the CPU tier."
+            )
+        return copy_output(output, TransferResult(*progress, *self._usable_slots()))
+
+    def drain(self) -> None:
+        """Return when every copy is done."""
+        self._engine.drain()
+
+    def close(self) -> None:
+        """Drain and free."""
+        self._gate.close()
+        self._engine.close()
+        del self._engine
+        self._host.close()
+
+    def _usable_slots(self) -> tuple[int | None, bool]:
+        """CPU slots usable on every rank, and whether they will become more."""
+        if self._usable[1]:
+            growing = self.growing  # asked first: when it says no, their number is final
+            own = self.num_ready
+            self._usable = self._board.exchange(own, growing) if self._board else (own, growing)
+        return self._usable
+
+    def _tell_growth(self, plan: TransferPlan | None) -> None:
+        blocks, last_slot = 0, -1
+        if plan is not None:
+            blocks = sum(len(batch.cpu_slots) for batch in plan.loads)
+            last_slot = max(plan.store.cpu_slots) if plan.store else -1
+        self._host.step_begins(blocks * self.load_ms_per_block / 1000, last_slot)
+
+    def _say_growth_is_over(self) -> None:
+        if self._host.growth_ended:
+            logger.warning("kvoffload_patch: %s", self._host.growth_ended)
+            return
+        took = time.monotonic() - self._opened
+        logger.info(
+            "kvoffload_patch: all %d CPU slots are usable, seen %.1f s after the first of them: %s",
+            self._host.num_ready, took, self._host.growth_spent,
+        )  # fmt: skip
+
+    def _moved(self) -> bool:
+        tensors, _ = kv_tensors(self._runner)
+        return not tensors or tensors[0].data_ptr() != self._pointer

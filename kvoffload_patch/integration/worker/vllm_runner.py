@@ -1,0 +1,78 @@
+"""What the tier reads of vLLM's worker side: model runners V1 and V2, tensors and outputs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from kvoffload_patch.integration.protocol import RESULT
+from kvoffload_patch.tier.plan import TransferResult
+
+
+def runner_is_patched(runner: Any) -> str:
+    """Why plans would not be carried out by this runner; empty if they will be."""
+    from kvoffload_patch.integration.install import installed_attributes
+
+    patched = installed_attributes()
+    for method in ("execute_model", "sample_tokens"):
+        owner = next((c for c in type(runner).__mro__ if method in vars(c)), None)
+        if owner is None and method == "sample_tokens":
+            continue  # up to 0.11.0 execute_model samples
+        name = f"{owner.__module__}.{owner.__qualname__}.{method}" if owner else method
+        if name not in patched:
+            return (
+                f"expected {method} of {type(runner).__name__} to be patched, found {name} as "
+                "vLLM made it, so this worker did not see the switch when it started"
+            )
+    return ""
+
+
+def kv_tensors(runner: Any) -> tuple[list[Any], int | None]:
+    """The KV tensors, and the dimension that counts blocks where the release fixes it.
+
+    From 0.29 on all layers are views ``[block, head, token, content]`` of one allocation;
+    earlier the backend decides the shape, and the dimension is found by its size.
+    """
+    import torch
+
+    tensors = list(runner.kv_caches)
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"KV layout not understood: expected a tensor for each layer, found "
+                f"{type(tensor).__name__}"
+            )
+    placed = runner.kv_cache_config.kv_cache_tensors
+    one_allocation = bool(placed) and hasattr(placed[0], "layer_stride")
+    return tensors, 0 if one_allocation else None
+
+
+def copy_output(output: Any, result: TransferResult) -> Any:
+    """The runner's output with the result on it.
+
+    An asynchronous output carries the real one inside. vLLM answers steps without tokens with
+    one shared object, so such an output is copied before it is written to.
+    """
+    for inner in ("_model_runner_output", "model_runner_output"):
+        carried = getattr(output, inner, None)
+        if carried is not None:
+            setattr(carried, RESULT, result)
+            return output
+    if not hasattr(output, "sampled_token_ids"):
+        return output  # None or IntermediateTensors: not the rank that answers
+    if not output.req_ids:
+        output = copy.copy(output)
+    setattr(output, RESULT, result)
+    return output
+
+
+def block_layout(runner: Any) -> Any:
+    """The `BlockLayout` of the runner's KV tensors.
+
+    Raises:
+        TransferError: it is not understood.
+    """
+    from kvoffload_patch.transfer.layout import BlockLayout
+
+    tensors, block_dim = kv_tensors(runner)
+    return BlockLayout(tensors, runner.kv_cache_config.num_blocks, block_dim)

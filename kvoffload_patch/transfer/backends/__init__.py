@@ -1,0 +1,1 @@
+"""How bytes move: copy backends, the kernels and driver calls that they use."""

@@ -1,0 +1,131 @@
+"""Which copy backend runs: measured where nobody says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvoffload_patch.transfer.backends.base import CopyBackend, Slices, copy_now, new_streams
+from kvoffload_patch.transfer.backends.slots import SlotMemory
+from kvoffload_patch.transfer.backends.torch import TorchBackend
+from kvoffload_patch.transfer.errors import TransferError, one_line
+from kvoffload_patch.transfer.layout import BlockLayout
+
+NAMES = ("staged", "direct", "torch")
+# Enough for the bus to run at speed, little enough for the whole choice to take a moment.
+_TIMED_BYTES = 64 << 20
+_REPEATS = 3
+# A backend must be this much faster than one that keeps more out of compute's way.
+_CLEARLY = 1.1
+
+
+class Chosen(NamedTuple):
+    """A backend, and what is known of it.
+
+    Attributes:
+        load_ms_per_block: milliseconds that a block takes to load.
+        report: what was measured and why this one, for the log; one sentence.
+    """
+
+    backend: CopyBackend
+    load_ms_per_block: float
+    report: str
+
+
+def choose_backend(
+    layout: BlockLayout, slots: SlotMemory, num_slots: int, choice: str = "auto"
+) -> Chosen:
+    """Open a backend, and measure it; ``auto`` measures all that work here and takes the best.
+
+    Blocks are stored and the same bytes loaded, so no KV changes.
+
+    Args:
+        layout: whose first blocks are moved; none is in use yet.
+        slots: the CPU slots; the first ``num_slots`` are usable, and lose what they hold.
+        choice: one of `NAMES`, or ``auto``.
+
+    Raises:
+        TransferError: the backend asked for does not work here, or none does.
+    """
+    if layout.device.type == "cpu":
+        on_cpu = TorchBackend(layout, slots)
+        load_ms = _measure(layout, on_cpu, num_slots).load
+        return Chosen(on_cpu, load_ms, "copies torch (the CPU device)")
+    names = NAMES if choice == "auto" else (choice,)
+    found: list[tuple[CopyBackend, _Speed]] = []
+    reasons: list[str] = []
+    for name in names:
+        if found and name == "torch":
+            break  # only for where nothing else works
+        try:
+            backend = _OPEN[name](layout, slots)
+            found.append((backend, _measure(layout, backend, num_slots)))
+        except Exception as error:  # noqa: BLE001 - another one may work
+            reasons.append(f"{name} does not work here ({one_line(error)})")
+    if not found:
+        raise TransferError(
+            f"expected a copy backend that works, found none: {'; '.join(reasons)}."
+        )
+    backend, speed = found[0]
+    for other, measured in found[1:]:
+        if measured.total * _CLEARLY < speed.total:
+            backend, speed = other, measured
+    said = [f"{b.name} {s.in_words(layout.block_bytes)}" for b, s in found]
+    return Chosen(backend, speed.load, f"copies {backend.name} ({'; '.join(said + reasons)})")
+
+
+class _Speed(NamedTuple):
+    """Milliseconds a block, each way."""
+
+    store: float
+    load: float
+
+    @property
+    def total(self) -> float:
+        return self.store + self.load
+
+    def in_words(self, block_bytes: int) -> str:
+        """GB/s, each way."""
+        store, load = (block_bytes / ms / 1e6 for ms in self)
+        return f"{store:.1f}/{load:.1f} GB/s"
+
+
+def _measure(layout: BlockLayout, backend: CopyBackend, num_slots: int) -> _Speed:
+    count = min(num_slots, layout.num_blocks, max(1, _TIMED_BYTES // layout.block_bytes))
+    ids = list(range(count))
+    apart = list(range(0, num_slots, 2))[:count]
+    streams = new_streams(layout.device)
+
+    def ms(copy: Callable[..., Slices], slots: list[int]) -> float:
+        moved = ids[: len(slots)]
+        seconds = copy_now(layout.device, lambda: copy(moved, slots, streams))
+        return seconds * 1000 / len(slots)
+
+    # The first time pays for page faults, for compiling kernels and for warming up, and tries
+    # what is done with slots that are not neighbours.
+    ms(backend.store, apart)
+    ms(backend.load, apart)
+    # The best of a few: whatever else the machine does while an engine starts makes them slower.
+    store = min(ms(backend.store, ids) for _ in range(_REPEATS))
+    load = min(ms(backend.load, ids) for _ in range(_REPEATS))
+    return _Speed(store, load)
+
+
+def _staged(layout: BlockLayout, slots: SlotMemory) -> CopyBackend:
+    from kvoffload_patch.transfer.backends.driver import Driver
+    from kvoffload_patch.transfer.backends.staged import StagedBackend
+
+    return StagedBackend(layout, slots, Driver())
+
+
+def _direct(layout: BlockLayout, slots: SlotMemory) -> CopyBackend:
+    from kvoffload_patch.transfer.backends.direct import DirectBackend
+
+    return DirectBackend(layout, slots)
+
+
+_OPEN: dict[str, Callable[[BlockLayout, SlotMemory], CopyBackend]] = {
+    "staged": _staged,
+    "direct": _direct,
+    "torch": TorchBackend,
+}

@@ -1,0 +1,134 @@
+"""Copies by the CUDA driver, through ctypes: no Python object for each copy, and no GIL held.
+
+Only what torch has no call for, or none that is cheap enough: runs of any length at plain
+addresses, rectangles, and many copies in one call. CUDA has that call since 12.8; its signature
+changed in 13.0 (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from kvoffload_patch.transfer.backends.slots import Numbers
+from kvoffload_patch.transfer.errors import TransferError
+
+_DEVICE_AND_HOST = 4  # CU_MEMORYTYPE_UNIFIED: the address says which
+_NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
+_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+
+
+class _Rectangle(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = [
+        field
+        for end in ("src", "dst")
+        for field in (
+            (f"{end}XInBytes", ctypes.c_size_t),
+            (f"{end}Y", ctypes.c_size_t),
+            (f"{end}MemoryType", ctypes.c_int),
+            (f"{end}Host", ctypes.c_void_p),
+            (f"{end}Device", ctypes.c_uint64),
+            (f"{end}Array", ctypes.c_void_p),
+            (f"{end}Pitch", ctypes.c_size_t),
+        )
+    ] + [("WidthInBytes", ctypes.c_size_t), ("Height", ctypes.c_size_t)]
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = [
+        ("srcAccessOrder", ctypes.c_int),
+        ("srcLocHint", _Location),
+        ("dstLocHint", _Location),
+        ("flags", ctypes.c_uint),
+    ]
+
+
+class Driver:
+    """The driver's copies. Every call enqueues on a stream and returns.
+
+    Raises:
+        TransferError: no NVIDIA driver is loaded, or it refuses a copy.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._lib: Any = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise TransferError(
+                f"expected the NVIDIA driver's libcuda.so.1, found {error}."
+            ) from error
+        self._copy = self._lib.cuMemcpyAsync
+        self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+        self._copy_2d = self._lib.cuMemcpy2DAsync_v2
+        self._copy_2d.argtypes = [ctypes.POINTER(_Rectangle), ctypes.c_void_p]
+        self._batch, self._reports_index = _batch_call(self._lib)
+        self._attributes = _Attributes(srcAccessOrder=_STREAM_ORDER)
+        self._first = ctypes.c_size_t(0)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """One run of bytes."""
+        _check(self._copy(target, source, nbytes, stream), "cuMemcpyAsync")
+
+    def copy_many(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
+        """Runs of bytes in one call, or one by one where the driver has no such call.
+
+        Args:
+            targets, sources, sizes: addresses and bytes of each run.
+        """
+        if len(sizes) > 1 and self._batch is not None:
+            error = self._copy_batch(targets, sources, sizes, stream)
+            if error != _NOT_SUPPORTED:
+                _check(error, "cuMemcpyBatchAsync")
+                return
+            self._batch = None  # the driver has it, this device does not
+        for copy in zip(targets.tolist(), sources.tolist(), sizes.tolist()):
+            self.copy(*copy, stream)
+
+    def copy_rows(
+        self, target: int, target_pitch: int, source: int, source_pitch: int,
+        width: int, rows: int, stream: int,
+    ) -> None:  # fmt: skip
+        """``rows`` runs of ``width`` bytes, their starts a pitch apart."""
+        rectangle = _Rectangle(
+            srcMemoryType=_DEVICE_AND_HOST, srcDevice=source, srcPitch=source_pitch,
+            dstMemoryType=_DEVICE_AND_HOST, dstDevice=target, dstPitch=target_pitch,
+            WidthInBytes=width, Height=rows,
+        )  # fmt: skip
+        _check(self._copy_2d(ctypes.byref(rectangle), stream), "cuMemcpy2DAsync")
+
+    def _copy_batch(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> int:
+        arrays = [np.ascontiguousarray(each) for each in (targets, sources, sizes)]
+        args = [
+            *(ctypes.c_void_p(each.ctypes.data) for each in arrays),
+            ctypes.c_size_t(len(sizes)),
+            ctypes.byref(self._attributes),
+            ctypes.byref(self._first),  # the attributes hold from copy 0 on
+            ctypes.c_size_t(1),
+        ]
+        if self._reports_index:
+            args.append(ctypes.byref(ctypes.c_size_t(0)))
+        return int(self._batch(*args, ctypes.c_void_p(stream)))
+
+
+def _batch_call(lib: Any) -> tuple[Any, bool]:
+    """The batched copy, and whether it takes a place for the index of a copy that fails."""
+    for name, reports_index in (("cuMemcpyBatchAsync_v2", False), ("cuMemcpyBatchAsync", True)):
+        call = getattr(lib, name, None)
+        if call is not None:
+            return call, reports_index
+    return None, False
+
+
+def _check(error: int, call: str) -> None:
+    if error:
+        raise TransferError(f"the CUDA driver refused a copy ({call} answered {error}).")

@@ -1,0 +1,228 @@
+"""The staged copy backend: pack in device memory, cross the bus by DMA.
+
+A chunk of blocks is packed into a staging buffer at memory speed by one kernel, and each run of
+neighbouring slots crosses the bus as one copy; what cannot be merged goes to the driver in one
+call. Several buffers keep the bus busy while the next chunk is packed. Loads mirror it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvoffload_patch.transfer.backends.base import Slices, Streams
+from kvoffload_patch.transfer.backends.driver import Driver
+from kvoffload_patch.transfer.backends.ids import IdUploader
+from kvoffload_patch.transfer.backends.slots import Numbers, Part, SlotMemory, in_slot_order
+from kvoffload_patch.transfer.backends.tiles import TileMover
+from kvoffload_patch.transfer.layout import BlockLayout
+
+# A slice costs some tens of microseconds of a thread that shares Python with the step, so they are
+# large; what else crosses the bus, a step's inputs or its tokens, waits for one of them, 1.2 or
+# 0.6 ms. Buffers: one on the bus, one being packed or unpacked, and for stores, whose packing may
+# have to wait for room on the device, one more.
+LOAD_CHUNK_BYTES, LOAD_BUFFERS = 64 << 20, 2
+STORE_CHUNK_BYTES, STORE_BUFFERS = 32 << 20, 3
+# Blocks made ready for copying at a time: a batch may have tens of thousands, and the bus would be
+# idle until the last of them is.
+READY_BLOCKS = 1024
+# A load in groups: enough of them that compute can begin early, pieces large enough for the bus.
+MAX_GROUPS = 8
+MIN_GROUP_BYTES = 256 << 10
+
+
+class _Buffer:
+    """Staging memory, and when its last use is over."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.address = self.memory.data_ptr()
+        self.filled = torch.cuda.Event()
+        self.free = torch.cuda.Event()
+
+
+class AlternatingStreams:
+    """Two streams in turn for a direction's slices, so that others' copies come in between.
+
+    A direction's copy engine goes on with a stream for as long as that has a copy which could
+    begin, and each step's tokens or inputs would wait for all that is enqueued. A slice on another
+    stream that waits for the one before makes it look around (scripts/bench_copy_queue.py).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._aside = torch.cuda.Stream(device=device)
+        self._before, self._after = torch.cuda.Event(), torch.cuda.Event()
+        self._is_aside = False
+
+    @contextmanager
+    def next(self, bus: Any) -> Iterator[Any]:
+        """The stream for the next slice: behind ``bus``, and ``bus`` is behind it afterwards."""
+        self._is_aside = not self._is_aside
+        if not self._is_aside:
+            yield bus
+            return
+        self._before.record(bus)
+        self._aside.wait_event(self._before)
+        try:
+            yield self._aside
+        finally:
+            self._after.record(self._aside)
+            bus.wait_event(self._after)
+
+
+class _Ring:
+    """``count`` staging buffers in turn, each of ``blocks`` slot pitches, and their streams."""
+
+    def __init__(self, nbytes: int, pitch: int, count: int, device: torch.device) -> None:
+        self.blocks = max(1, nbytes // pitch)
+        self.nbytes = self.blocks * pitch
+        self.turns = AlternatingStreams(device)
+        self._buffers = [_Buffer(self.nbytes, device) for _ in range(count)]
+        self._next = 0
+
+    def take(self) -> _Buffer:
+        buffer = self._buffers[self._next]
+        self._next = (self._next + 1) % len(self._buffers)
+        return buffer
+
+    def addresses(self) -> list[int]:
+        return [buffer.address for buffer in self._buffers]
+
+
+class StagedBackend:
+    """Packs blocks by a kernel and moves them by DMA.
+
+    Args:
+        layout: the KV tensors' rows.
+        slots: in CPU memory registered with the driver.
+        driver: makes the copies.
+
+    Raises:
+        torch.OutOfMemoryError: no room for the staging buffers.
+    """
+
+    name = "staged"
+
+    def __init__(self, layout: BlockLayout, slots: SlotMemory, driver: Driver) -> None:
+        self._slots = slots
+        self._driver = driver
+        self._device = layout.device
+        pitch = self._slots.pitch
+        self._store_ring = _Ring(STORE_CHUNK_BYTES, pitch, STORE_BUFFERS, self._device)
+        self._load_ring = _Ring(LOAD_CHUNK_BYTES, pitch, LOAD_BUFFERS, self._device)
+        self._ids = IdUploader(self._device)
+        self._ready_blocks = READY_BLOCKS
+        addresses = [*self._store_ring.addresses(), *self._load_ring.addresses()]
+        self._mover = TileMover(layout, pitch, addresses)
+        self.groups = layout.cut(MAX_GROUPS, MIN_GROUP_BYTES)
+        self._ends = [*layout.offsets, layout.block_bytes]
+
+    def store(
+        self,
+        gpu_block_ids: Sequence[int],
+        cpu_slots: Sequence[int],
+        streams: Streams | None = None,
+    ) -> Slices:
+        """Enqueue GPU blocks to slots: each slice is a staging buffer."""
+        assert streams is not None
+        blocks, ring = streams.blocks, self._store_ring
+        for block_ids, part in self._parts(gpu_block_ids, cpu_slots, ring.blocks, blocks):
+            buffer = ring.take()
+            blocks.wait_event(buffer.free)
+            with torch.cuda.stream(blocks):
+                self._mover.move(True, buffer.memory, block_ids, part.first, part.num_slots)
+            buffer.filled.record(blocks)
+            staged, slot, nbytes = self._addresses(part, buffer)
+            with ring.turns.next(streams.bus) as bus:
+                bus.wait_event(buffer.filled)
+                self._driver.copy_many(slot, staged, nbytes, bus.cuda_stream)
+                buffer.free.record(bus)
+            yield
+
+    def load(
+        self,
+        gpu_block_ids: Sequence[int],
+        cpu_slots: Sequence[int],
+        streams: Streams | None = None,
+        arrived: Callable[[int], None] | None = None,
+    ) -> Slices:
+        """Enqueue slots to GPU blocks: each slice is a staging buffer."""
+        assert streams is not None
+        blocks, ring = streams.blocks, self._load_ring
+        if arrived is None:
+            for block_ids, part in self._parts(gpu_block_ids, cpu_slots, ring.blocks, blocks):
+                buffer = ring.take()
+                staged, slot, nbytes = self._addresses(part, buffer)
+                with ring.turns.next(streams.bus) as bus:
+                    bus.wait_event(buffer.free)
+                    self._driver.copy_many(staged, slot, nbytes, bus.cuda_stream)
+                    buffer.filled.record(bus)
+                self._unpack(buffer, blocks, block_ids, part)
+                yield
+            return
+        ids, slots = in_slot_order(gpu_block_ids, cpu_slots)
+        block_ids = self._ids.upload(ids, blocks)
+        for index, rows in enumerate(self.groups):
+            offset = self._ends[rows[0]]
+            size = self._ends[rows[1]] - offset
+            for part in self._slots.parts(slots, ring.nbytes // size):
+                buffer = ring.take()
+                with ring.turns.next(streams.bus) as bus:
+                    bus.wait_event(buffer.free)
+                    self._fetch_rows(part, offset, size, buffer, bus.cuda_stream)
+                    buffer.filled.record(bus)
+                self._unpack(buffer, blocks, block_ids, part, rows)
+                yield
+            arrived(index)
+
+    def _parts(
+        self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int], size: int, stream: Any
+    ) -> Iterator[tuple[torch.Tensor, Part]]:
+        """Parts of up to ``size`` slots, and the device's list of blocks that each is a part of."""
+        for at in range(0, len(cpu_slots), self._ready_blocks):
+            ready = slice(at, at + self._ready_blocks)
+            ids, slots = in_slot_order(gpu_block_ids[ready], cpu_slots[ready])
+            block_ids = self._ids.upload(ids, stream)
+            for part in self._slots.parts(slots, size):
+                yield block_ids, part
+
+    def _unpack(
+        self,
+        buffer: _Buffer,
+        blocks: Any,
+        block_ids: torch.Tensor,
+        part: Part,
+        rows: tuple[int, int] | None = None,
+    ) -> None:
+        blocks.wait_event(buffer.filled)
+        with torch.cuda.stream(blocks):
+            self._mover.move(False, buffer.memory, block_ids, part.first, part.num_slots, rows=rows)
+        buffer.free.record(blocks)
+
+    def _addresses(self, part: Part, buffer: _Buffer) -> tuple[Numbers, Numbers, Numbers]:
+        """Address in the buffer, address in CPU memory and bytes of each run of slots."""
+        pitch = self._slots.pitch
+        staged = buffer.address + part.at * pitch
+        return staged, self._slots.address(part.slot), part.size * pitch
+
+    def _fetch_rows(
+        self, part: Part, offset: int, nbytes: int, buffer: _Buffer, stream: int
+    ) -> None:
+        """Some bytes of every slot, packed: a rectangle for each run, one call for the rest."""
+        single = part.size == 1
+        sources = self._slots.address(part.slot[single]) + offset
+        targets = buffer.address + part.at[single] * nbytes
+        self._driver.copy_many(targets, sources, np.full_like(targets, nbytes), stream)
+        if single.all():
+            return
+        for run in part.runs():
+            if run.size > 1:
+                source = self._slots.address(run.slot) + offset
+                target = buffer.address + run.at * nbytes
+                self._driver.copy_rows(
+                    target, nbytes, source, self._slots.pitch, nbytes, run.size, stream
+                )

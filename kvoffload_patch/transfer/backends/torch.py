@@ -1,0 +1,129 @@
+"""The torch copy backend: for the CPU device, and as the fallback on any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from kvoffload_patch.transfer.backends.base import Slices, Streams
+from kvoffload_patch.transfer.backends.slots import Run, SlotMemory
+from kvoffload_patch.transfer.layout import BlockLayout
+
+STAGING_BYTES = 32 << 20
+
+
+class TorchBackend:
+    """Moves whole blocks between the rows of a layout and CPU slots, by torch's own copies.
+
+    On the CPU blocks are copied directly, at once. On a device they are packed in a staging
+    buffer in device memory, and each run of neighbouring slots crosses the bus as one copy.
+
+    Args:
+        layout: the KV tensors' rows.
+        slots: the CPU slots.
+    """
+
+    name = "torch"
+
+    def __init__(self, layout: BlockLayout, slots: SlotMemory) -> None:
+        self._rows = layout.rows
+        self._memory = slots
+        self._slots = slots.slots
+        self._spans = [slice(o, o + r.shape[1]) for o, r in zip(layout.offsets, layout.rows)]
+        self._device = layout.device
+        self._direct = layout.device.type == "cpu"
+        self.groups = [(0, len(layout.rows))]
+        if not self._direct:
+            self._new_staging(layout, max(1, STAGING_BYTES // layout.block_bytes))
+
+    def _new_staging(self, layout: BlockLayout, chunk: int) -> None:
+        # As far apart as slots are: one run of slots is one run of bytes on both sides.
+        shape = (chunk, self._memory.pitch)
+        self._chunk = chunk
+        self._stage_store = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        self._stage_load = torch.empty(shape, dtype=torch.uint8, device=self._device)
+
+    def store(
+        self,
+        gpu_block_ids: Sequence[int],
+        cpu_slots: Sequence[int],
+        streams: Streams | None = None,
+    ) -> Slices:
+        """Copy blocks of the device into slots."""
+        if self._direct:
+            blocks, slots = self._index(gpu_block_ids), self._index(cpu_slots)
+            for row, span in zip(self._rows, self._spans):
+                self._slots[:, span][slots] = row[blocks]
+            return
+        self._join(streams, before=True)
+        for at in range(0, len(gpu_block_ids), self._chunk):
+            with self._on(streams):
+                self._store_chunk(
+                    gpu_block_ids[at : at + self._chunk], cpu_slots[at : at + self._chunk]
+                )
+            yield
+        self._join(streams, before=False)
+
+    def load(
+        self,
+        gpu_block_ids: Sequence[int],
+        cpu_slots: Sequence[int],
+        streams: Streams | None = None,
+        arrived: Callable[[int], None] | None = None,
+    ) -> Slices:
+        """Copy slots into blocks of the device."""
+        if self._direct:
+            blocks, slots = self._index(gpu_block_ids), self._index(cpu_slots)
+            for row, span in zip(self._rows, self._spans):
+                row[blocks] = self._slots[:, span][slots]
+        else:
+            self._join(streams, before=True)
+            for at in range(0, len(gpu_block_ids), self._chunk):
+                with self._on(streams):
+                    self._load_chunk(
+                        gpu_block_ids[at : at + self._chunk], cpu_slots[at : at + self._chunk]
+                    )
+                yield
+        if arrived is not None:
+            arrived(0)
+
+    def _store_chunk(self, ids: Sequence[int], slots: Sequence[int]) -> None:
+        blocks, staging = self._index(ids), self._stage_store
+        for row, span in zip(self._rows, self._spans):
+            staging[: len(ids), span].copy_(row[blocks])
+        for run in self._runs(slots):
+            self._memory.span(run).copy_(
+                staging[run.at : run.at + run.size].view(-1), non_blocking=True
+            )
+
+    def _load_chunk(self, ids: Sequence[int], slots: Sequence[int]) -> None:
+        blocks, staging = self._index(ids), self._stage_load
+        for run in self._runs(slots):
+            staging[run.at : run.at + run.size].view(-1).copy_(
+                self._memory.span(run), non_blocking=True
+            )
+        for row, span in zip(self._rows, self._spans):
+            row[blocks] = staging[: len(ids), span]
+
+    def _index(self, ids: Sequence[int]) -> torch.Tensor:
+        index = torch.from_numpy(np.array(ids, dtype=np.int64))
+        if self._device.type != "cpu":
+            index = index.pin_memory()  # torch keeps it until the copy is done
+        return index.to(self._device, non_blocking=True)
+
+    def _runs(self, slots: Sequence[int]) -> Iterator[Run]:
+        for part in self._memory.parts(np.array(slots, dtype=np.int64), len(slots)):
+            yield from part.runs()
+
+    def _on(self, streams: Streams | None) -> torch.cuda.StreamContext:
+        return torch.cuda.stream(None if streams is None else streams.blocks)
+
+    def _join(self, streams: Streams | None, before: bool) -> None:
+        """Everything runs on one stream here: make the other one wait for it, or it for that."""
+        if streams is not None:
+            first, second = (streams.bus, streams.blocks)
+            if not before:
+                first, second = second, first
+            second.wait_stream(first)

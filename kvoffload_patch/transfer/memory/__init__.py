@@ -1,0 +1,1 @@
+"""CPU memory for slots: mapped, placed, touched, registered, grown."""

@@ -1,0 +1,192 @@
+"""How the memory of CPU slots is registered with the driver, piece after piece, while vLLM runs."""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvoffload_patch.transfer.errors import TransferError
+from kvoffload_patch.transfer.memory.mapping import GIB, HostMapping
+from kvoffload_patch.transfer.memory.registrar import Registrar
+
+# Registered in one call of the driver, 0.7 ms and more. Such a call holds up other calls that the
+# process makes: half of the time if nobody cares, a fifth of it while steps are launched. That
+# is still as fast as most GPUs compute KV. Loads, which somebody waits for, are let pass first.
+# None of that when stores have caught up: what is not stored is computed again.
+PIECE_BYTES = 32 << 20
+_PAUSE, _PAUSE_BESIDE_STEPS = 1, 4  # times as long as the call before it took
+_STEPS_END_S = 0.1  # after the last one
+_LOADS_PASS_S = 0.025  # at most, for each piece
+_PARTS = 8  # stores have caught up when they use the last of so many parts of what is ready
+
+
+@dataclass
+class Spent:
+    """What growing has taken, in seconds: until pages were there, in the driver, held back."""
+
+    touching: float = 0.0
+    registering: float = 0.0
+    held_back: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.touching:.1f} s waiting for pages, {self.registering:.1f} s registering, "
+            f"{self.held_back:.1f} s held back"
+        )
+
+
+class Growth:
+    """Registers the pieces of a mapping in turn.
+
+    Args:
+        mapping: its first bytes are the slots.
+        num_slots: of ``pitch`` bytes each.
+        slots_per_piece: slots that are registered in one call.
+        registrar: the device's.
+        available_bytes: memory that may still be taken, now; for the sentence that says why not.
+
+    Attributes:
+        num_ready: slots registered so far.
+        ended: why there will be no more, in a sentence; empty if all are there or coming.
+        quiet: held while the driver registers.
+        spent: where the time went so far.
+    """
+
+    def __init__(
+        self, mapping: HostMapping, num_slots: int, pitch: int, slots_per_piece: int,
+        registrar: Registrar, available_bytes: Callable[[], int],
+    ) -> None:  # fmt: skip
+        self.num_ready = 0
+        self.ended = ""
+        self.spent = Spent()
+        self._last_step = -_STEPS_END_S
+        self._loads_end = 0.0
+        self._slots_used = 0
+        self._num_slots, self._pitch, self._per_piece = num_slots, pitch, slots_per_piece
+        self._mapping = mapping
+        self._base = mapping.memory.data_ptr()
+        self._registrar = registrar
+        self._available = available_bytes
+        self._registered: list[int] = []
+        self._changed = threading.Condition()
+        self.quiet = threading.Lock()
+        self._stopping = self._over = False
+        self._thread = threading.Thread(target=self._run, name="kvoffload-register", daemon=True)
+
+    def start(self) -> None:
+        """Begin, on a thread of its own."""
+        nbytes = self._num_slots * self._pitch
+        self._mapping.keep(nbytes)
+        self._mapping.toucher.start(nbytes)
+        self._thread.start()
+
+    def step_begins(self, loads_s: float, last_slot: int) -> None:
+        """A step is about to be launched, with loads of so many seconds, and stores to slots."""
+        self._last_step = time.monotonic()
+        self._slots_used = max(self._slots_used, last_slot + 1)
+        if loads_s:
+            self._loads_end = max(self._loads_end, self._last_step) + loads_s
+
+    def wait(self, num_slots: int) -> None:
+        """Return once that many slots are usable; TransferError if they never will be."""
+        self.wait_up_to(num_slots)
+        if self.num_ready < num_slots:
+            raise TransferError(
+                self.ended or f"expected {num_slots} CPU slots, found {self.num_ready} in all."
+            )
+
+    def wait_up_to(self, num_slots: int) -> None:
+        """Return once that many slots are usable, or there will be no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.num_ready >= num_slots or self._over)
+
+    def stop(self) -> None:
+        """Return when nothing is registered any more."""
+        self._stopping = True
+        self._mapping.toucher.stop()
+        if self._thread is not threading.current_thread():  # which may collect garbage
+            self._thread.join()
+
+    def close(self) -> None:
+        """Stop, and take back every registration."""
+        self.stop()
+        while self._registered:
+            self._registrar.unregister(self._registered.pop())
+
+    def _run(self) -> None:
+        try:
+            why = self._register_all()
+            self.ended = self._sentence(why) if why else ""
+        finally:
+            with self._changed:
+                self._over = True
+                self._changed.notify_all()
+        if why and not self._stopping:
+            # What cannot be registered is of no use to anybody here.
+            self._mapping.keep(self.num_ready * self._pitch)
+
+    def _register_all(self) -> str:
+        """Register piece after piece; why not all, or nothing."""
+        try:
+            self._registrar.enter()
+            why = ""
+            while not why and not self._stopping and self.num_ready < self._num_slots:
+                why = self._next_piece()
+            return why
+        except Exception as error:  # noqa: BLE001 - said with the rest; nobody else sees it
+            return f"expected to register more CPU memory, found {error}"
+
+    def _next_piece(self) -> str:
+        """Register the next piece; why not, or nothing."""
+        begin = self.num_ready
+        end = min(begin + self._per_piece, self._num_slots)
+        asked = time.perf_counter()
+        if not self._mapping.toucher.wait(end * self._pitch):
+            return self._mapping.toucher.ended or "touching it was stopped"
+        self.spent.touching += time.perf_counter() - asked
+        address, nbytes = self._base + begin * self._pitch, (end - begin) * self._pitch
+        loads_s = self._loads_end - time.monotonic()
+        if loads_s > 0 and not self._late:
+            self._hold_back(min(loads_s, _LOADS_PASS_S))
+        with self.quiet:
+            began = time.perf_counter()
+            error = self._registrar.register(address, nbytes)
+            took = time.perf_counter() - began
+        self.spent.registering += took
+        if error:
+            return f"expected CUDA to register {nbytes >> 20} MiB more, found error {error}"
+        self._registered.append(address)
+        with self._changed:
+            self.num_ready = end
+            self._changed.notify_all()
+        if begin:  # meanwhile the driver has time for everybody else
+            beside_steps = time.monotonic() - self._last_step < _STEPS_END_S
+            longer = beside_steps and not self._late
+            self._hold_back(took * (_PAUSE_BESIDE_STEPS if longer else _PAUSE))
+        return ""
+
+    def _hold_back(self, seconds: float) -> None:
+        began = time.perf_counter()
+        time.sleep(seconds)
+        self.spent.held_back += time.perf_counter() - began
+
+    @property
+    def _late(self) -> bool:
+        """Whether stores have caught up."""
+        return self._slots_used * _PARTS > self.num_ready * (_PARTS - 1)
+
+    def _sentence(self, why: str) -> str:
+        ready, total = (n * self._pitch / GIB for n in (self.num_ready, self._num_slots))
+        return (
+            f"the CPU tier has {ready:.1f} of {total:.1f} GiB: {why} "
+            f"({self._available() / GIB:.1f} GiB of memory available, ulimit -l "
+            f"{_locked_limit()}); lower KVOFFLOAD_CPU_GIB, or raise what is short."
+        )
+
+
+def _locked_limit() -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 10} kB"

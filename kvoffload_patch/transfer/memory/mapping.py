@@ -1,0 +1,235 @@
+"""CPU memory mapped by ourselves, and taken from the system in the background.
+
+PyTorch's pinned allocator rounds up to powers of two, which at tens of GiB is what gets a
+process killed; an anonymous mapping takes what is asked for. It holds no page until one is
+touched. Touching tens of GiB takes seconds, so threads do it, from the first byte on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+from kvoffload_patch.transfer.errors import TransferError
+from kvoffload_patch.transfer.memory.numa import prefer_node
+
+GIB = 1 << 30
+# Touched in one go: little enough to be asked to stop between two of them.
+STEP_BYTES = 32 << 20
+THREADS = 2
+# How often the memory available is looked up, and what must remain besides.
+CHECKED_BYTES = 256 << 20
+RESERVE_BYTES = GIB
+# A virtual machine may be given more memory only as it uses what it has.
+PATIENCE_S = 10.0
+
+_HUGE_PAGE = 2 << 20
+_MAP_NORESERVE = 0x4000
+
+
+def no_limit() -> int:
+    """What is available where nobody counts."""
+    return sys.maxsize
+
+
+class HostMapping:
+    """An anonymous mapping: ``memory``, a ``uint8`` tensor ``[nbytes]``, zero at first.
+
+    Args:
+        nbytes: bytes to map.
+        node: the NUMA node that its pages should come from; None leaves that to the system.
+        available_bytes: memory that may still be taken, now.
+
+    Raises:
+        TransferError: the system refuses to map as much.
+    """
+
+    def __init__(
+        self, nbytes: int, node: int | None = None, available_bytes: Callable[[], int] = no_limit
+    ) -> None:
+        self.nbytes = nbytes
+        # Not accounted for: a system that does would compare the whole of it with what a
+        # virtual machine happens to have at its start.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        try:
+            mapped = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=flags)
+        except OSError as error:
+            raise TransferError(
+                f"expected to map {nbytes / GIB:.1f} GiB of CPU memory, found {error}; lower "
+                "KVOFFLOAD_CPU_GIB or allow overcommitment (vm.overcommit_memory)."
+            ) from error
+        # A child process gets none of it: pages that a device uses would be copied at the fork.
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            with suppress(OSError, AttributeError):  # a kernel, or a Python, without it
+                mapped.madvise(getattr(mmap, advice))
+        flat = torch.frombuffer(mapped, dtype=torch.uint8)
+        begin = -flat.data_ptr() % _HUGE_PAGE
+        self.memory = flat[begin : begin + nbytes]
+        if node is not None:
+            prefer_node(self.memory.data_ptr(), _whole_pages(nbytes), node)
+        self.toucher = Toucher(self.memory, available_bytes)
+        # The threads know the toucher only, so that a mapping that is dropped stops them.
+        self._stop = weakref.finalize(self, self.toucher.stop)
+
+    def keep(self, nbytes: int) -> None:
+        """Stop touching, and give back every page behind the first ``nbytes``."""
+        self.toucher.stop()
+        kept = min(_whole_pages(nbytes), self.nbytes)
+        if self.toucher.reached > kept:
+            advise(self.memory.data_ptr() + kept, self.nbytes - kept, mmap.MADV_DONTNEED)
+        self.toucher.forget_beyond(kept)
+
+    def close(self) -> None:
+        """Stop, and give everything back once no tensor refers to the mapping any more."""
+        self._stop()
+        del self.memory, self.toucher
+
+
+class Toucher:
+    """Takes the pages of a mapping from the system, in the order of their addresses.
+
+    Args:
+        memory: ``uint8 [nbytes]``, beginning on a page.
+        available_bytes: memory that may still be taken, now.
+
+    Attributes:
+        ended: why not everything asked for is touched; empty while there is hope.
+    """
+
+    def __init__(self, memory: torch.Tensor, available_bytes: Callable[[], int]) -> None:
+        self._memory = memory
+        self._nbytes = int(memory.numel())
+        self._available = available_bytes
+        self._changed = threading.Condition()
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._done: set[int] = set()  # steps done beyond the prefix
+        self._prefix = self._next = self._goal = 0  # in steps
+        self.ended = ""
+
+    @property
+    def touched(self) -> int:
+        """Bytes from the start on that are there; never falls while a goal is pursued."""
+        return min(self._prefix * STEP_BYTES, self._nbytes)
+
+    @property
+    def reached(self) -> int:
+        """Where the last page that may have been taken ends."""
+        return min(self._next * STEP_BYTES, self._nbytes)
+
+    def start(self, nbytes: int) -> None:
+        """Touch the first ``nbytes`` in the background; also after it has ended or stopped."""
+        self.stop()
+        self._stopping.clear()
+        self.ended = ""
+        self._goal = -(-min(nbytes, self._nbytes) // STEP_BYTES)
+        self._next = self._prefix  # what lies behind it may be touched again
+        self._done.clear()
+        for i in range(min(THREADS, self._goal - self._prefix)):
+            thread = threading.Thread(target=self._run, name=f"kvoffload-touch-{i}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def wait(self, nbytes: int) -> bool:
+        """Return once the first ``nbytes`` are touched: True; or will not be: False."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.touched >= nbytes or self.ended or self._stopping.is_set()
+            )
+            return self.touched >= nbytes
+
+    def stop(self) -> None:
+        """Return when no thread touches any more."""
+        with self._changed:
+            self._stopping.set()
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # which may collect garbage
+                thread.join()
+        self._threads.clear()
+
+    def forget_beyond(self, nbytes: int) -> None:
+        """Pages behind ``nbytes`` have been given back; nothing runs."""
+        self._prefix = min(self._prefix, nbytes // STEP_BYTES)
+        self._next = self._prefix
+
+    def _run(self) -> None:
+        try:
+            while not self.ended:
+                with self._changed:
+                    step = self._next
+                    if step >= self._goal or self._stopping.is_set():
+                        return
+                    self._next += 1
+                if step % (CHECKED_BYTES // STEP_BYTES) == 0 and not self._room():
+                    return
+                self._touch(step)
+        except Exception as error:  # noqa: BLE001 - said by whoever waits; nobody else sees it
+            self._end(f"expected to touch CPU memory, found {error}")
+
+    def _touch(self, step: int) -> None:
+        begin = step * STEP_BYTES
+        touch(self._memory[begin : begin + STEP_BYTES])
+        with self._changed:
+            self._done.add(step)
+            while self._prefix in self._done:
+                self._done.remove(self._prefix)
+                self._prefix += 1
+            self._changed.notify_all()
+
+    def _room(self) -> bool:
+        """Whether there is memory for what will be touched until the next look, after waiting."""
+        needed = min(CHECKED_BYTES * THREADS, self._nbytes) + RESERVE_BYTES
+        deadline, pause = time.monotonic() + PATIENCE_S, 0.05
+        while not self._stopping.is_set():
+            found = self._available()
+            if found >= needed:
+                return True
+            if time.monotonic() >= deadline:
+                self._end(
+                    f"expected {needed / GIB:.1f} GiB of memory available to go on, found "
+                    f"{found / GIB:.1f}"
+                )
+                return False
+            self._stopping.wait(pause)
+            pause = min(2 * pause, 0.5)
+        return False
+
+    def _end(self, why: str) -> None:
+        with self._changed:
+            self.ended = self.ended or why
+            self._changed.notify_all()
+
+
+def touch(memory: torch.Tensor) -> None:
+    """Take the pages of a piece that nobody has written to yet; holds no GIL meanwhile.
+
+    By page faults, one for each page: the kernel serves them under the lock of this mapping alone.
+    Under MADV_POPULATE_WRITE it holds that of the address space, and every thread of the process
+    that maps memory, the driver's callers among them, waits for tens of milliseconds.
+    """
+    memory[:: mmap.PAGESIZE].zero_()
+
+
+def advise(address: int, nbytes: int, advice: int) -> None:
+    """madvise(2), at an address that begins a page; asks again when it is interrupted."""
+    while _madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(advice)):
+        code = ctypes.get_errno()
+        if code not in (errno.EINTR, errno.EAGAIN):
+            raise OSError(code, f"madvise({advice}) of {nbytes} bytes: {errno.errorcode[code]}")
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+_madvise = ctypes.CDLL(None, use_errno=True).madvise

@@ -1,0 +1,275 @@
+"""One direction's order of copies: its streams, what is queued, and which tickets are done."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvoffload_patch.transfer.backends.base import Slices, Streams, finish
+from kvoffload_patch.transfer.errors import one_line
+
+Start = Callable[["Streams | None"], Slices]
+Behind = tuple["CopyQueue | SyncCopyQueue", int]  # a lane, and which of its tickets to wait for
+_NO_MORE = object()
+
+
+class _Job:
+    """A copy that is queued or partly enqueued; it stands for tickets ``first`` to ``ticket``."""
+
+    __slots__ = ("behind", "compute", "first", "slices", "start", "ticket")
+
+    def __init__(
+        self,
+        first: int,
+        ticket: int,
+        start: Start,
+        compute: Any,
+        behind: Behind,
+    ) -> None:
+        self.first = first
+        self.ticket = ticket
+        self.start = start
+        self.compute = compute
+        self.behind = behind
+        self.slices: Slices | None = None
+
+
+class CopyQueue:
+    """Copies of one direction on a device, in the order of their tickets.
+
+    A copy is queued by `submit`, and enqueued on the streams slice by slice: by a thread beside
+    the step (`advance`), or at once by whoever waits for it (`hold`). Its ticket is done when
+    the device has finished the last slice, or when the copy has failed and whatever of it had
+    been enqueued is finished.
+
+    Args:
+        device: the CUDA device of the copies.
+        lock: shared by the lanes of a device, which may wait for each other.
+        ends_on_bus: whether the end of a copy is on the bus stream, or on that of the blocks.
+        slices_ahead: the most that `has_room` and `top_up` are asked for.
+        priority: stream priority, as `torch.cuda.Stream` takes it.
+
+    Attributes:
+        failed: what went wrong, by ticket, until it is taken away.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        lock: threading.RLock,
+        ends_on_bus: bool,
+        slices_ahead: int,
+        priority: int = 0,
+    ) -> None:
+        self.streams = Streams(
+            blocks=torch.cuda.Stream(device=device, priority=priority),
+            bus=torch.cuda.Stream(device=device, priority=priority),
+        )
+        self.failed: dict[int, str] = {}
+        self._end = self.streams.bus if ends_on_bus else self.streams.blocks
+        self._device = device
+        self._lock = lock  # held while a slice is enqueued
+        self._book = threading.Lock()  # held for moments: what is under way
+        self._queue: deque[_Job] = deque()
+        self._under_way: deque[tuple[int, Any]] = deque()
+        self._spare: list[Any] = []
+        self._done = 0
+        # The ends of the last slices. An event that was never recorded counts as done.
+        self._slice_ends = deque(torch.cuda.Event() for _ in range(slices_ahead))
+
+    @property
+    def queued(self) -> bool:
+        """Whether any copy is not wholly enqueued."""
+        return bool(self._queue)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether any enqueued copy is not known to be done."""
+        return bool(self._under_way)
+
+    def submit(self, first: int, ticket: int, start: Start, behind: Behind) -> None:
+        """Queue a copy for tickets ``first`` to ``ticket``.
+
+        It waits for what the current stream has been given before this call, and its slots for
+        a ticket of another lane.
+        """
+        compute = self._new_event()
+        compute.record(torch.cuda.current_stream(self._device))
+        self._queue.append(_Job(first, ticket, start, compute, behind))
+
+    def advance(self) -> bool:
+        """Enqueue the next slice; False if there is none."""
+        with self._lock:
+            if not self._queue:
+                return False
+            job = self._queue[0]
+            try:
+                if job.slices is None:
+                    job.slices = self._begin(job)
+                more = next(job.slices, _NO_MORE) is not _NO_MORE
+            except Exception as error:  # noqa: BLE001 - the tier carries on without this copy
+                self._fail(job, error)
+                more = False
+            self._slice_ends[0].record(self._end)
+            self._slice_ends.rotate(-1)
+            if not more:
+                self._queue.popleft()
+                end = self._new_event()
+                end.record(self._end)
+                with self._book:
+                    self._under_way.append((job.ticket, end))
+            return True
+
+    def has_room(self, ahead: int) -> bool:
+        """Whether fewer than ``ahead`` slices are under way; never waits."""
+        return bool(self._slice_ends[-ahead].query())
+
+    def top_up(self, ahead: int, meanwhile: Callable[[], object] | None = None) -> bool:
+        """Enqueue slices until ``ahead`` of them are under way; whether there was any.
+
+        Args:
+            meanwhile: called after each slice; many of them take the host milliseconds.
+        """
+        found = False
+        while self._queue and self.has_room(ahead) and self.advance():
+            found = True
+            if meanwhile is not None:
+                meanwhile()
+        return found
+
+    def hold(self, stream: Any, ticket: int) -> None:
+        """Make a stream (the current one if None) wait for every copy up to ``ticket``."""
+        if ticket <= self._done:
+            return
+        with self._lock:
+            self.flush(ticket)
+            event = self._end_of(ticket)
+            if event is not None:
+                waiter = torch.cuda.current_stream(self._device) if stream is None else stream
+                waiter.wait_event(event)
+
+    def _end_of(self, ticket: int) -> Any:
+        """The event that no copy up to ``ticket`` is later than; None if all are done."""
+        event = None
+        with self._book:
+            for number, event in self._under_way:  # noqa: B007 - the last, or the first so far
+                if number >= ticket:
+                    break
+        return event
+
+    def flush(self, ticket: int) -> None:
+        """Enqueue every copy up to ``ticket``."""
+        with self._lock:
+            while self.has_queued(ticket):
+                self.advance()
+
+    def has_queued(self, ticket: int) -> bool:
+        """Whether any copy up to ``ticket`` is not wholly enqueued."""
+        with self._lock:
+            return bool(self._queue) and self._queue[0].first <= ticket
+
+    def poll(self) -> int:
+        """The last ticket done; never waits."""
+        if self._under_way:
+            with self._book:
+                while self._under_way and self._under_way[0][1].query():
+                    self._retire()
+        return self._done
+
+    def drain(self) -> None:
+        """Wait, on the host, for every copy submitted."""
+        with self._lock:
+            while self.advance():
+                pass
+            self._end.synchronize()
+            with self._book:
+                while self._under_way:
+                    self._retire()
+
+    def _begin(self, job: _Job) -> Slices:
+        self.streams.blocks.wait_event(job.compute)
+        self._spare.append(job.compute)
+        other, ticket = job.behind
+        other.hold(self.streams.bus, ticket)
+        return job.start(self.streams)
+
+    def _fail(self, job: _Job, error: Exception) -> None:
+        for ticket in range(job.first, job.ticket + 1):
+            self.failed[ticket] = one_line(error)
+        # Whatever was enqueued of it, on either stream, ends before its ticket does.
+        self._end.wait_stream(self.streams.blocks)
+        self._end.wait_stream(self.streams.bus)
+
+    def _new_event(self) -> Any:
+        try:
+            return self._spare.pop()  # one thread submits while another one enqueues
+        except IndexError:
+            return torch.cuda.Event()
+
+    def _retire(self) -> None:
+        self._done, event = self._under_way.popleft()
+        self._spare.append(event)
+
+
+class SyncCopyQueue:
+    """The same for the CPU device, where a copy is done when `submit` returns."""
+
+    queued = under_way = False
+
+    def __init__(self) -> None:
+        self.failed: dict[int, str] = {}
+        self._done = 0
+
+    def submit(self, first: int, ticket: int, start: Start, behind: object) -> None:
+        """Make a copy."""
+        try:
+            finish(start(None))
+        except Exception as error:  # noqa: BLE001 - the tier carries on without this copy
+            for failed in range(first, ticket + 1):
+                self.failed[failed] = one_line(error)
+        self._done = ticket
+
+    def advance(self) -> bool:
+        """Nothing is ever queued."""
+        return False
+
+    def has_room(self, ahead: int) -> bool:
+        """Nothing is ever under way."""
+        return True
+
+    def top_up(self, ahead: int, meanwhile: object = None) -> bool:
+        """Nothing is ever queued."""
+        return False
+
+    def hold(self, stream: object, ticket: int) -> None:
+        """Nothing is ever under way."""
+
+    def flush(self, ticket: int) -> None:
+        """Nothing is ever queued."""
+
+    def has_queued(self, ticket: int) -> bool:
+        """Nothing is ever queued."""
+        return False
+
+    def poll(self) -> int:
+        """The last ticket done."""
+        return self._done
+
+    def drain(self) -> None:
+        """Nothing is ever under way."""
+
+
+def failed_up_to(last: int, failed: dict[int, str]) -> tuple[int, ...]:
+    """Tickets of copies that have failed, of those up to ``last``."""
+    # Copied in one go: another thread adds to it.
+    return tuple(ticket for ticket in list(failed) if ticket <= last)
+
+
+def forget(failed: dict[int, str], acknowledged: int) -> None:
+    """Drop the failures that the other side has heard of."""
+    for ticket in failed_up_to(acknowledged, failed):
+        del failed[ticket]

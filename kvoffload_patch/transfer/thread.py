@@ -1,0 +1,86 @@
+"""The thread that enqueues copies beside the step, slice by slice, loads first."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from kvoffload_patch.transfer.errors import TransferError
+from kvoffload_patch.transfer.queue import CopyQueue
+
+# Slices that the thread keeps under way: loads are 1.2 ms of the bus each, stores 0.6 ms.
+LOADS_AHEAD = 6
+STORES_AHEAD = 8
+# How long it sleeps meanwhile. Each time it wakes, it takes Python away from the step
+# (scripts/bench_copy_thread.py).
+_NAP_S = 0.002
+
+
+class CopyThread:
+    """Enqueues what is queued on two lanes, until it is closed.
+
+    It stays a few slices ahead of the device in each direction, so that the bus is never idle and a
+    large store is not before a load that comes after it. The bus goes both ways at once, so neither
+    direction waits for the other.
+
+    Args:
+        device: of the copies.
+        loads, stores: the lanes.
+    """
+
+    def __init__(self, device: torch.device, loads: CopyQueue, stores: CopyQueue) -> None:
+        self._device = device
+        self._loads = loads
+        self._stores = stores
+        self._wake = threading.Event()
+        self._closing = False
+        self._not_before = 0.0
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="kvoffload-copies", daemon=True)
+        self._thread.start()
+
+    def wake(self, after_s: float = 0.0) -> None:
+        """There is something to enqueue; ``after_s``: others may do so until then.
+
+        Raises:
+            TransferError: the thread has ended, so nothing would be.
+        """
+        if self._error is not None:
+            raise TransferError(
+                f"the copy thread has ended ({self._error}), so the CPU tier cannot go on; "
+                "restart the server."
+            ) from self._error
+        self._not_before = time.monotonic() + after_s if after_s else 0.0
+        self._wake.set()
+
+    def close(self) -> None:
+        """End the thread; what is queued stays queued."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            torch.cuda.set_device(self._device)
+            while not self._closing:
+                self._wake.wait()
+                self._wake.clear()
+                while not self._closing and (self._loads.queued or self._stores.queued):
+                    wait_s = self._not_before - time.monotonic()
+                    if wait_s > 0:
+                        self._wake.wait(wait_s)  # or until it is woken for more
+                        self._wake.clear()
+                    else:
+                        self._advance()
+        except BaseException as error:  # noqa: BLE001 - said by the next `wake`
+            self._error = error
+
+    def _advance(self) -> None:
+        """Enqueue loads, then a slice of a store, as there is room; or nap."""
+        loads = self._loads.top_up(LOADS_AHEAD)
+        stores = self._stores.has_room(STORES_AHEAD) and self._stores.advance()
+        if not (loads or stores):
+            self._wake.wait(_NAP_S)  # or until there is more to enqueue
+            self._wake.clear()

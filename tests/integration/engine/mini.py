@@ -1,0 +1,292 @@
+"""vLLM's own scheduler, synchronous or not, with a tier, over a model that is arithmetic.
+
+One wrong block anywhere in what a request's attention sees is a wrong token. Loads and stores
+move the model's values, as late as the plans allow, and fail when they are told to.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+from scheduler_half import parts
+from scheduler_half.device import BLOCK, Device, answer
+
+from kvoffload_patch.config import Settings
+from kvoffload_patch.integration.engine.tier import SchedulerTier
+from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
+from kvoffload_patch.integration.patch_table.points import POINTS, VLLM
+from kvoffload_patch.integration.protocol import PLAN, RESULT, TIER
+from kvoffload_patch.patching import PatchPoint, decide, find_source, installed_version
+from kvoffload_patch.tier.manager import OffloadManager
+
+__all__ = ["BLOCK", "FakeRanks", "Mini"]
+
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32",
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 32_000,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+class FakeRanks:
+    """One rank; its device carries out the plans. ``here``: in the scheduler's process."""
+
+    def __init__(
+        self, load_ms_per_block: float = 1.0, copies_overlap: bool = True, here: bool = True
+    ) -> None:
+        self.load_ms_per_block, self.copies_overlap = load_ms_per_block, copies_overlap
+        self.here = here
+        self.device: Device | None = None
+        self.drains = 0
+
+    def drain(self) -> None:
+        """Every copy is made."""
+        self.drains += 1
+        if self.device is not None:
+            self.device.drain()
+
+    def loads_done(self) -> int:
+        """The last load done by now, as far as none has failed."""
+        return self.device.loads_done() if self.here and self.device is not None else 0
+
+
+class Mini:
+    """An engine core in small.
+
+    Args:
+        fails: called with ("load" or "store", ticket): whether that copy fails.
+        in_flight: steps under way at once; more than one takes the asynchronous scheduler.
+        late: outputs after which a copy is carried out that nobody waits for.
+        settings: of the tier.
+        blocks: GPU blocks, the null block included.
+        windows: a KV cache group for each: its sliding window, or None for full attention.
+        tier: whether there is one.
+        policy: of the waiting queue.
+    """
+
+    def __init__(
+        self,
+        fails: Callable[[str, int], bool] = lambda direction, ticket: False,
+        in_flight: int = 1,
+        late: int = 0,
+        blocks: int = 25,
+        num_slots: int = 400,
+        ranks: FakeRanks | None = None,
+        windows: Sequence[int | None] = (None,),
+        tier: bool = True,
+        policy: str = "fcfs",
+        **settings: Any,
+    ) -> None:
+        self.in_flight = in_flight
+        self.device = Device(blocks, num_slots, tuple(windows), late, fails)
+        self.config = Release.config(in_flight)
+        self.config.scheduler_config.policy = policy
+        self.scheduler = parts.make_scheduler(self.config, blocks, windows)
+        self.kv_manager = self.scheduler.kv_cache_manager
+        self.pool = self.kv_manager.block_pool
+        self.ranks = ranks or FakeRanks()
+        self.ranks.device = self.device
+        self.manager = OffloadManager(num_slots)
+        self.tier: Any = None
+        if tier:
+            self._attach(Settings(**settings))
+        self.answers: dict[str, list[int]] = {}
+        self.prompts: dict[str, list[int]] = {}
+        self.counts: dict[str, int] = {}
+        self.plans: list[Any] = []
+        self.hits: dict[str, int] = {}  # tokens cached when a request was admitted, in that order
+        self.queue: deque[tuple[Any, Any]] = deque()
+
+    def _attach(self, settings: Settings) -> None:
+        self.view = SchedulerView(self.scheduler)
+        self.look_ups = LookUpsChecked(self.view)
+        self.tier = SchedulerTier(self.view, self.manager, self.ranks, settings)
+        owners = {
+            "Scheduler": self.scheduler,
+            "KVCacheManager": self.kv_manager,
+            "BlockPool": self.pool,
+        }
+        setattr(self.scheduler, TIER, self.tier)
+        setattr(self.pool, TIER, self.tier)
+        for point in Release.points():
+            owner, _, name = point.attribute.partition(".")
+            if point.hook and point.role == "scheduler" and owner in owners:
+                setattr(owners[owner], name, _hooked(point, owners[owner], name))
+
+    # What a user does
+
+    def add(self, prompt: list[int], count: int = 4, priority: int = 0) -> str:
+        """Ask for ``count`` tokens; returns the request's name."""
+        name = f"request-{len(self.prompts)}"
+        request = parts.make_request(name, list(prompt), count, priority)
+        self.prompts[name], self.answers[name], self.counts[name] = list(prompt), [], count
+        self.scheduler.add_request(request)
+        return name
+
+    def abort(self, *names: str) -> None:
+        """These requests, or all, are not wanted any more."""
+        from vllm.v1.request import RequestStatus
+
+        gone = names[0] if len(names) == 1 else list(names) or None
+        self.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
+        self.counts.update(dict.fromkeys(names or self.counts, 0))
+
+    def only_in_cpu(self, *prompts: list[int]) -> None:
+        """Compute prompts, store them, and lose them on the GPU."""
+        for prompt in prompts:
+            self.add(prompt, count=1)
+            self.run()
+        self.settle()
+        self.pool.free_blocks(self.pool.get_new_blocks(self.pool.get_num_free_blocks()))
+
+    def settle(self) -> None:
+        """Every copy is done, and the tier knows it."""
+        self.device.drain()
+        if self.tier is not None:
+            self.tier.on_result(self.manager.drained())
+
+    def run(self, steps: int = 10_000) -> None:
+        """Step until every request has its answer."""
+        while self.scheduler.has_unfinished_requests() or self.queue:
+            assert steps, "the requests do not come to an end"
+            steps -= 1
+            self.step()
+
+    def check(self) -> None:
+        """Every token that came out is right, and all came out that were asked for."""
+        for name, tokens in self.answers.items():
+            request = self.scheduler.requests.get(name)
+            assert request is None, f"{name} is still there"
+            assert tokens == answer(self.prompts[name], len(tokens)), name
+            assert len(tokens) >= self.counts[name], f"{name} has {len(tokens)} tokens"
+
+    # A step
+
+    def step(self) -> None:
+        """As `EngineCore.step_with_batch_queue`: schedule, and take in the oldest output."""
+        if self.scheduler.has_requests():
+            self.begin_step()
+            if len(self.queue) < self.in_flight and self.queue[0][0].num_scheduled_tokens:
+                return
+        self.end_step()
+
+    def begin_step(self) -> Any:
+        """Schedule a step and carry it out on the device."""
+        scheduled = self.scheduler.schedule()
+        for new in scheduled.scheduled_new_reqs:
+            self.hits.setdefault(new.req_id, new.num_computed_tokens)
+        plan = getattr(scheduled, PLAN, None)
+        if plan is not None:
+            self.plans.append(plan)
+        names, sampled, result = self.device.step(scheduled, plan, self._tokens)
+        output = parts.make_output(names, sampled)
+        setattr(output, RESULT, result)
+        self.queue.appendleft((scheduled, output))
+        return scheduled
+
+    def end_step(self) -> None:
+        """Take in the oldest output."""
+        outputs = self.scheduler.update_from_output(*self.queue.pop())
+        for one_client in outputs.values() if isinstance(outputs, dict) else [outputs]:
+            for one in one_client.outputs:
+                self.answers[one.request_id].extend(one.new_token_ids)
+
+    def _tokens(self, name: str) -> list[int]:
+        return list(self.scheduler.requests[name].all_token_ids)
+
+
+class LookUpsChecked:
+    """Each lookup of the scheduler's gives what vLLM's own gives at that moment.
+
+    Attributes:
+        answered: lookups that vLLM did not have to make.
+    """
+
+    def __init__(self, view: SchedulerView) -> None:
+        self._answers = view.answers
+        self._find, self._holds = view.answers._find, view.answers._holds
+        self.answered = 0
+        view.answers._holds = self._counted
+        view.manager.coordinator.find_longest_cache_hit = self._checked
+
+    def _counted(self, *args: Any) -> bool:
+        holds = self._holds(*args)
+        self.answered += holds
+        return holds
+
+    def _checked(self, *args: Any) -> Any:
+        found = self._find(*args)
+        if not self._answers._recording:  # the tier's own, over a stand-in pool
+            anew = self._answers._look_up(*args)
+            assert _keys(found) == _keys(anew) and found[1:] == anew[1:], "another lookup"
+        return found
+
+
+def _keys(found: Any) -> list[list[Any]]:
+    return [[block.block_hash for block in blocks] for blocks in found[0]]
+
+
+class Release:
+    """The vLLM whose scheduler is driven: the installed one, or one that others have chosen.
+
+    Attributes:
+        version: of the release; None: the installed one.
+        find: where a module's source is.
+        config: makes what the scheduler reads of an engine's configuration.
+    """
+
+    version: str | None = None
+    find: Callable[[str], Path] = staticmethod(find_source)
+
+    @classmethod
+    @cache
+    def points(cls) -> tuple[PatchPoint, ...]:
+        """The patch points of this release, compared with its sources."""
+        return decide(VLLM, POINTS, str(cls.number()), cls.find).points
+
+    @classmethod
+    def number(cls) -> Version:
+        """Which release it is."""
+        return Version(cls.version or installed_version(VLLM))
+
+    @classmethod
+    def config(cls, in_flight: int) -> Any:
+        """What an engine's configuration says to its scheduler."""
+        return _engine_config(in_flight)
+
+
+def _engine_config(in_flight: int) -> Any:
+    config = _checked_config(in_flight > 1)
+    # The CPU platform turns it off whatever is asked for.
+    config.scheduler_config.async_scheduling = in_flight > 1
+    return config
+
+
+@cache
+def _checked_config(asynchronous: bool) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(_MODEL))
+        wanted = {
+            "model": folder, "skip_tokenizer_init": True, "block_size": BLOCK,
+            "max_model_len": 2048, "max_num_seqs": 8, "max_num_batched_tokens": parts.MAX_TOKENS,
+            "async_scheduling": False,
+        }  # fmt: skip
+        known = inspect.signature(EngineArgs).parameters
+        return EngineArgs(**{k: v for k, v in wanted.items() if k in known}).create_engine_config()
+
+
+def _hooked(point: PatchPoint, instance: Any, name: str) -> Callable[..., Any]:
+    module, _, function = point.hook.partition(":")
+    hook = getattr(__import__(module, fromlist=[function]), function)
+    wrapped = getattr(instance, name)
+    return lambda *args, **kwargs: hook(wrapped, instance, args, kwargs)

@@ -1,0 +1,316 @@
+"""Whom vLLM's own scheduler admits beside hits that wait for room, or for the bus."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from integration.engine.mini import BLOCK, FakeRanks, Mini
+from vllm.v1.request import RequestStatus
+
+BUS_MS = 150
+
+
+def prompt(blocks: int, seed: int, tail: int = 1) -> list[int]:
+    """A prompt of so many full blocks, and ``tail`` tokens behind them."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, 999) for _ in range(blocks * BLOCK + tail)]
+
+
+class Tight:
+    """Our count of free GPU blocks falls short of vLLM's by ``blocks``."""
+
+    def __init__(self, mini: Mini, blocks: int) -> None:
+        self.blocks = blocks
+        count = mini.view.num_free_blocks
+        mini.view.num_free_blocks = lambda: count() - self.blocks
+
+
+def names(requests: list[Any]) -> list[str]:
+    return [request.request_id for request in requests]
+
+
+def limit(mini: Mini) -> int:
+    """How many requests vLLM lets run."""
+    scheduler = mini.scheduler
+    return getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
+
+
+# AdmissionBudget
+
+
+@pytest.mark.parametrize("load_mode", ["inline", "parked"])
+def test_a_hit_without_room_is_not_admitted_without_it_while_others_run(load_mode: str) -> None:
+    mini = Mini(load_mode=load_mode)
+    mini.only_in_cpu(prompt(6, seed=1))
+    tight = Tight(mini, 15)
+    running = mini.add(prompt(2, seed=2), count=20)
+    mini.step()
+    hit, behind = mini.add(prompt(6, seed=1)), mini.add(prompt(1, seed=3))
+    for _ in range(5):
+        mini.step()
+        assert names(mini.scheduler.running) == [running]
+        assert limit(mini) == 8
+    tight.blocks = 0
+    mini.run()
+    assert mini.hits[hit] == 6 * BLOCK
+    assert list(mini.hits)[2:] == [*sorted([hit, behind], reverse=load_mode == "parked")]
+    mini.check()
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_hit_that_never_has_room_is_admitted_when_the_others_are_done(in_flight: int) -> None:
+    mini = Mini(in_flight=in_flight)
+    mini.only_in_cpu(prompt(6, seed=1))
+    Tight(mini, 20)
+    running = mini.add(prompt(2, seed=2), count=6)
+    mini.step()
+    hit = mini.add(prompt(6, seed=1))
+    while running in mini.scheduler.requests:
+        assert hit not in mini.hits
+        mini.step()
+    mini.run(steps=20)
+    assert mini.hits[hit] == 0
+    mini.check()
+
+
+def test_a_hit_that_never_has_room_is_admitted_if_nothing_runs() -> None:
+    mini = Mini()
+    mini.only_in_cpu(prompt(6, seed=1))
+    Tight(mini, 20)
+    hit = mini.add(prompt(6, seed=1))
+    mini.begin_step()
+    assert hit in mini.hits
+
+
+def test_a_hit_without_room_waits_for_one_that_is_parked_in_the_same_step() -> None:
+    mini = Mini(load_mode="parked", late=3)
+    mini.only_in_cpu(prompt(6, seed=1), prompt(11, seed=2))
+    hits = [mini.add(prompt(6, seed=1, tail=6 * BLOCK + 1)), mini.add(prompt(11, seed=2))]
+    mini.step()
+    assert not mini.scheduler.running
+    assert [mini.scheduler.requests[name].status.name for name in hits] == [
+        "WAITING_FOR_REMOTE_KVS",
+        "WAITING",
+    ]
+    mini.run()
+    assert [mini.hits[name] for name in hits] == [6 * BLOCK, 11 * BLOCK]
+    mini.check()
+
+
+def test_one_that_waits_for_anothers_load_and_has_no_room_keeps_its_hit() -> None:
+    mini = Mini(load_mode="parked", late=3)
+    mini.only_in_cpu(prompt(6, seed=1))
+    other = mini.add(prompt(2, seed=2), count=20)
+    mini.step()
+    hit = mini.add(prompt(6, seed=1, tail=8 * BLOCK + 1))
+    longer = mini.add([*prompt(6, seed=1)[: 6 * BLOCK], *prompt(7, seed=5)])
+    mini.step()
+    assert names(mini.scheduler.running) == [other]
+    assert mini.scheduler.requests[longer].status == RequestStatus.WAITING
+    mini.run()
+    assert mini.hits[hit] == mini.hits[longer] == 6 * BLOCK
+    mini.check()
+
+
+def test_a_request_without_a_hit_is_admitted_if_vllm_finds_room() -> None:
+    mini = Mini()
+    tight = Tight(mini, 18)
+    running = mini.add(prompt(2, seed=2), count=20)
+    mini.step()
+    fresh, behind = mini.add(prompt(6, seed=1)), mini.add(prompt(1, seed=3))
+    mini.step()
+    assert names(mini.scheduler.running) == [running, fresh], "that one, and none unseen"
+    tight.blocks = 0
+    mini.step()
+    assert names(mini.scheduler.running) == [running, fresh, behind]
+
+
+# The limit
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_the_limit_is_back_when_schedule_is_over(raises: bool) -> None:
+    mini = Mini()
+    mini.only_in_cpu(prompt(6, seed=1))
+    Tight(mini, 20)
+    mini.add(prompt(2, seed=2), count=20)
+    mini.step()
+    mini.add(prompt(6, seed=1))
+    manager, within = mini.scheduler.kv_cache_manager, []
+    allocate = manager.allocate_slots
+
+    def allocate_slots(*args: Any, **kwargs: Any) -> Any:
+        within.append(limit(mini))
+        if raises:
+            raise MemoryError("no more")
+        return allocate(*args, **kwargs)
+
+    manager.allocate_slots = allocate_slots
+    if raises:
+        with pytest.raises(MemoryError, match="no more"):
+            mini.step()
+    else:
+        mini.step()
+    assert within == [1] and limit(mini) == 8
+
+
+@pytest.mark.parametrize("sessions", [0, 2])
+def test_sessions_that_wait_for_input_keep_their_slots(sessions: int) -> None:
+    mini = Mini()
+    mini.only_in_cpu(prompt(6, seed=1))
+    running = mini.add(prompt(2, seed=2), count=20)
+    mini.step()
+    Tight(mini, 16)
+    mini.scheduler.num_waiting_for_streaming_input = sessions
+    small, hit, behind = (mini.add(prompt(n, seed=s)) for n, s in ((1, 3), (6, 1), (1, 4)))
+    mini.step()
+    assert names(mini.scheduler.running) == [running, small]
+    assert hit not in mini.hits and behind not in mini.hits
+    mini.scheduler.num_waiting_for_streaming_input = 0
+    mini.run()
+    mini.check()
+
+
+def test_a_session_that_goes_on_is_admitted_past_the_door() -> None:
+    mini = Mini()
+    mini.only_in_cpu(prompt(6, seed=1))
+    Tight(mini, 14)
+    running, session = (mini.add(prompt(2, seed=seed), count=20) for seed in (2, 3))
+    mini.step()
+    request = mini.scheduler.running.pop()
+    request.status = RequestStatus.WAITING  # it holds its blocks, as one does that has new input
+    mini.view._queues()[0].add_request(request)
+    hit, behind = mini.add(prompt(6, seed=1)), mini.add(prompt(1, seed=4))
+    mini.step()
+    assert names(mini.scheduler.running) == [running, session]
+    assert hit not in mini.hits and behind not in mini.hits
+
+
+def test_many_that_something_else_blocks_do_not_block_those_behind() -> None:
+    mini = Mini()
+    running = mini.add(prompt(2, seed=2), count=20)
+    mini.step()
+    for _ in range(80):
+        name = mini.add(prompt(1, seed=4))
+        mini.scheduler.requests[name].status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    fresh = mini.add(prompt(1, seed=3))
+    mini.step()
+    assert names(mini.scheduler.running) == [running, fresh]
+
+
+# Leaving
+
+
+@pytest.mark.parametrize("event", ["abort", "reset", "abort all"])
+def test_requests_come_to_an_end_whatever_happens_while_the_door_is_closed(event: str) -> None:
+    mini = Mini(load_mode="parked", late=2)
+    mini.only_in_cpu(prompt(6, seed=1), prompt(14, seed=2))
+    mini.add(prompt(2, seed=3), count=20)
+    mini.step()
+    mini.add(prompt(6, seed=1))
+    waits, behind = mini.add(prompt(14, seed=2)), mini.add(prompt(1, seed=4))
+    mini.step()
+    assert len(mini.scheduler.running) == 1
+    assert mini.scheduler.requests[waits].status == RequestStatus.WAITING
+    if event == "reset":
+        mini.scheduler.reset_prefix_cache()
+    else:
+        mini.abort(*([waits] if event == "abort" else []))
+    last = mini.add(prompt(2, seed=5))
+    mini.run(steps=100)
+    mini.check()
+    assert (waits in mini.hits) == (event == "reset")
+    assert (behind in mini.hits) == (event != "abort all") and last in mini.hits
+    assert limit(mini) == 8
+
+
+# The bus
+
+
+def many_hits(mini: Mini, count: int) -> list[str]:
+    """Requests that wait, four blocks each that only the tier has, and one without a hit."""
+    prompts = [prompt(4, seed=seed) for seed in range(1, count + 1)]
+    mini.only_in_cpu(*prompts)
+    return [*(mini.add(p) for p in prompts), mini.add(prompt(1, seed=99))]
+
+
+@pytest.mark.parametrize("load_mode", ["auto", "parked"])
+def test_loads_are_begun_only_as_far_as_the_bus_comes_soon(load_mode: str) -> None:
+    mini = Mini(blocks=120, late=1, load_mode=load_mode, ranks=FakeRanks(BUS_MS / 8 + 1))
+    *hits, fresh = many_hits(mini, 7)
+    planned = len(mini.plans)
+    while fresh not in mini.hits:
+        mini.step()
+        assert mini.tier._loads.blocks_under_way <= 12, "8 blocks are just more than enough"
+    assert len(mini.plans[planned].loads) == 2 + (load_mode == "auto")
+    mini.run()
+    assert [mini.hits[name] for name in hits] == [4 * BLOCK] * 7
+    assert list(mini.hits)[7:] != sorted(mini.hits)[7:], "it did not wait for loads begun"
+    assert list(mini.hits).index(fresh) >= 7 + 3, "it came behind those that waited for the bus"
+    mini.check()
+
+
+def test_the_bus_is_no_limit_where_copies_do_not_run_beside_compute() -> None:
+    mini = Mini(blocks=120, load_mode="auto", ranks=FakeRanks(10 * BUS_MS, copies_overlap=False))
+    names_of = many_hits(mini, 7)
+    mini.begin_step()
+    assert names(mini.scheduler.running) == names_of
+    assert len(mini.plans[-1].loads) == 7
+
+
+# All of it
+
+
+def last_lookups(mini: Mini) -> dict[str, int]:
+    """Tokens that each request's last lookup found on the GPU."""
+    pool, found_on_gpu = mini.tier._admission._pool, {}
+    look_up = pool.look_up
+
+    def noted(request: Any, **more: Any) -> Any:
+        found = look_up(request, **more)
+        found_on_gpu[request.request_id] = 0 if found.arriving else found.gpu_tokens
+        return found
+
+    pool.look_up = noted
+    return found_on_gpu
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("load_mode", ["inline", "auto", "parked"])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_every_request_hits_what_it_could_and_comes_to_its_end(
+    in_flight: int, load_mode: str, seed: int
+) -> None:
+    rng = random.Random(seed)
+    mini = Mini(
+        in_flight=in_flight,
+        late=rng.randrange(4),
+        blocks=rng.choice([25, 40]),
+        num_slots=2000,
+        ranks=FakeRanks(rng.choice([0.1, 1.0, 15.0, 60.0]), here=bool(seed % 2)),
+        load_mode=load_mode,
+    )
+    known = [prompt(rng.randrange(1, 12), seed=1000 + n, tail=1) for n in range(10)]
+    mini.only_in_cpu(*known)
+    could: dict[str, int] = {}
+    on_gpu = last_lookups(mini)
+    for _ in range(60):
+        n = rng.randrange(15)
+        asked = known[n] if n < 10 else prompt(rng.randrange(6), seed=rng.randrange(10**6))
+        own = prompt(0, seed=rng.randrange(10**6), tail=rng.choice([1, 40]))
+        name = mini.add(asked + own, count=rng.randrange(1, 6))
+        could[name] = (len(asked) - 1) // BLOCK * BLOCK if n < 10 else 0
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            if mini.queue or mini.scheduler.has_requests():
+                mini.step()
+    mini.run(steps=1000)
+    mini.check()
+    # What it had on the GPU alone, one before it may have evicted in that very step.
+    lost = [name for name, hit in could.items() if mini.hits[name] < hit]
+    assert [name for name in lost if on_gpu.get(name, 0) < could[name]] == []
+    assert mini.manager.stats.loaded > 60

@@ -1,0 +1,195 @@
+"""Configurations that the tier refuses, and the one that it stays out of."""
+
+from __future__ import annotations
+
+import logging
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffload_patch.integration.engine.attach import attach
+from kvoffload_patch.integration.engine.eligibility import _KNOWN_SPECS, check_eligible
+from kvoffload_patch.integration.engine.hooks import init_v0
+from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
+
+
+def spec(kind: str, **attributes: Any) -> Any:
+    """A KV cache spec of a class with this name."""
+    made = type(kind, (), {})()
+    vars(made).update(attributes)
+    return made
+
+
+def group(kind: str = "FullAttentionSpec", **attributes: Any) -> SimpleNamespace:
+    """A KV cache group."""
+    return SimpleNamespace(kv_cache_spec=spec(kind, **attributes))
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    """vLLM's configuration, of which the tier approves but for the changes."""
+    other = ("caching", "encoder_decoder", "async_scheduling")
+    parallel = {k: v for k, v in changes.items() if k not in other}
+    parallel.setdefault("pipeline_parallel_size", 1)
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=changes.get("caching", True)),
+        parallel_config=SimpleNamespace(**parallel),
+        scheduler_config=SimpleNamespace(async_scheduling=changes.get("async_scheduling", False)),
+        model_config=SimpleNamespace(is_encoder_decoder=changes.get("encoder_decoder", False)),
+    )
+
+
+def scheduler(*groups: Any, events: bool = False, **coordinator: Any) -> SimpleNamespace:
+    """A scheduler over these groups."""
+    return SimpleNamespace(
+        enable_kv_cache_events=events,
+        kv_cache_manager=SimpleNamespace(coordinator=SimpleNamespace(**coordinator)),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=list(groups) or [group()]),
+    )
+
+
+UNIFORM = spec(
+    "UniformTypeKVCacheSpecs",
+    kv_cache_specs={"a": spec("MLAAttentionSpec"), "b": spec("MambaSpec")},
+)
+REFUSED = {
+    "decode context parallel": (
+        config(decode_context_parallel_size=2), scheduler(), "decode_context_parallel_size 1",
+    ),
+    "prefill context parallel": (
+        config(prefill_context_parallel_size=4), scheduler(), "prefill_context_parallel_size 1",
+    ),
+    "elastic": (config(enable_elastic_ep=True), scheduler(), "elastic expert parallelism"),
+    "events": (config(), scheduler(events=True), "KV cache events"),
+    "encoder-decoder": (config(encoder_decoder=True), scheduler(), "encoder-decoder"),
+    "partial hits": (config(), scheduler(enable_partial_hash_hits=True), "partial ones"),
+    "unknown spec": (config(), scheduler(group(), group("MambaSpec")), "group 1: .*MambaSpec"),
+    "subclass by another name": (
+        config(), scheduler(group("SinkFullAttentionSpec")), "found SinkFullAttentionSpec",
+    ),
+    "unknown among many": (
+        config(), scheduler(SimpleNamespace(kv_cache_spec=UNIFORM)), "group 0: .*MambaSpec",
+    ),
+    "host memory": (
+        config(),
+        scheduler(SimpleNamespace(kv_cache_spec=spec("FullAttentionSpec"), host_resident=True)),
+        "device memory",
+    ),
+    "no transfer": (
+        config(),
+        scheduler(
+            SimpleNamespace(kv_cache_spec=spec("FullAttentionSpec"), enable_kv_transfer=False)
+        ),
+        "device memory",
+    ),
+    "replay": (
+        config(), scheduler(group("SlidingWindowSpec", prefix_replay_tokens=8)), "replay window",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_tier_cannot_vouch_for_is_refused(name: str) -> None:
+    vllm_config, vllm_scheduler, what = REFUSED[name]
+    with pytest.raises(TierRefused) as refusal:
+        check_eligible(vllm_config, vllm_scheduler)
+    text = str(refusal.value)
+    assert re.search(what, text)
+    assert text.endswith("; set KVOFFLOAD_STRICT=0 to serve without the CPU tier.")
+    assert not re.search(r"[.!?]\s", text) and "\n" not in text, "one sentence"
+
+
+def test_without_prefix_caching_it_stays_out() -> None:
+    with pytest.raises(TierNotNeeded, match="prefix caching is off") as reason:
+        check_eligible(config(caching=False), scheduler())
+    assert not issubclass(reason.type, TierRefused)
+
+
+def test_without_a_kv_cache_it_stays_out() -> None:
+    without = scheduler()
+    without.kv_cache_config.kv_cache_groups = []
+    with pytest.raises(TierNotNeeded, match="no KV cache"):
+        check_eligible(config(), without)
+
+
+def test_another_scheduler_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("vllm")
+    calls: list[str] = []
+    executor = SimpleNamespace(collective_rpc=lambda f, **_: calls.append(f.__name__) or [])
+    engine = SimpleNamespace(scheduler=scheduler(), model_executor=executor)
+    before = dict(vars(engine.scheduler))
+    with pytest.raises(TierRefused, match="found SimpleNamespace; set KVOFFLOAD_STRICT=0"):
+        attach(engine, config())
+    logger = logging.getLogger("vllm.kvoffload_patch")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)  # else heard again further up, or not at all
+    monkeypatch.setenv("KVOFFLOAD_STRICT", "0")
+    calls.clear()
+    attach(engine, config())
+    assert calls == ["close_rank"], "memory that workers took while the model was loading"
+    assert vars(engine.scheduler) == before
+    (record,) = [r for r in caplog.records if r.name == logger.name]
+    assert record.levelno == logging.ERROR
+    assert record.getMessage().endswith("Serving without the CPU tier.")
+
+
+def test_staying_out_comes_before_refusing() -> None:
+    with pytest.raises(TierNotNeeded):
+        check_eligible(config(caching=False, encoder_decoder=True), scheduler(events=True))
+
+
+@pytest.mark.parametrize("kind", sorted(_KNOWN_SPECS))
+def test_known_specs_are_approved(kind: str) -> None:
+    uniform = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": spec(kind), "b": spec(kind)})
+    vllm_config = config(decode_context_parallel_size=1, prefill_context_parallel_size=1)
+    groups = (group(kind), SimpleNamespace(kv_cache_spec=uniform), group(prefix_replay_tokens=0))
+    check_eligible(vllm_config, scheduler(*groups, enable_partial_hash_hits=False))
+
+
+def test_known_specs_are_vllms() -> None:
+    interface = pytest.importorskip("vllm.v1.kv_cache_interface")
+    assert {name for name in _KNOWN_SPECS if not hasattr(interface, name)} == set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [({"pipeline_parallel_size": 2}, "one pipeline stage"), ({"async_scheduling": True}, "synch")],
+)
+def test_steps_without_tokens_that_stay_in_the_queue_are_refused_up_to_0_10_1(
+    monkeypatch: pytest.MonkeyPatch, changes: dict, found: str
+) -> None:
+    monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", "0.10.2")
+    check_eligible(config(**changes), scheduler())
+    monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", "0.10.1.1")
+    check_eligible(config(), scheduler())
+    with pytest.raises(TierRefused, match=f"expected {found}.*before vLLM 0.10.2, found"):
+        check_eligible(config(**changes), scheduler())
+
+
+@pytest.mark.parametrize("strict", ["1", "0"])
+def test_the_engine_before_v1_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, strict: str
+) -> None:
+    monkeypatch.setenv("KVOFFLOAD_STRICT", strict)
+    started: list[str] = []
+    engine = type("LLMEngine", (), {"__module__": "vllm.engine.llm_engine"})
+    derived = type("_AsyncLLMEngine", (engine,), {"__module__": "vllm.engine.async_llm_engine"})()
+    if strict == "1":
+        with pytest.raises(TierRefused, match="expected vLLM's V1 engine, found V0"):
+            init_v0(lambda: started.append("engine"), derived, (), {})
+        assert not started
+    else:
+        with caplog.at_level(logging.ERROR):
+            init_v0(lambda: started.append("engine"), derived, (), {})
+        assert started == ["engine"] and "set VLLM_USE_V1=1" in caplog.text
+
+
+def test_v1s_engine_under_the_older_name_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOFFLOAD_STRICT", "1")
+    started: list[str] = []
+    engine = type("LLMEngine", (), {"__module__": "vllm.v1.engine.llm_engine"})()
+    init_v0(lambda: started.append("engine"), engine, (), {})
+    assert started == ["engine"]

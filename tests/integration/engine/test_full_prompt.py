@@ -1,0 +1,124 @@
+"""Which steps are changed so that a prompt's last block is loaded, and how."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffload_patch.integration.engine.full_prompt import FullPromptHits
+from kvoffload_patch.integration.engine.inline import InlineLoads
+from kvoffload_patch.tier.manager import OffloadManager
+
+SIZE = 16
+KEY = "the last block's"
+
+
+def view(**more: Any) -> Any:
+    requests = {name: SimpleNamespace(num_tokens=64, num_in_flight_tokens=20) for name in "ab"}
+    scheduler = SimpleNamespace(connector=None, requests=requests)
+    shown = {"scheduler": scheduler, "block_sizes": (SIZE,), "decode_tokens": 1, **more}
+    return SimpleNamespace(**shown)
+
+
+def output(done: int = 48, scheduled: int = SIZE, has: str = "", **more: Any) -> Any:
+    """A step in which request a begins, and b computes what it computes."""
+    has_more = {has: [0]} if has else {"mm_features": [], "prompt_embeds": None}
+    new = SimpleNamespace(req_id="a", num_computed_tokens=done, **has_more)
+    shown = {
+        "scheduled_new_reqs": [new],
+        "num_scheduled_tokens": {"b": 7, "a": scheduled},
+        "total_num_scheduled_tokens": 7 + scheduled,
+        **more,
+    }
+    return SimpleNamespace(**shown)
+
+
+@pytest.fixture
+def manager() -> OffloadManager:
+    """It has the block."""
+    made = OffloadManager(4)
+    made.queue_store(KEY, 3)
+    assert made.make_plan(lambda *_: True)
+    made.apply(made.drained())
+    return made
+
+
+@pytest.fixture
+def inline() -> InlineLoads:
+    return InlineLoads()
+
+
+def changed(step: Any, scheduler: Any, manager: OffloadManager, alone: bool = True) -> bool:
+    """Whether a step is changed; if so, it is as it must be."""
+    inline, before = InlineLoads(), vars(step).copy()
+    FullPromptHits(scheduler, manager, inline).load(step, [("b", 8, "x"), ("a", 9, KEY)], alone)
+    plan = manager.make_plan(lambda *_: True)
+    if plan is None:
+        assert vars(step) == before
+        assert (step.num_scheduled_tokens["b"], inline.unproven) == (7, False)
+        return False
+    (load,) = plan.loads
+    assert (load.gpu_block_ids, plan.wait_load) == ((9,), load.ticket)
+    assert step.scheduled_new_reqs[0].num_computed_tokens == 63
+    assert step.num_scheduled_tokens == {"b": 7, "a": 1}
+    assert step.total_num_scheduled_tokens == 8
+    assert scheduler.scheduler.requests["a"].num_in_flight_tokens == 20 - (SIZE - 1)
+    assert inline.readers == ["a"]
+    assert inline.came_back(0, {load.ticket}) == [(9, KEY)]
+    return True
+
+
+def test_one_token_is_computed_where_the_tier_has_the_last_block(manager: OffloadManager) -> None:
+    assert changed(output(), view(), manager)
+
+
+UNCHANGED: dict[str, tuple[Any, Any]] = {
+    "more than a block is left": (output(done=32, scheduled=32), view()),
+    "a part of it is left": (output(done=56, scheduled=8), view()),
+    "its tokens go on after it": (output(done=32), view()),
+    "nothing was hit, so it may not read the cache": (output(done=0), view()),
+    "it has images": (output(has="mm_features"), view()),
+    "it has images, as in 0.9": (output(has="mm_inputs"), view()),
+    "it has no tokens": (output(has="prompt_embeds"), view()),
+    "hidden states are pooled": (output(has="pooling_params"), view()),
+    "the runner zeroes blocks first": (output(new_block_ids_to_zero=[9]), view()),
+    "nobody begins": (output(scheduled_new_reqs=[]), view()),
+    "a draft model": (output(), view(decode_tokens=3)),
+    "several groups": (output(), view(block_sizes=(SIZE, SIZE))),
+    "connector": (output(), view()),
+    "aux_output_connector": (output(), view()),
+    "ec_connector": (output(), view()),
+    "enable_return_routed_experts": (output(), view()),
+}
+
+
+@pytest.mark.parametrize("why", UNCHANGED)
+def test_a_step_is_left_alone_if(why: str, manager: OffloadManager) -> None:
+    step, shown = UNCHANGED[why]
+    if "_" in why or why == "connector":
+        setattr(shown.scheduler, why, object())
+    shown.scheduler.requests["a"].num_tokens = 64 if "nothing was hit" not in why else SIZE
+    assert not changed(step, shown, manager)
+
+
+def test_what_the_tier_does_not_have_is_computed() -> None:
+    assert not changed(output(), view(), OffloadManager(4))
+
+
+def test_beside_other_loads_only_who_waits_for_one_anyway(
+    manager: OffloadManager, inline: InlineLoads
+) -> None:
+    assert not changed(output(), view(), manager, alone=False)
+    inline.add(1, "a", [])
+    FullPromptHits(view(), manager, inline).load(output(), [("a", 9, KEY)], alone=False)
+    assert manager.make_plan(lambda *_: True) is not None
+
+
+def test_older_requests_do_not_count_tokens_in_flight(manager: OffloadManager) -> None:
+    shown, step = view(), output()
+    shown.scheduler.requests["a"] = SimpleNamespace(num_tokens=64)
+    FullPromptHits(shown, manager, InlineLoads()).load(step, [("a", 9, KEY)], alone=True)
+    assert vars(shown.scheduler.requests["a"]) == {"num_tokens": 64}
+    assert step.num_scheduled_tokens["a"] == 1

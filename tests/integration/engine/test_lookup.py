@@ -1,0 +1,757 @@
+"""Probing, loading and storing over vLLM's own KV cache manager, block pool and requests."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from integration.engine.world import BLOCK, FakeRanks, LookUps, World, prompt
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import Request, RequestStatus
+
+from kvoffload_patch.integration.engine import loads as loads_module
+from kvoffload_patch.integration.protocol import PLAN
+from kvoffload_patch.tier.plan import CopyBatch, TransferResult
+
+PARKED = RequestStatus.WAITING_FOR_REMOTE_KVS
+WAITING = RequestStatus.WAITING
+
+
+@pytest.fixture
+def look_ups(monkeypatch: pytest.MonkeyPatch) -> LookUps:
+    """Counts the lookups of this test."""
+    return LookUps(monkeypatch)
+
+
+def add_many(world: World, count: int, first_seed: int = 1) -> list[Request]:
+    """Requests that wait and have nothing in common: four blocks and a token each."""
+    return [world.add(prompt(4, seed=seed)) for seed in range(first_seed, first_seed + count)]
+
+
+# Bounded probing
+
+LIMITS = {
+    "requests": ({"max_running": 6}, 6),
+    "tokens": ({"max_tokens": 3 * (4 * BLOCK + 1)}, 3),
+    "blocks": ({"num_blocks": 1 + 4 * 5 + 2}, 5),  # four fit, one is found not to
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_step_looks_up_no_more_than_it_can_admit(limit: str, look_ups: LookUps) -> None:
+    setting, expected = LIMITS[limit]
+    counts = {}
+    for num_waiting in (10, 2000):
+        world = World(**setting)
+        requests = add_many(world, num_waiting)
+        world.tier.before_schedule()
+        looked_up, blocks = look_ups.take()
+        assert looked_up == requests[: len(looked_up)]
+        counts[num_waiting] = (len(looked_up), blocks)
+    assert counts[10] == counts[2000]
+    assert counts[10][0] == expected
+
+
+@pytest.mark.parametrize("load_mode", ["inline", "parked"])
+def test_a_step_looks_up_no_more_of_what_the_tier_has(load_mode: str, look_ups: LookUps) -> None:
+    counts = {}
+    for num_waiting in (200, 2000):
+        world = World(num_blocks=21, load_mode=load_mode)
+        world.only_in_cpu(prompt(4))
+        world.add(prompt(4))
+        add_many(world, num_waiting)
+        look_ups.take()
+        world.tier.before_schedule()
+        looked_up, blocks = look_ups.take()
+        counts[num_waiting] = (len(looked_up), blocks)
+    assert counts[200] == counts[2000]
+    assert counts[200][0] <= 64 + world.scheduler.max_num_running_reqs
+
+
+def test_nothing_is_looked_up_twice_while_nothing_changes(look_ups: LookUps) -> None:
+    world = World(max_running=6)
+    requests = add_many(world, 20)
+    world.step()
+    assert look_ups.take()[0] == requests[:6]
+    world.step()
+    assert look_ups.take() == ([], 0)
+
+
+def test_one_that_does_not_fit_is_not_looked_up_twice_either(look_ups: LookUps) -> None:
+    world = World(num_blocks=1 + 4 * 5 + 2)
+    requests = add_many(world, 20)
+    world.step()
+    assert look_ups.take()[0] == requests[:5]
+    world.step()
+    assert look_ups.take() == ([], 0)
+
+
+def test_those_that_do_not_fit_beside_a_parked_load_are_not_looked_up_twice(
+    look_ups: LookUps,
+) -> None:
+    world = World(num_blocks=1 + 4 * 5, load_mode="parked")
+    world.only_in_cpu(prompt(4))
+    world.add(prompt(4))
+    add_many(world, 20)
+    look_ups.take()
+    world.step()
+    first = look_ups.take()[0]
+    world.step()
+    assert [r for r in look_ups.take()[0] if r in first] == []
+
+
+def test_a_longer_request_is_looked_up_again(look_ups: LookUps) -> None:
+    world = World()
+    first, second = add_many(world, 2)
+    world.step()
+    look_ups.take()
+    second.append_output_token_ids(7)
+    world.step()
+    assert look_ups.take()[0] == [second]
+    assert first.request_id in world.tier._lookups._known
+
+
+def test_exactly_those_that_lacked_a_key_are_looked_up_again(look_ups: LookUps) -> None:
+    world = World(num_blocks=65)
+    stored, alike, other, late = (world.add(prompt(3, seed=s)) for s in (1, 1, 2, 3))
+    world.step(stored)
+    world.end(stored)
+    world.flush_gpu()
+    assert look_ups.take()[0] == [stored, alike, other, late]
+    world.step()
+    assert look_ups.take()[0] == [], "nothing is readable yet"
+    world.all_done()
+    world.tier.before_schedule()
+    assert look_ups.take()[0] == [alike]
+    assert world.gpu_hit(alike) == 3 * BLOCK
+    assert all(world.tier._lookups.get(r.request_id, r.num_tokens) for r in (other, late))
+
+
+def test_a_hit_is_looked_up_again_once_its_block_is_handed_out(look_ups: LookUps) -> None:
+    world = World(num_blocks=33)
+    first = world.add(prompt(3, seed=1))
+    world.step(first)
+    world.end(first)
+    alike, other = world.add(prompt(3, seed=1)), world.add(prompt(3, seed=2))
+    world.step()
+    look_ups.take()
+    unused = world.pool.get_num_free_blocks() - 3
+    taken = world.pool.get_new_blocks(unused)
+    world.step()
+    assert look_ups.take()[0] == []
+    world.pool.get_new_blocks(1)
+    world.tier.before_schedule()
+    assert look_ups.take()[0] == [alike]
+    assert world.tier._lookups.get(other.request_id, other.num_tokens)
+    world.pool.free_blocks(taken)
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_nothing_is_looked_up_while_paused(state: PauseState, look_ups: LookUps) -> None:
+    world = World(load_mode="parked")
+    world.only_in_cpu(prompt(4))
+    parked, other = world.add(prompt(4)), world.add(prompt(4, seed=5))
+    world.step()
+    world.all_done()
+    look_ups.take()
+    world.scheduler.pause_state = state
+    third = world.add(prompt(4, seed=6))
+    world.tier.before_schedule()
+    assert look_ups.take()[0] == []
+    assert world.gpu_hit(parked) == 4 * BLOCK, "what has arrived is published all the same"
+    world.step()
+    world.scheduler.pause_state = PauseState.UNPAUSED
+    world.step()
+    assert look_ups.take()[0] == [third], "what its load has brought the other knows already"
+    assert world.tier._lookups.get(other.request_id, other.num_tokens)
+
+
+def test_an_admitted_request_is_forgotten() -> None:
+    world = World()
+    request, other = add_many(world, 2)
+    world.step()
+    world.step(request)
+    assert set(world.tier._lookups._known) == {other.request_id}
+    assert len(world.tier._hits) == 1 and other.request_id in world.tier._hits
+
+
+def test_one_that_was_found_not_to_fit_and_is_admitted_all_the_same_is_forgotten() -> None:
+    world = World(num_blocks=1 + 4 * 5 + 2)
+    requests = add_many(world, 5)
+    world.step(requests[4])
+    assert requests[4].request_id not in world.tier._lookups._known
+    assert requests[4].request_id not in world.tier._hits
+
+
+# Inline loads
+
+
+def test_an_inline_load_can_be_used_in_its_own_step() -> None:
+    world = World(load_mode="inline")
+    world.only_in_cpu(prompt(4))
+    request = world.add(prompt(4))
+    free = world.pool.get_num_free_blocks()
+    world.tier.before_schedule()
+    assert request.status == WAITING
+    blocks, hit, _ = world.manager.get_computed_blocks(request)
+    assert hit == 4 * BLOCK
+    assert [block.ref_cnt for block in blocks.blocks[0]] == [1] * 4
+    assert world.pool.get_num_free_blocks() == free - 4
+    world.flush_gpu()  # allocations within schedule() cannot take them
+    assert world.gpu_hit(request) == 4 * BLOCK
+    plan = world.step()
+    assert world.pool.get_num_free_blocks() == free
+    assert world.gpu_hit(request) == 4 * BLOCK
+    (load,) = plan.loads
+    assert load.gpu_block_ids == tuple(block.block_id for block in blocks.blocks[0])
+    assert plan.wait_load == load.ticket
+
+
+def test_an_inline_load_goes_where_the_store_came_from() -> None:
+    world = World(load_mode="inline")
+    request = world.add(prompt(4))
+    store = world.step(request).store
+    keys = [world.pool.blocks[block_id].block_hash for block_id in store.gpu_block_ids]
+    slot_of = dict(zip(keys, store.cpu_slots))
+    world.all_done()
+    world.end(request)
+    world.flush_gpu()
+    again = world.add(prompt(4))
+    (load,) = world.step(again).loads
+    loaded = [world.pool.blocks[block_id].block_hash for block_id in load.gpu_block_ids]
+    assert loaded == world.hash_keys(again)
+    assert load.cpu_slots == tuple(slot_of[key] for key in loaded)
+
+
+def test_only_what_the_gpu_lacks_is_loaded() -> None:
+    world = World(load_mode="inline")
+    world.only_in_cpu(prompt(4))
+    shorter = world.add(prompt(2))
+    world.step(shorter)
+    world.view.enable_hit_counts()  # from zero
+    longer = world.add(prompt(4))
+    (load,) = world.step(longer).loads
+    assert len(load.gpu_block_ids) == 2
+    stats = world.scheduler.connector_prefix_cache_stats
+    assert (stats.queries, stats.hits) == (longer.num_tokens - 2 * BLOCK, 2 * BLOCK)
+
+
+def test_a_prefix_on_the_gpu_is_kept_while_the_rest_is_loaded() -> None:
+    """The free queue's oldest blocks are the prefix: the load must not take those."""
+    world = World(num_blocks=9, load_mode="inline")
+    world.only_in_cpu(prompt(4))
+    shorter = world.add(prompt(2, tail=1))
+    world.step(shorter)
+    world.end(shorter)
+    blocks = world.pool.get_new_blocks(world.pool.get_num_free_blocks() - 2 - 3)
+    longer = world.add(prompt(4))
+    assert world.gpu_hit(longer) == 2 * BLOCK
+    world.step()
+    assert world.gpu_hit(longer) == 4 * BLOCK
+    world.pool.free_blocks(blocks)
+
+
+def test_a_load_leaves_the_gpu_hits_of_requests_before_it() -> None:
+    """The free queue's oldest blocks are what the request before hits on the GPU."""
+    world = World(num_blocks=1 + 10, load_mode="inline")
+    world.only_in_cpu(prompt(4, seed=1))
+    first = world.add(prompt(4, seed=2))
+    world.step(first)
+    world.end(first)
+    newer = world.add(prompt(5, seed=3, tail=0))
+    world.step(newer)
+    world.end(newer)
+    before, behind = world.add(prompt(4, seed=2)), world.add(prompt(4, seed=1))
+    hits = []
+    world.step(body=lambda: hits.extend([world.gpu_hit(before), world.gpu_hit(behind)]))
+    assert hits == [4 * BLOCK, 4 * BLOCK]
+
+
+# Parked loads
+
+
+def test_a_parked_load_is_published_when_its_ticket_is_done() -> None:
+    world = World(load_mode="parked")
+    world.only_in_cpu(prompt(4))
+    request = world.add(prompt(4))
+    free = world.pool.get_num_free_blocks()
+    (load,) = world.step().loads
+    assert request.status == PARKED
+    assert world.pool.get_num_free_blocks() == free - 4
+    world.flush_gpu()
+    assert world.step() is None
+    assert (request.status, world.gpu_hit(request)) == (PARKED, 0)
+    stores_done = world.offload.drained().stores_done
+    world.tier.on_result(TransferResult(load.ticket - 1, stores_done))
+    world.step()
+    assert (request.status, world.gpu_hit(request)) == (PARKED, 0)
+    world.tier.on_result(TransferResult(load.ticket, stores_done))
+    assert request.status == PARKED
+    plan = world.step(request, body=world.flush_gpu)
+    assert plan.wait_load == load.ticket
+    assert request.status == RequestStatus.RUNNING
+    ids = tuple(world.manager.get_block_ids(request.request_id)[0])
+    assert ids[:4] == load.gpu_block_ids
+    world.end(request)
+    assert world.pool.get_num_free_blocks() == free
+
+
+def test_beside_a_step_a_load_is_published_before_its_request_goes_on(look_ups: LookUps) -> None:
+    world = World(load_mode="parked")
+    world.only_in_cpu(prompt(4))
+    world.step(world.add(prompt(2, seed=7)))  # it runs
+    request = world.add(prompt(4))
+    free = world.pool.get_num_free_blocks()
+    (load,) = world.step().loads
+    world.all_done()
+    look_ups.take()
+    plan = world.step(body=world.flush_gpu)
+    assert (request.status, world.gpu_hit(request)) == (PARKED, 4 * BLOCK)
+    assert plan.wait_load == load.ticket
+    assert world.pool.get_num_free_blocks() == free - 4, "it stays referenced until then"
+    world.step(request, body=world.flush_gpu)
+    assert tuple(world.manager.get_block_ids(request.request_id)[0])[:4] == load.gpu_block_ids
+    assert look_ups.take()[0] == [], "what its load has brought is known"
+    assert len(world.tier._lookups) == 0
+    world.end(request)
+    assert world.pool.get_num_free_blocks() == free
+
+
+def parked_beside(num_running: int, *sizes: int) -> tuple[World, list[Request], list[Any]]:
+    """Requests whose prefixes of so many blocks are being loaded while others run."""
+    world = World(num_blocks=65, load_mode="parked")
+    for seed, size in enumerate(sizes):
+        world.only_in_cpu(prompt(size, seed=seed))
+    world.step(*(world.add(prompt(1, seed=70 + i)) for i in range(num_running)))
+    requests = [world.add(prompt(size, seed=seed)) for seed, size in enumerate(sizes)]
+    loads = world.step().loads
+    assert [request.status for request in requests] == [PARKED] * len(sizes)
+    return world, requests, list(loads)
+
+
+def arrive(world: World, load: Any) -> None:
+    world.tier.on_result(TransferResult(load.ticket, world.offload.drained().stores_done))
+
+
+def parked(requests: list[Request]) -> list[bool]:
+    return [request.status == PARKED for request in requests]
+
+
+@pytest.mark.parametrize("num_running", [1, 3, 4, 6])
+def test_beside_many_some_requests_join_in_one_step(num_running: int) -> None:
+    world, requests, loads = parked_beside(num_running, 3, 3, 3, 3, 3, 3)
+    wait = num_running >= 4
+    for count, load in enumerate(loads[:3], 1):
+        arrive(world, load)
+        world.step()
+        world.step()
+        assert parked(requests) == [wait] * count + [True] * (6 - count), "the next comes soon"
+    arrive(world, loads[3])
+    world.step()
+    assert parked(requests) == [wait] * 3 + [True] * 3, "it is published first"
+    world.step()
+    assert parked(requests) == [False] * 4 + [True] * 2
+    arrive(world, loads[4])
+    world.step()
+    world.step()
+    assert parked(requests[4:]) == [wait, True]
+    arrive(world, loads[5])
+    world.step()
+    world.step()
+    assert parked(requests) == [False] * 6, "nothing else is to come"
+
+
+def test_requests_whose_loads_take_long_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FakeRanks, "load_ms_per_block", loads_module._JOIN_MS / 7.5)
+    world, requests, loads = parked_beside(4, 4, 4, 3)
+    for load, after in zip(loads, ([False, True, True], [False, True, True], [False] * 3)):
+        arrive(world, load)
+        world.step()
+        world.step()
+        assert parked(requests) == after, "the first two are 8 blocks, the last two 7"
+
+
+def test_where_the_rank_is_in_this_process_it_is_asked_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, requests, loads = parked_beside(1, 4, 4)
+    asked: list[int] = []
+    monkeypatch.setattr(world.ranks, "loads_done", lambda: asked.append(1) or loads[0].ticket)
+    world.step()
+    assert world.offload.load_done(loads[0].ticket)
+    world.step()
+    assert parked(requests) == [False, True]
+    arrive(world, loads[1])
+    world.step()
+    world.step()
+    assert parked(requests) == [False, False]
+    del asked[:]
+    world.step()
+    assert not asked, "nothing is under way"
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (4,)])
+def test_beside_many_a_request_does_not_wait_for_longer_than_its_load_took(
+    sizes: tuple[int, ...],
+) -> None:
+    world, requests, loads = parked_beside(4, *sizes)
+    arrive(world, loads[0])
+    world.step()
+    assert requests[0].status == PARKED
+    world.step()
+    assert parked(requests) == [False, True][: len(sizes)]
+
+
+def test_one_that_waits_for_the_next_goes_when_few_are_left(look_ups: LookUps) -> None:
+    world, requests, loads = parked_beside(4, 4, 4)
+    arrive(world, loads[0])
+    world.step()
+    world.step()
+    world.end(world.scheduler.running[0])
+    look_ups.take()
+    world.step(requests[0], body=world.flush_gpu)
+    held = tuple(world.manager.get_block_ids(requests[0].request_id)[0])
+    assert held[:4] == loads[0].gpu_block_ids
+    assert look_ups.take()[0] == [], "what its load has brought is still known"
+
+
+def test_one_does_not_wait_for_the_next_when_its_own_load_has_failed() -> None:
+    world, requests, loads = parked_beside(4, 4, 4)
+    stores_done = world.offload.drained().stores_done
+    failed = TransferResult(loads[0].ticket, stores_done, failed_loads=(loads[0].ticket,))
+    world.tier.on_result(failed)
+    world.step()
+    world.step()
+    assert parked(requests) == [False, True]
+
+
+@pytest.mark.parametrize("how", ["abort", "reset"])
+def test_one_that_goes_between_the_two_steps_leaves_nothing_held(how: str) -> None:
+    world = World(load_mode="parked")
+    world.only_in_cpu(prompt(4))
+    world.step(world.add(prompt(2, seed=7)))
+    request = world.add(prompt(4))
+    free = world.pool.get_num_free_blocks()
+    world.step()
+    world.all_done()
+    world.step()
+    if how == "abort":
+        world.tier.on_finish([request.request_id])
+        world.scheduler.waiting.remove_request(request)
+        world.step()
+    else:
+        world.tier.reset()
+        assert request.status == WAITING
+    assert world.pool.get_num_free_blocks() == free
+    assert not (world.tier._loads.num_parked or world.tier._loads._published)
+
+
+def test_one_whose_load_has_failed_is_looked_up_again(look_ups: LookUps) -> None:
+    world = World(load_mode="parked")
+    world.only_in_cpu(prompt(4))
+    request = world.add(prompt(4))
+    (load,) = world.step().loads
+    done = world.offload.drained()
+    look_ups.take()
+    world.tier.on_result(TransferResult(done.loads_done, done.stores_done, (load.ticket,)))
+    world.tier.before_schedule()
+    assert look_ups.take()[0] == [request]
+    assert (request.status, world.gpu_hit(request)) == (WAITING, 0)
+
+
+@pytest.mark.parametrize("stored_meanwhile", [False, True])
+def test_a_parked_one_is_looked_up_again_if_the_tier_has_got_more_of_it(
+    stored_meanwhile: bool, look_ups: LookUps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(load_mode="parked")
+    world.only_in_cpu(prompt(2))
+    request = world.add(prompt(4))
+    world.step()
+    look_ups.take()
+    world.all_done()
+    third = world.hash_keys(request)[2]
+    monkeypatch.setattr(world.offload, "lookup", lambda key: stored_meanwhile and key == third)
+    world.tier.before_schedule()
+    assert look_ups.take()[0] == [request] * stored_meanwhile
+
+
+def test_a_hit_on_the_gpu_is_kept_recent_and_stored_again_one_step_later() -> None:
+    world = World(load_mode="parked")
+    first = world.add(prompt(3))
+    world.step(first)
+    world.all_done()
+    for key in world.hash_keys(first)[1:]:
+        world.offload.discard(key)  # the tier loses two of them
+    touched: list[Any] = []
+    touch = world.offload.touch
+    world.offload.touch = lambda keys: (touched.append(keys), touch(keys))  # type: ignore[method-assign]
+    second = world.add(prompt(3))
+    now = world.step(second)
+    assert now is None or now.store is None
+    plan = world.step()
+    assert touched == [world.hash_keys(second)]
+    assert plan.store is not None and len(plan.store.gpu_block_ids) == 2
+
+
+def test_a_second_request_for_a_prefix_waits_for_the_first_ones_load() -> None:
+    world = World(load_mode="parked")
+    world.only_in_cpu(prompt(4))
+    first, second = world.add(prompt(4)), world.add(prompt(4))
+    free = world.pool.get_num_free_blocks()
+    plan = world.step()
+    assert len(plan.loads) == 1
+    assert [first.status, second.status] == [PARKED, PARKED]
+    third = world.add(prompt(4))
+    assert world.step() is None
+    assert third.status == PARKED
+    world.all_done()
+    world.tier.before_schedule()
+    assert [r.status for r in (first, second, third)] == [WAITING] * 3
+    assert world.gpu_hit(third) == 4 * BLOCK
+    world.step()
+    assert world.pool.get_num_free_blocks() == free
+
+
+def test_a_hit_without_room_beside_a_parked_load_waits() -> None:
+    world = World(num_blocks=1 + 12, load_mode="parked")
+    for seed in (1, 2):
+        world.only_in_cpu(prompt(4, seed=seed))
+    first, second = world.add(prompt(4, seed=1)), world.add(prompt(4, seed=1))
+    third = world.add(prompt(4, seed=2))
+    free = world.pool.get_num_free_blocks()
+    plan = world.step()
+    assert [r.status for r in (first, second, third)] == [PARKED, PARKED, WAITING]
+    assert world.admissible == 0
+    assert len(plan.loads) == 1
+    assert world.pool.get_num_free_blocks() == free - 4, "nothing is held for the third"
+    world.all_done()
+    world.step(first, second)
+    assert world.admissible == 2
+    assert list(world.scheduler.waiting) == [third]
+
+
+def test_parked_requests_come_back_in_order() -> None:
+    world = World(num_blocks=65, load_mode="parked")
+    for seed in (1, 2):
+        world.only_in_cpu(prompt(4, seed=seed))
+    parked = [world.add(prompt(4, seed=seed)) for seed in (1, 1, 2)]
+    other = world.add(prompt(4, seed=9))
+    world.step()
+    world.scheduler.waiting.remove_requests(parked)  # as vLLM does from 0.31 on
+    world.scheduler.holding.prepend_requests(reversed(parked))
+    world.all_done()
+    world.tier.before_schedule()
+    assert list(world.scheduler.waiting) == [*parked, other]
+    assert not world.scheduler.holding
+
+
+def test_a_request_without_a_hit_passes_a_parked_one() -> None:
+    world = World(load_mode="parked")
+    world.only_in_cpu(prompt(4))
+    parked, other = world.add(prompt(4)), world.add(prompt(4, seed=5))
+    world.step(other)
+    assert (parked.status, other.status) == (PARKED, RequestStatus.RUNNING)
+
+
+def test_a_preempted_request_gets_that_status_back() -> None:
+    world = World(load_mode="parked")
+    world.only_in_cpu(prompt(4))
+    request = world.add(prompt(4))
+    request.status = RequestStatus.PREEMPTED
+    world.step()
+    assert request.status == PARKED
+    world.all_done()
+    world.tier.before_schedule()
+    assert request.status == RequestStatus.PREEMPTED
+
+
+@pytest.mark.parametrize(("running", "expected"), [(2, WAITING), (3, PARKED)])
+def test_auto_parks_what_would_stall_the_batch_too_long(running: int, expected: Any) -> None:
+    world = World(num_blocks=65, load_mode="auto")  # 1 ms a block, 20 ms at most
+    world.only_in_cpu(prompt(8))
+    world.step(*add_many(world, running))
+    request = world.add(prompt(8))
+    world.step()
+    assert request.status == expected
+
+
+# Stores
+
+
+def test_what_a_step_computes_is_stored_once_it_is_done() -> None:
+    world = World()
+    request = world.add(prompt(3))
+    store = world.step(request).store
+    assert isinstance(store, CopyBatch)
+    assert list(store.gpu_block_ids) == world.manager.get_block_ids(request.request_id)[0][:3]
+    assert not any(world.offload.lookup(key) for key in world.hash_keys(request))
+    world.tier.on_result(TransferResult(0, store.ticket))
+    assert all(world.offload.lookup(key) for key in world.hash_keys(request))
+
+
+def test_what_is_stored_already_is_not_stored_again() -> None:
+    world = World()
+    first, second = world.add(prompt(3)), world.add(prompt(3))
+    assert world.step(first).store
+    assert world.step(second) is None
+
+
+def test_what_a_request_that_does_not_run_has_cached_is_not_stored() -> None:
+    world = World(num_blocks=65)
+    preempted, other = add_many(world, 2)
+    store = world.step(other, body=lambda: world.admit(preempted)).store
+    assert list(store.gpu_block_ids) == world.manager.get_block_ids(other.request_id)[0][:4]
+    assert not any(world.offload.holds(key) for key in world.hash_keys(preempted))
+
+
+def test_a_block_that_is_handed_out_again_is_not_stored() -> None:
+    world = World(num_blocks=1 + 5)
+    request = world.add(prompt(4))
+
+    def preempt_and_reuse_three() -> None:
+        world.admit(request)
+        world.end(request)
+        world.pool.get_new_blocks(3)
+
+    world.tier.before_schedule()
+    preempt_and_reuse_three()
+    # It is named as scheduled, so that only the fate of its blocks is left to decide by.
+    output = SimpleNamespace(
+        num_scheduled_tokens={request.request_id: request.num_tokens}, scheduled_new_reqs=[]
+    )
+    world.tier.after_schedule(output)
+    kept = getattr(output, PLAN).store.gpu_block_ids
+    assert len(kept) == 2, "the block that was not full, and two full ones, are gone"
+    assert all(world.pool.blocks[b].block_hash in world.hash_keys(request) for b in kept)
+
+
+def test_a_block_cached_between_steps_is_stored_unless_handed_out() -> None:
+    """Asynchronous scheduling caches blocks when a step's output arrives."""
+    world = World()
+    kept, lost = (world.add(prompt(2, seed=s)) for s in (1, 2))
+    for request in (kept, lost):
+        world.admit(request)
+    world.end(lost)
+    world.flush_gpu()
+    store = world.step().store
+    assert list(store.gpu_block_ids) == world.manager.get_block_ids(kept.request_id)[0][:2]
+
+
+def test_reuse_of_a_block_waits_for_its_store() -> None:
+    world = World(num_blocks=1 + 5)
+    request = world.add(prompt(4))
+    store = world.step(request).store
+    world.end(request)
+    other = world.add(prompt(4, seed=9))
+    plan = world.step(other)
+    assert plan.wait_store == store.ticket
+
+
+# Reset and finish
+
+
+@pytest.mark.parametrize("holding", ["skipped_waiting", "kv_holding_waiting"])
+def test_reset_gives_everything_up(holding: str) -> None:
+    world = World(num_blocks=1 + 12, load_mode="parked", holding=holding)
+    for seed in (1, 2):
+        world.only_in_cpu(prompt(4, seed=seed))
+    requests = [world.add(prompt(4, seed=seed)) for seed in (1, 1, 2)]
+    free = world.pool.get_num_free_blocks()
+    world.step()
+    assert [r.status for r in requests] == [PARKED, PARKED, WAITING]
+    assert world.admissible == 0
+    world.tier.reset()
+    assert world.ranks.calls == ["drain"]
+    assert [r.status for r in requests] == [WAITING] * 3
+    assert world.pool.get_num_free_blocks() == free
+    assert not any(world.offload.holds(k) for r in requests for k in world.hash_keys(r))
+    assert world.offload.num_used == 0
+    assert world.pool.reset_prefix_cache()
+    assert world.step() is None
+    assert [r.status for r in requests] == [WAITING] * 3
+    assert world.admissible == 3, "none has anything to load any more, so vLLM decides"
+
+
+def test_reset_with_nothing_under_way_needs_no_rank() -> None:
+    world = World()
+    world.only_in_cpu(prompt(4))
+    world.tier.reset()
+    assert world.ranks.calls == []
+    request = world.add(prompt(4))
+    assert world.step() is None
+    assert world.gpu_hit(request) == 0
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_parked_request_can_finish(by_name: bool) -> None:
+    world = World(load_mode="parked")
+    world.only_in_cpu(prompt(4))
+    gone, stays = world.add(prompt(4)), world.add(prompt(4))
+    free = world.pool.get_num_free_blocks()
+    world.step()
+    world.tier.on_finish([gone.request_id] if by_name else None)
+    assert gone.status == WAITING
+    assert stays.status == (PARKED if by_name else WAITING)
+    world.scheduler.waiting.remove_request(gone)
+    gone.status = RequestStatus.FINISHED_ABORTED
+    world.all_done()
+    world.step()
+    assert gone.status == RequestStatus.FINISHED_ABORTED
+    assert stays.status == WAITING
+    assert gone.request_id not in world.tier._hits
+    assert world.gpu_hit(stays) == 4 * BLOCK, "the load went on"
+    assert world.pool.get_num_free_blocks() == free
+
+
+def test_a_parked_request_that_vllm_has_moved_leaves_the_queue_of_holders() -> None:
+    world = World(load_mode="parked")
+    world.only_in_cpu(prompt(4))
+    request = world.add(prompt(4))
+    world.step()
+    world.scheduler.waiting.remove_request(request)
+    world.scheduler.holding.add_request(request)
+    world.tier.on_finish([request.request_id])
+    assert (list(world.scheduler.waiting), list(world.scheduler.holding)) == ([request], [])
+
+
+def test_a_request_that_waits_for_room_can_finish() -> None:
+    world = World(num_blocks=1 + 9, load_mode="parked")
+    for seed in (1, 2):
+        world.only_in_cpu(prompt(4, seed=seed))
+    parked, waits = world.add(prompt(4, seed=1)), world.add(prompt(4, seed=2))
+    small = world.add(prompt(1, seed=9))
+    free = world.pool.get_num_free_blocks()
+    world.step()
+    assert [parked.status, waits.status] == [PARKED, WAITING]
+    assert world.admissible == 0
+    world.tier.on_finish([waits.request_id])
+    assert [parked.status, waits.status] == [PARKED, WAITING]
+    world.scheduler.waiting.remove_request(waits)
+    world.step()
+    assert world.admissible is None, "nobody is in the way of the small one"
+    world.tier.reset()
+    assert parked.status == WAITING and small.status == WAITING
+    assert world.pool.get_num_free_blocks() == free
+
+
+def test_an_unknown_request_can_finish() -> None:
+    world = World()
+    (request,) = add_many(world, 1)
+    world.step()
+    world.tier.on_finish(["unknown"])
+    assert set(world.tier._lookups._known) == {request.request_id}
+    world.tier.on_finish([request.request_id])
+    assert len(world.tier._lookups) == 0
+    assert not len(world.tier._hits)
+
+
+def test_closing_closes_the_ranks() -> None:
+    world = World()
+    world.tier.close()
+    assert world.ranks.calls == ["close"]

@@ -1,0 +1,211 @@
+"""What loads inline, what is parked, what waits for room, and what a plan says of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from integration.engine.world import BLOCK, World, prompt
+from vllm.v1.request import Request, RequestStatus
+
+from kvoffload_patch.integration.engine.stall import Stall
+
+PARKED = RequestStatus.WAITING_FOR_REMOTE_KVS
+WAITING = RequestStatus.WAITING
+
+
+def hits(world: World, count: int, blocks: int, first_seed: int = 1) -> list[Request]:
+    """Requests that wait, each with a prompt of its own that only the tier has."""
+    seeds = range(first_seed, first_seed + count)
+    for seed in seeds:
+        world.only_in_cpu(prompt(blocks, seed=seed))
+    return [world.add(prompt(blocks, seed=seed)) for seed in seeds]
+
+
+def statuses(requests: list[Request]) -> list[Any]:
+    return [request.status for request in requests]
+
+
+def test_of_many_large_hits_the_first_loads_inline_and_the_others_beside_it() -> None:
+    world = World(num_blocks=129, load_mode="auto")  # 1 ms a block, 20 ms at most
+    requests = hits(world, 4, blocks=21)
+    plan = world.step(requests[0])
+    assert len(plan.loads) == 4
+    assert plan.wait_load == plan.loads[0].ticket, "the step waits for what it reads only"
+    assert statuses(requests) == [RequestStatus.RUNNING, *[PARKED] * 3]
+
+
+def test_small_hits_load_inline_together() -> None:
+    world = World(num_blocks=129, load_mode="auto")
+    requests = hits(world, 3, blocks=3)
+    world.tier.before_schedule()
+    assert statuses(requests) == [WAITING] * 3  # 0 + (3 + 3) + (6 + 6) ms
+
+
+def test_an_inline_load_counts_the_parked_ones_before_it() -> None:
+    world = World(num_blocks=129, load_mode="auto")
+    requests = hits(world, 2, blocks=21)
+    world.step(requests[0])
+    world.end(requests[0])
+    world.scheduler.waiting.remove_request(requests[1])
+    assert world.tier._loads.blocks_under_way == 21
+    small = hit_behind(world)
+    assert small.status == PARKED, "it would wait for the 21 blocks before it"
+
+
+def hit_behind(world: World) -> Request:
+    """A hit of one block, beside a load that does not end."""
+    other = world.add(prompt(1, seed=50))
+    plan = world.step(other)
+    world.tier.on_result(_done(1, plan.store.ticket))
+    world.end(other)
+    world.flush_gpu()
+    small = world.add(prompt(1, seed=50))
+    world.step()
+    return small
+
+
+def test_a_stall_counts_everybody_who_waits() -> None:
+    stall = Stall(ms_per_block=2.0, limit_ms=100, requests=3, blocks_ahead=0)
+    assert stall.allows(16) and not stall.allows(17)
+    stall.add_inline(10)  # 60 ms
+    stall.admit()
+    assert stall.allows(2) and not stall.allows(3)  # 4 requests x 2 ms a block, and 20 ms
+    stall.add_parked(5)
+    assert not stall.allows(1)
+
+
+def test_a_parked_request_takes_none_of_the_steps_tokens() -> None:
+    world = World(num_blocks=129, load_mode="parked", max_tokens=3)
+    requests = hits(world, 20, blocks=3)
+    world.step()
+    assert statuses(requests) == [PARKED] * 20, "more than the tokens and the look-ahead allow"
+
+
+def test_loads_behind_the_last_token_are_begun_and_never_inline() -> None:
+    world = World(num_blocks=257, load_mode="auto", max_tokens=4 * BLOCK + 1)
+    hit_seeds = list(range(1, 31))
+    for seed in hit_seeds:
+        world.only_in_cpu(prompt(2, seed=seed))
+    cold = world.add(prompt(4, seed=99))
+    waiting = [world.add(prompt(2, seed=seed)) for seed in hit_seeds]
+    plan = world.step(cold)
+    assert len(plan.loads) == 16, "so many requests ahead, and no more"
+    assert statuses(waiting) == [PARKED] * 16 + [WAITING] * 14
+    assert plan.wait_load == 0
+
+
+def test_parked_requests_count_as_running_ones() -> None:
+    world = World(num_blocks=129, load_mode="parked", max_running=3)
+    requests = hits(world, 5, blocks=3)
+    assert len(world.step().loads) == 3
+    assert world.admissible == 0
+    assert world.step() is None
+    world.all_done()
+    world.step(requests[0])
+    assert statuses(requests[1:]) == [WAITING] * 4
+    assert world.step() is None, "two of the three slots are theirs"
+    world.end(requests[0])
+    assert len(world.step().loads) == 1
+    assert statuses(requests[1:]) == [WAITING, WAITING, PARKED, WAITING]
+    assert world.admissible == 2
+
+
+def test_one_without_room_goes_on_as_soon_as_it_has_some() -> None:
+    world = World(num_blocks=1 + 17, load_mode="parked")
+    requests = hits(world, 4, blocks=4)  # 5 blocks each: three fit
+    first = world.step()
+    assert len(first.loads) == 3 and requests[3].status == WAITING
+    assert world.admissible == 0
+    stores = world.offload.drained().stores_done
+    world.tier.on_result(_done(first.loads[0].ticket, stores))
+    world.step(requests[0])
+    assert world.admissible == 1
+    assert world.step() is None, "no room yet"
+    assert world.admissible == 0
+    world.end(requests[0])
+    plan = world.step()
+    assert plan is not None and len(plan.loads) == 1, "two loads are still under way"
+    assert requests[3].status == PARKED
+    assert world.admissible is None, "nobody waits for room"
+
+
+def test_nothing_passes_one_that_waits_for_room() -> None:
+    world = World(num_blocks=1 + 12, load_mode="parked")
+    for seed, blocks in ((1, 6), (2, 8), (3, 1)):
+        world.only_in_cpu(prompt(blocks, seed=seed))
+    large = [world.add(prompt(6, seed=1)), world.add(prompt(8, seed=2))]
+    small = world.add(prompt(1, seed=3))
+    assert len(world.step().loads) == 1
+    assert statuses([*large, small]) == [PARKED, WAITING, WAITING]
+    assert world.admissible == 0
+    world.all_done()
+    world.step(large[0])
+    assert world.admissible == 1
+    world.step()
+    assert statuses([large[1], small]) == [WAITING] * 2
+    assert world.admissible == 0
+    world.end(large[0])
+    assert len(world.step().loads) == 2
+    assert statuses([large[1], small]) == [PARKED] * 2
+
+
+@pytest.mark.parametrize(("extra", "layerwise"), [(0, False), (1, True)])
+def test_a_plan_is_layerwise_if_its_readers_compute_more_than_a_decode(
+    extra: int, layerwise: bool
+) -> None:
+    world = World(load_mode="inline")
+    world.view.decode_tokens = 3
+    world.only_in_cpu(prompt(4))
+    request = world.add(prompt(4, tail=3 + extra))
+    assert world.step(request).layerwise == layerwise
+
+
+def test_a_plan_is_not_layerwise_if_a_reader_was_not_scheduled() -> None:
+    world = World(num_blocks=65, load_mode="inline")
+    first, _ = hits(world, 2, blocks=4)
+    first.append_output_token_ids([7] * 3)
+    assert not world.step(first).layerwise
+
+
+def test_a_plan_without_inline_loads_is_not_layerwise() -> None:
+    world = World(load_mode="parked")
+    (request,) = hits(world, 1, blocks=4)
+    assert not world.step().layerwise
+    world.all_done()
+    plan = world.step(request)
+    assert plan.wait_load and not plan.layerwise
+
+
+def test_a_parked_load_that_failed_is_not_published() -> None:
+    world = World(load_mode="parked")
+    world.only_in_cpu(prompt(4))
+    own, other = world.add(prompt(4)), world.add(prompt(4))
+    free = world.pool.get_num_free_blocks()
+    (load,) = world.step().loads
+    stores = world.offload.drained().stores_done
+    world.tier.on_result(_done(load.ticket, stores, failed_loads=(load.ticket,)))
+    world.tier.before_schedule()
+    assert statuses([own, other]) == [WAITING] * 2
+    assert world.gpu_hit(own) == 0
+    world.step()
+    assert world.pool.get_num_free_blocks() == free
+    assert not any(world.offload.holds(key) for key in world.hash_keys(own))
+    assert world.step(own).store is not None, "it is computed and stored again"
+
+
+def _done(loads: int, stores: int, **more: Any) -> Any:
+    from kvoffload_patch.tier.plan import TransferResult
+
+    return TransferResult(loads, stores, **more)
+
+
+def test_slots_that_the_ranks_have_by_now_are_used() -> None:
+    world = World(num_slots=8)
+    world.only_in_cpu(prompt(7))
+    world.tier.on_result(replace(world.offload.drained(), num_slots=20, growing=True))
+    assert world.offload.num_slots == 20

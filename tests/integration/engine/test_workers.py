@@ -1,0 +1,264 @@
+"""All ranks of an engine: how many slots, whether they fit, and what one rank says of itself."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvoffload_patch.integration.engine import workers as ranks_module  # noqa: E402
+from kvoffload_patch.integration.engine.workers import RankGroup  # noqa: E402
+from kvoffload_patch.integration.errors import TierRefused  # noqa: E402
+from kvoffload_patch.integration.protocol import RESULT, TIER, RankGeometry, RankOpened  # noqa: E402  # noqa: E402
+from kvoffload_patch.integration.worker import rpc  # noqa: E402
+from kvoffload_patch.integration.worker import tier as worker_side  # noqa: E402
+from kvoffload_patch.integration.worker.memory import EARLY  # noqa: E402
+from kvoffload_patch.integration.worker.slot_counts import SlotCounts, make_slot_counts  # noqa: E402
+from kvoffload_patch.tier.plan import CopyBatch, TransferPlan  # noqa: E402
+from kvoffload_patch.transfer.memory.host_buffer import HostBuffer  # noqa: E402
+
+GIB = 1 << 30
+
+
+def geometry(rank: int, host: str = "a", **more: Any) -> RankGeometry:
+    given = {"block_bytes": 100, "slot_bytes": 512, "num_blocks": 7, "device": "cuda"}
+    return RankGeometry(rank, host, 1000 + rank, **{**given, "available_bytes": GIB, **more})
+
+
+class Executor:
+    """Answers as it is told to, by the name of what is called."""
+
+    def __init__(self, ranks: list[RankGeometry], ready: list[int]) -> None:
+        self.answers = {
+            "describe_rank": ranks,
+            "open_rank": [RankOpened(r.rank, r.pid, n, n > 5, 0.5) for r, n in zip(ranks, ready)],
+            "can_share": [True for _ in ready],
+            "rank_here": [None for _ in ready],
+        }
+        self.calls: list[tuple[Any, ...]] = []
+
+    def collective_rpc(self, function: Any, timeout: float, args: tuple[Any, ...]) -> Any:
+        self.calls.append((function.__name__, *args))
+        return [] if function.__name__ == "close_rank" else self.answers[function.__name__]
+
+
+def test_slots_are_counted_by_what_they_take_and_usable_where_every_rank_has_them() -> None:
+    executor = Executor([geometry(0), geometry(1, slot_bytes=1024)], [9, 4])
+    ranks = RankGroup(executor)
+    ranks.open(1536 * 20 + 1)
+    assert (ranks.num_slots, ranks.num_usable) == (20, 4)
+    assert executor.calls[-1][:2] == ("open_rank", 20)
+    assert ranks.growing, "one of them says so"
+
+
+def test_several_ranks_are_told_where_they_share_what_they_have() -> None:
+    executor = Executor([geometry(0), geometry(3)], [9, 4])
+    RankGroup(executor).open(512 * 40)
+    (_, asked), (_, *told) = executor.calls[-2:]
+    assert asked is told[-1] and asked.ranks == (0, 3)
+    assert not asked.is_reachable(), "its name is taken away when all have opened it"
+
+
+def test_ranks_that_share_no_memory_do_not_grow_while_they_serve() -> None:
+    executor = Executor([geometry(0), geometry(1, "b")], [5, 4])
+    executor.answers["can_share"] = [True, False]
+    ranks = RankGroup(executor)
+    ranks.open(512 * 40)
+    assert executor.calls[-1][-1] is None
+    assert (ranks.num_usable, ranks.growing) == (4, False)
+
+
+def test_one_rank_shares_with_nobody() -> None:
+    executor = Executor([geometry(0)], [9])
+    ranks = RankGroup(executor)
+    ranks.open(512 * 20)
+    assert [call[0] for call in executor.calls] == ["describe_rank", "open_rank", "rank_here"]
+    assert executor.calls[1][-1] is None and ranks.growing
+
+
+def test_a_board_whose_ranks_do_not_answer_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(
+        ranks_module, "make_slot_counts", lambda r: made.append(make_slot_counts(r)) or made[0]
+    )
+    executor = Executor([geometry(0), geometry(1)], [1, 1])
+    del executor.answers["can_share"], executor.answers["open_rank"]
+    with pytest.raises(TierRefused, match="a worker did not answer can_share"):
+        RankGroup(executor).open(512 * 40)
+    assert len(made) == 1 and not made[0].is_reachable()
+
+
+def test_memory_taken_early_is_not_counted_twice() -> None:
+    MIB = 1 << 20  # noqa: N806
+    early = {"available_bytes": 100 * MIB, "early_bytes": 30 * MIB, "slot_bytes": MIB}
+    both = [geometry(0, **early), geometry(1, **early)]
+    RankGroup(Executor(both, [1, 1])).open(160 * MIB)
+    with pytest.raises(TierRefused, match="would take 0.2 GiB on a, which has 0.2 GiB available"):
+        RankGroup(Executor(both, [1, 1])).open(162 * MIB)
+    apart = [geometry(0, **early), geometry(1, "b", **early)]
+    RankGroup(Executor(apart, [1, 1])).open(260 * MIB)
+    with pytest.raises(TierRefused, match="on a, which has 0.1 GiB available"):
+        RankGroup(Executor(apart, [1, 1])).open(262 * MIB)
+
+
+def test_giving_back_asks_every_rank_and_forgives_those_that_do_not_answer() -> None:
+    executor = Executor([], [])
+    RankGroup(executor).give_back()
+    assert executor.calls == [("close_rank",)]
+    RankGroup(SimpleNamespace()).give_back()
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A worker on the CPU with seven blocks of KV."""
+    monkeypatch.setattr(rpc, "runner_is_patched", lambda runner: "")
+    # It wants to see a whole model.
+    gate = SimpleNamespace(close=lambda: None, begin=lambda step, by_layer: False)
+    monkeypatch.setattr(worker_side, "LayerGate", lambda *_: gate)
+    placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[])
+    alone = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+    runner = SimpleNamespace(
+        kv_caches=[torch.zeros(7, 3, 5)], kv_cache_config=placed, vllm_config=alone
+    )
+    return SimpleNamespace(rank=0, model_runner=runner, vllm_config=alone)
+
+
+def output() -> Any:
+    return SimpleNamespace(req_ids=["a"], sampled_token_ids=[[1]])
+
+
+def test_a_rank_says_what_a_slot_takes_and_what_is_usable(worker: Any) -> None:
+    described = rpc.describe_rank(worker)
+    assert (described.error, described.block_bytes, described.slot_bytes) == ("", 60, 512)
+    opened = rpc.open_rank(worker, 5)
+    assert (opened.error, opened.num_ready, opened.growing) == ("", 5, False)
+    tier = getattr(worker.model_runner, TIER)
+    assert getattr(tier.end_step(output()), RESULT).num_slots == 5
+    rpc.close_rank(worker)
+    assert not hasattr(worker.model_runner, TIER)
+
+
+def test_one_of_several_ranks_speaks_for_all(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker.vllm_config.parallel_config.world_size = 2
+    board = make_slot_counts([0, 1])
+    assert board is not None
+    other = SlotCounts(board, 1)
+    other.exchange(2, True)
+    assert rpc.can_share(worker, board)
+    assert rpc.open_rank(worker, 5, board=board).error == ""
+    board.remove()
+    tier = getattr(worker.model_runner, TIER)
+
+    def said() -> tuple[int, bool]:
+        result = getattr(tier.end_step(output()), RESULT)
+        return result.num_slots, result.growing
+
+    assert said() == (2, True)
+    assert other.exchange(9, True) == (5, False), "this rank has five, and is not to have more"
+    assert said() == (5, False)
+    monkeypatch.setattr(SlotCounts, "exchange", None)
+    assert said() == (5, False), "nothing is written or read any more"
+    rpc.close_rank(worker)
+
+
+def test_ranks_that_share_nothing_wait_until_all_slots_are_there(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[int] = []
+    monkeypatch.setattr(HostBuffer, "wait_up_to", lambda _, slots: waited.append(slots) or slots)
+    worker.vllm_config.parallel_config.world_size = 2
+    rpc.open_rank(worker, 5)
+    assert waited == [5]
+    result = getattr(getattr(worker.model_runner, TIER).end_step(output()), RESULT)
+    assert result.num_slots is None, "the others may have fewer"
+    rpc.close_rank(worker)
+
+
+def test_a_board_that_cannot_be_opened_is_said(worker: Any) -> None:
+    board = make_slot_counts([0, 1])
+    assert board is not None
+    board.remove()
+    assert "No such file" in rpc.open_rank(worker, 5, board=board).error
+    assert not hasattr(worker.model_runner, TIER)
+
+
+def test_an_engine_in_the_same_process_asks_its_rank_what_is_done(worker: Any) -> None:
+    rpc.open_rank(worker, 5)
+    tier = getattr(worker.model_runner, TIER)
+    assert rpc.rank_here(worker, rpc.this_process()) is tier
+    token, pid = rpc.this_process()
+    assert rpc.rank_here(worker, (token, pid + 1)) is None
+    assert rpc.rank_here(worker, ("0123", pid)) is None
+    executor = Executor([geometry(0)], [5])
+    ranks = RankGroup(executor)
+    ranks.open(512 * 5)
+    assert executor.calls[-1] == ("rank_here", (token, pid))
+    assert ranks.loads_done() == 0, "it is in another process"
+    executor.answers["rank_here"] = [tier]
+    ranks.open(512 * 5)
+    step = SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={"a": 1})
+    tier.begin_step(TransferPlan(store=CopyBatch(1, (3,), (0,))), step)
+    tier.end_step(output())
+    tier.begin_step(TransferPlan((CopyBatch(1, (0,), (0,)),)), step)
+    assert ranks.loads_done() == 1
+    rpc.close_rank(worker)
+
+
+def test_cpu_memory_that_is_being_registered_is_told_of_each_step(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rpc.open_rank(worker, 5)
+    tier = getattr(worker.model_runner, TIER)
+    told: list[Any] = []
+    monkeypatch.setattr(tier._host, "step_begins", lambda *what: told.append(what))
+    tier.load_ms_per_block = 2.0
+    step = SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={"a": 1})
+    tier.begin_step(None, step)
+    assert told == [], "all of it is usable"
+    tier._growth_told = False
+    tier.begin_step(None, step)
+    loads = (CopyBatch(1, (0, 1), (0, 1)), CopyBatch(2, (2,), (2,)))
+    store = CopyBatch(1, (3, 0), (4, 3))
+    tier.begin_step(TransferPlan(loads, store, wait_load=2), step)
+    assert told == [(0.0, -1), (0.006, 4)], "how long its loads take, how far it stores"
+    rpc.close_rank(worker)
+
+
+@pytest.mark.parametrize("why", ["no more memory.", ""])
+def test_the_end_of_growth_is_said_once(
+    why: str, worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(worker_side.logger, "warning", lambda text, *a: said.append(text % a))
+    told: list[str] = []
+    monkeypatch.setattr(worker_side.logger, "info", lambda text, *a: told.append(text % a))
+    ended, ready = [""], [2]
+    monkeypatch.setattr(HostBuffer, "growth_ended", property(lambda self: ended[0]))
+    monkeypatch.setattr(HostBuffer, "num_ready", property(lambda self: ready[0]))
+    monkeypatch.setattr(HostBuffer, "growth_spent", "1.0 s waiting for pages.")
+    rpc.open_rank(worker, 5)
+    tier = getattr(worker.model_runner, TIER)
+    tier.end_step(output())
+    assert said == told == []
+    ended[0], ready[0] = (why, 3) if why else ("", 5)
+    for _ in range(3):
+        assert getattr(tier.end_step(output()), RESULT).num_slots == ready[0]
+    if why:
+        assert (said, told) == (["kvoffload_patch: no more memory."], [])
+    else:
+        assert said == [] and len(told) == 1
+        assert told[0].startswith("kvoffload_patch: all 5 CPU slots are usable, seen 0.")
+        assert told[0].endswith(": 1.0 s waiting for pages.")
+    rpc.close_rank(worker)
+
+
+def test_closing_a_rank_that_never_opened_gives_back_what_was_taken_early(worker: Any) -> None:
+    closed: list[int] = []
+    early = SimpleNamespace(close=lambda: closed.append(1), toucher=SimpleNamespace(touched=77))
+    setattr(worker.model_runner, EARLY, early)
+    assert rpc.describe_rank(worker).early_bytes == 77
+    rpc.close_rank(worker)
+    assert closed == [1] and not hasattr(worker.model_runner, EARLY)

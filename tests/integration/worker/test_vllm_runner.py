@@ -1,0 +1,104 @@
+"""The result on a runner's output, whatever shape that has."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvoffload_patch.integration.engine import hooks as engine_hooks
+from kvoffload_patch.integration.protocol import RESULT, TIER
+from kvoffload_patch.integration.worker.hooks import execute_model
+from kvoffload_patch.integration.worker.vllm_runner import copy_output
+from kvoffload_patch.tier.plan import TransferResult
+
+DONE = TransferResult(loads_done=3, stores_done=5)
+
+
+def test_nothing_stays_nothing() -> None:
+    assert copy_output(None, DONE) is None
+
+
+def test_tensors_for_the_next_stage_are_left_alone() -> None:
+    tensors = SimpleNamespace(tensors={})
+    assert copy_output(tensors, DONE) is tensors
+    assert vars(tensors) == {"tensors": {}}
+
+
+@pytest.mark.parametrize("name", ["_model_runner_output", "model_runner_output"])
+def test_an_asynchronous_output_carries_it_inside(name: str) -> None:
+    outputs = pytest.importorskip("vllm.v1.outputs")
+    inner = outputs.ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
+    wrapper = SimpleNamespace(**{name: inner})
+    assert copy_output(wrapper, DONE) is wrapper
+    assert getattr(wrapper, name) is inner
+    assert getattr(inner, RESULT) == DONE
+    assert not hasattr(wrapper, RESULT)
+
+
+def test_a_synchronous_output_carries_it_itself() -> None:
+    outputs = pytest.importorskip("vllm.v1.outputs")
+    output = outputs.ModelRunnerOutput(
+        req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[7]]
+    )
+    assert copy_output(output, DONE) is output
+    assert getattr(output, RESULT) == DONE
+    assert output.sampled_token_ids == [[7]]
+
+
+def test_the_shared_empty_output_is_not_written_to() -> None:
+    outputs = pytest.importorskip("vllm.v1.outputs")
+    shared = outputs.EMPTY_MODEL_RUNNER_OUTPUT
+    before = dict(vars(shared))
+    first = copy_output(shared, DONE)
+    second = copy_output(shared, TransferResult(4, 6))
+    assert vars(shared) == before
+    assert getattr(first, RESULT) == DONE
+    assert getattr(second, RESULT) == TransferResult(4, 6)
+    assert isinstance(first, outputs.ModelRunnerOutput) and first.req_ids == []
+
+
+class Recorded:
+    """A rank's tier that notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def begin_step(self, plan: object, step: object) -> None:
+        """Before the forward pass."""
+        self.calls.append("begin")
+
+    def end_forward(self) -> None:
+        """After it."""
+        self.calls.append("forward")
+
+    def end_step(self, output: object) -> object:
+        """After the step."""
+        self.calls.append("end")
+        return output
+
+
+def test_a_step_goes_through_the_tier() -> None:
+    runner = SimpleNamespace(**{TIER: Recorded()})
+    step = SimpleNamespace()
+    assert execute_model(lambda *_, **__: "output", runner, (step,), {}) == "output"
+    assert getattr(runner, TIER).calls == ["begin", "forward", "end"]
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_profiling_or_dummy_pass_of_runner_v2_does_not(by_name: bool) -> None:
+    runner = SimpleNamespace(**{TIER: Recorded()})
+    args, kwargs = (SimpleNamespace(), None), {"dummy_run": True, "is_profile": True}
+    if not by_name:
+        args, kwargs = (*args, True), {}
+    assert execute_model(lambda *_, **__: "output", runner, args, kwargs) == "output"
+    assert getattr(runner, TIER).calls == []
+
+
+def test_profiling_passes_end_before_a_tier_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    # From 0.20 on the KV cache is first made for profiling, and made anew for serving.
+    order: list[str] = []
+    monkeypatch.setattr(engine_hooks, "attach", lambda *_: order.append("attach"))
+    core = SimpleNamespace(vllm_config=None)
+    engine_hooks.init(lambda: order.append("profile and start"), core, (), {})
+    assert order == ["profile and start", "attach"]

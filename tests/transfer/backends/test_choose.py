@@ -1,0 +1,205 @@
+"""Which backend runs: as asked for, or the fastest that works, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from transfer.layouts import Case, build, equal, needs_gpu
+
+from kvoffload_patch.transfer.backends import choose as backends
+from kvoffload_patch.transfer.backends.choose import Chosen, choose_backend
+from kvoffload_patch.transfer.backends.slots import SlotMemory
+from kvoffload_patch.transfer.errors import TransferError
+from kvoffload_patch.transfer.layout import BlockLayout
+from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
+
+
+class Timed:
+    """A backend that takes so many seconds for each copy, on no device at all."""
+
+    groups = [(0, 1)]
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self.name, self.seconds = name, seconds
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`choose_backend` where each backend takes so many seconds, or fails with a text."""
+
+    def choose_among(choice: str = "auto", **found: float | str) -> Chosen:
+        def opener(name: str) -> Any:
+            def open_one(layout: object, slots: object) -> Any:
+                seconds = found[name]
+                if isinstance(seconds, str):
+                    raise RuntimeError(seconds)
+                return Timed(name, seconds)
+
+            return open_one
+
+        def measure(layout: object, backend: Any, num_slots: int) -> Any:
+            assert num_slots == 7
+            return backends._Speed(backend.seconds, 2 * backend.seconds)
+
+        monkeypatch.setattr(backends, "_OPEN", {name: opener(name) for name in backends.NAMES})
+        monkeypatch.setattr(backends, "_measure", measure)
+        layout = SimpleNamespace(device=torch.device("cuda"), block_bytes=3_000_000)
+        return choose_backend(cast("BlockLayout", layout), cast("SlotMemory", None), 7, choice)
+
+    return choose_among
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        ({"staged": 1.0, "direct": 1.0}, "staged"),
+        ({"staged": 1.0, "direct": 0.95}, "staged"),  # not clearly faster
+        ({"staged": 1.0, "direct": 0.8}, "direct"),
+        ({"staged": 1.0, "direct": 2.0}, "staged"),
+        ({"staged": "no driver", "direct": 2.0}, "direct"),
+        ({"staged": 1.0, "direct": "no way"}, "staged"),
+        ({"staged": "no driver", "direct": "no way", "torch": 9.0}, "torch"),
+    ],
+)
+def test_auto_takes_what_works_and_is_clearly_faster(
+    choose: Any, found: dict[str, Any], wanted: str
+) -> None:
+    """``torch`` is not even opened while another one works."""
+    chosen = choose(**found)
+    assert chosen.backend.name == wanted
+    assert chosen.load_ms_per_block == 2 * found[wanted]
+
+
+def test_it_says_what_was_measured_and_what_does_not_work(choose: Any) -> None:
+    chosen = choose(staged=0.06, direct="no\n way")
+    assert chosen.report == (
+        "copies staged (staged 50.0/25.0 GB/s; direct does not work here (no way))"
+    )
+
+
+@pytest.mark.parametrize("name", backends.NAMES)
+def test_the_one_asked_for_is_taken_however_slow(choose: Any, name: str) -> None:
+    assert choose(name, **{**dict.fromkeys(backends.NAMES, 0.1), name: 9.0}).backend.name == name
+
+
+def test_the_one_asked_for_and_no_other(choose: Any) -> None:
+    with pytest.raises(TransferError, match=r"found none: staged does not work here \(no driver\)"):
+        choose("staged", staged="no driver", direct=1.0, torch=1.0)
+
+
+def test_nothing_works(choose: Any) -> None:
+    with pytest.raises(TransferError, match="that works, found none: staged .*; direct .*; torch "):
+        choose(staged="a", direct="b", torch="c")
+
+
+def test_an_unknown_one_is_refused(choose: Any) -> None:
+    with pytest.raises(TransferError, match="expected a copy backend that works, found none: dma"):
+        choose("dma", staged=1.0)
+
+
+class Copying:
+    """A backend that writes down what it is to copy."""
+
+    name = "copying"
+    groups = [(0, 1)]
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[int], list[int]]] = []
+
+    def store(self, ids: list[int], slots: list[int], streams: Any) -> Any:
+        self.calls.append(("store", ids, slots))
+
+    def load(self, ids: list[int], slots: list[int], streams: Any) -> Any:
+        self.calls.append(("load", ids, slots))
+
+
+def measure(
+    monkeypatch: pytest.MonkeyPatch, seconds: list[float], num_slots: int, num_blocks: int
+) -> tuple[Copying, Any]:
+    """What is copied, and the speed found, where copies take so long each."""
+
+    def copy_now(device: object, start: Any) -> float:
+        start()
+        return seconds.pop(0)
+
+    monkeypatch.setattr(backends, "copy_now", copy_now)
+    layout = SimpleNamespace(
+        device=torch.device("cpu"), num_blocks=num_blocks, block_bytes=backends._TIMED_BYTES // 64
+    )
+    backend = Copying()
+    found = backends._measure(cast("BlockLayout", layout), cast("Any", backend), num_slots)
+    assert seconds == []
+    return backend, found
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "num_blocks", "count"),
+    [(1, 9, 1), (2, 9, 2), (5, 9, 5), (20, 9, 9), (99, 100, 64), (1000, 1000, 64)],
+)
+def test_the_best_of_three_is_measured_after_a_pass_over_slots_apart(
+    monkeypatch: pytest.MonkeyPatch, num_slots: int, num_blocks: int, count: int
+) -> None:
+    seconds = [0.9, 0.8, 0.32, 0.16, 0.64, 0.48, 0.128, 0.96]
+    backend, speed = measure(monkeypatch, list(seconds), num_slots, num_blocks)
+    assert speed == backends._Speed(160 / count, 128 / count)
+    (store, ids, apart), (load, *same) = backend.calls[:2]
+    assert (store, load, same) == ("store", "load", [ids, apart]), "the same bytes are loaded"
+    assert len(ids) == len(apart) == min(count, (num_slots + 1) // 2)
+    # No two are neighbours, in whatever order; all are there.
+    assert all(b - a > 1 for a, b in zip(sorted(apart), sorted(apart)[1:]))
+    assert set(apart) <= set(range(num_slots)) and set(ids) <= set(range(num_blocks))
+    every = list(range(count))
+    timed = [("store", every, every)] * 3 + [("load", every, every)] * 3
+    assert backend.calls[2:] == timed
+
+
+def open_host(case: Case) -> tuple[HostBuffer, SlotMemory]:
+    layout = case.layout()
+    host = HostBuffer(5, layout.block_bytes, layout.device)
+    host.wait_ready(5)
+    return host, SlotMemory(host.slots, host.slots_per_piece)
+
+
+def check(device: str, choice: str, names: Sequence[str]) -> None:
+    case = build("different_dtypes", device=device)
+    before = [raw.clone() for raw in case.storages()]
+    host, slots = open_host(case)
+    chosen = choose_backend(case.layout(), slots, 5, choice)
+    assert chosen.backend.name in names
+    assert chosen.load_ms_per_block > 0
+    assert chosen.report.startswith(f"copies {chosen.backend.name} (")
+    assert equal(case.storages(), before), "choosing has changed KV"
+    del chosen, slots
+    host.close()
+
+
+@pytest.mark.parametrize("choice", ["auto", *backends.NAMES])
+def test_the_cpu_device_has_one(choice: str) -> None:
+    check("cpu", choice, ["torch"])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("choice", backends.NAMES)
+def test_each_works_on_a_device(choice: str) -> None:
+    check("cuda", choice, [choice])
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_best_is_found_on_a_device() -> None:
+    check("cuda", "auto", ["staged", "direct"])
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_one_that_fails_is_left_out_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(layout: object, slots: object) -> Any:
+        raise RuntimeError("as the test asked")
+
+    monkeypatch.setitem(backends._OPEN, "staged", fail)
+    check("cuda", "auto", ["direct"])

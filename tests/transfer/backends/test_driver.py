@@ -1,0 +1,277 @@
+"""`Driver`: what it hands to libcuda, in the layouts of CUDA's headers, by a library of our own."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transfer.layouts import needs_gpu
+
+from kvoffload_patch.transfer.backends import driver as module
+from kvoffload_patch.transfer.backends.driver import Driver
+from kvoffload_patch.transfer.errors import TransferError
+
+STREAM = 0x1234
+ADDRESS = 0x7F12_3456_7000  # does not fit into 32 bits
+
+
+class Function:
+    """Something callable that takes attributes, as those of a library do."""
+
+    def __init__(self, call: Callable[..., int]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> int:
+        return self._call(*args)
+
+
+class Library:
+    """libcuda, as far as it is used; it moves bytes of the CPU at once.
+
+    Args:
+        batches: names under which it has the batched copy.
+
+    Attributes:
+        error: what every call answers; nothing is copied then.
+        batch_error: the same for the batched copy alone.
+    """
+
+    def __init__(self, *batches: str) -> None:
+        self.calls: list[Any] = []
+        self.error = self.batch_error = 0
+        self.cuMemcpyAsync = Function(self._copy)
+        self.cuMemcpy2DAsync_v2 = Function(self._copy_2d)
+        for name in batches:
+            setattr(self, name, Function(lambda *args, name=name: self._batch(name, *args)))
+
+    def _copy(self, target: int, source: int, nbytes: int, stream: int) -> int:
+        self.calls.append(("copy", stream))
+        if not self.error:
+            ctypes.memmove(target, source, nbytes)
+        return self.error
+
+    def _copy_2d(self, rectangle: Any, stream: int) -> int:
+        r = rectangle._obj
+        assert (r.srcMemoryType, r.dstMemoryType) == (4, 4)  # CU_MEMORYTYPE_UNIFIED
+        assert not (r.srcXInBytes or r.srcY or r.dstXInBytes or r.dstY)
+        self.calls.append(("rows", stream))
+        for i in range(r.Height):
+            target, source = r.dstDevice + i * r.dstPitch, r.srcDevice + i * r.srcPitch
+            ctypes.memmove(target, source, r.WidthInBytes)
+        return self.error
+
+    def _batch(
+        self, name: str, targets: Any, sources: Any, sizes: Any, count: Any, *rest: Any
+    ) -> int:
+        attributes, first, number, *place, stream = rest
+        assert len(place) == (0 if name.endswith("_v2") else 1)  # for the index of a failure
+        assert attributes._obj.srcAccessOrder == 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        assert (first._obj.value, number.value, attributes._obj.flags) == (0, 1, 0)
+        self.calls.append((name, stream.value))
+        error = self.error or self.batch_error
+        columns = [(ctypes.c_uint64 * count.value).from_address(c.value)
+                   for c in (targets, sources, sizes)]  # fmt: skip
+        for copy in () if error else zip(*columns):
+            ctypes.memmove(*copy)
+        return error
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Driver, Library]]:
+    def use_library(*batches: str) -> tuple[Driver, Library]:
+        library = Library(*batches)
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+        return Driver(), library
+
+    return use_library
+
+
+Triple = tuple[int, int, int]
+
+
+def memory() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
+
+
+def columns(*copies: Triple) -> Any:
+    """Targets, sources and sizes, as views of one array: not even contiguous."""
+    return np.array(copies, dtype=np.int64).reshape(-1, 3).T
+
+
+def some_copies(source: torch.Tensor, target: torch.Tensor) -> tuple[list[Triple], torch.Tensor]:
+    """Three of them, and what the target holds after them."""
+    a, b = source.data_ptr(), target.data_ptr()
+    wanted = torch.zeros(100, dtype=torch.uint8)
+    wanted[0], wanted[50:80], wanted[10:20] = 9, source[:30], source[90:]
+    return [(b, a + 9, 1), (b + 50, a, 30), (b + 10, a + 90, 10)], wanted
+
+
+def test_structures_are_those_of_cudas_headers() -> None:
+    """cuda.h: CUDA_MEMCPY2D_st and CUmemcpyAttributes_st, on 64-bit machines."""
+    rectangle: Any = module._Rectangle
+    assert ctypes.sizeof(rectangle) == 128
+    offsets = {name: getattr(rectangle, name).offset for name, _ in rectangle._fields_}
+    assert offsets == {
+        "srcXInBytes": 0,
+        "srcY": 8,
+        "srcMemoryType": 16,
+        "srcHost": 24,
+        "srcDevice": 32,
+        "srcArray": 40,
+        "srcPitch": 48,
+        "dstXInBytes": 56,
+        "dstY": 64,
+        "dstMemoryType": 72,
+        "dstHost": 80,
+        "dstDevice": 88,
+        "dstArray": 96,
+        "dstPitch": 104,
+        "WidthInBytes": 112,
+        "Height": 120,
+    }
+    attributes: Any = module._Attributes
+    assert ctypes.sizeof(attributes) == 24
+    offsets = {name: getattr(attributes, name).offset for name, _ in attributes._fields_}
+    assert offsets == {"srcAccessOrder": 0, "srcLocHint": 4, "dstLocHint": 12, "flags": 20}
+
+
+@pytest.mark.parametrize(
+    ("names", "called"),
+    [
+        (["cuMemcpyBatchAsync_v2"], ["cuMemcpyBatchAsync_v2"]),
+        (["cuMemcpyBatchAsync"], ["cuMemcpyBatchAsync"]),
+        (["cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"], ["cuMemcpyBatchAsync_v2"]),
+        ([], ["copy"] * 3),
+    ],
+)
+def test_many_copies_go_in_one_call_where_the_driver_has_it(
+    use: Any, names: list[str], called: list[str]
+) -> None:
+    driver, library = use(*names)
+    source, target = memory()
+    copies, wanted = some_copies(source, target)
+    driver.copy_many(*columns(*copies), STREAM)
+    assert library.calls == [(name, STREAM) for name in called]
+    assert torch.equal(target, wanted)
+
+
+@pytest.mark.parametrize("name", ["cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"])
+def test_a_device_without_batches_is_asked_once(use: Any, name: str) -> None:
+    """CUDA_ERROR_NOT_SUPPORTED: the driver has the call, and this device does not."""
+    driver, library = use(name)
+    library.batch_error = 801
+    for asked in ([(name, STREAM)], []):
+        source, target = memory()
+        copies, wanted = some_copies(source, target)
+        driver.copy_many(*columns(*copies), STREAM)
+        assert torch.equal(target, wanted)
+        assert library.calls == [*asked, *[("copy", STREAM)] * 3]
+        library.calls.clear()
+    library.error = 801  # which from a single copy is an error like any other
+    with pytest.raises(TransferError, match=r"\(cuMemcpyAsync answered 801\)"):
+        driver.copy_many(*columns(*copies), STREAM)
+
+
+def test_a_batch_refused_for_another_reason_does_not_end_batches(use: Any) -> None:
+    driver, library = use("cuMemcpyBatchAsync_v2")
+    source, target = memory()
+    copies, wanted = some_copies(source, target)
+    library.batch_error = 719
+    with pytest.raises(TransferError, match=r"\(cuMemcpyBatchAsync answered 719\)"):
+        driver.copy_many(*columns(*copies), STREAM)
+    assert int(target.count_nonzero()) == 0
+    library.batch_error = 0
+    driver.copy_many(*columns(*copies), STREAM)
+    assert library.calls == [("cuMemcpyBatchAsync_v2", STREAM)] * 2
+    assert torch.equal(target, wanted)
+
+
+def test_one_copy_needs_no_batch_and_none_no_call(use: Any) -> None:
+    driver, library = use("cuMemcpyBatchAsync_v2")
+    source, target = memory()
+    driver.copy_many(*columns(), STREAM)
+    assert library.calls == []
+    driver.copy_many(*columns((target.data_ptr() + 3, source.data_ptr() + 2, 5)), STREAM)
+    assert library.calls == [("copy", STREAM)]
+    assert target[3:8].tolist() == [2, 3, 4, 5, 6]
+    assert int(target.count_nonzero()) == 5
+
+
+def test_rows_are_a_pitch_apart_on_either_side(use: Any) -> None:
+    driver, library = use()
+    source, target = memory()
+    driver.copy_rows(target.data_ptr() + 1, 10, source.data_ptr() + 5, 30, 4, 3, STREAM)
+    assert library.calls == [("rows", STREAM)]
+    wanted = torch.zeros(100, dtype=torch.uint8)
+    for i in range(3):
+        wanted[1 + 10 * i : 5 + 10 * i] = source[5 + 30 * i : 9 + 30 * i]
+    assert torch.equal(target, wanted)
+
+
+def test_addresses_are_given_whole(use: Any) -> None:
+    driver, library = use()
+    assert library.cuMemcpyAsync.argtypes == [
+        ctypes.c_uint64,
+        ctypes.c_uint64,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+    ]
+    library.cuMemcpyAsync._call = lambda *args: library.calls.append(args) or 0
+    driver.copy(ADDRESS, ADDRESS + 1, 1 << 33, STREAM)
+    assert library.calls == [(ADDRESS, ADDRESS + 1, 1 << 33, STREAM)]
+
+
+@pytest.mark.parametrize("names", [[], ["cuMemcpyBatchAsync"], ["cuMemcpyBatchAsync_v2"]])
+def test_what_the_driver_refuses_is_an_error(use: Any, names: list[str]) -> None:
+    driver, library = use(*names)
+    library.error = 719
+    source, target = memory()
+    copy = (target.data_ptr(), source.data_ptr(), 1)
+    call = "cuMemcpyBatchAsync" if names else "cuMemcpyAsync"
+    for what, wanted in [
+        (lambda: driver.copy(*copy, STREAM), "cuMemcpyAsync"),
+        (lambda: driver.copy_many(*columns(copy, copy), STREAM), call),
+        (lambda: driver.copy_rows(copy[0], 4, copy[1], 4, 1, 1, STREAM), "cuMemcpy2DAsync"),
+    ]:
+        with pytest.raises(TransferError, match=rf"refused a copy \({wanted} answered 719\)"):
+            what()
+
+
+def test_no_driver_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise OSError(f"{name}: no such file")
+
+    monkeypatch.setattr(ctypes, "CDLL", fail)
+    with pytest.raises(TransferError, match=r"expected the NVIDIA driver's libcuda.so.1, found"):
+        Driver()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("batches", [True, False])
+def test_the_driver_of_this_machine_moves_bytes(batches: bool) -> None:
+    driver = Driver()
+    if not batches:
+        driver._batch = None
+    host = torch.randint(0, 256, (4096,), dtype=torch.uint8).pin_memory()
+    back = torch.zeros_like(host).pin_memory()
+    device = torch.zeros(4096, dtype=torch.uint8, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    h, d, b = (t.data_ptr() for t in (host, device, back))
+    pieces = [(0, 100, 50), (100, 0, 99), (1000, 3000, 1000), (3000, 1001, 1)]
+    copies = [(d + t, h + s, n) for t, s, n in pieces]
+    driver.copy_many(*columns(*copies), stream.cuda_stream)
+    driver.copy_rows(d + 2100, 70, h + 7, 300, 64, 12, stream.cuda_stream)
+    driver.copy(b, d, 4096, stream.cuda_stream)
+    stream.synchronize()
+    wanted = torch.zeros(4096, dtype=torch.uint8)
+    for target, source, nbytes in pieces:
+        wanted[target : target + nbytes] = host[source : source + nbytes]
+    for i in range(12):
+        wanted[2100 + 70 * i : 2164 + 70 * i] = host[7 + 300 * i : 71 + 300 * i]
+    assert torch.equal(back, wanted)

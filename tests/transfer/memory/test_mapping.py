@@ -1,0 +1,211 @@
+"""`HostMapping`: pages taken in the background, in order, as far as there is memory."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from transfer.resident import is_mapped, kvoffload_threads, resident_bytes
+
+from kvoffload_patch.transfer.errors import TransferError
+from kvoffload_patch.transfer.memory import mapping
+from kvoffload_patch.transfer.memory.mapping import HostMapping
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping, "STEP_BYTES", MIB)
+    monkeypatch.setattr(mapping, "CHECKED_BYTES", 4 * MIB)
+    monkeypatch.setattr(mapping, "RESERVE_BYTES", 2 * MIB)
+    monkeypatch.setattr(mapping, "PATIENCE_S", 0.2)
+
+
+def test_nothing_is_taken_before_it_is_asked_for_and_no_more_than_that() -> None:
+    before = resident_bytes()
+    host = HostMapping(512 * MIB)
+    assert host.memory.shape == (512 * MIB,) and host.memory.dtype == torch.uint8
+    assert resident_bytes() - before < 16 * MIB
+    host.toucher.start(64 * MIB)
+    assert host.toucher.wait(64 * MIB)
+    assert host.toucher.touched == 64 * MIB
+    assert 60 * MIB < resident_bytes() - before < 80 * MIB
+    assert not host.memory[: 64 * MIB].any()
+    host.close()
+    gc.collect()
+    assert resident_bytes() - before < 16 * MIB
+
+
+@pytest.mark.parametrize("nbytes", [1, 4095, MIB - 1, MIB + 1, 5 * MIB + 4096])
+def test_odd_sizes_begin_on_a_huge_page_and_are_touched_to_the_end(nbytes: int) -> None:
+    host = HostMapping(nbytes)
+    assert host.memory.numel() == nbytes
+    assert host.memory.data_ptr() % (2 * MIB) == 0
+    host.toucher.start(nbytes)
+    assert host.toucher.wait(nbytes)
+    assert host.toucher.touched == nbytes
+    host.memory.fill_(1)
+    host.close()
+
+
+def test_more_than_the_machine_has_can_be_mapped() -> None:
+    # A virtual machine that is given memory as it uses it shows a fraction at first.
+    host = HostMapping(1 << 42)
+    host.memory[-1] = 7
+    assert host.memory[-1] == 7
+    host.close()
+
+
+def test_a_system_that_refuses_the_mapping_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(TransferError, match=r"expected to map .* GiB .*; lower KVOFFLOAD_CPU_GIB"):
+        HostMapping(1 << 60)
+
+
+def test_a_system_without_huge_pages_will_do(monkeypatch: Any) -> None:
+    class WithoutHugePages(mmap.mmap):
+        def madvise(self, *args: int) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(mapping.mmap, "mmap", WithoutHugePages)
+    host = HostMapping(3 * MIB)
+    host.toucher.start(3 * MIB)
+    assert host.toucher.wait(3 * MIB)
+    host.close()
+
+
+def test_pages_are_taken_by_faults_alone(monkeypatch: Any) -> None:
+    # A call that takes many holds up every thread of the process that maps memory meanwhile.
+    def refuse(*_: int) -> None:
+        raise AssertionError("asked the kernel to populate")
+
+    monkeypatch.setattr(mapping, "advise", refuse)
+    before = resident_bytes()
+    host = HostMapping(64 * MIB)
+    host.toucher.start(64 * MIB)
+    assert host.toucher.wait(64 * MIB), host.toucher.ended
+    assert resident_bytes() - before > 60 * MIB
+    assert not host.memory.any()
+    host.close()
+
+
+def test_a_page_that_cannot_be_had_ends_it(monkeypatch: Any) -> None:
+    asked: list[int] = []
+
+    def full(memory: torch.Tensor) -> None:
+        asked.append(memory.data_ptr())
+        if asked[-1] >= host.memory.data_ptr() + 3 * MIB:
+            raise OSError(errno.ENOMEM, "no page left")
+
+    host = HostMapping(64 * MIB)
+    monkeypatch.setattr(mapping, "touch", full)
+    host.toucher.start(64 * MIB)
+    assert not host.toucher.wait(64 * MIB)
+    assert host.toucher.touched == 3 * MIB
+    assert "expected to touch CPU memory, found" in host.toucher.ended
+    assert "no page left" in host.toucher.ended
+    assert len(asked) < 10, "went on without a page"
+    host.close()
+
+
+def test_a_step_that_is_ahead_does_not_count_before_those_behind_it(monkeypatch: Any) -> None:
+    ahead = threading.Event()
+    seen: list[int] = []
+
+    def slow_at_first(memory: torch.Tensor) -> None:
+        address = memory.data_ptr()
+        if address == host.memory.data_ptr():
+            ahead.wait(10)
+            time.sleep(0.1)
+            seen.append(host.toucher.touched)
+        elif address > host.memory.data_ptr() + 3 * MIB:
+            ahead.set()
+
+    host = HostMapping(8 * MIB)
+    monkeypatch.setattr(mapping, "touch", slow_at_first)
+    host.toucher.start(8 * MIB)
+    assert host.toucher.wait(8 * MIB)
+    assert seen == [0]
+    host.close()
+
+
+def test_what_is_free_is_looked_up_before_it_is_taken_and_something_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mapping, "RESERVE_BYTES", 20 * MIB)
+    free, taken_at = [100 * MIB], []
+
+    def available() -> int:
+        taken_at.append(host.toucher.touched)
+        return free[0] - host.toucher.reached
+
+    host = HostMapping(200 * MIB, available_bytes=available)
+    host.toucher.start(200 * MIB)
+    assert not host.toucher.wait(200 * MIB)
+    assert 60 * MIB < host.toucher.touched <= 80 * MIB
+    assert "of memory available to go on, found 0.0" in host.toucher.ended
+    free[0] = 1 << 40
+    host.toucher.start(200 * MIB)  # more may have become free since
+    assert host.toucher.wait(200 * MIB)
+    assert not host.toucher.ended
+    assert len(taken_at) >= 50
+    host.close()
+
+
+def test_pages_behind_what_is_kept_go_back_and_can_be_taken_again() -> None:
+    before = resident_bytes()
+    host = HostMapping(64 * MIB)
+    host.toucher.start(64 * MIB)
+    assert host.toucher.wait(64 * MIB)
+    host.memory[5 * MIB] = 9
+    host.keep(5 * MIB + 1)
+    assert resident_bytes() - before < 16 * MIB
+    assert host.memory[5 * MIB] == 9
+    assert host.toucher.touched <= 5 * MIB + mmap.PAGESIZE
+    host.toucher.start(64 * MIB)
+    assert host.toucher.wait(64 * MIB)
+    assert resident_bytes() - before > 60 * MIB
+    host.close()
+
+
+def test_a_child_process_gets_nothing_of_it() -> None:
+    host = HostMapping(4 * MIB)
+    address = host.memory.data_ptr()
+    host.memory.fill_(1)
+    child = os.fork()
+    if not child:
+        os._exit(17 if is_mapped(address) else 18)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 18
+    assert is_mapped(address)
+    host.close()
+
+
+def test_stopped_it_tells_who_waits() -> None:
+    host = HostMapping(64 * MIB, available_bytes=lambda: 0)
+    told: list[bool] = []
+    waiter = threading.Thread(target=lambda: told.append(host.toucher.wait(MIB)))
+    host.toucher.start(64 * MIB)
+    waiter.start()
+    host.toucher.stop()
+    waiter.join(10)
+    assert told == [False]
+    assert kvoffload_threads() == []
+    host.close()
+
+
+def test_dropped_it_stops_and_goes() -> None:
+    host = HostMapping(256 * MIB, available_bytes=lambda: sys.maxsize)
+    address = host.memory.data_ptr()
+    host.toucher.start(256 * MIB)
+    del host
+    gc.collect()
+    assert kvoffload_threads() == []
+    assert not is_mapped(address)

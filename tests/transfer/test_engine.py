@@ -1,0 +1,655 @@
+"""`CopyEngine`: each plan once, in the order of its tickets, with the waits that it asks for."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+from transfer.fake_cuda import FakeCuda, FakeEvent
+
+from kvoffload_patch.transfer import engine as copy_engine
+from kvoffload_patch.transfer import store_batcher as gathered
+from kvoffload_patch.transfer.engine import CopyEngine, Progress
+from kvoffload_patch.transfer.errors import TransferError
+from kvoffload_patch.transfer.layout import BlockLayout
+from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue
+
+Ids = Sequence[int]
+
+
+@dataclass
+class Batch:
+    ticket: int
+    gpu_block_ids: Sequence[int] = (1,)
+    cpu_slots: Sequence[int] = (2,)
+
+
+@dataclass
+class Plan:
+    """Not the tier's own class: the engine takes anything with these attributes."""
+
+    loads: Sequence[Batch] = ()
+    store: Batch | None = None
+    wait_load: int = 0
+    wait_store: int = 0
+    stores_done: int = 0
+    loads_done: int = 0
+
+
+class Recorder:
+    """A backend, and two lanes, that write down what they are asked."""
+
+    name = "recorder"
+    groups = [(0, 1), (1, 2)]
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.fails = False
+
+    def load(
+        self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None, arrived: Any = None
+    ) -> Iterator[None]:
+        name = "load" if arrived is None else "load by group"
+        return self._copy(name, gpu_block_ids, cpu_slots)
+
+    def store(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None) -> Iterator[None]:
+        return self._copy("store", gpu_block_ids, cpu_slots)
+
+    def _copy(self, name: str, gpu_block_ids: Ids, cpu_slots: Ids) -> Iterator[None]:
+        self.calls.append((name, tuple(gpu_block_ids), tuple(cpu_slots)))
+        yield
+        if self.fails:
+            raise OSError("the bus\nis on fire")
+
+    def take(self) -> list[Any]:
+        calls, self.calls = self.calls, []
+        return calls
+
+
+class RecordingLane(SyncCopyQueue):
+    def __init__(self, name: str, calls: Recorder) -> None:
+        super().__init__()
+        self.name = name
+        self.slices = 0
+        self._recorder = calls
+
+    def _note(self, *what: Any) -> None:
+        self._recorder.calls.append((self.name, *what))
+
+    def hold(self, stream: object, ticket: int) -> None:
+        self._note("hold", stream or "compute", ticket)
+
+    def flush(self, ticket: int) -> None:
+        self._note("flush", ticket)
+
+    def top_up(self, ahead: int, meanwhile: Callable[[], object] | None = None) -> bool:
+        self._note("top up", ahead)
+        for _ in range(self.slices):
+            self._note("slice")
+            assert meanwhile is not None
+            meanwhile()
+        return False
+
+    def submit(self, first: int, ticket: int, start: Any, behind: Any) -> None:
+        lane, other = behind
+        self._note("submit", first, ticket, "behind", lane.name, other)
+        super().submit(first, ticket, start, behind)
+
+    def drain(self) -> None:
+        self._note("drain")
+
+
+def layout() -> BlockLayout:
+    return BlockLayout([torch.zeros(4, 3)], 4)
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def engine(recorder: Recorder) -> CopyEngine:
+    return CopyEngine(layout(), recorder)
+
+
+@pytest.fixture
+def with_lanes(engine: CopyEngine, recorder: Recorder) -> CopyEngine:
+    engine._loads = RecordingLane("loads", recorder)
+    engine._stores = RecordingLane("stores", recorder)
+    return engine
+
+
+def test_loads_are_submitted_before_the_forward_pass_and_the_store_after_it(
+    engine: CopyEngine, recorder: Recorder
+) -> None:
+    plan = Plan(
+        loads=[Batch(1, (3, 1), (0, 5)), Batch(2, (2,), (7,))], store=Batch(1, (0, 3), (8, 9))
+    )
+    engine.begin_step(plan)
+    assert recorder.take() == [("load", (3, 1), (0, 5)), ("load", (2,), (7,))]
+    assert engine.poll() == Progress(2, 0)
+    engine.end_step()
+    assert recorder.take() == [("store", (0, 3), (8, 9))]
+    assert engine.poll() == Progress(2, 1)
+
+
+def test_ending_a_step_twice_stores_once(engine: CopyEngine, recorder: Recorder) -> None:
+    engine.begin_step(Plan(store=Batch(1)))
+    engine.end_step()
+    engine.end_step()
+    engine.drain()
+    assert len(recorder.calls) == 1
+    assert engine.poll() == Progress(0, 1)
+
+
+@pytest.mark.parametrize("following", [None, Plan(loads=[Batch(1, (3,), (3,))])])
+def test_a_store_left_over_goes_first_in_the_next_step(
+    engine: CopyEngine, recorder: Recorder, following: Plan | None
+) -> None:
+    engine.begin_step(Plan(store=Batch(1)))
+    assert recorder.calls == []
+    engine.begin_step(following)
+    assert recorder.calls[0] == ("store", (1,), (2,))
+    engine.end_step()
+    assert [call[0] for call in recorder.calls].count("store") == 1
+
+
+def test_steps_without_a_plan_do_nothing(engine: CopyEngine, recorder: Recorder) -> None:
+    for _ in range(3):
+        engine.begin_step(None)
+        engine.end_step()
+    engine.drain()
+    assert recorder.calls == []
+    assert engine.poll() == Progress(0, 0)
+
+
+def test_draining_submits_the_store_that_is_left(engine: CopyEngine, recorder: Recorder) -> None:
+    engine.begin_step(Plan(store=Batch(1)))
+    engine.drain()
+    assert recorder.take() == [("store", (1,), (2,))]
+    assert engine.poll() == Progress(0, 1)
+
+
+@pytest.mark.parametrize("found", [0, 1, 3, 7])
+def test_a_load_out_of_order_is_an_error_and_is_not_submitted(
+    engine: CopyEngine, recorder: Recorder, found: int
+) -> None:
+    engine.begin_step(Plan(loads=[Batch(1)]))
+    recorder.take()
+    with pytest.raises(TransferError, match=f"expected load ticket 2, found {found}:"):
+        engine.begin_step(Plan(loads=[Batch(found)]))
+    assert recorder.calls == []
+    assert engine.poll() == Progress(1, 0)
+
+
+@pytest.mark.parametrize("found", [0, 1, 3, 7])
+def test_a_store_out_of_order_is_an_error_and_is_not_submitted(
+    engine: CopyEngine, recorder: Recorder, found: int
+) -> None:
+    engine.begin_step(Plan(store=Batch(1)))
+    engine.begin_step(Plan(store=Batch(found)))
+    recorder.take()
+    with pytest.raises(TransferError, match=f"expected store ticket 2, found {found}:"):
+        engine.end_step()
+    assert recorder.calls == []
+    assert engine.poll() == Progress(0, 1)
+
+
+def test_the_same_plan_twice_is_an_error(engine: CopyEngine, recorder: Recorder) -> None:
+    plan = Plan(loads=[Batch(1)], store=Batch(1))
+    engine.begin_step(plan)
+    engine.end_step()
+    with pytest.raises(TransferError, match="a plan was lost or came twice"):
+        engine.begin_step(plan)
+    assert [call[0] for call in recorder.calls] == ["load", "store"]
+
+
+def test_every_wait_of_a_plan_is_where_it_belongs(
+    with_lanes: CopyEngine, recorder: Recorder
+) -> None:
+    plan = Plan([Batch(1), Batch(2)], Batch(1), 6, 5, 4, 3)
+    with_lanes.begin_step(plan)
+    assert recorder.take() == [
+        # The forward pass, and with it the loads, wait for stores of blocks handed out.
+        ("stores", "hold", "compute", 5),
+        ("loads", "submit", 1, 1, "behind", "stores", 4),
+        ("load", (1,), (2,)),
+        ("loads", "submit", 2, 2, "behind", "stores", 4),
+        ("load", (1,), (2,)),
+        ("loads", "hold", "compute", 6),
+    ]
+    with_lanes.end_step()
+    assert recorder.take() == [
+        ("stores", "submit", 1, 1, "behind", "loads", 3),
+        ("store", (1,), (2,)),
+        # The device has work to do now, and the next step takes its time to begin.
+        ("stores", "top up", copy_engine._STORES_AT_ONCE),
+        ("loads", "top up", copy_engine._LOADS_AHEAD),
+    ]
+
+
+def test_stores_of_a_step_that_the_device_waits_for_are_put_off_once(
+    with_lanes: CopyEngine, recorder: Recorder
+) -> None:
+    def wake(after_s: float = 0.0) -> None:
+        recorder.calls.append(("wake", after_s))
+
+    class Queued(RecordingLane):
+        queued = True
+
+    with_lanes._stores = Queued("stores", recorder)
+    with_lanes._thread = cast("Any", SimpleNamespace(wake=wake))
+    at_once = [
+        ("stores", "top up", copy_engine._STORES_AT_ONCE),
+        ("loads", "top up", copy_engine._LOADS_AHEAD),
+        ("wake", 0.0),
+    ]
+    put_off = [("wake", copy_engine._DEFERRED_S), ("loads", "top up", copy_engine._LOADS_AHEAD)]
+    for asked, wanted in ((False, at_once), (True, put_off), (True, at_once), (True, put_off)):
+        with_lanes.end_step(defer_stores=asked)
+        assert recorder.take() == wanted
+    with_lanes.begin_step(None)  # it would wake the thread before the step is launched
+    assert recorder.take() == []
+    with_lanes.end_step()
+    assert recorder.take() == at_once
+
+
+def test_stores_do_not_run_dry_while_a_long_load_is_enqueued(
+    with_lanes: CopyEngine, recorder: Recorder
+) -> None:
+    with_lanes._loads.slices = 2  # type: ignore[union-attr]
+    stores = ("stores", "top up", copy_engine._STORES_AT_ONCE)
+    with_lanes.end_step()
+    slices = [("loads", "slice"), stores] * 2
+    assert recorder.take() == [stores, ("loads", "top up", copy_engine._LOADS_AHEAD), *slices]
+
+
+def test_small_stores_of_several_steps_become_one_copy(
+    engine: CopyEngine, recorder: Recorder
+) -> None:
+    engine._batches = True
+    for ticket in (1, 2, 3):
+        engine.begin_step(Plan(store=Batch(ticket, (ticket,), (10 + ticket,)), loads_done=0))
+        engine.end_step(batch_stores=True)
+    assert recorder.calls == []
+    engine.begin_step(None)
+    engine.end_step()
+    assert recorder.take() == [("store", (1, 2, 3), (11, 12, 13))]
+    assert engine.poll().stores_done == 3
+    engine.end_step()
+    assert recorder.calls == []
+
+
+@pytest.mark.parametrize(
+    ("needs", "submits"),
+    [({"wait_store": 2}, True), ({"stores_done": 2}, True), ({"wait_store": 1}, False)],
+)
+def test_what_a_step_may_not_overwrite_or_load_before_is_stored_first(
+    engine: CopyEngine, recorder: Recorder, needs: dict[str, int], submits: bool
+) -> None:
+    """Ticket 1 is submitted, 2 and 3 are gathered; on another rank 2 may be done already."""
+    engine._batches = True
+    engine.begin_step(Plan(store=Batch(1)))
+    engine.end_step()
+    for ticket in (2, 3):
+        engine.begin_step(Plan(store=Batch(ticket, (ticket,), (10 + ticket,))))
+        engine.end_step(batch_stores=True)
+    recorder.take()
+    engine.begin_step(Plan([Batch(1, (5,), (6,))], wait_load=1, **needs))
+    stored = [("store", (2, 3), (12, 13))] if submits else []
+    assert recorder.take() == [*stored, ("load", (5,), (6,))]
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_stores_are_gathered_for_so_many_steps_at_most(
+    engine: CopyEngine, recorder: Recorder, gathers: bool
+) -> None:
+    engine._batches = gathers
+    for ticket in range(1, gathered.BATCH_STEPS + 1):
+        engine.begin_step(Plan(store=Batch(ticket, (ticket,), (ticket,))))
+        engine.end_step(batch_stores=True)
+        due = ticket == gathered.BATCH_STEPS or not gathers
+        assert bool(recorder.take()) == due
+
+
+def test_a_store_that_is_large_enough_is_not_kept_waiting() -> None:
+    stores = gathered.StoreBatcher(gathered.BATCH_BYTES // 4)
+    assert not stores.step_ends()
+    for ticket in range(1, 5):
+        stores.add(Batch(ticket, (ticket,), (ticket,)), loads_done=ticket)
+        assert stores.step_ends() == (ticket == 4)
+    assert (stores.first, stores.last, stores.loads_done) == (1, 4, 4)
+    stores.clear()
+    assert (stores.first, stores.last, stores.gpu_block_ids) == (0, 4, [])
+
+
+def test_loads_wake_the_thread_whatever_was_put_off(
+    with_lanes: CopyEngine, recorder: Recorder
+) -> None:
+    woken: list[float] = []
+
+    class Queued(RecordingLane):
+        queued = True
+
+    with_lanes._stores, with_lanes._loads = Queued("stores", recorder), Queued("loads", recorder)
+    with_lanes._thread = cast(
+        "Any", SimpleNamespace(wake=lambda after_s=0.0: woken.append(after_s))
+    )
+    with_lanes.end_step(defer_stores=True)
+    assert woken == [copy_engine._DEFERRED_S, 0.0]
+
+
+def test_a_step_tops_up_loads_before_it_if_the_bus_would_be_idle(
+    with_lanes: CopyEngine, recorder: Recorder
+) -> None:
+    asked: list[int] = []
+
+    class Queued(RecordingLane):
+        queued = True
+
+        def has_room(self, ahead: int) -> bool:
+            asked.append(ahead)
+            return has_room
+
+    with_lanes._loads = Queued("loads", recorder)
+    with_lanes._thread = cast("Any", SimpleNamespace(wake=lambda: recorder.calls.append("wake")))
+    for has_room in (False, True):
+        with_lanes.begin_step(Plan(wait_load=1))
+        wanted = [("stores", "hold", "compute", 0), ("loads", "hold", "compute", 1)]
+        # What this step waits for goes first, and the copy thread does the rest.
+        wanted += [("loads", "top up", copy_engine.LOADS_AHEAD)] if has_room else []
+        assert recorder.take() == [*wanted, "wake"]
+    assert asked == [copy_engine._TOO_FEW] * 2
+    with_lanes.begin_step(None)
+    assert recorder.take() == ["wake"]
+
+
+def test_loads_that_a_step_needs_by_layer_are_one_copy(
+    with_lanes: CopyEngine, recorder: Recorder
+) -> None:
+    with_lanes.begin_step(Plan([Batch(1)]))
+    recorder.take()
+    loads = [Batch(2, (1, 2), (7, 8)), Batch(3, (3,), (4,)), Batch(4, (5,), (6,))]
+    with_lanes.begin_step(Plan(loads, None, 3, 2, 1), by_layer=True)
+    assert recorder.take() == [
+        ("stores", "hold", "compute", 2),
+        ("loads", "hold", "compute", 1),  # from earlier steps
+        ("loads", "submit", 2, 3, "behind", "stores", 1),
+        ("load by group", (1, 2, 3), (7, 8, 4)),
+        ("loads", "submit", 4, 4, "behind", "stores", 1),
+        ("load", (5,), (6,)),
+    ]
+    with_lanes.wait_all_loads()
+    assert recorder.take() == [("loads", "hold", "compute", 3)]
+
+
+class InGroups(Recorder):
+    """Brings four groups, in two slices each."""
+
+    groups = [(i, i + 1) for i in range(4)]
+
+    def load(
+        self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None, arrived: Any = None
+    ) -> Iterator[None]:
+        for group in range(4):
+            for half in "ab":
+                self.calls.append(f"{tuple(gpu_block_ids)} {group}{half}")
+                yield
+            if arrived is not None:
+                arrived(group)
+
+
+@pytest.fixture
+def in_groups() -> Iterator[tuple[CopyEngine, InGroups, FakeCuda]]:
+    """An engine with lanes on streams, whose step enqueues nothing but groups by itself."""
+    backend = InGroups()
+    with FakeCuda() as cuda, mock.patch.multiple(copy_engine, _GROUPS_AHEAD=2, LOADS_AHEAD=0):
+        engine, lock = CopyEngine(layout(), backend), threading.RLock()
+        engine._loads = CopyQueue(torch.device("cpu"), lock, False, 4)
+        engine._stores = CopyQueue(torch.device("cpu"), lock, True, 4)
+        engine._arrived = [FakeEvent(cuda) for _ in backend.groups]
+        yield engine, backend, cuda
+
+
+def test_groups_are_enqueued_a_few_before_they_are_waited_for(in_groups: Any) -> None:
+    """The step's inputs cross the bus, too, and are not to be behind all that it loads."""
+    engine, backend, _ = in_groups
+    engine._loads.top_up = lambda ahead: False
+    engine.begin_step(Plan([Batch(1), Batch(2, (3,)), Batch(3, (9,))], wait_load=2), by_layer=True)
+    found = [len(backend.calls)]
+    for group in range(4):
+        engine.wait_group(group)
+        found.append(len(backend.calls))
+    # A group is enqueued when the slice behind it has been asked for.
+    assert found == [5, 5, 7, 8, 8]
+    assert engine._num_arrived == 4
+    assert engine._loads.queued, "the last one is not needed"
+    engine.begin_step(Plan([Batch(4, (5,))], wait_load=4), by_layer=True)
+    assert backend.calls[8:16] == [f"(9,) {i}{half}" for i in range(4) for half in "ab"]
+    assert len(backend.calls) == 16 + 5, "counted anew"
+
+
+def test_a_group_waited_for_is_waited_for_on_the_device(in_groups: Any) -> None:
+    engine, _, cuda = in_groups
+    engine.begin_step(Plan([Batch(1)], wait_load=1), by_layer=True)
+    for group in range(4):
+        engine.wait_group(group)
+        assert cuda.current.work[-1].until == engine._arrived[group].until
+
+
+def test_a_group_counts_as_enqueued_once_its_event_does(in_groups: Any) -> None:
+    """The copy thread may enqueue it, and the step wait for the event meanwhile."""
+    engine, _, _ = in_groups
+    seen: list[int] = []
+    engine._arrived = [
+        SimpleNamespace(record=lambda stream: seen.append(engine._num_arrived)) for _ in range(4)
+    ]
+    engine.begin_step(Plan([Batch(1)], wait_load=1), by_layer=True)
+    engine.wait_all_loads()
+    assert seen == [0, 1, 2, 3]
+
+
+def test_a_load_by_layer_that_fails_is_not_waited_for(in_groups: Any) -> None:
+    engine, backend, cuda = in_groups
+
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError("the bus is on fire")
+
+    backend.load = fail
+    engine.begin_step(Plan([Batch(1), Batch(2)], wait_load=1), by_layer=True)
+    engine.wait_group(3)
+    cuda.run()
+    assert engine.poll().failed_loads == (1,)
+
+
+def test_a_step_by_layer_without_loads_of_its_own_waits_for_earlier_ones(
+    with_lanes: CopyEngine, recorder: Recorder
+) -> None:
+    with_lanes.begin_step(Plan([Batch(1), Batch(2)]))
+    recorder.take()
+    with_lanes.begin_step(Plan(wait_load=2), by_layer=True)
+    assert ("loads", "hold", "compute", 2) in recorder.take()
+
+
+def test_a_plan_without_transfers_only_waits(with_lanes: CopyEngine, recorder: Recorder) -> None:
+    with_lanes.begin_step(Plan(wait_load=2, wait_store=1, stores_done=1, loads_done=1))
+    with_lanes.end_step()
+    assert recorder.calls == [
+        ("stores", "hold", "compute", 1),
+        ("loads", "hold", "compute", 2),
+        ("stores", "top up", copy_engine._STORES_AT_ONCE),
+        ("loads", "top up", copy_engine._LOADS_AHEAD),
+    ]
+
+
+def test_draining_waits_for_both_directions(with_lanes: CopyEngine, recorder: Recorder) -> None:
+    with_lanes.begin_step(Plan(store=Batch(1)))
+    recorder.take()
+    with_lanes.drain()
+    calls = recorder.take()
+    assert ("store", (1,), (2,)) in calls
+    assert sorted(calls[-2:]) == [("loads", "drain"), ("stores", "drain")]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the device is gone")])
+def test_closing_drains_and_then_ends_the_copy_thread_in_any_case(
+    with_lanes: CopyEngine, recorder: Recorder, error: Exception | None
+) -> None:
+    def drain() -> None:
+        recorder.calls.append("drain")
+        if error is not None:
+            raise error
+
+    lane: Any = with_lanes._stores
+    lane.drain = drain
+    with_lanes._thread = cast("Any", SimpleNamespace(close=lambda: recorder.calls.append("close")))
+    with pytest.raises(RuntimeError, match="is gone") if error else nullcontext():
+        with_lanes.close()
+    assert recorder.take() == [("loads", "drain"), "drain", "close"]
+
+
+def test_a_device_that_is_neither_cpu_nor_cuda_is_refused(recorder: Recorder) -> None:
+    other = cast("BlockLayout", SimpleNamespace(device=torch.device("meta"), block_bytes=1))
+    with pytest.raises(TransferError, match="expected KV tensors on a CPU or CUDA device"):
+        CopyEngine(other, recorder)
+
+
+# Failures
+
+
+def test_a_failed_copy_is_done_and_named_until_a_plan_shows_that_it_is_known(
+    engine: CopyEngine, recorder: Recorder
+) -> None:
+    recorder.fails = True
+    engine.begin_step(Plan(loads=[Batch(1)], store=Batch(1)))
+    engine.end_step()
+    recorder.fails = False
+    for _ in range(2):
+        assert engine.poll() == Progress(1, 1, (1,), (1,))
+        assert engine.loads_done() == 0, "it would say that the load has not failed"
+    assert engine.why_failed() == "the bus is on fire"
+    engine.begin_step(Plan(loads=[Batch(2, cpu_slots=(5,))], loads_done=0, stores_done=0))
+    assert engine.poll() == Progress(2, 1, (1,), (1,))
+    engine.begin_step(Plan(loads_done=1, stores_done=0))
+    assert engine.poll() == Progress(2, 1, (), (1,))
+    assert engine.loads_done() == 2
+    engine.begin_step(Plan(loads_done=2, stores_done=1))
+    assert engine.poll() == Progress(2, 1)
+    assert engine.why_failed() == ""
+
+
+def test_a_failure_is_told_even_if_another_rank_has_said_that_the_copy_is_done(
+    engine: CopyEngine, recorder: Recorder
+) -> None:
+    """The scheduler hears from one rank only, and does not know of the failures of this one."""
+    recorder.fails = True
+    engine.begin_step(Plan(loads=[Batch(1)], store=Batch(1)))
+    engine.begin_step(Plan(loads_done=1, stores_done=1))
+    assert engine.poll() == Progress(1, 1, (1,), (1,))
+    engine.begin_step(Plan(loads_done=1, stores_done=1))
+    assert engine.poll() == Progress(1, 1)
+
+
+def test_loads_copied_as_one_fail_together(engine: CopyEngine, recorder: Recorder) -> None:
+    recorder.fails = True
+    engine.begin_step(Plan([Batch(1), Batch(2), Batch(3)], wait_load=2), by_layer=True)
+    assert [call[0] for call in recorder.calls] == ["load by group", "load"]
+    assert engine.poll() == Progress(3, 0, (1, 2, 3))
+
+
+def test_a_load_fails_where_the_store_of_one_of_its_slots_has(
+    engine: CopyEngine, recorder: Recorder
+) -> None:
+    recorder.fails = True
+    engine.begin_step(Plan(store=Batch(1, (1, 2), (5, 6))))
+    engine.end_step()
+    recorder.fails = False
+    recorder.take()
+    # The scheduler may have heard from another rank only.
+    engine.begin_step(Plan([Batch(1, (3, 4), (4, 6)), Batch(2, (3,), (4,))], stores_done=1))
+    assert recorder.take() == [("load", (3,), (4,))]
+    assert engine.poll() == Progress(2, 1, (1,), (1,))
+    assert "a store of some of these blocks has failed" in engine.why_failed()
+    engine.begin_step(Plan(store=Batch(2, (1,), (6,)), loads_done=2))
+    engine.begin_step(Plan([Batch(3, (1,), (6,)), Batch(4, (1,), (5,))], stores_done=2))
+    assert engine.poll() == Progress(4, 2, (4,)), "only what was stored anew is good again"
+
+
+def test_a_load_that_the_step_needs_is_named_before_it_is_done(
+    with_lanes: CopyEngine, recorder: Recorder
+) -> None:
+    """The step's own result must say so; other failures can wait until the copy is over."""
+    recorder.fails = True
+    with_lanes.begin_step(Plan([Batch(1), Batch(2)], wait_load=1))
+    with_lanes._loads._done = 0
+    assert with_lanes.poll() == Progress(0, 0, (1,))
+    with_lanes._loads._done = 2
+    assert with_lanes.poll() == Progress(2, 0, (1, 2))
+
+
+def test_slots_are_waited_for_before_they_are_used(recorder: Recorder) -> None:
+    asked: list[int] = []
+
+    def wait_ready(num_slots: int) -> None:
+        asked.append(num_slots)
+        if num_slots > 8:
+            raise TransferError("there will be no more")
+
+    engine = CopyEngine(layout(), recorder, wait_ready)
+    engine.begin_step(Plan(store=Batch(1, (1, 2), (7, 3))))
+    engine.begin_step(Plan(store=Batch(2, (1, 2), (3, 8))))
+    engine.end_step()
+    assert asked == [8, 9]
+    assert recorder.take() == [("store", (1, 2), (7, 3))]
+    assert engine.poll() == Progress(0, 2, (), (2,))
+    assert engine.why_failed() == "there will be no more"
+
+
+def test_failures_can_be_read_while_another_thread_adds_to_them(engine: CopyEngine) -> None:
+    failed = engine._stores.failed
+    over = threading.Event()
+
+    def add() -> None:
+        for ticket in range(20_000):
+            failed[ticket] = ""
+        over.set()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=add)
+    thread.start()
+    try:
+        while not over.is_set():
+            engine.poll()
+            engine.begin_step(Plan(stores_done=1))
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
+
+
+@pytest.mark.parametrize("plan", [None, Plan()])
+def test_a_copy_thread_that_has_ended_is_said_in_the_next_step(
+    engine: CopyEngine, plan: Plan | None
+) -> None:
+    """Or a request would wait for its load for ever."""
+
+    class Ended:
+        def wake(self) -> None:
+            raise TransferError("the copy thread has ended")
+
+    engine._thread = cast("Any", Ended())
+    engine.begin_step(plan)  # nothing is queued
+    queued = SyncCopyQueue()
+    queued.queued = True
+    engine._loads = queued
+    with pytest.raises(TransferError, match="has ended"):
+        engine.begin_step(plan)

@@ -1,0 +1,325 @@
+"""`CopyQueue`: copies in order of their tickets, slice by slice, and those that fail."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transfer.fake_cuda import FakeCuda
+
+from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue
+
+CPU = torch.device("cpu")
+
+
+class Setup:
+    """Two lanes, and a log of what their copies do on the streams."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        lock = threading.RLock()
+        self.loads = CopyQueue(CPU, lock, ends_on_bus=False, slices_ahead=2)
+        self.stores = CopyQueue(CPU, lock, ends_on_bus=True, slices_ahead=2)
+        self.log: list[Any] = []
+
+    def copy(self, name: str, slices: int, fail_after: int | None, streams: Any) -> Iterator[None]:
+        """Each slice does something on both streams, and makes each wait for the other."""
+        for i in range(slices):
+            for stream in ("bus", "blocks"):
+                getattr(streams, stream).append(partial(self.log.append, (name, i, stream)))
+            if i == fail_after:
+                raise OSError(f"{name} failed\n at {i}")
+            streams.bus.wait_stream(streams.blocks)
+            streams.blocks.wait_stream(streams.bus)
+            yield
+        if fail_after == slices:
+            raise ValueError
+
+    def submit(
+        self, lane: CopyQueue, first: int, ticket: int, slices: int = 2,
+        fail_after: int | None = None, behind: int = 0,
+    ) -> None:  # fmt: skip
+        start = partial(self.copy, f"{ticket}", slices, fail_after)
+        other = self.stores if lane is self.loads else self.loads
+        lane.submit(first, ticket, start, (other, behind))
+
+
+@pytest.fixture(params=range(4))
+def setup(request: Any) -> Iterator[Setup]:
+    with FakeCuda(request.param) as cuda:
+        yield Setup(cuda)
+
+
+def names(log: list[Any]) -> set[str]:
+    return {name for name, _, _ in log}
+
+
+def test_a_slice_is_enqueued_at_a_time(setup: Setup) -> None:
+    lane = setup.loads
+    setup.submit(lane, 1, 1, slices=2)
+    setup.submit(lane, 2, 2, slices=1)
+    seen = []
+    while lane.advance():
+        setup.cuda.run()
+        seen.append((len(setup.log) // 2, lane.queued, lane.poll()))
+    # Where a copy ends is known when it has no further slice.
+    assert seen == [(1, True, 0), (2, True, 0), (2, True, 1), (3, True, 1), (3, False, 2)]
+    assert not lane.under_way
+
+
+def test_flushing_enqueues_the_copies_that_stand_for_these_tickets(setup: Setup) -> None:
+    lane = setup.loads
+    setup.submit(lane, 1, 1)
+    setup.submit(lane, 2, 4)
+    setup.submit(lane, 5, 5)
+    lane.flush(1)
+    setup.cuda.run()
+    assert names(setup.log) == {"1"}
+    lane.flush(2)
+    setup.cuda.run()
+    assert names(setup.log) == {"1", "4"}
+    assert lane.poll() == 4
+    assert lane.queued
+    assert [lane.has_queued(ticket) for ticket in (4, 5, 9)] == [False, True, True]
+    lane.drain()
+    assert (lane.poll(), lane.queued, lane.under_way) == (5, False, False)
+    assert names(setup.log) == {"1", "4", "5"}
+
+
+def test_whoever_holds_waits_for_the_tickets_asked_for_and_no_more(setup: Setup) -> None:
+    lane = setup.stores
+    for ticket in (1, 2, 3):
+        setup.submit(lane, ticket, ticket)
+    waiter = setup.cuda.new_stream()
+    lane.hold(waiter, 2)
+    waiter.append(lambda: setup.log.append(("waiter", 0, "")))
+    assert lane.queued, "the third one is not needed"
+    setup.cuda.run()
+    assert setup.log[-1][0] == "waiter"
+    assert len(setup.log) == 9
+    lane.drain()
+    before = len(waiter.work)
+    lane.hold(waiter, 3)
+    assert len(waiter.work) == before, "it is done"
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+@pytest.mark.parametrize("direction", ["loads", "stores"])
+def test_there_is_room_for_so_many_slices_under_way(
+    setup: Setup, direction: str, ahead: int
+) -> None:
+    """Of whatever copies, also of one that fails. Whether there is any is never waited for."""
+    on_bus = direction == "stores"
+    lane = CopyQueue(CPU, threading.RLock(), on_bus, slices_ahead=5)
+    end = lane.streams.bus if on_bus else lane.streams.blocks
+    setup.submit(lane, 1, 1, slices=3)
+    setup.submit(lane, 2, 2, slices=4, fail_after=1)
+    setup.submit(lane, 3, 3, slices=9)
+    enqueued, ends = 0, []
+    while lane.queued:
+        before, room = len(setup.log), lane.has_room(ahead)
+        assert len(setup.log) == before, "it has waited"
+        under_way = sum(not is_over() for is_over in ends)
+        assert room == (under_way < ahead)
+        if room:
+            lane.advance()
+            enqueued += 1
+            # Behind the last slice of a copy goes the end of its ticket as well.
+            given = end.given - (enqueued in (4, 4 + 2, 4 + 2 + 10))
+            ends.append(lambda given=given: end.done >= given)
+        else:
+            setup.cuda.run_one()
+    assert enqueued == len(ends) == 4 + 2 + 10
+    setup.cuda.run()
+    assert lane.has_room(ahead)
+
+
+def test_slices_that_a_step_needed_at_once_take_room_too(setup: Setup) -> None:
+    lane = setup.stores
+    assert lane.has_room(2), "nothing has been enqueued yet"
+    setup.submit(lane, 1, 1, slices=6)
+    lane.hold(setup.cuda.new_stream(), 1)
+    while not lane.has_room(2):
+        setup.cuda.run_one()
+    left = [entry for entry in setup.log if entry[2] == "bus"]
+    # Seven ends, two of which may be missing: the last is that of no slice.
+    assert len(left) >= 5
+
+
+def test_it_is_topped_up_until_so_many_slices_are_under_way(setup: Setup) -> None:
+    lane = CopyQueue(CPU, threading.RLock(), ends_on_bus=False, slices_ahead=4)
+
+    def enqueued() -> int:
+        return lane.streams.bus.given
+
+    assert not lane.top_up(4), "there is nothing"
+    setup.submit(lane, 1, 1, slices=1)
+    setup.submit(lane, 2, 2, slices=9)
+    assert lane.advance()
+    before = enqueued()
+    assert not lane.top_up(1), "one is under way"
+    assert enqueued() == before
+    assert lane.top_up(3)
+    assert not (lane.has_room(3) or lane.top_up(3))
+    assert lane.has_room(4)
+    while not lane.has_room(2):
+        setup.cuda.run_one()
+    assert lane.top_up(4)
+    assert not lane.has_room(4)
+    setup.cuda.run()
+    seen: list[int] = []
+    before = enqueued()
+    assert lane.top_up(2, meanwhile=lambda: seen.append(enqueued() - before))
+    assert len(seen) == 2
+    assert 0 < seen[0] < seen[1]
+    while lane.top_up(4):
+        setup.cuda.run()
+    assert not lane.queued
+    assert len(setup.log) == 2 * (1 + 9)
+
+
+def test_a_copy_goes_behind_compute_and_behind_the_other_lane(setup: Setup) -> None:
+    setup.submit(setup.stores, 1, 1)
+    setup.cuda.current.append(lambda: setup.log.append(("compute", 0, "")))
+    setup.submit(setup.loads, 1, 2, behind=1)
+    setup.loads.flush(1)
+    assert not setup.stores.queued
+    setup.loads.drain()
+    at = {what: index for index, what in enumerate(setup.log)}
+    assert at["1", 1, "bus"] < at["2", 0, "bus"]
+    assert at["compute", 0, ""] < at["2", 0, "blocks"]
+
+
+@pytest.mark.parametrize("fail_after", [0, 1, 2, 3])
+@pytest.mark.parametrize("direction", ["loads", "stores"])
+def test_a_copy_that_fails_is_done_when_what_there_is_of_it_is(
+    setup: Setup, direction: str, fail_after: int
+) -> None:
+    lane: CopyQueue = getattr(setup, direction)
+    setup.submit(lane, 1, 1)
+    setup.submit(lane, 2, 4, slices=3, fail_after=fail_after)
+    setup.submit(lane, 5, 5)
+    lane.flush(4)
+    wanted = "ValueError" if fail_after == 3 else f"4 failed at {fail_after}"
+    assert lane.failed == {2: wanted, 3: wanted, 4: wanted}
+    end = lane.streams.blocks if direction == "loads" else lane.streams.bus
+    while lane.poll() < 4:  # the other stream is as late as it can be
+        setup.cuda.run_one(setup.cuda.streams.index(end))
+    slices = min(3, fail_after + 1)  # what the last one has enqueued included
+    assert len([name for name, _, _ in setup.log if name == "4"]) == 2 * slices
+    lane.drain()
+    assert lane.poll() == 5
+    assert len([name for name, _, _ in setup.log if name == "5"]) == 4
+    assert set(lane.failed) == {2, 3, 4}
+
+
+def test_a_copy_that_does_not_even_start_fails(setup: Setup) -> None:
+    def start(streams: object) -> Any:
+        raise MemoryError("no room")
+
+    setup.loads.submit(1, 1, start, (setup.stores, 0))
+    setup.submit(setup.loads, 2, 2)
+    setup.loads.drain()
+    assert setup.loads.failed == {1: "no room"}
+    assert setup.loads.poll() == 2
+
+
+def test_polling_does_not_wait_for_a_slice_that_is_being_enqueued(setup: Setup) -> None:
+    lane, inside, go_on = setup.loads, threading.Event(), threading.Event()
+
+    def start(streams: object) -> Iterator[None]:
+        inside.set()
+        go_on.wait(20)
+        yield
+
+    setup.submit(lane, 1, 1)
+    lane.flush(1)
+    lane.submit(2, 2, start, (setup.stores, 0))
+    thread = threading.Thread(target=lane.advance)
+    thread.start()
+    inside.wait(20)
+    assert lane.poll() in (0, 1)
+    setup.submit(lane, 3, 3)  # nor does submitting
+    lane.hold(None, 0)
+    assert thread.is_alive()
+    go_on.set()
+    thread.join()
+    lane.drain()
+    assert lane.poll() == 3
+
+
+def test_an_event_that_another_thread_takes_first_is_made_anew(setup: Setup) -> None:
+    class TakenByOthers(list):  # type: ignore[type-arg]
+        def __bool__(self) -> bool:
+            return True
+
+    setup.loads._spare = TakenByOthers()
+    setup.submit(setup.loads, 1, 1)
+    setup.loads.drain()
+    assert setup.loads.poll() == 1
+
+
+def test_one_thread_submits_while_another_one_enqueues(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Point:
+        """Stream and event; whatever is enqueued is done."""
+
+        query = staticmethod(lambda: True)
+
+        def nothing(self, *args: object) -> None:
+            pass
+
+        record = wait_event = wait_stream = synchronize = nothing
+
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, **kwargs: Point())
+    lane = CopyQueue(CPU, threading.RLock(), ends_on_bus=True, slices_ahead=2)
+    count, errors, over = 5_000, [], threading.Event()
+
+    def enqueue() -> None:
+        try:
+            while lane.advance() or not over.is_set():
+                pass
+        except BaseException as error:  # noqa: BLE001 - for the test
+            errors.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=enqueue)
+    thread.start()
+    try:
+        for ticket in range(1, count + 1):
+            lane.submit(ticket, ticket, lambda streams: iter(()), (SyncCopyQueue(), 0))
+            lane.poll()
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(before)
+    lane.drain()
+    assert errors == []
+    assert lane.poll() == count
+    assert not lane.failed
+
+
+def test_the_cpu_device_copies_at_once_and_fails_at_once() -> None:
+    lane, calls = SyncCopyQueue(), []
+
+    def start(fails: bool, streams: object) -> Iterator[None]:
+        assert streams is None
+        for _ in range(3):
+            calls.append(fails)
+            yield
+        if fails:
+            raise OSError("not\nhere")
+
+    lane.submit(1, 2, partial(start, False), (lane, 0))
+    assert (lane.poll(), lane.failed, calls) == (2, {}, [False] * 3)
+    lane.submit(3, 5, partial(start, True), (lane, 0))
+    assert lane.poll() == 5
+    assert lane.failed == dict.fromkeys((3, 4, 5), "not here")
+    assert not (lane.queued or lane.under_way or lane.advance() or lane.top_up(9))
+    assert lane.has_room(1) and not lane.has_queued(9)
