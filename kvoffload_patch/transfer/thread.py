@@ -14,7 +14,7 @@ from kvoffload_patch.transfer.queue import CopyQueue
 LOADS_AHEAD = 6
 STORES_AHEAD = 8
 # How long it sleeps meanwhile. Each time it wakes, it takes Python away from the step
-# (scripts/bench_copy_thread.py).
+# (scripts/bench copy_thread).
 _NAP_S = 0.002
 
 

@@ -17,11 +17,12 @@ import pytest
 from sandbox import REFUSAL, ROOT, Sandbox
 from test_packaging import build
 from test_packaging import source as source  # noqa: PLC0414 - a fixture
-from test_patches import ADDED, make_patches
 
 from kvoffload_patch.cli import main as command_line
 from kvoffload_patch.cli import patch
 from kvoffload_patch.cli.patch_files import parse
+from scripts.release import patches as make_patches
+from scripts.release.patches import ADDED
 
 RELEASED = b'"""Fake."""\n\nfrom vllm.engine import Engine\n'
 (DIFF,) = parse(TEXT := make_patches.render("9.9.1", [RELEASED]))

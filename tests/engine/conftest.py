@@ -12,13 +12,13 @@ from engine import engines, model, report
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What `scripts/matrix.py` asks for."""
+    """What `scripts/matrix engines` asks for."""
     parser.addoption("--engine-report", type=Path, help="write what was played to this file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """The tests that are run on every supported release."""
-    config.addinivalue_line("markers", "matrix: run on every supported vLLM by scripts/matrix.py")
+    config.addinivalue_line("markers", "matrix: run on every supported vLLM by `matrix engines`")
     file = config.getoption("--engine-report", None)
     if file is not None:
         config.pluginmanager.register(report.Reporter(file))

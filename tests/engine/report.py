@@ -1,4 +1,4 @@
-"""What was played in this session, counted for `scripts/matrix.py`."""
+"""What was played in this session, counted for `scripts/matrix engines`."""
 
 from __future__ import annotations
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.version import Version
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from matrix_scheduler import failed, play, supported  # noqa: E402
-from release_sources import NotFetched  # noqa: E402
+from scripts.matrix.scheduler import failed, play, supported
+from scripts.release.sources import NotFetched
 
 pytestmark = [
     pytest.mark.releases,

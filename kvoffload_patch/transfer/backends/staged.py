@@ -50,7 +50,7 @@ class AlternatingStreams:
 
     A direction's copy engine goes on with a stream for as long as that has a copy which could
     begin, and each step's tokens or inputs would wait for all that is enqueued. A slice on another
-    stream that waits for the one before makes it look around (scripts/bench_copy_queue.py).
+    stream that waits for the one before makes it look around (scripts/bench copy_queue).
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """The table of patch points against every release's snapshot, and against the installed vLLM.
 
 The snapshots in tests/data/vllm say what each release has where the table looks; stub modules
-made from them stand in for its sources, so that no vLLM is needed. scripts/snapshot_vllm.py
+made from them stand in for its sources, so that no vLLM is needed. scripts/release snapshot
 writes them.
 """
 
@@ -132,9 +132,9 @@ def test_a_snapshot_that_lacks_a_target_says_what_to_run() -> None:
     assert unsaid(taken) == (
         f"tests/data/vllm/{NEWEST}.json does not say what "
         "vllm.v1.core.block_pool:BlockPool.touch looks like, which the table names; "
-        "run python scripts/snapshot_vllm.py --all."
+        "run python scripts/release snapshot --all."
     )
-    with pytest.raises(AssertionError, match=r"run python scripts/snapshot_vllm.py --all\.$"):
+    with pytest.raises(AssertionError, match=r"run python scripts/release snapshot --all\.$"):
         stubs(taken, Path("never-written"))
     assert not Path("never-written").exists()
 
@@ -291,7 +291,7 @@ def unsaid(taken: dict[str, Any]) -> str:
         return ""
     return (
         f"tests/data/vllm/{taken['release']}.json does not say what {' and '.join(missing)} "
-        "looks like, which the table names; run python scripts/snapshot_vllm.py --all."
+        "looks like, which the table names; run python scripts/release snapshot --all."
     )
 
 

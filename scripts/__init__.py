@@ -1,0 +1,37 @@
+"""The project's commands: the files at the top, and each folder that has a ``__main__.py``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def dispatch(folder: str, purpose: str, commands: dict[str, tuple[str, str]]) -> int:
+    """Run the command of a folder that the command line names, with the arguments behind it.
+
+    Args:
+        folder: below scripts/, as it is typed.
+        purpose: of all commands together, in one sentence.
+        commands: by name, the module below the folder that has its ``main()``, and what it does.
+
+    Returns:
+        The exit status.
+    """
+    width = max(map(len, commands))
+    listed = "\n".join(f"  {name:{width}}  {what}" for name, (_, what) in commands.items())
+    parser = argparse.ArgumentParser(
+        prog=f"scripts/{folder}",
+        usage="%(prog)s COMMAND [ARGUMENT ...]",
+        description=f"{purpose}\n\ncommands:\n{listed}\n\nCOMMAND --help says what it takes.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=commands, help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    sys.argv = [f"scripts/{folder} {given.command}", *given.arguments]
+    module = importlib.import_module(f"scripts.{folder}.{commands[given.command][0]}")
+    return int(module.main() or 0)

@@ -1,0 +1,22 @@
+"""Measurements: python scripts/bench COMMAND; see --help."""
+
+import sys
+from pathlib import Path
+
+# Modules are imported by their full names; the folder on the path would hide others' modules.
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from scripts import dispatch  # noqa: E402
+
+COMMANDS = {
+    "serve": ("serve.command", "S1 to S4 on a real vLLM, beside what else keeps KV in CPU memory"),
+    "step": ("step", "what the tier adds to a scheduler step on the host; needs no GPU"),
+    "transfer": ("transfer.command", "speed of the copy backends, and what they cost matmuls"),
+    "copy_queue": ("probes.copy_queue", "how long a copy waits behind others on a CUDA GPU"),
+    "copy_thread": ("probes.copy_thread", "what enqueuing copies costs a step; needs no GPU"),
+    "touch": ("probes.touch", "how fast the kernel gives a process its memory; needs no GPU"),
+    "lmcache": ("serve.lmcache", "pack LMCache for `serve` on a machine without network"),
+}
+
+if __name__ == "__main__":
+    sys.exit(dispatch("bench", "Measures the tier and its parts.", COMMANDS))

@@ -1,0 +1,154 @@
+"""What the benchmarks share: the machine, medians and spread, JSON files, tables, pictures."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from scripts import ROOT
+
+GIB = 1 << 30
+
+
+def say(text: str) -> None:
+    """One line of progress, at once."""
+    print(text, flush=True)
+
+
+def summary(samples: Sequence[float]) -> dict[str, Any]:
+    """The samples themselves, their median, and their spread."""
+    return {
+        "samples": list(samples),
+        "median": statistics.median(samples),
+        "min": min(samples),
+        "max": max(samples),
+    }
+
+
+def quantile(samples: Sequence[float], share: float) -> float:
+    """The smallest sample that at least ``share`` of the samples do not exceed."""
+    ordered = sorted(samples)
+    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on. Does not touch the GPU."""
+    return {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": " ".join([os.path.basename(sys.executable), *sys.argv]),
+        "gpu": _gpu(),
+        "cpu": _field("/proc/cpuinfo", "model name"),
+        "cpus": len(os.sched_getaffinity(0)),
+        "ram_gib": round(int(_field("/proc/meminfo", "MemTotal").split()[0]) / (1 << 20), 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("torch", "triton", "vllm", "lmcache")},
+        "commit": _output(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]),
+    }
+
+
+def _gpu() -> str:
+    query = "name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"
+    found = _output(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"])
+    return "; ".join(found.splitlines()) or "none"
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _field(file: str, name: str) -> str:
+    for line in Path(file).read_text().splitlines():
+        if line.startswith(name):
+            return line.partition(":")[2].strip()
+    return "0"
+
+
+def _version(name: str) -> str:
+    for distribution in (name, f"{name}-cpu"):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def write_json(path: Path | None, document: Any) -> None:
+    """Write the file in one piece: a reader finds the old text or the new one, never half of it."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(json.dumps(document, indent=1))
+    beside.replace(path)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first row is its head, the first column is text, the others numbers."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(w) if i == 0 else cell.rjust(w)
+                          for i, (cell, w) in enumerate(zip(row, widths))) + " |"
+        for row in rows
+    ]  # fmt: skip
+    rule = "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths))
+    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
+
+
+def verdict(what: str, value: float | None, limit: float, unit: str = "", most: bool = True) -> str:
+    """One line: a value beside its target, which is the most or the least that it may be."""
+    target = f"{'at most' if most else 'at least'} {limit:g}{unit}"
+    if value is None:
+        return f"  -     {what}: not measured, {target}"
+    good = value <= limit if most else value >= limit
+    return f"  {'ok  ' if good else 'MISS'}  {what}: {value:.3g}{unit}, {target}"
+
+
+def bars(axes: Any, groups: Sequence[str], series: dict[str, list[dict[str, Any] | None]]) -> None:
+    """Grouped bars: for each series one bar a group at its median, with a line from min to max.
+
+    A missing value is an empty place.
+    """
+    width = 0.8 / max(1, len(series))
+    for number, (name, values) in enumerate(series.items()):
+        places = [g - 0.4 + width * (number + 0.5) for g in range(len(groups))]
+        found = [(place, v) for place, v in zip(places, values) if v]
+        heights = [v["median"] for _, v in found]
+        spread = [[v["median"] - v["min"] for _, v in found],
+                  [v["max"] - v["median"] for _, v in found]]  # fmt: skip
+        axes.bar([p for p, _ in found], heights, width * 0.95, yerr=spread, capsize=2,
+                 label=name, color=f"C{number}", error_kw={"lw": 0.8})  # fmt: skip
+        for (place, v), height in zip(found, heights):
+            axes.annotate(
+                f"{height:.3g}", (place, v["max"]), xytext=(0, 2), textcoords="offset points",
+                ha="center", va="bottom", fontsize=6, rotation=90,
+            )  # fmt: skip
+    axes.set_xticks(range(len(groups)), groups)
+    axes.margins(y=0.18)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot without a screen, or None where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        say("No picture: matplotlib is not installed.")
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt

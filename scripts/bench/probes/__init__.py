@@ -1,0 +1,1 @@
+"""Measurements of single facts that the design rests on."""

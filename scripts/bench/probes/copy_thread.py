@@ -1,0 +1,223 @@
+"""python scripts/bench copy_thread [--steps 60] [--json FILE]
+
+What enqueuing copies beside a step costs the step, without a GPU: the copy engine and its thread
+as they are, over streams and events that only keep time. A step is launched as thousands of short
+calls that give Python's lock up, as PyTorch's do; whoever else wants the lock gets in between.
+
+  alone     no copies
+  decode    each step stores one slice
+  joining   each step stores one slice, put off; parked loads keep the bus busy
+  prefill   each step stores 32 slices, and takes the device 100 ms
+
+Times are what launching takes, in milliseconds of wall time, in turns with `alone`. Beside
+`joining`, a scheduler in the same process asks which loads are done; a driver that has to be asked
+for an event takes longer than these events do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from kvoffload_patch.tier.plan import CopyBatch, TransferPlan
+from kvoffload_patch.transfer.engine import CopyEngine
+from scripts.bench.common import machine, quantile, say, table, write_json
+
+CALLS = 2000
+STORE_SLICE_S, LOAD_SLICE_S = 0.0006, 0.0012  # 32 and 64 MiB by DMA
+
+
+class Stream:
+    """When what a stream has been given will be done."""
+
+    cuda_stream = 0
+
+    def __init__(self, **_: Any) -> None:
+        self.end = 0.0
+
+    def take(self, seconds: float) -> None:
+        """Work of so many seconds."""
+        self.end = max(self.end, time.perf_counter()) + seconds
+
+    def wait_event(self, event: Event) -> None:
+        """Go on after it."""
+        self.end = max(self.end, event.at)
+
+    def wait_stream(self, other: Stream) -> None:
+        """Go on after all that it has."""
+        self.end = max(self.end, other.end)
+
+    def synchronize(self) -> None:
+        """Sleep until all is done."""
+        time.sleep(max(0.0, self.end - time.perf_counter()))
+
+
+class Event:
+    """A moment on a stream; done if it was never recorded."""
+
+    def __init__(self, **_: Any) -> None:
+        self.at = 0.0
+
+    def record(self, stream: Stream) -> None:
+        """After all that the stream has now."""
+        self.at = stream.end
+
+    def query(self) -> bool:
+        """Whether it has passed."""
+        return time.perf_counter() >= self.at
+
+    def synchronize(self) -> None:
+        """Sleep until it has."""
+        time.sleep(max(0.0, self.at - time.perf_counter()))
+
+
+class Backend:
+    """Copies that take time, and nothing else: a slice for each block."""
+
+    name = "timed"
+    groups = ((0, 1),)
+
+    def load(
+        self, ids: Any, slots: Any, streams: Any = None, arrived: Any = None
+    ) -> Iterator[None]:
+        """Slices of a load."""
+        for _ in ids:
+            streams.blocks.take(LOAD_SLICE_S)
+            yield
+
+    def store(self, ids: Any, _: Any, streams: Any) -> Iterator[None]:
+        """Slices of a store."""
+        for _ in ids:
+            streams.bus.wait_stream(streams.blocks)
+            streams.bus.take(STORE_SLICE_S)
+            yield
+
+
+class Steps:
+    """Steps of one kind, one after the other.
+
+    Args:
+        stores: slices that each step stores.
+        put_off: whether these are put off.
+        loads: slices of parked loads that are begun whenever the bus has less to do.
+        device_s: seconds that a step takes the device.
+    """
+
+    def __init__(self, stores: int, put_off: bool, loads: int, device_s: float) -> None:
+        self._stores, self._stores_deferred, self._loads = stores, put_off, loads
+        self._device_s = device_s
+        self._compute = Stream()
+        self._tickets = [0, 0]
+        self._values = torch.zeros(64)
+        self._patch = mock.patch.multiple(
+            torch.cuda, Stream=Stream, Event=Event, set_device=lambda device: None,
+            current_stream=lambda device=None: self._compute,
+        )  # fmt: skip
+        self._patch.start()
+        layout: Any = SimpleNamespace(device=torch.device("cuda"), block_bytes=32 << 20)
+        backend: Any = Backend()
+        self._engine = CopyEngine(layout, backend)
+
+    def _batch(self, direction: int, slices: int) -> CopyBatch:
+        self._tickets[direction] += 1
+        ids = tuple(range(slices))
+        return CopyBatch(self._tickets[direction], ids, ids)
+
+    def _plan(self) -> TransferPlan:
+        done = self._engine.poll()
+        loads = []
+        if self._loads and self._tickets[0] - done.loads_done < 2:
+            loads = [self._batch(0, self._loads)]
+        store = self._batch(1, self._stores) if self._stores else None
+        return TransferPlan(tuple(loads), store, 0, 0, done.stores_done, done.loads_done)
+
+    def step(self) -> float:
+        """One step; milliseconds that launching it took."""
+        self._engine.begin_step(self._plan())
+        began = time.perf_counter()
+        self._compute.take(self._device_s)
+        launch_calls(self._values)
+        took = time.perf_counter() - began
+        self._engine.end_step(self._stores_deferred)
+        # The tokens of the step before it are waited for.
+        time.sleep(max(0.0, self._compute.end - self._device_s - time.perf_counter()))
+        return 1000 * took
+
+    def ask(self, times: int) -> float:
+        """Microseconds of asking which loads are done, as a scheduler in this process does."""
+        began = time.perf_counter()
+        for _ in range(times):
+            self._engine.loads_done()
+        return 1e6 * (time.perf_counter() - began) / times
+
+    def close(self) -> None:
+        """End the thread."""
+        self._engine.close()
+        self._patch.stop()
+
+
+def launch_calls(values: torch.Tensor) -> None:
+    """Short calls, each of which gives Python's lock up."""
+    for _ in range(CALLS):
+        values.add_(1)
+
+
+def alone(steps: int) -> list[float]:
+    """Launching without anything beside it."""
+    values, found = torch.zeros(64), []
+    for _ in range(steps):
+        began = time.perf_counter()
+        launch_calls(values)
+        found.append(1000 * (time.perf_counter() - began))
+    return found
+
+
+KINDS = {
+    "decode": (1, False, 0, 0.006),
+    "joining": (1, True, 16, 0.008),
+    "prefill": (32, False, 0, 0.1),
+}
+
+
+def main() -> None:
+    """Measure all, in turns; print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, list[float]] = {"alone": [], **{kind: [] for kind in KINDS}}
+    asked: list[float] = []
+    for _ in range(args.turns):
+        found["alone"] += alone(args.steps)
+        for kind, how in KINDS.items():
+            steps = Steps(*how)
+            try:
+                for _ in range(args.steps):
+                    found[kind].append(steps.step())
+                    if kind == "joining":
+                        asked.append(steps.ask(100))
+            finally:
+                steps.close()
+    rows = [["", "median", "p90", "over alone"]]
+    base = quantile(found["alone"], 0.5)
+    for kind, times in found.items():
+        median = quantile(times, 0.5)
+        rows.append([kind, f"{median:.2f}", f"{quantile(times, 0.9):.2f}", f"{median / base:.2f}"])
+    say(table(rows))
+    median, p90 = quantile(asked, 0.5), quantile(asked, 0.9)
+    say(f"\nasking which loads are done: {median:.1f} us, p90 {p90:.1f}")
+    write_json(
+        args.json,
+        {"machine": machine(), "steps": args.steps, "launch_ms": found, "ask_us": asked},
+    )

@@ -1,0 +1,1 @@
+"""The benchmark of whole engines under load."""

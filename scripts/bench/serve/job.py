@@ -1,0 +1,180 @@
+"""The jobs: each a mode on an engine. How one is run is in `process`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scripts import ROOT
+from scripts.bench.serve import modes
+from scripts.bench.serve.sizes import ENGINES, Sizes
+
+ARRIVALS = ("s4", "s4graphs")  # what engines can play side by side
+
+
+@dataclass
+class Setup:
+    """What all jobs of a run have in common.
+
+    Attributes:
+        model: folder of the model; random weights are used if it holds none.
+        sizes: the load.
+        small: a CPU and a tiny model.
+        engine: more arguments of `vllm.LLM`.
+        out: folder for logs.
+        timeout: seconds after which a job is ended; side by side, each wait for one of them.
+    """
+
+    model: Path
+    sizes: Sizes
+    small: bool
+    engine: dict[str, Any]
+    out: Path
+    timeout: float
+
+
+@dataclass
+class Job:
+    """A mode on an engine (see `sizes.ENGINES`), and which scenarios it plays.
+
+    Attributes:
+        together: the name of the set of jobs that run side by side, empty for one alone.
+    """
+
+    mode: str
+    engine: str
+    scenarios: list[str]
+    round: int
+    warm_up: bool = False
+    together: str = ""
+    results: dict[str, Any] = field(default_factory=dict)
+    import_s: float | None = None
+    start_s: float | None = None
+    error: str = ""
+
+    @property
+    def name(self) -> str:
+        """For people, and for file names."""
+        return f"{self.engine}-{self.mode}-{self.round}{'-warm-up' if self.warm_up else ''}"
+
+    def record(self, setup: Setup) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "mode": self.mode,
+            "engine": self.engine,
+            "round": self.round,
+            "warm_up": self.warm_up,
+            "side_by_side": bool(self.together),
+            "set": self.together,
+            "tier_gib": modes.tier_gib(self.mode, self.engine, setup.sizes),
+            "arguments": arguments(self, setup),
+            "import_s": self.import_s,
+            "start_s": self.start_s,
+            "results": self.results,
+            "error": self.error,
+        }
+
+
+def arguments(job: Job, setup: Setup) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`."""
+    size = setup.sizes
+    blocks = {
+        "long": size.s1long_gpu_blocks,
+        # Plain vLLM keeps every prefix here: its answers are those to be equal to.
+        "tokens": size.tokens_all_gpu_blocks if job.mode == "off" else size.tokens_gpu_blocks,
+    }
+    longest = size.tokens_max_model_len if job.engine == "tokens" else size.max_model_len
+    made: dict[str, Any] = {
+        "max_num_seqs": size.max_num_seqs,
+        "max_model_len": longest,
+        "num_gpu_blocks_override": blocks.get(job.engine, size.gpu_blocks),
+        "block_size": size.block_size,
+    }
+    if not any(_model(job, setup).glob("*.safetensors")):
+        made["load_format"] = "dummy"
+    if setup.small:
+        made.update(enforce_eager=True, dtype="float32")
+    elif job.engine != "graphs":  # there vLLM's own default is what is measured
+        made["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    gib = modes.tier_gib(job.mode, job.engine, size)
+    return {**made, **modes.engine_arguments(job.mode, gib), **setup.engine}
+
+
+def _model(job: Job, setup: Setup) -> Path:
+    return setup.out / "model" if job.engine == "tokens" else setup.model
+
+
+def spec_of(job: Job, setup: Setup, events: Path) -> dict[str, Any]:
+    """What `child` is told."""
+    return {
+        "model": str(_model(job, setup).resolve()),
+        "engine": arguments(job, setup),
+        "sizes": setup.sizes.as_dict(),
+        "scenarios": job.scenarios,
+        "floor": modes.parse(job.mode)[0] in ("off", "ours"),
+        "side_by_side": bool(job.together),
+        "out": str(events.resolve()),
+    }
+
+
+def jobs(
+    chosen: list[str], names: list[str], rounds: int, warm_up: bool, side_by_side: bool = False
+) -> list[list[Job]]:
+    """All jobs in order: the modes take turns on each engine, so that they are compared in time.
+
+    Args:
+        chosen: scenarios.
+        names: modes.
+        rounds: how often the modes take turns, each time on a new engine.
+        warm_up: first start an engine that does not count: the first one on a machine reads
+            files and compiles kernels for all that follow.
+        side_by_side: engines that play S4 alone are alive together.
+
+    Returns:
+        Sets of jobs; those of a set run side by side.
+
+    Raises:
+        ValueError: what was asked for cannot run side by side.
+    """
+    if side_by_side and len(set(names)) < len(names):
+        raise ValueError("--side-by-side: expected each mode once; variables may tell them apart")
+    made: list[list[Job]] = []
+    for turn in range(1, rounds + 1):
+        for engine, plays in ENGINES.items():
+            picked = [name for name in plays if name in chosen]
+            if side_by_side and names and any(name in ARRIVALS for name in picked):
+                if len(picked) > 1:
+                    found = ", ".join(picked)
+                    raise ValueError(f"--side-by-side: expected {engine} to play S4, found {found}")
+                # The time tells apart sets of different runs that are put together with --merge.
+                together = f"{engine}-{turn} {time.strftime('%Y-%m-%dT%H:%M:%S%z')}"
+                made.append([Job(mode, engine, picked, turn, together=together) for mode in names])
+            elif picked or (engine == "main" and "start" in chosen):
+                made += [[Job(mode, engine, picked, turn)] for mode in names]
+    if warm_up and made:
+        made.insert(0, [Job("off", made[0][0].engine, [], 0, warm_up=True)])
+    return made
+
+
+def write_tokens_model(folder: Path, small: bool) -> None:
+    """The model of the check of answers: a small one whose answers depend on the whole prompt."""
+    shutil.rmtree(folder, ignore_errors=True)
+    code = f"import sys; sys.path[:0] = [{str(ROOT / 'tests' / 'engine')!r}]\n" + (
+        "import model; from pathlib import Path; model.write_model(Path(sys.argv[1]))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True)
+    if small:
+        return
+    # The same weights as two heads of the size that attention kernels for a GPU have.
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config.update(
+        num_attention_heads=2, num_key_value_heads=1, head_dim=128, torch_dtype="bfloat16"
+    )
+    file.write_text(json.dumps(config))

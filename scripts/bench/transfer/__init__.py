@@ -1,0 +1,1 @@
+"""The benchmark of copies between GPU and CPU memory."""

@@ -1,0 +1,158 @@
+"""python scripts/bench transfer [--host-only] [--block-kib 256,...] [--backends staged,...]
+
+How fast KV blocks move between GPU and CPU memory through the copy engine, by backend, block size
+and order of CPU slots, beside plain cudaMemcpyAsync of one big pinned buffer in the same run.
+
+Llama-3.1-8B's shape, the size of a block varied by its tokens. GPU blocks are scattered. Slots are
+contiguous, or `fragmented`: every other slot in random order, so that no two are neighbours. Bytes
+are checked first: random ones are stored, their targets poisoned, and the whole cache compared.
+
+  store, load    one way; a load beside the step, submitted by the engine's thread
+  inline         a load that the step waits for, submitted within it
+  both           both ways at once; GB/s of the two together
+  host us        time that begin_step and end_step take from the step
+  matmul         a stream of bf16 products of 8192 x 8192: how many times as long with the transfer
+
+Without a GPU it runs in a small size, to see that it works. Results go to --json as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.bench.common import GIB, machine, say, write_json
+from scripts.bench.transfer import report, setup
+from scripts.bench.transfer.measure import Matmuls, Memcpy, by_engine, speed
+
+KINDS = ("store", "load", "inline", "both")
+BACKENDS = ("staged", "direct", "torch")
+
+
+def options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--block-kib", default="256,512,1024,2048,4096,8192", help="block bytes, KiB")
+    add("--backends", default=",".join(BACKENDS))
+    add("--orders", default=",".join(setup.ORDERS))
+    add("--layouts", default="apart,packed", help="packed: with blocks of 2 MiB only")
+    add("--gib", type=float, help="bytes of one transfer; default 2, without a GPU 1/64")
+    add("--repeats", type=int, default=5)
+    add("--host-only", action="store_true", help="no matmuls: GB/s and host time only")
+    add("--time-limit", type=float, default=1e9, metavar="S", help="start no case after that")
+    add("--out", type=Path, default=Path("bench-out"))
+    add("--json", type=Path, help="default: bench_transfer.json in --out")
+    add("--png", type=Path, help="default: bench_transfer.png in --out")
+    return parser.parse_args()
+
+
+class Bench:
+    """One run: what all cases share, and the results so far."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+        if not cuda:
+            torch.set_num_threads(1)  # more would wait for each other on a busy machine
+        self.gib = args.gib or (2.0 if cuda else 1 / 64)
+        self.sizes = [int(text) << 10 for text in args.block_kib.split(",")]
+        self.deadline = time.monotonic() + args.time_limit
+        self.matmuls = Matmuls() if cuda and not args.host_only else None
+        self.document: dict[str, Any] = {
+            "machine": machine(), "gib": self.gib, "memcpy": [], "cases": [], "auto": [],
+        }  # fmt: skip
+        began, largest = time.monotonic(), max(self.sizes)
+        need = 4 * setup.blocks_in(self.gib, largest) * largest
+        self.slots = setup.Slots(need, largest, self.device)
+        self.memcpy = Memcpy(int(self.gib * GIB), self.device)
+        say(f"{need / GIB:.2f} GiB of slots after {time.monotonic() - began:.1f} s")
+
+    def run(self) -> None:
+        """All cases; the plain copies are repeated beside each block size."""
+        for block_bytes in self.sizes:
+            self._plain(block_bytes)
+            for kind in self.args.layouts.split(","):
+                # One size is enough to see that the layout makes no difference.
+                if kind == "packed" and block_bytes != 2 << 20 and len(self.sizes) > 1:
+                    continue
+                self._layout(kind, block_bytes)
+                gc.collect()
+
+    def _layout(self, kind: str, block_bytes: int) -> None:
+        count = setup.blocks_in(self.gib, block_bytes)
+        kv = setup.KV(kind, block_bytes, 2 * count, self.device)
+        slots = self.slots.of(block_bytes)
+        if kind == "apart" and self.device.type == "cuda":
+            auto = setup.Mover(kv, slots, "auto")
+            chosen = {"block_bytes": block_bytes, "name": auto.name, "report": auto.report}
+            self.document["auto"].append(chosen)
+            say(f"auto, blocks of {block_bytes >> 10} KiB: {auto.report}")
+            auto.engine.close()
+        for name in self.args.backends.split(",") if self.device.type == "cuda" else ["torch"]:
+            try:
+                mover = setup.Mover(kv, slots, name)
+            except Exception as error:  # noqa: BLE001 - the other backends are still measured
+                say(f"{name}: {error}")
+                self.document["cases"].append({"backend": name, "error": str(error)})
+                continue
+            for order in self.args.orders.split(","):
+                if time.monotonic() < self.deadline:
+                    self._case(kv, slots, mover, kind, order, count)
+            mover.engine.close()
+
+    def _case(self, kv: Any, slots: Any, mover: Any, layout: str, order: str, count: int) -> None:
+        block_bytes = kv.layout.block_bytes
+        case = {"backend": mover.name, "layout": layout, "block_bytes": block_bytes,
+                "order": order, "kinds": {}}  # fmt: skip
+        # An odd number of blocks: chunks and runs do not come out even.
+        checked = min(count, setup.blocks_in(self.gib / 16, block_bytes) | 1)
+        setup.check_bytes(kv, slots, mover, order, checked)
+        moves = setup.ways(order, count)
+        for kind in KINDS:
+            case["kinds"][kind] = self._measure(
+                by_engine(mover, kind, moves), kind, count * block_bytes
+            )
+        self.document["cases"].append(case)
+        write_json(self.args.json, self.document)
+        say(report.line(case))
+
+    def _plain(self, block_bytes: int) -> None:
+        found = {
+            kind: self._measure(self.memcpy.transfer(kind), kind, int(self.gib * GIB))
+            for kind in KINDS
+            if kind != "inline"
+        }
+        self.document["memcpy"].append({"block_bytes": block_bytes, "kinds": found})
+        say(report.line({"backend": "memcpy", "block_bytes": block_bytes, "kinds": found}))
+
+    def _measure(self, transfer: Any, kind: str, nbytes: int) -> dict[str, Any]:
+        nbytes *= 2 if kind == "both" else 1
+        found = speed(transfer, nbytes, self.args.repeats)
+        if self.matmuls is not None and kind != "inline":
+            repeats = max(1, self.args.repeats // 2)
+            found["matmul"] = self.matmuls.beside(transfer, found["seconds"]["median"], repeats)
+        return found
+
+
+def main() -> None:
+    """Run, print the tables and the verdicts, draw."""
+    args = options()
+    args.json = args.json or args.out / "bench_transfer.json"
+    args.png = args.png or args.out / "bench_transfer.png"
+    bench = Bench(args)
+    try:
+        bench.run()
+    finally:
+        write_json(args.json, bench.document)
+        say("\n" + report.text(bench.document))
+        say(f"Written: {args.json}")
+    report.draw(bench.document, args.png)

@@ -1,0 +1,1 @@
+"""The parts of the demonstration, which scripts/demo runs."""

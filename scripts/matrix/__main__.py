@@ -1,0 +1,17 @@
+"""Runs on many vLLM releases: python scripts/matrix COMMAND; see --help."""
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[2])  # not this folder, whose names hide others
+
+from scripts import dispatch  # noqa: E402
+
+COMMANDS = {
+    "engines": ("engines", "real engines on the CPU, an environment for each release"),
+    "scheduler": ("scheduler", "each release's own scheduler from its sources, with a faked model"),
+    "gpu": ("gpu", "the installed release on a GPU"),
+}
+
+if __name__ == "__main__":
+    sys.exit(dispatch("matrix", "Runs the tier on vLLM releases.", COMMANDS))

