@@ -15,6 +15,7 @@ COMMANDS = {
     "copy_queue": ("probes.copy_queue", "how long a copy waits behind others on a CUDA GPU"),
     "copy_thread": ("probes.copy_thread", "what enqueuing copies costs a step; needs no GPU"),
     "touch": ("probes.touch", "how fast the kernel gives a process its memory; needs no GPU"),
+    "mechanisms": ("probes.mechanisms", "what each mechanism for speed is worth, in one engine"),
     "lmcache": ("serve.lmcache", "pack LMCache for `serve` on a machine without network"),
 }
 

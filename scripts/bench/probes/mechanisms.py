@@ -1,0 +1,271 @@
+"""python scripts/bench mechanisms --model DIR [--cycles 4] [--seconds 420] [--json FILE]
+
+What each mechanism that exists for speed is worth: one engine, in which one of them at a time is
+switched off, round by round in a seeded order, so that the machine's slow and fast phases meet all
+of them alike. A round plays what users do:
+
+  turn     every session comes back at once with a new message (more than the GPU cache holds)
+  aligned, unaligned, extended
+           one prompt at a time whose KV is in CPU memory: it ends on a block, it does not, it has
+           200 new tokens behind it; milliseconds of a whole call for one token
+  decodes  many short prompts with long answers: milliseconds of a decode step
+  arrivals sessions that come back at a fixed rate beside running decodes: time between tokens
+
+The tier must be armed: `python -m kvoffload_patch --cpu-gib 72 python scripts/bench mechanisms`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.common import machine, say, write_json
+
+MECHANISMS = (
+    "nothing",
+    "lookup replay",
+    "joining together",
+    "batched stores",
+    "deferred stores",
+    "loads by layer",
+    "last block loaded",
+    "rank asked before a step",
+)
+
+
+def switch_off(worker: Any, mechanism: str) -> str:
+    """In the engine's process: switch one mechanism off, and every other one on."""
+    import kvoffload_patch
+    from kvoffload_patch.integration.engine import full_prompt, loads, lookup_replay, workers
+    from kvoffload_patch.integration.worker import layerwise
+    from kvoffload_patch.transfer import engine, store_batcher
+
+    undo: list[tuple[Any, str, Any]] = kvoffload_patch.__dict__.setdefault("_bench_undo", [])
+    while undo:
+        setattr(*undo.pop())
+
+    def put(owner: Any, name: str, value: Any) -> None:
+        undo.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, value)
+
+    begin, end_step = layerwise.LayerGate.begin, engine.CopyEngine.end_step
+
+    def end_step_at_once(self: Any, defer_stores: bool = False, batch_stores: bool = False) -> None:
+        end_step(self, False, batch_stores)
+
+    def begin_whole(self: Any, step: Any, by_layer: bool) -> bool:
+        return bool(begin(self, step, False))
+
+    targets: dict[str, tuple[Any, str, Any]] = {
+        "lookup replay": (lookup_replay.Answers, "give", lambda self, answer: None),
+        "joining together": (loads, "_JOIN_TOGETHER", 1),
+        "batched stores": (store_batcher.StoreBatcher, "step_ends", lambda self: True),
+        "deferred stores": (engine.CopyEngine, "end_step", end_step_at_once),
+        "loads by layer": (layerwise.LayerGate, "begin", begin_whole),
+        "last block loaded": (full_prompt.FullPromptHits, "load", lambda self, *a, **k: None),
+        "rank asked before a step": (workers.RankGroup, "loads_done", lambda self: 0),
+    }
+    if mechanism != "nothing":
+        put(*targets[mechanism])
+    return mechanism
+
+
+class Load:
+    """The sessions, and what is asked of the engine."""
+
+    def __init__(self, llm: Any, options: argparse.Namespace) -> None:
+        self.llm, self.options = llm, options
+        self.random = random.Random(options.seed)
+        self.sessions = [self.tokens(options.tokens) for _ in range(options.sessions)]
+        self.rotation = itertools.cycle(self.sessions)
+        self.count = 0
+
+    def tokens(self, count: int) -> list[int]:
+        """Random token ids."""
+        return [self.random.randrange(5, self.options.vocabulary) for _ in range(count)]
+
+    def generate(self, prompts: list[list[int]], answer: int) -> float:
+        """Milliseconds of one call."""
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        began = time.perf_counter()
+        self.llm.generate(asked, sampling(answer), use_tqdm=False)
+        return 1000 * (time.perf_counter() - began)
+
+    def turn(self) -> float:
+        """All sessions at once, each with a new message."""
+        return self.generate([s + self.tokens(32) for s in self.sessions], self.options.answer)
+
+    def singles(self) -> dict[str, list[float]]:
+        """One prompt at a time, of sessions that have left the GPU."""
+        found: dict[str, list[float]] = {"aligned": [], "unaligned": [], "extended": []}
+        first = iter(self.sessions) if "turn" in self.options.parts else self.rotation
+        for _ in range(2):
+            found["aligned"].append(self.generate([next(first)], 1))
+            found["unaligned"].append(self.generate([next(first)[:-5]], 1))
+            found["extended"].append(self.generate([next(first)[:-100] + self.tokens(200)], 1))
+        return found
+
+    def decodes(self) -> float:
+        """Milliseconds of a decode step: the longer answers less the shorter ones, per token."""
+        prompts = [self.tokens(64) for _ in range(self.options.decodes)]
+        short = self.generate(prompts, 2)
+        prompts = [self.tokens(64) for _ in range(self.options.decodes)]
+        return (self.generate(prompts, self.options.decode_tokens) - short) / (
+            self.options.decode_tokens - 2
+        )
+
+    def arrivals(self) -> dict[str, float]:
+        """Milliseconds between the tokens of running decodes while sessions come back."""
+        engine, options = self.llm.llm_engine, self.options
+        self.count += 1
+        names = [f"decode-{self.count}-{i}" for i in range(options.decodes // 2)]
+        last: dict[str, float] = {}
+        gaps: list[float] = []
+        asked: dict[str, float] = {}
+        waits: list[float] = []
+        for name in names:
+            add(engine, name, self.tokens(64), options.max_tokens - 64)
+        returning = iter(self.sessions[6:])
+        while len(last) < len(names):
+            note(engine.step(), last, [], {}, [])
+        began = due = time.perf_counter()
+        while (now := time.perf_counter()) < began + options.phase:
+            if now >= due and (session := next(returning, None)):
+                due += 1 / options.rate
+                name = f"arrival-{self.count}-{len(asked)}"
+                asked[name] = now
+                add(engine, name, session + self.tokens(32), 2)
+            note(engine.step(), last, gaps, asked, waits)
+        engine.abort_request(names)
+        while engine.has_unfinished_requests():
+            engine.step()
+        gaps.sort()
+        return {
+            "between tokens p50": gaps[len(gaps) // 2],
+            "between tokens p99": gaps[int(len(gaps) * 0.99)],
+            "between tokens largest": gaps[-1],
+            "first token p50": statistics.median(waits) if waits else float("nan"),
+        }
+
+
+def note(outputs: Any, last: dict[str, float], gaps: list[float], asked: dict[str, float],
+         waits: list[float]) -> None:  # fmt: skip
+    """Note when tokens came."""
+    now = time.perf_counter()
+    for output in outputs:
+        name = output.request_id
+        if name.startswith("decode"):
+            if name in last:
+                gaps.append(1000 * (now - last[name]))
+            last[name] = now
+        elif name in asked:
+            waits.append(1000 * (now - asked.pop(name)))
+
+
+def sampling(max_tokens: int, **more: Any) -> Any:
+    """Greedy, of a fixed length."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **more
+    )
+
+
+def add(engine: Any, name: str, prompt: list[int], max_tokens: int) -> None:
+    """Ask beside others."""
+    from vllm.sampling_params import RequestOutputKind
+
+    parameters = sampling(max_tokens, output_kind=RequestOutputKind.DELTA)
+    engine.add_request(name, {"type": "token", "prompt_token_ids": prompt}, parameters)
+
+
+def play(load: Load, mechanism: str) -> dict[str, Any]:
+    """One round."""
+    load.llm.collective_rpc(switch_off, args=(mechanism,))
+    found: dict[str, Any] = {"without": mechanism}
+    parts = load.options.parts.split(",")
+    if "turn" in parts:
+        found["turn"] = load.turn()
+    if "singles" in parts:
+        found.update(load.singles())
+    if "decodes" in parts:
+        found["decode step"] = load.decodes()
+    if "arrivals" in parts:
+        found.update(load.arrivals())
+    return found
+
+
+def report(rounds: list[dict[str, Any]]) -> str:
+    """Medians with the smallest and the largest, as a Markdown table."""
+    figures = [name for name in rounds[0] if name != "without"]
+    lines = ["| without | rounds | " + " | ".join(figures) + " |"]
+    lines.append("| --- | ---: |" + " ---: |" * len(figures))
+    for mechanism in MECHANISMS:
+        own = [r for r in rounds if r["without"] == mechanism]
+        if not own:
+            continue
+        cells = []
+        for name in figures:
+            values = [v for r in own for v in (r[name] if isinstance(r[name], list) else [r[name]])]
+            middle, low, high = statistics.median(values), min(values), max(values)
+            cells.append(f"{middle:.4g} ({low:.4g} to {high:.4g})")
+        lines.append(f"| {mechanism} | {len(own)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Play cycles until the time is over."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--engine", type=json.loads, default={})
+    parser.add_argument("--cycles", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=420.0)
+    parser.add_argument("--sessions", type=int, default=60)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--answer", type=int, default=32)
+    parser.add_argument("--decodes", type=int, default=64)
+    parser.add_argument("--decode-tokens", type=int, default=96)
+    parser.add_argument("--max-tokens", type=int, default=12000)
+    parser.add_argument("--rate", type=float, default=5.0)
+    parser.add_argument("--phase", type=float, default=3.5)
+    parser.add_argument("--vocabulary", type=int, default=100_000)
+    parser.add_argument("--settle", type=float, default=20.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default=",".join(MECHANISMS))
+    parser.add_argument("--parts", default="turn,singles,decodes,arrivals")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    from vllm import LLM
+
+    began = time.perf_counter()
+    llm = LLM(options.model, **options.engine)
+    say(f"engine: {time.perf_counter() - began:.1f} s")
+    load, began = Load(llm, options), time.perf_counter()
+    say(f"cold turn: {load.turn():.0f} ms")
+    time.sleep(options.settle)
+    play(load, "nothing")
+    rounds: list[dict[str, Any]] = []
+    for _ in range(options.cycles):
+        order = [*options.only.split(","), "nothing"]
+        load.random.shuffle(order)
+        for mechanism in order:
+            if time.perf_counter() - began > options.seconds:
+                break
+            rounds.append(play(load, mechanism))
+            say(json.dumps(rounds[-1]))
+            write_json(options.json, {"machine": machine(), "rounds": rounds})
+    say(report(rounds))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
