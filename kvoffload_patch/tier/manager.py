@@ -44,6 +44,7 @@ class OffloadManager:
         self._last_load = self._last_store = 0
         self._loads_done = self._stores_done = 0
         self._wait_load = self._wait_store = 0
+        self._promised_loads: list[int] = []
         self._failed_loads: set[int] = set()  # until a plan says that they are done
         self._failed_stores: set[int] = set()  # until they are done
 
@@ -128,7 +129,18 @@ class OffloadManager:
         return self._last_load
 
     def expose_load(self, ticket: int) -> None:
-        """The next plan's forward pass may read what this load brings: it waits for it."""
+        """The next plan's forward pass may read what this load brings: it waits for it.
+
+        From now on it must not fail: a rank on which it does raises.
+        """
+        self.await_load(ticket)
+        self._promised_loads.append(ticket)
+
+    def await_load(self, ticket: int) -> None:
+        """The next plan's forward pass waits for this load, though nobody reads what it brings.
+
+        Its GPU blocks go to somebody else, and a rank that is behind may still write to them.
+        """
         self._wait_load = max(self._wait_load, ticket)
 
     # Steps
@@ -153,9 +165,11 @@ class OffloadManager:
             wait_store=self._wait_store,
             stores_done=self._stores_done,
             loads_done=self._loads_done,
+            promised_loads=tuple(self._promised_loads),
             layerwise=layerwise,
         )
         self._new_loads.clear()
+        self._promised_loads.clear()
         self._failed_loads = {t for t in self._failed_loads if t > self._loads_done}
         self._wait_load = self._wait_store = 0
         return plan

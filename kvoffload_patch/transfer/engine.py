@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -188,10 +188,10 @@ class CopyEngine:
     def poll(self) -> Progress:
         """What is done; never waits."""
         loads, stores = self._loads.poll(), self._stores.poll()
-        self._told = (max(loads, self._wait_load), stores)
+        self._told = (loads, stores)
         if not (self._loads.failed or self._stores.failed):
             return Progress(loads, stores)
-        failed_loads = failed_up_to(self._told[0], self._loads.failed)
+        failed_loads = failed_up_to(loads, self._loads.failed)
         return Progress(loads, stores, failed_loads, failed_up_to(stores, self._stores.failed))
 
     def loads_done(self) -> int:
@@ -207,10 +207,14 @@ class CopyEngine:
                 return
             time.sleep(_NAP_S)
 
-    def why_failed(self) -> str:
-        """What went wrong with the first copy that failed and is not yet acknowledged."""
-        reasons = [*self._loads.failed.values(), *self._stores.failed.values()]
-        return reasons[0] if reasons else ""
+    def failed_load(self, tickets: Iterable[int]) -> tuple[int, str] | None:
+        """The first of these loads that has failed, and why; never waits.
+
+        A failure is known once the copy was to be enqueued, until a plan shows that the scheduler
+        has heard of it.
+        """
+        failed = self._loads.failed
+        return next(((t, failed[t]) for t in tickets if t in failed), None) if failed else None
 
     def drain(self) -> None:
         """Submit what is left of the plans so far, and wait for all copies."""

@@ -37,8 +37,7 @@ class Plan(Protocol):
 class Progress(NamedTuple):
     """What is done: every ticket up to these numbers, and which of them failed.
 
-    A failure is told again until a plan shows that the scheduler has heard of it. One of a load
-    that the last step needs is told at once: that step's tokens are wrong.
+    A failure is told again until a plan shows that the scheduler has heard of it.
     """
 
     loads_done: int

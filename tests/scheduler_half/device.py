@@ -39,6 +39,10 @@ def answer(prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
+class LoadFailed(Exception):
+    """A load that a step reads has failed, so the engine ends, as a rank would have it."""
+
+
 class CopyQueue:
     """Copies of one direction, in order, each as late as somebody waits for it.
 
@@ -123,6 +127,7 @@ class Device:
         self._fails = fails
         self._loads, self._stores = CopyQueue(late), CopyQueue(late)
         self._failed: tuple[list[int], list[int]] = ([], [])
+        self._failed_ever: set[int] = set()  # loads
         self._sequences: dict[str, _Sequence] = {}
 
     # A step
@@ -136,6 +141,9 @@ class Device:
             scheduled: vLLM's `SchedulerOutput`.
             plan: what rides on it.
             tokens_of: the tokens of a request that begins, or begins again.
+
+        Raises:
+            LoadFailed: nothing of this step may come out.
         """
         self._begin(plan)
         self._prepare(scheduled)
@@ -230,6 +238,8 @@ class Device:
         for load in plan.loads:
             self._loads.submit(load.ticket, self._load(load, plan.stores_done))
         self._loads.wait(plan.wait_load)
+        if broken := self._failed_ever.intersection(plan.promised_loads):
+            raise LoadFailed(f"loads {sorted(broken)}")
 
     def _submit_store(self, plan: TransferPlan | None) -> None:
         if plan is None or plan.store is None:
@@ -257,6 +267,8 @@ class Device:
             target[other] = [7] * BLOCK if fails else list(source[one])
         if fails:
             self._failed[direction == "store"].append(batch.ticket)
+            if direction == "load":
+                self._failed_ever.add(batch.ticket)
 
     def _result(self) -> TransferResult:
         loads, stores = self._loads.poll(), self._stores.poll()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvoffload_patch.integration.protocol import TIER
+from kvoffload_patch.integration.worker import rpc
 from kvoffload_patch.integration.worker import tier as rank
 
 torch = pytest.importorskip("torch")
@@ -25,7 +26,7 @@ def test_up_to_0_13_an_engine_with_only_parked_work_would_spin(
         kv_caches=[torch.zeros(7, 3, 5)], kv_cache_config=placed, vllm_config=alone
     )
     worker = SimpleNamespace(rank=0, model_runner=runner, vllm_config=alone)
-    assert rank.open_rank(worker, 5).error == ""
+    assert rpc.open_rank(worker, 5).error == ""
     tier, waited = getattr(runner, TIER), []
     monkeypatch.setattr(tier._engine, "wait_loads", waited.append)
     scheduled = {"a": tokens} if tokens else {}
@@ -33,6 +34,6 @@ def test_up_to_0_13_an_engine_with_only_parked_work_would_spin(
     tier.begin_step(None, step)
     tier.end_forward()
     tier.end_step(SimpleNamespace(sampled_token_ids=[], req_ids=[]))
-    rank.close_rank(worker)
+    rpc.close_rank(worker)
     assert len(waited) == waits
     assert all(0.0005 <= seconds <= 0.002 for seconds in waited), "a new request waits as well"

@@ -34,6 +34,7 @@ class TierModel:
         self.last_load = self.last_store = 0
         self.loads_done = self.stores_done = 0
         self.wait_load = self.wait_store = 0
+        self.promised: list[int] = []
         self.counts = {"stored": 0, "loaded": 0, "evicted": 0, "dropped": 0, "failed": 0}
 
     @property
@@ -74,6 +75,10 @@ class TierModel:
         return self.last_load
 
     def expose_load(self, ticket: int) -> None:
+        self.await_load(ticket)
+        self.promised.append(ticket)
+
+    def await_load(self, ticket: int) -> None:
         self.wait_load = max(self.wait_load, ticket)
 
     def take_plan(self, plan: TransferPlan | None, cached: Mapping[int, Hashable]) -> None:
@@ -94,8 +99,9 @@ class TierModel:
         assert plan is not None
         assert list(plan.loads) == self.new_loads, "each load is planned once and in order"
         assert (plan.wait_load, plan.wait_store) == (self.wait_load, self.wait_store)
+        assert list(plan.promised_loads) == self.promised
         assert (plan.loads_done, plan.stores_done) == (self.loads_done, self.stores_done)
-        self.new_loads = []
+        self.new_loads, self.promised = [], []
         self.wait_load = self.wait_store = 0
         self._take_store(plan.store, fitting, [waiting[key] for key in fitting])
 

@@ -536,7 +536,7 @@ def test_a_failed_copy_is_done_and_named_until_a_plan_shows_that_it_is_known(
     for _ in range(2):
         assert engine.poll() == Progress(1, 1, (1,), (1,))
         assert engine.loads_done() == 0, "it would say that the load has not failed"
-    assert engine.why_failed() == "the bus is on fire"
+    assert engine.failed_load([2, 1]) == (1, "the bus is on fire")
     engine.begin_step(Plan(loads=[Batch(2, cpu_slots=(5,))], loads_done=0, stores_done=0))
     assert engine.poll() == Progress(2, 1, (1,), (1,))
     engine.begin_step(Plan(loads_done=1, stores_done=0))
@@ -544,7 +544,7 @@ def test_a_failed_copy_is_done_and_named_until_a_plan_shows_that_it_is_known(
     assert engine.loads_done() == 2
     engine.begin_step(Plan(loads_done=2, stores_done=1))
     assert engine.poll() == Progress(2, 1)
-    assert engine.why_failed() == ""
+    assert engine.failed_load([1]) is None
 
 
 def test_a_failure_is_told_even_if_another_rank_has_said_that_the_copy_is_done(
@@ -578,22 +578,27 @@ def test_a_load_fails_where_the_store_of_one_of_its_slots_has(
     engine.begin_step(Plan([Batch(1, (3, 4), (4, 6)), Batch(2, (3,), (4,))], stores_done=1))
     assert recorder.take() == [("load", (3,), (4,))]
     assert engine.poll() == Progress(2, 1, (1,), (1,))
-    assert "a store of some of these blocks has failed" in engine.why_failed()
+    assert engine.failed_load([1]) == (
+        1,
+        "a store of some of these blocks has failed on this rank.",
+    )
     engine.begin_step(Plan(store=Batch(2, (1,), (6,)), loads_done=2))
     engine.begin_step(Plan([Batch(3, (1,), (6,)), Batch(4, (1,), (5,))], stores_done=2))
     assert engine.poll() == Progress(4, 2, (4,)), "only what was stored anew is good again"
 
 
-def test_a_load_that_the_step_needs_is_named_before_it_is_done(
+def test_a_load_that_the_step_waits_for_is_known_to_have_failed_when_the_step_begins(
     with_lanes: CopyEngine, recorder: Recorder
 ) -> None:
-    """The step's own result must say so; other failures can wait until the copy is over."""
+    with_lanes.begin_step(Plan([Batch(1)], wait_load=1))
     recorder.fails = True
-    with_lanes.begin_step(Plan([Batch(1), Batch(2)], wait_load=1))
+    with_lanes.begin_step(Plan([Batch(2), Batch(3)], wait_load=2))
     with_lanes._loads._done = 0
-    assert with_lanes.poll() == Progress(0, 0, (1,))
-    with_lanes._loads._done = 2
-    assert with_lanes.poll() == Progress(2, 0, (1, 2))
+    assert with_lanes.failed_load([1]) is None
+    assert with_lanes.failed_load([1, 2]) == (2, "the bus is on fire")
+    assert with_lanes.poll() == Progress(0, 0), "what is not over is not told as failed"
+    with_lanes._loads._done = 3
+    assert with_lanes.poll() == Progress(3, 0, (2, 3))
 
 
 def test_slots_are_waited_for_before_they_are_used(recorder: Recorder) -> None:
@@ -611,7 +616,7 @@ def test_slots_are_waited_for_before_they_are_used(recorder: Recorder) -> None:
     assert asked == [8, 9]
     assert recorder.take() == [("store", (1, 2), (7, 3))]
     assert engine.poll() == Progress(0, 2, (), (2,))
-    assert engine.why_failed() == "there will be no more"
+    assert engine._stores.failed == {2: "there will be no more"}
 
 
 def test_failures_can_be_read_while_another_thread_adds_to_them(engine: CopyEngine) -> None:

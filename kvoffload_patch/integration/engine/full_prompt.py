@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Any
 
-from kvoffload_patch.integration.engine.inline import InlineLoads
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 
@@ -33,13 +32,11 @@ class FullPromptHits:
         view: the scheduler. Nothing is changed where anybody else loads KV for it or counts the
             tokens of a step: a connector, speculative decoding, several KV cache groups.
         manager: slots and tickets.
-        inline: takes note of what the step's forward pass reads before it has arrived.
     """
 
-    def __init__(self, view: SchedulerView, manager: OffloadManager, inline: InlineLoads) -> None:
+    def __init__(self, view: SchedulerView, manager: OffloadManager) -> None:
         self._scheduler = view.scheduler
         self._manager = manager
-        self._inline = inline
         self._size = view.block_sizes[0]
         self._possible = (
             len(view.block_sizes) == 1
@@ -47,12 +44,13 @@ class FullPromptHits:
             and not any(getattr(self._scheduler, name, None) for name in _OTHERS)
         )
 
-    def load(self, output: Any, cached: Iterable[_Cached], alone: bool) -> None:
+    def load(self, output: Any, cached: Iterable[_Cached], readers: list[str], alone: bool) -> None:
         """Load what requests that begin in this step would compute of their last block.
 
         Args:
             output: vLLM's `SchedulerOutput`.
             cached: blocks that were put into the GPU prefix cache within `schedule`.
+            readers: requests for which this step loads inline; those that do now are added.
             alone: whether nothing else is on the bus. If not, only requests that wait for a load
                 anyway take part.
         """
@@ -62,12 +60,13 @@ class FullPromptHits:
         for new in output.scheduled_new_reqs:
             if not self._computes_last_block(new, output):
                 continue
-            if not (alone or new.req_id in self._inline.readers):
+            if not (alone or new.req_id in readers):
                 continue
             last_of = last_of or {name: (block, key) for name, block, key in cached}
             block, key = last_of.get(new.req_id, (0, None))
             if key is not None and self._manager.lookup(key):
                 self._load(new, output, block, key)
+                readers.append(new.req_id)
 
     def _computes_last_block(self, new: Any, output: Any) -> bool:
         """Whether a request hits all but its last block, and computes that as a whole."""
@@ -83,7 +82,6 @@ class FullPromptHits:
     def _load(self, new: Any, output: Any, block: int, key: Hashable) -> None:
         ticket = self._manager.begin_load([key], [block])
         self._manager.expose_load(ticket)
-        self._inline.add(ticket, new.req_id, [(block, key)])
         skipped = self._size - 1
         new.num_computed_tokens += skipped
         output.num_scheduled_tokens[new.req_id] -= skipped

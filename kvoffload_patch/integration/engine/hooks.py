@@ -51,10 +51,7 @@ def schedule(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def update_from_output(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-    """`Scheduler.update_from_output`: the reporting rank's result comes back on its output.
-
-    If it says that a load of this step failed, the step's tokens must not be taken in.
-    """
+    """`Scheduler.update_from_output`: the reporting rank's result comes back on its output."""
     tier = attached(instance)
     if tier is not None:
         tier.on_output(*_outputs(*args, **kwargs))

@@ -8,7 +8,6 @@ from itertools import chain
 from typing import Any
 
 from kvoffload_patch.integration.engine.budget import AdmissionBudget
-from kvoffload_patch.integration.engine.inline import InlineLoads
 from kvoffload_patch.integration.engine.lookup import Found
 from kvoffload_patch.integration.engine.lookup_cache import Known
 from kvoffload_patch.integration.engine.lookup_replay import Answer, answer_of
@@ -69,7 +68,7 @@ class LoadBook:
     Attributes:
         arriving: GPU block of parked loads under way, by key.
         ticket_of: ticket of these loads, by key.
-        inline: inline loads that are not known to have arrived.
+        readers: requests for which this step loads inline.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class LoadBook:
         self._join_blocks = _JOIN_MS / load_ms_per_block if load_ms_per_block else 0.0
         self.arriving: dict[Hashable, Any] = {}
         self.ticket_of: dict[Hashable, int] = {}
-        self.inline = InlineLoads()
+        self.readers: list[str] = []
         self._arrivals: deque[_ParkedLoad] = deque()
         self._published: list[_ParkedLoad] = []  # published, their requests still parked
         self._by_ticket: dict[int, _ParkedLoad] = {}
@@ -126,8 +125,7 @@ class LoadBook:
         self._publish(found.cpu_hits, blocks, found.cpu_ends)
         self._manager.expose_load(ticket)
         self._view.answers.give(_answer(found, blocks))
-        cached = zip([block.block_id for block in blocks], found.cpu_hits)
-        self.inline.add(ticket, request.request_id, cached)
+        self.readers.append(request.request_id)
 
     def park(self, request: Any, found: Found, needed: int) -> None:
         """Load what was found while others run, and wait for what others load already.
@@ -205,7 +203,7 @@ class LoadBook:
     def after_schedule(self) -> None:
         """`schedule` has returned: what it admitted holds its own references."""
         self._at_risk.clear()
-        self.inline.end_step()
+        self.readers.clear()
         self._view.answers.end_step()
         if self._held:
             held, self._held = self._held, []
@@ -243,6 +241,7 @@ class LoadBook:
         for key in arrival.keys:
             del self.arriving[key], self.ticket_of[key]
         if self._manager.load_failed(arrival.ticket):
+            self._manager.await_load(arrival.ticket)
             self._view.release(reversed(arrival.blocks))
             arrival.blocks = []
             for parked in arrival.waiting:

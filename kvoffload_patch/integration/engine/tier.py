@@ -11,13 +11,12 @@ from kvoffload_patch.integration.engine.full_prompt import FullPromptHits
 from kvoffload_patch.integration.engine.loads import LoadBook
 from kvoffload_patch.integration.engine.lookup_cache import LookupCache
 from kvoffload_patch.integration.engine.recency import Recency
-from kvoffload_patch.integration.engine.recompute import Recompute
 from kvoffload_patch.integration.engine.stats import HitCounts, Report
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.protocol import PLAN, RESULT
 from kvoffload_patch.tier.manager import OffloadManager
-from kvoffload_patch.tier.plan import TransferPlan, TransferResult
+from kvoffload_patch.tier.plan import TransferResult
 
 
 class SchedulerTier:
@@ -42,8 +41,7 @@ class SchedulerTier:
         self._settings = settings
         self._lookups = LookupCache()
         self._loads = LoadBook(view, manager, ranks.load_ms_per_block)
-        self._recompute = Recompute(view.scheduler)
-        self._full_prompts = FullPromptHits(view, manager, self._loads.inline)
+        self._full_prompts = FullPromptHits(view, manager)
         self._report = Report(manager, settings.log_interval)
         self._hits = HitCounts(view, self._report)
         self._used = Recency(view, manager)
@@ -87,8 +85,6 @@ class SchedulerTier:
             key = block.block_hash
             if key is None or block.is_null:
                 continue
-            if self._loads.inline.unproven:
-                self._loads.inline.note_cached(block.block_id, key)
             if self._scheduling:
                 self._cached.append((request.request_id, block.block_id, key))
             else:
@@ -112,10 +108,11 @@ class SchedulerTier:
             # A request preempted within this very schedule() never computes its blocks.
             if request_id in scheduled:
                 self._manager.queue_store(key, gpu_block_id)
+        readers, decode = self._loads.readers, self._view.decode_tokens
         if self._settings.load_mode != "parked":
-            self._full_prompts.load(output, self._cached, alone=not self._loads.under_way)
+            alone = not self._loads.under_way
+            self._full_prompts.load(output, self._cached, readers, alone)
         self._cached.clear()
-        readers, decode = self._loads.inline.readers, self._view.decode_tokens
         layerwise = bool(readers) and all(scheduled.get(r, 0) > decode for r in readers)
         self._loads.after_schedule()
         plan = self._manager.make_plan(self._view.still_cached, layerwise)
@@ -127,40 +124,16 @@ class SchedulerTier:
         self._report.tick()
 
     def on_output(self, scheduled: Any, output: Any) -> None:
-        """A step's output has come back; the tokens of a step that went wrong leave it."""
-        self.on_result(getattr(output, RESULT, None), getattr(scheduled, PLAN, None))
-        self._recompute.drop_tokens(scheduled, output)
-
-    def on_result(self, result: TransferResult | None, plan: TransferPlan | None = None) -> None:
-        """The reporting rank says what is done.
-
-        Args:
-            result: what it says.
-            plan: of the step with whose output it says so.
-        """
-        failed: tuple[int, ...] = ()
+        """A step's output has come back."""
+        result = getattr(output, RESULT, None)
         if result is not None:
-            failed = result.failed_loads
-            self._lookups.keys_stored(self._manager.apply(result))
-            if failed:
-                self._lookups.clear()  # some lookups rest on what has left the tier
-        wrong = self._loads.inline.came_back(plan.wait_load if plan else 0, failed)
-        if wrong:
-            self._void_steps(wrong)
+            self.on_result(result)
 
-    def _void_steps(self, wrong: Sequence[tuple[int, Hashable]]) -> None:
-        """An inline load failed: its step, and those begun since, count as if never run.
-
-        They may have read its blocks, or blocks computed from these, and so may requests that
-        are gone by now. What was cached since leaves both caches; every request in flight is
-        computed anew from what was cached before, which is all but its newest tokens.
-        """
-        self._recompute.check()
-        still = [b for b, key in wrong if self._view.still_cached(b, key)]
-        for _, key in wrong:
-            self._manager.discard(key)
-        self._view.uncache(still)
-        self._recompute.void_steps()
+    def on_result(self, result: TransferResult) -> None:
+        """The reporting rank says what is done."""
+        self._lookups.keys_stored(self._manager.apply(result))
+        if result.failed_loads:
+            self._lookups.clear()  # some lookups rest on what has left the tier
 
     # Events beside the step
 

@@ -46,10 +46,6 @@ class PoolAdapter:
             self.free(again)
         self._pool.free_blocks(left)
 
-    def uncache(self, gpu_block_ids: Iterable[int]) -> None:
-        """Take GPU blocks out of the prefix cache, whoever uses them; from 0.13 on."""
-        self._pool.evict_blocks(set(gpu_block_ids))
-
     def _hold_one_group(self, blocks: Sequence[Any]) -> None:
         self._pool.touch((blocks,))
 

@@ -1,7 +1,7 @@
 """What the tier reads and changes of vLLM's scheduler side, release by release.
 
-Nothing outside this module, `pool_adapter`, `eligibility`, `recompute` and `last_block` looks at a
-vLLM object's attributes on this side. What differs between releases is asked for by feature.
+Nothing outside this module, `vllm_pool`, `eligibility` and `full_prompt` looks at a vLLM object's
+attributes on this side. What differs between releases is asked for by feature.
 Waiting queues: one up to 0.17, `skipped_waiting` beside it from 0.18 to 0.30, `kv_holding_waiting`
 from 0.31 on.
 """
@@ -38,7 +38,7 @@ class SchedulerView:
         self.key = key_maker()
         adapter = PoolAdapter(self.pool)
         self.hold, self.release = adapter.hold, adapter.free
-        self.publish, self.uncache = adapter.publish, adapter.uncache
+        self.publish = adapter.publish
         self.block_sizes = tuple(int(m.block_size) for m in managers)
         self._span_tokens = tuple(self._tokens_held(m.kv_cache_spec) for m in managers)
         self._parked_status = RequestStatus.WAITING_FOR_REMOTE_KVS

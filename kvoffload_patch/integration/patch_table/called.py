@@ -6,7 +6,6 @@ from kvoffload_patch.integration.patch_table.shape import Shape, row
 
 _POOL = "vllm.v1.core.block_pool"
 _MANAGER = "vllm.v1.core.kv_cache_manager"
-_SCHEDULER = "vllm.v1.core.sched.scheduler"
 _ANY = ">=0"
 _FIND = ("self", "block_hashes", "max_cache_hit_length")
 
@@ -92,13 +91,5 @@ CALLED = (
         "a block's key in the pool; up to 0.10.1 it is a named tuple",
         Shape("<0.10.2", None),
         Shape(">=0.10.2", ("block_hash", "group_id"), "BlockHashWithGroupId"),
-    ),
-    *_called(
-        "scheduler.preempt_request",
-        _SCHEDULER,
-        "Scheduler._preempt_request",
-        "what was computed upon a load that failed is computed anew, from 0.26 on",
-        Shape("<0.12", None),
-        Shape(">=0.12", ("self", "request", "timestamp"), "None"),
     ),
 )

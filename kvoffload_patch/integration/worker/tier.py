@@ -38,7 +38,7 @@ class RankTier:
         num_slots: CPU slots, all of which are usable sooner or later.
         backend: copy backend, or ``auto``.
         fault: make the canary fail.
-        alone: this is the only rank, so the scheduler hears of every copy that fails.
+        alone: this is the only rank, so what it can use is what all can.
         board: what several ranks share; without one they wait here until no rank grows any more.
 
     Raises:
@@ -59,7 +59,8 @@ class RankTier:
         from kvoffload_patch.transfer.canary import run_canary
         from kvoffload_patch.transfer.engine import CopyEngine
 
-        self._alone, self._board = alone, board
+        self._board = board
+        self._promised: tuple[int, ...] = ()
         self._runner = runner
         layout = block_layout(runner)
         self._tensor = kv_tensors(runner)[0][0]
@@ -99,7 +100,11 @@ class RankTier:
         return self._engine.loads_done()
 
     def begin_step(self, plan: TransferPlan | None, step: Any) -> None:
-        """Before the forward pass of a step, as vLLM's scheduler describes it."""
+        """Before the forward pass of a step, as vLLM's scheduler describes it.
+
+        Raises:
+            RuntimeError: a load that the step reads has failed, or the KV tensors were replaced.
+        """
         if not self._growth_told:
             self._tell_growth(plan)
         if plan is not None and self._moved():
@@ -114,11 +119,19 @@ class RankTier:
         self._host_bound = len(step.num_scheduled_tokens) < tokens <= _SHORT_STEP_TOKENS
         due = plan is not None and any(b.ticket <= plan.wait_load for b in plan.loads)
         by_layer = self._gate.begin(step, plan is not None and plan.layerwise and due)
+        self._promised = plan.promised_loads if plan is not None else ()
+        self._check_promised()  # what has failed before; the plan may show it as taken in
         self._engine.begin_step(plan, by_layer)
+        self._check_promised()
 
     def end_forward(self) -> None:
-        """After the forward pass, before what follows it."""
+        """After the forward pass, before what follows it.
+
+        Raises:
+            RuntimeError: a load that it has read has failed.
+        """
         self._gate.end()
+        self._check_promised()  # what came by layer
 
     def end_step(self, output: Any) -> Any:
         """After the forward pass and what follows it: submit the store, report what is done."""
@@ -130,12 +143,6 @@ class RankTier:
             self._growth_told = True
             self._say_growth_is_over()
         progress = self._engine.poll()
-        if progress.failed_loads and not self._alone:
-            raise RuntimeError(
-                f"kvoffload_patch: a load from CPU memory failed on this rank "
-                f"({self._engine.why_failed()}), and the others cannot know of it; restart the "
-                "server, or set KVOFFLOAD_DISABLE=1 to serve without the CPU tier."
-            )
         return copy_output(output, TransferResult(*progress, *self._usable_slots()))
 
     def drain(self) -> None:
@@ -148,6 +155,19 @@ class RankTier:
         self._engine.close()
         del self._engine
         self._host.close()
+
+    def _check_promised(self) -> None:
+        """A step that reads a load which has failed must not give any token away."""
+        if not self._promised:
+            return
+        found = self._engine.failed_load(self._promised)
+        if found is not None:
+            raise RuntimeError(
+                f"kvoffload_patch: expected load {found[0]} (CPU to GPU memory) to arrive for the "
+                f"step that reads it, found that it failed ({found[1]}); restart the server, and "
+                "set KVOFFLOAD_LOAD_MODE=parked if it happens again, so that such a load is "
+                "recomputed."
+            )
 
     def _usable_slots(self) -> tuple[int | None, bool]:
         """CPU slots usable on every rank, and whether they will become more."""

@@ -141,7 +141,7 @@ class Mover:
         """
         progress: Any = self.engine.poll()
         if progress.failed_loads or progress.failed_stores:
-            raise RuntimeError(f"a copy failed: {self.engine.why_failed()}")
+            raise RuntimeError(f"copies failed: {progress}")
         return (progress.loads_done, progress.stores_done) == (self._loads, self._stores)
 
 

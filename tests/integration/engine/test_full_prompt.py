@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvoffload_patch.integration.engine.full_prompt import FullPromptHits
-from kvoffload_patch.integration.engine.inline import InlineLoads
 from kvoffload_patch.tier.manager import OffloadManager
 
 SIZE = 16
@@ -45,28 +44,24 @@ def manager() -> OffloadManager:
     return made
 
 
-@pytest.fixture
-def inline() -> InlineLoads:
-    return InlineLoads()
-
-
 def changed(step: Any, scheduler: Any, manager: OffloadManager, alone: bool = True) -> bool:
     """Whether a step is changed; if so, it is as it must be."""
-    inline, before = InlineLoads(), vars(step).copy()
-    FullPromptHits(scheduler, manager, inline).load(step, [("b", 8, "x"), ("a", 9, KEY)], alone)
+    readers: list[str] = []
+    before = vars(step).copy()
+    cached = [("b", 8, "x"), ("a", 9, KEY)]
+    FullPromptHits(scheduler, manager).load(step, cached, readers, alone)
     plan = manager.make_plan(lambda *_: True)
     if plan is None:
         assert vars(step) == before
-        assert (step.num_scheduled_tokens["b"], inline.unproven) == (7, False)
+        assert (step.num_scheduled_tokens["b"], readers) == (7, [])
         return False
     (load,) = plan.loads
-    assert (load.gpu_block_ids, plan.wait_load) == ((9,), load.ticket)
+    assert (load.gpu_block_ids, plan.promised_loads) == ((9,), (load.ticket,))
     assert step.scheduled_new_reqs[0].num_computed_tokens == 63
     assert step.num_scheduled_tokens == {"b": 7, "a": 1}
     assert step.total_num_scheduled_tokens == 8
     assert scheduler.scheduler.requests["a"].num_in_flight_tokens == 20 - (SIZE - 1)
-    assert inline.readers == ["a"]
-    assert inline.came_back(0, {load.ticket}) == [(9, KEY)]
+    assert readers == ["a"]
     return True
 
 
@@ -108,17 +103,16 @@ def test_what_the_tier_does_not_have_is_computed() -> None:
 
 
 def test_beside_other_loads_only_who_waits_for_one_anyway(
-    manager: OffloadManager, inline: InlineLoads
+    manager: OffloadManager,
 ) -> None:
     assert not changed(output(), view(), manager, alone=False)
-    inline.add(1, "a", [])
-    FullPromptHits(view(), manager, inline).load(output(), [("a", 9, KEY)], alone=False)
+    FullPromptHits(view(), manager).load(output(), [("a", 9, KEY)], ["a"], alone=False)
     assert manager.make_plan(lambda *_: True) is not None
 
 
 def test_older_requests_do_not_count_tokens_in_flight(manager: OffloadManager) -> None:
     shown, step = view(), output()
     shown.scheduler.requests["a"] = SimpleNamespace(num_tokens=64)
-    FullPromptHits(shown, manager, InlineLoads()).load(step, [("a", 9, KEY)], alone=True)
+    FullPromptHits(shown, manager).load(step, [("a", 9, KEY)], [], alone=True)
     assert vars(shown.scheduler.requests["a"]) == {"num_tokens": 64}
     assert step.num_scheduled_tokens["a"] == 1

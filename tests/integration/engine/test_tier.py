@@ -192,7 +192,9 @@ def test_a_parked_load_that_failed_is_not_published() -> None:
     world.tier.before_schedule()
     assert statuses([own, other]) == [WAITING] * 2
     assert world.gpu_hit(own) == 0
-    world.step()
+    plan = world.step()
+    assert plan.wait_load == load.ticket, "another rank may still write to its blocks"
+    assert plan.promised_loads == ()
     assert world.pool.get_num_free_blocks() == free
     assert not any(world.offload.holds(key) for key in world.hash_keys(own))
     assert world.step(own).store is not None, "it is computed and stored again"
