@@ -1,0 +1,233 @@
+"""The schedulers that `step` compares: vLLM's own, with nothing, with the tier, with a connector.
+
+A model and its workers are stood in for: each request that computes its last token is given one
+more, and every copy that a step has planned is done when that step's output comes back.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from itertools import count, repeat
+from pathlib import Path
+from typing import Any
+
+BLOCK = 16
+CPU_SLOTS = 100_000
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32",
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 32_000,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16_384,
+}  # fmt: skip
+_LAYERS = ["layers.0", "layers.1"]
+_PAGE = 2 * BLOCK * 2 * 16 * 4  # bytes of a block in a layer: K and V, tokens, heads, floats
+
+
+class Sim:
+    """A plain scheduler, and what stands for its model.
+
+    Args:
+        slots: requests that may run.
+        blocks: GPU blocks.
+    """
+
+    patched = False
+    connector = ""
+    connector_options: dict[str, Any] = {}
+
+    def __init__(self, slots: int, blocks: int = 20_000) -> None:
+        self.scheduler, self._hasher = _scheduler(slots, blocks, self._transfers())
+        self.loads_end = True
+        self.stored = self.loaded = 0  # blocks so far
+        self._ids = count()
+
+    def add(self, seed: int, tokens: int, max_tokens: int) -> None:
+        """A request whose prompt is its own from the first block on, one for each seed."""
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        prompt = [seed % 32_000, seed // 32_000, *repeat(7, tokens - 2)]
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request_id = f"request-{next(self._ids)}"
+        request = Request(request_id, prompt, sampling, None, block_hasher=self._hasher)
+        self.scheduler.add_request(request)
+
+    def step(self) -> float:
+        """One step; microseconds of CPU time in `schedule` and `update_from_output`."""
+        began = time.thread_time_ns()
+        scheduled = self.scheduler.schedule()
+        between = time.thread_time_ns()
+        output = self._run(scheduled)
+        self._answer(scheduled, output)
+        resumed = time.thread_time_ns()
+        self.scheduler.update_from_output(scheduled, output)
+        return (time.thread_time_ns() - resumed + between - began) / 1000
+
+    def run_until(self, running: int) -> None:
+        """Step until this many requests run and none of them is in its prompt."""
+        for _ in range(1000):
+            self.step()
+            now = self.scheduler.running
+            if len(now) == running and all(r.num_output_tokens for r in now):
+                return
+        raise RuntimeError(f"expected {running} running requests, found {len(now)}")
+
+    def _run(self, scheduled: Any) -> Any:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        ids = list(scheduled.num_scheduled_tokens)
+        requests = self.scheduler.requests
+        tokens: list[list[int]] = [
+            [11] if requests[i].num_computed_tokens >= requests[i].num_tokens else [] for i in ids
+        ]
+        return ModelRunnerOutput(ids, {i: n for n, i in enumerate(ids)}, tokens)
+
+    def _transfers(self) -> Any:
+        """The connector as vLLM's configuration; None without one."""
+        from vllm.config import KVTransferConfig
+
+        if not self.connector:
+            return None
+        options = {"cpu_bytes_to_use": CPU_SLOTS * _PAGE * len(_LAYERS), **self.connector_options}
+        return KVTransferConfig(
+            kv_connector=self.connector, kv_role="kv_both", kv_connector_extra_config=options
+        )
+
+    def _answer(self, scheduled: Any, output: Any) -> None:
+        """Put on a step's output what the workers would say of its copies."""
+
+
+class Ranks:
+    """Stands for the workers of a `SchedulerTier`."""
+
+    load_ms_per_block = 0.02
+    copies_overlap = True
+    num_ranks = 1
+
+    def loads_done(self) -> int:
+        """What is done comes with a step's output."""
+        return 0
+
+
+class TierSim(Sim):
+    """With the CPU tier, which needs the patches."""
+
+    patched = True
+
+    def __init__(self, slots: int, blocks: int = 20_000) -> None:
+        super().__init__(slots, blocks)
+        self._done = [0, 0]
+        from kvoffload_patch.config import Settings
+        from kvoffload_patch.integration.engine.tier import SchedulerTier
+        from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
+        from kvoffload_patch.integration.protocol import TIER
+        from kvoffload_patch.tier.manager import OffloadManager
+
+        view = SchedulerView(self.scheduler)
+        self.manager = OffloadManager(CPU_SLOTS)
+        attached = SchedulerTier(view, self.manager, Ranks(), Settings(log_interval=1e9))
+        for owner in (self.scheduler, view.pool):
+            setattr(owner, TIER, attached)
+
+    def _answer(self, scheduled: Any, output: Any) -> None:
+        from kvoffload_patch.integration.protocol import PLAN, RESULT
+        from kvoffload_patch.tier.plan import TransferResult
+
+        plan = getattr(scheduled, PLAN, None)
+        if plan is not None and plan.loads and self.loads_end:
+            self._done[0] = plan.loads[-1].ticket
+            self.loaded += sum(len(batch.gpu_block_ids) for batch in plan.loads)
+        if plan is not None and plan.store:
+            self._done[1] = plan.store.ticket
+            self.stored += len(plan.store.gpu_block_ids)
+        setattr(output, RESULT, TransferResult(*self._done))
+
+
+class SimpleSim(Sim):
+    """With vLLM's SimpleCPUOffloadConnector, which VLLM_USE_SIMPLE_KV_OFFLOAD=1 chooses."""
+
+    connector = "SimpleCPUOffloadConnector"
+
+    def _answer(self, scheduled: Any, output: Any) -> None:
+        from vllm.v1.outputs import KVConnectorOutput
+        from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
+
+        meta = scheduled.kv_connector_metadata
+        self.stored += len(meta.store_gpu_blocks)
+        self.loaded += len(meta.load_gpu_blocks)
+        arrived = set(meta.load_event_to_reqs.get(meta.load_event, ()))
+        stores = {meta.store_event: 1} if meta.store_event >= 0 else {}
+        output.kv_connector_output = KVConnectorOutput(
+            finished_recving=arrived or None,
+            kv_connector_worker_meta=SimpleCPUOffloadWorkerMetadata(stores) if stores else None,
+        )
+
+
+class OffloadingSim(Sim):
+    """With vLLM's OffloadingConnector, its choice for ``--kv-offloading-size``.
+
+    By default it stores no blocks of answers; here it does, as the others do.
+    """
+
+    connector = "OffloadingConnector"
+    connector_options = {"offload_prompt_only": False}
+
+    def _answer(self, scheduled: Any, output: Any) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+            OffloadingWorkerMetadata,
+        )
+        from vllm.v1.outputs import KVConnectorOutput
+
+        meta = scheduled.kv_connector_metadata
+        self.stored += sum(len(job.src_spec.block_ids) for job in meta.store_jobs.values())
+        self.loaded += sum(len(job.dst_spec.block_ids) for job in meta.load_jobs.values())
+        done = dict.fromkeys([*meta.store_jobs, *meta.load_jobs], 1)
+        arrived = {job.req_id for job in meta.load_jobs.values()}
+        output.kv_connector_output = KVConnectorOutput(
+            finished_sending=set(),
+            finished_recving=arrived,
+            kv_connector_worker_meta=OffloadingWorkerMetadata(done) if done else None,
+        )
+
+
+SIDES: dict[str, type[Sim]] = {
+    "plain": Sim,
+    "tier": TierSim,
+    "simple": SimpleSim,
+    "offloading": OffloadingSim,
+}
+
+
+def _scheduler(slots: int, blocks: int, transfers: Any) -> tuple[Any, Any]:
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(MODEL))
+        config = EngineArgs(
+            model=folder, skip_tokenizer_init=True, block_size=BLOCK, max_model_len=16_384,
+            max_num_seqs=slots, max_num_batched_tokens=8192, async_scheduling=False,
+            kv_transfer_config=transfers,
+        ).create_engine_config()  # fmt: skip
+    config.cache_config.num_gpu_blocks = blocks
+    init_none_hash(sha256)
+    tensors = _tensors(blocks) if transfers else []
+    kv = KVCacheConfig(blocks, tensors, [KVCacheGroupSpec(_LAYERS, spec)])
+    grammars = StructuredOutputManager(config)
+    scheduler = Scheduler(config, kv, grammars, block_size=BLOCK, log_stats=True)
+    return scheduler, get_request_block_hasher(BLOCK, sha256)
+
+
+def _tensors(blocks: int) -> list[Any]:
+    """Where the layers' KV would lie; a connector takes the bytes of a block from it."""
+    from vllm.v1.kv_cache_interface import KVCacheTensor
+
+    layer = _PAGE * blocks
+    return [KVCacheTensor(layer * len(_LAYERS), list(_LAYERS), layer, _PAGE)]
