@@ -162,7 +162,7 @@ def test_tier_and_transfer_say_nothing_of_vllm_in_code(part: str) -> None:
         ("kvoffload_patch.integration.install", {"torch", "vllm"}),
         ("kvoffload_patch.integration.engine.hooks", {"torch", "vllm"}),
         ("kvoffload_patch.integration.worker.hooks", {"torch", "vllm"}),
-        ("kvoffload_patch.integration.engine.hooks", {"torch", "vllm"}),
+        ("kvoffload_patch.integration.engine.step_hooks", {"torch", "vllm"}),
         ("kvoffload_patch.cli.main", {"torch", "vllm"}),
     ],
 )

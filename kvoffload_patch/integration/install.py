@@ -8,6 +8,7 @@ from kvoffload_patch.config import Settings
 from kvoffload_patch.integration.patch_table.points import POINTS, SUPPORTED_VLLM, VLLM
 from kvoffload_patch.patching import (
     Decision,
+    ObjectHooks,
     PatchRefused,
     PatchSet,
     decide,
@@ -32,6 +33,18 @@ def disarm() -> None:
     """Put vLLM's own objects back."""
     if _patches is not None:
         _patches.remove()
+
+
+def step_hooks(scheduler: Any) -> ObjectHooks:
+    """The hooks of one scheduler and its block pool, checked and not yet set.
+
+    Raises:
+        PatchRefused: their functions are not those that the table knows.
+    """
+    decision = _decide(Settings.from_env()) if _patches is None else _patches.decision
+    manager = scheduler.kv_cache_manager
+    owners = {"Scheduler": scheduler, "KVCacheManager": manager, "BlockPool": manager.block_pool}
+    return ObjectHooks(decision, owners)
 
 
 def describe(settings: Settings | None = None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from kvoffload_patch.config import Settings
 
 # Names of our attributes on vLLM's objects.
-TIER = "_kvoffload_tier"  # on Scheduler, BlockPool and the model runner
+TIER = "_kvoffload_tier"  # on Scheduler and the model runner
 PLAN = "kvoffload_plan"  # on SchedulerOutput
 RESULT = "kvoffload_result"  # on ModelRunnerOutput
 

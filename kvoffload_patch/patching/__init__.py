@@ -1,7 +1,8 @@
 """Version-gated, reversible patches for one installed host package.
 
 Owns three steps: decide from installed files and metadata (`decide`), install when the target
-modules are imported (`PatchSet.arm`), and restore the original objects (`PatchSet.remove`).
+modules are imported (`PatchSet.arm`) or on single objects (`ObjectHooks.install`), and restore the
+original objects (`remove` of either).
 Must not know which host it patches: names, ranges and hooks arrive as `Host` and `PatchPoint`.
 Importing this package imports neither the host nor wrapt.
 """
@@ -19,12 +20,13 @@ from .errors import (
     UnsupportedVersion,
 )
 from .locate import find_source, installed_version
+from .objects import ObjectHooks
 from .patchset import PatchSet, State
 from .point import Decision, Host, PatchPoint, Role
 
 __all__ = [
-    "Decision", "Host", "HostNotFound", "InstallFailed", "PatchPoint", "PatchRefused", "PatchSet",
-    "PatchTableError", "Role", "SignatureMismatch", "State", "UnreadableVersion",
-    "UnsupportedVersion", "check_table", "decide", "find_source", "installed_version",
-    "release_of",
+    "Decision", "Host", "HostNotFound", "InstallFailed", "ObjectHooks", "PatchPoint",
+    "PatchRefused", "PatchSet", "PatchTableError", "Role", "SignatureMismatch", "State",
+    "UnreadableVersion", "UnsupportedVersion", "check_table", "decide", "find_source",
+    "installed_version", "release_of",
 ]  # fmt: skip

@@ -81,7 +81,7 @@ class PatchSet:
     """
 
     def __init__(self, decision: Decision) -> None:
-        self._decision = decision
+        self.decision = decision
         with _lock:
             self._record = _records.setdefault(decision.host.package, _Record(decision))
 
@@ -97,7 +97,7 @@ class PatchSet:
             InstallFailed: a hook or target could not be loaded or replaced, or the target module
                 is just being imported by the calling thread.
         """
-        record, decision = self._record, self._decision
+        record, decision = self._record, self.decision
         modules = list(dict.fromkeys(point.module for point in decision.wrapped))
         for name in modules:
             _finish_loading(decision, name)

@@ -15,6 +15,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from .errors import PatchTableError
 
 Role = Literal["scheduler", "worker"]
+Place = Literal["class", "object"]
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,18 @@ class PatchPoint:
         role: the kind of process in which the hook does its work.
         module: dotted module that defines the target.
         attribute: "function" or "Class.method" within that module.
-        hook: "package.module:function", called as hook(wrapped, instance, args, kwargs). Loaded
-            at install, so its module must not import the target module at its top level.
-            Empty: the target is only checked, because hooks call it or stand in for it.
+        hook: "package.module:function". Loaded at install, so its module must not import the
+            target module at its top level. Empty: the target is only checked, because hooks call
+            it or stand in for it.
         versions: PEP 440 specifiers, compared with the release part of the host's version.
         parameters: names of the leading parameters, in order, with self or cls.
         returns: accepted source texts of the return annotation ("" is none); None skips the check.
         why: why the patch exists.
         remove_when: what makes it unnecessary.
         absent: these releases must not have the target; one that has it is not understood.
+        on: "class": the target is replaced when its module is imported, and the hook is called as
+            hook(wrapped, instance, args, kwargs). "object": it is left alone, and `ObjectHooks`
+            sets what hook(wrapped, live, ...) makes on single objects.
 
     Raises:
         PatchTableError: a field cannot be understood.
@@ -70,6 +74,7 @@ class PatchPoint:
     why: str
     remove_when: str
     absent: bool = False
+    on: Place = "class"
 
     def __post_init__(self) -> None:
         try:
@@ -97,8 +102,13 @@ class Decision:
 
     @property
     def wrapped(self) -> tuple[PatchPoint, ...]:
-        """The points that are installed; the others are only checked."""
-        return tuple(point for point in self.points if point.hook)
+        """The points that are installed when their module is imported."""
+        return tuple(point for point in self.points if point.hook and point.on == "class")
+
+    @property
+    def set_on_objects(self) -> tuple[PatchPoint, ...]:
+        """The points that are installed on single objects; the rest are only checked."""
+        return tuple(point for point in self.points if point.hook and point.on == "object")
 
     @property
     def label(self) -> str:

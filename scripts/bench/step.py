@@ -3,11 +3,10 @@
 What the CPU tier adds to a scheduler step on the host, beside vLLM's own connectors to CPU memory.
 
 vLLM's own scheduler, no model, no copies. The schedulers of one scenario take turns, in another
-order each round: plain with the patches off, one with a tier and the patches on, one for each
-connector. A step is `schedule()` and `update_from_output()`, timed in CPU time of the thread; what
-stands for the model in between is in `step_sides`. "Added" is the median over rounds of the
-difference between a side's median step and plain's in the same round. Needs an installed vLLM that
-the patches accept.
+order each round: plain, one with a tier attached, one for each connector. A step is `schedule()`
+and `update_from_output()`, timed in CPU time of the thread; what stands for the model in between
+is in `step_sides`. "Added" is the median over rounds of the difference between a side's median
+step and plain's in the same round. Needs an installed vLLM that the tier accepts.
 """
 
 from __future__ import annotations
@@ -106,25 +105,16 @@ TARGETS = {"a": ("a step", 60.0), "d": ("a block", 1.3), "e": ("a block", 2.0)}
 
 def chunk(sim: Sim, before: Before, steps: int) -> list[float]:
     """The times of some steps."""
-    from kvoffload_patch.integration import install
-
-    install.arm() if sim.patched else install.disarm()
-    on = any("Scheduler.schedule" in name for name in install.installed_attributes())
-    if on != sim.patched:
-        raise RuntimeError(f"the patches should be {'on' if sim.patched else 'off'}")
     gc.collect()
-    return [sim.step() for _ in islice(before, steps + 1)][1:]  # the first after the switch
+    return [sim.step() for _ in islice(before, steps + 1)][1:]  # the first after the others' turns
 
 
 def measure(name: str, sides: list[str], rounds: int, quick: bool) -> dict[str, Any]:
     """One scenario: its schedulers in turns; microseconds a step."""
-    from kvoffload_patch.integration import install
-
     title, ready, options, steps, taking_part = SCENARIOS[name]
     steps, sides = 3 if quick else steps, [side for side in sides if side in taking_part]
     sims: dict[str, tuple[Sim, Before]] = {}
     for side in sides:
-        install.arm() if SIDES[side].patched else install.disarm()
         sims[side] = ready(SIDES[side], quick, **options)
     gc.collect()
     gc.freeze()
@@ -134,7 +124,6 @@ def measure(name: str, sides: list[str], rounds: int, quick: bool) -> dict[str, 
         for place in range(len(sides)):
             side = sides[(turn + place) % len(sides)]
             times[side].append(chunk(*sims[side], steps))
-    install.disarm()
     gc.unfreeze()
     row: dict[str, Any] = {"name": name, "title": title, "steps": rounds * steps, "sides": {}}
     for side in sides:
@@ -207,8 +196,6 @@ def main() -> None:
     parser.add_argument("--sides", default=",".join(SIDES), help="schedulers; plain is always one")
     parser.add_argument("--rounds", type=int, help="turns of each scheduler (2 or more)")
     args = parser.parse_args()
-    import vllm.v1.core.sched.scheduler  # noqa: F401 - before the patches are told to arm
-
     rounds = args.rounds or (2 if args.quick else 40)
     sides = [side for side in SIDES if side == "plain" or side in args.sides.split(",")]
     document: dict[str, Any] = {"machine": machine(), "rounds": rounds, "rows": []}

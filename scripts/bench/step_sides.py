@@ -32,7 +32,6 @@ class Sim:
         blocks: GPU blocks.
     """
 
-    patched = False
     connector = ""
     connector_options: dict[str, Any] = {}
 
@@ -111,9 +110,7 @@ class Ranks:
 
 
 class TierSim(Sim):
-    """With the CPU tier, which needs the patches."""
-
-    patched = True
+    """With the CPU tier, attached to this scheduler."""
 
     def __init__(self, slots: int, blocks: int = 20_000) -> None:
         super().__init__(slots, blocks)
@@ -121,14 +118,13 @@ class TierSim(Sim):
         from kvoffload_patch.config import Settings
         from kvoffload_patch.integration.engine.tier import SchedulerTier
         from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
-        from kvoffload_patch.integration.protocol import TIER
+        from kvoffload_patch.integration.install import step_hooks
         from kvoffload_patch.tier.manager import OffloadManager
 
         view = SchedulerView(self.scheduler)
         self.manager = OffloadManager(CPU_SLOTS)
         attached = SchedulerTier(view, self.manager, Ranks(), Settings(log_interval=1e9))
-        for owner in (self.scheduler, view.pool):
-            setattr(owner, TIER, attached)
+        step_hooks(self.scheduler).install(attached)
 
     def _answer(self, scheduled: Any, output: Any) -> None:
         from kvoffload_patch.integration.protocol import PLAN, RESULT

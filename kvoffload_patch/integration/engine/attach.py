@@ -11,8 +11,12 @@ from kvoffload_patch.integration.engine.tier import SchedulerTier
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
+from kvoffload_patch.integration.install import step_hooks
 from kvoffload_patch.integration.protocol import TIER, attached, engine_bytes
+from kvoffload_patch.patching import ObjectHooks, PatchRefused
 from kvoffload_patch.tier.manager import OffloadManager
+
+HOOKS = "_kvoffload_hooks"  # on Scheduler
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
@@ -54,16 +58,20 @@ def refuse_v0() -> None:
 
 def _attach(engine_core: Any, vllm_config: Any, settings: Settings) -> None:
     scheduler = engine_core.scheduler
+    if attached(scheduler) is not None:
+        return
     _check_scheduler(scheduler)
     check_eligible(vllm_config, scheduler)
+    hooks = _check_functions(scheduler)
     cpu_bytes = engine_bytes(vllm_config, settings)
     ranks = RankGroup(engine_core.model_executor)
     ranks.open(cpu_bytes, settings.copy_backend, settings.canary_fault_rank)
     manager = OffloadManager(ranks.num_usable, growing=ranks.growing)
     view = SchedulerView(scheduler)
     tier = SchedulerTier(view, manager, ranks, settings)
+    hooks.install(tier)
+    setattr(scheduler, HOOKS, hooks)
     setattr(scheduler, TIER, tier)
-    setattr(view.pool, TIER, tier)
     logger.info(
         "KV offload: CPU tier of %d blocks (%.2f GiB over all ranks), %d of them usable so far, "
         "loads %s, %.3f ms a block; %s",
@@ -82,6 +90,13 @@ def _check_scheduler(scheduler: Any) -> None:
         )
 
 
+def _check_functions(scheduler: Any) -> ObjectHooks:
+    try:
+        return step_hooks(scheduler)
+    except PatchRefused as refusal:
+        raise TierRefused(str(refusal)) from None
+
+
 def detach(engine_core: Any) -> None:
     """The engine core shuts down."""
     scheduler = getattr(engine_core, "scheduler", None)
@@ -89,6 +104,6 @@ def detach(engine_core: Any) -> None:
         return  # it never came up
     tier = attached(scheduler)
     if tier is not None:
+        scheduler.__dict__.pop(HOOKS).remove()
         delattr(scheduler, TIER)
-        delattr(scheduler.kv_cache_manager.block_pool, TIER)
         tier.close()

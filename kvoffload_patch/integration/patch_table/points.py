@@ -1,6 +1,8 @@
 """THE table: every place where vLLM is touched, for which releases, why, and until when.
 
-A name is selected exactly once for each supported release. A point without a hook is not
+A name is selected exactly once for each supported release. Points ``on="object"`` are hooks of a
+scheduler and its block pool, set when a tier is attached to them; the others are on classes, which
+is where engines and model runners can be met before they exist. A point without a hook is not
 wrapped: it is a function that the tier calls or stands in for, checked like the rest. A point
 whose target is absent says that these releases have no such thing, which is checked, too.
 """
@@ -26,7 +28,7 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _POOL = "vllm.v1.core.block_pool"
 _FINISH = ("self", "request_ids", "finished_status")
 _RESET = ("self", "reset_running_requests", "reset_connector")
-_INVALID = "engine.hooks:invalid_blocks"
+_INVALID = "engine.step_hooks:invalid_blocks"
 
 _ENGINE = (
     *row(
@@ -61,52 +63,57 @@ _SCHEDULING = (
         "scheduler",
         "scheduler.schedule",
         (_SCHEDULER, "Scheduler.schedule"),
-        "engine.hooks:schedule",
+        "engine.step_hooks:schedule",
         "loads are decided before it, and the step's plan rides on what it returns",
         Shape("<0.24", ("self",), "SchedulerOutput"),
         Shape(">=0.24", ("self", "throttle_prefills"), "SchedulerOutput"),
+        on="object",
     ),
     *row(
         "scheduler",
         "scheduler.update_from_output",
         (_SCHEDULER, "Scheduler.update_from_output"),
-        "engine.hooks:update_from_output",
+        "engine.step_hooks:update_from_output",
         "the reporting rank's result comes back on the model runner's output",
         Shape(
             SUPPORTED_VLLM,
             ("self", "scheduler_output", "model_runner_output"),
             "dict[int, EngineCoreOutputs]",
         ),
+        on="object",
     ),
     *row(
         "scheduler",
         "scheduler.finish_requests",
         (_SCHEDULER, "Scheduler.finish_requests"),
-        "engine.hooks:finish_requests",
+        "engine.step_hooks:finish_requests",
         "a parked request that is aborted would wait for a connector that is not there",
         Shape("<0.17", _FINISH, "None"),
         Shape(">=0.17,<0.26", _FINISH, "list[tuple[str, int]]"),
         Shape(">=0.26", _FINISH, "list[Request]"),
+        on="object",
     ),
     *row(
         "scheduler",
         "scheduler.reset_prefix_cache",
         (_SCHEDULER, "Scheduler.reset_prefix_cache"),
-        "engine.hooks:reset_prefix_cache",
+        "engine.step_hooks:reset_prefix_cache",
         "what the CPU tier holds is as stale as what the GPU's prefix cache holds",
         Shape("<0.12", _RESET[:1], "bool"),
         Shape(">=0.12,<0.13", _RESET[:2], "bool"),
         Shape(">=0.13", _RESET, "bool"),
+        on="object",
     ),
     *row(
         "scheduler",
         "scheduler.update_waiting",
         (_SCHEDULER, "Scheduler._update_waiting_for_remote_kv"),
-        "engine.hooks:update_waiting",
+        "engine.step_hooks:update_waiting",
         "up to 0.17 it asserts that there is a connector; later only what a connector "
         "has received comes here",
         Shape("<0.18", ("self", "request"), "bool"),
         Shape(">=0.18", ("self", "request"), "None", hook=""),
+        on="object",
     ),
 )
 
@@ -115,33 +122,35 @@ _CACHE = (
         "scheduler",
         "pool.cache_full_blocks",
         (_POOL, "BlockPool.cache_full_blocks"),
-        "engine.hooks:cache_full_blocks",
+        "engine.step_hooks:cache_full_blocks",
         "it sees exactly the newly full blocks, which are what is stored",
         Shape(
             "<0.10.1",
             ("self", "request", "blocks", "block_hashes", "num_cached_blocks", "num_full_blocks"),
             "None",
-            hook="engine.hooks:cache_full_blocks_with_hashes",
+            hook="engine.step_hooks:cache_full_blocks_with_hashes",
         ),
         Shape(
             ">=0.10.1",
             ("self", "request", "blocks", "num_cached_blocks", "num_full_blocks"),
             "None",
         ),
+        on="object",
     ),
     *row(
         "scheduler",
         "pool.get_new_blocks",
         (_POOL, "BlockPool.get_new_blocks"),
-        "engine.hooks:get_new_blocks",
+        "engine.step_hooks:get_new_blocks",
         "a block that is handed out may still be read by a store under way",
         Shape(SUPPORTED_VLLM, ("self", "num_blocks"), "list[KVCacheBlock]"),
+        on="object",
     ),
     *row(
         "scheduler",
         "pool.evict_blocks",
         (_POOL, "BlockPool.evict_blocks"),
-        "engine.hooks:evict_blocks",
+        "engine.step_hooks:evict_blocks",
         "blocks that a connector failed to load are cached, and stored, before that is known",
         Shape("<0.11.1", None),
         Shape(
@@ -152,6 +161,7 @@ _CACHE = (
             (_SCHEDULER, "Scheduler._handle_invalid_blocks"),
         ),
         Shape(">=0.13", ("self", "block_ids"), "None"),
+        on="object",
     ),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvoffload_patch.patching import PatchPoint
-from kvoffload_patch.patching.point import Role
+from kvoffload_patch.patching.point import Place, Role
 
 HOOKS = "kvoffload_patch.integration"
 UPSTREAM = "vLLM offers a tier below its prefix cache without taking the connector slot"
@@ -30,14 +30,26 @@ class Shape(NamedTuple):
 
 
 def row(
-    role: Role, name: str, target: tuple[str, str], hook: str, why: str, *shapes: Shape
+    role: Role,
+    name: str,
+    target: tuple[str, str],
+    hook: str,
+    why: str,
+    *shapes: Shape,
+    on: Place = "class",
 ) -> tuple[PatchPoint, ...]:
     """The points of one name; ``hook`` is "module:function" beside this module, or ""."""
-    return tuple(_point(role, name, target, hook, why, shape) for shape in shapes)
+    return tuple(_point(role, name, target, hook, why, shape, on) for shape in shapes)
 
 
 def _point(
-    role: Role, name: str, target: tuple[str, str], hook: str, why: str, shape: Shape
+    role: Role,
+    name: str,
+    target: tuple[str, str],
+    hook: str,
+    why: str,
+    shape: Shape,
+    on: Place,
 ) -> PatchPoint:
     absent = shape.parameters is None
     own = hook if shape.hook is None else shape.hook
@@ -54,4 +66,5 @@ def _point(
         why=why,
         remove_when=UPSTREAM,
         absent=absent,
+        on=on,
     )

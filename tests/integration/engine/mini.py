@@ -24,7 +24,13 @@ from kvoffload_patch.integration.engine.tier import SchedulerTier
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.patch_table.points import POINTS, VLLM
 from kvoffload_patch.integration.protocol import PLAN, RESULT, TIER
-from kvoffload_patch.patching import PatchPoint, decide, find_source, installed_version
+from kvoffload_patch.patching import (
+    Decision,
+    ObjectHooks,
+    decide,
+    find_source,
+    installed_version,
+)
 from kvoffload_patch.tier.manager import OffloadManager
 
 __all__ = ["BLOCK", "FakeRanks", "Mini"]
@@ -115,11 +121,8 @@ class Mini:
             "BlockPool": self.pool,
         }
         setattr(self.scheduler, TIER, self.tier)
-        setattr(self.pool, TIER, self.tier)
-        for point in Release.points():
-            owner, _, name = point.attribute.partition(".")
-            if point.hook and point.role == "scheduler" and owner in owners:
-                setattr(owners[owner], name, _hooked(point, owners[owner], name))
+        self.hooks = ObjectHooks(Release.decision(), owners)
+        self.hooks.install(self.tier)
 
     # What a user does
 
@@ -255,9 +258,9 @@ class Release:
 
     @classmethod
     @cache
-    def points(cls) -> tuple[PatchPoint, ...]:
+    def decision(cls) -> Decision:
         """The patch points of this release, compared with its sources."""
-        return decide(VLLM, POINTS, str(cls.number()), cls.find).points
+        return decide(VLLM, POINTS, str(cls.number()), cls.find)
 
     @classmethod
     def number(cls) -> Version:
@@ -290,10 +293,3 @@ def _checked_config(asynchronous: bool) -> Any:
         }  # fmt: skip
         known = inspect.signature(EngineArgs).parameters
         return EngineArgs(**{k: v for k, v in wanted.items() if k in known}).create_engine_config()
-
-
-def _hooked(point: PatchPoint, instance: Any, name: str) -> Callable[..., Any]:
-    module, _, function = point.hook.partition(":")
-    hook = getattr(__import__(module, fromlist=[function]), function)
-    wrapped = getattr(instance, name)
-    return lambda *args, **kwargs: hook(wrapped, instance, args, kwargs)

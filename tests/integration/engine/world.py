@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +25,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request, RequestStatus
 
 from kvoffload_patch.config import Settings
-from kvoffload_patch.integration.engine import hooks
+from kvoffload_patch.integration.engine import step_hooks
 from kvoffload_patch.integration.engine.lookup import StandInPool
 from kvoffload_patch.integration.engine.tier import SchedulerTier
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
+from kvoffload_patch.integration.patch_table.points import POINTS, VLLM
 from kvoffload_patch.integration.protocol import PLAN, TIER
+from kvoffload_patch.patching import Decision, ObjectHooks, decide, installed_version
 from kvoffload_patch.tier.manager import OffloadManager
 
 BLOCK = 4
@@ -147,9 +151,8 @@ class World:
         self.tier = SchedulerTier(self.view, self.offload, self.ranks, settings)
         self.admissible: int | None = None
         setattr(self.scheduler, TIER, self.tier)
-        setattr(self.pool, TIER, self.tier)
-        for name in ("cache_full_blocks", "get_new_blocks"):
-            setattr(self.pool, name, _hooked(getattr(hooks, name), self.pool, name))
+        self.hooks = ObjectHooks(_pool_points(), {"BlockPool": self.pool})
+        self.hooks.install(self.tier)
 
     # Requests
 
@@ -197,7 +200,7 @@ class World:
             scheduled = {request.request_id: self.admit(request) for request in admitted}
             return SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_new_reqs=[])
 
-        output = hooks.schedule(schedule, self.scheduler, (), {})
+        output = step_hooks.schedule(schedule, self.hooks.live, self.tier)()
         return getattr(output, PLAN, None)
 
     def all_done(self) -> None:
@@ -256,6 +259,9 @@ class LookUps:
         return taken
 
 
-def _hooked(hook: Callable[..., Any], instance: Any, name: str) -> Callable[..., Any]:
-    wrapped = getattr(instance, name)
-    return lambda *args, **kwargs: hook(wrapped, instance, args, kwargs)
+@cache
+def _pool_points() -> Decision:
+    """The points of the block pool; the scheduler here is not vLLM's."""
+    decision = decide(VLLM, POINTS, installed_version(VLLM))
+    points = tuple(p for p in decision.points if p.attribute.startswith("BlockPool."))
+    return replace(decision, points=points)

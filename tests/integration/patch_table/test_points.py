@@ -71,7 +71,13 @@ def test_a_snapshot_says_something_of_every_target(release: str) -> None:
 def test_a_supported_release_matches_its_points(release: str, tmp_path: Path) -> None:
     decided = decide(VLLM, POINTS, release, stubs(SNAPSHOTS[release], tmp_path))
     assert [p.name for p in decided.points] == NAMES
-    assert [p.name for p in decided.wrapped] == [p.name for p in decided.points if p.hook]
+    hooked = {p.name for p in decided.points if p.hook}
+    assert {p.name for p in (*decided.wrapped, *decided.set_on_objects)} == hooked
+    assert {p.attribute.partition(".")[0] for p in decided.wrapped} <= {
+        "EngineCore",
+        "GPUModelRunner",
+        "LLMEngine",
+    }, "a hook of every step stands on a class"
 
 
 @pytest.mark.parametrize(

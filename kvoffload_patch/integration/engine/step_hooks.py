@@ -1,0 +1,159 @@
+"""Hooks of a scheduler and its block pool, made when a tier is attached to them.
+
+Each function makes one hook: ``wrapped`` is the object's own method, ``live`` is true as long as
+the tier is attached, and what a call needs is bound once. A hook calls ``wrapped`` exactly once. It
+names the parameters that it reads, which the table of patch points has compared, and passes on
+whatever else there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvoffload_patch.integration.engine.tier import SchedulerTier
+
+Method = Callable[..., Any]
+
+
+def schedule(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
+    """`Scheduler.schedule`: loads are decided before it, the plan rides on what it returns."""
+
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        if not live:
+            return wrapped(*args, **kwargs)
+        tier.before_schedule()
+        try:
+            output = wrapped(*args, **kwargs)
+        finally:
+            tier.schedule_returned()
+        tier.after_schedule(output)
+        return output
+
+    return hook
+
+
+def update_from_output(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
+    """`Scheduler.update_from_output`: the reporting rank's result comes back on its output."""
+
+    def hook(scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if live:
+            tier.on_output(scheduler_output, model_runner_output)
+        return wrapped(scheduler_output, model_runner_output, *args, **kwargs)
+
+    return hook
+
+
+def finish_requests(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
+    """`Scheduler.finish_requests`: it removes a request from the queue its status names."""
+
+    def hook(request_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(request_ids, str):
+            request_ids = [request_ids]
+        elif request_ids is not None:
+            request_ids = list(request_ids)  # it may be an iterator, and is read twice
+        if live:
+            tier.on_finish(request_ids)
+        return wrapped(request_ids, *args, **kwargs)
+
+    return hook
+
+
+def reset_prefix_cache(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
+    """`Scheduler.reset_prefix_cache`: references held by the tier would make it fail."""
+
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        if live:
+            tier.reset()
+        return wrapped(*args, **kwargs)
+
+    return hook
+
+
+def update_waiting(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
+    """`Scheduler._update_waiting_for_remote_kv` up to 0.17: what is parked is no connector's."""
+
+    def hook(request: Any, *args: Any, **kwargs: Any) -> Any:
+        if live and tier.is_parked(request):
+            return False
+        return wrapped(request, *args, **kwargs)
+
+    return hook
+
+
+def invalid_blocks(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
+    """`Scheduler._handle_invalid_blocks`, 0.11.1 to 0.12: blocks that a connector did not fill."""
+
+    def hook(invalid_block_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        if live:
+            tier.on_invalid(invalid_block_ids)
+        return wrapped(invalid_block_ids, *args, **kwargs)
+
+    return hook
+
+
+def evict_blocks(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
+    """`BlockPool.evict_blocks`: a connector failed to fill blocks that are cached already."""
+
+    def hook(block_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        if live:
+            tier.on_invalid(block_ids)
+        return wrapped(block_ids, *args, **kwargs)
+
+    return hook
+
+
+def cache_full_blocks(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
+    """`BlockPool.cache_full_blocks`: exactly the newly full blocks, for every KV cache group."""
+    on_cached = tier.on_cached
+
+    def hook(
+        request: Any,
+        blocks: Any,
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        result = wrapped(request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs)
+        if live:
+            on_cached(request, blocks[num_cached_blocks:num_full_blocks])
+        return result
+
+    return hook
+
+
+def cache_full_blocks_with_hashes(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
+    """`BlockPool.cache_full_blocks` up to 0.10.0, which is given the hashes as well."""
+    on_cached = tier.on_cached
+
+    def hook(
+        request: Any,
+        blocks: Any,
+        block_hashes: Any,
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        result = wrapped(
+            request, blocks, block_hashes, num_cached_blocks, num_full_blocks, *args, **kwargs
+        )
+        if live:
+            on_cached(request, blocks[num_cached_blocks:num_full_blocks])
+        return result
+
+    return hook
+
+
+def get_new_blocks(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
+    """`BlockPool.get_new_blocks`: the one place where a GPU block is handed out."""
+    on_new_blocks = tier.on_new_blocks
+
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        blocks = wrapped(*args, **kwargs)
+        if live:
+            on_new_blocks(blocks)
+        return blocks
+
+    return hook

@@ -1,0 +1,115 @@
+"""Hooks on single objects: set while something is attached to them, taken off when it is not.
+
+Owns the check of the functions that an object has at that moment, and the attributes that it sets.
+The classes keep their own functions, so objects to which nothing is attached pay nothing. Must not
+know what a hook does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from .check import live_complaints, mismatch
+from .errors import PatchTableError
+from .point import Decision, PatchPoint
+
+_ABSENT = object()
+
+
+class ObjectHooks:
+    """The points of one decision on one set of objects.
+
+    A point without a hook is checked like the others where its object is among them.
+
+    Args:
+        decision: its points with ``on="object"`` are to be set.
+        owners: the object for the name of each class.
+
+    Attributes:
+        live: true while the hooks are set. One that others have wrapped meanwhile stays in its
+            place and calls on, which it knows by this: a list, because Python tests one faster
+            than it calls a function.
+
+    Raises:
+        SignatureMismatch: an object's function is not the one whose source was verified: set on
+            the object itself, overridden in a derived class, or replaced in the class.
+        PatchTableError: a point has no object.
+    """
+
+    def __init__(self, decision: Decision, owners: Mapping[str, Any]) -> None:
+        self.live: list[bool] = []
+        self._set: list[tuple[Any, str, Any]] = []
+        self._targets = [(p, _owner(p, owners)) for p in decision.set_on_objects]
+        checked = [(p, owner) for p, owner in _present(decision, owners) if not p.absent]
+        complaints = [text for p, owner in checked for text in _complaints(p, owner)]
+        if complaints:
+            raise mismatch(decision, complaints)
+
+    def install(self, *context: Any) -> None:
+        """Set every hook: what ``hook(wrapped, live, *context)`` makes; on any exception none.
+
+        ``wrapped`` is the object's method as it is now.
+        """
+        self.live.append(True)
+        try:
+            for point, owner in self._targets:
+                name = point.attribute.rpartition(".")[2]
+                made = _load(point)(getattr(owner, name), self.live, *context)
+                setattr(owner, name, made)
+                self._set.append((owner, name, made))
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Take every hook off, newest first; does nothing if none is set."""
+        self.live.clear()
+        while self._set:
+            owner, name, made = self._set.pop()
+            if vars(owner).get(name) is made:
+                delattr(owner, name)
+
+
+def _owner(point: PatchPoint, owners: Mapping[str, Any]) -> Any:
+    class_name = point.attribute.rpartition(".")[0]
+    if class_name not in owners:
+        raise PatchTableError(f"Patch point {point.name}: there is no object for {class_name}.")
+    return owners[class_name]
+
+
+def _present(decision: Decision, owners: Mapping[str, Any]) -> Iterator[tuple[PatchPoint, Any]]:
+    for point in decision.points:
+        class_name = point.attribute.rpartition(".")[0]
+        if class_name in owners:
+            yield point, owners[class_name]
+
+
+def _complaints(point: PatchPoint, owner: Any) -> Iterator[str]:
+    """At most one text: how an object's function differs from the one whose source was verified."""
+    class_name, _, name = point.attribute.rpartition(".")
+    kind = type(owner)
+    if name in getattr(owner, "__dict__", {}):
+        yield f"{point.name} is set on the {kind.__name__} itself by others"
+        return
+    classes = kind.__mro__
+    known = [c for c in classes if (c.__module__, c.__qualname__) == (point.module, class_name)]
+    if not known:
+        yield f"{point.name} expects a {class_name}, found {kind.__module__}.{kind.__qualname__}"
+        return
+    defined = next((c for c in classes if name in vars(c)), kind)
+    if defined not in known[0].__mro__:
+        yield f"{point.name} is overridden in {defined.__module__}.{defined.__qualname__}"
+        return
+    found = vars(defined).get(name, _ABSENT)
+    if found is _ABSENT:
+        yield f"{point.name} not found in {kind.__module__}.{kind.__qualname__}"
+        return
+    yield from live_complaints(point, found)
+
+
+def _load(point: PatchPoint) -> Callable[..., Any]:
+    module, _, function = point.hook.partition(":")
+    made: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return made
