@@ -56,6 +56,11 @@ def text(document: dict[str, Any]) -> str:
     return "\n\n".join(filter(None, [*parts, "\n".join(errors + auto), _verdicts(document)]))
 
 
+def page(document: dict[str, Any]) -> str:
+    """The table of docs/performance.md."""
+    return _speeds(document)
+
+
 def _plain(document: dict[str, Any]) -> str:
     rows = [["plain memcpy", "GB/s", "smallest", "largest", "matmul takes"]]
     for kind in ("store", "load", "both"):

@@ -1,0 +1,199 @@
+"""python scripts/bench page [--check]
+
+Writes the tables of docs/performance.md anew from the results in docs/measured/current, and its
+picture. The words around the tables are written by hand; a table stands between two comments that
+name it. With --check nothing is written, and status 1 says that the page is not what the results
+say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from scripts.bench.common import ROOT, say, table
+from scripts.bench.serve import report as serve
+
+RESULTS = ROOT / "docs" / "measured" / "current"
+PAGE = ROOT / "docs" / "performance.md"
+PICTURE = ROOT / "docs" / "performance.png"
+MODES = {
+    "off": "no tier",
+    "ours": "this tier",
+    "before": "this tier at d7e3e02",
+    "simple": "SimpleCPUOffloadConnector",
+    "offloading": "OffloadingConnector",
+}
+# Figures of `bench serve` on the page: key, words, factor to the unit in the words.
+SERVED = (
+    ("s1", "S1: first token of 8,192 tokens in CPU memory, ms", 1000),
+    ("s3", "S3: 60 sessions of 8k tokens, the GPU holds 23; a turn of all, s", 1),
+    ("s2", "S2: 200 fresh prompts of 2,048 tokens, nothing to find, s", 1),
+    ("start", "engine start with the tier, s", 1),
+)
+MECHANISMS = {
+    "mechanisms-default.json": "default graphs, 60 sessions in turns",
+    "mechanisms-quiet.json": "eager prefill, quiet engine",
+    "mechanisms-s3.json": "eager prefill, 60 sessions in turns",
+}
+
+
+def read(name: str) -> Any:
+    """One result; None where it was not measured."""
+    path = RESULTS / name
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def cell(values: list[float], factor: float = 1.0) -> str:
+    """Median, smallest and largest, to three digits."""
+    if not values:
+        return "-"
+    middle, low, high = (factor * f(values) for f in (statistics.median, min, max))
+    return f"{_digits(middle)} ({_digits(low)} to {_digits(high)})"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def served() -> str:
+    """S1 to S3 and the start by mode, the commit before beside this one."""
+    document, before = read("serve.json"), read("serve-before.json")
+    if document is None:
+        return "not measured"
+    found = serve.figures(document)
+    if before is not None:
+        for key, by_mode in serve.figures(before).items():
+            found.setdefault(key, {})["before"] = by_mode["ours"]
+    shown = [mode for mode in MODES if any(mode in by_mode for by_mode in found.values())]
+    rows = [["median (smallest to largest)", *(MODES[mode] for mode in shown)]]
+    for key, words, factor in SERVED:
+        by_mode = found.get(key, {})
+        samples = [by_mode.get(mode, {"samples": []})["samples"] for mode in shown]
+        rows.append([words, *(cell(values, factor) for values in samples)])
+    return table(rows) + "\n\n" + ran_on(document["machines"][-1])
+
+
+def mechanisms() -> str:
+    """What each mechanism is worth: all rounds of one engine, one switched off at a time."""
+    parts = []
+    for name, words in MECHANISMS.items():
+        document = read(name)
+        if document is not None:
+            parts.append(f"{words}, ms:\n\n{_by_mechanism(document['rounds'])}")
+            parts.append(ran_on(document["machine"]))
+    return "\n\n".join(parts) or "not measured"
+
+
+def _by_mechanism(rounds: list[dict[str, Any]]) -> str:
+    names = [name for name in rounds[0] if name not in ("without", "between tokens p50")]
+    rows = [["switched off", *names]]
+    for mechanism in dict.fromkeys(["nothing", *sorted(r["without"] for r in rounds)]):
+        own = [r for r in rounds if r["without"] == mechanism]
+        values = [[_flat(r[name]) for r in own] for name in names]
+        rows.append([mechanism, *(cell(sum(found, [])) for found in values)])
+    return table(rows)
+
+
+def _flat(value: Any) -> list[float]:
+    return value if isinstance(value, list) else [value]
+
+
+def step() -> str:
+    """What a scheduler step costs on the host, the connectors beside it."""
+    document = read("step.json")
+    if document is None:
+        return "not measured"
+    from scripts.bench import step as bench_step
+
+    return bench_step.page(document) + "\n\n" + ran_on(document["machine"])
+
+
+def transfer() -> str:
+    """Shares of what plain copies of one pinned buffer reach."""
+    document = read("transfer.json")
+    if document is None:
+        return "not measured"
+    from scripts.bench.transfer import report
+
+    return report.page(document) + "\n\n" + ran_on(document["machine"])
+
+
+def ranks() -> str:
+    """The same with two ranks."""
+    document = read("ranks.json")
+    if document is None:
+        return "not measured"
+    found = serve.figures(document)
+    shown = [mode for mode in MODES if any(mode in by_mode for by_mode in found.values())]
+    rows = [["two GPUs, tensor parallel", *(MODES[mode] for mode in shown)]]
+    for key, words, factor in SERVED[:2]:
+        by_mode = found.get(key, {})
+        samples = [by_mode.get(mode, {"samples": []})["samples"] for mode in shown]
+        rows.append([words, *(cell(values, factor) for values in samples)])
+    return table(rows) + "\n\n" + ran_on(document["machines"][-1])
+
+
+def ran_on(machine: dict[str, Any]) -> str:
+    """Commit, date, machine and command of a result."""
+    gpu = machine.get("gpu", "none")
+    where = gpu.split(",")[0] if gpu != "none" else machine.get("cpu", "CPU")
+    return (
+        f"Commit {machine['commit']}, {machine['date'][:10]}, {where}, {machine['cpus']} cores, "
+        f"vLLM {machine['vllm']}: `{machine['command']}`"
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "served": served,
+    "mechanisms": mechanisms,
+    "step": step,
+    "transfer": transfer,
+    "ranks": ranks,
+}
+
+
+def filled(text: str) -> str:
+    """The page with every table made anew."""
+    for name, make in TABLES.items():
+        begin, end = f"<!-- table: {name} -->", f"<!-- end: {name} -->"
+        made = f"{begin}\n{make()}\n{end}"
+        text = re.sub(
+            re.escape(begin) + ".*?" + re.escape(end), lambda _, m=made: m, text, flags=re.S
+        )
+    return text
+
+
+def draw() -> None:
+    """The picture: S1 and S3 by mode."""
+    document, before = read("serve.json"), read("serve-before.json")
+    if document is None:
+        return
+    jobs = [{**job, "mode": MODES[job["mode"]]} for job in document["jobs"]]
+    if before is not None:
+        jobs += [{**j, "mode": MODES["before"]} for j in before["jobs"] if j["mode"] == "ours"]
+    serve.draw({**document, "jobs": jobs}, PICTURE)
+
+
+def main() -> int:
+    """Write the page, or say whether it is right."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1])
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1: not right")
+    options = parser.parse_args()
+    old = PAGE.read_text()
+    new = filled(old)
+    if options.check:
+        say("as the results say" if old == new else "not what the results say")
+        return int(old != new)
+    PAGE.write_text(new)
+    draw()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
