@@ -120,6 +120,8 @@ class Admission:
             ahead_ms = self._load_ms_per_block * self._loads.blocks_under_way
             if ahead_ms > _BUS_AHEAD_MS:
                 return False
+            if not self._parks and not budget.has_tokens(request, known.hit_tokens):
+                return False
         return budget.fits(request, known.hit_tokens, known.gpu_blocks)
 
     def _defer(self, known: Known, budget: AdmissionBudget) -> bool:
@@ -133,7 +135,7 @@ class Admission:
         count = len(found.cpu_hits)
         if count or found.arriving:
             self._cache.forget(request.request_id)
-        if found.arriving or (count and not self._inline(count, budget, stall)):
+        if found.arriving or (count and not self._inline(request, found, budget, stall)):
             self._loads.park(request, found, budget.needed)
             budget.reserve(budget.needed)
             stall.add_parked(count)
@@ -143,10 +145,10 @@ class Admission:
             stall.add_inline(count)
         return False
 
-    def _inline(self, num_blocks: int, budget: AdmissionBudget, stall: Stall) -> bool:
+    def _inline(self, request: Any, found: Found, budget: AdmissionBudget, stall: Stall) -> bool:
         """Whether a request loads within this step; if not, it is parked."""
         if not self._parks:
             return True
         if self._settings.load_mode == "parked":
             return False
-        return budget.tokens > 0 and stall.allows(num_blocks)
+        return budget.has_tokens(request, found.tokens) and stall.allows(len(found.cpu_hits))

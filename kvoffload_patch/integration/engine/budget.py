@@ -14,8 +14,8 @@ _LOOK_AHEAD = 16
 class AdmissionBudget:
     """What this step can still admit, as vLLM will count it.
 
-    The blocks that running requests take first are bounded in O(1); they are counted, once,
-    only when the bound leaves it open whether a request fits.
+    The blocks that running requests take first are bounded without a look at each of them; they
+    are counted, once, only when the bound leaves it open whether a request fits.
 
     Args:
         view: the scheduler.
@@ -31,10 +31,14 @@ class AdmissionBudget:
         self._view = view
         self._exact = False
         self.requests = view.free_run_slots() - parked
-        self.tokens = view.token_budget()
-        self.blocks = view.num_free_blocks() - view.watermark_blocks() - reserved_blocks
+        tokens, self._for_running = view.demand_of_running()
+        self.tokens = int(view.scheduler.max_num_scheduled_tokens) - tokens
+        self.blocks = view.num_free_blocks() - reserved_blocks
+        self._tokens_for_one = view.prompt_tokens_in_step()
+        self._watermark = view.watermark_blocks()
+        if view.scheduler.running:
+            self._keep_watermark()
         self._ahead = _LOOK_AHEAD
-        self._for_running = view.blocks_for_running()
         self.needed = 0
         self.admissible = 0
 
@@ -46,6 +50,11 @@ class AdmissionBudget:
     def out_of_tokens(self, look_ahead: bool) -> bool:
         """Whether `schedule` has no tokens for more; ``look_ahead``: nor shall more be parked."""
         return self.tokens <= 0 and not (look_ahead and self._ahead)
+
+    def has_tokens(self, request: Any, hit_tokens: int) -> bool:
+        """Whether `schedule` has tokens for a request: one, or all if it may not split prompts."""
+        needed = 1 if self._view.splits_prompts else self._tokens_of(request, hit_tokens)
+        return needed <= self.tokens
 
     def fits(self, request: Any, hit_tokens: int, gpu_blocks: Sequence[Any]) -> bool:
         """Whether a request can be admitted; `admit` or `reserve` then takes what it needs."""
@@ -66,7 +75,8 @@ class AdmissionBudget:
         """Admit the request that `fits` was asked for last."""
         self.reserve(self.needed)
         self.admissible += 1
-        self.tokens -= max(1, request.num_tokens - hit_tokens)
+        self.tokens -= self._tokens_of(request, hit_tokens)
+        self._keep_watermark()
 
     def reserve(self, num_blocks: int) -> None:
         """A request waits for its load: it takes blocks and a run slot, but none of the tokens."""
@@ -74,3 +84,11 @@ class AdmissionBudget:
             self._ahead -= 1
         self.blocks -= num_blocks
         self.requests -= 1
+
+    def _tokens_of(self, request: Any, hit_tokens: int) -> int:
+        return min(max(1, int(request.num_tokens) - hit_tokens), self._tokens_for_one)
+
+    def _keep_watermark(self) -> None:
+        """From the second request on: vLLM leaves these blocks free beside one that runs."""
+        self.blocks -= self._watermark
+        self._watermark = 0

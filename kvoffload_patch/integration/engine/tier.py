@@ -103,6 +103,7 @@ class SchedulerTier:
     def after_schedule(self, output: Any) -> None:
         """Put the plan on the output, and give up what was held for this step only."""
         self._scheduling = False
+        self._view.note_scheduled(output)
         scheduled = output.num_scheduled_tokens
         for request_id, gpu_block_id, key in self._cached:
             # A request preempted within this very schedule() never computes its blocks.
@@ -120,6 +121,8 @@ class SchedulerTier:
             setattr(output, PLAN, plan)
         for request_id in self._hits.admitted(scheduled):
             self._lookups.forget(request_id)
+        # One that was preempted can end by the output of a step that began before that.
+        self.on_finish(output.finished_req_ids)
         self._lookups.end_step()
         self._report.tick()
 

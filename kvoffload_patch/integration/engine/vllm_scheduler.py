@@ -9,7 +9,7 @@ from 0.31 on.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvoffload_patch.integration.engine.lookup_replay import Answers, Lookup
@@ -42,6 +42,7 @@ class SchedulerView:
         self.block_sizes = tuple(int(m.block_size) for m in managers)
         self._span_tokens = tuple(self._tokens_held(m.kv_cache_spec) for m in managers)
         self._parked_status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        self._running_status = RequestStatus.RUNNING
         self._open = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         grammar = "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"  # from 0.19 on
         known = grammar in RequestStatus.__members__
@@ -52,8 +53,16 @@ class SchedulerView:
         self._uncapped_limit: int | None = None  # while the door is closed
         queues = ("kv_holding_waiting", "skipped_waiting", "waiting")
         self._queue_names = [name for name in queues if hasattr(scheduler, name)]
-        # Tokens that a decode step gives to a request, at most.
+        self.splits_prompts = bool(scheduler.scheduler_config.enable_chunked_prefill)
+        # Tokens that a decode step gives to a request, at most, and blocks over all groups.
         self.decode_tokens = 1 + int(getattr(scheduler, "num_spec_tokens", 0))
+        ahead = self.decode_tokens + int(scheduler.num_lookahead_tokens)
+        # Only there a lookup's result has every block that it has seen, so that nothing else can
+        # change what vLLM finds: several groups, a window or a drafting model drop some.
+        plain = len(managers) == 1 and type(managers[0]).__name__ == "FullAttentionManager"
+        self._replays = plain and self.decode_tokens == 1
+        self._decode_blocks = sum(-(-ahead // size) for size in self.block_sizes)
+        self._prefills: dict[str, Any] = {}  # running, part of the prompt is computed; by name
 
     def _tokens_held(self, spec: Any) -> int | None:
         """Tokens whose blocks a request keeps in this group; None where it keeps all."""
@@ -87,6 +96,10 @@ class SchedulerView:
     def needs_lookup(self, request: Any) -> bool:
         """Whether `schedule` would look its prefix up: it waits for nothing but its turn."""
         if request.num_computed_tokens:
+            return False
+        # From 0.27 on one that was preempted is passed over until its tokens under way are there.
+        stale = getattr(request, "num_stale_output_tokens", 0)
+        if stale and not getattr(request, "drop_stale_output", False):
             return False
         if request.status in self._open:
             return True
@@ -150,33 +163,72 @@ class SchedulerView:
             setattr(self.scheduler, self._run_limit, self._uncapped_limit)
             self._uncapped_limit = None
 
-    def token_budget(self) -> int:
-        """Tokens that a step can give to waiting requests, at most."""
-        return int(self.scheduler.max_num_scheduled_tokens) - len(self.scheduler.running)
+    def note_scheduled(self, output: Any) -> None:
+        """`schedule` has returned this output: remember the prompts that it leaves unfinished.
 
-    def blocks_for_running(self) -> int:
-        """Blocks that running requests may take in this step, at most; O(1)."""
+        O(requests that begin or resume in the step and prompts under way). From 0.23 on vLLM keeps
+        such a set itself, which holds a connector's loads as well.
+        """
+        requests = self.scheduler.requests
+        for new in output.scheduled_new_reqs:
+            self._prefills[new.req_id] = requests[new.req_id]
+        for request_id in _resumed(output.scheduled_cached_reqs):
+            self._prefills[request_id] = requests[request_id]
+        for request_id, request in list(self._prefills.items()):
+            # To be asked now: the step's token makes a finished prompt one token longer.
+            done = request.num_computed_tokens >= request.num_tokens
+            if done or request.status != self._running_status:
+                del self._prefills[request_id]
+
+    def demand_of_running(self) -> tuple[int, int]:
+        """(tokens, blocks) that running requests take in this step, at most; O(prompts under way).
+
+        Decodes are bounded by their number, prompts of which a part is computed are counted.
+        """
+        num_running = len(self.scheduler.running)
+        blocks = num_running * self._decode_blocks
+        tokens, limit = num_running * self.decode_tokens, self.prompt_tokens_in_step()
+        for request in self._prefills.values():
+            if request.status != self._running_status:
+                continue  # preempted or gone since
+            todo = min(request.num_tokens - request.num_computed_tokens, limit)
+            tokens += todo
+            blocks += self._new_blocks(request, todo)
+        return tokens, blocks
+
+    def prompt_tokens_in_step(self) -> int:
+        """Tokens that a step gives to one prompt, at most."""
         scheduler = self.scheduler
-        blocks = len(scheduler.running) * len(self.block_sizes)
-        if getattr(scheduler, "_inflight_prefills", None):
-            blocks += self.blocks_for(scheduler.max_num_scheduled_tokens)
-        return blocks
+        threshold = scheduler.scheduler_config.long_prefill_token_threshold
+        if threshold <= 0:
+            return int(scheduler.max_num_scheduled_tokens)
+        if getattr(scheduler, "adaptive_long_prefill_threshold", False):
+            requests = len(scheduler.running) + sum(map(len, self._queues()))
+            share = scheduler.max_num_scheduled_tokens // max(1, requests)
+            threshold = max(threshold, share)
+        return int(min(threshold, scheduler.max_num_scheduled_tokens))
 
     def count_blocks_for_running(self) -> int:
-        """The same, counted; for when the bound above is too coarse to decide by."""
-        scheduler, blocks = self.scheduler, 0
-        for request in scheduler.running:
-            done = request.num_computed_tokens
-            ahead = request.num_tokens_with_spec - done
-            ahead += getattr(request, "num_output_placeholders", 0)
-            todo = min(ahead, scheduler.max_num_scheduled_tokens) + scheduler.num_lookahead_tokens
-            for size in self.block_sizes:
-                blocks += -(-(done + todo) // size) - -(-done // size)
+        """Blocks that running requests take in this step; O(running requests).
+
+        For when the bound of `demand_of_running` is too coarse to decide by.
+        """
+        limit, blocks = self.prompt_tokens_in_step(), 0
+        for request in self.scheduler.running:
+            todo = request.num_tokens_with_spec - request.num_computed_tokens
+            todo += getattr(request, "num_output_placeholders", 0)
+            blocks += self._new_blocks(request, min(todo, limit))
         return blocks
 
+    def _new_blocks(self, request: Any, tokens: int) -> int:
+        """Blocks, over all groups, that a request needs to compute so many tokens more."""
+        done = request.num_computed_tokens
+        end = done + tokens + self.scheduler.num_lookahead_tokens
+        return sum(-(-end // size) - -(-done // size) for size in self.block_sizes)
+
     def watermark_blocks(self) -> int:
-        """Blocks that vLLM keeps free when it admits a request beside running ones."""
-        return int(getattr(self.manager, "watermark_blocks", 0)) if self.scheduler.running else 0
+        """Blocks that vLLM keeps free when it admits a request beside others; from 0.24 on."""
+        return int(getattr(self.manager, "watermark_blocks", 0))
 
     def tokens_to_fit(self, request: Any, hit_tokens: int) -> int:
         """Tokens whose blocks must be free for `schedule` to admit a request."""
@@ -211,7 +263,7 @@ class SchedulerView:
             manager.log_stats = log_stats
             for holder in self._pool_holders:
                 holder.block_pool = self.pool
-        return found[0].blocks, int(found[1]), lookup
+        return found[0].blocks, int(found[1]), lookup if self._replays else None
 
     # Blocks
 
@@ -264,3 +316,13 @@ def _heap_order(heap: Sequence[Any]) -> Iterator[Any]:
         for child in (2 * at + 1, 2 * at + 2):
             if child < len(heap):
                 heapq.heappush(front, (heap[child], child))
+
+
+def _resumed(requests: Any) -> Iterable[str]:
+    """Requests that begin again in a step, after `SchedulerOutput.scheduled_cached_reqs`."""
+    if isinstance(requests, list):  # up to 0.9.1
+        return [one.req_id for one in requests if one.resumed_from_preemption]
+    resumed: Iterable[str] | None = getattr(requests, "resumed_req_ids", None)
+    if resumed is None:  # up to 0.11.0
+        resumed = [n for n, yes in zip(requests.req_ids, requests.resumed_from_preemption) if yes]
+    return resumed

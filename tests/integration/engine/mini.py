@@ -41,6 +41,9 @@ _MODEL = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
 }  # fmt: skip
 
+# The configuration is shared by all of a process.
+_LIMITS = {"watermark": 0.0, "enable_chunked_prefill": True, "long_prefill_token_threshold": 0}
+
 
 class FakeRanks:
     """One rank; its device carries out the plans. ``here``: in the scheduler's process."""
@@ -76,6 +79,8 @@ class Mini:
         windows: a KV cache group for each: its sliding window, or None for full attention.
         tier: whether there is one.
         policy: of the waiting queue.
+        lookahead: tokens behind a step's own for which vLLM takes blocks as well.
+        limits: fields of vLLM's scheduler configuration, instead of `_LIMITS`.
     """
 
     def __init__(
@@ -89,13 +94,18 @@ class Mini:
         windows: Sequence[int | None] = (None,),
         tier: bool = True,
         policy: str = "fcfs",
+        lookahead: int = 0,
+        limits: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         self.in_flight = in_flight
         self.device = Device(blocks, num_slots, tuple(windows), late, fails)
         self.config = Release.config(in_flight)
         self.config.scheduler_config.policy = policy
+        for name, value in {**_LIMITS, **(limits or {})}.items():
+            setattr(self.config.scheduler_config, name, value)
         self.scheduler = parts.make_scheduler(self.config, blocks, windows)
+        self.scheduler.num_lookahead_tokens = lookahead
         self.kv_manager = self.scheduler.kv_cache_manager
         self.pool = self.kv_manager.block_pool
         self.ranks = ranks or FakeRanks()

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from integration.engine.mini import BLOCK, FakeRanks, Mini
+from scheduler_half.scenarios import nothing_held, running_prompt
 from vllm.v1.request import RequestStatus
 
 BUS_MS = 150
@@ -227,6 +228,111 @@ def test_requests_come_to_an_end_whatever_happens_while_the_door_is_closed(event
     assert (waits in mini.hits) == (event == "reset")
     assert (behind in mini.hits) == (event != "abort all") and last in mini.hits
     assert limit(mini) == 8
+
+
+# Running prompts
+
+
+@pytest.mark.parametrize("load_mode", ["inline", "auto"])
+@pytest.mark.parametrize("copies_overlap", [True, False])
+def test_nothing_is_loaded_inline_for_a_step_whose_tokens_running_prompts_take(
+    load_mode: str, copies_overlap: bool
+) -> None:
+    mini = Mini(load_mode=load_mode, blocks=101, ranks=FakeRanks(0.5, copies_overlap))
+    mini.only_in_cpu(prompt(10, seed=1))
+    mini.add(prompt(70, seed=2), count=3)  # in five steps
+    mini.step()
+    hit = mini.add(prompt(10, seed=1), count=3)
+    run_with_readers(mini, hit)
+    assert mini.hits[hit] == 10 * BLOCK
+
+
+@pytest.mark.parametrize("load_mode", ["inline", "auto"])
+def test_a_prompt_that_may_not_be_split_is_loaded_for_the_step_that_has_tokens_for_all_of_it(
+    load_mode: str,
+) -> None:
+    mini = Mini(load_mode=load_mode, blocks=101, limits={"enable_chunked_prefill": False})
+    mini.only_in_cpu(prompt(10, seed=1))
+    mini.add(prompt(15, seed=2), count=3)  # 241 of a step's 256 tokens
+    hit = mini.add(prompt(10, seed=1, tail=20), count=3)
+    run_with_readers(mini, hit)
+    assert mini.hits[hit] == 10 * BLOCK
+
+
+def run_with_readers(mini: Mini, name: str) -> None:
+    """Run to the end; what is loaded inline is read in that step."""
+    while mini.scheduler.has_unfinished_requests():
+        planned = len(mini.plans)
+        scheduled = mini.begin_step()
+        mini.end_step()
+        if any(plan.wait_load and plan.loads for plan in mini.plans[planned:]):
+            assert scheduled.num_scheduled_tokens.get(name), "nobody reads it in this step"
+    mini.check()
+    nothing_held(mini)
+
+
+def test_a_load_leaves_running_prompts_their_blocks() -> None:
+    running_prompt()
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_a_load_leaves_vllm_its_watermark(running: bool) -> None:
+    """Without room beside the watermark vLLM would not admit whom it is for."""
+    mini = Mini(load_mode="inline", blocks=41, limits={"watermark": 0.5})  # 20 blocks
+    mini.only_in_cpu(prompt(12, seed=1))
+    mini.add(prompt(9, seed=2), count=20)
+    if running:
+        mini.step()
+    hit = mini.add(prompt(12, seed=1))
+    scheduled = mini.begin_step()
+    assert hit not in scheduled.num_scheduled_tokens
+    assert not any(plan.loads for plan in mini.plans), "a load without a reader"
+    mini.end_step()
+    mini.run()
+    mini.check()
+    nothing_held(mini)
+    assert mini.hits[hit] == 12 * BLOCK, "when the other one was done"
+
+
+def test_a_prompt_may_be_split_by_a_threshold() -> None:
+    """As vLLM does with long prompts, and only so many tokens of a step are taken."""
+    mini = Mini(load_mode="inline", blocks=101, limits={"long_prefill_token_threshold": 40})
+    mini.only_in_cpu(prompt(4, seed=1))
+    long = mini.add(prompt(70, seed=2), count=3)
+    mini.step()
+    hit = mini.add(prompt(4, seed=1), count=3)
+    scheduled = mini.begin_step()
+    assert scheduled.num_scheduled_tokens == {long: 40, hit: 1}
+    assert mini.hits[hit] == 4 * BLOCK
+    mini.end_step()
+    mini.run()
+    mini.check()
+    nothing_held(mini)
+
+
+# Many steps under way, as with pipeline stages
+
+
+@pytest.mark.parametrize("seed", [8, 11, 26, 43])
+@pytest.mark.parametrize("load_mode", ["auto", "parked"])
+@pytest.mark.parametrize("in_flight", [3, 6])
+def test_requests_leave_nothing_behind_however_many_steps_are_under_way(
+    in_flight: int, load_mode: str, seed: int
+) -> None:
+    """One that was preempted can end by a step that had begun before."""
+    mini = Mini(in_flight=in_flight, load_mode=load_mode, late=seed % 4, blocks=25)
+    rng = random.Random(seed)
+    known = [prompt(rng.randrange(1, 6), seed=s + 1000 * seed) for s in range(8)]
+    mini.only_in_cpu(*known)
+    for s in range(12):
+        own = prompt(0, seed=s, tail=rng.randrange(1, 12))
+        mini.add(known[s % 8] + own, count=rng.randrange(8, 60))
+        for _ in range(rng.randrange(3)):
+            mini.step()
+    mini.run()
+    mini.check()
+    nothing_held(mini)
+    assert mini.device.resumed
 
 
 # The bus

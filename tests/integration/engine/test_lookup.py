@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from integration.engine.world import BLOCK, FakeRanks, LookUps, World, prompt
+from integration.engine.world import BLOCK, FakeRanks, LookUps, World, prompt, step_output
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
@@ -622,9 +621,7 @@ def test_a_block_that_is_handed_out_again_is_not_stored() -> None:
     world.tier.before_schedule()
     preempt_and_reuse_three()
     # It is named as scheduled, so that only the fate of its blocks is left to decide by.
-    output = SimpleNamespace(
-        num_scheduled_tokens={request.request_id: request.num_tokens}, scheduled_new_reqs=[]
-    )
+    output = step_output({request.request_id: request.num_tokens})
     world.tier.after_schedule(output)
     kept = getattr(output, PLAN).store.gpu_block_ids
     assert len(kept) == 2, "the block that was not full, and two full ones, are gone"

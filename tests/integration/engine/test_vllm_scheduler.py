@@ -15,6 +15,7 @@ from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView, _he
 pytest.importorskip("vllm")
 
 from integration.engine.world import BLOCK, FakeScheduler, make_manager, make_request, prompt
+from scheduler_half.scenarios import demand_of_running
 from vllm.v1.request import RequestStatus
 
 HOLDING = ["skipped_waiting", "kv_holding_waiting"]  # 0.26 to 0.30, and from 0.31 on
@@ -193,14 +194,10 @@ def test_a_request_is_open_once_its_grammar_is_there() -> None:
     assert not view.needs_lookup(request)
 
 
-def test_the_bound_on_blocks_for_running_requests_holds() -> None:
-    view = make_view()
-    for length in (1, 4, 5, 8, 9):
-        request = make_request(prompt(0, tail=length))
-        request.num_computed_tokens = length - 1
-        view.scheduler.running.append(request)
-    assert view.count_blocks_for_running() == 3  # lengths 1, 5 and 9 begin a block
-    assert view.blocks_for_running() >= view.count_blocks_for_running()
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("lookahead", [0, 5])
+def test_the_bound_on_blocks_for_running_requests_holds(in_flight: int, lookahead: int) -> None:
+    demand_of_running(in_flight, lookahead)
 
 
 def test_a_probe_leaves_pools_and_statistics_as_they_were() -> None:

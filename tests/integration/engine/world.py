@@ -90,6 +90,10 @@ class FakeScheduler:
     ) -> None:
         self.kv_cache_manager = manager
         self.running: list[Request] = []
+        self.requests: dict[str, Request] = {}
+        self.scheduler_config = SimpleNamespace(
+            enable_chunked_prefill=True, long_prefill_token_threshold=0
+        )
         self.waiting = create_request_queue(SchedulingPolicy(policy))
         self.holding = create_request_queue(SchedulingPolicy(policy))
         setattr(self, holding, self.holding)
@@ -106,6 +110,16 @@ class FakeScheduler:
     def schedule(self) -> int:
         """As vLLM's from 0.25 on, sessions that wait for input take part in admission."""
         return len(self.running) + self.num_waiting_for_streaming_input
+
+
+def step_output(scheduled: dict[str, int]) -> SimpleNamespace:
+    """What the tier reads of a `SchedulerOutput` in which no prompt is computed in parts."""
+    return SimpleNamespace(
+        num_scheduled_tokens=scheduled,
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
+        finished_req_ids=set(),
+    )
 
 
 class FakeRanks:
@@ -198,7 +212,7 @@ class World:
             if body is not None:
                 body()
             scheduled = {request.request_id: self.admit(request) for request in admitted}
-            return SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_new_reqs=[])
+            return step_output(scheduled)
 
         output = step_hooks.schedule(schedule, self.hooks.live, self.tier)()
         return getattr(output, PLAN, None)
