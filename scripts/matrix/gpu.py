@@ -3,8 +3,8 @@
     python scripts/matrix gpu --out DIR
 
 Two model runners (V1, and V2 where the release has it), each without CUDA graphs and with them,
-with layers of two kinds (full attention, and a sliding window), and over two ranks where there are
-two GPUs. For each, one plain engine whose GPU cache keeps every prefix, and one engine with the
+with layers of two kinds (full attention, and a sliding window), and, where there are two GPUs, over
+two tensor-parallel ranks and over two pipeline stages. For each, one plain engine whose GPU cache keeps every prefix, and one engine with the
 tier whose GPU cache is too small for that: both compute the same tokens behind the same hits,
 because bf16 answers otherwise depend on where a prompt was cut. Their greedy answers must be
 equal, one prompt at a time, the tier must have loaded blocks, and two kinds of layers must be two
@@ -63,7 +63,10 @@ KINDS = [
     Kind("graphs", "full", GRAPHS),
     Kind("graphs, windows", "windows", GRAPHS),
 ]
-RANKS = [Kind("graphs, two ranks", "two heads", {**GRAPHS, "tensor_parallel_size": 2})]
+RANKS = [
+    Kind("graphs, two ranks", "two heads", {**GRAPHS, "tensor_parallel_size": 2}),
+    Kind("graphs, two stages", "full", {**GRAPHS, "pipeline_parallel_size": 2}),
+]
 
 
 def play(folder: Path, runner: str, kind: Kind, tier: bool) -> dict[str, Any]:
