@@ -4,11 +4,11 @@
 
 Two model runners (V1, and V2 where the release has it), each without CUDA graphs and with them,
 with layers of two kinds (full attention, and a sliding window), and, where there are two GPUs, over
-two tensor-parallel ranks and over two pipeline stages. For each, one plain engine whose GPU cache keeps every prefix, and one engine with the
-tier whose GPU cache is too small for that: both compute the same tokens behind the same hits,
-because bf16 answers otherwise depend on where a prompt was cut. Their greedy answers must be
-equal, one prompt at a time, the tier must have loaded blocks, and two kinds of layers must be two
-groups.
+two tensor-parallel ranks and over two pipeline stages. For each, one plain engine whose GPU cache
+keeps every prefix, and one engine with the tier whose GPU cache is too small for that: both compute
+the same tokens behind the same hits, because bf16 answers otherwise depend on where a prompt was
+cut. Their greedy answers must be equal, one prompt at a time, the tier must have loaded blocks, and
+two kinds of layers must be two groups.
 
 Needs a GPU and 20 s for each engine; ``--runners v1`` takes one runner only.
 """
