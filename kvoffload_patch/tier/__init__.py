@@ -7,7 +7,7 @@ of tensors, of streams or of vLLM.
 The protocol, in the order in which a step uses it:
 
 ``lookup`` / ``touch``
-    Is the block of this key readable in CPU memory? Refresh its recency.
+    From which place can the block of this key be loaded? Refresh its recency.
 ``queue_store`` / ``note_new_blocks``
     A GPU block has been given this key; it is stored with the step's plan unless the block is
     handed out again before the plan is made.
@@ -20,5 +20,5 @@ The protocol, in the order in which a step uses it:
 ``apply``
     Take in a `TransferResult`: unpin what was loaded, make readable what was stored.
 
-Tickets increase by one per direction and are done in that order.
+Tickets increase by one per link and are done in that order.
 """

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from kvoffload_patch.tier.entries import Block, Ticket
-from kvoffload_patch.tier.plan import CopyBatch, TransferPlan, TransferResult
+from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Link
+from kvoffload_patch.tier.entries import Block, LinkTickets
+from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
 from kvoffload_patch.tier.policy import EvictionPolicy, LRUPolicy
 from kvoffload_patch.tier.slots import SlotPool
 from kvoffload_patch.tier.stats import TierStats
@@ -19,7 +19,7 @@ class OffloadManager:
 
     Args:
         num_slots: slots usable at first; more become usable by `apply`.
-        policy: makes the eviction policy, anew after each `clear`.
+        policy: makes the eviction policy, and another one after each `clear`.
         growing: more slots are to come.
     """
 
@@ -37,16 +37,11 @@ class OffloadManager:
         self._growing = growing
         self._blocks: dict[Hashable, Block] = {}
         self._pending: dict[int, Hashable] = {}  # GPU block id -> key, not yet planned
-        self._loading: deque[Ticket] = deque()
-        self._storing: deque[Ticket] = deque()
+        self._loads, self._stores = LinkTickets(LOAD), LinkTickets(STORE)
+        self._links = {LOAD: self._loads, STORE: self._stores}
         self._store_of: dict[int, int] = {}  # GPU block id -> ticket of its last store
-        self._new_loads: list[CopyBatch] = []
-        self._last_load = self._last_store = 0
-        self._loads_done = self._stores_done = 0
-        self._wait_load = self._wait_store = 0
-        self._promised_loads: list[int] = []
-        self._failed_loads: set[int] = set()  # until a plan says that they are done
-        self._failed_stores: set[int] = set()  # until they are done
+        self._new_loads: list[Transfer] = []
+        self._promised: list[tuple[Link, int]] = []
 
     @property
     def num_used(self) -> int:
@@ -56,14 +51,14 @@ class OffloadManager:
     @property
     def busy(self) -> bool:
         """Whether any planned transfer is not known to be done."""
-        return bool(self._loading or self._storing)
+        return any(link.under_way for link in self._links.values())
 
     # Looking up
 
-    def lookup(self, key: Hashable) -> bool:
-        """Whether the block of ``key`` can be loaded now."""
+    def lookup(self, key: Hashable) -> str | None:
+        """The place from which the block of ``key`` can be loaded now; None if there is none."""
         block = self._blocks.get(key)
-        return block is not None and block.ready
+        return CPU if block is not None and block.ready else None
 
     def holds(self, key: Hashable) -> bool:
         """Whether ``key`` has a slot, readable or still being written."""
@@ -96,7 +91,7 @@ class OffloadManager:
         for gpu_block_id in gpu_block_ids:
             self._pending.pop(gpu_block_id, None)
             ticket = self._store_of.pop(gpu_block_id, 0)
-            self._wait_store = max(self._wait_store, ticket)
+            self._stores.wait_for(ticket)
 
     def discard(self, key: Hashable) -> None:
         """What the GPU holds, and may have stored, under ``key`` turned out to be wrong."""
@@ -120,28 +115,25 @@ class OffloadManager:
                 raise KeyError(block.key)
         for block in blocks:
             self._pin(block)
-        self._last_load += 1
-        batch = CopyBatch(
-            self._last_load, tuple(gpu_block_ids), tuple(block.slot for block in blocks)
-        )
-        self._new_loads.append(batch)
-        self._loading.append(Ticket(batch, blocks))
-        return self._last_load
+        ticket = self._loads.give_out(blocks)
+        slots = tuple(block.slot for block in blocks)
+        self._new_loads.append(Transfer(ticket, CPU, GPU, slots, tuple(gpu_block_ids)))
+        return ticket
 
     def expose_load(self, ticket: int) -> None:
         """The next plan's forward pass may read what this load brings: it waits for it.
 
         From now on it must not fail: a rank on which it does raises.
         """
-        self.await_load(ticket)
-        self._promised_loads.append(ticket)
+        self._loads.wait_for(ticket)
+        self._promised.append((LOAD, ticket))
 
     def await_load(self, ticket: int) -> None:
-        """The next plan's forward pass waits for this load, though nobody reads what it brings.
+        """The next plan's forward pass waits for this load, though it does not read it.
 
-        Its GPU blocks go to somebody else, and a rank that is behind may still write to them.
+        Other blocks come to where it writes, and a rank that is behind may still write there.
         """
-        self._wait_load = max(self._wait_load, ticket)
+        self._loads.wait_for(ticket)
 
     # Steps
 
@@ -156,22 +148,17 @@ class OffloadManager:
             layerwise: as in the plan.
         """
         store = self._plan_store(storable)
-        if not (self._new_loads or store or self._wait_load or self._wait_store):
+        links = self._links.values()
+        waits = tuple([(link.link, link.wait) for link in links if link.wait])
+        if not (self._new_loads or store or waits):
             return None
-        plan = TransferPlan(
-            loads=tuple(self._new_loads),
-            store=store,
-            wait_load=self._wait_load,
-            wait_store=self._wait_store,
-            stores_done=self._stores_done,
-            loads_done=self._loads_done,
-            promised_loads=tuple(self._promised_loads),
-            layerwise=layerwise,
-        )
+        done = tuple([(link.link, link.done) for link in links if link.done])
+        promised = tuple(self._promised)
+        plan = TransferPlan(tuple(self._new_loads), store, waits, done, promised, layerwise)
         self._new_loads.clear()
-        self._promised_loads.clear()
-        self._failed_loads = {t for t in self._failed_loads if t > self._loads_done}
-        self._wait_load = self._wait_store = 0
+        self._promised.clear()
+        for link in links:
+            link.planned()
         return plan
 
     def apply(self, result: TransferResult) -> list[Hashable]:
@@ -181,38 +168,44 @@ class OffloadManager:
         slots may be the fault.
         """
         readable: list[Hashable] = []
-        # One that is known to be done was taken in then: it is named until a plan shows that.
-        self._failed_loads.update(t for t in result.failed_loads if t > self._loads_done)
-        self._failed_stores.update(t for t in result.failed_stores if t > self._stores_done)
+        for name, ticket in result.failed:
+            # One that is known to be done was taken in then: it is named until a plan shows that.
+            if ticket > self._links[name].done:
+                self._links[name].failed.add(ticket)
         if result.num_slots is not None:
             self._growing = result.growing
             if result.num_slots > self.num_slots:
                 self.num_slots = result.num_slots
                 self._slots.grow(self.num_slots)
-        while self._loading and self._loading[0].batch.ticket <= result.loads_done:
-            self._finish_load(self._loading.popleft())
-        while self._storing and self._storing[0].batch.ticket <= result.stores_done:
-            readable.extend(self._finish_store(self._storing.popleft()))
-        self._loads_done = max(self._loads_done, min(result.loads_done, self._last_load))
-        self._stores_done = max(self._stores_done, min(result.stores_done, self._last_store))
+        for name, done in result.done:
+            link = self._links[name]
+            while link.under_way and link.under_way[0][0] <= done:
+                ticket, blocks = link.under_way.popleft()
+                if ticket in link.failed:
+                    self._give_up(blocks)
+                elif link is self._loads:
+                    self._finish_load(blocks)
+                else:
+                    readable.extend(self._finish_store(blocks))
+            link.done = max(link.done, min(done, link.last))
         return readable
 
     def load_done(self, ticket: int) -> bool:
         """Whether this load is known to be done; `load_failed` says how it ended."""
-        return ticket <= self._loads_done
+        return ticket <= self._loads.done
 
     def load_failed(self, ticket: int) -> bool:
         """Whether this load failed; to be asked before the plan that follows its end is made."""
-        return ticket in self._failed_loads
+        return ticket in self._loads.failed
 
     def drained(self) -> TransferResult:
         """The result that ranks give once they have finished all that was planned."""
-        return TransferResult(self._last_load, self._last_store)
+        return TransferResult(tuple([(link.link, link.last) for link in self._links.values()]))
 
     def clear(self) -> None:
         """Forget every key. Slots of transfers under way come back when those are done."""
-        held = {block.slot for ticket in self._loading for block in ticket.blocks}
-        held.update(block.slot for ticket in self._storing for block in ticket.blocks)
+        under_way = (blocks for link in self._links.values() for _, blocks in link.under_way)
+        held = {block.slot for blocks in under_way for block in blocks}
         self._blocks = {}
         self._pending = {}
         self._policy = self._new_policy()
@@ -220,24 +213,20 @@ class OffloadManager:
 
     # Inside
 
-    def _plan_store(self, storable: Callable[[int, Hashable], bool]) -> CopyBatch | None:
+    def _plan_store(self, storable: Callable[[int, Hashable], bool]) -> tuple[Transfer, ...]:
         gpu_block_of = self._take_pending(storable)
         count = self._make_room(len(gpu_block_of))
         self.stats.dropped += len(gpu_block_of) - count
         if not count:
-            return None
+            return ()
         blocks = [Block(key, slot) for key, slot in zip(gpu_block_of, self._slots.allocate(count))]
-        self._last_store += 1
-        batch = CopyBatch(
-            self._last_store,
-            tuple(gpu_block_of[block.key] for block in blocks),
-            tuple(block.slot for block in blocks),
-        )
-        for block, gpu_block_id in zip(blocks, batch.gpu_block_ids):
+        ticket = self._stores.give_out(blocks)
+        gpu_block_ids = tuple(gpu_block_of[block.key] for block in blocks)
+        for block, gpu_block_id in zip(blocks, gpu_block_ids):
             self._blocks[block.key] = block
-            self._store_of[gpu_block_id] = batch.ticket
-        self._storing.append(Ticket(batch, blocks))
-        return batch
+            self._store_of[gpu_block_id] = ticket
+        slots = tuple(block.slot for block in blocks)
+        return (Transfer(ticket, GPU, CPU, gpu_block_ids, slots),)
 
     def _take_pending(self, storable: Callable[[int, Hashable], bool]) -> dict[Hashable, int]:
         """What is to be stored now, and from which GPU block.
@@ -268,36 +257,29 @@ class OffloadManager:
             self.stats.evicted += 1
         return min(count, self._slots.num_free)
 
-    def _finish_load(self, ticket: Ticket) -> None:
-        if ticket.batch.ticket in self._failed_loads:
-            self._give_up(ticket)
-            return
+    def _finish_load(self, blocks: list[Block]) -> None:
         # Tail first: the head of the prefix ends most recent.
-        for block in reversed(ticket.blocks):
+        for block in reversed(blocks):
             self._unpin(block)
-        self.stats.loaded += len(ticket.blocks)
+        self.stats.loaded += len(blocks)
 
-    def _finish_store(self, ticket: Ticket) -> list[Hashable]:
-        if ticket.batch.ticket in self._failed_stores:
-            self._failed_stores.remove(ticket.batch.ticket)
-            self._give_up(ticket)
-            return []
+    def _finish_store(self, blocks: list[Block]) -> list[Hashable]:
         readable = []
-        for block in reversed(ticket.blocks):
+        for block in reversed(blocks):
             block.ready = True
             self._unpin(block)
             if self._blocks.get(block.key) is block:
                 readable.append(block.key)
-        self.stats.stored += len(ticket.blocks)
+        self.stats.stored += len(blocks)
         return readable
 
-    def _give_up(self, ticket: Ticket) -> None:
+    def _give_up(self, blocks: list[Block]) -> None:
         """Forget the blocks of a failed transfer."""
-        for block in ticket.blocks:
+        for block in blocks:
             if self._blocks.get(block.key) is block:
                 del self._blocks[block.key]
             self._unpin(block)
-        self.stats.failed += len(ticket.blocks)
+        self.stats.failed += len(blocks)
 
     def _pin(self, block: Block) -> None:
         if not block.ref_cnt:

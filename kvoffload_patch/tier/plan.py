@@ -2,69 +2,84 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvoffload_patch.links import Link, Tickets, ticket_on, tickets_on
 
 
-@dataclass(frozen=True)
-class CopyBatch:
-    """Blocks moved under one ticket: ``gpu_block_ids[i]`` belongs to ``cpu_slots[i]``."""
-
-    ticket: int
-    gpu_block_ids: tuple[int, ...]
-    cpu_slots: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class TransferPlan:
-    """One step's transfers, the same for every rank.
-
-    A rank orders its own copies: loads go before the step's forward pass and after everything
-    computed so far, stores after it. Waiting for ticket 0 is waiting for nothing.
+class Transfer(NamedTuple):
+    """Blocks copied under one ticket, from one place to another.
 
     Attributes:
-        loads: submitted in this order, before the forward pass.
-        store: submitted after the forward pass, or None.
-        wait_load: the forward pass waits for every load up to this ticket: it may read them, or
-            write to blocks that a load which nobody reads still writes to.
-        wait_store: the forward pass waits for every store up to this ticket: it may overwrite
-            the GPU blocks that they read.
-        stores_done: stores known to be done when the plan was made. The loads read only slots
-            that these filled, so a rank that is behind waits for its own.
-        loads_done: loads known to be done when the plan was made. The store overwrites only
-            slots that no later load reads.
-        promised_loads: loads whose blocks the prefix cache has already, so that this forward pass
-            may read them. A rank on which one of them has failed raises.
+        ticket: counts up by one on each link.
+        source, target: places, as `kvoffload_patch.links` names them.
+        source_ids, target_ids: numbers of blocks there (GPU block ids, CPU slots); block
+            ``source_ids[i]`` is copied to ``target_ids[i]``.
+    """
+
+    ticket: int
+    source: str
+    target: str
+    source_ids: tuple[int, ...]
+    target_ids: tuple[int, ...]
+
+
+class TransferPlan(NamedTuple):
+    """One step's transfers, the same for every rank, and the waits that keep their bytes right.
+
+    A rank orders its own copies. GPU blocks are ordered by the forward pass. In any other place, a
+    transfer goes behind the tickets in ``done`` of every link that fills what it reads, or reads
+    or fills what it overwrites: the rank that reported them may be ahead of this one.
+
+    Attributes:
+        before: transfers submitted before the forward pass and after everything computed so far.
+        after: transfers submitted after the forward pass.
+        waits: per link, the ticket up to which the forward pass waits: it may read what a link into
+            the GPU brings, or write where one that is not read still writes, and may overwrite
+            the GPU blocks that a link out of it reads.
+        done: per link, the last ticket known to be done when the plan was made.
+        promised: transfers whose blocks the prefix cache has already, so that this forward pass may
+            read them. A rank on which one of them has failed raises.
         layerwise: whether the forward pass may wait for its loads layer by layer: they belong
             to requests that compute more tokens in it than a decode does.
     """
 
-    loads: tuple[CopyBatch, ...] = ()
-    store: CopyBatch | None = None
-    wait_load: int = 0
-    wait_store: int = 0
-    stores_done: int = 0
-    loads_done: int = 0
-    promised_loads: tuple[int, ...] = ()
+    before: tuple[Transfer, ...] = ()
+    after: tuple[Transfer, ...] = ()
+    waits: Tickets = ()
+    done: Tickets = ()
+    promised: Tickets = ()
     layerwise: bool = False
 
+    def waits_for(self, link: Link) -> int:
+        """The ticket of a link up to which the forward pass waits; 0 if it does not."""
+        return ticket_on(self.waits, link)
 
-@dataclass(frozen=True)
-class TransferResult:
-    """What one rank has done so far: every ticket up to these numbers, per direction.
+    def known_done(self, link: Link) -> int:
+        """The last ticket of a link known to be done when the plan was made; 0 if none."""
+        return ticket_on(self.done, link)
+
+
+class TransferResult(NamedTuple):
+    """What one rank has done so far.
 
     Attributes:
-        loads_done: last load done.
-        stores_done: last store done.
-        failed_loads: loads whose bytes did not arrive; they count as done all the same.
-        failed_stores: stores whose bytes were not copied; done as well.
-            Either is named again until a plan shows that it was taken in.
+        done: per link, the ticket up to which all are done.
+        failed: transfers whose bytes did not arrive, with their links; they count as done all the
+            same. Each is named again until a plan shows that it was taken in.
         num_slots: CPU slots usable so far, from slot 0 on; None says nothing new of them.
         growing: more of them are to come, where their number is said.
     """
 
-    loads_done: int
-    stores_done: int
-    failed_loads: tuple[int, ...] = ()
-    failed_stores: tuple[int, ...] = ()
+    done: Tickets = ()
+    failed: Tickets = ()
     num_slots: int | None = None
     growing: bool = False
+
+    def done_on(self, link: Link) -> int:
+        """The ticket up to which all of a link are done; 0 if none is."""
+        return ticket_on(self.done, link)
+
+    def failed_on(self, link: Link) -> tuple[int, ...]:
+        """The transfers of a link that failed."""
+        return tickets_on(self.failed, link)

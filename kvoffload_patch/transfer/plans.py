@@ -1,46 +1,57 @@
-"""What the copy engine takes and gives: anything with these attributes."""
+"""What the copy engine takes and gives: anything with these attributes.
+
+`kvoffload_patch.tier.plan` says what they mean.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from kvoffload_patch.links import Link, Tickets, ticket_on, tickets_on
 
-class Batch(Protocol):
-    """Blocks moved under one ticket."""
+
+class Transfer(Protocol):
+    """Blocks copied from one place to another under one ticket."""
 
     @property
     def ticket(self) -> int: ...
     @property
-    def gpu_block_ids(self) -> Sequence[int]: ...
+    def source(self) -> str: ...
     @property
-    def cpu_slots(self) -> Sequence[int]: ...
+    def target(self) -> str: ...
+    @property
+    def source_ids(self) -> Sequence[int]: ...
+    @property
+    def target_ids(self) -> Sequence[int]: ...
 
 
 class Plan(Protocol):
-    """What the tier plans for one step; `kvoffload_patch.tier.plan` says what it means."""
+    """What the tier plans for one step."""
 
     @property
-    def loads(self) -> Sequence[Batch]: ...
+    def before(self) -> Sequence[Transfer]: ...
     @property
-    def store(self) -> Batch | None: ...
+    def after(self) -> Sequence[Transfer]: ...
     @property
-    def wait_load(self) -> int: ...
-    @property
-    def wait_store(self) -> int: ...
-    @property
-    def stores_done(self) -> int: ...
-    @property
-    def loads_done(self) -> int: ...
+    def done(self) -> Tickets: ...
+    def waits_for(self, link: Link) -> int: ...
+    def known_done(self, link: Link) -> int: ...
 
 
 class Progress(NamedTuple):
-    """What is done: every ticket up to these numbers, and which of them failed.
+    """What is done: every ticket up to these, per link, and which of them failed.
 
     A failure is told again until a plan shows that the scheduler has heard of it.
     """
 
-    loads_done: int
-    stores_done: int
-    failed_loads: tuple[int, ...] = ()
-    failed_stores: tuple[int, ...] = ()
+    done: Tickets
+    failed: Tickets = ()
+
+    def done_on(self, link: Link) -> int:
+        """The ticket up to which all of a link are done."""
+        return ticket_on(self.done, link)
+
+    def failed_on(self, link: Link) -> tuple[int, ...]:
+        """The transfers of a link that failed."""
+        return tickets_on(self.failed, link)

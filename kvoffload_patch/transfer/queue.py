@@ -1,10 +1,10 @@
-"""One direction's order of copies: its streams, what is queued, and which tickets are done."""
+"""One link's order of copies: its streams, what is queued, and which tickets are done."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from kvoffload_patch.transfer.backends.base import Slices, Streams, finish
 from kvoffload_patch.transfer.errors import one_line
 
 Start = Callable[["Streams | None"], Slices]
-Behind = tuple["CopyQueue | SyncCopyQueue", int]  # a lane, and which of its tickets to wait for
+# Queues, and which of their tickets to wait for.
+Behind = Sequence[tuple["CopyQueue | SyncCopyQueue", int]]
 _NO_MORE = object()
 
 
@@ -39,16 +40,16 @@ class _Job:
 
 
 class CopyQueue:
-    """Copies of one direction on a device, in the order of their tickets.
+    """Copies of one link on a device, in the order of their tickets.
 
     A copy is queued by `submit`, and enqueued on the streams slice by slice: by a thread beside
-    the step (`advance`), or at once by whoever waits for it (`hold`). Its ticket is done when
-    the device has finished the last slice, or when the copy has failed and whatever of it had
-    been enqueued is finished.
+    the step (`advance`), or at once by a step that waits for it (`hold`). Its ticket is done when
+    the device has finished the last slice, or when the copy has failed and what of it had been
+    enqueued is finished.
 
     Args:
         device: the CUDA device of the copies.
-        lock: shared by the lanes of a device, which may wait for each other.
+        lock: shared by the queues of a device, which may wait for each other.
         ends_on_bus: whether the end of a copy is on the bus stream, or on that of the blocks.
         slices_ahead: the most that `has_room` and `top_up` are asked for.
         priority: stream priority, as `torch.cuda.Stream` takes it.
@@ -94,8 +95,8 @@ class CopyQueue:
     def submit(self, first: int, ticket: int, start: Start, behind: Behind) -> None:
         """Queue a copy for tickets ``first`` to ``ticket``.
 
-        It waits for what the current stream has been given before this call, and its slots for
-        a ticket of another lane.
+        It waits for what the current stream has been given before this call, and on the bus for
+        tickets of other queues.
         """
         compute = self._new_event()
         compute.record(torch.cuda.current_stream(self._device))
@@ -193,14 +194,14 @@ class CopyQueue:
     def _begin(self, job: _Job) -> Slices:
         self.streams.blocks.wait_event(job.compute)
         self._spare.append(job.compute)
-        other, ticket = job.behind
-        other.hold(self.streams.bus, ticket)
+        for other, ticket in job.behind:
+            other.hold(self.streams.bus, ticket)
         return job.start(self.streams)
 
     def _fail(self, job: _Job, error: Exception) -> None:
         for ticket in range(job.first, job.ticket + 1):
             self.failed[ticket] = one_line(error)
-        # Whatever was enqueued of it, on either stream, ends before its ticket does.
+        # What was enqueued of it, on either stream, ends before its ticket does.
         self._end.wait_stream(self.streams.blocks)
         self._end.wait_stream(self.streams.bus)
 

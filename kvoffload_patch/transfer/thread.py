@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 import torch
 
 from kvoffload_patch.transfer.errors import TransferError
-from kvoffload_patch.transfer.queue import CopyQueue
+from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue
 
 # Slices that the thread keeps under way: loads are 1.2 ms of the bus each, stores 0.6 ms.
 LOADS_AHEAD = 6
@@ -17,9 +18,11 @@ STORES_AHEAD = 8
 # (scripts/bench copy_thread).
 _NAP_S = 0.002
 
+_Queue = CopyQueue | SyncCopyQueue
+
 
 class CopyThread:
-    """Enqueues what is queued on two lanes, until it is closed.
+    """Enqueues what is queued, until it is closed.
 
     It stays a few slices ahead of the device in each direction, so that the bus is never idle and a
     large store is not before a load that comes after it. The bus goes both ways at once, so neither
@@ -27,13 +30,17 @@ class CopyThread:
 
     Args:
         device: of the copies.
-        loads, stores: the lanes.
+        loads: queues of the links into the GPU, which requests wait for.
+        stores: all others.
     """
 
-    def __init__(self, device: torch.device, loads: CopyQueue, stores: CopyQueue) -> None:
+    def __init__(
+        self, device: torch.device, loads: Sequence[_Queue], stores: Sequence[_Queue]
+    ) -> None:
         self._device = device
         self._loads = loads
         self._stores = stores
+        self._queues = [*loads, *stores]
         self._wake = threading.Event()
         self._closing = False
         self._not_before = 0.0
@@ -67,7 +74,7 @@ class CopyThread:
             while not self._closing:
                 self._wake.wait()
                 self._wake.clear()
-                while not self._closing and (self._loads.queued or self._stores.queued):
+                while not self._closing and any([queue.queued for queue in self._queues]):
                     wait_s = self._not_before - time.monotonic()
                     if wait_s > 0:
                         self._wake.wait(wait_s)  # or until it is woken for more
@@ -78,9 +85,12 @@ class CopyThread:
             self._error = error
 
     def _advance(self) -> None:
-        """Enqueue loads, then a slice of a store, as there is room; or nap."""
-        loads = self._loads.top_up(LOADS_AHEAD)
-        stores = self._stores.has_room(STORES_AHEAD) and self._stores.advance()
-        if not (loads or stores):
+        """Enqueue loads, then a slice of each store, as there is room; or nap."""
+        enqueued = False
+        for queue in self._loads:
+            enqueued |= queue.top_up(LOADS_AHEAD)
+        for queue in self._stores:
+            enqueued |= queue.has_room(STORES_AHEAD) and queue.advance()
+        if not enqueued:
             self._wake.wait(_NAP_S)  # or until there is more to enqueue
             self._wake.clear()

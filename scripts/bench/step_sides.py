@@ -128,16 +128,17 @@ class TierSim(Sim):
 
     def _answer(self, scheduled: Any, output: Any) -> None:
         from kvoffload_patch.integration.protocol import PLAN, RESULT
+        from kvoffload_patch.links import LOAD, STORE
         from kvoffload_patch.tier.plan import TransferResult
 
         plan = getattr(scheduled, PLAN, None)
-        if plan is not None and plan.loads and self.loads_end:
-            self._done[0] = plan.loads[-1].ticket
-            self.loaded += sum(len(batch.gpu_block_ids) for batch in plan.loads)
-        if plan is not None and plan.store:
-            self._done[1] = plan.store.ticket
-            self.stored += len(plan.store.gpu_block_ids)
-        setattr(output, RESULT, TransferResult(*self._done))
+        if plan is not None and plan.before and self.loads_end:
+            self._done[0] = plan.before[-1].ticket
+            self.loaded += sum(len(load.target_ids) for load in plan.before)
+        if plan is not None and plan.after:
+            self._done[1] = plan.after[-1].ticket
+            self.stored += len(plan.after[-1].source_ids)
+        setattr(output, RESULT, TransferResult(((LOAD, self._done[0]), (STORE, self._done[1]))))
 
 
 class SimpleSim(Sim):

@@ -1,7 +1,7 @@
 """Copies that happen as late as the plans allow, on the CPU device.
 
 The CPU device copies at once, which would hide a missing wait: every order is right if nothing is
-ever under way. These lanes keep a copy back until the plan makes somebody wait for it, or until
+ever under way. These queues keep a copy back until a plan makes a step wait for it, or until
 it has been polled a number of times. A wait that is missing shows as a wrong token.
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 
 from kvoffload_patch.transfer import engine as copy_engine
 
-_HostLane = copy_engine.SyncCopyQueue
+_SyncCopyQueue = copy_engine.SyncCopyQueue
 
 
-class LateLane(_HostLane):
+class LateQueue(_SyncCopyQueue):
     """Stands in for `SyncCopyQueue`, which makes the copies here when their time has come."""
 
     patience = 3
@@ -60,12 +60,12 @@ class LateLane(_HostLane):
 
     def _carry_out(self) -> None:
         (first, ticket, start, behind), _ = self._waiting.popleft()
-        other, other_ticket = behind
-        other.hold(None, other_ticket)
+        for other, other_ticket in behind:
+            other.hold(None, other_ticket)
         super().submit(first, ticket, start, behind)
 
 
 def install(patience: int) -> None:
     """Make every `CopyEngine` of the CPU device built from now on a late one."""
-    LateLane.patience = patience
-    copy_engine.SyncCopyQueue = LateLane
+    LateQueue.patience = patience
+    copy_engine.SyncCopyQueue = LateQueue

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from model import LAYERS
 
+from kvoffload_patch.links import LOAD
 from kvoffload_patch.transfer import engine as copy_engine
 from kvoffload_patch.transfer.backends import choose as backends
 
@@ -39,10 +40,10 @@ class LateLayers(copy_engine.CopyEngine):
             return
         counts["steps by layer"] += 1
         self._next = 0
-        for batch in plan.loads:
-            if batch.ticket > plan.wait_load:
+        for load in plan.before:
+            if load.ticket > plan.waits_for(LOAD):
                 continue
-            blocks = torch.tensor(batch.gpu_block_ids)
+            blocks = torch.tensor(load.target_ids)
             self._away.append((blocks, [row[blocks].clone() for row in self._rows]))
             for row in self._rows:
                 row[blocks] = 0

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
-from kvoffload_patch.tier.plan import CopyBatch, TransferPlan, TransferResult
+from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Link
+from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
 
 BLOCK = 16
 VOCABULARY = 30_000
@@ -44,10 +45,10 @@ class LoadFailed(Exception):
 
 
 class CopyQueue:
-    """Copies of one direction, in order, each as late as somebody waits for it.
+    """Copies of one link, in order, each as late as it is waited for.
 
     Args:
-        patience: polls after which a copy is carried out though nobody waits for it.
+        patience: polls after which a copy is carried out though nothing waits for it.
     """
 
     def __init__(self, patience: int) -> None:
@@ -106,7 +107,7 @@ class Device:
         num_blocks: GPU blocks.
         num_slots: CPU slots.
         windows: for each KV cache group, the tokens that its attention sees; None for all.
-        late: outputs after which a copy is carried out that nobody waits for.
+        late: outputs after which a copy is carried out that nothing waits for.
         fails: called with ("load" or "store", ticket): whether that copy fails.
     """
 
@@ -125,9 +126,10 @@ class Device:
         self.resumed = 0  # requests that began again
         self._windows = windows
         self._fails = fails
-        self._loads, self._stores = CopyQueue(late), CopyQueue(late)
-        self._failed: tuple[list[int], list[int]] = ([], [])
-        self._failed_ever: set[int] = set()  # loads
+        self._queues = {LOAD: CopyQueue(late), STORE: CopyQueue(late)}
+        self._blocks_of = {GPU: self.kv, CPU: self.slots}
+        self._failed: list[tuple[Link, int]] = []
+        self._failed_ever: set[tuple[Link, int]] = set()
         self._sequences: dict[str, _Sequence] = {}
 
     # A step
@@ -153,17 +155,19 @@ class Device:
             self._forward(self._sequences[name], starts[name], scheduled.num_scheduled_tokens[name])
             for name in names
         ]
-        self._submit_store(plan)
+        for store in plan.after if plan else ():
+            self._submit(store, plan, behind=LOAD)
         return names, sampled, self._result()
 
     def drain(self) -> None:
         """Return when every copy is done."""
-        self._stores.drain()
-        self._loads.drain()
+        for queue in self._queues.values():
+            queue.drain()
 
     def loads_done(self) -> int:
         """The last load done; 0 while a failed one is to be reported."""
-        return 0 if self._failed[0] else self._loads.done
+        failed = any(link == LOAD for link, _ in self._failed)
+        return 0 if failed else self._queues[LOAD].done
 
     def scramble(self) -> None:
         """Whatever is in any block or slot is as wrong as with other weights."""
@@ -232,49 +236,35 @@ class Device:
     def _begin(self, plan: TransferPlan | None) -> None:
         if plan is None:
             return
-        for failed, done in zip(self._failed, (plan.loads_done, plan.stores_done)):
-            failed[:] = [ticket for ticket in failed if ticket > done]
-        self._stores.wait(plan.wait_store)
-        for load in plan.loads:
-            self._loads.submit(load.ticket, self._load(load, plan.stores_done))
-        self._loads.wait(plan.wait_load)
-        if broken := self._failed_ever.intersection(plan.promised_loads):
-            raise LoadFailed(f"loads {sorted(broken)}")
+        self._failed = [(link, t) for link, t in self._failed if t > plan.known_done(link)]
+        self._queues[STORE].wait(plan.waits_for(STORE))
+        for load in plan.before:
+            self._submit(load, plan, behind=STORE)
+        self._queues[LOAD].wait(plan.waits_for(LOAD))
+        if broken := self._failed_ever.intersection(plan.promised):
+            raise LoadFailed(f"{sorted(broken)}")
 
-    def _submit_store(self, plan: TransferPlan | None) -> None:
-        if plan is None or plan.store is None:
-            return
-        store, behind = plan.store, plan.loads_done
+    def _submit(self, transfer: Transfer, plan: TransferPlan, behind: Link) -> None:
+        link, ticket = (transfer.source, transfer.target), plan.known_done(behind)
 
         def copy() -> None:
-            self._loads.wait(behind)
-            self._copy("store", store, self.kv, store.gpu_block_ids, self.slots, store.cpu_slots)
+            self._queues[behind].wait(ticket)
+            self._copy(link, transfer)
 
-        self._stores.submit(store.ticket, copy)
+        self._queues[link].submit(transfer.ticket, copy)
 
-    def _load(self, load: CopyBatch, behind: int) -> Callable[[], None]:
-        def copy() -> None:
-            self._stores.wait(behind)
-            self._copy("load", load, self.slots, load.cpu_slots, self.kv, load.gpu_block_ids)
-
-        return copy
-
-    def _copy(
-        self, direction: str, batch: CopyBatch, source: Any, froms: Any, target: Any, tos: Any
-    ) -> None:
-        fails = self._fails(direction, batch.ticket)
-        for one, other in zip(froms, tos):
+    def _copy(self, link: Link, transfer: Transfer) -> None:
+        fails = self._fails("load" if link == LOAD else "store", transfer.ticket)
+        source, target = (self._blocks_of[place] for place in link)
+        for one, other in zip(transfer.source_ids, transfer.target_ids):
             target[other] = [7] * BLOCK if fails else list(source[one])
         if fails:
-            self._failed[direction == "store"].append(batch.ticket)
-            if direction == "load":
-                self._failed_ever.add(batch.ticket)
+            self._failed.append((link, transfer.ticket))
+            self._failed_ever.add((link, transfer.ticket))
 
     def _result(self) -> TransferResult:
-        loads, stores = self._loads.poll(), self._stores.poll()
-        return TransferResult(
-            loads, stores, failed_loads=tuple(self._failed[0]), failed_stores=tuple(self._failed[1])
-        )
+        done = tuple((link, queue.poll()) for link, queue in self._queues.items())
+        return TransferResult(done, tuple(self._failed))
 
 
 def _tables(block_ids: Any) -> list[list[int]]:

@@ -539,7 +539,7 @@ def touch() -> Facts:
     mini.add(prompt(5, seed=1), count=1)
     mini.run()
     free = free_blocks(mini)
-    blocks = [mini.pool.blocks[i] for i in mini.plans[0].store.gpu_block_ids]
+    blocks = [mini.pool.blocks[i] for i in mini.plans[0].after[0].source_ids]
     assert len(blocks) == 5 and all(block.ref_cnt == 0 for block in blocks)
     mini.view.hold(blocks)
     assert all(block.ref_cnt == 1 for block in blocks) and free_blocks(mini) == free - 5
@@ -575,7 +575,7 @@ def publish() -> Facts:
     mini = Mini()
     mini.add(prompt(3, seed=1), count=1)
     mini.run()
-    keys = [mini.view.cached_key(i) for i in mini.plans[0].store.gpu_block_ids]
+    keys = [mini.view.cached_key(i) for i in mini.plans[0].after[0].source_ids]
     assert len(set(keys)) == 3 and None not in keys
     mini.settle()
     mini.begin_step()  # gives up what is held
@@ -699,7 +699,7 @@ def invalid_blocks() -> Facts:
     mini.add(prompt(4, seed=1), count=1)
     mini.run()
     mini.settle()
-    block_ids = mini.plans[0].store.gpu_block_ids
+    block_ids = mini.plans[0].after[0].source_ids
     keys = [mini.view.cached_key(i) for i in block_ids]
     assert all(mini.manager.holds(key) for key in keys)
     if hasattr(mini.pool, "evict_blocks"):

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from scheduler_half.device import BLOCK, Device, answer
+from tier.plans import a_load, a_plan, a_store
 
-from kvoffload_patch.tier.plan import CopyBatch, TransferPlan
+from kvoffload_patch.links import LOAD, STORE
 
 PROMPT = list(range(10, 10 + 3 * BLOCK + 1))
 
@@ -75,29 +76,29 @@ def test_zeroed_blocks_are_lost() -> None:
 
 def test_copies_are_made_when_somebody_waits_or_the_time_has_come() -> None:
     dev = device(late=2)
-    step(dev, ([1, 2, 3, 4],), plan=TransferPlan(store=CopyBatch(1, (1, 2, 3), (5, 6, 7))))
+    step(dev, ([1, 2, 3, 4],), plan=a_plan(store=a_store(1, (1, 2, 3), (5, 6, 7))))
     assert dev.slots[5][0] == 0
-    load = CopyBatch(1, (14, 15, 16), (5, 6, 7))
-    result = nothing(dev, TransferPlan(loads=(load,)))
-    assert (result.loads_done, result.stores_done) == (0, 0) and dev.kv[14][0] == 0
-    assert nothing(dev, TransferPlan(stores_done=1)).stores_done == 1
-    assert nothing(dev).loads_done == 1 and dev.kv[14] == dev.kv[1]
+    load = a_load(1, (14, 15, 16), (5, 6, 7))
+    result = nothing(dev, a_plan(loads=(load,)))
+    assert (result.done_on(LOAD), result.done_on(STORE)) == (0, 0) and dev.kv[14][0] == 0
+    assert nothing(dev, a_plan(stores_done=1)).done_on(STORE) == 1
+    assert nothing(dev).done_on(LOAD) == 1 and dev.kv[14] == dev.kv[1]
     assert step(dev, ([14, 15, 16, 9],), start=3 * BLOCK) == answer(PROMPT, 1)
 
 
 def test_a_step_waits_for_what_its_plan_says() -> None:
     dev = device(late=9)
-    store = CopyBatch(1, (1, 2, 3), (5, 6, 7))
-    step(dev, ([1, 2, 3, 4],), plan=TransferPlan(store=store))
-    load = CopyBatch(1, (14, 15, 16), (5, 6, 7))
-    unwaited = TransferPlan(loads=(load,), stores_done=1)
+    store = a_store(1, (1, 2, 3), (5, 6, 7))
+    step(dev, ([1, 2, 3, 4],), plan=a_plan(store=store))
+    load = a_load(1, (14, 15, 16), (5, 6, 7))
+    unwaited = a_plan(loads=(load,), stores_done=1)
     assert step(dev, ([14, 15, 16, 9],), 3 * BLOCK, unwaited) != answer(PROMPT, 1)
-    waited = TransferPlan(loads=(CopyBatch(2, *(load.gpu_block_ids, load.cpu_slots)),), wait_load=2)
+    waited = a_plan(loads=(a_load(2, load.target_ids, load.source_ids),), wait_load=2)
     assert step(dev, ([14, 15, 16, 9],), 3 * BLOCK, waited) == answer(PROMPT, 1)
 
 
 def test_copies_that_fail_are_told_until_the_plan_knows() -> None:
     dev = device(fails=lambda direction, ticket: direction == "load")
-    result = nothing(dev, TransferPlan(loads=(CopyBatch(1, (14,), (5,)),)))
-    assert result.failed_loads == (1,) and nothing(dev).failed_loads == (1,)
-    assert nothing(dev, TransferPlan(loads_done=1)).failed_loads == ()
+    result = nothing(dev, a_plan(loads=(a_load(1, (14,), (5,)),)))
+    assert result.failed_on(LOAD) == (1,) and nothing(dev).failed_on(LOAD) == (1,)
+    assert nothing(dev, a_plan(loads_done=1)).failed_on(LOAD) == ()

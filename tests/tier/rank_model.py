@@ -1,7 +1,7 @@
 """A rank that carries out plans on made-up bytes, as late as the plan allows.
 
 It follows `kvoffload_patch.tier.plan` to the letter and no further: three queues (compute, loads,
-stores) that run beside each other, block by block and in any order that the waits leave open.
+stores) that run beside each other, block by block and in any order that the waits allow.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvoffload_patch.tier.plan import CopyBatch, TransferPlan
+from kvoffload_patch.links import LOAD, STORE
+from kvoffload_patch.tier.plan import Transfer, TransferPlan
 
 
 @dataclass
@@ -56,20 +57,23 @@ class Rank:
         compute, loads, stores = self._queues
         step = self.steps.popleft()
         plan = step.plan or TransferPlan()
-        compute.append(_Wait(lambda: self.stores_done >= plan.wait_store))
+        compute.append(_Wait(lambda: self.stores_done >= plan.waits_for(STORE)))
         self._mark_compute()
-        if plan.loads:
+        if plan.before:
             loads.append(self._after_compute())
-            loads.append(_Wait(lambda: self.stores_done >= plan.stores_done))
-        for batch in plan.loads:
-            self._submit_load(batch)
-        compute.append(_Wait(lambda: self.loads_done >= plan.wait_load))
+            loads.append(_Wait(lambda: self.stores_done >= plan.known_done(STORE)))
+        for load in plan.before:
+            assert (load.source, load.target) == LOAD
+            self._submit_load(load)
+        compute.append(_Wait(lambda: self.loads_done >= plan.waits_for(LOAD)))
         self._forward(step)
         self._mark_compute()
-        if plan.store is not None:
+        if plan.after:
+            (store,) = plan.after
+            assert (store.source, store.target) == STORE
             stores.append(self._after_compute())
-            stores.append(_Wait(lambda: self.loads_done >= plan.loads_done))
-            self._submit_store(plan.store, step.stored)
+            stores.append(_Wait(lambda: self.loads_done >= plan.known_done(LOAD)))
+            self._submit_store(store, step.stored)
 
     def run(self, favourite: int) -> bool:
         """Do one piece of work, of this queue if it can go on; False if none of them can."""
@@ -120,28 +124,28 @@ class Rank:
         for block, content in step.writes.items():
             self._queues[0].append(lambda b=block, c=content: write(b, c))
 
-    def _submit_load(self, batch: CopyBatch) -> None:
+    def _submit_load(self, load: Transfer) -> None:
         def copy(block: int, slot: int) -> None:
             self.gpu[block] = self.slots.get(slot)
 
         def done() -> None:
-            assert self.loads_done == batch.ticket - 1, "a load ticket is missing or came twice"
-            self.loads_done = batch.ticket
+            assert self.loads_done == load.ticket - 1, "a load ticket is missing or came twice"
+            self.loads_done = load.ticket
 
-        for block, slot in zip(batch.gpu_block_ids, batch.cpu_slots):
+        for slot, block in zip(load.source_ids, load.target_ids):
             self._queues[1].append(lambda b=block, s=slot: copy(b, s))
         self._queues[1].append(done)
 
-    def _submit_store(self, batch: CopyBatch, stored: tuple[Any, ...]) -> None:
+    def _submit_store(self, store: Transfer, stored: tuple[Any, ...]) -> None:
         def copy(block: int, slot: int, expected: Any) -> None:
             found = self.gpu.get(block)
             assert found == expected, f"GPU block {block}: {found} stored as {expected}"
             self.slots[slot] = found
 
         def done() -> None:
-            assert self.stores_done == batch.ticket - 1, "a store ticket is missing or came twice"
-            self.stores_done = batch.ticket
+            assert self.stores_done == store.ticket - 1, "a store ticket is missing or came twice"
+            self.stores_done = store.ticket
 
-        for block, slot, content in zip(batch.gpu_block_ids, batch.cpu_slots, stored):
+        for block, slot, content in zip(store.source_ids, store.target_ids, stored):
             self._queues[2].append(lambda b=block, s=slot, c=content: copy(b, s, c))
         self._queues[2].append(done)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from tier.plans import a_result
+
+from kvoffload_patch.links import STORE
 from kvoffload_patch.tier.manager import OffloadManager
-from kvoffload_patch.tier.plan import TransferResult
 
 
 def always(gpu_block_id: int, key: object) -> bool:
@@ -31,29 +33,29 @@ def readable(tier: OffloadManager, keys: str) -> str:
 def test_a_failed_store_is_forgotten() -> None:
     tier = OffloadManager(4)
     plan_store(tier, "ab")
-    assert tier.apply(TransferResult(0, 1, failed_stores=(1,))) == []
+    assert tier.apply(a_result(0, 1, failed_stores=(1,))) == []
     assert readable(tier, "ab") == "" and not tier.holds("a")
     assert tier.num_used == 0 and not tier.busy
     assert (tier.stats.stored, tier.stats.failed) == (0, 2)
     plan_store(tier, "ab")
-    assert sorted(tier.apply(TransferResult(0, 2, failed_stores=(1,)))) == ["a", "b"]
+    assert sorted(tier.apply(a_result(0, 2, failed_stores=(1,)))) == ["a", "b"]
 
 
 def test_only_the_store_that_failed_is_forgotten() -> None:
     tier = OffloadManager(4)
     for keys in ("a", "b", "c"):
         plan_store(tier, keys)
-    assert tier.apply(TransferResult(0, 3, failed_stores=(2,))) == ["a", "c"]
+    assert tier.apply(a_result(0, 3, failed_stores=(2,))) == ["a", "c"]
     assert (tier.num_used, tier.stats.failed) == (2, 1)
 
 
 def test_a_failure_reported_again_is_harmless() -> None:
     tier = stored("ab")
     ticket = tier.begin_load("a", [7])
-    result = TransferResult(ticket, 1, failed_loads=(ticket,))
+    result = a_result(ticket, 1, failed_loads=(ticket,))
     tier.apply(result)
     plan_store(tier, "a")  # again, elsewhere
-    tier.apply(TransferResult(ticket, 2, failed_loads=(ticket,)))
+    tier.apply(a_result(ticket, 2, failed_loads=(ticket,)))
     tier.apply(result)
     assert readable(tier, "ab") == "ab"
     assert tier.stats.failed == 1
@@ -62,7 +64,7 @@ def test_a_failure_reported_again_is_harmless() -> None:
 def test_a_failed_load_takes_its_keys_along() -> None:
     tier = stored("abc")
     tier.begin_load("ab", [7, 8])
-    tier.apply(TransferResult(1, 1, failed_loads=(1,)))
+    tier.apply(a_result(1, 1, failed_loads=(1,)))
     assert tier.load_done(1) and tier.load_failed(1)
     assert readable(tier, "abc") == "c"
     assert tier.num_used == 1 and not tier.busy
@@ -72,9 +74,9 @@ def test_a_failed_load_takes_its_keys_along() -> None:
 def test_another_load_of_a_failed_ones_keys_keeps_their_slots_until_it_is_done() -> None:
     tier = stored("ab")
     first, second = tier.begin_load("ab", [5, 6]), tier.begin_load("a", [7])
-    tier.apply(TransferResult(first, 1, failed_loads=(first,)))
+    tier.apply(a_result(first, 1, failed_loads=(first,)))
     assert readable(tier, "ab") == "" and tier.num_used == 1
-    tier.apply(TransferResult(second, 1, failed_loads=(first,)))
+    tier.apply(a_result(second, 1, failed_loads=(first,)))
     assert not tier.load_failed(second)
     assert readable(tier, "ab") == "" and tier.num_used == 0
 
@@ -82,10 +84,10 @@ def test_another_load_of_a_failed_ones_keys_keeps_their_slots_until_it_is_done()
 def test_a_load_known_to_have_failed_before_it_is_done_is_not_counted_before() -> None:
     tier = stored("a")
     ticket = tier.begin_load("a", [5])
-    tier.apply(TransferResult(0, 1, failed_loads=(ticket,)))
+    tier.apply(a_result(0, 1, failed_loads=(ticket,)))
     assert tier.load_failed(ticket) and not tier.load_done(ticket)
     assert tier.stats.failed == 0 and tier.num_used == 1
-    tier.apply(TransferResult(ticket, 1, failed_loads=(ticket,)))
+    tier.apply(a_result(ticket, 1, failed_loads=(ticket,)))
     assert tier.load_failed(ticket) and tier.stats.failed == 1 and tier.num_used == 0
 
 
@@ -95,11 +97,11 @@ def test_what_failed_is_not_remembered_for_ever() -> None:
         plan_store(tier, "a")
         tier.apply(tier.drained())
         ticket = tier.begin_load("a", [9])
-        stores = tier.drained().stores_done
-        tier.apply(TransferResult(ticket, stores, failed_loads=(ticket,), failed_stores=(stores,)))
-    assert len(tier._failed_loads) <= 1 and not tier._failed_stores
+        stores = tier.drained().done_on(STORE)
+        tier.apply(a_result(ticket, stores, failed_loads=(ticket,), failed_stores=(stores,)))
+    assert len(tier._loads.failed) <= 1 and len(tier._stores.failed) <= 1
     plan_store(tier, "b")
-    assert not tier._failed_loads
+    assert not (tier._loads.failed or tier._stores.failed)
 
 
 def test_a_failed_transfer_gives_its_slots_back_after_clear() -> None:
@@ -107,7 +109,7 @@ def test_a_failed_transfer_gives_its_slots_back_after_clear() -> None:
     tier.begin_load("a", [5])
     plan_store(tier, "c")
     tier.clear()
-    tier.apply(TransferResult(1, 2, failed_loads=(1,), failed_stores=(2,)))
+    tier.apply(a_result(1, 2, failed_loads=(1,), failed_stores=(2,)))
     assert tier.num_used == 0
     plan_store(tier, "abcd")
     tier.apply(tier.drained())

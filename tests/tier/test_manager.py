@@ -5,14 +5,15 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import pytest
+from tier.plans import a_load, a_plan, a_result, a_store, store_of
 
+from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.tier.manager import OffloadManager
-from kvoffload_patch.tier.plan import CopyBatch, TransferPlan, TransferResult
+from kvoffload_patch.tier.plan import TransferPlan
 
 
 def always(block: int, key: object) -> bool:
@@ -63,12 +64,12 @@ def test_a_block_is_readable_only_once_its_store_is_done() -> None:
     tier.queue_store("a", 7)
     assert not tier.holds("a")
     plan = tier.make_plan(always)
-    assert plan == TransferPlan(store=CopyBatch(1, (7,), (0,)))
+    assert plan == a_plan(store=a_store(1, (7,), (0,)))
     assert tier.holds("a")
     assert not tier.lookup("a")
-    assert tier.apply(TransferResult(0, 0)) == []
+    assert tier.apply(a_result(0, 0)) == []
     assert not tier.lookup("a")
-    assert tier.apply(TransferResult(0, 1)) == ["a"]
+    assert tier.apply(a_result(0, 1)) == ["a"]
     assert tier.lookup("a")
 
 
@@ -79,8 +80,8 @@ def test_a_store_of_a_block_that_was_handed_out_again_is_dropped() -> None:
     tier.note_new_blocks([1])
     plan = tier.make_plan(always)
     assert plan is not None
-    assert plan.store is not None
-    assert plan.store.gpu_block_ids == (2,)
+    assert store_of(plan) is not None
+    assert store_of(plan).source_ids == (2,)
     assert tier.stats.dropped == 0
 
 
@@ -90,7 +91,7 @@ def test_the_next_forward_pass_waits_for_the_store_that_reads_a_block_handed_out
     plan_store(tier, "b", first_block=2)
     tier.note_new_blocks([2, 1])
     waiting = tier.make_plan(always)
-    assert waiting == TransferPlan(wait_store=2)
+    assert waiting == a_plan(wait_store=2)
     assert tier.make_plan(always) is None, "it has been waited for"
 
 
@@ -98,7 +99,7 @@ def test_a_store_that_one_rank_has_done_is_still_waited_for_by_the_others() -> N
     tier = OffloadManager(4)
     store(tier, "a")
     tier.note_new_blocks([0])
-    assert tier.make_plan(always) == TransferPlan(wait_store=1, stores_done=1)
+    assert tier.make_plan(always) == a_plan(wait_store=1, stores_done=1)
     tier.note_new_blocks([0])
     assert tier.make_plan(always) is None, "the forward pass after the next one needs no wait"
 
@@ -107,11 +108,11 @@ def test_a_block_stored_twice_is_waited_for_by_its_last_store() -> None:
     tier = OffloadManager(4)
     plan_store(tier, "a", first_block=5)
     plan_store(tier, "b", first_block=5)
-    tier.apply(TransferResult(0, 1))
+    tier.apply(a_result(0, 1))
     tier.note_new_blocks([5])
     plan = tier.make_plan(always)
     assert plan is not None
-    assert (plan.wait_store, plan.stores_done) == (2, 1)
+    assert (plan.waits_for(STORE), plan.known_done(STORE)) == (2, 1)
 
 
 def test_what_is_not_storable_is_forgotten() -> None:
@@ -129,8 +130,8 @@ def test_a_key_in_two_gpu_blocks_is_stored_once_from_one_that_has_it() -> None:
         tier.queue_store("a", block)
     plan = tier.make_plan(lambda block, key: block != 1)
     assert plan is not None
-    assert plan.store is not None
-    assert plan.store.gpu_block_ids == (2,)
+    assert store_of(plan) is not None
+    assert store_of(plan).source_ids == (2,)
     assert tier.num_used == 1
 
 
@@ -146,17 +147,17 @@ def test_a_key_that_has_a_slot_is_not_stored_again() -> None:
 
 def test_load_tickets_increase_by_one_and_each_is_planned_once() -> None:
     tier = OffloadManager(4)
-    slots = store(tier, "ab").store
+    slots = store_of(store(tier, "ab"))
     assert slots is not None
     assert [tier.begin_load("ab", [5, 6]), tier.begin_load("b", [7])] == [1, 2]
     tier.expose_load(2)
     plan = tier.make_plan(always)
     assert plan is not None
-    assert plan.loads == (
-        CopyBatch(1, (5, 6), slots.cpu_slots),
-        CopyBatch(2, (7,), slots.cpu_slots[1:]),
+    assert plan.before == (
+        a_load(1, (5, 6), slots.target_ids),
+        a_load(2, (7,), slots.target_ids[1:]),
     )
-    assert (plan.wait_load, plan.stores_done, plan.loads_done) == (2, 1, 0)
+    assert (plan.waits_for(LOAD), plan.known_done(STORE), plan.known_done(LOAD)) == (2, 1, 0)
     assert tier.make_plan(always) is None
     assert tier.begin_load("a", [8]) == 3
 
@@ -181,13 +182,13 @@ def test_a_block_that_is_loaded_is_never_evicted_and_its_store_gives_way() -> No
     store(tier, "ab")
     ticket = tier.begin_load("ba", [5, 6])
     plan = plan_store(tier, "cd")
-    assert plan.store is None
+    assert store_of(plan) is None
     assert readable(tier, "abcd") == "ab"
     assert (tier.stats.dropped, tier.stats.evicted) == (2, 0)
-    tier.apply(TransferResult(ticket, 1))
+    tier.apply(a_result(ticket, 1))
     plan = plan_store(tier, "cd")
-    assert plan.store is not None
-    assert plan.loads_done == ticket
+    assert store_of(plan) is not None
+    assert plan.known_done(LOAD) == ticket
     assert readable(tier, "abcd") == ""
     assert (tier.stats.dropped, tier.stats.evicted) == (2, 2)
 
@@ -197,17 +198,17 @@ def test_a_block_loaded_twice_stays_pinned_until_both_loads_are_done() -> None:
     store(tier, "a")
     tier.begin_load("a", [5])
     tier.begin_load("a", [6])
-    tier.apply(TransferResult(1, 1))
-    assert plan_store(tier, "b").store is None
-    tier.apply(TransferResult(2, 1))
-    assert plan_store(tier, "b").store is not None
+    tier.apply(a_result(1, 1))
+    assert store_of(plan_store(tier, "b")) is None
+    tier.apply(a_result(2, 1))
+    assert store_of(plan_store(tier, "b")) is not None
 
 
 def test_a_tier_that_is_being_written_drops_what_does_not_fit_from_the_tail() -> None:
     tier = OffloadManager(3)
     plan = plan_store(tier, "abcde")
-    assert plan.store is not None
-    assert plan.store.gpu_block_ids == (0, 1, 2)
+    assert store_of(plan) is not None
+    assert store_of(plan).source_ids == (0, 1, 2)
     assert tier.stats.dropped == 2
     for block, key in enumerate("fg"):
         tier.queue_store(key, block)
@@ -230,10 +231,10 @@ def test_what_waits_for_slots_of_a_growing_tier_is_looked_at_once_and_goes_in_or
     stored = []
     for num_slots in (2, 2, 4, 5, 9):
         plan = tier.make_plan(storable)
-        stored.append(plan.store.gpu_block_ids if plan and plan.store else ())
-        tier.apply(replace(tier.drained(), num_slots=num_slots, growing=True))
+        stored.append(store_of(plan).source_ids if plan and store_of(plan) else ())
+        tier.apply(tier.drained()._replace(num_slots=num_slots, growing=True))
     assert stored == [(0, 1), (), (), (3, 4), (5,)]
-    assert tier.make_plan(storable).store.gpu_block_ids == (6,)  # type: ignore[union-attr]
+    assert store_of(tier.make_plan(storable)).source_ids == (6,)  # type: ignore[union-attr]
     assert looked_at == [0, 1, 2, 3, 4, 5, 6]
 
 
@@ -241,10 +242,10 @@ def test_a_result_that_says_nothing_of_slots_leaves_growth_as_it_was() -> None:
     tier = OffloadManager(1, growing=True)
     tier.queue_store("a", 0)
     tier.make_plan(lambda block, key: True)
-    tier.apply(TransferResult(0, 1))
+    tier.apply(a_result(0, 1))
     tier.queue_store("b", 1)
     assert tier.make_plan(lambda block, key: True) is None, "nothing is evicted while it grows"
-    tier.apply(TransferResult(0, 0, num_slots=1))
+    tier.apply(a_result(0, 0, num_slots=1))
     assert tier.make_plan(lambda block, key: True) is not None
 
 
@@ -252,8 +253,8 @@ def test_a_tier_of_one_slot_holds_the_block_stored_last() -> None:
     tier = OffloadManager(1)
     for key in "abc":
         plan = store(tier, key)
-        assert plan.store is not None
-        assert plan.store.cpu_slots == (0,)
+        assert store_of(plan) is not None
+        assert store_of(plan).target_ids == (0,)
         assert readable(tier, "abc") == key
     assert tier.num_used == 1
     assert tier.stats.evicted == 2
@@ -295,11 +296,11 @@ def test_several_tickets_done_at_once_are_taken_in_together() -> None:
     tier = OffloadManager(8)
     for i, key in enumerate("abc"):
         plan_store(tier, key, first_block=i)
-    assert sorted(tier.apply(TransferResult(0, 3))) == ["a", "b", "c"]
+    assert sorted(tier.apply(a_result(0, 3))) == ["a", "b", "c"]
     for i, key in enumerate("abc"):
         tier.begin_load(key, [i])
     assert [tier.load_done(t) for t in (1, 2, 3)] == [False] * 3
-    assert tier.apply(TransferResult(3, 3)) == []
+    assert tier.apply(a_result(3, 3)) == []
     assert [tier.load_done(t) for t in (1, 2, 3, 4)] == [True, True, True, False]
     assert not tier.busy
     assert (tier.stats.stored, tier.stats.loaded) == (3, 3)
@@ -309,15 +310,15 @@ def test_a_stale_result_is_harmless() -> None:
     tier = OffloadManager(4)
     store(tier, "ab")
     tier.begin_load("a", [5])
-    tier.apply(TransferResult(1, 1))
-    assert tier.apply(TransferResult(0, 0)) == []
-    assert tier.apply(TransferResult(1, 1)) == []
+    tier.apply(a_result(1, 1))
+    assert tier.apply(a_result(0, 0)) == []
+    assert tier.apply(a_result(1, 1)) == []
     assert readable(tier, "ab") == "ab"
     assert tier.load_done(1)
     tier.begin_load("b", [6])
     plan = tier.make_plan(always)
     assert plan is not None
-    assert (plan.loads_done, plan.stores_done) == (1, 1)
+    assert (plan.known_done(LOAD), plan.known_done(STORE)) == (1, 1)
     assert vars(tier.stats) == {"stored": 2, "loaded": 1, "evicted": 0, "dropped": 0, "failed": 0}
 
 
@@ -340,13 +341,13 @@ def test_a_store_under_way_at_clear_gives_its_slot_back_but_no_key() -> None:
     assert tier.num_used == 2
     tier.queue_store("c", 5)
     assert tier.make_plan(always) is None, "a slot that is being written was given away"
-    assert tier.apply(TransferResult(0, 1)) == []
+    assert tier.apply(a_result(0, 1)) == []
     assert readable(tier, "abc") == ""
     assert tier.num_used == 0
-    again = plan_store(tier, "ab").store
+    again = store_of(plan_store(tier, "ab"))
     assert again is not None
-    assert plan.store is not None
-    assert sorted(again.cpu_slots) == sorted(plan.store.cpu_slots)
+    assert store_of(plan) is not None
+    assert sorted(again.target_ids) == sorted(store_of(plan).target_ids)
 
 
 def test_a_load_under_way_at_clear_keeps_its_slot_until_it_is_done() -> None:
@@ -356,11 +357,11 @@ def test_a_load_under_way_at_clear_keeps_its_slot_until_it_is_done() -> None:
     tier.begin_load("a", [6])
     tier.clear()
     assert tier.num_used == 1
-    tier.apply(TransferResult(1, 1))
+    tier.apply(a_result(1, 1))
     assert tier.num_used == 1
     tier.clear()
     assert tier.num_used == 1, "a second clear gave the slot away"
-    tier.apply(TransferResult(2, 1))
+    tier.apply(a_result(2, 1))
     assert tier.num_used == 0
 
 
@@ -368,18 +369,18 @@ def test_a_key_stored_anew_after_clear_becomes_readable_by_its_new_store_only() 
     tier = OffloadManager(2)
     plan_store(tier, "a")
     tier.clear()
-    new = plan_store(tier, "a", first_block=3).store
+    new = store_of(plan_store(tier, "a", first_block=3))
     assert new is not None
     assert tier.num_used == 2
-    assert tier.apply(TransferResult(0, 1)) == []
+    assert tier.apply(a_result(0, 1)) == []
     assert not tier.lookup("a")
     assert tier.num_used == 1, "the slot of the old store did not come back"
-    assert tier.apply(TransferResult(0, 2)) == ["a"]
+    assert tier.apply(a_result(0, 2)) == ["a"]
     assert tier.num_used == 1
     tier.begin_load("a", [7])
     plan = tier.make_plan(always)
     assert plan is not None
-    assert plan.loads[0].cpu_slots == new.cpu_slots
+    assert plan.before[0].source_ids == new.target_ids
 
 
 def test_a_block_of_a_store_from_before_clear_is_still_waited_for() -> None:
@@ -387,7 +388,7 @@ def test_a_block_of_a_store_from_before_clear_is_still_waited_for() -> None:
     plan_store(tier, "a", first_block=3)
     tier.clear()
     tier.note_new_blocks([3])
-    assert tier.make_plan(always) == TransferPlan(wait_store=1)
+    assert tier.make_plan(always) == a_plan(wait_store=1)
 
 
 def test_a_plan_goes_through_pickle_unchanged() -> None:
@@ -396,7 +397,7 @@ def test_a_plan_goes_through_pickle_unchanged() -> None:
     tier.expose_load(tier.begin_load("a", [5]))
     plan = plan_store(tier, "cd")
     assert pickle.loads(pickle.dumps(plan)) == plan
-    assert pickle.loads(pickle.dumps(tier.drained())) == TransferResult(1, 2)
+    assert pickle.loads(pickle.dumps(tier.drained())) == a_result(1, 2)
 
 
 def test_the_eviction_policy_can_be_replaced() -> None:
@@ -527,7 +528,7 @@ def test_a_key_discarded_while_it_is_loaded_keeps_its_slot_until_that_is_done() 
     store(tier, "a")
     tier.begin_load("a", [9])
     tier.discard("a")
-    assert plan_store(tier, "b").store is None
+    assert store_of(plan_store(tier, "b")) is None
     tier.apply(tier.drained())
     store(tier, "c")
     assert readable(tier, "abc") == "c"
@@ -536,14 +537,14 @@ def test_a_key_discarded_while_it_is_loaded_keeps_its_slot_until_that_is_done() 
 def test_slots_that_become_usable_are_used_and_kept() -> None:
     tier = OffloadManager(2)
     store(tier, "ab")
-    tier.apply(TransferResult(0, 1, num_slots=5))
+    tier.apply(a_result(0, 1, num_slots=5))
     assert (tier.num_slots, tier.num_used) == (5, 2)
     plan = plan_store(tier, "cde", first_block=10)
-    assert plan.store is not None and sorted(plan.store.cpu_slots) == [2, 3, 4]
+    assert store_of(plan) is not None and sorted(store_of(plan).target_ids) == [2, 3, 4]
     tier.apply(tier.drained())
     assert readable(tier, "abcde") == "abcde"
-    tier.apply(TransferResult(0, 0, num_slots=3))  # an older result
+    tier.apply(a_result(0, 0, num_slots=3))  # an older result
     assert tier.num_slots == 5
     tier.clear()
-    assert len(store(tier, "vwxyz").store.cpu_slots) == 5  # type: ignore[union-attr]
+    assert len(store_of(store(tier, "vwxyz")).target_ids) == 5  # type: ignore[union-attr]
     assert tier.stats.evicted == 0

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tier.plans import a_result, store_of
 from tier.rank_model import Rank, Step
 from tier.tier_model import TierModel
 
+from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.plan import TransferResult
 
@@ -45,7 +47,7 @@ class TierMachine(RuleBasedStateMachine):
         self.parked: dict[int, dict[int, int | None]] = {}  # load -> destinations and their keys
         self.reads: dict[int, Any] = {}
         self.writes: dict[int, Any] = {}
-        self.reports: list[TransferResult] = [TransferResult(0, 0)]
+        self.reports: list[TransferResult] = [a_result(0, 0)]
         self.scratch = 0
 
     # What the scheduler does within a step
@@ -115,8 +117,8 @@ class TierMachine(RuleBasedStateMachine):
         plan = self.tier.make_plan(lambda block, key: self.cached.get(block) == key)
         self.model.take_plan(plan, self.cached)
         stored: tuple[Any, ...] = ()
-        if plan is not None and plan.store is not None:
-            stored = tuple((self.cached[b], self.epoch) for b in plan.store.gpu_block_ids)
+        if plan is not None and store_of(plan) is not None:
+            stored = tuple((self.cached[b], self.epoch) for b in store_of(plan).source_ids)
         for rank in self.ranks:
             rank.steps.append(Step(plan, dict(self.reads), dict(self.writes), stored))
         self.reads, self.writes = {}, {}
@@ -142,14 +144,14 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def take_in_the_result(self) -> None:
-        self.reports.append(TransferResult(self.ranks[0].loads_done, self.ranks[0].stores_done))
+        self.reports.append(a_result(self.ranks[0].loads_done, self.ranks[0].stores_done))
         self._apply(self.reports[-1])
 
     @rule(more=st.integers(0, 3))
     def slots_become_usable(self, more: int) -> None:
         """The rank that reports has more slots than it had; every rank has them."""
         rank, num_slots = self.ranks[0], min(8, self.model.capacity + more)
-        self.reports.append(TransferResult(rank.loads_done, rank.stores_done, num_slots=num_slots))
+        self.reports.append(a_result(rank.loads_done, rank.stores_done, num_slots=num_slots))
         self._apply(self.reports[-1])
         assert self.tier.num_slots == num_slots
 
@@ -172,9 +174,7 @@ class TierMachine(RuleBasedStateMachine):
         self.end_step()
         for rank in self.ranks:
             rank.finish(favourite, eager)
-        assert self.tier.drained() == TransferResult(
-            self.ranks[0].loads_done, self.ranks[0].stores_done
-        )
+        assert self.tier.drained() == a_result(self.ranks[0].loads_done, self.ranks[0].stores_done)
         self._apply(self.tier.drained())
         assert not self.tier.busy
         assert self.tier.num_used == len(self.model.slot_of), "a slot was lost"
@@ -261,7 +261,7 @@ class TierMachine(RuleBasedStateMachine):
         readable = self.tier.apply(result)
         self.model.capacity = max(self.model.capacity, result.num_slots or 0)
         assert len(readable) == len(set(readable))
-        assert set(readable) == self.model.apply(result.loads_done, result.stores_done)
+        assert set(readable) == self.model.apply(result.done_on(LOAD), result.done_on(STORE))
 
 
 class Traffic:

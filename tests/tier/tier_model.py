@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvoffload_patch.tier.plan import CopyBatch, TransferPlan
+from tier.plans import a_load, store_of
+
+from kvoffload_patch.links import CPU, GPU, LOAD, STORE
+from kvoffload_patch.tier.plan import Transfer, TransferPlan
 
 
 @dataclass
@@ -30,7 +33,7 @@ class TierModel:
         self.store_of: dict[int, int] = {}  # GPU block -> its last store since it was handed out
         self.loads: list[OpenTicket] = []
         self.stores: list[OpenTicket] = []
-        self.new_loads: list[CopyBatch] = []
+        self.new_loads: list[Transfer] = []
         self.last_load = self.last_store = 0
         self.loads_done = self.stores_done = 0
         self.wait_load = self.wait_store = 0
@@ -71,7 +74,7 @@ class TierModel:
         slots = tuple(self.slot_of[key] for key in keys)
         ticket = OpenTicket(self.last_load, tuple(keys), tuple(gpu_block_ids), slots)
         self.loads.append(ticket)
-        self.new_loads.append(CopyBatch(ticket.number, ticket.gpu_block_ids, slots))
+        self.new_loads.append(a_load(ticket.number, ticket.gpu_block_ids, slots))
         return self.last_load
 
     def expose_load(self, ticket: int) -> None:
@@ -97,13 +100,14 @@ class TierModel:
             assert plan is None, "a plan with nothing in it"
             return
         assert plan is not None
-        assert list(plan.loads) == self.new_loads, "each load is planned once and in order"
-        assert (plan.wait_load, plan.wait_store) == (self.wait_load, self.wait_store)
-        assert list(plan.promised_loads) == self.promised
-        assert (plan.loads_done, plan.stores_done) == (self.loads_done, self.stores_done)
+        assert list(plan.before) == self.new_loads, "each load is planned once and in order"
+        assert (plan.waits_for(LOAD), plan.waits_for(STORE)) == (self.wait_load, self.wait_store)
+        done = (plan.known_done(LOAD), plan.known_done(STORE))
+        assert done == (self.loads_done, self.stores_done)
+        assert plan.promised == tuple((LOAD, ticket) for ticket in self.promised)
         self.new_loads, self.promised = [], []
         self.wait_load = self.wait_store = 0
-        self._take_store(plan.store, fitting, [waiting[key] for key in fitting])
+        self._take_store(store_of(plan), fitting, [waiting[key] for key in fitting])
 
     def apply(self, loads_done: int, stores_done: int) -> set[Hashable]:
         """Returns the keys that became readable."""
@@ -135,21 +139,22 @@ class TierModel:
         self.pending = {}
         return waiting
 
-    def _take_store(self, store: CopyBatch | None, keys: list[Hashable], blocks: list[int]) -> None:
+    def _take_store(self, store: Transfer | None, keys: list[Hashable], blocks: list[int]) -> None:
         if not keys:
             assert store is None
             return
         assert store is not None
         self.last_store += 1
         assert store.ticket == self.last_store
-        assert list(store.gpu_block_ids) == blocks
-        assert len(store.cpu_slots) == len(set(store.cpu_slots)) == len(keys)
-        assert not self.used.intersection(store.cpu_slots), "a slot is held twice"
-        assert all(0 <= slot < self.capacity for slot in store.cpu_slots)
-        self.slot_of.update(zip(keys, store.cpu_slots))
+        assert (store.source, store.target) == (GPU, CPU)
+        assert list(store.source_ids) == blocks
+        assert len(store.target_ids) == len(set(store.target_ids)) == len(keys)
+        assert not self.used.intersection(store.target_ids), "a slot is held twice"
+        assert all(0 <= slot < self.capacity for slot in store.target_ids)
+        self.slot_of.update(zip(keys, store.target_ids))
         self.store_of.update(dict.fromkeys(blocks, store.ticket))
         self.stores.append(
-            OpenTicket(store.ticket, tuple(keys), store.gpu_block_ids, store.cpu_slots)
+            OpenTicket(store.ticket, tuple(keys), store.source_ids, store.target_ids)
         )
 
     def _evict(self, key: Hashable) -> None:

@@ -15,8 +15,10 @@ import pytest
 import torch
 from transfer.fake_cuda import FakeCuda, FakeEvent
 
+from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Link, Tickets, ticket_on
+from kvoffload_patch.tier.plan import Transfer
 from kvoffload_patch.transfer import engine as copy_engine
-from kvoffload_patch.transfer import store_batcher as gathered
+from kvoffload_patch.transfer import store_batcher
 from kvoffload_patch.transfer.engine import CopyEngine, Progress
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.layout import BlockLayout
@@ -43,9 +45,35 @@ class Plan:
     stores_done: int = 0
     loads_done: int = 0
 
+    @property
+    def before(self) -> list[Transfer]:
+        return [Transfer(b.ticket, CPU, GPU, b.cpu_slots, b.gpu_block_ids) for b in self.loads]
+
+    @property
+    def after(self) -> list[Transfer]:
+        b = self.store
+        return [Transfer(b.ticket, GPU, CPU, b.gpu_block_ids, b.cpu_slots)] if b else []
+
+    @property
+    def done(self) -> Tickets:
+        return (LOAD, self.loads_done), (STORE, self.stores_done)
+
+    def waits_for(self, link: Link) -> int:
+        return ticket_on(((LOAD, self.wait_load), (STORE, self.wait_store)), link)
+
+    def known_done(self, link: Link) -> int:
+        return ticket_on(self.done, link)
+
+
+def progress(
+    loads_done: int, stores_done: int, failed_loads: Ids = (), failed_stores: Ids = ()
+) -> Progress:
+    failed = [(LOAD, t) for t in failed_loads] + [(STORE, t) for t in failed_stores]
+    return Progress(((LOAD, loads_done), (STORE, stores_done)), tuple(failed))
+
 
 class Recorder:
-    """A backend, and two lanes, that write down what they are asked."""
+    """A backend, and two queues, that write down what they are asked."""
 
     name = "recorder"
     groups = [(0, 1), (1, 2)]
@@ -74,7 +102,7 @@ class Recorder:
         return calls
 
 
-class RecordingLane(SyncCopyQueue):
+class RecordingQueue(SyncCopyQueue):
     def __init__(self, name: str, calls: Recorder) -> None:
         super().__init__()
         self.name = name
@@ -99,8 +127,8 @@ class RecordingLane(SyncCopyQueue):
         return False
 
     def submit(self, first: int, ticket: int, start: Any, behind: Any) -> None:
-        lane, other = behind
-        self._note("submit", first, ticket, "behind", lane.name, other)
+        ((queue, other),) = behind
+        self._note("submit", first, ticket, "behind", queue.name, other)
         super().submit(first, ticket, start, behind)
 
     def drain(self) -> None:
@@ -122,9 +150,10 @@ def engine(recorder: Recorder) -> CopyEngine:
 
 
 @pytest.fixture
-def with_lanes(engine: CopyEngine, recorder: Recorder) -> CopyEngine:
-    engine._loads = RecordingLane("loads", recorder)
-    engine._stores = RecordingLane("stores", recorder)
+def recording(engine: CopyEngine, recorder: Recorder) -> CopyEngine:
+    """The same over queues that write down what they are asked."""
+    engine._links[LOAD].queue = RecordingQueue("loads", recorder)
+    engine._links[STORE].queue = RecordingQueue("stores", recorder)
     return engine
 
 
@@ -136,10 +165,10 @@ def test_loads_are_submitted_before_the_forward_pass_and_the_store_after_it(
     )
     engine.begin_step(plan)
     assert recorder.take() == [("load", (3, 1), (0, 5)), ("load", (2,), (7,))]
-    assert engine.poll() == Progress(2, 0)
+    assert engine.poll() == progress(2, 0)
     engine.end_step()
     assert recorder.take() == [("store", (0, 3), (8, 9))]
-    assert engine.poll() == Progress(2, 1)
+    assert engine.poll() == progress(2, 1)
 
 
 def test_ending_a_step_twice_stores_once(engine: CopyEngine, recorder: Recorder) -> None:
@@ -148,7 +177,7 @@ def test_ending_a_step_twice_stores_once(engine: CopyEngine, recorder: Recorder)
     engine.end_step()
     engine.drain()
     assert len(recorder.calls) == 1
-    assert engine.poll() == Progress(0, 1)
+    assert engine.poll() == progress(0, 1)
 
 
 @pytest.mark.parametrize("following", [None, Plan(loads=[Batch(1, (3,), (3,))])])
@@ -169,14 +198,14 @@ def test_steps_without_a_plan_do_nothing(engine: CopyEngine, recorder: Recorder)
         engine.end_step()
     engine.drain()
     assert recorder.calls == []
-    assert engine.poll() == Progress(0, 0)
+    assert engine.poll() == progress(0, 0)
 
 
 def test_draining_submits_the_store_that_is_left(engine: CopyEngine, recorder: Recorder) -> None:
     engine.begin_step(Plan(store=Batch(1)))
     engine.drain()
     assert recorder.take() == [("store", (1,), (2,))]
-    assert engine.poll() == Progress(0, 1)
+    assert engine.poll() == progress(0, 1)
 
 
 @pytest.mark.parametrize("found", [0, 1, 3, 7])
@@ -185,10 +214,10 @@ def test_a_load_out_of_order_is_an_error_and_is_not_submitted(
 ) -> None:
     engine.begin_step(Plan(loads=[Batch(1)]))
     recorder.take()
-    with pytest.raises(TransferError, match=f"expected load ticket 2, found {found}:"):
+    with pytest.raises(TransferError, match=f"expected ticket 2 from cpu to gpu, found {found}:"):
         engine.begin_step(Plan(loads=[Batch(found)]))
     assert recorder.calls == []
-    assert engine.poll() == Progress(1, 0)
+    assert engine.poll() == progress(1, 0)
 
 
 @pytest.mark.parametrize("found", [0, 1, 3, 7])
@@ -198,10 +227,10 @@ def test_a_store_out_of_order_is_an_error_and_is_not_submitted(
     engine.begin_step(Plan(store=Batch(1)))
     engine.begin_step(Plan(store=Batch(found)))
     recorder.take()
-    with pytest.raises(TransferError, match=f"expected store ticket 2, found {found}:"):
+    with pytest.raises(TransferError, match=f"expected ticket 2 from gpu to cpu, found {found}:"):
         engine.end_step()
     assert recorder.calls == []
-    assert engine.poll() == Progress(0, 1)
+    assert engine.poll() == progress(0, 1)
 
 
 def test_the_same_plan_twice_is_an_error(engine: CopyEngine, recorder: Recorder) -> None:
@@ -214,10 +243,10 @@ def test_the_same_plan_twice_is_an_error(engine: CopyEngine, recorder: Recorder)
 
 
 def test_every_wait_of_a_plan_is_where_it_belongs(
-    with_lanes: CopyEngine, recorder: Recorder
+    recording: CopyEngine, recorder: Recorder
 ) -> None:
     plan = Plan([Batch(1), Batch(2)], Batch(1), 6, 5, 4, 3)
-    with_lanes.begin_step(plan)
+    recording.begin_step(plan)
     assert recorder.take() == [
         # The forward pass, and with it the loads, wait for stores of blocks handed out.
         ("stores", "hold", "compute", 5),
@@ -227,7 +256,7 @@ def test_every_wait_of_a_plan_is_where_it_belongs(
         ("load", (1,), (2,)),
         ("loads", "hold", "compute", 6),
     ]
-    with_lanes.end_step()
+    recording.end_step()
     assert recorder.take() == [
         ("stores", "submit", 1, 1, "behind", "loads", 3),
         ("store", (1,), (2,)),
@@ -238,16 +267,16 @@ def test_every_wait_of_a_plan_is_where_it_belongs(
 
 
 def test_stores_of_a_step_that_the_device_waits_for_are_put_off_once(
-    with_lanes: CopyEngine, recorder: Recorder
+    recording: CopyEngine, recorder: Recorder
 ) -> None:
     def wake(after_s: float = 0.0) -> None:
         recorder.calls.append(("wake", after_s))
 
-    class Queued(RecordingLane):
+    class Queued(RecordingQueue):
         queued = True
 
-    with_lanes._stores = Queued("stores", recorder)
-    with_lanes._thread = cast("Any", SimpleNamespace(wake=wake))
+    recording._links[STORE].queue = Queued("stores", recorder)
+    recording._thread = cast("Any", SimpleNamespace(wake=wake))
     at_once = [
         ("stores", "top up", copy_engine._STORES_AT_ONCE),
         ("loads", "top up", copy_engine._LOADS_AHEAD),
@@ -255,20 +284,20 @@ def test_stores_of_a_step_that_the_device_waits_for_are_put_off_once(
     ]
     put_off = [("wake", copy_engine._DEFERRED_S), ("loads", "top up", copy_engine._LOADS_AHEAD)]
     for asked, wanted in ((False, at_once), (True, put_off), (True, at_once), (True, put_off)):
-        with_lanes.end_step(defer_stores=asked)
+        recording.end_step(defer_stores=asked)
         assert recorder.take() == wanted
-    with_lanes.begin_step(None)  # it would wake the thread before the step is launched
+    recording.begin_step(None)  # it would wake the thread before the step is launched
     assert recorder.take() == []
-    with_lanes.end_step()
+    recording.end_step()
     assert recorder.take() == at_once
 
 
 def test_stores_do_not_run_dry_while_a_long_load_is_enqueued(
-    with_lanes: CopyEngine, recorder: Recorder
+    recording: CopyEngine, recorder: Recorder
 ) -> None:
-    with_lanes._loads.slices = 2  # type: ignore[union-attr]
+    recording._links[LOAD].queue.slices = 2  # type: ignore[union-attr]
     stores = ("stores", "top up", copy_engine._STORES_AT_ONCE)
-    with_lanes.end_step()
+    recording.end_step()
     slices = [("loads", "slice"), stores] * 2
     assert recorder.take() == [stores, ("loads", "top up", copy_engine._LOADS_AHEAD), *slices]
 
@@ -284,7 +313,7 @@ def test_small_stores_of_several_steps_become_one_copy(
     engine.begin_step(None)
     engine.end_step()
     assert recorder.take() == [("store", (1, 2, 3), (11, 12, 13))]
-    assert engine.poll().stores_done == 3
+    assert engine.poll().done_on(STORE) == 3
     engine.end_step()
     assert recorder.calls == []
 
@@ -296,7 +325,7 @@ def test_small_stores_of_several_steps_become_one_copy(
 def test_what_a_step_may_not_overwrite_or_load_before_is_stored_first(
     engine: CopyEngine, recorder: Recorder, needs: dict[str, int], submits: bool
 ) -> None:
-    """Ticket 1 is submitted, 2 and 3 are gathered; on another rank 2 may be done already."""
+    """Ticket 1 is submitted, 2 and 3 are batched; on another rank 2 may be done already."""
     engine._batches = True
     engine.begin_step(Plan(store=Batch(1)))
     engine.end_step()
@@ -309,77 +338,77 @@ def test_what_a_step_may_not_overwrite_or_load_before_is_stored_first(
     assert recorder.take() == [*stored, ("load", (5,), (6,))]
 
 
-@pytest.mark.parametrize("gathers", [False, True])
-def test_stores_are_gathered_for_so_many_steps_at_most(
-    engine: CopyEngine, recorder: Recorder, gathers: bool
+@pytest.mark.parametrize("batches", [False, True])
+def test_stores_are_batched_for_so_many_steps_at_most(
+    engine: CopyEngine, recorder: Recorder, batches: bool
 ) -> None:
-    engine._batches = gathers
-    for ticket in range(1, gathered.BATCH_STEPS + 1):
+    engine._batches = batches
+    for ticket in range(1, store_batcher.BATCH_STEPS + 1):
         engine.begin_step(Plan(store=Batch(ticket, (ticket,), (ticket,))))
         engine.end_step(batch_stores=True)
-        due = ticket == gathered.BATCH_STEPS or not gathers
+        due = ticket == store_batcher.BATCH_STEPS or not batches
         assert bool(recorder.take()) == due
 
 
 def test_a_store_that_is_large_enough_is_not_kept_waiting() -> None:
-    stores = gathered.StoreBatcher(gathered.BATCH_BYTES // 4)
+    stores = store_batcher.StoreBatcher(store_batcher.BATCH_BYTES // 4)
     assert not stores.step_ends()
     for ticket in range(1, 5):
-        stores.add(Batch(ticket, (ticket,), (ticket,)), loads_done=ticket)
+        stores.add(Transfer(ticket, GPU, CPU, (ticket,), (9,)), done=((LOAD, ticket),))
         assert stores.step_ends() == (ticket == 4)
-    assert (stores.first, stores.last, stores.loads_done) == (1, 4, 4)
+    assert (stores.first, stores.source_ids, stores.target_ids) == (1, [1, 2, 3, 4], [9] * 4)
+    assert stores.done == ((LOAD, 4),), "it goes behind what the last plan knows"
     stores.clear()
-    assert (stores.first, stores.last, stores.gpu_block_ids) == (0, 4, [])
+    assert (stores.first, stores.source_ids) == (0, [])
 
 
 def test_loads_wake_the_thread_whatever_was_put_off(
-    with_lanes: CopyEngine, recorder: Recorder
+    recording: CopyEngine, recorder: Recorder
 ) -> None:
     woken: list[float] = []
 
-    class Queued(RecordingLane):
+    class Queued(RecordingQueue):
         queued = True
 
-    with_lanes._stores, with_lanes._loads = Queued("stores", recorder), Queued("loads", recorder)
-    with_lanes._thread = cast(
-        "Any", SimpleNamespace(wake=lambda after_s=0.0: woken.append(after_s))
-    )
-    with_lanes.end_step(defer_stores=True)
+    for link, name in ((STORE, "stores"), (LOAD, "loads")):
+        recording._links[link].queue = Queued(name, recorder)
+    recording._thread = cast("Any", SimpleNamespace(wake=lambda after_s=0.0: woken.append(after_s)))
+    recording.end_step(defer_stores=True)
     assert woken == [copy_engine._DEFERRED_S, 0.0]
 
 
 def test_a_step_tops_up_loads_before_it_if_the_bus_would_be_idle(
-    with_lanes: CopyEngine, recorder: Recorder
+    recording: CopyEngine, recorder: Recorder
 ) -> None:
     asked: list[int] = []
 
-    class Queued(RecordingLane):
+    class Queued(RecordingQueue):
         queued = True
 
         def has_room(self, ahead: int) -> bool:
             asked.append(ahead)
             return has_room
 
-    with_lanes._loads = Queued("loads", recorder)
-    with_lanes._thread = cast("Any", SimpleNamespace(wake=lambda: recorder.calls.append("wake")))
+    recording._links[LOAD].queue = Queued("loads", recorder)
+    recording._thread = cast("Any", SimpleNamespace(wake=lambda: recorder.calls.append("wake")))
     for has_room in (False, True):
-        with_lanes.begin_step(Plan(wait_load=1))
+        recording.begin_step(Plan(wait_load=1))
         wanted = [("stores", "hold", "compute", 0), ("loads", "hold", "compute", 1)]
         # What this step waits for goes first, and the copy thread does the rest.
         wanted += [("loads", "top up", copy_engine.LOADS_AHEAD)] if has_room else []
         assert recorder.take() == [*wanted, "wake"]
     assert asked == [copy_engine._TOO_FEW] * 2
-    with_lanes.begin_step(None)
+    recording.begin_step(None)
     assert recorder.take() == ["wake"]
 
 
 def test_loads_that_a_step_needs_by_layer_are_one_copy(
-    with_lanes: CopyEngine, recorder: Recorder
+    recording: CopyEngine, recorder: Recorder
 ) -> None:
-    with_lanes.begin_step(Plan([Batch(1)]))
+    recording.begin_step(Plan([Batch(1)]))
     recorder.take()
     loads = [Batch(2, (1, 2), (7, 8)), Batch(3, (3,), (4,)), Batch(4, (5,), (6,))]
-    with_lanes.begin_step(Plan(loads, None, 3, 2, 1), by_layer=True)
+    recording.begin_step(Plan(loads, None, 3, 2, 1), by_layer=True)
     assert recorder.take() == [
         ("stores", "hold", "compute", 2),
         ("loads", "hold", "compute", 1),  # from earlier steps
@@ -388,7 +417,7 @@ def test_loads_that_a_step_needs_by_layer_are_one_copy(
         ("loads", "submit", 4, 4, "behind", "stores", 1),
         ("load", (5,), (6,)),
     ]
-    with_lanes.wait_all_loads()
+    recording.wait_all_loads()
     assert recorder.take() == [("loads", "hold", "compute", 3)]
 
 
@@ -410,12 +439,12 @@ class InGroups(Recorder):
 
 @pytest.fixture
 def in_groups() -> Iterator[tuple[CopyEngine, InGroups, FakeCuda]]:
-    """An engine with lanes on streams, whose step enqueues nothing but groups by itself."""
+    """An engine with queues on streams, whose step enqueues nothing but groups by itself."""
     backend = InGroups()
     with FakeCuda() as cuda, mock.patch.multiple(copy_engine, _GROUPS_AHEAD=2, LOADS_AHEAD=0):
         engine, lock = CopyEngine(layout(), backend), threading.RLock()
-        engine._loads = CopyQueue(torch.device("cpu"), lock, False, 4)
-        engine._stores = CopyQueue(torch.device("cpu"), lock, True, 4)
+        engine._links[LOAD].queue = CopyQueue(torch.device("cpu"), lock, False, 4)
+        engine._links[STORE].queue = CopyQueue(torch.device("cpu"), lock, True, 4)
         engine._arrived = [FakeEvent(cuda) for _ in backend.groups]
         yield engine, backend, cuda
 
@@ -423,7 +452,7 @@ def in_groups() -> Iterator[tuple[CopyEngine, InGroups, FakeCuda]]:
 def test_groups_are_enqueued_a_few_before_they_are_waited_for(in_groups: Any) -> None:
     """The step's inputs cross the bus, too, and are not to be behind all that it loads."""
     engine, backend, _ = in_groups
-    engine._loads.top_up = lambda ahead: False
+    engine._links[LOAD].queue.top_up = lambda ahead: False
     engine.begin_step(Plan([Batch(1), Batch(2, (3,)), Batch(3, (9,))], wait_load=2), by_layer=True)
     found = [len(backend.calls)]
     for group in range(4):
@@ -432,7 +461,7 @@ def test_groups_are_enqueued_a_few_before_they_are_waited_for(in_groups: Any) ->
     # A group is enqueued when the slice behind it has been asked for.
     assert found == [5, 5, 7, 8, 8]
     assert engine._num_arrived == 4
-    assert engine._loads.queued, "the last one is not needed"
+    assert engine._links[LOAD].queue.queued, "the last one is not needed"
     engine.begin_step(Plan([Batch(4, (5,))], wait_load=4), by_layer=True)
     assert backend.calls[8:16] == [f"(9,) {i}{half}" for i in range(4) for half in "ab"]
     assert len(backend.calls) == 16 + 5, "counted anew"
@@ -468,21 +497,21 @@ def test_a_load_by_layer_that_fails_is_not_waited_for(in_groups: Any) -> None:
     engine.begin_step(Plan([Batch(1), Batch(2)], wait_load=1), by_layer=True)
     engine.wait_group(3)
     cuda.run()
-    assert engine.poll().failed_loads == (1,)
+    assert engine.poll().failed_on(LOAD) == (1,)
 
 
 def test_a_step_by_layer_without_loads_of_its_own_waits_for_earlier_ones(
-    with_lanes: CopyEngine, recorder: Recorder
+    recording: CopyEngine, recorder: Recorder
 ) -> None:
-    with_lanes.begin_step(Plan([Batch(1), Batch(2)]))
+    recording.begin_step(Plan([Batch(1), Batch(2)]))
     recorder.take()
-    with_lanes.begin_step(Plan(wait_load=2), by_layer=True)
+    recording.begin_step(Plan(wait_load=2), by_layer=True)
     assert ("loads", "hold", "compute", 2) in recorder.take()
 
 
-def test_a_plan_without_transfers_only_waits(with_lanes: CopyEngine, recorder: Recorder) -> None:
-    with_lanes.begin_step(Plan(wait_load=2, wait_store=1, stores_done=1, loads_done=1))
-    with_lanes.end_step()
+def test_a_plan_without_transfers_only_waits(recording: CopyEngine, recorder: Recorder) -> None:
+    recording.begin_step(Plan(wait_load=2, wait_store=1, stores_done=1, loads_done=1))
+    recording.end_step()
     assert recorder.calls == [
         ("stores", "hold", "compute", 1),
         ("loads", "hold", "compute", 2),
@@ -491,10 +520,10 @@ def test_a_plan_without_transfers_only_waits(with_lanes: CopyEngine, recorder: R
     ]
 
 
-def test_draining_waits_for_both_directions(with_lanes: CopyEngine, recorder: Recorder) -> None:
-    with_lanes.begin_step(Plan(store=Batch(1)))
+def test_draining_waits_for_both_directions(recording: CopyEngine, recorder: Recorder) -> None:
+    recording.begin_step(Plan(store=Batch(1)))
     recorder.take()
-    with_lanes.drain()
+    recording.drain()
     calls = recorder.take()
     assert ("store", (1,), (2,)) in calls
     assert sorted(calls[-2:]) == [("loads", "drain"), ("stores", "drain")]
@@ -502,18 +531,18 @@ def test_draining_waits_for_both_directions(with_lanes: CopyEngine, recorder: Re
 
 @pytest.mark.parametrize("error", [None, RuntimeError("the device is gone")])
 def test_closing_drains_and_then_ends_the_copy_thread_in_any_case(
-    with_lanes: CopyEngine, recorder: Recorder, error: Exception | None
+    recording: CopyEngine, recorder: Recorder, error: Exception | None
 ) -> None:
     def drain() -> None:
         recorder.calls.append("drain")
         if error is not None:
             raise error
 
-    lane: Any = with_lanes._stores
-    lane.drain = drain
-    with_lanes._thread = cast("Any", SimpleNamespace(close=lambda: recorder.calls.append("close")))
+    queue: Any = recording._links[STORE].queue
+    queue.drain = drain
+    recording._thread = cast("Any", SimpleNamespace(close=lambda: recorder.calls.append("close")))
     with pytest.raises(RuntimeError, match="is gone") if error else nullcontext():
-        with_lanes.close()
+        recording.close()
     assert recorder.take() == [("loads", "drain"), "drain", "close"]
 
 
@@ -534,17 +563,17 @@ def test_a_failed_copy_is_done_and_named_until_a_plan_shows_that_it_is_known(
     engine.end_step()
     recorder.fails = False
     for _ in range(2):
-        assert engine.poll() == Progress(1, 1, (1,), (1,))
+        assert engine.poll() == progress(1, 1, (1,), (1,))
         assert engine.loads_done() == 0, "it would say that the load has not failed"
-    assert engine.failed_load([2, 1]) == (1, "the bus is on fire")
+    assert engine.failed(((LOAD, 2), (LOAD, 1))) == (LOAD, 1, "the bus is on fire")
     engine.begin_step(Plan(loads=[Batch(2, cpu_slots=(5,))], loads_done=0, stores_done=0))
-    assert engine.poll() == Progress(2, 1, (1,), (1,))
+    assert engine.poll() == progress(2, 1, (1,), (1,))
     engine.begin_step(Plan(loads_done=1, stores_done=0))
-    assert engine.poll() == Progress(2, 1, (), (1,))
+    assert engine.poll() == progress(2, 1, (), (1,))
     assert engine.loads_done() == 2
     engine.begin_step(Plan(loads_done=2, stores_done=1))
-    assert engine.poll() == Progress(2, 1)
-    assert engine.failed_load([1]) is None
+    assert engine.poll() == progress(2, 1)
+    assert engine.failed(((LOAD, 1),)) is None
 
 
 def test_a_failure_is_told_even_if_another_rank_has_said_that_the_copy_is_done(
@@ -554,16 +583,16 @@ def test_a_failure_is_told_even_if_another_rank_has_said_that_the_copy_is_done(
     recorder.fails = True
     engine.begin_step(Plan(loads=[Batch(1)], store=Batch(1)))
     engine.begin_step(Plan(loads_done=1, stores_done=1))
-    assert engine.poll() == Progress(1, 1, (1,), (1,))
+    assert engine.poll() == progress(1, 1, (1,), (1,))
     engine.begin_step(Plan(loads_done=1, stores_done=1))
-    assert engine.poll() == Progress(1, 1)
+    assert engine.poll() == progress(1, 1)
 
 
 def test_loads_copied_as_one_fail_together(engine: CopyEngine, recorder: Recorder) -> None:
     recorder.fails = True
     engine.begin_step(Plan([Batch(1), Batch(2), Batch(3)], wait_load=2), by_layer=True)
     assert [call[0] for call in recorder.calls] == ["load by group", "load"]
-    assert engine.poll() == Progress(3, 0, (1, 2, 3))
+    assert engine.poll() == progress(3, 0, (1, 2, 3))
 
 
 def test_a_load_fails_where_the_store_of_one_of_its_slots_has(
@@ -577,28 +606,30 @@ def test_a_load_fails_where_the_store_of_one_of_its_slots_has(
     # The scheduler may have heard from another rank only.
     engine.begin_step(Plan([Batch(1, (3, 4), (4, 6)), Batch(2, (3,), (4,))], stores_done=1))
     assert recorder.take() == [("load", (3,), (4,))]
-    assert engine.poll() == Progress(2, 1, (1,), (1,))
-    assert engine.failed_load([1]) == (
+    assert engine.poll() == progress(2, 1, (1,), (1,))
+    assert engine.failed(((LOAD, 1),)) == (
+        LOAD,
         1,
-        "a store of some of these blocks has failed on this rank.",
+        "an earlier copy of some of these blocks to the cpu has failed on this rank.",
     )
     engine.begin_step(Plan(store=Batch(2, (1,), (6,)), loads_done=2))
     engine.begin_step(Plan([Batch(3, (1,), (6,)), Batch(4, (1,), (5,))], stores_done=2))
-    assert engine.poll() == Progress(4, 2, (4,)), "only what was stored anew is good again"
+    assert engine.poll() == progress(4, 2, (4,)), "only what was stored again is good again"
 
 
 def test_a_load_that_the_step_waits_for_is_known_to_have_failed_when_the_step_begins(
-    with_lanes: CopyEngine, recorder: Recorder
+    recording: CopyEngine, recorder: Recorder
 ) -> None:
-    with_lanes.begin_step(Plan([Batch(1)], wait_load=1))
+    recording.begin_step(Plan([Batch(1)], wait_load=1))
     recorder.fails = True
-    with_lanes.begin_step(Plan([Batch(2), Batch(3)], wait_load=2))
-    with_lanes._loads._done = 0
-    assert with_lanes.failed_load([1]) is None
-    assert with_lanes.failed_load([1, 2]) == (2, "the bus is on fire")
-    assert with_lanes.poll() == Progress(0, 0), "what is not over is not told as failed"
-    with_lanes._loads._done = 3
-    assert with_lanes.poll() == Progress(3, 0, (2, 3))
+    recording.begin_step(Plan([Batch(2), Batch(3)], wait_load=2))
+    queue: Any = recording._links[LOAD].queue
+    queue._done = 0
+    assert recording.failed(((LOAD, 1),)) is None
+    assert recording.failed(((LOAD, 1), (LOAD, 2))) == (LOAD, 2, "the bus is on fire")
+    assert recording.poll() == progress(0, 0), "what is not over is not told as failed"
+    queue._done = 3
+    assert recording.poll() == progress(3, 0, (2, 3))
 
 
 def test_slots_are_waited_for_before_they_are_used(recorder: Recorder) -> None:
@@ -615,12 +646,12 @@ def test_slots_are_waited_for_before_they_are_used(recorder: Recorder) -> None:
     engine.end_step()
     assert asked == [8, 9]
     assert recorder.take() == [("store", (1, 2), (7, 3))]
-    assert engine.poll() == Progress(0, 2, (), (2,))
-    assert engine._stores.failed == {2: "there will be no more"}
+    assert engine.poll() == progress(0, 2, (), (2,))
+    assert engine.failed(((STORE, 2),)) == (STORE, 2, "there will be no more")
 
 
 def test_failures_can_be_read_while_another_thread_adds_to_them(engine: CopyEngine) -> None:
-    failed = engine._stores.failed
+    failed = engine._links[STORE].queue.failed
     over = threading.Event()
 
     def add() -> None:
@@ -655,6 +686,6 @@ def test_a_copy_thread_that_has_ended_is_said_in_the_next_step(
     engine.begin_step(plan)  # nothing is queued
     queued = SyncCopyQueue()
     queued.queued = True
-    engine._loads = queued
+    engine._links[LOAD].queue = queued
     with pytest.raises(TransferError, match="has ended"):
         engine.begin_step(plan)

@@ -1,6 +1,6 @@
 """`CopyEngine` carries out the plans of a real tier on streams that run beside each other.
 
-Its lanes are the real ones on the streams of a `FakeCuda`, whose work is done in random order as
+Its queues are the real ones on the streams of a `FakeCuda`, whose work is done in random order as
 far as the engine's waits allow, and a copy is enqueued slice by slice when nobody waits for it. A
 wait that is missing shows as bytes that are wrong.
 """
@@ -18,6 +18,7 @@ from tier.rank_model import Rank, Step
 from tier.tier_machine import TierMachine, Traffic
 from transfer.fake_cuda import FakeCuda, FakeEvent
 
+from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.transfer.backends.base import Slices, Streams
 from kvoffload_patch.transfer.engine import CopyEngine
 from kvoffload_patch.transfer.layout import BlockLayout
@@ -47,18 +48,22 @@ class EngineRank(Rank):
         with self.cuda:
             self.loads = CopyQueue(CPU, lock, ends_on_bus=False, slices_ahead=2)
             self.stores = CopyQueue(CPU, lock, ends_on_bus=True, slices_ahead=2)
-        self.engine._loads, self.engine._stores = self.loads, self.stores
+        for link, queue in ((LOAD, self.loads), (STORE, self.stores)):
+            self.engine._links[link].queue = queue
+        batcher = self.engine._links[STORE].batcher
+        assert batcher is not None
+        self.batcher = batcher
         self.engine._arrived = [FakeEvent(self.cuda) for _ in self.groups]
 
     @property
     def idle(self) -> bool:
-        queued = self.loads.queued or self.stores.queued or self.engine._batcher.first
+        queued = self.loads.queued or self.stores.queued or self.batcher.first
         return not self.steps and not queued and self.cuda.idle
 
     def submit(self) -> None:
         step = self.steps.popleft()
         plan = step.plan
-        due = plan is not None and any(b.ticket <= plan.wait_load for b in plan.loads)
+        due = plan is not None and any(t.ticket <= plan.waits_for(LOAD) for t in plan.before)
         by_layer = due and self.chance() < 0.5
         with self.cuda:
             self.engine.begin_step(plan, by_layer)
@@ -74,16 +79,17 @@ class EngineRank(Rank):
 
     def run(self, favourite: int) -> bool:
         mine = [[0], [1, 2], [3, 4]][favourite]  # compute, loads, stores
-        lanes = [self.loads, self.stores]
-        self.cuda.random.shuffle(lanes)
+        queues = [self.loads, self.stores]
+        self.cuda.random.shuffle(queues)
         with self.cuda:
-            went_on = self.chance() < 0.2 and any(lane.advance() for lane in lanes)
+            went_on = self.chance() < 0.2 and any(queue.advance() for queue in queues)
             went_on = went_on or self.cuda.run_one(self.cuda.random.choice(mine))
-            went_on = went_on or any(lane.advance() for lane in lanes)
-            if not went_on and self.engine._batcher.first:
+            went_on = went_on or any(queue.advance() for queue in queues)
+            if not went_on and self.batcher.first:
                 self.engine.end_step()  # of a step that stores nothing
                 went_on = True
-            self.loads_done, self.stores_done = self.engine.poll()[:2]
+            done = self.engine.poll()
+            self.loads_done, self.stores_done = done.done_on(LOAD), done.done_on(STORE)
         return went_on
 
     def _read(self, step: Step, part: dict[int, Any]) -> None:

@@ -12,9 +12,10 @@ from unittest import mock
 
 import pytest
 import torch
+from tier.plans import a_load, a_plan, a_result, a_store
 from transfer.layouts import needs_gpu
 
-from kvoffload_patch.tier.plan import CopyBatch, TransferPlan
+from kvoffload_patch.links import LOAD
 from kvoffload_patch.transfer.backends import staged as copy_staged
 from kvoffload_patch.transfer.backends.base import (
     CopyBackend,
@@ -146,7 +147,7 @@ def holds(values: torch.Tensor, wanted: int) -> bool:
 
 
 def test_a_store_sees_what_the_forward_pass_wrote(machine: Machine) -> None:
-    machine.engine.begin_step(TransferPlan(store=CopyBatch(1, (3,), (2,))))
+    machine.engine.begin_step(a_plan(store=a_store(1, (3,), (2,))))
     machine.compute()
     machine.write(3, 41)
     machine.engine.end_step()
@@ -159,7 +160,7 @@ def test_a_load_does_not_overwrite_before_earlier_compute_has_read(machine: Mach
     machine.write(3, 7)
     machine.compute()
     seen = machine.read(3)
-    machine.engine.begin_step(TransferPlan(loads=(CopyBatch(1, (3,), (2,)),)))
+    machine.engine.begin_step(a_plan(loads=(a_load(1, (3,), (2,)),)))
     machine.finish()
     assert holds(seen, 7)
     assert holds(machine.read(3), 42)
@@ -168,7 +169,7 @@ def test_a_load_does_not_overwrite_before_earlier_compute_has_read(machine: Mach
 def test_the_forward_pass_waits_for_a_load_that_it_may_read(machine: Machine) -> None:
     machine.slots[2] = 43
     machine.backend.load_cycles = LONG
-    plan = TransferPlan(loads=(CopyBatch(1, (3,), (2,)),), wait_load=1)
+    plan = a_plan(loads=(a_load(1, (3,), (2,)),), wait_load=1)
     machine.engine.begin_step(plan)
     seen = machine.read(3)
     machine.finish()
@@ -178,9 +179,9 @@ def test_the_forward_pass_waits_for_a_load_that_it_may_read(machine: Machine) ->
 def test_a_later_forward_pass_waits_for_an_earlier_load(machine: Machine) -> None:
     machine.slots[2] = 44
     machine.backend.load_cycles = LONG
-    machine.engine.begin_step(TransferPlan(loads=(CopyBatch(1, (3,), (2,)),)))
+    machine.engine.begin_step(a_plan(loads=(a_load(1, (3,), (2,)),)))
     machine.engine.end_step()
-    machine.engine.begin_step(TransferPlan(wait_load=1))
+    machine.engine.begin_step(a_plan(wait_load=1))
     seen = machine.read(3)
     machine.finish()
     assert holds(seen, 44)
@@ -189,8 +190,8 @@ def test_a_later_forward_pass_waits_for_an_earlier_load(machine: Machine) -> Non
 def test_the_forward_pass_waits_for_a_store_of_what_it_overwrites(machine: Machine) -> None:
     machine.backend.store_cycles = LONG
     machine.write(3, 45)
-    machine.engine.begin_step(TransferPlan(store=CopyBatch(1, (3,), (2,))))
-    machine.engine.begin_step(TransferPlan(wait_store=1))
+    machine.engine.begin_step(a_plan(store=a_store(1, (3,), (2,))))
+    machine.engine.begin_step(a_plan(wait_store=1))
     machine.write(3, 9)
     machine.finish()
     assert holds(machine.slots[2], 45)
@@ -200,8 +201,8 @@ def test_a_load_waits_for_a_store_of_the_block_that_it_overwrites(machine: Machi
     machine.slots[5] = 9
     machine.backend.store_cycles = LONG
     machine.write(3, 46)
-    machine.engine.begin_step(TransferPlan(store=CopyBatch(1, (3,), (2,))))
-    machine.engine.begin_step(TransferPlan(loads=(CopyBatch(1, (3,), (5,)),), wait_store=1))
+    machine.engine.begin_step(a_plan(store=a_store(1, (3,), (2,))))
+    machine.engine.begin_step(a_plan(loads=(a_load(1, (3,), (5,)),), wait_store=1))
     machine.finish()
     assert holds(machine.slots[2], 46)
     assert holds(machine.read(3), 9)
@@ -210,8 +211,8 @@ def test_a_load_waits_for_a_store_of_the_block_that_it_overwrites(machine: Machi
 def test_a_load_waits_for_the_store_that_filled_its_slot(machine: Machine) -> None:
     machine.backend.store_cycles = LONG
     machine.write(3, 47)
-    machine.engine.begin_step(TransferPlan(store=CopyBatch(1, (3,), (2,))))
-    plan = TransferPlan(loads=(CopyBatch(1, (4,), (2,)),), wait_load=1, stores_done=1)
+    machine.engine.begin_step(a_plan(store=a_store(1, (3,), (2,))))
+    plan = a_plan(loads=(a_load(1, (4,), (2,)),), wait_load=1, stores_done=1)
     machine.engine.begin_step(plan)
     seen = machine.read(4)
     machine.finish()
@@ -222,8 +223,8 @@ def test_a_store_waits_for_the_load_that_reads_its_slot(machine: Machine) -> Non
     machine.slots[2] = 48
     machine.backend.load_cycles = LONG
     machine.write(3, 9)
-    machine.engine.begin_step(TransferPlan(loads=(CopyBatch(1, (4,), (2,)),)))
-    plan = TransferPlan(store=CopyBatch(1, (3,), (2,)), loads_done=1)
+    machine.engine.begin_step(a_plan(loads=(a_load(1, (4,), (2,)),)))
+    plan = a_plan(store=a_store(1, (3,), (2,)), loads_done=1)
     machine.engine.begin_step(plan)
     machine.finish()
     assert holds(machine.read(4), 48)
@@ -233,8 +234,8 @@ def test_a_store_waits_for_the_load_that_reads_its_slot(machine: Machine) -> Non
 def test_a_layer_waits_for_its_group_of_a_load(machine: Machine) -> None:
     machine.slots[2], machine.slots[4] = 51, 52
     machine.backend.load_cycles = LONG
-    loads = (CopyBatch(1, (3,), (2,)), CopyBatch(2, (5,), (4,)))
-    machine.engine.begin_step(TransferPlan(loads=loads, wait_load=2), by_layer=True)
+    loads = (a_load(1, (3,), (2,)), a_load(2, (5,), (4,)))
+    machine.engine.begin_step(a_plan(loads=loads, wait_load=2), by_layer=True)
     seen = []
     for group in range(len(machine.backend.groups)):
         machine.engine.wait_group(group)
@@ -247,9 +248,9 @@ def test_a_layer_waits_for_its_group_of_a_load(machine: Machine) -> None:
 def test_a_layer_waits_for_loads_of_earlier_steps_too(machine: Machine) -> None:
     machine.slots[2], machine.slots[4] = 53, 54
     machine.backend.load_cycles = LONG
-    machine.engine.begin_step(TransferPlan(loads=(CopyBatch(1, (3,), (2,)),)))
+    machine.engine.begin_step(a_plan(loads=(a_load(1, (3,), (2,)),)))
     machine.engine.end_step()
-    plan = TransferPlan(loads=(CopyBatch(2, (5,), (4,)),), wait_load=2)
+    plan = a_plan(loads=(a_load(2, (5,), (4,)),), wait_load=2)
     machine.engine.begin_step(plan, by_layer=True)
     machine.engine.wait_group(0)
     seen = machine.read_group(3, 0)
@@ -275,13 +276,13 @@ def test_compute_goes_on_when_a_group_is_there_before_the_last_one_is() -> None:
 
     machine.backend._backend.load = slow_from_the_second_group
     machine.slots[2] = 55
-    plan = TransferPlan(loads=(CopyBatch(1, (3,), (2,)),), wait_load=1)
+    plan = a_plan(loads=(a_load(1, (3,), (2,)),), wait_load=1)
     machine.engine.begin_step(plan, by_layer=True)
     machine.engine.wait_group(0)
     seen = machine.read_group(3, 0)
     torch.cuda.current_stream().synchronize()
     assert holds(seen, 55)
-    assert machine.engine.poll().loads_done == 0
+    assert machine.engine.poll().done_on(LOAD) == 0
     machine.finish()
     assert holds(machine.read(3), 55)
     machine.engine.close()
@@ -293,12 +294,12 @@ def test_compute_goes_on_when_a_group_is_there_before_the_last_one_is() -> None:
 def test_nothing_is_done_before_it_is_and_polling_never_waits(name: str) -> None:
     machine = Machine("cuda", name)
     machine.backend.load_cycles = machine.backend.store_cycles = 20 * LONG
-    plan = TransferPlan(loads=(CopyBatch(1, (3,), (2,)),), store=CopyBatch(1, (4,), (5,)))
+    plan = a_plan(loads=(a_load(1, (3,), (2,)),), store=a_store(1, (4,), (5,)))
     machine.engine.begin_step(plan)
     machine.engine.end_step()
     begin = time.perf_counter()
-    assert machine.engine.poll()[:2] == (0, 0)
+    assert machine.engine.poll() == a_result(0, 0)[:2]
     assert time.perf_counter() - begin < 0.1
     machine.finish()
-    assert machine.engine.poll() == (1, 1, (), ())
+    assert machine.engine.poll() == a_result(1, 1)[:2]
     machine.engine.close()

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Setup:
-    """Two lanes, and a log of what their copies do on the streams."""
+    """Two queues, and a log of what their copies do on the streams."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
@@ -41,12 +41,12 @@ class Setup:
             raise ValueError
 
     def submit(
-        self, lane: CopyQueue, first: int, ticket: int, slices: int = 2,
+        self, queue: CopyQueue, first: int, ticket: int, slices: int = 2,
         fail_after: int | None = None, behind: int = 0,
     ) -> None:  # fmt: skip
         start = partial(self.copy, f"{ticket}", slices, fail_after)
-        other = self.stores if lane is self.loads else self.loads
-        lane.submit(first, ticket, start, (other, behind))
+        other = self.stores if queue is self.loads else self.loads
+        queue.submit(first, ticket, start, [(other, behind)])
 
 
 @pytest.fixture(params=range(4))
@@ -60,51 +60,51 @@ def names(log: list[Any]) -> set[str]:
 
 
 def test_a_slice_is_enqueued_at_a_time(setup: Setup) -> None:
-    lane = setup.loads
-    setup.submit(lane, 1, 1, slices=2)
-    setup.submit(lane, 2, 2, slices=1)
+    queue = setup.loads
+    setup.submit(queue, 1, 1, slices=2)
+    setup.submit(queue, 2, 2, slices=1)
     seen = []
-    while lane.advance():
+    while queue.advance():
         setup.cuda.run()
-        seen.append((len(setup.log) // 2, lane.queued, lane.poll()))
+        seen.append((len(setup.log) // 2, queue.queued, queue.poll()))
     # Where a copy ends is known when it has no further slice.
     assert seen == [(1, True, 0), (2, True, 0), (2, True, 1), (3, True, 1), (3, False, 2)]
-    assert not lane.under_way
+    assert not queue.under_way
 
 
 def test_flushing_enqueues_the_copies_that_stand_for_these_tickets(setup: Setup) -> None:
-    lane = setup.loads
-    setup.submit(lane, 1, 1)
-    setup.submit(lane, 2, 4)
-    setup.submit(lane, 5, 5)
-    lane.flush(1)
+    queue = setup.loads
+    setup.submit(queue, 1, 1)
+    setup.submit(queue, 2, 4)
+    setup.submit(queue, 5, 5)
+    queue.flush(1)
     setup.cuda.run()
     assert names(setup.log) == {"1"}
-    lane.flush(2)
+    queue.flush(2)
     setup.cuda.run()
     assert names(setup.log) == {"1", "4"}
-    assert lane.poll() == 4
-    assert lane.queued
-    assert [lane.has_queued(ticket) for ticket in (4, 5, 9)] == [False, True, True]
-    lane.drain()
-    assert (lane.poll(), lane.queued, lane.under_way) == (5, False, False)
+    assert queue.poll() == 4
+    assert queue.queued
+    assert [queue.has_queued(ticket) for ticket in (4, 5, 9)] == [False, True, True]
+    queue.drain()
+    assert (queue.poll(), queue.queued, queue.under_way) == (5, False, False)
     assert names(setup.log) == {"1", "4", "5"}
 
 
 def test_whoever_holds_waits_for_the_tickets_asked_for_and_no_more(setup: Setup) -> None:
-    lane = setup.stores
+    queue = setup.stores
     for ticket in (1, 2, 3):
-        setup.submit(lane, ticket, ticket)
+        setup.submit(queue, ticket, ticket)
     waiter = setup.cuda.new_stream()
-    lane.hold(waiter, 2)
+    queue.hold(waiter, 2)
     waiter.append(lambda: setup.log.append(("waiter", 0, "")))
-    assert lane.queued, "the third one is not needed"
+    assert queue.queued, "the third one is not needed"
     setup.cuda.run()
     assert setup.log[-1][0] == "waiter"
     assert len(setup.log) == 9
-    lane.drain()
+    queue.drain()
     before = len(waiter.work)
-    lane.hold(waiter, 3)
+    queue.hold(waiter, 3)
     assert len(waiter.work) == before, "it is done"
 
 
@@ -115,19 +115,19 @@ def test_there_is_room_for_so_many_slices_under_way(
 ) -> None:
     """Of whatever copies, also of one that fails. Whether there is any is never waited for."""
     on_bus = direction == "stores"
-    lane = CopyQueue(CPU, threading.RLock(), on_bus, slices_ahead=5)
-    end = lane.streams.bus if on_bus else lane.streams.blocks
-    setup.submit(lane, 1, 1, slices=3)
-    setup.submit(lane, 2, 2, slices=4, fail_after=1)
-    setup.submit(lane, 3, 3, slices=9)
+    queue = CopyQueue(CPU, threading.RLock(), on_bus, slices_ahead=5)
+    end = queue.streams.bus if on_bus else queue.streams.blocks
+    setup.submit(queue, 1, 1, slices=3)
+    setup.submit(queue, 2, 2, slices=4, fail_after=1)
+    setup.submit(queue, 3, 3, slices=9)
     enqueued, ends = 0, []
-    while lane.queued:
-        before, room = len(setup.log), lane.has_room(ahead)
+    while queue.queued:
+        before, room = len(setup.log), queue.has_room(ahead)
         assert len(setup.log) == before, "it has waited"
         under_way = sum(not is_over() for is_over in ends)
         assert room == (under_way < ahead)
         if room:
-            lane.advance()
+            queue.advance()
             enqueued += 1
             # Behind the last slice of a copy goes the end of its ticket as well.
             given = end.given - (enqueued in (4, 4 + 2, 4 + 2 + 10))
@@ -136,15 +136,15 @@ def test_there_is_room_for_so_many_slices_under_way(
             setup.cuda.run_one()
     assert enqueued == len(ends) == 4 + 2 + 10
     setup.cuda.run()
-    assert lane.has_room(ahead)
+    assert queue.has_room(ahead)
 
 
 def test_slices_that_a_step_needed_at_once_take_room_too(setup: Setup) -> None:
-    lane = setup.stores
-    assert lane.has_room(2), "nothing has been enqueued yet"
-    setup.submit(lane, 1, 1, slices=6)
-    lane.hold(setup.cuda.new_stream(), 1)
-    while not lane.has_room(2):
+    queue = setup.stores
+    assert queue.has_room(2), "nothing has been enqueued yet"
+    setup.submit(queue, 1, 1, slices=6)
+    queue.hold(setup.cuda.new_stream(), 1)
+    while not queue.has_room(2):
         setup.cuda.run_one()
     left = [entry for entry in setup.log if entry[2] == "bus"]
     # Seven ends, two of which may be missing: the last is that of no slice.
@@ -152,34 +152,34 @@ def test_slices_that_a_step_needed_at_once_take_room_too(setup: Setup) -> None:
 
 
 def test_it_is_topped_up_until_so_many_slices_are_under_way(setup: Setup) -> None:
-    lane = CopyQueue(CPU, threading.RLock(), ends_on_bus=False, slices_ahead=4)
+    queue = CopyQueue(CPU, threading.RLock(), ends_on_bus=False, slices_ahead=4)
 
     def enqueued() -> int:
-        return lane.streams.bus.given
+        return queue.streams.bus.given
 
-    assert not lane.top_up(4), "there is nothing"
-    setup.submit(lane, 1, 1, slices=1)
-    setup.submit(lane, 2, 2, slices=9)
-    assert lane.advance()
+    assert not queue.top_up(4), "there is nothing"
+    setup.submit(queue, 1, 1, slices=1)
+    setup.submit(queue, 2, 2, slices=9)
+    assert queue.advance()
     before = enqueued()
-    assert not lane.top_up(1), "one is under way"
+    assert not queue.top_up(1), "one is under way"
     assert enqueued() == before
-    assert lane.top_up(3)
-    assert not (lane.has_room(3) or lane.top_up(3))
-    assert lane.has_room(4)
-    while not lane.has_room(2):
+    assert queue.top_up(3)
+    assert not (queue.has_room(3) or queue.top_up(3))
+    assert queue.has_room(4)
+    while not queue.has_room(2):
         setup.cuda.run_one()
-    assert lane.top_up(4)
-    assert not lane.has_room(4)
+    assert queue.top_up(4)
+    assert not queue.has_room(4)
     setup.cuda.run()
     seen: list[int] = []
     before = enqueued()
-    assert lane.top_up(2, meanwhile=lambda: seen.append(enqueued() - before))
+    assert queue.top_up(2, meanwhile=lambda: seen.append(enqueued() - before))
     assert len(seen) == 2
     assert 0 < seen[0] < seen[1]
-    while lane.top_up(4):
+    while queue.top_up(4):
         setup.cuda.run()
-    assert not lane.queued
+    assert not queue.queued
     assert len(setup.log) == 2 * (1 + 9)
 
 
@@ -200,29 +200,29 @@ def test_a_copy_goes_behind_compute_and_behind_the_other_lane(setup: Setup) -> N
 def test_a_copy_that_fails_is_done_when_what_there_is_of_it_is(
     setup: Setup, direction: str, fail_after: int
 ) -> None:
-    lane: CopyQueue = getattr(setup, direction)
-    setup.submit(lane, 1, 1)
-    setup.submit(lane, 2, 4, slices=3, fail_after=fail_after)
-    setup.submit(lane, 5, 5)
-    lane.flush(4)
+    queue: CopyQueue = getattr(setup, direction)
+    setup.submit(queue, 1, 1)
+    setup.submit(queue, 2, 4, slices=3, fail_after=fail_after)
+    setup.submit(queue, 5, 5)
+    queue.flush(4)
     wanted = "ValueError" if fail_after == 3 else f"4 failed at {fail_after}"
-    assert lane.failed == {2: wanted, 3: wanted, 4: wanted}
-    end = lane.streams.blocks if direction == "loads" else lane.streams.bus
-    while lane.poll() < 4:  # the other stream is as late as it can be
+    assert queue.failed == {2: wanted, 3: wanted, 4: wanted}
+    end = queue.streams.blocks if direction == "loads" else queue.streams.bus
+    while queue.poll() < 4:  # the other stream is as late as it can be
         setup.cuda.run_one(setup.cuda.streams.index(end))
     slices = min(3, fail_after + 1)  # what the last one has enqueued included
     assert len([name for name, _, _ in setup.log if name == "4"]) == 2 * slices
-    lane.drain()
-    assert lane.poll() == 5
+    queue.drain()
+    assert queue.poll() == 5
     assert len([name for name, _, _ in setup.log if name == "5"]) == 4
-    assert set(lane.failed) == {2, 3, 4}
+    assert set(queue.failed) == {2, 3, 4}
 
 
 def test_a_copy_that_does_not_even_start_fails(setup: Setup) -> None:
     def start(streams: object) -> Any:
         raise MemoryError("no room")
 
-    setup.loads.submit(1, 1, start, (setup.stores, 0))
+    setup.loads.submit(1, 1, start, [(setup.stores, 0)])
     setup.submit(setup.loads, 2, 2)
     setup.loads.drain()
     assert setup.loads.failed == {1: "no room"}
@@ -230,27 +230,27 @@ def test_a_copy_that_does_not_even_start_fails(setup: Setup) -> None:
 
 
 def test_polling_does_not_wait_for_a_slice_that_is_being_enqueued(setup: Setup) -> None:
-    lane, inside, go_on = setup.loads, threading.Event(), threading.Event()
+    queue, inside, go_on = setup.loads, threading.Event(), threading.Event()
 
     def start(streams: object) -> Iterator[None]:
         inside.set()
         go_on.wait(20)
         yield
 
-    setup.submit(lane, 1, 1)
-    lane.flush(1)
-    lane.submit(2, 2, start, (setup.stores, 0))
-    thread = threading.Thread(target=lane.advance)
+    setup.submit(queue, 1, 1)
+    queue.flush(1)
+    queue.submit(2, 2, start, [(setup.stores, 0)])
+    thread = threading.Thread(target=queue.advance)
     thread.start()
     inside.wait(20)
-    assert lane.poll() in (0, 1)
-    setup.submit(lane, 3, 3)  # nor does submitting
-    lane.hold(None, 0)
+    assert queue.poll() in (0, 1)
+    setup.submit(queue, 3, 3)  # nor does submitting
+    queue.hold(None, 0)
     assert thread.is_alive()
     go_on.set()
     thread.join()
-    lane.drain()
-    assert lane.poll() == 3
+    queue.drain()
+    assert queue.poll() == 3
 
 
 def test_an_event_that_another_thread_takes_first_is_made_anew(setup: Setup) -> None:
@@ -277,12 +277,12 @@ def test_one_thread_submits_while_another_one_enqueues(monkeypatch: pytest.Monke
 
     for name in ("Stream", "Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *args, **kwargs: Point())
-    lane = CopyQueue(CPU, threading.RLock(), ends_on_bus=True, slices_ahead=2)
+    queue = CopyQueue(CPU, threading.RLock(), ends_on_bus=True, slices_ahead=2)
     count, errors, over = 5_000, [], threading.Event()
 
     def enqueue() -> None:
         try:
-            while lane.advance() or not over.is_set():
+            while queue.advance() or not over.is_set():
                 pass
         except BaseException as error:  # noqa: BLE001 - for the test
             errors.append(error)
@@ -293,20 +293,20 @@ def test_one_thread_submits_while_another_one_enqueues(monkeypatch: pytest.Monke
     thread.start()
     try:
         for ticket in range(1, count + 1):
-            lane.submit(ticket, ticket, lambda streams: iter(()), (SyncCopyQueue(), 0))
-            lane.poll()
+            queue.submit(ticket, ticket, lambda streams: iter(()), [(SyncCopyQueue(), 0)])
+            queue.poll()
     finally:
         over.set()
         thread.join()
         sys.setswitchinterval(before)
-    lane.drain()
+    queue.drain()
     assert errors == []
-    assert lane.poll() == count
-    assert not lane.failed
+    assert queue.poll() == count
+    assert not queue.failed
 
 
 def test_the_cpu_device_copies_at_once_and_fails_at_once() -> None:
-    lane, calls = SyncCopyQueue(), []
+    queue, calls = SyncCopyQueue(), []
 
     def start(fails: bool, streams: object) -> Iterator[None]:
         assert streams is None
@@ -316,10 +316,10 @@ def test_the_cpu_device_copies_at_once_and_fails_at_once() -> None:
         if fails:
             raise OSError("not\nhere")
 
-    lane.submit(1, 2, partial(start, False), (lane, 0))
-    assert (lane.poll(), lane.failed, calls) == (2, {}, [False] * 3)
-    lane.submit(3, 5, partial(start, True), (lane, 0))
-    assert lane.poll() == 5
-    assert lane.failed == dict.fromkeys((3, 4, 5), "not here")
-    assert not (lane.queued or lane.under_way or lane.advance() or lane.top_up(9))
-    assert lane.has_room(1) and not lane.has_queued(9)
+    queue.submit(1, 2, partial(start, False), [(queue, 0)])
+    assert (queue.poll(), queue.failed, calls) == (2, {}, [False] * 3)
+    queue.submit(3, 5, partial(start, True), [(queue, 0)])
+    assert queue.poll() == 5
+    assert queue.failed == dict.fromkeys((3, 4, 5), "not here")
+    assert not (queue.queued or queue.under_way or queue.advance() or queue.top_up(9))
+    assert queue.has_room(1) and not queue.has_queued(9)

@@ -20,7 +20,7 @@ from kvoffload_patch.transfer.thread import LOADS_AHEAD, STORES_AHEAD, CopyThrea
 LONG_S = 20.0
 
 
-class FakeLane:
+class FakeQueue:
     """Slices to enqueue, room for some, and a log of what the thread does."""
 
     def __init__(self, name: str, ahead: int, log: list[str]) -> None:
@@ -60,7 +60,7 @@ class FakeLane:
 
 
 class Setup:
-    """A thread over two lanes.
+    """A thread over two queues.
 
     Attributes:
         on_nap: called when the thread naps, in the thread, with how many times it has.
@@ -69,8 +69,8 @@ class Setup:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.loads = FakeLane("load", copy_thread.LOADS_AHEAD, self.log)
-        self.stores = FakeLane("store", copy_thread.STORES_AHEAD, self.log)
+        self.loads = FakeQueue("load", copy_thread.LOADS_AHEAD, self.log)
+        self.stores = FakeQueue("store", copy_thread.STORES_AHEAD, self.log)
         self.thread: Any = None
         self.naps: list[float] = []
         self.on_nap: Callable[[int], object] = lambda number: None
@@ -89,8 +89,8 @@ class Setup:
         self.threading = SimpleNamespace(Thread=threading.Thread, Event=Event)
 
     def start(self) -> CopyThread:
-        lanes: Any = (self.loads, self.stores)
-        self.thread = CopyThread(torch.device("cpu"), *lanes)
+        queues: Any = ([self.loads], [self.stores])
+        self.thread = CopyThread(torch.device("cpu"), *queues)
         return self.thread
 
     def run(self) -> list[str]:
@@ -264,13 +264,13 @@ def test_it_rests_when_nothing_is_queued(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("what", ["error", "error_of_room"])
-@pytest.mark.parametrize("lane", ["loads", "stores"])
+@pytest.mark.parametrize("queue", ["loads", "stores"])
 def test_an_error_of_the_thread_is_said_by_the_next_wake(
-    setup: Setup, lane: str, what: str
+    setup: Setup, queue: str, what: str
 ) -> None:
     thread = setup.start()
-    getattr(setup, lane).slices = 1
-    setattr(getattr(setup, lane), what, RuntimeError("the device is gone"))
+    getattr(setup, queue).slices = 1
+    setattr(getattr(setup, queue), what, RuntimeError("the device is gone"))
     thread.wake()
     wait(lambda: not thread._thread.is_alive())
     with pytest.raises(TransferError, match=r"ended \(the device is gone\), so the CPU tier"):
@@ -290,12 +290,12 @@ def test_a_device_that_cannot_be_used_is_said_too(
         thread.wake()
 
 
-# Over lanes on streams. The thread itself rests; the test does what it would, and the device's
+# Over queues on streams. The thread itself rests; the test does what it would, and the device's
 # work in between.
 
 
 class OnStreams:
-    """Lanes on a `FakeCuda`, with copies of many slices."""
+    """Queues on a `FakeCuda`, with copies of many slices."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         lock = threading.RLock()
@@ -303,13 +303,15 @@ class OnStreams:
         self.cuda = cuda
         self.loads = CopyQueue(device, lock, False, LOADS_AHEAD)
         self.stores = CopyQueue(device, lock, True, STORES_AHEAD)
-        self.thread = CopyThread(device, self.loads, self.stores)
+        self.thread = CopyThread(device, [self.loads], [self.stores])
         self.enqueued = {"load": 0, "store": 0}
         self.finished = {"load": 0, "store": 0}
 
-    def submit(self, lane: CopyQueue, ticket: int, name: str, slices: int) -> None:
-        other = self.stores if lane is self.loads else self.loads
-        lane.submit(ticket, ticket, lambda streams: self._slices(name, slices, streams), (other, 0))
+    def submit(self, queue: CopyQueue, ticket: int, name: str, slices: int) -> None:
+        other = self.stores if queue is self.loads else self.loads
+        queue.submit(
+            ticket, ticket, lambda streams: self._slices(name, slices, streams), [(other, 0)]
+        )
 
     def _slices(self, name: str, slices: int, streams: Any) -> Iterator[None]:
         first, last = streams.bus, streams.blocks

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from transfer.fake_cuda import FakeCuda, FakeDriver, FakeEvent
 
+from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 from kvoffload_patch.transfer import engine as copy_engine
@@ -79,7 +80,7 @@ class Machine:
     """One rank: KV tensors of 32-bit words, slots, and an engine between them.
 
     Args:
-        kind: ``host`` (the CPU device), ``fake`` (lanes and streams of a `FakeCuda`), ``cuda``.
+        kind: ``host`` (the CPU device), ``fake`` (queues and streams of a `FakeCuda`), ``cuda``.
         backend: which one.
         chunk: blocks that it moves at once.
     """
@@ -120,7 +121,7 @@ class Machine:
             self.engine = CopyEngine(self.layout, self.backend, self.host.wait_ready)
             self.engine._batches = True  # also where it only plays that it copies beside steps
             if self.cuda is not None:
-                self._take_real_lanes()
+                self._take_real_queues()
         self._warm_up()
 
     def on_device(self) -> AbstractContextManager[Any]:
@@ -136,13 +137,14 @@ class Machine:
         driver: Any = FakeDriver(self.cuda, slots, self.host.slots_per_piece)
         return StagedBackend(self.layout, slots, driver)
 
-    def _take_real_lanes(self) -> None:
+    def _take_real_queues(self) -> None:
         """Instead of those of the CPU device. What a thread would enqueue, `breathe` does."""
         assert self.cuda is not None
         lock = threading.RLock()
         ahead = copy_engine._LOADS_AHEAD
-        self._lanes = [CopyQueue(self.device, lock, on_bus, ahead) for on_bus in (False, True)]
-        self.engine._loads, self.engine._stores = self._lanes
+        self._queues = [CopyQueue(self.device, lock, on_bus, ahead) for on_bus in (False, True)]
+        for link, queue in zip((LOAD, STORE), self._queues):
+            self.engine._links[link].queue = queue
         self.engine._arrived = [FakeEvent(self.cuda) for _ in self.backend.groups]
 
     def _warm_up(self) -> None:
@@ -189,13 +191,13 @@ class Machine:
         with self.cuda:
             for _ in range(self.random.choice([0, 1, 5, 50])):
                 if self.random.random() < 0.15:
-                    self.random.choice(self._lanes).advance()
+                    self.random.choice(self._queues).advance()
                 else:
                     self.cuda.run_one(self.random.choice([None, *range(5)]))
 
     def poll(self) -> TransferResult:
         progress = self.engine.poll()
-        self.failed.update(progress.failed_loads)
+        self.failed.update(progress.failed_on(LOAD))
         return TransferResult(*progress)
 
     def finish(self) -> None:
@@ -272,8 +274,7 @@ class Traffic:
         writes = self._compute(reads.blocks)
         plan = self.tier.make_plan(lambda block, key: self.cached.get(block) == key)
         if plan is not None:
-            batches = [*plan.loads, *([plan.store] if plan.store else [])]
-            self.moves += sum(len(batch.cpu_slots) for batch in batches)
+            self.moves += sum(len(t.source_ids) for t in (*plan.before, *plan.after))
         self.loaded += len(reads.blocks)
         by_layer, lazy = self.random.random() < 0.5, self.random.random() < 0.2
         for rank in self.ranks:
@@ -290,7 +291,7 @@ class Traffic:
         self, rank: Machine, plan: TransferPlan | None, reads: Reads, writes: dict[int, int],
         by_layer: bool, lazy: bool,
     ) -> None:  # fmt: skip
-        due = plan is not None and any(b.ticket <= plan.wait_load for b in plan.loads)
+        due = plan is not None and any(t.ticket <= plan.waits_for(LOAD) for t in plan.before)
         rank.engine.begin_step(plan, by_layer and due)
         rank.spend(self.random.choice([0, 0, 0, 100_000, 1_000_000]))
         if by_layer and due:

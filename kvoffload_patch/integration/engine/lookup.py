@@ -83,7 +83,7 @@ class StandInPool:
     def __init__(
         self,
         view: SchedulerView,
-        in_cpu: Callable[[Hashable], bool],
+        in_cpu: Callable[[Hashable], str | None],
         arriving: dict[Hashable, Any],
         ticket_of: dict[Hashable, int],
     ) -> None:

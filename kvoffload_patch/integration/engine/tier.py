@@ -15,6 +15,7 @@ from kvoffload_patch.integration.engine.stats import HitCounts, Report
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.protocol import PLAN, RESULT
+from kvoffload_patch.links import LOAD
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.plan import TransferResult
 
@@ -71,7 +72,7 @@ class SchedulerTier:
         self._lookups.end_step()  # nothing to do unless `schedule` has raised
         self._used.refresh()
         if self._loads.under_way and (done := self._ranks.loads_done()):
-            self._manager.apply(TransferResult(done, stores_done=0))
+            self._manager.apply(TransferResult(((LOAD, done),)))
         for request_id, known in self._loads.finish(len(self._view.scheduler.running)):
             # Unless the tier has got more of it since.
             if not any(map(self._manager.lookup, known.missing)):
@@ -135,7 +136,7 @@ class SchedulerTier:
     def on_result(self, result: TransferResult) -> None:
         """The reporting rank says what is done."""
         self._lookups.keys_stored(self._manager.apply(result))
-        if result.failed_loads:
+        if result.failed_on(LOAD):
             self._lookups.clear()  # some lookups rest on what has left the tier
 
     # Events beside the step

@@ -18,6 +18,7 @@ from kvoffload_patch.integration.worker.vllm_runner import (
     copy_output,
     kv_tensors,
 )
+from kvoffload_patch.links import LOAD, Tickets
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 
 logger = logging.getLogger("vllm.kvoffload_patch")
@@ -60,7 +61,7 @@ class RankTier:
         from kvoffload_patch.transfer.engine import CopyEngine
 
         self._board = board
-        self._promised: tuple[int, ...] = ()
+        self._promised: Tickets = ()
         self._runner = runner
         layout = block_layout(runner)
         self._tensor = kv_tensors(runner)[0][0]
@@ -117,9 +118,8 @@ class RankTier:
         self._idle = tokens == 0
         self._decodes = 0 < tokens == len(step.num_scheduled_tokens)
         self._host_bound = len(step.num_scheduled_tokens) < tokens <= _SHORT_STEP_TOKENS
-        due = plan is not None and any(b.ticket <= plan.wait_load for b in plan.loads)
-        by_layer = self._gate.begin(step, plan is not None and plan.layerwise and due)
-        self._promised = plan.promised_loads if plan is not None else ()
+        by_layer = self._gate.begin(step, plan is not None and _loads_by_layer(plan))
+        self._promised = plan.promised if plan is not None else ()
         self._check_promised()  # what has failed before; the plan may show it as taken in
         self._engine.begin_step(plan, by_layer)
         self._check_promised()
@@ -160,11 +160,12 @@ class RankTier:
         """A step that reads a load which has failed must not give any token away."""
         if not self._promised:
             return
-        found = self._engine.failed_load(self._promised)
+        found = self._engine.failed(self._promised)
         if found is not None:
+            (source, target), ticket, reason = found
             raise RuntimeError(
-                f"kvoffload_patch: expected load {found[0]} (CPU to GPU memory) to arrive for the "
-                f"step that reads it, found that it failed ({found[1]}); restart the server, and "
+                f"kvoffload_patch: expected copy {ticket} from {source} to {target} to arrive for "
+                f"the step that reads it, found that it failed ({reason}); restart the server, and "
                 "set KVOFFLOAD_LOAD_MODE=parked if it happens again, so that such a load is "
                 "recomputed."
             )
@@ -180,8 +181,8 @@ class RankTier:
     def _tell_growth(self, plan: TransferPlan | None) -> None:
         blocks, last_slot = 0, -1
         if plan is not None:
-            blocks = sum(len(batch.cpu_slots) for batch in plan.loads)
-            last_slot = max(plan.store.cpu_slots) if plan.store else -1
+            blocks = sum(len(load.source_ids) for load in plan.before)
+            last_slot = max([max(store.target_ids) for store in plan.after], default=-1)
         self._host.step_begins(blocks * self.load_ms_per_block / 1000, last_slot)
 
     def _say_growth_is_over(self) -> None:
@@ -197,3 +198,9 @@ class RankTier:
     def _moved(self) -> bool:
         tensors, _ = kv_tensors(self._runner)
         return not tensors or tensors[0].data_ptr() != self._pointer
+
+
+def _loads_by_layer(plan: TransferPlan) -> bool:
+    """Whether the forward pass waits for loads of this very plan, and may do so layer by layer."""
+    wait = plan.waits_for(LOAD) if plan.layerwise else 0
+    return any(t.ticket <= wait and (t.source, t.target) == LOAD for t in plan.before)

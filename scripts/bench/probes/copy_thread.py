@@ -26,7 +26,8 @@ from unittest import mock
 
 import torch
 
-from kvoffload_patch.tier.plan import CopyBatch, TransferPlan
+from kvoffload_patch.links import LOAD, STORE, Link
+from kvoffload_patch.tier.plan import Transfer, TransferPlan
 from kvoffload_patch.transfer.engine import CopyEngine
 from scripts.bench.common import machine, quantile, say, table, write_json
 
@@ -114,7 +115,7 @@ class Steps:
         self._stores, self._stores_deferred, self._loads = stores, put_off, loads
         self._device_s = device_s
         self._compute = Stream()
-        self._tickets = [0, 0]
+        self._tickets = {LOAD: 0, STORE: 0}
         self._values = torch.zeros(64)
         self._patch = mock.patch.multiple(
             torch.cuda, Stream=Stream, Event=Event, set_device=lambda device: None,
@@ -125,18 +126,18 @@ class Steps:
         backend: Any = Backend()
         self._engine = CopyEngine(layout, backend)
 
-    def _batch(self, direction: int, slices: int) -> CopyBatch:
-        self._tickets[direction] += 1
+    def _transfer(self, link: Link, slices: int) -> tuple[Transfer, ...]:
+        self._tickets[link] += 1
         ids = tuple(range(slices))
-        return CopyBatch(self._tickets[direction], ids, ids)
+        return (Transfer(self._tickets[link], *link, ids, ids),)
 
     def _plan(self) -> TransferPlan:
-        done = self._engine.poll()
-        loads = []
-        if self._loads and self._tickets[0] - done.loads_done < 2:
-            loads = [self._batch(0, self._loads)]
-        store = self._batch(1, self._stores) if self._stores else None
-        return TransferPlan(tuple(loads), store, 0, 0, done.stores_done, done.loads_done)
+        progress, loads, stores = self._engine.poll(), (), ()
+        if self._loads and self._tickets[LOAD] - progress.done_on(LOAD) < 2:
+            loads = self._transfer(LOAD, self._loads)
+        if self._stores:
+            stores = self._transfer(STORE, self._stores)
+        return TransferPlan(loads, stores, (), progress.done)
 
     def step(self) -> float:
         """One step; milliseconds that launching it took."""

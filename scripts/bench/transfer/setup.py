@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from kvoffload_patch.tier.plan import CopyBatch, TransferPlan
+from kvoffload_patch.links import LOAD, STORE
+from kvoffload_patch.tier.plan import Transfer, TransferPlan
 from kvoffload_patch.transfer.backends.choose import choose_backend
 from kvoffload_patch.transfer.backends.slots import SlotMemory
 from kvoffload_patch.transfer.engine import CopyEngine
@@ -122,16 +123,17 @@ class Mover:
 
     def plan(self, kind: str, moves: Ways) -> TransferPlan:
         """The next plan: ``store``, ``load`` (beside the step), ``inline`` load, or ``both``."""
-        loads: tuple[CopyBatch, ...] = ()
-        store, done = None, {"loads_done": self._loads, "stores_done": self._stores}
+        loads: tuple[Transfer, ...] = ()
+        stores: tuple[Transfer, ...] = ()
+        done = (LOAD, self._loads), (STORE, self._stores)
         if kind != "store":
             self._loads += 1
-            loads = (CopyBatch(self._loads, moves.load_blocks, moves.load_slots),)
+            loads = (Transfer(self._loads, *LOAD, moves.load_slots, moves.load_blocks),)
         if kind in ("store", "both"):
             self._stores += 1
-            store = CopyBatch(self._stores, moves.store_blocks, moves.store_slots)
-        wait = self._loads if kind == "inline" else 0
-        return TransferPlan(loads, store, wait_load=wait, **done)
+            stores = (Transfer(self._stores, *STORE, moves.store_blocks, moves.store_slots),)
+        waits = ((LOAD, self._loads),) if kind == "inline" else ()
+        return TransferPlan(loads, stores, waits, done)
 
     def done(self) -> bool:
         """Whether every plan so far is carried out.
@@ -140,9 +142,9 @@ class Mover:
             RuntimeError: a copy has failed.
         """
         progress: Any = self.engine.poll()
-        if progress.failed_loads or progress.failed_stores:
+        if progress.failed:
             raise RuntimeError(f"copies failed: {progress}")
-        return (progress.loads_done, progress.stores_done) == (self._loads, self._stores)
+        return bool(progress.done == ((LOAD, self._loads), (STORE, self._stores)))
 
 
 def check_bytes(kv: KV, slots: SlotMemory, mover: Mover, order: str, count: int) -> None:

@@ -13,6 +13,8 @@ from integration.engine.mini import BLOCK, FakeRanks, Mini
 from scheduler_half.scenarios import nothing_held, running_prompt
 from vllm.v1.request import RequestStatus
 
+from kvoffload_patch.links import LOAD
+
 BUS_MS = 150
 
 
@@ -265,7 +267,7 @@ def run_with_readers(mini: Mini, name: str) -> None:
         planned = len(mini.plans)
         scheduled = mini.begin_step()
         mini.end_step()
-        if any(plan.wait_load and plan.loads for plan in mini.plans[planned:]):
+        if any(plan.waits_for(LOAD) and plan.before for plan in mini.plans[planned:]):
             assert scheduled.num_scheduled_tokens.get(name), "nobody reads it in this step"
     mini.check()
     nothing_held(mini)
@@ -286,7 +288,7 @@ def test_a_load_leaves_vllm_its_watermark(running: bool) -> None:
     hit = mini.add(prompt(12, seed=1))
     scheduled = mini.begin_step()
     assert hit not in scheduled.num_scheduled_tokens
-    assert not any(plan.loads for plan in mini.plans), "a load without a reader"
+    assert not any(plan.before for plan in mini.plans), "a load without a reader"
     mini.end_step()
     mini.run()
     mini.check()
@@ -353,7 +355,7 @@ def test_loads_are_begun_only_as_far_as_the_bus_comes_soon(load_mode: str) -> No
     while fresh not in mini.hits:
         mini.step()
         assert mini.tier._loads.blocks_under_way <= 12, "8 blocks are just more than enough"
-    assert len(mini.plans[planned].loads) == 2 + (load_mode == "auto")
+    assert len(mini.plans[planned].before) == 2 + (load_mode == "auto")
     mini.run()
     assert [mini.hits[name] for name in hits] == [4 * BLOCK] * 7
     assert list(mini.hits)[7:] != sorted(mini.hits)[7:], "it did not wait for loads begun"
@@ -366,7 +368,7 @@ def test_the_bus_is_no_limit_where_copies_do_not_run_beside_compute() -> None:
     names_of = many_hits(mini, 7)
     mini.begin_step()
     assert names(mini.scheduler.running) == names_of
-    assert len(mini.plans[-1].loads) == 7
+    assert len(mini.plans[-1].before) == 7
 
 
 # All of it

@@ -14,6 +14,8 @@ from scheduler_half.device import LoadFailed
 from scheduler_half.scenarios import nothing_held, prompt, talk
 from vllm.v1.request import RequestStatus
 
+from kvoffload_patch.links import LOAD
+
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -65,12 +67,12 @@ def test_a_parked_load_before_an_inline_one_may_still_fail() -> None:
     mini.add(known[0])
     mini.add(known[1])
     mini.begin_step()
-    assert [load.ticket for load in mini.plans[-1].loads] == [1, 2]
-    assert mini.plans[-1].promised_loads == (1,)
+    assert [load.ticket for load in mini.plans[-1].before] == [1, 2]
+    assert mini.plans[-1].promised == ((LOAD, 1),)
     mini.end_step()
     mini.add(known[2])
     mini.begin_step()
-    assert mini.plans[-1].promised_loads == (3,) and mini.plans[-1].wait_load == 3
+    assert mini.plans[-1].promised == mini.plans[-1].waits == ((LOAD, 3),)
     mini.end_step()
     mini.run()
     mini.check()
@@ -97,10 +99,10 @@ def test_the_last_block_of_a_prompt_does_not_arrive_and_another_has_computed_on_
         request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         request.structured_output_request = SimpleNamespace(grammar=None)
     first, second = mini.add(whole, count=2), mini.add([*whole, *more], count=2)
-    ticket = mini.manager.drained().loads_done + 1
+    ticket = mini.manager.drained().done_on(LOAD) + 1
     failed.add(ticket)
     with pytest.raises(LoadFailed):
         mini.begin_step()
-    assert mini.plans[-1].promised_loads == (ticket,)
+    assert mini.plans[-1].promised == ((LOAD, ticket),)
     assert [mini.hits[name] for name in (first, second)] == [4 * BLOCK - 1, 4 * BLOCK]
     assert mini.answers[first] == mini.answers[second] == []

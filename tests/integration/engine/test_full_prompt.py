@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvoffload_patch.integration.engine.full_prompt import FullPromptHits
+from kvoffload_patch.links import LOAD
 from kvoffload_patch.tier.manager import OffloadManager
 
 SIZE = 16
@@ -55,8 +56,8 @@ def changed(step: Any, scheduler: Any, manager: OffloadManager, alone: bool = Tr
         assert vars(step) == before
         assert (step.num_scheduled_tokens["b"], readers) == (7, [])
         return False
-    (load,) = plan.loads
-    assert (load.gpu_block_ids, plan.promised_loads) == ((9,), (load.ticket,))
+    (load,) = plan.before
+    assert (load.target_ids, plan.promised) == ((9,), ((LOAD, load.ticket),))
     assert step.scheduled_new_reqs[0].num_computed_tokens == 63
     assert step.num_scheduled_tokens == {"b": 7, "a": 1}
     assert step.total_num_scheduled_tokens == 8

@@ -9,12 +9,14 @@ import pytest
 pytest.importorskip("vllm")
 
 from integration.engine.world import BLOCK, FakeRanks, LookUps, World, prompt, step_output
+from tier.plans import a_result, store_of
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
 from kvoffload_patch.integration.engine import loads as loads_module
 from kvoffload_patch.integration.protocol import PLAN
-from kvoffload_patch.tier.plan import CopyBatch, TransferResult
+from kvoffload_patch.links import LOAD, STORE
+from kvoffload_patch.tier.plan import Transfer
 
 PARKED = RequestStatus.WAITING_FOR_REMOTE_KVS
 WAITING = RequestStatus.WAITING
@@ -205,25 +207,25 @@ def test_an_inline_load_can_be_used_in_its_own_step() -> None:
     plan = world.step()
     assert world.pool.get_num_free_blocks() == free
     assert world.gpu_hit(request) == 4 * BLOCK
-    (load,) = plan.loads
-    assert load.gpu_block_ids == tuple(block.block_id for block in blocks.blocks[0])
-    assert plan.wait_load == load.ticket
+    (load,) = plan.before
+    assert load.target_ids == tuple(block.block_id for block in blocks.blocks[0])
+    assert plan.waits_for(LOAD) == load.ticket
 
 
 def test_an_inline_load_goes_where_the_store_came_from() -> None:
     world = World(load_mode="inline")
     request = world.add(prompt(4))
-    store = world.step(request).store
-    keys = [world.pool.blocks[block_id].block_hash for block_id in store.gpu_block_ids]
-    slot_of = dict(zip(keys, store.cpu_slots))
+    store = store_of(world.step(request))
+    keys = [world.pool.blocks[block_id].block_hash for block_id in store.source_ids]
+    slot_of = dict(zip(keys, store.target_ids))
     world.all_done()
     world.end(request)
     world.flush_gpu()
     again = world.add(prompt(4))
-    (load,) = world.step(again).loads
-    loaded = [world.pool.blocks[block_id].block_hash for block_id in load.gpu_block_ids]
+    (load,) = world.step(again).before
+    loaded = [world.pool.blocks[block_id].block_hash for block_id in load.target_ids]
     assert loaded == world.hash_keys(again)
-    assert load.cpu_slots == tuple(slot_of[key] for key in loaded)
+    assert load.source_ids == tuple(slot_of[key] for key in loaded)
 
 
 def test_only_what_the_gpu_lacks_is_loaded() -> None:
@@ -233,8 +235,8 @@ def test_only_what_the_gpu_lacks_is_loaded() -> None:
     world.step(shorter)
     world.view.enable_hit_counts()  # from zero
     longer = world.add(prompt(4))
-    (load,) = world.step(longer).loads
-    assert len(load.gpu_block_ids) == 2
+    (load,) = world.step(longer).before
+    assert len(load.target_ids) == 2
     stats = world.scheduler.connector_prefix_cache_stats
     assert (stats.queries, stats.hits) == (longer.num_tokens - 2 * BLOCK, 2 * BLOCK)
 
@@ -278,23 +280,23 @@ def test_a_parked_load_is_published_when_its_ticket_is_done() -> None:
     world.only_in_cpu(prompt(4))
     request = world.add(prompt(4))
     free = world.pool.get_num_free_blocks()
-    (load,) = world.step().loads
+    (load,) = world.step().before
     assert request.status == PARKED
     assert world.pool.get_num_free_blocks() == free - 4
     world.flush_gpu()
     assert world.step() is None
     assert (request.status, world.gpu_hit(request)) == (PARKED, 0)
-    stores_done = world.offload.drained().stores_done
-    world.tier.on_result(TransferResult(load.ticket - 1, stores_done))
+    stores_done = world.offload.drained().done_on(STORE)
+    world.tier.on_result(a_result(load.ticket - 1, stores_done))
     world.step()
     assert (request.status, world.gpu_hit(request)) == (PARKED, 0)
-    world.tier.on_result(TransferResult(load.ticket, stores_done))
+    world.tier.on_result(a_result(load.ticket, stores_done))
     assert request.status == PARKED
     plan = world.step(request, body=world.flush_gpu)
-    assert plan.wait_load == load.ticket
+    assert plan.waits_for(LOAD) == load.ticket
     assert request.status == RequestStatus.RUNNING
     ids = tuple(world.manager.get_block_ids(request.request_id)[0])
-    assert ids[:4] == load.gpu_block_ids
+    assert ids[:4] == load.target_ids
     world.end(request)
     assert world.pool.get_num_free_blocks() == free
 
@@ -305,15 +307,15 @@ def test_beside_a_step_a_load_is_published_before_its_request_goes_on(look_ups: 
     world.step(world.add(prompt(2, seed=7)))  # it runs
     request = world.add(prompt(4))
     free = world.pool.get_num_free_blocks()
-    (load,) = world.step().loads
+    (load,) = world.step().before
     world.all_done()
     look_ups.take()
     plan = world.step(body=world.flush_gpu)
     assert (request.status, world.gpu_hit(request)) == (PARKED, 4 * BLOCK)
-    assert plan.wait_load == load.ticket
+    assert plan.waits_for(LOAD) == load.ticket
     assert world.pool.get_num_free_blocks() == free - 4, "it stays referenced until then"
     world.step(request, body=world.flush_gpu)
-    assert tuple(world.manager.get_block_ids(request.request_id)[0])[:4] == load.gpu_block_ids
+    assert tuple(world.manager.get_block_ids(request.request_id)[0])[:4] == load.target_ids
     assert look_ups.take()[0] == [], "what its load has brought is known"
     assert len(world.tier._lookups) == 0
     world.end(request)
@@ -327,13 +329,13 @@ def parked_beside(num_running: int, *sizes: int) -> tuple[World, list[Request], 
         world.only_in_cpu(prompt(size, seed=seed))
     world.step(*(world.add(prompt(1, seed=70 + i)) for i in range(num_running)))
     requests = [world.add(prompt(size, seed=seed)) for seed, size in enumerate(sizes)]
-    loads = world.step().loads
+    loads = world.step().before
     assert [request.status for request in requests] == [PARKED] * len(sizes)
     return world, requests, list(loads)
 
 
 def arrive(world: World, load: Any) -> None:
-    world.tier.on_result(TransferResult(load.ticket, world.offload.drained().stores_done))
+    world.tier.on_result(a_result(load.ticket, world.offload.drained().done_on(STORE)))
 
 
 def parked(requests: list[Request]) -> list[bool]:
@@ -416,14 +418,14 @@ def test_one_that_waits_for_the_next_goes_when_few_are_left(look_ups: LookUps) -
     look_ups.take()
     world.step(requests[0], body=world.flush_gpu)
     held = tuple(world.manager.get_block_ids(requests[0].request_id)[0])
-    assert held[:4] == loads[0].gpu_block_ids
+    assert held[:4] == loads[0].target_ids
     assert look_ups.take()[0] == [], "what its load has brought is still known"
 
 
 def test_one_does_not_wait_for_the_next_when_its_own_load_has_failed() -> None:
     world, requests, loads = parked_beside(4, 4, 4)
-    stores_done = world.offload.drained().stores_done
-    failed = TransferResult(loads[0].ticket, stores_done, failed_loads=(loads[0].ticket,))
+    stores_done = world.offload.drained().done_on(STORE)
+    failed = a_result(loads[0].ticket, stores_done, failed_loads=(loads[0].ticket,))
     world.tier.on_result(failed)
     world.step()
     world.step()
@@ -455,10 +457,10 @@ def test_one_whose_load_has_failed_is_looked_up_again(look_ups: LookUps) -> None
     world = World(load_mode="parked")
     world.only_in_cpu(prompt(4))
     request = world.add(prompt(4))
-    (load,) = world.step().loads
+    (load,) = world.step().before
     done = world.offload.drained()
     look_ups.take()
-    world.tier.on_result(TransferResult(done.loads_done, done.stores_done, (load.ticket,)))
+    world.tier.on_result(a_result(done.done_on(LOAD), done.done_on(STORE), (load.ticket,)))
     world.tier.before_schedule()
     assert look_ups.take()[0] == [request]
     assert (request.status, world.gpu_hit(request)) == (WAITING, 0)
@@ -492,10 +494,10 @@ def test_a_hit_on_the_gpu_is_kept_recent_and_stored_again_one_step_later() -> No
     world.offload.touch = lambda keys: (touched.append(keys), touch(keys))  # type: ignore[method-assign]
     second = world.add(prompt(3))
     now = world.step(second)
-    assert now is None or now.store is None
+    assert store_of(now) is None
     plan = world.step()
     assert touched == [world.hash_keys(second)]
-    assert plan.store is not None and len(plan.store.gpu_block_ids) == 2
+    assert store_of(plan) is not None and len(store_of(plan).source_ids) == 2
 
 
 def test_a_second_request_for_a_prefix_waits_for_the_first_ones_load() -> None:
@@ -504,7 +506,7 @@ def test_a_second_request_for_a_prefix_waits_for_the_first_ones_load() -> None:
     first, second = world.add(prompt(4)), world.add(prompt(4))
     free = world.pool.get_num_free_blocks()
     plan = world.step()
-    assert len(plan.loads) == 1
+    assert len(plan.before) == 1
     assert [first.status, second.status] == [PARKED, PARKED]
     third = world.add(prompt(4))
     assert world.step() is None
@@ -527,7 +529,7 @@ def test_a_hit_without_room_beside_a_parked_load_waits() -> None:
     plan = world.step()
     assert [r.status for r in (first, second, third)] == [PARKED, PARKED, WAITING]
     assert world.admissible == 0
-    assert len(plan.loads) == 1
+    assert len(plan.before) == 1
     assert world.pool.get_num_free_blocks() == free - 4, "nothing is held for the third"
     world.all_done()
     world.step(first, second)
@@ -586,26 +588,26 @@ def test_auto_parks_what_would_stall_the_batch_too_long(running: int, expected: 
 def test_what_a_step_computes_is_stored_once_it_is_done() -> None:
     world = World()
     request = world.add(prompt(3))
-    store = world.step(request).store
-    assert isinstance(store, CopyBatch)
-    assert list(store.gpu_block_ids) == world.manager.get_block_ids(request.request_id)[0][:3]
+    store = store_of(world.step(request))
+    assert isinstance(store, Transfer)
+    assert list(store.source_ids) == world.manager.get_block_ids(request.request_id)[0][:3]
     assert not any(world.offload.lookup(key) for key in world.hash_keys(request))
-    world.tier.on_result(TransferResult(0, store.ticket))
+    world.tier.on_result(a_result(0, store.ticket))
     assert all(world.offload.lookup(key) for key in world.hash_keys(request))
 
 
 def test_what_is_stored_already_is_not_stored_again() -> None:
     world = World()
     first, second = world.add(prompt(3)), world.add(prompt(3))
-    assert world.step(first).store
+    assert store_of(world.step(first))
     assert world.step(second) is None
 
 
 def test_what_a_request_that_does_not_run_has_cached_is_not_stored() -> None:
     world = World(num_blocks=65)
     preempted, other = add_many(world, 2)
-    store = world.step(other, body=lambda: world.admit(preempted)).store
-    assert list(store.gpu_block_ids) == world.manager.get_block_ids(other.request_id)[0][:4]
+    store = store_of(world.step(other, body=lambda: world.admit(preempted)))
+    assert list(store.source_ids) == world.manager.get_block_ids(other.request_id)[0][:4]
     assert not any(world.offload.holds(key) for key in world.hash_keys(preempted))
 
 
@@ -623,7 +625,7 @@ def test_a_block_that_is_handed_out_again_is_not_stored() -> None:
     # It is named as scheduled, so that only the fate of its blocks is left to decide by.
     output = step_output({request.request_id: request.num_tokens})
     world.tier.after_schedule(output)
-    kept = getattr(output, PLAN).store.gpu_block_ids
+    kept = store_of(getattr(output, PLAN)).source_ids
     assert len(kept) == 2, "the block that was not full, and two full ones, are gone"
     assert all(world.pool.blocks[b].block_hash in world.hash_keys(request) for b in kept)
 
@@ -636,18 +638,18 @@ def test_a_block_cached_between_steps_is_stored_unless_handed_out() -> None:
         world.admit(request)
     world.end(lost)
     world.flush_gpu()
-    store = world.step().store
-    assert list(store.gpu_block_ids) == world.manager.get_block_ids(kept.request_id)[0][:2]
+    store = store_of(world.step())
+    assert list(store.source_ids) == world.manager.get_block_ids(kept.request_id)[0][:2]
 
 
 def test_reuse_of_a_block_waits_for_its_store() -> None:
     world = World(num_blocks=1 + 5)
     request = world.add(prompt(4))
-    store = world.step(request).store
+    store = store_of(world.step(request))
     world.end(request)
     other = world.add(prompt(4, seed=9))
     plan = world.step(other)
-    assert plan.wait_store == store.ticket
+    assert plan.waits_for(STORE) == store.ticket
 
 
 # Reset and finish

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +9,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from integration.engine.world import BLOCK, World, prompt
+from tier.plans import a_result, store_of
 from vllm.v1.request import Request, RequestStatus
 
 from kvoffload_patch.integration.engine.stall import Stall
+from kvoffload_patch.links import LOAD, STORE
 
 PARKED = RequestStatus.WAITING_FOR_REMOTE_KVS
 WAITING = RequestStatus.WAITING
@@ -34,8 +35,8 @@ def test_of_many_large_hits_the_first_loads_inline_and_the_others_beside_it() ->
     world = World(num_blocks=129, load_mode="auto")  # 1 ms a block, 20 ms at most
     requests = hits(world, 4, blocks=21)
     plan = world.step(requests[0])
-    assert len(plan.loads) == 4
-    assert plan.wait_load == plan.loads[0].ticket, "the step waits for what it reads only"
+    assert len(plan.before) == 4
+    assert plan.waits_for(LOAD) == plan.before[0].ticket, "the step waits for what it reads only"
     assert statuses(requests) == [RequestStatus.RUNNING, *[PARKED] * 3]
 
 
@@ -61,7 +62,7 @@ def hit_behind(world: World) -> Request:
     """A hit of one block, beside a load that does not end."""
     other = world.add(prompt(1, seed=50))
     plan = world.step(other)
-    world.tier.on_result(_done(1, plan.store.ticket))
+    world.tier.on_result(_done(1, store_of(plan).ticket))
     world.end(other)
     world.flush_gpu()
     small = world.add(prompt(1, seed=50))
@@ -94,15 +95,15 @@ def test_loads_behind_the_last_token_are_begun_and_never_inline() -> None:
     cold = world.add(prompt(4, seed=99))
     waiting = [world.add(prompt(2, seed=seed)) for seed in hit_seeds]
     plan = world.step(cold)
-    assert len(plan.loads) == 16, "so many requests ahead, and no more"
+    assert len(plan.before) == 16, "so many requests ahead, and no more"
     assert statuses(waiting) == [PARKED] * 16 + [WAITING] * 14
-    assert plan.wait_load == 0
+    assert plan.waits_for(LOAD) == 0
 
 
 def test_parked_requests_count_as_running_ones() -> None:
     world = World(num_blocks=129, load_mode="parked", max_running=3)
     requests = hits(world, 5, blocks=3)
-    assert len(world.step().loads) == 3
+    assert len(world.step().before) == 3
     assert world.admissible == 0
     assert world.step() is None
     world.all_done()
@@ -110,7 +111,7 @@ def test_parked_requests_count_as_running_ones() -> None:
     assert statuses(requests[1:]) == [WAITING] * 4
     assert world.step() is None, "two of the three slots are theirs"
     world.end(requests[0])
-    assert len(world.step().loads) == 1
+    assert len(world.step().before) == 1
     assert statuses(requests[1:]) == [WAITING, WAITING, PARKED, WAITING]
     assert world.admissible == 2
 
@@ -119,17 +120,17 @@ def test_one_without_room_goes_on_as_soon_as_it_has_some() -> None:
     world = World(num_blocks=1 + 17, load_mode="parked")
     requests = hits(world, 4, blocks=4)  # 5 blocks each: three fit
     first = world.step()
-    assert len(first.loads) == 3 and requests[3].status == WAITING
+    assert len(first.before) == 3 and requests[3].status == WAITING
     assert world.admissible == 0
-    stores = world.offload.drained().stores_done
-    world.tier.on_result(_done(first.loads[0].ticket, stores))
+    stores = world.offload.drained().done_on(STORE)
+    world.tier.on_result(_done(first.before[0].ticket, stores))
     world.step(requests[0])
     assert world.admissible == 1
     assert world.step() is None, "no room yet"
     assert world.admissible == 0
     world.end(requests[0])
     plan = world.step()
-    assert plan is not None and len(plan.loads) == 1, "two loads are still under way"
+    assert plan is not None and len(plan.before) == 1, "two loads are still under way"
     assert requests[3].status == PARKED
     assert world.admissible is None, "nobody waits for room"
 
@@ -140,7 +141,7 @@ def test_nothing_passes_one_that_waits_for_room() -> None:
         world.only_in_cpu(prompt(blocks, seed=seed))
     large = [world.add(prompt(6, seed=1)), world.add(prompt(8, seed=2))]
     small = world.add(prompt(1, seed=3))
-    assert len(world.step().loads) == 1
+    assert len(world.step().before) == 1
     assert statuses([*large, small]) == [PARKED, WAITING, WAITING]
     assert world.admissible == 0
     world.all_done()
@@ -150,7 +151,7 @@ def test_nothing_passes_one_that_waits_for_room() -> None:
     assert statuses([large[1], small]) == [WAITING] * 2
     assert world.admissible == 0
     world.end(large[0])
-    assert len(world.step().loads) == 2
+    assert len(world.step().before) == 2
     assert statuses([large[1], small]) == [PARKED] * 2
 
 
@@ -178,7 +179,7 @@ def test_a_plan_without_inline_loads_is_not_layerwise() -> None:
     assert not world.step().layerwise
     world.all_done()
     plan = world.step(request)
-    assert plan.wait_load and not plan.layerwise
+    assert plan.waits_for(LOAD) and not plan.layerwise
 
 
 def test_a_parked_load_that_failed_is_not_published() -> None:
@@ -186,28 +187,26 @@ def test_a_parked_load_that_failed_is_not_published() -> None:
     world.only_in_cpu(prompt(4))
     own, other = world.add(prompt(4)), world.add(prompt(4))
     free = world.pool.get_num_free_blocks()
-    (load,) = world.step().loads
-    stores = world.offload.drained().stores_done
+    (load,) = world.step().before
+    stores = world.offload.drained().done_on(STORE)
     world.tier.on_result(_done(load.ticket, stores, failed_loads=(load.ticket,)))
     world.tier.before_schedule()
     assert statuses([own, other]) == [WAITING] * 2
     assert world.gpu_hit(own) == 0
     plan = world.step()
-    assert plan.wait_load == load.ticket, "another rank may still write to its blocks"
-    assert plan.promised_loads == ()
+    assert plan.waits_for(LOAD) == load.ticket, "another rank may still write to its blocks"
+    assert plan.promised == ()
     assert world.pool.get_num_free_blocks() == free
     assert not any(world.offload.holds(key) for key in world.hash_keys(own))
-    assert world.step(own).store is not None, "it is computed and stored again"
+    assert store_of(world.step(own)) is not None, "it is computed and stored again"
 
 
 def _done(loads: int, stores: int, **more: Any) -> Any:
-    from kvoffload_patch.tier.plan import TransferResult
-
-    return TransferResult(loads, stores, **more)
+    return a_result(loads, stores, **more)
 
 
 def test_slots_that_the_ranks_have_by_now_are_used() -> None:
     world = World(num_slots=8)
     world.only_in_cpu(prompt(7))
-    world.tier.on_result(replace(world.offload.drained(), num_slots=20, growing=True))
+    world.tier.on_result(world.offload.drained()._replace(num_slots=20, growing=True))
     assert world.offload.num_slots == 20

@@ -9,6 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tier.plans import a_load, a_plan, a_store  # noqa: E402
+
 from kvoffload_patch.integration.engine import workers as ranks_module  # noqa: E402
 from kvoffload_patch.integration.engine.workers import RankGroup  # noqa: E402
 from kvoffload_patch.integration.errors import TierRefused  # noqa: E402
@@ -17,7 +19,6 @@ from kvoffload_patch.integration.worker import rpc  # noqa: E402
 from kvoffload_patch.integration.worker import tier as worker_side  # noqa: E402
 from kvoffload_patch.integration.worker.memory import EARLY  # noqa: E402
 from kvoffload_patch.integration.worker.slot_counts import SlotCounts, make_slot_counts  # noqa: E402
-from kvoffload_patch.tier.plan import CopyBatch, TransferPlan  # noqa: E402
 from kvoffload_patch.transfer.memory.host_buffer import HostBuffer  # noqa: E402
 
 GIB = 1 << 30
@@ -200,9 +201,9 @@ def test_an_engine_in_the_same_process_asks_its_rank_what_is_done(worker: Any) -
     executor.answers["rank_here"] = [tier]
     ranks.open(512 * 5)
     step = SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={"a": 1})
-    tier.begin_step(TransferPlan(store=CopyBatch(1, (3,), (0,))), step)
+    tier.begin_step(a_plan(store=a_store(1, (3,), (0,))), step)
     tier.end_step(output())
-    tier.begin_step(TransferPlan((CopyBatch(1, (0,), (0,)),)), step)
+    tier.begin_step(a_plan((a_load(1, (0,), (0,)),)), step)
     assert ranks.loads_done() == 1
     rpc.close_rank(worker)
 
@@ -220,9 +221,9 @@ def test_cpu_memory_that_is_being_registered_is_told_of_each_step(
     assert told == [], "all of it is usable"
     tier._growth_told = False
     tier.begin_step(None, step)
-    loads = (CopyBatch(1, (0, 1), (0, 1)), CopyBatch(2, (2,), (2,)))
-    store = CopyBatch(1, (3, 0), (4, 3))
-    tier.begin_step(TransferPlan(loads, store, wait_load=2), step)
+    loads = (a_load(1, (0, 1), (0, 1)), a_load(2, (2,), (2,)))
+    store = a_store(1, (3, 0), (4, 3))
+    tier.begin_step(a_plan(loads, store, wait_load=2), step)
     assert told == [(0.0, -1), (0.006, 4)], "how long its loads take, how far it stores"
     rpc.close_rank(worker)
 

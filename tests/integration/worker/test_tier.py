@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tier.plans import a_load, a_plan, a_store
 
 from kvoffload_patch.integration.protocol import RESULT
 from kvoffload_patch.integration.worker import tier as rank
-from kvoffload_patch.tier.plan import CopyBatch, TransferPlan
+from kvoffload_patch.links import LOAD, STORE
+from kvoffload_patch.tier.plan import TransferPlan
 from kvoffload_patch.transfer.backends.torch import TorchBackend
 
 STEP = SimpleNamespace(total_num_scheduled_tokens=5, num_scheduled_tokens={"a": 5})
@@ -38,8 +40,8 @@ def tier(runner: Any, gate: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ra
     """A rank whose slots 0 and 1 hold blocks 1 and 2."""
     monkeypatch.setattr(rank, "LayerGate", lambda *_: gate)
     made = rank.RankTier(runner, num_slots=5)
-    result = step(made, TransferPlan(store=CopyBatch(1, (1, 2), (0, 1))))
-    assert (result.stores_done, result.failed_stores) == (1, ())
+    result = step(made, a_plan(store=a_store(1, (1, 2), (0, 1))))
+    assert (result.done_on(STORE), result.failed) == (1, ())
     yield made
     made.close()
 
@@ -59,12 +61,12 @@ def test_a_step_that_reads_a_load_which_fails_does_not_begin(
     tier: rank.RankTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TorchBackend, "load", out_of_memory)
-    load = CopyBatch(1, (4, 5), (0, 1))
-    plan = TransferPlan((load,), stores_done=1, wait_load=1, promised_loads=(1,))
+    load = a_load(1, (4, 5), (0, 1))
+    plan = a_plan((load,), stores_done=1, wait_load=1, promised_loads=(1,))
     with pytest.raises(RuntimeError) as raised:
         tier.begin_step(plan, STEP)
     assert str(raised.value) == (
-        "kvoffload_patch: expected load 1 (CPU to GPU memory) to arrive for the step that reads "
+        "kvoffload_patch: expected copy 1 from cpu to gpu to arrive for the step that reads "
         "it, found that it failed (out of memory); restart the server, and set "
         "KVOFFLOAD_LOAD_MODE=parked if it happens again, so that such a load is recomputed."
     )
@@ -73,10 +75,10 @@ def test_a_step_that_reads_a_load_which_fails_does_not_begin(
 def test_a_load_that_fails_within_the_forward_pass_ends_the_step(
     tier: rank.RankTier, gate: Any
 ) -> None:
-    load = CopyBatch(1, (4, 5), (0, 1))
-    tier.begin_step(TransferPlan((load,), wait_load=1, promised_loads=(1,), layerwise=True), STEP)
-    gate.end = lambda: tier._engine._loads.failed.update({1: "the bus is on fire"})
-    with pytest.raises(RuntimeError, match=r"load 1 .* failed \(the bus is on fire\)"):
+    load = a_load(1, (4, 5), (0, 1))
+    tier.begin_step(a_plan((load,), wait_load=1, promised_loads=(1,), layerwise=True), STEP)
+    gate.end = lambda: tier._engine._links[LOAD].queue.failed.update({1: "the bus is on fire"})
+    with pytest.raises(RuntimeError, match=r"copy 1 .* failed \(the bus is on fire\)"):
         tier.end_forward()
 
 
@@ -86,11 +88,11 @@ def test_a_load_beside_the_step_may_fail_and_is_told(
     """Also where the step waits for it because another one behind it is read."""
     with monkeypatch.context() as broken:
         broken.setattr(TorchBackend, "load", out_of_memory)
-        result = step(tier, TransferPlan((CopyBatch(1, (4,), (0,)),), stores_done=1))
-        assert (result.loads_done, result.failed_loads) == (1, (1,))
-    plan = TransferPlan((CopyBatch(2, (5,), (1,)),), wait_load=2, promised_loads=(2,))
-    assert step(tier, plan).failed_loads == (1,)
-    assert step(tier, TransferPlan(loads_done=2)).failed_loads == ()
+        result = step(tier, a_plan((a_load(1, (4,), (0,)),), stores_done=1))
+        assert (result.done_on(LOAD), result.failed) == (1, ((LOAD, 1),))
+    plan = a_plan((a_load(2, (5,), (1,)),), wait_load=2, promised_loads=(2,))
+    assert step(tier, plan).failed == ((LOAD, 1),)
+    assert step(tier, a_plan(loads_done=2)).failed == ()
 
 
 def test_a_load_that_failed_on_this_rank_alone_raises_once_it_is_read(
@@ -99,10 +101,10 @@ def test_a_load_that_failed_on_this_rank_alone_raises_once_it_is_read(
     """The rank that reports has it, so the scheduler publishes it and says that it is done."""
     with monkeypatch.context() as broken:
         broken.setattr(TorchBackend, "load", out_of_memory)
-        step(tier, TransferPlan((CopyBatch(1, (4,), (0,)),), stores_done=1))
-    assert step(tier, None).failed_loads == (1,)
-    with pytest.raises(RuntimeError, match="expected load 1 "):
-        tier.begin_step(TransferPlan(wait_load=1, promised_loads=(1,), loads_done=1), STEP)
+        step(tier, a_plan((a_load(1, (4,), (0,)),), stores_done=1))
+    assert step(tier, None).failed == ((LOAD, 1),)
+    with pytest.raises(RuntimeError, match="expected copy 1 "):
+        tier.begin_step(a_plan(wait_load=1, promised_loads=(1,), loads_done=1), STEP)
 
 
 def test_kv_tensors_that_were_replaced_are_not_read(tier: rank.RankTier, runner: Any) -> None:
@@ -110,10 +112,10 @@ def test_kv_tensors_that_were_replaced_are_not_read(tier: rank.RankTier, runner:
     runner.kv_caches[0] = runner.kv_caches[0].clone()
     step(tier, None)  # nothing is moved
     with pytest.raises(RuntimeError, match="KV tensors of this rank were replaced"):
-        tier.begin_step(TransferPlan(wait_store=1), STEP)
+        tier.begin_step(a_plan(wait_store=1), STEP)
 
 
 def test_kv_tensors_that_are_gone_are_not_read(tier: rank.RankTier, runner: Any) -> None:
     runner.kv_caches.clear()
     with pytest.raises(RuntimeError, match="KV tensors of this rank were replaced"):
-        tier.begin_step(TransferPlan(wait_store=1), STEP)
+        tier.begin_step(a_plan(wait_store=1), STEP)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from tier.plans import a_result
 
 from kvoffload_patch.integration.engine import hooks as engine_hooks
 from kvoffload_patch.integration.protocol import RESULT, TIER
 from kvoffload_patch.integration.worker.hooks import execute_model
 from kvoffload_patch.integration.worker.vllm_runner import copy_output
-from kvoffload_patch.tier.plan import TransferResult
 
-DONE = TransferResult(loads_done=3, stores_done=5)
+DONE = a_result(loads_done=3, stores_done=5)
 
 
 def test_nothing_stays_nothing() -> None:
@@ -51,10 +51,10 @@ def test_the_shared_empty_output_is_not_written_to() -> None:
     shared = outputs.EMPTY_MODEL_RUNNER_OUTPUT
     before = dict(vars(shared))
     first = copy_output(shared, DONE)
-    second = copy_output(shared, TransferResult(4, 6))
+    second = copy_output(shared, a_result(4, 6))
     assert vars(shared) == before
     assert getattr(first, RESULT) == DONE
-    assert getattr(second, RESULT) == TransferResult(4, 6)
+    assert getattr(second, RESULT) == a_result(4, 6)
     assert isinstance(first, outputs.ModelRunnerOutput) and first.req_ids == []
 
 

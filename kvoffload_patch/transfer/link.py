@@ -1,0 +1,193 @@
+"""One link of a rank: its queue, how a copy on it is made, and what waits for what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Link, Tickets, ticket_on
+from kvoffload_patch.transfer.backends.base import CopyBackend, Slices, Streams
+from kvoffload_patch.transfer.errors import TransferError
+from kvoffload_patch.transfer.plans import Transfer
+from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue, failed_up_to, forget
+from kvoffload_patch.transfer.store_batcher import StoreBatcher
+
+Arrived = Callable[[int], None]
+# Blocks of the source, blocks of the target, streams of the link, and what to call with the index
+# of each group of rows that is enqueued; see `CopyBackend`.
+Copy = Callable[[Sequence[int], Sequence[int], "Streams | None", "Arrived | None"], Slices]
+
+
+def copies_of(backend: CopyBackend) -> dict[Link, Copy]:
+    """What a backend copies, by link."""
+
+    def load(
+        slots: Sequence[int], ids: Sequence[int], streams: Streams | None, arrived: Arrived | None
+    ) -> Slices:
+        return backend.load(ids, slots, streams, arrived)
+
+    def store(
+        ids: Sequence[int], slots: Sequence[int], streams: Streams | None, arrived: Arrived | None
+    ) -> Slices:
+        return backend.store(ids, slots, streams)
+
+    return {LOAD: load, STORE: store}
+
+
+def must_follow(link: Link, other: Link) -> bool:
+    """Whether copies of ``link`` go behind what is known to be done on ``other``.
+
+    They do where it has filled what they read, or has read or filled what they overwrite. The GPU's
+    blocks are ordered by the forward pass.
+    """
+    source, target = link
+    fills = other[1] != GPU and other[1] in link
+    reads = other[0] != GPU and other[0] == target
+    return other != link and (fills or reads)
+
+
+class LinkCopies:
+    """Submits the transfers of one link in the order of their tickets.
+
+    Args:
+        link: source and target.
+        copy: makes a copy.
+        queue: the order of the copies.
+        bad: per place, blocks whose last copy into it has failed; shared by all links.
+        wait_ready: called with a number of CPU slots before any of them is written to.
+        batcher: takes transfers out of the GPU until they are submitted; None for other links.
+
+    Attributes:
+        last: the last ticket submitted or batched.
+        wait: what the step begun last waits for, on a link into the GPU.
+        told: the ticket up to which failures have been told.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        copy: Copy,
+        queue: CopyQueue | SyncCopyQueue,
+        bad: dict[str, set[int]],
+        wait_ready: Callable[[int], None] | None = None,
+        batcher: StoreBatcher | None = None,
+    ) -> None:
+        self.link = link
+        self.queue = queue
+        self.batcher = batcher
+        self.last = self.wait = self.told = 0
+        self._copy = copy
+        self._bad = bad
+        self._wait_ready = wait_ready if link[1] == CPU else None
+        self._behind: list[LinkCopies] = []
+
+    def connect(self, links: Mapping[Link, LinkCopies]) -> None:
+        """Find the links that copies of this one go behind."""
+        self._behind = [other for name, other in links.items() if must_follow(self.link, name)]
+
+    def submit(
+        self, transfers: Sequence[Transfer], done: Tickets, arrived: Arrived | None = None
+    ) -> None:
+        """Submit transfers as one copy.
+
+        Args:
+            done: of their plan.
+            arrived: called with the index of each group of rows that is enqueued.
+
+        Raises:
+            TransferError: a ticket is missing or came twice.
+        """
+        if not transfers:
+            return
+        self.submit_batch()
+        self._take(transfers)
+        source_ids, target_ids = transfers[0].source_ids, transfers[0].target_ids
+        if len(transfers) > 1:
+            source_ids = [block for t in transfers for block in t.source_ids]
+            target_ids = [block for t in transfers for block in t.target_ids]
+        self._submit(transfers[0].ticket, source_ids, target_ids, done, arrived)
+
+    def batch(self, transfer: Transfer, done: Tickets) -> None:
+        """Submit a transfer later, as one copy with others.
+
+        Raises:
+            TransferError: a ticket is missing or came twice.
+        """
+        assert self.batcher is not None
+        self._take([transfer])
+        self.batcher.add(transfer, done)
+
+    def submit_batch(self) -> None:
+        """Submit what was batched."""
+        stores = self.batcher
+        if stores is not None and stores.first:
+            first, done = stores.first, stores.done
+            self._submit(first, stores.source_ids, stores.target_ids, done, None)
+            stores.clear()
+
+    def poll(self) -> int:
+        """The last ticket done; never waits. Its failures are told after this."""
+        self.told = self.queue.poll()
+        return self.told
+
+    def failed(self) -> tuple[int, ...]:
+        """Failures to be told."""
+        return failed_up_to(self.told, self.queue.failed) if self.queue.failed else ()
+
+    def forget(self, known_done: int) -> None:
+        """Forget the failures that the other side has heard of."""
+        if self.queue.failed:
+            # Another rank may have said that they are done: forget what this one has told, only.
+            forget(self.queue.failed, min(known_done, self.told))
+
+    def _take(self, transfers: Iterable[Transfer]) -> None:
+        for transfer in transfers:
+            if transfer.ticket != self.last + 1:
+                raise TransferError(
+                    f"expected ticket {self.last + 1} from {self.link[0]} to {self.link[1]}, found "
+                    f"{transfer.ticket}: a plan was lost or came twice, so the CPU tier cannot "
+                    "vouch for its bytes."
+                )
+            self.last = transfer.ticket
+
+    def _submit(
+        self, first: int, source_ids: Sequence[int], target_ids: Sequence[int], done: Tickets,
+        arrived: Arrived | None,
+    ) -> None:  # fmt: skip
+        start = partial(self._start, source_ids, target_ids, arrived=arrived)
+        behind = [(other.queue, ticket_on(done, other.link)) for other in self._behind]
+        self.queue.submit(first, self.last, start, behind)
+
+    def _start(
+        self,
+        source_ids: Sequence[int],
+        target_ids: Sequence[int],
+        streams: Streams | None,
+        arrived: Arrived | None,
+    ) -> Slices:
+        # On several ranks the scheduler does not hear of a copy that failed on this one.
+        bad = self._bad.get(self.link[0])
+        if bad and not bad.isdisjoint(source_ids):
+            raise TransferError(
+                f"an earlier copy of some of these blocks to the {self.link[0]} has failed on this "
+                "rank."
+            )
+        if self.link[1] == GPU:
+            return self._copy(source_ids, target_ids, streams, arrived)
+        return self._keep(source_ids, target_ids, streams)
+
+    def _keep(
+        self, source_ids: Sequence[int], target_ids: Sequence[int], streams: Streams | None
+    ) -> Slices:
+        # A slot that another rank has and this one has not yet is waited for with the queues'
+        # lock held, so that a step with loads of its own waits as well. That is rare and ends.
+        bad = self._bad.setdefault(self.link[1], set())
+        try:
+            if self._wait_ready is not None:
+                self._wait_ready(max(target_ids) + 1)
+            yield from self._copy(source_ids, target_ids, streams, None)
+        except BaseException:
+            bad.update(target_ids)
+            raise
+        if bad:
+            bad.difference_update(target_ids)
