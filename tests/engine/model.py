@@ -1,4 +1,4 @@
-"""A tiny Llama that needs no download.
+"""A tiny Llama that needs no download; ``python model.py FOLDER`` writes it.
 
 Its weights are made so that answers depend on the whole prompt. With vLLM's own dummy weights a
 token depends on the one before it alone, and an engine that lost its KV cache would answer just
@@ -8,6 +8,7 @@ the same.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 VOCABULARY = 1024
@@ -117,3 +118,7 @@ def write_lora(folder: Path, seed: int) -> Path:
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+if __name__ == "__main__":
+    write_model(Path(sys.argv[1]))

@@ -165,10 +165,8 @@ def jobs(
 def write_tokens_model(folder: Path, small: bool) -> None:
     """The model of the check of answers: a small one whose answers depend on the whole prompt."""
     shutil.rmtree(folder, ignore_errors=True)
-    code = f"import sys; sys.path[:0] = [{str(ROOT / 'tests' / 'engine')!r}]\n" + (
-        "import model; from pathlib import Path; model.write_model(Path(sys.argv[1]))"
-    )
-    subprocess.run([sys.executable, "-c", code, str(folder)], check=True)
+    program = ROOT / "tests" / "engine" / "model.py"
+    subprocess.run([sys.executable, str(program), str(folder)], check=True)
     if small:
         return
     # The same weights as two heads of the size that attention kernels for a GPU have.
