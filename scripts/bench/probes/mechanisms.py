@@ -22,7 +22,6 @@ import json
 import os
 import random
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -221,8 +220,8 @@ def report(rounds: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Play cycles until the time is over."""
+def options_given() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--engine", type=json.loads, default={})
@@ -242,7 +241,12 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(MECHANISMS))
     parser.add_argument("--parts", default="turn,singles,decodes,arrivals")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Play cycles until the time is over."""
+    options = options_given()
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     from vllm import LLM
 
@@ -265,7 +269,3 @@ def main() -> int:
             write_json(options.json, {"machine": machine(), "rounds": rounds})
     say(report(rounds))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

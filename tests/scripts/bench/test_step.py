@@ -6,7 +6,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvoffload_patch.integration import install
 from scripts.bench.step_sides import SIDES, Sim
 
 
@@ -21,15 +20,8 @@ def answer(sim: Sim, seed: int, tokens: int) -> None:
 
 @pytest.mark.parametrize("side", SIDES)
 def test_a_prompt_that_left_the_gpu_is_loaded_by_all_but_the_plain_scheduler(side: str) -> None:
-    import vllm.v1.core.sched.scheduler  # noqa: F401 - patches arm at once where it is imported
-
-    if SIDES[side].patched:
-        install.arm()
-    try:
-        sim = SIDES[side](slots=4, blocks=24)
-        for seed in (1, 2, 1):  # of 20 blocks each, one at a time on the GPU
-            answer(sim, seed, tokens=20 * 16 + 1)
-        works = side != "plain"
-        assert (sim.stored >= 40, sim.loaded >= 18) == (works, works)
-    finally:
-        install.disarm()
+    sim = SIDES[side](slots=4, blocks=24)
+    for seed in (1, 2, 1):  # of 20 blocks each, one at a time on the GPU
+        answer(sim, seed, tokens=20 * 16 + 1)
+    works = side != "plain"
+    assert (sim.stored >= 40, sim.loaded >= 18) == (works, works)
