@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvoffload_patch.links import GPU, LOAD, Link, Tickets
 from kvoffload_patch.transfer.backends.base import CopyBackend
+from kvoffload_patch.transfer.deadline import DeadlineWatch
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.link import Copy, LinkCopies, copies_of
@@ -74,6 +76,7 @@ class CopyEngine:
         self._stores_deferred = False  # stores were, by the step before
         self._batches = layout.device.type != "cpu"
         self._thread: CopyThread | None = None
+        self._watch: DeadlineWatch | None = None
         lock, bad = threading.RLock(), dict[str, set[int]]()
         self._links = {
             link: LinkCopies(
@@ -89,12 +92,7 @@ class CopyEngine:
         self._out_of_gpu = [link for link in self._all if link.link[0] == GPU]
         self._by_layer = self._links[LOAD]  # the link whose copies can come by layer
         if layout.device.type == "cuda":
-            self._arrived = [torch.cuda.Event() for _ in range(self.num_groups)]
-            self._thread = CopyThread(
-                layout.device,
-                [link.queue for link in self._into_gpu],
-                [link.queue for link in self._all if link not in self._into_gpu],
-            )
+            self._start_threads(layout.device)
 
     def begin_step(self, plan: Plan | None, by_layer: bool = False) -> None:
         """Before the forward pass: submit loads, and make it wait for what it needs.
@@ -104,8 +102,10 @@ class CopyEngine:
                 forward pass wait for them: `wait_group` and `wait_all_loads` do.
 
         Raises:
-            TransferError: a plan was lost or came twice, or the copy thread has ended.
+            TransferError: a plan was lost or came twice, the copy thread has ended, or a copy is
+                past its deadline.
         """
+        self._check_deadlines()
         if self._deferred:  # its step has not ended
             self._submit_after()
         if plan is None:
@@ -173,7 +173,12 @@ class CopyEngine:
         self._wake()
 
     def poll(self) -> Progress:
-        """What is done; never waits."""
+        """What is done; never waits.
+
+        Raises:
+            TransferError: a copy is past its deadline.
+        """
+        self._check_deadlines()
         links = self._all
         done = tuple([(link.link, link.poll()) for link in links])
         return Progress(done, tuple([(link.link, t) for link in links for t in link.failed()]))
@@ -218,6 +223,8 @@ class CopyEngine:
         finally:
             if self._thread is not None:
                 self._thread.close()
+            if self._watch is not None:
+                self._watch.close()
 
     def _submit_before(self, plan: Plan, by_layer: bool) -> None:
         """Submit what goes before the forward pass; make it wait, but for what comes by layer."""
@@ -282,6 +289,21 @@ class CopyEngine:
             self._arrived[group].record(queue.streams.blocks)
         # Last: the copy thread may be here, and the step waits for the event once it sees this.
         self._num_arrived = group + 1
+
+    def _start_threads(self, device: torch.device) -> None:
+        self._arrived = [torch.cuda.Event() for _ in range(self.num_groups)]
+        others = [link.queue for link in self._all if link not in self._into_gpu]
+        self._thread = CopyThread(device, [link.queue for link in self._into_gpu], others)
+        self._watch = self._new_watch(device)
+        self._watch.start()
+
+    def _new_watch(self, device: torch.device) -> DeadlineWatch:
+        queues = {link.link: link.queue for link in self._all if isinstance(link.queue, CopyQueue)}
+        return DeadlineWatch(queues, partial(torch.cuda.set_device, device))
+
+    def _check_deadlines(self) -> None:
+        if self._watch is not None and self._watch.overdue:
+            self._watch.check()
 
     def _wake(self) -> None:
         if self._thread is None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from kvoffload_patch.transfer.backends.base import Slices, Streams, finish
-from kvoffload_patch.transfer.errors import one_line
+from kvoffload_patch.transfer.deadline import Oldest
+from kvoffload_patch.transfer.errors import TransferError, one_line
 
 Start = Callable[["Streams | None"], Slices]
 # Queues, and which of their tickets to wait for.
@@ -76,7 +77,9 @@ class CopyQueue:
         self._lock = lock  # held while a slice is enqueued
         self._book = threading.Lock()  # held for moments: what is under way
         self._queue: deque[_Job] = deque()
-        self._under_way: deque[tuple[int, Any]] = deque()
+        # Last ticket, the compute before it, its end.
+        self._under_way: deque[tuple[int, Any, Any]] = deque()
+        self._enqueued = 0  # slices so far
         self._spare: list[Any] = []
         self._done = 0
         # The ends of the last slices. An event that was never recorded counts as done.
@@ -115,6 +118,7 @@ class CopyQueue:
             except Exception as error:  # noqa: BLE001 - the tier carries on without this copy
                 self._fail(job, error)
                 more = False
+            self._enqueued += 1
             self._slice_ends[0].record(self._end)
             self._slice_ends.rotate(-1)
             if not more:
@@ -122,7 +126,7 @@ class CopyQueue:
                 end = self._new_event()
                 end.record(self._end)
                 with self._book:
-                    self._under_way.append((job.ticket, end))
+                    self._under_way.append((job.ticket, job.compute, end))
             return True
 
     def has_room(self, ahead: int) -> bool:
@@ -157,7 +161,7 @@ class CopyQueue:
         """The event that no copy up to ``ticket`` is later than; None if all are done."""
         event = None
         with self._book:
-            for number, event in self._under_way:  # noqa: B007 - the last, or the first so far
+            for number, _, event in self._under_way:  # noqa: B007 - the last, or the first so far
                 if number >= ticket:
                     break
         return event
@@ -177,9 +181,43 @@ class CopyQueue:
         """The last ticket done; never waits."""
         if self._under_way:
             with self._book:
-                while self._under_way and self._under_way[0][1].query():
+                while self._under_way and self._under_way[0][2].query():
                     self._retire()
         return self._done
+
+    def oldest(self) -> Oldest | None:
+        """The oldest copy that is not done; never waits, but for another poll."""
+        with self._book:
+            while self._under_way and self._under_way[0][2].query():
+                self._retire()
+            if self._under_way:
+                ticket, compute, _ = self._under_way[0]
+                return Oldest(ticket, self._enqueued, bool(compute.query()))
+        try:
+            job = self._queue[0]
+        except IndexError:
+            return None
+        return Oldest(job.ticket, self._enqueued, bool(job.compute.query()))
+
+    def expire(self, ticket: int, reason: str) -> bool:
+        """Let the oldest copy fail if none of it is enqueued; whether it has.
+
+        It does not wait for a slice that is being enqueued.
+        """
+
+        def fail(streams: object) -> Slices:
+            raise TransferError(reason)
+
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            job = self._queue[0] if self._queue and not self._under_way else None
+            if job is None or job.ticket != ticket or job.slices is not None:
+                return False
+            job.start, job.behind = fail, ()
+            return self.advance()
+        finally:
+            self._lock.release()
 
     def drain(self) -> None:
         """Wait, on the host, for every copy submitted."""
@@ -193,7 +231,6 @@ class CopyQueue:
 
     def _begin(self, job: _Job) -> Slices:
         self.streams.blocks.wait_event(job.compute)
-        self._spare.append(job.compute)
         for other, ticket in job.behind:
             other.hold(self.streams.bus, ticket)
         return job.start(self.streams)
@@ -212,8 +249,8 @@ class CopyQueue:
             return torch.cuda.Event()
 
     def _retire(self) -> None:
-        self._done, event = self._under_way.popleft()
-        self._spare.append(event)
+        self._done, *events = self._under_way.popleft()
+        self._spare += events
 
 
 class SyncCopyQueue:

@@ -1,0 +1,237 @@
+"""Copies that never end: each is said, and fails or ends the engine; what is only late does not."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transfer.fake_cuda import FakeCuda
+
+from kvoffload_patch.links import CPU, GPU, LOAD, STORE
+from kvoffload_patch.tier.plan import Transfer, TransferPlan
+from kvoffload_patch.transfer import deadline
+from kvoffload_patch.transfer.backends.base import Slices, Streams
+from kvoffload_patch.transfer.deadline import DEADLINE_S, PERIOD_S, DeadlineWatch, Oldest
+from kvoffload_patch.transfer.engine import CopyEngine
+from kvoffload_patch.transfer.errors import TransferError
+from kvoffload_patch.transfer.layout import BlockLayout
+from kvoffload_patch.transfer.queue import CopyQueue
+
+LOOKS = round(DEADLINE_S / PERIOD_S)
+LOGGER = "vllm.kvoffload_patch"
+
+
+class Rank:
+    """An engine on the streams of a `FakeCuda`, on which nothing goes on by itself."""
+
+    name = "slices"
+    groups = [(0, 1)]
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.done: list[str] = []
+        self.engine: Any = CopyEngine(BlockLayout([torch.zeros(4, 3)], 4), self)
+        lock = threading.RLock()
+        for link, copies in self.engine._links.items():
+            copies.queue = CopyQueue(torch.device("cpu"), lock, link[1] != GPU, slices_ahead=9)
+        self.loads, self.stores = (self.engine._links[link].queue for link in (LOAD, STORE))
+        self.watch = self.engine._watch = self.engine._new_watch(torch.device("cpu"))
+
+    def load(self, ids: Any, slots: Any, streams: Any = None, arrived: Any = None) -> Slices:
+        return self._copy("load", ids, streams)
+
+    def store(self, ids: Any, slots: Any, streams: Streams | None = None) -> Slices:
+        return self._copy("store", ids, streams)
+
+    def _copy(self, name: str, ids: Any, streams: Streams | None) -> Iterator[None]:
+        assert streams is not None
+        for _ in ids:
+            streams.blocks.append(partial(self.done.append, name))
+            streams.bus.wait_stream(streams.blocks)
+            yield
+
+    def begin_loads(self, count: int = 1, slices: int = 1, **more: Any) -> None:
+        """Plan loads; nothing of them is enqueued unless the step waits for them."""
+        ids = tuple(range(slices))
+        plan = TransferPlan(
+            tuple(Transfer(n, *LOAD, ids, ids) for n in range(1, count + 1)), **more
+        )
+        self.engine.begin_step(plan)
+        self.compute()
+
+    def compute(self) -> None:
+        """What was computed before is over; copies do not go on."""
+        while self.cuda.current.can_go_on():
+            self.cuda.current.go_on()
+
+    def look(self, times: int) -> None:
+        for _ in range(times):
+            self.watch.look()
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    monkeypatch.setattr(CopyQueue, "top_up", lambda *_, **__: False)
+    with FakeCuda() as cuda:
+        yield Rank(cuda)
+
+
+def test_a_copy_on_the_device_that_never_ends_ends_the_engine(
+    rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may still write to its blocks, so it is not done, and not failed either."""
+    rank.begin_loads(2, waits=((LOAD, 1),))
+    rank.look(LOOKS)
+    assert not rank.watch.overdue and not caplog.records
+    assert rank.engine.poll().done == ((LOAD, 0), (STORE, 0))
+    with caplog.at_level(logging.ERROR, LOGGER):
+        rank.look(1)
+    (said,) = [record.message for record in caplog.records]
+    assert "expected copy 1 from cpu to gpu to be done by now, found no progress for 60 s" in said
+    for call in (rank.engine.poll, partial(rank.engine.begin_step, None)):
+        with pytest.raises(TransferError, match="copy 1 from cpu to gpu .* the device may still"):
+            call()
+    rank.look(3)
+    assert len(caplog.records) == 1, "it is said once"
+    assert rank.loads.poll() == 0 and not rank.loads.failed
+
+
+def test_a_copy_that_was_late_and_ends_does_not_end_the_engine(
+    rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank.begin_loads(waits=((LOAD, 1),))
+    rank.look(LOOKS + 1)
+    assert rank.watch.overdue
+    rank.cuda.run()
+    assert rank.engine.poll().done_on(LOAD) == 1, "found before the next look"
+    rank.look(1)
+    assert not rank.watch.overdue
+    assert "have gone on after all" in caplog.records[-1].message
+
+
+def test_a_copy_of_which_nothing_is_enqueued_fails(
+    rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank.begin_loads(2)
+    with caplog.at_level(logging.ERROR, LOGGER):
+        rank.look(LOOKS + 1)
+    (said,) = [record.message for record in caplog.records]
+    assert "expected copy 1 from cpu to gpu to be done by now, found it queued after 60 s" in said
+    rank.cuda.run()
+    progress = rank.engine.poll()
+    assert (progress.done_on(LOAD), progress.failed) == (1, ((LOAD, 1),))
+    assert "queued after 60 s" in rank.engine.failed(((LOAD, 1),))[2]
+    assert rank.done == [], "it has moved nothing"
+    rank.look(LOOKS)  # a deadline of its own for each
+    assert rank.engine.poll().done_on(LOAD) == 1
+    rank.engine.drain()
+    assert rank.engine.poll().done_on(LOAD) == 2 and rank.done == ["load"]
+
+
+def test_a_copy_of_which_a_part_is_enqueued_does_not_fail(rank: Rank) -> None:
+    rank.begin_loads(slices=3)
+    assert rank.loads.advance()
+    rank.look(LOOKS + 1)
+    assert not rank.loads.failed
+    with pytest.raises(TransferError, match="no progress for 60 s"):
+        rank.engine.poll()
+
+
+def test_a_copy_behind_one_on_the_device_does_not_fail(rank: Rank) -> None:
+    rank.begin_loads(2, waits=((LOAD, 1),))
+    assert not rank.loads.expire(2, "late")
+    assert not rank.loads.expire(1, "late")
+    assert not rank.loads.failed
+
+
+def test_a_copy_whose_slice_is_being_enqueued_is_not_waited_for(rank: Rank) -> None:
+    """The thread that enqueues it may hang in the driver, with the queues' lock."""
+    rank.begin_loads()
+    held, over = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with rank.loads._lock:
+            held.set()
+            over.wait(20)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    held.wait(20)
+    try:
+        rank.look(LOOKS + 1)
+        assert not rank.loads.failed
+        with pytest.raises(TransferError, match="no progress for 60 s"):
+            rank.engine.begin_step(None)
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_compute_that_takes_long_is_no_fault_of_the_copy_behind_it(rank: Rank) -> None:
+    rank.compute = lambda: None  # type: ignore[method-assign]
+    rank.begin_loads(waits=((LOAD, 1),))
+    rank.look(3 * LOOKS)
+    assert not rank.watch.overdue and not rank.loads.failed
+    Rank.compute(rank)
+    rank.look(LOOKS)
+    assert not rank.watch.overdue, "its time begins now"
+    rank.look(1)
+    assert rank.watch.overdue
+
+
+@pytest.mark.parametrize("progress", ["a slice", "a ticket"])
+def test_progress_begins_the_time_again(rank: Rank, progress: str) -> None:
+    rank.begin_loads(4, slices=9)
+    for ticket in range(1, 4):
+        rank.look(LOOKS)
+        if progress == "a slice":
+            assert rank.loads.advance()
+        else:
+            rank.loads.flush(ticket)
+            rank.cuda.run()
+    rank.look(LOOKS)
+    assert not rank.watch.overdue and not rank.loads.failed
+
+
+def test_nothing_to_copy_is_never_late(rank: Rank) -> None:
+    rank.look(3 * LOOKS)
+    rank.begin_loads()
+    rank.look(LOOKS)
+    assert not rank.watch.overdue and not rank.loads.failed
+
+
+def test_each_link_has_a_deadline(rank: Rank) -> None:
+    rank.engine.begin_step(TransferPlan((), (Transfer(1, *STORE, (1,), (2,)),)))
+    rank.engine.end_step()
+    rank.stores.flush(1)
+    rank.compute()
+    rank.look(LOOKS + 1)
+    with pytest.raises(TransferError, match="expected copy 1 from gpu to cpu"):
+        rank.engine.poll()
+
+
+def test_a_thread_looks_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline, "PERIOD_S", 0.001)
+    looked, entered = threading.Event(), []
+
+    class Queue:
+        def oldest(self) -> Oldest | None:
+            assert entered == [threading.current_thread().name]
+            looked.set()
+            return None
+
+        def expire(self, ticket: int, reason: str) -> bool:
+            raise AssertionError
+
+    watch = DeadlineWatch(
+        {(CPU, GPU): Queue()}, lambda: entered.append(threading.current_thread().name)
+    )
+    watch.start()
+    assert looked.wait(20)
+    watch.close()
+    assert not any(t.name == "kvoffload-deadlines" for t in threading.enumerate())
