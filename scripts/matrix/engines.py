@@ -21,14 +21,12 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
-from scripts.matrix import environment
+from scripts.matrix import environment, results
 
-RESULTS = ROOT / "docs" / "measured" / "matrix"
 TIMEOUT_S = 1800
 RELEASES = [
     "0.9.2",
@@ -72,13 +70,9 @@ def run_release(release: str, options: argparse.Namespace) -> dict[str, Any]:
     finally:
         if not options.keep:
             shutil.rmtree(folder)
-    result["date"] = datetime.now(timezone.utc).date().isoformat()
     result["seconds"] = round(time.monotonic() - began)
-    result["commit"] = commit()
-    result["verdict"] = verdict(result)
-    options.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result, indent=1) + "\n"
-    (options.out / f"cpu-{release}.json").write_text(text, encoding="utf-8")
+    result.update(results.provenance(), verdict=verdict(result))
+    results.write(options.out, result)
     print(summary(result), flush=True)
     return result
 
@@ -155,31 +149,20 @@ def _device() -> str:
     return f"CPU ({models[0] if models else 'unknown'}, {os.cpu_count()} cores)"
 
 
-def commit() -> str:
-    """The commit of this tree; with a plus if the package differs from it."""
-
-    def git(*args: str) -> str:
-        done = subprocess.run(["git", "-C", str(ROOT), *args], text=True, capture_output=True)
-        return done.stdout.strip()
-
-    changed = git("status", "--porcelain", "--", "kvoffload_patch", "tests/engine")
-    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
-
-
 def main() -> None:
     """Run the releases of the command line, or all."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("releases", nargs="*", metavar="RELEASE", default=RELEASES)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=results.FOLDER)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--work", type=Path, help="where environments are made (default: /tmp)")
     parser.add_argument("--keep", action="store_true", help="keep the environments")
     parser.add_argument("--select", help="of the marked tests only these, as pytest's -k")
     options = parser.parse_args()
     with ThreadPoolExecutor(options.jobs) as pool:
-        results = list(pool.map(lambda r: run_release(r, options), options.releases))
-    red = [result["release"] for result in results if result["verdict"] != "green"]
-    print(f"{len(results) - len(red)} of {len(results)} green" + (f"; red: {red}" if red else ""))
+        played = list(pool.map(lambda r: run_release(r, options), options.releases))
+    red = [result["release"] for result in played if result["verdict"] != "green"]
+    print(f"{len(played) - len(red)} of {len(played)} green" + (f"; red: {red}" if red else ""))
     sys.exit(bool(red))

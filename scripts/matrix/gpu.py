@@ -14,12 +14,11 @@ import os
 import subprocess
 import sys
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
-from scripts.matrix.engines import commit
+from scripts.matrix import results
 
 PROGRAM = ROOT / "tests" / "engine" / "gpu_kinds.py"
 
@@ -59,13 +58,10 @@ def main() -> int:
         "kind": "gpu-engine",
         "python": ".".join(map(str, sys.version_info[:3])),
         **played,
-        "date": datetime.now(timezone.utc).date().isoformat(),
         "seconds": round(time.monotonic() - began),
-        "commit": args.commit or commit(),
+        **results.provenance(),
+        **({"commit": args.commit} if args.commit else {}),
         "verdict": "green" if green else "red",
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result, indent=1)
-    (args.out / f"gpu-{result['release']}.json").write_text(f"{text}\n", encoding="utf-8")
-    print(text)
+    print(results.write(args.out, result), end="")
     return int(not green)

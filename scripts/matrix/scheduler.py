@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from packaging.version import Version
 
 from kvoffload_patch.integration.patch_table.points import SUPPORTED_VLLM
 from scripts import ROOT
+from scripts.matrix import results
 from scripts.release.sources import NotFetched, fetch
 
 HALF = ROOT / "tests/scheduler_half/half.py"
@@ -62,7 +62,7 @@ def play(release: str) -> dict[str, Any]:
         "release": release,
         "torch": metadata.version("torch"),
         "python": ".".join(map(str, sys.version_info[:3])),
-        "date": datetime.now(timezone.utc).date().isoformat(),
+        **results.provenance(),
         "scenarios": scenarios,
         "verdict": "red" if failed(scenarios) else "green",
     }
@@ -107,7 +107,5 @@ def main() -> int:
         for name, text in failed(result["scenarios"]).items():
             print(f"  {name}: {text.strip().splitlines()[-1]}", flush=True)
         if args.json:
-            args.json.mkdir(parents=True, exist_ok=True)
-            file = args.json / f"scheduler-{release}.json"
-            file.write_text(json.dumps(result, indent=1) + "\n")
+            results.write(args.json, result)
     return int(red)

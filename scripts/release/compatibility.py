@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
+from scripts.matrix.results import FOLDER, KINDS
 
-RESULTS = ROOT / "docs" / "measured" / "matrix"
 PAGE = ROOT / "docs" / "compatibility.md"
-KINDS = ("cpu-engine", "gpu-engine", "scheduler")
 RUNNERS = {
     "vllm.v1.worker.gpu_model_runner": "V1",
     "vllm.v1.worker.gpu.model_runner": "V2",
@@ -49,7 +48,7 @@ compared with its installed sources at each start, and refused if they differ fr
 """
 
 
-def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
+def load(folder: Path = FOLDER) -> list[dict[str, Any]]:
     """All results; an unknown kind is an error."""
     found = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(folder.glob("*.json"))]
     for result in found:
@@ -108,7 +107,7 @@ def _order(release: str) -> tuple[int, ...]:
 
 def _row(release: str, kinds: dict[str, dict[str, Any]]) -> str:
     # PyTorch and Python are those of a real engine; the scheduler half needs no particular one.
-    engines = [kinds[kind] for kind in KINDS[:2] if kind in kinds]
+    engines = [kinds[kind] for kind in ("cpu-engine", "gpu-engine") if kind in kinds]
     cells = [
         release,
         _both(engine.get("torch", "?") for engine in engines),
