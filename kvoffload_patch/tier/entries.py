@@ -1,23 +1,14 @@
-"""What the tier keeps of each block, of each transfer under way and of each link."""
+"""What the tier keeps of each transfer under way, of each link, and of slots that are held."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 
 from kvoffload_patch.links import Link
 
-
-class Block:
-    """One slot's content. A transfer that reads or writes the slot holds a reference."""
-
-    __slots__ = ("key", "ready", "ref_cnt", "slot")
-
-    def __init__(self, key: Hashable, slot: int) -> None:
-        self.key = key
-        self.slot = slot
-        self.ref_cnt = 1
-        self.ready = False
+Keys = Sequence[Hashable]
+Slots = Sequence[int]
 
 
 class LinkTickets:
@@ -28,7 +19,7 @@ class LinkTickets:
         done: the last one known to be done.
         wait: what the next plan's forward pass waits for.
         failed: those that failed, until a plan says that they are done.
-        under_way: those not known to be done, and the blocks that each holds.
+        under_way: those not known to be done, with the keys and slots of each.
     """
 
     __slots__ = ("done", "failed", "last", "link", "under_way", "wait")
@@ -37,12 +28,12 @@ class LinkTickets:
         self.link = link
         self.last = self.done = self.wait = 0
         self.failed: set[int] = set()
-        self.under_way: deque[tuple[int, list[Block]]] = deque()
+        self.under_way: deque[tuple[int, Keys, Slots]] = deque()
 
-    def give_out(self, blocks: list[Block]) -> int:
-        """The next ticket, for a transfer that holds these blocks."""
+    def give_out(self, keys: Keys, slots: Slots) -> int:
+        """The next ticket, for a transfer of these keys, each from or to its slot."""
         self.last += 1
-        self.under_way.append((self.last, blocks))
+        self.under_way.append((self.last, keys, slots))
         return self.last
 
     def wait_for(self, ticket: int) -> None:
@@ -55,3 +46,59 @@ class LinkTickets:
         self.wait = 0
         if self.failed:
             self.failed = {ticket for ticket in self.failed if ticket > self.done}
+
+
+class HeldSlots:
+    """Slots that transfers under way use, as far as that is not said by a key's slot alone.
+
+    A slot is written by one transfer at most, and then nothing else uses it. It may be read by
+    several. When its key is forgotten meanwhile, it belongs to no key until the last is done.
+    """
+
+    def __init__(self) -> None:
+        self._read: set[int] = set()
+        self._read_again: dict[int, int] = {}  # how many read it besides the first
+        self._forgotten: set[int] = set()  # their key is gone
+
+    def read(self, slots: Slots) -> None:
+        """A transfer reads these slots from now on."""
+        again = self._read.intersection(slots)
+        if again or len(set(slots)) < len(slots):
+            for slot in slots:
+                if slot in self._read:
+                    self._read_again[slot] = self._read_again.get(slot, 0) + 1
+                self._read.add(slot)
+        else:
+            self._read.update(slots)
+
+    def is_read(self, slot: int) -> bool:
+        """Whether a transfer reads a slot."""
+        return slot in self._read
+
+    def end_read(self, keys: Keys, slots: Slots) -> tuple[Keys, Slots]:
+        """A transfer has read these slots; returns what no other one reads."""
+        if self._read_again:
+            last = [i for i in reversed(range(len(slots))) if self._is_last_reader(slots[i])][::-1]
+            keys, slots = [keys[i] for i in last], [slots[i] for i in last]
+        self._read.difference_update(slots)
+        return keys, slots
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """The keys of these slots are forgotten while a transfer uses them."""
+        self._forgotten.update(slots)
+
+    def take_forgotten(self, slots: Slots) -> set[int]:
+        """Those of these slots, which nothing uses any more, that belong to no key."""
+        if not self._forgotten:
+            return self._forgotten
+        free = self._forgotten.intersection(slots)
+        self._forgotten -= free
+        return free
+
+    def _is_last_reader(self, slot: int) -> bool:
+        others = self._read_again.get(slot, 0)
+        if others > 1:
+            self._read_again[slot] = others - 1
+        elif others:
+            del self._read_again[slot]
+        return not others

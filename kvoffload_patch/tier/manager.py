@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import islice
+from types import MappingProxyType
 
 from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Link
-from kvoffload_patch.tier.entries import Block, LinkTickets
+from kvoffload_patch.tier.entries import HeldSlots, Keys, LinkTickets, Slots
 from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
 from kvoffload_patch.tier.policy import EvictionPolicy, LRUPolicy
 from kvoffload_patch.tier.slots import SlotPool
@@ -35,7 +37,9 @@ class OffloadManager:
         self._policy = policy()
         self._slots = SlotPool(num_slots)
         self._growing = growing
-        self._blocks: dict[Hashable, Block] = {}
+        self._slot_of: dict[Hashable, int] = {}
+        self._unready: set[Hashable] = set()  # keys whose store is not done
+        self._held = HeldSlots()
         self._pending: dict[int, Hashable] = {}  # GPU block id -> key, not yet planned
         self._loads, self._stores = LinkTickets(LOAD), LinkTickets(STORE)
         self._links = {LOAD: self._loads, STORE: self._stores}
@@ -57,66 +61,73 @@ class OffloadManager:
 
     def lookup(self, key: Hashable) -> str | None:
         """The place from which the block of ``key`` can be loaded now; None if there is none."""
-        block = self._blocks.get(key)
-        return CPU if block is not None and block.ready else None
+        return CPU if key in self._slot_of and key not in self._unready else None
 
     def holds(self, key: Hashable) -> bool:
         """Whether ``key`` has a slot, readable or still being written."""
-        return key in self._blocks
+        return key in self._slot_of
 
-    def touch(self, keys: Sequence[Hashable]) -> None:
+    def touch(self, keys: Keys) -> None:
         """Refresh the recency of a prefix, given head first; the head ends most recent.
 
         A block is worth nothing without those before it, so a prefix is evicted from its tail.
         """
-        for key in reversed(keys):
-            if (block := self._blocks.get(key)) and block.ready and not block.ref_cnt:
-                self._policy.touch(key)
+        self._policy.hit(reversed(keys))
 
     # Storing
 
     def queue_store(self, key: Hashable, gpu_block_id: int) -> None:
         """``gpu_block_id`` holds, or will hold after this step, the block of ``key``."""
-        if not self.holds(key):
+        if key not in self._slot_of:
             self._pending[gpu_block_id] = key
 
-    def note_new_blocks(self, gpu_block_ids: Iterable[int]) -> None:
+    def note_new_blocks(self, gpu_block_ids: Sequence[int]) -> None:
         """These GPU blocks were handed out to be overwritten.
 
         A store of theirs that is not planned is dropped; the last one that was planned is waited
         for by the next plan's forward pass, known to be done or not: another rank may be behind.
         """
-        if not self._pending and not self._store_of:
-            return
-        for gpu_block_id in gpu_block_ids:
-            self._pending.pop(gpu_block_id, None)
-            ticket = self._store_of.pop(gpu_block_id, 0)
-            self._stores.wait_for(ticket)
+        if self._pending:
+            for gpu_block_id in gpu_block_ids:
+                self._pending.pop(gpu_block_id, None)
+        if self._store_of:
+            take, last = self._store_of.pop, 0
+            for gpu_block_id in gpu_block_ids:
+                ticket = take(gpu_block_id, 0)
+                if ticket > last:
+                    last = ticket
+            self._stores.wait_for(last)
 
     def discard(self, key: Hashable) -> None:
         """What the GPU holds, and may have stored, under ``key`` turned out to be wrong."""
-        block = self._blocks.pop(key, None)
-        if block is not None and not block.ref_cnt:
-            self._policy.remove(key)
-            self._slots.free(block.slot)
-        # Else a ticket holds its slot, and gives it back when it is done.
+        slot = self._slot_of.pop(key, None)
+        if slot is None:
+            return
+        written = key in self._unready
+        if written:
+            self._unready.remove(key)
+        else:
+            self._policy.remove((key,))
+        if written or self._held.is_read(slot):
+            self._held.forget((slot,))  # the transfer gives it back when it is done
+        else:
+            self._slots.free((slot,))
 
     # Loading
 
-    def begin_load(self, keys: Sequence[Hashable], gpu_block_ids: Sequence[int]) -> int:
+    def begin_load(self, keys: Keys, gpu_block_ids: Sequence[int]) -> int:
         """Plan a load of readable keys into GPU blocks; returns its ticket.
 
         Raises:
             KeyError: a key is not readable. Nothing has changed then.
         """
-        blocks = [self._blocks[key] for key in keys]
-        for block in blocks:
-            if not block.ready:
-                raise KeyError(block.key)
-        for block in blocks:
-            self._pin(block)
-        ticket = self._loads.give_out(blocks)
-        slots = tuple(block.slot for block in blocks)
+        slot_of = self._slot_of
+        slots = tuple([slot_of[key] for key in keys])
+        for key in self._unready.intersection(keys):
+            raise KeyError(key)
+        self._policy.pin(reversed(keys))
+        self._held.read(slots)
+        ticket = self._loads.give_out(tuple(keys), slots)
         self._new_loads.append(Transfer(ticket, CPU, GPU, slots, tuple(gpu_block_ids)))
         return ticket
 
@@ -138,16 +149,21 @@ class OffloadManager:
     # Steps
 
     def make_plan(
-        self, storable: Callable[[int, Hashable], bool], layerwise: bool = False
+        self,
+        storable: Callable[[int, Hashable], bool],
+        computed: Mapping[Hashable, int] = MappingProxyType({}),
+        layerwise: bool = False,
     ) -> TransferPlan | None:
         """Freeze this step's plan; None when there is nothing to move and to wait for.
 
         Args:
             storable: whether a GPU block still has, and will have computed after this step,
-                the block of a key. What is not is forgotten.
+                the block of a key that was queued. What is not is forgotten.
+            computed: GPU blocks by the keys that this step's forward pass computes in them. To
+                be stored with those queued, and behind them.
             layerwise: as in the plan.
         """
-        store = self._plan_store(storable)
+        store = self._plan_store(storable, computed)
         links = self._links.values()
         waits = tuple([(link.link, link.wait) for link in links if link.wait])
         if not (self._new_loads or store or waits):
@@ -180,13 +196,13 @@ class OffloadManager:
         for name, done in result.done:
             link = self._links[name]
             while link.under_way and link.under_way[0][0] <= done:
-                ticket, blocks = link.under_way.popleft()
+                ticket, keys, slots = link.under_way.popleft()
                 if ticket in link.failed:
-                    self._give_up(blocks)
+                    self._give_up(link, keys, slots)
                 elif link is self._loads:
-                    self._finish_load(blocks)
+                    self._finish_load(keys, slots)
                 else:
-                    readable.extend(self._finish_store(blocks))
+                    readable += self._finish_store(keys, slots)
             link.done = max(link.done, min(done, link.last))
         return readable
 
@@ -204,32 +220,44 @@ class OffloadManager:
 
     def clear(self) -> None:
         """Forget every key. Slots of transfers under way come back when those are done."""
-        under_way = (blocks for link in self._links.values() for _, blocks in link.under_way)
-        held = {block.slot for blocks in under_way for block in blocks}
-        self._blocks = {}
+        under_way = (slots for link in self._links.values() for _, _, slots in link.under_way)
+        held = {slot for slots in under_way for slot in slots}
+        self._held.forget(held)
+        self._slot_of = {}
+        self._unready.clear()
         self._pending = {}
         self._policy = self._new_policy()
         self._slots = SlotPool(self.num_slots, reserved=held)
 
     # Inside
 
-    def _plan_store(self, storable: Callable[[int, Hashable], bool]) -> tuple[Transfer, ...]:
-        gpu_block_of = self._take_pending(storable)
-        count = self._make_room(len(gpu_block_of))
-        self.stats.dropped += len(gpu_block_of) - count
-        if not count:
+    def _plan_store(
+        self, storable: Callable[[int, Hashable], bool], computed: Mapping[Hashable, int]
+    ) -> tuple[Transfer, ...]:
+        slot_of = self._slot_of
+        wanted = {key: block for key, block in computed.items() if key not in slot_of}
+        if self._pending or self._growing:
+            self._pending.update(zip(wanted.values(), wanted))
+            wanted = self._take_pending(storable)
+        if not wanted:
             return ()
-        blocks = [Block(key, slot) for key, slot in zip(gpu_block_of, self._slots.allocate(count))]
-        ticket = self._stores.give_out(blocks)
-        gpu_block_ids = tuple(gpu_block_of[block.key] for block in blocks)
-        for block, gpu_block_id in zip(blocks, gpu_block_ids):
-            self._blocks[block.key] = block
-            self._store_of[gpu_block_id] = ticket
-        slots = tuple(block.slot for block in blocks)
+        self._policy.miss(reversed(wanted))
+        count = self._make_room(len(wanted))
+        if count < len(wanted):
+            self.stats.dropped += len(wanted) - count
+            wanted = dict(islice(wanted.items(), count))
+            if not count:
+                return ()
+        keys, gpu_block_ids = tuple(wanted), tuple(wanted.values())
+        slots = tuple(self._slots.allocate(count))
+        ticket = self._stores.give_out(keys, slots)
+        slot_of.update(zip(keys, slots))
+        self._unready.update(keys)
+        self._store_of.update(dict.fromkeys(gpu_block_ids, ticket))
         return (Transfer(ticket, GPU, CPU, gpu_block_ids, slots),)
 
     def _take_pending(self, storable: Callable[[int, Hashable], bool]) -> dict[Hashable, int]:
-        """What is to be stored now, and from which GPU block.
+        """What of the queue is to be stored now, and from which GPU block.
 
         While slots are still coming nothing is evicted for a store: what finds no room waits, as
         long as the GPU keeps it.
@@ -240,7 +268,7 @@ class OffloadManager:
             if len(taken) >= limit:
                 break
             looked_at.append(gpu_block_id)
-            if storable(gpu_block_id, key) and not self.holds(key):
+            if key not in self._slot_of and storable(gpu_block_id, key):
                 taken.setdefault(key, gpu_block_id)
         # Not one by one from the front: finding a dict's first item means passing what has left it.
         if len(looked_at) == len(self._pending):
@@ -251,46 +279,43 @@ class OffloadManager:
 
     def _make_room(self, count: int) -> int:
         """Evict until ``count`` slots are free or none can be; returns how many there are."""
-        while self._slots.num_free < count and len(self._policy):
-            block = self._blocks.pop(self._policy.pop())
-            self._slots.free(block.slot)
-            self.stats.evicted += 1
+        missing = count - self._slots.num_free
+        if missing > 0:
+            evicted = self._policy.evict(missing)
+            take = self._slot_of.pop
+            self._slots.free([take(key) for key in evicted])
+            self.stats.evicted += len(evicted)
         return min(count, self._slots.num_free)
 
-    def _finish_load(self, blocks: list[Block]) -> None:
-        # Tail first: the head of the prefix ends most recent.
-        for block in reversed(blocks):
-            self._unpin(block)
-        self.stats.loaded += len(blocks)
+    def _finish_load(self, keys: Keys, slots: Slots) -> None:
+        self.stats.loaded += len(keys)
+        self._policy.unpin(self._let_go(*self._held.end_read(keys, slots)))
 
-    def _finish_store(self, blocks: list[Block]) -> list[Hashable]:
-        readable = []
-        for block in reversed(blocks):
-            block.ready = True
-            self._unpin(block)
-            if self._blocks.get(block.key) is block:
-                readable.append(block.key)
-        self.stats.stored += len(blocks)
+    def _finish_store(self, keys: Keys, slots: Slots) -> Keys:
+        self.stats.stored += len(keys)
+        readable = self._let_go(keys, slots)
+        self._unready.difference_update(readable)
+        self._policy.insert(readable)
         return readable
 
-    def _give_up(self, blocks: list[Block]) -> None:
+    def _give_up(self, link: LinkTickets, keys: Keys, slots: Slots) -> None:
         """Forget the blocks of a failed transfer."""
-        for block in blocks:
-            if self._blocks.get(block.key) is block:
-                del self._blocks[block.key]
-            self._unpin(block)
-        self.stats.failed += len(blocks)
+        self.stats.failed += len(keys)
+        for key, slot in zip(keys, slots):
+            if self._slot_of.get(key) == slot:
+                self.discard(key)
+        if link is self._loads:
+            keys, slots = self._held.end_read(keys, slots)
+        self._let_go(keys, slots)
 
-    def _pin(self, block: Block) -> None:
-        if not block.ref_cnt:
-            self._policy.remove(block.key)
-        block.ref_cnt += 1
+    def _let_go(self, keys: Keys, slots: Slots) -> Keys:
+        """Nothing uses these slots any more: free those whose keys were forgotten meanwhile.
 
-    def _unpin(self, block: Block) -> None:
-        block.ref_cnt -= 1
-        if block.ref_cnt:
-            return
-        if self._blocks.get(block.key) is block:
-            self._policy.add(block.key)
-        else:  # forgotten while under way
-            self._slots.free(block.slot)
+        Returns:
+            The other keys, tail first.
+        """
+        forgotten = self._held.take_forgotten(slots)
+        if not forgotten:
+            return keys[::-1]
+        self._slots.free(forgotten)
+        return [key for key, slot in zip(keys, slots) if slot not in forgotten][::-1]

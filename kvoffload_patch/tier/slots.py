@@ -6,13 +6,13 @@ slot is not. Every operation costs O(1) for each slot it takes or returns, whate
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class SlotPool:
     """Hands out CPU slots ``0 .. capacity - 1``, in runs of neighbours where it can.
 
-    A free run is known by both its ends, so that a slot that comes back is joined with its
+    A free run is known by both its ends, so that slots that come back are joined with their
     neighbours without a search. Runs are binned by the bit length of their size; an allocation
     takes from the largest bin, which keeps what it gets in one piece as long as possible.
 
@@ -55,24 +55,27 @@ class SlotPool:
             self._add_run(start + used, size - used)
         return slots
 
-    def free(self, slot: int) -> None:
-        """Return one slot and join it with the free runs beside it.
+    def free(self, slots: Iterable[int]) -> None:
+        """Return slots, and join them with the free runs beside them.
 
         Raises:
-            ValueError: the slot is not taken.
+            ValueError: a slot is not taken, or is there twice; none is returned then.
         """
-        if not 0 <= slot < self.capacity or not self._taken[slot]:
-            raise ValueError(f"slot {slot} is not taken")
-        self._taken[slot] = 0
-        start, end = slot, slot + 1
-        if start in self._start_at_end:
-            start = self._start_at_end[start]
-            self._remove_run(start, slot - start)
-        if end in self._size_at_start:
-            size = self._size_at_start[end]
-            self._remove_run(end, size)
-            end += size
-        self._add_run(start, end - start)
+        runs = _runs(sorted(slots))
+        for start, end in runs:
+            if start < 0 or self._taken.count(1, start, end) < end - start:
+                raise ValueError(f"slots {start} to {end - 1} are not all taken")
+        for start, end in runs:
+            self._taken[start:end] = bytes(end - start)
+            if start in self._start_at_end:
+                before = self._start_at_end[start]
+                self._remove_run(before, start - before)
+                start = before
+            if end in self._size_at_start:
+                size = self._size_at_start[end]
+                self._remove_run(end, size)
+                end += size
+            self._add_run(start, end - start)
 
     def grow(self, capacity: int) -> None:
         """Add free slots behind the last one, as one run with those that are free before them.
@@ -119,3 +122,23 @@ class SlotPool:
         del self._start_at_end[start + size]
         del self._bins[size.bit_length()][start]
         self.num_free -= size
+
+
+def _runs(slots: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending slots as runs of neighbours: first, and behind the last.
+
+    Raises:
+        ValueError: a slot is there twice.
+    """
+    if not slots:
+        return []
+    runs, start, end = list[tuple[int, int]](), slots[0], slots[0]
+    for slot in slots:
+        if slot != end:
+            if slot < end:
+                raise ValueError(f"slot {slot} is there twice")
+            runs.append((start, end))
+            start = slot
+        end = slot + 1
+    runs.append((start, end))
+    return runs

@@ -326,5 +326,5 @@ def _finish(engine: Any) -> tuple[list[list[int]], list[int]]:
 def _pinned(stage: Stage) -> int:
     if stage.tier is None:
         return 0
-    blocks = stage.tier._manager._blocks.values()
-    return sum(1 for block in blocks if block.ref_cnt)
+    manager = stage.tier._manager
+    return len(manager._unready) + len(manager._held._read)

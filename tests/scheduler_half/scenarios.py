@@ -51,9 +51,9 @@ def nothing_held(mini: Mini) -> None:
     queued = mini.pool.free_block_queue.get_all_free_blocks()
     assert len({block.block_id for block in queued}) == len(queued) == free_blocks(mini)
     assert not any(block.ref_cnt for block in queued), "a block in use is in the free queue"
-    held = mini.manager._blocks
-    assert mini.manager.num_used == len(held), "CPU slots were lost"
-    assert not any(block.ref_cnt for block in held.values()), "CPU slots are held"
+    manager = mini.manager
+    assert manager.num_used == len(manager._slot_of), "CPU slots were lost"
+    assert not manager._unready and not any(vars(manager._held).values()), "CPU slots are held"
     loads = mini.tier._loads
     assert not loads._parked and not loads.arriving and not loads.readers
     assert not loads._held and not loads._at_risk, "blocks are held for a step that is over"

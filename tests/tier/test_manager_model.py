@@ -18,9 +18,9 @@ def test_heavy_traffic_loads_what_was_stored(seed: int) -> None:
 def test_a_rank_that_is_behind_does_not_overwrite_a_block_that_it_has_still_to_store() -> None:
     machine = TierMachine()
     machine.start(capacity=4)
-    machine.compute_blocks([(0, 0)])
+    machine.compute_blocks([(0, 0)], queued=False)
     machine.end_step()
     machine.rank_catches_up(which=0, favourite=0, eager=True)
     machine.take_in_the_result()  # the first rank has done the store; the second has not begun
-    machine.compute_blocks([(0, 1)])
+    machine.compute_blocks([(0, 1)], queued=False)
     machine.drain(favourite=0, eager=True)

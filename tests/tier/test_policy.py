@@ -1,32 +1,43 @@
-"""Least recently used first, and nothing to evict is a KeyError."""
+"""Least recently used first; what is pinned stays, and what left is not chosen."""
 
 from __future__ import annotations
-
-import pytest
 
 from kvoffload_patch.tier.policy import LRUPolicy
 
 
+def holding(keys: str) -> LRUPolicy:
+    policy = LRUPolicy()
+    policy.miss(keys)
+    policy.insert(keys)
+    return policy
+
+
 def test_keys_leave_in_the_order_in_which_they_were_last_used() -> None:
-    policy = LRUPolicy()
-    for key in "abcd":
-        policy.add(key)
-    policy.touch("a")
-    policy.remove("c")
-    assert len(policy) == 3
-    assert [policy.pop() for _ in range(3)] == ["b", "d", "a"]
-    assert len(policy) == 0
+    policy = holding("abcd")
+    policy.hit("ba")
+    assert policy.evict(3) == ["c", "d", "b"]
+    assert policy.evict(3) == ["a"]
+    assert policy.evict(3) == []
 
 
-def test_an_empty_policy_has_nothing_to_evict() -> None:
-    with pytest.raises(KeyError):
-        LRUPolicy().pop()
+def test_a_key_that_is_not_there_cannot_be_used() -> None:
+    policy = holding("ab")
+    policy.hit("xa")
+    assert policy.evict(3) == ["b", "a"]
 
 
-def test_a_removed_key_that_is_added_again_is_the_most_recent() -> None:
-    policy = LRUPolicy()
-    for key in "ab":
-        policy.add(key)
-    policy.remove("a")
-    policy.add("a")
-    assert policy.pop() == "b"
+def test_a_pinned_key_is_not_chosen_and_is_the_most_recent_afterwards() -> None:
+    policy = holding("abc")
+    policy.pin("ab")
+    policy.hit("b")
+    assert policy.evict(3) == ["c"]
+    policy.insert("d")
+    policy.unpin("ba")
+    assert policy.evict(3) == ["d", "b", "a"]
+
+
+def test_a_removed_key_is_not_chosen_pinned_or_not() -> None:
+    policy = holding("abc")
+    policy.pin("c")
+    policy.remove("cax")
+    assert policy.evict(3) == ["b"]

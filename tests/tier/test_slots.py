@@ -83,9 +83,9 @@ class SlotPoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        slot = data.draw(st.sampled_from(sorted(self.taken)))
-        self.pool.free(slot)
-        self.taken.remove(slot)
+        slots = data.draw(st.lists(st.sampled_from(sorted(self.taken)), unique=True))
+        self.pool.free(slots)
+        self.taken.difference_update(slots)
 
     @rule(more=st.integers(0, 40))
     def grow(self, more: int) -> None:
@@ -100,11 +100,18 @@ class SlotPoolMachine(RuleBasedStateMachine):
             self.pool.grow(capacity - less)
         assert self.pool.capacity == capacity
 
-    @rule(slot=st.integers(-2, 42))
-    def free_what_is_not_taken(self, slot: int) -> None:
-        if slot not in self.taken:
-            with pytest.raises(ValueError, match=f"slot {slot} is not taken"):
-                self.pool.free(slot)
+    @rule(slots=st.lists(st.integers(-2, 42), min_size=1))
+    def free_what_is_not_taken(self, slots: list[int]) -> None:
+        if len(set(slots)) < len(slots) or not self.taken.issuperset(slots):
+            with pytest.raises(ValueError, match="not all taken|there twice"):
+                self.pool.free(slots)
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def free_twice_at_once(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.taken)))
+        with pytest.raises(ValueError, match=f"slot {slot} is there twice"):
+            self.pool.free([slot, slot])
 
     @invariant()
     def free_slots_are_known_as_maximal_runs(self) -> None:
@@ -131,16 +138,19 @@ def test_slots_that_come_back_are_joined_with_both_neighbours(order: tuple[int, 
     pool = SlotPool(8)
     pool.allocate(8)
     for slot in order:
-        pool.free(slot)
+        pool.free([slot])
     assert pool.runs() == {3: 3}
     assert pool.allocate(3) == [3, 4, 5]
+    pool.free(order)
+    assert pool.runs() == {3: 3}
 
 
 def test_a_scattered_pool_becomes_one_run_when_all_came_back() -> None:
     pool = SlotPool(64)
     pool.allocate(64)
-    for slot in [*range(0, 64, 2), *range(63, 0, -2)]:
-        pool.free(slot)
+    pool.free(range(0, 64, 2))
+    assert len(pool.runs()) == 32
+    pool.free(range(63, 0, -2))
     assert pool.runs() == {0: 64}
     assert pool.allocate(64) == list(range(64))
 
@@ -148,8 +158,7 @@ def test_a_scattered_pool_becomes_one_run_when_all_came_back() -> None:
 def test_a_large_allocation_avoids_small_holes() -> None:
     pool = SlotPool(32)
     pool.allocate(20)
-    for slot in (1, 5, 9):
-        pool.free(slot)
+    pool.free((9, 1, 5))
     assert pool.allocate(8) == list(range(20, 28))
 
 
@@ -163,8 +172,8 @@ def test_reserved_slots_are_taken_and_come_back_through_free() -> None:
     pool = SlotPool(4, reserved=[0, 3])
     assert pool.num_free == 2
     assert pool.allocate(2) == [1, 2]
-    pool.free(3)
-    pool.free(0)
+    pool.free([3])
+    pool.free([0])
     assert pool.runs() == {0: 1, 3: 1}
 
 
@@ -218,10 +227,10 @@ def test_a_refused_allocation_takes_nothing() -> None:
     assert sorted(pool.allocate(3)) == [0, 2, 3]
 
 
-def test_a_slot_freed_twice_is_refused_and_counted_once() -> None:
-    pool = SlotPool(2)
-    pool.allocate(2)
-    pool.free(0)
-    with pytest.raises(ValueError, match="slot 0 is not taken"):
-        pool.free(0)
-    assert pool.num_free == 1
+def test_a_slot_freed_twice_is_refused_and_nothing_beside_it_is_freed() -> None:
+    pool = SlotPool(3)
+    pool.allocate(3)
+    pool.free([0])
+    with pytest.raises(ValueError, match="slots 0 to 1 are not all taken"):
+        pool.free([1, 0])
+    assert pool.runs() == {0: 1}

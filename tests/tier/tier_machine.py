@@ -43,6 +43,7 @@ class TierMachine(RuleBasedStateMachine):
         self.ranks = [type(self).new_rank(), type(self).new_rank()]
         self.epoch = 0
         self.cached: dict[int, int] = {}  # GPU block -> key that it holds after this step
+        self.computed: dict[int, int] = {}  # those of them that this step fills, and are not queued
         self.unkeyed: set[int] = set()  # GPU blocks in use that have no key yet
         self.parked: dict[int, dict[int, int | None]] = {}  # load -> destinations and their keys
         self.reads: dict[int, Any] = {}
@@ -52,12 +53,12 @@ class TierMachine(RuleBasedStateMachine):
 
     # What the scheduler does within a step
 
-    @rule(filled=st.lists(st.tuples(blocks, keys), min_size=1, max_size=4))
-    def compute_blocks(self, filled: list[tuple[int, int]]) -> None:
+    @rule(filled=st.lists(st.tuples(blocks, keys), min_size=1, max_size=4), queued=st.booleans())
+    def compute_blocks(self, filled: list[tuple[int, int]], queued: bool) -> None:
         """Blocks are handed out, and this step's forward pass fills them."""
         for block, key in filled:
             if self._hand_out([block]):
-                self._fill(block, key)
+                self._fill(block, key, queued)
 
     @rule(block=blocks)
     def begin_block(self, block: int) -> None:
@@ -67,15 +68,16 @@ class TierMachine(RuleBasedStateMachine):
             self.writes[block] = ("partial", self.scratch)
             self.unkeyed.add(block)
 
-    @rule(block=blocks, key=keys)
-    def complete_block(self, block: int, key: int) -> None:
+    @rule(block=blocks, key=keys, queued=st.booleans())
+    def complete_block(self, block: int, key: int, queued: bool) -> None:
         if block in self.unkeyed:
-            self._fill(block, key)
+            self._fill(block, key, queued)
 
     @rule(block=blocks)
     def uncache_block(self, block: int) -> None:
         """The GPU cache forgets a block before the plan is made."""
         self.cached.pop(block, None)
+        self.computed.pop(block, None)
 
     @rule(block=blocks)
     def queue_cached_block(self, block: int) -> None:
@@ -114,14 +116,15 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def end_step(self) -> None:
-        plan = self.tier.make_plan(lambda block, key: self.cached.get(block) == key)
-        self.model.take_plan(plan, self.cached)
+        computed = {key: block for block, key in self.computed.items()}
+        plan = self.tier.make_plan(lambda block, key: self.cached.get(block) == key, computed)
+        self.model.take_plan(plan, self.cached, computed)
         stored: tuple[Any, ...] = ()
         if plan is not None and store_of(plan) is not None:
             stored = tuple((self.cached[b], self.epoch) for b in store_of(plan).source_ids)
         for rank in self.ranks:
             rank.steps.append(Step(plan, dict(self.reads), dict(self.writes), stored))
-        self.reads, self.writes = {}, {}
+        self.reads, self.writes, self.computed = {}, {}, {}
 
     # What goes on beside the steps
 
@@ -164,7 +167,7 @@ class TierMachine(RuleBasedStateMachine):
         self.tier.clear()
         self.model.clear()
         self.epoch += 1
-        self.cached = {}
+        self.cached, self.computed = {}, {}
         for destinations in self.parked.values():
             destinations.update(dict.fromkeys(destinations))
 
@@ -233,16 +236,20 @@ class TierMachine(RuleBasedStateMachine):
         self.model.note_new_blocks(wanted)
         for block in wanted:
             self.cached.pop(block, None)
+            self.computed.pop(block, None)
             self.unkeyed.discard(block)
             self.reads.pop(block, None)
             self.writes.pop(block, None)
         return True
 
-    def _fill(self, block: int, key: int) -> None:
+    def _fill(self, block: int, key: int, queued: bool) -> None:
         self.unkeyed.discard(block)
         self.writes[block] = (key, self.epoch)
         self.cached[block] = key
-        self._queue_store(key, block)
+        if queued:
+            self._queue_store(key, block)
+        else:
+            self.computed[block] = key
 
     def _queue_store(self, key: int, block: int) -> None:
         self.tier.queue_store(key, block)
@@ -305,7 +312,8 @@ class Traffic:
             count = pick.randint(0, min(3, len(ready), len(free)))
             machine.load_prefix(pick.sample(ready, count), free, inline=self._chance(0.5))
         count = pick.choice([0, 1, 1, 2, 3])
-        machine.compute_blocks([(pick.choice(BLOCKS), pick.choice(KEYS)) for _ in range(count)])
+        filled = [(pick.choice(BLOCKS), pick.choice(KEYS)) for _ in range(count)]
+        machine.compute_blocks(filled, queued=self._chance(0.3))
         if self._chance(0.2):
             machine.queue_cached_block(pick.choice(BLOCKS))
         if self._chance(0.1):

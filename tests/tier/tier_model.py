@@ -84,14 +84,20 @@ class TierModel:
     def await_load(self, ticket: int) -> None:
         self.wait_load = max(self.wait_load, ticket)
 
-    def take_plan(self, plan: TransferPlan | None, cached: Mapping[int, Hashable]) -> None:
+    def take_plan(
+        self,
+        plan: TransferPlan | None,
+        cached: Mapping[int, Hashable],
+        computed: Mapping[Hashable, int],
+    ) -> None:
         """Check a plan against what must be in it, and follow it.
 
         Args:
             plan: what the manager made.
             cached: GPU block id -> the key that it holds after this step.
+            computed: what the step computes, as the manager was given it.
         """
-        waiting = self._to_store(cached)
+        waiting = self._to_store(cached, computed)
         while len(waiting) > self.capacity - len(self.used) and self.evictable:
             self._evict(self.evictable[0])
         fitting = list(waiting)[: self.capacity - len(self.used)]
@@ -131,10 +137,15 @@ class TierModel:
     def clear(self) -> None:
         self.slot_of, self.ready, self.recency, self.pending = {}, set(), [], {}
 
-    def _to_store(self, cached: Mapping[int, Hashable]) -> dict[Hashable, int]:
+    def _to_store(
+        self, cached: Mapping[int, Hashable], computed: Mapping[Hashable, int]
+    ) -> dict[Hashable, int]:
         waiting: dict[Hashable, int] = {}
         for block, key in self.pending.items():
             if key not in self.slot_of and cached.get(block) == key:
+                waiting.setdefault(key, block)
+        for key, block in computed.items():
+            if key not in self.slot_of:
                 waiting.setdefault(key, block)
         self.pending = {}
         return waiting

@@ -36,7 +36,7 @@ class Recency:
             self._manager.touch([key for _, key in prefix])
             for gpu_block_id, key in prefix:
                 # What has left the GPU cache meanwhile may have made room for another's store.
-                if self._view.still_cached(gpu_block_id, key):
+                if not self._manager.holds(key) and self._view.still_cached(gpu_block_id, key):
                     self._manager.queue_store(key, gpu_block_id)
         self._used.clear()
 

@@ -117,7 +117,7 @@ class SchedulerTier:
         self._cached.clear()
         layerwise = bool(readers) and all(scheduled.get(r, 0) > decode for r in readers)
         self._loads.after_schedule()
-        plan = self._manager.make_plan(self._view.still_cached, layerwise)
+        plan = self._manager.make_plan(self._view.still_cached, layerwise=layerwise)
         if plan is not None:
             setattr(output, PLAN, plan)
         for request_id in self._hits.admitted(scheduled):
