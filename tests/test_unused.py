@@ -13,8 +13,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "kvoffload_patch"
 TREES = [ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))]
 NODES = [node for tree in TREES for node in ast.walk(tree)]
 
-# The first is for tests and benchmarks, which switch the patches off; setup.cfg names the second.
-ELSEWHERE = {"disarm", "plugin"}
+# The first two are for tests and benchmarks, which switch the patches off and read what ranks report;
+# setup.cfg names the third.
+ELSEWHERE = {"disarm", "done_on", "plugin"}
 
 
 def _referred_to() -> set[str]:
