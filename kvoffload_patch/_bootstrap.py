@@ -1,4 +1,4 @@
-"""What the doors run: a small import hook that arms when vLLM is first imported.
+"""What every way to switch on ends in: a small import hook that arms when vLLM is first imported.
 
 The start-up file runs in every Python process of an environment, pip included. So `main` only puts
 one finder on `sys.meta_path`; reading the settings, the decision and the patches wait until `vllm`
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 FLAG = "KVOFFLOAD_ENABLE"
+TRUE = ("1", "true", "yes", "on")  # `config` has the same; these are read if it cannot be imported
+FALSE = ("0", "false", "no", "off")
 TARGET = "vllm"
 WITHOUT = " vLLM runs without the CPU tier."
 
@@ -41,39 +43,51 @@ def main() -> None:
 
 
 def plugin() -> None:
-    """vLLM's plugin entry point: arm now if the switch is on and no other door did."""
+    """vLLM's plugin entry point: arm now if the switch is on and nothing else did."""
     if os.environ.get(FLAG):
         arm_for_import()
 
 
 def enable() -> None:
     """Switch on for this process and its children, and arm now; raise a refusal if strict."""
-    from kvoffload_patch import config
-
     os.environ[FLAG] = "1"
     main()
     _decide()
-    if _State.refusal is not None and config.is_strict():
+    if _State.refusal is not None and is_strict():
         raise _State.refusal
 
 
 def arm_for_import() -> None:
     """Arm if the switches say so; if strict, a refusal is an ImportError each time."""
     _decide()
-    if _State.refusal is not None:
-        from kvoffload_patch import config
+    if _State.refusal is not None and is_strict():
+        raise Refused(with_name(sentence(_State.refusal)), name=TARGET)
 
-        if config.is_strict():
-            raise Refused(with_name(sentence(_State.refusal)), name=TARGET)
+
+def is_strict() -> bool:
+    """Whether a refusal aborts; a value that cannot be read counts as strict."""
+    return _word("KVOFFLOAD_STRICT") not in FALSE
+
+
+def _word(name: str) -> str:
+    return os.environ.get(name, "").strip().lower()
 
 
 def _decide() -> None:
-    """Make the decision, unless it was made; print a refusal, once."""
+    """Make the decision, unless it was made; print a refusal, once.
+
+    Every module of ours is imported within the `try`: a damaged package is a refusal like others.
+    """
     if _State.armed or _State.refusal is not None:
         return
-    from kvoffload_patch import config
-
     try:
+        from kvoffload_patch import launch_token
+
+        launch_token.confirm(launch_token.DECIDED)
+        if _word("KVOFFLOAD_DISABLE") in TRUE:
+            return
+        from kvoffload_patch import config
+
         if not config.is_enabled():
             return
         config.Settings.from_env()
@@ -82,7 +96,7 @@ def _decide() -> None:
         install.arm()
     except Exception as error:  # noqa: BLE001 - whatever went wrong, vLLM must not run half patched
         _State.refusal = error
-        outcome = "" if config.is_strict() else WITHOUT
+        outcome = "" if is_strict() else WITHOUT
         print(with_name(sentence(error)) + outcome, file=sys.stderr, flush=True)
     else:
         _State.armed = True
@@ -110,10 +124,10 @@ def status() -> dict[str, object]:
 
 def sentence(error: Exception) -> str:
     """One sentence for the user: a refusal's own words, or what an unexpected error was."""
-    if isinstance(error, ImportError):
+    if isinstance(error, (ImportError, SyntaxError)):
         return (
-            f"the package or one of its requirements cannot be imported ({error});"
-            " reinstall kvoffload_patch with its dependencies."
+            f"the package or one of its requirements cannot be imported by {sys.executable}"
+            f" ({error}); reinstall kvoffload_patch with its dependencies there."
         )
     if isinstance(error, _refusals()):
         return str(error)
@@ -124,13 +138,18 @@ def sentence(error: Exception) -> str:
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    from kvoffload_patch.config import ConfigError
-
+    """The exceptions whose text is the sentence, as far as they can be imported."""
+    found: list[type[Exception]] = []
     try:
+        from kvoffload_patch.config import ConfigError
+
+        found.append(ConfigError)
         from kvoffload_patch.patching.errors import PatchRefused
-    except ImportError:
-        return (ConfigError,)
-    return (ConfigError, PatchRefused)
+
+        found.append(PatchRefused)
+    except Exception:  # noqa: BLE001 - a damaged file can raise anything
+        pass
+    return tuple(found)
 
 
 def with_name(text: str) -> str:

@@ -175,6 +175,13 @@ class Settings:
         "a rank, or -1 for none",
         "test hook: the rank whose start-up canary is made to fail",
     )
+    launch: str | None = _variable(
+        "KVOFFLOAD_LAUNCH",
+        None,
+        str,
+        "what python -m kvoffload_patch sets",
+        "internal: the token of a launch, which the processes below it confirm",
+    )
 
     @property
     def cpu_bytes(self) -> int:
@@ -216,15 +223,6 @@ def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
     if read(VARIABLES["KVOFFLOAD_DISABLE"], env):
         return False
     return bool(read(VARIABLES["KVOFFLOAD_ENABLE"], env))
-
-
-def is_strict(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a refusal aborts; a value that cannot be read counts as strict."""
-    env = os.environ if environ is None else environ
-    try:
-        return bool(read(VARIABLES["KVOFFLOAD_STRICT"], env))
-    except ConfigError:
-        return True
 
 
 def _check_names(environ: Mapping[str, str]) -> None:

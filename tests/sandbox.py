@@ -75,7 +75,7 @@ class Sandbox:
 
     def _add_package(self) -> None:
         self.package = self.site / "kvoffload_patch"
-        own = ["__init__", "__main__", "_bootstrap", "config", "memory"]
+        own = ["__init__", "__main__", "_bootstrap", "config", "launch_token", "memory"]
         self.package.mkdir()
         for name in own:
             shutil.copy(ROOT / f"kvoffload_patch/{name}.py", self.package)

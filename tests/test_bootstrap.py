@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import timeit
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -80,13 +81,73 @@ def test_startup_file_may_run_twice(box: Sandbox) -> None:
     assert len(box.armed()) == 1
 
 
-def test_startup_file_without_the_package_says_so(box: Sandbox) -> None:
+def _without_package(box: Sandbox, _: Path) -> dict[str, str]:
     shutil.rmtree(box.package)
-    done = box.run("-c", "print('fine')", KVOFFLOAD_ENABLE="1")
-    assert done.stdout == "fine\n"
-    (line,) = set(done.stderr.splitlines())  # some environments run a start-up file twice
-    assert line.startswith("kvoffload_patch: the package cannot be imported")
-    assert box.run("-c", "print('fine')").stderr == ""
+    return {}
+
+
+def _damaged_package(box: Sandbox, _: Path) -> dict[str, str]:
+    (box.package / "_bootstrap.py").write_text("def main(:\n")
+    return {}
+
+
+def _damaged_package_of_another_python(box: Sandbox, folder: Path) -> dict[str, str]:
+    other = Sandbox(folder / "other", startup_file=False)
+    _damaged_package(other, folder)
+    (box.site / "kvoffload_patch.pth").unlink()
+    shutil.rmtree(box.package)
+    return {"PYTHONPATH": str(other.package / "_sitecustomize")}
+
+
+def _damaged_configuration(box: Sandbox, _: Path) -> dict[str, str]:
+    (box.package / "config.py").write_text("def main(:\n")
+    return {}
+
+
+DAMAGE = [
+    _without_package,
+    _damaged_package,
+    _damaged_package_of_another_python,
+    _damaged_configuration,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_broken_package_refuses_the_import_and_nothing_else(
+    box: Sandbox, tmp_path: Path, damage: Callable[[Sandbox, Path], dict[str, str]]
+) -> None:
+    on = {"KVOFFLOAD_ENABLE": "1", **damage(box, tmp_path)}
+    looks = "import importlib.util; print(importlib.util.find_spec('vllm').origin)"
+    done = box.run("-c", looks, **on)
+    assert (done.stdout, done.stderr) == (f"{box.site}/vllm/__init__.py\n", "")
+    strict = box.run("-c", STEP, **on)
+    assert (strict.stdout, strict.returncode) == ("", 1)
+    sentence = strict.stderr.splitlines()[-1].partition(": ")[2]
+    assert sentence.startswith("kvoffload_patch: the package ")
+    assert f"cannot be imported by {box.python} (" in sentence and "; reinstall " in sentence
+    plain = box.run("-c", STEP, KVOFFLOAD_STRICT="0", **on)
+    assert (plain.stdout, plain.returncode) == (PLAIN, 0)
+    assert plain.stderr == f"{sentence} vLLM runs without the CPU tier.\n"
+    for off in ({"KVOFFLOAD_ENABLE": " Off "}, {"KVOFFLOAD_DISABLE": "1"}):
+        done = box.run("-c", STEP, **{**on, **off})
+        assert (done.stdout, done.stderr) == (PLAIN, "")
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_broken_package_without_vllm_disturbs_nothing(
+    tmp_path: Path, damage: Callable[[Sandbox, Path], dict[str, str]]
+) -> None:
+    box = Sandbox(tmp_path / "box", vllm=False)
+    on = {"KVOFFLOAD_ENABLE": "1", **damage(box, tmp_path)}
+    done = box.run("-c", "import vllm", **on)
+    assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'vllm'"
+
+
+def test_the_line_without_the_package_may_run_twice(box: Sandbox) -> None:
+    shutil.rmtree(box.package)
+    code = f"import site; site.addsitedir({str(box.site)!r}, set()); {STEP}"
+    done = box.run("-c", code, KVOFFLOAD_ENABLE="1", KVOFFLOAD_STRICT="0")
+    assert (done.stdout, len(done.stderr.splitlines())) == (PLAIN, 1)
 
 
 def test_asking_whether_vllm_is_there_does_not_arm(box: Sandbox) -> None:

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvoffload_patch import _bootstrap
+from kvoffload_patch._bootstrap import is_strict
 from kvoffload_patch.config import (
     FALSE,
     TRUE,
@@ -16,7 +18,6 @@ from kvoffload_patch.config import (
     ConfigError,
     Settings,
     is_enabled,
-    is_strict,
 )
 
 
@@ -35,6 +36,7 @@ def test_defaults() -> None:
         vllm_version=None,
         max_stall_ms=20.0,
         canary_fault_rank=-1,
+        launch=None,
     )
 
 
@@ -64,8 +66,10 @@ def test_every_variable_is_read() -> None:
         VLLM_VERSION="0.32.0",
         MAX_STALL_MS="0",
         CANARY_FAULT_RANK="3",
+        LAUNCH="0a1b",
     )
-    assert found == Settings(True, True, False, 0.5, "parked", "direct", 2.0, "0.32.0", 0.0, 3)
+    values = (True, True, False, 0.5, "parked", "direct", 2.0, "0.32.0", 0.0, 3, "0a1b")
+    assert found == Settings(*values)
     assert found.cpu_bytes == 1 << 29
 
 
@@ -146,9 +150,11 @@ def test_disable_wins_before_anything_else_is_read() -> None:
         is_enabled({"KVOFFLOAD_ENABLE": "1", "KVOFFLOAD_DISABLE": "wrong"})
 
 
-def test_unreadable_strictness_is_strict() -> None:
-    assert is_strict({}) and is_strict({"KVOFFLOAD_STRICT": "wrong"})
-    assert not is_strict({"KVOFFLOAD_STRICT": "0"})
+def test_unreadable_strictness_is_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, strict in (("", True), ("wrong", True), *((word.upper(), False) for word in FALSE)):
+        monkeypatch.setenv("KVOFFLOAD_STRICT", text)
+        assert is_strict() is strict
+    assert (_bootstrap.TRUE, _bootstrap.FALSE) == (TRUE, FALSE)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))

@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "transfer": {".links", "torch", "triton", "numpy"},
     "integration": {
         ".config",
+        ".launch_token",
         ".links",
         ".memory",
         ".patching",
@@ -33,8 +34,17 @@ ALLOWED: dict[str, set[str]] = {
         "torch",
         "vllm",
     },
-    "_bootstrap": {".", ".config", ".patching", ".integration"},
-    "cli": {".", "._bootstrap", ".config", ".memory", ".integration", ".patching"},
+    "launch_token": set(),
+    "_bootstrap": {".", ".config", ".launch_token", ".patching", ".integration"},
+    "cli": {
+        ".",
+        "._bootstrap",
+        ".config",
+        ".integration",
+        ".launch_token",
+        ".memory",
+        ".patching",
+    },
     "__init__": {"._bootstrap"},
     "__main__": {".cli"},
     "_sitecustomize": {"._bootstrap"},
@@ -128,7 +138,16 @@ def test_a_part_imports_the_standard_library_itself_and_what_is_below_it(part: s
 
 
 def test_the_table_itself_points_downwards() -> None:
-    order = ["config", "memory", "patching", "tier", "transfer", "integration", "_bootstrap"]
+    order = [
+        "config",
+        "launch_token",
+        "memory",
+        "patching",
+        "tier",
+        "transfer",
+        "integration",
+        "_bootstrap",
+    ]
     order += ["cli", "__main__"]
     for i, part in enumerate(order):
         above = {f".{name}" for name in order[i:]}

@@ -10,8 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import kvoffload_patch
+from kvoffload_patch import launch_token
+from kvoffload_patch.cli import watch
 
 _STARTUP_CODE_RAN = "import sys; sys.exit('kvoffload_patch._bootstrap' not in sys.modules)"
+
+
+class NotArmed(Exception):
+    """The command's Python would not run our start-up code; the text is one sentence."""
 
 
 def resolve(command: Sequence[str]) -> list[str] | None:
@@ -25,10 +31,36 @@ def resolve(command: Sequence[str]) -> list[str] | None:
     return None
 
 
-def replace_process(command: list[str], armed: bool) -> OSError:
-    """Become the command, its environment being this one; returns only if that failed."""
-    if armed and not _runs_startup_code(_interpreter(command[0])):
-        _add_to_pythonpath(Path(kvoffload_patch.__file__).parent / "_sitecustomize")
+def prepare(command: Sequence[str]) -> None:
+    """Change the environment so that the command's Python runs our start-up code.
+
+    What Python a shell script or another program will run is not known: it gets the folder that
+    any Python looks at.
+
+    Raises:
+        NotArmed: the Python is known, and would not run it all the same.
+    """
+    interpreter = _interpreter(command[0])
+    if interpreter and _runs_startup_code(interpreter):
+        return
+    _add_to_pythonpath(Path(kvoffload_patch.__file__).parent / "_sitecustomize")
+    if interpreter and not _runs_startup_code(interpreter):
+        raise NotArmed(
+            f"expected `{' '.join(interpreter)}`, which runs {command[0]}, to run the start-up code"
+            " of kvoffload_patch, found that it does not; install kvoffload_patch for that Python"
+            " and let it read its site-packages and its environment."
+        )
+
+
+def replace_process(command: list[str], watched: bool) -> OSError:
+    """Become the command, its environment being this one; returns only if that failed.
+
+    Args:
+        command: a full path and arguments.
+        watched: pass a token, and end a vLLM below that does not confirm it.
+    """
+    if watched:
+        _watch(command)
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -37,16 +69,31 @@ def replace_process(command: list[str], armed: bool) -> OSError:
         return error
 
 
-def _interpreter(program: str) -> str:
-    """The Python that will run `program`: itself, the one its first line names, or this one."""
+def _watch(command: Sequence[str]) -> None:
+    """Pass a token, that of a launch which runs this one if there is one, and watch."""
+    token = os.environ.setdefault(launch_token.VARIABLE, os.urandom(8).hex())
+    try:
+        watch.start(command, token)
+    except OSError as error:
+        print(
+            f"kvoffload_patch: a vLLM that is started without the CPU tier will not be noticed,"
+            f" because this system does not show what runs ({error}).",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _interpreter(program: str) -> list[str] | None:
+    """The Python that will run `program`, with its options: itself, or that of its first line."""
     words = [program]
     if not os.path.basename(program).startswith("python"):
         words = _first_line(program)[2:].split()
     if words and os.path.basename(words[0]) == "env":
         del words[0]
     if words and os.path.basename(words[0]).startswith("python"):
-        return shutil.which(words[0]) or sys.executable
-    return sys.executable
+        found = shutil.which(words[0])
+        return [found, *words[1:]] if found else None
+    return None
 
 
 def _first_line(program: str) -> str:
@@ -59,9 +106,9 @@ def _first_line(program: str) -> str:
     return line.decode("utf-8", "replace") if line.startswith(b"#!") else ""
 
 
-def _runs_startup_code(interpreter: str) -> bool:
+def _runs_startup_code(interpreter: Sequence[str]) -> bool:
     """Ask a child: it knows about site folders, editable installs and PYTHONPATH better than us."""
-    command = [interpreter, "-c", _STARTUP_CODE_RAN]
+    command = [*interpreter, "-c", _STARTUP_CODE_RAN]
     return subprocess.run(command, capture_output=True).returncode == 0
 
 

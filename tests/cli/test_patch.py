@@ -248,15 +248,20 @@ def test_a_refusal_ends_the_import(box: Sandbox) -> None:
     assert box.run("-c", STEP, KVOFFLOAD_DISABLE="1", **variables).stdout == "plain\n"
 
 
-def test_a_missing_package_is_said_and_vllm_runs(box: Sandbox) -> None:
+def test_a_missing_package_ends_the_import(box: Sandbox) -> None:
     shutil.rmtree(box.package)
-    done = box.run("-c", STEP, KVOFFLOAD_ENABLE="1")
-    assert done.stdout == "plain\n"
-    assert done.stderr == (
-        "kvoffload_patch: the package cannot be imported (No module named 'kvoffload_patch'), so"
-        " vLLM runs without the CPU tier; install it or unset KVOFFLOAD_ENABLE.\n"
+    sentence = (
+        f"kvoffload_patch: the package cannot be imported by {box.python} (No module named"
+        " 'kvoffload_patch'); install it there or unset KVOFFLOAD_ENABLE."
     )
-    assert box.run("-c", STEP).stderr == ""
+    done = box.run("-c", STEP, KVOFFLOAD_ENABLE="1")
+    assert (done.stdout, done.returncode) == ("", 1)
+    assert done.stderr.splitlines()[-1] == f"ImportError: {sentence}"
+    done = box.run("-c", STEP, KVOFFLOAD_ENABLE="1", KVOFFLOAD_STRICT="0")
+    assert done.stdout == "plain\n"
+    assert done.stderr == f"{sentence} vLLM runs without the CPU tier.\n"
+    for off in ({}, {"KVOFFLOAD_ENABLE": "1", "KVOFFLOAD_DISABLE": "1"}):
+        assert box.run("-c", STEP, **off).stderr == ""
 
 
 def test_this_package_refuses_a_release_that_it_does_not_know(site: Site) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from kvoffload_patch import launch_token
 from kvoffload_patch.config import GIB, Settings
 from kvoffload_patch.integration.engine.eligibility import check_eligible
 from kvoffload_patch.integration.engine.tier import SchedulerTier
@@ -39,6 +40,7 @@ def attach(engine_core: Any, vllm_config: Any) -> None:
         if settings.strict:
             raise TierRefused(f"kvoffload_patch: {refusal}") from refusal.__cause__
         logger.error("kvoffload_patch: %s Serving without the CPU tier.", refusal)
+    launch_token.confirm(launch_token.ATTACHED)
 
 
 def refuse_v0() -> None:

@@ -1,0 +1,234 @@
+"""Looks whether a command that was launched starts a vLLM engine without our start-up code.
+
+The launch becomes the command, so that signals, the terminal, the exit status and the parent are
+those of the command. A process beside it, of its own session, reads /proc until an engine below the
+command has confirmed the launch's token, and ends then. A vLLM in which our code did not run (a
+wrapper with another Python, or one that drops the environment) cannot say so itself: it is ended.
+
+Not seen: processes of other users, and those that the command leaves behind when it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import shlex
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from kvoffload_patch import launch_token
+from kvoffload_patch._bootstrap import with_name
+
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.2, 5.0
+SHOWN = 160  # characters of a command in our sentence
+GRACE_S = 10.0  # what an engine that we end has for its own clearing up
+
+# Compiled code of vLLM's that every engine loads, under all the names that releases gave it.
+_KERNELS = re.compile(r"/vllm/_[^/\n]*\.so$", re.MULTILINE)
+_LISTENING = {"tcp": ("0A", 9), "tcp6": ("0A", 9), "unix": ("00010000", 6)}
+
+
+def start(command: Sequence[str], token: str) -> None:
+    """Watch what this process, which is about to become `command`, runs.
+
+    Raises:
+        OSError: this system does not let us; nothing was started.
+    """
+    if not hasattr(os, "pidfd_open"):
+        raise OSError("no pidfd_open")
+    launch_token.confirm(launch_token.DECIDED)
+    if not launch_token.confirmed(launch_token.DECIDED, token, _maps(os.getpid())):
+        raise OSError("no named memory in /proc/self/maps")
+    alive = os.pidfd_open(os.getpid())
+    pid = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _detach_and_watch(Watch(pid, alive, command, token))
+    os.close(alive)
+    os.waitpid(child, 0)
+
+
+def _detach_and_watch(watch: Watch) -> NoReturn:
+    """In the child: hand the watch to a grandchild that nobody here has to reap."""
+    try:
+        if os.fork() == 0:
+            os.setsid()
+            watch.run()
+    except Exception:  # noqa: BLE001 - nobody is above to say it
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+class Watch:
+    """One command, by its process id, and a pidfd of it that tells when it has ended."""
+
+    def __init__(self, pid: int, alive: int, command: Sequence[str], token: str) -> None:
+        self._pid = pid
+        self._alive = alive
+        self._command = _brief(command)
+        self._token = token
+
+    def run(self) -> None:
+        """Return when an engine has attached or the command has ended."""
+        self._let_go()
+        self._look()
+        if os.getppid() == self._pid:  # the command reaps orphans, or rather does not: wait for it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            self._ended(None)
+
+    def _let_go(self) -> None:
+        """Hold nothing that others may wait for or count, but standard error for our sentence."""
+        os.chdir("/")
+        Path("/proc/self/comm").write_text("kvoffload-watch", encoding="utf-8")
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(null, 1)
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2 and int(name) != self._alive:
+                with contextlib.suppress(OSError):  # that of listdir itself is closed
+                    os.close(int(name))
+
+    def _look(self) -> None:
+        suspects: set[int] = set()
+        pause = FIRST_PAUSE_S
+        while not self._ended(pause):
+            parents = _parents()
+            maps = {pid: _maps(pid) for pid in _below(self._pid, parents)}
+            if any(self._confirmed(launch_token.ATTACHED, text) for text in maps.values()):
+                return
+            bare = {pid for pid, text in maps.items() if self._is_bare(text)}
+            engines = {pid for pid in bare if _listens(pid)}
+            pause = min(pause * 1.5, LAST_PAUSE_S)
+            for pid in engines & suspects:  # seen twice: maps are not read in one piece
+                self._refuse(_top(pid, bare, parents))
+                engines = set()
+                break
+            if engines:
+                pause = FIRST_PAUSE_S
+            suspects = engines
+
+    def _ended(self, seconds: float | None) -> bool:
+        ended, _, _ = select.select([self._alive], [], [], seconds)
+        return bool(ended)
+
+    def _confirmed(self, what: str, maps: str) -> bool:
+        return launch_token.confirmed(what, self._token, maps)
+
+    def _is_bare(self, maps: str) -> bool:
+        """Whether it has loaded vLLM without asking us first."""
+        return bool(_KERNELS.search(maps)) and not self._confirmed(launch_token.DECIDED, maps)
+
+    def _refuse(self, pid: int) -> None:
+        found = _brief(_read(f"/proc/{pid}/cmdline").rstrip("\0").split("\0"))
+        text = (
+            f"expected `{self._command}` to start vLLM with the CPU tier, found process {pid},"
+            f" `{found}`, in which kvoffload_patch did not run, so it was ended; install"
+            " kvoffload_patch for that Python and pass the environment on to it, or set"
+            " KVOFFLOAD_STRICT=0 to serve without the CPU tier."
+        )
+        print(with_name(text), file=sys.stderr, flush=True)
+        _end(pid)
+
+
+def _brief(words: Sequence[str]) -> str:
+    text = shlex.join(words)
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+
+def _end(pid: int) -> None:
+    """Kill a process, so that its exit status says so, and let those below it clear up."""
+    below = [handle for handle in map(_open, _below(pid, _parents())[1:]) if handle is not None]
+    os.kill(pid, signal.SIGKILL if pid != 1 else signal.SIGTERM)  # 1 cannot be killed from inside
+    for handle in below:
+        _send(handle, signal.SIGTERM)
+    until = time.monotonic() + GRACE_S
+    for handle in below:
+        if not select.select([handle], [], [], max(0.0, until - time.monotonic()))[0]:
+            _send(handle, signal.SIGKILL)
+        os.close(handle)
+
+
+def _open(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None  # it has ended
+
+
+def _send(handle: int, number: int) -> None:
+    with contextlib.suppress(OSError):  # it has ended
+        signal.pidfd_send_signal(handle, number)
+
+
+def _parents() -> dict[int, int]:
+    """The parent of every process that can be seen."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            # "PID (COMMAND) STATE PARENT ...", where COMMAND may hold anything
+            fields = _read(f"/proc/{name}/stat").rpartition(")")[2].split()
+            if fields:
+                found[int(name)] = int(fields[1])
+    return found
+
+
+def _below(pid: int, parents: dict[int, int]) -> list[int]:
+    """A process and all below it, each behind its parent."""
+    children: dict[int, list[int]] = {}
+    for child, parent in parents.items():
+        children.setdefault(parent, []).append(child)
+    found = [pid]
+    for each in found:  # grows meanwhile
+        found += children.get(each, [])
+    return found
+
+
+def _top(pid: int, among: set[int], parents: dict[int, int]) -> int:
+    """The process above `pid` that is reached through processes of `among` alone."""
+    while parents.get(pid) in among:
+        pid = parents[pid]
+    return pid
+
+
+def _maps(pid: int) -> str:
+    return _read(f"/proc/{pid}/maps")
+
+
+def _listens(pid: int) -> bool:
+    """Whether it has a socket that others connect to, as each engine has: for its ranks at least.
+
+    `vllm --version` and clients load the same code and have none.
+    """
+    listening = set()
+    for table, (state, inode_at) in _LISTENING.items():
+        for line in _read(f"/proc/{pid}/net/{table}").splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == state:
+                listening.add(f"socket:[{fields[inode_at]}]")
+    return any(link in listening for link in _descriptors(pid))
+
+
+def _descriptors(pid: int) -> list[str]:
+    found = []
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+    except OSError:
+        pass  # one was closed meanwhile, and the next look comes
+    return found
+
+
+def _read(path: str) -> str:
+    """Text of a file in /proc; empty for a process that has ended or is another user's."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

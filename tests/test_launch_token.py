@@ -1,0 +1,52 @@
+"""Confirming a launch's token: seen from outside, shared by forks, and not by other programs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvoffload_patch.launch_token import ATTACHED, DECIDED, VARIABLE, confirmed
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+
+CODE = """\
+import os, subprocess, sys
+from kvoffload_patch import launch_token
+for what in sys.argv[1:]:
+    launch_token.confirm(what)
+    launch_token.confirm(what)
+print(open("/proc/self/maps").read(), "CUT", sep="", flush=True)
+if os.fork() == 0:
+    print(open("/proc/self/maps").read(), "CUT", sep="", flush=True)
+    os._exit(0)
+os.wait()
+subprocess.run(["cat", "/proc/self/maps"], close_fds=False)
+"""
+
+
+def maps(*confirmations: str, token: str) -> list[str]:
+    """Of a process, of its fork, and of a program that it runs."""
+    environ = {**os.environ, VARIABLE: token, "KVOFFLOAD_ENABLE": ""}
+    command = [sys.executable, "-c", CODE, *confirmations]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    return done.stdout.split("CUT")
+
+
+def test_a_process_and_its_forks_have_confirmed_and_a_program_has_not() -> None:
+    own, fork, program = maps(DECIDED, token="0a1b")
+    assert [confirmed(DECIDED, "0a1b", text) for text in (own, fork, program)] == [
+        True,
+        True,
+        False,
+    ]
+    assert own.count("0a1b") == 1
+    assert not confirmed(ATTACHED, "0a1b", own) and not confirmed(DECIDED, "0a1", own)
+
+
+@pytest.mark.parametrize("token", ["", "x" * 300])
+def test_without_a_token_that_can_be_shown_nothing_happens(token: str) -> None:
+    own, _, _ = maps(DECIDED, ATTACHED, token=token)
+    assert "kvoffload" not in own
