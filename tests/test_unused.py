@@ -13,8 +13,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "kvoffload_patch"
 TREES = [ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))]
 NODES = [node for tree in TREES for node in ast.walk(tree)]
 
-# The first two are for tests and benchmarks, which switch the patches off and read what ranks report;
-# setup.cfg names the third.
+# The first two are for tests and benchmarks, which switch the patches off and read what ranks
+# report; setup.cfg names the third.
 ELSEWHERE = {"disarm", "done_on", "plugin"}
 
 
