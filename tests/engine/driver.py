@@ -84,6 +84,8 @@ def _start(asked: dict[str, Any]) -> Any:
         "disable_log_stats": False,
         **asked,
     }
+    if "kv_transfer_config" in engine:
+        engine["kv_transfer_config"] = json.loads(engine["kv_transfer_config"])
     begin = time.monotonic()
     os.environ.update(release.preloaded_names())
     stage = scenarios.Stage(LLM(**engine))

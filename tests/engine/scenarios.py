@@ -328,3 +328,37 @@ def _pinned(stage: Stage) -> int:
         return 0
     manager = stage.tier._manager
     return len(manager._unready) + len(manager._held._read)
+
+
+def flaky_connector(stage: Stage) -> dict[str, Any]:
+    """A connector has all prompts and the tier none; loads fail; then the GPU's cache is lost.
+
+    Answers are those of the first time, when the connector fails, and of the second, when what the
+    tier has stored of the first is loaded. One that vLLM has given up is None.
+    """
+    rounds = [prompts(seed, 4, 450) for seed in range(300, 312)]
+    first, again = [], []
+    for asked in rounds:
+        stage.play(asked, max_tokens=1)  # the connector stores them
+        stage.llm.reset_prefix_cache()
+    for at in range(0, len(rounds), 3):
+        for asked in rounds[at : at + 3]:
+            first += _unless_failed(stage.play(asked))
+        stage.push_out(900 + at)
+        loaded = stage.tier_stats()["loaded"]
+        for asked in rounds[at : at + 3]:
+            again += _unless_failed(stage.play(asked))
+        loaded = stage.tier_stats()["loaded"] - loaded
+    counts: dict[str, int] = {}
+    if stage.core.scheduler.connector is not None:
+        import flaky_connector as connector
+
+        counts = connector.counts
+    return {"first": first, "again": again, "blocks_loaded": loaded, **counts}
+
+
+def _unless_failed(outputs: list[Any]) -> list[list[int] | None]:
+    return [
+        None if o.outputs[0].finish_reason == "error" else list(o.outputs[0].token_ids)
+        for o in outputs
+    ]

@@ -33,7 +33,7 @@ def test_a_load_that_its_step_waits_for_ends_the_engine(real, engine):
     """It would have to take back what others have computed upon it, and perhaps given away."""
     run = real.on(["conversations"], tier={}, engine=engine, TEST_FAIL_LOADS="3")
     assert run.returncode != 0 and not run.results
-    assert "expected load 3 (CPU to GPU memory) to arrive for the step that reads it" in run.log
+    assert "expected copy 3 from cpu to gpu to arrive for the step that reads it" in run.log
     assert "(load 3 is made to fail)" in run.log and "set KVOFFLOAD_LOAD_MODE=parked" in run.log
 
 

@@ -71,34 +71,28 @@ def reset_prefix_cache(wrapped: Method, live: list[bool], tier: SchedulerTier) -
 
 
 def update_waiting(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
-    """`Scheduler._update_waiting_for_remote_kv` up to 0.17: what is parked is no connector's."""
+    """`Scheduler._update_waiting_for_remote_kv`: a connector has received blocks.
+
+    Up to 0.17 vLLM asks for parked requests, too, of which no connector knows.
+    """
 
     def hook(request: Any, *args: Any, **kwargs: Any) -> Any:
-        if live and tier.is_parked(request):
+        if not live:
+            return wrapped(request, *args, **kwargs)
+        if tier.is_parked(request):
             return False
-        return wrapped(request, *args, **kwargs)
+        return tier.on_received(lambda: wrapped(request, *args, **kwargs))
 
     return hook
 
 
 def invalid_blocks(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
-    """`Scheduler._handle_invalid_blocks`, 0.11.1 to 0.12: blocks that a connector did not fill."""
+    """`Scheduler._handle_invalid_blocks`: a connector failed to fill blocks, cached or not."""
 
     def hook(invalid_block_ids: Any, *args: Any, **kwargs: Any) -> Any:
         if live:
             tier.on_invalid(invalid_block_ids)
         return wrapped(invalid_block_ids, *args, **kwargs)
-
-    return hook
-
-
-def evict_blocks(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
-    """`BlockPool.evict_blocks`: a connector failed to fill blocks that are cached already."""
-
-    def hook(block_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        if live:
-            tier.on_invalid(block_ids)
-        return wrapped(block_ids, *args, **kwargs)
 
     return hook
 

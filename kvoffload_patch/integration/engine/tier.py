@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 from kvoffload_patch.config import Settings
 from kvoffload_patch.integration.engine.admission import Admission
 from kvoffload_patch.integration.engine.full_prompt import FullPromptHits
+from kvoffload_patch.integration.engine.invalid_blocks import InvalidBlocks
 from kvoffload_patch.integration.engine.loads import LoadBook
 from kvoffload_patch.integration.engine.lookup_cache import LookupCache
 from kvoffload_patch.integration.engine.recency import Recency
@@ -43,6 +44,7 @@ class SchedulerTier:
         self._lookups = LookupCache()
         self._loads = LoadBook(view, manager, ranks.load_ms_per_block)
         self._full_prompts = FullPromptHits(view, manager)
+        self._invalid = InvalidBlocks(view, manager)
         self._report = Report(manager, settings.log_interval)
         self._hits = HitCounts(view, self._report)
         self._used = Recency(view, manager)
@@ -58,7 +60,7 @@ class SchedulerTier:
             ranks.load_ms_per_block,
             parks=mode == "parked" or (mode == "auto" and ranks.copies_overlap),
         )
-        self._scheduling = False
+        self._scheduling = False  # what is cached now is computed by the step to be scheduled
         self._cached: list[tuple[str, int, Hashable]] = []
 
     # A step, in the order of its events
@@ -96,6 +98,8 @@ class SchedulerTier:
         gpu_block_ids = [block.block_id for block in blocks]
         self._manager.note_new_blocks(gpu_block_ids)
         self._lookups.blocks_reused(gpu_block_ids)
+        if self._invalid.untrusted:
+            self._invalid.blocks_reused(gpu_block_ids)
 
     def schedule_returned(self) -> None:
         """`schedule` has returned or raised."""
@@ -114,10 +118,12 @@ class SchedulerTier:
         if self._settings.load_mode != "parked":
             alone = not self._loads.under_way
             self._full_prompts.load(output, self._cached, readers, alone)
+        self._invalid.step_scheduled(output, self._cached)
         self._cached.clear()
         layerwise = bool(readers) and all(scheduled.get(r, 0) > decode for r in readers)
         self._loads.after_schedule()
-        plan = self._manager.make_plan(self._view.still_cached, layerwise=layerwise)
+        trusts = self._invalid.storable if self._invalid.untrusted else self._view.still_cached
+        plan = self._manager.make_plan(trusts, layerwise=layerwise)
         if plan is not None:
             setattr(output, PLAN, plan)
         for request_id in self._hits.admitted(scheduled):
@@ -129,6 +135,7 @@ class SchedulerTier:
 
     def on_output(self, scheduled: Any, output: Any) -> None:
         """A step's output has come back."""
+        self._invalid.step_returned(scheduled)
         result = getattr(output, RESULT, None)
         if result is not None:
             self.on_result(result)
@@ -141,10 +148,21 @@ class SchedulerTier:
 
     # Events beside the step
 
-    def on_invalid(self, gpu_block_ids: Iterable[int]) -> None:
-        """These GPU blocks do not hold what the prefix cache says; nor do copies of them."""
-        for gpu_block_id in gpu_block_ids:
-            self._manager.discard(self._view.cached_key(gpu_block_id))
+    def on_invalid(self, gpu_block_ids: Collection[int]) -> None:
+        """A connector failed to fill these GPU blocks, said before vLLM draws its conclusions."""
+        self._invalid.discard(gpu_block_ids)
+        self._lookups.clear()  # some rest on what has left the tier
+
+    def on_received(self, cache: Callable[[], Any]) -> Any:
+        """A connector's load has arrived, and vLLM is to cache its blocks.
+
+        Their bytes are in place, so they are stored even if this step does not admit their request.
+        """
+        scheduling, self._scheduling = self._scheduling, False
+        try:
+            return cache()
+        finally:
+            self._scheduling = scheduling
 
     def is_parked(self, request: Any) -> bool:
         """Whether a request waits for a load of the tier."""
@@ -172,6 +190,7 @@ class SchedulerTier:
         self._lookups.clear()
         self._hits.clear()
         self._used.clear()
+        self._invalid.clear()
 
     def close(self) -> None:
         """The engine shuts down."""

@@ -284,6 +284,11 @@ class SchedulerView:
         """Whether a GPU block is in the prefix cache under this key."""
         return self.cached_key(gpu_block_id) == key
 
+    def block_tables(self, request_id: str) -> tuple[list[int], ...]:
+        """The GPU blocks of a running request, in order, for each KV cache group."""
+        tables: tuple[list[int], ...] = self.manager.get_block_ids(request_id)
+        return tables
+
     # Statistics
 
     def count_hit(self, request: Any, queried_tokens: int, loaded_tokens: int) -> None:

@@ -32,6 +32,13 @@ CALLED = (
         Shape(">=0.26", _FIND, "tuple[tuple[list[KVCacheBlock], ...], int, int]"),
     ),
     *_called(
+        "manager.get_block_ids",
+        _MANAGER,
+        "KVCacheManager.get_block_ids",
+        "what was computed upon blocks that a connector failed to load is behind them in its list",
+        Shape(_ANY, ("self", "request_id"), "tuple[list[int], ...]"),
+    ),
+    *_called(
         "pool.get_cached_block",
         _POOL,
         "BlockPool.get_cached_block",

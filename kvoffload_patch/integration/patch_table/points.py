@@ -28,7 +28,6 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _POOL = "vllm.v1.core.block_pool"
 _FINISH = ("self", "request_ids", "finished_status")
 _RESET = ("self", "reset_running_requests", "reset_connector")
-_INVALID = "engine.step_hooks:invalid_blocks"
 
 _ENGINE = (
     *row(
@@ -109,10 +108,21 @@ _SCHEDULING = (
         "scheduler.update_waiting",
         (_SCHEDULER, "Scheduler._update_waiting_for_remote_kv"),
         "engine.step_hooks:update_waiting",
-        "up to 0.17 it asserts that there is a connector; later only what a connector "
-        "has received comes here",
+        "it caches what a connector has received, which is not to be computed any more; up to 0.17 "
+        "parked requests come here, too, and it asserts that there is a connector",
         Shape("<0.18", ("self", "request"), "bool"),
-        Shape(">=0.18", ("self", "request"), "None", hook=""),
+        Shape(">=0.18", ("self", "request"), "None"),
+        on="object",
+    ),
+    *row(
+        "scheduler",
+        "scheduler.handle_invalid_blocks",
+        (_SCHEDULER, "Scheduler._handle_invalid_blocks"),
+        "engine.step_hooks:invalid_blocks",
+        "blocks that a connector failed to load are cached, and stored, before that is known",
+        Shape("<0.11.1", None),
+        Shape(">=0.11.1,<0.19", ("self", "invalid_block_ids"), "set[str]"),
+        Shape(">=0.19", ("self", "invalid_block_ids", "num_scheduled_tokens"), "set[str]"),
         on="object",
     ),
 )
@@ -144,23 +154,6 @@ _CACHE = (
         "engine.step_hooks:get_new_blocks",
         "a block that is handed out may still be read by a store under way",
         Shape(SUPPORTED_VLLM, ("self", "num_blocks"), "list[KVCacheBlock]"),
-        on="object",
-    ),
-    *row(
-        "scheduler",
-        "pool.evict_blocks",
-        (_POOL, "BlockPool.evict_blocks"),
-        "engine.step_hooks:evict_blocks",
-        "blocks that a connector failed to load are cached, and stored, before that is known",
-        Shape("<0.11.1", None),
-        Shape(
-            ">=0.11.1,<0.13",
-            ("self", "invalid_block_ids"),
-            "set[str]",
-            _INVALID,
-            (_SCHEDULER, "Scheduler._handle_invalid_blocks"),
-        ),
-        Shape(">=0.13", ("self", "block_ids"), "None"),
         on="object",
     ),
 )
