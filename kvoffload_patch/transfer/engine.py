@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
-
-import torch
 
 from kvoffload_patch.links import GPU, LOAD, Link, Tickets
 from kvoffload_patch.transfer.backends.base import CopyBackend
 from kvoffload_patch.transfer.deadline import DeadlineWatch
+from kvoffload_patch.transfer.device import Device, device_of
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.link import Copy, LinkCopies, copies_of
@@ -65,22 +63,19 @@ class CopyEngine:
         wait_ready: Callable[[int], None] | None = None,
         more: Mapping[Link, Copy] | None = None,
     ) -> None:
-        if layout.device.type not in ("cpu", "cuda"):
-            raise TransferError(
-                f"expected KV tensors on a CPU or CUDA device, found {layout.device}."
-            )
+        self._device = device_of(layout.device)
         self._deferred: Plan | None = None  # its transfers after the forward pass are to be taken
         self.num_groups = len(backend.groups)
         self._arrived: list[Any] = []
         self._num_arrived = 0  # groups enqueued
         self._stores_deferred = False  # stores were, by the step before
-        self._batches = layout.device.type != "cpu"
+        self._batches = not self._device.is_host
         self._thread: CopyThread | None = None
         self._watch: DeadlineWatch | None = None
         lock, bad = threading.RLock(), dict[str, set[int]]()
         self._links = {
             link: LinkCopies(
-                link, copy, _new_queue(layout.device, link, lock), bad, wait_ready,
+                link, copy, _new_queue(self._device, link, lock), bad, wait_ready,
                 StoreBatcher(layout.block_bytes) if link[0] == GPU else None,
             )
             for link, copy in {**copies_of(backend), **(more or {})}.items()
@@ -91,8 +86,8 @@ class CopyEngine:
         self._into_gpu = [link for link in self._all if link.link[1] == GPU]
         self._out_of_gpu = [link for link in self._all if link.link[0] == GPU]
         self._by_layer = self._links[LOAD]  # the link whose copies can come by layer
-        if layout.device.type == "cuda":
-            self._start_threads(layout.device)
+        if not self._device.is_host:
+            self._start_threads()
 
     def begin_step(self, plan: Plan | None, by_layer: bool = False) -> None:
         """Before the forward pass: submit loads, and make it wait for what it needs.
@@ -134,7 +129,7 @@ class CopyEngine:
         """
         self._enqueue_groups(group + _GROUPS_AHEAD)
         if self._arrived:
-            torch.cuda.current_stream().wait_event(self._arrived[group])
+            self._device.current_stream().wait_event(self._arrived[group])
 
     def wait_all_loads(self) -> None:
         """Make the current stream wait for every load that this step needs."""
@@ -290,16 +285,16 @@ class CopyEngine:
         # Last: the copy thread may be here, and the step waits for the event once it sees this.
         self._num_arrived = group + 1
 
-    def _start_threads(self, device: torch.device) -> None:
-        self._arrived = [torch.cuda.Event() for _ in range(self.num_groups)]
+    def _start_threads(self) -> None:
+        self._arrived = [self._device.new_event() for _ in range(self.num_groups)]
         others = [link.queue for link in self._all if link not in self._into_gpu]
-        self._thread = CopyThread(device, [link.queue for link in self._into_gpu], others)
-        self._watch = self._new_watch(device)
+        self._thread = CopyThread(self._device, [link.queue for link in self._into_gpu], others)
+        self._watch = self._new_watch()
         self._watch.start()
 
-    def _new_watch(self, device: torch.device) -> DeadlineWatch:
+    def _new_watch(self) -> DeadlineWatch:
         queues = {link.link: link.queue for link in self._all if isinstance(link.queue, CopyQueue)}
-        return DeadlineWatch(queues, partial(torch.cuda.set_device, device))
+        return DeadlineWatch(queues, self._device.use)
 
     def _check_deadlines(self) -> None:
         if self._watch is not None and self._watch.overdue:
@@ -314,10 +309,8 @@ class CopyEngine:
                 return
 
 
-def _new_queue(
-    device: torch.device, link: Link, lock: threading.RLock
-) -> CopyQueue | SyncCopyQueue:
-    if device.type == "cpu":
+def _new_queue(device: Device, link: Link, lock: threading.RLock) -> CopyQueue | SyncCopyQueue:
+    if device.is_host:
         return SyncCopyQueue()
     if link[1] == GPU:
         # What a request waits for; the others can take their time.

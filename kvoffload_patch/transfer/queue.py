@@ -7,10 +7,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from kvoffload_patch.transfer.backends.base import Slices, Streams, finish
 from kvoffload_patch.transfer.deadline import Oldest
+from kvoffload_patch.transfer.device import Device
 from kvoffload_patch.transfer.errors import TransferError, one_line
 
 Start = Callable[["Streams | None"], Slices]
@@ -49,11 +48,11 @@ class CopyQueue:
     enqueued is finished.
 
     Args:
-        device: the CUDA device of the copies.
+        device: of the copies.
         lock: shared by the queues of a device, which may wait for each other.
         ends_on_bus: whether the end of a copy is on the bus stream, or on that of the blocks.
         slices_ahead: the most that `has_room` and `top_up` are asked for.
-        priority: stream priority, as `torch.cuda.Stream` takes it.
+        priority: stream priority, as `Device.new_stream` takes it.
 
     Attributes:
         failed: what went wrong, by ticket, until it is taken away.
@@ -61,16 +60,13 @@ class CopyQueue:
 
     def __init__(
         self,
-        device: torch.device,
+        device: Device,
         lock: threading.RLock,
         ends_on_bus: bool,
         slices_ahead: int,
         priority: int = 0,
     ) -> None:
-        self.streams = Streams(
-            blocks=torch.cuda.Stream(device=device, priority=priority),
-            bus=torch.cuda.Stream(device=device, priority=priority),
-        )
+        self.streams = Streams(blocks=device.new_stream(priority), bus=device.new_stream(priority))
         self.failed: dict[int, str] = {}
         self._end = self.streams.bus if ends_on_bus else self.streams.blocks
         self._device = device
@@ -83,7 +79,7 @@ class CopyQueue:
         self._spare: list[Any] = []
         self._done = 0
         # The ends of the last slices. An event that was never recorded counts as done.
-        self._slice_ends = deque(torch.cuda.Event() for _ in range(slices_ahead))
+        self._slice_ends = deque(device.new_event() for _ in range(slices_ahead))
 
     @property
     def queued(self) -> bool:
@@ -102,7 +98,7 @@ class CopyQueue:
         tickets of other queues.
         """
         compute = self._new_event()
-        compute.record(torch.cuda.current_stream(self._device))
+        compute.record(self._device.current_stream())
         self._queue.append(_Job(first, ticket, start, compute, behind))
 
     def advance(self) -> bool:
@@ -154,7 +150,7 @@ class CopyQueue:
             self.flush(ticket)
             event = self._end_of(ticket)
             if event is not None:
-                waiter = torch.cuda.current_stream(self._device) if stream is None else stream
+                waiter = self._device.current_stream() if stream is None else stream
                 waiter.wait_event(event)
 
     def _end_of(self, ticket: int) -> Any:
@@ -246,7 +242,7 @@ class CopyQueue:
         try:
             return self._spare.pop()  # one thread submits while another one enqueues
         except IndexError:
-            return torch.cuda.Event()
+            return self._device.new_event()
 
     def _retire(self) -> None:
         self._done, *events = self._under_way.popleft()

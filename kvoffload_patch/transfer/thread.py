@@ -6,8 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-import torch
-
+from kvoffload_patch.transfer.device import Device
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue
 
@@ -34,9 +33,7 @@ class CopyThread:
         stores: all others.
     """
 
-    def __init__(
-        self, device: torch.device, loads: Sequence[_Queue], stores: Sequence[_Queue]
-    ) -> None:
+    def __init__(self, device: Device, loads: Sequence[_Queue], stores: Sequence[_Queue]) -> None:
         self._device = device
         self._loads = loads
         self._stores = stores
@@ -70,7 +67,7 @@ class CopyThread:
 
     def _run(self) -> None:
         try:
-            torch.cuda.set_device(self._device)
+            self._device.use()
             while not self._closing:
                 self._wake.wait()
                 self._wake.clear()

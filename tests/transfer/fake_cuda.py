@@ -1,8 +1,8 @@
 """Streams, events and a driver of the CPU: work is done late, in any order that the waits allow.
 
-A wait that is missing shows as bytes that are wrong, for some seed. Entering a `FakeCuda` puts its
-parts where `torch.cuda` has the real ones, makes kernels wait for their turn, and lets steps
-enqueue few slices, so that much stays queued.
+A wait that is missing shows as bytes that are wrong, for some seed. While a `FakeCuda` is entered,
+it is the device of tensors on the CPU; kernels wait for their turn, and steps enqueue few slices,
+so that much stays queued.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
 
+from kvoffload_patch.transfer import device as devices
 from kvoffload_patch.transfer import engine as copy_engine
 from kvoffload_patch.transfer.backends.slots import Numbers, SlotMemory
 from kvoffload_patch.transfer.backends.tiles import TileMover
@@ -38,7 +38,7 @@ class FakeStream:
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
-        self.cuda_stream = len(cuda.streams) + 1
+        self.number = len(cuda.streams) + 1
         self.work: deque[Any] = deque()
         self.given = self.done = 0
 
@@ -92,11 +92,13 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """A device; ``with`` makes it that of `torch.cuda`.
+    """A `Device` whose memory is the CPU's; ``with`` makes it that of tensors there.
 
     Args:
         seed: of the order in which streams go on.
     """
+
+    is_host = True  # what is copied without streams is copied at once
 
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
@@ -104,13 +106,28 @@ class FakeCuda:
         self.current = self.new_stream()
         self._entered: list[mock._patch[Any]] = []
 
-    def new_stream(self, device: Any = None, priority: int = 0) -> FakeStream:
+    def new_stream(self, priority: int = 0) -> FakeStream:
         stream = FakeStream(self)
         self.streams.append(stream)
         return stream
 
+    def new_event(self) -> FakeEvent:
+        return FakeEvent(self)
+
+    def current_stream(self) -> FakeStream:
+        return self.current
+
+    def use(self) -> None:
+        pass
+
+    def handle(self, stream: FakeStream) -> int:
+        return stream.number
+
+    def synchronize(self) -> None:
+        self.run()
+
     @contextmanager
-    def stream(self, stream: FakeStream | None) -> Iterator[None]:
+    def on(self, stream: FakeStream | None) -> Iterator[None]:
         before, self.current = self.current, stream or self.current
         yield
         self.current = before
@@ -148,15 +165,7 @@ class FakeCuda:
         return not any(stream.work for stream in self.streams)
 
     def __enter__(self) -> FakeCuda:
-        self._put(
-            torch.cuda,
-            Stream=self.new_stream,
-            Event=lambda **_: FakeEvent(self),
-            stream=self.stream,
-            current_stream=lambda device=None: self.current,
-            set_device=lambda device: None,
-            synchronize=lambda device=None: self.run(),
-        )
+        self._put(devices, _KINDS={"cpu": lambda device: self})
         self._put(TileMover, move=self._late(TileMover.move))
         # Or a step would enqueue all there is: copies are small here.
         self._put(
@@ -226,7 +235,7 @@ class FakeDriver:
                 raise TransferError("the CUDA driver refused a copy, as the test asked.")
             self.fail_in -= 1
         stream = self._streams.streams[handle - 1]
-        assert stream.cuda_stream == handle
+        assert stream.number == handle
         stream.append(partial(ctypes.memmove, target, source, nbytes))
 
     def _check(self, address: int, nbytes: int) -> None:

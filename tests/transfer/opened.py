@@ -115,7 +115,7 @@ class Opened:
     def _new_streams(self) -> Streams | None:
         if self.cuda is None:
             return new_streams(self.layout.device)
-        return Streams(torch.cuda.Stream(), torch.cuda.Stream())
+        return Streams(self.cuda.new_stream(), self.cuda.new_stream())
 
     def enqueue(self, start: Callable[..., Slices], *args: Any, **kwargs: Any) -> int:
         """Returns the number of slices."""

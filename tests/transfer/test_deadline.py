@@ -38,9 +38,9 @@ class Rank:
         self.engine: Any = CopyEngine(BlockLayout([torch.zeros(4, 3)], 4), self)
         lock = threading.RLock()
         for link, copies in self.engine._links.items():
-            copies.queue = CopyQueue(torch.device("cpu"), lock, link[1] != GPU, slices_ahead=9)
+            copies.queue = CopyQueue(cuda, lock, link[1] != GPU, slices_ahead=9)
         self.loads, self.stores = (self.engine._links[link].queue for link in (LOAD, STORE))
-        self.watch = self.engine._watch = self.engine._new_watch(torch.device("cpu"))
+        self.watch = self.engine._watch = self.engine._new_watch()
 
     def load(self, ids: Any, slots: Any, streams: Any = None, arrived: Any = None) -> Slices:
         return self._copy("load", ids, streams)

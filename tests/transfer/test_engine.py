@@ -443,8 +443,8 @@ def in_groups() -> Iterator[tuple[CopyEngine, InGroups, FakeCuda]]:
     backend = InGroups()
     with FakeCuda() as cuda, mock.patch.multiple(copy_engine, _GROUPS_AHEAD=2, LOADS_AHEAD=0):
         engine, lock = CopyEngine(layout(), backend), threading.RLock()
-        engine._links[LOAD].queue = CopyQueue(torch.device("cpu"), lock, False, 4)
-        engine._links[STORE].queue = CopyQueue(torch.device("cpu"), lock, True, 4)
+        engine._links[LOAD].queue = CopyQueue(cuda, lock, False, 4)
+        engine._links[STORE].queue = CopyQueue(cuda, lock, True, 4)
         engine._arrived = [FakeEvent(cuda) for _ in backend.groups]
         yield engine, backend, cuda
 

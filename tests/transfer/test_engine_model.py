@@ -25,7 +25,6 @@ from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.queue import CopyQueue
 
 Ids = Sequence[int]
-CPU = torch.device("cpu")
 
 
 class EngineRank(Rank):
@@ -42,12 +41,12 @@ class EngineRank(Rank):
         self.parts: list[dict[int, Any]] = [{}, {}]  # by group: GPU block -> content
         self.cuda = FakeCuda()
         self.chance = self.cuda.random.random
-        self.engine = CopyEngine(BlockLayout([torch.zeros(2, 1)], 2), self)
-        self.engine._batches = True
         lock = threading.RLock()
         with self.cuda:
-            self.loads = CopyQueue(CPU, lock, ends_on_bus=False, slices_ahead=2)
-            self.stores = CopyQueue(CPU, lock, ends_on_bus=True, slices_ahead=2)
+            self.engine = CopyEngine(BlockLayout([torch.zeros(2, 1)], 2), self)
+            self.engine._batches = True
+            self.loads = CopyQueue(self.cuda, lock, ends_on_bus=False, slices_ahead=2)
+            self.stores = CopyQueue(self.cuda, lock, ends_on_bus=True, slices_ahead=2)
         for link, queue in ((LOAD, self.loads), (STORE, self.stores)):
             self.engine._links[link].queue = queue
         batcher = self.engine._links[STORE].batcher

@@ -61,9 +61,9 @@ class Rank:
         more: dict[Link, Copy] = {READ: self._on(READ), WRITE: self._on(WRITE)}
         layout = BlockLayout([torch.zeros(4, 3)], 4)
         self.engine: Any = CopyEngine(layout, self, more=more)
-        lock, device = threading.RLock(), torch.device("cpu")
+        lock = threading.RLock()
         for link, copies in self.engine._links.items():
-            copies.queue = CopyQueue(device, lock, link[1] != GPU, slices_ahead=4)
+            copies.queue = CopyQueue(cuda, lock, link[1] != GPU, slices_ahead=4)
 
     def load(
         self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None, arrived: Any = None

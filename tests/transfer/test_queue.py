@@ -6,15 +6,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from transfer.fake_cuda import FakeCuda
 
 from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue
-
-CPU = torch.device("cpu")
 
 
 class Setup:
@@ -23,8 +21,8 @@ class Setup:
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
         lock = threading.RLock()
-        self.loads = CopyQueue(CPU, lock, ends_on_bus=False, slices_ahead=2)
-        self.stores = CopyQueue(CPU, lock, ends_on_bus=True, slices_ahead=2)
+        self.loads = CopyQueue(cuda, lock, ends_on_bus=False, slices_ahead=2)
+        self.stores = CopyQueue(cuda, lock, ends_on_bus=True, slices_ahead=2)
         self.log: list[Any] = []
 
     def copy(self, name: str, slices: int, fail_after: int | None, streams: Any) -> Iterator[None]:
@@ -115,7 +113,7 @@ def test_there_is_room_for_so_many_slices_under_way(
 ) -> None:
     """Of whatever copies, also of one that fails. Whether there is any is never waited for."""
     on_bus = direction == "stores"
-    queue = CopyQueue(CPU, threading.RLock(), on_bus, slices_ahead=5)
+    queue = CopyQueue(setup.cuda, threading.RLock(), on_bus, slices_ahead=5)
     end = queue.streams.bus if on_bus else queue.streams.blocks
     setup.submit(queue, 1, 1, slices=3)
     setup.submit(queue, 2, 2, slices=4, fail_after=1)
@@ -152,7 +150,7 @@ def test_slices_that_a_step_needed_at_once_take_room_too(setup: Setup) -> None:
 
 
 def test_it_is_topped_up_until_so_many_slices_are_under_way(setup: Setup) -> None:
-    queue = CopyQueue(CPU, threading.RLock(), ends_on_bus=False, slices_ahead=4)
+    queue = CopyQueue(setup.cuda, threading.RLock(), ends_on_bus=False, slices_ahead=4)
 
     def enqueued() -> int:
         return queue.streams.bus.given
@@ -264,7 +262,7 @@ def test_an_event_that_another_thread_takes_first_is_made_anew(setup: Setup) -> 
     assert setup.loads.poll() == 1
 
 
-def test_one_thread_submits_while_another_one_enqueues(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_submits_while_another_one_enqueues() -> None:
     class Point:
         """Stream and event; whatever is enqueued is done."""
 
@@ -275,9 +273,10 @@ def test_one_thread_submits_while_another_one_enqueues(monkeypatch: pytest.Monke
 
         record = wait_event = wait_stream = synchronize = nothing
 
-    for name in ("Stream", "Event", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *args, **kwargs: Point())
-    queue = CopyQueue(CPU, threading.RLock(), ends_on_bus=True, slices_ahead=2)
+    device: Any = SimpleNamespace(
+        new_stream=lambda priority: Point(), new_event=Point, current_stream=Point
+    )
+    queue = CopyQueue(device, threading.RLock(), ends_on_bus=True, slices_ahead=2)
     count, errors, over = 5_000, [], threading.Event()
 
     def enqueue() -> None:

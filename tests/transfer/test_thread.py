@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from transfer.fake_cuda import FakeCuda
 
 from kvoffload_patch.transfer import thread as copy_thread
@@ -72,6 +71,7 @@ class Setup:
         self.loads = FakeQueue("load", copy_thread.LOADS_AHEAD, self.log)
         self.stores = FakeQueue("store", copy_thread.STORES_AHEAD, self.log)
         self.thread: Any = None
+        self.device: Any = SimpleNamespace(use=lambda: None)
         self.naps: list[float] = []
         self.on_nap: Callable[[int], object] = lambda number: None
         setup = self
@@ -90,7 +90,7 @@ class Setup:
 
     def start(self) -> CopyThread:
         queues: Any = ([self.loads], [self.stores])
-        self.thread = CopyThread(torch.device("cpu"), *queues)
+        self.thread = CopyThread(self.device, *queues)
         return self.thread
 
     def run(self) -> list[str]:
@@ -114,7 +114,6 @@ def wait(until: Callable[[], bool]) -> None:
 @pytest.fixture
 def setup(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setup]:
     made = Setup()
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(copy_thread, "threading", made.threading)
     yield made
     if made.thread is not None:
@@ -280,10 +279,10 @@ def test_an_error_of_the_thread_is_said_by_the_next_wake(
 def test_a_device_that_cannot_be_used_is_said_too(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(device: object) -> None:
+    def fail() -> None:
         raise RuntimeError("no such device")
 
-    monkeypatch.setattr(torch.cuda, "set_device", fail)
+    setup.device.use = fail
     thread = setup.start()
     wait(lambda: not thread._thread.is_alive())
     with pytest.raises(TransferError, match="no such device"):
@@ -299,11 +298,10 @@ class OnStreams:
 
     def __init__(self, cuda: FakeCuda) -> None:
         lock = threading.RLock()
-        device = torch.device("cpu")
         self.cuda = cuda
-        self.loads = CopyQueue(device, lock, False, LOADS_AHEAD)
-        self.stores = CopyQueue(device, lock, True, STORES_AHEAD)
-        self.thread = CopyThread(device, [self.loads], [self.stores])
+        self.loads = CopyQueue(cuda, lock, False, LOADS_AHEAD)
+        self.stores = CopyQueue(cuda, lock, True, STORES_AHEAD)
+        self.thread = CopyThread(cuda, [self.loads], [self.stores])
         self.enqueued = {"load": 0, "store": 0}
         self.finished = {"load": 0, "store": 0}
 

@@ -29,6 +29,7 @@ from kvoffload_patch.transfer.backends.driver import Driver
 from kvoffload_patch.transfer.backends.slots import SlotMemory
 from kvoffload_patch.transfer.backends.staged import StagedBackend
 from kvoffload_patch.transfer.backends.torch import TorchBackend
+from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.engine import CopyEngine
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
@@ -142,7 +143,7 @@ class Machine:
         assert self.cuda is not None
         lock = threading.RLock()
         ahead = copy_engine._LOADS_AHEAD
-        self._queues = [CopyQueue(self.device, lock, on_bus, ahead) for on_bus in (False, True)]
+        self._queues = [CopyQueue(self.cuda, lock, on_bus, ahead) for on_bus in (False, True)]
         for link, queue in zip((LOAD, STORE), self._queues):
             self.engine._links[link].queue = queue
         self.engine._arrived = [FakeEvent(self.cuda) for _ in self.backend.groups]
@@ -203,8 +204,7 @@ class Machine:
     def finish(self) -> None:
         with self.on_device():
             self.engine.drain()
-            if self.kind != "host":
-                torch.cuda.synchronize()
+            device_of(self.device).synchronize()
             self.poll()
 
     def wrong(self) -> int:

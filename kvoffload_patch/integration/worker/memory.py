@@ -73,10 +73,11 @@ def open_host(runner: Any, num_slots: int, layout: Any) -> Any:
     Raises:
         TransferError: not even its first piece can be had.
     """
+    from kvoffload_patch.transfer.device import device_of
     from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
 
     available = _available_to_one(runner.vllm_config)
-    if layout.device.type == "cuda":
+    if not device_of(layout.device).is_host:
         raise_locked_memory_limit()
         limit = locked_memory_limit_bytes()
         if limit < num_slots * layout.block_bytes:
@@ -100,20 +101,20 @@ def _nothing() -> None:
 
 def _compile_kernels(device: Any) -> None:
     try:
-        import torch
-
         from kvoffload_patch.transfer.backends.tiles import warm_up
+        from kvoffload_patch.transfer.device import device_of
 
-        torch.cuda.set_device(device)
+        on = device_of(device)
+        on.use()
         warm_up(device)
-        torch.cuda.synchronize(device)
+        on.synchronize()
     except Exception as error:  # noqa: BLE001 - found again when a copy backend is opened
         logger.debug("kvoffload_patch: no kernel compiled in advance: %s", error)
 
 
 def _share_bytes(runner: Any) -> int:
     config = runner.vllm_config
-    if runner.device.type != "cuda" or not config.cache_config.enable_prefix_caching:
+    if runner.device.type == "cpu" or not config.cache_config.enable_prefix_caching:
         return 0
     if _shares_memory(runner.device):
         return 0  # vLLM measures it as the GPU's while the model loads
@@ -131,9 +132,9 @@ def _available_to_one(vllm_config: Any) -> Callable[[], int]:
 
 
 def _shares_memory(device: Any) -> bool:
-    import torch
+    from kvoffload_patch.transfer.device import device_of
 
-    return bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
+    return device_of(device).shares_memory()
 
 
 def _begin(runner: Any, nbytes: int) -> Any:

@@ -9,10 +9,12 @@ from typing import Any, Protocol
 
 import torch
 
+from kvoffload_patch.transfer.device import device_of
+
 
 @dataclass(frozen=True)
 class Streams:
-    """The two streams of one direction.
+    """The two streams of one link.
 
     Attributes:
         blocks: whatever reads or writes GPU blocks is enqueued here.
@@ -75,18 +77,16 @@ def finish(slices: Slices) -> None:
 
 
 def new_streams(device: torch.device) -> Streams | None:
-    """Streams for one direction; None on the CPU device."""
-    if device.type == "cpu":
-        return None
-    return Streams(torch.cuda.Stream(device=device), torch.cuda.Stream(device=device))
+    """Streams for one link; None on the CPU device."""
+    on = device_of(device)
+    return None if on.is_host else Streams(on.new_stream(), on.new_stream())
 
 
 def copy_now(device: torch.device, start: Callable[[], Slices]) -> float:
     """Make a copy and wait for it; the seconds it took. For start-up and tests."""
-    if device.type != "cpu":
-        torch.cuda.synchronize(device)
+    on = device_of(device)
+    on.synchronize()
     begin = time.perf_counter()
     finish(start())
-    if device.type != "cpu":
-        torch.cuda.synchronize(device)
+    on.synchronize()
     return time.perf_counter() - begin

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from kvoffload_patch.transfer.backends.base import CopyBackend, Slices, copy_now, new_streams
 from kvoffload_patch.transfer.backends.slots import SlotMemory
 from kvoffload_patch.transfer.backends.torch import TorchBackend
+from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.errors import TransferError, one_line
 from kvoffload_patch.transfer.layout import BlockLayout
 
@@ -47,7 +48,7 @@ def choose_backend(
     Raises:
         TransferError: the backend asked for does not work here, or none does.
     """
-    if layout.device.type == "cpu":
+    if device_of(layout.device).is_host:
         on_cpu = TorchBackend(layout, slots)
         load_ms = _measure(layout, on_cpu, num_slots).load
         return Chosen(on_cpu, load_ms, "copies torch (the CPU device)")
@@ -112,10 +113,9 @@ def _measure(layout: BlockLayout, backend: CopyBackend, num_slots: int) -> _Spee
 
 
 def _staged(layout: BlockLayout, slots: SlotMemory) -> CopyBackend:
-    from kvoffload_patch.transfer.backends.driver import Driver
     from kvoffload_patch.transfer.backends.staged import StagedBackend
 
-    return StagedBackend(layout, slots, Driver())
+    return StagedBackend(layout, slots, device_of(layout.device).copier())
 
 
 def _direct(layout: BlockLayout, slots: SlotMemory) -> CopyBackend:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 
 from kvoffload_patch.transfer.backends.base import Slices, Streams
 from kvoffload_patch.transfer.backends.ids import IdUploader
 from kvoffload_patch.transfer.backends.slots import SlotMemory
 from kvoffload_patch.transfer.backends.tiles import TileMover
+from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.layout import BlockLayout
 
 # As few as reach the bus's speed (H200): writes need no answer, reads wait for one.
@@ -35,9 +35,9 @@ class DirectBackend:
     name = "direct"
 
     def __init__(self, layout: BlockLayout, slots: SlotMemory) -> None:
-        self._device = layout.device
+        self._device = device_of(layout.device)
         self._slots = slots
-        self._ids = IdUploader(self._device)
+        self._ids = IdUploader(layout.device)
         self._load_slice = max(1, LOAD_SLICE_BYTES // slots.pitch)
         self._store_slice = max(1, STORE_SLICE_BYTES // slots.pitch)
         self._mover = TileMover(layout, slots.pitch, [slots.address(0)])
@@ -79,7 +79,7 @@ class DirectBackend:
         size = self._store_slice if to_slots else self._load_slice
         for at in range(0, len(ids), size):
             count = min(size, len(ids) - at)
-            with torch.cuda.stream(streams.blocks):
+            with self._device.on(streams.blocks):
                 self._mover.move(
                     to_slots, self._slots.flat, block_ids, at, count, slot_ids, programs=programs
                 )

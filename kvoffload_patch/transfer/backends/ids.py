@@ -10,6 +10,7 @@ import triton
 
 from kvoffload_patch.transfer.backends.kernels import copy_ids
 from kvoffload_patch.transfer.backends.slots import Numbers
+from kvoffload_patch.transfer.device import device_of
 
 _CAPACITY = 1 << 16
 _BLOCK = 1024
@@ -27,19 +28,19 @@ class IdUploader:
     """
 
     def __init__(self, device: torch.device, capacity: int = _CAPACITY) -> None:
-        self._device = device
+        self._device, self._streams = device, device_of(device)
         self._capacity = capacity
         self._next = 0
         # Places in use: begin, end, and the event after which they are free; oldest first.
         self._used: deque[tuple[int, int, Any]] = deque()
-        if device.type != "cpu":
+        if not self._streams.is_host:
             self._pinned = torch.empty(capacity, dtype=torch.int64, pin_memory=True)
 
     def upload(self, ids: Numbers, stream: Any) -> torch.Tensor:
         """The numbers on the device, for what is enqueued on ``stream`` from now on."""
-        if self._device.type == "cpu":
+        if self._streams.is_host:
             return torch.from_numpy(ids)
-        with torch.cuda.stream(stream):
+        with self._streams.on(stream):
             uploaded = torch.empty(len(ids), dtype=torch.int64, device=self._device)
             for at in range(0, len(ids), self._capacity // 2):
                 part = ids[at : at + self._capacity // 2]
@@ -47,7 +48,7 @@ class IdUploader:
                 self._pinned.numpy()[begin : begin + len(part)] = part
                 grid = (triton.cdiv(len(part), _BLOCK),)
                 copy_ids[grid](self._pinned, uploaded, begin, at, len(part), SIZE=_BLOCK)
-                event = torch.cuda.Event()
+                event = self._streams.new_event()
                 event.record(stream)
                 self._used.append((begin, begin + len(part), event))
         return uploaded

@@ -19,6 +19,7 @@ from kvoffload_patch.transfer.backends.driver import Driver
 from kvoffload_patch.transfer.backends.ids import IdUploader
 from kvoffload_patch.transfer.backends.slots import Numbers, Part, SlotMemory, in_slot_order
 from kvoffload_patch.transfer.backends.tiles import TileMover
+from kvoffload_patch.transfer.device import Device, device_of
 from kvoffload_patch.transfer.layout import BlockLayout
 
 # A slice costs some tens of microseconds of a thread that shares Python with the step, so they are
@@ -38,11 +39,10 @@ MIN_GROUP_BYTES = 256 << 10
 class _Buffer:
     """Staging memory, and when its last use is over."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    def __init__(self, nbytes: int, on: torch.device, device: Device) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=on)
         self.address = self.memory.data_ptr()
-        self.filled = torch.cuda.Event()
-        self.free = torch.cuda.Event()
+        self.filled, self.free = device.new_event(), device.new_event()
 
 
 class AlternatingStreams:
@@ -53,9 +53,9 @@ class AlternatingStreams:
     stream that waits for the one before makes it look around (scripts/bench copy_queue).
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._aside = torch.cuda.Stream(device=device)
-        self._before, self._after = torch.cuda.Event(), torch.cuda.Event()
+    def __init__(self, device: Device) -> None:
+        self._aside = device.new_stream()
+        self._before, self._after = device.new_event(), device.new_event()
         self._is_aside = False
 
     @contextmanager
@@ -77,11 +77,12 @@ class AlternatingStreams:
 class _Ring:
     """``count`` staging buffers in turn, each of ``blocks`` slot pitches, and their streams."""
 
-    def __init__(self, nbytes: int, pitch: int, count: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, pitch: int, count: int, on: torch.device) -> None:
+        device = device_of(on)
         self.blocks = max(1, nbytes // pitch)
         self.nbytes = self.blocks * pitch
         self.turns = AlternatingStreams(device)
-        self._buffers = [_Buffer(self.nbytes, device) for _ in range(count)]
+        self._buffers = [_Buffer(self.nbytes, on, device) for _ in range(count)]
         self._next = 0
 
     def take(self) -> _Buffer:
@@ -110,11 +111,11 @@ class StagedBackend:
     def __init__(self, layout: BlockLayout, slots: SlotMemory, driver: Driver) -> None:
         self._slots = slots
         self._driver = driver
-        self._device = layout.device
+        self._device = device_of(layout.device)
         pitch = self._slots.pitch
-        self._store_ring = _Ring(STORE_CHUNK_BYTES, pitch, STORE_BUFFERS, self._device)
-        self._load_ring = _Ring(LOAD_CHUNK_BYTES, pitch, LOAD_BUFFERS, self._device)
-        self._ids = IdUploader(self._device)
+        self._store_ring = _Ring(STORE_CHUNK_BYTES, pitch, STORE_BUFFERS, layout.device)
+        self._load_ring = _Ring(LOAD_CHUNK_BYTES, pitch, LOAD_BUFFERS, layout.device)
+        self._ids = IdUploader(layout.device)
         self._ready_blocks = READY_BLOCKS
         addresses = [*self._store_ring.addresses(), *self._load_ring.addresses()]
         self._mover = TileMover(layout, pitch, addresses)
@@ -133,13 +134,13 @@ class StagedBackend:
         for block_ids, part in self._parts(gpu_block_ids, cpu_slots, ring.blocks, blocks):
             buffer = ring.take()
             blocks.wait_event(buffer.free)
-            with torch.cuda.stream(blocks):
+            with self._device.on(blocks):
                 self._mover.move(True, buffer.memory, block_ids, part.first, part.num_slots)
             buffer.filled.record(blocks)
             staged, slot, nbytes = self._addresses(part, buffer)
             with ring.turns.next(streams.bus) as bus:
                 bus.wait_event(buffer.filled)
-                self._driver.copy_many(slot, staged, nbytes, bus.cuda_stream)
+                self._driver.copy_many(slot, staged, nbytes, self._device.handle(bus))
                 buffer.free.record(bus)
             yield
 
@@ -159,7 +160,7 @@ class StagedBackend:
                 staged, slot, nbytes = self._addresses(part, buffer)
                 with ring.turns.next(streams.bus) as bus:
                     bus.wait_event(buffer.free)
-                    self._driver.copy_many(staged, slot, nbytes, bus.cuda_stream)
+                    self._driver.copy_many(staged, slot, nbytes, self._device.handle(bus))
                     buffer.filled.record(bus)
                 self._unpack(buffer, blocks, block_ids, part)
                 yield
@@ -173,7 +174,7 @@ class StagedBackend:
                 buffer = ring.take()
                 with ring.turns.next(streams.bus) as bus:
                     bus.wait_event(buffer.free)
-                    self._fetch_rows(part, offset, size, buffer, bus.cuda_stream)
+                    self._fetch_rows(part, offset, size, buffer, self._device.handle(bus))
                     buffer.filled.record(bus)
                 self._unpack(buffer, blocks, block_ids, part, rows)
                 yield
@@ -199,7 +200,7 @@ class StagedBackend:
         rows: tuple[int, int] | None = None,
     ) -> None:
         blocks.wait_event(buffer.filled)
-        with torch.cuda.stream(blocks):
+        with self._device.on(blocks):
             self._mover.move(False, buffer.memory, block_ids, part.first, part.num_slots, rows=rows)
         buffer.free.record(blocks)
 

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from kvoffload_patch.transfer.backends.ids import IdUploader
 from kvoffload_patch.transfer.backends.kernels import move_tiles
+from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.layout import BlockLayout
 
 _WORDS = ((8, tl.int64), (4, tl.int32), (2, tl.int16), (1, tl.int8))
@@ -104,7 +105,7 @@ def warm_up(device: torch.device) -> None:
     flat = torch.zeros_like(tensor).view(-1)
     mover = TileMover(BlockLayout([tensor], 2), _TILE_BYTES, [flat.data_ptr()])
     blocks = torch.tensor([0, 1], device=device)
-    IdUploader(device).upload(np.array([0, 1]), torch.cuda.current_stream(device))
+    IdUploader(device).upload(np.array([0, 1]), device_of(device).current_stream())
     for to_flat in (True, False):
         for flat_ids in (None, blocks):
             mover.move(to_flat, flat, blocks, 0, 2, flat_ids)

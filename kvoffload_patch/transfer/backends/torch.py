@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
 
 from kvoffload_patch.transfer.backends.base import Slices, Streams
 from kvoffload_patch.transfer.backends.slots import Run, SlotMemory
+from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.layout import BlockLayout
 
 STAGING_BYTES = 32 << 20
@@ -33,7 +36,8 @@ class TorchBackend:
         self._slots = slots.slots
         self._spans = [slice(o, o + r.shape[1]) for o, r in zip(layout.offsets, layout.rows)]
         self._device = layout.device
-        self._direct = layout.device.type == "cpu"
+        self._streams = device_of(layout.device)
+        self._direct = self._streams.is_host
         self.groups = [(0, len(layout.rows))]
         if not self._direct:
             self._new_staging(layout, max(1, STAGING_BYTES // layout.block_bytes))
@@ -117,8 +121,8 @@ class TorchBackend:
         for part in self._memory.parts(np.array(slots, dtype=np.int64), len(slots)):
             yield from part.runs()
 
-    def _on(self, streams: Streams | None) -> torch.cuda.StreamContext:
-        return torch.cuda.stream(None if streams is None else streams.blocks)
+    def _on(self, streams: Streams | None) -> AbstractContextManager[Any]:
+        return self._streams.on(None if streams is None else streams.blocks)
 
     def _join(self, streams: Streams | None, before: bool) -> None:
         """Everything runs on one stream here: make the other one wait for it, or it for that."""

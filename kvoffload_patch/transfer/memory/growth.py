@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvoffload_patch.transfer.device import Registrar
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.memory.mapping import GIB, HostMapping
-from kvoffload_patch.transfer.memory.registrar import Registrar
 
 # Registered in one call of the driver, 0.7 ms and more. Such a call holds up other calls that the
 # process makes: half of the time if nobody cares, a fifth of it while steps are launched. That

@@ -10,11 +10,11 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from kvoffload_patch.transfer.device import Registrar, device_of
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.memory.growth import PIECE_BYTES, Growth
 from kvoffload_patch.transfer.memory.mapping import HostMapping, no_limit
 from kvoffload_patch.transfer.memory.numa import node_of
-from kvoffload_patch.transfer.memory.registrar import CudaRegistrar, Registrar
 
 # Slots begin where copies over the bus and vector accesses are at their best.
 _ALIGNMENT = 512
@@ -25,7 +25,7 @@ class HostBuffer:
     ``pitch`` apart.
 
     On the CPU device every slot is usable at once, and pages are taken when they are first
-    written. On a CUDA device a background thread registers piece after piece, and ``num_ready``
+    written. On another device a background thread registers piece after piece, and ``num_ready``
     grows; the first piece is there when the constructor returns. A piece that fails ends the
     growth: what is ready stays usable, and ``growth_ended`` says why.
 
@@ -61,7 +61,7 @@ class HostBuffer:
         self.num_slots = num_slots
         self.pitch = slot_pitch(block_bytes)
         self.nbytes = num_slots * self.pitch
-        on_cpu = device.type == "cpu"
+        on_cpu = device_of(device).is_host
         self.slots_per_piece = num_slots if on_cpu else _slots_per_piece(self.pitch, piece_bytes)
         if mapping is not None and mapping.nbytes < self.nbytes:
             mapping.close()
@@ -75,7 +75,7 @@ class HostBuffer:
         self._growth: Growth | None = None
         self._finalizers: list[Callable[[], object]] = []
         if not on_cpu:
-            self._grow(registrar or CudaRegistrar(device), available_bytes)
+            self._grow(registrar or device_of(device).registrar(), available_bytes)
 
     @property
     def num_ready(self) -> int:

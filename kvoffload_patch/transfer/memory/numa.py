@@ -13,18 +13,20 @@ from pathlib import Path
 
 import torch
 
+from kvoffload_patch.transfer.device import device_of
+
 _MBIND = {"x86_64": 237, "aarch64": 235}  # numbers of the system call
 _MPOL_PREFERRED = 1
 _LONG_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def node_of(device: torch.device, root: Path = Path("/")) -> int | None:
-    """The NUMA node of a CUDA device; None if there is but one, or nothing tells."""
+    """The NUMA node of a device; None if there is but one, or nothing tells."""
     nodes = root / "sys/devices/system/node"
     with suppress(OSError, AttributeError, ValueError):
         if len(list(nodes.glob("node[0-9]*"))) < 2:
             return None
-        pci = root / "sys/bus/pci/devices" / _pci_id(device)
+        pci = root / "sys/bus/pci/devices" / device_of(device).pci_id()
         node = int((pci / "numa_node").read_text())
         return node if node >= 0 else None
     return None
@@ -58,15 +60,3 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
         ctypes.c_ulong(0),
     )
     return bool(answer == 0)
-
-
-def _pci_id(device: torch.device) -> str:
-    """As sysfs names it, such as 0000:3b:00.0; asked of the driver, which torch has started."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    driver = ctypes.CDLL("libcuda.so.1")
-    handle, text = ctypes.c_int(), ctypes.create_string_buffer(32)
-    if driver.cuDeviceGet(ctypes.byref(handle), index):
-        raise ValueError(f"CUDA device {index} is not known to the driver")
-    if driver.cuDeviceGetPCIBusId(text, len(text), handle):
-        raise ValueError(f"the PCI id of CUDA device {index} is not known")
-    return text.value.decode().lower()

@@ -28,6 +28,7 @@ import torch
 
 from kvoffload_patch.links import LOAD, STORE, Link
 from kvoffload_patch.tier.plan import Transfer, TransferPlan
+from kvoffload_patch.transfer import device as devices
 from kvoffload_patch.transfer.engine import CopyEngine
 from scripts.bench.common import machine, quantile, say, table, write_json
 
@@ -37,8 +38,6 @@ STORE_SLICE_S, LOAD_SLICE_S = 0.0006, 0.0012  # 32 and 64 MiB by DMA
 
 class Stream:
     """When what a stream has been given will be done."""
-
-    cuda_stream = 0
 
     def __init__(self, **_: Any) -> None:
         self.end = 0.0
@@ -117,10 +116,11 @@ class Steps:
         self._compute = Stream()
         self._tickets = {LOAD: 0, STORE: 0}
         self._values = torch.zeros(64)
-        self._patch = mock.patch.multiple(
-            torch.cuda, Stream=Stream, Event=Event, set_device=lambda device: None,
-            current_stream=lambda device=None: self._compute,
+        device = SimpleNamespace(
+            is_host=False, use=lambda: None, new_event=Event,
+            new_stream=lambda priority=0: Stream(), current_stream=lambda: self._compute,
         )  # fmt: skip
+        self._patch = mock.patch.dict(devices._KINDS, {"cuda": lambda _: device})
         self._patch.start()
         layout: Any = SimpleNamespace(device=torch.device("cuda"), block_bytes=32 << 20)
         backend: Any = Backend()

@@ -25,7 +25,8 @@ from kvoffload_patch.integration.worker.memory import (  # noqa: E402
     early_bytes,
     open_host,
 )
-from kvoffload_patch.transfer.memory import host_buffer, mapping  # noqa: E402
+from kvoffload_patch.transfer import device as devices  # noqa: E402
+from kvoffload_patch.transfer.memory import mapping  # noqa: E402
 
 MIB = 1 << 20
 COMPILE = host_memory._compile_kernels
@@ -163,7 +164,7 @@ def test_memory_is_taken_beside_the_loading_and_not_after_it() -> None:
 @pytest.fixture
 def registrar(monkeypatch: pytest.MonkeyPatch) -> Registrar:
     one = Registrar()
-    monkeypatch.setattr(host_buffer, "CudaRegistrar", lambda device: one)
+    monkeypatch.setattr(devices, "CudaRegistrar", lambda index: one)
     return one
 
 
