@@ -2,26 +2,122 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 from kvoffload_patch.config import Settings
-from kvoffload_patch.integration.engine.budget import AdmissionBudget
 from kvoffload_patch.integration.engine.loads import LoadBook
-from kvoffload_patch.integration.engine.lookup import Found, StandInPool, known_of
-from kvoffload_patch.integration.engine.lookup_cache import Known, LookupCache
-from kvoffload_patch.integration.engine.recency import Recency
+from kvoffload_patch.integration.engine.lookup import (
+    LookupCache,
+    LookupResult,
+    Recency,
+    StandInPool,
+)
+from kvoffload_patch.integration.engine.lookup_replay import LookupReplay
 from kvoffload_patch.integration.engine.stall import Stall
 from kvoffload_patch.integration.engine.stats import HitCounts
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
+from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.tier.manager import OffloadManager
 
 # Requests looked at in a step beyond those that can run: parked ones, and ones that wait for
 # something else, are passed over on the way.
 _SCAN_MARGIN = 64
-# No more loads are begun while the bus has so much to do: beginning one costs the step its time,
-# and what is begun holds GPU blocks.
+# Milliseconds: no more loads are begun while the bus has so much to do. Beginning one costs the
+# step its time, and what is begun holds GPU blocks.
 _BUS_AHEAD_MS = 150.0
+# Requests behind the step's last token for which loads are begun already.
+_LOOK_AHEAD = 16
+
+
+class AdmissionBudget:
+    """What this step can still admit, as vLLM will count it.
+
+    The blocks that running requests take first are bounded without a look at each of them; they
+    are counted, once, only when the bound leaves it open whether a request fits.
+
+    Args:
+        view: the scheduler.
+        parked: parked requests, each of which will take a run slot.
+        reserved_blocks: blocks that they will need besides those that are held for them.
+
+    Attributes:
+        requests: run slots left.
+        tokens: of the step that are left.
+        blocks: left on the GPU before running requests take theirs.
+        admissible: requests that `schedule` may admit so far, parked ones not included.
+        needed: blocks that the request asked for last needs.
+    """
+
+    def __init__(self, view: SchedulerView, parked: int = 0, reserved_blocks: int = 0) -> None:
+        self._view = view
+        self._exact = False
+        self.requests = view.free_run_slots() - parked
+        tokens, self._for_running = view.demand_of_running()
+        self.tokens = int(view.scheduler.max_num_scheduled_tokens) - tokens
+        self.blocks = view.num_free_blocks() - reserved_blocks
+        self._tokens_for_one = view.prompt_tokens_in_step()
+        self._watermark = view.watermark_blocks()
+        if view.scheduler.running:
+            self._keep_watermark()
+        self._ahead = _LOOK_AHEAD
+        self.needed = 0
+        self.admissible = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether run slots or blocks are used up."""
+        return self.requests <= 0 or self.blocks <= 0
+
+    def out_of_tokens(self, look_ahead: bool) -> bool:
+        """Whether no further request is looked up for want of tokens.
+
+        Args:
+            look_ahead: whether requests may be parked behind the step's last token, some of them.
+        """
+        return self.tokens <= 0 and not (look_ahead and self._ahead)
+
+    def has_tokens(self, request: Any, hit_tokens: int) -> bool:
+        """Whether `schedule` has tokens for a request: one, or all if it may not split prompts."""
+        needed = 1 if self._view.splits_prompts else self._tokens_of(request, hit_tokens)
+        return needed <= self.tokens
+
+    def fits(self, request: Any, hit_tokens: int, gpu_blocks: Sequence[Any]) -> bool:
+        """Whether a request can be admitted; `admit` or `reserve` then takes what it needs."""
+        self.needed = self._view.blocks_for(self._view.tokens_to_fit(request, hit_tokens))
+        if self.needed > self.blocks - self._for_running:
+            self.needed -= sum(1 for block in gpu_blocks if block.ref_cnt)
+        return self.requests > 0 and self.has(self.needed)
+
+    def has(self, num_blocks: int) -> bool:
+        """Whether so many blocks are left."""
+        open_yet = self.blocks - self._for_running < num_blocks <= self.blocks
+        if open_yet and not self._exact:
+            self._exact = True
+            self._for_running = self._view.count_blocks_for_running()
+        return num_blocks <= self.blocks - self._for_running
+
+    def admit(self, request: Any, hit_tokens: int) -> None:
+        """Admit the request that `fits` was asked for last."""
+        self.reserve(self.needed)
+        self.admissible += 1
+        self.tokens -= self._tokens_of(request, hit_tokens)
+        self._keep_watermark()
+
+    def reserve(self, num_blocks: int) -> None:
+        """A request waits for its load: it takes blocks and a run slot, but none of the tokens."""
+        if self.tokens <= 0:
+            self._ahead -= 1
+        self.blocks -= num_blocks
+        self.requests -= 1
+
+    def _tokens_of(self, request: Any, hit_tokens: int) -> int:
+        return min(max(1, int(request.num_tokens) - hit_tokens), self._tokens_for_one)
+
+    def _keep_watermark(self) -> None:
+        """From the second request on: vLLM leaves these blocks free beside one that runs."""
+        self.blocks -= self._watermark
+        self._watermark = 0
 
 
 class Admission:
@@ -30,48 +126,50 @@ class Admission:
     Args:
         view: the scheduler.
         manager: of the tier.
+        ranks: how fast loads are, and whether they run beside the step; otherwise all are inline.
         loads: where loads are begun.
         cache: lookups that need not be repeated.
+        replay: gives vLLM what was looked up.
         hits: counts what is found.
         recency: keeps what is hit on the GPU recent.
         settings: of the process.
-        load_ms_per_block: time that a block takes to load.
-        parks: whether a request can be parked beside the step; otherwise all loads are inline.
     """
 
     def __init__(
         self,
         view: SchedulerView,
         manager: OffloadManager,
+        ranks: RankGroup,
         loads: LoadBook,
         cache: LookupCache,
+        replay: LookupReplay,
         hits: HitCounts,
         recency: Recency,
         settings: Settings,
-        load_ms_per_block: float,
-        parks: bool,
     ) -> None:
         self._view = view
         self._loads = loads
         self._cache = cache
+        self._replay = replay
         self._hits = hits
-        self._used = recency
+        self._recency = recency
         self._settings = settings
-        self._load_ms_per_block = load_ms_per_block
-        self._parks = parks
+        self._load_ms_per_block = ranks.load_ms_per_block
+        mode = settings.load_mode
+        self._parks = mode == "parked" or (mode == "auto" and ranks.copies_overlap)
         self._pool = StandInPool(view, manager.lookup, loads.arriving, loads.ticket_of)
 
     def look_up_waiting(self) -> None:
-        """Begin the loads of this step, and cap what `schedule` admits if the look ends early."""
-        budget = self._loads.budget()
+        """Begin the loads of this step, and cap what `schedule` admits if lookups end early."""
+        budget = AdmissionBudget(self._view, *self._loads.reserved())
         if self._look_up_in_order(budget):
             return
         if budget.admissible or self._view.scheduler.running or self._loads.under_way:
-            # What was not looked at must not be admitted without what the tier has for it.
+            # What was not looked up must not be admitted without what the tier has for it.
             self._view.cap_admissions(budget.admissible)
 
     def _look_up_in_order(self, budget: AdmissionBudget) -> bool:
-        """Look at waiting requests, and load what they hit; whether all may be admitted."""
+        """Look waiting requests up, and load what they hit; whether all may be admitted."""
         stall = Stall(
             self._load_ms_per_block,
             self._settings.max_stall_ms,
@@ -81,7 +179,7 @@ class Admission:
         scans_left = max(0, self._view.free_run_slots()) + _SCAN_MARGIN
         for request in self._view.waiting():
             if scans_left <= 0:
-                return True  # What so many others block must not wait for them.
+                return True  # What blocks so many must not keep those behind waiting.
             scans_left -= 1
             if not self._view.needs_lookup(request):
                 budget.admissible += self._view.resumes_without_lookup(request)
@@ -94,61 +192,57 @@ class Admission:
 
     def _look_up(self, request: Any, budget: AdmissionBudget, stall: Stall) -> bool:
         """Look a request up and load what it hits; False if it must wait."""
-        known = self._cache.get(request.request_id, request.num_tokens)
-        if known is not None and not self._can_start(request, known, budget):
-            return self._defer(known, budget)
-        if known is None or not known.settled:
-            found = self._pool.look_up(request, max_cpu_hits=max(1, budget.blocks))
-            known = known_of(request, found)
-            goes = self._can_start(request, known, budget)
-            self._cache.put(request.request_id, known if goes else replace(known, settled=False))
-            self._hits.found(request, found, used=goes)
-            if not goes:
-                return self._defer(known, budget)
-            if self._use(request, found, budget, stall):
+        result = self._cache.get(request.request_id, request.num_tokens)
+        if result is not None and not self._can_start(request, result, budget):
+            return self._defer(result, budget)
+        if result is None or not result.settled:
+            result = self._pool.look_up(request, max_tier_hits=max(1, budget.blocks))
+            result.deferred = not self._can_start(request, result, budget)
+            self._cache.put(request.request_id, result)
+            self._hits.note(request, result)
+            if result.deferred:
+                return self._defer(result, budget)
+            self._recency.note(result.gpu_blocks)
+        if result.tier_hits or result.arriving:
+            self._cache.forget(request.request_id)
+            if not self._inline(request, result, budget, stall):
+                self._loads.park(request, result, budget.needed)
+                budget.reserve(budget.needed)
+                stall.add_parked(len(result.tier_hits))
                 return True
-        self._loads.protect(known.gpu_blocks)
-        self._view.answers.give(known.answer)
+            stall.add_inline(len(result.tier_hits))
+            result = self._loads.load_inline(request, result)
+        else:
+            self._loads.protect(result.gpu_blocks)
+        self._replay.give(request, result)
         if budget.tokens > 0:
             stall.admit()
-        budget.admit(request, known.hit_tokens)
+        budget.admit(request, result.tokens)
         return True
 
-    def _can_start(self, request: Any, known: Known, budget: AdmissionBudget) -> bool:
+    def _can_start(self, request: Any, result: LookupResult, budget: AdmissionBudget) -> bool:
         """Whether a request can be admitted or parked: there is room, and for its load the bus."""
-        if known.cpu_hits:
+        if result.tier_hits:
             ahead_ms = self._load_ms_per_block * self._loads.blocks_under_way
             if ahead_ms > _BUS_AHEAD_MS:
                 return False
-            if not self._parks and not budget.has_tokens(request, known.hit_tokens):
+            if not self._parks and not budget.has_tokens(request, result.tokens):
                 return False
-        return budget.fits(request, known.hit_tokens, known.gpu_blocks)
+        return budget.fits(request, result.tokens, result.gpu_blocks)
 
-    def _defer(self, known: Known, budget: AdmissionBudget) -> bool:
+    def _defer(self, result: LookupResult, budget: AdmissionBudget) -> bool:
         """This request must wait. One without hits vLLM may admit if it finds room after all."""
-        budget.admissible += not (known.cpu_hits or known.arriving)
+        budget.admissible += not (result.tier_hits or result.arriving)
         return False
 
-    def _use(self, request: Any, found: Found, budget: AdmissionBudget, stall: Stall) -> bool:
-        """Load what was found, and keep it; whether the request is parked for that."""
-        self._used.note(found.gpu_blocks)
-        count = len(found.cpu_hits)
-        if count or found.arriving:
-            self._cache.forget(request.request_id)
-        if found.arriving or (count and not self._inline(request, found, budget, stall)):
-            self._loads.park(request, found, budget.needed)
-            budget.reserve(budget.needed)
-            stall.add_parked(count)
-            return True
-        if count:
-            self._loads.load_inline(request, found)
-            stall.add_inline(count)
-        return False
-
-    def _inline(self, request: Any, found: Found, budget: AdmissionBudget, stall: Stall) -> bool:
+    def _inline(
+        self, request: Any, result: LookupResult, budget: AdmissionBudget, stall: Stall
+    ) -> bool:
         """Whether a request loads within this step; if not, it is parked."""
+        if result.arriving:
+            return False
         if not self._parks:
             return True
-        if self._settings.load_mode == "parked":
+        if self._settings.load_mode == "parked" or not budget.has_tokens(request, result.tokens):
             return False
-        return budget.has_tokens(request, found.tokens) and stall.allows(len(found.cpu_hits))
+        return stall.allows(len(result.tier_hits))

@@ -7,34 +7,30 @@ from collections.abc import Hashable, Sequence
 from itertools import chain
 from typing import Any
 
-from kvoffload_patch.integration.engine.budget import AdmissionBudget
-from kvoffload_patch.integration.engine.lookup import Found
-from kvoffload_patch.integration.engine.lookup_cache import Known
-from kvoffload_patch.integration.engine.lookup_replay import Answer, answer_of
+from kvoffload_patch.integration.engine.lookup import LookupResult, TierHit
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 
-# With fewer requests running, one that could go on is not held back to join with another one.
+# Requests: with fewer running, one whose load is done does not wait for another one's.
 _MANY_RUN = 4
-# So many join at a time then at most, for whose loads the bus takes so long at most. The step that
-# they join takes the host 10 to 40 ms where it is launched call by call.
+# Requests that join in one step at most, and ms that the bus takes for their loads at most. That
+# step takes the host 10 to 40 ms where it is launched call by call.
 _JOIN_TOGETHER = 4
 _JOIN_MS = 110.0
 
 
 class _ParkedLoad:
-    """A parked load: GPU blocks to publish once its ticket is done, and who waits for that.
+    """A parked load: GPU blocks to publish once its ticket is done, and the requests that wait.
 
-    Block ``i`` holds ``keys[i]``, and a prefix of ``ends[i]`` tokens ends with it.
+    ``blocks[i]`` is to hold ``hits[i]``.
     """
 
-    __slots__ = ("blocks", "ends", "keys", "ticket", "waiting")
+    __slots__ = ("blocks", "hits", "ticket", "waiting")
 
-    def __init__(self, ticket: int, blocks: list[Any], found: Found) -> None:
+    def __init__(self, ticket: int, blocks: list[Any], hits: list[TierHit]) -> None:
         self.ticket = ticket
         self.blocks = blocks
-        self.keys = found.cpu_hits
-        self.ends = found.cpu_ends
+        self.hits = hits
         self.waiting: list[_Parked] = []
 
 
@@ -42,19 +38,19 @@ class _Parked:
     """A request that waits for a load, its own or another's, and the GPU blocks of its prefix.
 
     ``needed``: blocks that it will need besides those that are held or loaded for it.
-    ``known``: what it hits once its load has arrived, if that need not be looked up again.
+    ``result``: what it hits once its load is done, if that need not be looked up again.
     """
 
-    __slots__ = ("held", "known", "needed", "request", "status")
+    __slots__ = ("held", "needed", "request", "result", "status")
 
     def __init__(
-        self, request: Any, status: Any, held: list[Any], needed: int, known: Known | None
+        self, request: Any, status: Any, held: list[Any], needed: int, result: LookupResult | None
     ) -> None:
         self.request = request
         self.status = status
         self.held = held
         self.needed = needed
-        self.known = known
+        self.result = result
 
 
 class LoadBook:
@@ -80,7 +76,7 @@ class LoadBook:
         self.arriving: dict[Hashable, Any] = {}
         self.ticket_of: dict[Hashable, int] = {}
         self.readers: list[str] = []
-        self._arrivals: deque[_ParkedLoad] = deque()
+        self._under_way: deque[_ParkedLoad] = deque()
         self._published: list[_ParkedLoad] = []  # published, their requests still parked
         self._by_ticket: dict[int, _ParkedLoad] = {}
         self._parked: dict[str, _Parked] = {}
@@ -89,8 +85,8 @@ class LoadBook:
 
     @property
     def under_way(self) -> bool:
-        """Whether parked loads have not arrived yet."""
-        return bool(self._arrivals)
+        """Whether parked loads are not done yet."""
+        return bool(self._under_way)
 
     @property
     def num_parked(self) -> int:
@@ -103,31 +99,31 @@ class LoadBook:
 
     @property
     def blocks_under_way(self) -> int:
-        """Blocks of parked loads that have not arrived."""
+        """Blocks of parked loads that are not done."""
         return len(self.arriving)
 
-    def budget(self) -> AdmissionBudget:
-        """What the step can admit besides the requests that are parked."""
-        arrivals = [*self._published, *self._arrivals]
-        waiting = [p for arrival in arrivals for p in arrival.waiting if p.request]
-        return AdmissionBudget(self._view, len(waiting), sum(p.needed for p in waiting))
+    def reserved(self) -> tuple[int, int]:
+        """(run slots, blocks) that parked requests will take, besides the blocks held for them."""
+        loads = [*self._published, *self._under_way]
+        waiting = [p for load in loads for p in load.waiting if p.request]
+        return len(waiting), sum(p.needed for p in waiting)
 
     def protect(self, blocks: Sequence[Any]) -> None:
         """What a request of this step hits on the GPU must survive the loads of those behind it."""
         self._at_risk.append(blocks)
 
-    def load_inline(self, request: Any, found: Found) -> None:
-        """Load what was found so that this very step can use it."""
+    def load_inline(self, request: Any, found: LookupResult) -> LookupResult:
+        """Load what was found so that this very step can use it; returns what it hits then."""
         self._view.hold(found.gpu_blocks)
         self._held.extend(found.gpu_blocks)
         ticket, blocks = self._begin(found)
         self._held.extend(blocks)
-        self._publish(found.cpu_hits, blocks, found.cpu_ends)
+        self._publish(found.tier_hits, blocks)
         self._manager.expose_load(ticket)
-        self._view.answers.give(_answer(found, blocks))
         self.readers.append(request.request_id)
+        return found.loaded(blocks)
 
-    def park(self, request: Any, found: Found, needed: int) -> None:
+    def park(self, request: Any, found: LookupResult, needed: int) -> None:
         """Load what was found while others run, and wait for what others load already.
 
         Args:
@@ -137,56 +133,57 @@ class LoadBook:
         """
         self._view.hold(found.gpu_blocks)
         held = list(found.gpu_blocks)
-        ticket, known = max(found.arriving, default=0), None
-        if found.cpu_hits:
+        ticket, result = max(found.arriving, default=0), None
+        if found.tier_hits:
             ticket, blocks = self._begin(found)
             if not (found.arriving or found.cut_short):
-                known = _once_loaded(request, found, blocks)
-            arrival = self._by_ticket[ticket] = _ParkedLoad(ticket, blocks, found)
-            self._arrivals.append(arrival)
-            self.arriving.update(zip(arrival.keys, blocks))
-            self.ticket_of.update(dict.fromkeys(arrival.keys, ticket))
-        needed = max(0, needed - len(held) - len(found.cpu_hits))
-        parked = _Parked(request, self._view.park(request), held, needed, known)
+                result = found.loaded(blocks)
+            load = self._by_ticket[ticket] = _ParkedLoad(ticket, blocks, found.tier_hits)
+            self._under_way.append(load)
+            for hit, block in zip(found.tier_hits, blocks):
+                self.arriving[hit.block_hash] = block
+                self.ticket_of[hit.block_hash] = ticket
+        needed = max(0, needed - len(held) - len(found.tier_hits))
+        parked = _Parked(request, self._view.park(request), held, needed, result)
         self._parked[request.request_id] = parked
         self._by_ticket[ticket].waiting.append(parked)
 
-    def finish(self, num_running: int) -> list[tuple[str, Known]]:
-        """Publish what has arrived, and let the requests that waited for it go on.
+    def finish(self, num_running: int) -> list[tuple[str, LookupResult]]:
+        """Publish the loads that are done, and put the requests that waited back into the queue.
 
         Args:
-            num_running: requests that run. If any does, those that waited go on in the next step:
-                the one that they join is the longest on the host, and publishing would come on
-                top of it. With many, some join together where the next is soon to come.
+            num_running: requests that run. If any does, a load is published in one step and its
+                requests join in the next: admitting them makes a step slow on the host, and
+                publishing would come on top of it. With many, some join in one step together.
 
         Returns:
-            Requests that go on, with what is known of their hits.
+            Requests put back, with what they hit.
         """
-        landed, self._published = self._published, []
-        while self._arrivals and self._manager.load_done(self._arrivals[0].ticket):
-            arrival = self._arrivals.popleft()
-            del self._by_ticket[arrival.ticket]
-            self._end(arrival)
-            (self._published if num_running else landed).append(arrival)
-        if num_running >= _MANY_RUN and self._another_comes(landed):
-            self._published = landed + self._published
-            landed = []
-        done = [parked for arrival in landed for parked in arrival.waiting]
-        for arrival in landed:
-            self._held.extend(arrival.blocks)
-        self._let_go(done)
-        return [(p.request.request_id, p.known) for p in done if p.request and p.known]
+        due, self._published = self._published, []
+        while self._under_way and self._manager.load_done(self._under_way[0].ticket):
+            load = self._under_way.popleft()
+            del self._by_ticket[load.ticket]
+            self._end(load)
+            (self._published if num_running else due).append(load)
+        if num_running >= _MANY_RUN and self._joins_the_next(due):
+            self._published = due + self._published
+            due = []
+        done = [parked for load in due for parked in load.waiting]
+        for load in due:
+            self._held.extend(load.blocks)
+        self._unpark(done)
+        return [(p.request.request_id, p.result) for p in done if p.request and p.result]
 
-    def _another_comes(self, landed: list[_ParkedLoad]) -> bool:
-        """Whether those that have landed are to join together with the next, not to wait for long.
+    def _joins_the_next(self, due: list[_ParkedLoad]) -> bool:
+        """Whether the requests of these loads join with those of the next load, which is near.
 
-        Where the step that requests join is launched call by call, it holds up all that run.
+        Where a step is launched call by call, admitting a request delays all that run.
         """
-        following = next(chain(self._published, self._arrivals), None)
-        if not 1 <= len(landed) < _JOIN_TOGETHER or following is None:
+        following = next(chain(self._published, self._under_way), None)
+        if not 1 <= len(due) < _JOIN_TOGETHER or following is None:
             return False
-        together = len(following.blocks) + sum(len(arrival.blocks) for arrival in landed)
-        return len(following.blocks) <= len(landed[0].blocks) and together <= self._join_blocks
+        together = len(following.blocks) + sum(len(load.blocks) for load in due)
+        return len(following.blocks) <= len(due[0].blocks) and together <= self._join_blocks
 
     def abort(self, request_id: str) -> None:
         """The request goes; a load of its own goes on, and is published when it is done."""
@@ -204,73 +201,57 @@ class LoadBook:
         """`schedule` has returned: what it admitted holds its own references."""
         self._at_risk.clear()
         self.readers.clear()
-        self._view.answers.end_step()
         if self._held:
             held, self._held = self._held, []
             self._view.release(reversed(held))
 
     def drop_all(self) -> None:
         """Give everything up, published or not. All loads must be done on every rank."""
-        arrivals = [*self._published, *self._arrivals]
-        for arrival in arrivals:
-            self._view.release(reversed(arrival.blocks))
+        loads = [*self._published, *self._under_way]
+        for load in loads:
+            self._view.release(reversed(load.blocks))
         self._published.clear()
-        self._arrivals.clear()
+        self._under_way.clear()
         self._by_ticket.clear()
         self.arriving.clear()
         self.ticket_of.clear()
-        self._let_go([parked for arrival in arrivals for parked in arrival.waiting])
+        self._unpark([parked for load in loads for parked in load.waiting])
         self.after_schedule()
 
-    def _begin(self, found: Found) -> tuple[int, list[Any]]:
+    def _begin(self, found: LookupResult) -> tuple[int, list[Any]]:
         for at_risk in self._at_risk:
             self._view.hold(at_risk)
             self._held.extend(at_risk)
         self._at_risk.clear()
-        blocks = self._view.take_blocks(len(found.cpu_hits))
+        blocks = self._view.take_blocks(len(found.tier_hits))
         gpu_block_ids = [block.block_id for block in blocks]
-        return self._manager.begin_load(found.cpu_hits, gpu_block_ids), blocks
+        keys = [hit.block_hash for hit in found.tier_hits]
+        return self._manager.begin_load(keys, gpu_block_ids), blocks
 
-    def _publish(self, keys: Sequence[Hashable], blocks: Sequence[Any], ends: list[int]) -> None:
+    def _publish(self, hits: Sequence[TierHit], blocks: Sequence[Any]) -> None:
         publish = self._view.publish
-        for key, block, num_tokens in zip(keys, blocks, ends):
-            publish(key, block, num_tokens)
+        for hit, block in zip(hits, blocks):
+            publish(hit.block_hash, block, hit.end)
 
-    def _end(self, arrival: _ParkedLoad) -> None:
-        """A parked load has ended."""
-        for key in arrival.keys:
-            del self.arriving[key], self.ticket_of[key]
-        if self._manager.load_failed(arrival.ticket):
-            self._manager.await_load(arrival.ticket)
-            self._view.release(reversed(arrival.blocks))
-            arrival.blocks = []
-            for parked in arrival.waiting:
-                parked.known = None
+    def _end(self, load: _ParkedLoad) -> None:
+        """A parked load is done, or has failed."""
+        for hit in load.hits:
+            del self.arriving[hit.block_hash], self.ticket_of[hit.block_hash]
+        if self._manager.load_failed(load.ticket):
+            self._manager.await_load(load.ticket)
+            self._view.release(reversed(load.blocks))
+            load.blocks = []
+            for parked in load.waiting:
+                parked.result = None
             return
-        self._publish(arrival.keys, arrival.blocks, arrival.ends)
+        self._publish(load.hits, load.blocks)
         # Each rank's forward pass waits for its own copy of this load.
-        self._manager.expose_load(arrival.ticket)
+        self._manager.expose_load(load.ticket)
 
-    def _let_go(self, done: list[_Parked]) -> None:
+    def _unpark(self, done: list[_Parked]) -> None:
         # Put back one by one to the front of the queue, so the last comes first.
         for parked in reversed(done):
             if parked.request is not None:
                 del self._parked[parked.request.request_id]
                 self._view.unpark(parked.request, parked.status)
             self._held.extend(parked.held)
-
-
-def _once_loaded(request: Any, found: Found, loaded: Sequence[Any]) -> Known:
-    """What a request hits when its blocks have been loaded; they stay referenced until then."""
-    return Known(
-        num_tokens=request.num_tokens,
-        hit_tokens=found.tokens,
-        gpu_blocks=(*found.gpu_blocks, *loaded),
-        missing=tuple(found.missing),
-        answer=_answer(found, loaded),
-    )
-
-
-def _answer(found: Found, loaded: Sequence[Any]) -> Answer | None:
-    """What vLLM finds once the blocks are loaded."""
-    return answer_of(found.lookup, found.not_on_gpu, dict(zip(found.cpu_hits, loaded)))

@@ -1,71 +1,86 @@
-"""vLLM's own prefix lookup over the GPU's blocks and the tier's."""
+"""vLLM's own prefix lookup over the GPU's blocks and the tier's: its result and its cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from kvoffload_patch.integration.engine.lookup_cache import Known
-from kvoffload_patch.integration.engine.lookup_replay import Lookup, answer_of
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
+from kvoffload_patch.tier.manager import OffloadManager
 
 
-class CpuHit:
-    """Stands for a block that only the CPU tier has, in the result of a lookup."""
+class TierHit:
+    """Stands for a block that only the tier has, in the place of vLLM's block.
 
-    __slots__ = ("block_hash",)
+    Attributes:
+        block_hash: its key.
+        place: where the tier has it, as `OffloadManager.lookup` says.
+        end: tokens of the prefix that ends with it.
+    """
+
+    __slots__ = ("block_hash", "end", "place")
 
     block_id = -1
     is_null = False
     ref_cnt = 0
 
-    def __init__(self, key: Hashable) -> None:
+    def __init__(self, key: Hashable, place: str) -> None:
         self.block_hash = key
+        self.place = place
+        self.end = 0
 
 
-@dataclass
-class Found:
+class LookupResult:
     """What a request could hit.
 
     Attributes:
+        num_tokens: the request's length at the lookup.
         tokens: length of the prefix found.
         gpu_tokens: length of what is found before the first block that the GPU lacks.
         gpu_blocks: vLLM's blocks of the prefix, those that loads under way fill included.
-        cpu_hits: keys of the blocks to load, in prefix order.
-        cpu_ends: for each of them, the tokens of the prefix that ends with it.
-        missing: keys that were looked for and found nowhere.
-        not_on_gpu: for these and for where it was cut short, what the pool was asked for.
+        tier_hits: blocks to load, in prefix order.
+        missing: keys that were looked for and found nowhere; any could make a longer hit possible.
         arriving: tickets of the loads under way that fill some of `gpu_blocks`.
         cut_short: whether the tier has more of it than there was room for.
-        lookup: vLLM's lookup; None if it did without.
+        deferred: whether the request did not fit when it was looked up.
+        prefix: where there is one KV cache group, all its blocks in order, and `keys` theirs.
     """
 
-    tokens: int = 0
-    gpu_tokens: int = 0
-    gpu_blocks: list[Any] = field(default_factory=list)
-    cpu_hits: list[Hashable] = field(default_factory=list)
-    cpu_ends: list[int] = field(default_factory=list)
-    missing: list[Hashable] = field(default_factory=list)
-    not_on_gpu: list[tuple[Hashable, list[int]]] = field(default_factory=list)
-    arriving: set[int] = field(default_factory=set)
-    cut_short: bool = False
-    lookup: Lookup | None = None
+    __slots__ = (
+        "arriving", "cut_short", "deferred", "gpu_blocks", "gpu_tokens", "keys", "missing",
+        "num_tokens", "prefix", "tier_hits", "tokens",
+    )  # fmt: skip
 
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.tokens = self.gpu_tokens = 0
+        self.gpu_blocks: list[Any] = []
+        self.tier_hits: list[TierHit] = []
+        self.missing: list[Hashable] = []
+        self.arriving: set[int] = set()
+        self.cut_short = self.deferred = False
+        self.prefix: list[Any] = []
+        self.keys: list[Hashable] = []
 
-def known_of(request: Any, found: Found) -> Known:
-    """What need not be looked up again."""
-    settled = not (found.cpu_hits or found.arriving or found.cut_short)
-    return Known(
-        num_tokens=request.num_tokens,
-        hit_tokens=found.tokens,
-        gpu_blocks=tuple(found.gpu_blocks),
-        missing=tuple(found.missing),
-        cpu_hits=len(found.cpu_hits),
-        arriving=bool(found.arriving),
-        settled=settled,
-        answer=answer_of(found.lookup, found.not_on_gpu, {}) if settled else None,
-    )
+    @property
+    def settled(self) -> bool:
+        """Whether the request fitted, and all that it hits is on the GPU.
+
+        Otherwise it is looked up again once it fits: the tier may have evicted what is to be
+        loaded.
+        """
+        return not (self.deferred or self.tier_hits or self.arriving or self.cut_short)
+
+    def loaded(self, blocks: Sequence[Any]) -> LookupResult:
+        """What the request hits once these GPU blocks hold its `tier_hits`; none may arrive yet."""
+        result = LookupResult(self.num_tokens)
+        result.tokens = result.gpu_tokens = self.tokens
+        result.gpu_blocks = [*self.gpu_blocks, *blocks]
+        result.missing = self.missing
+        filled = iter(blocks)
+        result.prefix = [b if b.block_id >= 0 else next(filled) for b in self.prefix]
+        result.keys = self.keys
+        return result
 
 
 class StandInPool:
@@ -75,7 +90,7 @@ class StandInPool:
 
     Args:
         view: the scheduler.
-        in_cpu: whether a key can be loaded from the tier.
+        place_of: where the tier has a key that can be loaded; None if it has not.
         arriving: GPU block that a load under way fills, by key.
         ticket_of: ticket of that load, by key.
     """
@@ -83,44 +98,41 @@ class StandInPool:
     def __init__(
         self,
         view: SchedulerView,
-        in_cpu: Callable[[Hashable], str | None],
+        place_of: Callable[[Hashable], str | None],
         arriving: dict[Hashable, Any],
         ticket_of: dict[Hashable, int],
     ) -> None:
         self._view = view
         self._real = view.pool
-        self._in_cpu = in_cpu
+        self._place_of = place_of
         self._arriving = arriving
         self._ticket_of = ticket_of
         self._key = view.key
-        self._found = Found()
-        self._cpu_hits_left = 0
+        self._result = LookupResult(0)
+        self._hits_left = 0
         self._on_gpu = view.pool.get_cached_block
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def look_up(self, request: Any, max_cpu_hits: int) -> Found:
-        """Find the longest prefix of a request, loading ``max_cpu_hits`` blocks at most."""
-        found = self._found = Found()
-        self._cpu_hits_left = max_cpu_hits
+    def look_up(self, request: Any, max_tier_hits: int) -> LookupResult:
+        """Find the longest prefix of a request, with ``max_tier_hits`` blocks to load at most."""
+        result = self._result = LookupResult(int(request.num_tokens))
+        self._hits_left = max_tier_hits
         self._on_gpu = self._real.get_cached_block
-        groups, tokens, found.lookup = self._view.longest_hit(request, self)
-        found.tokens = found.gpu_tokens = tokens
+        groups, tokens = self._view.longest_hit(request, self)
+        result.tokens = result.gpu_tokens = tokens
         for blocks, block_size in zip(groups, self._view.block_sizes):
-            if self._cpu_hits_left == max_cpu_hits:
-                found.gpu_blocks += [block for block in blocks if not block.is_null]
-                continue
-            hits = [index for index, block in enumerate(blocks) if block.block_id < 0]
-            found.cpu_hits += [blocks[index].block_hash for index in hits]
-            found.cpu_ends += [(index + 1) * block_size for index in hits]
-            if hits:
-                found.gpu_tokens = min(found.gpu_tokens, hits[0] * block_size)
-            found.gpu_blocks += [b for b in blocks if b.block_id >= 0 and not b.is_null]
-        if len(groups) > 1 and found.cpu_hits:
-            in_order = sorted(zip(found.cpu_hits, found.cpu_ends), key=lambda hit: hit[1])
-            found.cpu_hits, found.cpu_ends = map(list, zip(*in_order))
-        return found
+            if self._hits_left == max_tier_hits:
+                result.gpu_blocks += [block for block in blocks if not block.is_null]
+            else:
+                _sort_out(blocks, block_size, result)
+        if len(groups) == 1:
+            result.prefix = list(groups[0])
+            result.keys = [block.block_hash for block in result.prefix]
+        else:
+            result.tier_hits.sort(key=lambda hit: hit.end)
+        return result
 
     def get_cached_block(
         self, block_hash: Hashable, kv_cache_group_ids: list[int]
@@ -131,11 +143,6 @@ class StandInPool:
         if blocks:
             return blocks
         if len(kv_cache_group_ids) == 1:
-            key = self._key(block_hash, kv_cache_group_ids[0])
-            # As `_beyond_gpu` would say: a long hit has hundreds.
-            if self._cpu_hits_left > 0 and key not in self._arriving and self._in_cpu(key):
-                self._cpu_hits_left -= 1
-                return [CpuHit(key)]
             block = self._beyond_gpu(block_hash, kv_cache_group_ids[0])
             return None if block is None else [block]
         blocks = []
@@ -150,15 +157,148 @@ class StandInPool:
     def _beyond_gpu(self, block_hash: Hashable, group_id: int) -> Any:
         key = self._key(block_hash, group_id)
         if key in self._arriving:
-            self._found.arriving.add(self._ticket_of[key])
+            self._result.arriving.add(self._ticket_of[key])
             return self._arriving[key]
-        if not self._in_cpu(key):
-            self._found.missing.append(key)
-            self._found.not_on_gpu.append((block_hash, [group_id]))
+        place = self._place_of(key)
+        if place is None:
+            self._result.missing.append(key)
             return None
-        if self._cpu_hits_left <= 0:
-            self._found.cut_short = True
-            self._found.not_on_gpu.append((block_hash, [group_id]))
+        if self._hits_left <= 0:
+            self._result.cut_short = True
             return None
-        self._cpu_hits_left -= 1
-        return CpuHit(key)
+        self._hits_left -= 1
+        return TierHit(key, place)
+
+
+def _sort_out(blocks: Sequence[Any], block_size: int, result: LookupResult) -> None:
+    """Blocks of one group, in prefix order: which are vLLM's, and which the tier's."""
+    end = 0
+    for block in blocks:
+        end += block_size
+        if block.block_id < 0:
+            block.end = end
+            result.tier_hits.append(block)
+            result.gpu_tokens = min(result.gpu_tokens, end - block_size)
+        elif not block.is_null:
+            result.gpu_blocks.append(block)
+
+
+class LookupCache:
+    """Lookups by request, dropped when a block they rest on is reused or a key they lack stored.
+
+    Most requests that are looked up are admitted in the same step. So a lookup costs O(1) until
+    `end_step`, and O(1) for each of its blocks and keys then, if its request still waits.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[str, LookupResult] = {}
+        self._by_block: dict[int, set[str]] = {}
+        self._by_key: dict[Hashable, set[str]] = {}
+        self._new: dict[str, LookupResult] = {}  # of this step, not in the indexes yet
+        self._reused: set[int] = set()  # GPU blocks handed out since the first of them
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._new or request_id in self._results
+
+    def __len__(self) -> int:
+        return len(self._results) + len(self._new)
+
+    def get(self, request_id: str, num_tokens: int) -> LookupResult | None:
+        """What a request of this length was found to hit, if it still holds."""
+        result = self._new.get(request_id) or self._results.get(request_id)
+        return result if result is not None and result.num_tokens == num_tokens else None
+
+    def put(self, request_id: str, result: LookupResult) -> None:
+        """Remember a lookup of this step, in place of an older one."""
+        self.forget(request_id)
+        self._new[request_id] = result
+
+    def end_step(self) -> None:
+        """What is left of this step's lookups is kept, unless a block was handed out meanwhile."""
+        for request_id, result in self._new.items():
+            if self._reused and any(b.block_id in self._reused for b in result.gpu_blocks):
+                continue
+            self._results[request_id] = result
+            for block in result.gpu_blocks:
+                self._by_block.setdefault(block.block_id, set()).add(request_id)
+            for key in result.missing:
+                self._by_key.setdefault(key, set()).add(request_id)
+        self._new.clear()
+        self._reused.clear()
+
+    def forget(self, request_id: str) -> None:
+        """The request no longer waits, or must be looked up again."""
+        self._new.pop(request_id, None)
+        result = self._results.pop(request_id, None)
+        if result is None:
+            return
+        for block in result.gpu_blocks:
+            _discard(self._by_block, block.block_id, request_id)
+        for key in result.missing:
+            _discard(self._by_key, key, request_id)
+
+    def blocks_reused(self, gpu_block_ids: Iterable[int]) -> None:
+        """These GPU blocks were handed out: what they held is gone."""
+        if self._new:
+            self._reused.update(gpu_block_ids)
+        if self._by_block:
+            for gpu_block_id in gpu_block_ids:
+                for request_id in tuple(self._by_block.get(gpu_block_id, ())):
+                    self.forget(request_id)
+
+    def keys_stored(self, keys: Iterable[Hashable]) -> None:
+        """These keys can now be loaded from the tier; to be called between steps."""
+        if self._by_key:
+            for key in keys:
+                for request_id in tuple(self._by_key.get(key, ())):
+                    self.forget(request_id)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for index in (self._results, self._by_block, self._by_key, self._new):
+            index.clear()
+        self._reused.clear()
+
+
+def _discard(index: dict, item: Hashable, request_id: str) -> None:  # type: ignore[type-arg]
+    waiting = index.get(item)
+    if waiting is not None:
+        waiting.discard(request_id)
+        if not waiting:
+            del index[item]
+
+
+class Recency:
+    """Keeps what requests hit on the GPU recent in the tier, and stores what it has lost since.
+
+    One step later: admitting a request makes a step slow on the host as it is.
+
+    Args:
+        view: the scheduler.
+        manager: of the tier.
+    """
+
+    def __init__(self, view: SchedulerView, manager: OffloadManager) -> None:
+        self._view = view
+        self._manager = manager
+        self._used: list[list[tuple[int, Hashable]]] = []
+
+    def note(self, blocks: Sequence[Any]) -> None:
+        """A request hits these GPU blocks, in prefix order; loads under way may fill some."""
+        if blocks:
+            keyed = [(b.block_id, b.block_hash) for b in blocks if b.block_hash is not None]
+            self._used.append(keyed)
+
+    def refresh(self) -> None:
+        """Make recent what was noted since the last call."""
+        for prefix in self._used:
+            self._manager.touch([key for _, key in prefix])
+            for gpu_block_id, key in prefix:
+                # What has left the GPU cache meanwhile may have made room for another's store.
+                if not self._manager.holds(key) and self._view.still_cached(gpu_block_id, key):
+                    self._manager.queue_store(key, gpu_block_id)
+        self._used.clear()
+
+    def clear(self) -> None:
+        """Forget what was noted."""
+        self._used.clear()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvoffload_patch.integration.engine.lookup import Found
+from kvoffload_patch.integration.engine.lookup import LookupResult
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 
@@ -91,8 +91,9 @@ class HitCounts:
     def __len__(self) -> int:
         return len(self._looked_up)
 
-    def found(self, request: Any, found: Found, used: bool) -> None:
-        """A request was looked up, and what was found is used now, or not yet."""
+    def note(self, request: Any, found: LookupResult) -> None:
+        """A request was looked up, and what was found is used now, or not yet if deferred."""
+        used = not found.deferred
         before = self._looked_up.get(request.request_id)
         if before is None or (used and not before.used):
             beyond_gpu = request.num_tokens - found.gpu_tokens

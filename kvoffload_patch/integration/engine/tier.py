@@ -10,8 +10,8 @@ from kvoffload_patch.integration.engine.admission import Admission
 from kvoffload_patch.integration.engine.full_prompt import FullPromptHits
 from kvoffload_patch.integration.engine.invalid_blocks import InvalidBlocks
 from kvoffload_patch.integration.engine.loads import LoadBook
-from kvoffload_patch.integration.engine.lookup_cache import LookupCache
-from kvoffload_patch.integration.engine.recency import Recency
+from kvoffload_patch.integration.engine.lookup import LookupCache, Recency
+from kvoffload_patch.integration.engine.lookup_replay import LookupReplay
 from kvoffload_patch.integration.engine.stats import HitCounts, Report
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.workers import RankGroup
@@ -47,18 +47,18 @@ class SchedulerTier:
         self._invalid = InvalidBlocks(view, manager)
         self._report = Report(manager, settings.log_interval)
         self._hits = HitCounts(view, self._report)
-        self._used = Recency(view, manager)
-        mode = settings.load_mode
+        self._recency = Recency(view, manager)
+        self._replay = LookupReplay(view)
         self._admission = Admission(
             view,
             manager,
+            ranks,
             self._loads,
             self._lookups,
+            self._replay,
             self._hits,
-            self._used,
+            self._recency,
             settings,
-            ranks.load_ms_per_block,
-            parks=mode == "parked" or (mode == "auto" and ranks.copies_overlap),
         )
         self._scheduling = False  # what is cached now is computed by the step to be scheduled
         self._cached: list[tuple[str, int, Hashable]] = []
@@ -72,13 +72,13 @@ class SchedulerTier:
         """
         self._scheduling = True
         self._lookups.end_step()  # nothing to do unless `schedule` has raised
-        self._used.refresh()
+        self._recency.refresh()
         if self._loads.under_way and (done := self._ranks.loads_done()):
             self._manager.apply(TransferResult(((LOAD, done),)))
-        for request_id, known in self._loads.finish(len(self._view.scheduler.running)):
+        for request_id, result in self._loads.finish(len(self._view.scheduler.running)):
             # Unless the tier has got more of it since.
-            if not any(map(self._manager.lookup, known.missing)):
-                self._lookups.put(request_id, known)
+            if not any(map(self._manager.lookup, result.missing)):
+                self._lookups.put(request_id, result)
         if self._view.has_waiting() and not self._view.is_paused():
             self._admission.look_up_waiting()
 
@@ -122,6 +122,7 @@ class SchedulerTier:
         self._cached.clear()
         layerwise = bool(readers) and all(scheduled.get(r, 0) > decode for r in readers)
         self._loads.after_schedule()
+        self._replay.end_step()
         trusts = self._invalid.storable if self._invalid.untrusted else self._view.still_cached
         plan = self._manager.make_plan(trusts, layerwise=layerwise)
         if plan is not None:
@@ -189,11 +190,11 @@ class SchedulerTier:
         self._manager.clear()
         self._lookups.clear()
         self._hits.clear()
-        self._used.clear()
+        self._recency.clear()
         self._invalid.clear()
 
     def close(self) -> None:
         """The engine shuts down."""
-        self._view.answers.close()
+        self._replay.close()
         self._report.flush()
         self._ranks.close()

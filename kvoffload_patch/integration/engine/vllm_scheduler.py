@@ -12,7 +12,6 @@ import heapq
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
-from kvoffload_patch.integration.engine.lookup_replay import Answers, Lookup
 from kvoffload_patch.integration.engine.vllm_pool import PoolAdapter, key_maker
 
 _SESSIONS = "num_waiting_for_streaming_input"
@@ -34,7 +33,6 @@ class SchedulerView:
         coordinator = self.manager.coordinator
         managers = coordinator.single_type_managers
         self._pool_holders = [coordinator, *managers]
-        self.answers = Answers(coordinator)
         self.key = key_maker()
         adapter = PoolAdapter(self.pool)
         self.hold, self.release = adapter.hold, adapter.free
@@ -50,17 +48,13 @@ class SchedulerView:
         active = hasattr(scheduler, "max_num_active_reqs")
         self._run_limit = "max_num_active_reqs" if active else "max_num_running_reqs"
         self._counts_sessions = _SESSIONS in type(scheduler).schedule.__code__.co_names
-        self._uncapped_limit: int | None = None  # while the door is closed
+        self._uncapped_limit: int | None = None  # while admissions are capped
         queues = ("kv_holding_waiting", "skipped_waiting", "waiting")
         self._queue_names = [name for name in queues if hasattr(scheduler, name)]
         self.splits_prompts = bool(scheduler.scheduler_config.enable_chunked_prefill)
         # Tokens that a decode step gives to a request, at most, and blocks over all groups.
         self.decode_tokens = 1 + int(getattr(scheduler, "num_spec_tokens", 0))
         ahead = self.decode_tokens + int(scheduler.num_lookahead_tokens)
-        # Only there a lookup's result has every block that it has seen, so that nothing else can
-        # change what vLLM finds: several groups, a window or a drafting model drop some.
-        plain = len(managers) == 1 and type(managers[0]).__name__ == "FullAttentionManager"
-        self._replays = plain and self.decode_tokens == 1
         self._decode_blocks = sum(-(-ahead // size) for size in self.block_sizes)
         self._prefills: dict[str, Any] = {}  # running, part of the prompt is computed; by name
 
@@ -136,7 +130,7 @@ class SchedulerView:
             holding.remove_requests([request])
             self.scheduler.waiting.prepend_request(request)
 
-    # AdmissionBudget
+    # What a step can admit
 
     def free_run_slots(self) -> int:
         """How many more requests may run."""
@@ -247,23 +241,19 @@ class SchedulerView:
 
     # Looking up
 
-    def longest_hit(
-        self, request: Any, pool: Any
-    ) -> tuple[Sequence[Sequence[Any]], int, Lookup | None]:
-        """vLLM's own prefix lookup, over another pool: (blocks by group, tokens, its call)."""
+    def longest_hit(self, request: Any, pool: Any) -> tuple[Sequence[Sequence[Any]], int]:
+        """vLLM's own prefix lookup, over another pool: (blocks by group, tokens)."""
         manager, log_stats = self.manager, self.manager.log_stats
         for holder in self._pool_holders:
             holder.block_pool = pool
-        manager.log_stats = False  # a probe is not a query that users should see
-        self.answers.record()
+        manager.log_stats = False  # this is not a query that users should see
         try:
             found = manager.get_computed_blocks(request)
         finally:
-            lookup = self.answers.recorded()
             manager.log_stats = log_stats
             for holder in self._pool_holders:
                 holder.block_pool = self.pool
-        return found[0].blocks, int(found[1]), lookup if self._replays else None
+        return found[0].blocks, int(found[1])
 
     # Blocks
 

@@ -64,7 +64,7 @@ def switch_off(worker: Any, mechanism: str) -> str:
         return bool(begin(self, step, False))
 
     targets: dict[str, tuple[Any, str, Any]] = {
-        "lookup replay": (lookup_replay.Answers, "give", lambda self, answer: None),
+        "lookup replay": (lookup_replay.LookupReplay, "give", lambda *args: None),
         "joining together": (loads, "_JOIN_TOGETHER", 1),
         "batched stores": (store_batcher.StoreBatcher, "step_ends", lambda self: True),
         "deferred stores": (engine.CopyEngine, "end_step", end_step_at_once),

@@ -20,6 +20,7 @@ from scheduler_half import parts
 from scheduler_half.device import BLOCK, Device, answer
 
 from kvoffload_patch.config import Settings
+from kvoffload_patch.integration.engine.lookup_replay import LookupReplay
 from kvoffload_patch.integration.engine.tier import SchedulerTier
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.patch_table.points import POINTS, VLLM
@@ -123,8 +124,8 @@ class Mini:
 
     def _attach(self, settings: Settings) -> None:
         self.view = SchedulerView(self.scheduler)
-        self.look_ups = LookUpsChecked(self.view)
         self.tier = SchedulerTier(self.view, self.manager, self.ranks, settings)
+        self.look_ups = LookUpsChecked(self.view, self.tier._replay)
         owners = {
             "Scheduler": self.scheduler,
             "KVCacheManager": self.kv_manager,
@@ -230,23 +231,24 @@ class LookUpsChecked:
         answered: lookups that vLLM did not have to make.
     """
 
-    def __init__(self, view: SchedulerView) -> None:
-        self._answers = view.answers
-        self._find, self._holds = view.answers._find, view.answers._holds
+    def __init__(self, view: SchedulerView, replay: LookupReplay) -> None:
+        self._coordinator, self._pool = view.manager.coordinator, view.pool
+        self._find = self._coordinator.find_longest_cache_hit
+        self._own, self._holds = replay._look_up, replay._holds
         self.answered = 0
-        view.answers._holds = self._counted
-        view.manager.coordinator.find_longest_cache_hit = self._checked
+        replay._holds = self._counted
+        self._coordinator.find_longest_cache_hit = self._checked
 
     def _counted(self, *args: Any) -> bool:
         holds = self._holds(*args)
         self.answered += holds
         return holds
 
-    def _checked(self, *args: Any) -> Any:
-        found = self._find(*args)
-        if not self._answers._recording:  # the tier's own, over a stand-in pool
-            anew = self._answers._look_up(*args)
-            assert _keys(found) == _keys(anew) and found[1:] == anew[1:], "another lookup"
+    def _checked(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._find(*args, **kwargs)
+        if self._coordinator.block_pool is self._pool:  # not the tier's own lookup
+            again = self._own(*args, **kwargs)
+            assert _keys(found) == _keys(again) and found[1:] == again[1:], "another lookup"
         return found
 
 

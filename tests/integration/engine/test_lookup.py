@@ -8,7 +8,19 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from integration.engine.world import BLOCK, FakeRanks, LookUps, World, prompt, step_output
+from integration.engine.mini import BLOCK as MINI_BLOCK
+from integration.engine.mini import Mini
+from integration.engine.world import (
+    BLOCK,
+    FakeRanks,
+    LookUps,
+    World,
+    make_request,
+    prompt,
+    step_output,
+)
+from scheduler_half import parts
+from scheduler_half.scenarios import prompt as mini_prompt
 from tier.plans import a_result, store_of
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
@@ -113,7 +125,7 @@ def test_a_longer_request_is_looked_up_again(look_ups: LookUps) -> None:
     second.append_output_token_ids(7)
     world.step()
     assert look_ups.take()[0] == [second]
-    assert first.request_id in world.tier._lookups._known
+    assert first.request_id in world.tier._lookups._results
 
 
 def test_exactly_those_that_lacked_a_key_are_looked_up_again(look_ups: LookUps) -> None:
@@ -176,7 +188,7 @@ def test_an_admitted_request_is_forgotten() -> None:
     request, other = add_many(world, 2)
     world.step()
     world.step(request)
-    assert set(world.tier._lookups._known) == {other.request_id}
+    assert set(world.tier._lookups._results) == {other.request_id}
     assert len(world.tier._hits) == 1 and other.request_id in world.tier._hits
 
 
@@ -184,7 +196,7 @@ def test_one_that_was_found_not_to_fit_and_is_admitted_all_the_same_is_forgotten
     world = World(num_blocks=1 + 4 * 5 + 2)
     requests = add_many(world, 5)
     world.step(requests[4])
-    assert requests[4].request_id not in world.tier._lookups._known
+    assert requests[4].request_id not in world.tier._lookups._results
     assert requests[4].request_id not in world.tier._hits
 
 
@@ -270,6 +282,62 @@ def test_a_load_leaves_the_gpu_hits_of_requests_before_it() -> None:
     hits = []
     world.step(body=lambda: hits.extend([world.gpu_hit(before), world.gpu_hit(behind)]))
     assert hits == [4 * BLOCK, 4 * BLOCK]
+
+
+# Several KV cache groups
+
+
+def two_groups(load_mode: str, seed: int, blocks: int = 6) -> Mini:
+    """Full attention and a window of 40 tokens; the tier alone has a prompt, in both groups."""
+    mini = Mini(load_mode=load_mode, windows=(None, 40), blocks=49)
+    mini.only_in_cpu(mini_prompt(blocks, seed))
+    return mini
+
+
+def keys_of_groups(mini: Mini, tokens: list[int]) -> list[list[Any]]:
+    """The keys of a prompt's full blocks, for each group."""
+    hashes = parts.make_request("asked", tokens, 1).block_hashes
+    return [[mini.view.key(block_hash, group) for block_hash in hashes] for group in (0, 1)]
+
+
+@pytest.mark.parametrize("load_mode", ["inline", "parked"])
+def test_what_one_group_has_beyond_the_other_is_not_told_to_vllm(load_mode: str) -> None:
+    """It is not loaded. That the lookup saw it must not come out as vLLM's own lookup's number."""
+    mini = two_groups(load_mode, seed=1)
+    asked = mini_prompt(6, seed=1)
+    for key in keys_of_groups(mini, asked)[1][4:]:
+        mini.manager.discard(key)
+    name = mini.add(asked, count=3)
+    mini.run()  # compares what vLLM is given with its own lookup
+    mini.check()
+    assert mini.hits[name] == 4 * MINI_BLOCK
+
+
+@pytest.mark.parametrize("load_mode", ["inline", "parked"])
+def test_blocks_of_several_groups_are_loaded_in_prefix_order(load_mode: str) -> None:
+    """So that the tier evicts a prefix from its tail, in all groups, when they are done."""
+    mini = two_groups(load_mode, seed=2)
+    full, window = keys_of_groups(mini, mini_prompt(6, seed=2))
+    loaded: list[Any] = []
+    begin_load = mini.manager.begin_load
+    mini.manager.begin_load = lambda keys, ids: loaded.extend(keys) or begin_load(keys, ids)
+    mini.add(mini_prompt(6, seed=2), count=1)
+    mini.run()
+    assert loaded == [full[0], full[1], full[2], *sum(zip(full[3:], window[3:]), ())]
+    assert mini.manager.stats.loaded == 9
+
+
+def test_a_window_needs_no_room_for_what_it_does_not_see() -> None:
+    mini = Mini(load_mode="inline", windows=(None, 40), blocks=57)
+    mini.only_in_cpu(mini_prompt(30, seed=3))
+    running = mini.add(mini_prompt(1, seed=4), count=60)
+    mini.step()
+    name = mini.add(mini_prompt(30, seed=3), count=2)
+    assert mini.pool.get_num_free_blocks() < 2 * 31, "there is no room for all of both groups"
+    mini.step()
+    assert mini.hits[name] == 30 * MINI_BLOCK and running in mini.scheduler.requests
+    mini.run()
+    mini.check()
 
 
 # Parked loads
@@ -498,6 +566,24 @@ def test_a_hit_on_the_gpu_is_kept_recent_and_stored_again_one_step_later() -> No
     plan = world.step()
     assert touched == [world.hash_keys(second)]
     assert store_of(plan) is not None and len(store_of(plan).source_ids) == 2
+
+
+def test_a_hit_that_has_left_the_gpu_since_leaves_the_store_of_its_block_alone() -> None:
+    world = World(num_blocks=1 + 4)
+    first = world.add(prompt(3))
+    world.step(first)
+    world.all_done()
+    world.end(first)
+    for key in world.hash_keys(first):
+        world.offload.discard(key)
+    world.add(prompt(3))
+    world.step()  # hits the GPU, and is not admitted
+    world.flush_gpu()
+    other = make_request(prompt(3, seed=5))
+    world.admit(other)  # cached between steps, as asynchronous scheduling does
+    store = store_of(world.step())
+    keys = [world.pool.blocks[block_id].block_hash for block_id in store.source_ids]
+    assert keys == world.hash_keys(other)
 
 
 def test_a_second_request_for_a_prefix_waits_for_the_first_ones_load() -> None:
@@ -744,7 +830,7 @@ def test_an_unknown_request_can_finish() -> None:
     (request,) = add_many(world, 1)
     world.step()
     world.tier.on_finish(["unknown"])
-    assert set(world.tier._lookups._known) == {request.request_id}
+    assert set(world.tier._lookups._results) == {request.request_id}
     world.tier.on_finish([request.request_id])
     assert len(world.tier._lookups) == 0
     assert not len(world.tier._hits)

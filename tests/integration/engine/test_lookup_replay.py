@@ -8,20 +8,29 @@ from typing import Any
 
 import pytest
 
-from kvoffload_patch.integration.engine.lookup import CpuHit
-from kvoffload_patch.integration.engine.lookup_replay import Answer, Answers, answer_of
+from kvoffload_patch.integration.engine.lookup import LookupResult, TierHit
+from kvoffload_patch.integration.engine.lookup_replay import LookupReplay
 
 HASHES = ["a", "b", "c"]
 
 
-class Coordinator:
-    """A prefix cache of one group: GPU blocks by hash."""
+class FullAttentionManager:
+    """Its name says that a lookup ends at the first block that is nowhere."""
 
-    def __init__(self, cached: str) -> None:
+
+class SlidingWindowManager:
+    """Its lookups drop blocks that they have seen."""
+
+
+class Coordinator:
+    """A prefix cache of one group, blocks of one token: GPU blocks by hash."""
+
+    def __init__(self, cached: str, *managers: type) -> None:
         self.blocks = {
             key: SimpleNamespace(block_id=i, block_hash=key) for i, key in enumerate(cached)
         }
         self.block_pool = self
+        self.single_type_managers = [kind() for kind in managers or (FullAttentionManager,)]
         self.lookups = 0
 
     def get_cached_block(self, block_hash: Hashable, groups: list[int]) -> list[Any] | None:
@@ -37,16 +46,29 @@ class Coordinator:
         return (found,), len(found), 7
 
 
-def looked_up(coordinator: Coordinator, hashes: list[str]) -> tuple[Answers, Answer]:
-    """A lookup of three, of which the GPU has some; its answer is given."""
-    answers = Answers(coordinator)
-    answers.record()
-    coordinator.find_longest_cache_hit(hashes, 3)
-    answer = answer_of(answers.recorded(), [("c", [0])], {})
-    assert answer is not None
-    answers.give(answer)
+def view(coordinator: Coordinator, **more: Any) -> Any:
+    manager = SimpleNamespace(coordinator=coordinator)
+    return SimpleNamespace(**{"manager": manager, "block_sizes": (1,), "decode_tokens": 1, **more})
+
+
+def looked_up(coordinator: Coordinator, hashes: list[str]) -> LookupReplay:
+    """A lookup of three, of which the GPU has some, which is given back."""
+    replay = LookupReplay(view(coordinator))
+    groups, tokens, _ = coordinator.find_longest_cache_hit(hashes, 3)
+    replay.give(request(hashes), result_of(groups[0], tokens))
     coordinator.lookups = 0
-    return answers, answer
+    return replay
+
+
+def request(hashes: list[str]) -> Any:
+    return SimpleNamespace(block_hashes=hashes)
+
+
+def result_of(blocks: list[Any], tokens: int) -> LookupResult:
+    result = LookupResult(4)
+    result.tokens, result.prefix = tokens, list(blocks)
+    result.keys = [block.block_hash for block in blocks]
+    return result
 
 
 def found(coordinator: Coordinator, hashes: list[str], most: int = 3) -> str:
@@ -58,9 +80,9 @@ def found(coordinator: Coordinator, hashes: list[str], most: int = 3) -> str:
 
 def test_the_same_is_not_looked_up_again_in_this_step() -> None:
     coordinator, hashes = Coordinator("ab"), list(HASHES)
-    answers, _ = looked_up(coordinator, hashes)
+    replay = looked_up(coordinator, hashes)
     assert found(coordinator, hashes) == "ab" and coordinator.lookups == 0
-    answers.end_step()
+    replay.end_step()
     assert found(coordinator, hashes) == "ab" and coordinator.lookups == 1
 
 
@@ -94,49 +116,59 @@ def test_a_longer_hit_is_found() -> None:
     assert found(coordinator, hashes) == "abc" and coordinator.lookups == 1
 
 
-def test_while_the_tier_looks_nothing_is_answered() -> None:
-    coordinator, hashes = Coordinator("ab"), list(HASHES)
-    answers, _ = looked_up(coordinator, hashes)
-    answers.record()
-    assert found(coordinator, hashes) == "ab" and coordinator.lookups == 1
-    lookup = answers.recorded()
-    assert lookup is not None and lookup.block_hashes is hashes
-    answers.record()
-    assert answers.recorded() is None, "left over from the one before"
-
-
 def test_loaded_blocks_take_the_place_of_what_only_the_tier_had() -> None:
-    coordinator, hashes = Coordinator("a"), list(HASHES)
-    coordinator.blocks["b"] = CpuHit("b")
-    answers = Answers(coordinator)
-    answers.record()
-    coordinator.find_longest_cache_hit(hashes, 3)
-    loaded = SimpleNamespace(block_id=5, block_hash="b")
-    answers.give(answer_of(answers.recorded(), [], {"b": loaded}))
+    coordinator, hashes = Coordinator("ac"), list(HASHES)
+    replay = LookupReplay(view(coordinator))
+    assert found(coordinator, hashes) == "a"
+    hit, loaded = TierHit("b", "cpu"), SimpleNamespace(block_id=5, block_hash="b")
+    blocks = coordinator.blocks
+    result = result_of([blocks["a"], hit, blocks["c"]], 3).loaded([loaded])
+    blocks["b"] = loaded
     coordinator.lookups = 0
-    (blocks,), tokens, _ = coordinator.find_longest_cache_hit(hashes, 3)
-    assert blocks == [coordinator.blocks["a"], loaded] and tokens == 2
-    assert coordinator.lookups == 0
+    replay.give(request(hashes), result)
+    assert found(coordinator, hashes) == "abc" and coordinator.lookups == 0
 
 
-def test_there_is_no_answer_where_looking_is_as_good() -> None:
-    coordinator = Coordinator("ab")
-    answers = Answers(coordinator)
-    assert answer_of(None, [], {}) is None
-    answers.record()
-    coordinator.find_longest_cache_hit(["x"], 3)
-    nothing = answers.recorded()
-    assert answer_of(nothing, [("x", [0])], {}) is None
-    answers.record()
-    coordinator.find_longest_cache_hit(list(HASHES), 3)
-    assert answer_of(answers.recorded(), [("x", [0])] * 100, {}) is None
-    answers.give(None)
+def test_nothing_found_is_looked_up_again() -> None:
+    coordinator, hashes = Coordinator("ab"), ["x"]
+    looked_up(coordinator, hashes)
+    assert found(coordinator, hashes) == "" and coordinator.lookups == 1
+
+
+@pytest.mark.parametrize(
+    ("managers", "decode_tokens"),
+    [
+        ((FullAttentionManager, FullAttentionManager), 1),
+        ((FullAttentionManager, SlidingWindowManager), 1),
+        ((SlidingWindowManager,), 1),
+        ((FullAttentionManager,), 4),  # a drafting model
+    ],
+)
+def test_where_lookups_drop_blocks_vllm_looks_for_itself(
+    managers: tuple[type, ...], decode_tokens: int
+) -> None:
+    coordinator, hashes = Coordinator("ab", *managers), list(HASHES)
+    replay = LookupReplay(view(coordinator, decode_tokens=decode_tokens))
+    assert "find_longest_cache_hit" not in vars(coordinator)
+    replay.give(request(hashes), result_of(list(coordinator.blocks.values()), 2))
+    assert found(coordinator, hashes) == "ab" and coordinator.lookups == 1
+
+
+def test_older_managers_keep_the_hashes_themselves() -> None:
+    coordinator, hashes = Coordinator("ab"), list(HASHES)
+    shown = view(coordinator)
+    shown.manager.req_to_block_hashes = {"r": hashes}
+    replay = LookupReplay(shown)
+    blocks, tokens, _ = coordinator.find_longest_cache_hit(hashes, 3)
+    coordinator.lookups = 0
+    replay.give(SimpleNamespace(request_id="r"), result_of(blocks[0], tokens))
+    assert found(coordinator, hashes) == "ab" and coordinator.lookups == 0
 
 
 def test_at_its_end_the_coordinator_is_as_it_was() -> None:
     coordinator, hashes = Coordinator("ab"), list(HASHES)
-    answers, _ = looked_up(coordinator, hashes)
-    answers.close()
+    replay = looked_up(coordinator, hashes)
+    replay.close()
     assert "find_longest_cache_hit" not in vars(coordinator)
     assert found(coordinator, hashes) == "ab" and coordinator.lookups == 1
-    answers.close()
+    replay.close()

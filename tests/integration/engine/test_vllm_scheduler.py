@@ -195,7 +195,7 @@ def test_a_request_is_open_once_its_grammar_is_there() -> None:
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-@pytest.mark.parametrize("lookahead", [0, 5])
+@pytest.mark.parametrize("lookahead", [0, 5, 20])
 def test_the_bound_on_blocks_for_running_requests_holds(in_flight: int, lookahead: int) -> None:
     demand_of_running(in_flight, lookahead)
 

@@ -145,7 +145,7 @@ class World:
     """One scheduler with a tier, stepped by hand.
 
     Attributes:
-        admissible: requests that the last step might admit; None if the door was open.
+        admissible: requests that the last step might admit; None if it was not capped.
     """
 
     def __init__(
@@ -255,9 +255,9 @@ class LookUps:
         self.blocks = 0
         look_up, get_cached_block = StandInPool.look_up, StandInPool.get_cached_block
 
-        def counted_look_up(pool: StandInPool, request: Request, max_cpu_hits: int) -> Any:
+        def counted_look_up(pool: StandInPool, request: Request, max_tier_hits: int) -> Any:
             self.requests.append(request)
-            return look_up(pool, request, max_cpu_hits=max_cpu_hits)
+            return look_up(pool, request, max_tier_hits=max_tier_hits)
 
         def counted_get(pool: StandInPool, *args: Any, **kwargs: Any) -> Any:
             self.blocks += 1

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from tier.plans import a_result
 
 from kvoffload_patch.integration.engine import hooks as engine_hooks
@@ -25,15 +30,67 @@ def test_tensors_for_the_next_stage_are_left_alone() -> None:
     assert vars(tensors) == {"tensors": {}}
 
 
-@pytest.mark.parametrize("name", ["_model_runner_output", "model_runner_output"])
-def test_an_asynchronous_output_carries_it_inside(name: str) -> None:
+class Stream:
+    """Of a device that does everything at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    wait_stream = record = synchronize = __init__
+
+
+def first_runners_output(inner: Any, sampled: Any) -> Any:
+    """What model runner V1 answers with asynchronous scheduling."""
+    from vllm.v1.worker import gpu_model_runner
+
+    more = {"model_runner_output": inner, "sampled_token_ids": sampled, "vocab_size": 9}
+    return made(gpu_model_runner.AsyncGPUModelRunnerOutput, more)
+
+
+def second_runners_output(inner: Any, sampled: Any) -> Any:
+    """What model runner V2 answers."""
+    from vllm.v1.worker.gpu import async_utils
+
+    sampler = SimpleNamespace(
+        sampled_token_ids=sampled, logprobs_tensors=None, num_nans=None, num_rejected=None,
+        sampling_mask_tensors=None,
+    )  # fmt: skip
+    num_sampled = torch.ones(len(sampled), dtype=torch.int32)
+    more = {
+        "model_runner_output": inner, "sampler_output": sampler, "num_sampled_tokens": num_sampled,
+        "num_sampled_tokens_np": num_sampled.numpy(),
+    }  # fmt: skip
+    return made(async_utils.AsyncOutput, more)
+
+
+def made(kind: type, known: dict[str, Any]) -> Any:
+    """An output of vLLM's, with nothing but what it needs."""
+    arguments: dict[str, Any] = {}
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if name in known:
+            arguments[name] = known[name]
+        elif "stream" in name:
+            arguments[name] = Stream()
+        elif parameter.default is parameter.empty:
+            arguments[name] = [] if name == "invalid_req_indices" else None
+    return kind(**arguments)
+
+
+@pytest.mark.parametrize("make", [first_runners_output, second_runners_output])
+def test_an_asynchronous_output_carries_it_inside(
+    make: Callable[[Any, Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     outputs = pytest.importorskip("vllm.v1.outputs")
+    for name in ("Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, Stream)
+    for name in ("stream", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
     inner = outputs.ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
-    wrapper = SimpleNamespace(**{name: inner})
-    assert copy_output(wrapper, DONE) is wrapper
-    assert getattr(wrapper, name) is inner
-    assert getattr(inner, RESULT) == DONE
-    assert not hasattr(wrapper, RESULT)
+    output = make(inner, torch.tensor([[7]]))
+    assert copy_output(output, DONE) is output
+    assert not hasattr(output, RESULT)
+    taken = output.get_output()
+    assert getattr(taken, RESULT) == DONE and taken.sampled_token_ids == [[7]]
 
 
 def test_a_synchronous_output_carries_it_itself() -> None:
