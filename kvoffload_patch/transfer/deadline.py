@@ -111,7 +111,7 @@ class DeadlineWatch:
     def _progress(self, link: Link) -> None:
         self._looks.pop(link, None)
         if self._late.pop(link, None) is not None:
-            logger.warning("kvoffload_patch: copies from %s to %s have gone on after all.", *link)
+            logger.warning("kvoffload_patch: copies from %s to %s make progress again.", *link)
             self.overdue = bool(self._late)
 
     def _is_late(self, link: Link, queue: Watched, ticket: int) -> None:
@@ -124,7 +124,7 @@ class DeadlineWatch:
             return
         self._late[link] = (
             f"{what} no progress for {age:.0f} s; the device may still read or write its "
-            "blocks, so the CPU tier cannot go on: restart the server, or set KVOFFLOAD_DISABLE=1 "
+            "blocks, so the CPU tier stops here: restart the server, or set KVOFFLOAD_DISABLE=1 "
             "to serve without it."
         )
         logger.error("kvoffload_patch: %s", self._late[link])

@@ -27,7 +27,7 @@ _LOADS_AHEAD = 24
 # With fewer than so many, the bus would be idle before the step has been launched.
 _TOO_FEW = 2
 _STORES_AT_ONCE = 2  # slices of stores that a step enqueues itself: small ones need no thread
-# When the copy thread enqueues stores that were put off, if no step has done so.
+# When the copy thread enqueues deferred stores, if no step has done so.
 _DEFERRED_S = 0.02
 # Groups of a load by layer that are enqueued before they are waited for.
 _GROUPS_AHEAD = 2

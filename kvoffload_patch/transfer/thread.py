@@ -53,7 +53,7 @@ class CopyThread:
         """
         if self._error is not None:
             raise TransferError(
-                f"the copy thread has ended ({self._error}), so the CPU tier cannot go on; "
+                f"the copy thread has ended ({self._error}), so the CPU tier stops here; "
                 "restart the server."
             ) from self._error
         self._not_before = time.monotonic() + after_s if after_s else 0.0

@@ -1,7 +1,7 @@
 """Loads that arrive layer by layer, each as late as the gate allows, on the CPU device.
 
 The CPU device copies at once and in one piece. This engine takes a load's bytes out of the GPU
-blocks again, and puts a group of them back when somebody waits for that group or a later one. A
+blocks again, and puts a group of them back when a step waits for that group or a later one. A
 layer that computes without waiting for its KV finds zeros there, which shows as a wrong token.
 """
 

@@ -275,7 +275,7 @@ def _tables(block_ids: Any) -> list[list[int]]:
 
 
 def _cached(requests: Any) -> list[tuple[str, bool, Any, int]]:
-    """Requests that go on, as (name, whether anew, new blocks, tokens computed)."""
+    """Running requests, as (name, whether resumed, new blocks, tokens computed)."""
     if isinstance(requests, list):  # up to 0.9.1
         return [
             (one.req_id, one.resumed_from_preemption, one.new_block_ids, one.num_computed_tokens)
@@ -283,7 +283,7 @@ def _cached(requests: Any) -> list[tuple[str, bool, Any, int]]:
         ]
     resumed = getattr(requests, "resumed_req_ids", None)
     if resumed is None:  # up to 0.11.0
-        resumed = {n for n, anew in zip(requests.req_ids, requests.resumed_from_preemption) if anew}
+        resumed = {n for n, yes in zip(requests.req_ids, requests.resumed_from_preemption) if yes}
     return [
         (name, name in resumed, blocks, start)
         for name, blocks, start in zip(

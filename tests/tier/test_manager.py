@@ -366,7 +366,7 @@ def test_a_load_under_way_at_clear_keeps_its_slot_until_it_is_done() -> None:
     assert tier.num_used == 0
 
 
-def test_a_key_stored_anew_after_clear_becomes_readable_by_its_new_store_only() -> None:
+def test_a_key_stored_again_after_clear_becomes_readable_by_its_new_store_only() -> None:
     tier = OffloadManager(2)
     plan_store(tier, "a")
     tier.clear()

@@ -266,7 +266,7 @@ def test_every_wait_of_a_plan_is_where_it_belongs(
     ]
 
 
-def test_stores_of_a_step_that_the_device_waits_for_are_put_off_once(
+def test_stores_of_a_step_that_the_device_waits_for_are_deferred_once(
     recording: CopyEngine, recorder: Recorder
 ) -> None:
     def wake(after_s: float = 0.0) -> None:
@@ -282,8 +282,8 @@ def test_stores_of_a_step_that_the_device_waits_for_are_put_off_once(
         ("loads", "top up", copy_engine._LOADS_AHEAD),
         ("wake", 0.0),
     ]
-    put_off = [("wake", copy_engine._DEFERRED_S), ("loads", "top up", copy_engine._LOADS_AHEAD)]
-    for asked, wanted in ((False, at_once), (True, put_off), (True, at_once), (True, put_off)):
+    deferred = [("wake", copy_engine._DEFERRED_S), ("loads", "top up", copy_engine._LOADS_AHEAD)]
+    for asked, wanted in ((False, at_once), (True, deferred), (True, at_once), (True, deferred)):
         recording.end_step(defer_stores=asked)
         assert recorder.take() == wanted
     recording.begin_step(None)  # it would wake the thread before the step is launched
@@ -362,7 +362,7 @@ def test_a_store_that_is_large_enough_is_not_kept_waiting() -> None:
     assert (stores.first, stores.source_ids) == (0, [])
 
 
-def test_loads_wake_the_thread_whatever_was_put_off(
+def test_loads_wake_the_thread_whatever_was_deferred(
     recording: CopyEngine, recorder: Recorder
 ) -> None:
     woken: list[float] = []
@@ -464,7 +464,7 @@ def test_groups_are_enqueued_a_few_before_they_are_waited_for(in_groups: Any) ->
     assert engine._links[LOAD].queue.queued, "the last one is not needed"
     engine.begin_step(Plan([Batch(4, (5,))], wait_load=4), by_layer=True)
     assert backend.calls[8:16] == [f"(9,) {i}{half}" for i in range(4) for half in "ab"]
-    assert len(backend.calls) == 16 + 5, "counted anew"
+    assert len(backend.calls) == 16 + 5, "counted from 0 again"
 
 
 def test_a_group_waited_for_is_waited_for_on_the_device(in_groups: Any) -> None:

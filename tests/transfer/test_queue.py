@@ -89,7 +89,7 @@ def test_flushing_enqueues_the_copies_that_stand_for_these_tickets(setup: Setup)
     assert names(setup.log) == {"1", "4", "5"}
 
 
-def test_whoever_holds_waits_for_the_tickets_asked_for_and_no_more(setup: Setup) -> None:
+def test_a_stream_that_holds_waits_for_the_tickets_asked_for_and_no_more(setup: Setup) -> None:
     queue = setup.stores
     for ticket in (1, 2, 3):
         setup.submit(queue, ticket, ticket)
@@ -251,7 +251,7 @@ def test_polling_does_not_wait_for_a_slice_that_is_being_enqueued(setup: Setup) 
     assert queue.poll() == 3
 
 
-def test_an_event_that_another_thread_takes_first_is_made_anew(setup: Setup) -> None:
+def test_an_event_that_another_thread_takes_first_is_replaced(setup: Setup) -> None:
     class TakenByOthers(list):  # type: ignore[type-arg]
         def __bool__(self) -> bool:
             return True

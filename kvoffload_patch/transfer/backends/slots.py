@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 # Slots and blocks of a batch. Not torch's tensors: on the CPU it would set a team of threads to
-# work, in every thread anew, on what takes one of them microseconds.
+# work, in every thread, on what takes one of them microseconds.
 Numbers = npt.NDArray[np.int64]
 
 

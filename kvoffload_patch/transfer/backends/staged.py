@@ -48,7 +48,7 @@ class _Buffer:
 class AlternatingStreams:
     """Two streams in turn for a direction's slices, so that others' copies come in between.
 
-    A direction's copy engine goes on with a stream for as long as that has a copy which could
+    A direction's copy engine keeps to a stream for as long as that has a copy which could
     begin, and each step's tokens or inputs would wait for all that is enqueued. A slice on another
     stream that waits for the one before makes it look around (scripts/bench copy_queue).
     """

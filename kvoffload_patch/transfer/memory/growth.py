@@ -14,7 +14,7 @@ from kvoffload_patch.transfer.memory.mapping import GIB, HostMapping
 
 # Registered in one call of the driver, 0.7 ms and more. Such a call holds up other calls that the
 # process makes: half of the time if nobody cares, a fifth of it while steps are launched. That
-# is still as fast as most GPUs compute KV. Loads, which somebody waits for, are let pass first.
+# is still as fast as most GPUs compute KV. Loads, which requests wait for, are let pass first.
 # None of that when stores have caught up: what is not stored is computed again.
 PIECE_BYTES = 32 << 20
 _PAUSE, _PAUSE_BESIDE_STEPS = 1, 4  # times as long as the call before it took

@@ -71,7 +71,7 @@ class HostBuffer:
         self._mapping = mapping
         rows = mapping.memory[: self.nbytes].view(num_slots, self.pitch)
         self.slots = rows[:, :block_bytes]
-        del rows  # or an error would keep the memory for as long as somebody looks at it
+        del rows  # or an error would keep the memory for as long as its traceback lives
         self._growth: Growth | None = None
         self._finalizers: list[Callable[[], object]] = []
         if not on_cpu:
@@ -143,7 +143,7 @@ class HostBuffer:
             self._mapping, self.num_slots, self.pitch, self.slots_per_piece, registrar,
             available_bytes,
         )  # fmt: skip
-        # Also for a buffer that is dropped unclosed: its addresses may be mapped anew, and the
+        # Also for a buffer that is dropped unclosed: its addresses may be mapped again, and the
         # driver would take the new memory for the old. At exit it is only stopped, because the
         # driver may be gone by then.
         unregister = weakref.finalize(self, growth.close)

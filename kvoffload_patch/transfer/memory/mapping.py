@@ -173,7 +173,7 @@ class Toucher:
                 if step % (CHECKED_BYTES // STEP_BYTES) == 0 and not self._room():
                     return
                 self._touch(step)
-        except Exception as error:  # noqa: BLE001 - said by whoever waits; nobody else sees it
+        except Exception as error:  # noqa: BLE001 - raised again by the caller that waits
             self._end(f"expected to touch CPU memory, found {error}")
 
     def _touch(self, step: int) -> None:

@@ -2,11 +2,11 @@
 
 What enqueuing copies beside a step costs the step, without a GPU: the copy engine and its thread
 as they are, over streams and events that only keep time. A step is launched as thousands of short
-calls that give Python's lock up, as PyTorch's do; whoever else wants the lock gets in between.
+calls that give Python's lock up, as PyTorch's do; other threads that want the lock get in between.
 
   alone     no copies
   decode    each step stores one slice
-  joining   each step stores one slice, put off; parked loads keep the bus busy
+  joining   each step stores one slice, deferred; parked loads keep the bus busy
   prefill   each step stores 32 slices, and takes the device 100 ms
 
 Times are what launching takes, in milliseconds of wall time, in turns with `alone`. Beside
@@ -105,13 +105,13 @@ class Steps:
 
     Args:
         stores: slices that each step stores.
-        put_off: whether these are put off.
+        deferred: whether these are put off.
         loads: slices of parked loads that are begun whenever the bus has less to do.
         device_s: seconds that a step takes the device.
     """
 
-    def __init__(self, stores: int, put_off: bool, loads: int, device_s: float) -> None:
-        self._stores, self._stores_deferred, self._loads = stores, put_off, loads
+    def __init__(self, stores: int, deferred: bool, loads: int, device_s: float) -> None:
+        self._stores, self._stores_deferred, self._loads = stores, deferred, loads
         self._device_s = device_s
         self._compute = Stream()
         self._tickets = {LOAD: 0, STORE: 0}
