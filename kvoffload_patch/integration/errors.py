@@ -7,5 +7,9 @@ class TierRefused(RuntimeError):
     """The tier cannot be right here; aborts unless KVOFFLOAD_STRICT=0."""
 
 
+class PromiseBroken(RuntimeError):
+    """Bytes were promised to a step and cannot be had: nothing but ending the engine is right."""
+
+
 class TierNotNeeded(Exception):
     """vLLM is configured so that there is nothing for a tier to do; never aborts."""

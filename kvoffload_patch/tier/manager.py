@@ -301,6 +301,7 @@ class OffloadManager:
     def _give_up(self, link: LinkTickets, keys: Keys, slots: Slots) -> None:
         """Forget the blocks of a failed transfer."""
         self.stats.failed += len(keys)
+        self.stats.failed_copies += 1
         for key, slot in zip(keys, slots):
             if self._slot_of.get(key) == slot:
                 self.discard(key)

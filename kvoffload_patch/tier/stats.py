@@ -15,6 +15,7 @@ class TierStats:
         evicted: blocks thrown out to make room.
         dropped: blocks that were not stored because every slot was being read or written.
         failed: blocks whose copy failed, in either direction.
+        failed_copies: copies that failed, of however many blocks.
     """
 
     stored: int = 0
@@ -22,3 +23,4 @@ class TierStats:
     evicted: int = 0
     dropped: int = 0
     failed: int = 0
+    failed_copies: int = 0

@@ -116,15 +116,13 @@ class TierSim(Sim):
         super().__init__(slots, blocks)
         self._done = [0, 0]
         from kvoffload_patch.config import Settings
-        from kvoffload_patch.integration.engine.tier import SchedulerTier
-        from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
+        from kvoffload_patch.integration.engine.attach import connect
         from kvoffload_patch.integration.install import step_hooks
         from kvoffload_patch.tier.manager import OffloadManager
 
-        view = SchedulerView(self.scheduler)
         self.manager = OffloadManager(CPU_SLOTS)
-        attached = SchedulerTier(view, self.manager, Ranks(), Settings(log_interval=1e9))
-        step_hooks(self.scheduler).install(attached)
+        hooks, settings = step_hooks(self.scheduler), Settings(log_interval=1e9)
+        connect(self.scheduler, hooks, self.manager, Ranks(), settings)
 
     def _answer(self, scheduled: Any, output: Any) -> None:
         from kvoffload_patch.integration.protocol import PLAN, RESULT

@@ -26,7 +26,9 @@ class Stage:
         self.block_size: int = llm.llm_engine.vllm_config.cache_config.block_size
         core = getattr(llm.llm_engine.engine_core, "engine_core", None)
         self.core = core  # the engine core itself where it runs in this process
-        self.tier = getattr(core.scheduler, "_kvoffload_tier", None) if core else None
+        breaker = getattr(core.scheduler, "_kvoffload_tier", None) if core else None
+        self.breaker = breaker
+        self.tier = breaker and breaker.tier
 
     def play(self, prompts: list[Prompt], max_tokens: int = 12, **extra: Any) -> list[Any]:
         """Give prompts all at once; greedy, and exactly ``max_tokens`` long."""

@@ -164,6 +164,11 @@ class Device:
         for queue in self._queues.values():
             queue.drain()
 
+    def finish(self, plan: TransferPlan | None) -> None:
+        """The plan's loads without a step, and every copy; raises `LoadFailed` as a step does."""
+        self._begin(plan)
+        self.drain()
+
     def loads_done(self) -> int:
         """The last load done; 0 while a failed one is to be reported."""
         failed = any(link == LOAD for link, _ in self._failed)

@@ -1,12 +1,18 @@
-"""Attaching a tier to a started engine: all of it, or none of it."""
+"""Attaching a tier to a started engine: all of it, or none of it.
+
+What can fail on the engine's side is done once for nothing before any rank takes memory. Whatever
+is raised becomes a refusal in one sentence, and what was taken is given back.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from kvoffload_patch import launch_token
-from kvoffload_patch.config import GIB, Settings
+from kvoffload_patch.config import GIB, VARIABLES, ConfigError, Settings, read
+from kvoffload_patch.integration.engine.breaker import Breaker
 from kvoffload_patch.integration.engine.eligibility import check_eligible
 from kvoffload_patch.integration.engine.tier import SchedulerTier
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
@@ -17,28 +23,27 @@ from kvoffload_patch.integration.protocol import TIER, attached, engine_bytes
 from kvoffload_patch.patching import ObjectHooks, PatchRefused
 from kvoffload_patch.tier.manager import OffloadManager
 
-HOOKS = "_kvoffload_hooks"  # on Scheduler
-
 logger = logging.getLogger("vllm.kvoffload_patch")
 
 
 def attach(engine_core: Any, vllm_config: Any) -> None:
-    """Give an engine core, its scheduler and its workers a CPU tier.
+    """Give an engine core, its scheduler and its workers a CPU tier, unless they have one.
 
     Raises:
-        TierRefused: the tier cannot be right here, and KVOFFLOAD_STRICT is on.
+        TierRefused: there can be no tier here, and KVOFFLOAD_STRICT is on. With it off that is a
+            line in the log, whatever has failed, and the engine is as vLLM made it.
     """
-    settings = Settings.from_env()
+    scheduler = getattr(engine_core, "scheduler", None)
+    if scheduler is not None and attached(scheduler) is not None:
+        return
     try:
-        _attach(engine_core, vllm_config, settings)
+        _attach(engine_core, vllm_config)
     except TierNotNeeded as reason:
         logger.warning("kvoffload_patch: %s", reason)
-        RankGroup(engine_core.model_executor).give_back()
-    except TierRefused as refusal:
-        if refusal.__cause__ is None:  # else a worker does not answer
-            RankGroup(engine_core.model_executor).give_back()
-        if settings.strict:
-            raise TierRefused(f"kvoffload_patch: {refusal}") from refusal.__cause__
+    except Exception as error:
+        refusal = _sentence(error)
+        if _is_strict():
+            raise TierRefused(f"kvoffload_patch: {refusal}") from error
         logger.error("kvoffload_patch: %s Serving without the CPU tier.", refusal)
     launch_token.confirm(launch_token.ATTACHED)
 
@@ -53,33 +58,74 @@ def refuse_v0() -> None:
         "kvoffload_patch: expected vLLM's V1 engine, found V0 chosen; set VLLM_USE_V1=1, or "
         "KVOFFLOAD_STRICT=0 to serve without the CPU tier."
     )
-    if Settings.from_env().strict:
+    if _is_strict():
         raise TierRefused(text)
     logger.error("%s", text)
 
 
-def _attach(engine_core: Any, vllm_config: Any, settings: Settings) -> None:
-    scheduler = engine_core.scheduler
-    if attached(scheduler) is not None:
-        return
-    _check_scheduler(scheduler)
-    check_eligible(vllm_config, scheduler)
-    hooks = _check_functions(scheduler)
-    cpu_bytes = engine_bytes(vllm_config, settings)
-    ranks = RankGroup(engine_core.model_executor)
-    ranks.open(cpu_bytes, settings.copy_backend, settings.canary_fault_rank)
-    manager = OffloadManager(ranks.num_usable, growing=ranks.growing)
+def detach(engine_core: Any) -> None:
+    """The engine core shuts down: end the copies, give memory back, take the hooks off."""
+    scheduler = getattr(engine_core, "scheduler", None)
+    breaker = None if scheduler is None else attached(scheduler)
+    if breaker is not None:
+        breaker.close()
+
+
+def connect(
+    scheduler: Any,
+    hooks: ObjectHooks,
+    manager: OffloadManager,
+    ranks: RankGroup,
+    settings: Settings,
+) -> Breaker:
+    """Make a scheduler's tier and set its hooks; on any exception nothing of them stays.
+
+    Args:
+        scheduler: a `vllm.v1.core.sched.scheduler.Scheduler`.
+        hooks: of the scheduler and its pool.
+        manager: slots and tickets.
+        ranks: open.
+        settings: of the process.
+    """
     view = SchedulerView(scheduler)
-    tier = SchedulerTier(view, manager, ranks, settings)
-    hooks.install(tier)
-    setattr(scheduler, HOOKS, hooks)
-    setattr(scheduler, TIER, tier)
+    try:
+        tier = SchedulerTier(view, manager, ranks, settings)
+        breaker = Breaker(view, manager, tier, ranks, hooks)
+        hooks.install(breaker)
+    except BaseException:
+        view.restore()
+        raise
+    setattr(scheduler, TIER, breaker)
+    return breaker
+
+
+def _attach(engine_core: Any, vllm_config: Any) -> None:
+    ranks = RankGroup(engine_core.model_executor)
+    try:
+        settings = Settings.from_env()
+        scheduler = engine_core.scheduler
+        _check_scheduler(scheduler)
+        check_eligible(vllm_config, scheduler)
+        hooks = step_hooks(scheduler)
+        cpu_bytes = engine_bytes(vllm_config, settings)
+        _rehearse(scheduler, hooks, settings)
+        ranks.open(cpu_bytes, settings.copy_backend, settings.canary_fault_rank)
+        manager = OffloadManager(ranks.num_usable, growing=ranks.growing)
+        connect(scheduler, hooks, manager, ranks, settings)
+    except BaseException:
+        ranks.give_back()
+        raise
     logger.info(
         "KV offload: CPU tier of %d blocks (%.2f GiB over all ranks), %d of them usable so far, "
         "loads %s, %.3f ms a block; %s",
         ranks.num_slots, cpu_bytes / GIB, ranks.num_usable,
         settings.load_mode, ranks.load_ms_per_block, ranks.copies,
     )  # fmt: skip
+
+
+def _rehearse(scheduler: Any, hooks: ObjectHooks, settings: Settings) -> None:
+    """Connect a tier that no rank takes part in, and take it off again."""
+    connect(scheduler, hooks, OffloadManager(1), RankGroup(None), settings).withdraw()
 
 
 def _check_scheduler(scheduler: Any) -> None:
@@ -92,20 +138,19 @@ def _check_scheduler(scheduler: Any) -> None:
         )
 
 
-def _check_functions(scheduler: Any) -> ObjectHooks:
+def _is_strict() -> bool:
+    """Whether a refusal aborts, also where another setting cannot be read."""
     try:
-        return step_hooks(scheduler)
-    except PatchRefused as refusal:
-        raise TierRefused(str(refusal)) from None
+        return bool(read(VARIABLES["KVOFFLOAD_STRICT"], os.environ))
+    except ConfigError:
+        return True
 
 
-def detach(engine_core: Any) -> None:
-    """The engine core shuts down."""
-    scheduler = getattr(engine_core, "scheduler", None)
-    if scheduler is None:
-        return  # it never came up
-    tier = attached(scheduler)
-    if tier is not None:
-        scheduler.__dict__.pop(HOOKS).remove()
-        delattr(scheduler, TIER)
-        tier.close()
+def _sentence(error: Exception) -> str:
+    if isinstance(error, (TierRefused, PatchRefused)):
+        return str(error)
+    return (
+        f"expected the CPU tier to be attached, found {type(error).__name__} "
+        f"({' '.join(str(error).split())}); report it, and set KVOFFLOAD_STRICT=0 to serve without "
+        "the CPU tier."
+    )

@@ -65,6 +65,8 @@ def _cache_problem(vllm_config: Any, scheduler: Any) -> str | None:
         return "expected a decoder-only model, found an encoder-decoder one"
     if getattr(scheduler.kv_cache_manager.coordinator, "enable_partial_hash_hits", False):
         return "expected prefix cache hits of whole blocks, found partial ones enabled"
+    if "find_longest_cache_hit" in vars(scheduler.kv_cache_manager.coordinator):
+        return "expected the coordinator's own find_longest_cache_hit, found one set by others"
     for index, group in enumerate(scheduler.kv_cache_config.kv_cache_groups):
         problem = _group_problem(group)
         if problem:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -61,6 +61,12 @@ class LoadBook:
     load has failed. Either way they stay referenced until `schedule` has returned, because an
     allocation within it would otherwise evict them.
 
+    Args:
+        view: the scheduler.
+        manager: slots and tickets.
+        load_ms_per_block: time that a block takes to load.
+        not_hit: told of each request whose load failed, so that it is looked up and counted again.
+
     Attributes:
         arriving: GPU block of parked loads under way, by key.
         ticket_of: ticket of these loads, by key.
@@ -68,10 +74,15 @@ class LoadBook:
     """
 
     def __init__(
-        self, view: SchedulerView, manager: OffloadManager, load_ms_per_block: float
+        self,
+        view: SchedulerView,
+        manager: OffloadManager,
+        load_ms_per_block: float,
+        not_hit: Callable[[str], None],
     ) -> None:
         self._view = view
         self._manager = manager
+        self._not_hit = not_hit
         self._join_blocks = _JOIN_MS / load_ms_per_block if load_ms_per_block else 0.0
         self.arriving: dict[Hashable, Any] = {}
         self.ticket_of: dict[Hashable, int] = {}
@@ -243,6 +254,8 @@ class LoadBook:
             load.blocks = []
             for parked in load.waiting:
                 parked.result = None
+                if parked.request is not None:
+                    self._not_hit(parked.request.request_id)
             return
         self._publish(load.hits, load.blocks)
         # Each rank's forward pass waits for its own copy of this load.

@@ -41,6 +41,7 @@ class LookupReplay:
         self.possible = full and view.decode_tokens == 1
         if self.possible:
             self._coordinator.find_longest_cache_hit = self._find
+            view.undo.append(self.close)
 
     def give(self, request: Any, result: LookupResult) -> None:
         """Within this step, give ``result`` when vLLM looks the request up; all is on the GPU."""

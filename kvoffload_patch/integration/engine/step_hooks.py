@@ -1,7 +1,7 @@
 """Hooks of a scheduler and its block pool, made when a tier is attached to them.
 
 Each function makes one hook: ``wrapped`` is the object's own method, ``live`` is true as long as
-the tier is attached, and what a call needs is bound once. A hook calls ``wrapped`` exactly once. It
+the tier works, and what a call needs is bound once. A hook calls ``wrapped`` exactly once. It
 names the parameters that it reads, which the table of patch points has compared, and passes on
 whatever else there is.
 """
@@ -11,40 +11,41 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvoffload_patch.integration.engine.tier import SchedulerTier
+from kvoffload_patch.integration.engine.breaker import Breaker
 
 Method = Callable[..., Any]
 
 
-def schedule(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
+def schedule(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`Scheduler.schedule`: loads are decided before it, the plan rides on what it returns."""
 
     def hook(*args: Any, **kwargs: Any) -> Any:
-        if not live:
+        if not breaker.begin_schedule():
             return wrapped(*args, **kwargs)
-        tier.before_schedule()
         try:
             output = wrapped(*args, **kwargs)
         finally:
-            tier.schedule_returned()
-        tier.after_schedule(output)
+            breaker.schedule_returned()
+        breaker.end_schedule(output)
         return output
 
     return hook
 
 
-def update_from_output(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
+def update_from_output(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`Scheduler.update_from_output`: the reporting rank's result comes back on its output."""
 
     def hook(scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if live:
-            tier.on_output(scheduler_output, model_runner_output)
-        return wrapped(scheduler_output, model_runner_output, *args, **kwargs)
+        breaker.begin_update(scheduler_output, model_runner_output)
+        try:
+            return wrapped(scheduler_output, model_runner_output, *args, **kwargs)
+        finally:
+            breaker.end_update()
 
     return hook
 
 
-def finish_requests(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
+def finish_requests(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`Scheduler.finish_requests`: it removes a request from the queue its status names."""
 
     def hook(request_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,54 +53,49 @@ def finish_requests(wrapped: Method, live: list[bool], tier: SchedulerTier) -> M
             request_ids = [request_ids]
         elif request_ids is not None:
             request_ids = list(request_ids)  # it may be an iterator, and is read twice
-        if live:
-            tier.on_finish(request_ids)
+        breaker.on_finish(request_ids)
         return wrapped(request_ids, *args, **kwargs)
 
     return hook
 
 
-def reset_prefix_cache(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
+def reset_prefix_cache(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`Scheduler.reset_prefix_cache`: references held by the tier would make it fail."""
 
     def hook(*args: Any, **kwargs: Any) -> Any:
-        if live:
-            tier.reset()
+        breaker.reset()
         return wrapped(*args, **kwargs)
 
     return hook
 
 
-def update_waiting(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
+def update_waiting(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`Scheduler._update_waiting_for_remote_kv`: a connector has received blocks.
 
     Up to 0.17 vLLM asks for parked requests, too, of which no connector knows.
     """
 
     def hook(request: Any, *args: Any, **kwargs: Any) -> Any:
-        if not live:
-            return wrapped(request, *args, **kwargs)
-        if tier.is_parked(request):
+        if breaker.is_parked(request):
             return False
-        return tier.on_received(lambda: wrapped(request, *args, **kwargs))
+        return breaker.on_received(lambda: wrapped(request, *args, **kwargs))
 
     return hook
 
 
-def invalid_blocks(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
+def invalid_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`Scheduler._handle_invalid_blocks`: a connector failed to fill blocks, cached or not."""
 
     def hook(invalid_block_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        if live:
-            tier.on_invalid(invalid_block_ids)
+        breaker.on_invalid(invalid_block_ids)
         return wrapped(invalid_block_ids, *args, **kwargs)
 
     return hook
 
 
-def cache_full_blocks(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
+def cache_full_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`BlockPool.cache_full_blocks`: exactly the newly full blocks, for every KV cache group."""
-    on_cached = tier.on_cached
+    on_cached, failed = breaker.tier.on_cached, breaker.failed
 
     def hook(
         request: Any,
@@ -111,15 +107,18 @@ def cache_full_blocks(wrapped: Method, live: list[bool], tier: SchedulerTier) ->
     ) -> Any:
         result = wrapped(request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs)
         if live:
-            on_cached(request, blocks[num_cached_blocks:num_full_blocks])
+            try:
+                on_cached(request, blocks[num_cached_blocks:num_full_blocks])
+            except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+                failed("on_cached", error)
         return result
 
     return hook
 
 
-def cache_full_blocks_with_hashes(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
+def cache_full_blocks_with_hashes(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`BlockPool.cache_full_blocks` up to 0.10.0, which is given the hashes as well."""
-    on_cached = tier.on_cached
+    on_cached, failed = breaker.tier.on_cached, breaker.failed
 
     def hook(
         request: Any,
@@ -134,20 +133,26 @@ def cache_full_blocks_with_hashes(wrapped: Method, live: list[bool], tier: Sched
             request, blocks, block_hashes, num_cached_blocks, num_full_blocks, *args, **kwargs
         )
         if live:
-            on_cached(request, blocks[num_cached_blocks:num_full_blocks])
+            try:
+                on_cached(request, blocks[num_cached_blocks:num_full_blocks])
+            except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+                failed("on_cached", error)
         return result
 
     return hook
 
 
-def get_new_blocks(wrapped: Method, live: list[bool], tier: SchedulerTier) -> Method:
+def get_new_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`BlockPool.get_new_blocks`: the one place where a GPU block is handed out."""
-    on_new_blocks = tier.on_new_blocks
+    on_new_blocks, failed = breaker.tier.on_new_blocks, breaker.failed
 
     def hook(*args: Any, **kwargs: Any) -> Any:
         blocks = wrapped(*args, **kwargs)
         if live:
-            on_new_blocks(blocks)
+            try:
+                on_new_blocks(blocks)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+                failed("on_new_blocks", error)
         return blocks
 
     return hook

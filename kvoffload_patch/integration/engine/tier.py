@@ -18,7 +18,7 @@ from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.protocol import PLAN, RESULT
 from kvoffload_patch.links import LOAD
 from kvoffload_patch.tier.manager import OffloadManager
-from kvoffload_patch.tier.plan import TransferResult
+from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 
 
 class SchedulerTier:
@@ -42,11 +42,11 @@ class SchedulerTier:
         self._ranks = ranks
         self._settings = settings
         self._lookups = LookupCache()
-        self._loads = LoadBook(view, manager, ranks.load_ms_per_block)
-        self._full_prompts = FullPromptHits(view, manager)
-        self._invalid = InvalidBlocks(view, manager)
         self._report = Report(manager, settings.log_interval)
         self._hits = HitCounts(view, self._report)
+        self._loads = LoadBook(view, manager, ranks.load_ms_per_block, self._hits.forget)
+        self._full_prompts = FullPromptHits(view, manager)
+        self._invalid = InvalidBlocks(view, manager)
         self._recency = Recency(view, manager)
         self._replay = LookupReplay(view)
         self._admission = Admission(
@@ -68,7 +68,7 @@ class SchedulerTier:
     def before_schedule(self) -> None:
         """Publish loads that have arrived; begin those that this step can admit.
 
-        `schedule_returned` must follow, whatever happens.
+        The scheduler's run limit may be lower than it was, until `uncap_admissions` of the view.
         """
         self._scheduling = True
         self._lookups.end_step()  # nothing to do unless `schedule` has raised
@@ -100,10 +100,6 @@ class SchedulerTier:
         self._lookups.blocks_reused(gpu_block_ids)
         if self._invalid.untrusted:
             self._invalid.blocks_reused(gpu_block_ids)
-
-    def schedule_returned(self) -> None:
-        """`schedule` has returned or raised."""
-        self._view.uncap_admissions()
 
     def after_schedule(self, output: Any) -> None:
         """Put the plan on the output, and give up what was held for this step only."""
@@ -165,10 +161,6 @@ class SchedulerTier:
         finally:
             self._scheduling = scheduling
 
-    def is_parked(self, request: Any) -> bool:
-        """Whether a request waits for a load of the tier."""
-        return self._loads.is_parked(request.request_id)
-
     def on_finish(self, request_ids: Iterable[str] | None) -> None:
         """These requests (None: all) are about to be finished from outside."""
         if request_ids is None:
@@ -193,8 +185,24 @@ class SchedulerTier:
         self._recency.clear()
         self._invalid.clear()
 
+    def take_unsent(self, output: Any = None) -> TransferPlan | None:
+        """The loads that no rank knows of yet, as a plan without stores; None if there are none.
+
+        Args:
+            output: of `schedule`, before it goes to the ranks; its plan is taken off.
+        """
+        plan: TransferPlan | None = getattr(output, PLAN, None)
+        if plan is not None:
+            delattr(output, PLAN)
+            return plan._replace(after=())
+        return self._manager.make_plan(_never)
+
     def close(self) -> None:
         """The engine shuts down."""
-        self._replay.close()
         self._report.flush()
         self._ranks.close()
+
+
+def _never(gpu_block_id: int, key: Hashable) -> bool:
+    """No block is stored any more."""
+    return False

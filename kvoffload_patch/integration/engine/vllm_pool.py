@@ -8,6 +8,7 @@ KV cache group.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -20,18 +21,35 @@ class PoolAdapter:
     Args:
         pool: a `vllm.v1.core.block_pool.BlockPool`.
 
+    It counts the references that it takes and gives back, so that `free_all` knows what is left
+    whatever has become of those who held them.
+
     Attributes:
-        hold: reference cached GPU blocks.
         publish: put a block into the prefix cache: (key, block, tokens of the prefix that ends
             with it).
     """
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
-        self.hold: Callable[[Sequence[Any]], None] = pool.touch
-        if "tuple" in str(inspect.signature(pool.touch).parameters["blocks"].annotation):
-            self.hold = self._hold_one_group
+        by_group = "tuple" in str(inspect.signature(pool.touch).parameters["blocks"].annotation)
+        self._touch: Callable[[Sequence[Any]], None] = (
+            self._touch_one_group if by_group else pool.touch
+        )
+        # References taken and given back, by GPU block id.
+        self._taken: Counter[int] = Counter()
+        self._freed: Counter[int] = Counter()
         self.publish = self._publisher()
+
+    def hold(self, blocks: Sequence[Any]) -> None:
+        """Reference cached GPU blocks."""
+        self._touch(blocks)
+        self._taken.update([block.block_id for block in blocks])
+
+    def take(self, count: int) -> list[Any]:
+        """Fresh GPU blocks, referenced."""
+        blocks = list(self._pool.get_new_blocks(count))
+        self._taken.update([block.block_id for block in blocks])
+        return blocks
 
     def free(self, blocks: Iterable[Any]) -> None:
         """Give references up; the blocks given first are evicted first.
@@ -41,12 +59,26 @@ class PoolAdapter:
         call, with its last reference in the last one.
         """
         left = list(blocks)
-        if len({block.block_id for block in left}) < len(left):
-            left, again = _split(left)
-            self.free(again)
-        self._pool.free_blocks(left)
+        ids = [block.block_id for block in left]
+        self._freed.update(ids)
+        self._free(left, len(set(ids)) < len(left))
 
-    def _hold_one_group(self, blocks: Sequence[Any]) -> None:
+    def free_all(self) -> None:
+        """Give back every reference that was taken and not given back."""
+        held = self._taken - self._freed
+        self._taken.clear()
+        self._freed.clear()
+        by_id = self._pool.blocks
+        self._free([by_id[block_id] for block_id in held.elements()], True)
+
+    def _free(self, blocks: list[Any], repeated: bool) -> None:
+        if repeated:
+            blocks, again = _split(blocks)
+            if again:
+                self._free(again, True)
+        self._pool.free_blocks(blocks)
+
+    def _touch_one_group(self, blocks: Sequence[Any]) -> None:
         self._pool.touch((blocks,))
 
     def _publisher(self) -> Publish:

@@ -9,7 +9,7 @@ from 0.31 on.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvoffload_patch.integration.engine.vllm_pool import PoolAdapter, key_maker
@@ -22,6 +22,9 @@ class SchedulerView:
 
     Args:
         scheduler: a `vllm.v1.core.sched.scheduler.Scheduler`, constructed.
+
+    Attributes:
+        undo: called by `restore`, to put back what others have changed of vLLM's objects.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -34,8 +37,8 @@ class SchedulerView:
         managers = coordinator.single_type_managers
         self._pool_holders = [coordinator, *managers]
         self.key = key_maker()
-        adapter = PoolAdapter(self.pool)
-        self.hold, self.release = adapter.hold, adapter.free
+        self._adapter = adapter = PoolAdapter(self.pool)
+        self.hold, self.take_blocks, self.release = adapter.hold, adapter.take, adapter.free
         self.publish = adapter.publish
         self.block_sizes = tuple(int(m.block_size) for m in managers)
         self._span_tokens = tuple(self._tokens_held(m.kv_cache_spec) for m in managers)
@@ -46,8 +49,10 @@ class SchedulerView:
         known = grammar in RequestStatus.__members__
         self._grammar = RequestStatus[grammar if known else "WAITING_FOR_FSM"]
         active = hasattr(scheduler, "max_num_active_reqs")
+        self._counts_hits, self.undo = False, list[Callable[[], None]]()
         self._run_limit = "max_num_active_reqs" if active else "max_num_running_reqs"
         self._counts_sessions = _SESSIONS in type(scheduler).schedule.__code__.co_names
+        self._parked: dict[str, tuple[Any, Any]] = {}  # (request, status to restore) by name
         self._uncapped_limit: int | None = None  # while admissions are capped
         queues = ("kv_holding_waiting", "skipped_waiting", "waiting")
         self._queue_names = [name for name in queues if hasattr(scheduler, name)]
@@ -114,10 +119,24 @@ class SchedulerView:
         """Make `schedule` pass over a request; returns the status to restore."""
         status = request.status
         request.status = self._parked_status
+        self._parked[request.request_id] = request, status
         return status
+
+    def is_parked(self, request: Any) -> bool:
+        """Whether a request waits for a load of the tier."""
+        return request.request_id in self._parked
+
+    def unpark_all(self, request_ids: Iterable[str] | None = None) -> None:
+        """Undo `park` for these requests, or for all."""
+        names = list(self._parked if request_ids is None else request_ids)
+        # Put back one by one to the front of the queue, so the last comes first.
+        for name in reversed(names):
+            if name in self._parked:
+                self.unpark(*self._parked[name])
 
     def unpark(self, request: Any, status: Any) -> None:
         """Undo `park`, and put the request where one without KV blocks belongs."""
+        self._parked.pop(request.request_id, None)
         if request.status != self._parked_status:
             return
         request.status = status
@@ -261,10 +280,6 @@ class SchedulerView:
         """Free GPU blocks, cached ones that may be evicted included."""
         return int(self.pool.get_num_free_blocks())
 
-    def take_blocks(self, count: int) -> list[Any]:
-        """Fresh GPU blocks, referenced."""
-        return list(self.pool.get_new_blocks(count))
-
     def cached_key(self, gpu_block_id: int) -> Hashable:
         """The key under which a GPU block is in the prefix cache; None if it is not."""
         key: Hashable = self.pool.blocks[gpu_block_id].block_hash
@@ -300,6 +315,23 @@ class SchedulerView:
             return
         if self.scheduler.log_stats and self.scheduler.connector is None:
             self.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
+            self._counts_hits = True
+
+    # The end
+
+    def restore(self) -> None:
+        """Undo everything that the tier has changed of vLLM's objects, whatever state it is in.
+
+        Every copy must be done. To be called outside `schedule`, whose queues it changes.
+        """
+        self.uncap_admissions()
+        self.unpark_all()
+        while self.undo:
+            self.undo.pop()()
+        self._adapter.free_all()
+        if self._counts_hits:
+            self._counts_hits = False
+            self.scheduler.connector_prefix_cache_stats = None
 
 
 def _heap_order(heap: Sequence[Any]) -> Iterator[Any]:

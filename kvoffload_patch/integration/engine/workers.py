@@ -11,9 +11,12 @@ from kvoffload_patch.integration.errors import TierRefused
 from kvoffload_patch.integration.worker import rpc as worker_side
 from kvoffload_patch.integration.worker.slot_counts import SlotCountsAddress, make_slot_counts
 from kvoffload_patch.integration.worker.tier import RankTier
+from kvoffload_patch.tier.plan import TransferPlan
 
-# Long enough to touch and register a large tier, short enough not to look like a hang for ever.
-_ATTACH_TIMEOUT_S = 1800.0
+# Seconds that a worker may take to answer. Opening touches and registers memory, closing gives it
+# back, both at some GiB a second; anything else waits behind a step at most.
+_OPEN_TIMEOUT_S = 1800.0
+_TIMEOUT_S = 300.0
 _GIB = 1 << 30
 
 
@@ -39,12 +42,14 @@ class RankGroup:
         self.copies = ""
         self.copies_overlap = self.growing = False
         self._here: RankTier | None = None
+        self._silent = False  # a rank has not answered in time
 
     def open(self, cpu_bytes: int, backend: str = "auto", canary_fault_rank: int = -1) -> None:
-        """Divide ``cpu_bytes`` over the ranks and open the tier on every one, or on none.
+        """Divide ``cpu_bytes`` over the ranks and open the tier on every one.
 
         Raises:
-            TierRefused: naming every rank that cannot take part, and why.
+            TierRefused: naming every rank that cannot take part, and why. Some ranks may have taken
+                memory: `give_back`.
         """
         ranks = self._call(worker_side.describe_rank)
         _refuse_errors(ranks, "cannot take part")
@@ -55,10 +60,8 @@ class RankGroup:
         _check_size(ranks, cpu_bytes, self.num_slots)
         with self._board([r.rank for r in ranks]) as board:
             how = self.num_slots, backend, canary_fault_rank, board
-            opened = self._call(worker_side.open_rank, *how)
-        if any(r.error for r in opened):
-            self._call(worker_side.close_rank)
-            _refuse_errors(opened, "failed to open the CPU tier")
+            opened = self._call(worker_side.open_rank, *how, timeout_s=_OPEN_TIMEOUT_S)
+        _refuse_errors(opened, "failed to open the CPU tier")
         self.num_usable = min(r.num_ready for r in opened)
         self.growing = any(r.growing for r in opened)
         slowest = max(opened, key=lambda r: r.load_ms_per_block)
@@ -79,10 +82,26 @@ class RankGroup:
         """Return when no rank has a copy under way; plans sent before are carried out first."""
         self._call(worker_side.drain_rank)
 
+    def finish(self, plan: TransferPlan | None) -> None:
+        """Carry out a plan's loads on every rank, wait for all copies, and close every rank.
+
+        Plans sent before are carried out first. A rank closes whatever fails.
+
+        Raises:
+            TierRefused: a load that is promised has failed on a rank, or a rank does not answer.
+        """
+        self._here = None
+        self._call(worker_side.finish_rank, plan)
+
     def give_back(self) -> None:
-        """There will be no tier: free what ranks have taken for one; if one does not, so be it."""
-        with suppress(TierRefused):
-            self._call(worker_side.close_rank)
+        """There will be no tier: free what ranks have taken for one.
+
+        A rank that has not answered in time is not asked again: what it answers late would be
+        taken for the answer to the next call.
+        """
+        if not self._silent:
+            with suppress(TierRefused):
+                self._call(worker_side.close_rank)
 
     def close(self) -> None:
         """Free the memory of a worker in this process; those in others free it by ending."""
@@ -101,15 +120,27 @@ class RankGroup:
         finally:
             board.remove()
 
-    def _call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def _call(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = _TIMEOUT_S
+    ) -> list[Any]:
+        name = function.__name__
         try:
-            answers = self._executor.collective_rpc(function, timeout=_ATTACH_TIMEOUT_S, args=args)
+            answers = self._executor.collective_rpc(
+                worker_side.answering(function), timeout=timeout_s, args=args
+            )
         except Exception as error:
+            self._silent = isinstance(error, TimeoutError)
             raise TierRefused(
-                f"a worker did not answer {function.__name__}: {error} (is kvoffload_patch "
-                "installed where every worker runs?)"
+                f"expected every worker to answer {name}, found {type(error).__name__} ({error}); "
+                "see the workers' own messages."
             ) from error
-        return list(answers)
+        failed = [text for done, text in answers if not done]
+        if failed:
+            raise TierRefused(
+                f"expected every worker to answer {name}, found {failed[0]} on {len(failed)} of "
+                f"{len(answers)} (is kvoffload_patch installed where every worker runs?)."
+            )
+        return [answer for _, answer in answers]
 
 
 def _refuse_errors(answers: Sequence[Any], what: str) -> None:

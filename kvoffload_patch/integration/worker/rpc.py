@@ -1,13 +1,14 @@
 """What the engine asks a rank by RPC, and closing it again. Runs in the worker.
 
-The functions take a worker and are called through vLLM's `collective_rpc`; they answer with plain
-data, errors included, so that the engine can say which rank has failed.
+The functions take a worker and are called through vLLM's `collective_rpc`, each as `answering`
+makes it, so that no exception reaches the executor.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 from kvoffload_patch.integration.protocol import TIER, RankGeometry, RankOpened
@@ -16,9 +17,31 @@ from kvoffload_patch.integration.worker.slot_counts import SlotCounts, SlotCount
 from kvoffload_patch.integration.worker.tier import RankTier
 from kvoffload_patch.integration.worker.vllm_runner import block_layout, runner_is_patched
 from kvoffload_patch.memory import attainable_memory_bytes
+from kvoffload_patch.tier.plan import TransferPlan
 
 # A forked process has the same, and one in another container may have the same number.
 _TOKEN = secrets.token_hex(8)
+
+
+def answering(function: Callable[..., Any]) -> Callable[..., tuple[bool, Any]]:
+    """What to send to the workers: it answers (True, result), or (False, what was raised).
+
+    When a worker raises, vLLM's executor leaves the other workers' answers unread, and takes them
+    for those to its next call; a worker that lacks this package is such a case. So what is sent
+    is pickled by value, as nested functions are, and imports by name within its own `try`.
+    """
+    module, name = function.__module__, function.__name__
+
+    def call(worker: Any, *args: Any) -> tuple[bool, Any]:
+        import importlib
+
+        try:
+            return True, getattr(importlib.import_module(module), name)(worker, *args)
+        except Exception as error:  # noqa: BLE001 - told to the engine
+            return False, f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+    call.__name__ = name
+    return call
 
 
 def describe_rank(worker: Any) -> RankGeometry:
@@ -89,6 +112,23 @@ def drain_rank(worker: Any) -> None:
     tier = getattr(worker.model_runner, TIER, None)
     if tier is not None:
         tier.drain()
+
+
+def finish_rank(worker: Any, plan: TransferPlan | None) -> None:
+    """Carry out the loads that no step will bring, finish every copy and take no more part.
+
+    Raises:
+        RuntimeError: a load that is promised has failed, or there is no tier to carry it out.
+    """
+    tier = getattr(worker.model_runner, TIER, None)
+    if tier is None:
+        if plan is not None:
+            raise RuntimeError("expected this rank's tier to be open, found none")
+        return
+    try:
+        tier.finish(plan)
+    finally:
+        close_rank(worker)
 
 
 def this_process() -> tuple[str, int]:

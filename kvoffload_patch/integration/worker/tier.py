@@ -18,7 +18,7 @@ from kvoffload_patch.integration.worker.vllm_runner import (
     copy_output,
     kv_tensors,
 )
-from kvoffload_patch.links import LOAD, Tickets
+from kvoffload_patch.links import LOAD, Link, Tickets
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 
 logger = logging.getLogger("vllm.kvoffload_patch")
@@ -62,6 +62,7 @@ class RankTier:
 
         self._board = board
         self._promised: Tickets = ()
+        self._warned: set[Link] = set()
         self._runner = runner
         layout = block_layout(runner)
         self._tensor = kv_tensors(runner)[0][0]
@@ -143,11 +144,25 @@ class RankTier:
             self._growth_told = True
             self._say_growth_is_over()
         progress = self._engine.poll()
+        if progress.failed:
+            self._warn_of_failures(progress.failed)
         return copy_output(output, TransferResult(*progress, *self._usable_slots()))
 
     def drain(self) -> None:
         """Return when every copy is done."""
         self._engine.drain()
+
+    def finish(self, plan: TransferPlan | None) -> None:
+        """Carry out the loads of a plan that comes without a step, and wait for every copy.
+
+        Raises:
+            RuntimeError: a load that is promised has failed.
+        """
+        self._promised = plan.promised if plan is not None else ()
+        self._check_promised()
+        self._engine.begin_step(plan, False)
+        self._engine.drain()
+        self._check_promised()
 
     def close(self) -> None:
         """Drain and free."""
@@ -169,6 +184,19 @@ class RankTier:
                 "set KVOFFLOAD_LOAD_MODE=parked if it happens again, so that such a load is "
                 "recomputed."
             )
+
+    def _warn_of_failures(self, failed: Tickets) -> None:
+        """Say why a copy failed, for the first one of each direction."""
+        for link, ticket in failed:
+            found = None if link in self._warned else self._engine.failed(((link, ticket),))
+            if found is not None:
+                self._warned.add(link)
+                logger.warning(
+                    "kvoffload_patch: copy %d from %s to %s has failed (%s); its blocks are "
+                    "recomputed when they are needed, and further failures from %s to %s are only "
+                    "counted.",
+                    ticket, *link, found[2], *link,
+                )  # fmt: skip
 
     def _usable_slots(self) -> tuple[int | None, bool]:
         """CPU slots usable on every rank, and whether they will become more."""

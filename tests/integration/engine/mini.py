@@ -20,11 +20,11 @@ from scheduler_half import parts
 from scheduler_half.device import BLOCK, Device, answer
 
 from kvoffload_patch.config import Settings
+from kvoffload_patch.integration.engine.attach import connect
 from kvoffload_patch.integration.engine.lookup_replay import LookupReplay
-from kvoffload_patch.integration.engine.tier import SchedulerTier
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.patch_table.points import POINTS, VLLM
-from kvoffload_patch.integration.protocol import PLAN, RESULT, TIER
+from kvoffload_patch.integration.protocol import PLAN, RESULT
 from kvoffload_patch.patching import (
     Decision,
     ObjectHooks,
@@ -55,13 +55,23 @@ class FakeRanks:
         self.load_ms_per_block, self.copies_overlap = load_ms_per_block, copies_overlap
         self.here = here
         self.device: Device | None = None
-        self.drains = 0
+        self.drains = self.closed = 0
 
     def drain(self) -> None:
         """Every copy is made."""
         self.drains += 1
         if self.device is not None:
             self.device.drain()
+
+    def finish(self, plan: Any) -> None:
+        """Carry out the plan's loads, and every copy; the rank is closed."""
+        self.closed += 1
+        if self.device is not None:
+            self.device.finish(plan)
+
+    def close(self) -> None:
+        """The engine shuts down."""
+        self.closed += 1
 
     def loads_done(self) -> int:
         """The last load done by now, as far as none has failed."""
@@ -82,6 +92,7 @@ class Mini:
         policy: of the waiting queue.
         lookahead: tokens behind a step's own for which vLLM takes blocks as well.
         limits: fields of vLLM's scheduler configuration, instead of `_LIMITS`.
+        max_failed_copies: more detach the tier; so many that none do, unless told otherwise.
     """
 
     def __init__(
@@ -97,6 +108,7 @@ class Mini:
         policy: str = "fcfs",
         lookahead: int = 0,
         limits: dict[str, Any] | None = None,
+        max_failed_copies: int = 1 << 30,
         **settings: Any,
     ) -> None:
         self.in_flight = in_flight
@@ -113,6 +125,7 @@ class Mini:
         self.ranks.device = self.device
         self.manager = OffloadManager(num_slots)
         self.tier: Any = None
+        self.max_failed_copies = max_failed_copies
         if tier:
             self._attach(Settings(**settings))
         self.answers: dict[str, list[int]] = {}
@@ -123,17 +136,31 @@ class Mini:
         self.queue: deque[tuple[Any, Any]] = deque()
 
     def _attach(self, settings: Settings) -> None:
-        self.view = SchedulerView(self.scheduler)
-        self.tier = SchedulerTier(self.view, self.manager, self.ranks, settings)
-        self.look_ups = LookUpsChecked(self.view, self.tier._replay)
         owners = {
             "Scheduler": self.scheduler,
             "KVCacheManager": self.kv_manager,
             "BlockPool": self.pool,
         }
-        setattr(self.scheduler, TIER, self.tier)
+        self.before = self.changed()
         self.hooks = ObjectHooks(Release.decision(), owners)
-        self.hooks.install(self.tier)
+        self.breaker = connect(self.scheduler, self.hooks, self.manager, self.ranks, settings)
+        self.breaker.max_failed_copies = self.max_failed_copies
+        self.tier = self.breaker.tier
+        self.view = self.tier._view
+        self.look_ups = LookUpsChecked(self.view, self.tier._replay)
+
+    def changed(self) -> dict[str, Any]:
+        """What a tier changes of vLLM's objects, but for blocks and requests."""
+        scheduler = self.scheduler
+        coordinator = self.kv_manager.coordinator
+        names = "max_num_running_reqs", "max_num_active_reqs", "connector_prefix_cache_stats"
+        holders = [coordinator, *coordinator.single_type_managers]
+        return {
+            "attributes": [set(vars(o)) for o in (scheduler, self.kv_manager, self.pool, *holders)],
+            "values": [getattr(scheduler, name, None) for name in names],
+            "log_stats": self.kv_manager.log_stats,
+            "pools": [id(holder.block_pool) for holder in holders],
+        }
 
     # What a user does
 
@@ -164,7 +191,7 @@ class Mini:
     def settle(self) -> None:
         """Every copy is done, and the tier knows it."""
         self.device.drain()
-        if self.tier is not None:
+        if self.tier is not None and not self.breaker.detached:
             self.tier.on_result(self.manager.drained())
 
     def run(self, steps: int = 10_000) -> None:

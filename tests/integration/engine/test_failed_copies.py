@@ -106,3 +106,18 @@ def test_the_last_block_of_a_prompt_does_not_arrive_and_another_has_computed_on_
     assert mini.plans[-1].promised == ((LOAD, ticket),)
     assert [mini.hits[name] for name in (first, second)] == [4 * BLOCK - 1, 4 * BLOCK]
     assert mini.answers[first] == mini.answers[second] == []
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_tokens_whose_load_failed_are_no_hits(fails: bool) -> None:
+    mini = Mini(fails=lambda direction, _: fails and direction == "load", load_mode="parked")
+    prompt = list(range(100, 100 + 4 * BLOCK + 1))
+    mini.only_in_cpu(prompt)
+    report = mini.tier._report
+    before = report._hit, report._queried
+    for _ in range(2):
+        mini.add(prompt)
+    mini.run()
+    mini.check()
+    assert report._hit - before[0] == (0 if fails else 4 * BLOCK), "the other one found it loaded"
+    assert report._queried > before[1]

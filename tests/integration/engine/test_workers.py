@@ -43,7 +43,9 @@ class Executor:
 
     def collective_rpc(self, function: Any, timeout: float, args: tuple[Any, ...]) -> Any:
         self.calls.append((function.__name__, *args))
-        return [] if function.__name__ == "close_rank" else self.answers[function.__name__]
+        if function.__name__ == "close_rank":
+            return []
+        return [(True, answer) for answer in self.answers[function.__name__]]
 
 
 def test_slots_are_counted_by_what_they_take_and_usable_where_every_rank_has_them() -> None:
@@ -87,7 +89,7 @@ def test_a_board_whose_ranks_do_not_answer_is_removed(monkeypatch: pytest.Monkey
     )
     executor = Executor([geometry(0), geometry(1)], [1, 1])
     del executor.answers["can_share"], executor.answers["open_rank"]
-    with pytest.raises(TierRefused, match="a worker did not answer can_share"):
+    with pytest.raises(TierRefused, match="expected every worker to answer can_share"):
         RankGroup(executor).open(512 * 40)
     assert len(made) == 1 and not made[0].is_reachable()
 

@@ -26,6 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvoffload_patch.config import Settings
 from kvoffload_patch.integration.engine import step_hooks
+from kvoffload_patch.integration.engine.breaker import Breaker
 from kvoffload_patch.integration.engine.lookup import StandInPool
 from kvoffload_patch.integration.engine.tier import SchedulerTier
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
@@ -166,7 +167,8 @@ class World:
         self.admissible: int | None = None
         setattr(self.scheduler, TIER, self.tier)
         self.hooks = ObjectHooks(_pool_points(), {"BlockPool": self.pool})
-        self.hooks.install(self.tier)
+        self.breaker = Breaker(self.view, self.offload, self.tier, self.ranks, self.hooks)
+        self.hooks.install(self.breaker)
 
     # Requests
 
@@ -214,7 +216,7 @@ class World:
             scheduled = {request.request_id: self.admit(request) for request in admitted}
             return step_output(scheduled)
 
-        output = step_hooks.schedule(schedule, self.hooks.live, self.tier)()
+        output = step_hooks.schedule(schedule, self.hooks.live, self.breaker)()
         return getattr(output, PLAN, None)
 
     def all_done(self) -> None:

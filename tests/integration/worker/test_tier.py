@@ -10,7 +10,8 @@ import pytest
 import torch
 from tier.plans import a_load, a_plan, a_store
 
-from kvoffload_patch.integration.protocol import RESULT
+from kvoffload_patch.integration.protocol import RESULT, TIER
+from kvoffload_patch.integration.worker import rpc
 from kvoffload_patch.integration.worker import tier as rank
 from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.tier.plan import TransferPlan
@@ -119,3 +120,58 @@ def test_kv_tensors_that_are_gone_are_not_read(tier: rank.RankTier, runner: Any)
     runner.kv_caches.clear()
     with pytest.raises(RuntimeError, match="KV tensors of this rank were replaced"):
         tier.begin_step(a_plan(wait_store=1), STEP)
+
+
+def test_the_first_failure_of_each_direction_is_a_warning_with_its_reason(
+    tier: rank.RankTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(rank.logger, "warning", lambda text, *a: said.append(text % a))
+    monkeypatch.setattr(TorchBackend, "load", out_of_memory)
+    monkeypatch.setattr(TorchBackend, "store", out_of_memory)
+    step(tier, a_plan((a_load(1, (4,), (0,)),), stores_done=1))
+    step(tier, a_plan((a_load(2, (4,), (0,)),), stores_done=1))
+    assert len(said) == 1 and "copy 1 from cpu to gpu has failed (out of memory)" in said[0]
+    step(tier, a_plan(store=a_store(2, (3,), (2,))))
+    step(tier, a_plan(store=a_store(3, (3,), (2,))))
+    assert len(said) == 2 and "copy 2 from gpu to cpu has failed (out of memory)" in said[1]
+
+
+def worker_of(tier: rank.RankTier, runner: Any) -> Any:
+    setattr(runner, TIER, tier)
+    return SimpleNamespace(model_runner=runner)
+
+
+def test_a_rank_that_is_finished_carries_out_loads_and_closes(
+    tier: rank.RankTier, runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[int] = []
+    monkeypatch.setattr(tier, "close", lambda: closed.append(1))
+    before = runner.kv_caches[0].clone()
+    plan = a_plan((a_load(1, (4, 5), (0, 1)),), stores_done=1, wait_load=1, promised_loads=(1,))
+    rpc.finish_rank(worker_of(tier, runner), plan)
+    assert torch.equal(runner.kv_caches[0][4:6], before[1:3])
+    assert closed == [1] and not hasattr(runner, TIER)
+    rpc.finish_rank(SimpleNamespace(model_runner=runner), None)
+    with pytest.raises(RuntimeError, match="expected this rank's tier to be open, found none"):
+        rpc.finish_rank(SimpleNamespace(model_runner=runner), plan)
+
+
+@pytest.mark.parametrize("promised", [(1,), ()])
+def test_a_rank_that_cannot_keep_a_promise_says_so_and_closes(
+    promised: tuple[int, ...],
+    tier: rank.RankTier,
+    runner: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[int] = []
+    monkeypatch.setattr(TorchBackend, "load", out_of_memory)
+    monkeypatch.setattr(tier, "close", lambda: closed.append(1))
+    plan = a_plan((a_load(1, (4, 5), (0, 1)),), stores_done=1, promised_loads=promised)
+    worker = worker_of(tier, runner)
+    if promised:
+        with pytest.raises(RuntimeError, match=r"copy 1 .* failed \(out of memory\)"):
+            rpc.finish_rank(worker, plan)
+    else:
+        rpc.finish_rank(worker, plan)  # a parked load that nobody reads
+    assert closed == [1] and not hasattr(runner, TIER)

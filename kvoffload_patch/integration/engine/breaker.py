@@ -1,0 +1,212 @@
+"""The circuit breaker between a scheduler's hooks and its tier: a failure detaches the tier.
+
+Whatever the tier raises ends here. Its loads that no rank knows of yet are carried out, the copies
+under way are waited for, and every rank closes its tier, before the next step runs; then whatever
+was changed of vLLM's objects is undone, and the engine serves as plain vLLM. So a step gets every
+byte that was promised to it. Where that cannot be done, `PromiseBroken` ends the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from kvoffload_patch.integration.engine.tier import SchedulerTier
+from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
+from kvoffload_patch.integration.engine.workers import RankGroup
+from kvoffload_patch.integration.errors import PromiseBroken
+from kvoffload_patch.integration.protocol import TIER
+from kvoffload_patch.patching import ObjectHooks
+from kvoffload_patch.tier.manager import OffloadManager
+
+logger = logging.getLogger("vllm.kvoffload_patch")
+
+# Copies do not fail on a sound machine, and each that does costs a recomputation: so many within
+# so many seconds are a device or driver that has gone bad, and not an accident.
+FAILED_COPIES = 8
+WINDOW_S = 60.0
+
+
+class Breaker:
+    """Calls the tier for the hooks of one scheduler, until it fails.
+
+    Inner hooks are called while vLLM changes its queues: they only note a failure, by `failed`. The
+    next outer one acts upon it, at the latest when `schedule` returns, before the step runs; until
+    then the tier is not called any more. Stores that an inner hook should have waited for are over
+    by then, because every rank has been drained.
+
+    Args:
+        view: the scheduler.
+        manager: of the tier.
+        tier: what is called.
+        ranks: the workers.
+        hooks: of the scheduler and its pool.
+
+    Attributes:
+        tier: of the scheduler.
+        detached: the tier has failed, or the engine has shut down.
+        max_failed_copies: so many within WINDOW_S detach the tier.
+    """
+
+    def __init__(
+        self,
+        view: SchedulerView,
+        manager: OffloadManager,
+        tier: SchedulerTier,
+        ranks: RankGroup,
+        hooks: ObjectHooks,
+    ) -> None:
+        self.tier = tier
+        self.detached = False
+        self.max_failed_copies = FAILED_COPIES
+        self._view = view
+        self._manager = manager
+        self._ranks = ranks
+        self._hooks = hooks
+        self._failure: tuple[str, Exception] | None = None
+        self._depth = 0  # calls of vLLM's that are within ours
+        self._failed_copies = 0
+        self._failed_at: deque[float] = deque()
+
+    # Outer hooks
+
+    def begin_schedule(self) -> bool:
+        """Before `schedule`; `schedule_returned` and `end_schedule` follow if it returns true."""
+        self._call("before_schedule", self.tier.before_schedule)
+        self._settle()
+        if self.detached:
+            return False
+        self._depth += 1
+        return True
+
+    def schedule_returned(self) -> None:
+        """`schedule` has returned or raised."""
+        self._depth -= 1
+        self._view.uncap_admissions()
+
+    def end_schedule(self, output: Any) -> None:
+        """After `schedule`, before its output goes to the ranks."""
+        self._call("after_schedule", self.tier.after_schedule, output)
+        self._settle(output)
+
+    def begin_update(self, scheduled: Any, output: Any) -> None:
+        """Before `update_from_output`; `end_update` is to follow."""
+        self._call("on_output", self.tier.on_output, scheduled, output)
+        self._count_failed_copies()
+        self._settle()
+        self._depth += 1
+
+    def end_update(self) -> None:
+        """`update_from_output` has returned or raised."""
+        self._depth -= 1
+
+    def on_finish(self, request_ids: list[str] | None) -> None:
+        """Before `finish_requests` of these requests, or all."""
+        self._call("on_finish", self.tier.on_finish, request_ids)
+        if self._failure is not None:
+            # vLLM is about to take them out of the queue that their status names.
+            self._view.unpark_all(request_ids)
+        self._settle()
+
+    def reset(self) -> None:
+        """Before `reset_prefix_cache`."""
+        self._call("reset", self.tier.reset)
+        self._settle()
+
+    # Inner hooks; those of blocks call the tier themselves, for their speed
+
+    def on_invalid(self, gpu_block_ids: Any) -> None:
+        """Before vLLM handles blocks that a connector did not fill."""
+        self._call("on_invalid", self.tier.on_invalid, gpu_block_ids)
+
+    def on_received(self, cache: Callable[[], Any]) -> Any:
+        """Have vLLM cache what a connector has received."""
+        return cache() if self._failure is not None else self.tier.on_received(cache)
+
+    def is_parked(self, request: Any) -> bool:
+        """Whether a request waits for a load of the tier, which may have failed by now."""
+        return self._view.is_parked(request)
+
+    def failed(self, where: str, error: Exception) -> None:
+        """The tier has raised this; it is not called again.
+
+        Raises:
+            PromiseBroken: that was it.
+        """
+        if isinstance(error, PromiseBroken):
+            raise error
+        if self._failure is None:
+            self._failure = where, error
+            self._hooks.live.clear()
+
+    # The end
+
+    def close(self) -> None:
+        """The engine shuts down; does nothing once the tier is detached."""
+        if not self.detached:
+            self._take_off()
+            self.tier.close()
+            self._view.restore()
+
+    def withdraw(self) -> None:
+        """Undo everything on vLLM's objects; no copy was ever planned."""
+        self._take_off()
+        self._view.restore()
+
+    # Inside
+
+    def _take_off(self) -> None:
+        self.detached = True
+        self._hooks.remove()
+        self._view.scheduler.__dict__.pop(TIER, None)
+
+    def _call(self, where: str, function: Callable[..., None], *args: Any) -> None:
+        if self._failure is not None or self.detached:
+            return
+        try:
+            function(*args)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+            self.failed(where, error)
+
+    def _count_failed_copies(self) -> None:
+        new = self._manager.stats.failed_copies - self._failed_copies
+        if not new:
+            return
+        self._failed_copies += new
+        now = time.monotonic()
+        failed_at = self._failed_at
+        failed_at.extend([now] * new)
+        while now - failed_at[0] > WINDOW_S:
+            failed_at.popleft()
+        if len(failed_at) >= self.max_failed_copies:
+            text = f"{len(failed_at)} copies have failed within {WINDOW_S:.0f} s"
+            self.failed("copies", RuntimeError(text))
+
+    def _settle(self, output: Any = None) -> None:
+        if self._failure is not None and not self.detached and not self._depth:
+            self._detach(*self._failure, output)
+
+    def _detach(self, where: str, cause: Exception, output: Any) -> None:
+        self._take_off()
+        try:
+            self._ranks.finish(self.tier.take_unsent(output))
+            self._view.restore()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the step lacks what it needs
+            raise PromiseBroken(
+                f"kvoffload_patch: the CPU tier failed ({where}: {_named(cause)}) and could not be "
+                f"detached ({_named(error)}), so a step may lack bytes that were promised to it; "
+                "restart the server, or set KVOFFLOAD_DISABLE=1 to serve without it."
+            ) from cause
+        logger.error(
+            "kvoffload_patch: the CPU tier failed (%s: %s) and is detached; the engine serves "
+            "without it, and what it held is recomputed; restart the server to have it again.",
+            where, _named(cause), exc_info=cause,
+        )  # fmt: skip
+
+
+def _named(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

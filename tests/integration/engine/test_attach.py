@@ -1,0 +1,215 @@
+"""Attaching is all or nothing: whatever fails is a sentence, and vLLM's objects are as before."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import cloudpickle
+from integration.engine.mini import Mini
+
+from kvoffload_patch.integration.engine import attach as attach_module
+from kvoffload_patch.integration.engine import workers
+from kvoffload_patch.integration.engine.attach import attach, detach
+from kvoffload_patch.integration.engine.breaker import Breaker
+from kvoffload_patch.integration.engine.tier import SchedulerTier
+from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
+from kvoffload_patch.integration.errors import TierRefused
+from kvoffload_patch.integration.protocol import TIER, RankGeometry, RankOpened
+from kvoffload_patch.integration.worker import rpc
+from kvoffload_patch.patching import ObjectHooks
+from kvoffload_patch.tier.manager import OffloadManager
+
+RANK = RankGeometry(0, "a", 1, 512, 512, 24, "cpu", 1 << 40)
+OPENED = RankOpened(0, 1, 100, False, 0.5, "by hand")
+
+
+class Executor:
+    """One rank, which answers; the call that ``fails`` names does not.
+
+    Attributes:
+        open: whether the rank has memory for a tier.
+    """
+
+    def __init__(self, fails: str = "", how: Exception | None = None) -> None:
+        self.fails, self.how = fails, how
+        self.calls: list[str] = []
+        self.open = False
+
+    def collective_rpc(self, function: Any, timeout: float, args: tuple[Any, ...]) -> list[Any]:
+        name = function.__name__
+        self.calls.append(name)
+        self.open = (self.open or name == "open_rank") and name != "close_rank"
+        if name == self.fails:
+            if self.how is not None:
+                raise self.how
+            return [(False, "OSError: made to fail")]
+        answers = {"describe_rank": RANK, "open_rank": OPENED}
+        return [(True, answers.get(name))]
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The errors that are logged, with strict off."""
+    monkeypatch.setenv("KVOFFLOAD_STRICT", "0")
+    texts: list[str] = []
+    monkeypatch.setattr(attach_module.logger, "error", lambda t, *a, **_: texts.append(t % a))
+    return texts
+
+
+def engine(mini: Mini, executor: Executor) -> Any:
+    return SimpleNamespace(scheduler=mini.scheduler, model_executor=executor)
+
+
+def untouched(mini: Mini, before: dict[str, Any], executor: Executor) -> None:
+    """The scheduler is as vLLM made it, and serves."""
+    assert mini.changed() == before and not executor.open
+    mini.add(list(range(100, 140)))
+    mini.run()
+    mini.check()
+
+
+def test_a_tier_is_attached_once_and_detached() -> None:
+    mini, executor = Mini(tier=False), Executor()
+    before, core = mini.changed(), engine(mini, executor)
+    attach(core, mini.config)
+    breaker = getattr(mini.scheduler, TIER)
+    assert isinstance(breaker, Breaker) and "schedule" in vars(mini.scheduler)
+    calls = list(executor.calls)
+    attach(core, mini.config)
+    assert getattr(mini.scheduler, TIER) is breaker and executor.calls == calls
+    detach(core)
+    assert mini.changed() == before
+    detach(core)
+    detach(SimpleNamespace())
+
+
+# What fails: (object, name of a function on it). Everything of ours that runs at attach.
+FAILING = {
+    "settings": (attach_module.Settings, "from_env"),
+    "eligibility": (attach_module, "check_eligible"),
+    "points": (attach_module, "step_hooks"),
+    "size": (attach_module, "engine_bytes"),
+    "view": (SchedulerView, "__init__"),
+    "statistics": (SchedulerView, "enable_hit_counts"),
+    "manager": (OffloadManager, "__init__"),
+    "tier": (SchedulerTier, "__init__"),
+    "breaker": (Breaker, "__init__"),
+    "hooks": (ObjectHooks, "install"),
+    "board": (workers, "_check_size"),
+}
+
+
+@pytest.mark.parametrize("what", FAILING)
+@pytest.mark.parametrize("strict", [False, True])
+def test_whatever_raises_is_a_refusal(
+    what: str, strict: bool, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mini, executor = Mini(tier=False), Executor()
+    before = mini.changed()
+    monkeypatch.setenv("KVOFFLOAD_STRICT", str(int(strict)))
+    owner, name = FAILING[what]
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AttributeError("something\nthat has another name")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, fail)
+        if strict:
+            with pytest.raises(TierRefused, match="found AttributeError") as refusal:
+                attach(engine(mini, executor), mini.config)
+            text = str(refusal.value)
+        else:
+            attach(engine(mini, executor), mini.config)
+            (text,) = log
+            assert text.endswith("Serving without the CPU tier.")
+    assert "(something that has another name); report it" in text and "\n" not in text
+    assert "open_rank" not in executor.calls, "memory was taken before this was tried"
+    untouched(mini, before, executor)
+
+
+@pytest.mark.parametrize("nth", [2])
+@pytest.mark.parametrize("what", ["view", "tier", "breaker", "hooks", "manager"])
+def test_what_fails_only_when_the_ranks_are_open_closes_them(
+    what: str, nth: int, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mini, executor = Mini(tier=False), Executor()
+    before = mini.changed()
+    owner, name = FAILING[what]
+    as_made, calls = getattr(owner, name), []
+
+    def fail_later(*args: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == nth:
+            raise AttributeError("only now")
+        return as_made(*args, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, fail_later)
+        attach(engine(mini, executor), mini.config)
+    assert executor.calls[-1] == "close_rank" and "open_rank" in executor.calls
+    assert len(log) == 1 and "(only now)" in log[0]
+    untouched(mini, before, executor)
+
+
+@pytest.mark.parametrize("call", ["describe_rank", "open_rank", "rank_here"])
+@pytest.mark.parametrize("how", [None, RuntimeError("worker died"), TimeoutError("too late")])
+def test_a_worker_that_fails_or_is_silent_is_a_refusal(
+    call: str, how: Exception | None, log: list[str]
+) -> None:
+    mini, executor = Mini(tier=False), Executor(call, how)
+    before = mini.changed()
+    attach(engine(mini, executor), mini.config)
+    (text,) = log
+    assert re.search(f"expected every worker to answer {call}, found", text)
+    silent = isinstance(how, TimeoutError)
+    assert ("close_rank" in executor.calls) != silent, (
+        "its late answer would be taken for another's"
+    )
+    executor.open = executor.open and not silent
+    untouched(mini, before, executor)
+
+
+def test_a_scheduler_whose_lookup_is_replaced_is_refused(log: list[str]) -> None:
+    mini, executor = Mini(tier=False), Executor()
+    coordinator = mini.kv_manager.coordinator
+    others = coordinator.find_longest_cache_hit
+    coordinator.find_longest_cache_hit = others
+    attach(engine(mini, executor), mini.config)
+    assert "found one set by others" in log[0]
+    assert vars(coordinator)["find_longest_cache_hit"] == others
+
+
+def test_an_interrupt_gives_back_what_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    mini, executor = Mini(tier=False), Executor()
+    before = mini.changed()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(attach_module, "OffloadManager", lambda *a, growing=None: interrupt())
+        patched.setattr(attach_module, "_rehearse", lambda *_: None)
+        with pytest.raises(KeyboardInterrupt):
+            attach(engine(mini, executor), mini.config)
+    assert executor.calls[-1] == "close_rank"
+    untouched(mini, before, executor)
+
+
+def test_what_is_sent_to_a_worker_needs_nothing_of_ours_to_be_read() -> None:
+    """Where the package is not installed, the worker answers so instead of raising."""
+    sent = cloudpickle.dumps(rpc.answering(rpc.describe_rank)).replace(
+        b"kvoffload_patch.integration.worker.rpc", b"kvoffload_patch.integration.worker.xyz"
+    )
+    done, text = cloudpickle.loads(sent)(SimpleNamespace())
+    assert not done and text.startswith("ModuleNotFoundError: No module named")
+    done, text = rpc.answering(rpc.drain_rank)(SimpleNamespace())
+    assert not done and text.startswith("AttributeError: ")
+    assert rpc.answering(rpc.rank_here)(
+        SimpleNamespace(model_runner=SimpleNamespace(**{TIER: 7})), rpc.this_process()
+    ) == (True, 7)
