@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,40 +15,103 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "kvoffload_patch"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# What each part may import besides itself. The parts of our own package are named with a dot;
+# What each part may import besides itself and the standard library. A part is a module or a folder;
+# of two that hold a module, the longer name counts. Parts of our own package are named with a dot;
 # "." is the package itself, which holds its version.
 ALLOWED: dict[str, set[str]] = {
-    "config": set(),
-    "memory": {".config"},
-    "patching": {"wrapt", "packaging"},
-    "links": set(),
-    "tier": {".links"},
-    "transfer": {".links", "torch", "triton", "numpy"},
-    "integration": {
-        ".config",
-        ".launch_token",
-        ".links",
-        ".memory",
-        ".patching",
-        ".tier",
-        ".transfer",
-        "torch",
-        "vllm",
-    },
-    "launch_token": set(),
-    "_bootstrap": {".", ".config", ".launch_token", ".patching", ".integration"},
+    "__init__": {"._bootstrap"},
+    "__main__": {".cli"},
+    "_sitecustomize": {"._bootstrap"},
     "cli": {
         ".",
         "._bootstrap",
         ".config",
-        ".integration",
+        ".integration.patch_table",
         ".launch_token",
         ".memory",
         ".patching",
     },
-    "__init__": {"._bootstrap"},
-    "__main__": {".cli"},
-    "_sitecustomize": {"._bootstrap"},
+    "_bootstrap": {".", ".config", ".integration.install", ".launch_token", ".patching"},
+    "integration": set(),
+    "integration.engine": {
+        ".config",
+        ".integration.errors",
+        ".integration.install",
+        ".integration.protocol",
+        ".integration.worker.rpc",  # the ranks are called by RPC: what is called, by name
+        ".launch_token",
+        ".links",
+        ".patching",
+        ".tier",
+        ".tier.plan",
+        "vllm",
+    },
+    "integration.worker.rpc": {
+        ".integration.protocol",
+        ".integration.worker",
+        ".memory",
+        ".tier.plan",
+        ".transfer.errors",
+        ".transfer.memory",
+    },
+    "integration.worker": {
+        ".config",
+        ".integration.install",
+        ".integration.protocol",
+        ".links",
+        ".memory",
+        ".tier.plan",
+        ".transfer",
+        ".transfer.backends",
+        ".transfer.backends.slots",
+        ".transfer.device",
+        ".transfer.layout",
+        ".transfer.memory",
+        "torch",
+    },
+    "integration.install": {".config", ".integration.patch_table", ".patching"},
+    "integration.patch_table": {".patching"},
+    "integration.protocol": {".config"},
+    "integration.errors": set(),
+    "patching": {"wrapt", "packaging"},
+    "tier": {".links", ".tier.plan"},
+    "tier.plan": {".links"},
+    "transfer": {
+        ".links",
+        ".transfer.backends",
+        ".transfer.device",
+        ".transfer.errors",
+        ".transfer.layout",
+        "numpy",
+        "torch",
+    },
+    "transfer.backends": {
+        ".transfer.backends.driver",
+        ".transfer.backends.slots",
+        ".transfer.device",
+        ".transfer.errors",
+        ".transfer.layout",
+        "numpy",
+        "torch",
+        "triton",
+    },
+    "transfer.memory": {".transfer.device", ".transfer.errors", "numpy", "torch"},
+    "transfer.device": {".transfer.backends.driver", ".transfer.errors", "torch"},
+    "transfer.backends.driver": {".transfer.backends.slots", ".transfer.errors", "numpy", "torch"},
+    "transfer.backends.slots": {"numpy", "torch"},
+    "transfer.layout": {".transfer.errors", "torch"},
+    "transfer.errors": set(),
+    "memory": {".config"},
+    "config": set(),
+    "launch_token": set(),
+    "links": set(),
+}
+
+# What is imported against the table. Each is a debt: say what it would take to be rid of it.
+EXCEPTIONS = {
+    # Shared by both sides, so it belongs beside protocol.py; and a type.
+    "integration/engine/workers.py imports kvoffload_patch.integration.worker.slot_counts",
+    "integration/engine/workers.py imports kvoffload_patch.integration.worker.tier",
 }
 
 
@@ -55,17 +119,25 @@ class Import:
     """One imported name. ``top``: its first part, or our own part with a dot before it."""
 
     def __init__(self, file: Path, line: int, name: str, in_function: bool) -> None:
-        self.file = file
-        self.where = f"{file.relative_to(ROOT)}:{line} imports {name}"
+        self.part = part_of(file)
+        self.what = f"{file.relative_to(PACKAGE)} imports {name}"
+        self.where = f"{self.what} in line {line}"
         self.in_function = in_function
-        parts = name.split(".")
-        self.top = parts[0]
-        if parts[0] == PACKAGE.name:
-            self.top = f".{parts[1]}" if len(parts) > 1 else "."
+        first, _, rest = name.partition(".")
+        self.top = f".{part_named(rest)}" if first == PACKAGE.name else first
 
 
 def part_of(file: Path) -> str:
-    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    """The part that a file of the package belongs to."""
+    module = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
+    return part_named(module.removesuffix(".__init__"))
+
+
+def part_named(module: str) -> str:
+    """The part that a module belongs to, named without the package; "" for the package itself."""
+    while module and module not in ALLOWED:
+        module = module.rpartition(".")[0]
+    return module
 
 
 def imports_of(file: Path) -> Iterator[Import]:
@@ -100,14 +172,15 @@ def _names_from(node: ast.ImportFrom, file: Path) -> list[str]:
         folder = file.parent.relative_to(ROOT).parts
         base = folder[: len(folder) - node.level + 1]
         module = ".".join([*base, *([module] if module else [])])
-    if module != PACKAGE.name:
-        return [module]
-    # `from kvoffload_patch import x`: x is a part of ours, or a name of the package itself.
-    return [f"{module}.{alias.name}" if _is_part(alias.name) else module for alias in node.names]
+    # `from kvoffload_patch.a import b`: b is a module of ours, or a name within a.
+    own = module.partition(".")[0] == PACKAGE.name
+    names = [f"{module}.{alias.name}" for alias in node.names]
+    return [name if own and _is_module(name) else module for name in names]
 
 
-def _is_part(name: str) -> bool:
-    return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
+def _is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def _dynamic_name(call: ast.Call) -> list[str]:
@@ -120,51 +193,69 @@ def _dynamic_name(call: ast.Call) -> list[str]:
     return [name.value] if known else []  # type: ignore[attr-defined]
 
 
+def _within(part: str, name: str) -> bool:
+    return f"{name}.".startswith(f"{part}.")
+
+
 ALL = [found for file in FILES for found in imports_of(file)]
 
 
-def test_every_part_of_the_package_has_its_place_in_the_table() -> None:
+def test_every_module_is_of_a_part_and_every_part_is_found() -> None:
     assert {part_of(file) for file in FILES} == set(ALLOWED)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 10), reason="needs the list of standard modules")
 @pytest.mark.parametrize("part", ALLOWED)
 def test_a_part_imports_the_standard_library_itself_and_what_is_below_it(part: str) -> None:
-    allowed = ALLOWED[part] | {f".{part}"}
-    found = [i for i in ALL if part_of(i.file) == part]
-    assert [
-        i.where for i in found if i.top not in allowed and i.top not in sys.stdlib_module_names
-    ] == []
+    allowed = ALLOWED[part] | {f".{part}"} | sys.stdlib_module_names
+    found = [i for i in ALL if i.part == part and i.top not in allowed]
+    assert [i.where for i in found if i.what not in EXCEPTIONS] == []
+
+
+def test_every_exception_is_still_needed() -> None:
+    assert {i.what for i in ALL} >= EXCEPTIONS
 
 
 def test_the_table_itself_points_downwards() -> None:
-    order = [
-        "config",
-        "launch_token",
-        "memory",
-        "patching",
-        "tier",
-        "transfer",
-        "integration",
-        "_bootstrap",
-    ]
-    order += ["cli", "__main__"]
-    for i, part in enumerate(order):
-        above = {f".{name}" for name in order[i:]}
-        assert not ALLOWED[part] & above, f"{part} may import what is above it"
-    for one, other in (("tier", "transfer"), ("transfer", "tier")):
-        assert f".{other}" not in ALLOWED[one]
+    below = {part: {n[1:] for n in names if n > "."} for part, names in ALLOWED.items()}
+    list(TopologicalSorter(below).static_order())  # raises CycleError
+
+
+@pytest.mark.parametrize(
+    ("part", "never"),
+    [
+        ("tier", "transfer"),
+        ("transfer", "tier"),
+        ("integration.worker", "integration.engine"),
+        ("integration.patch_table", "integration.engine"),
+        ("integration.install", "integration.engine"),
+        ("integration.install", "integration.worker"),
+        ("transfer", "integration"),
+        ("tier", "integration"),
+        ("patching", "integration"),
+    ],
+)
+def test_no_chain_of_imports_that_are_allowed_leads(part: str, never: str) -> None:
+    reached, todo = set[str](), [name for name in ALLOWED if _within(part, name)]
+    while todo:
+        for name in ALLOWED.get(todo.pop(), set()):
+            if name.startswith(".") and name[1:] not in reached:
+                reached.add(name[1:])
+                todo.append(name[1:])
+    assert [name for name in reached if _within(never, name)] == []
 
 
 def test_vllm_is_imported_in_functions_of_the_integration_only() -> None:
     found = [i for i in ALL if i.top == "vllm"]
     assert found, "the integration does import vLLM somewhere"
-    assert [i.where for i in found if part_of(i.file) != "integration" or not i.in_function] == []
+    assert [i.where for i in found if not _within("integration", i.part) or not i.in_function] == []
 
 
 def test_torch_is_imported_at_module_level_in_transfer_only() -> None:
-    heavy = [i for i in ALL if i.top in ("torch", "triton", ".transfer") and not i.in_function]
-    assert [i.where for i in heavy if part_of(i.file) != "transfer"] == []
+    found = [i for i in ALL if i.top in ("torch", "triton") or _within(".transfer", i.top)]
+    assert len(found) > 20
+    heavy = [i for i in found if not i.in_function]
+    assert [i.where for i in heavy if not _within("transfer", i.part)] == []
 
 
 def test_patching_does_not_know_the_name_of_its_host() -> None:
@@ -176,7 +267,7 @@ def test_patching_does_not_know_the_name_of_its_host() -> None:
 @pytest.mark.parametrize("part", ["tier", "transfer"])
 def test_tier_and_transfer_say_nothing_of_vllm_in_code(part: str) -> None:
     for file in FILES:
-        if part_of(file) == part:
+        if _within(part, part_of(file)):
             names = {n.id for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Name)}
             assert not any("vllm" in name.lower() for name in names), file
 
@@ -218,7 +309,10 @@ def _site_packages() -> list[str]:
         ("def f():\n    from vllm import x", [("vllm", True)]),
         ("class A:\n    import torch", [("torch", False)]),
         ("if a:\n    try:\n        import torch\n    except B: pass", [("torch", False)]),
-        ("from ..tier import plan", [(".tier", False)]),
+        ("from ..tier import plan", [(".tier.plan", False)]),
+        ("from ..tier import manager", [(".tier", False)]),
+        ("from kvoffload_patch.tier.plan import TransferPlan", [(".tier.plan", False)]),
+        ("import kvoffload_patch.integration.worker.hooks", [(".integration.worker", False)]),
         ("from .. import tier, __version__", [(".tier", False), (".", False)]),
         ("from kvoffload_patch import config", [(".config", False)]),
         ("import importlib; importlib.import_module('vllm.x')", [("importlib", False)]),
