@@ -159,6 +159,14 @@ class Settings:
         "a release such as 0.32.0",
         "release to assume instead of the installed metadata, for source trees",
     )
+    allow_unverified: bool = _variable(
+        "KVOFFLOAD_ALLOW_UNVERIFIED",
+        False,
+        _boolean,
+        _A_BOOLEAN,
+        "patch a vLLM release, fork or function body that was not verified; parameters and"
+        " attributes must match all the same",
+    )
     max_stall_ms: float = _variable(
         "KVOFFLOAD_MAX_STALL_MS",
         20.0,

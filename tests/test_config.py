@@ -34,6 +34,7 @@ def test_defaults() -> None:
         load_mode="auto",
         log_interval=10.0,
         vllm_version=None,
+        allow_unverified=False,
         max_stall_ms=20.0,
         canary_fault_rank=-1,
         launch=None,
@@ -64,11 +65,12 @@ def test_every_variable_is_read() -> None:
         COPY_BACKEND="direct",
         LOG_INTERVAL="2",
         VLLM_VERSION="0.32.0",
+        ALLOW_UNVERIFIED="on",
         MAX_STALL_MS="0",
         CANARY_FAULT_RANK="3",
         LAUNCH="0a1b",
     )
-    values = (True, True, False, 0.5, "parked", "direct", 2.0, "0.32.0", 0.0, 3, "0a1b")
+    values = (True, True, False, 0.5, "parked", "direct", 2.0, "0.32.0", True, 0.0, 3, "0a1b")
     assert found == Settings(*values)
     assert found.cpu_bytes == 1 << 29
 

@@ -38,9 +38,10 @@ def _decide_enabled() -> Outcome:
     found = _bootstrap.status()
     if found["verdict"] != "ok":
         return Outcome(_bootstrap.with_name(str(found["verdict"])), refused=True)
-    points = found["points"]
-    assert isinstance(points, list)
+    points, doubts = found["points"], found.get("doubts", [])
+    assert isinstance(points, list) and isinstance(doubts, list)
+    unverified = f", unverified: {'; '.join(doubts)}" if doubts else ""
     return Outcome(
         f"kvoffload_patch {__version__}: vLLM {found['release']}, {len(points)} patch points match,"
-        f" {settings.cpu_gib} GiB CPU KV cache, loads {settings.load_mode}"
+        f" {settings.cpu_gib} GiB CPU KV cache, loads {settings.load_mode}{unverified}"
     )

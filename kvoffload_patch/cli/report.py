@@ -22,6 +22,9 @@ def text() -> str:
     ]
     width = max((len(p["name"]) for p in points), default=0)
     lines += [f"  {p['name']:{width}}  {p['module']}:{p['attribute']}{_note(p)}" for p in points]
+    doubts = found.get("doubts", [])
+    assert isinstance(doubts, list)
+    lines += [f"unverified:   {doubt}" for doubt in doubts]
     return "\n".join([*lines, f"verdict:      {found['verdict']}"])
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 from kvoffload_patch.config import Settings
-from kvoffload_patch.integration.patch_table.points import POINTS, SUPPORTED_VLLM, VLLM
+from kvoffload_patch.integration.patch_table.points import POINTS, VLLM
+from kvoffload_patch.integration.patch_table.verified import SUPPORTED_VLLM
 from kvoffload_patch.patching import (
     Decision,
     ObjectHooks,
@@ -16,6 +19,8 @@ from kvoffload_patch.patching import (
     release_of,
 )
 
+logger = logging.getLogger("vllm.kvoffload_patch")
+
 
 def arm() -> None:
     """Decide for all processes' points at once, and install each when its module is imported.
@@ -24,9 +29,18 @@ def arm() -> None:
         PatchRefused: vLLM is not one that the table knows; nothing was touched.
     """
     global _patches
-    patches = PatchSet(_decide(Settings.from_env()))
+    decision = _decide(Settings.from_env())
+    patches = PatchSet(decision)
     patches.arm()
     _patches = patches
+    if decision.doubts:
+        logger.warning("kvoffload_patch: %s", warning(decision.doubts))
+
+
+def warning(doubts: Sequence[str]) -> str:
+    """What is said of a vLLM that is patched although it was not verified."""
+    more = f" (and {len(doubts) - 1} more)" if len(doubts) > 1 else ""
+    return f"KVOFFLOAD_ALLOW_UNVERIFIED patches a vLLM that was not verified: {doubts[0]}{more}."
 
 
 def disarm() -> None:
@@ -48,12 +62,17 @@ def step_hooks(scheduler: Any) -> ObjectHooks:
 
 
 def describe(settings: Settings | None = None) -> dict[str, Any]:
-    """What `arm` would do: release, supported range, points, and the verdict or refusal."""
-    report: dict[str, Any] = {"release": None, "supported": SUPPORTED_VLLM, "points": []}
+    """What `arm` would do: release, supported range, points, doubts, and the verdict."""
+    report: dict[str, Any] = {
+        "release": None,
+        "supported": SUPPORTED_VLLM,
+        "points": [],
+        "doubts": [],
+    }
     try:
         settings = Settings.from_env() if settings is None else settings
         report["release"] = _version(settings)
-        points = _decide(settings).points
+        decision = _decide(settings)
     except PatchRefused as refusal:
         return {**report, "verdict": str(refusal)}
     listed = [
@@ -61,9 +80,9 @@ def describe(settings: Settings | None = None) -> dict[str, Any]:
             **{key: getattr(p, key) for key in ("name", "module", "attribute")},
             "wrapped": bool(p.hook),
         }
-        for p in points
+        for p in decision.points
     ]
-    return {**report, "points": listed, "verdict": "ok"}
+    return {**report, "points": listed, "doubts": list(decision.doubts), "verdict": "ok"}
 
 
 def installed_attributes() -> set[str]:
@@ -87,4 +106,4 @@ def _version(settings: Settings) -> str:
 
 
 def _decide(settings: Settings) -> Decision:
-    return decide(VLLM, POINTS, _version(settings))
+    return decide(VLLM, POINTS, _version(settings), allow_unverified=settings.allow_unverified)

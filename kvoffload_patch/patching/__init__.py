@@ -18,15 +18,17 @@ from .errors import (
     SignatureMismatch,
     UnreadableVersion,
     UnsupportedVersion,
+    UnverifiedHost,
 )
 from .locate import find_source, installed_version
 from .objects import ObjectHooks
 from .patchset import PatchSet, State
-from .point import Decision, Host, PatchPoint, Role
+from .point import Attributes, Decision, Host, PatchPoint, Role
+from .records import Records
 
 __all__ = [
-    "Decision", "Host", "HostNotFound", "InstallFailed", "ObjectHooks", "PatchPoint",
-    "PatchRefused", "PatchSet", "PatchTableError", "Role", "SignatureMismatch", "State",
-    "UnreadableVersion", "UnsupportedVersion", "check_table", "decide", "find_source",
-    "installed_version", "release_of",
+    "Attributes", "Decision", "Host", "HostNotFound", "InstallFailed", "ObjectHooks", "PatchPoint",
+    "PatchRefused", "PatchSet", "PatchTableError", "Records", "Role", "SignatureMismatch", "State",
+    "UnreadableVersion", "UnsupportedVersion", "UnverifiedHost", "check_table", "decide",
+    "find_source", "installed_version", "release_of",
 ]  # fmt: skip

@@ -1,27 +1,39 @@
 """The decision: which points apply to a host version, and whether the host's source fits them.
 
-Owns range selection, the comparison with source text, and the wording of these refusals. Must not
-import the host; the same files and version therefore give the same answer in every process. The
-same comparison serves once more for the live function, which others may have replaced.
+Owns range selection, the comparison with source text and records, and the wording of refusals. Must
+not import the host; the same files and version therefore give the same answer in every process.
 """
 
 from __future__ import annotations
 
 import ast
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from .errors import PatchTableError, SignatureMismatch, UnreadableVersion, UnsupportedVersion
+from . import digest
+from .errors import (
+    PatchTableError,
+    SignatureMismatch,
+    UnreadableVersion,
+    UnsupportedVersion,
+    UnverifiedHost,
+)
 from .locate import find_source as find_installed_source
-from .point import Decision, Host, PatchPoint
+from .point import Attributes, Decision, Host, PatchPoint
+from .sources import Function, SourceNotFound, Sources, file_of, find_def
 
-PROPERTIES = {"property", "cached_property", "functools.cached_property"}
+# Decorators behind which a method is no plain function of its instance.
+OTHER_KINDS = {
+    "property": "a property",
+    "cached_property": "a property",
+    "functools.cached_property": "a property",
+    "staticmethod": "a static method",
+    "classmethod": "a class method",
+}
 
 
 def decide(
@@ -29,6 +41,7 @@ def decide(
     points: Sequence[PatchPoint],
     version: str,
     find_source: Callable[[str], Path] = find_installed_source,
+    allow_unverified: bool = False,
 ) -> Decision:
     """Select the points for `version` and verify each against the host's source files.
 
@@ -37,30 +50,38 @@ def decide(
         points: the whole table, all releases.
         version: the host's version as installed.
         find_source: gives a module's source file, or raises FileNotFoundError.
+        allow_unverified: take releases and function bodies that were not verified, too. Targets,
+            parameters and attributes must be there in any case.
 
     Raises:
         UnreadableVersion: `version` is not a PEP 440 version.
         UnsupportedVersion: it lies outside `host.supported`.
+        UnverifiedHost: it was not verified, or a body differs from what was.
         PatchTableError: a name is selected not at all or more than once.
-        SignatureMismatch: targets differ from their points; the text lists all of them.
+        SignatureMismatch: something differs from the table; the text says what, for the first.
     """
-    try:
-        release = release_of(version)
-    except InvalidVersion:
-        raise UnreadableVersion(
-            f"The version {version!r} of {host.name} cannot be read; {host.remedy}."
-        ) from None
-    if not SpecifierSet(host.supported).contains(release):
-        raise UnsupportedVersion(
-            f"{host.name} {version} is not supported (supported: {host.supported}); {host.remedy}."
-        )
-    selected = _select(points, release)
-    trees = {module: _parse(module, find_source) for module in {p.module for p in selected}}
-    complaints = [text for p in selected if (text := _complaint(p, trees[p.module]))]
-    decision = Decision(host, version, selected)
-    if complaints:
-        raise mismatch(decision, complaints)
-    return decision
+    release = _release(host, version)
+    label = f"{host.name} {version}"
+    doubts = list(_release_doubts(host, version, release))
+    if doubts and not allow_unverified:
+        raise _unverified(host, label, doubts)
+    selected = select(points, release)
+    sources = Sources(find_source)
+    if doubts or not _is_released(host, points, release, sources):
+        complaints = differences(host, release, selected, sources)
+        if complaints:
+            raise mismatch(Decision(host, version, selected), complaints)
+        doubts += _changed_bodies(host, release, selected, sources)
+        if doubts and not allow_unverified:
+            raise _unverified(host, label, doubts)
+    return Decision(host, version, selected, tuple(doubts), allow_unverified)
+
+
+def differences(
+    host: Host, release: Version, selected: Iterable[PatchPoint], sources: Sources
+) -> list[str]:
+    """How sources differ from the points of a release and from what its objects must have."""
+    return [*_complaints(selected, sources), *_missing(host, release, sources)]
 
 
 def check_table(points: Sequence[PatchPoint], releases: Iterable[str]) -> None:
@@ -70,30 +91,29 @@ def check_table(points: Sequence[PatchPoint], releases: Iterable[str]) -> None:
         PatchTableError: naming every gap and overlap in the first release that has one.
     """
     for release in releases:
-        _select(points, release_of(release))
+        select(points, release_of(release))
 
 
 def mismatch(decision: Decision, complaints: Sequence[str]) -> SignatureMismatch:
-    """The refusal that lists `complaints`, one for each point of `decision` that differs."""
+    """The refusal for what differs from the points of `decision`."""
     return SignatureMismatch(
-        f"{len(complaints)} of {len(decision.points)} patch points do not match {decision.label}: "
-        f"{'; '.join(complaints)}. Nothing was patched; {decision.host.remedy}."
+        f"{decision.label} does not match the patch table: {_first(complaints)}. "
+        f"Nothing was patched; {decision.host.remedy}."
     )
 
 
-def live_complaints(point: PatchPoint, target: Any) -> Iterator[str]:
-    """At most one text: how the imported `target` differs from its source that was verified."""
-    function = getattr(target, "__func__", target)  # the raw staticmethod or classmethod object
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # not a function, or one that tells nothing
-        parameters = []
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    wrong = _wrong_parameters(point, [p.name for p in parameters if p.kind not in variadic])
-    if wrong:
-        name = getattr(function, "__qualname__", type(function).__name__)
-        origin = f"{getattr(function, '__module__', None)}.{name}"
-        yield f"{point.name} {wrong} (the function is now {origin})"
+def unverified(decision: Decision, doubts: Sequence[str]) -> UnverifiedHost:
+    """The refusal for what was not verified."""
+    return _unverified(decision.host, decision.label, doubts)
+
+
+def fingerprint(host: Host, points: Sequence[PatchPoint]) -> str:
+    """Changes with whatever is compared with sources."""
+    compared = [
+        (p.name, p.module, p.attribute, p.versions, p.parameters, p.returns, p.absent, p.exact)
+        for p in points
+    ]
+    return digest.of_file(repr((compared, host.attributes)).encode())
 
 
 def release_of(version: str) -> Version:
@@ -103,14 +123,75 @@ def release_of(version: str) -> Version:
         InvalidVersion: it is not a PEP 440 version.
     """
     # PEP 440 puts 1.3rc1 neither in "<1.3" nor in ">=1.3", and local or post releases above their
-    # release. All of them are built from the sources of that release, so they select like it.
+    # release. Rows of the table mean the release in all these cases.
     return Version(Version(version).base_version)
 
 
-def _select(points: Sequence[PatchPoint], release: Version) -> tuple[PatchPoint, ...]:
+def bodies(selected: Iterable[PatchPoint], sources: Sources) -> dict[str, str]:
+    """The digest of each target's definition, by "module:attribute".
+
+    Raises:
+        SourceNotFound: a module is not there.
+    """
+    found: dict[str, str] = {}
+    for point in selected:
+        function = None if point.absent else find_def(point.attribute, sources.tree(point.module))
+        if function is not None:
+            found[point.target] = digest.of_function(function)
+    return found
+
+
+def _release(host: Host, version: str) -> Version:
+    try:
+        release = release_of(version)
+    except InvalidVersion:
+        raise UnreadableVersion(
+            f"The version {version!r} of {host.name} cannot be read; {host.remedy}."
+        ) from None
+    if not SpecifierSet(host.supported).contains(release):
+        raise UnsupportedVersion(
+            f"{host.name} {version} is not supported (supported: {_span(host)}); {host.remedy}."
+        )
+    return release
+
+
+def _span(host: Host) -> str:
+    known = host.records.releases if host.records else ()
+    return f"{known[0]} to {known[-1]}" if known else host.supported
+
+
+def _release_doubts(host: Host, version: str, release: Version) -> Iterator[str]:
+    if host.records is None:
+        return
+    full = Version(version)
+    known = {Version(known) for known in host.records.releases}
+    if release not in known or full.is_prerelease:  # a development version counts as one
+        yield f"this release is not one of those verified ({_span(host)})"
+    elif not host.is_own_build(full.local):
+        yield f"'+{full.local}' is not a build of {host.name}'s own"
+
+
+def _unverified(host: Host, label: str, doubts: Sequence[str]) -> UnverifiedHost:
+    return UnverifiedHost(
+        f"{label} is refused: {_first(doubts)}. Nothing was patched; {host.remedy}, or "
+        f"{host.override or 'allow it'} to patch it all the same."
+    )
+
+
+def _first(texts: Sequence[str]) -> str:
+    more = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
+    return f"{texts[0]}{more}"
+
+
+def select(points: Sequence[PatchPoint], release: Version) -> tuple[PatchPoint, ...]:
+    """The points of a release.
+
+    Raises:
+        PatchTableError: a name is selected not at all or more than once.
+    """
     selected = tuple(p for p in points if SpecifierSet(p.versions).contains(release))
     counts = Counter(p.name for p in selected)
-    targets = Counter(f"{p.module}:{p.attribute}" for p in selected)
+    targets = Counter(p.target for p in selected)
     names = dict.fromkeys(p.name for p in points)
     problems = [f"{name} is selected {counts[name]} times" for name in names if counts[name] != 1]
     problems += [f"{target} has {n} points" for target, n in targets.items() if n > 1]
@@ -122,70 +203,76 @@ def _select(points: Sequence[PatchPoint], release: Version) -> tuple[PatchPoint,
     return selected
 
 
-def _parse(module: str, find_source: Callable[[str], Path]) -> ast.Module | str:
-    """The module's syntax tree, or why there is none."""
-    file = module.replace(".", "/") + ".py"
-    try:
-        return ast.parse(find_source(module).read_bytes())
-    except FileNotFoundError:
-        return f"not found: there is no {file}"
-    except (SyntaxError, ValueError):
-        return f"not found: {file} cannot be parsed"
+def _is_released(
+    host: Host, points: Sequence[PatchPoint], release: Version, sources: Sources
+) -> bool:
+    """Whether every file is, byte for byte, one that was compared with this table before."""
+    records = host.records
+    if records is None or records.table != fingerprint(host, points):
+        return False
+    known = records.files_of(records.nearest(release))
+    return bool(known) and all(
+        digest.of_file(sources.read(module)) in digests for module, digests in known.items()
+    )
 
 
-def _complaint(point: PatchPoint, tree: ast.Module | str) -> str:
-    """How the target differs from `point`, beginning with its name, or ""."""
-    if isinstance(tree, str):
-        return "" if point.absent else f"{point.name} {tree}"
-    function = find_def(point.attribute, tree)
+def _complaints(selected: Iterable[PatchPoint], sources: Sources) -> Iterator[str]:
+    for point in selected:
+        try:
+            text = _complaint(point, find_def(point.attribute, sources.tree(point.module)))
+        except SourceNotFound as reason:
+            text = "" if point.absent else str(reason)
+        if text:
+            yield f"{point.name} {text}"
+
+
+def _complaint(point: PatchPoint, function: Function | None) -> str:
+    """How a target differs from its point, or ""."""
     if point.absent:
-        return f"{point.name} exists, expected none" if function else ""
+        return "exists, expected none" if function else ""
     if function is None:
-        return f"{point.name} not found in {point.module.replace('.', '/')}.py"
-    if PROPERTIES.intersection(map(ast.unparse, function.decorator_list)):
-        return f"{point.name} is a property, expected a function"
-    arguments = function.args
-    named = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-    parameters = _wrong_parameters(point, [argument.arg for argument in named])
-    differences = [text for text in (parameters, _wrong_return(point, function)) if text]
-    return f"{point.name} {' and '.join(differences)}" if differences else ""
+        return f"not found in {file_of(point.module)}"
+    kinds = [OTHER_KINDS.get(ast.unparse(d)) for d in function.decorator_list]
+    kinds += ["a coroutine function"] if isinstance(function, ast.AsyncFunctionDef) else []
+    for kind in filter(None, kinds):
+        return f"is {kind}, expected a plain function"
+    wrong = (wrong_parameters(point, *_parameters(function.args)), _wrong_return(point, function))
+    return " and ".join(filter(None, wrong))
 
 
-def find_def(attribute: str, tree: ast.Module) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """The function at a dotted path; base classes are followed within the module only."""
-    *classes, name = attribute.split(".")
-    scopes: list[ast.AST] = [tree]
-    for class_name in classes:
-        found = [node for scope in scopes for node in _definitions(scope, class_name)]
-        scopes = list(found[-1:])
-    for scope in scopes:  # grows while it is walked
-        for node in reversed(list(_definitions(scope, name))):
-            return None if isinstance(node, ast.ClassDef) else node
-        for base in getattr(scope, "bases", ()):
-            parents = _definitions(tree, ast.unparse(base))
-            scopes.extend(node for node in parents if node not in scopes)
-    return None
+def _parameters(arguments: ast.arguments) -> tuple[list[str], list[str], list[str]]:
+    """A header's parameters that are plain, in order; all by name; those without a default."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    optional = positional[len(positional) - len(arguments.defaults) :]
+    optional += [a for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults) if default]
+    named = [*positional, *arguments.kwonlyargs]
+    required = [a.arg for a in named if a not in optional]
+    plain = [] if arguments.posonlyargs else [a.arg for a in arguments.args]
+    return plain, [a.arg for a in named], required
 
 
-def _definitions(
-    scope: ast.AST, name: str
-) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """Definitions of `name` in a module or class body, in order, also under if, try and with."""
-    for node in ast.iter_child_nodes(scope):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            if node.name == name:
-                yield node
-        elif isinstance(node, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
-            yield from _definitions(node, name)
+def wrong_parameters(
+    point: PatchPoint, plain: Sequence[str], named: Sequence[str], required: Sequence[str]
+) -> str:
+    """How parameters differ from those of a point, or "".
+
+    Args:
+        point: the point.
+        plain: parameters that can be given by position and by name, in order.
+        named: all but those of * and **.
+        required: those of them without a default.
+    """
+    listed = point.parameters
+    if tuple(plain[: len(listed)]) != listed:
+        return f"takes ({', '.join(named)}), expected ({', '.join(listed)})"
+    more = [name for name in (named if point.exact else required) if name not in listed]
+    if more:
+        kind = "parameter" if point.exact else "required parameter"
+        return f"has the {kind} {more[0]}, expected only ({', '.join(listed)})"
+    return ""
 
 
-def _wrong_parameters(point: PatchPoint, found: Sequence[str]) -> str:
-    if tuple(found[: len(point.parameters)]) == point.parameters:
-        return ""
-    return f"takes ({', '.join(found)}), expected ({', '.join(point.parameters)})"
-
-
-def _wrong_return(point: PatchPoint, function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+def _wrong_return(point: PatchPoint, function: Function) -> str:
     found = ast.unparse(function.returns) if function.returns else ""
     if point.returns is None or _bare(found) in map(_bare, point.returns):
         return ""
@@ -197,3 +284,44 @@ def _bare(annotation: str) -> str:
     # Quotes only delay evaluation, and text within them keeps the author's spacing.
     text = ast.unparse(ast.parse(annotation, mode="eval")) if annotation else ""
     return "".join(text.replace('"', "").replace("'", "").split())
+
+
+def _missing(host: Host, release: Version, sources: Sources) -> Iterator[str]:
+    """Attributes that are not there, or are there where the table has none."""
+    rows = host.attributes
+    now = [row for row in rows if SpecifierSet(row.versions).contains(release)]
+    for module, owner in dict.fromkeys((row.module, row.owner) for row in now):
+        mine = [row for row in rows if (row.module, row.owner) == (module, owner)]
+        expected = {name for row in mine if row in now for name in row.names}
+        try:
+            found = sources.attributes(module, owner)
+        except SourceNotFound as reason:
+            yield f"{owner or module} {reason}"
+            continue
+        if found is None:
+            yield f"{owner} not found in {file_of(module)}"
+            continue
+        yield from _differences(mine[0], expected, found, mine)
+
+
+def _differences(
+    of: Attributes, expected: set[str], found: set[str], rows: Sequence[Attributes]
+) -> Iterator[str]:
+    for name in sorted(expected - found):
+        yield f"{of.label}.{name} not found in {file_of(of.module)}"
+    elsewhere = {name for row in rows for name in row.names}
+    for name in sorted((elsewhere - expected) & found):
+        yield f"{of.label}.{name} exists, expected none"
+
+
+def _changed_bodies(
+    host: Host, release: Version, selected: Sequence[PatchPoint], sources: Sources
+) -> Iterator[str]:
+    if host.records is None:
+        return
+    known = host.records.nearest(release)
+    digests = host.records.bodies_of(known)
+    found = bodies(selected, sources)
+    for point in selected:
+        if point.target in found and found[point.target] not in digests.get(point.target, ()):
+            yield f"{point.name} ({point.attribute}) is not what {known} has"

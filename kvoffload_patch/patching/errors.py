@@ -23,6 +23,10 @@ class UnsupportedVersion(PatchRefused):
     """The host's version lies outside the supported range."""
 
 
+class UnverifiedHost(PatchRefused):
+    """The release, or the body of a target, is none that was verified; the user may override."""
+
+
 class PatchTableError(PatchRefused):
     """The table of patch points contradicts itself or what is armed; no fault of the host."""
 

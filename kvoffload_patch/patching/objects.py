@@ -8,14 +8,14 @@ know what a hook does.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .check import live_complaints, mismatch
+from .check import mismatch
 from .errors import PatchTableError
+from .live import check_live
 from .point import Decision, PatchPoint
-
-_ABSENT = object()
 
 
 class ObjectHooks:
@@ -34,7 +34,8 @@ class ObjectHooks:
 
     Raises:
         SignatureMismatch: an object's function is not the one whose source was verified: set on
-            the object itself, overridden in a derived class, or replaced in the class.
+            the object itself, or overridden in a derived class; or has other parameters.
+        UnverifiedHost: the class's function is not the one that its module's source defines.
         PatchTableError: a point has no object.
     """
 
@@ -46,6 +47,7 @@ class ObjectHooks:
         complaints = [text for p, owner in checked for text in _complaints(p, owner)]
         if complaints:
             raise mismatch(decision, complaints)
+        check_live(decision, [(p, sys.modules[p.module], _function(p, o)) for p, o in checked])
 
     def install(self, *context: Any) -> None:
         """Set every hook: what ``hook(wrapped, live, *context)`` makes; on any exception none.
@@ -98,15 +100,18 @@ def _complaints(point: PatchPoint, owner: Any) -> Iterator[str]:
     if not known:
         yield f"{point.name} expects a {class_name}, found {kind.__module__}.{kind.__qualname__}"
         return
-    defined = next((c for c in classes if name in vars(c)), kind)
-    if defined not in known[0].__mro__:
-        yield f"{point.name} is overridden in {defined.__module__}.{defined.__qualname__}"
-        return
-    found = vars(defined).get(name, _ABSENT)
-    if found is _ABSENT:
+    if name not in dir(kind):
         yield f"{point.name} not found in {kind.__module__}.{kind.__qualname__}"
         return
-    yield from live_complaints(point, found)
+    defined = next(c for c in classes if name in vars(c))
+    if defined not in known[0].__mro__:
+        yield f"{point.name} is overridden in {defined.__module__}.{defined.__qualname__}"
+
+
+def _function(point: PatchPoint, owner: Any) -> Any:
+    """The raw object in the class that defines it."""
+    name = point.attribute.rpartition(".")[2]
+    return next(vars(c)[name] for c in type(owner).__mro__ if name in vars(c))
 
 
 def _load(point: PatchPoint) -> Callable[..., Any]:

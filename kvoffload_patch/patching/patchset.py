@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
-from .check import live_complaints, mismatch
+from .check import mismatch
 from .errors import InstallFailed, PatchRefused, PatchTableError
+from .live import check_live
 from .point import Decision, PatchPoint
 
 # "armed" means that some target module is still to be imported.
@@ -94,6 +95,7 @@ class PatchSet:
         Raises:
             PatchTableError: the host is armed with other points.
             SignatureMismatch: a live function has been replaced by one with other parameters.
+            UnverifiedHost: a live function is not the one that its module's source defines.
             InstallFailed: a hook or target could not be loaded or replaced, or the target module
                 is just being imported by the calling thread.
         """
@@ -202,20 +204,18 @@ def _prepare(
     record: _Record, module: ModuleType, hooks: dict[PatchPoint, Callable[..., Any]]
 ) -> list[_Entry]:
     """Resolve every target, compare it with its point, and build all wrappers; assign nothing."""
-    entries, complaints = [], []
+    entries = []
     for point, hook in hooks.items():
         try:
             owner, attribute, target = _wrapt().resolve_path(module, point.attribute)
         except AttributeError:
-            complaints.append(f"{point.name} not found in the imported {module.__name__}")
-            continue
-        complaints.extend(live_complaints(point, target))
+            text = f"{point.name} not found in the imported {module.__name__}"
+            raise mismatch(record.decision, [text]) from None
         wrapper = _wrapt().FunctionWrapper(target, _tracked(point, hook, record), record.gate)
         original = vars(owner).get(attribute, _ABSENT)
-        entries.append(_Entry(point, owner, attribute, original, wrapper))
-    if complaints:
-        raise mismatch(record.decision, complaints)
-    return entries
+        entries.append((_Entry(point, owner, attribute, original, wrapper), target))
+    check_live(record.decision, [(entry.point, module, target) for entry, target in entries])
+    return [entry for entry, _ in entries]
 
 
 def _tracked(point: PatchPoint, hook: Callable[..., Any], record: _Record) -> Callable[..., Any]:

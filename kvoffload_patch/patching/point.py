@@ -7,15 +7,39 @@ host, or know how a point is installed.
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from .errors import PatchTableError
+from .records import Records
 
 Role = Literal["scheduler", "worker"]
 Place = Literal["class", "object"]
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """What the host's objects of one class must have, for one range of host releases.
+
+    Attributes:
+        module: dotted module in which the class is defined, or into which it is imported.
+        owner: the class; "" for the module itself.
+        names: attributes, properties and methods.
+        versions: PEP 440 specifiers. A name that is listed for other releases only must be absent.
+    """
+
+    module: str
+    owner: str
+    names: tuple[str, ...]
+    versions: str
+
+    @property
+    def label(self) -> str:
+        """What messages call the owner."""
+        return self.owner or self.module
 
 
 @dataclass(frozen=True)
@@ -26,8 +50,12 @@ class Host:
         name: what to call it in messages.
         distributions: distribution names to look for; the first one installed counts.
         package: its top-level import name.
-        supported: PEP 440 specifiers of the supported releases.
+        supported: PEP 440 specifiers of the releases that may be patched at all.
         remedy: what the user can do about a refusal, a sentence without a full stop.
+        attributes: what hooks read and set of its objects, all releases.
+        records: releases that were verified, with digests; None: neither is compared.
+        own_builds: regular expression of local versions under which it is released unchanged.
+        override: what the user can do to patch something that was not verified.
     """
 
     name: str
@@ -35,6 +63,14 @@ class Host:
     package: str
     supported: str
     remedy: str
+    attributes: tuple[Attributes, ...] = ()
+    records: Records | None = None
+    own_builds: str = ""
+    override: str = ""
+
+    def is_own_build(self, local: str | None) -> bool:
+        """Whether a local version (the part behind "+") is one of the host's own."""
+        return local is None or re.fullmatch(self.own_builds, local) is not None
 
 
 @dataclass(frozen=True)
@@ -50,7 +86,8 @@ class PatchPoint:
             target module at its top level. Empty: the target is only checked, because hooks call
             it or stand in for it.
         versions: PEP 440 specifiers, compared with the release part of the host's version.
-        parameters: names of the leading parameters, in order, with self or cls.
+        parameters: names of the leading parameters, in order, with self; every one without a
+            default is listed, and each can be given by position and by name.
         returns: accepted source texts of the return annotation ("" is none); None skips the check.
         why: why the patch exists.
         remove_when: what makes it unnecessary.
@@ -58,6 +95,8 @@ class PatchPoint:
         on: "class": the target is replaced when its module is imported, and the hook is called as
             hook(wrapped, instance, args, kwargs). "object": it is left alone, and `ObjectHooks`
             sets what hook(wrapped, live, ...) makes on single objects.
+        exact: the target has no parameters besides, because the host calls what stands in for it.
+        wrappers: top-level packages whose decorators the host's source puts around the target.
 
     Raises:
         PatchTableError: a field cannot be understood.
@@ -75,6 +114,8 @@ class PatchPoint:
     remove_when: str
     absent: bool = False
     on: Place = "class"
+    exact: bool = False
+    wrappers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         try:
@@ -91,14 +132,26 @@ class PatchPoint:
                 "or its target is absent."
             )
 
+    @property
+    def target(self) -> str:
+        """What identifies the target: "module:attribute"."""
+        return f"{self.module}:{self.attribute}"
+
 
 @dataclass(frozen=True)
 class Decision:
-    """Permission to install: the verified points for the host version found."""
+    """Permission to install: the verified points for the host version found.
+
+    Attributes:
+        doubts: what was found unverified and is patched because the user wants it.
+        allow_unverified: whether the user wants it.
+    """
 
     host: Host
     version: str
     points: tuple[PatchPoint, ...]
+    doubts: tuple[str, ...] = ()
+    allow_unverified: bool = False
 
     @property
     def wrapped(self) -> tuple[PatchPoint, ...]:

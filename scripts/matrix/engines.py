@@ -26,34 +26,10 @@ from typing import Any
 
 from scripts import ROOT
 from scripts.matrix import environment, results
+from scripts.release.known import last_patches_with_cpu_build
 
 TIMEOUT_S = 1800
-RELEASES = [
-    "0.9.2",
-    "0.10.2",
-    "0.11.2",
-    "0.12.0",
-    "0.13.0",
-    "0.14.1",
-    "0.15.1",
-    "0.16.0",
-    "0.17.1",
-    "0.18.1",
-    "0.19.1",
-    "0.20.2",
-    "0.21.0",
-    "0.22.1",
-    "0.23.0",
-    "0.24.0",
-    "0.25.1",
-    "0.26.0",
-    "0.27.1",
-    "0.28.0",
-    "0.29.0",
-    "0.30.0",
-    "0.31.0",
-    "0.32.0",
-]
+RELEASES = last_patches_with_cpu_build()
 
 
 def run_release(release: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -20,22 +20,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
-
-from kvoffload_patch.integration.patch_table.points import SUPPORTED_VLLM
+from kvoffload_patch.integration.patch_table.verified import RELEASES
 from scripts import ROOT
 from scripts.matrix import results
 from scripts.release.sources import NotFetched, fetch
 
 HALF = ROOT / "tests/scheduler_half/half.py"
 LIMIT_S = 600
-
-
-def supported() -> list[str]:
-    """Every release that the patch table supports, oldest first."""
-    known = [Version(file.stem) for file in (ROOT / "tests/data/vllm").glob("*.json")]
-    return [str(release) for release in sorted(known) if release in SpecifierSet(SUPPORTED_VLLM)]
 
 
 def play(release: str) -> dict[str, Any]:
@@ -96,7 +87,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     red = False
-    for release, result, why in play_all(args.releases or supported(), args.jobs):
+    for release, result, why in play_all(args.releases or RELEASES, args.jobs):
         if result is None:
             red = True
             print(f"{release}: not run: {why}", flush=True)

@@ -9,6 +9,8 @@ from scripts import dispatch  # noqa: E402
 
 COMMANDS = {
     "snapshot": ("snapshot", "write what releases have at the patch points: tests/data/vllm"),
+    "digests": ("digests", "write what was verified of releases, into the package"),
+    "time": ("decision", "how long the decision about the installed vLLM takes"),
     "sources": ("sources", "fetch the Python sources of releases"),
     "patches": ("patches", "make the files in patches/"),
     "compatibility": ("compatibility", "make docs/compatibility.md from the matrix's results"),

@@ -6,8 +6,9 @@ Usage: python scripts/release snapshot X.Y.Z [...]         from releases (source
        python scripts/release snapshot --all               every snapshot that exists, again
 
 A snapshot says for each module that any row of the table names, for whatever release, whether it
-exists, and for each target its header without defaults and annotations of parameters, such as
-`(self, blocks, /, *, key) -> list[Block]`, or null where there is no such function. Run it with
+exists; for each function its header without annotations of parameters, such as
+`(self, blocks, /, *, key, more=...) -> list[Block]`, or null where there is no such function; and
+for each class, or module, which of the attributes that the table names it has. Run it with
 `--all` after a change of the table, and with a new release to add it. Run it where
 kvoffload_patch can be imported; vLLM need not be there.
 """
@@ -16,17 +17,21 @@ from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import email
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvoffload_patch.integration.patch_table.attributes import ATTRIBUTES
 from kvoffload_patch.integration.patch_table.points import POINTS
-from kvoffload_patch.patching import PatchPoint
-from kvoffload_patch.patching.check import PROPERTIES, find_def, release_of
+from kvoffload_patch.patching import Attributes, PatchPoint
+from kvoffload_patch.patching.check import OTHER_KINDS, release_of
+from kvoffload_patch.patching.sources import SourceNotFound, Sources, find_def
 from scripts import ROOT
+from scripts.release.digests import finder
 from scripts.release.sources import UNREADABLE, NotFetched, fetch, unpack_wheel
 
 FOLDER = ROOT / "tests" / "data" / "vllm"
@@ -37,25 +42,57 @@ class NoSnapshot(Exception):
 
 
 def snapshot(
-    release: str, folder: Path, wheel: str, points: Sequence[PatchPoint] = POINTS
+    release: str,
+    folder: Path,
+    wheel: str,
+    points: Sequence[PatchPoint] = POINTS,
+    attributes: Sequence[Attributes] = ATTRIBUTES,
 ) -> dict[str, Any]:
-    """What the release whose sources lie in `folder` has of the targets of `points`.
+    """What the release whose sources lie in `folder` has of the table.
 
     Raises:
-        NoSnapshot: the folder holds something else.
+        NoSnapshot: the folder holds something else, or a file that cannot be parsed.
     """
-    modules = {module: _parse(folder, module) for module in sorted({p.module for p in points})}
-    targets = sorted({(p.module, p.attribute) for p in points})
     return {
         "release": release,
         "distribution": _distribution(release, folder),
         "wheel": wheel,
-        "modules": {module: tree is not None for module, tree in modules.items()},
-        "targets": {
-            f"{module}:{attribute}": _header(modules[module], attribute)
-            for module, attribute in targets
+        **found_in(folder, points, attributes),
+    }
+
+
+def found_in(
+    folder: Path,
+    points: Sequence[PatchPoint] = POINTS,
+    attributes: Sequence[Attributes] = ATTRIBUTES,
+) -> dict[str, Any]:
+    """What the sources in `folder` have of the table, whatever release they are."""
+    sources = Sources(finder(folder))
+    modules = sorted({row.module for row in (*points, *attributes)})
+    trees = {module: _tree(sources, module) for module in modules}
+    targets = sorted({(p.module, p.attribute) for p in points})
+    owners = sorted({(row.module, row.owner) for row in attributes})
+    return {
+        "modules": {module: tree is not None for module, tree in trees.items()},
+        "targets": {f"{m}:{attribute}": _header(trees[m], attribute) for m, attribute in targets},
+        "attributes": {
+            f"{m}:{owner}": _names(sources, m, owner, attributes) for m, owner in owners
         },
     }
+
+
+def _names(
+    sources: Sources, module: str, owner: str, attributes: Sequence[Attributes]
+) -> str | None:
+    """Of the attributes that rows name for a class, those that it has; None: there is no class."""
+    try:
+        found = sources.attributes(module, owner)
+    except SourceNotFound:
+        return None
+    named = {
+        n for row in attributes if (row.module, row.owner) == (module, owner) for n in row.names
+    }
+    return None if found is None else " ".join(sorted(named & found))
 
 
 def text_of(taken: dict[str, Any]) -> str:
@@ -81,39 +118,35 @@ def _distribution(release: str, folder: Path) -> str:
     return f"{name} {version}"
 
 
-def _parse(folder: Path, module: str) -> ast.Module | None:
-    base = folder.joinpath(*module.split("."))
-    for file in (base / "__init__.py", base.with_suffix(".py")):  # as patching.find_source
-        if file.is_file():
-            return ast.parse(file.read_bytes(), str(file))
-    return None
+def _tree(sources: Sources, module: str) -> ast.Module | None:
+    try:
+        return sources.tree(module)
+    except SourceNotFound as reason:
+        if sources.read(module) is None:
+            return None
+        raise NoSnapshot(f"{reason}; give the sources as released.") from None
 
 
 def _header(tree: ast.Module | None, attribute: str) -> str | None:
     function = find_def(attribute, tree) if tree else None
     if function is None:
         return None
-    is_property = PROPERTIES.intersection(map(ast.unparse, function.decorator_list))
+    decorators = (OTHER_KINDS.get(ast.unparse(d)) for d in function.decorator_list)
+    kind = "".join(f"{name.rpartition(' ')[2]} " for name in decorators if name)
     returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
-    kind = "property " if is_property else ""
-    return f"{kind}({', '.join(_parameters(function.args))}){returns}"
+    return f"{kind}({_parameters(function.args)}){returns}"
 
 
-def _parameters(arguments: ast.arguments) -> Iterator[str]:
-    for argument in arguments.posonlyargs:
-        yield argument.arg
-    if arguments.posonlyargs:
-        yield "/"
-    for argument in arguments.args:
-        yield argument.arg
-    if arguments.vararg:
-        yield f"*{arguments.vararg.arg}"
-    elif arguments.kwonlyargs:
-        yield "*"
-    for argument in arguments.kwonlyargs:
-        yield argument.arg
-    if arguments.kwarg:
-        yield f"**{arguments.kwarg.arg}"
+def _parameters(arguments: ast.arguments) -> str:
+    """The parameters, those with a default as `name=...`, without annotations."""
+    bare = copy.deepcopy(arguments)
+    for node in ast.walk(bare):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    given = ast.Constant(value=...)
+    bare.defaults = [given for _ in bare.defaults]
+    bare.kw_defaults = [given if default else None for default in bare.kw_defaults]
+    return ast.unparse(bare)
 
 
 def _take(release: str, wheel: Path | None, sources: Path | None) -> dict[str, Any]:
@@ -154,7 +187,7 @@ def main() -> None:
     for release in given.releases:
         try:
             text = text_of(_take(release, given.wheel, given.sources))
-        except (NotFetched, NoSnapshot, SyntaxError, *UNREADABLE) as error:
+        except (NotFetched, NoSnapshot, *UNREADABLE) as error:
             raise SystemExit(f"error: no snapshot of {release}: {error}") from None
         file = given.out / f"{release}.json"
         file.write_text(text, encoding="utf-8")

@@ -26,7 +26,7 @@ import urllib.parse
 import urllib.request
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from http.client import HTTPException
 from pathlib import Path
@@ -67,14 +67,38 @@ def fetch(release: str, cache: Path | None = None) -> Path:
     """
     if not re.fullmatch(r"\d+(\.\d+)+((a|b|rc|\.post|\.dev)\d+)?", release):
         raise NotFetched(f"{release!r} is not a release such as 0.32.0; give its version number.")
-    cache = cache or Path(os.environ.get("RELEASE_SOURCES") or ROOT / ".vllm-sources")
-    folder = cache / release
+    return _fetched(_cache(cache) / release, lambda: _locate(release))
+
+
+def fetch_builds(release: str, cache: Path | None = None) -> list[Path]:
+    """The folders with the sources of every build of `release`: vLLM's own, the CPU's, later posts.
+
+    Raises:
+        NotFetched: none, or one that is listed, could be found or read.
+    """
+    folders = [fetch(release, cache)]
+    first = (folders[0] / "wheel.txt").read_text(encoding="utf-8").strip()
+    for project in PROJECTS:
+        for version, url in _links(project).items():
+            again = _name_of(url) == first
+            if not again and re.fullmatch(re.escape(release) + r"(\.post\d+)?", version):
+                found = f"{project}=={version}", url
+                folder = _cache(cache) / f"{project}-{version}"
+                folders.append(_fetched(folder, lambda found=found: found))
+    return folders
+
+
+def _cache(given: Path | None) -> Path:
+    return given or Path(os.environ.get("RELEASE_SOURCES") or ROOT / ".vllm-sources")
+
+
+def _fetched(folder: Path, locate: Callable[[], tuple[str, str]]) -> Path:
     if folder.is_dir():
         return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{release}-", dir=cache) as made:
-        part = Path(made) / release
-        _unpack_release(release, part)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as made:
+        part = Path(made) / folder.name
+        _unpack_release(*locate(), part)
         try:
             part.rename(folder)
         except OSError:
@@ -83,8 +107,7 @@ def fetch(release: str, cache: Path | None = None) -> Path:
     return folder
 
 
-def _unpack_release(release: str, folder: Path) -> None:
-    requirement, url = _locate(release)
+def _unpack_release(requirement: str, url: str, folder: Path) -> None:
     try:
         unpack_url(url, folder)
     except UNREADABLE as error:
@@ -153,8 +176,11 @@ def unpack_url(url: str, folder: Path) -> None:
         for start, stop, members in _runs(archive):
             remote.load(start, stop)
             _extract(archive, members, folder)
-    name = urllib.parse.unquote(urllib.parse.urlsplit(url).path.rsplit("/", 1)[-1])
-    (folder / "wheel.txt").write_text(name + "\n", encoding="utf-8")
+    (folder / "wheel.txt").write_text(_name_of(url) + "\n", encoding="utf-8")
+
+
+def _name_of(url: str) -> str:
+    return urllib.parse.unquote(urllib.parse.urlsplit(url).path.rsplit("/", 1)[-1])
 
 
 def unpack_wheel(wheel: Path, folder: Path) -> None:

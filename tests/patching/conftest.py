@@ -19,10 +19,12 @@ class Base:
     def inherited(self, x): return x
 class Engine(Base):
     def step(self, request, count=1) -> "tuple[int, str]": return (request, count)
+    def make(self, x) -> list[int]: return [x]
     @staticmethod
     def static(x): return x
     @classmethod
-    def make(cls, x) -> list[int]: return [x]
+    def built(cls, x): return [x]
+    async def later(self, x): return x
 ORIGINALS = dict(vars(Engine))
 """,
     "fakehost/beta.py": """
@@ -52,11 +54,10 @@ def point(name, attribute, parameters, returns=None, hook="hooks:mark", versions
 STEP = point("scheduler.step", "fakehost.alpha:Engine.step", "self request", ("tuple[int, str]",))
 EXECUTE = point("worker.execute", "fakehost.beta:Worker.execute", "self batch")
 INHERITED = point("scheduler.inherited", "fakehost.alpha:Engine.inherited", "self x")
-STATIC = point("scheduler.static", "fakehost.alpha:Engine.static", "x")
-MAKE = point("scheduler.make", "fakehost.alpha:Engine.make", "cls x", ("list[int]",))
+MAKE = point("scheduler.make", "fakehost.alpha:Engine.make", "self x", ("list[int]",))
 
-def patches(*points):
-    return PatchSet(decide(HOST, points or (STEP, EXECUTE), installed_version(HOST)))
+def patches(*points, **options):
+    return PatchSet(decide(HOST, points or (STEP, EXECUTE), installed_version(HOST), **options))
 
 def refused(kind, function, *args):
     try:

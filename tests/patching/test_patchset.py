@@ -9,17 +9,14 @@ def test_removal_restores_the_very_same_raw_objects(host):
     host.run(
         """
         import fakehost.alpha as alpha
-        p = patches(STEP, STATIC, MAKE)
+        p = patches(STEP, MAKE)
         p.arm()
-        for name in ("step", "static", "make"):
+        for name in ("step", "make"):
             assert vars(alpha.Engine)[name] is not alpha.ORIGINALS[name]
-        assert alpha.Engine.static(1) == alpha.Engine().static(1) == ("hooked", 1)
-        assert alpha.Engine.make(2) == alpha.Engine().make(2) == ("hooked", [2])
+        assert alpha.Engine().make(2) == ("hooked", [2])
         p.remove()
-        for name in ("step", "static", "make"):
+        for name in ("step", "make"):
             assert vars(alpha.Engine)[name] is alpha.ORIGINALS[name]
-        assert isinstance(vars(alpha.Engine)["static"], staticmethod)
-        assert isinstance(vars(alpha.Engine)["make"], classmethod)
         """
     )
 
@@ -32,8 +29,8 @@ def test_hook_gets_bound_function_instance_and_arguments(host):
         engine = alpha.Engine()
         assert engine.step(1, count=5) == ("hooked", (1, 5))
         assert hooks.calls == [("step", engine, (1,), {"count": 5})]
-        alpha.Engine.make(3)
-        assert hooks.calls[1] == ("make", alpha.Engine, (3,), {})
+        engine.make(3)
+        assert hooks.calls[1] == ("make", engine, (3,), {})
         """
     )
 
@@ -101,6 +98,7 @@ def test_wrapper_on_top_stays_and_ours_passes_through(host):
         assert vars(alpha.Engine)["step"] is theirs and not p.enabled()
         count = len(hooks.calls)
         assert alpha.Engine().step(1) == ("theirs", (1, 1)) and len(hooks.calls) == count
+        p = patches(STEP, allow_unverified=True)
         p.arm()  # a new wrapper on top; the old one below must not run the hook a second time
         assert alpha.Engine().step(1) == ("hooked", ("theirs", (1, 1)))
         assert ours is not vars(alpha.Engine)["step"]
@@ -111,9 +109,7 @@ def test_wrapper_on_top_stays_and_ours_passes_through(host):
     )
 
 
-def test_foreign_wrapper_below_is_accepted_if_the_parameters_still_match(host):
-    host.run(
-        """
+WRAPPED_BY_OTHERS = """
         import functools, fakehost.alpha as alpha
         def wrap(function):
             @functools.wraps(function)
@@ -121,11 +117,109 @@ def test_foreign_wrapper_below_is_accepted_if_the_parameters_still_match(host):
                 return ("theirs", function(*args, **kwargs))
             return theirs
         theirs = alpha.Engine.step = wrap(alpha.Engine.step)
-        p = patches(STEP)
+"""
+
+
+def test_a_foreign_wrapper_below_is_refused(host):
+    host.run(
+        WRAPPED_BY_OTHERS
+        + """
+        text = refused(UnverifiedHost, patches(STEP).arm)
+        assert text == (
+            "FakeHost 1.2.3 is refused: scheduler.step was replaced by "
+            "__main__.wrap.<locals>.theirs. Nothing was patched; use 1.x, or allow it to patch it "
+            "all the same."
+        ) or sys.version_info < (3, 11), text
+        assert vars(alpha.Engine)["step"] is theirs
+        """
+    )
+
+
+def test_a_foreign_wrapper_below_is_taken_if_the_user_wants_it_and_said_in_the_log(host):
+    host.run(
+        WRAPPED_BY_OTHERS
+        + """
+        import logging
+        said = []
+        logging.getLogger().addHandler(type("H", (logging.Handler,), {
+            "emit": lambda self, record: said.append((record.levelname, record.getMessage()))})())
+        p = patches(STEP, allow_unverified=True)
         p.arm()
         assert alpha.Engine().step(1) == ("hooked", ("theirs", (1, 1)))
+        ((level, text),) = said
+        assert level == "WARNING", said
+        assert text.startswith("FakeHost 1.2.3 is patched all the same: scheduler.step was "), text
         p.remove()
         assert vars(alpha.Engine)["step"] is theirs
+        """
+    )
+
+
+@pytest.mark.parametrize("how", ["proxy", "copied name", "callable object", "lambda"])
+def test_a_replacement_is_seen_in_whatever_dress(host, how):
+    host.run(
+        f"""
+        import fakehost.alpha as alpha, wrapt
+        plain = alpha.Engine.step
+        def copied(self, request, count=1): return 0
+        copied.__module__, copied.__qualname__ = plain.__module__, plain.__qualname__
+        class Callable:
+            def __call__(self, request, count=1): return 0
+            __signature__ = __import__("inspect").signature(plain)
+        alpha.Engine.step = {{
+            "proxy": wrapt.FunctionWrapper(plain, lambda w, i, a, k: w(*a, **k)),
+            "copied name": copied,
+            "callable object": Callable(),
+            "lambda": lambda self, request, count=1: 0,
+        }}[{how!r}]
+        text = refused(UnverifiedHost, patches(STEP).arm)
+        assert "scheduler.step was replaced by" in text, text
+        """
+    )
+
+
+def test_a_decorator_of_the_hosts_own_source_is_no_replacement(host):
+    host.write(
+        "tools.py",
+        "import functools\n"
+        "def decorated(function):\n"
+        "    @functools.wraps(function)\n"
+        "    def around(*args, **kwargs): return function(*args, **kwargs)\n"
+        "    return around\n",
+    )
+    host.replace("fakehost/alpha.py", "class Base:", "from tools import decorated\nclass Base:")
+    host.replace("fakehost/alpha.py", "    def step", "    @decorated\n    def step")
+    host.run(
+        """
+        import dataclasses, fakehost.alpha as alpha
+        text = refused(UnverifiedHost, patches(STEP).arm)
+        patches(STEP).remove()
+        known = dataclasses.replace(STEP, wrappers=("tools",))
+        patches(known).arm()
+        assert alpha.Engine().step(1) == ("hooked", (1, 1))
+        """
+    )
+
+
+@pytest.mark.parametrize(
+    ("replacement", "found"),
+    [
+        ("staticmethod(lambda self, request: 0)", "is a static method"),
+        ("classmethod(lambda self, request: 0)", "is a class method"),
+        ("later", "is a coroutine function"),
+        ("dict", "does not tell its parameters"),
+        ("lambda self, request, more: 0", "has the required parameter more"),
+        ("lambda self, *, request: 0", "takes (self, request), expected (self, request)"),
+    ],
+)
+def test_what_cannot_be_wrapped_right_is_refused_whatever_the_user_wants(host, replacement, found):
+    host.run(
+        f"""
+        import fakehost.alpha as alpha
+        async def later(self, request): return 0
+        alpha.Engine.step = {replacement}
+        text = refused(SignatureMismatch, patches(STEP, allow_unverified=True).arm)
+        assert {found!r} in text, text
         """
     )
 
@@ -140,8 +234,8 @@ def test_foreign_wrapper_with_other_parameters_is_refused_by_name(host):
         p = patches(EXECUTE, STEP)
         text = refused(SignatureMismatch, p.arm)
         assert text == (
-            "1 of 2 patch points do not match FakeHost 1.2.3: scheduler.step takes (self), "
-            "expected (self, request) (the function is now __main__.foreign). "
+            "FakeHost 1.2.3 does not match the patch table: scheduler.step takes (self), "
+            "expected (self, request) (it is now __main__.foreign). "
             "Nothing was patched; use 1.x."
         ), text
         assert vars(alpha.Engine)["step"] is foreign
@@ -196,9 +290,9 @@ def test_assignment_that_raises_rolls_back_what_was_assigned(host):
     host.run(
         """
         import fakehost.alpha as alpha
-        text = refused(InstallFailed, patches(STEP, MAKE, STATIC).arm)
+        text = refused(InstallFailed, patches(STEP, MAKE, INHERITED).arm)
         assert "TypeError (make is final)" in text, text
-        for name in ("step", "make", "static"):
+        for name in ("step", "make"):
             assert vars(alpha.Engine)[name] is alpha.ORIGINALS[name]
         """
     )

@@ -3,15 +3,53 @@
 from __future__ import annotations
 
 from kvoffload_patch.integration.patch_table.shape import Shape, row
+from kvoffload_patch.patching import PatchPoint
 
 _POOL = "vllm.v1.core.block_pool"
 _MANAGER = "vllm.v1.core.kv_cache_manager"
 _ANY = ">=0"
+_RPC = ("self", "method", "timeout", "args")
 _FIND = ("self", "block_hashes", "max_cache_hit_length")
 
 
-def _called(name: str, module: str, attribute: str, why: str, *shapes: Shape) -> tuple:  # type: ignore[type-arg]
-    return row("scheduler", name, (module, attribute), "", why, *shapes)
+def _called(
+    name: str, module: str, attribute: str, why: str, *shapes: Shape, exact: bool = False
+) -> tuple[PatchPoint, ...]:
+    return row("scheduler", name, (module, attribute), "", why, *shapes, exact=exact)
+
+
+def _find_hit(name: str, owner: str) -> tuple[PatchPoint, ...]:
+    return _called(
+        name,
+        "vllm.v1.core.kv_cache_coordinator",
+        f"{owner}.find_longest_cache_hit",
+        "within get_computed_blocks; what it has just found is given to vLLM when it asks again",
+        Shape("<0.26", _FIND, "tuple[tuple[list[KVCacheBlock], ...], int]"),
+        Shape(">=0.26", _FIND, "tuple[tuple[list[KVCacheBlock], ...], int, int]"),
+        exact=True,
+    )
+
+
+def _queue(name: str, attribute: str, parameter: str) -> tuple[PatchPoint, ...]:
+    return _called(
+        name,
+        "vllm.v1.core.sched.request_queue",
+        attribute,
+        "from 0.31 on a parked request that is ready returns to where others wait",
+        Shape("<0.9.2", None),
+        Shape(">=0.9.2", ("self", parameter), "None"),
+    )
+
+
+def _rpc(name: str, older: str, module: str, owner: str, *shapes: Shape) -> tuple[PatchPoint, ...]:
+    return _called(
+        name,
+        module,
+        f"{owner}.collective_rpc",
+        "every rank is asked for its geometry, opened, drained and closed",
+        *(s._replace(target=(older, f"{owner}.collective_rpc")) for s in shapes[:1]),
+        *shapes[1:],
+    )
 
 
 CALLED = (
@@ -23,14 +61,9 @@ CALLED = (
         Shape("<0.26", ("self", "request"), "tuple[KVCacheBlocks, int]"),
         Shape(">=0.26", ("self", "request"), "tuple[KVCacheBlocks, int, int]"),
     ),
-    *_called(
-        "coordinator.find_longest_cache_hit",
-        "vllm.v1.core.kv_cache_coordinator",
-        "KVCacheCoordinator.find_longest_cache_hit",
-        "within the former; what it has just found is given to vLLM when it asks again",
-        Shape("<0.26", _FIND, "tuple[tuple[list[KVCacheBlock], ...], int]"),
-        Shape(">=0.26", _FIND, "tuple[tuple[list[KVCacheBlock], ...], int, int]"),
-    ),
+    *_find_hit("coordinator.find_longest_cache_hit", "KVCacheCoordinator"),
+    *_find_hit("coordinator.unitary", "UnitaryKVCacheCoordinator"),
+    *_find_hit("coordinator.hybrid", "HybridKVCacheCoordinator"),
     *_called(
         "manager.get_block_ids",
         _MANAGER,
@@ -53,6 +86,7 @@ CALLED = (
             ("self", "block_hash", "kv_cache_group_ids"),
             "list[KVCacheBlock] | None",
         ),
+        exact=True,
     ),
     *_called(
         "pool.touch",
@@ -98,5 +132,43 @@ CALLED = (
         "a block's key in the pool; up to 0.10.1 it is a named tuple",
         Shape("<0.10.2", None),
         Shape(">=0.10.2", ("block_hash", "group_id"), "BlockHashWithGroupId"),
+    ),
+    *_called(
+        "stats.record",
+        "vllm.v1.metrics.stats",
+        "PrefixCacheStats.record",
+        "hits in the tier are counted as those of an external prefix cache",
+        Shape("<0.11.1", None),
+        Shape(">=0.11.1", ("self", "num_tokens", "num_hits", "preempted"), "None"),
+    ),
+    *_queue("queue.prepend", "FCFSRequestQueue.prepend_request", "request"),
+    *_queue("queue.remove", "FCFSRequestQueue.remove_requests", "requests"),
+    *_queue("priority_queue.prepend", "PriorityRequestQueue.prepend_request", "request"),
+    *_queue("priority_queue.remove", "PriorityRequestQueue.remove_requests", "requests"),
+    *_rpc(
+        "executor.uniproc",
+        "vllm.executor.uniproc_executor",
+        "vllm.v1.executor.uniproc_executor",
+        "UniProcExecutor",
+        Shape("<0.11.1", _RPC, "List[Any]"),
+        Shape(">=0.11.1,<0.13", _RPC, "Any | list[Any] | Future[Any | list[Any]]"),
+        Shape(">=0.13", _RPC, "Any"),
+    ),
+    *_rpc(
+        "executor.multiproc",
+        "vllm.v1.executor.multiproc_executor",
+        "vllm.v1.executor.multiproc_executor",
+        "MultiprocExecutor",
+        Shape("<0.11.1", _RPC, "list[Any]"),
+        Shape(">=0.11.1,<0.13", _RPC, "Any | list[Any] | Future[Any | list[Any]]"),
+        Shape(">=0.13", _RPC, "Any"),
+    ),
+    *_called(
+        "graphs.mixed_mode",
+        "vllm.config.compilation",
+        "CUDAGraphMode.mixed_mode",
+        "loads arrive by layer only if prefills are no full CUDA graphs",
+        Shape("<0.10.1", None),
+        Shape(">=0.10.1", ("self",), "CUDAGraphMode"),
     ),
 )

