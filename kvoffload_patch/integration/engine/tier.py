@@ -15,6 +15,7 @@ from kvoffload_patch.integration.engine.lookup_replay import LookupReplay
 from kvoffload_patch.integration.engine.stats import HitCounts, Report
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.workers import RankGroup
+from kvoffload_patch.integration.errors import PromiseBroken
 from kvoffload_patch.integration.protocol import PLAN, RESULT
 from kvoffload_patch.links import LOAD
 from kvoffload_patch.tier.manager import OffloadManager
@@ -131,14 +132,25 @@ class SchedulerTier:
         self._report.tick()
 
     def on_output(self, scheduled: Any, output: Any) -> None:
-        """A step's output has come back."""
+        """A step's output has come back.
+
+        Raises:
+            PromiseBroken: without what the reporting rank has done. The executor or the runner has
+                lost it, or the runner was never hooked and the step has not got what it reads.
+        """
         self._invalid.step_returned(scheduled)
         result = getattr(output, RESULT, None)
-        if result is not None:
-            self.on_result(result)
+        if result is None:
+            raise PromiseBroken(
+                f"kvoffload_patch: expected what is done of the CPU tier's copies on the output of "
+                f"each step, found a {type(output).__name__} without it, so requests would wait "
+                "for their loads for ever; set KVOFFLOAD_DISABLE=1 to serve without the CPU tier, "
+                "and report it with the executor and the model runner in use."
+            )
+        self.on_result(result)
 
     def on_result(self, result: TransferResult) -> None:
-        """The reporting rank says what is done."""
+        """The reporting rank says what is done; one that comes late or twice says nothing new."""
         self._lookups.keys_stored(self._manager.apply(result))
         if result.failed_on(LOAD):
             self._lookups.clear()  # some lookups rest on what has left the tier

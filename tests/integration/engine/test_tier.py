@@ -8,11 +8,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from integration.engine.mini import FakeRanks, Mini
 from integration.engine.world import BLOCK, World, prompt
+from scheduler_half.scenarios import prompt as long_prompt
 from tier.plans import a_result, store_of
 from vllm.v1.request import Request, RequestStatus
 
 from kvoffload_patch.integration.engine.stall import Stall
+from kvoffload_patch.integration.errors import PromiseBroken
+from kvoffload_patch.integration.protocol import RESULT
 from kvoffload_patch.links import LOAD, STORE
 
 PARKED = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -210,3 +214,38 @@ def test_slots_that_the_ranks_have_by_now_are_used() -> None:
     world.only_in_cpu(prompt(7))
     world.tier.on_result(world.offload.drained()._replace(num_slots=20, growing=True))
     assert world.offload.num_slots == 20
+
+
+def test_an_output_without_what_is_done_ends_the_engine() -> None:
+    """Parked requests would wait for ever, in steps without tokens."""
+    mini = Mini(load_mode="parked", ranks=FakeRanks(here=False))
+    mini.only_in_cpu(long_prompt(6, seed=1))
+    mini.add(long_prompt(6, seed=1), count=3)
+    mini.begin_step()
+    delattr(mini.queue[-1][1], RESULT)
+    with pytest.raises(PromiseBroken) as raised:
+        mini.end_step()
+    assert str(raised.value) == (
+        "kvoffload_patch: expected what is done of the CPU tier's copies on the output of each "
+        "step, found a ModelRunnerOutput without it, so requests would wait for their loads for "
+        "ever; set KVOFFLOAD_DISABLE=1 to serve without the CPU tier, and report it with the "
+        "executor and the model runner in use."
+    )
+
+
+def test_results_that_come_late_or_twice_say_nothing_new() -> None:
+    mini = Mini(load_mode="parked", late=0, ranks=FakeRanks(here=False))
+    mini.only_in_cpu(long_prompt(6, seed=1))
+    before = mini.manager.drained()
+    name = mini.add(long_prompt(6, seed=1), count=3)
+    mini.begin_step()
+    mini.end_step()
+    mini.begin_step()
+    now = getattr(mini.queue[-1][1], RESULT)
+    mini.end_step()
+    for said in (before, now, before):
+        mini.tier.on_result(said)
+    assert mini.manager.drained().done == now.done
+    mini.run(steps=50)
+    mini.check()
+    assert mini.hits[name] == 6 * 16
