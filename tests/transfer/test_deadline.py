@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,3 +236,44 @@ def test_a_thread_looks_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> N
     assert looked.wait(20)
     watch.close()
     assert not any(t.name == "kvoffload-deadlines" for t in threading.enumerate())
+
+
+def test_an_engine_of_a_device_watches_its_links_until_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FakeCuda, "is_host", False)
+    ours = {"kvoffload-copies", "kvoffload-deadlines"}
+    with FakeCuda():
+        backend: Any = SimpleNamespace(groups=[(0, 1)], load=None, store=None)
+        engine: Any = CopyEngine(BlockLayout([torch.zeros(4, 3)], 4), backend)
+        assert {t.name for t in threading.enumerate()} >= ours
+        assert set(engine._watch._queues) == {LOAD, STORE}
+        engine.close()
+    assert not ours.intersection(t.name for t in threading.enumerate())
+
+
+@pytest.mark.parametrize("raises", [None, RuntimeError("the device is gone")])
+def test_a_watch_that_cannot_look_says_so_and_leaves_copies_alone(
+    raises: Exception | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(deadline, "PERIOD_S", 0.001)
+    over = threading.Event()
+
+    class Queue:
+        def oldest(self) -> Oldest | None:
+            over.set()
+            if raises is not None:
+                raise raises
+            return None
+
+        def expire(self, ticket: int, reason: str) -> bool:
+            raise AssertionError
+
+    watch = DeadlineWatch({LOAD: Queue()}, lambda: None)
+    watch.start()
+    assert over.wait(20)
+    watch.close()
+    said = [r.message for r in caplog.records if "are not watched" in r.message]
+    assert said == (["kvoffload_patch: deadlines of copies are not watched: the device is gone"]
+                    if raises else [])  # fmt: skip
+    assert not watch.overdue
