@@ -8,6 +8,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])  # not this folder, whose
 from scripts import dispatch  # noqa: E402
 
 COMMANDS = {
+    "add": ("add", "add a release that the patch table fits, with all that is kept of it"),
     "snapshot": ("snapshot", "write what releases have at the patch points: tests/data/vllm"),
     "digests": ("digests", "write what was verified of releases, into the package"),
     "time": ("decision", "how long the decision about the installed vLLM takes"),

@@ -109,19 +109,17 @@ def _by_era(releases: Sequence[str], found: Sequence[Digests]) -> dict[str, dict
     return eras
 
 
-def update(more: Iterable[str] = ()) -> str:
-    """The data file's content with `more` releases; the others again only if the table changed.
+def current() -> dict[str, Facts]:
+    """What the data file says; of sources, if it was made with another table.
 
     Raises:
         NotFetched: sources could not be had.
         Differs: a release does not match the table.
     """
     records = Records.load(DATA)
-    facts = kept(records) if records.table == fingerprint(VLLM, POINTS) else {}
-    for release in dict.fromkeys((*records.releases, *more)):
-        if release in more or release not in facts:
-            facts[release] = facts_of(release, fetch_builds(release))
-    return text_of(facts)
+    if records.table == fingerprint(VLLM, POINTS):
+        return kept(records)
+    return {release: facts_of(release, fetch_builds(release)) for release in records.releases}
 
 
 def main() -> None:
@@ -130,8 +128,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("releases", nargs="*", metavar="X.Y.Z")
+    more = parser.parse_args().releases
     try:
-        DATA.write_text(update(parser.parse_args().releases), encoding="utf-8")
+        facts = current() | {release: facts_of(release, fetch_builds(release)) for release in more}
+        DATA.write_text(text_of(facts), encoding="utf-8")
     except (NotFetched, Differs, PatchRefused, OSError) as error:
         raise SystemExit(f"error: {error}") from None
     print(DATA)

@@ -149,7 +149,8 @@ def _parameters(arguments: ast.arguments) -> str:
     return ast.unparse(bare)
 
 
-def _take(release: str, wheel: Path | None, sources: Path | None) -> dict[str, Any]:
+def take(release: str, wheel: Path | None = None, sources: Path | None = None) -> dict[str, Any]:
+    """The snapshot of a release, from a wheel, a folder, or as `fetch` gives it."""
     if wheel is None:
         folder = sources or fetch(release)
         named = folder / "wheel.txt"
@@ -186,7 +187,7 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     for release in given.releases:
         try:
-            text = text_of(_take(release, given.wheel, given.sources))
+            text = text_of(take(release, given.wheel, given.sources))
         except (NotFetched, NoSnapshot, *UNREADABLE) as error:
             raise SystemExit(f"error: no snapshot of {release}: {error}") from None
         file = given.out / f"{release}.json"

