@@ -94,6 +94,10 @@ def _start(asked: dict[str, Any]) -> Any:
         import failing_copies
 
         failing_copies.install()
+    if "TEST_BREAK" in os.environ and stage.breaker is not None:
+        import breaking_tier
+
+        breaking_tier.install(stage.breaker)
     return stage
 
 

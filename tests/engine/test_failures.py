@@ -42,3 +42,19 @@ def test_stores_that_fail_are_not_read(plain, real):
     on = run["conversations"]
     assert on["tokens"] == plain["conversations"]["tokens"]
     assert on["tier"]["failed"] > 0 and on["tier"]["loaded"] > 0
+
+
+@pytest.mark.parametrize(("where", "at"), [("statistics", "3"), ("plan", "60"), ("cached", "25")])
+def test_a_tier_that_raises_is_detached_and_the_engine_serves_on(plain, real, where, at):
+    run = real.on(
+        ["conversations", "twins"],
+        tier={"KVOFFLOAD_LOG_INTERVAL": "0.2"},
+        TEST_BREAK=where,
+        TEST_BREAK_AT=at,
+    )
+    on = run["conversations"]
+    assert on["tokens"] == plain["conversations"]["tokens"]
+    assert run["twins"]["tokens"] == plain["twins"]["tokens"]
+    assert on["tier"]["stored"] > 0, "it was attached until then"
+    assert run.log.count("and is detached; the engine serves without it") == 1, run.log[-3000:]
+    assert "is made to fail) and is detached" in run.log

@@ -735,7 +735,44 @@ def many_hits_at_once() -> Facts:
     return facts
 
 
+def tier_raises() -> Facts:
+    """The tier raises in the middle of a step, and vLLM's objects are again as they were."""
+    served = 0
+    for seed, (load_mode, part, method, nth) in enumerate((
+        ("inline", "", "on_cached", 12),
+        ("parked", "", "on_new_blocks", 30),
+        ("parked", "_loads", "after_schedule", 25),
+        ("auto", "_manager", "make_plan", 20),
+    )):  # fmt: skip
+        mini = Mini(load_mode=load_mode, late=seed)
+        raise_at(mini, part, method, nth)
+        talk(mini, seed)
+        assert mini.breaker.detached, method
+        assert mini.changed() == mini.before, method
+        assert statuses(mini) == {} and free_blocks(mini) == len(mini.pool.blocks) - 1
+        talk(mini, seed + 9, turns=1)
+        served += len(mini.answers)
+    return {"served": served}
+
+
+def raise_at(mini: Mini, part: str, method: str, nth: int) -> None:
+    """Make the nth call of a method of the tier, or of one of its parts, raise."""
+    owner = getattr(mini.tier, part) if part else mini.tier
+    as_made, calls = getattr(owner, method), [0]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == nth:
+            raise LookupError(f"{method} is made to fail")
+        return as_made(*args, **kwargs)
+
+    setattr(owner, method, call)
+    mini.hooks.remove()  # a hook is bound to what it calls
+    mini.hooks.install(mini.breaker)
+
+
 SCENARIOS: dict[str, Callable[[], Facts]] = {
+    "the tier raises": tier_raises,
     "without tier": without_tier,
     "hit inline": hit_inline,
     "hit parked": hit_parked,

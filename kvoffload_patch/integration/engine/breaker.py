@@ -71,6 +71,9 @@ class Breaker:
         self._failed_copies = 0
         self._failed_at: deque[float] = deque()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a scheduler that has a CPU tier attached cannot be copied or pickled")
+
     # Outer hooks
 
     def begin_schedule(self) -> bool:

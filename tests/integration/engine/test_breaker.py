@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -275,3 +276,12 @@ def test_closing_puts_everything_back_and_comes_once() -> None:
     mini.breaker.close()
     mini.breaker.close()
     as_vllm_made_it(mini)
+
+
+def test_a_scheduler_with_a_tier_is_not_copied_with_its_hooks() -> None:
+    """The copy's hooks would act upon the tier of the original."""
+    mini = Mini()
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy(mini.breaker)
+    with pytest.raises(TypeError):
+        copy.deepcopy(mini.scheduler)
