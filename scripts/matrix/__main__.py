@@ -10,6 +10,7 @@ from scripts import dispatch  # noqa: E402
 COMMANDS = {
     "engines": ("engines", "real engines on the CPU, an environment for each release"),
     "scheduler": ("scheduler", "each release's own scheduler from its sources, with a faked model"),
+    "random": ("random_runs", "random runs over the scheduler, for as long as is wanted"),
     "gpu": ("gpu", "the installed release on a GPU"),
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import random
+import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -44,7 +45,7 @@ def statuses(mini: Mini) -> dict[str, str]:
 
 
 def nothing_held(mini: Mini) -> None:
-    """No GPU block and no CPU slot is held for anybody once all is done."""
+    """Nothing is left once all is done: blocks, slots, lookups, counts, prompts, threads."""
     mini.settle()
     mini.begin_step()
     mini.end_step()
@@ -61,6 +62,10 @@ def nothing_held(mini: Mini) -> None:
     assert not len(mini.tier._hits), "hits of requests that are gone"
     assert not len(mini.tier._lookups), "lookups of requests that are gone"
     assert not mini.view._prefills, "prompts of requests that are gone"
+    assert not mini.tier._replay._given and not mini.tier._recency._used
+    assert not mini.tier._cached and not manager._pending, "stores of a step that is over"
+    names = [thread.name for thread in threading.enumerate() if "kvoffload" in thread.name]
+    assert not names, "threads of ours"
 
 
 def talk(mini: Mini, seed: int, turns: int = 4, talks: int = 10, aborts: float = 0.1) -> None:

@@ -83,7 +83,9 @@ class Mini:
 
     Args:
         fails: called with ("load" or "store", ticket): whether that copy fails.
-        in_flight: steps under way at once; more than one takes the asynchronous scheduler.
+        in_flight: steps under way at once.
+        asynchronous: whether vLLM's asynchronous scheduler takes part; as a rule with more than one
+            step under way. The other one has several with pipeline stages.
         late: outputs after which a copy is carried out that nobody waits for.
         settings: of the tier.
         blocks: GPU blocks, the null block included.
@@ -109,11 +111,12 @@ class Mini:
         lookahead: int = 0,
         limits: dict[str, Any] | None = None,
         max_failed_copies: int = 1 << 30,
+        asynchronous: bool | None = None,
         **settings: Any,
     ) -> None:
         self.in_flight = in_flight
         self.device = Device(blocks, num_slots, tuple(windows), late, fails)
-        self.config = Release.config(in_flight)
+        self.config = Release.config(1 if asynchronous is False else in_flight)
         self.config.scheduler_config.policy = policy
         for name, value in {**_LIMITS, **(limits or {})}.items():
             setattr(self.config.scheduler_config, name, value)

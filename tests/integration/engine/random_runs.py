@@ -1,0 +1,170 @@
+"""Random runs over vLLM's own scheduler: `python random_runs.py SEED SECONDS [RELEASE SOURCES]`.
+
+One run is one seed: what the engine is like, who asks for what and when, which copies fail, what is
+aborted and when the prefix cache is reset. Every token that came out must be right, every request
+must come to its end, vLLM must be given what it would find, and nothing may be left behind.
+
+SOURCES is the folder that has the release's `vllm/`. Prints one JSON object; status 1 if a run
+failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+_TESTS = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path[:0] = [str(_TESTS.parent), str(_TESTS)]
+
+_MAX_STEPS = 4000
+_MAX_TOKENS = 340  # of a prompt and its answer: more than a step takes, and the GPU has room
+
+
+def describe(seed: int, asynchronous: bool = True) -> dict[str, Any]:
+    """What the engine of a seed is like, as arguments of `Mini`.
+
+    Args:
+        seed: of the run.
+        asynchronous: whether the release has asynchronous scheduling.
+    """
+    rng = random.Random(seed)
+    in_flight = rng.choice([1, 2, 2, 3, 6]) if asynchronous else 1
+    windows = rng.choice([(None,), (None,), (None, 40)])
+    blocks = rng.choice([25, 30, 49, 80])
+    limits = {}
+    if rng.random() < 0.2:
+        limits["long_prefill_token_threshold"] = rng.choice([20, 100])
+    if rng.random() < 0.2:
+        limits["watermark"] = 0.1
+    return {
+        "in_flight": in_flight,
+        "asynchronous": in_flight > 1 and rng.random() < 0.7,
+        "load_mode": rng.choice(["auto", "auto", "parked", "inline"]),
+        "late": rng.randrange(4),
+        "blocks": max(49, blocks) if len(windows) > 1 else blocks,
+        "num_slots": rng.choice([6, 30, 100, 400]),
+        "policy": rng.choice(["fcfs", "fcfs", "priority"]),
+        "windows": windows,
+        "lookahead": rng.choice([0, 0, 0, 5]),
+        "limits": limits,
+    }
+
+
+def run(seed: int, asynchronous: bool = True) -> dict[str, int]:
+    """One random run; returns what happened in it.
+
+    Raises:
+        AssertionError: something is wrong, or is left behind.
+    """
+    from integration.engine.mini import FakeRanks, Mini
+    from scheduler_half.device import LoadFailed
+    from scheduler_half.scenarios import nothing_held
+
+    rng = random.Random(seed)
+    rate = {"load": rng.choice([0, 0, 0.2, 0.5]), "store": rng.choice([0, 0, 0.3])}
+    ranks = FakeRanks(rng.choice([0.1, 1.0, 15.0, 60.0]), here=rng.random() < 0.5)
+    about = describe(seed, asynchronous)
+    mini = Mini(lambda direction, _: rng.random() < rate[direction], ranks=ranks, **about)
+    stats = mini.manager.stats
+    try:
+        _play(mini, rng)
+        mini.run(steps=_MAX_STEPS)
+    except LoadFailed:
+        # A load that a step reads is a promise: the engine ends, and no wrong token has come out.
+        assert rate["load"] and mini.only_right_tokens()
+        return {"loaded": stats.loaded, "failed": stats.failed, "ended": 1}
+    mini.check()
+    nothing_held(mini)
+    return {
+        "loaded": stats.loaded, "stored": stats.stored, "evicted": stats.evicted,
+        "failed": stats.failed, "resumed": mini.device.resumed, "answered": mini.look_ups.answered,
+    }  # fmt: skip
+
+
+def _play(mini: Any, rng: random.Random) -> None:
+    """Forty requests, most of which begin like another one."""
+    from integration.engine.mini import BLOCK
+    from scheduler_half.scenarios import prompt
+
+    beginnings = [
+        prompt(rng.randrange(7), seed=rng.randrange(10**6), tail=rng.choice([0, 1, 5])) or [1, 2]
+        for _ in range(6)
+    ]
+    names: list[str] = []
+    # Long answers outgrow the GPU, so that requests are preempted.
+    counts = rng.choice([[1, 2, 5, 20, 40], [10, 30, 50, 60]])
+    for _ in range(40):
+        asked = rng.choice(beginnings)
+        if rng.random() < 0.15:  # whole blocks, known in full
+            asked = asked[: max(1, len(asked) // BLOCK * BLOCK)]
+        else:
+            own = prompt(
+                rng.choice([0, 0, 0, 1, 3]), rng.randrange(10**6), rng.choice([0, 0, 1, 9])
+            )
+            asked = asked + own
+        if rng.random() < 0.05:  # more than a step takes
+            asked = asked + prompt(14, seed=rng.randrange(10**6))
+        count, priority = rng.choice(counts), rng.randrange(3)
+        names.append(mini.add(asked[: _MAX_TOKENS - count] or [3], count, priority))
+        for _ in range(rng.choice([0, 0, 1, 2, 5])):
+            if mini.queue or mini.scheduler.has_requests():
+                mini.step()
+        _disturb(mini, rng, names)
+
+
+def _disturb(mini: Any, rng: random.Random, names: list[str]) -> None:
+    """Now and then abort a request, or reset the prefix cache."""
+    if rng.random() < 0.08 and (name := rng.choice(names)) in mini.scheduler.requests:
+        mini.abort(name)
+    if rng.random() < 0.03 and not mini.queue:
+        try:
+            done = mini.scheduler.reset_prefix_cache(reset_running_requests=True)
+        except TypeError:  # up to 0.11
+            done = mini.scheduler.reset_prefix_cache()
+        if done:
+            mini.device.scramble()
+
+
+def main(seed: str, seconds: str, release: str = "", folder: str = "") -> int:
+    """Run seed after seed for so long, and print what came out."""
+    has_async = True
+    if release:
+        from scheduler_half import half
+
+        half.use_release(release, Path(folder).resolve())
+        has_async = _has_async(release)
+    end, at = 0.0, int(seed)
+    failed: dict[str, str] = {}
+    seen: dict[str, int] = {}
+    while not end or time.monotonic() < end:
+        try:
+            for name, count in run(at, has_async).items():
+                seen[name] = seen.get(name, 0) + count
+        except Exception:  # noqa: BLE001 - it is what came out
+            failed[str(at)] = "".join(traceback.format_exc().splitlines(True)[-12:])
+        at += 1
+        # The first run imports vLLM, which takes as long as many runs.
+        end = end or time.monotonic() + float(seconds)
+    runs = at - int(seed)
+    print(json.dumps({"release": release, "runs": runs, "seen": seen, "failed": failed}, indent=1))
+    sys.stdout.flush()
+    return int(bool(failed))
+
+
+def _has_async(release: str) -> bool:
+    """From 0.10.2 on; before that the tier refuses it."""
+    from packaging.version import Version
+
+    return Version(release) >= Version("0.10.2")
+
+
+if __name__ == "__main__":
+    # Not by sys.exit: what vLLM has imported may keep threads of its own.
+    os._exit(main(*sys.argv[1:]))

@@ -1,0 +1,44 @@
+"""Random runs over vLLM's own scheduler, always the same ones; `scripts/matrix random` has more."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from integration.engine.random_runs import describe, run
+
+SEEDS = range(160)
+PARTS = 8
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_runs(part: int) -> None:
+    seen: dict[str, int] = {}
+    for seed in SEEDS[part::PARTS]:
+        try:
+            outcome = run(seed)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {describe(seed)}") from error
+        for name, count in outcome.items():
+            seen[name] = seen.get(name, 0) + count
+    for name in ("loaded", "stored", "evicted", "failed", "resumed", "answered", "ended"):
+        assert seen[name], f"no run has {name} anything"
+
+
+def test_the_runs_are_of_all_kinds() -> None:
+    abouts = [describe(seed) for seed in SEEDS]
+    kinds = {
+        (about["in_flight"], about["asynchronous"], about["windows"], about["load_mode"])
+        for about in abouts
+    }
+    assert {kind[0] for kind in kinds} == {1, 2, 3, 6}
+    assert {kind[1:3] for kind in kinds} == {
+        (asynchronous, windows)
+        for asynchronous in (True, False)
+        for windows in ((None,), (None, 40))
+    }
+    assert {kind[3] for kind in kinds} == {"auto", "parked", "inline"}
+    assert any(about["in_flight"] > 1 and not about["asynchronous"] for about in abouts)
+    assert {about["policy"] for about in abouts} == {"fcfs", "priority"}
+    assert any(about["limits"] for about in abouts) and any(a["lookahead"] for a in abouts)
