@@ -404,7 +404,9 @@ def test_a_plan_goes_through_pickle_unchanged() -> None:
 def test_the_eviction_policy_can_be_replaced() -> None:
     class Newest(LRUPolicy):
         def evict(self, count: int) -> Sequence[Any]:
-            return [self._order.popitem()[0] for _ in range(min(count, len(self._order)))]
+            newest = list(self._batch_of)[-count:]
+            self.remove(newest)
+            return newest
 
     tier = OffloadManager(2, policy=Newest)
     for key in "abc":

@@ -22,7 +22,7 @@ def test_keys_leave_in_the_order_in_which_they_were_last_used() -> None:
 
 def test_a_key_that_is_not_there_cannot_be_used() -> None:
     policy = holding("ab")
-    policy.hit("xa")
+    policy.hit("axa")
     assert policy.evict(3) == ["b", "a"]
 
 

@@ -10,13 +10,13 @@ have noted of such a step.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 
-_Cached = tuple[str, int, Hashable]  # request, GPU block id, key
+_Cached = tuple[str, Sequence[Any]]  # request, blocks
 
 # Who else counts the tokens of a step, or takes KV from it.
 _OTHERS = ("connector", "aux_output_connector", "ec_connector", "enable_return_routed_experts")
@@ -56,16 +56,16 @@ class FullPromptHits:
         """
         if not self._possible or getattr(output, "new_block_ids_to_zero", None):
             return  # what the runner writes to a block could come after the load
-        last_of: dict[str, tuple[int, Hashable]] = {}
+        blocks_of: dict[str, Sequence[Any]] = {}
         for new in output.scheduled_new_reqs:
             if not self._computes_last_block(new, output):
                 continue
             if not (alone or new.req_id in readers):
                 continue
-            last_of = last_of or {name: (block, key) for name, block, key in cached}
-            block, key = last_of.get(new.req_id, (0, None))
-            if key is not None and self._manager.lookup(key):
-                self._load(new, output, block, key)
+            blocks_of = blocks_of or dict(cached)
+            blocks = blocks_of.get(new.req_id)
+            if blocks and self._manager.lookup(blocks[-1].block_hash):
+                self._load(new, output, blocks[-1].block_id, blocks[-1].block_hash)
                 readers.append(new.req_id)
 
     def _computes_last_block(self, new: Any, output: Any) -> bool:

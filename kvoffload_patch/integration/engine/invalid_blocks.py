@@ -8,7 +8,7 @@ leaves them in the prefix cache, or it fails the requests and takes them out of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
@@ -35,10 +35,12 @@ class InvalidBlocks:
         self._in_flight: deque[tuple[Any, tuple[_Cached, ...]]] = deque()
         self.untrusted: dict[int, Hashable] = {}
 
-    def step_scheduled(self, output: Any, cached: Iterable[_Cached]) -> None:
+    def step_scheduled(self, output: Any, cached: Iterable[tuple[str, Sequence[Any]]]) -> None:
         """A step is scheduled, and these blocks were cached for it."""
         if self._view.scheduler.connector is not None:
-            self._in_flight.append((output, tuple(cached)))
+            blocks = [(name, block) for name, blocks in cached for block in blocks]
+            keyed = [(name, block.block_id, block.block_hash) for name, block in blocks]
+            self._in_flight.append((output, tuple(keyed)))
 
     def step_returned(self, output: Any) -> None:
         """A step's output is about to be taken in: steps before it are over."""

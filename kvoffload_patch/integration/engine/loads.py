@@ -170,6 +170,8 @@ class LoadBook:
         Returns:
             Requests put back, with what they hit.
         """
+        if not (self._under_way or self._published):
+            return []
         due, self._published = self._published, []
         while self._under_way and self._manager.load_done(self._under_way[0].ticket):
             load = self._under_way.popleft()

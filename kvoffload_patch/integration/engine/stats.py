@@ -102,6 +102,8 @@ class HitCounts:
 
     def admitted(self, scheduled: Mapping[str, int]) -> list[str]:
         """These requests were scheduled; returns those that were counted for that."""
+        if not self._looked_up:
+            return []
         fewer, more = sorted((self._looked_up, scheduled), key=len)
         counted = [request_id for request_id in fewer if request_id in more]
         for request_id in counted:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvoffload_patch.config import Settings
@@ -62,7 +62,7 @@ class SchedulerTier:
             settings,
         )
         self._scheduling = False  # what is cached now is computed by the step to be scheduled
-        self._cached: list[tuple[str, int, Hashable]] = []
+        self._cached: list[tuple[str, Sequence[Any]]] = []  # requests, and blocks cached for each
 
     # A step, in the order of its events
 
@@ -83,16 +83,14 @@ class SchedulerTier:
         if self._view.has_waiting() and not self._view.is_paused():
             self._admission.look_up_waiting()
 
-    def on_cached(self, request: Any, blocks: Iterable[Any]) -> None:
+    def on_cached(self, request: Any, blocks: Sequence[Any]) -> None:
         """These blocks of a request were put into the GPU prefix cache."""
+        if self._scheduling:
+            self._cached.append((request.request_id, blocks))
+            return
         for block in blocks:
-            key = block.block_hash
-            if key is None or block.is_null:
-                continue
-            if self._scheduling:
-                self._cached.append((request.request_id, block.block_id, key))
-            else:
-                self._manager.queue_store(key, block.block_id)
+            if block.block_hash is not None and not block.is_null:
+                self._manager.queue_store(block.block_hash, block.block_id)
 
     def on_new_blocks(self, blocks: Sequence[Any]) -> None:
         """These GPU blocks were handed out: what they held will be overwritten."""
@@ -107,10 +105,7 @@ class SchedulerTier:
         self._scheduling = False
         self._view.note_scheduled(output)
         scheduled = output.num_scheduled_tokens
-        for request_id, gpu_block_id, key in self._cached:
-            # A request preempted within this very schedule() never computes its blocks.
-            if request_id in scheduled:
-                self._manager.queue_store(key, gpu_block_id)
+        computed = self._computed(scheduled)
         readers, decode = self._loads.readers, self._view.decode_tokens
         if self._settings.load_mode != "parked":
             alone = not self._loads.under_way
@@ -121,7 +116,7 @@ class SchedulerTier:
         self._loads.after_schedule()
         self._replay.end_step()
         trusts = self._invalid.storable if self._invalid.untrusted else self._view.still_cached
-        plan = self._manager.make_plan(trusts, layerwise=layerwise)
+        plan = self._manager.make_plan(trusts, computed, layerwise)
         if plan is not None:
             setattr(output, PLAN, plan)
         for request_id in self._hits.admitted(scheduled):
@@ -130,6 +125,22 @@ class SchedulerTier:
         self.on_finish(output.finished_req_ids)
         self._lookups.end_step()
         self._report.tick()
+
+    def _computed(self, scheduled: Mapping[str, int]) -> dict[Hashable, int]:
+        """GPU blocks by the keys that the step computes in them, as far as that needs no check."""
+        computed = dict[Hashable, int]()
+        for request_id, blocks in self._cached:
+            # A request preempted within this very schedule() never computes its blocks.
+            if request_id in scheduled:
+                for block in blocks:
+                    if not block.is_null:
+                        computed[block.block_hash] = block.block_id
+        computed.pop(None, None)
+        if self._invalid.untrusted:
+            for key, gpu_block_id in computed.items():
+                self._manager.queue_store(key, gpu_block_id)
+            computed.clear()
+        return computed
 
     def on_output(self, scheduled: Any, output: Any) -> None:
         """A step's output has come back.
