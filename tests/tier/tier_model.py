@@ -9,6 +9,7 @@ from tier.plans import a_load, store_of
 
 from kvoffload_patch.links import CPU, GPU, LOAD, STORE
 from kvoffload_patch.tier.plan import Transfer, TransferPlan
+from kvoffload_patch.tier.stats import TierStats
 
 
 @dataclass
@@ -38,7 +39,7 @@ class TierModel:
         self.loads_done = self.stores_done = 0
         self.wait_load = self.wait_store = 0
         self.promised: list[int] = []
-        self.counts = {"stored": 0, "loaded": 0, "evicted": 0, "dropped": 0, "failed": 0}
+        self.counts = dict.fromkeys(vars(TierStats()), 0)
 
     @property
     def under_way(self) -> set[int]:
