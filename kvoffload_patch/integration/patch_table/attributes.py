@@ -27,16 +27,19 @@ _SCHEDULER = (
             _ANY,
             "running waiting requests max_num_running_reqs max_num_scheduled_tokens "
             "num_lookahead_tokens num_spec_tokens finished_recving_kv_req_ids kv_cache_manager "
-            "kv_cache_config connector log_stats enable_kv_cache_events schedule",
+            "kv_cache_config scheduler_config connector log_stats enable_kv_cache_events schedule",
         ),
-        (">=0.11.1", "connector_prefix_cache_stats ec_connector prev_step_scheduled_req_ids"),
+        (">=0.11.1", "connector_prefix_cache_stats ec_connector"),
         (">=0.15", "num_waiting_for_streaming_input"),
         (">=0.17", "pause_state"),
         (">=0.18,<0.31", "skipped_waiting"),
         (">=0.19", "scheduler_reserve_full_isl"),
         (">=0.22,<0.31", "enable_return_routed_experts"),
-        (">=0.23", "_inflight_prefills"),
-        (">=0.31", "kv_holding_waiting max_num_active_reqs aux_output_connector"),
+        (
+            ">=0.31",
+            "kv_holding_waiting max_num_active_reqs aux_output_connector "
+            "adaptive_long_prefill_threshold",
+        ),
     ),
     *_has("vllm.v1.core.sched.scheduler", "", (_ANY, "Scheduler")),
     *_has("vllm.v1.core.sched.interface", "PauseState", (">=0.17", "UNPAUSED")),
@@ -44,7 +47,11 @@ _SCHEDULER = (
     *_has(
         "vllm.v1.core.sched.output",
         "SchedulerOutput",
-        (_ANY, "num_scheduled_tokens total_num_scheduled_tokens scheduled_new_reqs"),
+        (
+            _ANY,
+            "num_scheduled_tokens total_num_scheduled_tokens scheduled_new_reqs "
+            "scheduled_cached_reqs finished_req_ids",
+        ),
         (">=0.17.1", "new_block_ids_to_zero"),
         (">=0.26", "kv_cache_block_copies"),
     ),
@@ -56,6 +63,14 @@ _SCHEDULER = (
         ("<0.10.1", "mm_inputs"),
         (">=0.10.1,<0.11", "mm_kwargs"),
         (">=0.11", "mm_features prompt_embeds"),
+    ),
+    *_has(
+        "vllm.v1.core.sched.output",
+        "CachedRequestData",
+        ("<0.9.2", "req_id"),
+        (">=0.9.2", "req_ids"),
+        ("<0.14", "resumed_from_preemption"),
+        (">=0.11.1", "resumed_req_ids"),
     ),
     *_has("vllm.v1.metrics.stats", "", (_ANY, "PrefixCacheStats")),
     *_has("vllm.v1.engine.core", "EngineCore", (_ANY, "vllm_config scheduler model_executor")),
@@ -71,15 +86,15 @@ _REQUEST = (
             "structured_output_request",
         ),
         (">=0.10", "num_output_placeholders"),
+        (">=0.10.1", "block_hashes"),
         (">=0.11.1", "num_preemptions"),
-        (">=0.22,<0.27", "async_tokens_to_discard"),
         (">=0.26", "num_in_flight_tokens"),
         (">=0.27", "drop_stale_output num_stale_output_tokens"),
     ),
     *_has(
         "vllm.v1.request",
         "RequestStatus",
-        (_ANY, "WAITING PREEMPTED WAITING_FOR_REMOTE_KVS"),
+        (_ANY, "WAITING RUNNING PREEMPTED WAITING_FOR_REMOTE_KVS"),
         ("<0.19", "WAITING_FOR_FSM"),
         (">=0.19", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"),
     ),
@@ -91,6 +106,7 @@ _CACHE = (
         "vllm.v1.core.kv_cache_manager",
         "KVCacheManager",
         (_ANY, "block_pool coordinator log_stats"),
+        ("<0.10.1", "req_to_block_hashes"),
         (">=0.24", "watermark_blocks"),
     ),
     *_has("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", (_ANY, "blocks")),
@@ -164,7 +180,12 @@ _CONFIG = (
         (">=0.14", "use_ubatching"),
         (">=0.17", "enable_elastic_ep"),
     ),
-    *_has("vllm.config", "SchedulerConfig", (_ANY, "max_num_seqs"), (">=0.10", "async_scheduling")),
+    *_has(
+        "vllm.config",
+        "SchedulerConfig",
+        (_ANY, "long_prefill_token_threshold enable_chunked_prefill"),
+        (">=0.10", "async_scheduling"),
+    ),
     *_has(
         "vllm.config",
         "CompilationConfig",
@@ -175,6 +196,10 @@ _CONFIG = (
 )
 
 _WORKER = (
+    *_has("vllm.v1.executor.abstract", "UniProcExecutor", ("<0.11.1", "driver_worker")),
+    *_has("vllm.v1.executor.uniproc_executor", "UniProcExecutor", (">=0.11.1", "driver_worker")),
+    *_has("vllm.attention.backends.abstract", "AttentionBackend", ("<0.14", "get_name")),
+    *_has("vllm.v1.attention.backend", "AttentionBackend", (">=0.14", "get_name")),
     *_has("vllm.v1.worker.worker_base", "WorkerBase", (_ANY, "model_runner rank vllm_config")),
     *_has(
         "vllm.v1.worker.gpu_model_runner",
@@ -192,8 +217,7 @@ _WORKER = (
     *_has(
         "vllm.v1.outputs",
         "ModelRunnerOutput",
-        (_ANY, "req_ids req_id_to_index sampled_token_ids prompt_logprobs_dict"),
-        (">=0.9.2", "pooler_output"),
+        (_ANY, "req_ids sampled_token_ids"),
     ),
     *_has(
         "vllm.v1.worker.gpu_model_runner",
@@ -212,12 +236,12 @@ _WORKER = (
     *_has(
         f"{_LAYERS}.attention",
         "Attention",
-        (">=0.16", "kv_cache attn_backend use_direct_call kv_sharing_target_layer_name impl"),
+        (">=0.16", "kv_cache attn_backend use_direct_call kv_sharing_target_layer_name"),
     ),
     *_has(
         f"{_LAYERS}.mla_attention",
         "MLAAttention",
-        (">=0.16", "kv_cache attn_backend use_direct_call impl forward_impl"),
+        (">=0.16", "kv_cache attn_backend use_direct_call forward_impl"),
         (">=0.30", "hisparse_cache"),
     ),
 )
