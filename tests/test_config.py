@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -169,3 +170,19 @@ def test_any_text_is_a_value_or_a_config_error(text: str) -> None:
         else:
             assert found.cpu_gib > 0 and math.isfinite(found.cpu_gib)
             assert found.max_stall_ms >= 0 and found.canary_fault_rank >= -1
+
+
+def test_the_readme_has_every_variable_its_default_and_its_values() -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| `KVOFFLOAD_")]
+    found = {row[1].split("`")[1]: (row[2].strip(), row[3].strip(), row[4]) for row in rows}
+    internal = {name for name, v in VARIABLES.items() if v.description.startswith("internal")}
+    assert set(found) == set(VARIABLES) - internal
+    words = {True: "on", False: "off", None: "unset"}
+    for name, (default, unit, meaning) in found.items():
+        variable = VARIABLES[name]
+        assert default == words.get(variable.default, str(variable.default)), name
+        assert unit == variable.unit, name
+        if variable.expected.startswith("one of ") and not isinstance(variable.default, bool):
+            values = variable.expected.removeprefix("one of ").split(", ")
+            assert [value for value in values if f"`{value}`" not in meaning] == [], name

@@ -31,7 +31,6 @@ TESTED_BY = {
     "integration/worker/hooks.py": "integration/worker/test_vllm_runner.py",
     "integration/worker/rpc.py": "integration/engine/test_workers.py",
     # Rows of the table, and what makes one.
-    "integration/patch_table/attributes.py": "integration/patch_table/test_points.py",
     "integration/patch_table/called.py": "integration/patch_table/test_points.py",
     "integration/patch_table/shape.py": "integration/patch_table/test_points.py",
     "integration/patch_table/verified.py": "integration/patch_table/test_points.py",

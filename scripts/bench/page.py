@@ -1,9 +1,9 @@
 """python scripts/bench page [--check]
 
-Writes the tables of docs/performance.md anew from the results in docs/measured/current, and its
-picture. The words around the tables are written by hand; a table stands between two comments that
-name it. With --check nothing is written, and status 1 says that the page is not what the results
-say.
+Makes the tables of docs/performance.md, its picture and the short table of README.md from the
+results in docs/measured/current. The words around the tables are written by hand; a table stands
+between two comments that name it. With --check nothing is written, and status 1 says that a page
+is not what the results say.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from scripts.bench.serve import report as serve
 
 RESULTS = ROOT / "docs" / "measured" / "current"
 PAGE = ROOT / "docs" / "performance.md"
+README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "performance.png"
 MODES = {
     "off": "no tier",
@@ -35,6 +36,12 @@ SERVED = (
     ("s3", "S3: 60 sessions of 8k tokens, the GPU holds 23; a turn of all, s", 1),
     ("s2", "S2: 200 fresh prompts of 2,048 tokens, nothing to find, s", 1),
     ("start", "engine start with the tier, s", 1),
+)
+# The rows of README.md, one number a cell.
+SHORT = (
+    ("s1", "first token of 8,192 tokens that are in CPU memory, ms", 1000),
+    ("s3", "60 sessions of 8k tokens, the GPU holds 23; one turn of all, s", 1),
+    ("s2", "200 fresh prompts of 2,048 tokens, nothing to find, s", 1),
 )
 MECHANISMS = {
     "mechanisms-default.json": "default graphs, 60 sessions in turns",
@@ -77,6 +84,25 @@ def served() -> str:
         samples = [by_mode.get(mode, {"samples": []})["samples"] for mode in shown]
         rows.append([words, *(cell(values, factor) for values in samples)])
     return table(rows) + "\n\n" + ran_on(document["machines"][-1])
+
+
+def short() -> str | None:
+    """The medians of `served` for README.md; None, which leaves the table, if not measured."""
+    document = read("serve.json")
+    if document is None:
+        return None
+    found = serve.figures(document)
+    shown = [m for m in MODES if m in {mode for key, *_ in SHORT for mode in found.get(key, {})}]
+    rows = [["median", *(MODES[mode] for mode in shown)]]
+    for key, words, factor in SHORT:
+        samples = [found.get(key, {}).get(mode, {"samples": []})["samples"] for mode in shown]
+        rows.append([words, *(_middle(values, factor) for values in samples)])
+    ran = ran_on(document["machines"][-1]).partition(": `")[0]
+    return f"{table(rows)}\n\n{ran}."
+
+
+def _middle(values: list[float], factor: float) -> str:
+    return _digits(factor * statistics.median(values)) if values else "-"
 
 
 def mechanisms() -> str:
@@ -149,7 +175,8 @@ def ran_on(machine: dict[str, Any]) -> str:
     )
 
 
-TABLES: dict[str, Callable[[], str]] = {
+TABLES: dict[str, Callable[[], str | None]] = {
+    "short": short,
     "served": served,
     "mechanisms": mechanisms,
     "step": step,
@@ -159,10 +186,12 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(text: str) -> str:
-    """The page with every table made anew."""
+    """The page with every table that it has made from the results."""
     for name, make in TABLES.items():
         begin, end = f"<!-- table: {name} -->", f"<!-- end: {name} -->"
-        made = f"{begin}\n{make()}\n{end}"
+        if begin not in text or (content := make()) is None:
+            continue
+        made = f"{begin}\n{content}\n{end}"
         text = re.sub(
             re.escape(begin) + ".*?" + re.escape(end), lambda _, m=made: m, text, flags=re.S
         )
@@ -185,12 +214,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1])
     parser.add_argument("--check", action="store_true", help="write nothing; status 1: not right")
     options = parser.parse_args()
-    old = PAGE.read_text()
-    new = filled(old)
+    pages = {page: page.read_text() for page in (PAGE, README)}
+    wrong = [page.name for page, text in pages.items() if filled(text) != text]
     if options.check:
-        say("as the results say" if old == new else "not what the results say")
-        return int(old != new)
-    PAGE.write_text(new)
+        say(f"not what the results say: {wrong}" if wrong else "as the results say")
+        return int(bool(wrong))
+    for page, text in pages.items():
+        page.write_text(filled(text))
     draw()
     return 0
 
