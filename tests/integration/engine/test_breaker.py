@@ -285,3 +285,25 @@ def test_a_scheduler_with_a_tier_is_not_copied_with_its_hooks() -> None:
         copy.deepcopy(mini.breaker)
     with pytest.raises(TypeError):
         copy.deepcopy(mini.scheduler)
+
+
+def test_an_abort_by_vllm_itself_while_it_takes_an_output_in() -> None:
+    """The aborted request is put where vLLM looks for it; its queues are left alone until later."""
+    mini = Mini(load_mode="parked", late=50)
+    prompts = [list(range(seed, seed + 2 * BLOCK + 1)) for seed in (100, 500)]
+    mini.only_in_cpu(*prompts)
+    first, second = [mini.add(prompt) for prompt in prompts]
+    mini.begin_step()
+    inject(mini, "_loads", "abort", 1, after=False)
+    mini.breaker.begin_update(*mini.queue[-1])
+    request = mini.scheduler.requests[first]
+    mini.abort(first)
+    assert request.status.name == "FINISHED_ABORTED" and first not in mini.scheduler.requests
+    assert not any(request in iter(queue) for queue in mini.view._queues())
+    assert not mini.breaker.detached and statuses(mini)[second] == "WAITING_FOR_REMOTE_KVS"
+    mini.breaker.end_update()
+    mini.end_step()
+    assert mini.breaker.detached and statuses(mini)[second] == "WAITING"
+    mini.run()
+    mini.check()
+    as_vllm_made_it(mini)
