@@ -136,11 +136,16 @@ def asynchronous() -> Facts:
 
 
 def _refusal(mini: Mini) -> str:
-    """Why the tier would not be attached here, or nothing."""
+    """Why the tier would not be attached here, or nothing; its own stand-in does not count."""
+    coordinator = vars(mini.kv_manager.coordinator)
+    stand_in = coordinator.pop("find_longest_cache_hit", None)
     try:
         check_eligible(mini.config, mini.scheduler)
     except TierRefused as refusal:
         return str(refusal)
+    finally:
+        if stand_in is not None:
+            coordinator["find_longest_cache_hit"] = stand_in
     return ""
 
 

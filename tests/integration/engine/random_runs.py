@@ -27,15 +27,15 @@ _MAX_STEPS = 4000
 _MAX_TOKENS = 340  # of a prompt and its answer: more than a step takes, and the GPU has room
 
 
-def describe(seed: int, asynchronous: bool = True) -> dict[str, Any]:
+def describe(seed: int, most_in_flight: int = 6) -> dict[str, Any]:
     """What the engine of a seed is like, as arguments of `Mini`.
 
     Args:
         seed: of the run.
-        asynchronous: whether the release has asynchronous scheduling.
+        most_in_flight: steps that the release may have under way at once.
     """
     rng = random.Random(seed)
-    in_flight = rng.choice([1, 2, 2, 3, 6]) if asynchronous else 1
+    in_flight = min(rng.choice([1, 2, 2, 3, 6]), most_in_flight)
     windows = rng.choice([(None,), (None,), (None, 40)])
     blocks = rng.choice([25, 30, 49, 80])
     limits = {}
@@ -57,7 +57,7 @@ def describe(seed: int, asynchronous: bool = True) -> dict[str, Any]:
     }
 
 
-def run(seed: int, asynchronous: bool = True) -> dict[str, int]:
+def run(seed: int, most_in_flight: int = 6) -> dict[str, int]:
     """One random run; returns what happened in it.
 
     Raises:
@@ -70,7 +70,7 @@ def run(seed: int, asynchronous: bool = True) -> dict[str, int]:
     rng = random.Random(seed)
     rate = {"load": rng.choice([0, 0, 0.2, 0.5]), "store": rng.choice([0, 0, 0.3])}
     ranks = FakeRanks(rng.choice([0.1, 1.0, 15.0, 60.0]), here=rng.random() < 0.5)
-    about = describe(seed, asynchronous)
+    about = describe(seed, most_in_flight)
     mini = Mini(lambda direction, _: rng.random() < rate[direction], ranks=ranks, **about)
     stats = mini.manager.stats
     try:
@@ -134,18 +134,18 @@ def _disturb(mini: Any, rng: random.Random, names: list[str]) -> None:
 
 def main(seed: str, seconds: str, release: str = "", folder: str = "") -> int:
     """Run seed after seed for so long, and print what came out."""
-    has_async = True
+    most = 6
     if release:
         from scheduler_half import half
 
         half.use_release(release, Path(folder).resolve())
-        has_async = _has_async(release)
+        most = _most_in_flight(release)
     end, at = 0.0, int(seed)
     failed: dict[str, str] = {}
     seen: dict[str, int] = {}
     while not end or time.monotonic() < end:
         try:
-            for name, count in run(at, has_async).items():
+            for name, count in run(at, most).items():
                 seen[name] = seen.get(name, 0) + count
         except Exception:  # noqa: BLE001 - it is what came out
             failed[str(at)] = "".join(traceback.format_exc().splitlines(True)[-12:])
@@ -158,11 +158,17 @@ def main(seed: str, seconds: str, release: str = "", folder: str = "") -> int:
     return int(bool(failed))
 
 
-def _has_async(release: str) -> bool:
-    """From 0.10.2 on; before that the tier refuses it."""
+def _most_in_flight(release: str) -> int:
+    """Steps under way: before 0.10.2 the tier refuses more than one.
+
+    Before 0.27 vLLM's own scheduler fails here with three, with and without a tier, when a request
+    is preempted: tokens of the steps under way count for what it computes then.
+    """
     from packaging.version import Version
 
-    return Version(release) >= Version("0.10.2")
+    if Version(release) < Version("0.10.2"):
+        return 1
+    return 2 if Version(release) < Version("0.27") else 6
 
 
 if __name__ == "__main__":
