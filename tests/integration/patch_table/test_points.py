@@ -253,6 +253,7 @@ def change(target: str, old: str | None, new: str) -> Change:
 
 
 POOL = "vllm.v1.core.block_pool:BlockPool"
+STATUS = "vllm.v1.request:RequestStatus"
 SCHEDULE = "vllm.v1.core.sched.scheduler:Scheduler.schedule"
 CHANGED: list[tuple[str, Change, str]] = [
     (
@@ -332,10 +333,7 @@ CHANGED: list[tuple[str, Change, str]] = [
     (
         "an attribute is back",
         lambda taken: taken["attributes"].update(
-            {
-                "vllm.v1.request:RequestStatus": "PREEMPTED WAITING WAITING_FOR_FSM "
-                "WAITING_FOR_REMOTE_KVS WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"
-            }
+            {STATUS: f"{taken['attributes'][STATUS]} WAITING_FOR_FSM"}
         ),
         "RequestStatus.WAITING_FOR_FSM exists, expected none",
     ),
