@@ -224,7 +224,8 @@ class RankTier:
         )  # fmt: skip
 
     def _moved(self) -> bool:
-        tensors, _ = kv_tensors(self._runner)
+        # All were looked at when the tier opened; once a step, the first says it for all.
+        tensors = self._runner.kv_caches
         return not tensors or tensors[0].data_ptr() != self._pointer
 
 
