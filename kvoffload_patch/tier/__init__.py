@@ -15,8 +15,8 @@ The protocol, in the order in which a step uses it:
     Pin the slots of these keys and plan their copy into these GPU blocks; returns a ticket.
     The slots are protected from eviction until the ticket is done.
 ``make_plan``
-    Reserve slots for what is to be stored, evicting as needed, and freeze the step's
-    `TransferPlan`. Nothing planned is readable before its ticket is done.
+    Reserve slots for what the step computes and what was queued, evicting as needed, and freeze
+    the step's `TransferPlan`. Nothing planned is readable before its ticket is done.
 ``apply``
     Take in a `TransferResult`: unpin what was loaded, make readable what was stored.
 

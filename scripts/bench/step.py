@@ -151,6 +151,12 @@ def _side(
     }
 
 
+def page(document: dict[str, Any]) -> str:
+    """A run in Markdown, a line for each scheduler of a scenario, and what the tier should add."""
+    said = "\n".join(f"- {line.strip()}" for line in verdicts(document["rows"]))
+    return f"{report(document['rows'])}\n\nThe tier's goals:\n\n{said}"
+
+
 def report(rows: list[dict[str, Any]]) -> str:
     """The rows in Markdown, a line for each scheduler."""
     lines = [
@@ -203,4 +209,4 @@ def main() -> None:
         print(f"{name}: {SCENARIOS[name][0]}", file=sys.stderr, flush=True)
         document["rows"].append(measure(name, sides, rounds, args.quick))
         write_json(args.json, document)
-    print("\n".join(["", report(document["rows"]), "", *verdicts(document["rows"])]))
+    print(f"\n{page(document)}")

@@ -6,7 +6,17 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from scripts.bench import step
 from scripts.bench.step_sides import SIDES, Sim
+
+
+def test_the_page_has_a_line_for_each_scheduler_and_says_whether_the_goal_is_met() -> None:
+    times = {"plain": [[10.0, 12.0]] * 4, "tier": [[80.0, 90.0]] * 4}
+    sides = {side: step._side(found, times["plain"], 16, 0) for side, found in times.items()}
+    rows = [{"name": "a", "title": "256 decode", "steps": 8, "sides": sides}]
+    page = step.page({"rows": rows})
+    assert [line.split("|")[2].strip() for line in page.splitlines()[2:4]] == ["plain", "tier"]
+    assert "MISS  a, added to a step: 74 µs, at most 60 µs" in page
 
 
 def answer(sim: Sim, seed: int, tokens: int) -> None:
