@@ -28,7 +28,7 @@ CALLED = [
     ("_lookups", "keys_stored"), ("_admission", "look_up_waiting"), ("_full_prompts", "load"),
     ("_loads", "finish"), ("_loads", "load_inline"), ("_loads", "park"),
     ("_loads", "after_schedule"), ("_loads", "abort"), ("_manager", "make_plan"),
-    ("_manager", "begin_load"), ("_manager", "expose_load"), ("_manager", "queue_store"),
+    ("_manager", "begin_load"), ("_manager", "expose_load"),
     ("_manager", "note_new_blocks"), ("_manager", "apply"), ("_manager", "touch"),
     ("_ranks", "loads_done"), ("_view", "publish"), ("_view", "take_blocks"), ("_view", "unpark"),
 ]  # fmt: skip
