@@ -50,6 +50,10 @@ TESTED_BY = {
     "tier/stats.py": "tier/test_manager.py",
     "transfer/errors.py": "transfer/test_engine.py",
     "transfer/plans.py": "transfer/test_engine.py",
+    # Numbers: one test looks at all of them.
+    "integration/engine/tuning.py": "test_constants.py",
+    "integration/worker/tuning.py": "test_constants.py",
+    "transfer/tuning.py": "test_constants.py",
     # One test for all backends: they do the same.
     "transfer/backends/base.py": "transfer/backends/test_backends.py",
     "transfer/backends/direct.py": "transfer/backends/test_backends.py",
@@ -65,6 +69,7 @@ ACROSS = {
     "integration/engine/test_paths.py",
     "integration/engine/test_random_runs.py",
     "test_budgets.py",
+    "test_constants.py",
     "test_docs.py",
     "test_layers.py",
     "test_mirror.py",

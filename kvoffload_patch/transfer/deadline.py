@@ -19,14 +19,9 @@ from typing import NamedTuple, Protocol
 
 from kvoffload_patch.links import Link
 from kvoffload_patch.transfer.errors import TransferError
+from kvoffload_patch.transfer.tuning import DEADLINE_PERIOD_S, DEADLINE_S
 
 logger = logging.getLogger("vllm.kvoffload_patch")
-
-# Seconds for which the oldest copy of a link may be due without a slice enqueued or a ticket done.
-# The largest copy that is enqueued at once is a load that a step needs, of some ten GB: 45 GB/s
-# were measured (H200, PCIe Gen5), and 1 GB/s would do. Below the 300 s after which vLLM gives up.
-DEADLINE_S = 60.0
-PERIOD_S = 1.0  # between looks: each takes Python from the step, so they are few
 
 
 class Oldest(NamedTuple):
@@ -84,7 +79,7 @@ class DeadlineWatch:
             self._thread.join()
 
     def look(self) -> None:
-        """Look at each queue once; called every `PERIOD_S`."""
+        """Look at each queue once; called every `DEADLINE_PERIOD_S`."""
         for link, queue in self._queues.items():
             oldest = queue.oldest()
             if oldest is None or not oldest.due or oldest != self._seen.get(link):
@@ -94,7 +89,7 @@ class DeadlineWatch:
                 continue
             self._seen[link] = oldest
             self._looks[link] = self._looks.get(link, -1) + 1
-            if self._looks[link] * PERIOD_S >= DEADLINE_S and link not in self._late:
+            if self._looks[link] * DEADLINE_PERIOD_S >= DEADLINE_S and link not in self._late:
                 self._is_late(link, queue, oldest.ticket)
 
     def check(self) -> None:
@@ -115,7 +110,7 @@ class DeadlineWatch:
             self.overdue = bool(self._late)
 
     def _is_late(self, link: Link, queue: Watched, ticket: int) -> None:
-        age = self._looks[link] * PERIOD_S
+        age = self._looks[link] * DEADLINE_PERIOD_S
         what = f"expected copy {ticket} from {link[0]} to {link[1]} to be done by now, found"
         if queue.expire(ticket, f"{what} it queued after {age:.0f} s, and gave it up."):
             logger.error(
@@ -133,7 +128,7 @@ class DeadlineWatch:
     def _run(self) -> None:
         try:
             self._enter()
-            while not self._closed.wait(PERIOD_S):
+            while not self._closed.wait(DEADLINE_PERIOD_S):
                 self.look()
         except Exception as error:  # noqa: BLE001 - the copies themselves may be all right
             logger.warning("kvoffload_patch: deadlines of copies are not watched: %s", error)

@@ -17,18 +17,17 @@ from kvoffload_patch.transfer.link import Copy, LinkCopies, copies_of
 from kvoffload_patch.transfer.plans import Plan, Progress, Transfer
 from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue
 from kvoffload_patch.transfer.store_batcher import StoreBatcher
-from kvoffload_patch.transfer.thread import LOADS_AHEAD, STORES_AHEAD, CopyThread
+from kvoffload_patch.transfer.thread import CopyThread
+from kvoffload_patch.transfer.tuning import (
+    DEFERRED_S,
+    MIN_LOAD_SLICES,
+    POLL_S,
+    STEP_LOAD_SLICES,
+    STEP_STORE_SLICES,
+    THREAD_LOAD_SLICES,
+    THREAD_STORE_SLICES,
+)
 
-_NAP_S = 0.0001
-# Slices of loads under way when a step has been launched: about 15 to 30 ms of the bus. While the
-# next is launched, the copy thread hardly gets to run: with calls as short as launches, Python
-# gives another thread its turn every 5 ms at most.
-_LOADS_AHEAD = 24
-# With fewer than so many, the bus would be idle before the step has been launched.
-_TOO_FEW = 2
-_STORES_AT_ONCE = 2  # slices of stores that a step enqueues itself: small ones need no thread
-# When the copy thread enqueues deferred stores, if no step has done so.
-_DEFERRED_S = 0.02
 # Groups of a load by layer that are enqueued before they are waited for.
 _GROUPS_AHEAD = 2
 
@@ -118,8 +117,8 @@ class CopyEngine:
         if by_layer:
             return  # its inputs come before more of its loads
         for link in self._into_gpu:
-            if link.queue.queued and link.queue.has_room(_TOO_FEW):
-                link.queue.top_up(LOADS_AHEAD)
+            if link.queue.queued and link.queue.has_room(MIN_LOAD_SLICES):
+                link.queue.top_up(THREAD_LOAD_SLICES)
         self._wake()
 
     def wait_group(self, group: int) -> None:
@@ -160,11 +159,11 @@ class CopyEngine:
             queued = queued or link.queue.queued
         self._stores_deferred = defer_stores and not self._stores_deferred and queued
         if self._stores_deferred and self._thread is not None:
-            self._thread.wake(_DEFERRED_S)
+            self._thread.wake(DEFERRED_S)
         self._top_up_stores()
         # The bus goes both ways at once: a long load is no reason for it to run dry of stores.
         for link in self._into_gpu:
-            link.queue.top_up(_LOADS_AHEAD, meanwhile=self._top_up_stores)
+            link.queue.top_up(STEP_LOAD_SLICES, meanwhile=self._top_up_stores)
         self._wake()
 
     def poll(self) -> Progress:
@@ -191,7 +190,7 @@ class CopyEngine:
         while any(queue.queued or queue.under_way for queue in queues):
             if [queue.poll() for queue in queues] != before or time.monotonic() >= until:
                 return
-            time.sleep(_NAP_S)
+            time.sleep(POLL_S)
 
     def failed(self, tickets: Tickets) -> tuple[Link, int, str] | None:
         """The first of these copies that has failed, and why; never waits.
@@ -260,7 +259,7 @@ class CopyEngine:
     def _top_up_stores(self) -> None:
         if not self._stores_deferred:
             for link in self._out_of_gpu:
-                link.queue.top_up(_STORES_AT_ONCE)
+                link.queue.top_up(STEP_STORE_SLICES)
 
     def _link(self, transfer: Transfer) -> LinkCopies:
         try:
@@ -314,5 +313,5 @@ def _new_queue(device: Device, link: Link, lock: threading.RLock) -> CopyQueue |
         return SyncCopyQueue()
     if link[1] == GPU:
         # What a request waits for; the others can take their time.
-        return CopyQueue(device, lock, False, _LOADS_AHEAD, priority=-1)
-    return CopyQueue(device, lock, True, STORES_AHEAD)
+        return CopyQueue(device, lock, False, STEP_LOAD_SLICES, priority=-1)
+    return CopyQueue(device, lock, True, THREAD_STORE_SLICES)

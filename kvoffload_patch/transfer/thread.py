@@ -9,13 +9,7 @@ from collections.abc import Sequence
 from kvoffload_patch.transfer.device import Device
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue
-
-# Slices that the thread keeps under way: loads are 1.2 ms of the bus each, stores 0.6 ms.
-LOADS_AHEAD = 6
-STORES_AHEAD = 8
-# How long it sleeps meanwhile. Each time it wakes, it takes Python away from the step
-# (scripts/bench copy_thread).
-_NAP_S = 0.002
+from kvoffload_patch.transfer.tuning import THREAD_LOAD_SLICES, THREAD_SLEEP_S, THREAD_STORE_SLICES
 
 _Queue = CopyQueue | SyncCopyQueue
 
@@ -85,9 +79,9 @@ class CopyThread:
         """Enqueue loads, then a slice of each store, as there is room; or nap."""
         enqueued = False
         for queue in self._loads:
-            enqueued |= queue.top_up(LOADS_AHEAD)
+            enqueued |= queue.top_up(THREAD_LOAD_SLICES)
         for queue in self._stores:
-            enqueued |= queue.has_room(STORES_AHEAD) and queue.advance()
+            enqueued |= queue.has_room(THREAD_STORE_SLICES) and queue.advance()
         if not enqueued:
-            self._wake.wait(_NAP_S)  # or until there is more to enqueue
+            self._wake.wait(THREAD_SLEEP_S)  # or until there is more to enqueue
             self._wake.clear()

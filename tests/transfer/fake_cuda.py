@@ -170,7 +170,8 @@ class FakeCuda:
         # Or a step would enqueue all there is: copies are small here.
         self._put(
             copy_engine,
-            _LOADS_AHEAD=2, LOADS_AHEAD=1, _STORES_AT_ONCE=1, _TOO_FEW=1, _GROUPS_AHEAD=1,
+            STEP_LOAD_SLICES=2, THREAD_LOAD_SLICES=1, STEP_STORE_SLICES=1, MIN_LOAD_SLICES=1,
+            _GROUPS_AHEAD=1,
         )  # fmt: skip
         return self
 

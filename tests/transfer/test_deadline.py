@@ -17,13 +17,13 @@ from kvoffload_patch.links import CPU, GPU, LOAD, STORE
 from kvoffload_patch.tier.plan import Transfer, TransferPlan
 from kvoffload_patch.transfer import deadline
 from kvoffload_patch.transfer.backends.base import Slices, Streams
-from kvoffload_patch.transfer.deadline import DEADLINE_S, PERIOD_S, DeadlineWatch, Oldest
+from kvoffload_patch.transfer.deadline import DEADLINE_PERIOD_S, DEADLINE_S, DeadlineWatch, Oldest
 from kvoffload_patch.transfer.engine import CopyEngine
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.queue import CopyQueue
 
-LOOKS = round(DEADLINE_S / PERIOD_S)
+LOOKS = round(DEADLINE_S / DEADLINE_PERIOD_S)
 LOGGER = "vllm.kvoffload_patch"
 
 
@@ -217,7 +217,7 @@ def test_each_link_has_a_deadline(rank: Rank) -> None:
 
 
 def test_a_thread_looks_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadline, "PERIOD_S", 0.001)
+    monkeypatch.setattr(deadline, "DEADLINE_PERIOD_S", 0.001)
     looked, entered = threading.Event(), []
 
     class Queue:
@@ -256,7 +256,7 @@ def test_an_engine_of_a_device_watches_its_links_until_it_is_closed(
 def test_a_watch_that_cannot_look_says_so_and_leaves_copies_alone(
     raises: Exception | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(deadline, "PERIOD_S", 0.001)
+    monkeypatch.setattr(deadline, "DEADLINE_PERIOD_S", 0.001)
     over = threading.Event()
 
     class Queue:

@@ -261,8 +261,8 @@ def test_every_wait_of_a_plan_is_where_it_belongs(
         ("stores", "submit", 1, 1, "behind", "loads", 3),
         ("store", (1,), (2,)),
         # The device has work to do now, and the next step takes its time to begin.
-        ("stores", "top up", copy_engine._STORES_AT_ONCE),
-        ("loads", "top up", copy_engine._LOADS_AHEAD),
+        ("stores", "top up", copy_engine.STEP_STORE_SLICES),
+        ("loads", "top up", copy_engine.STEP_LOAD_SLICES),
     ]
 
 
@@ -278,11 +278,11 @@ def test_stores_of_a_step_that_the_device_waits_for_are_deferred_once(
     recording._links[STORE].queue = Queued("stores", recorder)
     recording._thread = cast("Any", SimpleNamespace(wake=wake))
     at_once = [
-        ("stores", "top up", copy_engine._STORES_AT_ONCE),
-        ("loads", "top up", copy_engine._LOADS_AHEAD),
+        ("stores", "top up", copy_engine.STEP_STORE_SLICES),
+        ("loads", "top up", copy_engine.STEP_LOAD_SLICES),
         ("wake", 0.0),
     ]
-    deferred = [("wake", copy_engine._DEFERRED_S), ("loads", "top up", copy_engine._LOADS_AHEAD)]
+    deferred = [("wake", copy_engine.DEFERRED_S), ("loads", "top up", copy_engine.STEP_LOAD_SLICES)]
     for asked, wanted in ((False, at_once), (True, deferred), (True, at_once), (True, deferred)):
         recording.end_step(defer_stores=asked)
         assert recorder.take() == wanted
@@ -296,10 +296,10 @@ def test_stores_do_not_run_dry_while_a_long_load_is_enqueued(
     recording: CopyEngine, recorder: Recorder
 ) -> None:
     recording._links[LOAD].queue.slices = 2  # type: ignore[union-attr]
-    stores = ("stores", "top up", copy_engine._STORES_AT_ONCE)
+    stores = ("stores", "top up", copy_engine.STEP_STORE_SLICES)
     recording.end_step()
     slices = [("loads", "slice"), stores] * 2
-    assert recorder.take() == [stores, ("loads", "top up", copy_engine._LOADS_AHEAD), *slices]
+    assert recorder.take() == [stores, ("loads", "top up", copy_engine.STEP_LOAD_SLICES), *slices]
 
 
 def test_small_stores_of_several_steps_become_one_copy(
@@ -374,7 +374,7 @@ def test_loads_wake_the_thread_whatever_was_deferred(
         recording._links[link].queue = Queued(name, recorder)
     recording._thread = cast("Any", SimpleNamespace(wake=lambda after_s=0.0: woken.append(after_s)))
     recording.end_step(defer_stores=True)
-    assert woken == [copy_engine._DEFERRED_S, 0.0]
+    assert woken == [copy_engine.DEFERRED_S, 0.0]
 
 
 def test_a_step_tops_up_loads_before_it_if_the_bus_would_be_idle(
@@ -395,9 +395,9 @@ def test_a_step_tops_up_loads_before_it_if_the_bus_would_be_idle(
         recording.begin_step(Plan(wait_load=1))
         wanted = [("stores", "hold", "compute", 0), ("loads", "hold", "compute", 1)]
         # What this step waits for goes first, and the copy thread does the rest.
-        wanted += [("loads", "top up", copy_engine.LOADS_AHEAD)] if has_room else []
+        wanted += [("loads", "top up", copy_engine.THREAD_LOAD_SLICES)] if has_room else []
         assert recorder.take() == [*wanted, "wake"]
-    assert asked == [copy_engine._TOO_FEW] * 2
+    assert asked == [copy_engine.MIN_LOAD_SLICES] * 2
     recording.begin_step(None)
     assert recorder.take() == ["wake"]
 
@@ -441,7 +441,10 @@ class InGroups(Recorder):
 def in_groups() -> Iterator[tuple[CopyEngine, InGroups, FakeCuda]]:
     """An engine with queues on streams, whose step enqueues nothing but groups by itself."""
     backend = InGroups()
-    with FakeCuda() as cuda, mock.patch.multiple(copy_engine, _GROUPS_AHEAD=2, LOADS_AHEAD=0):
+    with (
+        FakeCuda() as cuda,
+        mock.patch.multiple(copy_engine, _GROUPS_AHEAD=2, THREAD_LOAD_SLICES=0),
+    ):
         engine, lock = CopyEngine(layout(), backend), threading.RLock()
         engine._links[LOAD].queue = CopyQueue(cuda, lock, False, 4)
         engine._links[STORE].queue = CopyQueue(cuda, lock, True, 4)
@@ -515,8 +518,8 @@ def test_a_plan_without_transfers_only_waits(recording: CopyEngine, recorder: Re
     assert recorder.calls == [
         ("stores", "hold", "compute", 1),
         ("loads", "hold", "compute", 2),
-        ("stores", "top up", copy_engine._STORES_AT_ONCE),
-        ("loads", "top up", copy_engine._LOADS_AHEAD),
+        ("stores", "top up", copy_engine.STEP_STORE_SLICES),
+        ("loads", "top up", copy_engine.STEP_LOAD_SLICES),
     ]
 
 

@@ -14,7 +14,7 @@ from transfer.fake_cuda import FakeCuda
 from kvoffload_patch.transfer import thread as copy_thread
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.queue import CopyQueue
-from kvoffload_patch.transfer.thread import LOADS_AHEAD, STORES_AHEAD, CopyThread
+from kvoffload_patch.transfer.thread import THREAD_LOAD_SLICES, THREAD_STORE_SLICES, CopyThread
 
 LONG_S = 20.0
 
@@ -68,8 +68,8 @@ class Setup:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.loads = FakeQueue("load", copy_thread.LOADS_AHEAD, self.log)
-        self.stores = FakeQueue("store", copy_thread.STORES_AHEAD, self.log)
+        self.loads = FakeQueue("load", copy_thread.THREAD_LOAD_SLICES, self.log)
+        self.stores = FakeQueue("store", copy_thread.THREAD_STORE_SLICES, self.log)
         self.thread: Any = None
         self.device: Any = SimpleNamespace(use=lambda: None)
         self.naps: list[float] = []
@@ -206,7 +206,7 @@ def test_it_naps_while_neither_direction_has_room(setup: Setup) -> None:
 
     setup.on_nap = on_nap
     assert setup.run() == [*["nap"] * 3, "store", "nap", "load", "load", "store"]
-    assert setup.naps == [copy_thread._NAP_S] * 4
+    assert setup.naps == [copy_thread.THREAD_SLEEP_S] * 4
 
 
 def test_a_load_that_comes_while_a_large_store_waits_for_room_goes_at_once(setup: Setup) -> None:
@@ -227,7 +227,7 @@ def test_a_load_that_comes_while_a_large_store_waits_for_room_goes_at_once(setup
 def test_a_load_that_comes_during_a_nap_ends_it(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_thread, "_NAP_S", LONG_S)
+    monkeypatch.setattr(copy_thread, "THREAD_SLEEP_S", LONG_S)
     setup.stores.slices, setup.stores.room = 2, 1
     thread = setup.start()
     begin = time.monotonic()
@@ -299,8 +299,8 @@ class OnStreams:
     def __init__(self, cuda: FakeCuda) -> None:
         lock = threading.RLock()
         self.cuda = cuda
-        self.loads = CopyQueue(cuda, lock, False, LOADS_AHEAD)
-        self.stores = CopyQueue(cuda, lock, True, STORES_AHEAD)
+        self.loads = CopyQueue(cuda, lock, False, THREAD_LOAD_SLICES)
+        self.stores = CopyQueue(cuda, lock, True, THREAD_STORE_SLICES)
         self.thread = CopyThread(cuda, [self.loads], [self.stores])
         self.enqueued = {"load": 0, "store": 0}
         self.finished = {"load": 0, "store": 0}
@@ -328,7 +328,7 @@ class OnStreams:
 
 @pytest.fixture(params=range(6))
 def on_streams(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnStreams]:
-    monkeypatch.setattr(copy_thread, "_NAP_S", 0)
+    monkeypatch.setattr(copy_thread, "THREAD_SLEEP_S", 0)
     with FakeCuda(request.param) as cuda:
         made = OnStreams(cuda)
         yield made
@@ -338,22 +338,24 @@ def on_streams(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnStre
 def test_a_large_store_does_not_keep_a_later_load_waiting(on_streams: OnStreams) -> None:
     it, slices = on_streams, 200
     it.submit(it.stores, 1, "store", slices)
-    for _ in range(2 * STORES_AHEAD):
+    for _ in range(2 * THREAD_STORE_SLICES):
         it.thread._advance()
-    assert it.enqueued["store"] == STORES_AHEAD, "not all of a store at once"
-    it.submit(it.loads, 1, "load", LOADS_AHEAD)
+    assert it.enqueued["store"] == THREAD_STORE_SLICES, "not all of a store at once"
+    it.submit(it.loads, 1, "load", THREAD_LOAD_SLICES)
     it.thread._advance()
-    assert it.enqueued == {"load": LOADS_AHEAD, "store": STORES_AHEAD}, "without waiting"
+    assert it.enqueued == {"load": THREAD_LOAD_SLICES, "store": THREAD_STORE_SLICES}, (
+        "without waiting"
+    )
     while it.loads.poll() < 1:
         it.thread._advance()
         it.cuda.run_one()
-        assert it.under_way("store") <= STORES_AHEAD
+        assert it.under_way("store") <= THREAD_STORE_SLICES
     assert it.stores.queued
     while it.stores.poll() < 1:
         it.thread._advance()
         it.cuda.run_one()
-        assert it.under_way("store") <= STORES_AHEAD
-    assert it.finished == {"load": LOADS_AHEAD, "store": slices}
+        assert it.under_way("store") <= THREAD_STORE_SLICES
+    assert it.finished == {"load": THREAD_LOAD_SLICES, "store": slices}
 
 
 def test_a_large_load_does_not_keep_a_store_waiting(on_streams: OnStreams) -> None:
@@ -361,9 +363,9 @@ def test_a_large_load_does_not_keep_a_store_waiting(on_streams: OnStreams) -> No
     it, slices = on_streams, 200
     it.submit(it.loads, 1, "load", slices)
     it.submit(it.stores, 1, "store", slices)
-    for _ in range(2 * STORES_AHEAD):
+    for _ in range(2 * THREAD_STORE_SLICES):
         it.thread._advance()
-    ahead = {"load": LOADS_AHEAD, "store": STORES_AHEAD}
+    ahead = {"load": THREAD_LOAD_SLICES, "store": THREAD_STORE_SLICES}
     assert it.enqueued == ahead
     while it.loads.queued and it.stores.queued:
         it.cuda.run_one()

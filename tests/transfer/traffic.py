@@ -142,7 +142,7 @@ class Machine:
         """Instead of those of the CPU device. What a thread would enqueue, `breathe` does."""
         assert self.cuda is not None
         lock = threading.RLock()
-        ahead = copy_engine._LOADS_AHEAD
+        ahead = copy_engine.STEP_LOAD_SLICES
         self._queues = [CopyQueue(self.cuda, lock, on_bus, ahead) for on_bus in (False, True)]
         for link, queue in zip((LOAD, STORE), self._queues):
             self.engine._links[link].queue = queue

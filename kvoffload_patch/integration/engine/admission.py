@@ -16,18 +16,14 @@ from kvoffload_patch.integration.engine.lookup import (
 from kvoffload_patch.integration.engine.lookup_replay import LookupReplay
 from kvoffload_patch.integration.engine.stall import Stall
 from kvoffload_patch.integration.engine.stats import HitCounts
+from kvoffload_patch.integration.engine.tuning import (
+    BUS_AHEAD_MS,
+    LOOK_AHEAD_REQUESTS,
+    SCAN_MARGIN_REQUESTS,
+)
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.tier.manager import OffloadManager
-
-# Requests looked at in a step beyond those that can run: parked ones, and ones that wait for
-# something else, are passed over on the way.
-_SCAN_MARGIN = 64
-# Milliseconds: no more loads are begun while the bus has so much to do. Beginning one costs the
-# step its time, and what is begun holds GPU blocks.
-_BUS_AHEAD_MS = 150.0
-# Requests behind the step's last token for which loads are begun already.
-_LOOK_AHEAD = 16
 
 
 class AdmissionBudget:
@@ -60,7 +56,7 @@ class AdmissionBudget:
         self._watermark = view.watermark_blocks()
         if view.scheduler.running:
             self._keep_watermark()
-        self._ahead = _LOOK_AHEAD
+        self._ahead = LOOK_AHEAD_REQUESTS
         self.needed = 0
         self.admissible = 0
 
@@ -176,7 +172,7 @@ class Admission:
             len(self._view.scheduler.running) + self._loads.num_parked,
             self._loads.blocks_under_way,
         )
-        scans_left = max(0, self._view.free_run_slots()) + _SCAN_MARGIN
+        scans_left = max(0, self._view.free_run_slots()) + SCAN_MARGIN_REQUESTS
         for request in self._view.waiting():
             if scans_left <= 0:
                 return True  # What blocks so many must not keep those behind waiting.
@@ -224,7 +220,7 @@ class Admission:
         """Whether a request can be admitted or parked: there is room, and for its load the bus."""
         if result.tier_hits:
             ahead_ms = self._load_ms_per_block * self._loads.blocks_under_way
-            if ahead_ms > _BUS_AHEAD_MS:
+            if ahead_ms > BUS_AHEAD_MS:
                 return False
             if not self._parks and not budget.has_tokens(request, result.tokens):
                 return False

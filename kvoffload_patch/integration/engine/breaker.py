@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvoffload_patch.integration.engine.tier import SchedulerTier
+from kvoffload_patch.integration.engine.tuning import FAILED_COPIES, FAILED_WINDOW_S
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.errors import PromiseBroken
@@ -23,11 +24,6 @@ from kvoffload_patch.patching import ObjectHooks
 from kvoffload_patch.tier.manager import OffloadManager
 
 logger = logging.getLogger("vllm.kvoffload_patch")
-
-# Copies do not fail on a sound machine, and each that does costs a recomputation: so many within
-# so many seconds are a device or driver that has gone bad, and not an accident.
-FAILED_COPIES = 8
-WINDOW_S = 60.0
 
 
 class Breaker:
@@ -48,7 +44,7 @@ class Breaker:
     Attributes:
         tier: of the scheduler.
         detached: the tier has failed, or the engine has shut down.
-        max_failed_copies: so many within WINDOW_S detach the tier.
+        max_failed_copies: so many within FAILED_WINDOW_S detach the tier.
     """
 
     def __init__(
@@ -182,10 +178,10 @@ class Breaker:
         now = time.monotonic()
         failed_at = self._failed_at
         failed_at.extend([now] * new)
-        while now - failed_at[0] > WINDOW_S:
+        while now - failed_at[0] > FAILED_WINDOW_S:
             failed_at.popleft()
         if len(failed_at) >= self.max_failed_copies:
-            text = f"{len(failed_at)} copies have failed within {WINDOW_S:.0f} s"
+            text = f"{len(failed_at)} copies have failed within {FAILED_WINDOW_S:.0f} s"
             self.failed("copies", RuntimeError(text))
 
     def _settle(self, output: Any = None) -> None:

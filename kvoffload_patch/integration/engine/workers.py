@@ -7,16 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from kvoffload_patch.integration.engine.tuning import OPEN_TIMEOUT_S, RPC_TIMEOUT_S
 from kvoffload_patch.integration.errors import TierRefused
 from kvoffload_patch.integration.worker import rpc as worker_side
 from kvoffload_patch.integration.worker.slot_counts import SlotCountsAddress, make_slot_counts
 from kvoffload_patch.integration.worker.tier import RankTier
 from kvoffload_patch.tier.plan import TransferPlan
 
-# Seconds that a worker may take to answer. Opening touches and registers memory, closing gives it
-# back, both at some GiB a second; anything else waits behind a step at most.
-_OPEN_TIMEOUT_S = 1800.0
-_TIMEOUT_S = 300.0
 _GIB = 1 << 30
 
 
@@ -60,7 +57,7 @@ class RankGroup:
         _check_size(ranks, cpu_bytes, self.num_slots)
         with self._board([r.rank for r in ranks]) as board:
             how = self.num_slots, backend, canary_fault_rank, board
-            opened = self._call(worker_side.open_rank, *how, timeout_s=_OPEN_TIMEOUT_S)
+            opened = self._call(worker_side.open_rank, *how, timeout_s=OPEN_TIMEOUT_S)
         _refuse_errors(opened, "failed to open the CPU tier")
         self.num_usable = min(r.num_ready for r in opened)
         self.growing = any(r.growing for r in opened)
@@ -121,7 +118,7 @@ class RankGroup:
             board.remove()
 
     def _call(
-        self, function: Callable[..., Any], *args: Any, timeout_s: float = _TIMEOUT_S
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = RPC_TIMEOUT_S
     ) -> list[Any]:
         name = function.__name__
         try:

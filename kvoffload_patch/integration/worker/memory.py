@@ -14,6 +14,7 @@ from typing import Any
 
 from kvoffload_patch.config import GIB, Settings
 from kvoffload_patch.integration.protocol import attached, engine_bytes
+from kvoffload_patch.integration.worker.tuning import RANK_STEP_BYTES
 from kvoffload_patch.memory import (
     attainable_memory_bytes,
     available_memory_bytes,
@@ -23,7 +24,6 @@ from kvoffload_patch.memory import (
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
-_STEP_BYTES = 512 << 20  # what a rank takes between two looks at what is available
 
 EARLY = "_kvoffload_early"  # on the model runner, until a tier takes it or is refused
 
@@ -127,7 +127,7 @@ def _num_ranks(vllm_config: Any) -> int:
 
 def _available_to_one(vllm_config: Any) -> Callable[[], int]:
     """What one rank may take, now, even if every other one takes its next step at that moment."""
-    others = (_num_ranks(vllm_config) - 1) * _STEP_BYTES
+    others = (_num_ranks(vllm_config) - 1) * RANK_STEP_BYTES
     return lambda: available_memory_bytes() - others
 
 

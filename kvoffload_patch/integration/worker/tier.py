@@ -13,6 +13,7 @@ from typing import Any
 from kvoffload_patch.integration.worker.layerwise import LayerGate
 from kvoffload_patch.integration.worker.memory import open_host
 from kvoffload_patch.integration.worker.slot_counts import SlotCounts
+from kvoffload_patch.integration.worker.tuning import IDLE_WAIT_S, MEASURED_BYTES, SHORT_STEP_TOKENS
 from kvoffload_patch.integration.worker.vllm_runner import (
     block_layout,
     copy_output,
@@ -22,13 +23,6 @@ from kvoffload_patch.links import LOAD, Link, Tickets
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 
 logger = logging.getLogger("vllm.kvoffload_patch")
-
-# CPU memory that copies are measured with, fragmented ones in twice what they move.
-_MEASURED_BYTES = 128 << 20
-# What a step without tokens waits for loads, at most: a new request is held up no longer.
-_IDLE_WAIT_S = 0.001
-# A step of so few tokens that are not all decodes is launched in more time than it takes to run.
-_SHORT_STEP_TOKENS = 1024
 
 
 class RankTier:
@@ -74,7 +68,7 @@ class RankTier:
         try:
             # What every rank can use, and whether it becomes more; None: nobody here knows it.
             self._usable: tuple[int | None, bool] = (None, alone or board is not None)
-            measured = _MEASURED_BYTES // layout.block_bytes if self._usable[1] else num_slots
+            measured = MEASURED_BYTES // layout.block_bytes if self._usable[1] else num_slots
             ready = self._host.wait_up_to(measured)
             slots = SlotMemory(self._host.slots, self._host.slots_per_piece)
             with self._host.quiet():
@@ -118,7 +112,7 @@ class RankTier:
         tokens = step.total_num_scheduled_tokens
         self._idle = tokens == 0
         self._decodes = 0 < tokens == len(step.num_scheduled_tokens)
-        self._host_bound = len(step.num_scheduled_tokens) < tokens <= _SHORT_STEP_TOKENS
+        self._host_bound = len(step.num_scheduled_tokens) < tokens <= SHORT_STEP_TOKENS
         by_layer = self._gate.begin(step, plan is not None and _loads_by_layer(plan))
         self._promised = plan.promised if plan is not None else ()
         self._check_promised()  # what has failed before; the plan may show it as taken in
@@ -139,7 +133,7 @@ class RankTier:
         self._engine.end_step(self._host_bound, batch_stores=self._decodes)
         if self._idle:
             # Nothing else can go on until a load has arrived or a request comes in.
-            self._engine.wait_loads(_IDLE_WAIT_S)
+            self._engine.wait_loads(IDLE_WAIT_S)
         if not self._growth_told and not self.growing:
             self._growth_told = True
             self._say_growth_is_over()

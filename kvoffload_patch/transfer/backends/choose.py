@@ -11,11 +11,9 @@ from kvoffload_patch.transfer.backends.torch import TorchBackend
 from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.errors import TransferError, one_line
 from kvoffload_patch.transfer.layout import BlockLayout
+from kvoffload_patch.transfer.tuning import TIMED_BYTES, TIMED_REPEATS
 
 NAMES = ("staged", "direct", "torch")
-# Enough for the bus to run at speed, little enough for the whole choice to take a moment.
-_TIMED_BYTES = 64 << 20
-_REPEATS = 3
 # A backend must be this much faster than one that keeps more out of compute's way.
 _CLEARLY = 1.1
 
@@ -92,7 +90,7 @@ class _Speed(NamedTuple):
 
 
 def _measure(layout: BlockLayout, backend: CopyBackend, num_slots: int) -> _Speed:
-    count = min(num_slots, layout.num_blocks, max(1, _TIMED_BYTES // layout.block_bytes))
+    count = min(num_slots, layout.num_blocks, max(1, TIMED_BYTES // layout.block_bytes))
     ids = list(range(count))
     apart = list(range(0, num_slots, 2))[:count]
     streams = new_streams(layout.device)
@@ -107,8 +105,8 @@ def _measure(layout: BlockLayout, backend: CopyBackend, num_slots: int) -> _Spee
     ms(backend.store, apart)
     ms(backend.load, apart)
     # The best of a few: whatever else the machine does while an engine starts makes them slower.
-    store = min(ms(backend.store, ids) for _ in range(_REPEATS))
-    load = min(ms(backend.load, ids) for _ in range(_REPEATS))
+    store = min(ms(backend.store, ids) for _ in range(TIMED_REPEATS))
+    load = min(ms(backend.load, ids) for _ in range(TIMED_REPEATS))
     return _Speed(store, load)
 
 

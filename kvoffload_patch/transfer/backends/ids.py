@@ -11,9 +11,7 @@ import triton
 from kvoffload_patch.transfer.backends.kernels import copy_ids
 from kvoffload_patch.transfer.backends.slots import Numbers
 from kvoffload_patch.transfer.device import device_of
-
-_CAPACITY = 1 << 16
-_BLOCK = 1024
+from kvoffload_patch.transfer.tuning import IDS_BLOCKS, IDS_PROGRAM_BLOCKS
 
 
 class IdUploader:
@@ -27,7 +25,7 @@ class IdUploader:
         capacity: numbers under way at most; more wait for those before them.
     """
 
-    def __init__(self, device: torch.device, capacity: int = _CAPACITY) -> None:
+    def __init__(self, device: torch.device, capacity: int = IDS_BLOCKS) -> None:
         self._device, self._streams = device, device_of(device)
         self._capacity = capacity
         self._next = 0
@@ -46,8 +44,10 @@ class IdUploader:
                 part = ids[at : at + self._capacity // 2]
                 begin = self._place(len(part))
                 self._pinned.numpy()[begin : begin + len(part)] = part
-                grid = (triton.cdiv(len(part), _BLOCK),)
-                copy_ids[grid](self._pinned, uploaded, begin, at, len(part), SIZE=_BLOCK)
+                grid = (triton.cdiv(len(part), IDS_PROGRAM_BLOCKS),)
+                copy_ids[grid](
+                    self._pinned, uploaded, begin, at, len(part), SIZE=IDS_PROGRAM_BLOCKS
+                )
                 event = self._streams.new_event()
                 event.record(stream)
                 self._used.append((begin, begin + len(part), event))

@@ -21,16 +21,14 @@ from kvoffload_patch.transfer.backends.slots import Numbers, Part, SlotMemory, i
 from kvoffload_patch.transfer.backends.tiles import TileMover
 from kvoffload_patch.transfer.device import Device, device_of
 from kvoffload_patch.transfer.layout import BlockLayout
+from kvoffload_patch.transfer.tuning import (
+    LOAD_BUFFERS,
+    LOAD_CHUNK_BYTES,
+    READY_BLOCKS,
+    STORE_BUFFERS,
+    STORE_CHUNK_BYTES,
+)
 
-# A slice costs some tens of microseconds of a thread that shares Python with the step, so they are
-# large; what else crosses the bus, a step's inputs or its tokens, waits for one of them, 1.2 or
-# 0.6 ms. Buffers: one on the bus, one being packed or unpacked, and for stores, whose packing may
-# have to wait for room on the device, one more.
-LOAD_CHUNK_BYTES, LOAD_BUFFERS = 64 << 20, 2
-STORE_CHUNK_BYTES, STORE_BUFFERS = 32 << 20, 3
-# Blocks made ready for copying at a time: a batch may have tens of thousands, and the bus would be
-# idle until the last of them is.
-READY_BLOCKS = 1024
 # A load in groups: enough of them that compute can begin early, pieces large enough for the bus.
 MAX_GROUPS = 8
 MIN_GROUP_BYTES = 256 << 10

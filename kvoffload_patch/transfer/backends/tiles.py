@@ -14,12 +14,10 @@ from kvoffload_patch.transfer.backends.ids import IdUploader
 from kvoffload_patch.transfer.backends.kernels import move_tiles
 from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.layout import BlockLayout
+from kvoffload_patch.transfer.tuning import LAUNCHED_PROGRAMS, TILE_BYTES
 
 _WORDS = ((8, tl.int64), (4, tl.int32), (2, tl.int16), (1, tl.int8))
 _VECTOR = 16  # bytes that a thread moves at once, at most
-_TILE_BYTES = 8192
-# Programs per launch: enough to keep the memory busy, few enough to leave room beside them.
-_PROGRAMS = 4096
 
 
 class TileMover:
@@ -42,7 +40,7 @@ class TileMover:
         self._align = common // self._word
         self._pitch = pitch
         longest = max(row.shape[1] for row in rows) // self._word
-        self._tile = min(_TILE_BYTES // self._word, 1 << (longest - 1).bit_length())
+        self._tile = min(TILE_BYTES // self._word, 1 << (longest - 1).bit_length())
         self._base = rows[0].data_ptr()
         self._rows = triton.reinterpret(rows[0], self._dtype)
         table, self._tile_of_row = self._cut(layout)
@@ -72,7 +70,7 @@ class TileMover:
         count: int,
         flat_ids: torch.Tensor | None = None,
         rows: tuple[int, int] | None = None,
-        programs: int = _PROGRAMS,
+        programs: int = LAUNCHED_PROGRAMS,
     ) -> None:
         """Move ``block_ids[first : first + count]`` to or from entries of ``flat``.
 
@@ -101,9 +99,9 @@ class TileMover:
 
 def warm_up(device: torch.device) -> None:
     """Compile the kernels as most layouts need them, ahead of time; it takes about a second."""
-    tensor = torch.zeros(2, _TILE_BYTES, dtype=torch.uint8, device=device)
+    tensor = torch.zeros(2, TILE_BYTES, dtype=torch.uint8, device=device)
     flat = torch.zeros_like(tensor).view(-1)
-    mover = TileMover(BlockLayout([tensor], 2), _TILE_BYTES, [flat.data_ptr()])
+    mover = TileMover(BlockLayout([tensor], 2), TILE_BYTES, [flat.data_ptr()])
     blocks = torch.tensor([0, 1], device=device)
     IdUploader(device).upload(np.array([0, 1]), device_of(device).current_stream())
     for to_flat in (True, False):

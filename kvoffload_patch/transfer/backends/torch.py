@@ -13,8 +13,7 @@ from kvoffload_patch.transfer.backends.base import Slices, Streams
 from kvoffload_patch.transfer.backends.slots import Run, SlotMemory
 from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.layout import BlockLayout
-
-STAGING_BYTES = 32 << 20
+from kvoffload_patch.transfer.tuning import STAGING_BYTES
 
 
 class TorchBackend:

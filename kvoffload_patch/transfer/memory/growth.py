@@ -11,16 +11,13 @@ from dataclasses import dataclass
 from kvoffload_patch.transfer.device import Registrar
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.memory.mapping import GIB, HostMapping
-
-# Registered in one call of the driver, 0.7 ms and more. Such a call holds up other calls that the
-# process makes: half of the time if nobody cares, a fifth of it while steps are launched. That
-# is still as fast as most GPUs compute KV. Loads, which requests wait for, are let pass first.
-# None of that when stores have caught up: what is not stored is computed again.
-PIECE_BYTES = 32 << 20
-_PAUSE, _PAUSE_BESIDE_STEPS = 1, 4  # times as long as the call before it took
-_STEPS_END_S = 0.1  # after the last one
-_LOADS_PASS_S = 0.025  # at most, for each piece
-_PARTS = 8  # stores have caught up when they use the last of so many parts of what is ready
+from kvoffload_patch.transfer.tuning import (
+    GROWTH_PARTS,
+    LOADS_PASS_S,
+    PAUSE_BESIDE_STEPS_TIMES,
+    PAUSE_TIMES,
+    STEPS_END_S,
+)
 
 
 @dataclass
@@ -62,7 +59,7 @@ class Growth:
         self.num_ready = 0
         self.ended = ""
         self.spent = Spent()
-        self._last_step = -_STEPS_END_S
+        self._last_step = -STEPS_END_S
         self._loads_end = 0.0
         self._slots_used = 0
         self._num_slots, self._pitch, self._per_piece = num_slots, pitch, slots_per_piece
@@ -150,7 +147,7 @@ class Growth:
         address, nbytes = self._base + begin * self._pitch, (end - begin) * self._pitch
         loads_s = self._loads_end - time.monotonic()
         if loads_s > 0 and not self._late:
-            self._hold_back(min(loads_s, _LOADS_PASS_S))
+            self._hold_back(min(loads_s, LOADS_PASS_S))
         with self.quiet:
             began = time.perf_counter()
             error = self._registrar.register(address, nbytes)
@@ -163,9 +160,9 @@ class Growth:
             self.num_ready = end
             self._changed.notify_all()
         if begin:  # meanwhile the driver has time for everybody else
-            beside_steps = time.monotonic() - self._last_step < _STEPS_END_S
+            beside_steps = time.monotonic() - self._last_step < STEPS_END_S
             longer = beside_steps and not self._late
-            self._hold_back(took * (_PAUSE_BESIDE_STEPS if longer else _PAUSE))
+            self._hold_back(took * (PAUSE_BESIDE_STEPS_TIMES if longer else PAUSE_TIMES))
         return ""
 
     def _hold_back(self, seconds: float) -> None:
@@ -176,7 +173,7 @@ class Growth:
     @property
     def _late(self) -> bool:
         """Whether stores have caught up."""
-        return self._slots_used * _PARTS > self.num_ready * (_PARTS - 1)
+        return self._slots_used * GROWTH_PARTS > self.num_ready * (GROWTH_PARTS - 1)
 
     def _sentence(self, why: str) -> str:
         ready, total = (n * self._pitch / GIB for n in (self.num_ready, self._num_slots))

@@ -12,9 +12,10 @@ import torch
 
 from kvoffload_patch.transfer.device import Registrar, device_of
 from kvoffload_patch.transfer.errors import TransferError
-from kvoffload_patch.transfer.memory.growth import PIECE_BYTES, Growth
+from kvoffload_patch.transfer.memory.growth import Growth
 from kvoffload_patch.transfer.memory.mapping import HostMapping, no_limit
 from kvoffload_patch.transfer.memory.numa import node_of
+from kvoffload_patch.transfer.tuning import PIECE_BYTES
 
 # Slots begin where copies over the bus and vector accesses are at their best.
 _ALIGNMENT = 512

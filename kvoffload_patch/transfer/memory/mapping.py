@@ -21,16 +21,15 @@ import torch
 
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.memory.numa import prefer_node
+from kvoffload_patch.transfer.tuning import (
+    CHECKED_BYTES,
+    MEMORY_PATIENCE_S,
+    RESERVE_BYTES,
+    TOUCH_BYTES,
+    TOUCH_THREADS,
+)
 
 GIB = 1 << 30
-# Touched in one go: little enough to be asked to stop between two of them.
-STEP_BYTES = 32 << 20
-THREADS = 2
-# How often the memory available is looked up, and what must remain besides.
-CHECKED_BYTES = 256 << 20
-RESERVE_BYTES = GIB
-# A virtual machine may be given more memory only as it uses what it has.
-PATIENCE_S = 10.0
 
 _HUGE_PAGE = 2 << 20
 _MAP_NORESERVE = 0x4000
@@ -119,22 +118,22 @@ class Toucher:
     @property
     def touched(self) -> int:
         """Bytes from the start on that are there; never falls while a goal is pursued."""
-        return min(self._prefix * STEP_BYTES, self._nbytes)
+        return min(self._prefix * TOUCH_BYTES, self._nbytes)
 
     @property
     def reached(self) -> int:
         """Where the last page that may have been taken ends."""
-        return min(self._next * STEP_BYTES, self._nbytes)
+        return min(self._next * TOUCH_BYTES, self._nbytes)
 
     def start(self, nbytes: int) -> None:
         """Touch the first ``nbytes`` in the background; also after it has ended or stopped."""
         self.stop()
         self._stopping.clear()
         self.ended = ""
-        self._goal = -(-min(nbytes, self._nbytes) // STEP_BYTES)
+        self._goal = -(-min(nbytes, self._nbytes) // TOUCH_BYTES)
         self._next = self._prefix  # what lies behind it may be touched again
         self._done.clear()
-        for i in range(min(THREADS, self._goal - self._prefix)):
+        for i in range(min(TOUCH_THREADS, self._goal - self._prefix)):
             thread = threading.Thread(target=self._run, name=f"kvoffload-touch-{i}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -159,7 +158,7 @@ class Toucher:
 
     def forget_beyond(self, nbytes: int) -> None:
         """Pages behind ``nbytes`` have been given back; nothing runs."""
-        self._prefix = min(self._prefix, nbytes // STEP_BYTES)
+        self._prefix = min(self._prefix, nbytes // TOUCH_BYTES)
         self._next = self._prefix
 
     def _run(self) -> None:
@@ -170,15 +169,15 @@ class Toucher:
                     if step >= self._goal or self._stopping.is_set():
                         return
                     self._next += 1
-                if step % (CHECKED_BYTES // STEP_BYTES) == 0 and not self._room():
+                if step % (CHECKED_BYTES // TOUCH_BYTES) == 0 and not self._room():
                     return
                 self._touch(step)
         except Exception as error:  # noqa: BLE001 - raised again by the caller that waits
             self._end(f"expected to touch CPU memory, found {error}")
 
     def _touch(self, step: int) -> None:
-        begin = step * STEP_BYTES
-        touch(self._memory[begin : begin + STEP_BYTES])
+        begin = step * TOUCH_BYTES
+        touch(self._memory[begin : begin + TOUCH_BYTES])
         with self._changed:
             self._done.add(step)
             while self._prefix in self._done:
@@ -188,8 +187,8 @@ class Toucher:
 
     def _room(self) -> bool:
         """Whether there is memory for what will be touched until the next look, after waiting."""
-        needed = min(CHECKED_BYTES * THREADS, self._nbytes) + RESERVE_BYTES
-        deadline, pause = time.monotonic() + PATIENCE_S, 0.05
+        needed = min(CHECKED_BYTES * TOUCH_THREADS, self._nbytes) + RESERVE_BYTES
+        deadline, pause = time.monotonic() + MEMORY_PATIENCE_S, 0.05
         while not self._stopping.is_set():
             found = self._available()
             if found >= needed:

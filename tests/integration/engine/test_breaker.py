@@ -14,7 +14,7 @@ from integration.engine.mini import BLOCK, Mini
 from scheduler_half.scenarios import free_blocks, statuses, talk
 
 from kvoffload_patch.integration.engine import breaker as breaker_module
-from kvoffload_patch.integration.engine.breaker import FAILED_COPIES, WINDOW_S
+from kvoffload_patch.integration.engine.breaker import FAILED_COPIES, FAILED_WINDOW_S
 from kvoffload_patch.integration.errors import PromiseBroken
 from kvoffload_patch.integration.protocol import PLAN, TIER
 
@@ -256,7 +256,7 @@ def test_copies_that_fail_now_and_then_do_not(monkeypatch: pytest.MonkeyPatch) -
     now = [0.0]
 
     def later() -> float:
-        now[0] += WINDOW_S / (FAILED_COPIES - 1) + 1
+        now[0] += FAILED_WINDOW_S / (FAILED_COPIES - 1) + 1
         return now[0]
 
     monkeypatch.setattr(breaker_module.time, "monotonic", later)

@@ -35,7 +35,7 @@ COMPILE = host_memory._compile_kernels
 @pytest.fixture(autouse=True)
 def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("KVOFFLOAD_CPU_GIB", str(96 / 1024))
-    monkeypatch.setattr(mapping, "STEP_BYTES", MIB)
+    monkeypatch.setattr(mapping, "TOUCH_BYTES", MIB)
     monkeypatch.setattr(mapping, "RESERVE_BYTES", 0)
     properties = SimpleNamespace(is_integrated=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -110,7 +110,7 @@ def test_memory_that_is_the_gpus_too_is_left_alone_meanwhile(settings: Any) -> N
 
 
 def test_a_rank_leaves_what_the_others_may_be_taking(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapping, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(mapping, "MEMORY_PATIENCE_S", 0.05)
     monkeypatch.setattr(host_memory, "available_memory_bytes", lambda: (512 + 107) * MIB)
     for ranks, share in ((1, 96), (2, 48)):
         one = runner(world_size=ranks)
@@ -197,7 +197,7 @@ def test_a_rank_without_early_memory_takes_it_then(registrar: Registrar) -> None
 def test_growth_looks_at_the_memory_available(
     registrar: Registrar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapping, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(mapping, "MEMORY_PATIENCE_S", 0.05)
     monkeypatch.setattr(host_memory, "available_memory_bytes", lambda: 0)
     with pytest.raises(RuntimeError, match="of memory available to go on, found 0.0"):
         open_host(runner(), 96, layout())

@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapping, "STEP_BYTES", MIB)
+    monkeypatch.setattr(mapping, "TOUCH_BYTES", MIB)
     monkeypatch.setattr(mapping, "CHECKED_BYTES", 2 * MIB)
     monkeypatch.setattr(mapping, "RESERVE_BYTES", MIB)
 
@@ -178,7 +178,7 @@ def test_registering_leaves_the_driver_to_others_and_more_so_beside_steps(
     go.set()
     host.wait_ready(8)
     host._growth._thread.join(20)  # type: ignore[union-attr]
-    longer = growth._PAUSE_BESIDE_STEPS if beside_steps and last_slot < 3 else 1
+    longer = growth.PAUSE_BESIDE_STEPS_TIMES if beside_steps and last_slot < 3 else 1
     assert pauses == [2.0 * longer, 2.0, 2.0]
     assert host.growth_spent == "0.0 s waiting for pages, 8.0 s registering, 0.0 s held back", (
         "this clock stands still while it is held back, and while pages are taken"
@@ -211,7 +211,7 @@ def test_loads_pass_before_the_next_piece_is_registered(
     host.wait_ready(8)
     host._growth._thread.join(20)  # type: ignore[union-attr]
     # Two pieces remain, and neither waits for longer than so long; the calls took no time here.
-    expected = [growth._LOADS_PASS_S, 0.005] if last_slot < 0 else []
+    expected = [growth.LOADS_PASS_S, 0.005] if last_slot < 0 else []
     assert [pause for pause in pauses if pause] == expected, "unless stores have caught up"
     assert host._growth.spent.held_back == pytest.approx(sum(pauses))  # type: ignore[union-attr]
     host.close()
@@ -298,7 +298,7 @@ def test_a_driver_that_raises_ends_the_growth() -> None:
 
 
 def test_growth_ends_when_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapping, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(mapping, "MEMORY_PATIENCE_S", 0.2)
     looks = iter([64 * MIB] * 4)
     registrar = Registrar()
     host = grown(64, 2 * MIB, registrar, available_bytes=lambda: next(looks, 3 * MIB))

@@ -24,10 +24,10 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapping, "STEP_BYTES", MIB)
+    monkeypatch.setattr(mapping, "TOUCH_BYTES", MIB)
     monkeypatch.setattr(mapping, "CHECKED_BYTES", 4 * MIB)
     monkeypatch.setattr(mapping, "RESERVE_BYTES", 2 * MIB)
-    monkeypatch.setattr(mapping, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(mapping, "MEMORY_PATIENCE_S", 0.2)
 
 
 def test_nothing_is_taken_before_it_is_asked_for_and_no_more_than_that() -> None:

@@ -1,0 +1,27 @@
+"""Numbers that tune the engine's side: each with its unit, and what set it.
+
+None of them decides what is right; a wrong one costs time or memory.
+"""
+
+from __future__ import annotations
+
+# Requests looked at in a step beyond those that can run: parked ones, and ones that wait for
+# something else, are passed over on the way. Not measured: it bounds a step's work where hundreds
+# wait.
+SCAN_MARGIN_REQUESTS = 64
+# No more loads are begun while the bus has so much to do: beginning one costs the step its time,
+# and what is begun holds GPU blocks. Not measured alone; about seven prompts of 8,192 tokens at 20
+# ms each (docs/performance.md, "Serving").
+BUS_AHEAD_MS = 150.0
+# Requests behind the step's last token for which loads are begun already. Not measured alone: at
+# 20 ms each they keep the bus busy beyond `BUS_AHEAD_MS`.
+LOOK_AHEAD_REQUESTS = 16
+# Copies do not fail on a sound machine, and each that does costs a recomputation: so many within
+# so many seconds are a device or driver that has gone bad, and not an accident. Not measured.
+FAILED_COPIES = 8
+FAILED_WINDOW_S = 60.0
+# What a worker may take to answer. Opening touches and registers memory, closing gives it back,
+# both at some GiB a second (scripts/bench touch: 1.4 to 8.2); anything else waits behind a step at
+# most, for which vLLM has 300 s.
+OPEN_TIMEOUT_S = 1800.0
+RPC_TIMEOUT_S = 300.0

@@ -1,0 +1,20 @@
+"""Numbers that tune a worker: each with its unit, and what set it.
+
+None of them decides what is right; a wrong one costs time or memory.
+"""
+
+from __future__ import annotations
+
+# What a rank takes between two looks at what is available: that of both threads that touch memory
+# (`transfer/tuning.py`). A sum, not a measurement.
+RANK_STEP_BYTES = 512 << 20
+# CPU memory that copies are measured with, fragmented ones in twice what they move
+# (`TIMED_BYTES`).
+MEASURED_BYTES = 128 << 20
+# What a step without tokens waits for loads, at most: a new request is held up no longer. Not
+# measured: less than a step of decodes takes (5.7 ms, docs/performance.md).
+IDLE_WAIT_S = 0.001
+# A step of so few tokens that are not all decodes is launched in more time than it takes to run.
+# Such steps were traced on one H200 (docs/measured/2026-11-21-serve-traced.json), the limit was
+# not measured.
+SHORT_STEP_TOKENS = 1024

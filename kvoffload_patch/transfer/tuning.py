@@ -1,0 +1,88 @@
+"""Numbers that tune copies: each with its unit, and what set it.
+
+None of them decides what is right; a wrong one costs time or memory. Copies were measured on one
+H200 (PCIe Gen5 x16, 55 GB/s one way) if not said otherwise.
+"""
+
+from __future__ import annotations
+
+# --- backends ---
+# A slice costs some tens of microseconds of a thread that shares Python with the step, so slices
+# are large; what else crosses the bus, a step's inputs or its tokens, waits for one of them, 1.2
+# or 0.6 ms (scripts/bench copy_queue, docs/measured/copy_queue-h200.json). Buffers: one on the
+# bus, one being packed or unpacked, and for stores, whose packing may have to wait for room on the
+# device, one more.
+LOAD_CHUNK_BYTES, LOAD_BUFFERS = 64 << 20, 2
+STORE_CHUNK_BYTES, STORE_BUFFERS = 32 << 20, 3
+# Blocks made ready for copying at a time: a batch may have tens of thousands, and the bus would be
+# idle until the last of them is (scripts/bench transfer, blocks of 256 KiB).
+READY_BLOCKS = 1024
+# What torch's own copies pack before they cross. Not measured: as `STORE_CHUNK_BYTES`.
+STAGING_BYTES = 32 << 20
+# What a program of the kernel moves, and programs per launch: enough to keep the memory busy, few
+# enough to leave room beside them. Not measured alone (scripts/bench transfer has the whole).
+TILE_BYTES = 8192
+LAUNCHED_PROGRAMS = 4096
+# Copies that are timed when the tier opens: enough for the bus to run at speed, little enough for
+# it all to take a moment (64 MiB are 1.2 ms). The best of so many counts. Not measured.
+TIMED_BYTES = 64 << 20
+TIMED_REPEATS = 3
+# Numbers of blocks that a buffer for them holds, and that a program copies. Not measured.
+IDS_BLOCKS = 1 << 16
+IDS_PROGRAM_BLOCKS = 1024
+
+# --- queues, and the thread that enqueues ---
+# Slices that the thread keeps under way: of loads 1.2 ms of the bus each, of stores 0.6 ms, so
+# more than its sleep lasts (scripts/bench copy_thread).
+THREAD_LOAD_SLICES = 6
+THREAD_STORE_SLICES = 8
+# How long it sleeps meanwhile. Each time it wakes, it takes Python away from the step
+# (scripts/bench copy_thread).
+THREAD_SLEEP_S = 0.002
+# Slices of loads under way when a step has been launched: about 15 to 30 ms of the bus. While the
+# next is launched, the copy thread hardly gets to run: with calls as short as launches, Python
+# gives another thread its turn every 5 ms at most. Not measured alone.
+STEP_LOAD_SLICES = 24
+# With fewer than so many, the bus would be idle before the step has been launched. Not measured.
+MIN_LOAD_SLICES = 2
+# Slices of stores that a step enqueues itself: small ones need no thread. Not measured alone.
+STEP_STORE_SLICES = 2
+# When the copy thread enqueues deferred stores, if no step has done so: more than three steps of
+# decodes (5.7 ms). Deferring has a row in docs/performance.md, the time is not measured alone.
+DEFERRED_S = 0.02
+# Between looks at a copy that a step waits for on the host. Not measured.
+POLL_S = 0.0001
+# For how long the oldest copy of a link may be due without a slice enqueued or a ticket done. The
+# largest copy that is enqueued at once is a load that a step needs, of some ten GB: 45 GB/s were
+# measured, and 1 GB/s would do. Below the 300 s after which vLLM gives up.
+DEADLINE_S = 60.0
+# Between looks for that: each takes Python from the step, so they are few. Not measured.
+DEADLINE_PERIOD_S = 1.0
+
+# --- memory ---
+# Registered in one call of the driver, 0.7 ms and more. Such a call holds up other calls that the
+# process makes: half of the time if nothing is done about it, a fifth of it while steps are
+# launched. That is still as fast as most GPUs compute KV (docs/history.md, "Starting, and while
+# the tier grows").
+PIECE_BYTES = 32 << 20
+# The pause after a call, in times of what it took; beside steps it is the second.
+PAUSE_TIMES, PAUSE_BESIDE_STEPS_TIMES = 1, 4
+# So long after the last step there are none. Not measured: more than any step of decodes.
+STEPS_END_S = 0.1
+# What loads under way, which requests wait for, are let pass for, at most, before each piece: one
+# prompt of 8,192 tokens is 20 ms of the bus (docs/performance.md, "Serving").
+LOADS_PASS_S = 0.025
+# Pauses end when stores use the last of so many parts of what is ready: what is not stored is
+# computed again (docs/measured/2026-11-22-serve-slow.json).
+GROWTH_PARTS = 8
+# Touched in one go: little enough to be asked to stop between two of them, 4 ms at 8.2 GiB/s
+# (scripts/bench touch).
+TOUCH_BYTES = 32 << 20
+# Threads that touch. Not measured: more would take cores from the loading of the model.
+TOUCH_THREADS = 2
+# How often the memory available is looked up, and what must remain besides. Not measured.
+CHECKED_BYTES = 256 << 20
+RESERVE_BYTES = 1 << 30
+# For how long memory that is missing is looked for again: a virtual machine may be given more only
+# as it uses what it has. Not measured.
+MEMORY_PATIENCE_S = 10.0

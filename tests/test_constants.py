@@ -1,0 +1,81 @@
+"""Numbers that tune behaviour stand in one place a layer, each with its unit and what set it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "kvoffload_patch"
+LAYERS = [PACKAGE / "integration", PACKAGE / "transfer", PACKAGE / "tier"]
+TUNING = sorted(PACKAGE.rglob("tuning.py"))
+UNITS = ("BYTES", "S", "MS", "BLOCKS", "TOKENS", "REQUESTS", "SLICES", "COPIES", "BUFFERS")
+UNITS += ("THREADS", "PROGRAMS", "REPEATS", "PARTS", "TIMES")
+# Numbers of other modules: they say what is so, and cannot be chosen.
+FACTS = {
+    "GIB",
+    "_GIB",
+    "_ALIGNMENT",
+    "_DEVICE_AND_HOST",
+    "_HUGE_PAGE",
+    "_LONG_BITS",
+    "_MAP_NORESERVE",
+    "_MPOL_PREFERRED",
+    "_NOT_SUPPORTED",
+    "_STREAM_ORDER",
+    "_VECTOR",
+}
+# To go with what they tune.
+GOING = {
+    "BATCH_BYTES",
+    "BATCH_STEPS",
+    "LOAD_PROGRAMS",
+    "LOAD_SLICE_BYTES",
+    "MAX_GROUPS",
+    "MIN_GROUP_BYTES",
+    "STORE_PROGRAMS",
+    "STORE_SLICE_BYTES",
+    "_CLEARLY",
+    "_GROUPS_AHEAD",
+    "_JOIN_MS",
+    "_JOIN_TOGETHER",
+    "_MANY_RUN",
+}
+
+
+def numbers_of(file: Path) -> Iterator[tuple[str, int]]:
+    """Names of a module that are given a number, or arithmetic of numbers, and their lines."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Assign) and _is_number(node.value):
+            names = [n.id for n in ast.walk(node.targets[0]) if isinstance(n, ast.Name)]
+            yield from ((name, node.lineno) for name in names)
+
+
+def _is_number(node: ast.AST) -> bool:
+    if isinstance(node, ast.Tuple):
+        return bool(node.elts) and all(_is_number(each) for each in node.elts)
+    if isinstance(node, ast.BinOp):
+        return _is_number(node.left) or _is_number(node.right)
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
+
+
+def test_numbers_that_tune_behaviour_stand_in_one_place_a_layer() -> None:
+    others = [file for layer in LAYERS for file in layer.rglob("*.py") if file not in TUNING]
+    found = {name for file in others for name, _ in numbers_of(file)}
+    assert found - GOING == FACTS
+
+
+@pytest.mark.parametrize("file", TUNING, ids=lambda file: file.parent.name)
+def test_each_has_its_unit_and_says_what_set_it(file: Path) -> None:
+    lines = file.read_text().splitlines()
+    rows = list(numbers_of(file))
+    assert len(rows) > 3
+    assert [name for name, _ in rows if name.rpartition("_")[2] not in UNITS] == []
+    for name, line in rows:
+        above = line - 2
+        while above >= 0 and re.match(r"[A-Z]", lines[above]):
+            above -= 1  # numbers of one comment
+        assert lines[above].startswith("# "), f"{name}: a comment says what set it"
