@@ -1,7 +1,8 @@
 """The only code that knows vLLM: the table of patch points, thin hooks, and adapters.
 
-Scheduler side: `engine_hooks` attaches a `SchedulerTier` to the scheduler, `scheduler_hooks`
-tells it what happens there. Worker side: `worker_hooks` hands each step's plan to the `RankTier`
-of the model runner. What differs between vLLM releases lies in `adapters` (scheduler side)
-and `runner` (worker side) alone.
+`engine/` runs in the engine core: its hooks attach a `SchedulerTier` to the scheduler and tell it
+what happens there. `worker/` runs in each worker: its hooks hand each step's plan to the `RankTier`
+of the model runner. Both share `protocol.py` and `slot_counts.py`. What differs between releases of
+vLLM lies in `engine/vllm_scheduler.py`, `engine/vllm_pool.py`, `engine/eligibility.py` and
+`worker/vllm_runner.py` alone.
 """

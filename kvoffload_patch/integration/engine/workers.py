@@ -9,9 +9,8 @@ from typing import Any
 
 from kvoffload_patch.integration.engine.tuning import OPEN_TIMEOUT_S, RPC_TIMEOUT_S
 from kvoffload_patch.integration.errors import TierRefused
+from kvoffload_patch.integration.slot_counts import SlotCountsAddress, make_slot_counts
 from kvoffload_patch.integration.worker import rpc as worker_side
-from kvoffload_patch.integration.worker.slot_counts import SlotCountsAddress, make_slot_counts
-from kvoffload_patch.integration.worker.tier import RankTier
 from kvoffload_patch.tier.plan import TransferPlan
 
 _GIB = 1 << 30
@@ -38,7 +37,7 @@ class RankGroup:
         self.load_ms_per_block = 0.0
         self.copies = ""
         self.copies_overlap = self.growing = False
-        self._here: RankTier | None = None
+        self._here: Callable[[], int] | None = None  # asks a rank of this process
         self._silent = False  # a rank has not answered in time
 
     def open(self, cpu_bytes: int, backend: str = "auto", canary_fault_rank: int = -1) -> None:
@@ -65,7 +64,8 @@ class RankGroup:
         self.load_ms_per_block, self.copies = slowest.load_ms_per_block, slowest.copies
         self.copies_overlap = ranks[0].device != "cpu"
         if len(ranks) == 1:
-            [self._here] = self._call(worker_side.rank_here, worker_side.this_process())
+            [rank] = self._call(worker_side.rank_here, worker_side.this_process())
+            self._here = rank.loads_done if rank is not None else None
 
     def loads_done(self) -> int:
         """The last load done by now, where the only rank is in this process; else 0.
@@ -73,7 +73,7 @@ class RankGroup:
         The same comes with the output of a step, one or two steps later. Of loads that have
         failed only that tells.
         """
-        return self._here.loads_done() if self._here is not None else 0
+        return self._here() if self._here is not None else 0
 
     def drain(self) -> None:
         """Return when no rank has a copy under way; plans sent before are carried out first."""

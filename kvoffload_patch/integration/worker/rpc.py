@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvoffload_patch.integration.protocol import TIER, RankGeometry, RankOpened
+from kvoffload_patch.integration.slot_counts import SlotCounts, SlotCountsAddress
 from kvoffload_patch.integration.worker.memory import drop_early, early_bytes
-from kvoffload_patch.integration.worker.slot_counts import SlotCounts, SlotCountsAddress
 from kvoffload_patch.integration.worker.tier import RankTier
 from kvoffload_patch.integration.worker.vllm_runner import block_layout, runner_is_patched
 from kvoffload_patch.memory import attainable_memory_bytes

@@ -10,9 +10,9 @@ import logging
 import time
 from typing import Any
 
+from kvoffload_patch.integration.slot_counts import SlotCounts
 from kvoffload_patch.integration.worker.layerwise import LayerGate
 from kvoffload_patch.integration.worker.memory import open_host
-from kvoffload_patch.integration.worker.slot_counts import SlotCounts
 from kvoffload_patch.integration.worker.tuning import IDLE_WAIT_S, MEASURED_BYTES, SHORT_STEP_TOKENS
 from kvoffload_patch.integration.worker.vllm_runner import (
     block_layout,

@@ -15,10 +15,10 @@ from kvoffload_patch.integration.engine import workers as ranks_module  # noqa: 
 from kvoffload_patch.integration.engine.workers import RankGroup  # noqa: E402
 from kvoffload_patch.integration.errors import TierRefused  # noqa: E402
 from kvoffload_patch.integration.protocol import RESULT, TIER, RankGeometry, RankOpened  # noqa: E402  # noqa: E402
+from kvoffload_patch.integration.slot_counts import SlotCounts, make_slot_counts  # noqa: E402
 from kvoffload_patch.integration.worker import rpc  # noqa: E402
 from kvoffload_patch.integration.worker import tier as worker_side  # noqa: E402
 from kvoffload_patch.integration.worker.memory import EARLY  # noqa: E402
-from kvoffload_patch.integration.worker.slot_counts import SlotCounts, make_slot_counts  # noqa: E402
 from kvoffload_patch.transfer.memory.host_buffer import HostBuffer  # noqa: E402
 
 GIB = 1 << 30

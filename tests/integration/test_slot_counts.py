@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvoffload_patch.integration.worker import slot_counts as growth_board
-from kvoffload_patch.integration.worker.slot_counts import (
+from kvoffload_patch.integration import slot_counts as growth_board
+from kvoffload_patch.integration.slot_counts import (
     SlotCounts,
     SlotCountsAddress,
     make_slot_counts,
@@ -20,7 +20,7 @@ from kvoffload_patch.integration.worker.slot_counts import (
 
 WRITER = """
 import sys
-from kvoffload_patch.integration.worker.slot_counts import SlotCountsAddress, SlotCounts
+from kvoffload_patch.integration.slot_counts import SlotCountsAddress, SlotCounts
 
 board = SlotCounts(SlotCountsAddress(sys.argv[1], (4, 7)), 7)
 print("open", flush=True)
