@@ -1,6 +1,6 @@
 """A second KV-cache tier in CPU memory for an installed, unmodified vLLM.
 
-Three doors lead in: the start-up file `kvoffload_patch.pth` with KVOFFLOAD_ENABLE=1 in the
+Three ways switch it on: the start-up file `kvoffload_patch.pth` with KVOFFLOAD_ENABLE=1 in the
 environment, the command `python -m kvoffload_patch vllm serve MODEL`, and vLLM's own plugin entry
 point. Programs may also call `enable()` before they import vLLM. Importing this package imports
 nothing else; `kvoffload_patch.config` lists every variable.

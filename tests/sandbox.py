@@ -1,8 +1,8 @@
-"""A bare virtual environment with a ten-line `vllm` and this package, for tests of the doors.
+"""A bare virtual environment with a ten-line `vllm` and this package: ways to switch the tier on.
 
 The package's own modules are copied; what decides and patches (`integration`, `patching`) is
 replaced by a few lines that write down each call, so that these tests need no vLLM and see exactly
-what the doors do. FAKE_ARM chooses what `arm` does: ok, refuse or bug.
+what they do. FAKE_ARM chooses what `arm` does: ok, refuse or bug.
 """
 
 from __future__ import annotations

@@ -229,10 +229,10 @@ def test_typo_in_a_variable_is_a_refusal(box: Sandbox) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{}, {"KVOFFLOAD_CPU_GIB": "many"}, {"KVOFFLOAD_STRICT": "?"}])
-def test_disable_wins_at_every_door(box: Sandbox, wrong: dict[str, str]) -> None:
-    doors = "import kvoffload_patch as k; k.enable(); from kvoffload_patch._bootstrap import plugin"
+def test_disable_wins_over_every_way(box: Sandbox, wrong: dict[str, str]) -> None:
+    ways = "import kvoffload_patch as k; k.enable(); from kvoffload_patch._bootstrap import plugin"
     variables = {"KVOFFLOAD_ENABLE": "1", "KVOFFLOAD_DISABLE": "1", "FAKE_ARM": "refuse", **wrong}
-    done = box.run("-c", f"{STEP}; {doors}; plugin(); {STEP}", **variables)
+    done = box.run("-c", f"{STEP}; {ways}; plugin(); {STEP}", **variables)
     assert (done.stdout, done.stderr) == (PLAIN * 2, "")
     assert box.armed() == []
 

@@ -204,7 +204,7 @@ def _patch_file(release: str) -> Path:
         span = f"{known[0]} to {known[-1]}" if known else f"none in {PATCHES}"
         raise Refused(
             f"expected a release with a patch file ({span}), found vLLM {release};"
-            " install one of those, or use another door."
+            " install one of those, or switch the tier on in another way."
         )
     return file
 

@@ -179,7 +179,7 @@ def _install(record: _Record, module: ModuleType) -> None:
         hooks = [_load_hook(point) for point in points]
         with _lock:
             if not gate or gate is not record.gate:
-                return  # removed or armed anew meanwhile
+                return  # removed or armed again meanwhile
             if any(entry.point.module == name for entry in record.journal):
                 return  # installed by another hook, from an earlier arm() or in another thread
             for entry in _prepare(record, module, dict(zip(points, hooks))):

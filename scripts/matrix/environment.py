@@ -45,7 +45,7 @@ def make(release: str, folder: Path) -> tuple[Path, dict[str, str]]:
 
 
 def _variables(folder: Path) -> dict[str, str]:
-    """This process's variables, without what points elsewhere or has all of vLLM compiled anew."""
+    """This process's variables, without what points elsewhere or has all of vLLM compiled again."""
     not_kept = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
     env = {k: v for k, v in os.environ.items() if k not in not_kept}
     for name, like in LIKE_PIP.items():

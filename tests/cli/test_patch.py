@@ -205,7 +205,7 @@ STEP = "from vllm.engine import Engine; print(Engine().step())"
 
 @pytest.fixture
 def box(tmp_path: Path) -> Sandbox:
-    """The sandbox's vLLM with the lines and without every other door."""
+    """The sandbox's vLLM with the lines and without every other way to switch it on."""
     box = Sandbox(tmp_path / "box", startup_file=False)
     (box.site / "vllm/__init__.py").write_bytes(PATCHED)
     return box

@@ -59,12 +59,12 @@ class Engines:
         engine: dict | None = None,
         tier: dict | None = None,
         late: int | str = 0,
-        door: str = "command",
+        way: str = "command",
         fresh: bool = False,
         **env: str,
     ) -> engines.Run:
         """vLLM with the tier; ``fresh``: through the whole command, in a process of its own."""
-        asked = (tuple(scenarios), _items(engine), _items(tier), late, _items(env), door, fresh)
+        asked = (tuple(scenarios), _items(engine), _items(tier), late, _items(env), way, fresh)
         return self._run(*asked)
 
     def _run_once(
@@ -74,13 +74,13 @@ class Engines:
         tier: tuple | None,
         late: int | str,
         env: tuple,
-        door: str = "command",
+        way: str = "command",
         fresh: bool = False,
     ) -> engines.Run:
         arguments = {"model": self.model, **dict(engine)}
         switches = None if tier is None else dict(tier)
         warm = None if fresh else self._warm
-        run = engines.run(list(scenarios), arguments, switches, late, door, warm, **dict(env))
+        run = engines.run(list(scenarios), arguments, switches, late, way, warm, **dict(env))
         report.add_run(run, tiered=tier is not None)
         return run
 

@@ -3,7 +3,7 @@
 Run in a process of its own, by `engines.run`: ``driver.py SPEC``, where SPEC is JSON with
 ``engine`` (arguments of `vllm.LLM`), ``scenarios`` (names in `scenarios`), ``late`` (how late
 copies happen, see `late_copies`; 0: at once; ``layers`` or ``deaf to N``: see `late_layers`) and
-``door`` (see `engines.run`). ``driver.py --warm IN OUT`` is for `warm`: it imports vLLM, and forks
+``way`` (see `engines.run`). ``driver.py --warm IN OUT`` is for `warm`: it imports vLLM, and forks
 a process for each line of the file descriptor IN.
 """
 
@@ -31,8 +31,8 @@ def main() -> None:
 
 def play(spec: dict[str, Any]) -> None:
     """Play, and print one line ``RESULT {...}``: a result for each scenario."""
-    if spec["door"] == "plugin":
-        _shut_the_other_doors()
+    if spec["way"] == "plugin":
+        _leave_the_plugin_alone()
     if isinstance(spec["late"], str):
         import late_layers
 
@@ -52,7 +52,7 @@ def play(spec: dict[str, Any]) -> None:
 
         fake_streams.install()
     if asynchronous or "TEST_FORK_WORKERS" in os.environ:
-        # Forked workers have the streams, and do not import vLLM anew.
+        # Forked workers have the streams, and do not import vLLM again.
         _change_platform(asynchronous, fork_workers=True)
     if release.needs_stats_each_step():
         _allow_steps_without_output()
@@ -141,7 +141,7 @@ def _become(asked: dict[str, Any]) -> dict[str, Any]:
     return spec
 
 
-def _shut_the_other_doors() -> None:
+def _leave_the_plugin_alone() -> None:
     """Take the start-up file's hook out again, so that only vLLM's plugin entry point is left."""
     from kvoffload_patch._bootstrap import VLLMFinder
 

@@ -81,7 +81,7 @@ def run(
     engine: dict[str, Any],
     tier: dict[str, str] | None = None,
     late: int | str = 0,
-    door: str = "command",
+    way: str = "command",
     warm: WarmProcesses | None = None,
     **extra: str,
 ) -> Run:
@@ -91,18 +91,18 @@ def run(
         scenarios: names of functions in `scenarios`.
         engine: arguments of `vllm.LLM`.
         tier: None for plain vLLM; else KVOFFLOAD_* variables.
-        door: ``command``: through ``python -m kvoffload_patch``; ``flag``: KVOFFLOAD_ENABLE alone,
+        way: ``command``: through ``python -m kvoffload_patch``; ``flag``: KVOFFLOAD_ENABLE alone,
             for the start-up file; ``plugin``: the same, with the start-up file's hook taken out.
         late: how late copies happen, see `late_copies` and `late_layers`.
         warm: processes to fork from; None: start a new one.
         extra: more environment variables.
     """
-    spec = {"engine": engine, "scenarios": scenarios, "late": late, "door": door}
+    spec = {"engine": engine, "scenarios": scenarios, "late": late, "way": way}
     extra = {**release.environment(engine.get("tensor_parallel_size", 1)), **extra}
-    if warm is not None and door == "command":
+    if warm is not None and way == "command":
         status, log = warm.play(spec, tier, extra)
     else:
-        command, env = _command(json.dumps(spec), tier, door)
+        command, env = _command(json.dumps(spec), tier, way)
         done = subprocess.run(
             command,
             env={**env, **extra},
@@ -120,13 +120,13 @@ def run(
 
 
 def _command(
-    argument: str, tier: dict[str, str] | None, door: str
+    argument: str, tier: dict[str, str] | None, way: str
 ) -> tuple[list[str], dict[str, str]]:
     """How `driver` is started, and its environment."""
     command, env = [sys.executable, str(HERE / "driver.py"), argument], environment()
     if tier is not None:
         env.update({"KVOFFLOAD_CPU_GIB": "0.25", **tier})
-        if door == "command":
+        if way == "command":
             command = [sys.executable, "-m", "kvoffload_patch", *command]
         else:
             env["KVOFFLOAD_ENABLE"] = "1"

@@ -87,13 +87,13 @@ def test_two_ranks_that_grow_and_do_not_get_the_same(real):
 @pytest.mark.skipif(not INSTALLED, reason="the start-up file is not installed")
 def test_the_start_up_file_reaches_engine_core_and_workers(real):
     off = real.off(["conversations"], TP)
-    on = real.on(["conversations"], TP, door="flag", VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    on = real.on(["conversations"], TP, way="flag", VLLM_ENABLE_V1_MULTIPROCESSING="1")
     check(on, off["conversations"])
 
 
 @pytest.mark.skipif(not INSTALLED, reason="the start-up file is not installed")
 def test_the_plugin_entry_point_alone_is_enough(real, conversations):
-    check(real.on(["conversations"], door="plugin"), conversations)
+    check(real.on(["conversations"], way="plugin"), conversations)
 
 
 def test_adapters_are_kept_apart(real):

@@ -520,7 +520,7 @@ def reset_while_running() -> Facts:
 
 
 def reset_with_running_requests() -> Facts:
-    """They are preempted, and computed anew with other weights' values gone."""
+    """They are preempted, and computed again with other weights' values gone."""
 
     mini = Mini(load_mode="inline", late=2)
     if (

@@ -141,7 +141,7 @@ def _begin(runner: Any, nbytes: int) -> Any:
     from kvoffload_patch.transfer.memory.mapping import HostMapping
     from kvoffload_patch.transfer.memory.numa import node_of
 
-    # Ranks need not be alike. Address space costs nothing, and mapping anew costs the touching.
+    # Ranks need not be alike. Address space costs nothing, and a new mapping costs the touching.
     available = _available_to_one(runner.vllm_config)
     mapping = HostMapping(nbytes + nbytes // 8, node_of(runner.device), available)
     mapping.toucher.start(nbytes)

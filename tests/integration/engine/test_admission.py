@@ -179,7 +179,7 @@ def test_sessions_that_wait_for_input_keep_their_slots(sessions: int) -> None:
     mini.check()
 
 
-def test_a_session_that_goes_on_is_admitted_past_the_door() -> None:
+def test_a_session_that_goes_on_is_admitted_past_the_cap() -> None:
     mini = Mini()
     mini.only_in_cpu(prompt(6, seed=1))
     Tight(mini, 14)
@@ -210,7 +210,7 @@ def test_many_that_something_else_blocks_do_not_block_those_behind() -> None:
 
 
 @pytest.mark.parametrize("event", ["abort", "reset", "abort all"])
-def test_requests_come_to_an_end_whatever_happens_while_the_door_is_closed(event: str) -> None:
+def test_requests_come_to_an_end_whatever_happens_while_admissions_are_capped(event: str) -> None:
     mini = Mini(load_mode="parked", late=2)
     mini.only_in_cpu(prompt(6, seed=1), prompt(14, seed=2))
     mini.add(prompt(2, seed=3), count=20)

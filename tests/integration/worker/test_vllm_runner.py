@@ -153,7 +153,7 @@ def test_a_profiling_or_dummy_pass_of_runner_v2_does_not(by_name: bool) -> None:
 
 
 def test_profiling_passes_end_before_a_tier_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
-    # From 0.20 on the KV cache is first made for profiling, and made anew for serving.
+    # From 0.20 on the KV cache is first made for profiling, and made again for serving.
     order: list[str] = []
     monkeypatch.setattr(engine_hooks, "attach", lambda *_: order.append("attach"))
     core = SimpleNamespace(vllm_config=None)
