@@ -18,7 +18,7 @@ PREFIX = "KVOFFLOAD_"
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
 LOAD_MODES = ("auto", "inline", "parked")
-COPY_BACKENDS = ("auto", "staged", "direct", "torch")
+COPY_BACKENDS = ("auto", "staged", "torch")
 GIB = 1 << 30
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ class Settings:
         "auto",
         _copy_backend,
         "one of " + ", ".join(COPY_BACKENDS),
-        "how a GPU's blocks are copied; auto measures when the engine starts",
+        "how a GPU's blocks are copied; auto takes the first that works",
     )
     log_interval: float = _variable(
         "KVOFFLOAD_LOG_INTERVAL",

@@ -63,7 +63,7 @@ def test_every_variable_is_read() -> None:
         STRICT="off",
         CPU_GIB="0.5",
         LOAD_MODE="parked",
-        COPY_BACKEND="direct",
+        COPY_BACKEND="staged",
         LOG_INTERVAL="2",
         VLLM_VERSION="0.32.0",
         ALLOW_UNVERIFIED="on",
@@ -71,7 +71,7 @@ def test_every_variable_is_read() -> None:
         CANARY_FAULT_RANK="3",
         LAUNCH="0a1b",
     )
-    values = (True, True, False, 0.5, "parked", "direct", 2.0, "0.32.0", True, 0.0, 3, "0a1b")
+    values = (True, True, False, 0.5, "parked", "staged", 2.0, "0.32.0", True, 0.0, 3, "0a1b")
     assert found == Settings(*values)
     assert found.cpu_bytes == 1 << 29
 
@@ -100,7 +100,7 @@ def test_boolean_spellings(words: tuple[str, ...], value: bool) -> None:
         ("CPU_GIB", "nan", "above 0"),
         ("CPU_GIB", "inf", "above 0"),
         ("LOAD_MODE", "Parked", "one of auto, inline, parked"),
-        ("COPY_BACKEND", "dma", "one of auto, staged, direct, torch"),
+        ("COPY_BACKEND", "dma", "one of auto, staged, torch"),
         ("LOG_INTERVAL", "0", "a number of seconds above 0"),
         ("MAX_STALL_MS", "-0.1", "a number of milliseconds, 0 or more"),
         ("MAX_STALL_MS", "nan", "0 or more"),

@@ -56,12 +56,10 @@ TESTED_BY = {
     "transfer/tuning.py": "test_constants.py",
     # One test for all backends: they do the same.
     "transfer/backends/base.py": "transfer/backends/test_backends.py",
-    "transfer/backends/direct.py": "transfer/backends/test_backends.py",
     "transfer/backends/staged.py": "transfer/backends/test_backends.py",
     "transfer/backends/torch.py": "transfer/backends/test_backends.py",
     "transfer/backends/tiles.py": "transfer/backends/test_kernels.py",
     "transfer/memory/growth.py": "transfer/memory/test_host_buffer.py",
-    "transfer/store_batcher.py": "transfer/test_engine.py",
 }
 
 # Tests of more than one module.

@@ -152,7 +152,6 @@ class OffloadManager:
         self,
         storable: Callable[[int, Hashable], bool],
         computed: Mapping[Hashable, int] = MappingProxyType({}),
-        layerwise: bool = False,
     ) -> TransferPlan | None:
         """Freeze this step's plan; None when there is nothing to move and to wait for.
 
@@ -161,7 +160,6 @@ class OffloadManager:
                 the block of a key that was queued. What is not is forgotten.
             computed: GPU blocks by the keys that this step's forward pass computes in them. To
                 be stored with those queued, and behind them.
-            layerwise: as in the plan.
         """
         store = self._plan_store(storable, computed)
         links = self._links.values()
@@ -170,7 +168,7 @@ class OffloadManager:
             return None
         done = tuple([(link.link, link.done) for link in links if link.done])
         promised = tuple(self._promised)
-        plan = TransferPlan(tuple(self._new_loads), store, waits, done, promised, layerwise)
+        plan = TransferPlan(tuple(self._new_loads), store, waits, done, promised)
         self._new_loads.clear()
         self._promised.clear()
         for link in links:

@@ -40,8 +40,6 @@ class TransferPlan(NamedTuple):
         done: per link, the last ticket known to be done when the plan was made.
         promised: transfers whose blocks the prefix cache has already, so that this forward pass may
             read them. A rank on which one of them has failed raises.
-        layerwise: whether the forward pass may wait for its loads layer by layer: they belong
-            to requests that compute more tokens in it than a decode does.
     """
 
     before: tuple[Transfer, ...] = ()
@@ -49,7 +47,6 @@ class TransferPlan(NamedTuple):
     waits: Tickets = ()
     done: Tickets = ()
     promised: Tickets = ()
-    layerwise: bool = False
 
     def waits_for(self, link: Link) -> int:
         """The ticket of a link up to which the forward pass waits; 0 if it does not."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from kvoffload_patch.links import GPU, LOAD, Link, Tickets
 from kvoffload_patch.transfer.backends.base import CopyBackend
@@ -16,7 +15,6 @@ from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.link import Copy, LinkCopies, copies_of
 from kvoffload_patch.transfer.plans import Plan, Progress, Transfer
 from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue
-from kvoffload_patch.transfer.store_batcher import StoreBatcher
 from kvoffload_patch.transfer.thread import CopyThread
 from kvoffload_patch.transfer.tuning import (
     DEFERRED_S,
@@ -27,9 +25,6 @@ from kvoffload_patch.transfer.tuning import (
     THREAD_LOAD_SLICES,
     THREAD_STORE_SLICES,
 )
-
-# Groups of a load by layer that are enqueued before they are waited for.
-_GROUPS_AHEAD = 2
 
 
 class CopyEngine:
@@ -50,9 +45,6 @@ class CopyEngine:
         wait_ready: called with a number of slots before any of them is used: returns when so
             many are usable, or raises.
         more: what copies on further links.
-
-    Attributes:
-        num_groups: parts in which a load by layer arrives; see `begin_step`.
     """
 
     def __init__(
@@ -64,36 +56,24 @@ class CopyEngine:
     ) -> None:
         self._device = device_of(layout.device)
         self._deferred: Plan | None = None  # its transfers after the forward pass are to be taken
-        self.num_groups = len(backend.groups)
-        self._arrived: list[Any] = []
-        self._num_arrived = 0  # groups enqueued
         self._stores_deferred = False  # stores were, by the step before
-        self._batches = not self._device.is_host
         self._thread: CopyThread | None = None
         self._watch: DeadlineWatch | None = None
         lock, bad = threading.RLock(), dict[str, set[int]]()
         self._links = {
-            link: LinkCopies(
-                link, copy, _new_queue(self._device, link, lock), bad, wait_ready,
-                StoreBatcher(layout.block_bytes) if link[0] == GPU else None,
-            )
+            link: LinkCopies(link, copy, _new_queue(self._device, link, lock), bad, wait_ready)
             for link, copy in {**copies_of(backend), **(more or {})}.items()
-        }  # fmt: skip
+        }
         self._all = list(self._links.values())
         for link in self._all:
             link.connect(self._links)
         self._into_gpu = [link for link in self._all if link.link[1] == GPU]
         self._out_of_gpu = [link for link in self._all if link.link[0] == GPU]
-        self._by_layer = self._links[LOAD]  # the link whose copies can come by layer
         if not self._device.is_host:
             self._start_threads()
 
-    def begin_step(self, plan: Plan | None, by_layer: bool = False) -> None:
+    def begin_step(self, plan: Plan | None) -> None:
         """Before the forward pass: submit loads, and make it wait for what it needs.
-
-        Args:
-            by_layer: bring the loads that this step needs group by group, and do not make the
-                forward pass wait for them: `wait_group` and `wait_all_loads` do.
 
         Raises:
             TransferError: a plan was lost or came twice, the copy thread has ended, or a copy is
@@ -107,36 +87,21 @@ class CopyEngine:
             return
         for link in self._all:
             wait, done = plan.waits_for(link.link), plan.known_done(link.link)
-            if link.batcher is not None and max(wait, done) >= link.batcher.first:
-                link.submit_batch()
             link.forget(done)
             if link.link[0] == GPU:
                 link.queue.hold(None, wait)
-        self._submit_before(plan, by_layer)
+        for transfer in plan.before:
+            self._link(transfer).submit(transfer, plan.done)
+        for link in self._into_gpu:
+            link.queue.hold(None, plan.waits_for(link.link))
         self._deferred = plan
-        if by_layer:
-            return  # its inputs come before more of its loads
         for link in self._into_gpu:
             if link.queue.queued and link.queue.has_room(MIN_LOAD_SLICES):
                 link.queue.top_up(THREAD_LOAD_SLICES)
         self._wake()
 
-    def wait_group(self, group: int) -> None:
-        """Make the current stream wait for one group of the loads brought by layer.
-
-        Those behind it are enqueued here, a few at a time: the step's inputs come before them.
-        """
-        self._enqueue_groups(group + _GROUPS_AHEAD)
-        if self._arrived:
-            self._device.current_stream().wait_event(self._arrived[group])
-
-    def wait_all_loads(self) -> None:
-        """Make the current stream wait for every load that this step needs."""
-        for link in self._into_gpu:
-            link.queue.hold(None, link.wait)
-
-    def end_step(self, defer_stores: bool = False, batch_stores: bool = False) -> None:
-        """After the forward pass: submit the stores of the plan begun last, now or with others.
+    def end_step(self, defer_stores: bool = False) -> None:
+        """After the forward pass: submit the stores of the plan begun last.
 
         The device has work now, so this is the time to give the bus some as well. What is small
         is enqueued here as a whole: waking the thread for it costs the next step more.
@@ -144,19 +109,12 @@ class CopyEngine:
         Args:
             defer_stores: the device is waiting for the host, so stores are enqueued by the next
                 step; not twice in a row.
-            batch_stores: few blocks are stored: let several such steps' become one copy. Not on
-                the CPU device, where the copy itself takes the step's time.
 
         Raises:
             TransferError: a plan was lost or came twice, or the copy thread has ended.
         """
-        self._take_after()
-        queued = False
-        for link in self._out_of_gpu:
-            assert link.batcher is not None
-            if link.batcher.step_ends() or not (batch_stores and self._batches):
-                link.submit_batch()
-            queued = queued or link.queue.queued
+        self._submit_after()
+        queued = any(link.queue.queued for link in self._out_of_gpu)
         self._stores_deferred = defer_stores and not self._stores_deferred and queued
         if self._stores_deferred and self._thread is not None:
             self._thread.wake(DEFERRED_S)
@@ -220,41 +178,12 @@ class CopyEngine:
             if self._watch is not None:
                 self._watch.close()
 
-    def _submit_before(self, plan: Plan, by_layer: bool) -> None:
-        """Submit what goes before the forward pass; make it wait, but for what comes by layer."""
-        for link in self._into_gpu:
-            link.wait = plan.waits_for(link.link)
-        transfers, loads = plan.before, self._by_layer
-        if by_layer:
-            # A load that fails marks no arrival, so those of earlier plans must not rest on it.
-            loads.queue.hold(None, min(loads.wait, loads.last))
-            self._num_arrived = 0
-            due = [t for t in transfers if t.ticket <= loads.wait and self._link(t) is loads]
-            loads.submit(due, plan.done, self._mark_arrived)
-            transfers = [t for t in transfers if t not in due]
-        for transfer in transfers:
-            self._link(transfer).submit([transfer], plan.done)
-        if by_layer:
-            self._enqueue_groups(_GROUPS_AHEAD)
-        for link in self._into_gpu:
-            if not (by_layer and link is loads):
-                link.queue.hold(None, link.wait)
-
-    def _take_after(self) -> None:
-        """Batch what goes after the forward pass."""
+    def _submit_after(self) -> None:
+        """Submit what goes after the forward pass."""
         plan, self._deferred = self._deferred, None
         if plan is not None:
             for transfer in plan.after:
-                link = self._link(transfer)
-                if link.batcher is None:
-                    link.submit([transfer], plan.done)
-                else:
-                    link.batch(transfer, plan.done)
-
-    def _submit_after(self) -> None:
-        self._take_after()
-        for link in self._out_of_gpu:
-            link.submit_batch()
+                self._link(transfer).submit(transfer, plan.done)
 
     def _top_up_stores(self) -> None:
         if not self._stores_deferred:
@@ -270,22 +199,7 @@ class CopyEngine:
                 f"{transfer.source} to {transfer.target}."
             ) from None
 
-    def _enqueue_groups(self, count: int) -> None:
-        """Enqueue the first so many groups of what this step's loads bring."""
-        loads = self._by_layer
-        while self._num_arrived < min(count, self.num_groups):
-            if not (loads.queue.has_queued(loads.wait) and loads.queue.advance()):
-                return
-
-    def _mark_arrived(self, group: int) -> None:
-        queue = self._by_layer.queue
-        if isinstance(queue, CopyQueue):
-            self._arrived[group].record(queue.streams.blocks)
-        # Last: the copy thread may be here, and the step waits for the event once it sees this.
-        self._num_arrived = group + 1
-
     def _start_threads(self) -> None:
-        self._arrived = [self._device.new_event() for _ in range(self.num_groups)]
         others = [link.queue for link in self._all if link not in self._into_gpu]
         self._thread = CopyThread(self._device, [link.queue for link in self._into_gpu], others)
         self._watch = self._new_watch()

@@ -81,40 +81,12 @@ class BlockLayout:
             self.offsets.append(self.block_bytes)
             self.block_bytes += row.shape[1]
         self.spans: list[tuple[int, int]] = []
-        self._last_row: list[int] = []
         starts = [(m.storage, m.stride, m.start) for m in merged]  # in this order
         for of_tensor in spans:
             rows = [bisect_right(starts, (s.storage, s.stride, s.start)) - 1 for s in of_tensor]
             firsts = [self.offsets[r] + s.start - merged[r].start for r, s in zip(rows, of_tensor)]
             ends = [first + s.nbytes for first, s in zip(firsts, of_tensor)]
             self.spans.append((min(firsts), max(ends)))
-            self._last_row.append(max(rows))
-
-    def cut(self, max_groups: int, min_bytes: int) -> list[tuple[int, int]]:
-        """Cut a slot into groups of whole rows, in order and of nearly equal size.
-
-        Returns:
-            The first and the end row of each group: ``max_groups`` groups at most, each of
-            ``min_bytes`` or more if there are several.
-        """
-        most = max(1, min(max_groups, self.block_bytes // max(1, min_bytes)))
-        groups: list[tuple[int, int]] = []
-        first = start = 0
-        for end, (offset, row) in enumerate(zip(self.offsets, self.rows), 1):
-            upto = offset + row.shape[1]
-            # What is left, shared out evenly: so the last group allowed takes all of it.
-            share = (self.block_bytes - start) / (most - len(groups))
-            if upto - start >= max(share, min_bytes) or upto == self.block_bytes:
-                groups.append((first, end))
-                first, start = end, upto
-        if len(groups) > 1 and self.block_bytes - self.offsets[groups[-1][0]] < min_bytes:
-            groups[-2:] = [(groups[-2][0], groups[-1][1])]
-        return groups
-
-    def group_of_tensor(self, tensor_index: int, groups: Sequence[tuple[int, int]]) -> int:
-        """The last of the groups of `cut` that has bytes of a tensor, by its place as given."""
-        row = self._last_row[tensor_index]
-        return next(g for g, (first, end) in enumerate(groups) if first <= row < end)
 
     def block_views(self, block_id: int) -> list[torch.Tensor]:
         """The part of every KV tensor that belongs to one block, in the tensor's own dtype.

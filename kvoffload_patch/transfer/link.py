@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Link, Tickets, ticket_on
@@ -10,25 +10,18 @@ from kvoffload_patch.transfer.backends.base import CopyBackend, Slices, Streams
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.plans import Transfer
 from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue, failed_up_to, forget
-from kvoffload_patch.transfer.store_batcher import StoreBatcher
 
-Arrived = Callable[[int], None]
-# Blocks of the source, blocks of the target, streams of the link, and what to call with the index
-# of each group of rows that is enqueued; see `CopyBackend`.
-Copy = Callable[[Sequence[int], Sequence[int], "Streams | None", "Arrived | None"], Slices]
+# Blocks of the source, blocks of the target, and streams of the link; see `CopyBackend`.
+Copy = Callable[[Sequence[int], Sequence[int], "Streams | None"], Slices]
 
 
 def copies_of(backend: CopyBackend) -> dict[Link, Copy]:
     """What a backend copies, by link."""
 
-    def load(
-        slots: Sequence[int], ids: Sequence[int], streams: Streams | None, arrived: Arrived | None
-    ) -> Slices:
-        return backend.load(ids, slots, streams, arrived)
+    def load(slots: Sequence[int], ids: Sequence[int], streams: Streams | None) -> Slices:
+        return backend.load(ids, slots, streams)
 
-    def store(
-        ids: Sequence[int], slots: Sequence[int], streams: Streams | None, arrived: Arrived | None
-    ) -> Slices:
+    def store(ids: Sequence[int], slots: Sequence[int], streams: Streams | None) -> Slices:
         return backend.store(ids, slots, streams)
 
     return {LOAD: load, STORE: store}
@@ -55,11 +48,9 @@ class LinkCopies:
         queue: the order of the copies.
         bad: per place, blocks whose last copy into it has failed; shared by all links.
         wait_ready: called with a number of CPU slots before any of them is written to.
-        batcher: takes transfers out of the GPU until they are submitted; None for other links.
 
     Attributes:
-        last: the last ticket submitted or batched.
-        wait: what the step begun last waits for, on a link into the GPU.
+        last: the last ticket submitted.
         told: the ticket up to which failures have been told.
     """
 
@@ -70,12 +61,10 @@ class LinkCopies:
         queue: CopyQueue | SyncCopyQueue,
         bad: dict[str, set[int]],
         wait_ready: Callable[[int], None] | None = None,
-        batcher: StoreBatcher | None = None,
     ) -> None:
         self.link = link
         self.queue = queue
-        self.batcher = batcher
-        self.last = self.wait = self.told = 0
+        self.last = self.told = 0
         self._copy = copy
         self._bad = bad
         self._wait_ready = wait_ready if link[1] == CPU else None
@@ -85,45 +74,25 @@ class LinkCopies:
         """Find the links that copies of this one go behind."""
         self._behind = [other for name, other in links.items() if must_follow(self.link, name)]
 
-    def submit(
-        self, transfers: Sequence[Transfer], done: Tickets, arrived: Arrived | None = None
-    ) -> None:
-        """Submit transfers as one copy.
+    def submit(self, transfer: Transfer, done: Tickets) -> None:
+        """Submit a transfer.
 
         Args:
-            done: of their plan.
-            arrived: called with the index of each group of rows that is enqueued.
+            done: of its plan.
 
         Raises:
             TransferError: a ticket is missing or came twice.
         """
-        if not transfers:
-            return
-        self.submit_batch()
-        self._take(transfers)
-        source_ids, target_ids = transfers[0].source_ids, transfers[0].target_ids
-        if len(transfers) > 1:
-            source_ids = [block for t in transfers for block in t.source_ids]
-            target_ids = [block for t in transfers for block in t.target_ids]
-        self._submit(transfers[0].ticket, source_ids, target_ids, done, arrived)
-
-    def batch(self, transfer: Transfer, done: Tickets) -> None:
-        """Submit a transfer later, as one copy with others.
-
-        Raises:
-            TransferError: a ticket is missing or came twice.
-        """
-        assert self.batcher is not None
-        self._take([transfer])
-        self.batcher.add(transfer, done)
-
-    def submit_batch(self) -> None:
-        """Submit what was batched."""
-        stores = self.batcher
-        if stores is not None and stores.first:
-            first, done = stores.first, stores.done
-            self._submit(first, stores.source_ids, stores.target_ids, done, None)
-            stores.clear()
+        if transfer.ticket != self.last + 1:
+            raise TransferError(
+                f"expected ticket {self.last + 1} from {self.link[0]} to {self.link[1]}, found "
+                f"{transfer.ticket}: a plan was lost or came twice, so the CPU tier cannot "
+                "vouch for its bytes."
+            )
+        self.last = transfer.ticket
+        start = partial(self._start, transfer.source_ids, transfer.target_ids)
+        behind = [(other.queue, ticket_on(done, other.link)) for other in self._behind]
+        self.queue.submit(transfer.ticket, start, behind)
 
     def poll(self) -> int:
         """The last ticket done; never waits. Its failures are told after this."""
@@ -140,30 +109,11 @@ class LinkCopies:
             # Another rank may have said that they are done: forget what this one has told, only.
             forget(self.queue.failed, min(known_done, self.told))
 
-    def _take(self, transfers: Iterable[Transfer]) -> None:
-        for transfer in transfers:
-            if transfer.ticket != self.last + 1:
-                raise TransferError(
-                    f"expected ticket {self.last + 1} from {self.link[0]} to {self.link[1]}, found "
-                    f"{transfer.ticket}: a plan was lost or came twice, so the CPU tier cannot "
-                    "vouch for its bytes."
-                )
-            self.last = transfer.ticket
-
-    def _submit(
-        self, first: int, source_ids: Sequence[int], target_ids: Sequence[int], done: Tickets,
-        arrived: Arrived | None,
-    ) -> None:  # fmt: skip
-        start = partial(self._start, source_ids, target_ids, arrived=arrived)
-        behind = [(other.queue, ticket_on(done, other.link)) for other in self._behind]
-        self.queue.submit(first, self.last, start, behind)
-
     def _start(
         self,
         source_ids: Sequence[int],
         target_ids: Sequence[int],
         streams: Streams | None,
-        arrived: Arrived | None,
     ) -> Slices:
         # On several ranks the scheduler does not hear of a copy that failed on this one.
         bad = self._bad.get(self.link[0])
@@ -173,7 +123,7 @@ class LinkCopies:
                 "rank."
             )
         if self.link[1] == GPU:
-            return self._copy(source_ids, target_ids, streams, arrived)
+            return self._copy(source_ids, target_ids, streams)
         return self._keep(source_ids, target_ids, streams)
 
     def _keep(
@@ -185,7 +135,7 @@ class LinkCopies:
         try:
             if self._wait_ready is not None:
                 self._wait_ready(max(target_ids) + 1)
-            yield from self._copy(source_ids, target_ids, streams, None)
+            yield from self._copy(source_ids, target_ids, streams)
         except BaseException:
             bad.update(target_ids)
             raise

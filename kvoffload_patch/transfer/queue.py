@@ -19,19 +19,11 @@ _NO_MORE = object()
 
 
 class _Job:
-    """A copy that is queued or partly enqueued; it stands for tickets ``first`` to ``ticket``."""
+    """A copy that is queued or partly enqueued."""
 
-    __slots__ = ("behind", "compute", "first", "slices", "start", "ticket")
+    __slots__ = ("behind", "compute", "slices", "start", "ticket")
 
-    def __init__(
-        self,
-        first: int,
-        ticket: int,
-        start: Start,
-        compute: Any,
-        behind: Behind,
-    ) -> None:
-        self.first = first
+    def __init__(self, ticket: int, start: Start, compute: Any, behind: Behind) -> None:
         self.ticket = ticket
         self.start = start
         self.compute = compute
@@ -91,15 +83,15 @@ class CopyQueue:
         """Whether any enqueued copy is not known to be done."""
         return bool(self._under_way)
 
-    def submit(self, first: int, ticket: int, start: Start, behind: Behind) -> None:
-        """Queue a copy for tickets ``first`` to ``ticket``.
+    def submit(self, ticket: int, start: Start, behind: Behind) -> None:
+        """Queue a copy.
 
         It waits for what the current stream has been given before this call, and on the bus for
         tickets of other queues.
         """
         compute = self._new_event()
         compute.record(self._device.current_stream())
-        self._queue.append(_Job(first, ticket, start, compute, behind))
+        self._queue.append(_Job(ticket, start, compute, behind))
 
     def advance(self) -> bool:
         """Enqueue the next slice; False if there is none."""
@@ -171,7 +163,7 @@ class CopyQueue:
     def has_queued(self, ticket: int) -> bool:
         """Whether any copy up to ``ticket`` is not wholly enqueued."""
         with self._lock:
-            return bool(self._queue) and self._queue[0].first <= ticket
+            return bool(self._queue) and self._queue[0].ticket <= ticket
 
     def poll(self) -> int:
         """The last ticket done; never waits."""
@@ -232,8 +224,7 @@ class CopyQueue:
         return job.start(self.streams)
 
     def _fail(self, job: _Job, error: Exception) -> None:
-        for ticket in range(job.first, job.ticket + 1):
-            self.failed[ticket] = one_line(error)
+        self.failed[job.ticket] = one_line(error)
         # What was enqueued of it, on either stream, ends before its ticket does.
         self._end.wait_stream(self.streams.blocks)
         self._end.wait_stream(self.streams.bus)
@@ -258,13 +249,12 @@ class SyncCopyQueue:
         self.failed: dict[int, str] = {}
         self._done = 0
 
-    def submit(self, first: int, ticket: int, start: Start, behind: object) -> None:
+    def submit(self, ticket: int, start: Start, behind: object) -> None:
         """Make a copy."""
         try:
             finish(start(None))
         except Exception as error:  # noqa: BLE001 - the tier carries on without this copy
-            for failed in range(first, ticket + 1):
-                self.failed[failed] = one_line(error)
+            self.failed[ticket] = one_line(error)
         self._done = ticket
 
     def advance(self) -> bool:

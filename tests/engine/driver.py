@@ -2,9 +2,9 @@
 
 Run in a process of its own, by `engines.run`: ``driver.py SPEC``, where SPEC is JSON with
 ``engine`` (arguments of `vllm.LLM`), ``scenarios`` (names in `scenarios`), ``late`` (how late
-copies happen, see `late_copies`; 0: at once; ``layers`` or ``deaf to N``: see `late_layers`) and
-``way`` (see `engines.run`). ``driver.py --warm IN OUT`` is for `warm`: it imports vLLM, and forks
-a process for each line of the file descriptor IN.
+copies happen, see `late_copies`; 0: at once) and ``way`` (see `engines.run`).
+``driver.py --warm IN OUT`` is for `warm`: it imports vLLM, and forks a process for each line of the
+file descriptor IN.
 """
 
 from __future__ import annotations
@@ -33,12 +33,7 @@ def play(spec: dict[str, Any]) -> None:
     """Play, and print one line ``RESULT {...}``: a result for each scenario."""
     if spec["way"] == "plugin":
         _leave_the_plugin_alone()
-    if isinstance(spec["late"], str):
-        import late_layers
-
-        deaf_to = spec["late"].partition("deaf to ")[2]
-        late_layers.install(int(deaf_to or -1))
-    elif spec["late"]:
+    if spec["late"]:
         import late_copies
 
         late_copies.install(spec["late"])

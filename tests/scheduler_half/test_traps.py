@@ -8,7 +8,6 @@ import pytest
 
 from kvoffload_patch.integration.protocol import TIER
 from kvoffload_patch.integration.worker import rpc
-from kvoffload_patch.integration.worker import tier as rank
 
 torch = pytest.importorskip("torch")
 
@@ -18,8 +17,6 @@ def test_up_to_0_13_an_engine_with_only_parked_work_would_spin(
     tokens: int, waits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its loop does not sleep, so a rank waits in steps without tokens, and only in those."""
-    no_layers = SimpleNamespace(begin=lambda *_: False, end=lambda: None, close=lambda: None)
-    monkeypatch.setattr(rank, "LayerGate", lambda *_: no_layers)
     alone = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
     placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[])
     runner = SimpleNamespace(
@@ -32,7 +29,6 @@ def test_up_to_0_13_an_engine_with_only_parked_work_would_spin(
     scheduled = {"a": tokens} if tokens else {}
     step = SimpleNamespace(total_num_scheduled_tokens=tokens, num_scheduled_tokens=scheduled)
     tier.begin_step(None, step)
-    tier.end_forward()
     tier.end_step(SimpleNamespace(sampled_token_ids=[], req_ids=[]))
     rpc.close_rank(worker)
     assert len(waited) == waits

@@ -19,13 +19,13 @@ def a_store(ticket: int, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int])
 def a_plan(
     loads: Sequence[Transfer] = (), store: Transfer | None = None, wait_load: int = 0,
     wait_store: int = 0, stores_done: int = 0, loads_done: int = 0,
-    promised_loads: Sequence[int] = (), layerwise: bool = False,
+    promised_loads: Sequence[int] = (),
 ) -> TransferPlan:  # fmt: skip
     """As the tier makes it: what is 0 is not in it."""
     waits = _some((LOAD, wait_load), (STORE, wait_store))
     done = _some((LOAD, loads_done), (STORE, stores_done))
     after, promised = () if store is None else (store,), _all(LOAD, promised_loads)
-    return TransferPlan(tuple(loads), after, waits, done, promised, layerwise)
+    return TransferPlan(tuple(loads), after, waits, done, promised)
 
 
 def a_result(

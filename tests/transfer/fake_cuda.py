@@ -171,7 +171,6 @@ class FakeCuda:
         self._put(
             copy_engine,
             STEP_LOAD_SLICES=2, THREAD_LOAD_SLICES=1, STEP_STORE_SLICES=1, MIN_LOAD_SLICES=1,
-            _GROUPS_AHEAD=1,
         )  # fmt: skip
         return self
 
@@ -193,7 +192,7 @@ class FakeDriver:
     """`Driver` on a `FakeCuda`: moves bytes of the CPU, and refuses what a device cannot do.
 
     Attributes:
-        calls: what was enqueued: ``copy``, ``many`` or ``rows``.
+        calls: how many copies each call had.
         fail_in: raise once so many more copies were enqueued; never if None.
     """
 
@@ -202,30 +201,17 @@ class FakeDriver:
         begin, end = slots.address(0), slots.address(slots.slots.shape[0])
         self._begin, self._end = begin, end
         self._piece = (slots_per_piece or slots.slots.shape[0]) * slots.pitch
-        self.calls: list[str] = []
+        self.calls: list[int] = []
         self.fail_in: int | None = None
-
-    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        self.calls.append("copy")
-        self._enqueue(target, source, nbytes, stream)
 
     def copy_many(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
         columns = (targets, sources, sizes)
         assert all(c.dtype == np.int64 and c.shape == sizes.shape for c in columns)
         copies = list(zip(*(c.tolist() for c in columns)))
-        self.calls += ["many"] if copies else []
+        self.calls.append(len(copies))
         # A batch has no order within.
         for copy in self._streams.random.sample(copies, len(copies)):
             self._enqueue(*copy, stream)
-
-    def copy_rows(
-        self, target: int, target_pitch: int, source: int, source_pitch: int,
-        width: int, rows: int, stream: int,
-    ) -> None:  # fmt: skip
-        self.calls.append("rows")
-        self._check(source, (rows - 1) * source_pitch + width)
-        for i in range(rows):
-            self._enqueue(target + i * target_pitch, source + i * source_pitch, width, stream)
 
     def _enqueue(self, target: int, source: int, nbytes: int, handle: int) -> None:
         self._check(target, nbytes)

@@ -12,11 +12,9 @@ import torch
 from transfer.fake_cuda import FakeCuda, FakeDriver
 from transfer.layouts import Case, needs_gpu
 
-from kvoffload_patch.transfer.backends import direct as copy_direct
 from kvoffload_patch.transfer.backends import staged as copy_staged
 from kvoffload_patch.transfer.backends import torch as copy_torch
 from kvoffload_patch.transfer.backends.base import CopyBackend, Slices, Streams, new_streams
-from kvoffload_patch.transfer.backends.direct import DirectBackend
 from kvoffload_patch.transfer.backends.driver import Driver
 from kvoffload_patch.transfer.backends.slots import SlotMemory
 from kvoffload_patch.transfer.backends.staged import StagedBackend
@@ -35,8 +33,7 @@ WAYS = [
     ("torch", "cpu"),
     ("packed", "cpu"),
     pytest.param("staged", "cpu", marks=_interpreted),
-    pytest.param("direct", "cpu", marks=_interpreted),
-    *(pytest.param(n, "cuda", marks=_gpu) for n in ("staged", "singles", "direct", "torch")),
+    *(pytest.param(n, "cuda", marks=_gpu) for n in ("staged", "singles", "torch")),
 ]
 
 
@@ -54,13 +51,12 @@ class Opened:
         chunk: slots that a backend moves at once.
         pad: bytes between slots (on a GPU `HostBuffer` says).
         per_piece: slots registered together (on a GPU `HostBuffer` says); 0 for all.
-        groups: groups of a load, at most.
         seed: of the order in which fake streams go on.
     """
 
     def __init__(
         self, case: Case, name: str, device: str, chunk: int = 2, pad: int = 0,
-        per_piece: int = 0, groups: int = 3, seed: int = 0,
+        per_piece: int = 0, seed: int = 0,
     ) -> None:  # fmt: skip
         self.case = case
         self.layout = case.layout()
@@ -83,10 +79,6 @@ class Opened:
                 (copy_staged, "LOAD_CHUNK_BYTES", chunk * self.slots.pitch),
                 (copy_staged, "STORE_CHUNK_BYTES", chunk * self.slots.pitch),
                 (copy_staged, "READY_BLOCKS", 2 * chunk + 1),
-                (copy_staged, "MAX_GROUPS", groups),
-                (copy_staged, "MIN_GROUP_BYTES", 1),
-                (copy_direct, "LOAD_SLICE_BYTES", chunk * self.slots.pitch),
-                (copy_direct, "STORE_SLICE_BYTES", chunk * self.slots.pitch),
                 (copy_torch, "STAGING_BYTES", chunk * self.slots.pitch),
             ]:
                 stack.enter_context(mock.patch.object(module, what, value))
@@ -105,21 +97,16 @@ class Opened:
             else:
                 self.driver = FakeDriver(self.cuda, self.slots, per_piece)
             return StagedBackend(self.layout, self.slots, self.driver)
-        kinds: dict[str, Callable[[BlockLayout, SlotMemory], CopyBackend]] = {
-            "direct": DirectBackend,
-            "torch": TorchBackend,
-            "packed": Packed,
-        }
-        return kinds[name](self.layout, self.slots)
+        return (Packed if name == "packed" else TorchBackend)(self.layout, self.slots)
 
     def _new_streams(self) -> Streams | None:
         if self.cuda is None:
             return new_streams(self.layout.device)
         return Streams(self.cuda.new_stream(), self.cuda.new_stream())
 
-    def enqueue(self, start: Callable[..., Slices], *args: Any, **kwargs: Any) -> int:
+    def enqueue(self, start: Callable[..., Slices], ids: list[int], slots: list[int]) -> int:
         """Returns the number of slices."""
-        slices = start(*args, streams=self.streams, **kwargs)
+        slices = start(ids, slots, streams=self.streams)
         if self.cuda is None:
             return len(list(slices))
         with self.cuda:
@@ -128,8 +115,8 @@ class Opened:
     def store(self, ids: list[int], slots: list[int]) -> int:
         return self.enqueue(self.backend.store, ids, slots)
 
-    def load(self, ids: list[int], slots: list[int], **kwargs: Any) -> int:
-        return self.enqueue(self.backend.load, ids, slots, **kwargs)
+    def load(self, ids: list[int], slots: list[int]) -> int:
+        return self.enqueue(self.backend.load, ids, slots)
 
     def wait(self) -> None:
         if self.cuda is None:
@@ -142,16 +129,6 @@ class Opened:
         if self.streams is not None:
             stream = self.streams.blocks if direction == "load" else self.streams.bus
             stream.synchronize()
-
-    def on_blocks(self, call: Callable[[], None]) -> None:
-        """Make a call when its turn comes on the stream of the blocks (at once on a GPU)."""
-        if self.cuda is None and self.streams is not None:
-            with torch.cuda.stream(self.streams.blocks):
-                call()
-        elif self.streams is not None and isinstance(self.backend, TorchBackend):
-            call()  # which copies at once
-        elif self.streams is not None:
-            self.streams.blocks.append(call)
 
     def poison(self, blocks: list[int]) -> None:
         for block in blocks:

@@ -31,7 +31,6 @@ class Rank:
     """An engine on the streams of a `FakeCuda`, on which nothing goes on by itself."""
 
     name = "slices"
-    groups = [(0, 1)]
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
@@ -43,7 +42,7 @@ class Rank:
         self.loads, self.stores = (self.engine._links[link].queue for link in (LOAD, STORE))
         self.watch = self.engine._watch = self.engine._new_watch()
 
-    def load(self, ids: Any, slots: Any, streams: Any = None, arrived: Any = None) -> Slices:
+    def load(self, ids: Any, slots: Any, streams: Streams | None = None) -> Slices:
         return self._copy("load", ids, streams)
 
     def store(self, ids: Any, slots: Any, streams: Streams | None = None) -> Slices:
@@ -244,7 +243,7 @@ def test_an_engine_of_a_device_watches_its_links_until_it_is_closed(
     monkeypatch.setattr(FakeCuda, "is_host", False)
     ours = {"kvoffload-copies", "kvoffload-deadlines"}
     with FakeCuda():
-        backend: Any = SimpleNamespace(groups=[(0, 1)], load=None, store=None)
+        backend: Any = SimpleNamespace(load=None, store=None)
         engine: Any = CopyEngine(BlockLayout([torch.zeros(4, 3)], 4), backend)
         assert {t.name for t in threading.enumerate()} >= ours
         assert set(engine._watch._queues) == {LOAD, STORE}

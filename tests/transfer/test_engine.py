@@ -9,20 +9,17 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest import mock
 
 import pytest
 import torch
-from transfer.fake_cuda import FakeCuda, FakeEvent
 
 from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Link, Tickets, ticket_on
 from kvoffload_patch.tier.plan import Transfer
 from kvoffload_patch.transfer import engine as copy_engine
-from kvoffload_patch.transfer import store_batcher
 from kvoffload_patch.transfer.engine import CopyEngine, Progress
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.layout import BlockLayout
-from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue
+from kvoffload_patch.transfer.queue import SyncCopyQueue
 
 Ids = Sequence[int]
 
@@ -76,17 +73,13 @@ class Recorder:
     """A backend, and two queues, that write down what they are asked."""
 
     name = "recorder"
-    groups = [(0, 1), (1, 2)]
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.fails = False
 
-    def load(
-        self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None, arrived: Any = None
-    ) -> Iterator[None]:
-        name = "load" if arrived is None else "load by group"
-        return self._copy(name, gpu_block_ids, cpu_slots)
+    def load(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None) -> Iterator[None]:
+        return self._copy("load", gpu_block_ids, cpu_slots)
 
     def store(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None) -> Iterator[None]:
         return self._copy("store", gpu_block_ids, cpu_slots)
@@ -126,10 +119,10 @@ class RecordingQueue(SyncCopyQueue):
             meanwhile()
         return False
 
-    def submit(self, first: int, ticket: int, start: Any, behind: Any) -> None:
+    def submit(self, ticket: int, start: Any, behind: Any) -> None:
         ((queue, other),) = behind
-        self._note("submit", first, ticket, "behind", queue.name, other)
-        super().submit(first, ticket, start, behind)
+        self._note("submit", ticket, "behind", queue.name, other)
+        super().submit(ticket, start, behind)
 
     def drain(self) -> None:
         self._note("drain")
@@ -250,15 +243,15 @@ def test_every_wait_of_a_plan_is_where_it_belongs(
     assert recorder.take() == [
         # The forward pass, and with it the loads, wait for stores of blocks handed out.
         ("stores", "hold", "compute", 5),
-        ("loads", "submit", 1, 1, "behind", "stores", 4),
+        ("loads", "submit", 1, "behind", "stores", 4),
         ("load", (1,), (2,)),
-        ("loads", "submit", 2, 2, "behind", "stores", 4),
+        ("loads", "submit", 2, "behind", "stores", 4),
         ("load", (1,), (2,)),
         ("loads", "hold", "compute", 6),
     ]
     recording.end_step()
     assert recorder.take() == [
-        ("stores", "submit", 1, 1, "behind", "loads", 3),
+        ("stores", "submit", 1, "behind", "loads", 3),
         ("store", (1,), (2,)),
         # The device has work to do now, and the next step takes its time to begin.
         ("stores", "top up", copy_engine.STEP_STORE_SLICES),
@@ -302,66 +295,6 @@ def test_stores_do_not_run_dry_while_a_long_load_is_enqueued(
     assert recorder.take() == [stores, ("loads", "top up", copy_engine.STEP_LOAD_SLICES), *slices]
 
 
-def test_small_stores_of_several_steps_become_one_copy(
-    engine: CopyEngine, recorder: Recorder
-) -> None:
-    engine._batches = True
-    for ticket in (1, 2, 3):
-        engine.begin_step(Plan(store=Batch(ticket, (ticket,), (10 + ticket,)), loads_done=0))
-        engine.end_step(batch_stores=True)
-    assert recorder.calls == []
-    engine.begin_step(None)
-    engine.end_step()
-    assert recorder.take() == [("store", (1, 2, 3), (11, 12, 13))]
-    assert engine.poll().done_on(STORE) == 3
-    engine.end_step()
-    assert recorder.calls == []
-
-
-@pytest.mark.parametrize(
-    ("needs", "submits"),
-    [({"wait_store": 2}, True), ({"stores_done": 2}, True), ({"wait_store": 1}, False)],
-)
-def test_what_a_step_may_not_overwrite_or_load_before_is_stored_first(
-    engine: CopyEngine, recorder: Recorder, needs: dict[str, int], submits: bool
-) -> None:
-    """Ticket 1 is submitted, 2 and 3 are batched; on another rank 2 may be done already."""
-    engine._batches = True
-    engine.begin_step(Plan(store=Batch(1)))
-    engine.end_step()
-    for ticket in (2, 3):
-        engine.begin_step(Plan(store=Batch(ticket, (ticket,), (10 + ticket,))))
-        engine.end_step(batch_stores=True)
-    recorder.take()
-    engine.begin_step(Plan([Batch(1, (5,), (6,))], wait_load=1, **needs))
-    stored = [("store", (2, 3), (12, 13))] if submits else []
-    assert recorder.take() == [*stored, ("load", (5,), (6,))]
-
-
-@pytest.mark.parametrize("batches", [False, True])
-def test_stores_are_batched_for_so_many_steps_at_most(
-    engine: CopyEngine, recorder: Recorder, batches: bool
-) -> None:
-    engine._batches = batches
-    for ticket in range(1, store_batcher.BATCH_STEPS + 1):
-        engine.begin_step(Plan(store=Batch(ticket, (ticket,), (ticket,))))
-        engine.end_step(batch_stores=True)
-        due = ticket == store_batcher.BATCH_STEPS or not batches
-        assert bool(recorder.take()) == due
-
-
-def test_a_store_that_is_large_enough_is_not_kept_waiting() -> None:
-    stores = store_batcher.StoreBatcher(store_batcher.BATCH_BYTES // 4)
-    assert not stores.step_ends()
-    for ticket in range(1, 5):
-        stores.add(Transfer(ticket, GPU, CPU, (ticket,), (9,)), done=((LOAD, ticket),))
-        assert stores.step_ends() == (ticket == 4)
-    assert (stores.first, stores.source_ids, stores.target_ids) == (1, [1, 2, 3, 4], [9] * 4)
-    assert stores.done == ((LOAD, 4),), "it goes behind what the last plan knows"
-    stores.clear()
-    assert (stores.first, stores.source_ids) == (0, [])
-
-
 def test_loads_wake_the_thread_whatever_was_deferred(
     recording: CopyEngine, recorder: Recorder
 ) -> None:
@@ -400,116 +333,6 @@ def test_a_step_tops_up_loads_before_it_if_the_bus_would_be_idle(
     assert asked == [copy_engine.MIN_LOAD_SLICES] * 2
     recording.begin_step(None)
     assert recorder.take() == ["wake"]
-
-
-def test_loads_that_a_step_needs_by_layer_are_one_copy(
-    recording: CopyEngine, recorder: Recorder
-) -> None:
-    recording.begin_step(Plan([Batch(1)]))
-    recorder.take()
-    loads = [Batch(2, (1, 2), (7, 8)), Batch(3, (3,), (4,)), Batch(4, (5,), (6,))]
-    recording.begin_step(Plan(loads, None, 3, 2, 1), by_layer=True)
-    assert recorder.take() == [
-        ("stores", "hold", "compute", 2),
-        ("loads", "hold", "compute", 1),  # from earlier steps
-        ("loads", "submit", 2, 3, "behind", "stores", 1),
-        ("load by group", (1, 2, 3), (7, 8, 4)),
-        ("loads", "submit", 4, 4, "behind", "stores", 1),
-        ("load", (5,), (6,)),
-    ]
-    recording.wait_all_loads()
-    assert recorder.take() == [("loads", "hold", "compute", 3)]
-
-
-class InGroups(Recorder):
-    """Brings four groups, in two slices each."""
-
-    groups = [(i, i + 1) for i in range(4)]
-
-    def load(
-        self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None, arrived: Any = None
-    ) -> Iterator[None]:
-        for group in range(4):
-            for half in "ab":
-                self.calls.append(f"{tuple(gpu_block_ids)} {group}{half}")
-                yield
-            if arrived is not None:
-                arrived(group)
-
-
-@pytest.fixture
-def in_groups() -> Iterator[tuple[CopyEngine, InGroups, FakeCuda]]:
-    """An engine with queues on streams, whose step enqueues nothing but groups by itself."""
-    backend = InGroups()
-    with (
-        FakeCuda() as cuda,
-        mock.patch.multiple(copy_engine, _GROUPS_AHEAD=2, THREAD_LOAD_SLICES=0),
-    ):
-        engine, lock = CopyEngine(layout(), backend), threading.RLock()
-        engine._links[LOAD].queue = CopyQueue(cuda, lock, False, 4)
-        engine._links[STORE].queue = CopyQueue(cuda, lock, True, 4)
-        engine._arrived = [FakeEvent(cuda) for _ in backend.groups]
-        yield engine, backend, cuda
-
-
-def test_groups_are_enqueued_a_few_before_they_are_waited_for(in_groups: Any) -> None:
-    """The step's inputs cross the bus, too, and are not to be behind all that it loads."""
-    engine, backend, _ = in_groups
-    engine._links[LOAD].queue.top_up = lambda ahead: False
-    engine.begin_step(Plan([Batch(1), Batch(2, (3,)), Batch(3, (9,))], wait_load=2), by_layer=True)
-    found = [len(backend.calls)]
-    for group in range(4):
-        engine.wait_group(group)
-        found.append(len(backend.calls))
-    # A group is enqueued when the slice behind it has been asked for.
-    assert found == [5, 5, 7, 8, 8]
-    assert engine._num_arrived == 4
-    assert engine._links[LOAD].queue.queued, "the last one is not needed"
-    engine.begin_step(Plan([Batch(4, (5,))], wait_load=4), by_layer=True)
-    assert backend.calls[8:16] == [f"(9,) {i}{half}" for i in range(4) for half in "ab"]
-    assert len(backend.calls) == 16 + 5, "counted from 0 again"
-
-
-def test_a_group_waited_for_is_waited_for_on_the_device(in_groups: Any) -> None:
-    engine, _, cuda = in_groups
-    engine.begin_step(Plan([Batch(1)], wait_load=1), by_layer=True)
-    for group in range(4):
-        engine.wait_group(group)
-        assert cuda.current.work[-1].until == engine._arrived[group].until
-
-
-def test_a_group_counts_as_enqueued_once_its_event_does(in_groups: Any) -> None:
-    """The copy thread may enqueue it, and the step wait for the event meanwhile."""
-    engine, _, _ = in_groups
-    seen: list[int] = []
-    engine._arrived = [
-        SimpleNamespace(record=lambda stream: seen.append(engine._num_arrived)) for _ in range(4)
-    ]
-    engine.begin_step(Plan([Batch(1)], wait_load=1), by_layer=True)
-    engine.wait_all_loads()
-    assert seen == [0, 1, 2, 3]
-
-
-def test_a_load_by_layer_that_fails_is_not_waited_for(in_groups: Any) -> None:
-    engine, backend, cuda = in_groups
-
-    def fail(*_: object, **__: object) -> Any:
-        raise OSError("the bus is on fire")
-
-    backend.load = fail
-    engine.begin_step(Plan([Batch(1), Batch(2)], wait_load=1), by_layer=True)
-    engine.wait_group(3)
-    cuda.run()
-    assert engine.poll().failed_on(LOAD) == (1,)
-
-
-def test_a_step_by_layer_without_loads_of_its_own_waits_for_earlier_ones(
-    recording: CopyEngine, recorder: Recorder
-) -> None:
-    recording.begin_step(Plan([Batch(1), Batch(2)]))
-    recorder.take()
-    recording.begin_step(Plan(wait_load=2), by_layer=True)
-    assert ("loads", "hold", "compute", 2) in recorder.take()
 
 
 def test_a_plan_without_transfers_only_waits(recording: CopyEngine, recorder: Recorder) -> None:
@@ -589,13 +412,6 @@ def test_a_failure_is_told_even_if_another_rank_has_said_that_the_copy_is_done(
     assert engine.poll() == progress(1, 1, (1,), (1,))
     engine.begin_step(Plan(loads_done=1, stores_done=1))
     assert engine.poll() == progress(1, 1)
-
-
-def test_loads_copied_as_one_fail_together(engine: CopyEngine, recorder: Recorder) -> None:
-    recorder.fails = True
-    engine.begin_step(Plan([Batch(1), Batch(2), Batch(3)], wait_load=2), by_layer=True)
-    assert [call[0] for call in recorder.calls] == ["load by group", "load"]
-    assert engine.poll() == progress(3, 0, (1, 2, 3))
 
 
 def test_a_load_fails_where_the_store_of_one_of_its_slots_has(

@@ -6,17 +6,14 @@ On the CPU the same tests run without concurrency: what they expect holds there 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from tier.plans import a_load, a_plan, a_result, a_store
 from transfer.layouts import needs_gpu
 
-from kvoffload_patch.links import LOAD
-from kvoffload_patch.transfer.backends import staged as copy_staged
 from kvoffload_patch.transfer.backends.base import (
     CopyBackend,
     Slices,
@@ -24,7 +21,6 @@ from kvoffload_patch.transfer.backends.base import (
     copy_now,
     new_streams,
 )
-from kvoffload_patch.transfer.backends.direct import DirectBackend
 from kvoffload_patch.transfer.backends.driver import Driver
 from kvoffload_patch.transfer.backends.slots import SlotMemory
 from kvoffload_patch.transfer.backends.staged import StagedBackend
@@ -41,7 +37,7 @@ Ids = Sequence[int]
 on_gpu = [pytest.mark.gpu, needs_gpu]
 WAYS = [
     ("cpu", "torch"),
-    *(pytest.param(("cuda", name), marks=on_gpu) for name in ("staged", "direct", "torch")),
+    *(pytest.param(("cuda", name), marks=on_gpu) for name in ("staged", "torch")),
 ]
 
 
@@ -49,17 +45,14 @@ class SlowBackend:
     """Takes its time before every copy, on the stream where the copy begins."""
 
     def __init__(self, backend: CopyBackend, device: torch.device) -> None:
-        self.name, self.groups = backend.name, backend.groups
+        self.name = backend.name
         self.load_cycles = self.store_cycles = 0
         self._backend = backend
         self._device = device
 
-    def load(
-        self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Streams | None = None,
-        arrived: Callable[[int], None] | None = None,
-    ) -> Slices:  # fmt: skip
+    def load(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Streams | None = None) -> Slices:
         self._sleep(streams and streams.bus, self.load_cycles)
-        yield from self._backend.load(gpu_block_ids, cpu_slots, streams, arrived)
+        yield from self._backend.load(gpu_block_ids, cpu_slots, streams)
 
     def store(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Streams | None = None) -> Slices:
         self._sleep(streams and streams.blocks, self.store_cycles)
@@ -78,9 +71,8 @@ def sleep(device: torch.device, cycles: int) -> None:
 
 def open_backend(name: str, layout: BlockLayout, slots: SlotMemory) -> CopyBackend:
     if name == "staged":
-        with mock.patch.object(copy_staged, "MIN_GROUP_BYTES", 1):
-            return StagedBackend(layout, slots, Driver())
-    return (DirectBackend if name == "direct" else TorchBackend)(layout, slots)
+        return StagedBackend(layout, slots, Driver())
+    return TorchBackend(layout, slots)
 
 
 class Machine:
@@ -106,9 +98,7 @@ class Machine:
         streams = new_streams(self.device)
         copy_now(self.device, lambda: self.backend.store([0], [0], streams))
         copy_now(self.device, lambda: self.backend.load([0], [0], streams))
-        copy_now(self.device, lambda: self.backend.load([0], [0], streams, lambda group: None))
         self.read(0)
-        self.read_group(0, 0)
         self.finish()
 
     def write(self, block: int, value: int) -> None:
@@ -118,11 +108,6 @@ class Machine:
     def read(self, block: int) -> torch.Tensor:
         """What a kernel finds in a block when its turn comes."""
         return torch.cat([view.flatten() for view in self.layout.block_views(block)])
-
-    def read_group(self, block: int, group: int) -> torch.Tensor:
-        """The same for the rows of one group."""
-        rows = self.layout.rows[slice(*self.backend.groups[group])]
-        return torch.cat([row.view(torch.int32)[block] for row in rows])
 
     def compute(self, cycles: int = LONG) -> None:
         sleep(self.device, cycles)
@@ -231,66 +216,33 @@ def test_a_store_waits_for_the_load_that_reads_its_slot(machine: Machine) -> Non
     assert holds(machine.slots[2], 9)
 
 
-def test_a_layer_waits_for_its_group_of_a_load(machine: Machine) -> None:
+def test_the_forward_pass_waits_for_each_load_of_its_plan(machine: Machine) -> None:
     machine.slots[2], machine.slots[4] = 51, 52
     machine.backend.load_cycles = LONG
     loads = (a_load(1, (3,), (2,)), a_load(2, (5,), (4,)))
-    machine.engine.begin_step(a_plan(loads=loads, wait_load=2), by_layer=True)
-    seen = []
-    for group in range(len(machine.backend.groups)):
-        machine.engine.wait_group(group)
-        seen += [(machine.read_group(3, group), 51), (machine.read_group(5, group), 52)]
+    machine.engine.begin_step(a_plan(loads=loads, wait_load=2))
+    seen = [(machine.read(3), 51), (machine.read(5), 52)]
     machine.finish()
     for values, wanted in seen:
         assert holds(values, wanted)
 
 
-def test_a_layer_waits_for_loads_of_earlier_steps_too(machine: Machine) -> None:
+def test_the_forward_pass_waits_for_loads_of_earlier_steps_too(machine: Machine) -> None:
     machine.slots[2], machine.slots[4] = 53, 54
     machine.backend.load_cycles = LONG
     machine.engine.begin_step(a_plan(loads=(a_load(1, (3,), (2,)),)))
     machine.engine.end_step()
     plan = a_plan(loads=(a_load(2, (5,), (4,)),), wait_load=2)
-    machine.engine.begin_step(plan, by_layer=True)
-    machine.engine.wait_group(0)
-    seen = machine.read_group(3, 0)
-    machine.engine.wait_all_loads()
-    rest = machine.read(5)
+    machine.engine.begin_step(plan)
+    seen, own = machine.read(3), machine.read(5)
     machine.finish()
     assert holds(seen, 53)
-    assert holds(rest, 54)
+    assert holds(own, 54)
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_compute_goes_on_when_a_group_is_there_before_the_last_one_is() -> None:
-    machine = Machine("cuda", "staged")
-    assert len(machine.backend.groups) == 3
-    load = machine.backend._backend.load
-
-    def slow_from_the_second_group(*args: Any) -> Slices:
-        for _ in load(*args):
-            with torch.cuda.stream(args[2].bus):
-                sleep(machine.device, 20 * LONG)
-            yield
-
-    machine.backend._backend.load = slow_from_the_second_group
-    machine.slots[2] = 55
-    plan = a_plan(loads=(a_load(1, (3,), (2,)),), wait_load=1)
-    machine.engine.begin_step(plan, by_layer=True)
-    machine.engine.wait_group(0)
-    seen = machine.read_group(3, 0)
-    torch.cuda.current_stream().synchronize()
-    assert holds(seen, 55)
-    assert machine.engine.poll().done_on(LOAD) == 0
-    machine.finish()
-    assert holds(machine.read(3), 55)
-    machine.engine.close()
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("name", ["staged", "direct", "torch"])
+@pytest.mark.parametrize("name", ["staged", "torch"])
 def test_nothing_is_done_before_it_is_and_polling_never_waits(name: str) -> None:
     machine = Machine("cuda", name)
     machine.backend.load_cycles = machine.backend.store_cycles = 20 * LONG

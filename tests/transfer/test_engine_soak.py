@@ -40,7 +40,6 @@ def build() -> Iterator[Build]:
 def saw_something(traffic: Traffic) -> None:
     assert traffic.tier.num_used > NUM_SLOTS // 2
     assert traffic.loaded > traffic.moves // 100, "hardly anything was loaded"
-    assert traffic.by_layer > traffic.moves // 500, "hardly anything came by layer"
 
 
 def test_the_cpu_device(build: Build) -> None:
@@ -52,25 +51,21 @@ def test_the_cpu_device(build: Build) -> None:
 @interpreted
 @pytest.mark.parametrize("chance", [0.0, 0.2], ids=["all well", "copies fail"])
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("backend", ["staged", "direct"])
-def test_two_ranks_on_fake_streams(build: Build, backend: str, seed: int, chance: float) -> None:
+def test_two_ranks_on_fake_streams(build: Build, seed: int, chance: float) -> None:
     """Only the first rank reports; the other one is later or earlier, and fails by itself."""
-    ranks = [build("fake", backend, seed=10 * seed + i, chunk=2 + i) for i in range(2)]
+    ranks = [build("fake", "staged", seed=10 * seed + i, chunk=2 + i) for i in range(2)]
     for rank in ranks:
         rank.backend.chance = chance
     traffic = Traffic(ranks, seed)
     traffic.run(wanted_moves(250))
     assert traffic.loaded > 30
-    assert traffic.by_layer > 3
     for rank in ranks:
         assert bool(rank.failed) == bool(chance)
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize(
-    ("backend", "moves"), [("staged", 100_000), ("direct", 30_000), ("torch", 30_000)]
-)
+@pytest.mark.parametrize(("backend", "moves"), [("staged", 100_000), ("torch", 30_000)])
 def test_a_device(build: Build, backend: str, moves: int) -> None:
     machine = build("cuda", backend, chunk=7)
 

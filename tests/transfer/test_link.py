@@ -52,7 +52,6 @@ class Rank:
     """GPU blocks, CPU slots and a disk, a word in each of their blocks; and the copies between."""
 
     name = "words"
-    groups = [(0, 1)]
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
@@ -65,20 +64,16 @@ class Rank:
         for link, copies in self.engine._links.items():
             copies.queue = CopyQueue(cuda, lock, link[1] != GPU, slices_ahead=4)
 
-    def load(
-        self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None, arrived: Any = None
-    ) -> Slices:
-        return self._on(LOAD)(cpu_slots, gpu_block_ids, streams, arrived)
+    def load(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None) -> Slices:
+        return self._on(LOAD)(cpu_slots, gpu_block_ids, streams)
 
     def store(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None) -> Slices:
-        return self._on(STORE)(gpu_block_ids, cpu_slots, streams, None)
+        return self._on(STORE)(gpu_block_ids, cpu_slots, streams)
 
     def _on(self, link: Link) -> Copy:
         source, target = (self.words[place] for place in link)
 
-        def copy(
-            source_ids: Ids, target_ids: Ids, streams: Streams | None, arrived: object
-        ) -> Iterator[None]:
+        def copy(source_ids: Ids, target_ids: Ids, streams: Streams | None) -> Iterator[None]:
             assert streams is not None
             stream = streams.blocks if link[1] == GPU else streams.bus
             if link[0] == GPU:
@@ -163,13 +158,12 @@ def test_a_transfer_on_a_link_that_nothing_copies_on_is_refused(rank: Rank) -> N
         rank.step(TransferPlan(before=(Transfer(1, DISK, GPU, (9,), (2,)),)))
 
 
-def test_a_copy_out_of_the_gpu_before_the_step_goes_behind_those_that_are_batched(
+def test_a_copy_out_of_the_gpu_before_the_step_goes_behind_those_that_are_deferred(
     rank: Rank,
 ) -> None:
-    rank.engine._batches = True
     rank.words[GPU].update({1: "first", 2: "second"})
     rank.engine.begin_step(TransferPlan(after=(Transfer(1, *STORE, (1,), (5,)),)))
-    rank.engine.end_step(batch_stores=True)
+    rank.engine.end_step(defer_stores=True)
     rank.step(TransferPlan(before=(Transfer(2, *STORE, (2,), (5,)),)))
     rank.drain()
     assert rank.words[CPU] == {5: "second"}

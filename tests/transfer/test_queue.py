@@ -39,12 +39,12 @@ class Setup:
             raise ValueError
 
     def submit(
-        self, queue: CopyQueue, first: int, ticket: int, slices: int = 2,
+        self, queue: CopyQueue, ticket: int, slices: int = 2,
         fail_after: int | None = None, behind: int = 0,
     ) -> None:  # fmt: skip
         start = partial(self.copy, f"{ticket}", slices, fail_after)
         other = self.stores if queue is self.loads else self.loads
-        queue.submit(first, ticket, start, [(other, behind)])
+        queue.submit(ticket, start, [(other, behind)])
 
 
 @pytest.fixture(params=range(4))
@@ -59,8 +59,8 @@ def names(log: list[Any]) -> set[str]:
 
 def test_a_slice_is_enqueued_at_a_time(setup: Setup) -> None:
     queue = setup.loads
-    setup.submit(queue, 1, 1, slices=2)
-    setup.submit(queue, 2, 2, slices=1)
+    setup.submit(queue, 1, slices=2)
+    setup.submit(queue, 2, slices=1)
     seen = []
     while queue.advance():
         setup.cuda.run()
@@ -70,29 +70,28 @@ def test_a_slice_is_enqueued_at_a_time(setup: Setup) -> None:
     assert not queue.under_way
 
 
-def test_flushing_enqueues_the_copies_that_stand_for_these_tickets(setup: Setup) -> None:
+def test_flushing_enqueues_the_copies_up_to_a_ticket(setup: Setup) -> None:
     queue = setup.loads
-    setup.submit(queue, 1, 1)
-    setup.submit(queue, 2, 4)
-    setup.submit(queue, 5, 5)
+    for ticket in (1, 2, 3, 4):
+        setup.submit(queue, ticket)
     queue.flush(1)
     setup.cuda.run()
     assert names(setup.log) == {"1"}
-    queue.flush(2)
+    queue.flush(3)
     setup.cuda.run()
-    assert names(setup.log) == {"1", "4"}
-    assert queue.poll() == 4
+    assert names(setup.log) == {"1", "2", "3"}
+    assert queue.poll() == 3
     assert queue.queued
-    assert [queue.has_queued(ticket) for ticket in (4, 5, 9)] == [False, True, True]
+    assert [queue.has_queued(ticket) for ticket in (3, 4, 9)] == [False, True, True]
     queue.drain()
-    assert (queue.poll(), queue.queued, queue.under_way) == (5, False, False)
-    assert names(setup.log) == {"1", "4", "5"}
+    assert (queue.poll(), queue.queued, queue.under_way) == (4, False, False)
+    assert names(setup.log) == {"1", "2", "3", "4"}
 
 
 def test_a_stream_that_holds_waits_for_the_tickets_asked_for_and_no_more(setup: Setup) -> None:
     queue = setup.stores
     for ticket in (1, 2, 3):
-        setup.submit(queue, ticket, ticket)
+        setup.submit(queue, ticket)
     waiter = setup.cuda.new_stream()
     queue.hold(waiter, 2)
     waiter.append(lambda: setup.log.append(("waiter", 0, "")))
@@ -115,9 +114,9 @@ def test_there_is_room_for_so_many_slices_under_way(
     on_bus = direction == "stores"
     queue = CopyQueue(setup.cuda, threading.RLock(), on_bus, slices_ahead=5)
     end = queue.streams.bus if on_bus else queue.streams.blocks
-    setup.submit(queue, 1, 1, slices=3)
-    setup.submit(queue, 2, 2, slices=4, fail_after=1)
-    setup.submit(queue, 3, 3, slices=9)
+    setup.submit(queue, 1, slices=3)
+    setup.submit(queue, 2, slices=4, fail_after=1)
+    setup.submit(queue, 3, slices=9)
     enqueued, ends = 0, []
     while queue.queued:
         before, room = len(setup.log), queue.has_room(ahead)
@@ -140,7 +139,7 @@ def test_there_is_room_for_so_many_slices_under_way(
 def test_slices_that_a_step_needed_at_once_take_room_too(setup: Setup) -> None:
     queue = setup.stores
     assert queue.has_room(2), "nothing has been enqueued yet"
-    setup.submit(queue, 1, 1, slices=6)
+    setup.submit(queue, 1, slices=6)
     queue.hold(setup.cuda.new_stream(), 1)
     while not queue.has_room(2):
         setup.cuda.run_one()
@@ -156,8 +155,8 @@ def test_it_is_topped_up_until_so_many_slices_are_under_way(setup: Setup) -> Non
         return queue.streams.bus.given
 
     assert not queue.top_up(4), "there is nothing"
-    setup.submit(queue, 1, 1, slices=1)
-    setup.submit(queue, 2, 2, slices=9)
+    setup.submit(queue, 1, slices=1)
+    setup.submit(queue, 2, slices=9)
     assert queue.advance()
     before = enqueued()
     assert not queue.top_up(1), "one is under way"
@@ -181,11 +180,11 @@ def test_it_is_topped_up_until_so_many_slices_are_under_way(setup: Setup) -> Non
     assert len(setup.log) == 2 * (1 + 9)
 
 
-def test_a_copy_goes_behind_compute_and_behind_the_other_lane(setup: Setup) -> None:
-    setup.submit(setup.stores, 1, 1)
+def test_a_copy_goes_behind_compute_and_behind_the_other_queue(setup: Setup) -> None:
+    setup.submit(setup.stores, 1)
     setup.cuda.current.append(lambda: setup.log.append(("compute", 0, "")))
-    setup.submit(setup.loads, 1, 2, behind=1)
-    setup.loads.flush(1)
+    setup.submit(setup.loads, 2, behind=1)
+    setup.loads.flush(2)
     assert not setup.stores.queued
     setup.loads.drain()
     at = {what: index for index, what in enumerate(setup.log)}
@@ -199,29 +198,29 @@ def test_a_copy_that_fails_is_done_when_what_there_is_of_it_is(
     setup: Setup, direction: str, fail_after: int
 ) -> None:
     queue: CopyQueue = getattr(setup, direction)
-    setup.submit(queue, 1, 1)
-    setup.submit(queue, 2, 4, slices=3, fail_after=fail_after)
-    setup.submit(queue, 5, 5)
-    queue.flush(4)
-    wanted = "ValueError" if fail_after == 3 else f"4 failed at {fail_after}"
-    assert queue.failed == {2: wanted, 3: wanted, 4: wanted}
+    setup.submit(queue, 1)
+    setup.submit(queue, 2, slices=3, fail_after=fail_after)
+    setup.submit(queue, 3)
+    queue.flush(2)
+    wanted = "ValueError" if fail_after == 3 else f"2 failed at {fail_after}"
+    assert queue.failed == {2: wanted}
     end = queue.streams.blocks if direction == "loads" else queue.streams.bus
-    while queue.poll() < 4:  # the other stream is as late as it can be
+    while queue.poll() < 2:  # the other stream is as late as it can be
         setup.cuda.run_one(setup.cuda.streams.index(end))
     slices = min(3, fail_after + 1)  # what the last one has enqueued included
-    assert len([name for name, _, _ in setup.log if name == "4"]) == 2 * slices
+    assert len([name for name, _, _ in setup.log if name == "2"]) == 2 * slices
     queue.drain()
-    assert queue.poll() == 5
-    assert len([name for name, _, _ in setup.log if name == "5"]) == 4
-    assert set(queue.failed) == {2, 3, 4}
+    assert queue.poll() == 3
+    assert len([name for name, _, _ in setup.log if name == "3"]) == 4
+    assert set(queue.failed) == {2}
 
 
 def test_a_copy_that_does_not_even_start_fails(setup: Setup) -> None:
     def start(streams: object) -> Any:
         raise MemoryError("no room")
 
-    setup.loads.submit(1, 1, start, [(setup.stores, 0)])
-    setup.submit(setup.loads, 2, 2)
+    setup.loads.submit(1, start, [(setup.stores, 0)])
+    setup.submit(setup.loads, 2)
     setup.loads.drain()
     assert setup.loads.failed == {1: "no room"}
     assert setup.loads.poll() == 2
@@ -235,14 +234,14 @@ def test_polling_does_not_wait_for_a_slice_that_is_being_enqueued(setup: Setup) 
         go_on.wait(20)
         yield
 
-    setup.submit(queue, 1, 1)
+    setup.submit(queue, 1)
     queue.flush(1)
-    queue.submit(2, 2, start, [(setup.stores, 0)])
+    queue.submit(2, start, [(setup.stores, 0)])
     thread = threading.Thread(target=queue.advance)
     thread.start()
     inside.wait(20)
     assert queue.poll() in (0, 1)
-    setup.submit(queue, 3, 3)  # nor does submitting
+    setup.submit(queue, 3)  # nor does submitting
     queue.hold(None, 0)
     assert thread.is_alive()
     go_on.set()
@@ -257,7 +256,7 @@ def test_an_event_that_another_thread_takes_first_is_replaced(setup: Setup) -> N
             return True
 
     setup.loads._spare = TakenByOthers()
-    setup.submit(setup.loads, 1, 1)
+    setup.submit(setup.loads, 1)
     setup.loads.drain()
     assert setup.loads.poll() == 1
 
@@ -292,7 +291,7 @@ def test_one_thread_submits_while_another_one_enqueues() -> None:
     thread.start()
     try:
         for ticket in range(1, count + 1):
-            queue.submit(ticket, ticket, lambda streams: iter(()), [(SyncCopyQueue(), 0)])
+            queue.submit(ticket, lambda streams: iter(()), [(SyncCopyQueue(), 0)])
             queue.poll()
     finally:
         over.set()
@@ -315,10 +314,10 @@ def test_the_cpu_device_copies_at_once_and_fails_at_once() -> None:
         if fails:
             raise OSError("not\nhere")
 
-    queue.submit(1, 2, partial(start, False), [(queue, 0)])
-    assert (queue.poll(), queue.failed, calls) == (2, {}, [False] * 3)
-    queue.submit(3, 5, partial(start, True), [(queue, 0)])
-    assert queue.poll() == 5
-    assert queue.failed == dict.fromkeys((3, 4, 5), "not here")
+    queue.submit(1, partial(start, False), [(queue, 0)])
+    assert (queue.poll(), queue.failed, calls) == (1, {}, [False] * 3)
+    queue.submit(2, partial(start, True), [(queue, 0)])
+    assert queue.poll() == 2
+    assert queue.failed == {2: "not here"}
     assert not (queue.queued or queue.under_way or queue.advance() or queue.top_up(9))
     assert queue.has_room(1) and not queue.has_queued(9)

@@ -307,9 +307,7 @@ class OnStreams:
 
     def submit(self, queue: CopyQueue, ticket: int, name: str, slices: int) -> None:
         other = self.stores if queue is self.loads else self.loads
-        queue.submit(
-            ticket, ticket, lambda streams: self._slices(name, slices, streams), [(other, 0)]
-        )
+        queue.submit(ticket, lambda streams: self._slices(name, slices, streams), [(other, 0)])
 
     def _slices(self, name: str, slices: int, streams: Any) -> Iterator[None]:
         first, last = streams.bus, streams.blocks

@@ -14,17 +14,15 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from transfer.fake_cuda import FakeCuda, FakeDriver, FakeEvent
+from transfer.fake_cuda import FakeCuda, FakeDriver
 
 from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 from kvoffload_patch.transfer import engine as copy_engine
-from kvoffload_patch.transfer.backends import direct as copy_direct
 from kvoffload_patch.transfer.backends import staged as copy_staged
 from kvoffload_patch.transfer.backends import torch as copy_torch
 from kvoffload_patch.transfer.backends.base import CopyBackend, Slices, Streams
-from kvoffload_patch.transfer.backends.direct import DirectBackend
 from kvoffload_patch.transfer.backends.driver import Driver
 from kvoffload_patch.transfer.backends.slots import SlotMemory
 from kvoffload_patch.transfer.backends.staged import StagedBackend
@@ -49,18 +47,15 @@ class Flaky:
     """
 
     def __init__(self, backend: CopyBackend, rng: random.Random) -> None:
-        self.name, self.groups = backend.name, backend.groups
+        self.name = backend.name
         self.chance = 0.0
         self.delay: Callable[[Any], None] = lambda stream: None
         self._backend = backend
         self._random = rng
 
-    def load(
-        self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Streams | None = None,
-        arrived: Callable[[int], None] | None = None,
-    ) -> Slices:  # fmt: skip
+    def load(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Streams | None = None) -> Slices:
         self.delay(streams and streams.bus)
-        yield from self._some(self._backend.load(gpu_block_ids, cpu_slots, streams, arrived))
+        yield from self._some(self._backend.load(gpu_block_ids, cpu_slots, streams))
 
     def store(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Streams | None = None) -> Slices:
         self.delay(streams and streams.blocks)
@@ -112,15 +107,11 @@ class Machine:
                 (copy_staged, "LOAD_CHUNK_BYTES", chunk * slots.pitch),
                 (copy_staged, "STORE_CHUNK_BYTES", chunk * slots.pitch),
                 (copy_staged, "READY_BLOCKS", 2 * chunk + 1),
-                (copy_staged, "MIN_GROUP_BYTES", 1),
-                (copy_direct, "LOAD_SLICE_BYTES", chunk * slots.pitch),
-                (copy_direct, "STORE_SLICE_BYTES", chunk * slots.pitch),
                 (copy_torch, "STAGING_BYTES", chunk * slots.pitch),
             ]:
                 stack.enter_context(mock.patch.object(module, what, value))
             self.backend = Flaky(self._open(backend, slots), self.random)
             self.engine = CopyEngine(self.layout, self.backend, self.host.wait_ready)
-            self.engine._batches = True  # also where it only plays that it copies beside steps
             if self.cuda is not None:
                 self._take_real_queues()
         self._warm_up()
@@ -131,8 +122,6 @@ class Machine:
     def _open(self, name: str, slots: SlotMemory) -> CopyBackend:
         if name == "torch":
             return TorchBackend(self.layout, slots)
-        if name == "direct":
-            return DirectBackend(self.layout, slots)
         if self.cuda is None:
             return StagedBackend(self.layout, slots, Driver())
         driver: Any = FakeDriver(self.cuda, slots, self.host.slots_per_piece)
@@ -146,7 +135,6 @@ class Machine:
         self._queues = [CopyQueue(self.cuda, lock, on_bus, ahead) for on_bus in (False, True)]
         for link, queue in zip((LOAD, STORE), self._queues):
             self.engine._links[link].queue = queue
-        self.engine._arrived = [FakeEvent(self.cuda) for _ in self.backend.groups]
 
     def _warm_up(self) -> None:
         """Kernels are loaded when first used, and that waits for what runs."""
@@ -165,16 +153,13 @@ class Machine:
 
         self._compute(fill)
 
-    def check(
-        self, blocks: Ids, values: Ids, tickets: Ids = (), rows: tuple[int, int] | None = None
-    ) -> None:
-        """Compare blocks, or some rows of them, unless one of these loads turns out to fail."""
+    def check(self, blocks: Ids, values: Ids, tickets: Ids = ()) -> None:
+        """Compare blocks, unless one of these loads turns out to fail."""
         ids, scaled = self._upload(blocks, values)
         bad = torch.zeros((), dtype=torch.int64, device=self.device)
-        part = slice(*(rows or (0, len(self._rows))))
 
         def compare() -> None:
-            for row, words in zip(self._rows[part], self._words[part]):
+            for row, words in zip(self._rows, self._words):
                 bad.add_((row[ids] != scaled + words).sum())
 
         self._compute(compare)
@@ -258,7 +243,7 @@ class Traffic:
         self.last_key = 0
         self.cached: dict[int, int] = {}  # GPU block -> key
         self.loading: dict[int, list[tuple[int, int]]] = {}  # ticket -> destinations and keys
-        self.moves = self.loaded = self.by_layer = 0
+        self.moves = self.loaded = 0
 
     def run(self, moves: int) -> None:
         """Steps with so many block moves."""
@@ -276,10 +261,10 @@ class Traffic:
         if plan is not None:
             self.moves += sum(len(t.source_ids) for t in (*plan.before, *plan.after))
         self.loaded += len(reads.blocks)
-        by_layer, lazy = self.random.random() < 0.5, self.random.random() < 0.2
+        lazy = self.random.random() < 0.2
         for rank in self.ranks:
             with rank.on_device():
-                self._step_on(rank, plan, reads, writes, by_layer, lazy)
+                self._step_on(rank, plan, reads, writes, lazy)
             rank.breathe()
         result = self.ranks[0].poll()
         for rank in self.ranks[1:]:
@@ -289,23 +274,16 @@ class Traffic:
 
     def _step_on(
         self, rank: Machine, plan: TransferPlan | None, reads: Reads, writes: dict[int, int],
-        by_layer: bool, lazy: bool,
+        lazy: bool,
     ) -> None:  # fmt: skip
-        due = plan is not None and any(t.ticket <= plan.waits_for(LOAD) for t in plan.before)
-        rank.engine.begin_step(plan, by_layer and due)
+        rank.engine.begin_step(plan)
         rank.spend(self.random.choice([0, 0, 0, 100_000, 1_000_000]))
-        if by_layer and due:
-            self.by_layer += 1
-            for group, rows in enumerate(rank.backend.groups):
-                rank.engine.wait_group(group)
-                rank.check(*reads, rows=rows)
-            rank.engine.wait_all_loads()
-        elif reads.blocks:
+        if reads.blocks:
             rank.check(*reads)
         if writes:
             rank.write(list(writes), list(writes.values()))
         if not lazy:  # a later step submits the store otherwise
-            rank.engine.end_step(batch_stores=self.random.random() < 0.5)
+            rank.engine.end_step(defer_stores=self.random.random() < 0.5)
 
     def _take_arrived(self, reads: Reads) -> None:
         for ticket in [t for t in self.loading if self.tier.load_done(t)]:

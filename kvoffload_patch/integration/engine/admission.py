@@ -13,7 +13,6 @@ from kvoffload_patch.integration.engine.lookup import (
     Recency,
     StandInPool,
 )
-from kvoffload_patch.integration.engine.lookup_replay import LookupReplay
 from kvoffload_patch.integration.engine.stall import Stall
 from kvoffload_patch.integration.engine.stats import HitCounts
 from kvoffload_patch.integration.engine.tuning import (
@@ -125,7 +124,6 @@ class Admission:
         ranks: how fast loads are, and whether they run beside the step; otherwise all are inline.
         loads: where loads are begun.
         cache: lookups that need not be repeated.
-        replay: gives vLLM what was looked up.
         hits: counts what is found.
         recency: keeps what is hit on the GPU recent.
         settings: of the process.
@@ -138,7 +136,6 @@ class Admission:
         ranks: RankGroup,
         loads: LoadBook,
         cache: LookupCache,
-        replay: LookupReplay,
         hits: HitCounts,
         recency: Recency,
         settings: Settings,
@@ -146,7 +143,6 @@ class Admission:
         self._view = view
         self._loads = loads
         self._cache = cache
-        self._replay = replay
         self._hits = hits
         self._recency = recency
         self._settings = settings
@@ -210,7 +206,6 @@ class Admission:
             result = self._loads.load_inline(request, result)
         else:
             self._loads.protect(result.gpu_blocks)
-        self._replay.give(request, result)
         if budget.tokens > 0:
             stall.admit()
         budget.admit(request, result.tokens)

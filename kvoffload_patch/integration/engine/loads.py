@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from itertools import chain
 from typing import Any
 
 from kvoffload_patch.integration.engine.lookup import LookupResult, TierHit
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
-
-# Requests: with fewer running, one whose load is done does not wait for another one's.
-_MANY_RUN = 4
-# Requests that join in one step at most, and ms that the bus takes for their loads at most. That
-# step takes the host 10 to 40 ms where it is launched call by call.
-_JOIN_TOGETHER = 4
-_JOIN_MS = 110.0
 
 
 class _ParkedLoad:
@@ -77,13 +69,11 @@ class LoadBook:
         self,
         view: SchedulerView,
         manager: OffloadManager,
-        load_ms_per_block: float,
         not_hit: Callable[[str], None],
     ) -> None:
         self._view = view
         self._manager = manager
         self._not_hit = not_hit
-        self._join_blocks = _JOIN_MS / load_ms_per_block if load_ms_per_block else 0.0
         self.arriving: dict[Hashable, Any] = {}
         self.ticket_of: dict[Hashable, int] = {}
         self.readers: list[str] = []
@@ -165,7 +155,7 @@ class LoadBook:
         Args:
             num_running: requests that run. If any does, a load is published in one step and its
                 requests join in the next: admitting them makes a step slow on the host, and
-                publishing would come on top of it. With many, some join in one step together.
+                publishing would come on top of it.
 
         Returns:
             Requests put back, with what they hit.
@@ -178,25 +168,11 @@ class LoadBook:
             del self._by_ticket[load.ticket]
             self._end(load)
             (self._published if num_running else due).append(load)
-        if num_running >= _MANY_RUN and self._joins_the_next(due):
-            self._published = due + self._published
-            due = []
         done = [parked for load in due for parked in load.waiting]
         for load in due:
             self._held.extend(load.blocks)
         self._unpark(done)
         return [(p.request.request_id, p.result) for p in done if p.request and p.result]
-
-    def _joins_the_next(self, due: list[_ParkedLoad]) -> bool:
-        """Whether the requests of these loads join with those of the next load, which is near.
-
-        Where a step is launched call by call, admitting a request delays all that run.
-        """
-        following = next(chain(self._published, self._under_way), None)
-        if not 1 <= len(due) < _JOIN_TOGETHER or following is None:
-            return False
-        together = len(following.blocks) + sum(len(load.blocks) for load in due)
-        return len(following.blocks) <= len(due[0].blocks) and together <= self._join_blocks
 
     def abort(self, request_id: str) -> None:
         """The request goes; a load of its own goes on, and is published when it is done."""

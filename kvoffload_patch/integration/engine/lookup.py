@@ -43,12 +43,11 @@ class LookupResult:
         arriving: tickets of the loads under way that fill some of `gpu_blocks`.
         cut_short: whether the tier has more of it than there was room for.
         deferred: whether the request did not fit when it was looked up.
-        prefix: where there is one KV cache group, all its blocks in order, and `keys` theirs.
     """
 
     __slots__ = (
-        "arriving", "cut_short", "deferred", "gpu_blocks", "gpu_tokens", "keys", "missing",
-        "num_tokens", "prefix", "tier_hits", "tokens",
+        "arriving", "cut_short", "deferred", "gpu_blocks", "gpu_tokens", "missing", "num_tokens",
+        "tier_hits", "tokens",
     )  # fmt: skip
 
     def __init__(self, num_tokens: int) -> None:
@@ -59,8 +58,6 @@ class LookupResult:
         self.missing: list[Hashable] = []
         self.arriving: set[int] = set()
         self.cut_short = self.deferred = False
-        self.prefix: list[Any] = []
-        self.keys: list[Hashable] = []
 
     @property
     def settled(self) -> bool:
@@ -77,9 +74,6 @@ class LookupResult:
         result.tokens = result.gpu_tokens = self.tokens
         result.gpu_blocks = [*self.gpu_blocks, *blocks]
         result.missing = self.missing
-        filled = iter(blocks)
-        result.prefix = [b if b.block_id >= 0 else next(filled) for b in self.prefix]
-        result.keys = self.keys
         return result
 
 
@@ -127,10 +121,7 @@ class StandInPool:
                 result.gpu_blocks += [block for block in blocks if not block.is_null]
             else:
                 _sort_out(blocks, block_size, result)
-        if len(groups) == 1:
-            result.prefix = list(groups[0])
-            result.keys = [block.block_hash for block in result.prefix]
-        else:
+        if len(groups) > 1:
             result.tier_hits.sort(key=lambda hit: hit.end)
         return result
 

@@ -11,7 +11,6 @@ from kvoffload_patch.integration.engine.full_prompt import FullPromptHits
 from kvoffload_patch.integration.engine.invalid_blocks import InvalidBlocks
 from kvoffload_patch.integration.engine.loads import LoadBook
 from kvoffload_patch.integration.engine.lookup import LookupCache, Recency
-from kvoffload_patch.integration.engine.lookup_replay import LookupReplay
 from kvoffload_patch.integration.engine.stats import HitCounts, Report
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.workers import RankGroup
@@ -45,18 +44,16 @@ class SchedulerTier:
         self._lookups = LookupCache()
         self._report = Report(manager, settings.log_interval)
         self._hits = HitCounts(view, self._report)
-        self._loads = LoadBook(view, manager, ranks.load_ms_per_block, self._hits.forget)
+        self._loads = LoadBook(view, manager, self._hits.forget)
         self._full_prompts = FullPromptHits(view, manager)
         self._invalid = InvalidBlocks(view, manager)
         self._recency = Recency(view, manager)
-        self._replay = LookupReplay(view)
         self._admission = Admission(
             view,
             manager,
             ranks,
             self._loads,
             self._lookups,
-            self._replay,
             self._hits,
             self._recency,
             settings,
@@ -106,17 +103,14 @@ class SchedulerTier:
         self._view.note_scheduled(output)
         scheduled = output.num_scheduled_tokens
         computed = self._computed(scheduled)
-        readers, decode = self._loads.readers, self._view.decode_tokens
         if self._settings.load_mode != "parked":
             alone = not self._loads.under_way
-            self._full_prompts.load(output, self._cached, readers, alone)
+            self._full_prompts.load(output, self._cached, self._loads.readers, alone)
         self._invalid.step_scheduled(output, self._cached)
         self._cached.clear()
-        layerwise = bool(readers) and all(scheduled.get(r, 0) > decode for r in readers)
         self._loads.after_schedule()
-        self._replay.end_step()
         trusts = self._invalid.storable if self._invalid.untrusted else self._view.still_cached
-        plan = self._manager.make_plan(trusts, computed, layerwise)
+        plan = self._manager.make_plan(trusts, computed)
         if plan is not None:
             setattr(output, PLAN, plan)
         for request_id in self._hits.admitted(scheduled):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from kvoffload_patch.patching import Attributes
 
 _ANY = ">=0"
-_LAYERS = "vllm.model_executor.layers.attention"
 
 
 def _has(module: str, owner: str, *eras: tuple[str, str]) -> tuple[Attributes, ...]:
@@ -53,7 +52,6 @@ _SCHEDULER = (
             "scheduled_cached_reqs finished_req_ids",
         ),
         (">=0.17.1", "new_block_ids_to_zero"),
-        (">=0.26", "kv_cache_block_copies"),
     ),
     *_has(
         "vllm.v1.core.sched.output",
@@ -106,7 +104,6 @@ _CACHE = (
         "vllm.v1.core.kv_cache_manager",
         "KVCacheManager",
         (_ANY, "block_pool coordinator log_stats"),
-        ("<0.10.1", "req_to_block_hashes"),
         (">=0.24", "watermark_blocks"),
     ),
     *_has("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", (_ANY, "blocks")),
@@ -140,7 +137,7 @@ _CACHE = (
     *_has(
         "vllm.v1.kv_cache_interface",
         "KVCacheGroupSpec",
-        (_ANY, "kv_cache_spec layer_names"),
+        (_ANY, "kv_cache_spec "),
         (">=0.29", "enable_kv_transfer"),
         (">=0.30", "host_resident"),
     ),
@@ -164,10 +161,8 @@ _CONFIG = (
         "VllmConfig",
         (
             _ANY,
-            "cache_config model_config parallel_config scheduler_config compilation_config "
-            "kv_transfer_config speculative_config",
+            "cache_config model_config parallel_config scheduler_config",
         ),
-        (">=0.17", "num_speculative_tokens"),
     ),
     *_has("vllm.config", "CacheConfig", (_ANY, "enable_prefix_caching")),
     *_has("vllm.config", "ModelConfig", (_ANY, "is_encoder_decoder")),
@@ -177,7 +172,6 @@ _CONFIG = (
         (_ANY, "pipeline_parallel_size world_size data_parallel_size"),
         (">=0.10.2", "decode_context_parallel_size"),
         (">=0.12", "prefill_context_parallel_size"),
-        (">=0.14", "use_ubatching"),
         (">=0.17", "enable_elastic_ep"),
     ),
     *_has(
@@ -186,33 +180,21 @@ _CONFIG = (
         (_ANY, "long_prefill_token_threshold enable_chunked_prefill"),
         (">=0.10", "async_scheduling"),
     ),
-    *_has(
-        "vllm.config",
-        "CompilationConfig",
-        (_ANY, "static_forward_context"),
-        (">=0.10.1", "cudagraph_mode"),
-    ),
-    *_has("vllm.config", "SpeculativeConfig", (_ANY, "num_speculative_tokens")),
 )
 
 _WORKER = (
     *_has("vllm.v1.executor.abstract", "UniProcExecutor", ("<0.11.1", "driver_worker")),
     *_has("vllm.v1.executor.uniproc_executor", "UniProcExecutor", (">=0.11.1", "driver_worker")),
-    *_has("vllm.attention.backends.abstract", "AttentionBackend", ("<0.14", "get_name")),
-    *_has("vllm.v1.attention.backend", "AttentionBackend", (">=0.14", "get_name")),
     *_has("vllm.v1.worker.worker_base", "WorkerBase", (_ANY, "model_runner rank vllm_config")),
     *_has(
         "vllm.v1.worker.gpu_model_runner",
         "GPUModelRunner",
-        (_ANY, "kv_caches kv_cache_config vllm_config device drafter"),
-        (">=0.10.1", "uniform_decode_query_len"),
+        (_ANY, "kv_caches kv_cache_config vllm_config device"),
     ),
     *_has(
         "vllm.v1.worker.gpu.model_runner",
         "GPUModelRunner",
-        (">=0.12", "kv_caches kv_cache_config vllm_config device cudagraph_manager speculator"),
-        (">=0.18", "decode_query_len"),
-        (">=0.20,<0.24", "uniform_decode_query_len"),
+        (">=0.12", "kv_caches kv_cache_config vllm_config device"),
     ),
     *_has(
         "vllm.v1.outputs",
@@ -232,17 +214,6 @@ _WORKER = (
     *_has("vllm.v1.worker.gpu.async_utils", "AsyncOutput", (">=0.12", "model_runner_output")),
     *_has(
         "vllm.v1.worker.gpu.async_utils", "AsyncPoolingOutput", (">=0.17", "model_runner_output")
-    ),
-    *_has(
-        f"{_LAYERS}.attention",
-        "Attention",
-        (">=0.16", "kv_cache attn_backend use_direct_call kv_sharing_target_layer_name"),
-    ),
-    *_has(
-        f"{_LAYERS}.mla_attention",
-        "MLAAttention",
-        (">=0.16", "kv_cache attn_backend use_direct_call forward_impl"),
-        (">=0.30", "hisparse_cache"),
     ),
 )
 

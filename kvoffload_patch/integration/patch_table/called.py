@@ -23,7 +23,7 @@ def _find_hit(name: str, owner: str) -> tuple[PatchPoint, ...]:
         name,
         "vllm.v1.core.kv_cache_coordinator",
         f"{owner}.find_longest_cache_hit",
-        "within get_computed_blocks; what it has just found is given to vLLM when it asks again",
+        "within get_computed_blocks, over the stand-in pool",
         Shape("<0.26", _FIND, "tuple[tuple[list[KVCacheBlock], ...], int]"),
         Shape(">=0.26", _FIND, "tuple[tuple[list[KVCacheBlock], ...], int, int]"),
         exact=True,
@@ -162,13 +162,5 @@ CALLED = (
         Shape("<0.11.1", _RPC, "list[Any]"),
         Shape(">=0.11.1,<0.13", _RPC, "Any | list[Any] | Future[Any | list[Any]]"),
         Shape(">=0.13", _RPC, "Any"),
-    ),
-    *_called(
-        "graphs.mixed_mode",
-        "vllm.config.compilation",
-        "CUDAGraphMode.mixed_mode",
-        "loads arrive by layer only if prefills are no full CUDA graphs",
-        Shape("<0.10.1", None),
-        Shape(">=0.10.1", ("self",), "CUDAGraphMode"),
     ),
 )

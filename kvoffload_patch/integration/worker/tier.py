@@ -11,7 +11,6 @@ import time
 from typing import Any
 
 from kvoffload_patch.integration.slot_counts import SlotCounts
-from kvoffload_patch.integration.worker.layerwise import LayerGate
 from kvoffload_patch.integration.worker.memory import open_host
 from kvoffload_patch.integration.worker.tuning import IDLE_WAIT_S, MEASURED_BYTES, SHORT_STEP_TOKENS
 from kvoffload_patch.integration.worker.vllm_runner import (
@@ -19,7 +18,7 @@ from kvoffload_patch.integration.worker.vllm_runner import (
     copy_output,
     kv_tensors,
 )
-from kvoffload_patch.links import LOAD, Link, Tickets
+from kvoffload_patch.links import Link, Tickets
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 
 logger = logging.getLogger("vllm.kvoffload_patch")
@@ -64,7 +63,7 @@ class RankTier:
         self._host = open_host(runner, num_slots, layout)
         self._opened = time.monotonic()
         self._growth_told = self._host.num_ready == num_slots
-        self._idle = self._host_bound = self._decodes = False
+        self._idle = self._host_bound = False
         try:
             # What every rank can use, and whether it becomes more; None: nobody here knows it.
             self._usable: tuple[int | None, bool] = (None, alone or board is not None)
@@ -76,7 +75,6 @@ class RankTier:
                 run_canary(layout, chosen.backend, slot=ready - 1, fault=fault)
             self.load_ms_per_block, self.copies = chosen.load_ms_per_block, chosen.report
             self._engine = CopyEngine(layout, chosen.backend, self._host.wait_ready)
-            self._gate = LayerGate(runner, layout, chosen.backend.groups, self._engine)
         except BaseException:
             self._host.close()
             raise
@@ -111,26 +109,15 @@ class RankTier:
             )
         tokens = step.total_num_scheduled_tokens
         self._idle = tokens == 0
-        self._decodes = 0 < tokens == len(step.num_scheduled_tokens)
         self._host_bound = len(step.num_scheduled_tokens) < tokens <= SHORT_STEP_TOKENS
-        by_layer = self._gate.begin(step, plan is not None and _loads_by_layer(plan))
         self._promised = plan.promised if plan is not None else ()
         self._check_promised()  # what has failed before; the plan may show it as taken in
-        self._engine.begin_step(plan, by_layer)
+        self._engine.begin_step(plan)
         self._check_promised()
-
-    def end_forward(self) -> None:
-        """After the forward pass, before what follows it.
-
-        Raises:
-            RuntimeError: a load that it has read has failed.
-        """
-        self._gate.end()
-        self._check_promised()  # what came by layer
 
     def end_step(self, output: Any) -> Any:
         """After the forward pass and what follows it: submit the store, report what is done."""
-        self._engine.end_step(self._host_bound, batch_stores=self._decodes)
+        self._engine.end_step(self._host_bound)
         if self._idle:
             # Nothing else can go on until a load has arrived or a request comes in.
             self._engine.wait_loads(IDLE_WAIT_S)
@@ -154,13 +141,12 @@ class RankTier:
         """
         self._promised = plan.promised if plan is not None else ()
         self._check_promised()
-        self._engine.begin_step(plan, False)
+        self._engine.begin_step(plan)
         self._engine.drain()
         self._check_promised()
 
     def close(self) -> None:
         """Drain and free."""
-        self._gate.close()
         self._engine.close()
         del self._engine
         self._host.close()
@@ -221,9 +207,3 @@ class RankTier:
         # All were looked at when the tier opened; once a step, the first says it for all.
         tensors = self._runner.kv_caches
         return not tensors or tensors[0].data_ptr() != self._pointer
-
-
-def _loads_by_layer(plan: TransferPlan) -> bool:
-    """Whether the forward pass waits for loads of this very plan, and may do so layer by layer."""
-    wait = plan.waits_for(LOAD) if plan.layerwise else 0
-    return any(t.ticket <= wait and (t.source, t.target) == LOAD for t in plan.before)

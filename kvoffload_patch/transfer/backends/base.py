@@ -40,26 +40,17 @@ class CopyBackend(Protocol):
 
     Attributes:
         name: as users choose it.
-        groups: row ranges (first, end) that `load` can bring one after the other; one group
-            where it cannot.
     """
 
     name: str
-    groups: list[tuple[int, int]]
 
     def load(
         self,
         gpu_block_ids: Sequence[int],
         cpu_slots: Sequence[int],
         streams: Streams | None = None,
-        arrived: Callable[[int], None] | None = None,
     ) -> Slices:
-        """CPU slots to GPU blocks.
-
-        Args:
-            arrived: called with the index of each group, in order, once everything of that
-                group is enqueued on ``streams.blocks``.
-        """
+        """CPU slots to GPU blocks."""
 
     def store(
         self,

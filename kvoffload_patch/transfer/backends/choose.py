@@ -1,4 +1,4 @@
-"""Which copy backend runs: measured where nobody says."""
+"""Which copy backend runs: the one asked for, or the first that works; its speed is measured."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from kvoffload_patch.transfer.errors import TransferError, one_line
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.tuning import TIMED_BYTES, TIMED_REPEATS
 
-NAMES = ("staged", "direct", "torch")
-# A backend must be this much faster than one that keeps more out of compute's way.
-_CLEARLY = 1.1
+NAMES = ("staged", "torch")
 
 
 class Chosen(NamedTuple):
@@ -34,7 +32,7 @@ class Chosen(NamedTuple):
 def choose_backend(
     layout: BlockLayout, slots: SlotMemory, num_slots: int, choice: str = "auto"
 ) -> Chosen:
-    """Open a backend, and measure it; ``auto`` measures all that work here and takes the best.
+    """Open a backend, and measure it; ``auto`` takes the first that works.
 
     Blocks are stored and the same bytes loaded, so no KV changes.
 
@@ -51,26 +49,17 @@ def choose_backend(
         load_ms = _measure(layout, on_cpu, num_slots).load
         return Chosen(on_cpu, load_ms, "copies torch (the CPU device)")
     names = NAMES if choice == "auto" else (choice,)
-    found: list[tuple[CopyBackend, _Speed]] = []
     reasons: list[str] = []
     for name in names:
-        if found and name == "torch":
-            break  # only for where nothing else works
         try:
             backend = _OPEN[name](layout, slots)
-            found.append((backend, _measure(layout, backend, num_slots)))
+            speed = _measure(layout, backend, num_slots)
         except Exception as error:  # noqa: BLE001 - another one may work
             reasons.append(f"{name} does not work here ({one_line(error)})")
-    if not found:
-        raise TransferError(
-            f"expected a copy backend that works, found none: {'; '.join(reasons)}."
-        )
-    backend, speed = found[0]
-    for other, measured in found[1:]:
-        if measured.total * _CLEARLY < speed.total:
-            backend, speed = other, measured
-    said = [f"{b.name} {s.in_words(layout.block_bytes)}" for b, s in found]
-    return Chosen(backend, speed.load, f"copies {backend.name} ({'; '.join(said + reasons)})")
+            continue
+        said = "; ".join([speed.in_words(layout.block_bytes), *reasons])
+        return Chosen(backend, speed.load, f"copies {name} ({said})")
+    raise TransferError(f"expected a copy backend that works, found none: {'; '.join(reasons)}.")
 
 
 class _Speed(NamedTuple):
@@ -78,10 +67,6 @@ class _Speed(NamedTuple):
 
     store: float
     load: float
-
-    @property
-    def total(self) -> float:
-        return self.store + self.load
 
     def in_words(self, block_bytes: int) -> str:
         """GB/s, each way."""
@@ -116,14 +101,7 @@ def _staged(layout: BlockLayout, slots: SlotMemory) -> CopyBackend:
     return StagedBackend(layout, slots, device_of(layout.device).copier())
 
 
-def _direct(layout: BlockLayout, slots: SlotMemory) -> CopyBackend:
-    from kvoffload_patch.transfer.backends.direct import DirectBackend
-
-    return DirectBackend(layout, slots)
-
-
 _OPEN: dict[str, Callable[[BlockLayout, SlotMemory], CopyBackend]] = {
     "staged": _staged,
-    "direct": _direct,
     "torch": TorchBackend,
 }

@@ -18,27 +18,22 @@ def copy_ids(source, target, first, at, count, SIZE: tl.constexpr):  # type: ign
 
 
 # A number that changes from call to call must not make a new kernel: that costs a compilation.
-_PLAIN = (
-    "num_blocks", "first_block", "num_tiles", "first_tile", "flat_pitch", "flat_shift",
-)  # fmt: skip
+_PLAIN = ("num_blocks", "first_block", "num_tiles", "flat_pitch")
 
 
 @triton.jit(do_not_specialize=_PLAIN)  # type: ignore[untyped-decorator]
 def move_tiles(  # type: ignore[no-untyped-def] # Triton's own values
-    rows, flat, tiles, block_ids, flat_ids,
-    num_blocks, first_block, num_tiles, first_tile, flat_pitch, flat_shift,
-    TO_FLAT: tl.constexpr, INDEXED: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr,
-    WHOLE: tl.constexpr,
+    rows, flat, tiles, block_ids, num_blocks, first_block, num_tiles, flat_pitch,
+    TO_FLAT: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Copy ``num_tiles`` tiles of ``num_blocks`` blocks; all sizes and offsets are in words.
 
     Args:
         rows: any address; tiles are given relative to it.
-        flat: entry ``i`` begins at ``i * flat_pitch``, and holds slot words from ``flat_shift`` on.
+        flat: the k-th block of the call has the entry that begins at ``k * flat_pitch``.
         tiles: ``int64 [*, 4]``: offset from ``rows`` in block 0, stride over blocks, offset in
             a slot, words.
         block_ids: ``int64 [*]``; the blocks of this call begin at ``first_block``.
-        flat_ids: ``int64 [*]``: the entry for each block (``INDEXED``); else the k-th of the call.
         TO_FLAT: rows to flat, or flat to rows.
         ALIGN: a power of two that divides every offset, stride and pitch.
         WHOLE: whether every tile has TILE words.
@@ -48,12 +43,10 @@ def move_tiles(  # type: ignore[no-untyped-def] # Triton's own values
     index = tl.arange(0, TILE)
     for item in range(tl.program_id(0), num_blocks * num_tiles, tl.num_programs(0)):
         block = item // num_tiles
-        tile = tiles + (first_tile + item % num_tiles) * 4
+        tile = tiles + (item % num_tiles) * 4
         entry = block.to(tl.int64)
-        if INDEXED:
-            entry = tl.load(flat_ids + first_block + block)
         in_rows = tl.load(tile) + tl.load(block_ids + first_block + block) * tl.load(tile + 1)
-        in_flat = entry * flat_pitch + tl.load(tile + 2) - flat_shift
+        in_flat = entry * flat_pitch + tl.load(tile + 2)
         row = rows + tl.multiple_of(in_rows, ALIGN) + index
         packed = flat + tl.multiple_of(in_flat, ALIGN) + index
         if WHOLE:

@@ -7,11 +7,10 @@ call. Several buffers keep the bus busy while the next chunk is packed. Loads mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvoffload_patch.transfer.backends.base import Slices, Streams
@@ -28,10 +27,6 @@ from kvoffload_patch.transfer.tuning import (
     STORE_BUFFERS,
     STORE_CHUNK_BYTES,
 )
-
-# A load in groups: enough of them that compute can begin early, pieces large enough for the bus.
-MAX_GROUPS = 8
-MIN_GROUP_BYTES = 256 << 10
 
 
 class _Buffer:
@@ -117,8 +112,6 @@ class StagedBackend:
         self._ready_blocks = READY_BLOCKS
         addresses = [*self._store_ring.addresses(), *self._load_ring.addresses()]
         self._mover = TileMover(layout, pitch, addresses)
-        self.groups = layout.cut(MAX_GROUPS, MIN_GROUP_BYTES)
-        self._ends = [*layout.offsets, layout.block_bytes]
 
     def store(
         self,
@@ -147,36 +140,22 @@ class StagedBackend:
         gpu_block_ids: Sequence[int],
         cpu_slots: Sequence[int],
         streams: Streams | None = None,
-        arrived: Callable[[int], None] | None = None,
     ) -> Slices:
         """Enqueue slots to GPU blocks: each slice is a staging buffer."""
         assert streams is not None
         blocks, ring = streams.blocks, self._load_ring
-        if arrived is None:
-            for block_ids, part in self._parts(gpu_block_ids, cpu_slots, ring.blocks, blocks):
-                buffer = ring.take()
-                staged, slot, nbytes = self._addresses(part, buffer)
-                with ring.turns.next(streams.bus) as bus:
-                    bus.wait_event(buffer.free)
-                    self._driver.copy_many(staged, slot, nbytes, self._device.handle(bus))
-                    buffer.filled.record(bus)
-                self._unpack(buffer, blocks, block_ids, part)
-                yield
-            return
-        ids, slots = in_slot_order(gpu_block_ids, cpu_slots)
-        block_ids = self._ids.upload(ids, blocks)
-        for index, rows in enumerate(self.groups):
-            offset = self._ends[rows[0]]
-            size = self._ends[rows[1]] - offset
-            for part in self._slots.parts(slots, ring.nbytes // size):
-                buffer = ring.take()
-                with ring.turns.next(streams.bus) as bus:
-                    bus.wait_event(buffer.free)
-                    self._fetch_rows(part, offset, size, buffer, self._device.handle(bus))
-                    buffer.filled.record(bus)
-                self._unpack(buffer, blocks, block_ids, part, rows)
-                yield
-            arrived(index)
+        for block_ids, part in self._parts(gpu_block_ids, cpu_slots, ring.blocks, blocks):
+            buffer = ring.take()
+            staged, slot, nbytes = self._addresses(part, buffer)
+            with ring.turns.next(streams.bus) as bus:
+                bus.wait_event(buffer.free)
+                self._driver.copy_many(staged, slot, nbytes, self._device.handle(bus))
+                buffer.filled.record(bus)
+            blocks.wait_event(buffer.filled)
+            with self._device.on(blocks):
+                self._mover.move(False, buffer.memory, block_ids, part.first, part.num_slots)
+            buffer.free.record(blocks)
+            yield
 
     def _parts(
         self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int], size: int, stream: Any
@@ -189,39 +168,8 @@ class StagedBackend:
             for part in self._slots.parts(slots, size):
                 yield block_ids, part
 
-    def _unpack(
-        self,
-        buffer: _Buffer,
-        blocks: Any,
-        block_ids: torch.Tensor,
-        part: Part,
-        rows: tuple[int, int] | None = None,
-    ) -> None:
-        blocks.wait_event(buffer.filled)
-        with self._device.on(blocks):
-            self._mover.move(False, buffer.memory, block_ids, part.first, part.num_slots, rows=rows)
-        buffer.free.record(blocks)
-
     def _addresses(self, part: Part, buffer: _Buffer) -> tuple[Numbers, Numbers, Numbers]:
         """Address in the buffer, address in CPU memory and bytes of each run of slots."""
         pitch = self._slots.pitch
         staged = buffer.address + part.at * pitch
         return staged, self._slots.address(part.slot), part.size * pitch
-
-    def _fetch_rows(
-        self, part: Part, offset: int, nbytes: int, buffer: _Buffer, stream: int
-    ) -> None:
-        """Some bytes of every slot, packed: a rectangle for each run, one call for the rest."""
-        single = part.size == 1
-        sources = self._slots.address(part.slot[single]) + offset
-        targets = buffer.address + part.at[single] * nbytes
-        self._driver.copy_many(targets, sources, np.full_like(targets, nbytes), stream)
-        if single.all():
-            return
-        for run in part.runs():
-            if run.size > 1:
-                source = self._slots.address(run.slot) + offset
-                target = buffer.address + run.at * nbytes
-                self._driver.copy_rows(
-                    target, nbytes, source, self._slots.pitch, nbytes, run.size, stream
-                )

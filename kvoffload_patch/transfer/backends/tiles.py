@@ -25,7 +25,7 @@ class TileMover:
 
     Args:
         layout: whose blocks are moved.
-        pitch: bytes from one entry of the flat memory to the next, where it is not given.
+        pitch: bytes from one entry of the flat memory to the next.
         flats: pointers to all flat memory that will be used, for its alignment.
     """
 
@@ -35,7 +35,6 @@ class TileMover:
         strides = [row.stride(0) for row in rows]
         common = gcd(_VECTOR, pitch, *flats, *starts, *strides, *layout.offsets)
         common = gcd(common, *(row.shape[1] for row in rows))
-        self._offsets = [*layout.offsets, layout.block_bytes]
         self._word, self._dtype = next((n, dtype) for n, dtype in _WORDS if common % n == 0)
         self._align = common // self._word
         self._pitch = pitch
@@ -43,23 +42,22 @@ class TileMover:
         self._tile = min(TILE_BYTES // self._word, 1 << (longest - 1).bit_length())
         self._base = rows[0].data_ptr()
         self._rows = triton.reinterpret(rows[0], self._dtype)
-        table, self._tile_of_row = self._cut(layout)
+        table = self._cut(layout)
         self._whole = all(words == self._tile for *_, words in table)
         self._tiles = torch.tensor(table, dtype=torch.int64, device=layout.device)
+        self._num_tiles = len(table)
 
-    def _cut(self, layout: BlockLayout) -> tuple[list[tuple[int, int, int, int]], list[int]]:
-        """The table of tiles, and where each row's tiles begin in it (and end, as one more)."""
+    def _cut(self, layout: BlockLayout) -> list[tuple[int, int, int, int]]:
+        """The table of tiles."""
         base, word = self._base, self._word
         table: list[tuple[int, int, int, int]] = []
-        begins = [0]
         for row, offset in zip(layout.rows, layout.offsets):
             start = (row.data_ptr() - base) // word
             words = row.shape[1] // word
             for at in range(0, words, self._tile):
                 size = min(self._tile, words - at)
                 table.append((start + at, row.stride(0) // word, offset // word + at, size))
-            begins.append(len(table))
-        return table, begins
+        return table
 
     def move(
         self,
@@ -68,31 +66,21 @@ class TileMover:
         block_ids: torch.Tensor,
         first: int,
         count: int,
-        flat_ids: torch.Tensor | None = None,
-        rows: tuple[int, int] | None = None,
         programs: int = LAUNCHED_PROGRAMS,
     ) -> None:
         """Move ``block_ids[first : first + count]`` to or from entries of ``flat``.
 
         Args:
-            flat: ``uint8``; entries are a slot pitch apart, or those of a range of rows packed.
-            flat_ids: the entry of each block, beside ``block_ids``; 0, 1, ... where not given.
-            rows: only these rows (first, end); entries then hold their bytes alone.
+            flat: ``uint8``; entries are a slot pitch apart.
             programs: how many run at most.
         """
-        begin, end, pitch, shift = 0, self._tile_of_row[-1], self._pitch, 0
-        if rows is not None:
-            begin, end = self._tile_of_row[rows[0]], self._tile_of_row[rows[1]]
-            shift = self._offsets[rows[0]]
-            pitch = self._offsets[rows[1]] - shift
-        items = count * (end - begin)
+        items = count * self._num_tiles
         if items == 0:
             return
         move_tiles[(min(items, programs),)](
             self._rows, triton.reinterpret(flat, self._dtype), self._tiles,
-            block_ids, block_ids if flat_ids is None else flat_ids,
-            count, first, end - begin, begin, pitch // self._word, shift // self._word,
-            TO_FLAT=to_flat, INDEXED=flat_ids is not None, TILE=self._tile,
+            block_ids, count, first, self._num_tiles, self._pitch // self._word,
+            TO_FLAT=to_flat, TILE=self._tile,
             ALIGN=self._align, WHOLE=self._whole, num_warps=4,
         )  # fmt: skip
 
@@ -105,5 +93,4 @@ def warm_up(device: torch.device) -> None:
     blocks = torch.tensor([0, 1], device=device)
     IdUploader(device).upload(np.array([0, 1]), device_of(device).current_stream())
     for to_flat in (True, False):
-        for flat_ids in (None, blocks):
-            mover.move(to_flat, flat, blocks, 0, 2, flat_ids)
+        mover.move(to_flat, flat, blocks, 0, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -37,7 +37,6 @@ class TorchBackend:
         self._device = layout.device
         self._streams = device_of(layout.device)
         self._direct = self._streams.is_host
-        self.groups = [(0, len(layout.rows))]
         if not self._direct:
             self._new_staging(layout, max(1, STAGING_BYTES // layout.block_bytes))
 
@@ -74,7 +73,6 @@ class TorchBackend:
         gpu_block_ids: Sequence[int],
         cpu_slots: Sequence[int],
         streams: Streams | None = None,
-        arrived: Callable[[int], None] | None = None,
     ) -> Slices:
         """Copy slots into blocks of the device."""
         if self._direct:
@@ -89,8 +87,6 @@ class TorchBackend:
                         gpu_block_ids[at : at + self._chunk], cpu_slots[at : at + self._chunk]
                     )
                 yield
-        if arrived is not None:
-            arrived(0)
 
     def _store_chunk(self, ids: Sequence[int], slots: Sequence[int]) -> None:
         blocks, staging = self._index(ids), self._stage_store

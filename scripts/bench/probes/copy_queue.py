@@ -1,15 +1,11 @@
 """python scripts/bench copy_queue [--json FILE] [--repeats 5] [--gib 1]
 
-What a copy waits for behind others, and what the direct kernel costs, on one CUDA GPU in one run.
+What a copy waits for behind others, on one CUDA GPU.
 
-  queue     1 GiB of copies of pinned memory is enqueued on a stream, then one small copy on another
-            stream, which is waited for: milliseconds from before it is enqueued. Both directions
-            of both, several sizes of the pieces of the 1 GiB, and stream priorities; and the 1 GiB
-            on two streams in turn, each piece behind the one before, as the staged backend does it.
-  direct    1 GiB in blocks of 2 MiB through the copy engine with the direct backend, by programs of
-            its kernel: GB/s, and how many times as long a stream of bf16 products of 8192 x 8192
-            takes meanwhile. The engine gives its loads' streams the higher priority, here too.
-            Plain copies of one pinned buffer beside them.
+1 GiB of copies of pinned memory is enqueued on a stream, then one small copy on another stream,
+which is waited for: milliseconds from before it is enqueued. Both directions of both, several sizes
+of the pieces of the 1 GiB, and stream priorities; and the 1 GiB on two streams in turn, each piece
+behind the one before, as the staged backend does it.
 
 Bytes are checked before anything is timed. Ends with status 2 where there is no CUDA GPU.
 """
@@ -19,18 +15,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvoffload_patch.transfer.backends import direct as copy_direct
 from scripts.bench.common import GIB, machine, say, summary, table, write_json
 from scripts.bench.transfer import setup
-from scripts.bench.transfer.measure import Matmuls, Memcpy, Transfer, by_engine, speed
 from scripts.bench.transfer.report import size
 
 UP, DOWN = "CPU to GPU", "GPU to CPU"
@@ -39,9 +32,6 @@ SMALL_BYTES = (16 << 10, 64 << 10, 1 << 20)
 PIECE_BYTES = (64 << 20, 24 << 20, 2 << 20)
 # Priorities and number of the streams; see `Queue`.
 QUEUES = ("equal", "small copy first", "small copy last", "equal, two streams in turn")
-PROGRAMS = (16, 32, 64)
-BLOCK_BYTES = 2 << 20
-CHECKED_BLOCKS = 65  # an odd number: slices do not come out even
 
 
 @dataclass(frozen=True)
@@ -157,48 +147,6 @@ class Queue:
         return took * 1e3, left * 1e3
 
 
-@contextmanager
-def programs_of_kernel(count: int) -> Iterator[None]:
-    """The direct backend with so many programs, both ways."""
-    before = copy_direct.LOAD_PROGRAMS, copy_direct.STORE_PROGRAMS
-    copy_direct.LOAD_PROGRAMS = copy_direct.STORE_PROGRAMS = count
-    try:
-        yield
-    finally:
-        copy_direct.LOAD_PROGRAMS, copy_direct.STORE_PROGRAMS = before
-
-
-def measure_direct(gib: float, repeats: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Plain copies, then the direct kernel by programs: GB/s, and matmuls beside it."""
-    matmuls = Matmuls()
-    count = max(2 * CHECKED_BLOCKS, setup.blocks_in(gib, BLOCK_BYTES))
-    nbytes = count * BLOCK_BYTES
-
-    def both(name: str, transfer_of: Callable[[str], Transfer]) -> dict[str, Any]:
-        case: dict[str, Any] = {"name": name, "kinds": {}}
-        for kind in ("load", "store"):
-            transfer = transfer_of(kind)
-            found = speed(transfer, nbytes, repeats)
-            found["matmul"] = matmuls.beside(transfer, found["seconds"]["median"], repeats)
-            case["kinds"][kind] = found
-        return case
-
-    yield both("plain copy", Memcpy(nbytes, device).transfer)
-    all_slots = setup.Slots(nbytes, BLOCK_BYTES, device)
-    kv, slots = setup.KV("apart", BLOCK_BYTES, 2 * count, device), all_slots.of(BLOCK_BYTES)
-    mover = setup.Mover(kv, slots, "direct")
-    ways = setup.ways("contiguous", count)
-    # Loads read what stores have written: the two never run at once here.
-    moves = setup.Ways(ways.store_blocks, ways.store_slots, ways.load_blocks, ways.store_slots)
-    try:
-        for programs in PROGRAMS:
-            with programs_of_kernel(programs):
-                setup.check_bytes(kv, slots, mover, "contiguous", CHECKED_BLOCKS)
-                yield both(str(programs), lambda kind: by_engine(mover, kind, moves))
-    finally:
-        mover.engine.close()
-
-
 def spread(found: dict[str, Any]) -> str:
     """Median, smallest and largest; three digits."""
     median, least, most = (f"{found[key]:#.3g}".rstrip(".") for key in ("median", "min", "max"))
@@ -239,21 +187,6 @@ def _left(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def direct_text(document: dict[str, Any]) -> str:
-    """The direct kernel by programs."""
-    rows = [["programs", "load, GB/s", "matmul takes", "store, GB/s", "matmul takes"]]
-    for case in document["direct"]:
-        cells = []
-        for kind in ("load", "store"):
-            found = case["kinds"][kind]
-            times = f"{spread(found['matmul']['ratio'])} times"
-            covered = found["matmul"]["covered"]["median"]
-            times += f" ({covered:.0%} of the time)" if covered < 0.99 else ""
-            cells += [spread(found["gb_s"]), times]
-        rows.append([case["name"], *cells])
-    return table(rows)
-
-
 def options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -261,7 +194,7 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="where results go as well; default: nowhere")
     parser.add_argument("--repeats", type=int, default=5, help="samples of each case")
-    parser.add_argument("--gib", type=float, default=1.0, help="bytes behind which, or moved")
+    parser.add_argument("--gib", type=float, default=1.0, help="bytes behind which")
     return parser.parse_args()
 
 
@@ -273,18 +206,12 @@ def main() -> int:
               "with one.", file=sys.stderr)  # fmt: skip
         return 2
     device = torch.device("cuda", 0)
-    document: dict[str, Any] = {
-        "machine": machine(), "gib": args.gib, "alone": [], "queue": [], "direct": [],
-    }  # fmt: skip
+    document: dict[str, Any] = {"machine": machine(), "gib": args.gib, "alone": [], "queue": []}
     try:
         queue = Queue(int(args.gib * GIB) // 8 * 8, args.repeats, device)
         document["alone"] = queue.alone()
         document["queue"].extend(queue.beside())
-        del queue
         say(queue_text(document))
-        for case in measure_direct(args.gib, args.repeats, device):
-            document["direct"].append(case)
-        say(f"\nThe direct kernel, by programs:\n\n{direct_text(document)}")
     finally:
         document["seconds"] = time.monotonic() - began
         write_json(args.json, document)

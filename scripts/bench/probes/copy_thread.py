@@ -82,11 +82,8 @@ class Backend:
     """Copies that take time, and nothing else: a slice for each block."""
 
     name = "timed"
-    groups = ((0, 1),)
 
-    def load(
-        self, ids: Any, slots: Any, streams: Any = None, arrived: Any = None
-    ) -> Iterator[None]:
+    def load(self, ids: Any, _: Any, streams: Any) -> Iterator[None]:
         """Slices of a load."""
         for _ in ids:
             streams.blocks.take(LOAD_SLICE_S)

@@ -30,11 +30,7 @@ from scripts.bench.common import machine, say, write_json
 
 MECHANISMS = (
     "nothing",
-    "lookup replay",
-    "joining together",
-    "batched stores",
     "deferred stores",
-    "loads by layer",
     "last block loaded",
     "rank asked before a step",
 )
@@ -43,9 +39,8 @@ MECHANISMS = (
 def switch_off(worker: Any, mechanism: str) -> str:
     """In the engine's process: switch one mechanism off, and every other one on."""
     import kvoffload_patch
-    from kvoffload_patch.integration.engine import full_prompt, loads, lookup_replay, workers
-    from kvoffload_patch.integration.worker import layerwise
-    from kvoffload_patch.transfer import engine, store_batcher
+    from kvoffload_patch.integration.engine import full_prompt, workers
+    from kvoffload_patch.transfer import engine
 
     undo: list[tuple[Any, str, Any]] = kvoffload_patch.__dict__.setdefault("_bench_undo", [])
     while undo:
@@ -55,20 +50,13 @@ def switch_off(worker: Any, mechanism: str) -> str:
         undo.append((owner, name, vars(owner)[name]))
         setattr(owner, name, value)
 
-    begin, end_step = layerwise.LayerGate.begin, engine.CopyEngine.end_step
+    end_step = engine.CopyEngine.end_step
 
-    def end_step_at_once(self: Any, defer_stores: bool = False, batch_stores: bool = False) -> None:
-        end_step(self, False, batch_stores)
-
-    def begin_whole(self: Any, step: Any, by_layer: bool) -> bool:
-        return bool(begin(self, step, False))
+    def end_step_at_once(self: Any, defer_stores: bool = False) -> None:
+        end_step(self, False)
 
     targets: dict[str, tuple[Any, str, Any]] = {
-        "lookup replay": (lookup_replay.LookupReplay, "give", lambda *args: None),
-        "joining together": (loads, "_JOIN_TOGETHER", 1),
-        "batched stores": (store_batcher.StoreBatcher, "step_ends", lambda self: True),
         "deferred stores": (engine.CopyEngine, "end_step", end_step_at_once),
-        "loads by layer": (layerwise.LayerGate, "begin", begin_whole),
         "last block loaded": (full_prompt.FullPromptHits, "load", lambda self, *a, **k: None),
         "rank asked before a step": (workers.RankGroup, "loads_done", lambda self: 0),
     }

@@ -31,7 +31,7 @@ from scripts.bench.transfer import report, setup
 from scripts.bench.transfer.measure import Matmuls, Memcpy, by_engine, speed
 
 KINDS = ("store", "load", "inline", "both")
-BACKENDS = ("staged", "direct", "torch")
+BACKENDS = ("staged", "torch")
 
 
 def options() -> argparse.Namespace:

@@ -21,8 +21,6 @@ from scheduler_half.device import BLOCK, Device, answer
 
 from kvoffload_patch.config import Settings
 from kvoffload_patch.integration.engine.attach import connect
-from kvoffload_patch.integration.engine.lookup_replay import LookupReplay
-from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.patch_table.points import POINTS, VLLM
 from kvoffload_patch.integration.protocol import PLAN, RESULT
 from kvoffload_patch.patching import (
@@ -150,7 +148,6 @@ class Mini:
         self.breaker.max_failed_copies = self.max_failed_copies
         self.tier = self.breaker.tier
         self.view = self.tier._view
-        self.look_ups = LookUpsChecked(self.view, self.tier._replay)
 
     def changed(self) -> dict[str, Any]:
         """What a tier changes of vLLM's objects, but for blocks and requests."""
@@ -252,38 +249,6 @@ class Mini:
 
     def _tokens(self, name: str) -> list[int]:
         return list(self.scheduler.requests[name].all_token_ids)
-
-
-class LookUpsChecked:
-    """Each lookup of the scheduler's gives what vLLM's own gives at that moment.
-
-    Attributes:
-        answered: lookups that vLLM did not have to make.
-    """
-
-    def __init__(self, view: SchedulerView, replay: LookupReplay) -> None:
-        self._coordinator, self._pool = view.manager.coordinator, view.pool
-        self._find = self._coordinator.find_longest_cache_hit
-        self._own, self._holds = replay._look_up, replay._holds
-        self.answered = 0
-        replay._holds = self._counted
-        self._coordinator.find_longest_cache_hit = self._checked
-
-    def _counted(self, *args: Any) -> bool:
-        holds = self._holds(*args)
-        self.answered += holds
-        return holds
-
-    def _checked(self, *args: Any, **kwargs: Any) -> Any:
-        found = self._find(*args, **kwargs)
-        if self._coordinator.block_pool is self._pool:  # not the tier's own lookup
-            again = self._own(*args, **kwargs)
-            assert _keys(found) == _keys(again) and found[1:] == again[1:], "another lookup"
-        return found
-
-
-def _keys(found: Any) -> list[list[Any]]:
-    return [[block.block_hash for block in blocks] for blocks in found[0]]
 
 
 class Release:

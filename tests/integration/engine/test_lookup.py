@@ -12,7 +12,6 @@ from integration.engine.mini import BLOCK as MINI_BLOCK
 from integration.engine.mini import Mini
 from integration.engine.world import (
     BLOCK,
-    FakeRanks,
     LookUps,
     World,
     make_request,
@@ -25,7 +24,6 @@ from tier.plans import a_result, store_of
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
-from kvoffload_patch.integration.engine import loads as loads_module
 from kvoffload_patch.integration.protocol import PLAN
 from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.tier.plan import Transfer
@@ -410,40 +408,15 @@ def parked(requests: list[Request]) -> list[bool]:
     return [request.status == PARKED for request in requests]
 
 
-@pytest.mark.parametrize("num_running", [1, 3, 4, 6])
-def test_beside_many_some_requests_join_in_one_step(num_running: int) -> None:
-    world, requests, loads = parked_beside(num_running, 3, 3, 3, 3, 3, 3)
-    wait = num_running >= 4
-    for count, load in enumerate(loads[:3], 1):
+@pytest.mark.parametrize("num_running", [1, 6])
+def test_a_request_joins_one_step_after_its_load_was_published(num_running: int) -> None:
+    world, requests, loads = parked_beside(num_running, 3, 3, 3)
+    for count, load in enumerate(loads, 1):
         arrive(world, load)
         world.step()
+        assert parked(requests) == [False] * (count - 1) + [True] * (4 - count)
         world.step()
-        assert parked(requests) == [wait] * count + [True] * (6 - count), "the next comes soon"
-    arrive(world, loads[3])
-    world.step()
-    assert parked(requests) == [wait] * 3 + [True] * 3, "it is published first"
-    world.step()
-    assert parked(requests) == [False] * 4 + [True] * 2
-    arrive(world, loads[4])
-    world.step()
-    world.step()
-    assert parked(requests[4:]) == [wait, True]
-    arrive(world, loads[5])
-    world.step()
-    world.step()
-    assert parked(requests) == [False] * 6, "nothing else is to come"
-
-
-def test_requests_whose_loads_take_long_do_not_wait_for_each_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(FakeRanks, "load_ms_per_block", loads_module._JOIN_MS / 7.5)
-    world, requests, loads = parked_beside(4, 4, 4, 3)
-    for load, after in zip(loads, ([False, True, True], [False, True, True], [False] * 3)):
-        arrive(world, load)
-        world.step()
-        world.step()
-        assert parked(requests) == after, "the first two are 8 blocks, the last two 7"
+        assert parked(requests) == [False] * count + [True] * (3 - count)
 
 
 def test_where_the_rank_is_in_this_process_it_is_asked_at_once(
@@ -465,32 +438,7 @@ def test_where_the_rank_is_in_this_process_it_is_asked_at_once(
     assert not asked, "nothing is under way"
 
 
-@pytest.mark.parametrize("sizes", [(3, 4), (4,)])
-def test_beside_many_a_request_does_not_wait_for_longer_than_its_load_took(
-    sizes: tuple[int, ...],
-) -> None:
-    world, requests, loads = parked_beside(4, *sizes)
-    arrive(world, loads[0])
-    world.step()
-    assert requests[0].status == PARKED
-    world.step()
-    assert parked(requests) == [False, True][: len(sizes)]
-
-
-def test_one_that_waits_for_the_next_goes_when_few_are_left(look_ups: LookUps) -> None:
-    world, requests, loads = parked_beside(4, 4, 4)
-    arrive(world, loads[0])
-    world.step()
-    world.step()
-    world.end(world.scheduler.running[0])
-    look_ups.take()
-    world.step(requests[0], body=world.flush_gpu)
-    held = tuple(world.manager.get_block_ids(requests[0].request_id)[0])
-    assert held[:4] == loads[0].target_ids
-    assert look_ups.take()[0] == [], "what its load has brought is still known"
-
-
-def test_one_does_not_wait_for_the_next_when_its_own_load_has_failed() -> None:
+def test_a_request_whose_load_has_failed_is_looked_up_again() -> None:
     world, requests, loads = parked_beside(4, 4, 4)
     stores_done = world.offload.drained().done_on(STORE)
     failed = a_result(loads[0].ticket, stores_done, failed_loads=(loads[0].ticket,))

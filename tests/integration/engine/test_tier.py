@@ -159,33 +159,6 @@ def test_nothing_passes_one_that_waits_for_room() -> None:
     assert statuses([large[1], small]) == [PARKED] * 2
 
 
-@pytest.mark.parametrize(("extra", "layerwise"), [(0, False), (1, True)])
-def test_a_plan_is_layerwise_if_its_readers_compute_more_than_a_decode(
-    extra: int, layerwise: bool
-) -> None:
-    world = World(load_mode="inline")
-    world.view.decode_tokens = 3
-    world.only_in_cpu(prompt(4))
-    request = world.add(prompt(4, tail=3 + extra))
-    assert world.step(request).layerwise == layerwise
-
-
-def test_a_plan_is_not_layerwise_if_a_reader_was_not_scheduled() -> None:
-    world = World(num_blocks=65, load_mode="inline")
-    first, _ = hits(world, 2, blocks=4)
-    first.append_output_token_ids([7] * 3)
-    assert not world.step(first).layerwise
-
-
-def test_a_plan_without_inline_loads_is_not_layerwise() -> None:
-    world = World(load_mode="parked")
-    (request,) = hits(world, 1, blocks=4)
-    assert not world.step().layerwise
-    world.all_done()
-    plan = world.step(request)
-    assert plan.waits_for(LOAD) and not plan.layerwise
-
-
 def test_a_parked_load_that_failed_is_not_published() -> None:
     world = World(load_mode="parked")
     world.only_in_cpu(prompt(4))

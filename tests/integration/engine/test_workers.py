@@ -118,9 +118,6 @@ def test_giving_back_asks_every_rank_and_forgives_those_that_do_not_answer() -> 
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker on the CPU with seven blocks of KV."""
     monkeypatch.setattr(rpc, "runner_is_patched", lambda runner: "")
-    # It wants to see a whole model.
-    gate = SimpleNamespace(close=lambda: None, begin=lambda step, by_layer: False)
-    monkeypatch.setattr(worker_side, "LayerGate", lambda *_: gate)
     placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[])
     alone = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
     runner = SimpleNamespace(

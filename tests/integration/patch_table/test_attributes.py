@@ -63,16 +63,6 @@ OTHERS |= {"co_names", "__code__", "__members__", "name", "__cause__", "elements
 OTHERS |= {"fileno", "write"}
 # Asked for with a name that is not in the file: a stand-in's, and a function called by name.
 ANY_NAME = {("lookup.py", "(name)"), ("rpc.py", "(name)")}
-# Layers and proposers of drafts are of any class. Where one has none of these names, or one that
-# means something else, loads are waited for as a whole.
-ANY_KIND = {
-    "(path[0])",
-    ".",
-    "_draft_attn_layer_names",
-    "draft_attn_layer_names",
-    "attn_layer_names",
-}
-ANY_KIND_IN = "layerwise.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +214,7 @@ def complaint(access: Access) -> str:
     ours = access.name.startswith(("__", "_kvoffload_")) or access.name.isupper()
     kind = RECEIVERS.get(access.receiver)
     file = access.where.rpartition("/")[2].partition(":")[0]
-    if (file, access.name) in ANY_NAME or (file == ANY_KIND_IN and access.name in ANY_KIND):
+    if (file, access.name) in ANY_NAME:
         return ""
     if ours and kind != "RequestStatus":
         return ""

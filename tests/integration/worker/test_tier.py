@@ -31,15 +31,8 @@ def runner() -> Any:
 
 
 @pytest.fixture
-def gate() -> Any:
-    """A layer gate through which no load comes by layer."""
-    return SimpleNamespace(begin=lambda *_: False, end=lambda: None, close=lambda: None)
-
-
-@pytest.fixture
-def tier(runner: Any, gate: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[rank.RankTier]:
+def tier(runner: Any) -> Iterator[rank.RankTier]:
     """A rank whose slots 0 and 1 hold blocks 1 and 2."""
-    monkeypatch.setattr(rank, "LayerGate", lambda *_: gate)
     made = rank.RankTier(runner, num_slots=5)
     result = step(made, a_plan(store=a_store(1, (1, 2), (0, 1))))
     assert (result.done_on(STORE), result.failed) == (1, ())
@@ -50,7 +43,6 @@ def tier(runner: Any, gate: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ra
 def step(tier: rank.RankTier, plan: TransferPlan | None) -> Any:
     """A whole step; returns what it says is done."""
     tier.begin_step(plan, STEP)
-    tier.end_forward()
     return getattr(tier.end_step(SimpleNamespace(sampled_token_ids=[[1]], req_ids=["a"])), RESULT)
 
 
@@ -71,16 +63,6 @@ def test_a_step_that_reads_a_load_which_fails_does_not_begin(
         "it, found that it failed (out of memory); restart the server, and set "
         "KVOFFLOAD_LOAD_MODE=parked if it happens again, so that such a load is recomputed."
     )
-
-
-def test_a_load_that_fails_within_the_forward_pass_ends_the_step(
-    tier: rank.RankTier, gate: Any
-) -> None:
-    load = a_load(1, (4, 5), (0, 1))
-    tier.begin_step(a_plan((load,), wait_load=1, promised_loads=(1,), layerwise=True), STEP)
-    gate.end = lambda: tier._engine._links[LOAD].queue.failed.update({1: "the bus is on fire"})
-    with pytest.raises(RuntimeError, match=r"copy 1 .* failed \(the bus is on fire\)"):
-        tier.end_forward()
 
 
 def test_a_load_beside_the_step_may_fail_and_is_told(

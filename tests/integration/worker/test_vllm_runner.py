@@ -125,10 +125,6 @@ class Recorded:
         """Before the forward pass."""
         self.calls.append("begin")
 
-    def end_forward(self) -> None:
-        """After it."""
-        self.calls.append("forward")
-
     def end_step(self, output: object) -> object:
         """After the step."""
         self.calls.append("end")
@@ -139,7 +135,7 @@ def test_a_step_goes_through_the_tier() -> None:
     runner = SimpleNamespace(**{TIER: Recorded()})
     step = SimpleNamespace()
     assert execute_model(lambda *_, **__: "output", runner, (step,), {}) == "output"
-    assert getattr(runner, TIER).calls == ["begin", "forward", "end"]
+    assert getattr(runner, TIER).calls == ["begin", "end"]
 
 
 @pytest.mark.parametrize("by_name", [True, False])

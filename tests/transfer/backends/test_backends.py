@@ -52,13 +52,13 @@ def store(setup: Opened, source: list[int], slots: list[int]) -> None:
             assert torch.equal(flat[span], slots_before[span]), "a store changed another slot"
 
 
-def load(setup: Opened, target: list[int], slots: list[int], **how: Any) -> None:
+def load(setup: Opened, target: list[int], slots: list[int]) -> None:
     """Load slots into blocks, and compare all memory beside them."""
     case = setup.case
     setup.poison(target)
     filled = setup.slots.flat.clone()
     rest = case.untouched(target)
-    setup.load(target, slots, **how)
+    setup.load(target, slots)
     setup.wait_for_end("load")
     assert torch.equal(setup.slots.flat, filled), "a load changed slots"
     assert equal(case.untouched(target), rest), "a load changed bytes beside its blocks"
@@ -125,7 +125,7 @@ def test_copies_enqueued_one_after_the_other(
     setup = opened(
         rng.choice(["kv_outermost", "different_dtypes", "layers_outermost_in_one_allocation"]),
         name, device, chunk=rng.choice([1, 1, 2, 3]), pad=rng.choice([0, 5]),
-        per_piece=rng.choice([0, 1, 4, 5]), groups=rng.choice([1, 2, 8]), seed=seed,
+        per_piece=rng.choice([0, 1, 4, 5]), seed=seed,
     )  # fmt: skip
     blocks = list(range(setup.layout.num_blocks))
     holds = {}
@@ -141,53 +141,18 @@ def test_copies_enqueued_one_after_the_other(
     for _ in range(3):
         slots = rng.sample(sorted(holds), rng.randint(1, min(len(holds), len(blocks))))
         target = rng.sample(blocks, len(slots))
-        by_group = {} if rng.random() < 0.5 else {"arrived": lambda group: None}
-        setup.load(target, slots, **by_group)
+        setup.load(target, slots)
         wanted_in.update({b: holds[slot] for b, slot in zip(target, slots)})
     setup.wait()
     for block, wanted in wanted_in.items():
         assert torch.equal(setup.wanted(block), wanted)
 
 
-@every_way
-@pytest.mark.parametrize("chunk", [1, 64])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_groups_arrive_in_order_each_after_all_of_it_is_enqueued(
-    opened: Open, layout: str, chunk: int, name: str, device: str
-) -> None:
-    source, slots, target = [4, 2, 0, 6, 1], [0, 1, 2, 9, 10], [5, 3, 1, 0, 2]
-    setup = opened(layout, name, device, chunk=chunk, pad=2, per_piece=2, groups=4, seed=chunk)
-    wanted = {t: setup.wanted(s) for s, t in zip(source, target)}
-    store(setup, source, slots)
-    seen: list[tuple[int, dict[int, torch.Tensor]]] = []
-    groups = setup.backend.groups
-    assert [row for group in groups for row in range(*group)] == list(range(len(setup.layout.rows)))
-
-    def arrived(group: int) -> None:
-        def look() -> None:
-            rows = setup.layout.rows[: groups[group][1]]
-            seen.append((group, {b: torch.cat([row[b] for row in rows]) for b in target}))
-
-        setup.on_blocks(look)
-
-    load(setup, target, slots, arrived=arrived)
-    assert [group for group, _ in seen] == list(range(len(groups)))
-    for _, found in seen:
-        for block, part in found.items():
-            assert torch.equal(part.cpu(), wanted[block][: part.numel()])
-    assert {b: setup.wanted(b).tolist() for b in target} == {
-        b: w.tolist() for b, w in wanted.items()
-    }
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("name", ["staged", "direct"])
-def test_copies_go_behind_what_their_streams_have_been_given(
-    opened: Open, name: str, seed: int
-) -> None:
+def test_copies_go_behind_what_their_streams_have_been_given(opened: Open, seed: int) -> None:
     """Slots behind the stream of the bus, blocks behind that of the blocks."""
-    setup = opened("kv_outermost", name, "cpu", chunk=1, seed=seed)
+    setup = opened("kv_outermost", "staged", "cpu", chunk=1, seed=seed)
     assert setup.streams is not None
     slots, rows, seen = setup.slots.slots, setup.layout.rows, []
     bus, blocks = setup.streams.bus, setup.streams.blocks
@@ -218,7 +183,7 @@ def test_large_copies_are_cut_into_slices(opened: Open, name: str, device: str, 
 
 
 @pytest.mark.parametrize("jobs", [[7], [1, 1, 3]])
-@pytest.mark.parametrize("what", ["store", "load", "load by group"])
+@pytest.mark.parametrize("what", ["store", "load"])
 def test_each_slice_is_on_the_other_stream_of_the_bus_behind_the_one_before(
     opened: Open, what: str, jobs: list[int]
 ) -> None:
@@ -236,13 +201,11 @@ def test_each_slice_is_on_the_other_stream_of_the_bus_behind_the_one_before(
         streams[stream - 1].append(partial(made.append, len(seen)))
 
     setup.driver._enqueue = noted
-    arrived = {"arrived": lambda group: None} if what == "load by group" else {}
     first = slices = 0
     for count in jobs:
         numbers = [*range(first, first + count)]
         first += count
-        move = setup.store if what == "store" else partial(setup.load, **arrived)
-        slices += move(numbers, numbers)
+        slices += getattr(setup, what)(numbers, numbers)
     turns = [stream for stream, _ in itertools.groupby(seen)]
     assert len(turns) == slices >= 5 and len(set(seen)) == 2
     assert setup.streams.bus.number in seen, "the end of a copy is behind it"
@@ -265,7 +228,7 @@ def test_what_is_stored_again_replaces_what_was_there(opened: Open, name: str, d
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
 @pytest.mark.parametrize("fail_in", range(6))
-@pytest.mark.parametrize("direction", ["store", "load", "load by group"])
+@pytest.mark.parametrize("direction", ["store", "load"])
 def test_a_refused_copy_is_raised_and_later_ones_are_right(
     opened: Open, direction: str, fail_in: int
 ) -> None:
@@ -276,35 +239,19 @@ def test_a_refused_copy_is_raised_and_later_ones_are_right(
         setup.wait()
         setup.driver.fail_in = fail_in
         with pytest.raises(TransferError, match="as the test asked"):
-            if direction == "store":
-                setup.store(source, slots)
-            elif direction == "load":
-                setup.load(source, slots)
-            else:
-                setup.load(source, slots, arrived=lambda group: None)
+            getattr(setup, direction)(source, slots)
         round_trip(setup, [6, 5, 1], [1, 3, 4], [0, 4, 2])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
 @pytest.mark.parametrize(
-    ("slots", "whole", "by_group"),
-    [
-        ([0, 1, 2, 3], ["many"], ["rows"]),
-        ([0, 2, 4, 6], ["many"], ["many"]),
-        ([0, 1, 4, 6], ["many"], ["many", "rows"]),
-        ([6, 4, 1, 0], ["many"], ["many", "rows"]),
-    ],
+    ("slots", "copies"),
+    [([0, 1, 2, 3], 1), ([0, 2, 4, 6], 4), ([0, 1, 4, 6], 3), ([6, 4, 1, 0], 3)],
 )
-def test_what_cannot_be_merged_goes_to_the_driver_in_one_call(
-    opened: Open, slots: list[int], whole: list[str], by_group: list[str]
+def test_neighbours_are_merged_and_the_rest_goes_to_the_driver_in_one_call(
+    opened: Open, slots: list[int], copies: int
 ) -> None:
-    setup = opened("k_and_v_apart", "staged", "cpu", chunk=4, groups=2)
-    assert len(setup.backend.groups) == 2
-    calls = setup.driver.calls
+    setup = opened("k_and_v_apart", "staged", "cpu", chunk=4)
     setup.store([0, 1, 2, 3], slots)
-    assert calls == whole
     setup.load([0, 1, 2, 3], slots)
-    assert calls == whole * 2
-    setup.load([0, 1, 2, 3], slots, arrived=lambda group: None)
-    # A group takes half of a buffer.
-    assert calls == whole * 2 + by_group * 2
+    assert setup.driver.calls == [copies, copies]
