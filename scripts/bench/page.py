@@ -142,7 +142,7 @@ def step() -> str:
 
 def transfer() -> str:
     """Shares of what plain copies of one pinned buffer reach."""
-    document = read("transfer.json")
+    document = read("../2026-11-22-transfer-f35c44a.json")
     if document is None:
         return "not measured"
     from scripts.bench.transfer import report
@@ -152,7 +152,7 @@ def transfer() -> str:
 
 def ranks() -> str:
     """The same with two ranks."""
-    document = read("ranks.json")
+    document = read("../2026-11-22-serve-ranks-f05b92d.json")
     if document is None:
         return "not measured"
     found = serve.figures(document)

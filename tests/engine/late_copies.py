@@ -32,7 +32,7 @@ class LateQueue(_SyncCopyQueue):
         self._waiting.append([args, 0])
 
     def flush(self, ticket: int) -> None:
-        while self._waiting and self._waiting[0][0][0] <= ticket:  # the first of its tickets
+        while self._waiting and self._waiting[0][0][0] <= ticket:
             self._carry_out()
 
     def has_queued(self, ticket: int) -> bool:
@@ -59,10 +59,10 @@ class LateQueue(_SyncCopyQueue):
             self._carry_out()
 
     def _carry_out(self) -> None:
-        (first, ticket, start, behind), _ = self._waiting.popleft()
+        (ticket, start, behind), _ = self._waiting.popleft()
         for other, other_ticket in behind:
             other.hold(None, other_ticket)
-        super().submit(first, ticket, start, behind)
+        super().submit(ticket, start, behind)
 
 
 def install(patience: int) -> None:

@@ -104,6 +104,7 @@ def test_a_copy_on_the_device_that_never_ends_ends_the_engine(
 def test_a_copy_that_was_late_and_ends_does_not_end_the_engine(
     rank: Rank, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
     rank.begin_loads(waits=((LOAD, 1),))
     rank.look(LOOKS + 1)
     assert rank.watch.overdue
@@ -255,6 +256,7 @@ def test_an_engine_of_a_device_watches_its_links_until_it_is_closed(
 def test_a_watch_that_cannot_look_says_so_and_leaves_copies_alone(
     raises: Exception | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
     monkeypatch.setattr(deadline, "DEADLINE_PERIOD_S", 0.001)
     over = threading.Event()
 
