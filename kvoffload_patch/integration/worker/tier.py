@@ -1,7 +1,6 @@
-"""One rank's side of the tier: what the engine asks by RPC, and what each step carries out.
+"""One rank's side of the tier: what each step carries out, and what is said of it.
 
-Runs in the worker. The functions that take a worker are called through vLLM's `collective_rpc`;
-they answer with plain data, errors included, so that the engine can say which rank has failed.
+Runs in the worker. `rpc` opens and closes it for the engine.
 """
 
 from __future__ import annotations
