@@ -72,6 +72,7 @@ class CopyQueue:
         self._done = 0
         # The ends of the last slices. An event that was never recorded counts as done.
         self._slice_ends = deque(device.new_event() for _ in range(slices_ahead))
+        self._joined = device.new_event()
 
     @property
     def queued(self) -> bool:
@@ -226,8 +227,9 @@ class CopyQueue:
     def _fail(self, job: _Job, error: Exception) -> None:
         self.failed[job.ticket] = one_line(error)
         # What was enqueued of it, on either stream, ends before its ticket does.
-        self._end.wait_stream(self.streams.blocks)
-        self._end.wait_stream(self.streams.bus)
+        for stream in (self.streams.blocks, self.streams.bus):
+            self._joined.record(stream)
+            self._end.wait_event(self._joined)
 
     def _new_event(self) -> Any:
         try:

@@ -27,8 +27,7 @@ LAUNCHED_PROGRAMS = 4096
 # it all to take a moment (64 MiB are 1.2 ms). The best of so many counts. Not measured.
 TIMED_BYTES = 64 << 20
 TIMED_REPEATS = 3
-# Numbers of blocks that a buffer for them holds, and that a program copies. Not measured.
-IDS_BLOCKS = 1 << 16
+# Numbers of blocks that a program copies. Not measured.
 IDS_PROGRAM_BLOCKS = 1024
 
 # --- queues, and the thread that enqueues ---

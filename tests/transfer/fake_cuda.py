@@ -21,6 +21,7 @@ import numpy as np
 
 from kvoffload_patch.transfer import device as devices
 from kvoffload_patch.transfer import engine as copy_engine
+from kvoffload_patch.transfer.backends import staged as copy_staged
 from kvoffload_patch.transfer.backends.slots import Numbers, SlotMemory
 from kvoffload_patch.transfer.backends.tiles import TileMover
 from kvoffload_patch.transfer.errors import TransferError
@@ -167,6 +168,7 @@ class FakeCuda:
     def __enter__(self) -> FakeCuda:
         self._put(devices, _KINDS={"cpu": lambda device: self})
         self._put(TileMover, move=self._late(TileMover.move))
+        self._put(copy_staged, upload_ids=self._late(copy_staged.upload_ids))
         # Or a step would enqueue all there is: copies are small here.
         self._put(
             copy_engine,
@@ -175,7 +177,7 @@ class FakeCuda:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for _ in range(3):
+        for _ in range(4):
             self._entered.pop().stop()
 
     def _put(self, where: Any, **what: Any) -> None:

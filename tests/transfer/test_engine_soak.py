@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transfer.allocations import NoAllocations
 from transfer.layouts import needs_gpu
 from transfer.traffic import NUM_SLOTS, Machine, Traffic
 
@@ -61,6 +62,22 @@ def test_two_ranks_on_fake_streams(build: Build, seed: int, chance: float) -> No
     assert traffic.loaded > 30
     for rank in ranks:
         assert bool(rank.failed) == bool(chance)
+
+
+@interpreted
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_no_step_takes_memory(build: Build, chunk: int) -> None:
+    """From plan to driver: or a load that is promised would fail because the device is full."""
+    rank = build("fake", "staged", seed=chunk, chunk=chunk)
+    refused = NoAllocations(rank.cuda)
+    for name in ("begin_step", "end_step", "poll"):
+        setattr(rank.engine, name, refused.guard(getattr(rank.engine, name)))
+    for queue in rank._queues:
+        queue.advance = refused.guard(queue.advance)  # type: ignore[method-assign]
+    traffic = Traffic([rank], seed=chunk)
+    traffic.run(wanted_moves(250))
+    assert traffic.loaded > 30
+    assert not rank.failed
 
 
 @pytest.mark.gpu

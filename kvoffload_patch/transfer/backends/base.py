@@ -33,6 +33,10 @@ Slices = Iterator[None]
 class CopyBackend(Protocol):
     """Moves whole blocks. It enqueues and returns; it never waits for the device.
 
+    All memory of the device, and pinned memory, is taken when it is made: a copy must not fail
+    because the device is full. The copies of a direction are enqueued one after another: one
+    begins when the one before is exhausted or given up.
+
     Each `next` on what `load` and `store` return enqueues one slice. When they are exhausted,
     the end of a load is behind everything on ``streams.blocks``, and the end of a store behind
     everything on ``streams.bus``. A backend for the CPU device copies at once, and ignores the

@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=("first", "at", "count"))  # type: ignore[untyped-decorator]
-def copy_ids(source, target, first, at, count, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Copy ``source[first : first + count]`` to ``target`` from ``at`` on."""
+@triton.jit(do_not_specialize=("first", "count"))  # type: ignore[untyped-decorator]
+def copy_ids(source, target, first, count, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy ``source[first : first + count]`` to the beginning of ``target``."""
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = index < count
-    tl.store(target + at + index, tl.load(source + first + index, mask=inside), mask=inside)
+    tl.store(target + index, tl.load(source + first + index, mask=inside), mask=inside)
 
 
 # A number that changes from call to call must not make a new kernel: that costs a compilation.

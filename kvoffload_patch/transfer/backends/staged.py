@@ -17,7 +17,7 @@ from kvoffload_patch.transfer.backends.base import Slices, Streams
 from kvoffload_patch.transfer.backends.driver import Driver
 from kvoffload_patch.transfer.backends.ids import IdUploader
 from kvoffload_patch.transfer.backends.slots import Numbers, Part, SlotMemory, in_slot_order
-from kvoffload_patch.transfer.backends.tiles import TileMover
+from kvoffload_patch.transfer.backends.tiles import TileMover, upload_ids
 from kvoffload_patch.transfer.device import Device, device_of
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.tuning import (
@@ -67,15 +67,21 @@ class AlternatingStreams:
             bus.wait_event(self._after)
 
 
-class _Ring:
-    """``count`` staging buffers in turn, each of ``blocks`` slot pitches, and their streams."""
+class _Direction:
+    """What the copies of a direction use, all of it made when the backend is opened.
 
-    def __init__(self, nbytes: int, pitch: int, count: int, on: torch.device) -> None:
-        device = device_of(on)
+    ``count`` staging buffers in turn, each of ``blocks`` slot pitches, the streams of the slices,
+    and what brings block numbers to the device.
+    """
+
+    def __init__(self, layout: BlockLayout, nbytes: int, pitch: int, count: int) -> None:
+        device = device_of(layout.device)
         self.blocks = max(1, nbytes // pitch)
-        self.nbytes = self.blocks * pitch
         self.turns = AlternatingStreams(device)
-        self._buffers = [_Buffer(self.nbytes, on, device) for _ in range(count)]
+        self.ready_blocks = READY_BLOCKS
+        self.ids = IdUploader(layout.device, layout.num_blocks, READY_BLOCKS, upload_ids)
+        size = self.blocks * pitch
+        self._buffers = [_Buffer(size, layout.device, device) for _ in range(count)]
         self._next = 0
 
     def take(self) -> _Buffer:
@@ -96,7 +102,7 @@ class StagedBackend:
         driver: makes the copies.
 
     Raises:
-        torch.OutOfMemoryError: no room for the staging buffers.
+        torch.OutOfMemoryError: no room for the staging buffers; later copies take no memory.
     """
 
     name = "staged"
@@ -106,11 +112,9 @@ class StagedBackend:
         self._driver = driver
         self._device = device_of(layout.device)
         pitch = self._slots.pitch
-        self._store_ring = _Ring(STORE_CHUNK_BYTES, pitch, STORE_BUFFERS, layout.device)
-        self._load_ring = _Ring(LOAD_CHUNK_BYTES, pitch, LOAD_BUFFERS, layout.device)
-        self._ids = IdUploader(layout.device)
-        self._ready_blocks = READY_BLOCKS
-        addresses = [*self._store_ring.addresses(), *self._load_ring.addresses()]
+        self._stores = _Direction(layout, STORE_CHUNK_BYTES, pitch, STORE_BUFFERS)
+        self._loads = _Direction(layout, LOAD_CHUNK_BYTES, pitch, LOAD_BUFFERS)
+        addresses = [*self._stores.addresses(), *self._loads.addresses()]
         self._mover = TileMover(layout, pitch, addresses)
 
     def store(
@@ -121,15 +125,15 @@ class StagedBackend:
     ) -> Slices:
         """Enqueue GPU blocks to slots: each slice is a staging buffer."""
         assert streams is not None
-        blocks, ring = streams.blocks, self._store_ring
-        for block_ids, part in self._parts(gpu_block_ids, cpu_slots, ring.blocks, blocks):
-            buffer = ring.take()
+        blocks, own = streams.blocks, self._stores
+        for block_ids, part in self._parts(gpu_block_ids, cpu_slots, own, blocks):
+            buffer = own.take()
             blocks.wait_event(buffer.free)
             with self._device.on(blocks):
                 self._mover.move(True, buffer.memory, block_ids, part.first, part.num_slots)
             buffer.filled.record(blocks)
             staged, slot, nbytes = self._addresses(part, buffer)
-            with ring.turns.next(streams.bus) as bus:
+            with own.turns.next(streams.bus) as bus:
                 bus.wait_event(buffer.filled)
                 self._driver.copy_many(slot, staged, nbytes, self._device.handle(bus))
                 buffer.free.record(bus)
@@ -143,11 +147,11 @@ class StagedBackend:
     ) -> Slices:
         """Enqueue slots to GPU blocks: each slice is a staging buffer."""
         assert streams is not None
-        blocks, ring = streams.blocks, self._load_ring
-        for block_ids, part in self._parts(gpu_block_ids, cpu_slots, ring.blocks, blocks):
-            buffer = ring.take()
+        blocks, own = streams.blocks, self._loads
+        for block_ids, part in self._parts(gpu_block_ids, cpu_slots, own, blocks):
+            buffer = own.take()
             staged, slot, nbytes = self._addresses(part, buffer)
-            with ring.turns.next(streams.bus) as bus:
+            with own.turns.next(streams.bus) as bus:
                 bus.wait_event(buffer.free)
                 self._driver.copy_many(staged, slot, nbytes, self._device.handle(bus))
                 buffer.filled.record(bus)
@@ -158,14 +162,14 @@ class StagedBackend:
             yield
 
     def _parts(
-        self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int], size: int, stream: Any
+        self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int], own: _Direction, stream: Any
     ) -> Iterator[tuple[torch.Tensor, Part]]:
-        """Parts of up to ``size`` slots, and the device's list of blocks that each is a part of."""
-        for at in range(0, len(cpu_slots), self._ready_blocks):
-            ready = slice(at, at + self._ready_blocks)
+        """Parts that fill a buffer, and the device's list of blocks that each is a part of."""
+        for at in range(0, len(cpu_slots), own.ready_blocks):
+            ready = slice(at, at + own.ready_blocks)
             ids, slots = in_slot_order(gpu_block_ids[ready], cpu_slots[ready])
-            block_ids = self._ids.upload(ids, stream)
-            for part in self._slots.parts(slots, size):
+            block_ids = own.ids.upload(ids, stream)
+            for part in self._slots.parts(slots, own.blocks):
                 yield block_ids, part
 
     def _addresses(self, part: Part, buffer: _Buffer) -> tuple[Numbers, Numbers, Numbers]:

@@ -11,10 +11,14 @@ import triton
 import triton.language as tl
 
 from kvoffload_patch.transfer.backends.ids import IdUploader
-from kvoffload_patch.transfer.backends.kernels import move_tiles
+from kvoffload_patch.transfer.backends.kernels import copy_ids, move_tiles
 from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.layout import BlockLayout
-from kvoffload_patch.transfer.tuning import LAUNCHED_PROGRAMS, TILE_BYTES
+from kvoffload_patch.transfer.tuning import (
+    IDS_PROGRAM_BLOCKS,
+    LAUNCHED_PROGRAMS,
+    TILE_BYTES,
+)
 
 _WORDS = ((8, tl.int64), (4, tl.int32), (2, tl.int16), (1, tl.int8))
 _VECTOR = 16  # bytes that a thread moves at once, at most
@@ -66,23 +70,31 @@ class TileMover:
         block_ids: torch.Tensor,
         first: int,
         count: int,
-        programs: int = LAUNCHED_PROGRAMS,
     ) -> None:
         """Move ``block_ids[first : first + count]`` to or from entries of ``flat``.
 
         Args:
             flat: ``uint8``; entries are a slot pitch apart.
-            programs: how many run at most.
         """
         items = count * self._num_tiles
         if items == 0:
             return
-        move_tiles[(min(items, programs),)](
+        move_tiles[(min(items, LAUNCHED_PROGRAMS),)](
             self._rows, triton.reinterpret(flat, self._dtype), self._tiles,
             block_ids, count, first, self._num_tiles, self._pitch // self._word,
             TO_FLAT=to_flat, TILE=self._tile,
             ALIGN=self._align, WHOLE=self._whole, num_warps=4,
         )  # fmt: skip
+
+
+def upload_ids(pinned: torch.Tensor, target: torch.Tensor, first: int, count: int) -> None:
+    """Copy numbers to the device by a kernel that reads CPU memory; see `IdUploader`.
+
+    Not by a copy: the copy engine of a direction is one queue for the whole device, so that the
+    few numbers of a store would wait there for a slice of a load (docs/performance.md).
+    """
+    grid = (triton.cdiv(count, IDS_PROGRAM_BLOCKS),)
+    copy_ids[grid](pinned, target, first, count, SIZE=IDS_PROGRAM_BLOCKS)
 
 
 def warm_up(device: torch.device) -> None:
@@ -91,6 +103,7 @@ def warm_up(device: torch.device) -> None:
     flat = torch.zeros_like(tensor).view(-1)
     mover = TileMover(BlockLayout([tensor], 2), TILE_BYTES, [flat.data_ptr()])
     blocks = torch.tensor([0, 1], device=device)
-    IdUploader(device).upload(np.array([0, 1]), device_of(device).current_stream())
+    ids = IdUploader(device, 2, 2, upload_ids)
+    ids.upload(np.array([0, 1]), device_of(device).current_stream())
     for to_flat in (True, False):
         mover.move(to_flat, flat, blocks, 0, 2)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kvoffload_patch.transfer.backends.base import Slices, Streams
+from kvoffload_patch.transfer.backends.ids import IdUploader
 from kvoffload_patch.transfer.backends.slots import Run, SlotMemory
 from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.layout import BlockLayout
@@ -25,6 +26,9 @@ class TorchBackend:
     Args:
         layout: the KV tensors' rows.
         slots: the CPU slots.
+
+    Raises:
+        torch.OutOfMemoryError: no room for the staging buffers; later copies take no memory.
     """
 
     name = "torch"
@@ -46,6 +50,10 @@ class TorchBackend:
         self._chunk = chunk
         self._stage_store = torch.empty(shape, dtype=torch.uint8, device=self._device)
         self._stage_load = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        self._store_ids, self._load_ids = (
+            IdUploader(self._device, layout.num_blocks, chunk, _upload) for _ in range(2)
+        )
+        self._joined = self._streams.new_event()
 
     def store(
         self,
@@ -55,7 +63,7 @@ class TorchBackend:
     ) -> Slices:
         """Copy blocks of the device into slots."""
         if self._direct:
-            blocks, slots = self._index(gpu_block_ids), self._index(cpu_slots)
+            blocks, slots = _index(gpu_block_ids), _index(cpu_slots)
             for row, span in zip(self._rows, self._spans):
                 self._slots[:, span][slots] = row[blocks]
             return
@@ -76,7 +84,7 @@ class TorchBackend:
     ) -> Slices:
         """Copy slots into blocks of the device."""
         if self._direct:
-            blocks, slots = self._index(gpu_block_ids), self._index(cpu_slots)
+            blocks, slots = _index(gpu_block_ids), _index(cpu_slots)
             for row, span in zip(self._rows, self._spans):
                 row[blocks] = self._slots[:, span][slots]
         else:
@@ -89,16 +97,16 @@ class TorchBackend:
                 yield
 
     def _store_chunk(self, ids: Sequence[int], slots: Sequence[int]) -> None:
-        blocks, staging = self._index(ids), self._stage_store
+        blocks, staging = self._upload(self._store_ids, ids), self._stage_store
         for row, span in zip(self._rows, self._spans):
-            staging[: len(ids), span].copy_(row[blocks])
+            torch.index_select(row, 0, blocks, out=staging[: len(ids), span])
         for run in self._runs(slots):
             self._memory.span(run).copy_(
                 staging[run.at : run.at + run.size].view(-1), non_blocking=True
             )
 
     def _load_chunk(self, ids: Sequence[int], slots: Sequence[int]) -> None:
-        blocks, staging = self._index(ids), self._stage_load
+        blocks, staging = self._upload(self._load_ids, ids), self._stage_load
         for run in self._runs(slots):
             staging[run.at : run.at + run.size].view(-1).copy_(
                 self._memory.span(run), non_blocking=True
@@ -106,11 +114,9 @@ class TorchBackend:
         for row, span in zip(self._rows, self._spans):
             row[blocks] = staging[: len(ids), span]
 
-    def _index(self, ids: Sequence[int]) -> torch.Tensor:
-        index = torch.from_numpy(np.array(ids, dtype=np.int64))
-        if self._device.type != "cpu":
-            index = index.pin_memory()  # torch keeps it until the copy is done
-        return index.to(self._device, non_blocking=True)
+    def _upload(self, uploader: IdUploader, ids: Sequence[int]) -> torch.Tensor:
+        numbers = np.array(ids, dtype=np.int64)
+        return uploader.upload(numbers, self._streams.current_stream())[: len(ids)]
 
     def _runs(self, slots: Sequence[int]) -> Iterator[Run]:
         for part in self._memory.parts(np.array(slots, dtype=np.int64), len(slots)):
@@ -125,4 +131,13 @@ class TorchBackend:
             first, second = (streams.bus, streams.blocks)
             if not before:
                 first, second = second, first
-            second.wait_stream(first)
+            self._joined.record(first)
+            second.wait_event(self._joined)
+
+
+def _index(ids: Sequence[int]) -> torch.Tensor:
+    return torch.from_numpy(np.array(ids, dtype=np.int64))
+
+
+def _upload(pinned: torch.Tensor, target: torch.Tensor, first: int, count: int) -> None:
+    target[:count].copy_(pinned[first : first + count], non_blocking=True)

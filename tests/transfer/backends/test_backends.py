@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transfer.layouts import LAYOUTS, build, equal
+from transfer.allocations import NoAllocations, taken_on_the_gpu
+from transfer.layouts import LAYOUTS, build, equal, needs_gpu
 from transfer.opened import NUM_SLOTS, POISON, WAYS, Opened
 
 from kvoffload_patch.transfer.errors import TransferError
@@ -212,6 +214,47 @@ def test_each_slice_is_on_the_other_stream_of_the_bus_behind_the_one_before(
     assert setup.streams.blocks.number not in seen
     setup.wait()
     assert made == [*range(1, len(seen) + 1)]
+
+
+def many_copies(setup: Opened, rng: random.Random) -> None:
+    """Of many sizes, most of them under way together."""
+    blocks = range(setup.layout.num_blocks)
+    for turn in range(12):
+        for direction in rng.sample([setup.store, setup.load], 2):
+            count = turn if turn < len(blocks) else rng.randint(1, len(blocks))
+            direction(rng.sample(blocks, count), rng.sample(range(NUM_SLOTS), count))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+@pytest.mark.parametrize("name", ["staged", "packed"])
+def test_no_copy_takes_memory(opened: Open, name: str, chunk: int) -> None:
+    """Or a load that is promised would fail because the device is full."""
+    setup = opened("different_dtypes", name, "cpu", chunk=chunk, pad=3, per_piece=5)
+    refused = NoAllocations(setup.cuda)
+    with refused, pytest.raises(AssertionError, match=r"aten.empty\S* takes memory"):
+        torch.empty(3)
+    with refused, pytest.raises(AssertionError, match=r"aten.index.Tensor takes memory"):
+        setup.slots.slots[torch.from_numpy(np.array([1]))]
+    setup.enqueue = refused.guard(setup.enqueue)  # type: ignore[method-assign]
+    many_copies(setup, random.Random(chunk))
+    setup.wait()
+    round_trip(setup, [5, 0, 3], [8, 2, 3], [1, 6, 2])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+@pytest.mark.parametrize("name", ["staged", "singles", "torch"])
+def test_no_copy_takes_memory_of_the_gpu(opened: Open, name: str, chunk: int) -> None:
+    setup = opened("different_dtypes", name, "cuda", chunk=chunk)
+    before = taken_on_the_gpu()
+    for seed in range(20):
+        many_copies(setup, random.Random(seed))
+    setup.wait()
+    assert taken_on_the_gpu() == before
+    round_trip(setup, [5, 0, 3], [8, 2, 3], [1, 6, 2])
+    assert taken_on_the_gpu() != before, "the comparison itself takes some: is it counted?"
 
 
 @every_way

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transfer.layouts import DTYPES, LAYOUTS, SIZES, Case, Sizes, build, equal, needs_gpu
 
+from kvoffload_patch.transfer.backends import tiles
 from kvoffload_patch.transfer.backends.tiles import TileMover
 from kvoffload_patch.transfer.layout import BlockLayout
 
@@ -61,7 +62,7 @@ def reference(
 
 def check(
     case: Case, twin: Case, pitch: int, shift: int = 0,
-    first: int = 0, count: int = 3, programs: int = 4096,
+    first: int = 0, count: int = 3,
 ) -> TileMover:  # fmt: skip
     """Move some blocks both ways, and compare all memory with a twin's."""
     layout, other = case.layout(), twin.layout()
@@ -75,7 +76,7 @@ def check(
             flat.fill()
             wanted.fill()
         picked = blocks[first:] if to_flat else distinct(blocks[first:])
-        mover.move(to_flat, flat.memory, ids, first, len(picked), programs)
+        mover.move(to_flat, flat.memory, ids, first, len(picked))
         reference(to_flat, other, wanted.memory, pitch, picked)
         assert torch.equal(flat.all, wanted.all)
         assert equal(case.storages(), twin.storages())
@@ -126,11 +127,12 @@ def test_every_alignment_of_the_flat_memory(pad: int, shift: int, device: str) -
 @pytest.mark.parametrize("programs", [1, 2, 5, 6, 7, 4096])
 @pytest.mark.parametrize(("first", "count"), [(0, 0), (0, 1), (2, 1), (1, 3), (0, 6), (3, 3)])
 def test_any_part_of_a_batch_by_any_number_of_programs(
-    first: int, count: int, programs: int, device: str
+    monkeypatch: pytest.MonkeyPatch, first: int, count: int, programs: int, device: str
 ) -> None:
+    monkeypatch.setattr(tiles, "LAUNCHED_PROGRAMS", programs)
     case, twin = (build("different_dtypes", device=device) for _ in range(2))
     pitch = padded(case.layout().block_bytes, 8)
-    check(case, twin, pitch, first=first, count=count, programs=programs)
+    check(case, twin, pitch, first=first, count=count)
 
 
 def rows_of(nbytes: Sequence[int], stride: int, device: str) -> Case:
