@@ -10,6 +10,10 @@ from scripts import dispatch  # noqa: E402
 
 COMMANDS = {
     "serve": ("serve.command", "S1 to S4 on a real vLLM, beside what else keeps KV in CPU memory"),
+    "chats": (
+        "chats.command",
+        "conversations with a server over HTTP, beside plain vLLM's floor",
+    ),
     "step": ("step", "what the tier adds to a scheduler step on the host; needs no GPU"),
     "transfer": ("transfer.command", "speed of the copy backends, and what they cost matmuls"),
     "copy_queue": ("probes.copy_queue", "how long a copy waits behind others on a CUDA GPU"),

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from scripts.bench.chats import report as chats_report
 from scripts.bench.common import ROOT, say, table
 from scripts.bench.serve import report as serve
 
@@ -105,6 +106,15 @@ def _middle(values: list[float], factor: float) -> str:
     return _digits(factor * statistics.median(values)) if values else "-"
 
 
+def chats() -> str:
+    """Conversations over HTTP, beside plain vLLM whose GPU cache holds everything."""
+    document = read("chats.json")
+    if document is None:
+        return "not measured"
+    ran = dict.fromkeys(ran_on(machine) for machine in document["machines"])
+    return "\n\n".join([chats_report.tables(document), chats_report.EXPLAINED, *ran])
+
+
 def mechanisms() -> str:
     """What each mechanism is worth: all rounds of one engine, one switched off at a time."""
     parts = []
@@ -178,6 +188,7 @@ def ran_on(machine: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[], str | None]] = {
     "short": short,
     "served": served,
+    "chats": chats,
     "mechanisms": mechanisms,
     "step": step,
     "transfer": transfer,

@@ -40,6 +40,22 @@ class Setup:
 
 
 @dataclass
+class Launch:
+    """What a job's process is started with.
+
+    Attributes:
+        words: the command line.
+        asked: whether its standard input says what to do.
+        about: the job in a few words.
+    """
+
+    words: list[str]
+    environment: dict[str, str]
+    asked: bool
+    about: str
+
+
+@dataclass
 class Job:
     """A mode on an engine (see `sizes.ENGINES`), and which scenarios it plays.
 
@@ -62,6 +78,17 @@ class Job:
     def name(self) -> str:
         """For people, and for file names."""
         return f"{self.engine}-{self.mode}-{self.round}{'-warm-up' if self.warm_up else ''}"
+
+    def launch(self, setup: Setup, spec: Path, events: Path) -> Launch:
+        """Write what the process is told, and say how it is started."""
+        spec.write_text(json.dumps(spec_of(self, setup, events)))
+        gib = modes.tier_gib(self.mode, self.engine, setup.sizes)
+        return Launch(
+            modes.command(self.mode, str(spec)),
+            modes.environment(self.mode, gib, setup.small),
+            bool(self.together),
+            f"{gib:g} GiB of CPU memory",
+        )
 
     def record(self, setup: Setup) -> dict[str, Any]:
         """For JSON."""

@@ -10,24 +10,44 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from scripts import ROOT
 from scripts.bench.common import say
 from scripts.bench.serve import modes
-from scripts.bench.serve.job import Job, Setup, spec_of
+from scripts.bench.serve.job import Job, Launch, Setup
 
 POLL_S = 0.1
 
 
-class Process:
-    """A job's process, started; `child` says what is written to and read from it.
+class Launched(Protocol):
+    """A job of `bench serve` or of `bench chats`."""
+
+    results: dict[str, Any]
+    import_s: float | None
+    start_s: float | None
+    error: str
+
+    @property
+    def name(self) -> str:
+        """For people, and for file names."""
+
+    def launch(self, setup: Any, spec: Path, events: Path) -> Launch:
+        """Write what the process is told, and say how it is started."""
+
+
+J = TypeVar("J", bound=Launched)
+
+
+class Process(Generic[J]):
+    """A job's process, started; its module says what is written to and read from it.
 
     Args:
+        setup: has the folder ``out`` for files; the job knows the rest of it.
         changed: called without arguments whenever the job has more results.
     """
 
-    def __init__(self, job: Job, setup: Setup, changed: Callable[[], None]) -> None:
+    def __init__(self, job: J, setup: Any, changed: Callable[[], None]) -> None:
         self.job = job
         self._changed = changed
         self._line = ""  # of an event that is not written to its end
@@ -35,16 +55,13 @@ class Process:
         setup.out.mkdir(parents=True, exist_ok=True)
         events, self._log = setup.out / f"{job.name}.events", setup.out / f"{job.name}.log"
         events.write_text("")
-        spec = setup.out / f"{job.name}.spec"
-        spec.write_text(json.dumps(spec_of(job, setup, events)))
-        gib = modes.tier_gib(job.mode, job.engine, setup.sizes)
-        say(f"[{job.name}] starting, {gib:g} GiB of CPU memory")
+        launch = job.launch(setup, setup.out / f"{job.name}.spec", events)
+        say(f"[{job.name}] starting, {launch.about}")
         with self._log.open("w") as output:
             self._process = subprocess.Popen(
-                modes.command(job.mode, str(spec)),
-                env=modes.environment(job.mode, gib, setup.small),
+                launch.words, env=launch.environment,
                 cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                stdin=subprocess.PIPE if job.together else None,
+                stdin=subprocess.PIPE if launch.asked else None,
             )  # fmt: skip
         self._events = events.open()
 

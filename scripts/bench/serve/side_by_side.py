@@ -29,7 +29,7 @@ class Player:
         kinds: the phases of a round, known once it is prepared.
     """
 
-    process: Process
+    process: Process[Job]
     timeout: float
     kinds: tuple[str, ...] = ()
 

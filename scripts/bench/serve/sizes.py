@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 # Which scenarios an engine plays, in this order: S1 needs what S3 left in CPU memory, and S2 pushes
 # everything else out of it.
@@ -13,6 +13,7 @@ ENGINES = {
     "graphs": ("s4graphs",),
     "tokens": ("tokens",),
 }
+S = TypeVar("S")
 SCENARIOS = (*(name for names in ENGINES.values() for name in names), "start")
 
 
@@ -72,18 +73,29 @@ class Sizes:
         Raises:
             ValueError: an unknown name or a value of the wrong type.
         """
-        kinds = {field.name: type(getattr(self, field.name)) for field in fields(self)}
-        values: dict[str, Any] = {}
-        for change in changes:
-            name, _, text = change.partition("=")
-            if name not in kinds:
-                raise ValueError(f"--set {change}: expected one of {', '.join(kinds)}")
-            values[name] = kinds[name](text)
-        return replace(self, **values)
+        return with_changes(self, changes)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
+
+
+def with_changes(sizes: S, changes: list[str]) -> S:
+    """A frozen dataclass of numbers and texts with ``name=value`` applied.
+
+    Raises:
+        ValueError: an unknown name or a value of the wrong type.
+    """
+    record: Any = sizes
+    kinds = {field.name: type(getattr(sizes, field.name)) for field in fields(record)}
+    values: dict[str, Any] = {}
+    for change in changes:
+        name, _, text = change.partition("=")
+        if name not in kinds:
+            raise ValueError(f"--set {change}: expected one of {', '.join(kinds)}")
+        values[name] = kinds[name](text)
+    made: S = replace(record, **values)
+    return made
 
 
 # For a tiny model on a CPU, to see that the benchmark works; the numbers mean nothing.

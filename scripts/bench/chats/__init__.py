@@ -1,0 +1,1 @@
+"""The benchmark of conversations with a server over HTTP."""
