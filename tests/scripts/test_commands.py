@@ -38,7 +38,13 @@ def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
 def test_only_what_is_typed_lies_at_the_top() -> None:
     found = {path.name for path in (ROOT / "scripts").iterdir() if path.is_file()}
     assert found == {"demo", "test", "sanitize", "__init__.py"}
-    assert [folder.name for folder in FOLDERS] == ["bench", "demo_app", "matrix", "release"]
+    assert [folder.name for folder in FOLDERS] == [
+        "bench",
+        "demo_app",
+        "matrix",
+        "release",
+        "simulate",
+    ]
 
 
 def test_every_folder_is_a_package() -> None:

@@ -1,0 +1,1 @@
+"""Replays request traces through the tier's own code, beside a modelled GPU cache and bus."""

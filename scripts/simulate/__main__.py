@@ -1,0 +1,16 @@
+"""What to keep and what to move, without a GPU: python scripts/simulate COMMAND; see --help."""
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[2])  # not this folder, whose names hide others
+
+from scripts import dispatch  # noqa: E402
+
+COMMANDS = {
+    "replay": ("replay", "every policy on a trace, from a file or generated, beside the optimum"),
+    "generate": ("generate", "write a generated trace as JSON lines"),
+}
+
+if __name__ == "__main__":
+    sys.exit(dispatch("simulate", "Replays request traces through the tier.", COMMANDS))

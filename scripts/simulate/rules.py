@@ -1,0 +1,97 @@
+"""What is stored when, and what counts as a use: the part of a tier that a model of it asks.
+
+Rules use the tier's own manager, which holds the slots and makes the plans; its eviction policy is
+theirs. These are the rules of this package; those of vLLM's connectors stand in `connectors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.policy import EvictionPolicy, LRUPolicy
+from scripts.simulate.gpu import GpuPool
+from scripts.simulate.trace import Request
+
+Keys = Sequence[Hashable]
+
+
+@dataclass(eq=False)
+class Run:
+    """A request that has its blocks.
+
+    Attributes:
+        number: of the request in the trace.
+        request: what is asked.
+        blocks: its GPU blocks, head first.
+        hit: blocks of its prompt that were found, on the GPU or in the tier.
+        on_gpu: those of them that were found on the GPU.
+        ticket: of the load that it waits for, its own or another's; 0 if for none.
+        tokens: prompt tokens computed or found.
+        keyed: its blocks that are full, found ones included.
+        over: it has given its blocks back.
+        reused, stored: what rules note of its keys, head first.
+    """
+
+    number: int
+    request: Request
+    blocks: list[int]
+    hit: int
+    on_gpu: int
+    ticket: int
+    tokens: int
+    keyed: int
+    over: bool = False
+    reused: list[Hashable] = field(default_factory=list)
+    stored: list[Hashable] = field(default_factory=list)
+
+
+class Rules:
+    """This package's rules, with an eviction policy.
+
+    Every block is stored in the step that computes it, answers included. What is hit on the GPU is
+    a use of its copy; where the tier has none any more, it is stored again.
+    """
+
+    def __init__(self, slots: int, policy: Callable[[], EvictionPolicy] = LRUPolicy) -> None:
+        self.manager = OffloadManager(slots, policy)
+
+    def admitted(self, run: Run) -> None:
+        """A request was given its blocks; what it loads is planned."""
+        keys = run.request.keys[: run.on_gpu]
+        manager = self.manager
+        manager.touch(keys)
+        for key, block in zip(keys, run.blocks):
+            if not manager.holds(key):
+                manager.queue_store(key, block)
+
+    def computed(self, run: Run, keys: Keys, blocks: Sequence[int]) -> dict[Hashable, int]:
+        """These blocks of a prompt are filled by this step: what to store with its plan."""
+        return dict(zip(keys, blocks))
+
+    def answered(self, run: Run, key: Hashable, block: int) -> None:
+        """An answer has filled this block."""
+        self.manager.queue_store(key, block)
+
+    def ended(self, run: Run) -> None:
+        """A request has its answer, and still its blocks."""
+
+    def step(self, gpu: GpuPool, idle: Sequence[int]) -> None:
+        """A plan is about to be made; since the last one these blocks came to be used by nobody."""
+
+
+class NoTier(Rules):
+    """Plain vLLM: what leaves the GPU is gone."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def admitted(self, run: Run) -> None:
+        pass
+
+    def computed(self, run: Run, keys: Keys, blocks: Sequence[int]) -> dict[Hashable, int]:
+        return {}
+
+    def answered(self, run: Run, key: Hashable, block: int) -> None:
+        pass

@@ -1,0 +1,35 @@
+"""What this package's rules store and refresh."""
+
+from __future__ import annotations
+
+from tier.plans import a_result, store_of
+
+from scripts.simulate.rules import NoTier, Rules, Run
+from scripts.simulate.trace import Request
+
+
+def hit_on_gpu(*keys: int) -> Run:
+    return Run(
+        0, Request(0.0, 4 * len(keys) + 1, 1, keys), [0, 1, 2], len(keys), len(keys), 0, 0, 0
+    )
+
+
+def test_a_hit_on_the_gpu_refreshes_the_copy_and_stores_what_is_lost() -> None:
+    rules = Rules(2)
+    manager = rules.manager
+    manager.make_plan(lambda *_: True, {1: 0, 2: 1})
+    manager.apply(a_result(0, 1))
+    rules.admitted(hit_on_gpu(2, 3))
+    plan = manager.make_plan(lambda *_: True)
+    assert store_of(plan).source_ids == (1,), "3 was lost"
+    assert manager.holds(2)
+    assert not manager.holds(1), "2 was used"
+
+
+def test_all_that_is_computed_is_stored() -> None:
+    run = hit_on_gpu(1, 2)
+    assert Rules(2).computed(run, (7, 8), (3, 4)) == {7: 3, 8: 4}
+    assert NoTier().computed(run, (7, 8), (3, 4)) == {}
+    rules = Rules(2)
+    rules.answered(run, 9, 5)
+    assert store_of(rules.manager.make_plan(lambda *_: True)).source_ids == (5,)
