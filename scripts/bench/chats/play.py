@@ -133,6 +133,7 @@ class Player:
             },
         }
         if self._times:
+            found["began"] = began  # on the clock that all processes of the machine share
             found["requests"] = [
                 {
                     "name": answer.name,

@@ -92,6 +92,7 @@ def test_a_result_has_every_request_in_milliseconds() -> None:
     assert found["whole"] == [pytest.approx(10 + 2 * (n - 1)) for n in found["tokens"]]
     assert found["cached"] == found["prompt"]
     assert found["gaps"] == {"p50": 2.0, "p99": 2.0, "largest": 2.0}
+    assert found["began"] == 0.0
     assert [len(request["at"]) for request in found["requests"]] == found["tokens"]
     words = play.words("first", found)
     assert "100.0% of the prompts found" in words and "first token p50 10.0" in words
