@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from contextlib import suppress
@@ -134,7 +135,8 @@ def environment(mode: str, setup: Setup, gpu: str, slot: int) -> dict[str, str]:
     env = modes.environment(engine_mode(mode), tier_gib(mode, setup.load), setup.small)
     if gpu:
         env["CUDA_VISIBLE_DEVICES"] = gpu
-        env["VLLM_CACHE_ROOT"] = str((setup.out / f"vllm-cache-{slot}").resolve())
+        # Kept from run to run, as vLLM's own is; not beside the results, being thousands of files.
+        env["VLLM_CACHE_ROOT"] = str(Path(tempfile.gettempdir()) / f"bench-chats-cache-{slot}")
     return env
 
 
