@@ -46,3 +46,15 @@ def test_the_readme_has_one_number_a_cell(monkeypatch: pytest.MonkeyPatch) -> No
     rows += [line.split("|")[2:-1] for line in made.splitlines() if "are in CPU memory, ms" in line]
     assert [[cell.strip() for cell in row] for row in rows] == [["14", "-"], ["-", "30"]]
     assert "Commit abc, 2026-11-22, H200, 16 cores, vLLM 0.26." in made
+
+
+def test_conversations_have_a_table_once_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "read", lambda name: None)
+    assert page.chats() == "not measured"
+    machine: dict[str, object] = {"commit": "abc", "date": "2026-11-22T10:00", "gpu": "H200, 1"}
+    machine |= {"vllm": "0.26", "cpus": 16, "command": "bench"}
+    monkeypatch.setattr(page, "read", lambda name: {"machines": [machine, machine]})
+    monkeypatch.setattr(page.chats_report, "tables", lambda document: "the tables")
+    text = page.chats()
+    assert text.startswith("the tables\n\nIn brackets the ratio to the floor")
+    assert text.count("Commit abc, 2026-11-22, H200, 16 cores, vLLM 0.26: `bench`") == 1
