@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from itertools import islice
+from itertools import repeat
 from types import MappingProxyType
 
-from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Link
+from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Link, Tickets
 from kvoffload_patch.tier.entries import HeldSlots, Keys, LinkTickets, Slots
 from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
 from kvoffload_patch.tier.policy import EvictionPolicy, LRUPolicy
@@ -21,24 +21,25 @@ class OffloadManager:
 
     Args:
         num_slots: slots usable at first; more become usable by `apply`.
-        policy: makes the eviction policy, and another one after each `clear`.
+        policy: makes the eviction policy of the key of each slot, and another after each `clear`.
         growing: more slots are to come.
     """
 
     def __init__(
         self,
         num_slots: int,
-        policy: Callable[[], EvictionPolicy] = LRUPolicy,
+        policy: Callable[[Sequence[Hashable]], EvictionPolicy] = LRUPolicy,
         growing: bool = False,
     ) -> None:
         self.num_slots = num_slots
         self.stats = TierStats()
         self._new_policy = policy
-        self._policy = policy()
         self._slots = SlotPool(num_slots)
         self._growing = growing
         self._slot_of: dict[Hashable, int] = {}
-        self._unready: set[Hashable] = set()  # keys whose store is not done
+        self._key_of: list[Hashable] = [None] * num_slots  # as it was last, for each slot
+        self._store_to = [0] * num_slots  # ticket of the last store to each slot
+        self._policy = policy(self._key_of)
         self._held = HeldSlots()
         self._pending: dict[int, Hashable] = {}  # GPU block id -> key, not yet planned
         self._loads, self._stores = LinkTickets(LOAD), LinkTickets(STORE)
@@ -61,7 +62,8 @@ class OffloadManager:
 
     def lookup(self, key: Hashable) -> str | None:
         """The place from which the block of ``key`` can be loaded now; None if there is none."""
-        return CPU if key in self._slot_of and key not in self._unready else None
+        slot = self._slot_of.get(key)
+        return CPU if slot is not None and self._store_to[slot] <= self._stores.done else None
 
     def holds(self, key: Hashable) -> bool:
         """Whether ``key`` has a slot, readable or still being written."""
@@ -72,7 +74,8 @@ class OffloadManager:
 
         A block is worth nothing without those before it, so a prefix is evicted from its tail.
         """
-        self._policy.hit(reversed(keys))
+        slot_of = self._slot_of
+        self._policy.hit([slot_of[key] for key in reversed(keys) if key in slot_of])
 
     # Storing
 
@@ -90,24 +93,17 @@ class OffloadManager:
         if self._pending:
             for gpu_block_id in gpu_block_ids:
                 self._pending.pop(gpu_block_id, None)
-        if self._store_of:
-            take, last = self._store_of.pop, 0
-            for gpu_block_id in gpu_block_ids:
-                ticket = take(gpu_block_id, 0)
-                if ticket > last:
-                    last = ticket
-            self._stores.wait_for(last)
+        if self._store_of and gpu_block_ids:
+            self._stores.wait_for(max(map(self._store_of.pop, gpu_block_ids, repeat(0))))
 
     def discard(self, key: Hashable) -> None:
         """What the GPU holds, and may have stored, under ``key`` turned out to be wrong."""
         slot = self._slot_of.pop(key, None)
         if slot is None:
             return
-        written = key in self._unready
-        if written:
-            self._unready.remove(key)
-        else:
-            self._policy.remove((key,))
+        written = self._store_to[slot] > self._stores.done
+        if not written:
+            self._policy.remove((slot,))
         if written or self._held.is_read(slot):
             self._held.forget((slot,))  # the transfer gives it back when it is done
         else:
@@ -121,11 +117,10 @@ class OffloadManager:
         Raises:
             KeyError: a key is not readable. Nothing has changed then.
         """
-        slot_of = self._slot_of
-        slots = tuple([slot_of[key] for key in keys])
-        for key in self._unready.intersection(keys):
-            raise KeyError(key)
-        self._policy.pin(reversed(keys))
+        slots = tuple(map(self._slot_of.__getitem__, keys))
+        if max(map(self._store_to.__getitem__, slots), default=0) > self._stores.done:
+            raise KeyError(next(key for key in keys if not self.lookup(key)))
+        self._policy.pin(slots[::-1])
         self._held.read(slots)
         ticket = self._loads.give_out(tuple(keys), slots)
         self._new_loads.append(Transfer(ticket, CPU, GPU, slots, tuple(gpu_block_ids)))
@@ -161,19 +156,21 @@ class OffloadManager:
             computed: GPU blocks by the keys that this step's forward pass computes in them. To
                 be stored with those queued, and behind them.
         """
-        store = self._plan_store(storable, computed)
-        links = self._links.values()
-        waits = tuple([(link.link, link.wait) for link in links if link.wait])
-        if not (self._new_loads or store or waits):
+        store = self._plan_store(storable, computed) if computed or self._pending else ()
+        waits: Tickets = ()
+        done: Tickets = ()
+        for name, link in self._links.items():
+            if link.wait:
+                waits += ((name, link.wait),)
+            if link.done:
+                done += ((name, link.done),)
+        if not (store or waits or self._new_loads):
             return None
-        done = tuple([(link.link, link.done) for link in links if link.done])
-        promised = tuple(self._promised)
-        plan = TransferPlan(tuple(self._new_loads), store, waits, done, promised)
-        self._new_loads.clear()
-        self._promised.clear()
-        for link in links:
+        loads, self._new_loads = tuple(self._new_loads), []
+        promised, self._promised = tuple(self._promised), []
+        for link in self._links.values():
             link.planned()
-        return plan
+        return TransferPlan(loads, store, waits, done, promised)
 
     def apply(self, result: TransferResult) -> list[Hashable]:
         """Take in what is done, and slots that are new; returns the keys that became readable.
@@ -191,8 +188,13 @@ class OffloadManager:
             if result.num_slots > self.num_slots:
                 self.num_slots = result.num_slots
                 self._slots.grow(self.num_slots)
+                more = self.num_slots - len(self._key_of)
+                self._key_of += [None] * more
+                self._store_to += [0] * more
         for name, done in result.done:
             link = self._links[name]
+            if done <= link.done:
+                continue  # said before
             while link.under_way and link.under_way[0][0] <= done:
                 ticket, keys, slots = link.under_way.popleft()
                 if ticket in link.failed:
@@ -201,7 +203,7 @@ class OffloadManager:
                     self._finish_load(keys, slots)
                 else:
                     readable += self._finish_store(keys, slots)
-            link.done = max(link.done, min(done, link.last))
+            link.done = min(done, link.last)
         return readable
 
     def load_done(self, ticket: int) -> bool:
@@ -222,9 +224,9 @@ class OffloadManager:
         held = {slot for slots in under_way for slot in slots}
         self._held.forget(held)
         self._slot_of = {}
-        self._unready.clear()
+        self._key_of = [None] * self.num_slots
         self._pending = {}
-        self._policy = self._new_policy()
+        self._policy = self._new_policy(self._key_of)
         self._slots = SlotPool(self.num_slots, reserved=held)
 
     # Inside
@@ -232,26 +234,29 @@ class OffloadManager:
     def _plan_store(
         self, storable: Callable[[int, Hashable], bool], computed: Mapping[Hashable, int]
     ) -> tuple[Transfer, ...]:
-        slot_of = self._slot_of
-        wanted = {key: block for key, block in computed.items() if key not in slot_of}
+        wanted, slot_of = computed, self._slot_of
+        if not slot_of.keys().isdisjoint(computed):
+            wanted = {key: block for key, block in computed.items() if key not in slot_of}
         if self._pending or self._growing:
             self._pending.update(zip(wanted.values(), wanted))
             wanted = self._take_pending(storable)
         if not wanted:
             return ()
-        self._policy.miss(reversed(wanted))
-        count = self._make_room(len(wanted))
-        if count < len(wanted):
-            self.stats.dropped += len(wanted) - count
-            wanted = dict(islice(wanted.items(), count))
-            if not count:
-                return ()
         keys, gpu_block_ids = tuple(wanted), tuple(wanted.values())
-        slots = tuple(self._slots.allocate(count))
+        self._policy.miss(reversed(keys))
+        slots = self._take_slots(len(keys))
+        if len(slots) < len(keys):
+            self.stats.dropped += len(keys) - len(slots)
+            if not slots:
+                return ()
+            keys, gpu_block_ids = keys[: len(slots)], gpu_block_ids[: len(slots)]
         ticket = self._stores.give_out(keys, slots)
         slot_of.update(zip(keys, slots))
-        self._unready.update(keys)
-        self._store_of.update(dict.fromkeys(gpu_block_ids, ticket))
+        self._store_of.update(zip(gpu_block_ids, repeat(ticket)))
+        key_of, store_to = self._key_of, self._store_to
+        for key, slot in zip(keys, slots):
+            key_of[slot] = key
+            store_to[slot] = ticket
         return (Transfer(ticket, GPU, CPU, gpu_block_ids, slots),)
 
     def _take_pending(self, storable: Callable[[int, Hashable], bool]) -> dict[Hashable, int]:
@@ -275,26 +280,28 @@ class OffloadManager:
             del self._pending[gpu_block_id]
         return taken
 
-    def _make_room(self, count: int) -> int:
-        """Evict until ``count`` slots are free or none can be; returns how many there are."""
-        missing = count - self._slots.num_free
-        if missing > 0:
-            evicted = self._policy.evict(missing)
-            take = self._slot_of.pop
-            self._slots.free([take(key) for key in evicted])
-            self.stats.evicted += len(evicted)
-        return min(count, self._slots.num_free)
+    def _take_slots(self, count: int) -> tuple[int, ...]:
+        """Slots to be written, so many or as many as there can be, after evicting for them."""
+        free = self._slots.num_free
+        if count <= free:
+            return tuple(self._slots.allocate(count))
+        # What was stored together is mostly evicted together: sorted, these are neighbours again.
+        slots = sorted(self._policy.evict(count - free))
+        self.stats.evicted += len(slots)
+        for slot in slots:
+            del self._slot_of[self._key_of[slot]]
+        return (*slots, *self._slots.allocate(free)) if free else tuple(slots)
 
     def _finish_load(self, keys: Keys, slots: Slots) -> None:
         self.stats.loaded += len(keys)
-        self._policy.unpin(self._let_go(*self._held.end_read(keys, slots)))
+        _, slots = self._let_go(*self._held.end_read(keys, slots))
+        self._policy.unpin(slots[::-1])
 
     def _finish_store(self, keys: Keys, slots: Slots) -> Keys:
         self.stats.stored += len(keys)
-        readable = self._let_go(keys, slots)
-        self._unready.difference_update(readable)
-        self._policy.insert(readable)
-        return readable
+        keys, slots = self._let_go(keys, slots)
+        self._policy.insert(slots[::-1])
+        return keys
 
     def _give_up(self, link: LinkTickets, keys: Keys, slots: Slots) -> None:
         """Forget the blocks of a failed transfer."""
@@ -307,14 +314,15 @@ class OffloadManager:
             keys, slots = self._held.end_read(keys, slots)
         self._let_go(keys, slots)
 
-    def _let_go(self, keys: Keys, slots: Slots) -> Keys:
+    def _let_go(self, keys: Keys, slots: Slots) -> tuple[Keys, Slots]:
         """Nothing uses these slots any more: free those whose keys were forgotten meanwhile.
 
         Returns:
-            The other keys, tail first.
+            The other keys, and their slots.
         """
         forgotten = self._held.take_forgotten(slots)
         if not forgotten:
-            return keys[::-1]
+            return keys, slots
         self._slots.free(forgotten)
-        return [key for key, slot in zip(keys, slots) if slot not in forgotten][::-1]
+        kept = [(key, slot) for key, slot in zip(keys, slots) if slot not in forgotten]
+        return [key for key, _ in kept], [slot for _, slot in kept]

@@ -9,7 +9,7 @@ from typing import Any
 PLACES = {
     "statistics": ("_report", "flush"),
     "plan": ("_manager", "make_plan"),
-    "cached": ("", "on_cached"),
+    "cached": ("", "_computed"),
 }
 
 

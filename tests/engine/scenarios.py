@@ -329,7 +329,7 @@ def _pinned(stage: Stage) -> int:
     if stage.tier is None:
         return 0
     manager = stage.tier._manager
-    return len(manager._unready) + len(manager._held._read)
+    return len(manager._stores.under_way) + len(manager._held._read)
 
 
 def flaky_connector(stage: Stage) -> dict[str, Any]:

@@ -55,7 +55,8 @@ def nothing_held(mini: Mini) -> None:
     assert not any(block.ref_cnt for block in queued), "a block in use is in the free queue"
     manager = mini.manager
     assert manager.num_used == len(manager._slot_of), "CPU slots were lost"
-    assert not manager._unready and not any(vars(manager._held).values()), "CPU slots are held"
+    assert not manager.busy, "CPU slots are being written"
+    assert not any(vars(manager._held).values()), "CPU slots are held"
     loads = mini.tier._loads
     assert not loads._parked and not loads.arriving and not loads.readers
     assert not loads._held and not loads._at_risk, "blocks are held for a step that is over"
@@ -63,7 +64,7 @@ def nothing_held(mini: Mini) -> None:
     assert not len(mini.tier._lookups), "lookups of requests that are gone"
     assert not mini.view._prefills, "prompts of requests that are gone"
     assert not mini.tier._recency._used
-    assert not mini.tier._cached and not manager._pending, "stores of a step that is over"
+    assert not mini.tier.cached and not manager._pending, "stores of a step that is over"
     names = [thread.name for thread in threading.enumerate() if "kvoffload" in thread.name]
     assert not names, "threads of ours"
 
@@ -744,8 +745,8 @@ def tier_raises() -> Facts:
     """The tier raises in the middle of a step, and vLLM's objects are again as they were."""
     served = 0
     for seed, (load_mode, part, method, nth) in enumerate((
-        ("inline", "", "on_cached", 12),
-        ("parked", "", "on_new_blocks", 30),
+        ("inline", "", "_computed", 12),
+        ("parked", "", "_look_at_handed_out", 30),
         ("parked", "_loads", "after_schedule", 25),
         ("auto", "_manager", "make_plan", 20),
     )):  # fmt: skip

@@ -405,7 +405,7 @@ def test_a_plan_goes_through_pickle_unchanged() -> None:
 def test_the_eviction_policy_can_be_replaced() -> None:
     class Newest(LRUPolicy):
         def evict(self, count: int) -> Sequence[Any]:
-            newest = list(self._batch_of)[-count:]
+            newest = next(reversed(self._batches.values())).slots[-count:]
             self.remove(newest)
             return newest
 
@@ -417,13 +417,13 @@ def test_the_eviction_policy_can_be_replaced() -> None:
 
 def test_a_policy_sees_misses_inserts_hits_pins_and_what_is_forgotten_in_the_order_of_use() -> None:
     class Told:
-        def __init__(self) -> None:
-            self.lru = LRUPolicy()
+        def __init__(self, key_of: Sequence[Any]) -> None:
+            self.key_of = key_of
 
         def __getattr__(self, name: str) -> Callable[[Iterable[Any]], None]:
-            def tell(keys: Iterable[Any]) -> None:
+            def tell(what: Iterable[Any]) -> None:
+                keys = what if name == "miss" else [self.key_of[slot] for slot in what]
                 told.append((name, "".join(keys)))
-                getattr(self.lru, name)(told[-1][1])
 
             return tell
 
@@ -530,8 +530,8 @@ def test_an_operation_costs_the_same_at_a_thousand_and_at_a_million_slots(
     small = filled(1000)
     costs: Sequence[int] = [bytecodes(lambda t=t: mixed_work(t)) for t in (small, million)]
     # The slot pool has one bin for each bit of its capacity: ten more at a million.
-    assert costs[0] > 1000
-    assert costs[0] <= costs[1] + 200
+    # What is left of a batch is gathered now and then, more often where all of it is used.
+    assert 1000 < costs[0] <= 2 * costs[1]
     assert costs[1] <= costs[0] + 200
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvoffload_patch.config import Settings
@@ -126,6 +126,7 @@ class Admission:
         cache: lookups that need not be repeated.
         hits: counts what is found.
         recency: keeps what is hit on the GPU recent.
+        blocks_taken: called when a load has taken GPU blocks, which other lookups may rest on.
         settings: of the process.
     """
 
@@ -138,6 +139,7 @@ class Admission:
         cache: LookupCache,
         hits: HitCounts,
         recency: Recency,
+        blocks_taken: Callable[[], None],
         settings: Settings,
     ) -> None:
         self._view = view
@@ -145,6 +147,7 @@ class Admission:
         self._cache = cache
         self._hits = hits
         self._recency = recency
+        self._blocks_taken = blocks_taken
         self._settings = settings
         self._load_ms_per_block = ranks.load_ms_per_block
         mode = settings.load_mode
@@ -199,11 +202,13 @@ class Admission:
             self._cache.forget(request.request_id)
             if not self._inline(request, result, budget, stall):
                 self._loads.park(request, result, budget.needed)
+                self._blocks_taken()
                 budget.reserve(budget.needed)
                 stall.add_parked(len(result.tier_hits))
                 return True
             stall.add_inline(len(result.tier_hits))
             result = self._loads.load_inline(request, result)
+            self._blocks_taken()
         else:
             self._loads.protect(result.gpu_blocks)
         if budget.tokens > 0:

@@ -70,32 +70,55 @@ class Breaker:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a scheduler that has a CPU tier attached cannot be copied or pickled")
 
-    # Outer hooks
+    # Outer hooks. Those of each step call the tier themselves: a call of `_call` costs as much.
 
     def begin_schedule(self) -> bool:
-        """Before `schedule`; `schedule_returned` and `end_schedule` follow if it returns true."""
-        self._call("before_schedule", self.tier.before_schedule)
-        self._settle()
+        """Before `schedule`; `end_schedule` or `schedule_raised` follows if it returns true."""
         if self.detached:
             return False
+        if self._failure is None:
+            try:
+                self.tier.before_schedule()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+                self.failed("before_schedule", error)
+        if self._failure is not None:
+            self._settle()
+            if self.detached:
+                return False
         self._depth += 1
         return True
 
-    def schedule_returned(self) -> None:
-        """`schedule` has returned or raised."""
+    def schedule_raised(self) -> None:
+        """`schedule` has raised: no step computes what it cached."""
         self._depth -= 1
         self._view.uncap_admissions()
+        self.tier.cached.clear()
 
     def end_schedule(self, output: Any) -> None:
         """After `schedule`, before its output goes to the ranks."""
-        self._call("after_schedule", self.tier.after_schedule, output)
+        self._depth -= 1
+        self._view.uncap_admissions()
+        if self.detached:
+            return
+        if self._failure is None:
+            try:
+                self.tier.after_schedule(output)
+                return
+            except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+                self.failed("after_schedule", error)
         self._settle(output)
 
     def begin_update(self, scheduled: Any, output: Any) -> None:
         """Before `update_from_output`; `end_update` is to follow."""
-        self._call("on_output", self.tier.on_output, scheduled, output)
-        self._count_failed_copies()
-        self._settle()
+        if self._failure is None and not self.detached:
+            try:
+                self.tier.on_output(scheduled, output)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+                self.failed("on_output", error)
+        if self._manager.stats.failed_copies != self._failed_copies:
+            self._count_failed_copies()
+        if self._failure is not None:
+            self._settle()
         self._depth += 1
 
     def end_update(self) -> None:
@@ -115,7 +138,7 @@ class Breaker:
         self._call("reset", self.tier.reset)
         self._settle()
 
-    # Inner hooks; those of blocks call the tier themselves, for their speed
+    # Inner hooks; those of blocks only note what the tier is to look at
 
     def on_invalid(self, gpu_block_ids: Any) -> None:
         """Before vLLM handles blocks that a connector did not fill."""
@@ -123,7 +146,10 @@ class Breaker:
 
     def on_received(self, cache: Callable[[], Any]) -> Any:
         """Have vLLM cache what a connector has received."""
-        return cache() if self._failure is not None else self.tier.on_received(cache)
+        before = len(self.tier.cached)
+        result = cache()
+        self._call("on_received", self.tier.on_received, before)
+        return result
 
     def is_parked(self, request: Any) -> bool:
         """Whether a request waits for a load of the tier, which may have failed by now."""
@@ -172,8 +198,6 @@ class Breaker:
 
     def _count_failed_copies(self) -> None:
         new = self._manager.stats.failed_copies - self._failed_copies
-        if not new:
-            return
         self._failed_copies += new
         now = time.monotonic()
         failed_at = self._failed_at

@@ -16,7 +16,7 @@ from typing import Any
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 
-_Cached = tuple[str, Sequence[Any]]  # request, blocks
+_Cached = tuple[Any, Sequence[Any]]  # request, blocks
 
 # Who else counts the tokens of a step, or takes KV from it.
 _OTHERS = ("connector", "aux_output_connector", "ec_connector", "enable_return_routed_experts")
@@ -62,7 +62,7 @@ class FullPromptHits:
                 continue
             if not (alone or new.req_id in readers):
                 continue
-            blocks_of = blocks_of or dict(cached)
+            blocks_of = blocks_of or {request.request_id: found for request, found in cached}
             blocks = blocks_of.get(new.req_id)
             if blocks and self._manager.lookup(blocks[-1].block_hash):
                 self._load(new, output, blocks[-1].block_id, blocks[-1].block_hash)

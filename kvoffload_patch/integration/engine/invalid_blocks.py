@@ -35,10 +35,10 @@ class InvalidBlocks:
         self._in_flight: deque[tuple[Any, tuple[_Cached, ...]]] = deque()
         self.untrusted: dict[int, Hashable] = {}
 
-    def step_scheduled(self, output: Any, cached: Iterable[tuple[str, Sequence[Any]]]) -> None:
+    def step_scheduled(self, output: Any, cached: Iterable[tuple[Any, Sequence[Any]]]) -> None:
         """A step is scheduled, and these blocks were cached for it."""
         if self._view.scheduler.connector is not None:
-            blocks = [(name, block) for name, blocks in cached for block in blocks]
+            blocks = [(one.request_id, block) for one, blocks in cached for block in blocks]
             keyed = [(name, block.block_id, block.block_hash) for name, block in blocks]
             self._in_flight.append((output, tuple(keyed)))
 

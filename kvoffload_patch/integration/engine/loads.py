@@ -90,6 +90,11 @@ class LoadBook:
         return bool(self._under_way)
 
     @property
+    def pending(self) -> bool:
+        """Whether parked loads are not done yet, or their requests are not put back yet."""
+        return bool(self._under_way or self._published)
+
+    @property
     def num_parked(self) -> int:
         """Requests that wait for a load."""
         return len(self._parked)
@@ -119,7 +124,7 @@ class LoadBook:
         self._held.extend(found.gpu_blocks)
         ticket, blocks = self._begin(found)
         self._held.extend(blocks)
-        self._publish(found.tier_hits, blocks)
+        self._view.publish(found.tier_hits, blocks)
         self._manager.expose_load(ticket)
         self.readers.append(request.request_id)
         return found.loaded(blocks)
@@ -160,8 +165,6 @@ class LoadBook:
         Returns:
             Requests put back, with what they hit.
         """
-        if not (self._under_way or self._published):
-            return []
         due, self._published = self._published, []
         while self._under_way and self._manager.load_done(self._under_way[0].ticket):
             load = self._under_way.popleft()
@@ -217,11 +220,6 @@ class LoadBook:
         keys = [hit.block_hash for hit in found.tier_hits]
         return self._manager.begin_load(keys, gpu_block_ids), blocks
 
-    def _publish(self, hits: Sequence[TierHit], blocks: Sequence[Any]) -> None:
-        publish = self._view.publish
-        for hit, block in zip(hits, blocks):
-            publish(hit.block_hash, block, hit.end)
-
     def _end(self, load: _ParkedLoad) -> None:
         """A parked load is done, or has failed."""
         for hit in load.hits:
@@ -235,7 +233,7 @@ class LoadBook:
                 if parked.request is not None:
                     self._not_hit(parked.request.request_id)
             return
-        self._publish(load.hits, load.blocks)
+        self._view.publish(load.hits, load.blocks)
         # Each rank's forward pass waits for its own copy of this load.
         self._manager.expose_load(load.ticket)
 

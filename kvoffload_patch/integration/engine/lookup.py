@@ -15,7 +15,7 @@ class TierHit:
     Attributes:
         block_hash: its key.
         place: where the tier has it, as `OffloadManager.lookup` says.
-        end: tokens of the prefix that ends with it.
+        end: tokens of the prefix that ends with it, once the lookup is over.
     """
 
     __slots__ = ("block_hash", "end", "place")
@@ -27,7 +27,7 @@ class TierHit:
     def __init__(self, key: Hashable, place: str) -> None:
         self.block_hash = key
         self.place = place
-        self.end = 0
+        self.end: int
 
 
 class LookupResult:
@@ -104,7 +104,7 @@ class StandInPool:
         self._key = view.key
         self._result = LookupResult(0)
         self._hits_left = 0
-        self._on_gpu = view.pool.get_cached_block
+        self._on_gpu = view.gpu_lookup()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -113,7 +113,7 @@ class StandInPool:
         """Find the longest prefix of a request, with ``max_tier_hits`` blocks to load at most."""
         result = self._result = LookupResult(int(request.num_tokens))
         self._hits_left = max_tier_hits
-        self._on_gpu = self._real.get_cached_block
+        self._on_gpu = self._view.gpu_lookup()
         groups, tokens = self._view.longest_hit(request, self)
         result.tokens = result.gpu_tokens = tokens
         for blocks, block_size in zip(groups, self._view.block_sizes):
@@ -129,36 +129,33 @@ class StandInPool:
         self, block_hash: Hashable, kv_cache_group_ids: list[int]
     ) -> list[Any] | None:
         """As vLLM's: one block for each group, or None if any group lacks it."""
-        # Most blocks are on the GPU, or nowhere: a lookup has hundreds, in the way of the step.
-        blocks: list[Any] | None = self._on_gpu(block_hash, kv_cache_group_ids)
-        if blocks:
-            return blocks
-        if len(kv_cache_group_ids) == 1:
-            block = self._beyond_gpu(block_hash, kv_cache_group_ids[0])
-            return None if block is None else [block]
+        # In the way of the step, hundreds of times in a lookup: what is usual is written out here.
         blocks = []
         for group_id in kv_cache_group_ids:
-            cached = self._on_gpu(block_hash, [group_id])
-            block = cached[0] if cached else self._beyond_gpu(block_hash, group_id)
+            key = self._key(block_hash, group_id)
+            block = self._on_gpu(key)
             if block is None:
-                return None
+                place = None if key in self._arriving else self._place_of(key)
+                if place is None or self._hits_left <= 0:
+                    block = self._otherwise(key, place)
+                    if block is None:
+                        return None
+                else:
+                    self._hits_left -= 1
+                    block = TierHit(key, place)
             blocks.append(block)
         return blocks
 
-    def _beyond_gpu(self, block_hash: Hashable, group_id: int) -> Any:
-        key = self._key(block_hash, group_id)
+    def _otherwise(self, key: Hashable, place: str | None) -> Any:
+        """The block that a load under way fills; None if there is none, or no room for a load."""
         if key in self._arriving:
             self._result.arriving.add(self._ticket_of[key])
             return self._arriving[key]
-        place = self._place_of(key)
         if place is None:
             self._result.missing.append(key)
-            return None
-        if self._hits_left <= 0:
+        else:
             self._result.cut_short = True
-            return None
-        self._hits_left -= 1
-        return TierHit(key, place)
+        return None
 
 
 def _sort_out(blocks: Sequence[Any], block_size: int, result: LookupResult) -> None:
@@ -206,6 +203,8 @@ class LookupCache:
 
     def end_step(self) -> None:
         """What is left of this step's lookups is kept, unless a block was handed out meanwhile."""
+        if not (self._new or self._reused):
+            return
         for request_id, result in self._new.items():
             if self._reused and any(b.block_id in self._reused for b in result.gpu_blocks):
                 continue
@@ -282,6 +281,8 @@ class Recency:
 
     def refresh(self) -> None:
         """Make recent what was noted since the last call."""
+        if not self._used:
+            return
         for prefix in self._used:
             self._manager.touch([key for _, key in prefix])
             for gpu_block_id, key in prefix:

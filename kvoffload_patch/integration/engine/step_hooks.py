@@ -18,15 +18,17 @@ Method = Callable[..., Any]
 
 def schedule(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`Scheduler.schedule`: loads are decided before it, the plan rides on what it returns."""
+    begin, raised, end = breaker.begin_schedule, breaker.schedule_raised, breaker.end_schedule
 
     def hook(*args: Any, **kwargs: Any) -> Any:
-        if not breaker.begin_schedule():
+        if not begin():
             return wrapped(*args, **kwargs)
         try:
             output = wrapped(*args, **kwargs)
-        finally:
-            breaker.schedule_returned()
-        breaker.end_schedule(output)
+        except BaseException:
+            raised()
+            raise
+        end(output)
         return output
 
     return hook
@@ -34,13 +36,14 @@ def schedule(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
 
 def update_from_output(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`Scheduler.update_from_output`: the reporting rank's result comes back on its output."""
+    begin, end = breaker.begin_update, breaker.end_update
 
     def hook(scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
-        breaker.begin_update(scheduler_output, model_runner_output)
+        begin(scheduler_output, model_runner_output)
         try:
             return wrapped(scheduler_output, model_runner_output, *args, **kwargs)
         finally:
-            breaker.end_update()
+            end()
 
     return hook
 
@@ -93,9 +96,12 @@ def invalid_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Metho
     return hook
 
 
+# What blocks are cached and handed out is only noted; the tier looks at all of a step's at once.
+
+
 def cache_full_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`BlockPool.cache_full_blocks`: exactly the newly full blocks, for every KV cache group."""
-    on_cached, failed = breaker.tier.on_cached, breaker.failed
+    note = breaker.tier.cached.append
 
     def hook(
         request: Any,
@@ -107,10 +113,7 @@ def cache_full_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Me
     ) -> Any:
         result = wrapped(request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs)
         if live:
-            try:
-                on_cached(request, blocks[num_cached_blocks:num_full_blocks])
-            except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
-                failed("on_cached", error)
+            note((request, blocks[num_cached_blocks:num_full_blocks]))
         return result
 
     return hook
@@ -118,7 +121,7 @@ def cache_full_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Me
 
 def cache_full_blocks_with_hashes(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`BlockPool.cache_full_blocks` up to 0.10.0, which is given the hashes as well."""
-    on_cached, failed = breaker.tier.on_cached, breaker.failed
+    note = breaker.tier.cached.append
 
     def hook(
         request: Any,
@@ -133,10 +136,7 @@ def cache_full_blocks_with_hashes(wrapped: Method, live: list[bool], breaker: Br
             request, blocks, block_hashes, num_cached_blocks, num_full_blocks, *args, **kwargs
         )
         if live:
-            try:
-                on_cached(request, blocks[num_cached_blocks:num_full_blocks])
-            except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
-                failed("on_cached", error)
+            note((request, blocks[num_cached_blocks:num_full_blocks]))
         return result
 
     return hook
@@ -144,15 +144,12 @@ def cache_full_blocks_with_hashes(wrapped: Method, live: list[bool], breaker: Br
 
 def get_new_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`BlockPool.get_new_blocks`: the one place where a GPU block is handed out."""
-    on_new_blocks, failed = breaker.tier.on_new_blocks, breaker.failed
+    note = breaker.tier.handed_out.append
 
     def hook(*args: Any, **kwargs: Any) -> Any:
         blocks = wrapped(*args, **kwargs)
         if live:
-            try:
-                on_new_blocks(blocks)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
-                failed("on_new_blocks", error)
+            note(tuple(blocks))  # the list is the caller's from now on
         return blocks
 
     return hook

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvoffload_patch.config import Settings
@@ -32,6 +32,12 @@ class SchedulerTier:
         manager: slots and tickets.
         ranks: the workers, which carry out the plans.
         settings: of the process.
+
+    Attributes:
+        cached: requests, and blocks put into the GPU prefix cache for each, not yet looked at.
+            Within `schedule` they are computed by the step to be scheduled, and between two calls
+            they have been computed.
+        handed_out: GPU blocks handed out, not yet looked at: what they held will be overwritten.
     """
 
     def __init__(
@@ -56,10 +62,12 @@ class SchedulerTier:
             self._lookups,
             self._hits,
             self._recency,
+            self._look_at_handed_out,
             settings,
         )
-        self._scheduling = False  # what is cached now is computed by the step to be scheduled
-        self._cached: list[tuple[str, Sequence[Any]]] = []  # requests, and blocks cached for each
+        self._promptly = settings.load_mode != "parked"
+        self.cached: list[tuple[Any, Sequence[Any]]] = []
+        self.handed_out: list[Sequence[Any]] = []
 
     # A step, in the order of its events
 
@@ -68,30 +76,37 @@ class SchedulerTier:
 
         The scheduler's run limit may be lower than it was, until `uncap_admissions` of the view.
         """
-        self._scheduling = True
+        if self.handed_out:
+            self._look_at_handed_out()
+        if self.cached:
+            self._queue_stores(self.cached)
+            self.cached.clear()
         self._lookups.end_step()  # nothing to do unless `schedule` has raised
         self._recency.refresh()
+        if self._loads.pending:
+            self._finish_loads()
+        if self._view.has_waiting() and not self._view.is_paused():
+            self._admission.look_up_waiting()
+
+    def _finish_loads(self) -> None:
         if self._loads.under_way and (done := self._ranks.loads_done()):
             self._manager.apply(TransferResult(((LOAD, done),)))
         for request_id, result in self._loads.finish(len(self._view.scheduler.running)):
             # Unless the tier has got more of it since.
             if not any(map(self._manager.lookup, result.missing)):
                 self._lookups.put(request_id, result)
-        if self._view.has_waiting() and not self._view.is_paused():
-            self._admission.look_up_waiting()
 
-    def on_cached(self, request: Any, blocks: Sequence[Any]) -> None:
-        """These blocks of a request were put into the GPU prefix cache."""
-        if self._scheduling:
-            self._cached.append((request.request_id, blocks))
-            return
-        for block in blocks:
-            if block.block_hash is not None and not block.is_null:
-                self._manager.queue_store(block.block_hash, block.block_id)
+    def _queue_stores(self, cached: Iterable[tuple[Any, Sequence[Any]]]) -> None:
+        """The bytes of these blocks are in place."""
+        for _, blocks in cached:
+            for block in blocks:
+                if block.block_hash is not None and not block.is_null:
+                    self._manager.queue_store(block.block_hash, block.block_id)
 
-    def on_new_blocks(self, blocks: Sequence[Any]) -> None:
-        """These GPU blocks were handed out: what they held will be overwritten."""
-        gpu_block_ids = [block.block_id for block in blocks]
+    def _look_at_handed_out(self) -> None:
+        """Before anything relies on what blocks held that were handed out, and before a plan."""
+        gpu_block_ids = [block.block_id for blocks in self.handed_out for block in blocks]
+        self.handed_out.clear()
         self._manager.note_new_blocks(gpu_block_ids)
         self._lookups.blocks_reused(gpu_block_ids)
         if self._invalid.untrusted:
@@ -99,37 +114,38 @@ class SchedulerTier:
 
     def after_schedule(self, output: Any) -> None:
         """Put the plan on the output, and give up what was held for this step only."""
-        self._scheduling = False
         self._view.note_scheduled(output)
         scheduled = output.num_scheduled_tokens
-        computed = self._computed(scheduled)
-        if self._settings.load_mode != "parked":
+        computed = self._computed(scheduled) if self.cached else {}
+        if self._promptly and output.scheduled_new_reqs:
             alone = not self._loads.under_way
-            self._full_prompts.load(output, self._cached, self._loads.readers, alone)
-        self._invalid.step_scheduled(output, self._cached)
-        self._cached.clear()
+            self._full_prompts.load(output, self.cached, self._loads.readers, alone)
+        self._invalid.step_scheduled(output, self.cached)
+        self.cached.clear()
         self._loads.after_schedule()
+        if self.handed_out:
+            self._look_at_handed_out()
         trusts = self._invalid.storable if self._invalid.untrusted else self._view.still_cached
         plan = self._manager.make_plan(trusts, computed)
         if plan is not None:
             setattr(output, PLAN, plan)
         for request_id in self._hits.admitted(scheduled):
             self._lookups.forget(request_id)
-        # One that was preempted can end by the output of a step that began before that.
-        self.on_finish(output.finished_req_ids)
+        if output.finished_req_ids:
+            # One that was preempted can end by the output of a step that began before that.
+            self.on_finish(output.finished_req_ids)
         self._lookups.end_step()
         self._report.tick()
 
     def _computed(self, scheduled: Mapping[str, int]) -> dict[Hashable, int]:
         """GPU blocks by the keys that the step computes in them, as far as that needs no check."""
         computed = dict[Hashable, int]()
-        for request_id, blocks in self._cached:
+        for request, blocks in self.cached:
             # A request preempted within this very schedule() never computes its blocks.
-            if request_id in scheduled:
+            if request.request_id in scheduled:
                 for block in blocks:
-                    if not block.is_null:
-                        computed[block.block_hash] = block.block_id
-        computed.pop(None, None)
+                    computed[block.block_hash] = block.block_id
+        computed.pop(None, None)  # of the null block, or of one that has left the cache since
         if self._invalid.untrusted:
             for key, gpu_block_id in computed.items():
                 self._manager.queue_store(key, gpu_block_id)
@@ -156,8 +172,10 @@ class SchedulerTier:
 
     def on_result(self, result: TransferResult) -> None:
         """The reporting rank says what is done; one that comes late or twice says nothing new."""
-        self._lookups.keys_stored(self._manager.apply(result))
-        if result.failed_on(LOAD):
+        readable = self._manager.apply(result)
+        if readable:
+            self._lookups.keys_stored(readable)
+        if result.failed and result.failed_on(LOAD):
             self._lookups.clear()  # some lookups rest on what has left the tier
 
     # Events beside the step
@@ -167,16 +185,17 @@ class SchedulerTier:
         self._invalid.discard(gpu_block_ids)
         self._lookups.clear()  # some rest on what has left the tier
 
-    def on_received(self, cache: Callable[[], Any]) -> Any:
-        """A connector's load has arrived, and vLLM is to cache its blocks.
+    def on_received(self, before: int) -> None:
+        """A connector's load has arrived, and vLLM has cached its blocks.
 
         Their bytes are in place, so they are stored even if this step does not admit their request.
+
+        Args:
+            before: length of `cached` before that.
         """
-        scheduling, self._scheduling = self._scheduling, False
-        try:
-            return cache()
-        finally:
-            self._scheduling = scheduling
+        received = self.cached[before:]
+        del self.cached[before:]
+        self._queue_stores(received)
 
     def on_finish(self, request_ids: Iterable[str] | None) -> None:
         """These requests (None: all) are about to be finished from outside."""
@@ -201,6 +220,7 @@ class SchedulerTier:
         self._hits.clear()
         self._recency.clear()
         self._invalid.clear()
+        self.cached.clear()
 
     def take_unsent(self, output: Any = None) -> TransferPlan | None:
         """The loads that no rank knows of yet, as a plan without stores; None if there are none.

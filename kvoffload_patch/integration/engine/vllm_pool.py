@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-Publish = Callable[[Hashable, Any, int], None]
-
 
 class PoolAdapter:
     """One vLLM block pool.
@@ -23,10 +21,6 @@ class PoolAdapter:
 
     It counts the references that it takes and gives back, so that `free_all` knows what is left
     whatever has become of those who held them.
-
-    Attributes:
-        publish: put a block into the prefix cache: (key, block, tokens of the prefix that ends
-            with it).
     """
 
     def __init__(self, pool: Any) -> None:
@@ -38,7 +32,6 @@ class PoolAdapter:
         # References taken and given back, by GPU block id.
         self._taken: Counter[int] = Counter()
         self._freed: Counter[int] = Counter()
-        self.publish = self._publisher()
 
     def hold(self, blocks: Sequence[Any]) -> None:
         """Reference cached GPU blocks."""
@@ -50,6 +43,17 @@ class PoolAdapter:
         blocks = list(self._pool.get_new_blocks(count))
         self._taken.update([block.block_id for block in blocks])
         return blocks
+
+    def publish(self, hits: Iterable[Any], blocks: Sequence[Any]) -> None:
+        """Put fresh blocks into the prefix cache.
+
+        Args:
+            hits: with the key of each, and the tokens of the prefix that ends with it.
+            blocks: which hold them, or will when they are read.
+        """
+        publish = self._publisher()
+        for hit, block in zip(hits, blocks):
+            publish(hit.block_hash, block, hit.end)
 
     def free(self, blocks: Iterable[Any]) -> None:
         """Give references up; the blocks given first are evicted first.
@@ -81,21 +85,41 @@ class PoolAdapter:
     def _touch_one_group(self, blocks: Sequence[Any]) -> None:
         self._pool.touch((blocks,))
 
-    def _publisher(self) -> Publish:
-        if hasattr(self._pool, "_insert_block_hash"):
-            return self._insert_hash
+    def lookup(self) -> Callable[[Hashable], Any]:
+        """What finds the GPU block of a key, or None; until the next reset of the prefix cache."""
+        cached = self._pool.cached_block_hash_to_block
+        found: Callable[[Hashable], Any] | None = getattr(cached, "get_one_block", None)
+        if found is not None:
+            return found
+
+        def first(key: Hashable) -> Any:
+            blocks = cached.get(key)
+            return next(iter(blocks.values())) if blocks else None
+
+        return first
+
+    def _publisher(self) -> Callable[[Hashable, Any, int], None]:
         # Asked for each time: a reset puts another object in its place.
-        mapped = hasattr(self._pool.cached_block_hash_to_block, "insert")
-        return self._insert_into_map if mapped else self._insert_into_dict
+        cached = self._pool.cached_block_hash_to_block
+        if not hasattr(cached, "insert"):
+            return self._insert_into_dict
+        insert: Callable[[Hashable, Any], None] = cached.insert
+        if not hasattr(self._pool, "_insert_block_hash"):
 
-    def _insert_hash(self, key: Hashable, block: Any, num_tokens: int) -> None:
-        self._pool._insert_block_hash(key, block, num_tokens=num_tokens)
+            def name_and_insert(key: Hashable, block: Any, num_tokens: int) -> None:
+                block.block_hash = key
+                insert(key, block)
 
-    def _insert_into_map(self, key: Hashable, block: Any, _: int) -> None:
-        block.block_hash = key
-        self._pool.cached_block_hash_to_block.insert(key, block)
+            return name_and_insert
 
-    def _insert_into_dict(self, key: Hashable, block: Any, _: int) -> None:
+        # For a block without any key, as fresh ones are, this is what `_insert_block_hash` does.
+        def set_and_insert(key: Hashable, block: Any, num_tokens: int) -> None:
+            block.set_block_hash(key, num_tokens)
+            insert(key, block)
+
+        return set_and_insert
+
+    def _insert_into_dict(self, key: Hashable, block: Any, num_tokens: int) -> None:
         block.block_hash = key
         self._pool.cached_block_hash_to_block[key][block.block_id] = block
 

@@ -39,7 +39,7 @@ class SchedulerView:
         self.key = key_maker()
         self._adapter = adapter = PoolAdapter(self.pool)
         self.hold, self.take_blocks, self.release = adapter.hold, adapter.take, adapter.free
-        self.publish = adapter.publish
+        self.publish, self.gpu_lookup = adapter.publish, adapter.lookup
         self.block_sizes = tuple(int(m.block_size) for m in managers)
         self._span_tokens = tuple(self._tokens_held(m.kv_cache_spec) for m in managers)
         self._parked_status = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -55,7 +55,7 @@ class SchedulerView:
         self._parked: dict[str, tuple[Any, Any]] = {}  # (request, status to restore) by name
         self._uncapped_limit: int | None = None  # while admissions are capped
         queues = ("kv_holding_waiting", "skipped_waiting", "waiting")
-        self._queue_names = [name for name in queues if hasattr(scheduler, name)]
+        self._queues = [getattr(scheduler, name) for name in queues if hasattr(scheduler, name)]
         self.splits_prompts = bool(scheduler.scheduler_config.enable_chunked_prefill)
         # Tokens that a decode step gives to a request, at most, and blocks over all groups.
         self.decode_tokens = 1 + int(getattr(scheduler, "num_spec_tokens", 0))
@@ -74,7 +74,7 @@ class SchedulerView:
 
     def has_waiting(self) -> bool:
         """Whether anything waits."""
-        return any(len(queue) for queue in self._queues())
+        return any(map(len, self._queues))
 
     def is_paused(self) -> bool:
         """Whether new requests are kept waiting, whatever room there is."""
@@ -83,14 +83,11 @@ class SchedulerView:
 
     def waiting(self) -> Iterator[Any]:
         """Waiting requests in the order in which `schedule` looks at them; lazy."""
-        for queue in self._queues():
+        for queue in self._queues:
             heap = getattr(queue, "_heap", None)
             for item in queue if heap is None else _heap_order(heap):
                 # Up to 0.11 the heap holds (priority, time of arrival, request).
                 yield item[-1] if isinstance(item, tuple) else item
-
-    def _queues(self) -> list[Any]:
-        return [getattr(self.scheduler, name) for name in self._queue_names]
 
     def needs_lookup(self, request: Any) -> bool:
         """Whether `schedule` would look its prefix up: it waits for nothing but its turn."""
@@ -187,7 +184,7 @@ class SchedulerView:
             self._prefills[new.req_id] = requests[new.req_id]
         for request_id in _resumed(output.scheduled_cached_reqs):
             self._prefills[request_id] = requests[request_id]
-        for request_id, request in list(self._prefills.items()):
+        for request_id, request in list(self._prefills.items()) if self._prefills else ():
             # To be asked now: the step's token makes a finished prompt one token longer.
             done = request.num_computed_tokens >= request.num_tokens
             if done or request.status != self._running_status:
@@ -216,7 +213,7 @@ class SchedulerView:
         if threshold <= 0:
             return int(scheduler.max_num_scheduled_tokens)
         if getattr(scheduler, "adaptive_long_prefill_threshold", False):
-            requests = len(scheduler.running) + sum(map(len, self._queues()))
+            requests = len(scheduler.running) + sum(map(len, self._queues))
             share = scheduler.max_num_scheduled_tokens // max(1, requests)
             threshold = max(threshold, share)
         return int(min(threshold, scheduler.max_num_scheduled_tokens))

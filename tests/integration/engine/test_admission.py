@@ -187,7 +187,7 @@ def test_a_session_that_goes_on_is_admitted_past_the_cap() -> None:
     mini.step()
     request = mini.scheduler.running.pop()
     request.status = RequestStatus.WAITING  # it holds its blocks, as one does that has new input
-    mini.view._queues()[0].add_request(request)
+    mini.view._queues[0].add_request(request)
     hit, behind = mini.add(prompt(6, seed=1)), mini.add(prompt(1, seed=4))
     mini.step()
     assert names(mini.scheduler.running) == [running, session]

@@ -21,7 +21,7 @@ from kvoffload_patch.integration.protocol import PLAN, TIER
 # What the hooks call of the tier, and what the tier calls of its parts: (attribute of the tier or
 # "", method), by names that a test of their own compares with the objects.
 CALLED = [
-    ("", "before_schedule"), ("", "on_cached"), ("", "on_new_blocks"), ("", "after_schedule"),
+    ("", "before_schedule"), ("", "_look_at_handed_out"), ("", "_computed"), ("", "after_schedule"),
     ("", "on_output"), ("", "on_finish"), ("", "reset"),
     ("_report", "tick"), ("_hits", "admitted"), ("_hits", "note"), ("_recency", "refresh"),
     ("_recency", "note"), ("_lookups", "end_step"), ("_lookups", "blocks_reused"),
@@ -67,10 +67,19 @@ def inject(mini: Mini, part: str, method: str, nth: int, after: bool) -> list[in
         for name, value in list(getattr(holder, "__dict__", {}).items()):
             if callable(value) and value == as_made and holder is not owner:
                 setattr(holder, name, call)
-    if not part and method in ("on_cached", "on_new_blocks"):
-        mini.hooks.remove()
-        mini.hooks.install(mini.breaker)
     return raised
+
+
+def fail_within(mini: Mini) -> None:
+    """An inner hook fails when vLLM hands out a block, in the middle of `schedule`."""
+    hook = mini.pool.get_new_blocks
+
+    def get_new_blocks(count: int) -> Any:
+        mini.pool.get_new_blocks = hook
+        mini.breaker.failed("within", LookupError("it is made to fail"))
+        return hook(count)
+
+    mini.pool.get_new_blocks = get_new_blocks
 
 
 def as_vllm_made_it(mini: Mini) -> None:
@@ -122,12 +131,14 @@ def begin_inline_load(mini: Mini) -> str:
     return mini.add([*prompt, *range(BLOCK + 1)], count=3)
 
 
-@pytest.mark.parametrize("method", ["on_cached", "on_new_blocks", "after_schedule"])
+@pytest.mark.parametrize("method", ["_computed", "_look_at_handed_out", "after_schedule"])
 def test_bytes_promised_within_the_step_arrive_before_it_runs(method: str) -> None:
     """The blocks are in the prefix cache, and a request has been given them, without any bytes."""
     mini = Mini(load_mode="inline")
     begin_inline_load(mini)
-    raised = inject(mini, "", method, 2 if method == "on_new_blocks" else 1, after=False)
+    mini.tier._look_at_handed_out()  # of what came before; the next is within `before_schedule`
+    nth = 2 if method == "_look_at_handed_out" else 1
+    raised = inject(mini, "", method, nth, after=False)
     scheduled = mini.begin_step()
     assert raised and not hasattr(scheduled, PLAN)
     (new,) = scheduled.scheduled_new_reqs
@@ -157,13 +168,13 @@ def test_a_promise_that_cannot_be_kept_ends_the_engine(
 ) -> None:
     mini = Mini(load_mode="inline", fails=lambda d, ticket: d == "load" and why == "the load fails")
     begin_inline_load(mini)
-    inject(mini, "", "on_cached", 1, after=False)
+    inject(mini, "", "_computed", 1, after=False)
     if why == "a rank does not answer":
         monkeypatch.setattr(mini.ranks, "finish", lambda plan: 1 / 0)
     if why == "no plan":
         monkeypatch.setattr(mini.manager, "make_plan", lambda *_: 1 / 0)
     with pytest.raises(
-        PromiseBroken, match="on_cached: LookupError: on_cached is made to fail"
+        PromiseBroken, match="after_schedule: LookupError: _computed is made to fail"
     ) as e:
         mini.begin_step()
     assert "restart the server" in str(e.value) and errors == []
@@ -216,7 +227,7 @@ def test_a_failure_within_vllm_waits_until_its_queues_are_at_rest() -> None:
     parked = begin_inline_load(mini)
     mini.begin_step()
     mini.end_step()
-    inject(mini, "", "on_new_blocks", 1, after=False)
+    fail_within(mini)
     seen = []
     as_made = mini.scheduler._update_after_schedule
 
@@ -299,7 +310,7 @@ def test_an_abort_by_vllm_itself_while_it_takes_an_output_in() -> None:
     request = mini.scheduler.requests[first]
     mini.abort(first)
     assert request.status.name == "FINISHED_ABORTED" and first not in mini.scheduler.requests
-    assert not any(request in iter(queue) for queue in mini.view._queues())
+    assert not any(request in iter(queue) for queue in mini.view._queues)
     assert not mini.breaker.detached and statuses(mini)[second] == "WAITING_FOR_REMOTE_KVS"
     mini.breaker.end_update()
     mini.end_step()

@@ -53,7 +53,8 @@ def changed(step: Any, scheduler: Any, manager: OffloadManager, alone: bool = Tr
     """Whether a step is changed; if so, it is as it must be."""
     readers: list[str] = []
     before = vars(step).copy()
-    cached = [("b", [block(8, "x")]), ("a", [block(7, "y"), block(9, KEY)])]
+    b, a = SimpleNamespace(request_id="b"), SimpleNamespace(request_id="a")
+    cached = [(b, [block(8, "x")]), (a, [block(7, "y"), block(9, KEY)])]
     FullPromptHits(scheduler, manager).load(step, cached, readers, alone)
     plan = manager.make_plan(lambda *_: True)
     if plan is None:
@@ -111,13 +112,17 @@ def test_beside_other_loads_only_who_waits_for_one_anyway(
     manager: OffloadManager,
 ) -> None:
     assert not changed(output(), view(), manager, alone=False)
-    FullPromptHits(view(), manager).load(output(), [("a", [block(9, KEY)])], ["a"], alone=False)
+    FullPromptHits(view(), manager).load(
+        output(), [(SimpleNamespace(request_id="a"), [block(9, KEY)])], ["a"], alone=False
+    )
     assert manager.make_plan(lambda *_: True) is not None
 
 
 def test_older_requests_do_not_count_tokens_in_flight(manager: OffloadManager) -> None:
     shown, step = view(), output()
     shown.scheduler.requests["a"] = SimpleNamespace(num_tokens=64)
-    FullPromptHits(shown, manager).load(step, [("a", [block(9, KEY)])], [], alone=True)
+    FullPromptHits(shown, manager).load(
+        step, [(SimpleNamespace(request_id="a"), [block(9, KEY)])], [], alone=True
+    )
     assert vars(shown.scheduler.requests["a"]) == {"num_tokens": 64}
     assert step.num_scheduled_tokens["a"] == 1

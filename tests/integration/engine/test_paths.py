@@ -85,7 +85,7 @@ def test_one_load_passes_through_few_files(load_mode: str) -> None:
 
 def test_one_store_passes_through_few_files() -> None:
     mini, files = Mini(load_mode="parked"), set[str]()
-    watched(mini.tier, "on_cached", files)
+    watched(mini.tier, "after_schedule", files)
     watched(mini.manager, "queue_store", files)
     watched(mini.manager, "make_plan", files)
     watched(mini.tier, "on_output", files)

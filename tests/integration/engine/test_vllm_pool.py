@@ -28,6 +28,10 @@ class Block:
         assert self._hash is None
         self._hash = key
 
+    def set_block_hash(self, key: Any, num_tokens: int | None = None) -> None:
+        """As vLLM's from 0.24 on."""
+        self.block_hash, self.num_tokens = key, num_tokens
+
 
 class HashMap:
     """The map of 0.11 to 0.23."""
@@ -38,6 +42,10 @@ class HashMap:
     def insert(self, key: Any, block: Block) -> None:
         """As vLLM's."""
         self.entries.append((key, block.block_id))
+
+    def get_one_block(self, key: Any) -> int | None:
+        """As vLLM's, but for what stands for a block."""
+        return dict(self.entries).get(key)
 
 
 class Pool:
@@ -91,16 +99,15 @@ class PoolOfMap(PoolOfDicts):
 
 
 class PoolOfMethod(PoolOfMap):
-    """From 0.24 on: a method, which also sets the block's hash; `touch` is flat."""
+    """From 0.24 on: a method, and blocks are told the length of their prefix; `touch` is flat."""
 
     touch = Pool.touch
 
     def _insert_block_hash(self, key: Any, block: Block, num_tokens: int) -> None:
-        block.block_hash = key
-        self.cached_block_hash_to_block.insert(key, block)
-        self.num_tokens = num_tokens
+        """Where it is, `set_block_hash` is."""
 
 
+HIT = SimpleNamespace(block_hash="key", end=48)
 POOLS = [PoolOfDicts, PoolOfMap, PoolOfMethod]
 
 
@@ -108,7 +115,8 @@ POOLS = [PoolOfDicts, PoolOfMap, PoolOfMethod]
 def test_a_published_block_is_cached_under_its_key(kind: type[Any]) -> None:
     pool = kind()
     block = Block(7)
-    PoolAdapter(pool).publish("key", block, 48)
+    adapter = PoolAdapter(pool)
+    adapter.publish([HIT], [block])
     assert block.block_hash == "key"
     assert pool.cached() == [("key", 7)]
 
@@ -118,14 +126,23 @@ def test_after_a_reset_it_is_the_new_cache_that_is_written_to(kind: type[Any]) -
     pool = kind()
     adapter = PoolAdapter(pool)
     pool.reset()
-    adapter.publish("key", Block(7), 48)
+    adapter.publish([HIT], [Block(7)])
     assert pool.cached() == [("key", 7)]
 
 
+@pytest.mark.parametrize("kind", POOLS)
+def test_a_lookup_finds_what_the_gpu_has_under_a_key(kind: type[Any]) -> None:
+    pool = kind()
+    adapter = PoolAdapter(pool)
+    adapter.publish([HIT], [Block(7)])
+    find = adapter.lookup()
+    assert getattr(find("key"), "block_id", find("key")) == 7 and find("other") is None
+
+
 def test_the_newest_is_told_the_length_of_the_prefix() -> None:
-    pool = PoolOfMethod()
-    PoolAdapter(pool).publish("key", Block(7), 48)
-    assert pool.num_tokens == 48
+    block = Block(7)
+    PoolAdapter(PoolOfMethod()).publish([HIT], [block])
+    assert block.num_tokens == 48
 
 
 @pytest.mark.parametrize("kind", POOLS)
