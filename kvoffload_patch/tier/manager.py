@@ -169,7 +169,8 @@ class OffloadManager:
         loads, self._new_loads = tuple(self._new_loads), []
         promised, self._promised = tuple(self._promised), []
         for link in self._links.values():
-            link.planned()
+            if link.wait or link.failed:
+                link.planned()
         return TransferPlan(loads, store, waits, done, promised)
 
     def apply(self, result: TransferResult) -> list[Hashable]:

@@ -62,8 +62,8 @@ def nothing_held(mini: Mini) -> None:
     assert not loads._held and not loads._at_risk, "blocks are held for a step that is over"
     assert not len(mini.tier._hits), "hits of requests that are gone"
     assert not len(mini.tier._lookups), "lookups of requests that are gone"
-    assert not mini.view._prefills, "prompts of requests that are gone"
-    assert not mini.tier._recency._used
+    assert not mini.view.prefills, "prompts of requests that are gone"
+    assert not mini.tier._recency.used
     assert not mini.tier.cached and not manager._pending, "stores of a step that is over"
     names = [thread.name for thread in threading.enumerate() if "kvoffload" in thread.name]
     assert not names, "threads of ours"

@@ -92,7 +92,7 @@ class Breaker:
         """`schedule` has raised: no step computes what it cached."""
         self._depth -= 1
         self._view.uncap_admissions()
-        self.tier.cached.clear()
+        self.tier.schedule_raised()
 
     def end_schedule(self, output: Any) -> None:
         """After `schedule`, before its output goes to the ranks."""

@@ -266,31 +266,32 @@ class Recency:
     Args:
         view: the scheduler.
         manager: of the tier.
+
+    Attributes:
+        used: GPU blocks, and keys, of prefixes that were noted.
     """
 
     def __init__(self, view: SchedulerView, manager: OffloadManager) -> None:
         self._view = view
         self._manager = manager
-        self._used: list[list[tuple[int, Hashable]]] = []
+        self.used: list[list[tuple[int, Hashable]]] = []
 
     def note(self, blocks: Sequence[Any]) -> None:
         """A request hits these GPU blocks, in prefix order; loads under way may fill some."""
         if blocks:
             keyed = [(b.block_id, b.block_hash) for b in blocks if b.block_hash is not None]
-            self._used.append(keyed)
+            self.used.append(keyed)
 
     def refresh(self) -> None:
         """Make recent what was noted since the last call."""
-        if not self._used:
-            return
-        for prefix in self._used:
+        for prefix in self.used:
             self._manager.touch([key for _, key in prefix])
             for gpu_block_id, key in prefix:
                 # What has left the GPU cache meanwhile may have made room for another's store.
                 if not self._manager.holds(key) and self._view.still_cached(gpu_block_id, key):
                     self._manager.queue_store(key, gpu_block_id)
-        self._used.clear()
+        self.used.clear()
 
     def clear(self) -> None:
         """Forget what was noted."""
-        self._used.clear()
+        self.used.clear()

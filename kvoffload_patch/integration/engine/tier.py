@@ -66,6 +66,8 @@ class SchedulerTier:
             settings,
         )
         self._promptly = settings.load_mode != "parked"
+        self._scheduler = view.scheduler
+        self._may_admit = False  # nothing is admitted where nothing waits
         self.cached: list[tuple[Any, Sequence[Any]]] = []
         self.handed_out: list[Sequence[Any]] = []
 
@@ -81,12 +83,19 @@ class SchedulerTier:
         if self.cached:
             self._queue_stores(self.cached)
             self.cached.clear()
-        self._lookups.end_step()  # nothing to do unless `schedule` has raised
-        self._recency.refresh()
+        if self._recency.used:
+            self._recency.refresh()
+        self._may_admit = waits = self._view.has_waiting()
         if self._loads.pending:
+            self._may_admit = True
             self._finish_loads()
-        if self._view.has_waiting() and not self._view.is_paused():
+        if waits and not self._view.is_paused():
             self._admission.look_up_waiting()
+
+    def schedule_raised(self) -> None:
+        """No step computes what was cached within it."""
+        self.cached.clear()
+        self._lookups.end_step()
 
     def _finish_loads(self) -> None:
         if self._loads.under_way and (done := self._ranks.loads_done()):
@@ -114,28 +123,36 @@ class SchedulerTier:
 
     def after_schedule(self, output: Any) -> None:
         """Put the plan on the output, and give up what was held for this step only."""
-        self._view.note_scheduled(output)
-        scheduled = output.num_scheduled_tokens
-        computed = self._computed(scheduled) if self.cached else {}
-        if self._promptly and output.scheduled_new_reqs:
-            alone = not self._loads.under_way
-            self._full_prompts.load(output, self.cached, self._loads.readers, alone)
-        self._invalid.step_scheduled(output, self.cached)
+        if self._may_admit or self._view.prefills:
+            self._view.note_scheduled(output)
+        computed = self._computed(output.num_scheduled_tokens) if self.cached else {}
+        if self._may_admit:
+            self._after_admissions(output)
+        if self._scheduler.connector is not None:
+            self._invalid.step_scheduled(output, self.cached)
         self.cached.clear()
-        self._loads.after_schedule()
         if self.handed_out:
             self._look_at_handed_out()
         trusts = self._invalid.storable if self._invalid.untrusted else self._view.still_cached
         plan = self._manager.make_plan(trusts, computed)
         if plan is not None:
             setattr(output, PLAN, plan)
-        for request_id in self._hits.admitted(scheduled):
-            self._lookups.forget(request_id)
         if output.finished_req_ids:
             # One that was preempted can end by the output of a step that began before that.
             self.on_finish(output.finished_req_ids)
-        self._lookups.end_step()
         self._report.tick()
+
+    def _after_admissions(self, output: Any) -> None:
+        """Requests may have been admitted: count their hits, give up what was held for them."""
+        if self._promptly and output.scheduled_new_reqs:
+            alone = not self._loads.under_way
+            self._full_prompts.load(output, self.cached, self._loads.readers, alone)
+        self._loads.after_schedule()
+        if self.handed_out:
+            self._look_at_handed_out()  # before lookups are kept that rest on them
+        for request_id in self._hits.admitted(output.num_scheduled_tokens):
+            self._lookups.forget(request_id)
+        self._lookups.end_step()
 
     def _computed(self, scheduled: Mapping[str, int]) -> dict[Hashable, int]:
         """GPU blocks by the keys that the step computes in them, as far as that needs no check."""
@@ -159,7 +176,8 @@ class SchedulerTier:
             PromiseBroken: without what the reporting rank has done. The executor or the runner has
                 lost it, or the runner was never hooked and the step has not got what it reads.
         """
-        self._invalid.step_returned(scheduled)
+        if self._scheduler.connector is not None:
+            self._invalid.step_returned(scheduled)
         result = getattr(output, RESULT, None)
         if result is None:
             raise PromiseBroken(

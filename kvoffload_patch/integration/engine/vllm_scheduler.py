@@ -24,6 +24,7 @@ class SchedulerView:
         scheduler: a `vllm.v1.core.sched.scheduler.Scheduler`, constructed.
 
     Attributes:
+        prefills: running requests of whose prompts a part is computed, by name.
         undo: called by `restore`, to put back what others have changed of vLLM's objects.
     """
 
@@ -61,7 +62,7 @@ class SchedulerView:
         self.decode_tokens = 1 + int(getattr(scheduler, "num_spec_tokens", 0))
         ahead = self.decode_tokens + int(scheduler.num_lookahead_tokens)
         self._decode_blocks = sum(-(-ahead // size) for size in self.block_sizes)
-        self._prefills: dict[str, Any] = {}  # running, part of the prompt is computed; by name
+        self.prefills: dict[str, Any] = {}  # running, part of the prompt is computed; by name
 
     def _tokens_held(self, spec: Any) -> int | None:
         """Tokens whose blocks a request keeps in this group; None where it keeps all."""
@@ -181,14 +182,14 @@ class SchedulerView:
         """
         requests = self.scheduler.requests
         for new in output.scheduled_new_reqs:
-            self._prefills[new.req_id] = requests[new.req_id]
+            self.prefills[new.req_id] = requests[new.req_id]
         for request_id in _resumed(output.scheduled_cached_reqs):
-            self._prefills[request_id] = requests[request_id]
-        for request_id, request in list(self._prefills.items()) if self._prefills else ():
+            self.prefills[request_id] = requests[request_id]
+        for request_id, request in list(self.prefills.items()):
             # To be asked now: the step's token makes a finished prompt one token longer.
             done = request.num_computed_tokens >= request.num_tokens
             if done or request.status != self._running_status:
-                del self._prefills[request_id]
+                del self.prefills[request_id]
 
     def demand_of_running(self) -> tuple[int, int]:
         """(tokens, blocks) that running requests take in this step, at most; O(prompts under way).
@@ -198,7 +199,7 @@ class SchedulerView:
         num_running = len(self.scheduler.running)
         blocks = num_running * self._decode_blocks
         tokens, limit = num_running * self.decode_tokens, self.prompt_tokens_in_step()
-        for request in self._prefills.values():
+        for request in self.prefills.values():
             if request.status != self._running_status:
                 continue  # preempted or gone since
             todo = min(request.num_tokens - request.num_computed_tokens, limit)
