@@ -192,6 +192,7 @@ class OffloadManager:
                 more = self.num_slots - len(self._key_of)
                 self._key_of += [None] * more
                 self._store_to += [0] * more
+                self._policy.grow()
         for name, done in result.done:
             link = self._links[name]
             if done <= link.done:

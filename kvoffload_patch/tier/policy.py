@@ -15,10 +15,13 @@ from typing import Protocol
 class EvictionPolicy(Protocol):
     """Orders the slots that can be evicted. Every method costs O(1) for each that it is given.
 
-    It is made with a list of the key of each slot, which the tier keeps up to date and makes longer
-    as slots become usable. Slots come in the order of their use: the last is the most recent. Of a
-    prefix that is its head, so that a prefix leaves from its tail.
+    It is made with a list of the key of each slot, which the tier keeps up to date. Slots come in the
+    order of their use: the last is the most recent. Of a prefix that is its head, so that a prefix
+    leaves from its tail.
     """
+
+    def grow(self) -> None:
+        """The list of keys has become longer: more slots are usable."""
 
     def miss(self, keys: Iterable[Hashable]) -> None:
         """These were computed, because the tier did not have them, and are about to be stored."""
@@ -68,14 +71,15 @@ class LRUPolicy:
         self._batches: OrderedDict[int, _Batch] = OrderedDict()  # by number, the oldest first
         self._last = 0
 
+    def grow(self) -> None:
+        self._batch_of += [0] * (len(self._key_of) - len(self._batch_of))
+
     def miss(self, keys: Iterable[Hashable]) -> None:
         """What was evicted is not remembered."""
 
     def insert(self, slots: Sequence[int]) -> None:
         if not slots:
             return
-        if len(self._batch_of) < len(self._key_of):
-            self._batch_of += [0] * (len(self._key_of) - len(self._batch_of))
         self._last = number = self._last + 1
         batch_of = self._batch_of
         for slot in slots:

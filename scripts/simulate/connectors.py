@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 
 from scripts.simulate.gpu import GpuPool
-from scripts.simulate.rules import Keys, Rules, Run
+from scripts.simulate.rules import ByKey, Keys, Rules, Run
 
 
 class InOrder:
@@ -171,7 +171,7 @@ class SimpleEager(Rules):
     """SimpleCPUOffloadConnector as it is by default."""
 
     def __init__(self, slots: int) -> None:
-        super().__init__(slots, lambda: InOrder(head_first=True))
+        super().__init__(slots, lambda key_of: ByKey(InOrder(head_first=True), key_of))
 
     def admitted(self, run: Run) -> None:
         for key, block in zip(run.request.keys[: run.on_gpu], run.blocks):
@@ -238,7 +238,7 @@ class OffloadingLru(_Offloading):
 
     def __init__(self, slots: int) -> None:
         self._policy = InOrder()
-        super().__init__(slots, lambda: self._policy)
+        super().__init__(slots, lambda key_of: ByKey(self._policy, key_of))
 
     def ended(self, run: Run) -> None:
         self._policy.hit(reversed(run.stored))
@@ -250,7 +250,7 @@ class OffloadingArc(_Offloading):
 
     def __init__(self, slots: int) -> None:
         self._policy = ConnectorArc(slots)
-        super().__init__(slots, lambda: self._policy)
+        super().__init__(slots, lambda key_of: ByKey(self._policy, key_of))
 
     def ended(self, run: Run) -> None:
         self._policy.refresh(reversed(run.stored))

@@ -76,6 +76,8 @@ def test_slots_that_become_usable_later_are_chosen_like_the_others() -> None:
     policy = LRUPolicy(key_of)
     policy.insert([0])
     key_of += "bc"
+    policy.grow()
+    policy.hit([2, 0, 1])  # two of them are being written
     policy.insert([2, 1])
     assert list(policy.evict(9)) == [0, 2, 1]
 
