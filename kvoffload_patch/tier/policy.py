@@ -15,9 +15,9 @@ from typing import Protocol
 class EvictionPolicy(Protocol):
     """Orders the slots that can be evicted. Every method costs O(1) for each that it is given.
 
-    It is made with a list of the key of each slot, which the tier keeps up to date. Slots come in the
-    order of their use: the last is the most recent. Of a prefix that is its head, so that a prefix
-    leaves from its tail.
+    It is made with a list of the key of each slot, which the tier keeps up to date. Slots come in
+    the order of their use: the last is the most recent. Of a prefix that is its head, so that a
+    prefix leaves from its tail.
     """
 
     def grow(self) -> None:
