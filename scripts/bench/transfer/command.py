@@ -1,9 +1,10 @@
-"""python scripts/bench transfer [--host-only] [--block-kib 256,...] [--backends staged,...]
+"""python scripts/bench transfer [--host-only] [--block-kib 256,...] [--layouts apart,mla,...]
 
 How fast KV blocks move between GPU and CPU memory through the copy engine, by backend, block size
 and order of CPU slots, beside plain cudaMemcpyAsync of one big pinned buffer in the same run.
 
-Llama-3.1-8B's shape, the size of a block varied by its tokens. GPU blocks are scattered. Slots are
+Llama-3.1-8B's shape (`apart`, `packed`), the size of a block varied by its tokens, and those of
+bigger models (`mla`, `two_heads`, `fp8`) by --block-tokens. GPU blocks are scattered. Slots are
 contiguous, or `fragmented`: every other slot in random order, so that no two are neighbours. Bytes
 are checked first: random ones are stored, their targets poisoned, and the whole cache compared.
 
@@ -13,7 +14,8 @@ are checked first: random ones are stored, their targets poisoned, and the whole
   host us        time that begin_step and end_step take from the step
   matmul         a stream of bf16 products of 8192 x 8192: how many times as long with the transfer
 
-Without a GPU it runs in a small size, to see that it works. Results go to --json as they come.
+Without a GPU it runs with little memory, and with --small with little of everything, to see that
+it works. Results go to --json as they come.
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ import torch
 from scripts.bench.common import GIB, machine, say, write_json
 from scripts.bench.transfer import report, setup
 from scripts.bench.transfer.measure import Matmuls, Memcpy, by_engine, speed
+from scripts.bench.transfer.shapes import BY_BYTES, BY_TOKENS, SHAPES
 
 KINDS = ("store", "load", "inline", "both")
 BACKENDS = ("staged", "torch")
 
 
-def options() -> argparse.Namespace:
+def options(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -43,7 +46,9 @@ def options() -> argparse.Namespace:
     add("--block-kib", default="256,512,1024,2048,4096,8192", help="block bytes, KiB")
     add("--backends", default=",".join(BACKENDS))
     add("--orders", default=",".join(setup.ORDERS))
-    add("--layouts", default="apart,packed", help="packed: with blocks of 2 MiB only")
+    add("--block-tokens", default="16,32,64,128,256", help="of bigger models' layouts")
+    add("--layouts", default="apart,packed", help=f"of {', '.join(SHAPES)}; packed: 2 MiB only")
+    add("--small", action="store_true", help="every layout, few and small blocks, one repeat")
     add("--gib", type=float, help="bytes of one transfer; default 2, without a GPU 1/64")
     add("--repeats", type=int, default=5)
     add("--host-only", action="store_true", help="no matmuls: GB/s and host time only")
@@ -51,7 +56,14 @@ def options() -> argparse.Namespace:
     add("--out", type=Path, default=Path("bench-out"))
     add("--json", type=Path, help="default: bench_transfer.json in --out")
     add("--png", type=Path, help="default: bench_transfer.png in --out")
-    return parser.parse_args()
+    args = parser.parse_args(argv)
+    if args.small:
+        args.layouts, args.block_kib, args.block_tokens = ",".join(SHAPES), "256,2048", "16,64"
+        args.gib, args.repeats, args.host_only = 1 / 64, 1, True
+    unknown = set(args.layouts.split(",")) - set(SHAPES)
+    if unknown:
+        parser.error(f"--layouts: expected some of {', '.join(SHAPES)}, found {min(unknown)}")
+    return args
 
 
 class Bench:
@@ -64,33 +76,44 @@ class Bench:
         if not cuda:
             torch.set_num_threads(1)  # more would wait for each other on a busy machine
         self.gib = args.gib or (2.0 if cuda else 1 / 64)
-        self.sizes = [int(text) << 10 for text in args.block_kib.split(",")]
         self.deadline = time.monotonic() + args.time_limit
         self.matmuls = Matmuls() if cuda and not args.host_only else None
         self.document: dict[str, Any] = {
             "machine": machine(), "gib": self.gib, "memcpy": [], "cases": [], "auto": [],
         }  # fmt: skip
-        began, largest = time.monotonic(), max(self.sizes)
-        need = 4 * setup.blocks_in(self.gib, largest) * largest
-        self.slots = setup.Slots(need, largest, self.device)
         self.memcpy = Memcpy(int(self.gib * GIB), self.device)
-        say(f"{need / GIB:.2f} GiB of slots after {time.monotonic() - began:.1f} s")
 
     def run(self) -> None:
         """All cases; the plain copies are repeated beside each block size."""
-        for block_bytes in self.sizes:
-            self._plain(block_bytes)
-            for kind in self.args.layouts.split(","):
-                # One size is enough to see that the layout makes no difference.
-                if kind == "packed" and block_bytes != 2 << 20 and len(self.sizes) > 1:
-                    continue
-                self._layout(kind, block_bytes)
-                gc.collect()
+        wanted = self.args.layouts.split(",")
+        sizes = [int(text) << 10 for text in self.args.block_kib.split(",")]
+        self._group([kind for kind in wanted if kind in BY_BYTES], sizes)
+        tokens = [int(text) for text in self.args.block_tokens.split(",")]
+        for kind in wanted:
+            if kind in BY_TOKENS:
+                self._group([kind], [n * BY_TOKENS[kind].token_bytes for n in tokens])
 
-    def _layout(self, kind: str, block_bytes: int) -> None:
-        count = setup.blocks_in(self.gib, block_bytes)
+    def _group(self, kinds: list[str], sizes: list[int]) -> None:
+        """Layouts whose blocks share slots: every size divides the largest."""
+        if not kinds or time.monotonic() >= self.deadline:
+            return
+        began, largest = time.monotonic(), max(sizes)
+        need = 4 * setup.blocks_in(self.gib, largest) * largest
+        slots = setup.Slots(need, largest, self.device)
+        say(f"{need / GIB:.2f} GiB of slots after {time.monotonic() - began:.1f} s")
+        for block_bytes in sizes:
+            self._plain(block_bytes)
+            for kind in kinds:
+                # One size is enough to see that the layout makes no difference.
+                if kind != "packed" or block_bytes == 2 << 20 or len(sizes) == 1:
+                    self._layout(kind, block_bytes, slots.of(block_bytes))
+                gc.collect()
+        slots.close()
+
+    def _layout(self, kind: str, block_bytes: int, slots: Any) -> None:
+        # As many as the slots are for: blocks of any size fill those of the largest.
+        count = slots.slots.shape[0] // 4
         kv = setup.KV(kind, block_bytes, 2 * count, self.device)
-        slots = self.slots.of(block_bytes)
         if kind == "apart" and self.device.type == "cuda":
             auto = setup.Mover(kv, slots, "auto")
             chosen = {"block_bytes": block_bytes, "name": auto.name, "report": auto.report}

@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 def size(nbytes: int) -> str:
     """A block's bytes."""
-    return f"{nbytes / MIB:g} MiB" if nbytes >= MIB else f"{nbytes >> 10} KiB"
+    return f"{nbytes / MIB:.4g} MiB" if nbytes >= MIB else f"{nbytes >> 10} KiB"
 
 
 def line(case: dict[str, Any]) -> str:

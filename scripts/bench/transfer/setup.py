@@ -1,4 +1,4 @@
-"""What `bench transfer` moves: KV tensors of Llama-3.1-8B's shape, CPU slots, what goes where."""
+"""What `bench transfer` moves: KV tensors of a named shape, CPU slots, what goes where."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ from kvoffload_patch.transfer.engine import CopyEngine
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
 from scripts.bench.common import GIB
+from scripts.bench.transfer.shapes import SHAPES
 
-LAYERS, HEADS, HEAD_SIZE = 32, 8, 128
-TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_SIZE * 2  # K and V in bf16
-# The block dimension of each layout; `apart`: K of all blocks, then V of all blocks.
-LAYOUTS = {"apart": 1, "packed": 0}
 ORDERS = ("contiguous", "fragmented")
 POISON = 0xA5
 
@@ -54,19 +51,21 @@ class Slots:
 class KV:
     """KV tensors, one a layer, filled with random bytes.
 
+    Args:
+        kind: the name of a shape.
+        block_bytes: of the tokens of a block.
+
     Attributes:
-        tensors: ``bf16 [2, blocks, tokens, heads, head size]`` (`apart`) or
-            ``[blocks, 2, tokens, heads, head size]`` (`packed`).
+        tensors: one a layer, as `Shape.of_layer` says.
         dim: the dimension that counts blocks.
     """
 
     def __init__(self, kind: str, block_bytes: int, num_blocks: int, device: torch.device) -> None:
-        tokens = block_bytes // TOKEN_BYTES
-        self.dim = LAYOUTS[kind]
-        outer = (2, num_blocks) if self.dim else (num_blocks, 2)
-        shape = (*outer, tokens, HEADS, HEAD_SIZE)
+        shape = SHAPES[kind]
+        self.dim = shape.block_dim
+        size = shape.of_layer(num_blocks, block_bytes // shape.token_bytes)
         self.tensors = [
-            torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(LAYERS)
+            torch.empty(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)
         ]
         for tensor in self.tensors:
             words = tensor.view(torch.int64)  # bytes, whatever numbers they are
@@ -156,7 +155,7 @@ def check_bytes(kv: KV, slots: SlotMemory, mover: Mover, order: str, count: int)
     moves = ways(order, count)
     touched = slots.slots[: 2 * count]
     touched.fill_(POISON)
-    before = [kv.copy_of(layer) for layer in range(LAYERS)]
+    before = [kv.copy_of(layer) for layer in range(len(kv.tensors))]
     away = torch.tensor(moves.store_blocks, device=kv.layout.device)
     target = torch.tensor(moves.load_blocks, device=kv.layout.device)
     _carry_out(mover, mover.plan("store", moves))

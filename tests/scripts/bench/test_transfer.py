@@ -1,0 +1,108 @@
+"""The layouts of `bench transfer`, its check of bytes, and a run of it in a small size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.bench.transfer import command, report, setup
+from scripts.bench.transfer.shapes import BY_TOKENS, SHAPES
+
+CPU = torch.device("cpu")
+LLAMA_8B = 32 * 2 * 8 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "token_bytes", "rows", "row_bytes"),
+    [
+        ("apart", LLAMA_8B, 64, 8 * 128 * 2),
+        ("packed", LLAMA_8B, 32, 2 * 8 * 128 * 2),  # K and V of a block are neighbours
+        ("mla", 61 * 576 * 2, 61, 576 * 2),
+        ("two_heads", 80 * 2 * 2 * 128 * 2, 160, 2 * 128 * 2),
+        ("fp8", LLAMA_8B // 2, 64, 8 * 128),
+    ],
+)
+@pytest.mark.parametrize("tokens", [16, 48])
+def test_what_a_block_has(
+    name: str, token_bytes: int, rows: int, row_bytes: int, tokens: int
+) -> None:
+    assert SHAPES[name].token_bytes == token_bytes
+    layout = setup.KV(name, tokens * token_bytes, 3, CPU).layout
+    assert layout.block_bytes == tokens * token_bytes
+    assert [row.shape for row in layout.rows] == [(3, tokens * row_bytes)] * rows
+
+
+class Round:
+    """A layout with as many blocks and slots as `check_bytes` needs for some blocks."""
+
+    def __init__(self, name: str, blocks: int = 3) -> None:
+        nbytes = 16 * SHAPES[name].token_bytes
+        self.kv = setup.KV(name, nbytes, 2 * blocks, CPU)
+        self.memory = setup.Slots(4 * blocks * nbytes, nbytes, CPU)
+        self.slots = self.memory.of(nbytes)
+        self.mover = setup.Mover(self.kv, self.slots, "torch")
+        self.blocks = blocks
+
+    def check(self, order: str) -> None:
+        setup.check_bytes(self.kv, self.slots, self.mover, order, self.blocks)
+
+    def close(self) -> None:
+        self.mover.engine.close()
+        del self.mover, self.slots
+        self.memory.close()
+
+
+@pytest.fixture(params=SHAPES)
+def copies(request: pytest.FixtureRequest) -> Iterator[Round]:
+    made = Round(request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("order", setup.ORDERS)
+def test_a_byte_that_does_not_arrive_is_found_in_every_layout(
+    copies: Round, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies.check(order)
+    carry_out, last = setup._carry_out, copies.kv.tensors[-1].view(torch.uint8)
+
+    def spoil(mover: setup.Mover, plan: Any) -> None:
+        carry_out(mover, plan)
+        if plan.before:  # the load
+            last.view(-1)[-1] ^= 1
+
+    monkeypatch.setattr(setup, "_carry_out", spoil)
+    with pytest.raises(RuntimeError, match=r"layer \d+ has other bytes than before"):
+        copies.check(order)
+
+
+def test_small_is_every_layout_and_an_unknown_one_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = command.options(["--small"])
+    assert small.layouts.split(",") == list(SHAPES)
+    assert small.gib < 0.1 and small.repeats == 1 and small.host_only
+    with pytest.raises(SystemExit):
+        command.options(["--layouts", "apart,gqa"])
+    assert "expected some of apart, packed, mla, two_heads, fp8, found gqa" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="as it runs without a GPU")
+def test_each_layout_is_measured_with_each_size_of_its_blocks(tmp_path: Path) -> None:
+    args = command.options(["--repeats", "1", "--gib", "0.004", "--block-kib", "2048"])
+    args.layouts, args.block_tokens = "packed,mla,two_heads,fp8", "16,32"
+    args.json = tmp_path / "found.json"
+    bench = command.Bench(args)
+    bench.run()
+    found = [(case["layout"], case["block_bytes"]) for case in bench.document["cases"]]
+    sizes = [(name, n * shape.token_bytes) for name, shape in BY_TOKENS.items() for n in (16, 32)]
+    wanted = [("packed", 2 << 20), *sizes]
+    assert found == [case for case in wanted for _ in setup.ORDERS]
+    assert "torch, 1.072 MiB, mla, fragmented" in report.page(bench.document)
+    assert args.json.is_file()
