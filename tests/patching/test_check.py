@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kvoffload_patch import patching
 from kvoffload_patch.patching import (
     Host,
-    HostNotFound,
     PatchPoint,
     PatchTableError,
     SignatureMismatch,
@@ -21,8 +20,6 @@ from kvoffload_patch.patching import (
     UnsupportedVersion,
     check_table,
     decide,
-    find_source,
-    installed_version,
 )
 
 HOST = Host("Toy", ("toy",), "toy", ">=1.0,<1.4", "use toy 1.3")
@@ -227,67 +224,6 @@ def test_a_target_that_is_stood_in_for_has_no_parameter_besides(verify):
     assert "has the parameter more, expected only (self, request)" in complaint(
         verify, SOURCE, exact
     )
-
-
-def test_source_and_version_are_found_without_importing_the_host(host):
-    host.write("fakehost/__init__.py", "raise RuntimeError('imported')")
-    host.write("fakehost/deep/__init__.py", "raise RuntimeError('imported')")
-    host.write("fakehost/deep/mod.py", "raise RuntimeError('imported')")
-    host.run(
-        """
-        before = set(sys.modules)
-        decision = decide(HOST, (STEP, EXECUTE), installed_version(HOST))
-        assert decision.version == "1.2.3" and len(decision.points) == 2
-        assert find_source("fakehost.deep").name == "__init__.py"
-        assert find_source("fakehost.deep.mod").name == "mod.py"
-        assert find_source("fakehost").parent.name == "fakehost"
-        assert find_source("hooks").name == "hooks.py"
-        for absent in ("fakehost.none", "no_such_package.mod"):
-            refused(FileNotFoundError, find_source, absent)
-        imported = {name.partition(".")[0] for name in sys.modules}
-        assert not imported & {"fakehost", "hooks", "wrapt"}, imported
-        """
-    )
-
-
-def test_first_installed_distribution_counts(host):
-    host.write("x-0.dist-info/METADATA", "Metadata-Version: 2.1\nName: x\n")  # without a version
-    host.run(
-        """
-        import dataclasses
-        several = dataclasses.replace(HOST, distributions=("absent", "x", "fakehost-cpu"))
-        assert installed_version(several) == "1.2.3"
-        none = dataclasses.replace(HOST, distributions=("absent", "x"))
-        text = refused(HostNotFound, installed_version, none)
-        assert text == "FakeHost is not installed (looked for absent, x); use 1.x.", text
-        """
-    )
-
-
-@pytest.mark.parametrize("owner", ["stale", "fakehost-cpu", "neither"])
-def test_of_several_releases_the_one_with_the_files_counts(host, owner):
-    # What an uninstalled release leaves behind keeps its metadata, and lists no file of the host.
-    stale = "Metadata-Version: 2.1\nName: stale\nVersion: 1.0.0\n"
-    host.write("stale-0.dist-info/METADATA", stale)
-    for name in ("stale", "fakehost-cpu"):
-        folder = f"{name.replace('-', '_')}-0.dist-info"
-        package = "fakehost/__init__.py,,\n" if name == owner else ""
-        host.write(f"{folder}/RECORD", f"{folder}/METADATA,,\n{package}")
-    expected = "1.2.3" if owner == "fakehost-cpu" else "1.0.0"
-    host.run(
-        f"""
-        import dataclasses
-        both = dataclasses.replace(HOST, distributions=("stale", "fakehost-cpu"))
-        assert installed_version(both) == {expected!r}, installed_version(both)
-        """
-    )
-
-
-def test_not_installed_in_this_process():
-    with pytest.raises(HostNotFound):
-        installed_version(dataclasses.replace(HOST, distributions=("no-such-distribution",)))
-    with pytest.raises(FileNotFoundError, match="no_such_package/core.py"):
-        find_source("no_such_package.core")
 
 
 def test_deciding_reads_each_file_once(host):

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from transfer.fake_cuda import FakeCuda, FakeDriver
-from transfer.layouts import Case, needs_gpu
+from transfer.layouts import Case, equal, needs_gpu
 
 from kvoffload_patch.transfer.backends import staged as copy_staged
 from kvoffload_patch.transfer.backends import torch as copy_torch
@@ -145,3 +145,44 @@ class Opened:
         self.slots.slots = self.slots.flat = torch.empty(0)
         if self.host is not None:
             self.host.close()
+
+
+Open = Callable[..., Opened]  # a layout, a way, and how
+
+
+def store(setup: Opened, source: list[int], slots: list[int]) -> None:
+    """Store blocks, and compare all memory there is."""
+    case, flat = setup.case, setup.slots.flat
+    before = [raw.clone() for raw in case.storages()]
+    slots_before = flat.clone()
+    setup.store(source, slots)
+    setup.wait_for_end("store")
+    assert equal(case.storages(), before), "a store changed KV tensors"
+    for slot in range(NUM_SLOTS):
+        if slot in slots:
+            block = source[slots.index(slot)]
+            assert torch.equal(setup.slots.slots[slot], setup.wanted(block))
+        else:
+            span = slice(slot * setup.slots.pitch, (slot + 1) * setup.slots.pitch)
+            assert torch.equal(flat[span], slots_before[span]), "a store changed another slot"
+
+
+def load(setup: Opened, target: list[int], slots: list[int]) -> None:
+    """Load slots into blocks, and compare all memory beside them."""
+    case = setup.case
+    setup.poison(target)
+    filled = setup.slots.flat.clone()
+    rest = case.untouched(target)
+    setup.load(target, slots)
+    setup.wait_for_end("load")
+    assert torch.equal(setup.slots.flat, filled), "a load changed slots"
+    assert equal(case.untouched(target), rest), "a load changed bytes beside its blocks"
+
+
+def round_trip(setup: Opened, source: list[int], slots: list[int], target: list[int]) -> None:
+    """Store blocks and load them into other blocks."""
+    stored = {block: setup.case.content(block) for block in source}
+    store(setup, source, slots)
+    setup.poison(source)
+    load(setup, target, slots)
+    assert [setup.case.content(b) for b in target] == [stored[b] for b in source]

@@ -1,9 +1,14 @@
-"""Stand-ins for the driver that registers CPU memory."""
+"""Stand-ins for the driver that registers CPU memory, and slots that are registered by them."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
 
 
 class Registrar:
@@ -40,3 +45,11 @@ class Registrar:
     def unregister(self, address: int) -> int:
         del self.held[address]
         return 0
+
+
+def grown(
+    num_slots: int, block_bytes: int, registrar: Registrar, piece_bytes: int = 4 << 20, **more: Any
+) -> HostBuffer:
+    """Slots for a GPU, registered by a stand-in, piece after piece."""
+    device = torch.device("cuda", 0)
+    return HostBuffer(num_slots, block_bytes, device, piece_bytes, registrar=registrar, **more)

@@ -14,7 +14,6 @@ from scheduler_half.scenarios import prompt as long_prompt
 from tier.plans import a_result, store_of
 from vllm.v1.request import Request, RequestStatus
 
-from kvoffload_patch.integration.engine.stall import Stall
 from kvoffload_patch.integration.errors import PromiseBroken
 from kvoffload_patch.integration.protocol import RESULT
 from kvoffload_patch.links import LOAD, STORE
@@ -72,16 +71,6 @@ def hit_behind(world: World) -> Request:
     small = world.add(prompt(1, seed=50))
     world.step()
     return small
-
-
-def test_a_stall_counts_everybody_who_waits() -> None:
-    stall = Stall(ms_per_block=2.0, limit_ms=100, requests=3, blocks_ahead=0)
-    assert stall.allows(16) and not stall.allows(17)
-    stall.add_inline(10)  # 60 ms
-    stall.admit()
-    assert stall.allows(2) and not stall.allows(3)  # 4 requests x 2 ms a block, and 20 ms
-    stall.add_parked(5)
-    assert not stall.allows(1)
 
 
 def test_a_parked_request_takes_none_of_the_steps_tokens() -> None:

@@ -6,21 +6,16 @@ import gc
 import mmap
 import subprocess
 import sys
-import threading
-import time
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer.layouts import DEVICES
-from transfer.registrars import Registrar
+from transfer.registrars import Registrar, grown
 from transfer.resident import is_mapped, kvoffload_threads, resident_bytes
 
 from kvoffload_patch.transfer.errors import TransferError
-from kvoffload_patch.transfer.memory import growth, mapping
 from kvoffload_patch.transfer.memory.host_buffer import HostBuffer, _slots_per_piece, slot_pitch
 from kvoffload_patch.transfer.memory.mapping import HostMapping
 
@@ -28,24 +23,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapping, "TOUCH_BYTES", MIB)
-    monkeypatch.setattr(mapping, "CHECKED_BYTES", 2 * MIB)
-    monkeypatch.setattr(mapping, "RESERVE_BYTES", MIB)
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Any:
-    yield
-    gc.collect()
-    assert kvoffload_threads() == []
-
-
-def grown(
-    num_slots: int, block_bytes: int, registrar: Registrar, piece_bytes: int = 4 * MIB, **more: Any
-) -> HostBuffer:
-    return HostBuffer(num_slots, block_bytes, CUDA, piece_bytes, registrar=registrar, **more)
+pytestmark = pytest.mark.usefixtures("small_steps", "no_thread_is_left")
 
 
 # What slots are
@@ -144,229 +122,10 @@ def test_registrations_cover_every_slot_once_and_split_none(
     assert registrar.held == {}
 
 
-def test_so_many_are_waited_for_or_all_that_there_will_be() -> None:
-    host = grown(24, 2 * MIB, Registrar())
-    assert host.wait_up_to(5) >= 6 and host.wait_up_to(99) == 24
-    host.close()
-    short = grown(24, 2 * MIB, Registrar(refuse_at=3))
-    assert short.wait_up_to(20) == 6 and short.wait_up_to(0) == 6
-    short.close()
-    assert HostBuffer(7, MIB, CPU).wait_up_to(99) == 7
-
-
-@pytest.mark.parametrize("last_slot", [-1, 2, 3])
-@pytest.mark.parametrize("beside_steps", [False, True])
-def test_registering_leaves_the_driver_to_others_and_more_so_beside_steps(
-    beside_steps: bool, last_slot: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unless stores have come near the end of what is usable: 4 slots at the first pause."""
-    pauses: list[float] = []
-    now, go = [1000.0], threading.Event()
-    clock = SimpleNamespace(
-        monotonic=lambda: now[0], perf_counter=lambda: now[0], sleep=pauses.append
-    )
-    monkeypatch.setattr(growth, "time", clock)
-
-    def takes_two_seconds(index: int) -> None:
-        now[0] += 2.0
-        if index == 1:
-            go.wait(20)
-            if beside_steps:
-                host.step_begins(last_slot=last_slot)  # the next call ends long after it
-
-    host = grown(8, 2 * MIB, Registrar(before=takes_two_seconds))
-    go.set()
-    host.wait_ready(8)
-    host._growth._thread.join(20)  # type: ignore[union-attr]
-    longer = growth.PAUSE_BESIDE_STEPS_TIMES if beside_steps and last_slot < 3 else 1
-    assert pauses == [2.0 * longer, 2.0, 2.0]
-    assert host.growth_spent == "0.0 s waiting for pages, 8.0 s registering, 0.0 s held back", (
-        "this clock stands still while it is held back, and while pages are taken"
-    )
-    host.close()
-
-
-@pytest.mark.parametrize("last_slot", [-1, 7])
-def test_loads_pass_before_the_next_piece_is_registered(
-    last_slot: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses: list[float] = []
-    now, go = [1000.0], threading.Event()
-
-    def sleep(seconds: float) -> None:
-        pauses.append(round(seconds, 4))
-        now[0] += seconds
-
-    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0], sleep=sleep)
-    monkeypatch.setattr(growth, "time", clock)
-
-    def loads_come(index: int) -> None:
-        if index == 1:
-            go.wait(20)
-            for _ in range(3):
-                host.step_begins(0.010, last_slot)  # one behind the other
-
-    host = grown(8, 2 * MIB, Registrar(before=loads_come))
-    go.set()
-    host.wait_ready(8)
-    host._growth._thread.join(20)  # type: ignore[union-attr]
-    # Two pieces remain, and neither waits for longer than so long; the calls took no time here.
-    expected = [growth.LOADS_PASS_S, 0.005] if last_slot < 0 else []
-    assert [pause for pause in pauses if pause] == expected, "unless stores have caught up"
-    assert host._growth.spent.held_back == pytest.approx(sum(pauses))  # type: ignore[union-attr]
-    host.close()
-
-
-def test_the_constructor_waits_for_the_first_piece_and_for_no_more() -> None:
-    go = threading.Event()
-    registrar = Registrar(before=lambda i: i == 0 or go.wait(20))
-    host = grown(24, 2 * MIB, registrar)
-    assert host.num_ready == 2
-    waiter = threading.Thread(target=host.wait_ready, args=(5,))
-    waiter.start()
-    waiter.join(0.1)
-    assert waiter.is_alive(), "did not wait"
-    go.set()
-    waiter.join(20)
-    assert not waiter.is_alive()
-    assert host.num_ready >= 6
-    host.wait_ready(24)
-    assert host.num_ready == 24
-    with pytest.raises(TransferError, match="expected 25 CPU slots, found 24"):
-        host.wait_ready(25)
-    host.close()
-
-
-def test_pages_are_there_before_they_are_registered() -> None:
-    size, before = 128 * MIB, resident_bytes()
-    seen: list[int] = []
-    registrar = Registrar(before=lambda i: seen.append(resident_bytes() - before))
-    host = grown(64, 2 * MIB, registrar, piece_bytes=32 * MIB)
-    host.wait_ready(64)
-    assert len(seen) == 4
-    assert all(there > 0.9 * (i + 1) * size / 4 for i, there in enumerate(seen))
-    host.close()
-
-
 # What ends the growth
 
 
-def test_a_piece_that_is_refused_ends_the_growth_and_leaves_what_is_ready() -> None:
-    before = resident_bytes()
-
-    def after_touching_all(index: int) -> None:
-        deadline = time.monotonic() + 20
-        while index == 3 and resident_bytes() - before < 180 * MIB and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-    registrar = Registrar(refuse_at=3, before=after_touching_all)
-    host = grown(100, 2 * MIB, registrar)
-    with pytest.raises(TransferError) as caught:
-        host.wait_ready(7)
-    host._growth._thread.join(20)  # type: ignore[union-attr]
-    assert host.num_ready == 6
-    assert len(registrar.asked) == 4, "went on after a refusal"
-    text = host.growth_ended
-    assert str(caught.value) == text and "\n" not in text
-    assert "has 0.0 of 0.2 GiB: expected CUDA to register 4 MiB more, found error 2" in text
-    assert "ulimit -l" in text and "lower KVOFFLOAD_CPU_GIB" in text
-    assert resident_bytes() - before < 100 * MIB, "kept memory that nobody can use"
-    host.wait_ready(6)
-    host.slots[:6].fill_(9)
-    host.close()
-    assert registrar.held == {}
-
-
-def test_a_refusal_of_the_first_piece_is_an_error_and_leaves_nothing() -> None:
-    registrar = Registrar(refuse_at=0)
-    with pytest.raises(TransferError, match=r"MiB more, found error 2 .*; lower KVOFF") as caught:
-        grown(8, 2 * MIB, registrar)
-    assert not is_mapped(registrar.asked[0][0]), "kept by the traceback"
-    assert "\n" not in str(caught.value)
-
-
-def test_a_driver_that_raises_ends_the_growth() -> None:
-    def fail(index: int) -> None:
-        if index == 1:
-            raise RuntimeError("no context")
-
-    host = grown(8, 2 * MIB, Registrar(before=fail))
-    with pytest.raises(TransferError, match="expected to register more CPU memory, found no cont"):
-        host.wait_ready(8)
-    assert host.num_ready == 2
-    host.close()
-
-
-def test_growth_ends_when_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapping, "MEMORY_PATIENCE_S", 0.2)
-    looks = iter([64 * MIB] * 4)
-    registrar = Registrar()
-    host = grown(64, 2 * MIB, registrar, available_bytes=lambda: next(looks, 3 * MIB))
-    with pytest.raises(TransferError, match=r"expected 0\.0 GiB of memory available to go on"):
-        host.wait_ready(64)
-    assert 2 <= host.num_ready < 64
-    assert len(registrar.asked) == host.num_ready // 2
-    host.close()
-
-
-def test_memory_that_comes_later_is_waited_for() -> None:
-    available = [1 << 40]
-    registrar = Registrar(before=lambda i: available.__setitem__(0, 0) if i == 1 else None)
-    host = grown(64, 2 * MIB, registrar, available_bytes=lambda: available[0])
-    host._growth._thread.join(0.3)  # type: ignore[union-attr]
-    assert host.num_ready < 64 and not host.growth_ended
-    available[0] = 1 << 40
-    host.wait_ready(64)
-    host.close()
-
-
 # The end
-
-
-def test_closed_while_it_grows_it_registers_no_more_and_unregisters_all() -> None:
-    begun, go = threading.Event(), threading.Event()
-
-    def hold(index: int) -> None:
-        if index == 2:
-            begun.set()
-            go.wait(20)
-
-    registrar = Registrar(before=hold)
-    host = grown(64, 2 * MIB, registrar)
-    address = host.slots.data_ptr()
-    assert begun.wait(20)
-    closer = threading.Thread(target=host.close)
-    closer.start()
-    closer.join(0.1)
-    assert closer.is_alive(), "the driver is in the middle of a piece"
-    go.set()
-    closer.join(20)
-    assert not closer.is_alive()
-    assert len(registrar.asked) == 3
-    assert registrar.held == {}
-    gc.collect()
-    assert not is_mapped(address)
-
-
-def test_a_waiter_is_told_of_the_end() -> None:
-    go = threading.Event()
-    host = grown(8, 2 * MIB, Registrar(before=lambda i: i == 0 or go.wait(20)))
-    told: list[str] = []
-
-    def wait() -> None:
-        with pytest.raises(TransferError) as caught:
-            host.wait_ready(8)
-        told.append(str(caught.value))
-
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    closer = threading.Thread(target=host.close)
-    closer.start()
-    closer.join(0.1)
-    go.set()
-    closer.join(20)
-    waiter.join(20)
-    assert len(told) == 1
 
 
 def test_a_buffer_that_is_dropped_unclosed_leaves_nothing() -> None:

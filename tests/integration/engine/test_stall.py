@@ -1,0 +1,24 @@
+"""What inline loads make the requests of a step wait."""
+
+from __future__ import annotations
+
+from kvoffload_patch.integration.engine.stall import Stall
+
+
+def test_a_stall_counts_everybody_who_waits() -> None:
+    stall = Stall(ms_per_block=2.0, limit_ms=100, requests=3, blocks_ahead=0)
+    assert stall.allows(16) and not stall.allows(17)
+    stall.add_inline(10)  # 60 ms
+    stall.admit()
+    assert stall.allows(2) and not stall.allows(3)  # 4 requests x 2 ms a block, and 20 ms
+    stall.add_parked(5)
+    assert not stall.allows(1)
+
+
+def test_loads_under_way_are_waited_for_first_and_once() -> None:
+    stall = Stall(ms_per_block=1.0, limit_ms=90, requests=1, blocks_ahead=20)
+    # The other one waits for the 20 ahead and for these, this one for the 20.
+    assert stall.allows(50) and not stall.allows(51)
+    stall.add_inline(10)  # 50 ms
+    # The other one waits for the 30 anyway; the next one does, too.
+    assert stall.allows(10) and not stall.allows(11)
