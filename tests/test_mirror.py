@@ -25,6 +25,7 @@ TESTED_BY = {
     "cli/patch_files.py": "cli/test_patch.py",
     # Hooks are thin: a tier is tested through them, on vLLM's own objects.
     "integration/engine/hooks.py": "integration/engine/test_attach.py",
+    "integration/frontend/hooks.py": "integration/test_carrier.py",
     "integration/engine/step_hooks.py": "integration/engine/test_tier.py",
     "integration/install.py": "test_bootstrap.py",
     "integration/worker/hooks.py": "integration/worker/test_vllm_runner.py",

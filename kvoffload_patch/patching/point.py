@@ -16,7 +16,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from .errors import PatchTableError
 from .records import Records
 
-Role = Literal["scheduler", "worker"]
+Role = Literal["scheduler", "worker", "frontend"]
 Place = Literal["class", "object"]
 
 

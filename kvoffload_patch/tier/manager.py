@@ -58,6 +58,19 @@ class OffloadManager:
         """Whether any planned transfer is not known to be done."""
         return any(link.under_way for link in self._links.values())
 
+    @property
+    def growing(self) -> bool:
+        """Whether more slots are to come."""
+        return self._growing
+
+    def last_done(self, link: Link) -> int:
+        """The last ticket of a link known to be done."""
+        return self._links[link].done
+
+    def num_under_way(self, link: Link) -> int:
+        """Transfers of a link not known to be done."""
+        return len(self._links[link].under_way)
+
     # Looking up
 
     def lookup(self, key: Hashable) -> str | None:
@@ -313,6 +326,8 @@ class OffloadManager:
             if self._slot_of.get(key) == slot:
                 self.discard(key)
         if link is self._loads:
+            self.stats.failed_loads += len(keys)
+            self.stats.failed_load_copies += 1
             keys, slots = self._held.end_read(keys, slots)
         self._let_go(keys, slots)
 

@@ -16,6 +16,7 @@ class TierStats:
         dropped: blocks that were not stored because every slot was being read or written.
         failed: blocks whose copy failed, in either direction.
         failed_copies: copies that failed, of however many blocks.
+        failed_loads, failed_load_copies: of these, loads.
     """
 
     stored: int = 0
@@ -24,3 +25,5 @@ class TierStats:
     dropped: int = 0
     failed: int = 0
     failed_copies: int = 0
+    failed_loads: int = 0
+    failed_load_copies: int = 0

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvoffload_patch import launch_token
 from kvoffload_patch.config import GIB, VARIABLES, ConfigError, Settings, read
+from kvoffload_patch.integration.engine import metrics
 from kvoffload_patch.integration.engine.breaker import Breaker
 from kvoffload_patch.integration.engine.eligibility import check_eligible
 from kvoffload_patch.integration.engine.tier import SchedulerTier
@@ -19,6 +20,7 @@ from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import step_hooks
+from kvoffload_patch.integration.metrics import NOT_NEEDED, REFUSED
 from kvoffload_patch.integration.protocol import TIER, attached, engine_bytes
 from kvoffload_patch.patching import ObjectHooks, PatchRefused
 from kvoffload_patch.tier.manager import OffloadManager
@@ -40,11 +42,13 @@ def attach(engine_core: Any, vllm_config: Any) -> None:
         _attach(engine_core, vllm_config)
     except TierNotNeeded as reason:
         logger.warning("kvoffload_patch: %s", reason)
+        metrics.tell_off(engine_core, NOT_NEEDED, str(reason))
     except Exception as error:
         refusal = _sentence(error)
         if _is_strict():
             raise TierRefused(f"kvoffload_patch: {refusal}") from error
         logger.error("kvoffload_patch: %s Serving without the CPU tier.", refusal)
+        metrics.tell_off(engine_core, REFUSED, refusal)
     launch_token.confirm(launch_token.ATTACHED)
 
 
@@ -111,7 +115,7 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
         _rehearse(scheduler, hooks, settings)
         ranks.open(cpu_bytes, settings.copy_backend, settings.canary_fault_rank)
         manager = OffloadManager(ranks.num_usable, growing=ranks.growing)
-        connect(scheduler, hooks, manager, ranks, settings)
+        breaker = connect(scheduler, hooks, manager, ranks, settings)
     except BaseException:
         ranks.give_back()
         raise
@@ -121,6 +125,8 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
         ranks.num_slots, cpu_bytes / GIB, ranks.num_usable,
         settings.load_mode, ranks.load_ms_per_block, ranks.copies,
     )  # fmt: skip
+    about = {"load_mode": settings.load_mode, "copies": ranks.copies}
+    metrics.begin(engine_core, breaker, manager, ranks.block_bytes, about)
 
 
 def _rehearse(scheduler: Any, hooks: ObjectHooks, settings: Settings) -> None:

@@ -14,12 +14,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from kvoffload_patch.integration.engine.metrics import Reporter
 from kvoffload_patch.integration.engine.tier import SchedulerTier
 from kvoffload_patch.integration.engine.tuning import FAILED_COPIES, FAILED_WINDOW_S
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.errors import PromiseBroken
-from kvoffload_patch.integration.protocol import TIER
+from kvoffload_patch.integration.protocol import PLAN, TIER
 from kvoffload_patch.patching import ObjectHooks
 from kvoffload_patch.tier.manager import OffloadManager
 
@@ -45,6 +46,7 @@ class Breaker:
         tier: of the scheduler.
         detached: the tier has failed, or the engine has shut down.
         max_failed_copies: so many within FAILED_WINDOW_S detach the tier.
+        reporter: tells the front end what the tier does, if anybody asks.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Breaker:
         self.tier = tier
         self.detached = False
         self.max_failed_copies = FAILED_COPIES
+        self.reporter: Reporter | None = None
         self._view = view
         self._manager = manager
         self._ranks = ranks
@@ -103,6 +106,8 @@ class Breaker:
         if self._failure is None:
             try:
                 self.tier.after_schedule(output)
+                if self.reporter is not None:
+                    self.reporter.planned(getattr(output, PLAN, None))
                 return
             except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
                 self.failed("after_schedule", error)
@@ -228,6 +233,8 @@ class Breaker:
             "without it, and what it held is recomputed; restart the server to have it again.",
             where, _named(cause), exc_info=cause,
         )  # fmt: skip
+        if self.reporter is not None:
+            self.reporter.detached(f"{where}: {_named(cause)}")
 
 
 def _named(error: Exception) -> str:

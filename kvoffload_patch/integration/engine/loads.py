@@ -63,6 +63,7 @@ class LoadBook:
         arriving: GPU block of parked loads under way, by key.
         ticket_of: ticket of these loads, by key.
         readers: requests for which this step loads inline.
+        num_inline, num_parked_ever: requests for which loads were begun, since start.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class LoadBook:
         self.arriving: dict[Hashable, Any] = {}
         self.ticket_of: dict[Hashable, int] = {}
         self.readers: list[str] = []
+        self.num_inline = self.num_parked_ever = 0
         self._under_way: deque[_ParkedLoad] = deque()
         self._published: list[_ParkedLoad] = []  # published, their requests still parked
         self._by_ticket: dict[int, _ParkedLoad] = {}
@@ -127,6 +129,7 @@ class LoadBook:
         self._view.publish(found.tier_hits, blocks)
         self._manager.expose_load(ticket)
         self.readers.append(request.request_id)
+        self.num_inline += 1
         return found.loaded(blocks)
 
     def park(self, request: Any, found: LookupResult, needed: int) -> None:
@@ -142,6 +145,7 @@ class LoadBook:
         ticket, result = max(found.arriving, default=0), None
         if found.tier_hits:
             ticket, blocks = self._begin(found)
+            self.num_parked_ever += 1
             if not (found.arriving or found.cut_short):
                 result = found.loaded(blocks)
             load = self._by_ticket[ticket] = _ParkedLoad(ticket, blocks, found.tier_hits)

@@ -16,19 +16,24 @@ logger = logging.getLogger("vllm.kvoffload_patch")
 
 
 class Report:
-    """Says every ``interval`` seconds what happened since the line before, if anything did."""
+    """Says every ``interval`` seconds what happened since the line before, if anything did.
+
+    Attributes:
+        queried, hit: tokens of admitted requests that the GPU lacked, and that the tier had, since
+            start.
+    """
 
     def __init__(self, manager: OffloadManager, interval: float) -> None:
         self._manager = manager
         self._interval = interval
         self._next = time.monotonic() + interval
-        self._queried = self._hit = 0
+        self.queried = self.hit = 0
         self._last = self._totals()
 
     def count_hit(self, queried_tokens: int, hit_tokens: int) -> None:
         """A lookup beyond the GPU's cache, and how much of it the tier had."""
-        self._queried += queried_tokens
-        self._hit += hit_tokens
+        self.queried += queried_tokens
+        self.hit += hit_tokens
 
     def tick(self) -> None:
         """Called every step."""
@@ -57,7 +62,7 @@ class Report:
     def _totals(self) -> tuple[int, ...]:
         stats = self._manager.stats
         return (
-            self._queried, self._hit, stats.loaded, stats.stored, stats.evicted, stats.dropped,
+            self.queried, self.hit, stats.loaded, stats.stored, stats.evicted, stats.dropped,
             stats.failed,
         )  # fmt: skip
 
@@ -83,7 +88,7 @@ class HitCounts:
         self._view = view
         self._report = report
         self._looked_up: dict[str, _LookedUp] = {}
-        view.enable_hit_counts()
+        view.prefix_stats.enable()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._looked_up
@@ -108,7 +113,7 @@ class HitCounts:
         counted = [request_id for request_id in fewer if request_id in more]
         for request_id in counted:
             request, queried, hit, _ = self._looked_up.pop(request_id)
-            self._view.count_hit(request, queried, hit)
+            hit = self._view.prefix_stats.count(request, queried, hit)
             self._report.count_hit(queried, hit)
         return counted
 

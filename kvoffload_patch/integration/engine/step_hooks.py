@@ -41,9 +41,12 @@ def update_from_output(wrapped: Method, live: list[bool], breaker: Breaker) -> M
     def hook(scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
         begin(scheduler_output, model_runner_output)
         try:
-            return wrapped(scheduler_output, model_runner_output, *args, **kwargs)
+            outputs = wrapped(scheduler_output, model_runner_output, *args, **kwargs)
         finally:
             end()
+        if breaker.reporter is not None:
+            breaker.reporter.step_ended(outputs)
+        return outputs
 
     return hook
 

@@ -11,6 +11,7 @@ from kvoffload_patch.integration.engine.full_prompt import FullPromptHits
 from kvoffload_patch.integration.engine.invalid_blocks import InvalidBlocks
 from kvoffload_patch.integration.engine.loads import LoadBook
 from kvoffload_patch.integration.engine.lookup import LookupCache, Recency
+from kvoffload_patch.integration.engine.metrics import TierCounts
 from kvoffload_patch.integration.engine.stats import HitCounts, Report
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.workers import RankGroup
@@ -239,6 +240,13 @@ class SchedulerTier:
         self._recency.clear()
         self._invalid.clear()
         self.cached.clear()
+
+    def counts(self) -> TierCounts:
+        """What was counted since start, and what is so now."""
+        report, loads = self._report, self._loads
+        begun = loads.num_inline, loads.num_parked_ever
+        sizes = self._view.block_sizes
+        return TierCounts(report.queried, report.hit, *begun, loads.num_parked, sizes)
 
     def take_unsent(self, output: Any = None) -> TransferPlan | None:
         """The loads that no rank knows of yet, as a plan without stores; None if there are none.

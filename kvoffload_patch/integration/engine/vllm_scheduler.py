@@ -1,9 +1,9 @@
 """What the tier reads and changes of vLLM's scheduler side, release by release.
 
-Nothing outside this module, `vllm_pool`, `eligibility` and `full_prompt` looks at a vLLM object's
-attributes on this side. What differs between releases is asked for by feature.
-Waiting queues: one up to 0.17, `skipped_waiting` beside it from 0.18 to 0.30, `kv_holding_waiting`
-from 0.31 on.
+Nothing outside this module, `vllm_pool`, `vllm_stats`, `eligibility` and `full_prompt` looks at a
+vLLM object's attributes on this side, but for the way of `metrics` to the front end. What differs
+between releases is asked for by feature. Waiting queues: one up to 0.17, `skipped_waiting` beside
+it from 0.18 to 0.30, `kv_holding_waiting` from 0.31 on.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvoffload_patch.integration.engine.vllm_pool import PoolAdapter, key_maker
+from kvoffload_patch.integration.engine.vllm_stats import PrefixStats
 
 _SESSIONS = "num_waiting_for_streaming_input"
 
@@ -25,6 +26,7 @@ class SchedulerView:
 
     Attributes:
         prefills: running requests of whose prompts a part is computed, by name.
+        prefix_stats: vLLM's counters of hits.
         undo: called by `restore`, to put back what others have changed of vLLM's objects.
     """
 
@@ -50,7 +52,8 @@ class SchedulerView:
         known = grammar in RequestStatus.__members__
         self._grammar = RequestStatus[grammar if known else "WAITING_FOR_FSM"]
         active = hasattr(scheduler, "max_num_active_reqs")
-        self._counts_hits, self.undo = False, list[Callable[[], None]]()
+        self.undo = list[Callable[[], None]]()
+        self.prefix_stats = PrefixStats(scheduler)
         self._run_limit = "max_num_active_reqs" if active else "max_num_running_reqs"
         self._counts_sessions = _SESSIONS in type(scheduler).schedule.__code__.co_names
         self._parked: dict[str, tuple[Any, Any]] = {}  # (request, status to restore) by name
@@ -292,29 +295,6 @@ class SchedulerView:
         tables: tuple[list[int], ...] = self.manager.get_block_ids(request_id)
         return tables
 
-    # Statistics
-
-    def count_hit(self, request: Any, queried_tokens: int, loaded_tokens: int) -> None:
-        """Count a lookup in the CPU tier as vLLM counts those beyond its own cache."""
-        stats = getattr(self.scheduler, "connector_prefix_cache_stats", None)
-        if stats is None or self.scheduler.connector is not None or queried_tokens <= 0:
-            return
-        preempted = getattr(request, "num_preemptions", 0) > 0
-        stats.record(num_tokens=queried_tokens, num_hits=loaded_tokens, preempted=preempted)
-
-    def enable_hit_counts(self) -> None:
-        """Have vLLM report the tier as its external prefix cache, unless a connector is.
-
-        Up to 0.11.0 vLLM has no counter for such a cache.
-        """
-        from vllm.v1.metrics.stats import PrefixCacheStats
-
-        if not hasattr(self.scheduler, "connector_prefix_cache_stats"):
-            return
-        if self.scheduler.log_stats and self.scheduler.connector is None:
-            self.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
-            self._counts_hits = True
-
     # The end
 
     def restore(self) -> None:
@@ -327,9 +307,7 @@ class SchedulerView:
         while self.undo:
             self.undo.pop()()
         self._adapter.free_all()
-        if self._counts_hits:
-            self._counts_hits = False
-            self.scheduler.connector_prefix_cache_stats = None
+        self.prefix_stats.restore()
 
 
 def _heap_order(heap: Sequence[Any]) -> Iterator[Any]:

@@ -25,6 +25,7 @@ class RankGroup:
     Attributes:
         num_slots: CPU slots on each rank, once opened and grown.
         num_usable: those that every rank could use when it was opened.
+        block_bytes: of a block, over all ranks.
         growing: whether these become more.
         load_ms_per_block: of the slowest rank, once opened.
         copies: how blocks are copied, in words.
@@ -33,7 +34,7 @@ class RankGroup:
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
-        self.num_slots = self.num_usable = 0
+        self.num_slots = self.num_usable = self.block_bytes = 0
         self.load_ms_per_block = 0.0
         self.copies = ""
         self.copies_overlap = self.growing = False
@@ -52,6 +53,7 @@ class RankGroup:
         if len({(r.num_blocks, r.device) for r in ranks}) != 1:
             found = ", ".join(f"rank {r.rank}: {r.num_blocks} on {r.device}" for r in ranks)
             raise TierRefused(f"expected the same KV blocks on every rank, found {found}.")
+        self.block_bytes = sum(r.block_bytes for r in ranks)
         self.num_slots = cpu_bytes // sum(r.slot_bytes for r in ranks)
         _check_size(ranks, cpu_bytes, self.num_slots)
         with self._board([r.rank for r in ranks]) as board:

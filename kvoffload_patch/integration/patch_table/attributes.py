@@ -70,8 +70,22 @@ _SCHEDULER = (
         ("<0.14", "resumed_from_preemption"),
         (">=0.11.1", "resumed_req_ids"),
     ),
-    *_has("vllm.v1.metrics.stats", "", (_ANY, "PrefixCacheStats")),
+    *_has("vllm.v1.metrics.stats", "", (_ANY, "PrefixCacheStats SchedulerStats")),
+    *_has(
+        "vllm.v1.metrics.stats",
+        "PrefixCacheStats",
+        (_ANY, "hits"),
+        (">=0.11.1", "preempted_hits"),
+        (">=0.32", "hits_by_source"),
+    ),
+    *_has(
+        "vllm.v1.metrics.stats",
+        "PrefillStats",
+        (">=0.20", "num_local_cached_tokens num_external_cached_tokens"),
+    ),
     *_has("vllm.v1.engine.core", "EngineCore", (_ANY, "vllm_config scheduler model_executor")),
+    *_has("vllm.v1.engine.core", "EngineCoreProc", (_ANY, "output_queue")),
+    *_has("vllm.v1.engine", "EngineCoreOutputs", (_ANY, "engine_index scheduler_stats")),
 )
 
 _REQUEST = (
@@ -85,7 +99,10 @@ _REQUEST = (
         ),
         (">=0.10", "num_output_placeholders"),
         (">=0.10.1", "block_hashes"),
+        ("<0.20", "num_cached_tokens"),
         (">=0.11.1", "num_preemptions"),
+        (">=0.12,<0.20", "num_external_computed_tokens"),
+        (">=0.20", "prefill_stats"),
         (">=0.26", "num_in_flight_tokens"),
         (">=0.27", "drop_stale_output num_stale_output_tokens"),
     ),
@@ -103,7 +120,7 @@ _CACHE = (
     *_has(
         "vllm.v1.core.kv_cache_manager",
         "KVCacheManager",
-        (_ANY, "block_pool coordinator log_stats"),
+        (_ANY, "block_pool coordinator log_stats prefix_cache_stats"),
         (">=0.24", "watermark_blocks"),
     ),
     *_has("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", (_ANY, "blocks")),
@@ -165,7 +182,7 @@ _CONFIG = (
         ),
     ),
     *_has("vllm.config", "CacheConfig", (_ANY, "enable_prefix_caching")),
-    *_has("vllm.config", "ModelConfig", (_ANY, "is_encoder_decoder")),
+    *_has("vllm.config", "ModelConfig", (_ANY, "is_encoder_decoder served_model_name")),
     *_has(
         "vllm.config",
         "ParallelConfig",

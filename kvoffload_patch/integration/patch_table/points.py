@@ -56,6 +56,16 @@ _ENGINE = (
         Shape(_ANY, ("self",)),
     ),
     *row(
+        "frontend",
+        "frontend.decoder",
+        ("vllm.v1.serial_utils", "MsgpackDecoder.__init__"),
+        "frontend.hooks:decoder_init",
+        "the tier's figures come with vLLM's statistics, whose type the decoder has to know",
+        Shape("<0.11.1", ("self", "t")),
+        Shape(">=0.11.1,<0.19", ("self", "t", "share_mem")),
+        Shape(">=0.19", ("self", "t", "share_mem", "oob_tensor_provider")),
+    ),
+    *row(
         "scheduler",
         "engine_v0.init",
         ("vllm.engine.llm_engine", "LLMEngine.__init__"),

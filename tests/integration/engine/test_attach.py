@@ -19,6 +19,7 @@ from kvoffload_patch.integration.engine.attach import attach, detach
 from kvoffload_patch.integration.engine.breaker import Breaker
 from kvoffload_patch.integration.engine.tier import SchedulerTier
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
+from kvoffload_patch.integration.engine.vllm_stats import PrefixStats
 from kvoffload_patch.integration.errors import TierRefused
 from kvoffload_patch.integration.protocol import TIER, RankGeometry, RankOpened
 from kvoffload_patch.integration.worker import rpc
@@ -96,7 +97,7 @@ FAILING = {
     "points": (attach_module, "step_hooks"),
     "size": (attach_module, "engine_bytes"),
     "view": (SchedulerView, "__init__"),
-    "statistics": (SchedulerView, "enable_hit_counts"),
+    "statistics": (PrefixStats, "enable"),
     "manager": (OffloadManager, "__init__"),
     "tier": (SchedulerTier, "__init__"),
     "breaker": (Breaker, "__init__"),

@@ -114,10 +114,10 @@ def test_tokens_whose_load_failed_are_no_hits(fails: bool) -> None:
     prompt = list(range(100, 100 + 4 * BLOCK + 1))
     mini.only_in_cpu(prompt)
     report = mini.tier._report
-    before = report._hit, report._queried
+    before = report.hit, report.queried
     for _ in range(2):
         mini.add(prompt)
     mini.run()
     mini.check()
-    assert report._hit - before[0] == (0 if fails else 4 * BLOCK), "the other one found it loaded"
-    assert report._queried > before[1]
+    assert report.hit - before[0] == (0 if fails else 4 * BLOCK), "the other one found it loaded"
+    assert report.queried > before[1]

@@ -243,7 +243,7 @@ def test_only_what_the_gpu_lacks_is_loaded() -> None:
     world.only_in_cpu(prompt(4))
     shorter = world.add(prompt(2))
     world.step(shorter)
-    world.view.enable_hit_counts()  # from zero
+    world.view.prefix_stats.enable()  # from zero
     longer = world.add(prompt(4))
     (load,) = world.step(longer).before
     assert len(load.target_ids) == 2

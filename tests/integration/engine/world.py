@@ -73,6 +73,7 @@ def make_manager(num_blocks: int) -> KVCacheManager:
         "scheduler_block_size": BLOCK,
         "hash_block_size": BLOCK,
         "enable_caching": True,
+        "log_stats": True,
     }
     known = inspect.signature(KVCacheManager).parameters
     return KVCacheManager(**{name: value for name, value in wanted.items() if name in known})
@@ -182,6 +183,10 @@ class World:
         """What `schedule` does with a request that fits; returns the tokens to compute."""
         blocks, hit, _ = self.manager.get_computed_blocks(request)
         todo = request.num_tokens - hit
+        if getattr(request, "prefill_stats", None) is not None:
+            request.prefill_stats.set(request.num_tokens, hit, 0)
+        else:
+            request.num_cached_tokens = hit
         assert self.manager.allocate_slots(request, todo, hit, blocks) is not None
         for queue in (self.scheduler.waiting, self.scheduler.holding):
             if request in iter(queue):

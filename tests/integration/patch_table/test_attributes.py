@@ -27,7 +27,9 @@ INTEGRATION = PACKAGE / "integration"
 FILES = sorted(
     [
         *INTEGRATION.glob("engine/*.py"),
+        *INTEGRATION.glob("frontend/*.py"),
         *INTEGRATION.glob("worker/*.py"),
+        INTEGRATION / "carrier.py",
         INTEGRATION / "protocol.py",
     ]
 )
@@ -60,7 +62,9 @@ RECEIVERS = {
 OTHERS = {"cuda", "data_ptr", "device", "numel", "type", "Tensor", "is_integrated", "nodename"}
 OTHERS |= {"get_device_properties", "set_device", "synchronize", "annotation", "parameters"}
 OTHERS |= {"co_names", "__code__", "__members__", "name", "__cause__", "elements"}
-OTHERS |= {"fileno", "write"}
+OTHERS |= {"fileno", "write", "put_nowait", "kvoffload"}
+# Of msgspec.
+OTHERS |= {"default", "default_factory"}
 # Asked for with a name that is not in the file: a stand-in's, and a function called by name.
 ANY_NAME = {("lookup.py", "(name)"), ("rpc.py", "(name)")}
 
@@ -178,6 +182,7 @@ def listed() -> dict[str, set[str]]:
         found[owner].add(name)
     for owner in ("HybridKVCacheCoordinator", "KVCacheCoordinator"):
         found["UnitaryKVCacheCoordinator"] |= found[owner]
+    found["EngineCore"] |= found["EngineCoreProc"]
     return found
 
 

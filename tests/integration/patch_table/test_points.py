@@ -99,6 +99,7 @@ def test_a_supported_release_matches_its_points(release: str, tmp_path: Path) ->
         "EngineCore",
         "GPUModelRunner",
         "LLMEngine",
+        "MsgpackDecoder",
     }, "a hook of every step stands on a class"
 
 

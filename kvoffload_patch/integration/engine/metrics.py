@@ -1,0 +1,301 @@
+"""What the tier says of itself to the front end's /metrics: read, compared, and sent.
+
+Everything is counted anyway; it is read at most once a second, and in the last step before the
+engine has nothing to do. What ends after that step is said by the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from kvoffload_patch import __version__
+from kvoffload_patch.integration import carrier
+from kvoffload_patch.integration.engine.tuning import METRICS_INTERVAL_S
+from kvoffload_patch.integration.metrics import (
+    BY_NAME,
+    FAILED,
+    LOADS,
+    ON,
+    STATES,
+    STORES,
+    Record,
+)
+from kvoffload_patch.links import LOAD, STORE, Link
+from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.plan import TransferPlan
+
+logger = logging.getLogger("vllm.kvoffload_patch")
+
+# Name, own labels, value.
+Value = tuple[str, tuple[str, ...], Any]
+_LINKS = {LOADS: LOAD, STORES: STORE}  # by direction, as labels name it
+
+
+class Outbox:
+    """Sends records to the front end of one engine core; see `carrier`.
+
+    Args:
+        engine_core: a `vllm.v1.engine.core.EngineCore`, constructed, its statistics on.
+    """
+
+    def __init__(self, engine_core: Any) -> None:
+        self._model = str(engine_core.vllm_config.model_config.served_model_name)
+        # An engine core without one is in the front end's own process.
+        self._queue = getattr(engine_core, "output_queue", None)
+
+    def send(self, values: Iterable[Value]) -> None:
+        """Send outside a step, to the first API server."""
+        from vllm.v1.engine import EngineCoreOutputs
+        from vllm.v1.metrics.stats import SchedulerStats
+
+        outputs = EngineCoreOutputs(scheduler_stats=SchedulerStats())
+        self.put_on(outputs.scheduler_stats, values)
+        if self._queue is not None:
+            self._queue.put_nowait((0, outputs))
+
+    def put_on(self, stats: Any, values: Iterable[Value]) -> None:
+        """Send with statistics that go to the front end anyway."""
+        record: Record = {"model_name": self._model, "values": [list(value) for value in values]}
+        if self._queue is None:
+            from kvoffload_patch.integration.publisher import publish
+
+            publish(record, 0)
+        else:
+            carrier.put_on(stats, record)
+
+
+def begin(
+    engine_core: Any,
+    breaker: Any,
+    manager: OffloadManager,
+    block_bytes: int,
+    about: Mapping[str, str],
+) -> None:
+    """An engine core's tier is attached: it is reported from now on, if statistics are on.
+
+    Args:
+        engine_core: a `vllm.v1.engine.core.EngineCore`, constructed.
+        breaker: whose `reporter` is set.
+        manager: of the tier.
+        block_bytes: of a block, over all ranks.
+        about: labels of `build_info` besides the versions.
+    """
+    with _unseen():
+        if engine_core.scheduler.log_stats:
+            tier, scheduler = breaker.tier, engine_core.scheduler
+            outbox = Outbox(engine_core)
+            breaker.reporter = Reporter(outbox, scheduler, manager, tier, block_bytes)
+            breaker.reporter.start(about)
+
+
+def tell_off(engine_core: Any, state: str, reason: str) -> None:
+    """Say of an engine core that it has no tier, and why, if statistics are on."""
+    with _unseen():
+        if engine_core.scheduler.log_stats:
+            Outbox(engine_core).send(_tier_off(state, reason))
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Whatever fails within, the engine goes on without metrics of the tier."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the tier works without being seen
+        logger.warning("kvoffload_patch: /metrics of the CPU tier stand still: %s", error)
+
+
+def _tier_off(state: str, reason: str) -> list[Value]:
+    states: list[Value] = [("tier_state", (name,), int(name == state)) for name in STATES]
+    return [*states, ("tier_off_info", (reason,), 1)]
+
+
+class TierCounts(NamedTuple):
+    """What the scheduler's side of a tier has counted since start, and has now.
+
+    Attributes:
+        queried, hit: tokens of admitted requests that the GPU lacked, and that the tier had.
+        inline, parked: requests for which loads were begun, within their step and beside it.
+        parked_now: requests that wait for a load.
+        block_sizes: tokens of a block, by KV cache group.
+    """
+
+    queried: int
+    hit: int
+    inline: int
+    parked: int
+    parked_now: int
+    block_sizes: tuple[int, ...]
+
+
+class CopyTimes:
+    """How long copies take, as the scheduler sees it: no rank has to be asked, or to wait.
+
+    Attributes:
+        seconds, rates: of the copies that have ended since the last `clear`, and their bytes per
+            second, by direction.
+
+    Args:
+        manager: of the tier.
+        block_bytes: of a block, over all ranks.
+    """
+
+    def __init__(self, manager: OffloadManager, block_bytes: int) -> None:
+        self._manager = manager
+        self._block_bytes = block_bytes
+        self._begun: dict[Link, deque[tuple[int, float, int]]] = {LOAD: deque(), STORE: deque()}
+        self.ended = dict.fromkeys(_LINKS, 0)
+        self.clear()
+
+    def planned(self, plan: TransferPlan) -> None:
+        """The copies of a plan begin."""
+        now = time.monotonic()
+        for copy in (*plan.before, *plan.after):
+            begun = self._begun.get((copy.source, copy.target))
+            if begun is not None:
+                begun.append((copy.ticket, now, len(copy.source_ids)))
+
+    def look(self) -> None:
+        """Note the copies that the scheduler knows to be done by now; called every step."""
+        for direction, link in _LINKS.items():
+            begun = self._begun[link]
+            if begun and begun[0][0] <= self._manager.last_done(link):
+                self._note(direction, begun, self._manager.last_done(link))
+
+    def clear(self) -> None:
+        """What was noted has been sent."""
+        self.seconds: dict[str, list[float]] = {direction: [] for direction in _LINKS}
+        self.rates: dict[str, list[float]] = {direction: [] for direction in _LINKS}
+
+    def _note(self, direction: str, begun: deque[tuple[int, float, int]], done: int) -> None:
+        now = time.monotonic()
+        while begun and begun[0][0] <= done:
+            _, since, blocks = begun.popleft()
+            self.ended[direction] += 1
+            self.seconds[direction].append(now - since)
+            self.rates[direction].append(blocks * self._block_bytes / max(now - since, 1e-9))
+
+
+class Reporter:
+    """Sends the figures of one tier while it works, and that it has failed.
+
+    Args:
+        outbox: of the engine core.
+        scheduler: vLLM's.
+        manager: of the tier.
+        tier: has `counts`.
+        block_bytes: of a block, over all ranks.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        scheduler: Any,
+        manager: OffloadManager,
+        tier: Any,
+        block_bytes: int,
+    ) -> None:
+        self._outbox = outbox
+        self._scheduler = scheduler
+        self._manager = manager
+        self._tier = tier
+        self._block_bytes = block_bytes
+        self._times = CopyTimes(manager, block_bytes)
+        self._sent: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._next = 0.0
+        self._ended = False
+
+    def start(self, about: Mapping[str, str]) -> None:
+        """Send everything once, before the first request."""
+        labels = (__version__, _vllm_version(), about["load_mode"], about["copies"])
+        states = [("tier_state", (name,), int(name == ON)) for name in STATES]
+        self._outbox.send([("build_info", labels, 1), *states, *self._changes(first=True)])
+
+    def planned(self, plan: TransferPlan | None) -> None:
+        """A step was scheduled."""
+        if plan is not None and not self._ended:
+            self._times.planned(plan)
+
+    def step_ended(self, outputs: Mapping[int, Any]) -> None:
+        """`update_from_output` has returned what goes to the front end, by API server."""
+        if self._ended:
+            return
+        self._times.look()
+        now = time.monotonic()
+        if now >= self._next or not self._scheduler.requests:
+            self._next = now + METRICS_INTERVAL_S
+            self._ended = True  # unless nothing fails
+            with _unseen():
+                self._send_with(outputs)
+                self._ended = False
+
+    def detached(self, reason: str) -> None:
+        """The tier has failed."""
+        if self._ended:
+            return
+        self._ended = True
+        gone = [(name, labels, 0) for name, labels in self._sent if BY_NAME[name].kind == "gauge"]
+        with _unseen():
+            self._outbox.send([*gone, *_tier_off(FAILED, reason)])
+
+    def _send_with(self, outputs: Mapping[int, Any]) -> None:
+        for one in outputs.values():
+            if one.scheduler_stats is not None:  # vLLM gives them to one API server of all
+                values = list(self._changes())
+                if values:
+                    self._outbox.put_on(one.scheduler_stats, values)
+                return
+
+    def _changes(self, first: bool = False) -> Iterator[Value]:
+        """What differs from what was sent before."""
+        for name, labels, now in self._figures():
+            before = self._sent.get((name, labels))
+            if now == before:
+                continue
+            self._sent[name, labels] = now
+            added = BY_NAME[name].kind == "counter" and before is not None
+            yield name, labels, now - before if added else now
+        for direction in _LINKS:
+            if first or self._times.seconds[direction]:
+                yield "copy_seconds", (direction,), self._times.seconds[direction]
+                yield "copy_bytes_per_second", (direction,), self._times.rates[direction]
+        self._times.clear()
+
+    def _figures(self) -> Iterator[Value]:
+        """Gauges, and counters since start."""
+        manager, counts, stats = self._manager, self._tier.counts(), self._manager.stats
+        blocks = {
+            "capacity": manager.num_slots, "used": manager.num_used, "loaded": stats.loaded,
+            "stored": stats.stored, "evicted": stats.evicted,
+        }  # fmt: skip
+        for name, number in blocks.items():
+            yield f"{name}_blocks", (), number
+            yield f"{name}_bytes", (), number * self._block_bytes
+        yield "growing", (), int(manager.growing)
+        yield "queried_tokens", (), counts.queried
+        yield "hit_tokens", (), counts.hit
+        # A prefix takes one block of each group, whose sizes are the same as a rule.
+        sizes = counts.block_sizes
+        yield "loaded_tokens", (), round(stats.loaded * sum(sizes) / len(sizes) ** 2)
+        yield "dropped_blocks", ("no_room",), stats.dropped
+        loads = stats.failed_loads, stats.failed_load_copies
+        yield "failed_blocks", (LOADS,), loads[0]
+        yield "failed_blocks", (STORES,), stats.failed - loads[0]
+        yield "failed_copies", (LOADS,), loads[1]
+        yield "failed_copies", (STORES,), stats.failed_copies - loads[1]
+        for direction, link in _LINKS.items():
+            yield "copies", (direction,), self._times.ended[direction]
+            yield "queued_copies", (direction,), manager.num_under_way(link)
+        yield "parked_requests", (), counts.parked_now
+        yield "loading_requests", ("inline",), counts.inline
+        yield "loading_requests", ("parked",), counts.parked
+
+
+def _vllm_version() -> str:
+    import vllm
+
+    return str(vllm.__version__)

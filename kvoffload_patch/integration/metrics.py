@@ -1,0 +1,124 @@
+"""Every metric of the tier: name, kind, labels and what it means; the table in docs is made of it.
+
+The engine core measures and the front end publishes, in another process. What passes between them
+are records: what was added to counters since the record before, what gauges are now, and what
+histograms have seen. `carrier` says how.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal["counter", "gauge", "histogram"]
+# {"model_name": str, "values": [[name, [label, ...], value], ...]}; plain, as it is serialised.
+# The value of a histogram is a list of what it has seen.
+Record = dict[str, Any]
+
+PREFIX = "kvoffload_"
+# vLLM's own labels, which every metric has before those of its own.
+COMMON_LABELS = ("model_name", "engine")
+LOADS, STORES = "load", "store"
+DIRECTION = (("direction", (LOADS, STORES)),)
+# What `tier_state` says: exactly one of these is 1.
+STATES = ON, NOT_NEEDED, REFUSED, FAILED = ("on", "not_needed", "refused", "failed")
+
+_SINCE = "from the plan of its step to the step in which the scheduler learns that it is done"
+
+
+class Metric(NamedTuple):
+    """One metric.
+
+    Attributes:
+        name: without the prefix, and without the ``_total`` that counters end with.
+        kind: as Prometheus knows it.
+        help: what it means, with its unit.
+        labels: besides the common ones: each with all its values, or with none where these are not
+            known beforehand.
+        buckets: upper bounds of a histogram.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Its own labels."""
+        return tuple(name for name, _ in self.labels)
+
+
+METRICS = (
+    Metric(
+        "build_info",
+        "gauge",
+        "Always 1; the labels say which versions run, and how blocks are copied.",
+        (("version", ()), ("vllm_version", ()), ("load_mode", ()), ("copies", ())),
+    ),
+    Metric(
+        "tier_state",
+        "gauge",
+        "1 for the state that the tier is in, 0 for the others: on; not_needed, as prefix caching "
+        "is off; refused at start; failed and detached since.",
+        (("state", STATES),),
+    ),
+    Metric(
+        "tier_off_info",
+        "gauge",
+        "1 where the tier is off; the label says why, in a sentence.",
+        (("reason", ()),),
+    ),
+    Metric("growing", "gauge", "1 while more CPU slots are to become usable."),
+    Metric("capacity_blocks", "gauge", "CPU slots usable so far; each holds a block."),
+    Metric("capacity_bytes", "gauge", "The same in bytes, over all ranks of the engine."),
+    Metric("used_blocks", "gauge", "CPU slots in use, those being written included."),
+    Metric("used_bytes", "gauge", "The same in bytes, over all ranks of the engine."),
+    Metric("queried_tokens", "counter", "Tokens that admitted requests did not find on the GPU."),
+    Metric("hit_tokens", "counter", "Of these, the tokens that the tier had."),
+    Metric(
+        "loaded_tokens",
+        "counter",
+        "Tokens of the blocks loaded; with several KV cache groups, on average over these. More "
+        "than hit_tokens where a request went, or its blocks were reused, before it was admitted.",
+    ),
+    Metric("loaded_blocks", "counter", "Blocks loaded; one of each KV cache group counts once."),
+    Metric("loaded_bytes", "counter", "The same in bytes, over all ranks of the engine."),
+    Metric("stored_blocks", "counter", "Blocks stored; one of each KV cache group counts once."),
+    Metric("stored_bytes", "counter", "The same in bytes, over all ranks of the engine."),
+    Metric("evicted_blocks", "counter", "Blocks thrown out to make room."),
+    Metric("evicted_bytes", "counter", "The same in bytes, over all ranks of the engine."),
+    Metric(
+        "dropped_blocks",
+        "counter",
+        "Blocks that were not stored; no_room: every slot was being read or written.",
+        (("reason", ("no_room",)),),
+    ),
+    Metric("failed_blocks", "counter", "Blocks whose copy failed.", DIRECTION),
+    Metric("failed_copies", "counter", "Copies that failed, of however many blocks.", DIRECTION),
+    Metric("copies", "counter", "Copies that ended, failed ones included.", DIRECTION),
+    Metric(
+        "copy_seconds",
+        "histogram",
+        f"Time of a copy on the scheduler's clock, {_SINCE}; its wait for other copies and for "
+        "the forward pass is part of it.",
+        DIRECTION,
+        (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0),
+    ),
+    Metric(
+        "copy_bytes_per_second",
+        "histogram",
+        f"Bytes of a copy over all ranks by its time, {_SINCE}: a lower bound of the bandwidth.",
+        DIRECTION,
+        (1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10, 2e10, 3e10, 4e10, 5e10, 6e10, 1e11),
+    ),
+    Metric("queued_copies", "gauge", "Copies planned and not known to be done.", DIRECTION),
+    Metric("parked_requests", "gauge", "Requests that wait for a load beside the step."),
+    Metric(
+        "loading_requests",
+        "counter",
+        "Requests for which loads were begun, within their step (inline) or beside it (parked).",
+        (("mode", ("inline", "parked")),),
+    ),
+)
+BY_NAME = {metric.name: metric for metric in METRICS}

@@ -1,0 +1,104 @@
+"""/metrics of real servers, over HTTP."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import release
+from engine.model import write_model
+from engine.server import MAX_TOKENS, Server
+
+BLOCK = min(32, release.block_size())  # some releases know no other than 16
+PROMPT_TOKENS = 300
+FULL = PROMPT_TOKENS // BLOCK * BLOCK
+# The GPU's cache holds the blocks of one prompt.
+BLOCKS = MAX_TOKENS // BLOCK + 2
+SMALL = ["--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", "4"]
+SMALL += ["--block-size", str(BLOCK)]
+SERVERS = {
+    "one": [],
+    "several": ["--api-server-count", "2", "--data-parallel-size", "2"],
+}
+
+
+def prompts(seed: int, count: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 1000) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+
+
+def totals(found: dict[str, float]) -> Counter[str]:
+    """Samples by name, over all engines; of vLLM's and ours, own labels kept in order."""
+    total: Counter[str] = Counter()
+    for name, value in found.items():
+        base, _, labels = name.partition("{")
+        own = [
+            label.partition("=")[2].strip('"')
+            for label in labels.rstrip("}").split(",")
+            if label.partition("=")[0] in ("source", "state", "mode", "direction")
+        ]
+        total[" ".join([base, *own])] += value
+    return total
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("served"))
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_figures_of_every_engine_are_on_metrics_and_agree(
+    kind: str, model: Path, tmp_path: Path
+) -> None:
+    options, asked = SERVERS[kind], prompts(1, 8)
+    num_engines = 2 if "--data-parallel-size" in options else 1
+    with Server(model, tmp_path / "log", [*SMALL, *options], {}) as server:
+        at_start = wait_for(server, "kvoffload_tier_state on", num_engines)
+        answers = [[server.ask(prompt) for prompt in asked] for _ in range(4)]
+        time.sleep(1)
+        found = totals(server.metrics())
+    assert at_start["kvoffload_tier_state failed"] == at_start["kvoffload_hit_tokens_total"] == 0
+    texts = [[answer["choices"][0]["text"] for answer in turn] for turn in answers]
+    assert all(turn == texts[0] for turn in texts)
+    hit, tokens = found["kvoffload_hit_tokens_total"], len(asked) * 4 * PROMPT_TOKENS
+    # With two engines a prompt comes back to one that has not computed it, at times.
+    assert 0 < hit <= 3 * len(asked) * FULL and (num_engines > 1 or hit == 3 * len(asked) * FULL)
+    assert found["kvoffload_loaded_tokens_total"] == hit
+    assert found["kvoffload_loaded_blocks_total"] == hit / BLOCK
+    assert found["kvoffload_copies_total load"] == found["kvoffload_copy_seconds_count load"] > 0
+    on_gpu = found["vllm:prefix_cache_hits_total"]
+    assert found["vllm:prefix_cache_queries_total"] == tokens
+    assert on_gpu <= FULL, "the prefixes are not in the GPU's cache, as a rule"
+    if release.counts_external_hits():
+        assert found["vllm:external_prefix_cache_hits_total"] == hit
+    by_source = {
+        source: found[f"vllm:prompt_tokens_by_source_total {source}"]
+        for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
+    }
+    if sum(by_source.values()):  # from 0.16 on
+        assert by_source["external_kv_transfer"] == hit
+        assert by_source["local_cache_hit"] == on_gpu
+        assert sum(by_source.values()) == tokens
+
+
+def wait_for(server: Server, name: str, value: float) -> Counter[str]:
+    """/metrics, once it says so; what is sent at start comes after the server is up."""
+    until = time.monotonic() + 20
+    while (found := totals(server.metrics()))[name] != value:
+        assert time.monotonic() < until, f"{name} is {found[name]}"
+        time.sleep(0.2)
+    return found
+
+
+def test_an_engine_that_is_refused_says_why(model: Path, tmp_path: Path) -> None:
+    tier: dict[str, Any] = {"KVOFFLOAD_STRICT": "0", "KVOFFLOAD_CANARY_FAULT_RANK": "0"}
+    with Server(model, tmp_path / "log", SMALL, tier) as server:
+        wait_for(server, "kvoffload_tier_state refused", 1)
+        found = server.metrics()
+        assert server.ask(prompts(1, 1)[0])["usage"]["prompt_tokens"] == PROMPT_TOKENS
+    (reason,) = [name for name in found if name.startswith("kvoffload_tier_off_info")]
+    assert "rank 0" in reason and "failed to open" in reason
