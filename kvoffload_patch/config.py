@@ -18,6 +18,7 @@ PREFIX = "KVOFFLOAD_"
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
 LOAD_MODES = ("auto", "inline", "parked")
+EVICTIONS = ("arc", "lru")
 COPY_BACKENDS = ("auto", "staged", "torch")
 GIB = 1 << 30
 
@@ -82,6 +83,12 @@ def _load_mode(text: str) -> str:
     return text
 
 
+def _eviction(text: str) -> str:
+    if text not in EVICTIONS:
+        raise ValueError(text)
+    return text
+
+
 def _copy_backend(text: str) -> str:
     if text not in COPY_BACKENDS:
         raise ValueError(text)
@@ -136,6 +143,14 @@ class Settings:
         _load_mode,
         "one of " + ", ".join(LOAD_MODES),
         "load within the step (inline), beside it (parked), or choose per request (auto)",
+    )
+    eviction: str = _variable(
+        "KVOFFLOAD_EVICTION",
+        "arc",
+        _eviction,
+        "one of " + ", ".join(EVICTIONS),
+        "which blocks leave a full tier first: the least recently used (lru), or of those used "
+        "once and those used again whichever are missed less (arc)",
     )
     copy_backend: str = _variable(
         "KVOFFLOAD_COPY_BACKEND",

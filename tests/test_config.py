@@ -33,6 +33,7 @@ def test_defaults() -> None:
         strict=True,
         cpu_gib=4.0,
         load_mode="auto",
+        eviction="arc",
         log_interval=10.0,
         vllm_version=None,
         allow_unverified=False,
@@ -63,6 +64,7 @@ def test_every_variable_is_read() -> None:
         STRICT="off",
         CPU_GIB="0.5",
         LOAD_MODE="parked",
+        EVICTION="lru",
         COPY_BACKEND="staged",
         LOG_INTERVAL="2",
         VLLM_VERSION="0.32.0",
@@ -71,7 +73,21 @@ def test_every_variable_is_read() -> None:
         CANARY_FAULT_RANK="3",
         LAUNCH="0a1b",
     )
-    values = (True, True, False, 0.5, "parked", "staged", 2.0, "0.32.0", True, 0.0, 3, "0a1b")
+    values = (
+        True,
+        True,
+        False,
+        0.5,
+        "parked",
+        "lru",
+        "staged",
+        2.0,
+        "0.32.0",
+        True,
+        0.0,
+        3,
+        "0a1b",
+    )
     assert found == Settings(*values)
     assert found.cpu_bytes == 1 << 29
 
@@ -100,6 +116,7 @@ def test_boolean_spellings(words: tuple[str, ...], value: bool) -> None:
         ("CPU_GIB", "nan", "above 0"),
         ("CPU_GIB", "inf", "above 0"),
         ("LOAD_MODE", "Parked", "one of auto, inline, parked"),
+        ("EVICTION", "LRU", "one of arc, lru"),
         ("COPY_BACKEND", "dma", "one of auto, staged, torch"),
         ("LOG_INTERVAL", "0", "a number of seconds above 0"),
         ("MAX_STALL_MS", "-0.1", "a number of milliseconds, 0 or more"),

@@ -16,7 +16,9 @@ UNITS = ("BYTES", "S", "MS", "BLOCKS", "TOKENS", "REQUESTS", "SLICES", "COPIES",
 UNITS += ("THREADS", "PROGRAMS", "REPEATS", "PARTS", "TIMES")
 # Numbers of other modules: they say what is so, and cannot be chosen.
 FACTS = {
+    "AGAIN",
     "GIB",
+    "ONCE",
     "_GIB",
     "_ALIGNMENT",
     "_HUGE_PAGE",

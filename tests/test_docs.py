@@ -17,6 +17,7 @@ PAGES = [
         "docs/architecture.md",
         "docs/start.md",
         "docs/copies.md",
+        "docs/policies.md",
     )
 ]
 # What a path in a text may leave out.

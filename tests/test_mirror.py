@@ -44,6 +44,7 @@ TESTED_BY = {
     "patching/errors.py": "patching/test_check.py",
     "patching/point.py": "patching/test_check.py",
     "tier/entries.py": "tier/test_manager.py",
+    "tier/policy.py": "tier/test_manager_model.py",
     "tier/stats.py": "tier/test_manager.py",
     # One test for all backends: they do the same.
     "transfer/backends/base.py": "transfer/backends/test_backends.py",

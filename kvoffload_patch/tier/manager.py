@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import repeat
 from types import MappingProxyType
@@ -9,7 +10,8 @@ from types import MappingProxyType
 from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Link, Tickets
 from kvoffload_patch.tier.entries import HeldSlots, Keys, LinkTickets, Slots
 from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
-from kvoffload_patch.tier.policy import EvictionPolicy, LRUPolicy
+from kvoffload_patch.tier.policies.lru import LRUPolicy
+from kvoffload_patch.tier.policy import EvictionPolicy
 from kvoffload_patch.tier.slots import SlotPool
 from kvoffload_patch.tier.stats import TierStats
 
@@ -47,6 +49,7 @@ class OffloadManager:
         self._store_of: dict[int, int] = {}  # GPU block id -> ticket of its last store
         self._new_loads: list[Transfer] = []
         self._promised: list[tuple[Link, int]] = []
+        self._ended: deque[tuple[int, Keys]] = deque()  # last store, and keys of requests
 
     @property
     def num_used(self) -> int:
@@ -89,6 +92,15 @@ class OffloadManager:
         """
         slot_of = self._slot_of
         self._policy.hit([slot_of[key] for key in reversed(keys) if key in slot_of])
+
+    def request_ended(self, keys: Keys) -> None:
+        """A request that used and stored these, given head first, has ended.
+
+        Its blocks were stored in several steps. Once the last of them is stored, they are put
+        together, so that its tail is evicted before its head.
+        """
+        self._ended.append((self._stores.last, keys))
+        self._regroup_ended()
 
     # Storing
 
@@ -219,6 +231,7 @@ class OffloadManager:
                 else:
                     readable += self._finish_store(keys, slots)
             link.done = min(done, link.last)
+        self._regroup_ended()
         return readable
 
     def load_done(self, ticket: int) -> bool:
@@ -241,10 +254,18 @@ class OffloadManager:
         self._slot_of = {}
         self._key_of = [None] * self.num_slots
         self._pending = {}
+        self._ended.clear()
         self._policy = self._new_policy(self._key_of)
         self._slots = SlotPool(self.num_slots, reserved=held)
 
     # Inside
+
+    def _regroup_ended(self) -> None:
+        """Put together the blocks of requests all of whose stores are done."""
+        slot_of = self._slot_of
+        while self._ended and self._ended[0][0] <= self._stores.done:
+            _, keys = self._ended.popleft()
+            self._policy.regroup([slot_of[key] for key in reversed(keys) if key in slot_of])
 
     def _plan_store(
         self, storable: Callable[[int, Hashable], bool], computed: Mapping[Hashable, int]

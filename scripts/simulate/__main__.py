@@ -10,6 +10,8 @@ from scripts import dispatch  # noqa: E402
 COMMANDS = {
     "replay": ("replay", "every policy on a trace, from a file or generated, beside the optimum"),
     "generate": ("generate", "write a generated trace as JSON lines"),
+    "measure": ("measure", "every policy on every generated trace, three seeds each; minutes"),
+    "page": ("page", "write the tables and the picture of docs/policies.md from that"),
 }
 
 if __name__ == "__main__":

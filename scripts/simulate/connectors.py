@@ -22,118 +22,126 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import islice
 
 from scripts.simulate.gpu import GpuPool
-from scripts.simulate.rules import ByKey, Keys, Rules, Run
+from scripts.simulate.rules import Keys, Rules, Run
 
 
 class InOrder:
-    """Least recently used first; a key keeps its place while it is pinned.
+    """Least recently used first; a block keeps its place while it is pinned.
 
     Args:
-        head_first: of keys that come together, the head is the first to leave.
+        key_of: of each slot.
+        head_first: of slots that come together, that of the head is the first to leave.
     """
 
-    def __init__(self, head_first: bool = False) -> None:
+    def __init__(self, key_of: Sequence[Hashable], head_first: bool = False) -> None:
         self._head_first = head_first
-        self._order: OrderedDict[Hashable, None] = OrderedDict()
-        self._pinned: set[Hashable] = set()
+        self._order: OrderedDict[int, None] = OrderedDict()
+        self._pinned: set[int] = set()
+
+    def grow(self) -> None:
+        pass
 
     def miss(self, keys: Iterable[Hashable]) -> None:
         pass
 
-    def hit(self, keys: Iterable[Hashable]) -> None:
-        for key in keys:
-            if key in self._order:
-                self._order.move_to_end(key)
+    def hit(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            if slot in self._order:
+                self._order.move_to_end(slot)
 
-    def insert(self, keys: Iterable[Hashable]) -> None:
-        ordered = list(keys)
-        for key in reversed(ordered) if self._head_first else ordered:
-            self._order[key] = None
-            self._order.move_to_end(key)
+    def regroup(self, slots: Sequence[int]) -> None:
+        self.hit(slots)
 
-    def pin(self, keys: Iterable[Hashable]) -> None:
-        self._pinned.update(keys)
+    def insert(self, slots: Sequence[int]) -> None:
+        self._order.update(dict.fromkeys(slots[::-1] if self._head_first else slots))
 
-    def unpin(self, keys: Iterable[Hashable]) -> None:
-        ordered = list(keys)
-        self._pinned.difference_update(ordered)
+    def pin(self, slots: Sequence[int]) -> None:
+        self._pinned.update(slots)
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        self._pinned.difference_update(slots)
         if self._head_first:
-            self.hit(reversed(ordered))
+            self.hit(slots[::-1])
 
-    def remove(self, keys: Iterable[Hashable]) -> None:
-        for key in keys:
-            self._order.pop(key, None)
-            self._pinned.discard(key)
+    def remove(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._order.pop(slot, None)
+        self._pinned.difference_update(slots)
 
-    def evict(self, count: int) -> Sequence[Hashable]:
+    def evict(self, count: int) -> Sequence[int]:
         evicted = _first(self._order, count, self._pinned)
-        for key in evicted:
-            del self._order[key]
+        for slot in evicted:
+            del self._order[slot]
         return evicted
 
 
 class ConnectorArc:
     """ARC as the OffloadingConnector has it: by requests, with stores and ends of requests.
 
-    A key that was seen once is in the first list, one that a later request used in the second. What
-    leaves a list is remembered for as many keys as there are slots. A key stored again that one
-    list is remembered to have lost moves the share of the first list towards it.
+    A block that was seen once is in the first list, one that a later request used in the second.
+    What leaves a list is remembered for as many blocks as there are slots. A block stored again
+    that one list is remembered to have lost moves the share of the first list towards it.
     """
 
-    def __init__(self, slots: int) -> None:
-        self._slots = slots
+    def __init__(self, key_of: Sequence[Hashable]) -> None:
+        self._key_of = key_of
         self._share = 0.0  # slots that the first list may have
-        self._once: OrderedDict[Hashable, None] = OrderedDict()
-        self._often: OrderedDict[Hashable, None] = OrderedDict()
+        self._once: OrderedDict[int, None] = OrderedDict()
+        self._often: OrderedDict[int, None] = OrderedDict()
         self._lost_once: OrderedDict[Hashable, None] = OrderedDict()
         self._lost_often: OrderedDict[Hashable, None] = OrderedDict()
-        self._pinned: set[Hashable] = set()
+        self._pinned: set[int] = set()
+
+    def grow(self) -> None:
+        pass
 
     def miss(self, keys: Iterable[Hashable]) -> None:
         once, often = self._lost_once, self._lost_often
         for key in keys:
             if key in once:
-                self._share = min(self._share + max(1.0, len(often) / len(once)), self._slots)
+                more = max(1.0, len(often) / len(once))
+                self._share = min(self._share + more, len(self._key_of))
             elif key in often:
                 self._share = max(self._share - max(1.0, len(once) / len(often)), 0.0)
 
-    def insert(self, keys: Iterable[Hashable]) -> None:
-        for key in keys:
-            self._once[key] = None
-            self._lost_once.pop(key, None)
-            self._lost_often.pop(key, None)
+    def insert(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._once[slot] = None
+            self._lost_once.pop(self._key_of[slot], None)
+            self._lost_often.pop(self._key_of[slot], None)
 
-    def hit(self, keys: Iterable[Hashable]) -> None:
+    def hit(self, slots: Sequence[int]) -> None:
         """A request that used these has ended."""
-        for key in keys:
-            if key in self._once:
-                del self._once[key]
-                self._often[key] = None
-            elif key in self._often:
-                self._often.move_to_end(key)
+        for slot in slots:
+            if slot in self._once:
+                del self._once[slot]
+                self._often[slot] = None
+            elif slot in self._often:
+                self._often.move_to_end(slot)
 
-    def refresh(self, keys: Iterable[Hashable]) -> None:
+    def regroup(self, slots: Sequence[int]) -> None:
         """A request that stored these has ended."""
-        for key in keys:
+        for slot in slots:
             for found in (self._once, self._often):
-                if key in found:
-                    found.move_to_end(key)
+                if slot in found:
+                    found.move_to_end(slot)
 
-    def pin(self, keys: Iterable[Hashable]) -> None:
-        self._pinned.update(keys)
+    def pin(self, slots: Sequence[int]) -> None:
+        self._pinned.update(slots)
 
-    def unpin(self, keys: Iterable[Hashable]) -> None:
-        self._pinned.difference_update(keys)
+    def unpin(self, slots: Sequence[int]) -> None:
+        self._pinned.difference_update(slots)
 
-    def remove(self, keys: Iterable[Hashable]) -> None:
-        for key in keys:
-            self._once.pop(key, None)
-            self._often.pop(key, None)
-            self._pinned.discard(key)
+    def remove(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._once.pop(slot, None)
+            self._often.pop(slot, None)
+        self._pinned.difference_update(slots)
 
-    def evict(self, count: int) -> Sequence[Hashable]:
+    def evict(self, count: int) -> Sequence[int]:
         over = len(self._once) - int(self._share) + 1
         first = _first(self._once, min(count, max(over, 0)), self._pinned)
         self._lose(first, self._once, self._lost_once)
@@ -145,38 +153,40 @@ class ConnectorArc:
 
     def _lose(
         self,
-        keys: Iterable[Hashable],
-        held: OrderedDict[Hashable, None],
+        slots: Iterable[int],
+        held: OrderedDict[int, None],
         lost: OrderedDict[Hashable, None],
     ) -> None:
-        for key in keys:
-            del held[key]
-            lost[key] = None
-        while len(lost) > self._slots:
+        for slot in slots:
+            del held[slot]
+            lost[self._key_of[slot]] = None
+        while len(lost) > len(self._key_of):
             lost.popitem(last=False)
 
 
-def _first(order: Iterable[Hashable], count: int, pinned: set[Hashable]) -> list[Hashable]:
-    found: list[Hashable] = []
-    if count > 0:
-        for key in order:
-            if key not in pinned:
-                found.append(key)
-                if len(found) == count:
-                    break
-    return found
+def _first(order: Iterable[int], count: int, pinned: set[int]) -> list[int]:
+    """The first ``count`` that are not pinned, or all."""
+    found = (slot for slot in order if slot not in pinned)
+    return list(islice(found, max(count, 0)))
+
+
+def _head_first(key_of: Sequence[Hashable]) -> InOrder:
+    return InOrder(key_of, head_first=True)
 
 
 class SimpleEager(Rules):
     """SimpleCPUOffloadConnector as it is by default."""
 
     def __init__(self, slots: int) -> None:
-        super().__init__(slots, lambda key_of: ByKey(InOrder(head_first=True), key_of))
+        super().__init__(slots, _head_first)
 
     def admitted(self, run: Run) -> None:
         for key, block in zip(run.request.keys[: run.on_gpu], run.blocks):
             if not self.manager.holds(key):
                 self.manager.queue_store(key, block)
+
+    def ended(self, run: Run) -> None:
+        pass
 
 
 class SimpleLazy(SimpleEager):
@@ -232,26 +242,20 @@ class _Offloading(Rules):
     def answered(self, run: Run, key: Hashable, block: int) -> None:
         pass
 
+    def ended(self, run: Run) -> None:
+        self.manager.request_ended(run.stored)
+        self.manager.touch(run.reused)
+
 
 class OffloadingLru(_Offloading):
     """OffloadingConnector with LRU, its default."""
 
     def __init__(self, slots: int) -> None:
-        self._policy = InOrder()
-        super().__init__(slots, lambda key_of: ByKey(self._policy, key_of))
-
-    def ended(self, run: Run) -> None:
-        self._policy.hit(reversed(run.stored))
-        self._policy.hit(reversed(run.reused))
+        super().__init__(slots, InOrder)
 
 
 class OffloadingArc(_Offloading):
     """OffloadingConnector with ARC."""
 
     def __init__(self, slots: int) -> None:
-        self._policy = ConnectorArc(slots)
-        super().__init__(slots, lambda key_of: ByKey(self._policy, key_of))
-
-    def ended(self, run: Run) -> None:
-        self._policy.refresh(reversed(run.stored))
-        self._policy.hit(reversed(run.reused))
+        super().__init__(slots, ConnectorArc)

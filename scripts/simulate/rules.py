@@ -6,17 +6,17 @@ theirs. These are the rules of this package; those of vLLM's connectors stand in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvoffload_patch.tier.manager import OffloadManager
-from kvoffload_patch.tier.policy import EvictionPolicy, LRUPolicy
+from kvoffload_patch.tier.policies.lru import LRUPolicy
+from kvoffload_patch.tier.policy import EvictionPolicy
 from scripts.simulate.gpu import GpuPool
 from scripts.simulate.trace import Request
 
 Keys = Sequence[Hashable]
-MakePolicy = Callable[[Keys], EvictionPolicy]
+NewPolicy = Callable[[Sequence[Hashable]], EvictionPolicy]
 
 
 @dataclass(eq=False)
@@ -49,56 +49,6 @@ class Run:
     stored: list[Hashable] = field(default_factory=list)
 
 
-class KeyPolicy(Protocol):
-    """An `EvictionPolicy` that names blocks by their keys."""
-
-    def miss(self, keys: Iterable[Hashable]) -> None: ...
-    def insert(self, keys: Iterable[Hashable]) -> None: ...
-    def hit(self, keys: Iterable[Hashable]) -> None: ...
-    def pin(self, keys: Iterable[Hashable]) -> None: ...
-    def unpin(self, keys: Iterable[Hashable]) -> None: ...
-    def remove(self, keys: Iterable[Hashable]) -> None: ...
-    def evict(self, count: int) -> Sequence[Hashable]: ...
-
-
-class ByKey:
-    """A policy that names blocks by their keys, for the tier, which names them by their slots."""
-
-    def __init__(self, policy: KeyPolicy, key_of: Keys) -> None:
-        self._policy = policy
-        self._key_of = key_of
-        self._slot_of: dict[Hashable, int] = {}
-
-    def grow(self) -> None:
-        pass
-
-    def miss(self, keys: Iterable[Hashable]) -> None:
-        self._policy.miss(keys)
-
-    def insert(self, slots: Sequence[int]) -> None:
-        keys = self._keys(slots)
-        self._slot_of.update(zip(keys, slots))
-        self._policy.insert(keys)
-
-    def hit(self, slots: Sequence[int]) -> None:
-        self._policy.hit(self._keys(slots))
-
-    def pin(self, slots: Sequence[int]) -> None:
-        self._policy.pin(self._keys(slots))
-
-    def unpin(self, slots: Sequence[int]) -> None:
-        self._policy.unpin(self._keys(slots))
-
-    def remove(self, slots: Sequence[int]) -> None:
-        self._policy.remove(self._keys(slots))
-
-    def evict(self, count: int) -> Sequence[int]:
-        return [self._slot_of.pop(key) for key in self._policy.evict(count)]
-
-    def _keys(self, slots: Sequence[int]) -> list[Hashable]:
-        return [self._key_of[slot] for slot in slots]
-
-
 class Rules:
     """This package's rules, with an eviction policy.
 
@@ -106,7 +56,7 @@ class Rules:
     a use of its copy; where the tier has none any more, it is stored again.
     """
 
-    def __init__(self, slots: int, policy: MakePolicy = LRUPolicy) -> None:
+    def __init__(self, slots: int, policy: NewPolicy = LRUPolicy) -> None:
         self.manager = OffloadManager(slots, policy)
 
     def admitted(self, run: Run) -> None:
@@ -128,6 +78,7 @@ class Rules:
 
     def ended(self, run: Run) -> None:
         """A request has its answer, and still its blocks."""
+        self.manager.request_ended(run.request.keys)
 
     def step(self, gpu: GpuPool, idle: Sequence[int]) -> None:
         """A plan is about to be made; since the last one these blocks came to be used by nobody."""
@@ -146,4 +97,7 @@ class NoTier(Rules):
         return {}
 
     def answered(self, run: Run, key: Hashable, block: int) -> None:
+        pass
+
+    def ended(self, run: Run) -> None:
         pass

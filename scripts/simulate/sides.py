@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvoffload_patch.tier.policy import LRUPolicy
-from scripts.simulate import connectors, rules
+from kvoffload_patch.tier.policies.arc import ArcPolicy
+from kvoffload_patch.tier.policies.lru import LRUPolicy
+from scripts.simulate import connectors, rules, tried
 from scripts.simulate.model import Machine
 
 OPTIMUM = "optimum"
@@ -27,6 +28,10 @@ def _near(machine: Machine) -> int:
 SIDES = {
     "none": Side("plain vLLM", lambda machine: rules.NoTier()),
     "lru": Side("this tier, LRU", lambda machine: rules.Rules(machine.cpu_blocks, LRUPolicy)),
+    "arc": Side("this tier, ARC", lambda machine: rules.Rules(machine.cpu_blocks, ArcPolicy)),
+    "s3fifo": Side(
+        "this tier, S3-FIFO", lambda machine: rules.Rules(machine.cpu_blocks, tried.S3Fifo)
+    ),
     "simple": Side(
         "SimpleCPUOffloadConnector", lambda machine: connectors.SimpleEager(machine.cpu_blocks)
     ),

@@ -114,9 +114,9 @@ def _phases(make: _Maker, end: float) -> list[Iterator[Turns]]:
     """Documents for a third of the time, then conversations, then documents, others than before."""
     third = end / 3
     return [
-        _documents(make, 1.1, third),
-        _chat(make, 1.0, 2 * third, third),
-        _documents(make, 1.1, end, 2 * third),
+        _documents(make, 1.2, third),
+        _chat(make, 0.8, 2 * third, third),
+        _documents(make, 1.2, end, 2 * third),
     ]
 
 
@@ -126,7 +126,7 @@ WORKLOADS: dict[str, tuple[str, Callable[[_Maker, float], list[Iterator[Turns]]]
     "documents": ("questions about long documents", lambda m, end: [_documents(m, 1.2, end)]),
     "scan": (
         "documents and conversations, and prompts that never come again",
-        lambda m, end: [_documents(m, 0.6, end), _chat(m, 0.3, end), _scan(m, 0.6, end)],
+        lambda m, end: [_documents(m, 0.6, end), _chat(m, 0.3, end), _scan(m, 0.4, end)],
     ),
     "mix": (
         "all of these at once",

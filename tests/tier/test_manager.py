@@ -14,7 +14,7 @@ from tier.plans import a_load, a_plan, a_result, a_store, store_of
 from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.plan import TransferPlan
-from kvoffload_patch.tier.policy import LRUPolicy
+from kvoffload_patch.tier.policies.lru import LRUPolicy
 from kvoffload_patch.tier.stats import TierStats
 
 
@@ -405,7 +405,7 @@ def test_a_plan_goes_through_pickle_unchanged() -> None:
 def test_the_eviction_policy_can_be_replaced() -> None:
     class Newest(LRUPolicy):
         def evict(self, count: int) -> Sequence[Any]:
-            newest = next(reversed(self._batches.values())).slots[-count:]
+            newest = [slot for slot, batch in enumerate(self._lists.batch_of) if batch][-count:]
             self.remove(newest)
             return newest
 
@@ -435,10 +435,41 @@ def test_a_policy_sees_misses_inserts_hits_pins_and_what_is_forgotten_in_the_ord
     tier.begin_load("ab", [7, 8])
     tier.apply(tier.drained())
     tier.discard("b")
+    tier.request_ended("abc")
     assert told == [
         ("miss", "ba"), ("insert", "ba"), ("hit", "ba"),
-        ("pin", "ba"), ("unpin", "ba"), ("remove", "b"),
+        ("pin", "ba"), ("unpin", "ba"), ("remove", "b"), ("regroup", "a"),
     ]  # fmt: skip
+
+
+def test_a_request_that_was_stored_in_several_steps_is_evicted_from_its_tail() -> None:
+    tier = OffloadManager(3)
+    for key in "abc":
+        store(tier, key)
+    tier.request_ended("abc")
+    store(tier, "d")
+    assert readable(tier, "abcd") == "abd"
+
+
+def test_the_blocks_of_a_request_are_put_together_once_all_of_them_are_stored() -> None:
+    tier = OffloadManager(3)
+    store(tier, "a")
+    store(tier, "b")
+    plan_store(tier, "c")
+    tier.request_ended("abc")
+    tier.apply(tier.drained())
+    store(tier, "d")
+    assert readable(tier, "abcd") == "abd"
+
+
+def test_what_ended_before_a_clear_is_forgotten_with_it() -> None:
+    tier = OffloadManager(2)
+    plan_store(tier, "a")
+    tier.request_ended("a")
+    tier.clear()
+    tier.apply(tier.drained())
+    store(tier, "b")
+    assert readable(tier, "ab") == "b"
 
 
 def test_a_block_that_the_step_computes_is_stored_behind_those_that_were_queued() -> None:

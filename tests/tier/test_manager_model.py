@@ -6,13 +6,31 @@ import pytest
 from hypothesis import settings
 from tier.tier_machine import TierMachine, Traffic
 
-TierMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+from kvoffload_patch.config import EVICTIONS
+from kvoffload_patch.tier.policies import POLICIES
+
+
+class ArcMachine(TierMachine):
+    """The same with the policy that is the default."""
+
+    eviction = "arc"
+
+
+MACHINES = {machine.eviction: machine for machine in (TierMachine, ArcMachine)}
+SETTINGS = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TierMachine.TestCase.settings = ArcMachine.TestCase.settings = SETTINGS
 TestTier = TierMachine.TestCase
+TestArc = ArcMachine.TestCase
 
 
+def test_every_policy_is_tested_here() -> None:
+    assert set(POLICIES) == set(MACHINES) == set(EVICTIONS)
+
+
+@pytest.mark.parametrize("eviction", MACHINES)
 @pytest.mark.parametrize("seed", range(15))
-def test_heavy_traffic_loads_what_was_stored(seed: int) -> None:
-    Traffic(TierMachine(), seed).run(steps=300)
+def test_heavy_traffic_loads_what_was_stored(seed: int, eviction: str) -> None:
+    Traffic(MACHINES[eviction](), seed).run(steps=300)
 
 
 def test_a_rank_that_is_behind_does_not_overwrite_a_block_that_it_has_still_to_store() -> None:

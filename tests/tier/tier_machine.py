@@ -21,6 +21,7 @@ from tier.tier_model import TierModel
 from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.plan import TransferResult
+from kvoffload_patch.tier.policies import POLICIES
 
 BLOCKS = range(7)
 KEYS = range(9)
@@ -35,11 +36,12 @@ class TierMachine(RuleBasedStateMachine):
     """A scheduler's use of the tier, step by step; the first rank is the one that reports."""
 
     new_rank: Callable[[], Rank] = Rank
+    eviction = "lru"
 
     @initialize(capacity=st.integers(1, 6))
     def start(self, capacity: int) -> None:
-        self.tier = OffloadManager(capacity)
-        self.model = TierModel(capacity)
+        self.tier = OffloadManager(capacity, POLICIES[self.eviction])
+        self.model = TierModel(capacity, in_order=self.eviction == "lru")
         self.ranks = [type(self).new_rank(), type(self).new_rank()]
         self.epoch = 0
         self.cached: dict[int, int] = {}  # GPU block -> key that it holds after this step
@@ -91,6 +93,11 @@ class TierMachine(RuleBasedStateMachine):
         some = st.sampled_from(sorted(self.model.ready) or KEYS)
         self.touch_prefix(data.draw(st.lists(some | keys, max_size=6)))
 
+    @rule(prefix=st.lists(keys, max_size=6, unique=True))
+    def request_ends(self, prefix: list[int]) -> None:
+        self.tier.request_ended(prefix)
+        self.model.request_ended(prefix)
+
     @precondition(lambda self: self.model.ready)
     @rule(data=st.data(), inline=st.booleans())
     def load(self, data: st.DataObject, inline: bool) -> None:
@@ -118,7 +125,7 @@ class TierMachine(RuleBasedStateMachine):
     def end_step(self) -> None:
         computed = {key: block for block, key in self.computed.items()}
         plan = self.tier.make_plan(lambda block, key: self.cached.get(block) == key, computed)
-        self.model.take_plan(plan, self.cached, computed)
+        self.model.take_plan(plan, self.cached, computed, self.tier.holds)
         stored: tuple[Any, ...] = ()
         if plan is not None and store_of(plan) is not None:
             stored = tuple((self.cached[b], self.epoch) for b in store_of(plan).source_ids)
@@ -306,6 +313,8 @@ class Traffic:
         ready = sorted(machine.model.ready)
         if self._chance(0.3):
             machine.touch_prefix(pick.sample(ready, min(len(ready), 3)))
+        if self._chance(0.1):
+            machine.request_ends(pick.sample(KEYS, 4))
         free = machine.free_blocks()
         pick.shuffle(free)
         if self._chance(0.5):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tier.plans import a_load, store_of
@@ -25,12 +25,14 @@ class OpenTicket:
 class TierModel:
     """Who is where, who is readable, and who goes next. Nothing here is counted or cached."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, in_order: bool) -> None:
         self.capacity = capacity
+        self.in_order = in_order  # evicted is what was used least recently
         self.slot_of: dict[Hashable, int] = {}
         self.ready: set[Hashable] = set()
         self.recency: list[Hashable] = []  # readable keys, least recently used first
         self.pending: dict[int, Hashable] = {}
+        self.ended: list[tuple[int, Sequence[Hashable]]] = []  # requests, with the last store then
         self.store_of: dict[int, int] = {}  # GPU block -> its last store since it was handed out
         self.loads: list[OpenTicket] = []
         self.stores: list[OpenTicket] = []
@@ -59,6 +61,10 @@ class TierModel:
             if key in self.ready:
                 self.recency.remove(key)
                 self.recency.append(key)
+
+    def request_ended(self, keys: Sequence[Hashable]) -> None:
+        self.ended.append((self.last_store, keys))
+        self._regroup_ended()
 
     def queue_store(self, key: Hashable, gpu_block_id: int) -> None:
         if key not in self.slot_of:
@@ -90,6 +96,7 @@ class TierModel:
         plan: TransferPlan | None,
         cached: Mapping[int, Hashable],
         computed: Mapping[Hashable, int],
+        holds: Callable[[Hashable], bool],
     ) -> None:
         """Check a plan against what must be in it, and follow it.
 
@@ -97,10 +104,12 @@ class TierModel:
             plan: what the manager made.
             cached: GPU block id -> the key that it holds after this step.
             computed: what the step computes, as the manager was given it.
+            holds: whether the tier still has a key.
         """
         waiting = self._to_store(cached, computed)
+        chosen = [key for key in self.evictable if self.in_order or not holds(key)]
         while len(waiting) > self.capacity - len(self.used) and self.evictable:
-            self._evict(self.evictable[0])
+            self._evict(chosen.pop(0))
         fitting = list(waiting)[: self.capacity - len(self.used)]
         self.counts["dropped"] += len(waiting) - len(fitting)
         if not (fitting or self.new_loads or self.wait_load or self.wait_store):
@@ -133,10 +142,16 @@ class TierModel:
             self.counts["stored"] += len(ticket.slots)
         self.loads_done = max(self.loads_done, min(loads_done, self.last_load))
         self.stores_done = max(self.stores_done, min(stores_done, self.last_store))
+        self._regroup_ended()
         return readable
 
     def clear(self) -> None:
         self.slot_of, self.ready, self.recency, self.pending = {}, set(), [], {}
+        self.ended = []
+
+    def _regroup_ended(self) -> None:
+        while self.ended and self.ended[0][0] <= self.stores_done:
+            self.touch(self.ended.pop(0)[1])
 
     def _to_store(
         self, cached: Mapping[int, Hashable], computed: Mapping[Hashable, int]

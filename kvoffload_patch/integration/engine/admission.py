@@ -197,7 +197,7 @@ class Admission:
             self._hits.note(request, result)
             if result.deferred:
                 return self._defer(result, budget)
-            self._recency.note(result.gpu_blocks)
+            self._recency.note(request.request_id, result)
         if result.tier_hits or result.arriving:
             self._cache.forget(request.request_id)
             if not self._inline(request, result, budget, stall):

@@ -24,6 +24,7 @@ from kvoffload_patch.integration.metrics import NOT_NEEDED, REFUSED
 from kvoffload_patch.integration.protocol import TIER, attached, engine_bytes
 from kvoffload_patch.patching import ObjectHooks, PatchRefused
 from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.policies import POLICIES
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
@@ -114,7 +115,7 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
         cpu_bytes = engine_bytes(vllm_config, settings)
         _rehearse(scheduler, hooks, settings)
         ranks.open(cpu_bytes, settings.copy_backend, settings.canary_fault_rank)
-        manager = OffloadManager(ranks.num_usable, growing=ranks.growing)
+        manager = OffloadManager(ranks.num_usable, POLICIES[settings.eviction], ranks.growing)
         breaker = connect(scheduler, hooks, manager, ranks, settings)
     except BaseException:
         ranks.give_back()

@@ -261,7 +261,8 @@ def _discard(index: dict, item: Hashable, request_id: str) -> None:  # type: ign
 class Recency:
     """Keeps what requests hit on the GPU recent in the tier, and stores what it has lost since.
 
-    One step later: admitting a request makes a step slow on the host as it is.
+    One step later: admitting a request makes a step slow on the host as it is. What a request has
+    used and stored is told to the tier once more when it has ended, all of it together.
 
     Args:
         view: the scheduler.
@@ -275,12 +276,27 @@ class Recency:
         self._view = view
         self._manager = manager
         self.used: list[list[tuple[int, Hashable]]] = []
+        self._keys: dict[str, list[Hashable]] = {}  # of each request that has not ended
 
-    def note(self, blocks: Sequence[Any]) -> None:
-        """A request hits these GPU blocks, in prefix order; loads under way may fill some."""
+    def note(self, request_id: str, found: LookupResult) -> None:
+        """A request hits this; loads under way may fill some of the GPU blocks."""
+        blocks = found.gpu_blocks
         if blocks:
             keyed = [(b.block_id, b.block_hash) for b in blocks if b.block_hash is not None]
             self.used.append(keyed)
+        keys = [block.block_hash for block in blocks]
+        self._keys[request_id] = keys + [hit.block_hash for hit in found.tier_hits]
+
+    def computes(self, request_id: str, keys: Iterable[Hashable]) -> None:
+        """A request computes the blocks of these keys, behind all that were noted for it."""
+        self._keys.setdefault(request_id, []).extend(keys)
+
+    def ended(self, request_ids: Iterable[str]) -> None:
+        """These requests have ended; some may be unknown here."""
+        for request_id in request_ids:
+            keys = self._keys.pop(request_id, None)
+            if keys:
+                self._manager.request_ended(keys)
 
     def refresh(self) -> None:
         """Make recent what was noted since the last call."""
@@ -295,3 +311,4 @@ class Recency:
     def clear(self) -> None:
         """Forget what was noted."""
         self.used.clear()
+        self._keys.clear()

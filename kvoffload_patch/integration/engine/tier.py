@@ -141,6 +141,7 @@ class SchedulerTier:
         if output.finished_req_ids:
             # One that was preempted can end by the output of a step that began before that.
             self.on_finish(output.finished_req_ids)
+            self._recency.ended(output.finished_req_ids)
         self._report.tick()
 
     def _after_admissions(self, output: Any) -> None:
@@ -161,8 +162,9 @@ class SchedulerTier:
         for request, blocks in self.cached:
             # A request preempted within this very schedule() never computes its blocks.
             if request.request_id in scheduled:
-                for block in blocks:
-                    computed[block.block_hash] = block.block_id
+                keys = [block.block_hash for block in blocks]
+                computed.update(zip(keys, [block.block_id for block in blocks]))
+                self._recency.computes(request.request_id, keys)
         computed.pop(None, None)  # of the null block, or of one that has left the cache since
         if self._invalid.untrusted:
             for key, gpu_block_id in computed.items():

@@ -25,6 +25,7 @@ from kvoffload_patch.integration.protocol import TIER, RankGeometry, RankOpened
 from kvoffload_patch.integration.worker import rpc
 from kvoffload_patch.patching import ObjectHooks
 from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.policies import POLICIES
 
 RANK = RankGeometry(0, "a", 1, 512, 512, 24, "cpu", 1 << 40)
 OPENED = RankOpened(0, 1, 100, False, 0.5, "by hand")
@@ -214,3 +215,16 @@ def test_what_is_sent_to_a_worker_needs_nothing_of_ours_to_be_read() -> None:
     assert rpc.answering(rpc.rank_here)(
         SimpleNamespace(model_runner=SimpleNamespace(**{TIER: 7})), rpc.this_process()
     ) == (True, 7)
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_blocks_are_evicted_by_the_policy_that_was_chosen(
+    eviction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVOFFLOAD_EVICTION", eviction)
+    mini = Mini(tier=False)
+    core = engine(mini, Executor())
+    attach(core, mini.config)
+    policy = getattr(mini.scheduler, TIER).tier._manager._policy
+    assert type(policy) is POLICIES[eviction]
+    detach(core)

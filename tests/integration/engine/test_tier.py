@@ -211,3 +211,41 @@ def test_results_that_come_late_or_twice_say_nothing_new() -> None:
     mini.run(steps=50)
     mini.check()
     assert mini.hits[name] == 6 * 16
+
+
+@pytest.mark.parametrize("load_mode", ["inline", "parked"])
+def test_the_tier_is_told_all_keys_of_a_request_that_has_ended_head_first(
+    load_mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mini = Mini(load_mode=load_mode, limits={"max_num_batched_tokens": 64})  # prompts take steps
+    told: list[list[Any]] = []
+    monkeypatch.setattr(mini.manager, "request_ended", told.append)
+    mini.add(long_prompt(6, seed=1), count=20)
+    mini.run()
+    mini.step()
+    (first,) = told
+    assert len(first) == len(set(first)) == 6 + 1, "its answer has filled a block"
+    assert all(map(mini.manager.holds, first))
+    mini.only_in_cpu(long_prompt(3, seed=2))
+    told.clear()
+    mini.add(long_prompt(6, seed=1), count=1)
+    mini.add(long_prompt(5, seed=1)[:40] + long_prompt(4, seed=3), count=1)
+    mini.run()
+    mini.step()
+    assert sorted(told, key=len)[-1][:2] == first[:2]
+    assert first[:6] in told, "what it found, and what it computed behind that"
+
+
+def test_keys_of_requests_that_run_are_forgotten_with_a_reset_and_an_abort() -> None:
+    mini = Mini()
+    names = [mini.add(long_prompt(6, seed=seed), count=50) for seed in (1, 2)]
+    mini.step()
+    mini.step()
+    assert set(mini.tier._recency._keys) == set(names)
+    mini.abort(names[0])
+    mini.step()
+    assert set(mini.tier._recency._keys) == {names[1]}
+    mini.tier.reset()
+    assert not mini.tier._recency._keys
+    mini.run()
+    mini.check()

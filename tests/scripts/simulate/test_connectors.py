@@ -111,21 +111,23 @@ def test_arc_keeps_what_a_second_request_used() -> None:
 
 
 def test_arc_gives_the_first_list_more_when_what_it_lost_comes_again() -> None:
-    arc = ConnectorArc(2)
-    arc.insert([1, 2])
-    assert arc.evict(2) == [1, 2]
-    arc.miss([1])
+    key_of = ["a", "b"]
+    arc = ConnectorArc(key_of)
+    arc.insert([0, 1])
+    assert arc.evict(2) == [0, 1]
+    arc.miss(["a"])
+    arc.insert([0])
+    arc.hit([0])
+    key_of[1] = "c"
     arc.insert([1])
-    arc.hit([1])
-    arc.insert([3])
-    assert arc.evict(1) == [3], "its share is 1, and it has 1"
-    arc.miss([2])
-    arc.insert([3])
-    assert arc.evict(1) == [1], "its share is 2"
+    assert arc.evict(1) == [1], "its share is 1, and it has 1"
+    arc.miss(["b"])
+    arc.insert([1])
+    assert arc.evict(1) == [0], "its share is 2"
 
 
 def test_pinned_keys_are_not_evicted_and_keep_their_place() -> None:
-    policy = InOrder()
+    policy = InOrder([])
     policy.insert([1, 2, 3])
     policy.pin([1])
     assert policy.evict(1) == [2]
@@ -137,7 +139,7 @@ def test_pinned_keys_are_not_evicted_and_keep_their_place() -> None:
 
 
 def test_a_load_of_simple_ends_with_its_tail_the_most_recent() -> None:
-    policy = InOrder(head_first=True)
+    policy = InOrder([], head_first=True)
     policy.insert([3, 2, 1])  # as the manager gives them, the head last
     policy.pin([2, 1])
     policy.unpin([2, 1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvoffload_patch.tier.policy import LRUPolicy
+from kvoffload_patch.tier.policies.lru import LRUPolicy
 
 KEYS = "abcdx"
 
@@ -82,9 +82,9 @@ def test_slots_that_become_usable_later_are_chosen_like_the_others() -> None:
     assert list(policy.evict(9)) == [0, 2, 1]
 
 
-def test_a_batch_whose_slots_are_used_elsewhere_does_not_keep_their_numbers() -> None:
-    policy = LRUPolicy([None] * 1000)
-    policy.insert(range(1000))
-    for slot in range(1, 1000):
-        policy.hit([slot])
-    assert sum(len(batch.slots) for batch in policy._batches.values()) <= 2 * 1000
+def test_what_a_request_used_and_stored_leaves_from_its_tail() -> None:
+    policy = holding("a")
+    policy.insert(slots("b"))
+    policy.insert(slots("c"))
+    policy.regroup(slots("cba"))
+    assert evicted(policy, 2) == "cb"

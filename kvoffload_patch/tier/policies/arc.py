@@ -1,0 +1,109 @@
+"""Blocks that were used once and blocks that were used again, in two lists that adapt.
+
+Adaptive replacement (Megiddo and Modha, 2003), with one change for prefixes: blocks are useful
+together, so a request's blocks are together when it ends. What it computed behind a prefix that had
+been used again counts as used again, too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+
+from kvoffload_patch.tier.policies.batches import BatchLists
+
+ONCE, AGAIN = 0, 1
+
+
+class ArcPolicy:
+    """Evicts from the list that is larger than its share.
+
+    The keys of the last evictions are remembered, two thirds as many as there are slots. One
+    that is computed again shows that the list which it left should have been larger: the share of
+    that list grows, and the block counts as used again. This number, the third in `regroup` and the
+    share at the start were chosen by replays (docs/policies.md).
+    """
+
+    def __init__(self, key_of: Sequence[Hashable]) -> None:
+        self._key_of = key_of
+        self._lists = BatchLists(2, len(key_of))
+        self._share = len(key_of) / 8  # slots that blocks used once may have
+        self._lost: dict[Hashable, int] = {}  # evicted keys, and which list they left
+        self._num_lost = [0, 0]  # of each list
+        self._evictions: deque[list[Hashable]] = deque()  # keys, in the order in which they were
+        self._num_evictions = 0  # keys in there
+
+    def grow(self) -> None:
+        self._share += (len(self._key_of) - len(self._lists.batch_of)) / 8
+        self._lists.grow(len(self._key_of))
+
+    def miss(self, keys: Iterable[Hashable]) -> None:
+        lost = self._lost
+        found = [lost[key] for key in keys if key in lost]
+        if found:
+            again = sum(found)
+            once, (num_once, num_again) = len(found) - again, self._num_lost
+            more = once * max(1.0, num_again / max(1, num_once))
+            more -= again * max(1.0, num_once / max(1, num_again))
+            self._share = min(max(self._share + more, 0.0), float(len(self._key_of)))
+
+    def insert(self, slots: Sequence[int]) -> None:
+        keys = list(map(self._key_of.__getitem__, slots))
+        if self._lost.keys().isdisjoint(keys):
+            self._lists.add(ONCE, slots)
+            return
+        came_back = [slot for slot, key in zip(slots, keys) if key in self._lost]
+        others = set(slots).difference(came_back)
+        self._forget(keys)
+        self._lists.add(ONCE, [slot for slot in slots if slot in others])
+        self._lists.add(AGAIN, came_back)
+
+    def hit(self, slots: Sequence[int]) -> None:
+        self._lists.make_recent(slots, AGAIN)
+
+    def regroup(self, slots: Sequence[int]) -> None:
+        numbers = list(filter(None, map(self._lists.batch_of.__getitem__, slots)))
+        again = sum([number % 2 for number in numbers])
+        together = 3 * again >= len(numbers)
+        self._lists.make_recent(slots, AGAIN if together else None)
+
+    def pin(self, slots: Sequence[int]) -> None:
+        self._lists.take(slots)
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        self._lists.add(AGAIN, slots)
+
+    def remove(self, slots: Sequence[int]) -> None:
+        self._lists.take(slots)
+
+    def evict(self, count: int) -> Sequence[int]:
+        lists = self._lists
+        over = lists.sizes[ONCE] - int(self._share)
+        once = lists.take_oldest(ONCE, min(count, over)) if over > 0 else []
+        again = lists.take_oldest(AGAIN, count - len(once))
+        if len(once) + len(again) < count:
+            once += lists.take_oldest(ONCE, count - len(once) - len(again))
+        self._remember(once, ONCE)
+        self._remember(again, AGAIN)
+        return once + again
+
+    def _remember(self, slots: Sequence[int], which: int) -> None:
+        """The keys of these slots have left a list; those that left first are forgotten."""
+        if not slots:
+            return
+        keys = list(map(self._key_of.__getitem__, slots))
+        self._lost.update(dict.fromkeys(keys, which))
+        self._num_lost[which] += len(keys)
+        self._evictions.append(keys)
+        self._num_evictions += len(keys)
+        while 3 * self._num_evictions > 2 * len(self._key_of):
+            oldest = self._evictions.popleft()
+            self._num_evictions -= len(oldest)
+            self._forget(oldest)
+
+    def _forget(self, keys: Sequence[Hashable]) -> None:
+        take = self._lost.pop
+        for key in keys:
+            which = take(key, None)
+            if which is not None:
+                self._num_lost[which] -= 1

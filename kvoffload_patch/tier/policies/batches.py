@@ -1,0 +1,152 @@
+"""Slots in the order of their use, kept in batches, in one list or in several."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import groupby
+
+
+class _Batch:
+    """Slots that were used together, the first to be evicted first.
+
+    ``slots[:begin]`` and those that were used since are no part of it any more; ``left`` are.
+    """
+
+    __slots__ = ("begin", "left", "slots")
+
+    def __init__(self, slots: list[int]) -> None:
+        self.slots = slots
+        self.begin = 0
+        self.left = len(slots)
+
+
+class BatchLists:
+    """Lists of slots, each slot in one of them at most.
+
+    Slots that were used together stay together: a number for each says which batch it belongs to,
+    and with that to which list. A batch that is used again as a whole is moved as one.
+
+    Args:
+        lists: how many there are.
+        slots: how many there are.
+
+    Attributes:
+        sizes: slots in each list.
+        batch_of: for each slot, the number of its batch, which is that of its list modulo the
+            number of lists; 0 where it is in none.
+    """
+
+    def __init__(self, lists: int, slots: int) -> None:
+        self.sizes = [0] * lists
+        self.batch_of = [0] * slots
+        self._lists = [OrderedDict[int, _Batch]() for _ in range(lists)]  # the oldest batch first
+        self._last = 0
+
+    def grow(self, slots: int) -> None:
+        """There are so many slots from now on, none fewer than before."""
+        self.batch_of += [0] * (slots - len(self.batch_of))
+
+    def add(self, which: int, slots: Sequence[int]) -> None:
+        """These, which are in no list, become the most recent of one, the last most of all."""
+        if not slots:
+            return
+        self._last += len(self._lists)
+        number, batch_of = self._last + which, self.batch_of
+        for slot in slots:
+            batch_of[slot] = number
+        self._lists[which][number] = _Batch(list(slots))
+        self.sizes[which] += len(slots)
+
+    def make_recent(self, slots: Sequence[int], which: int | None = None) -> None:
+        """Those of these that are in a list become the most recent, the last most of all.
+
+        Args:
+            slots: one that is there twice counts where it is last.
+            which: the list to which they all go; None: each stays in its own.
+        """
+        if len(set(slots)) < len(slots):
+            slots = list(dict.fromkeys(reversed(slots)))[::-1]
+        numbers = list(map(self.batch_of.__getitem__, slots))
+        loose: list[int] = []
+        end = 0
+        for number, run in groupby(numbers):
+            begin, end = end, end + len(list(run))
+            if number:
+                some = list(slots[begin:end])
+                home = number % len(self._lists)
+                batch = self._lists[home].get(number)
+                if batch is None or batch.left < end - begin or not _is_all_of(some, batch):
+                    loose += some
+                    continue
+                self._move(loose, which)
+                loose = []
+                if which is None or which == home:
+                    self._lists[home].move_to_end(number)
+                else:
+                    del self._lists[home][number]
+                    self.sizes[home] -= len(some)
+                    self.add(which, some)
+        self._move(loose, which)
+
+    def take(self, slots: Sequence[int]) -> None:
+        """Take these out of their lists, as far as they are in any."""
+        lists, batch_of = self._lists, self.batch_of
+        for slot in slots:
+            number = batch_of[slot]
+            if number:
+                batch_of[slot] = 0
+                which = number % len(lists)
+                self.sizes[which] -= 1
+                batches = lists[which]
+                batch = batches[number]
+                batch.left -= 1
+                if not batch.left:
+                    del batches[number]
+                elif 2 * batch.left < len(batch.slots):
+                    self._shrink(number, batch)
+
+    def take_oldest(self, which: int, count: int) -> list[int]:
+        """Take the least recent slots of a list, ``count`` of them or all."""
+        taken: list[int] = []
+        batches, batch_of = self._lists[which], self.batch_of
+        while batches and (missing := count - len(taken)) > 0:
+            number = next(iter(batches))
+            batch = batches[number]
+            if batch.left < len(batch.slots) - batch.begin:
+                self._shrink(number, batch)
+            chosen = batch.slots[batch.begin : batch.begin + missing]
+            batch.begin += len(chosen)
+            batch.left -= len(chosen)
+            if not batch.left:
+                del batches[number]
+            taken += chosen
+        for slot in taken:
+            batch_of[slot] = 0
+        self.sizes[which] -= len(taken)
+        return taken
+
+    def _move(self, slots: list[int], which: int | None) -> None:
+        """Take these, which are not whole batches, and add them behind all others."""
+        if not slots:
+            return
+        batch_of, lists = self.batch_of, range(len(self._lists))
+        known = [slot for slot in slots if batch_of[slot]]
+        homes = [batch_of[slot] % len(lists) for slot in known]
+        self.take(known)
+        if which is not None:
+            self.add(which, known)
+            return
+        for home in lists:
+            self.add(home, [slot for slot, its in zip(known, homes) if its == home])
+
+    def _shrink(self, number: int, batch: _Batch) -> None:
+        """Forget what has left a batch: at most as much work as was done to take it out."""
+        batch_of = self.batch_of
+        batch.slots = [s for s in batch.slots[batch.begin :] if batch_of[s] == number]
+        batch.begin = 0
+
+
+def _is_all_of(slots: list[int], batch: _Batch) -> bool:
+    """Whether these are what is left of a batch, in its order."""
+    return batch.left == len(slots) and batch.slots[batch.begin :] == slots

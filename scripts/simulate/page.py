@@ -1,0 +1,151 @@
+"""Writes the tables and the picture of docs/policies.md from what `measure` has written.
+
+With --check nothing is written, and status 1 says that the page is not what the results say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from typing import Any
+
+from scripts import ROOT
+from scripts.bench.common import GIB, pyplot, say, table
+from scripts.simulate.sides import OPTIMUM, SIDES
+from scripts.simulate.workloads import WORKLOADS
+
+RESULTS = ROOT / "docs" / "measured" / "policies.json"
+PAGE = ROOT / "docs" / "policies.md"
+PICTURE = ROOT / "docs" / "policies.png"
+BASE = "lru"
+COLUMNS = (
+    "hit rate, %", "of it tier, %", "recomputed, k tokens", "beside LRU", "stored, GiB",
+    "loaded, GiB", "first token, mean s", "p95 s",
+)  # fmt: skip
+
+
+def read() -> dict[str, Any]:
+    """The results."""
+    document: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return document
+
+
+def mean(document: dict[str, Any], trace: str, side: str, figure: str) -> float:
+    """The mean over the seeds."""
+    rows = [r for r in document["rows"] if (r["trace"], r["side"]) == (trace, side)]
+    return statistics.fmean(row[figure] for row in rows)
+
+
+def beside(document: dict[str, Any], trace: str, side: str, base: str = BASE) -> float:
+    """Tokens recomputed beside those of another side: -0.1 is a tenth fewer."""
+    return mean(document, trace, side, "again") / mean(document, trace, base, "again") - 1
+
+
+def traces(document: dict[str, Any]) -> str:
+    """A table for each trace."""
+    return "\n\n".join(_trace(document, name) for name in WORKLOADS)
+
+
+def _trace(document: dict[str, Any], name: str) -> str:
+    requests = mean(document, name, BASE, "requests")
+    head = f"**{name}**: {WORKLOADS[name][0]}; {requests:,.0f} requests"
+    rows = [["", *COLUMNS], *(_row(document, name, side) for side in (*SIDES, OPTIMUM))]
+    return f"{head}\n\n{table(rows)}"
+
+
+def _row(document: dict[str, Any], trace: str, side: str) -> list[str]:
+    model = document["model"]
+    gib = model["block_tokens"] * model["token_bytes"] / GIB
+
+    def of(figure: str) -> float:
+        return mean(document, trace, side, figure)
+
+    known = [f"{100 * of('hits') / of('reusable'):.1f}"]
+    again = f"{of('again') * model['block_tokens'] / 1000:,.0f}"
+    more = f"{100 * beside(document, trace, side):+.1f} %"
+    if side == OPTIMUM:
+        return [OPTIMUM, *known, "-", again, more, *["-"] * 4]
+    return [
+        SIDES[side].words, *known, f"{100 * of('hits_tier') / of('reusable'):.1f}", again, more,
+        f"{of('stored') * gib:,.0f}", f"{of('loaded') * gib:,.0f}",
+        f"{of('first_token_mean'):.2f}", f"{of('first_token_p95'):.2f}",
+    ]  # fmt: skip
+
+
+def short(document: dict[str, Any]) -> str:
+    """Tokens recomputed beside LRU, every side and trace."""
+    sides = [side for side in (*SIDES, OPTIMUM) if side not in (BASE, "none")]
+    rows = [["tokens recomputed, beside this tier with LRU", *WORKLOADS]]
+    for side in sides:
+        words = OPTIMUM if side == OPTIMUM else SIDES[side].words
+        rows.append([words, *(f"{100 * beside(document, t, side):+.1f} %" for t in WORKLOADS)])
+    return table(rows)
+
+
+def made(document: dict[str, Any]) -> str:
+    """What the replays ran as."""
+    machine, model = document["machine"], document["model"]
+    kept = ", ".join(f"{name} {value}" for name, value in model.items())
+    return (
+        f"Commit {machine['commit']}, {machine['date'][:10]}: `{machine['command']}`, traces of "
+        f"{document['seconds']:.0f} s, means of three seeds. The model: {kept}."
+    )
+
+
+TABLES = {"short": short, "traces": traces, "made": made}
+
+
+def filled(text: str, document: dict[str, Any]) -> str:
+    """The page with its tables made from the results."""
+    for name, make in TABLES.items():
+        begin, end = f"<!-- table: {name} -->", f"<!-- end: {name} -->"
+        content = f"{begin}\n{make(document)}\n{end}"
+        pattern = re.escape(begin) + ".*?" + re.escape(end)
+        text = re.sub(pattern, content.replace("\\", r"\\"), text, flags=re.S)
+    return text
+
+
+def draw(document: dict[str, Any]) -> None:
+    """Tokens recomputed on each trace, by side."""
+    plt = pyplot()
+    if plt is None:
+        return
+    figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    sides = [side for side in (*SIDES, OPTIMUM) if side != "none"]
+    width = 0.85 / len(sides)
+    for number, side in enumerate(sides):
+        places = [group - 0.425 + width * (number + 0.5) for group in range(len(WORKLOADS))]
+        heights = [
+            100 * mean(document, t, side, "again") / mean(document, t, side, "reusable")
+            for t in WORKLOADS
+        ]
+        words = OPTIMUM if side == OPTIMUM else SIDES[side].words
+        axes.bar(places, heights, width * 0.95, label=words, color=f"C{number}")
+    axes.set_xticks(range(len(WORKLOADS)), WORKLOADS)
+    axes.set_ylabel("recomputed, % of what could be found")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside lower center", ncols=4, fontsize=8)
+    figure.savefig(PICTURE, dpi=120)
+    plt.close(figure)
+
+
+def main() -> int:
+    """Write the page, or say whether it is right."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1: not right")
+    options = parser.parse_args()
+    text, document = PAGE.read_text(encoding="utf-8"), read()
+    right = filled(text, document)
+    if options.check:
+        say("as the results say" if right == text else "not what the results say")
+        return int(right != text)
+    PAGE.write_text(right, encoding="utf-8")
+    draw(document)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Blocks used once and blocks used again: which list is evicted from, and what moves its share."""
+
+from __future__ import annotations
+
+from kvoffload_patch.tier.policies.arc import ArcPolicy
+
+
+class Tier:
+    """A policy with its slots, named by keys of one letter."""
+
+    def __init__(self, slots: int) -> None:
+        self.key_of = [""] * slots
+        self.policy = ArcPolicy(self.key_of)
+        self.slot_of: dict[str, int] = {}
+
+    def slots(self, keys: str) -> list[int]:
+        return [self.slot_of[key] for key in keys]
+
+    def store(self, keys: str) -> str:
+        """Store these, tail first; returns what is evicted for them."""
+        self.policy.miss(keys)
+        missing = len(keys) + len(self.slot_of) - len(self.key_of)
+        out = self.evict(missing) if missing > 0 else ""
+        free = [slot for slot in range(len(self.key_of)) if slot not in self.slot_of.values()]
+        for key, slot in zip(keys, free):
+            self.key_of[slot] = key
+            self.slot_of[key] = slot
+        self.policy.insert(self.slots(keys))
+        return out
+
+    def evict(self, count: int) -> str:
+        out = "".join(self.key_of[slot] for slot in self.policy.evict(count))
+        for key in out:
+            del self.slot_of[key]
+        return out
+
+    def hit(self, keys: str) -> None:
+        self.policy.hit(self.slots(keys))
+
+    def ended(self, keys: str) -> None:
+        self.policy.regroup(self.slots(keys))
+
+
+def test_what_was_used_once_leaves_before_what_was_used_again() -> None:
+    tier = Tier(8)
+    tier.store("abcd")
+    tier.hit("ab")
+    tier.store("efgh")
+    assert tier.evict(7) == "cdefgab", "its share is one of eight"
+    assert tier.evict(2) == "h"
+    assert tier.evict(1) == ""
+
+
+def test_what_a_request_computes_behind_a_prefix_used_again_counts_as_used_again() -> None:
+    tier = Tier(8)
+    tier.store("ba")
+    tier.store("x")
+    tier.hit("ba")
+    tier.store("dc")
+    tier.ended("dcba")
+    assert tier.evict(5) == "xdcba", "d and c were used once, and stay with a and b"
+
+
+def test_a_request_that_shares_little_stays_apart_and_leaves_from_its_tail() -> None:
+    tier = Tier(8)
+    tier.store("a")
+    tier.hit("a")
+    tier.store("b")
+    tier.store("c")
+    tier.store("d")
+    tier.store("x")
+    tier.ended("dcba")
+    assert tier.evict(3) == "xdc"
+    assert tier.evict(1) == "a", "b is within the share of what was used once"
+
+
+def test_the_list_that_has_lost_what_comes_again_gets_a_larger_share() -> None:
+    tier = Tier(8)
+    tier.store("abcdefgh")
+    assert tier.store("i") == "a"
+    tier.policy.miss("a")
+    tier.hit("bcd")
+    assert tier.policy._share == 2
+    assert tier.evict(4) == "efgb", "two that were used once stay"
+    tier.policy.miss("b")
+    assert tier.policy._share == 0, "by the four of the other list that are remembered"
+
+
+def test_what_comes_again_counts_as_used_again() -> None:
+    tier = Tier(4)
+    tier.store("abcd")
+    assert tier.store("e") == "a"
+    tier.store("a")
+    assert tier.policy._lists.sizes == [3, 1]
+    assert tier.evict(3) == "cda", "one that was used once stays: a has shown that more should"
+
+
+def test_two_thirds_as_many_keys_are_remembered_as_there_are_slots() -> None:
+    tier = Tier(6)
+    for number in range(100):
+        tier.store(chr(1000 + number) + chr(2000 + number))
+        assert len(tier.policy._lost) <= 4 >= sum(map(len, tier.policy._evictions))
+        assert sum(tier.policy._num_lost) == len(tier.policy._lost)
+    lost = set(tier.policy._lost)
+    tier.store("".join(lost))
+    assert lost.isdisjoint(tier.policy._lost)
+
+
+def test_what_comes_again_and_again_is_not_remembered_many_times() -> None:
+    tier = Tier(6)
+    tier.store("abcdef")
+    for key in 50 * "ghabcdef":
+        if key not in tier.slot_of:
+            tier.store(key)
+        assert sum(map(len, tier.policy._evictions)) <= 4
+        assert sum(tier.policy._num_lost) == len(tier.policy._lost) <= 4
+
+
+def test_a_pinned_slot_is_not_chosen_and_was_used_again_afterwards() -> None:
+    tier = Tier(4)
+    tier.store("abcd")
+    tier.policy.pin(tier.slots("b"))
+    tier.hit("b")
+    tier.ended("b")
+    assert tier.evict(2) == "ac"
+    tier.policy.unpin(tier.slots("b"))
+    assert tier.evict(2) == "db"
+
+
+def test_a_removed_slot_is_not_chosen() -> None:
+    tier = Tier(4)
+    tier.store("ab")
+    tier.policy.remove(tier.slots("a"))
+    assert tier.evict(2) == "b"
+
+
+def test_slots_can_become_usable_later() -> None:
+    tier = Tier(1)
+    tier.key_of += 7 * [""]
+    tier.policy.grow()
+    assert tier.policy._share == 1
+    tier.store("ab")
+    tier.hit("a")
+    assert tier.evict(2) == "ba"
