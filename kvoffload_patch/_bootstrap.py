@@ -90,9 +90,11 @@ def _decide() -> None:
 
         if not config.is_enabled():
             return
-        config.Settings.from_env()
+        settings = config.Settings.from_env()
         from kvoffload_patch.integration import install
+        from kvoffload_patch.memory import check_capacity
 
+        check_capacity(settings.cpu_bytes)
         install.arm()
     except Exception as error:  # noqa: BLE001 - whatever went wrong, vLLM must not run half patched
         _State.refusal = error
@@ -111,9 +113,11 @@ def status() -> dict[str, object]:
     enabled = False
     try:
         enabled = config.is_enabled()
-        config.Settings.from_env()
+        settings = config.Settings.from_env()
         from kvoffload_patch.integration import install
+        from kvoffload_patch.memory import check_capacity
 
+        check_capacity(settings.cpu_bytes)
         found.update(install.describe())
     except Exception as error:  # noqa: BLE001 - a report has to say what is wrong, not fail of it
         found["verdict"] = sentence(error)
@@ -153,7 +157,14 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 
 def with_name(text: str) -> str:
+    """A sentence with our name before it, settings called as the user has given them."""
     prefix = "kvoffload_patch: "
+    try:
+        from kvoffload_patch.config import as_given
+
+        text = as_given(text)
+    except Exception:  # noqa: BLE001 - a damaged file can raise anything
+        pass
     return text if text.startswith(prefix) else prefix + text
 
 

@@ -1,15 +1,16 @@
 """Configuration: every KVOFFLOAD_* variable, declared once, parsed in one place.
 
 The fields of `Settings` are the table: variable, default, parser, unit and description. An empty
-variable counts as unset; a wrong value or an unknown KVOFFLOAD_* name is a `ConfigError`, never a
-silent default. Knows nothing of vLLM or of what the values are used for.
+variable counts as unset; wrong values and unknown KVOFFLOAD_* names are a `ConfigError` that says
+them all, never a silent default. Numbers have ASCII digits and an upper bound. Knows nothing of
+vLLM or of what the values are used for.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -21,12 +22,17 @@ LOAD_MODES = ("auto", "inline", "parked")
 EVICTIONS = ("arc", "lru")
 COPY_BACKENDS = ("auto", "staged", "torch")
 GIB = 1 << 30
+AUTO = "auto"
+# More than any machine has, and little enough for all arithmetic that follows.
+MOST_GIB, MOST_S, MOST_MS, MOST_RANK = 65_536, 86_400, 60_000, 65_535
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 T = TypeVar("T")
 
 
 class ConfigError(ValueError):
-    """A variable has a wrong value or an unknown name; the text is one sentence for the user."""
+    """Variables have wrong values or unknown names; the text is one sentence for each."""
 
 
 @dataclass(frozen=True)
@@ -49,32 +55,26 @@ def _boolean(text: str) -> bool:
     return word in TRUE
 
 
-def _number(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(text)
-    return number
+def _up_to(most: float, zero: bool = False) -> Callable[[str], float]:
+    """A parser of numbers above 0, or from 0 on."""
+
+    def parse(text: str) -> float:
+        number = float(text) if _NUMBER.fullmatch(text) else -1.0
+        if not 0 <= number <= most or (number == 0 and not zero):
+            raise ValueError(text)
+        return number
+
+    return parse
 
 
-def _above_zero(text: str) -> float:
-    number = _number(text)
-    if number <= 0:
-        raise ValueError(text)
-    return number
-
-
-def _not_negative(text: str) -> float:
-    number = _number(text)
-    if number < 0:
-        raise ValueError(text)
-    return number
+def _gib(text: str) -> float | str:
+    return AUTO if text.lower() == AUTO else _up_to(MOST_GIB)(text)
 
 
 def _rank(text: str) -> int:
-    rank = int(text)
-    if rank < -1:
+    if not re.fullmatch(r"-1|\d+", text, re.ASCII) or int(text) > MOST_RANK:
         raise ValueError(text)
-    return rank
+    return int(text)
 
 
 def _load_mode(text: str) -> str:
@@ -129,12 +129,13 @@ class Settings:
         _A_BOOLEAN,
         "a refusal aborts; when off it is one line on stderr and vLLM runs without the CPU tier",
     )
-    cpu_gib: float = _variable(
+    cpu_gib: float | str = _variable(
         "KVOFFLOAD_CPU_GIB",
-        4.0,
-        _above_zero,
-        "a number of GiB above 0",
-        "size of the CPU KV cache of the whole server, split over its ranks",
+        AUTO,
+        _gib,  # type: ignore[arg-type]
+        f"a number of GiB above 0, {MOST_GIB} at most, or {AUTO}",
+        "size of the CPU KV cache of the whole server, split over its ranks; auto: half of what"
+        " machine and cgroup can give, and 1 GiB less than that at most",
         "GiB",
     )
     load_mode: str = _variable(
@@ -162,8 +163,8 @@ class Settings:
     log_interval: float = _variable(
         "KVOFFLOAD_LOG_INTERVAL",
         10.0,
-        _above_zero,
-        "a number of seconds above 0",
+        _up_to(MOST_S),
+        f"a number of seconds above 0, {MOST_S} at most",
         "time between two lines of statistics",
         "s",
     )
@@ -185,8 +186,8 @@ class Settings:
     max_stall_ms: float = _variable(
         "KVOFFLOAD_MAX_STALL_MS",
         20.0,
-        _not_negative,
-        "a number of milliseconds, 0 or more",
+        _up_to(MOST_MS, zero=True),
+        f"a number of milliseconds, 0 or more, {MOST_MS} at most",
         "how long a load may hold up the running batch, summed over its requests,"
         " before it is parked",
         "ms",
@@ -195,7 +196,7 @@ class Settings:
         "KVOFFLOAD_CANARY_FAULT_RANK",
         -1,
         _rank,
-        "a rank, or -1 for none",
+        f"a rank, or -1 for none, {MOST_RANK} at most",
         "test hook: the rank whose start-up canary is made to fail",
     )
     launch: str | None = _variable(
@@ -205,18 +206,32 @@ class Settings:
         "what python -m kvoffload_patch sets",
         "internal: the token of a launch, which the processes below it confirm",
     )
+    options: str | None = _variable(
+        "KVOFFLOAD_OPTIONS",
+        None,
+        str,
+        "what python -m kvoffload_patch sets",
+        "internal: the variables that options of the command line have set",
+    )
 
     @property
-    def cpu_bytes(self) -> int:
-        """Size of the CPU KV cache of the whole server in bytes."""
-        return int(self.cpu_gib * GIB)
+    def cpu_bytes(self) -> int | None:
+        """Size of the CPU KV cache of the whole server in bytes; None: auto."""
+        return None if self.cpu_gib == AUTO else int(float(self.cpu_gib) * GIB)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """Parse the environment (default: this process's); raise `ConfigError` on any mistake."""
+        """Parse the environment (default: this process's); raise `ConfigError` of all mistakes."""
         env = os.environ if environ is None else environ
-        _check_names(env)
-        values = {variable.field: read(variable, env) for variable in VARIABLES.values()}
+        wrong = _unknown_names(env)
+        values = {}
+        for variable in VARIABLES.values():
+            try:
+                values[variable.field] = read(variable, env)
+            except ConfigError as error:
+                wrong.append(str(error))
+        if wrong:
+            raise ConfigError(" ".join(wrong)) from None
         return cls(**values)  # type: ignore[arg-type]
 
 
@@ -236,25 +251,47 @@ def read(variable: Variable, environ: Mapping[str, str]) -> object:
     except ValueError:
         raise ConfigError(
             f"{variable.name} is {text!r}, expected {variable.expected};"
-            " correct it or unset it (see python -m kvoffload_patch --help)."
+            " correct it or leave it out (see python -m kvoffload_patch --help)."
         ) from None
 
 
 def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the two switches say on; looks at no other variable."""
+    """Whether the two switches say on; looks at others only to say all that is wrong at once."""
     env = os.environ if environ is None else environ
-    if read(VARIABLES["KVOFFLOAD_DISABLE"], env):
-        return False
-    return bool(read(VARIABLES["KVOFFLOAD_ENABLE"], env))
-
-
-def _check_names(environ: Mapping[str, str]) -> None:
-    unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in VARIABLES)
-    if unknown:
-        import difflib
-
-        closest = difflib.get_close_matches(unknown[0], VARIABLES, n=1, cutoff=0.0)[0]
-        raise ConfigError(
-            f"{unknown[0]} is not a variable of kvoffload_patch, the closest one is {closest};"
-            " correct its name or unset it."
+    try:
+        return not read(VARIABLES["KVOFFLOAD_DISABLE"], env) and bool(
+            read(VARIABLES["KVOFFLOAD_ENABLE"], env)
         )
+    except ConfigError:
+        Settings.from_env(env)  # raises as well, with everything that is wrong
+        raise
+
+
+def as_given(text: str, environ: Mapping[str, str] | None = None) -> str:
+    """A text for the user, in which a variable that an option has set is called by the option."""
+    env = os.environ if environ is None else environ
+    for name in env.get("KVOFFLOAD_OPTIONS", "").split(","):
+        if name in VARIABLES:
+            text = re.sub(rf"\b{name}\b", option(name), text)
+    return text
+
+
+def option(name: str) -> str:
+    """The option of the command line that sets a variable."""
+    return "--" + name.removeprefix(PREFIX).lower().replace("_", "-")
+
+
+def _unknown_names(environ: Mapping[str, str]) -> list[str]:
+    """One sentence for each KVOFFLOAD_* name that the table lacks."""
+    unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in VARIABLES)
+    return [
+        f"{name} is not a variable of kvoffload_patch, the closest one is {_closest(name)};"
+        " correct its name or unset it."
+        for name in unknown
+    ]
+
+
+def _closest(name: str) -> str:
+    import difflib
+
+    return difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.0)[0]

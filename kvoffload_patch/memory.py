@@ -3,8 +3,9 @@
 Reads the kernel's files only: the machine's MemAvailable and the limits of every memory cgroup
 (version 1 or 2) above this process. Page cache that a cgroup can drop counts as available there,
 as it does in MemAvailable. A virtual machine may be given more memory as it uses what it has; that
-counts in `attainable_memory_bytes`, by which tiers are refused, and not in
-`available_memory_bytes`, by which memory is taken. Allocates nothing and knows nothing of vLLM.
+counts in `attainable`, by which tiers are refused, and not in `available`, by which memory is
+taken. `capacity` is what there would be if nobody used any. Allocates nothing and knows nothing of
+vLLM.
 """
 
 from __future__ import annotations
@@ -29,28 +30,69 @@ class _CgroupFiles(NamedTuple):
     droppable: str  # the line of memory.stat that counts page cache not in use
 
 
+class Room(NamedTuple):
+    """Bytes that can be had, and what limits them; `sys.maxsize` where nothing tells."""
+
+    nbytes: int
+    of: str = "this machine"
+
+    def __str__(self) -> str:
+        return f"the {self.nbytes / GIB:.1f} GiB that {self.of} can give"
+
+
+# What stays free beside a tier, on every device: the engine goes on taking memory while it serves.
+RESERVE_BYTES = 1 << 30
+# An automatic tier takes one of so many parts.
+AUTO_PARTS = 2
+
 _FILES = {
     "cgroup": _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     "cgroup2": _CgroupFiles("memory.max", "memory.current", "inactive_file"),
 }
 
 
+# Version 1 says "no limit" as the largest number of pages, in bytes.
+_NO_LIMIT = 1 << 60
+
 # Virtio devices, by the number in sysfs, by which a host gives memory to a machine.
 _VIRTIO_BALLOON, _VIRTIO_MEM = 5, 24
 
 
-def available_memory_bytes(root: Path = Path("/")) -> int:
-    """What there is now in bytes, the tightest of the machine and its cgroups.
+def available(root: Path = Path("/")) -> Room:
+    """What there is now, the tightest of the machine and its cgroups."""
+    return _tightest(root, _meminfo(root, "MemAvailable:"))
 
-    `sys.maxsize` where no file tells.
-    """
-    return _tightest(root, _machine_available(root))
+
+def attainable(root: Path = Path("/")) -> Room:
+    """The same, with what the host of a virtual machine may still give to it."""
+    return _tightest(root, _meminfo(root, "MemAvailable:"), _withheld(root))
+
+
+def capacity(root: Path = Path("/")) -> Room:
+    """What there would be if nobody used any: the same in every process, at any time."""
+    return _tightest(root, _meminfo(root, "MemTotal:"), _withheld(root), used=False)
+
+
+def shareable(root: Path = Path("/")) -> Room:
+    """What an automatic tier takes a share of: what can be had, or is there if that has no end."""
+    room = attainable(root)
+    room = room if room.nbytes < sys.maxsize else available(root)
+    return room if room.nbytes < sys.maxsize else Room(0, "a system without /proc/meminfo")
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """See `available`."""
+    return available(root).nbytes
 
 
 def attainable_memory_bytes(root: Path = Path("/")) -> int:
-    """The same, with what the host of a virtual machine may still give to it."""
-    available = _machine_available(root)
-    return _tightest(root, None if available is None else available + _withheld(root))
+    """See `attainable`."""
+    return attainable(root).nbytes
+
+
+def auto_bytes(can_give: int) -> int:
+    """What an automatic tier takes of so many bytes: half, and all but the reserve at most."""
+    return max(0, min(can_give // AUTO_PARTS, can_give - RESERVE_BYTES))
 
 
 def locked_memory_limit_bytes() -> int:
@@ -70,26 +112,38 @@ def raise_locked_memory_limit() -> None:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
 
 
-def check_cpu_bytes(requested: int, root: Path = Path("/")) -> None:
-    """Raise `MemoryRefused` if a CPU KV cache of `requested` bytes can never fit."""
-    available = attainable_memory_bytes(root)
-    if requested > available:
+def check_capacity(requested: int | None, root: Path = Path("/")) -> None:
+    """Raise `MemoryRefused` if a tier can never fit here, whatever else runs."""
+    _check(requested, capacity(root), "in all")
+
+
+def check_cpu_bytes(requested: int | None, root: Path = Path("/")) -> None:
+    """Raise `MemoryRefused` if a tier of `requested` bytes (None: auto) does not fit by now."""
+    _check(requested, attainable(root) if requested is not None else shareable(root), "available")
+
+
+def _check(requested: int | None, room: Room, what: str) -> None:
+    asked = "auto" if requested is None else f"{requested / GIB:.1f} GiB"
+    if (requested or 1) + RESERVE_BYTES > room.nbytes:
+        fits = max(0, room.nbytes - RESERVE_BYTES) / GIB
         raise MemoryRefused(
-            f"a CPU KV cache of {requested / GIB:.1f} GiB was asked for, but only"
-            f" {available / GIB:.1f} GiB of memory are available here;"
-            " lower KVOFFLOAD_CPU_GIB (or --cpu-gib)."
+            f"a CPU KV cache of {asked} was asked for, but only {fits:.1f} GiB fit: {room.of} has"
+            f" {room.nbytes / GIB:.1f} GiB of memory {what}, of which"
+            f" {RESERVE_BYTES / GIB:.0f} GiB stay free; "
+            + ("lower KVOFFLOAD_CPU_GIB." if fits else "free or allow more memory.")
         )
 
 
-def _tightest(root: Path, machine: int | None) -> int:
-    found = list(_cgroup_headroom(root))
+def _tightest(root: Path, machine: int | None, withheld: int = 0, used: bool = True) -> Room:
+    rooms = [Room(nbytes, f"cgroup {name}") for name, nbytes in _cgroup_room(root, used)]
     if machine is not None:
-        found.append(machine)
-    return max(0, min([*found, sys.maxsize]))
+        rooms.append(Room(machine + withheld))
+    found = min([*rooms, Room(sys.maxsize)], key=lambda room: room.nbytes)
+    return Room(max(0, min(found.nbytes, sys.maxsize)), found.of)
 
 
-def _machine_available(root: Path) -> int | None:
-    kib = _line_value(root / "proc/meminfo", "MemAvailable:")
+def _meminfo(root: Path, key: str) -> int | None:
+    kib = _line_value(root / "proc/meminfo", key)
     return None if kib is None else kib * 1024
 
 
@@ -114,17 +168,18 @@ def _withheld(root: Path) -> int:
     return max(0, block * len(list(memory.glob("memory[0-9]*"))) - total * 1024)
 
 
-def _cgroup_headroom(root: Path) -> Iterator[int]:
-    """Limit minus what is in use, for each limited cgroup from this process up to the mount."""
+def _cgroup_room(root: Path, used: bool) -> Iterator[tuple[str, int]]:
+    """Name and limit, less what is in use, of each limited cgroup from here up to the mount."""
     for kind, mount_root, mount_point in _memory_mounts(root):
         files = _FILES[kind]
         top = root / mount_point.lstrip("/")
         group = top / _below(_own_cgroup(root, kind), mount_root)
         for folder in (group, *group.parents):
             limit, usage = _number(folder / files.limit), _number(folder / files.usage)
-            if limit is not None and usage is not None:
+            if limit is not None and limit < _NO_LIMIT and usage is not None:
                 droppable = _line_value(folder / "memory.stat", files.droppable) or 0
-                yield limit - max(0, usage - droppable)
+                name = f"/{folder.relative_to(top)}".rstrip(".")
+                yield name, limit - (max(0, usage - droppable) if used else 0)
             if folder == top:
                 break
 

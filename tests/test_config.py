@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,12 @@ from kvoffload_patch import _bootstrap
 from kvoffload_patch._bootstrap import is_strict
 from kvoffload_patch.config import (
     FALSE,
+    MOST_GIB,
     TRUE,
     VARIABLES,
     ConfigError,
     Settings,
+    as_given,
     is_enabled,
 )
 
@@ -31,7 +32,7 @@ def test_defaults() -> None:
         enable=False,
         disable=False,
         strict=True,
-        cpu_gib=4.0,
+        cpu_gib="auto",
         load_mode="auto",
         eviction="arc",
         log_interval=10.0,
@@ -40,6 +41,7 @@ def test_defaults() -> None:
         max_stall_ms=20.0,
         canary_fault_rank=-1,
         launch=None,
+        options=None,
     )
 
 
@@ -50,6 +52,31 @@ def test_table_has_one_complete_row_per_field() -> None:
         assert row.name == f"KVOFFLOAD_{row.field.upper()}"
         assert row.expected and row.description
     assert VARIABLES["KVOFFLOAD_CPU_GIB"].unit == "GiB"
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    wrong = {"KVOFFLOAD_CPU_GIB": "lots", "KVOFFLOAD_LOAD_MODE": "fast", "KVOFFLOAD_ENABLE": "?"}
+    wrong |= {"KVOFFLOAD_CPU_GB": "4", "KVOFFLOAD_LOD_MODE": "auto"}
+    for read in (Settings.from_env, is_enabled):
+        with pytest.raises(ConfigError) as caught:
+            read(wrong)
+        text = str(caught.value)
+        assert [name for name in wrong if text.count(f"{name} is ") != 1] == []
+        assert "\n" not in text and text.endswith(".")
+
+
+@pytest.mark.parametrize(("text", "gib"), [("auto", "auto"), ("AUTO", "auto"), ("65536", 65536.0)])
+def test_the_size_is_a_number_or_left_to_the_machine(text: str, gib: object) -> None:
+    found = settings(CPU_GIB=text)
+    assert found.cpu_gib == gib
+    assert found.cpu_bytes == (None if gib == "auto" else 65536 << 30)
+
+
+def test_a_text_calls_settings_as_the_user_gave_them() -> None:
+    text = "KVOFFLOAD_CPU_GIB is 'x', KVOFFLOAD_LOAD_MODE is 'y'."
+    assert as_given(text, {}) == text
+    given = {"KVOFFLOAD_OPTIONS": "KVOFFLOAD_CPU_GIB,KVOFFLOAD_OTHER,,.*"}
+    assert as_given(text, given) == "--cpu-gib is 'x', KVOFFLOAD_LOAD_MODE is 'y'."
 
 
 def test_settings_cannot_be_changed() -> None:
@@ -72,6 +99,7 @@ def test_every_variable_is_read() -> None:
         MAX_STALL_MS="0",
         CANARY_FAULT_RANK="3",
         LAUNCH="0a1b",
+        OPTIONS="KVOFFLOAD_LOAD_MODE",
     )
     values = (
         True,
@@ -88,7 +116,7 @@ def test_every_variable_is_read() -> None:
         3,
         "0a1b",
     )
-    assert found == Settings(*values)
+    assert found == Settings(*values, options="KVOFFLOAD_LOAD_MODE")
     assert found.cpu_bytes == 1 << 29
 
 
@@ -115,6 +143,15 @@ def test_boolean_spellings(words: tuple[str, ...], value: bool) -> None:
         ("CPU_GIB", "-1", "above 0"),
         ("CPU_GIB", "nan", "above 0"),
         ("CPU_GIB", "inf", "above 0"),
+        ("CPU_GIB", "1e300", "65536 at most, or auto"),
+        ("CPU_GIB", "65536.1", "65536 at most, or auto"),
+        ("CPU_GIB", "\u0664", "above 0"),
+        ("CPU_GIB", "1_000", "above 0"),
+        ("LOG_INTERVAL", "86401", "86400 at most"),
+        ("MAX_STALL_MS", "60001", "60000 at most"),
+        ("MAX_STALL_MS", "\u0662", "0 or more"),
+        ("CANARY_FAULT_RANK", "65536", "65535 at most"),
+        ("CANARY_FAULT_RANK", "\u0661", "a rank"),
         ("LOAD_MODE", "Parked", "one of auto, inline, parked"),
         ("EVICTION", "LRU", "one of arc, lru"),
         ("COPY_BACKEND", "dma", "one of auto, staged, torch"),
@@ -185,7 +222,7 @@ def test_any_text_is_a_value_or_a_config_error(text: str) -> None:
         except ConfigError as error:
             assert name in str(error) and "\n" not in str(error)
         else:
-            assert found.cpu_gib > 0 and math.isfinite(found.cpu_gib)
+            assert found.cpu_gib == "auto" or 0 < float(found.cpu_gib) <= MOST_GIB
             assert found.max_stall_ms >= 0 and found.canary_fault_rank >= -1
 
 

@@ -19,7 +19,6 @@ FACTS = {
     "AGAIN",
     "GIB",
     "ONCE",
-    "_GIB",
     "_ALIGNMENT",
     "_HUGE_PAGE",
     "_LONG_BITS",

@@ -31,7 +31,14 @@ ALLOWED: dict[str, set[str]] = {
         ".memory",
         ".patching",
     },
-    "_bootstrap": {".", ".config", ".integration.install", ".launch_token", ".patching"},
+    "_bootstrap": {
+        ".",
+        ".config",
+        ".integration.install",
+        ".launch_token",
+        ".memory",
+        ".patching",
+    },
     "integration": set(),
     "integration.engine": {
         ".",
@@ -46,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
         ".integration.worker.rpc",  # the ranks are called by RPC: what is called, by name
         ".launch_token",
         ".links",
+        ".memory",
         ".patching",
         ".tier",
         ".tier.plan",

@@ -11,11 +11,15 @@ import pytest
 from kvoffload_patch.config import GIB, ConfigError
 from kvoffload_patch.memory import (
     MemoryRefused,
+    Room,
     attainable_memory_bytes,
+    auto_bytes,
     available_memory_bytes,
+    check_capacity,
     check_cpu_bytes,
     locked_memory_limit_bytes,
     raise_locked_memory_limit,
+    shareable,
 )
 
 V2_MOUNT = "30 23 0:26 {root} /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw\n"
@@ -163,20 +167,69 @@ def test_nothing_known_is_not_refused(tmp_path: Path) -> None:
 
 
 def test_refusal_names_asked_available_and_remedy(machine: Machine) -> None:
-    check_cpu_bytes(16 * GIB, machine.root)
+    check_cpu_bytes(15 * GIB, machine.root)
     with pytest.raises(MemoryRefused) as caught:
-        check_cpu_bytes(16 * GIB + 1, machine.root)
-    with pytest.raises(ConfigError, match=r"of 64\.0 GiB was asked.*only 16\.0 GiB.*KVOFFLOAD_CPU"):
+        check_cpu_bytes(15 * GIB + 1, machine.root)
+    with pytest.raises(ConfigError, match=r"of 64\.0 GiB was asked.*only 15\.0 GiB.*KVOFFLOAD_CPU"):
         check_cpu_bytes(64 * GIB, machine.root)
     assert "\n" not in str(caught.value)
+
+
+def test_what_can_never_fit_is_refused_whatever_is_used_now(machine: Machine) -> None:
+    machine.virtual(31, 31)
+    check_capacity(30 * GIB, machine.root)
+    with pytest.raises(MemoryRefused, match=r"only 30\.0 GiB fit: this machine has 31\.0 GiB"):
+        check_capacity(30 * GIB + 1, machine.root)
+    machine.write("proc/self/mountinfo", V2_MOUNT.format(root="/"))
+    machine.write("proc/self/cgroup", "0::/a/b\n")
+    machine.cgroup2("a", 8 * GIB, used=7)
+    check_capacity(7 * GIB, machine.root)
+    with pytest.raises(MemoryRefused, match=r"only 7\.0 GiB fit: cgroup /a has 8\.0 GiB"):
+        check_capacity(7 * GIB + 1, machine.root)
+    machine.cgroup2("", 4 * GIB, used=1)
+    with pytest.raises(MemoryRefused, match=r"only 3\.0 GiB fit: cgroup / has 4\.0 GiB"):
+        check_capacity(5 * GIB, machine.root)
+
+
+@pytest.mark.parametrize(("gives", "takes"), [(0, 0), (1, 0), (1.5, 0.5), (2, 1), (20, 10)])
+def test_an_automatic_tier_takes_half_and_leaves_a_reserve(gives: float, takes: float) -> None:
+    assert auto_bytes(int(gives * GIB)) == takes * GIB
+
+
+def test_an_automatic_tier_where_nothing_is_left_is_refused(machine: Machine) -> None:
+    check_cpu_bytes(None, machine.root)
+    machine.write("proc/meminfo", f"MemAvailable: {1 << 20} kB\n")
+    with pytest.raises(MemoryRefused, match=r"of auto was asked for, but only 0\.0 GiB fit"):
+        check_cpu_bytes(None, machine.root)
+    (machine.root / "proc/meminfo").unlink()
+    with pytest.raises(MemoryRefused, match="a system without /proc/meminfo has 0.0 GiB"):
+        check_cpu_bytes(None, machine.root)
+    check_capacity(None, machine.root)
+
+
+def test_an_automatic_tier_shares_what_is_there_where_more_has_no_end(machine: Machine) -> None:
+    machine.virtual(31, 32, 24)
+    assert shareable(machine.root) == Room(6 * GIB)
+    machine.virtual(8, 32, 5)
+    (machine.root / "sys/bus/virtio/devices/virtio0/device").write_text("0x0005")
+    assert shareable(machine.root) == Room(30 * GIB)
+
+
+def test_a_cgroup_without_a_limit_is_no_limit(machine: Machine) -> None:
+    machine.virtual(31, 32, 24)
+    machine.write("proc/self/mountinfo", V1_MOUNTS.format(root="/"))
+    machine.write("proc/self/cgroup", "4:memory:/\n")
+    machine.cgroup1("", UNLIMITED_V1, used=4)
+    assert attainable_memory_bytes(machine.root) == sys.maxsize
+    assert shareable(machine.root) == Room(6 * GIB)
 
 
 def test_what_a_balloon_holds_may_come_and_is_not_there_yet(machine: Machine) -> None:
     machine.virtual(8, 32, 2, 5)
     assert machine.gib() == 6
     assert attainable_memory_bytes(machine.root) == 30 * GIB
-    check_cpu_bytes(30 * GIB, machine.root)
-    with pytest.raises(MemoryRefused, match=r"31\.0 GiB was asked.*only 30\.0 GiB"):
+    check_cpu_bytes(29 * GIB, machine.root)
+    with pytest.raises(MemoryRefused, match=r"31\.0 GiB was asked.*only 29\.0 GiB"):
         check_cpu_bytes(31 * GIB, machine.root)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kvoffload_patch import __version__
 from kvoffload_patch._bootstrap import WITHOUT, is_strict, with_name
 from kvoffload_patch.cli import launch, preflight, report
-from kvoffload_patch.config import VARIABLES
+from kvoffload_patch.config import AUTO, VARIABLES, option
 
 EXIT_OK, EXIT_REFUSED = 0, 2
 
@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: list[str] = arguments.command
     if command[:1] == ["--"]:
         del command[0]
+    _set_variables(arguments)
     if command == ["status"]:
         print(report.text())
         return EXIT_OK
@@ -45,9 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not command and not arguments.check:
         parser.print_usage(sys.stderr)
         return EXIT_REFUSED
-    options = {name: getattr(arguments, name) for name in VARIABLES if hasattr(arguments, name)}
-    os.environ.update({name: text for name, text in options.items() if text is not None})
     return _run(command, check=arguments.check)
+
+
+def _set_variables(arguments: argparse.Namespace) -> None:
+    """Give options as variables, and say which, so that refusals name what the user has given."""
+    options = {name: getattr(arguments, name) for name in VARIABLES if hasattr(arguments, name)}
+    given = {name: text for name, text in options.items() if text is not None}
+    os.environ.update(given)
+    before = os.environ.get("KVOFFLOAD_OPTIONS", "").split(",")
+    if given:
+        os.environ["KVOFFLOAD_OPTIONS"] = ",".join(sorted({*filter(None, before), *given}))
 
 
 def _run(command: list[str], check: bool) -> int:
@@ -96,9 +105,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    for option, metavar in (("cpu-gib", "GIB"), ("load-mode", "MODE"), ("log-interval", "SECONDS")):
-        row = VARIABLES["KVOFFLOAD_" + option.replace("-", "_").upper()]
-        parser.add_argument(f"--{option}", dest=row.name, metavar=metavar, help=f"sets {row.name}")
+    for field, metavar in (("CPU_GIB", "GIB"), ("LOAD_MODE", "MODE"), ("LOG_INTERVAL", "SECONDS")):
+        name = f"KVOFFLOAD_{field}"
+        parser.add_argument(option(name), dest=name, metavar=metavar, help=f"sets {name}")
     parser.add_argument("--check", action="store_true", help="only report; exit 0 (fine) or 2")
     parser.add_argument("--version", action="version", version=f"kvoffload_patch {__version__}")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -113,7 +122,7 @@ def _variables() -> str:
         if row.description.startswith("internal"):
             continue
         default = words[row.default] if row.default in (None, True, False) else row.default
-        unit = f" {row.unit}" if row.unit else ""
+        unit = f" {row.unit}" if row.unit and default != AUTO else ""
         lines += [f"  {row.name}: {row.expected} (default: {default}{unit})"]
         lines += [f"      {row.description}"]
     return "\n".join(lines)

@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 
 from kvoffload_patch import __version__, _bootstrap
-from kvoffload_patch.config import VARIABLES, ConfigError, Settings, read
-from kvoffload_patch.memory import check_cpu_bytes
+from kvoffload_patch.config import GIB, ConfigError, Settings, is_enabled
+from kvoffload_patch.memory import AUTO_PARTS, auto_bytes, check_cpu_bytes, shareable
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Outcome:
 def decide() -> Outcome:
     """Switch on in the environment and decide; the user's KVOFFLOAD_DISABLE wins."""
     try:
-        if read(VARIABLES["KVOFFLOAD_DISABLE"], os.environ):
+        if not is_enabled({**os.environ, _bootstrap.FLAG: "1"}):
             return Outcome(
                 "kvoffload_patch: KVOFFLOAD_DISABLE is set, so nothing is patched.", disabled=True
             )
@@ -43,5 +43,13 @@ def _decide_enabled() -> Outcome:
     unverified = f", unverified: {'; '.join(doubts)}" if doubts else ""
     return Outcome(
         f"kvoffload_patch {__version__}: vLLM {found['release']}, {len(points)} patch points match,"
-        f" {settings.cpu_gib} GiB CPU KV cache, loads {settings.load_mode}{unverified}"
+        f" {size(settings)} CPU KV cache, loads {settings.load_mode}{unverified}"
     )
+
+
+def size(settings: Settings) -> str:
+    """How large a tier will be, in words, and why if nobody has said it."""
+    if settings.cpu_bytes is not None:
+        return f"{settings.cpu_gib} GiB"
+    room = shareable()
+    return f"about {auto_bytes(room.nbytes) / GIB:.1f} GiB (1/{AUTO_PARTS} of {room})"

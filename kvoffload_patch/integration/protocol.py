@@ -22,10 +22,18 @@ def attached(owner: Any) -> Any:
     return owner.__dict__.get(TIER)
 
 
-def engine_bytes(vllm_config: Any, settings: Settings) -> int:
-    """What one engine's ranks hold together: the server's size over its data-parallel engines."""
-    engines = max(1, getattr(vllm_config.parallel_config, "data_parallel_size", 1))
-    return settings.cpu_bytes // engines
+def num_engines(vllm_config: Any) -> int:
+    """Data-parallel engines of the server."""
+    return max(1, getattr(vllm_config.parallel_config, "data_parallel_size", 1))
+
+
+def engine_bytes(vllm_config: Any, settings: Settings) -> int | None:
+    """What one engine's ranks hold together: the server's size over its data-parallel engines.
+
+    None: auto, a share of what each host can give.
+    """
+    whole = settings.cpu_bytes
+    return None if whole is None else whole // num_engines(vllm_config)
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,8 @@ class RankGeometry:
     """What a rank says of itself before a tier is opened. ``error``: why it cannot take part.
 
     A block takes ``slot_bytes`` of CPU memory. ``available_bytes`` are without the
-    ``early_bytes`` that the rank has taken already.
+    ``early_bytes`` that the rank has taken already, and so are ``shareable_bytes``, of which an
+    automatic tier takes a share.
     """
 
     rank: int
@@ -44,6 +53,7 @@ class RankGeometry:
     num_blocks: int = 0
     device: str = ""
     available_bytes: int = 0
+    shareable_bytes: int = 0
     early_bytes: int = 0
     error: str = ""
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from sandbox import REFUSAL, Sandbox, imported
 
 READY = "kvoffload_patch 0.1.0: vLLM 9.9.1, 2 patch points match, {} GiB CPU KV cache, loads {}\n"
+AUTO = r"about [\d.]+ GiB \(1/2 of the [\d.]+ GiB that .+ can give\) CPU KV cache, loads auto\n"
 SHOW = """\
 import json, os, sys
 from vllm.engine import Engine
@@ -48,6 +50,7 @@ def test_command_runs_armed_with_the_options_in_its_environment(box: Sandbox) ->
             "KVOFFLOAD_CPU_GIB": "0.001",
             "KVOFFLOAD_LOAD_MODE": "inline",
             "KVOFFLOAD_LOG_INTERVAL": "2.5",
+            "KVOFFLOAD_OPTIONS": "KVOFFLOAD_CPU_GIB,KVOFFLOAD_LOAD_MODE,KVOFFLOAD_LOG_INTERVAL",
         },
     }
 
@@ -93,10 +96,35 @@ def test_command_that_cannot_be_executed(box: Sandbox) -> None:
 
 
 def test_check_only_reports(box: Sandbox) -> None:
-    done = box.run("-m", "kvoffload_patch", "--check", "vllm", "serve")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", READY.format("4.0", "auto"))
+    size = {"KVOFFLOAD_CPU_GIB": "1"}
+    done = box.run("-m", "kvoffload_patch", "--check", "vllm", "serve", **size)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", READY.format("1.0", "auto"))
     assert box.run("-m", "kvoffload_patch", "--check").returncode == 0
     assert box.armed() == []
+
+
+@pytest.mark.parametrize("options", [[], ["--cpu-gib", "auto"]])
+def test_a_size_that_nobody_has_said_is_said_with_its_reason(
+    box: Sandbox, options: list[str]
+) -> None:
+    done = box.run("-m", "kvoffload_patch", *options, "--check")
+    assert done.returncode == 0
+    assert re.fullmatch(re.escape(READY.partition("{}")[0]) + AUTO, done.stderr)
+
+
+def test_all_that_is_wrong_is_said_at_once_by_the_name_it_was_given(box: Sandbox) -> None:
+    options = ["--cpu-gib", "lots", "--log-interval", "0"]
+    done = box.run("-m", "kvoffload_patch", *options, "vllm", KVOFFLOAD_MAX_STALL_MS="x")
+    assert done.returncode == 2
+    for name in ("--cpu-gib is 'lots'", "--log-interval is '0'", "KVOFFLOAD_MAX_STALL_MS is 'x'"):
+        assert name in done.stderr
+    assert "KVOFFLOAD_CPU_GIB" not in done.stderr
+
+
+def test_a_process_of_the_command_names_the_option_as_well(box: Sandbox) -> None:
+    box.command("late", "import os\nos.environ['KVOFFLOAD_CPU_GIB'] = '60000'\nimport vllm\n")
+    done = box.run("-m", "kvoffload_patch", "--cpu-gib", "1", "late")
+    assert done.returncode == 1 and "; lower --cpu-gib." in done.stderr
 
 
 @pytest.mark.parametrize("strict", ["1", "0"])
@@ -104,7 +132,7 @@ def test_check_only_reports(box: Sandbox) -> None:
 @pytest.mark.parametrize("command", ["vllm", "isolated", "missing"])
 def test_check_says_what_the_start_says(box: Sandbox, strict: str, arm: str, command: str) -> None:
     box.command("isolated", SHOW).write_text(f"#!{box.python} -S\n{SHOW}")
-    variables = {"KVOFFLOAD_STRICT": strict, "FAKE_ARM": arm}
+    variables = {"KVOFFLOAD_STRICT": strict, "FAKE_ARM": arm, "KVOFFLOAD_CPU_GIB": "1"}
     check = box.run("-m", "kvoffload_patch", "--check", command, **variables)
     start = box.run("-m", "kvoffload_patch", command, **variables)
     said = [line for line in start.stderr.splitlines() if line.startswith("kvoffload_patch")]
@@ -128,9 +156,10 @@ def test_refusal_that_is_not_strict_runs_plain(box: Sandbox) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--cpu-gib", "lots"], "KVOFFLOAD_CPU_GIB is 'lots', expected a number of GiB above 0"),
-        (["--load-mode", "fast"], "KVOFFLOAD_LOAD_MODE is 'fast', expected one of auto, inline"),
-        (["--cpu-gib", "1e9"], "a CPU KV cache of 1000000000.0 GiB was asked for, but only"),
+        (["--cpu-gib", "lots"], "--cpu-gib is 'lots', expected a number of GiB above 0"),
+        (["--cpu-gib", "1e300"], "--cpu-gib is '1e300', expected a number of GiB above 0, 65536"),
+        (["--load-mode", "fast"], "--load-mode is 'fast', expected one of auto, inline"),
+        (["--cpu-gib", "6e4"], "a CPU KV cache of 60000.0 GiB was asked for, but only"),
     ],
 )
 def test_wrong_options(box: Sandbox, options: list[str], sentence: str) -> None:
@@ -191,8 +220,9 @@ def test_help_and_version(box: Sandbox) -> None:
 
 
 def test_without_the_startup_file_pythonpath_does_it(bare: Sandbox) -> None:
-    done = bare.run("-m", "kvoffload_patch", "vllm", PYTHONPATH="/mine:/yours")
-    assert done.stderr == READY.format("4.0", "auto")
+    variables = {"PYTHONPATH": "/mine:/yours", "KVOFFLOAD_CPU_GIB": "1"}
+    done = bare.run("-m", "kvoffload_patch", "vllm", **variables)
+    assert done.stderr == READY.format("1.0", "auto")
     found = json.loads(done.stdout)
     assert found["step"] == "patched"
     assert found["env"]["PYTHONPATH"] == f"{bare.package}/_sitecustomize:/mine:/yours"

@@ -140,6 +140,6 @@ def test_prefix_caching_off_is_said_and_the_tier_stays_out(real, conversations):
 
 
 def test_more_memory_than_there_is_is_refused_before_vllm_starts(real):
-    run = real.on(["conversations"], tier={"KVOFFLOAD_CPU_GIB": "1000000"}, fresh=True)
+    run = real.on(["conversations"], tier={"KVOFFLOAD_CPU_GIB": "60000"}, fresh=True)
     assert run.returncode == 2 and not run.results
     assert "lower KVOFFLOAD_CPU_GIB" in run.log and "Initializing a V1" not in run.log

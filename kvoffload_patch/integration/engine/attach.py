@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from kvoffload_patch import launch_token
-from kvoffload_patch.config import GIB, VARIABLES, ConfigError, Settings, read
+from kvoffload_patch.config import VARIABLES, ConfigError, Settings, as_given, read
 from kvoffload_patch.integration.engine import metrics
 from kvoffload_patch.integration.engine.breaker import Breaker
 from kvoffload_patch.integration.engine.eligibility import check_eligible
@@ -21,7 +21,7 @@ from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import step_hooks
 from kvoffload_patch.integration.metrics import NOT_NEEDED, REFUSED
-from kvoffload_patch.integration.protocol import TIER, attached, engine_bytes
+from kvoffload_patch.integration.protocol import TIER, attached, engine_bytes, num_engines
 from kvoffload_patch.patching import ObjectHooks, PatchRefused
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies import POLICIES
@@ -45,7 +45,7 @@ def attach(engine_core: Any, vllm_config: Any) -> None:
         logger.warning("kvoffload_patch: %s", reason)
         metrics.tell_off(engine_core, NOT_NEEDED, str(reason))
     except Exception as error:
-        refusal = _sentence(error)
+        refusal = as_given(_sentence(error))
         if _is_strict():
             raise TierRefused(f"kvoffload_patch: {refusal}") from error
         logger.error("kvoffload_patch: %s Serving without the CPU tier.", refusal)
@@ -114,16 +114,17 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
         hooks = step_hooks(scheduler)
         cpu_bytes = engine_bytes(vllm_config, settings)
         _rehearse(scheduler, hooks, settings)
-        ranks.open(cpu_bytes, settings.copy_backend, settings.canary_fault_rank)
+        how = settings.copy_backend, settings.canary_fault_rank
+        ranks.open(cpu_bytes, *how, engines=num_engines(vllm_config))
         manager = OffloadManager(ranks.num_usable, POLICIES[settings.eviction], ranks.growing)
         breaker = connect(scheduler, hooks, manager, ranks, settings)
     except BaseException:
         ranks.give_back()
         raise
     logger.info(
-        "KV offload: CPU tier of %d blocks (%.2f GiB over all ranks), %d of them usable so far, "
+        "KV offload: CPU tier of %d blocks (%s), %d of them usable so far, "
         "loads %s, %.3f ms a block; %s",
-        ranks.num_slots, cpu_bytes / GIB, ranks.num_usable,
+        ranks.num_slots, ranks.size, ranks.num_usable,
         settings.load_mode, ranks.load_ms_per_block, ranks.copies,
     )  # fmt: skip
     about = {"load_mode": settings.load_mode, "copies": ranks.copies}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from kvoffload_patch.config import GIB
 from kvoffload_patch.integration.engine.tuning import OPEN_TIMEOUT_S, RPC_TIMEOUT_S
 from kvoffload_patch.integration.errors import TierRefused
+from kvoffload_patch.integration.protocol import RankGeometry
 from kvoffload_patch.integration.slot_counts import SlotCountsAddress, make_slot_counts
 from kvoffload_patch.integration.worker import rpc as worker_side
+from kvoffload_patch.memory import AUTO_PARTS, RESERVE_BYTES, auto_bytes
 from kvoffload_patch.tier.plan import TransferPlan
-
-_GIB = 1 << 30
 
 
 class RankGroup:
@@ -24,6 +26,7 @@ class RankGroup:
 
     Attributes:
         num_slots: CPU slots on each rank, once opened and grown.
+        size: what these take over all ranks, and why so much, in words.
         num_usable: those that every rank could use when it was opened.
         block_bytes: of a block, over all ranks.
         growing: whether these become more.
@@ -36,13 +39,25 @@ class RankGroup:
         self._executor = executor
         self.num_slots = self.num_usable = self.block_bytes = 0
         self.load_ms_per_block = 0.0
-        self.copies = ""
+        self.copies = self.size = ""
         self.copies_overlap = self.growing = False
         self._here: Callable[[], int] | None = None  # asks a rank of this process
         self._silent = False  # a rank has not answered in time
 
-    def open(self, cpu_bytes: int, backend: str = "auto", canary_fault_rank: int = -1) -> None:
+    def open(
+        self,
+        cpu_bytes: int | None,
+        backend: str = "auto",
+        canary_fault_rank: int = -1,
+        engines: int = 1,
+    ) -> None:
         """Divide ``cpu_bytes`` over the ranks and open the tier on every one.
+
+        Args:
+            cpu_bytes: of all ranks of this engine; None: a share of what each host can give.
+            backend: how blocks are copied.
+            canary_fault_rank: the rank whose check is made to fail.
+            engines: of the server, which share what a host can give.
 
         Raises:
             TierRefused: naming every rank that cannot take part, and why. Some ranks may have taken
@@ -54,8 +69,15 @@ class RankGroup:
             found = ", ".join(f"rank {r.rank}: {r.num_blocks} on {r.device}" for r in ranks)
             raise TierRefused(f"expected the same KV blocks on every rank, found {found}.")
         self.block_bytes = sum(r.block_bytes for r in ranks)
-        self.num_slots = cpu_bytes // sum(r.slot_bytes for r in ranks)
-        _check_size(ranks, cpu_bytes, self.num_slots)
+        slot_bytes = sum(r.slot_bytes for r in ranks)
+        hosts = _hosts(ranks)
+        why = ""
+        if cpu_bytes is None:
+            self.num_slots, why = _automatic(hosts, engines)
+        else:
+            self.num_slots = cpu_bytes // slot_bytes
+        _check_size(hosts, cpu_bytes, self.num_slots, slot_bytes)
+        self.size = f"{self.num_slots * slot_bytes / GIB:.2f} GiB over all ranks{why}"
         with self._board([r.rank for r in ranks]) as board:
             how = self.num_slots, backend, canary_fault_rank, board
             opened = self._call(worker_side.open_rank, *how, timeout_s=OPEN_TIMEOUT_S)
@@ -148,22 +170,47 @@ def _refuse_errors(answers: Sequence[Any], what: str) -> None:
         raise TierRefused("; ".join(failed))
 
 
-def _check_size(ranks: Sequence[Any], cpu_bytes: int, num_slots: int) -> None:
-    slot_bytes = sum(r.slot_bytes for r in ranks)
+def _hosts(ranks: Sequence[RankGeometry]) -> dict[str, list[RankGeometry]]:
+    found: dict[str, list[RankGeometry]] = defaultdict(list)
+    for r in ranks:
+        found[r.host].append(r)
+    return found
+
+
+def _automatic(hosts: Mapping[str, Sequence[RankGeometry]], engines: int) -> tuple[int, str]:
+    """Slots that take their share of the host that can give least, and why so many."""
+    num_slots, why = sys.maxsize, ""
+    for host, members in hosts.items():
+        can_give = min(r.shareable_bytes for r in members) + sum(r.early_bytes for r in members)
+        fit = auto_bytes(can_give) // engines // sum(r.slot_bytes for r in members)
+        if fit < num_slots:
+            num_slots = fit
+            why = (
+                f", chosen: 1/{AUTO_PARTS * engines} of the {can_give / GIB:.1f} GiB that {host} "
+                f"can give, {RESERVE_BYTES / GIB:.0f} GiB of which stay free"
+            )
+    return num_slots, why
+
+
+def _check_size(
+    hosts: Mapping[str, Sequence[RankGeometry]],
+    cpu_bytes: int | None,
+    num_slots: int,
+    slot_bytes: int,
+) -> None:
+    for host, members in hosts.items():
+        needed = max(1, num_slots) * sum(r.slot_bytes for r in members)
+        room = min(r.available_bytes for r in members) + sum(r.early_bytes for r in members)
+        if needed + RESERVE_BYTES > room:
+            fits = max(0, room - RESERVE_BYTES) / GIB
+            raise TierRefused(
+                f"the CPU tier would take {needed / GIB:.1f} GiB on {host}, where {fits:.1f} GiB "
+                f"fit: {room / GIB:.1f} GiB are available, of which {RESERVE_BYTES / GIB:.0f} GiB "
+                "stay free; lower KVOFFLOAD_CPU_GIB, or free memory."
+            )
     if num_slots < 1:
+        found = "auto" if cpu_bytes is None else f"{cpu_bytes / GIB:.6f}"
         raise TierRefused(
             f"expected KVOFFLOAD_CPU_GIB to hold at least one block of "
-            f"{slot_bytes / _GIB:.6f} GiB over all ranks, found {cpu_bytes / _GIB:.6f}; raise it."
+            f"{slot_bytes / GIB:.6f} GiB over all ranks, found {found}; raise it."
         )
-    by_host: dict[str, list[Any]] = defaultdict(list)
-    for r in ranks:
-        by_host[r.host].append(r)
-    for host, members in by_host.items():
-        needed = num_slots * sum(r.slot_bytes for r in members)
-        early = sum(r.early_bytes for r in members)
-        available = min(r.available_bytes for r in members) + early
-        if needed > available:
-            raise TierRefused(
-                f"the CPU tier would take {needed / _GIB:.1f} GiB on {host}, which has "
-                f"{available / _GIB:.1f} GiB available; lower KVOFFLOAD_CPU_GIB."
-            )

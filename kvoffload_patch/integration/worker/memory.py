@@ -1,8 +1,9 @@
 """CPU memory of one rank: taken from the system while the model loads, made slots afterwards.
 
 Touching tens of GiB takes seconds. How many a rank will need is known before its model is: its
-share of KVOFFLOAD_CPU_GIB. So that much is mapped and touched beside the loading, and laid out
-as slots once the size of a block is known. The copy kernel is compiled beside it, too.
+share of KVOFFLOAD_CPU_GIB, about so much where that is auto. So that much is mapped and touched
+beside the loading, and laid out as slots once the size of a block is known. The copy kernel is
+compiled beside it, too.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from collections.abc import Callable
 from typing import Any
 
 from kvoffload_patch.config import GIB, Settings
-from kvoffload_patch.integration.protocol import attached, engine_bytes
+from kvoffload_patch.integration.protocol import attached, engine_bytes, num_engines
 from kvoffload_patch.integration.worker.tuning import RANK_STEP_BYTES
 from kvoffload_patch.memory import (
     attainable_memory_bytes,
+    auto_bytes,
     available_memory_bytes,
     locked_memory_limit_bytes,
     raise_locked_memory_limit,
+    shareable,
 )
 
 logger = logging.getLogger("vllm.kvoffload_patch")
@@ -118,7 +121,10 @@ def _share_bytes(runner: Any) -> int:
         return 0
     if _shares_memory(runner.device):
         return 0  # vLLM measures it as the GPU's while the model loads
-    return engine_bytes(config, Settings.from_env()) // _num_ranks(config)
+    nbytes = engine_bytes(config, Settings.from_env())
+    if nbytes is None:  # an estimate: what there is when the tier is opened decides
+        nbytes = auto_bytes(shareable().nbytes) // num_engines(config)
+    return nbytes // _num_ranks(config)
 
 
 def _num_ranks(vllm_config: Any) -> int:

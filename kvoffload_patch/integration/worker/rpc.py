@@ -16,7 +16,7 @@ from kvoffload_patch.integration.slot_counts import SlotCounts, SlotCountsAddres
 from kvoffload_patch.integration.worker.memory import drop_early, early_bytes
 from kvoffload_patch.integration.worker.tier import RankTier
 from kvoffload_patch.integration.worker.vllm_runner import block_layout, runner_is_patched
-from kvoffload_patch.memory import attainable_memory_bytes
+from kvoffload_patch.memory import attainable_memory_bytes, shareable
 from kvoffload_patch.tier.plan import TransferPlan
 
 # A forked process has the same, and one in another container may have the same number.
@@ -62,6 +62,7 @@ def describe_rank(worker: Any) -> RankGeometry:
             num_blocks=layout.num_blocks,
             device=layout.device.type,
             available_bytes=attainable_memory_bytes(),
+            shareable_bytes=shareable().nbytes,
             early_bytes=early_bytes(runner),
         )
     except Exception as error:  # noqa: BLE001 - told to the engine, which refuses

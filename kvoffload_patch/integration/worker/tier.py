@@ -9,6 +9,7 @@ import logging
 import time
 from typing import Any
 
+from kvoffload_patch.config import as_given
 from kvoffload_patch.integration.slot_counts import SlotCounts
 from kvoffload_patch.integration.worker.memory import open_host
 from kvoffload_patch.integration.worker.tuning import IDLE_WAIT_S, MEASURED_BYTES, SHORT_STEP_TOKENS
@@ -194,7 +195,7 @@ class RankTier:
 
     def _say_growth_is_over(self) -> None:
         if self._host.growth_ended:
-            logger.warning("kvoffload_patch: %s", self._host.growth_ended)
+            logger.warning("kvoffload_patch: %s", as_given(self._host.growth_ended))
             return
         took = time.monotonic() - self._opened
         logger.info(

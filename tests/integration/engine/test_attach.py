@@ -27,7 +27,7 @@ from kvoffload_patch.patching import ObjectHooks
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies import POLICIES
 
-RANK = RankGeometry(0, "a", 1, 512, 512, 24, "cpu", 1 << 40)
+RANK = RankGeometry(0, "a", 1, 512, 512, 24, "cpu", 1 << 40, 8 << 30)
 OPENED = RankOpened(0, 1, 100, False, 0.5, "by hand")
 
 

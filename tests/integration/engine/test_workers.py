@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ GIB = 1 << 30
 
 def geometry(rank: int, host: str = "a", **more: Any) -> RankGeometry:
     given = {"block_bytes": 100, "slot_bytes": 512, "num_blocks": 7, "device": "cuda"}
-    return RankGeometry(rank, host, 1000 + rank, **{**given, "available_bytes": GIB, **more})
+    return RankGeometry(rank, host, 1000 + rank, **{**given, "available_bytes": 2 * GIB, **more})
 
 
 class Executor:
@@ -96,15 +97,48 @@ def test_a_board_whose_ranks_do_not_answer_is_removed(monkeypatch: pytest.Monkey
 
 def test_memory_taken_early_is_not_counted_twice() -> None:
     MIB = 1 << 20  # noqa: N806
-    early = {"available_bytes": 100 * MIB, "early_bytes": 30 * MIB, "slot_bytes": MIB}
+    early = {"available_bytes": GIB + 100 * MIB, "early_bytes": 30 * MIB, "slot_bytes": MIB}
     both = [geometry(0, **early), geometry(1, **early)]
     RankGroup(Executor(both, [1, 1])).open(160 * MIB)
-    with pytest.raises(TierRefused, match="would take 0.2 GiB on a, which has 0.2 GiB available"):
+    with pytest.raises(TierRefused, match="would take 0.2 GiB on a, where 0.2 GiB fit: 1.2 GiB"):
         RankGroup(Executor(both, [1, 1])).open(162 * MIB)
     apart = [geometry(0, **early), geometry(1, "b", **early)]
     RankGroup(Executor(apart, [1, 1])).open(260 * MIB)
-    with pytest.raises(TierRefused, match="on a, which has 0.1 GiB available"):
+    with pytest.raises(TierRefused, match="on a, where 0.1 GiB fit: 1.1 GiB"):
         RankGroup(Executor(apart, [1, 1])).open(262 * MIB)
+
+
+def test_an_automatic_tier_takes_its_share_of_the_host_that_can_give_least() -> None:
+    MIB = 1 << 20  # noqa: N806
+    much = {"available_bytes": 99 * GIB, "slot_bytes": MIB, "early_bytes": GIB}
+    ranks = RankGroup(
+        Executor([geometry(0, **much, shareable_bytes=8 * GIB), geometry(1, **much)], [1, 1])
+    )
+    with pytest.raises(TierRefused, match="at least one block .*, found auto"):
+        ranks.open(None, engines=1 << 20)  # a share that is not even a block
+    both = [geometry(0, **much, shareable_bytes=8 * GIB), geometry(1, **much)]
+    both = [dataclasses.replace(r, shareable_bytes=8 * GIB) for r in both]
+    ranks = RankGroup(Executor(both, [1, 1]))
+    ranks.open(None)
+    assert ranks.num_slots == 2560, "half of ten GiB over two ranks"
+    assert ranks.size == (
+        "5.00 GiB over all ranks, chosen: 1/2 of the 10.0 GiB that a can give, "
+        "1 GiB of which stay free"
+    )
+    ranks.open(None, engines=4)
+    assert ranks.num_slots == 640 and "1/8 of the 10.0 GiB" in ranks.size
+    apart = [both[0], dataclasses.replace(both[1], host="b", shareable_bytes=2 * GIB)]
+    ranks = RankGroup(Executor(apart, [1, 1]))
+    ranks.open(None)
+    assert ranks.num_slots == 1536 and "3.0 GiB that b can give" in ranks.size
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_reserve_stays_free_on_every_device(device: str) -> None:
+    rank = geometry(0, available_bytes=GIB + 512 * 20, device=device)
+    RankGroup(Executor([rank], [1])).open(512 * 20)
+    with pytest.raises(TierRefused, match="1.0 GiB are available, of which 1 GiB stay free; lower"):
+        RankGroup(Executor([rank], [1])).open(512 * 21)
 
 
 def test_giving_back_asks_every_rank_and_forgives_those_that_do_not_answer() -> None:

@@ -25,6 +25,7 @@ from kvoffload_patch.integration.worker.memory import (  # noqa: E402
     early_bytes,
     open_host,
 )
+from kvoffload_patch.memory import Room  # noqa: E402
 from kvoffload_patch.transfer import device as devices  # noqa: E402
 from kvoffload_patch.transfer.memory import mapping  # noqa: E402
 
@@ -121,6 +122,14 @@ def test_a_rank_leaves_what_the_others_may_be_taking(monkeypatch: pytest.MonkeyP
     begin_early(one)
     assert not getattr(one, EARLY).toucher.wait(48 * MIB)
     drop_early(one)
+
+
+def test_an_automatic_share_is_taken_early_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOFFLOAD_CPU_GIB", "auto")
+    room = Room((1024 + 96) * MIB)
+    monkeypatch.setattr(host_memory, "shareable", lambda: room)
+    for parallel, mib in (({}, 96), ({"world_size": 2}, 48), ({"data_parallel_size": 4}, 24)):
+        assert host_memory._share_bytes(runner(**parallel)) == mib * MIB
 
 
 def test_what_can_never_fit_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
