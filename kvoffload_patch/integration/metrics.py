@@ -91,8 +91,9 @@ METRICS = (
     Metric(
         "dropped_blocks",
         "counter",
-        "Blocks that were not stored; no_room: every slot was being read or written.",
-        (("reason", ("no_room",)),),
+        "Blocks that were not stored; no_room: every slot was being read or written; overwritten: "
+        "the GPU had lost them before, as happens while the tier grows.",
+        (("reason", ("no_room", "overwritten")),),
     ),
     Metric("failed_blocks", "counter", "Blocks whose copy failed.", DIRECTION),
     Metric("failed_copies", "counter", "Copies that failed, of however many blocks.", DIRECTION),
@@ -114,6 +115,14 @@ METRICS = (
     ),
     Metric("queued_copies", "gauge", "Copies planned and not known to be done.", DIRECTION),
     Metric("parked_requests", "gauge", "Requests that wait for a load beside the step."),
+    Metric(
+        "parked_seconds",
+        "histogram",
+        "Time that a request waited beside the step, for its own load or another's; aborted ones "
+        "are not counted.",
+        (),
+        (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0),
+    ),
     Metric(
         "loading_requests",
         "counter",

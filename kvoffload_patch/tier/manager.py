@@ -116,8 +116,10 @@ class OffloadManager:
         for by the next plan's forward pass, known to be done or not: another rank may be behind.
         """
         if self._pending:
+            before = len(self._pending)
             for gpu_block_id in gpu_block_ids:
                 self._pending.pop(gpu_block_id, None)
+            self.stats.overwritten += before - len(self._pending)
         if self._store_of and gpu_block_ids:
             self._stores.wait_for(max(map(self._store_of.pop, gpu_block_ids, repeat(0))))
 
@@ -307,8 +309,12 @@ class OffloadManager:
             if len(taken) >= limit:
                 break
             looked_at.append(gpu_block_id)
-            if key not in self._slot_of and storable(gpu_block_id, key):
+            if key in self._slot_of:
+                continue
+            if storable(gpu_block_id, key):
                 taken.setdefault(key, gpu_block_id)
+            else:
+                self.stats.overwritten += 1
         # Not one by one from the front: finding a dict's first item means passing what has left it.
         if len(looked_at) == len(self._pending):
             self._pending.clear()

@@ -221,6 +221,16 @@ def test_a_tier_that_is_being_written_drops_what_does_not_fit_from_the_tail() ->
     assert tier.stats == TierStats(stored=3, dropped=4)
 
 
+def test_blocks_that_the_gpu_lost_before_their_store_are_counted() -> None:
+    tier = OffloadManager(4)
+    for block, key in enumerate("abcd"):
+        tier.queue_store(key, block)
+    tier.note_new_blocks([0, 9])
+    plan = tier.make_plan(lambda block, key: key != "b")
+    assert plan is not None and store_of(plan).source_ids == (2, 3)
+    assert (tier.stats.overwritten, tier.stats.dropped) == (2, 0)
+
+
 def test_what_waits_for_slots_of_a_growing_tier_is_looked_at_once_and_goes_in_order() -> None:
     tier, looked_at = OffloadManager(2, growing=True), []
 

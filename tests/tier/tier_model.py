@@ -72,7 +72,7 @@ class TierModel:
 
     def note_new_blocks(self, gpu_block_ids: Iterable[int]) -> None:
         for block in gpu_block_ids:
-            self.pending.pop(block, None)
+            self.counts["overwritten"] += self.pending.pop(block, None) is not None
             # Waited for even when it is known to be done: another rank may be behind.
             self.wait_store = max(self.wait_store, self.store_of.pop(block, 0))
 
@@ -158,8 +158,12 @@ class TierModel:
     ) -> dict[Hashable, int]:
         waiting: dict[Hashable, int] = {}
         for block, key in self.pending.items():
-            if key not in self.slot_of and cached.get(block) == key:
+            if key in self.slot_of:
+                continue
+            if cached.get(block) == key:
                 waiting.setdefault(key, block)
+            elif block not in [b for k, b in computed.items() if k not in self.slot_of]:
+                self.counts["overwritten"] += 1
         for key, block in computed.items():
             if key not in self.slot_of:
                 waiting.setdefault(key, block)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from kvoffload_patch.integration.engine.lookup import LookupResult, TierHit
+from kvoffload_patch.integration.engine.tuning import PARKED_TIMES
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 
@@ -33,7 +35,7 @@ class _Parked:
     ``result``: what it hits once its load is done, if that need not be looked up again.
     """
 
-    __slots__ = ("held", "needed", "request", "result", "status")
+    __slots__ = ("held", "needed", "request", "result", "since", "status")
 
     def __init__(
         self, request: Any, status: Any, held: list[Any], needed: int, result: LookupResult | None
@@ -43,6 +45,7 @@ class _Parked:
         self.held = held
         self.needed = needed
         self.result = result
+        self.since = time.monotonic()
 
 
 class LoadBook:
@@ -64,6 +67,7 @@ class LoadBook:
         ticket_of: ticket of these loads, by key.
         readers: requests for which this step loads inline.
         num_inline, num_parked_ever: requests for which loads were begun, since start.
+        parked_times: seconds that requests were parked for, of the last of them.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class LoadBook:
         self.ticket_of: dict[Hashable, int] = {}
         self.readers: list[str] = []
         self.num_inline = self.num_parked_ever = 0
+        self.parked_times = deque[float](maxlen=PARKED_TIMES)
         self._under_way: deque[_ParkedLoad] = deque()
         self._published: list[_ParkedLoad] = []  # published, their requests still parked
         self._by_ticket: dict[int, _ParkedLoad] = {}
@@ -242,9 +247,11 @@ class LoadBook:
         self._manager.expose_load(load.ticket)
 
     def _unpark(self, done: list[_Parked]) -> None:
+        now = time.monotonic()
         # Put back one by one to the front of the queue, so the last comes first.
         for parked in reversed(done):
             if parked.request is not None:
                 del self._parked[parked.request.request_id]
                 self._view.unpark(parked.request, parked.status)
+                self.parked_times.append(now - parked.since)
             self._held.extend(parked.held)

@@ -187,7 +187,7 @@ class Reporter:
         outbox: of the engine core.
         scheduler: vLLM's.
         manager: of the tier.
-        tier: has `counts`.
+        tier: has `counts` and `take_parked_times`.
         block_bytes: of a block, over all ranks.
     """
 
@@ -264,6 +264,9 @@ class Reporter:
                 yield "copy_seconds", (direction,), self._times.seconds[direction]
                 yield "copy_bytes_per_second", (direction,), self._times.rates[direction]
         self._times.clear()
+        waits = self._tier.take_parked_times()
+        if first or waits:
+            yield "parked_seconds", (), waits
 
     def _figures(self) -> Iterator[Value]:
         """Gauges, and counters since start."""
@@ -282,6 +285,7 @@ class Reporter:
         sizes = counts.block_sizes
         yield "loaded_tokens", (), round(stats.loaded * sum(sizes) / len(sizes) ** 2)
         yield "dropped_blocks", ("no_room",), stats.dropped
+        yield "dropped_blocks", ("overwritten",), stats.overwritten
         loads = stats.failed_loads, stats.failed_load_copies
         yield "failed_blocks", (LOADS,), loads[0]
         yield "failed_blocks", (STORES,), stats.failed - loads[0]

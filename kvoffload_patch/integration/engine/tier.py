@@ -250,6 +250,12 @@ class SchedulerTier:
         sizes = self._view.block_sizes
         return TierCounts(report.queried, report.hit, *begun, loads.num_parked, sizes)
 
+    def take_parked_times(self) -> list[float]:
+        """Seconds that requests were parked for, of those put back since the last call."""
+        times = list(self._loads.parked_times)
+        self._loads.parked_times.clear()
+        return times
+
     def take_unsent(self, output: Any = None) -> TransferPlan | None:
         """The loads that no rank knows of yet, as a plan without stores; None if there are none.
 

@@ -23,6 +23,8 @@ FAILED_WINDOW_S = 60.0
 # The front end hears of the tier's figures no more often: Prometheus asks every 15 s as a rule, and
 # sending takes a step 14 us (docs/metrics.md).
 METRICS_INTERVAL_S = 1.0
+# How long requests were parked is kept for so many of them, where nobody asks. Not measured.
+PARKED_TIMES = 1024
 # What a worker may take to answer. Opening touches and registers memory, closing gives it back,
 # both at some GiB a second (scripts/bench touch: 1.4 to 8.2); anything else waits behind a step at
 # most, for which vLLM has 300 s.

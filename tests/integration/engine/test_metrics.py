@@ -115,6 +115,8 @@ def test_figures_are_those_of_the_tier_when_the_engine_is_idle(load_mode: str) -
     assert found["used_blocks"] == mini.manager.num_used
     assert found[f"loading_requests {load_mode}"] == 1
     assert found["parked_requests"] == 0
+    waits = found["parked_seconds"]
+    assert len(waits) == (load_mode == "parked") and all(0 < wait < 60 for wait in waits)
     assert found["copies load"] == len(found["copy_seconds load"]) == 1
     assert all(0 < seconds < 60 for seconds in found["copy_seconds load"])
     (rate,) = found["copy_bytes_per_second load"]
