@@ -24,8 +24,9 @@ PACKAGE = Path(kvoffload_patch.__file__).parent
 LOOKUP_FILES = 8
 # That, and from there to its blocks in vLLM's prefix cache, by a plan and its result.
 LOAD_FILES = 13
-# From vLLM's prefix cache to the plan, and from the result to what can be looked up.
-STORE_FILES = 10
+# From vLLM's prefix cache to the plan, and from the result to what can be looked up; with the
+# policy, and vLLM's counters of hits, which the same step's end keeps.
+STORE_FILES = 11
 
 
 @contextmanager
