@@ -114,16 +114,18 @@ def test_metadata(installed: Fresh) -> None:
         print(metadata.version("kvoffload_patch"))
         print(sorted(r for r in metadata.requires("kvoffload_patch") if "extra" not in r))
         points = metadata.distribution("kvoffload_patch").entry_points
-        print([(p.group, p.name, p.load().__name__) for p in points])"""
+        print(sorted((p.group, p.name, p.load().__name__) for p in points))"""
     version, requires, points = installed.run("-c", code).splitlines()
     assert version == kvoffload_patch.__version__
     assert requires == "['packaging>=21', 'wrapt>=1.15']"
-    assert points == "[('vllm.general_plugins', 'kvoffload', 'plugin')]"
+    command, plugin = ("console_scripts", "kvoffload", "main"), ("kvoffload", "plugin")
+    assert points == f"{[command, ('vllm.general_plugins', *plugin)]}"
 
 
 def test_command_line_runs(installed: Fresh) -> None:
     version = f"kvoffload_patch {kvoffload_patch.__version__}\n"
     assert installed.run("-m", "kvoffload_patch", "--version") == version
+    assert installed.run(installed.root / "bin/kvoffload", "--version") == version
 
 
 def test_wheel_holds_every_module_and_nothing_else(source: Path, wheel: Path) -> None:

@@ -15,10 +15,11 @@ from kvoffload_patch.config import AUTO, VARIABLES, option
 EXIT_OK, EXIT_REFUSED = 0, 2
 
 _USAGE = """\
-python -m kvoffload_patch [options] COMMAND [ARGUMENT ...]
-       python -m kvoffload_patch --check
-       python -m kvoffload_patch status
-       python -m kvoffload_patch patch --apply | --revert | --check"""
+kvoffload [options] COMMAND [ARGUMENT ...]
+       kvoffload [options] --check [COMMAND]
+       kvoffload [options] status [--json]
+       kvoffload patch --apply | --revert | --check
+(python -m kvoffload_patch is the same)"""
 
 _DESCRIPTION = """\
 Run COMMAND, such as `vllm serve MODEL`, with a second KV-cache tier in CPU memory. COMMAND is
@@ -26,6 +27,16 @@ looked for beside this Python first, then on PATH. Whatever follows it belongs t
 `status` shows the switch, the installed vLLM, every patch point and the verdict.
 `patch` puts the lines that arm the tier into vLLM's own files, for images without start-up
 files."""
+
+_EXAMPLES = """\
+examples:
+  kvoffload vllm serve MODEL                  a tier of half the memory that is to be had
+  kvoffload --cpu-gib 64 vllm serve MODEL     a tier of 64 GiB
+  kvoffload --check vllm serve MODEL          would it run? nothing is started
+  kvoffload status --json                     the same for a program
+  kvoffload -- ./serve.sh                     a script that starts vLLM
+exit status: that of COMMAND; 2 refused, in one sentence on standard error.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,9 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command[:1] == ["--"]:
         del command[0]
     _set_variables(arguments)
-    if command == ["status"]:
-        print(report.text())
-        return EXIT_OK
+    if command[:1] == ["status"]:
+        return report.main(command[1:])
     if command[:1] == ["patch"]:
         from kvoffload_patch.cli import patch
 
@@ -98,10 +108,10 @@ def _say(line: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m kvoffload_patch",
+        prog="kvoffload",
         usage=_USAGE,
         description=_DESCRIPTION,
-        epilog=_variables(),
+        epilog=f"{_EXAMPLES}\n{_variables()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -215,7 +215,7 @@ def _key(release: str) -> list[int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m kvoffload_patch patch",
+        prog="kvoffload patch",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         allow_abbrev=False,

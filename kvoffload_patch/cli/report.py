@@ -1,15 +1,36 @@
-"""`python -m kvoffload_patch status`: everything the decision rests on, as text."""
+"""`kvoffload status`: everything the decision rests on, as text or as JSON."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+from collections.abc import Mapping, Sequence
 
 from kvoffload_patch import _bootstrap
+from kvoffload_patch.config import as_given
+
+EXIT_OK, EXIT_REFUSED = 0, 2
 
 
-def text() -> str:
-    """The report, a few lines and one line per patch point."""
+def main(argv: Sequence[str]) -> int:
+    """Print the report; the exit status says whether vLLM would get a tier."""
+    parser = argparse.ArgumentParser(
+        prog="kvoffload status",
+        description="What is installed and whether it matches; does not import vLLM.",
+        epilog="exit status: 0 it matches; 2 refused, and the verdict says why.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    as_json = parser.parse_args(argv).json
     found = _bootstrap.status()
+    found["verdict"] = as_given(str(found["verdict"]))
+    print(json.dumps(found, indent=1) if as_json else text(found))
+    return EXIT_OK if found["verdict"] == "ok" else EXIT_REFUSED
+
+
+def text(found: Mapping[str, object]) -> str:
+    """What `_bootstrap.status` has found, a few lines and one line per patch point."""
     flag = os.environ.get(_bootstrap.FLAG)
     points = found["points"]
     assert isinstance(points, list)

@@ -173,7 +173,9 @@ def test_unknown_option_and_no_command(box: Sandbox) -> None:
     unknown = box.run("-m", "kvoffload_patch", "--cpu", "4", "vllm")
     assert unknown.returncode == 2 and "--cpu" in unknown.stderr
     nothing = box.run("-m", "kvoffload_patch")
-    assert nothing.returncode == 2 and nothing.stderr.startswith("usage: python -m kvoffload_patch")
+    assert nothing.returncode == 2 and nothing.stderr.startswith(
+        "usage: kvoffload [options] COMMAND"
+    )
 
 
 @pytest.mark.parametrize("strict", ["1", "0"])
@@ -208,13 +210,32 @@ def test_status_of_a_refusal(box: Sandbox) -> None:
     done = box.run("-m", "kvoffload_patch", "status", **switches)
     assert "switch:       off (KVOFFLOAD_ENABLE=1, KVOFFLOAD_DISABLE=1)" in done.stdout
     assert done.stdout.endswith(f"verdict:      {REFUSAL}\n")
-    assert done.returncode == 0
+    assert done.returncode == 2
+    found = json.loads(box.run("-m", "kvoffload_patch", "status", "--json", **switches).stdout)
+    assert (found["verdict"], found["enabled"], found["release"]) == (REFUSAL, False, "9.9.1")
+
+
+def test_status_for_programs(box: Sandbox) -> None:
+    done = box.run("-m", "kvoffload_patch", "--cpu-gib", "1", "status", "--json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["verdict"], found["armed"]) == (0, "ok", False)
+    assert [point["name"] for point in found["points"]] == ["engine.step", "other"]
+    wrong = box.run("-m", "kvoffload_patch", "--cpu-gib", "x", "status", "--json")
+    assert wrong.returncode == 2
+    assert json.loads(wrong.stdout)["verdict"].startswith("--cpu-gib is 'x', expected")
+    assert box.run("-m", "kvoffload_patch", "status", "--jsn").returncode == 2
 
 
 def test_help_and_version(box: Sandbox) -> None:
     done = box.run("-m", "kvoffload_patch", "--help")
     assert done.returncode == 0
-    for text in ("--cpu-gib", "KVOFFLOAD_MAX_STALL_MS", "(default: 20.0 ms)", "test hook"):
+    for text in (
+        "--cpu-gib",
+        "KVOFFLOAD_MAX_STALL_MS",
+        "(default: 20.0 ms)",
+        "test hook",
+        "examples:",
+    ):
         assert text in done.stdout
     assert box.run("-m", "kvoffload_patch", "--version").stdout == "kvoffload_patch 0.1.0\n"
 
