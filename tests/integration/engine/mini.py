@@ -90,6 +90,7 @@ class Mini:
         windows: a KV cache group for each: its sliding window, or None for full attention.
         tier: whether there is one.
         policy: of the waiting queue.
+        step_ms: what the tier's clock says that a step takes.
         lookahead: tokens behind a step's own for which vLLM takes blocks as well.
         limits: fields of vLLM's scheduler configuration, instead of `_LIMITS`.
         max_failed_copies: more detach the tier; so many that none do, unless told otherwise.
@@ -106,6 +107,7 @@ class Mini:
         windows: Sequence[int | None] = (None,),
         tier: bool = True,
         policy: str = "fcfs",
+        step_ms: float = 0.0,
         lookahead: int = 0,
         limits: dict[str, Any] | None = None,
         max_failed_copies: int = 1 << 30,
@@ -127,6 +129,7 @@ class Mini:
         self.manager = OffloadManager(num_slots)
         self.tier: Any = None
         self.max_failed_copies = max_failed_copies
+        self.time, self.step_ms = 0.0, step_ms
         if tier:
             self._attach(Settings(**settings))
         self.answers: dict[str, list[int]] = {}
@@ -144,7 +147,9 @@ class Mini:
         }
         self.before = self.changed()
         self.hooks = ObjectHooks(Release.decision(), owners)
-        self.breaker = connect(self.scheduler, self.hooks, self.manager, self.ranks, settings)
+        self.breaker = connect(
+            self.scheduler, self.hooks, self.manager, self.ranks, settings, lambda: self.time
+        )
         self.breaker.max_failed_copies = self.max_failed_copies
         self.tier = self.breaker.tier
         self.view = self.tier._view
@@ -228,6 +233,7 @@ class Mini:
 
     def begin_step(self) -> Any:
         """Schedule a step and carry it out on the device."""
+        self.time += self.step_ms / 1000
         scheduled = self.scheduler.schedule()
         for new in scheduled.scheduled_new_reqs:
             self.hits.setdefault(new.req_id, new.num_computed_tokens)
