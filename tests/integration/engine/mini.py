@@ -120,10 +120,7 @@ class Mini:
         self.config.scheduler_config.policy = policy
         for name, value in {**_LIMITS, **(limits or {})}.items():
             setattr(self.config.scheduler_config, name, value)
-        self.scheduler = parts.make_scheduler(self.config, blocks, windows)
-        self.scheduler.num_lookahead_tokens = lookahead
-        self.kv_manager = self.scheduler.kv_cache_manager
-        self.pool = self.kv_manager.block_pool
+        self._make_scheduler(blocks, windows, lookahead)
         self.ranks = ranks or FakeRanks()
         self.ranks.device = self.device
         self.manager = OffloadManager(num_slots)
@@ -138,6 +135,12 @@ class Mini:
         self.plans: list[Any] = []
         self.hits: dict[str, int] = {}  # tokens cached when a request was admitted, in that order
         self.queue: deque[tuple[Any, Any]] = deque()
+
+    def _make_scheduler(self, blocks: int, windows: Sequence[int | None], lookahead: int) -> None:
+        self.scheduler = parts.make_scheduler(self.config, blocks, windows)
+        self.scheduler.num_lookahead_tokens = lookahead
+        self.kv_manager = self.scheduler.kv_cache_manager
+        self.pool = self.kv_manager.block_pool
 
     def _attach(self, settings: Settings) -> None:
         owners = {
