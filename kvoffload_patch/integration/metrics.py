@@ -22,6 +22,9 @@ DIRECTION = (("direction", (LOADS, STORES)),)
 # What `tier_state` says: exactly one of these is 1.
 STATES = ON, NOT_NEEDED, REFUSED, FAILED = ("on", "not_needed", "refused", "failed")
 
+# Labels of `build_info` besides the versions.
+ABOUT = ("load_mode", "eviction", "copies")
+
 _SINCE = "from the plan of its step to the step in which the scheduler learns that it is done"
 
 
@@ -53,8 +56,8 @@ METRICS = (
     Metric(
         "build_info",
         "gauge",
-        "Always 1; the labels say which versions run, and how blocks are copied.",
-        (("version", ()), ("vllm_version", ()), ("load_mode", ()), ("copies", ())),
+        "Always 1; the labels say which versions run, how blocks are evicted and how copied.",
+        (("version", ()), ("vllm_version", ()), *((name, ()) for name in ABOUT)),
     ),
     Metric(
         "tier_state",

@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("served"))
 
 
-@pytest.mark.parametrize("kind", SERVERS)
+@pytest.mark.parametrize("kind", [pytest.param("one", marks=pytest.mark.matrix), "several"])
 def test_figures_of_every_engine_are_on_metrics_and_agree(
     kind: str, model: Path, tmp_path: Path
 ) -> None:
@@ -72,9 +72,11 @@ def test_figures_of_every_engine_are_on_metrics_and_agree(
     assert found["kvoffload_copies_total load"] == found["kvoffload_copy_seconds_count load"] > 0
     on_gpu = found["vllm:prefix_cache_hits_total"]
     assert found["vllm:prefix_cache_queries_total"] == tokens
-    assert on_gpu <= FULL, "the prefixes are not in the GPU's cache, as a rule"
     if release.counts_external_hits():
         assert found["vllm:external_prefix_cache_hits_total"] == hit
+        assert on_gpu <= FULL, "the prefixes are not in the GPU's cache, as a rule"
+    else:
+        assert hit <= on_gpu <= hit + FULL
     by_source = {
         source: found[f"vllm:prompt_tokens_by_source_total {source}"]
         for source in ("local_compute", "local_cache_hit", "external_kv_transfer")

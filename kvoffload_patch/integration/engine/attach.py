@@ -131,7 +131,8 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
         ranks.num_slots, ranks.size, ranks.num_usable,
         settings.load_mode, ranks.load_ms_per_block, ranks.copies,
     )  # fmt: skip
-    about = {"load_mode": settings.load_mode, "copies": ranks.copies}
+    about = {"load_mode": settings.load_mode, "eviction": settings.eviction}
+    about["copies"] = ranks.copies
     metrics.begin(engine_core, breaker, manager, ranks.block_bytes, about)
 
 

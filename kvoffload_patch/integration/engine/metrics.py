@@ -17,6 +17,7 @@ from kvoffload_patch import __version__
 from kvoffload_patch.integration import carrier
 from kvoffload_patch.integration.engine.tuning import METRICS_INTERVAL_S
 from kvoffload_patch.integration.metrics import (
+    ABOUT,
     BY_NAME,
     FAILED,
     LOADS,
@@ -211,7 +212,7 @@ class Reporter:
 
     def start(self, about: Mapping[str, str]) -> None:
         """Send everything once, before the first request."""
-        labels = (__version__, _vllm_version(), about["load_mode"], about["copies"])
+        labels = (__version__, _vllm_version(), *(about[name] for name in ABOUT))
         states = [("tier_state", (name,), int(name == ON)) for name in STATES]
         self._outbox.send([("build_info", labels, 1), *states, *self._changes(first=True)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +90,23 @@ def test_a_tier_is_attached_once_and_detached() -> None:
     assert mini.changed() == before
     detach(core)
     detach(SimpleNamespace())
+
+
+@pytest.mark.parametrize(("fails", "state"), [("", "on"), ("open_rank", "refused")])
+def test_the_front_end_is_told_of_a_tier_and_of_a_refusal(
+    fails: str, state: str, log: list[str]
+) -> None:
+    mini = Mini(tier=False)
+    core = engine(mini, Executor(fails))
+    core.output_queue = queue.Queue()
+    core.vllm_config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
+    attach(core, mini.config)
+    _, outputs = core.output_queue.get_nowait()
+    sent = outputs.scheduler_stats.kvoffload["values"]
+    found = {(name, *labels): value for name, labels, value in sent}
+    assert found["tier_state", state] == 1
+    assert fails or found["capacity_bytes",] == OPENED.num_ready * RANK.block_bytes
+    detach(core)
 
 
 # What fails: (object, name of a function on it). Everything of ours that runs at attach.
