@@ -80,6 +80,11 @@ def shareable(root: Path = Path("/")) -> Room:
     return room if room.nbytes < sys.maxsize else Room(0, "a system without /proc/meminfo")
 
 
+def cgroups(root: Path = Path("/"), used: bool = True) -> list[Room]:
+    """What each limited cgroup of this process has left or, with ``used`` off, its limit."""
+    return [Room(nbytes, f"cgroup {name}") for name, nbytes in _cgroup_room(root, used)]
+
+
 def available_memory_bytes(root: Path = Path("/")) -> int:
     """See `available`."""
     return available(root).nbytes
@@ -135,7 +140,7 @@ def _check(requested: int | None, room: Room, what: str) -> None:
 
 
 def _tightest(root: Path, machine: int | None, withheld: int = 0, used: bool = True) -> Room:
-    rooms = [Room(nbytes, f"cgroup {name}") for name, nbytes in _cgroup_room(root, used)]
+    rooms = cgroups(root, used)
     if machine is not None:
         rooms.append(Room(machine + withheld))
     found = min([*rooms, Room(sys.maxsize)], key=lambda room: room.nbytes)

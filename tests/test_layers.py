@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
         ".memory",
         ".patching",
     },
+    "cli.doctor.copy_speed": {".cli", "torch"},
     "_bootstrap": {
         ".",
         ".config",

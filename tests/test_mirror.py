@@ -19,6 +19,7 @@ PACKAGE = TESTS.parent / "kvoffload_patch"
 TESTED_BY = {
     "__main__.py": "cli/test_main.py",
     # Steps of a command, seen from its output.
+    "cli/doctor/findings.py": "cli/doctor/test_command.py",
     "cli/launch.py": "cli/test_main.py",
     "cli/preflight.py": "cli/test_main.py",
     "cli/report.py": "cli/test_main.py",

@@ -17,7 +17,7 @@ EXIT_OK, EXIT_REFUSED = 0, 2
 _USAGE = """\
 kvoffload [options] COMMAND [ARGUMENT ...]
        kvoffload [options] --check [COMMAND]
-       kvoffload [options] status [--json]
+       kvoffload [options] status | doctor [--json]
        kvoffload patch --apply | --revert | --check
 (python -m kvoffload_patch is the same)"""
 
@@ -25,6 +25,8 @@ _DESCRIPTION = """\
 Run COMMAND, such as `vllm serve MODEL`, with a second KV-cache tier in CPU memory. COMMAND is
 looked for beside this Python first, then on PATH. Whatever follows it belongs to it.
 `status` shows the switch, the installed vLLM, every patch point and the verdict.
+`doctor` also looks at memory, limits and the bus, proves that the patch arms, says what would be
+chosen, and names every problem with its remedy.
 `patch` puts the lines that arm the tier into vLLM's own files, for images without start-up
 files."""
 
@@ -33,6 +35,7 @@ examples:
   kvoffload vllm serve MODEL                  a tier of half the memory that is to be had
   kvoffload --cpu-gib 64 vllm serve MODEL     a tier of 64 GiB
   kvoffload --check vllm serve MODEL          would it run? nothing is started
+  kvoffload doctor                            what is wrong here, what would be chosen
   kvoffload status --json                     the same for a program
   kvoffload -- ./serve.sh                     a script that starts vLLM
 exit status: that of COMMAND; 2 refused, in one sentence on standard error.
@@ -49,6 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _set_variables(arguments)
     if command[:1] == ["status"]:
         return report.main(command[1:])
+    if command[:1] == ["doctor"]:
+        from kvoffload_patch.cli.doctor import command as doctor
+
+        return doctor.main(command[1:])
     if command[:1] == ["patch"]:
         from kvoffload_patch.cli import patch
 

@@ -7,6 +7,7 @@ asks the import system about top-level names only: looking for a submodule impor
 from __future__ import annotations
 
 import importlib.util
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -26,7 +27,10 @@ def installed_version(host: Host) -> str:
     versions = {name: text for name in host.distributions if (text := _version(name))}
     if not versions:
         names = ", ".join(host.distributions)
-        raise HostNotFound(f"{host.name} is not installed (looked for {names}); {host.remedy}.")
+        raise HostNotFound(
+            f"{host.name} is not installed for {sys.executable} (looked for {names});"
+            " install it there, or use the Python that has it."
+        )
     if len({text.partition("+")[0] for text in versions.values()}) > 1:
         for name, text in versions.items():
             if _owns(name, host.package):

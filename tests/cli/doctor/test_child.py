@@ -1,0 +1,36 @@
+"""A child process that answers, fails, or does neither."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload_patch.cli.doctor.child import MARK, answer, ask
+
+
+def test_the_last_answer_is_taken_among_other_output() -> None:
+    say = f"print({MARK!r} + json.dumps(dict(a=int(os.environ['B']))))"
+    code = f"import json, os; print('noise'); {say}; print(1)"
+    assert ask(["-c", code], 60, B="7") == {"a": 7}
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("raise KeyError('x')", "KeyError: 'x'"),
+        ("import sys; sys.exit('kvoffload_patch: no.\\nlast')", "kvoffload_patch: no."),
+        ("import sys; sys.exit(3)", "exit status 3 and no answer"),
+    ],
+)
+def test_why_there_is_no_answer(code: str, error: str) -> None:
+    assert ask(["-c", code], 60) == {"error": error}
+
+
+def test_a_child_that_does_not_end_is_ended() -> None:
+    assert ask(["-c", "import time; time.sleep(60)"], 0.2) == {
+        "error": "TimeoutExpired: no answer within 0 s"
+    }
+
+
+def test_an_answer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    answer({"a": "x\ny"})
+    assert capsys.readouterr().out == MARK + '{"a": "x\\ny"}\n'
