@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable
 from typing import Any
 
 from kvoffload_patch import launch_token
@@ -84,7 +82,6 @@ def connect(
     manager: OffloadManager,
     ranks: RankGroup,
     settings: Settings,
-    now: Callable[[], float] = time.monotonic,
 ) -> Breaker:
     """Make a scheduler's tier and set its hooks; on any exception nothing of them stays.
 
@@ -94,11 +91,10 @@ def connect(
         manager: slots and tickets.
         ranks: open.
         settings: of the process.
-        now: the tier's clock, in seconds.
     """
     view = SchedulerView(scheduler)
     try:
-        tier = SchedulerTier(view, manager, ranks, settings, now)
+        tier = SchedulerTier(view, manager, ranks, settings)
         breaker = Breaker(view, manager, tier, ranks, hooks)
         hooks.install(breaker)
     except BaseException:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from kvoffload_patch.patching import PatchPoint
@@ -40,7 +39,6 @@ def row(
     on: Place = "class",
     exact: bool = False,
     wrappers: tuple[str, ...] = (),
-    aliased: tuple[str, ...] = (),
 ) -> tuple[PatchPoint, ...]:
     """The points of one name.
 
@@ -53,14 +51,10 @@ def row(
         shapes: one for each era.
         on: as in `PatchPoint`.
         exact: as in `PatchPoint`.
-        wrappers, aliased: as in `PatchPoint`.
+        wrappers: as in `PatchPoint`.
     """
     return tuple(
-        replace(
-            _point(role, name, shape.target or target, hook, why, shape, on, exact),
-            wrappers=wrappers,
-            aliased=aliased,
-        )
+        _point(role, name, shape.target or target, hook, why, shape, on, exact, wrappers)
         for shape in shapes
     )
 
@@ -74,6 +68,7 @@ def _point(
     shape: Shape,
     on: Place,
     exact: bool,
+    wrappers: tuple[str, ...],
 ) -> PatchPoint:
     absent = shape.parameters is None
     own = hook if shape.hook is None else shape.hook
@@ -91,4 +86,5 @@ def _point(
         absent=absent,
         on=on,
         exact=exact,
+        wrappers=wrappers,
     )

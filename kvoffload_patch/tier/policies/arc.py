@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import repeat
 
 from kvoffload_patch.tier.policies.batches import BatchLists
 
@@ -18,8 +19,8 @@ ONCE, AGAIN = 0, 1
 class ArcPolicy:
     """Evicts from the list that is larger than its share.
 
-    The keys of the last evictions are remembered, two thirds as many as there are slots. One
-    that is computed again shows that the list which it left should have been larger: the share of
+    The keys of the last evictions are remembered, a third as many as there are slots. One that is
+    computed again shows that the list which it left should have been larger: the share of
     that list grows, and the block counts as used again. This number, the third in `regroup` and the
     share at the start were chosen by replays (docs/policies.md).
     """
@@ -30,6 +31,7 @@ class ArcPolicy:
         self._share = len(key_of) / 8  # slots that blocks used once may have
         self._lost: dict[Hashable, int] = {}  # evicted keys, and which list they left
         self._num_lost = [0, 0]  # of each list
+        self._came_back: set[Hashable] = set()  # evicted keys that are being stored again
         self._evictions: deque[list[Hashable]] = deque()  # keys, in the order in which they were
         self._num_evictions = 0  # keys in there
 
@@ -38,23 +40,27 @@ class ArcPolicy:
         self._lists.grow(len(self._key_of))
 
     def miss(self, keys: Iterable[Hashable]) -> None:
-        lost = self._lost
-        found = [lost[key] for key in keys if key in lost]
-        if found:
-            again = sum(found)
-            once, (num_once, num_again) = len(found) - again, self._num_lost
-            more = once * max(1.0, num_again / max(1, num_once))
-            more -= again * max(1.0, num_once / max(1, num_again))
-            self._share = min(max(self._share + more, 0.0), float(len(self._key_of)))
+        missed = tuple(keys)
+        if self._lost.keys().isdisjoint(missed):
+            return
+        num_once, num_again = self._num_lost
+        found = [key for key in missed if key in self._lost]
+        if len(self._came_back) > len(self._key_of):
+            self._came_back.clear()  # of blocks that found no room, or whose copies failed
+        self._came_back.update(found)
+        once, again = self._forget(found)
+        more = once * max(1.0, num_again / max(1, num_once))
+        more -= again * max(1.0, num_once / max(1, num_again))
+        self._share = min(max(self._share + more, 0.0), float(len(self._key_of)))
 
     def insert(self, slots: Sequence[int]) -> None:
-        keys = list(map(self._key_of.__getitem__, slots))
-        if self._lost.keys().isdisjoint(keys):
+        if not self._came_back:
             self._lists.add(ONCE, slots)
             return
-        came_back = [slot for slot, key in zip(slots, keys) if key in self._lost]
+        keys = list(map(self._key_of.__getitem__, slots))
+        came_back = [slot for slot, key in zip(slots, keys) if key in self._came_back]
+        self._came_back.difference_update(keys)
         others = set(slots).difference(came_back)
-        self._forget(keys)
         self._lists.add(ONCE, [slot for slot in slots if slot in others])
         self._lists.add(AGAIN, came_back)
 
@@ -96,14 +102,15 @@ class ArcPolicy:
         self._num_lost[which] += len(keys)
         self._evictions.append(keys)
         self._num_evictions += len(keys)
-        while 3 * self._num_evictions > 2 * len(self._key_of):
+        while 3 * self._num_evictions > len(self._key_of):
             oldest = self._evictions.popleft()
             self._num_evictions -= len(oldest)
             self._forget(oldest)
 
-    def _forget(self, keys: Sequence[Hashable]) -> None:
-        take = self._lost.pop
-        for key in keys:
-            which = take(key, None)
-            if which is not None:
-                self._num_lost[which] -= 1
+    def _forget(self, keys: Sequence[Hashable]) -> tuple[int, int]:
+        """Forget that these were evicted; returns how many were, from each list."""
+        gone = list(map(self._lost.pop, keys, repeat(None)))
+        once, again = gone.count(ONCE), gone.count(AGAIN)
+        self._num_lost[ONCE] -= once
+        self._num_lost[AGAIN] -= again
+        return once, again

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from tier.plans import a_result, store_of
 
+from scripts.simulate.model import Machine, Model
 from scripts.simulate.rules import NoTier, Rules, Run
 from scripts.simulate.trace import Request
+from scripts.simulate.workloads import generate
 
 
 def hit_on_gpu(*keys: int) -> Run:
@@ -33,3 +35,12 @@ def test_all_that_is_computed_is_stored() -> None:
     rules = Rules(2)
     rules.answered(run, 9, 5)
     assert store_of(rules.manager.make_plan(lambda *_: True)).source_ids == (5,)
+
+
+def test_lru_holds_no_block_whose_prefix_is_gone_once_requests_have_ended() -> None:
+    machine = Machine(gpu_blocks=400, cpu_blocks=1200)
+    trace, rules = generate("chat", seconds=600), Rules(machine.cpu_blocks)
+    Model(machine, rules, trace).run()
+    holds = [[rules.manager.holds(key) for key in request.keys] for request in trace]
+    assert rules.manager.stats.evicted > 1000
+    assert [each for each in holds if each != sorted(each, reverse=True)] == []

@@ -83,7 +83,20 @@ def test_the_list_that_has_lost_what_comes_again_gets_a_larger_share() -> None:
     assert tier.policy._share == 2
     assert tier.evict(4) == "efgb", "two that were used once stay"
     tier.policy.miss("b")
-    assert tier.policy._share == 0, "by the four of the other list that are remembered"
+    assert tier.policy._share == 1
+
+
+def test_a_list_of_which_fewer_are_remembered_moves_the_share_further() -> None:
+    tier = Tier(24)
+    tier.store("abcdefghijklmnopqrstuvwx")
+    tier.hit("wx")
+    assert tier.evict(6) == "abcdef"
+    tier.policy._share = 24.0
+    assert tier.evict(2) == "wx"
+    tier.policy.miss("w")
+    assert tier.policy._share == 24 - 6 / 2
+    tier.policy.miss("a")
+    assert tier.policy._share == 24 - 6 / 2 + 1
 
 
 def test_what_comes_again_counts_as_used_again() -> None:
@@ -95,8 +108,8 @@ def test_what_comes_again_counts_as_used_again() -> None:
     assert tier.evict(3) == "cda", "one that was used once stays: a has shown that more should"
 
 
-def test_two_thirds_as_many_keys_are_remembered_as_there_are_slots() -> None:
-    tier = Tier(6)
+def test_a_third_as_many_keys_are_remembered_as_there_are_slots() -> None:
+    tier = Tier(12)
     for number in range(100):
         tier.store(chr(1000 + number) + chr(2000 + number))
         assert len(tier.policy._lost) <= 4 >= sum(map(len, tier.policy._evictions))
@@ -114,6 +127,14 @@ def test_what_comes_again_and_again_is_not_remembered_many_times() -> None:
             tier.store(key)
         assert sum(map(len, tier.policy._evictions)) <= 4
         assert sum(tier.policy._num_lost) == len(tier.policy._lost) <= 4
+
+
+def test_what_comes_again_and_is_never_stored_is_not_remembered_for_ever() -> None:
+    tier = Tier(6)
+    for number in range(200):
+        tier.store(chr(1000 + number))
+        tier.policy.miss(map(chr, range(1000, 1000 + number)))
+        assert len(tier.policy._came_back) <= 6 + 4
 
 
 def test_a_pinned_slot_is_not_chosen_and_was_used_again_afterwards() -> None:
