@@ -87,6 +87,23 @@ def served() -> str:
     return table(rows) + "\n\n" + ran_on(document["machines"][-1])
 
 
+def pairs() -> str:
+    """S1, S3 and the start beside the commit before, each pair at once on two GPUs of one host."""
+    words = {"graphs": "default graphs", "eager": "eager prefill"}
+    sides = [(graphs, side) for graphs in words for side in ("new", "old")]
+    documents = [read(f"pair-{graphs}-{side}.json") for graphs, side in sides]
+    if None in documents:
+        return "not measured"
+    rows = [["median (smallest to largest)"]]
+    rows[0] += [f"{words[g]}, {'this tier' if s == 'new' else MODES['before']}" for g, s in sides]
+    for key, what, factor in (SERVED[0], SERVED[1], SERVED[3]):
+        found = [serve.figures(document).get(key, {}) for document in documents]
+        samples = [by_mode["ours"]["samples"] if by_mode else [] for by_mode in found]
+        rows.append([what, *(cell(values, factor) for values in samples)])
+    ran = [ran_on(document["machines"][-1]) for document in documents]
+    return "\n\n".join([table(rows), *ran])
+
+
 def short() -> str | None:
     """The medians of `served` for README.md; None, which leaves the table, if not measured."""
     document = read("serve.json")
@@ -188,6 +205,7 @@ def ran_on(machine: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[], str | None]] = {
     "short": short,
     "served": served,
+    "pairs": pairs,
     "chats": chats,
     "mechanisms": mechanisms,
     "step": step,
