@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
@@ -72,14 +73,20 @@ def _foreign(point: PatchPoint, module: ModuleType, target: Any) -> Iterator[str
     A function knows the module in which it was defined by its globals, which copying a name or a
     docstring onto a wrapper leaves as they are.
     """
+    names = [module.__name__, *point.aliased]
+    homes = [vars(sys.modules[name]) for name in names if name in sys.modules]
     # Not isinstance: proxies answer for what they wrap.
-    while type(target) is FunctionType and target.__globals__ is not vars(module):
+    while type(target) is FunctionType and not _is_at_home(target, homes):
         package = str(target.__globals__.get("__name__")).partition(".")[0]
         if package not in point.wrappers or not hasattr(target, "__wrapped__"):
             break
         target = target.__wrapped__
-    if type(target) is not FunctionType or target.__globals__ is not vars(module):
+    if type(target) is not FunctionType or not _is_at_home(target, homes):
         yield f"was replaced by {_origin(target)}"
+
+
+def _is_at_home(target: FunctionType, homes: Iterable[dict[str, Any]]) -> bool:
+    return any(target.__globals__ is home for home in homes)
 
 
 def _origin(target: Any) -> str:

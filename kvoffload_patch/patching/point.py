@@ -97,6 +97,8 @@ class PatchPoint:
             sets what hook(wrapped, live, ...) makes on single objects.
         exact: the target has no parameters besides, because the host calls what stands in for it.
         wrappers: top-level packages whose decorators the host's source puts around the target.
+        aliased: modules from which the host's source, under some settings, takes what it puts under
+            the target's name.
 
     Raises:
         PatchTableError: a field cannot be understood.
@@ -116,6 +118,7 @@ class PatchPoint:
     on: Place = "class"
     exact: bool = False
     wrappers: tuple[str, ...] = ()
+    aliased: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         try:

@@ -201,6 +201,24 @@ def test_a_decorator_of_the_hosts_own_source_is_no_replacement(host):
     )
 
 
+def test_what_the_hosts_own_source_takes_from_another_module_is_no_replacement(host):
+    host.replace("fakehost/alpha.py", "class Base:", "import fakehost.newer as newer\nclass Base:")
+    host.write(
+        "fakehost/newer.py", "class Engine:\n    def step(self, request, count=1): return 7\n"
+    )
+    host.run(
+        """
+        import dataclasses, fakehost.alpha as alpha
+        alpha.Engine = alpha.newer.Engine
+        text = refused(UnverifiedHost, patches(STEP).arm)
+        assert "was replaced by fakehost.newer.Engine.step" in text, text
+        patches(STEP).remove()
+        patches(dataclasses.replace(STEP, aliased=("fakehost.newer", "never.imported"))).arm()
+        assert alpha.Engine().step(1)[0] == "hooked"
+        """
+    )
+
+
 @pytest.mark.parametrize(
     ("replacement", "found"),
     [

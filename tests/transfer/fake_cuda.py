@@ -124,6 +124,9 @@ class FakeCuda:
     def handle(self, stream: FakeStream) -> int:
         return stream.number
 
+    def free_bytes(self) -> int:
+        return 0
+
     def synchronize(self) -> None:
         self.run()
 

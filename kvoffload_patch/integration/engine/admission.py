@@ -13,6 +13,7 @@ from kvoffload_patch.integration.engine.lookup import (
     Recency,
     StandInPool,
 )
+from kvoffload_patch.integration.engine.pace import Pace
 from kvoffload_patch.integration.engine.stall import Stall
 from kvoffload_patch.integration.engine.stats import HitCounts
 from kvoffload_patch.integration.engine.tuning import (
@@ -122,6 +123,7 @@ class Admission:
         view: the scheduler.
         manager: of the tier.
         ranks: how fast loads are, and whether they run beside the step; otherwise all are inline.
+        pace: how long loads can cross before the step begins.
         loads: where loads are begun.
         cache: lookups that need not be repeated.
         hits: counts what is found.
@@ -135,6 +137,7 @@ class Admission:
         view: SchedulerView,
         manager: OffloadManager,
         ranks: RankGroup,
+        pace: Pace,
         loads: LoadBook,
         cache: LookupCache,
         hits: HitCounts,
@@ -149,6 +152,7 @@ class Admission:
         self._recency = recency
         self._blocks_taken = blocks_taken
         self._settings = settings
+        self._pace = pace
         self._load_ms_per_block = ranks.load_ms_per_block
         mode = settings.load_mode
         self._parks = mode == "parked" or (mode == "auto" and ranks.copies_overlap)
@@ -170,6 +174,7 @@ class Admission:
             self._settings.max_stall_ms,
             len(self._view.scheduler.running) + self._loads.num_parked,
             self._loads.blocks_under_way,
+            self._pace.free_ms(),
         )
         scans_left = max(0, self._view.free_run_slots()) + SCAN_MARGIN_REQUESTS
         for request in self._view.waiting():

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Callable
 from typing import Any
 
 from kvoffload_patch import launch_token
@@ -82,6 +84,7 @@ def connect(
     manager: OffloadManager,
     ranks: RankGroup,
     settings: Settings,
+    now: Callable[[], float] = time.monotonic,
 ) -> Breaker:
     """Make a scheduler's tier and set its hooks; on any exception nothing of them stays.
 
@@ -91,10 +94,11 @@ def connect(
         manager: slots and tickets.
         ranks: open.
         settings: of the process.
+        now: the tier's clock, in seconds.
     """
     view = SchedulerView(scheduler)
     try:
-        tier = SchedulerTier(view, manager, ranks, settings)
+        tier = SchedulerTier(view, manager, ranks, settings, now)
         breaker = Breaker(view, manager, tier, ranks, hooks)
         hooks.install(breaker)
     except BaseException:

@@ -8,21 +8,23 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from kvoffload_patch.integration.engine.lookup import LookupResult, TierHit
+from kvoffload_patch.integration.engine.pace import Pace
 from kvoffload_patch.integration.engine.tuning import PARKED_TIMES
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 
 
 class _ParkedLoad:
-    """A parked load: GPU blocks to publish once its ticket is done, and the requests that wait.
+    """A parked load: GPU blocks to publish, and the requests that wait.
 
-    ``blocks[i]`` is to hold ``hits[i]``.
+    ``blocks[i]`` is to hold ``hits[i]``, about at the time ``over_at``.
     """
 
-    __slots__ = ("blocks", "hits", "ticket", "waiting")
+    __slots__ = ("blocks", "hits", "over_at", "ticket", "waiting")
 
-    def __init__(self, ticket: int, blocks: list[Any], hits: list[TierHit]) -> None:
+    def __init__(self, ticket: int, blocks: list[Any], hits: list[TierHit], over_at: float) -> None:
         self.ticket = ticket
+        self.over_at = over_at
         self.blocks = blocks
         self.hits = hits
         self.waiting: list[_Parked] = []
@@ -52,14 +54,14 @@ class LoadBook:
     """Turns hits into loads and keeps every block involved referenced for as long as needed.
 
     GPU blocks of an inline load enter the prefix cache at once: the step's forward pass waits
-    for the bytes. Those of a parked load enter it when the bytes have arrived, or never if the
-    load has failed. Either way they stay referenced until `schedule` has returned, because an
-    allocation within it would otherwise evict them.
+    for the bytes. Those of a parked load enter it when the bytes have arrived, or will before the
+    step can begin, or never if the load has failed. Either way they stay referenced until
+    `schedule` has returned, because an allocation within it would otherwise evict them.
 
     Args:
         view: the scheduler.
         manager: slots and tickets.
-        load_ms_per_block: time that a block takes to load.
+        pace: when loads will be over.
         not_hit: told of each request whose load failed, so that it is looked up and counted again.
 
     Attributes:
@@ -74,10 +76,12 @@ class LoadBook:
         self,
         view: SchedulerView,
         manager: OffloadManager,
+        pace: Pace,
         not_hit: Callable[[str], None],
     ) -> None:
         self._view = view
         self._manager = manager
+        self._pace = pace
         self._not_hit = not_hit
         self.arriving: dict[Hashable, Any] = {}
         self.ticket_of: dict[Hashable, int] = {}
@@ -85,7 +89,6 @@ class LoadBook:
         self.num_inline = self.num_parked_ever = 0
         self.parked_times = deque[float](maxlen=PARKED_TIMES)
         self._under_way: deque[_ParkedLoad] = deque()
-        self._published: list[_ParkedLoad] = []  # published, their requests still parked
         self._by_ticket: dict[int, _ParkedLoad] = {}
         self._parked: dict[str, _Parked] = {}
         self._held: list[Any] = []
@@ -95,11 +98,6 @@ class LoadBook:
     def under_way(self) -> bool:
         """Whether parked loads are not done yet."""
         return bool(self._under_way)
-
-    @property
-    def pending(self) -> bool:
-        """Whether parked loads are not done yet, or their requests are not put back yet."""
-        return bool(self._under_way or self._published)
 
     @property
     def num_parked(self) -> int:
@@ -117,8 +115,7 @@ class LoadBook:
 
     def reserved(self) -> tuple[int, int]:
         """(run slots, blocks) that parked requests will take, besides the blocks held for them."""
-        loads = [*self._published, *self._under_way]
-        waiting = [p for load in loads for p in load.waiting if p.request]
+        waiting = [p for load in self._under_way for p in load.waiting if p.request]
         return len(waiting), sum(p.needed for p in waiting)
 
     def protect(self, blocks: Sequence[Any]) -> None:
@@ -129,7 +126,7 @@ class LoadBook:
         """Load what was found so that this very step can use it; returns what it hits then."""
         self._view.hold(found.gpu_blocks)
         self._held.extend(found.gpu_blocks)
-        ticket, blocks = self._begin(found)
+        ticket, blocks, _ = self._begin(found)
         self._held.extend(blocks)
         self._view.publish(found.tier_hits, blocks)
         self._manager.expose_load(ticket)
@@ -149,11 +146,11 @@ class LoadBook:
         held = list(found.gpu_blocks)
         ticket, result = max(found.arriving, default=0), None
         if found.tier_hits:
-            ticket, blocks = self._begin(found)
+            ticket, blocks, over_at = self._begin(found)
             self.num_parked_ever += 1
             if not (found.arriving or found.cut_short):
                 result = found.loaded(blocks)
-            load = self._by_ticket[ticket] = _ParkedLoad(ticket, blocks, found.tier_hits)
+            load = self._by_ticket[ticket] = _ParkedLoad(ticket, blocks, found.tier_hits, over_at)
             self._under_way.append(load)
             for hit, block in zip(found.tier_hits, blocks):
                 self.arriving[hit.block_hash] = block
@@ -163,28 +160,31 @@ class LoadBook:
         self._parked[request.request_id] = parked
         self._by_ticket[ticket].waiting.append(parked)
 
-    def finish(self, num_running: int) -> list[tuple[str, LookupResult]]:
+    def finish(self, free_ms: float) -> list[tuple[str, LookupResult]]:
         """Publish the loads that are done, and put the requests that waited back into the queue.
 
         Args:
-            num_running: requests that run. If any does, a load is published in one step and its
-                requests join in the next: admitting them makes a step slow on the host, and
-                publishing would come on top of it.
+            free_ms: for how long the step about to be scheduled will not begin. A load that will be
+                over by then counts as done; the step waits for it on the device, and from now on
+                it must not fail.
 
         Returns:
             Requests put back, with what they hit.
         """
-        due, self._published = self._published, []
-        while self._under_way and self._manager.load_done(self._under_way[0].ticket):
+        done: list[_Parked] = []
+        while self._under_way and self._is_done(self._under_way[0], free_ms):
             load = self._under_way.popleft()
             del self._by_ticket[load.ticket]
             self._end(load)
-            (self._published if num_running else due).append(load)
-        done = [parked for load in due for parked in load.waiting]
-        for load in due:
             self._held.extend(load.blocks)
+            done += load.waiting
         self._unpark(done)
         return [(p.request.request_id, p.result) for p in done if p.request and p.result]
+
+    def _is_done(self, load: _ParkedLoad, free_ms: float) -> bool:
+        if self._manager.load_done(load.ticket):
+            return True
+        return free_ms > 0 and self._pace.is_over(load.over_at, free_ms)
 
     def abort(self, request_id: str) -> None:
         """The request goes; a load of its own goes on, and is published when it is done."""
@@ -207,11 +207,10 @@ class LoadBook:
             self._view.release(reversed(held))
 
     def drop_all(self) -> None:
-        """Give everything up, published or not. All loads must be done on every rank."""
-        loads = [*self._published, *self._under_way]
+        """Give everything up. All loads must be done on every rank."""
+        loads = list(self._under_way)
         for load in loads:
             self._view.release(reversed(load.blocks))
-        self._published.clear()
         self._under_way.clear()
         self._by_ticket.clear()
         self.arriving.clear()
@@ -219,7 +218,7 @@ class LoadBook:
         self._unpark([parked for load in loads for parked in load.waiting])
         self.after_schedule()
 
-    def _begin(self, found: LookupResult) -> tuple[int, list[Any]]:
+    def _begin(self, found: LookupResult) -> tuple[int, list[Any], float]:
         for at_risk in self._at_risk:
             self._view.hold(at_risk)
             self._held.extend(at_risk)
@@ -227,10 +226,11 @@ class LoadBook:
         blocks = self._view.take_blocks(len(found.tier_hits))
         gpu_block_ids = [block.block_id for block in blocks]
         keys = [hit.block_hash for hit in found.tier_hits]
-        return self._manager.begin_load(keys, gpu_block_ids), blocks
+        ticket = self._manager.begin_load(keys, gpu_block_ids)
+        return ticket, blocks, self._pace.load_begins(len(blocks))
 
     def _end(self, load: _ParkedLoad) -> None:
-        """A parked load is done, or has failed."""
+        """A parked load is done, or as good as done, or has failed."""
         for hit in load.hits:
             del self.arriving[hit.block_hash], self.ticket_of[hit.block_hash]
         if self._manager.load_failed(load.ticket):

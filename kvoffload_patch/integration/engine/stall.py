@@ -15,16 +15,23 @@ class Stall:
         requests: those that could compute meanwhile: running ones, and parked ones, which
             cannot be admitted before the step is over.
         blocks_ahead: blocks of loads under way.
+        free_ms: for how long the step will not begin, whatever it waits for.
     """
 
     def __init__(
-        self, ms_per_block: float, limit_ms: float, requests: int, blocks_ahead: int
+        self,
+        ms_per_block: float,
+        limit_ms: float,
+        requests: int,
+        blocks_ahead: int,
+        free_ms: float = 0.0,
     ) -> None:
         self._ms_per_block = ms_per_block
         self._left_ms = limit_ms
         self._requests = requests
         self._ahead = blocks_ahead
-        self._waited_for = 0  # of the blocks ahead, those that this step waits for anyway
+        # Blocks that this step waits for anyway, or that cross before it begins.
+        self._free = self._waited_for = int(free_ms / ms_per_block) if ms_per_block else 0
 
     def allows(self, num_blocks: int) -> bool:
         """Whether a request may load so many blocks inline; `add_inline` then counts it."""
@@ -34,7 +41,7 @@ class Stall:
         """A request of this step loads so many blocks inline."""
         self._left_ms -= self._cost_ms(num_blocks)
         self._ahead += num_blocks
-        self._waited_for = self._ahead
+        self._waited_for = max(self._waited_for, self._ahead)
 
     def add_parked(self, num_blocks: int) -> None:
         """A request is parked for so many blocks of its own."""
@@ -47,5 +54,6 @@ class Stall:
 
     def _cost_ms(self, num_blocks: int) -> float:
         # The others wait for what they did not have to wait for so far, this one for the rest.
-        added = self._ahead + num_blocks - self._waited_for
-        return self._ms_per_block * (added * self._requests + self._ahead)
+        added = max(0, self._ahead + num_blocks - self._waited_for)
+        ahead = max(0, self._ahead - self._free)
+        return self._ms_per_block * (added * self._requests + ahead)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvoffload_patch.config import Settings
@@ -12,6 +13,7 @@ from kvoffload_patch.integration.engine.invalid_blocks import InvalidBlocks
 from kvoffload_patch.integration.engine.loads import LoadBook
 from kvoffload_patch.integration.engine.lookup import LookupCache, Recency
 from kvoffload_patch.integration.engine.metrics import TierCounts
+from kvoffload_patch.integration.engine.pace import Pace
 from kvoffload_patch.integration.engine.stats import HitCounts, Report
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.workers import RankGroup
@@ -33,6 +35,7 @@ class SchedulerTier:
         manager: slots and tickets.
         ranks: the workers, which carry out the plans.
         settings: of the process.
+        now: the clock, in seconds.
 
     Attributes:
         cached: requests, and blocks put into the GPU prefix cache for each, not yet looked at.
@@ -42,7 +45,12 @@ class SchedulerTier:
     """
 
     def __init__(
-        self, view: SchedulerView, manager: OffloadManager, ranks: RankGroup, settings: Settings
+        self,
+        view: SchedulerView,
+        manager: OffloadManager,
+        ranks: RankGroup,
+        settings: Settings,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._view = view
         self._manager = manager
@@ -51,7 +59,8 @@ class SchedulerTier:
         self._lookups = LookupCache()
         self._report = Report(manager, settings.log_interval)
         self._hits = HitCounts(view, self._report)
-        self._loads = LoadBook(view, manager, self._hits.forget)
+        self._pace = Pace(ranks.load_ms_per_block, now)
+        self._loads = LoadBook(view, manager, self._pace, self._hits.forget)
         self._full_prompts = FullPromptHits(view, manager)
         self._invalid = InvalidBlocks(view, manager)
         self._recency = Recency(view, manager)
@@ -59,6 +68,7 @@ class SchedulerTier:
             view,
             manager,
             ranks,
+            self._pace,
             self._loads,
             self._lookups,
             self._hits,
@@ -79,6 +89,7 @@ class SchedulerTier:
 
         The scheduler's run limit may be lower than it was, until `uncap_admissions` of the view.
         """
+        self._pace.step_begins()
         if self.handed_out:
             self._look_at_handed_out()
         if self.cached:
@@ -87,7 +98,7 @@ class SchedulerTier:
         if self._recency.used:
             self._recency.refresh()
         self._may_admit = waits = self._view.has_waiting()
-        if self._loads.pending:
+        if self._loads.under_way:
             self._may_admit = True
             self._finish_loads()
         if waits and not self._view.is_paused():
@@ -99,9 +110,11 @@ class SchedulerTier:
         self._lookups.end_step()
 
     def _finish_loads(self) -> None:
-        if self._loads.under_way and (done := self._ranks.loads_done()):
+        if done := self._ranks.loads_done():
             self._manager.apply(TransferResult(((LOAD, done),)))
-        for request_id, result in self._loads.finish(len(self._view.scheduler.running)):
+        # Where a failed load is to be recomputed, none may be promised before it is done.
+        free_ms = self._pace.free_ms() if self._promptly else 0.0
+        for request_id, result in self._loads.finish(free_ms):
             # Unless the tier has got more of it since.
             if not any(map(self._manager.lookup, result.missing)):
                 self._lookups.put(request_id, result)
@@ -124,6 +137,7 @@ class SchedulerTier:
 
     def after_schedule(self, output: Any) -> None:
         """Put the plan on the output, and give up what was held for this step only."""
+        self._pace.step_scheduled()
         if self._may_admit or self._view.prefills:
             self._view.note_scheduled(output)
         computed = self._computed(output.num_scheduled_tokens) if self.cached else {}
@@ -173,12 +187,13 @@ class SchedulerTier:
         return computed
 
     def on_output(self, scheduled: Any, output: Any) -> None:
-        """A step's output has come back.
+        """A step's output is about to be taken in.
 
         Raises:
             PromiseBroken: without what the reporting rank has done. The executor or the runner has
                 lost it, or the runner was never hooked and the step has not got what it reads.
         """
+        self._pace.step_returned()
         if self._scheduler.connector is not None:
             self._invalid.step_returned(scheduled)
         result = getattr(output, RESULT, None)

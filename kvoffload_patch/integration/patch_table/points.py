@@ -73,6 +73,8 @@ _ENGINE = (
         "the engine before V1 has another cache, for which there is no tier",
         Shape("<0.11", ("self", *_CONFIG), "None"),
         Shape(">=0.11", None),
+        # With VLLM_USE_V1=1 in the environment, its source puts V1's class under the name.
+        aliased=("vllm.v1.engine.llm_engine",),
     ),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from kvoffload_patch.patching import PatchPoint
@@ -39,6 +40,7 @@ def row(
     on: Place = "class",
     exact: bool = False,
     wrappers: tuple[str, ...] = (),
+    aliased: tuple[str, ...] = (),
 ) -> tuple[PatchPoint, ...]:
     """The points of one name.
 
@@ -51,10 +53,14 @@ def row(
         shapes: one for each era.
         on: as in `PatchPoint`.
         exact: as in `PatchPoint`.
-        wrappers: as in `PatchPoint`.
+        wrappers, aliased: as in `PatchPoint`.
     """
     return tuple(
-        _point(role, name, shape.target or target, hook, why, shape, on, exact, wrappers)
+        replace(
+            _point(role, name, shape.target or target, hook, why, shape, on, exact),
+            wrappers=wrappers,
+            aliased=aliased,
+        )
         for shape in shapes
     )
 
@@ -68,7 +74,6 @@ def _point(
     shape: Shape,
     on: Place,
     exact: bool,
-    wrappers: tuple[str, ...],
 ) -> PatchPoint:
     absent = shape.parameters is None
     own = hook if shape.hook is None else shape.hook
@@ -86,5 +91,4 @@ def _point(
         absent=absent,
         on=on,
         exact=exact,
-        wrappers=wrappers,
     )

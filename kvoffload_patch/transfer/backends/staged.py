@@ -21,6 +21,8 @@ from kvoffload_patch.transfer.backends.tiles import TileMover, upload_ids
 from kvoffload_patch.transfer.device import Device, device_of
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.tuning import (
+    LOAD_AHEAD_BYTES,
+    LOAD_AHEAD_PARTS,
     LOAD_BUFFERS,
     LOAD_CHUNK_BYTES,
     READY_BLOCKS,
@@ -113,7 +115,9 @@ class StagedBackend:
         self._device = device_of(layout.device)
         pitch = self._slots.pitch
         self._stores = _Direction(layout, STORE_CHUNK_BYTES, pitch, STORE_BUFFERS)
-        self._loads = _Direction(layout, LOAD_CHUNK_BYTES, pitch, LOAD_BUFFERS)
+        ahead = min(LOAD_AHEAD_BYTES, self._device.free_bytes() // LOAD_AHEAD_PARTS)
+        buffers = max(LOAD_BUFFERS, ahead // LOAD_CHUNK_BYTES)
+        self._loads = _Direction(layout, LOAD_CHUNK_BYTES, pitch, buffers)
         addresses = [*self._stores.addresses(), *self._loads.addresses()]
         self._mover = TileMover(layout, pitch, addresses)
 

@@ -90,6 +90,7 @@ class Mini:
         windows: a KV cache group for each: its sliding window, or None for full attention.
         tier: whether there is one.
         policy: of the waiting queue.
+        step_ms: what the tier's clock says that a step takes.
         lookahead: tokens behind a step's own for which vLLM takes blocks as well.
         limits: fields of vLLM's scheduler configuration, instead of `_LIMITS`.
         max_failed_copies: more detach the tier; so many that none do, unless told otherwise.
@@ -106,6 +107,7 @@ class Mini:
         windows: Sequence[int | None] = (None,),
         tier: bool = True,
         policy: str = "fcfs",
+        step_ms: float = 0.0,
         lookahead: int = 0,
         limits: dict[str, Any] | None = None,
         max_failed_copies: int = 1 << 30,
@@ -118,15 +120,13 @@ class Mini:
         self.config.scheduler_config.policy = policy
         for name, value in {**_LIMITS, **(limits or {})}.items():
             setattr(self.config.scheduler_config, name, value)
-        self.scheduler = parts.make_scheduler(self.config, blocks, windows)
-        self.scheduler.num_lookahead_tokens = lookahead
-        self.kv_manager = self.scheduler.kv_cache_manager
-        self.pool = self.kv_manager.block_pool
+        self._make_scheduler(blocks, windows, lookahead)
         self.ranks = ranks or FakeRanks()
         self.ranks.device = self.device
         self.manager = OffloadManager(num_slots)
         self.tier: Any = None
         self.max_failed_copies = max_failed_copies
+        self.time, self.step_ms = 0.0, step_ms
         if tier:
             self._attach(Settings(**settings))
         self.answers: dict[str, list[int]] = {}
@@ -136,6 +136,12 @@ class Mini:
         self.hits: dict[str, int] = {}  # tokens cached when a request was admitted, in that order
         self.queue: deque[tuple[Any, Any]] = deque()
 
+    def _make_scheduler(self, blocks: int, windows: Sequence[int | None], lookahead: int) -> None:
+        self.scheduler = parts.make_scheduler(self.config, blocks, windows)
+        self.scheduler.num_lookahead_tokens = lookahead
+        self.kv_manager = self.scheduler.kv_cache_manager
+        self.pool = self.kv_manager.block_pool
+
     def _attach(self, settings: Settings) -> None:
         owners = {
             "Scheduler": self.scheduler,
@@ -144,7 +150,9 @@ class Mini:
         }
         self.before = self.changed()
         self.hooks = ObjectHooks(Release.decision(), owners)
-        self.breaker = connect(self.scheduler, self.hooks, self.manager, self.ranks, settings)
+        self.breaker = connect(
+            self.scheduler, self.hooks, self.manager, self.ranks, settings, lambda: self.time
+        )
         self.breaker.max_failed_copies = self.max_failed_copies
         self.tier = self.breaker.tier
         self.view = self.tier._view
@@ -228,6 +236,7 @@ class Mini:
 
     def begin_step(self) -> Any:
         """Schedule a step and carry it out on the device."""
+        self.time += self.step_ms / 1000
         scheduled = self.scheduler.schedule()
         for new in scheduled.scheduled_new_reqs:
             self.hits.setdefault(new.req_id, new.num_computed_tokens)

@@ -53,6 +53,7 @@ def describe(seed: int, most_in_flight: int = 6) -> dict[str, Any]:
         "policy": rng.choice(["fcfs", "fcfs", "priority"]),
         "windows": windows,
         "lookahead": rng.choice([0, 0, 0, 5]),
+        "step_ms": rng.choice([0, 0, 3, 30]),
         "limits": limits,
     }
 

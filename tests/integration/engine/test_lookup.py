@@ -367,7 +367,7 @@ def test_a_parked_load_is_published_when_its_ticket_is_done() -> None:
     assert world.pool.get_num_free_blocks() == free
 
 
-def test_beside_a_step_a_load_is_published_before_its_request_goes_on(look_ups: LookUps) -> None:
+def test_beside_a_step_a_request_goes_on_as_soon_as_its_load_is_done(look_ups: LookUps) -> None:
     world = World(load_mode="parked")
     world.only_in_cpu(prompt(4))
     world.step(world.add(prompt(2, seed=7)))  # it runs
@@ -376,11 +376,8 @@ def test_beside_a_step_a_load_is_published_before_its_request_goes_on(look_ups: 
     (load,) = world.step().before
     world.all_done()
     look_ups.take()
-    plan = world.step(body=world.flush_gpu)
-    assert (request.status, world.gpu_hit(request)) == (PARKED, 4 * BLOCK)
+    plan = world.step(request, body=world.flush_gpu)
     assert plan.waits_for(LOAD) == load.ticket
-    assert world.pool.get_num_free_blocks() == free - 4, "it stays referenced until then"
-    world.step(request, body=world.flush_gpu)
     assert tuple(world.manager.get_block_ids(request.request_id)[0])[:4] == load.target_ids
     assert look_ups.take()[0] == [], "what its load has brought is known"
     assert len(world.tier._lookups) == 0
@@ -409,14 +406,38 @@ def parked(requests: list[Request]) -> list[bool]:
 
 
 @pytest.mark.parametrize("num_running", [1, 6])
-def test_a_request_joins_one_step_after_its_load_was_published(num_running: int) -> None:
+def test_a_request_joins_the_step_that_finds_its_load_done(num_running: int) -> None:
     world, requests, loads = parked_beside(num_running, 3, 3, 3)
     for count, load in enumerate(loads, 1):
         arrive(world, load)
         world.step()
-        assert parked(requests) == [False] * (count - 1) + [True] * (4 - count)
-        world.step()
         assert parked(requests) == [False] * count + [True] * (3 - count)
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "in_flight", "mode", "joins"),
+    [
+        (2, 1, "auto", [False, False]),  # 3 blocks take 3 ms, and 6 of them 6 ms
+        (4, 1, "auto", [True, False]),
+        (7, 1, "auto", [True, True]),
+        (7, 0, "auto", [False, False]),  # the device waits for the step
+        (7, 1, "parked", [False, False]),  # none is promised before it is done
+    ],
+)
+def test_what_crosses_before_the_step_can_begin_counts_as_done(
+    step_ms: float, in_flight: int, mode: str, joins: list[bool]
+) -> None:
+    world, requests, loads = parked_beside(1, 3, 3)
+    world.tier._promptly = mode == "auto"
+    world.tier._pace._in_flight = in_flight
+    world.tier._pace._steps = (step_ms / 1000, step_ms / 1000)
+    world.tier._pace._began = world.time - step_ms / 1000
+    world.tier.before_schedule()
+    assert parked(requests) == [not joined for joined in joins]
+    plan = world.offload.make_plan(lambda *_: False)
+    promised = tuple((LOAD, load.ticket) for load, joined in zip(loads, joins) if joined)
+    assert (() if plan is None else plan.promised) == promised
+    assert plan is None or plan.waits_for(LOAD) == promised[-1][1]
 
 
 def test_where_the_rank_is_in_this_process_it_is_asked_at_once(
@@ -427,10 +448,8 @@ def test_where_the_rank_is_in_this_process_it_is_asked_at_once(
     monkeypatch.setattr(world.ranks, "loads_done", lambda: asked.append(1) or loads[0].ticket)
     world.step()
     assert world.offload.load_done(loads[0].ticket)
-    world.step()
     assert parked(requests) == [False, True]
     arrive(world, loads[1])
-    world.step()
     world.step()
     assert parked(requests) == [False, False]
     del asked[:]
@@ -444,29 +463,7 @@ def test_a_request_whose_load_has_failed_is_looked_up_again() -> None:
     failed = a_result(loads[0].ticket, stores_done, failed_loads=(loads[0].ticket,))
     world.tier.on_result(failed)
     world.step()
-    world.step()
     assert parked(requests) == [False, True]
-
-
-@pytest.mark.parametrize("how", ["abort", "reset"])
-def test_one_that_goes_between_the_two_steps_leaves_nothing_held(how: str) -> None:
-    world = World(load_mode="parked")
-    world.only_in_cpu(prompt(4))
-    world.step(world.add(prompt(2, seed=7)))
-    request = world.add(prompt(4))
-    free = world.pool.get_num_free_blocks()
-    world.step()
-    world.all_done()
-    world.step()
-    if how == "abort":
-        world.tier.on_finish([request.request_id])
-        world.scheduler.waiting.remove_request(request)
-        world.step()
-    else:
-        world.tier.reset()
-        assert request.status == WAITING
-    assert world.pool.get_num_free_blocks() == free
-    assert not (world.tier._loads.num_parked or world.tier._loads._published)
 
 
 def test_one_whose_load_has_failed_is_looked_up_again(look_ups: LookUps) -> None:

@@ -23,7 +23,7 @@ PACKAGE = Path(kvoffload_patch.__file__).parent
 # Deciding on one request: what it hits, whether it fits, and what vLLM is given of that.
 LOOKUP_FILES = 8
 # That, and from there to its blocks in vLLM's prefix cache, by a plan and its result.
-LOAD_FILES = 13
+LOAD_FILES = 14
 # From vLLM's prefix cache to the plan, and from the result to what can be looked up; with the
 # policy, and vLLM's counters of hits, which the same step's end keeps.
 STORE_FILES = 11
@@ -86,7 +86,7 @@ def test_one_load_passes_through_few_files(load_mode: str) -> None:
 
 def test_one_store_passes_through_few_files() -> None:
     mini, files = Mini(load_mode="parked"), set[str]()
-    watched(mini.tier, "after_schedule", files)
+    watched(mini.tier, "_computed", files)
     watched(mini.manager, "queue_store", files)
     watched(mini.manager, "make_plan", files)
     watched(mini.tier, "on_output", files)

@@ -15,6 +15,13 @@ def test_a_stall_counts_everybody_who_waits() -> None:
     assert not stall.allows(1)
 
 
+def test_what_crosses_before_the_step_begins_makes_nobody_wait() -> None:
+    stall = Stall(ms_per_block=2.0, limit_ms=0, requests=9, blocks_ahead=4, free_ms=20)
+    assert stall.allows(6) and not stall.allows(7)
+    stall.add_inline(6)
+    assert not stall.allows(1)
+
+
 def test_loads_under_way_are_waited_for_first_and_once() -> None:
     stall = Stall(ms_per_block=1.0, limit_ms=90, requests=1, blocks_ahead=20)
     # The other one waits for the 20 ahead and for these, this one for the 20.

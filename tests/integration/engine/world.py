@@ -163,8 +163,9 @@ class World:
         self.view = SchedulerView(self.scheduler)
         self.offload = OffloadManager(num_slots)
         self.ranks = FakeRanks()
+        self.time = 0.0
         settings = Settings(load_mode=load_mode)
-        self.tier = SchedulerTier(self.view, self.offload, self.ranks, settings)
+        self.tier = SchedulerTier(self.view, self.offload, self.ranks, settings, lambda: self.time)
         self.admissible: int | None = None
         setattr(self.scheduler, TIER, self.tier)
         self.hooks = ObjectHooks(_pool_points(), {"BlockPool": self.pool})

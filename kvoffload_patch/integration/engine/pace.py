@@ -1,0 +1,58 @@
+"""How long the step under way still takes, and when loads will have crossed the bus.
+
+With asynchronous scheduling a step is scheduled when the one before has just begun. What it reads
+may still cross meanwhile: it waits for its bytes on the device, and nobody waits longer if they
+come before it begins.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Pace:
+    """Estimates from the times of calls; none of them decides what is right.
+
+    Args:
+        ms_per_block: time that a block takes to load.
+        now: seconds on a clock that never goes back.
+    """
+
+    def __init__(self, ms_per_block: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._s_per_block = ms_per_block / 1000
+        self._now = now
+        self._in_flight = 0  # steps scheduled whose output has not come back
+        self._began = 0.0  # the last one was about to be scheduled
+        self._steps = (0.0, 0.0)  # seconds between the last three
+        self._bus_free_at = 0.0
+
+    def step_begins(self) -> None:
+        """`schedule` is about to be called."""
+        now = self._now()
+        self._steps = self._steps[1], now - self._began
+        self._began = now
+
+    def step_scheduled(self) -> None:
+        """`schedule` has returned a step."""
+        self._in_flight += 1
+
+    def step_returned(self) -> None:
+        """The output of a step has come back."""
+        self._in_flight -= 1
+
+    def free_ms(self) -> float:
+        """For how long the step about to be scheduled will not begin: the shorter of two before it.
+
+        0 if no step is under way: the device waits for this one.
+        """
+        return 1000 * min(self._steps) if self._in_flight > 0 else 0.0
+
+    def load_begins(self, num_blocks: int) -> float:
+        """A load of so many blocks begins, behind those under way; returns when it will be over."""
+        self._bus_free_at = max(self._now(), self._bus_free_at) + self._s_per_block * num_blocks
+        return self._bus_free_at
+
+    def is_over(self, at: float, within_ms: float) -> bool:
+        """Whether a time has passed by the end of so many milliseconds."""
+        return at <= self._now() + within_ms / 1000

@@ -1,0 +1,52 @@
+"""Estimates from the times of calls."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload_patch.integration.engine.pace import Pace
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def stepped(*seconds: float) -> tuple[Pace, Clock]:
+    """One that has seen steps begin so long after one another."""
+    clock = Clock()
+    pace = Pace(2.0, clock)
+    pace.step_begins()
+    for interval in seconds:
+        clock.time += interval
+        pace.step_begins()
+    return pace, clock
+
+
+def test_a_step_begins_at_once_if_none_is_under_way() -> None:
+    pace, _ = stepped(0.01, 0.01)
+    assert pace.free_ms() == 0
+    pace.step_scheduled()
+    assert pace.free_ms() == pytest.approx(10)
+    pace.step_returned()
+    assert pace.free_ms() == 0
+
+
+def test_the_shorter_of_two_steps_says_how_long_one_takes() -> None:
+    for intervals in ((0.03, 0.01), (0.01, 0.03)):
+        pace, _ = stepped(*intervals)
+        pace.step_scheduled()
+        assert pace.free_ms() == pytest.approx(10)
+
+
+def test_loads_cross_one_after_the_other() -> None:
+    pace, clock = stepped()
+    first, second = pace.load_begins(3), pace.load_begins(2)
+    assert (first, second) == (pytest.approx(100.006), pytest.approx(100.010))
+    assert pace.is_over(first, within_ms=6.5) and not pace.is_over(second, within_ms=6.5)
+    clock.time += 1
+    assert pace.is_over(second, within_ms=0)
+    assert pace.load_begins(1) == pytest.approx(101.002)
