@@ -591,7 +591,8 @@ def publish() -> Facts:
     assert not _cached(mini, prompt(3, seed=1))
     blocks = mini.view.take_blocks(3)
     for index, (key, block) in enumerate(zip(keys, blocks)):
-        mini.view.publish(key, block, (index + 1) * BLOCK)
+        hit = SimpleNamespace(block_hash=key, end=(index + 1) * BLOCK)
+        mini.view.publish([hit], [block])
         assert mini.view.still_cached(block.block_id, key)
     assert _cached(mini, prompt(3, seed=1)) == [block.block_id for block in blocks]
     mini.view.release(reversed(blocks))
