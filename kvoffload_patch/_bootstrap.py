@@ -117,8 +117,9 @@ def status() -> dict[str, object]:
         from kvoffload_patch.integration import install
         from kvoffload_patch.memory import check_capacity
 
-        check_capacity(settings.cpu_bytes)
         found.update(install.describe())
+        if found["verdict"] == "ok":
+            check_capacity(settings.cpu_bytes)
     except Exception as error:  # noqa: BLE001 - a report has to say what is wrong, not fail of it
         found["verdict"] = sentence(error)
     refusal = None if _State.refusal is None else sentence(_State.refusal)

@@ -335,8 +335,16 @@ def test_status_reports_without_importing_vllm(box: Sandbox) -> None:
     assert done.stdout == "False\n9.9.1 True False None ok\n"
     done = box.run("-c", code + keys, KVOFFLOAD_CPU_GIB="-1")
     assert "KVOFFLOAD_CPU_GIB is '-1'" in done.stdout.splitlines()[1]
+    done = box.run("-c", code + keys, KVOFFLOAD_CPU_GIB="60000")
+    assert done.stdout.splitlines()[1].startswith("9.9.1 False False None a CPU KV cache of 60000")
     (box.package / "integration/install.py").unlink()
     assert "cannot be imported" in box.run("-c", code + keys).stdout
+
+
+def test_a_tier_that_can_never_fit_is_refused_before_vllm_is_imported(box: Sandbox) -> None:
+    done = box.run("-c", STEP, KVOFFLOAD_ENABLE="1", KVOFFLOAD_CPU_GIB="60000")
+    assert done.returncode == 1 and "GiB of memory in all" in done.stderr.splitlines()[0]
+    assert box.armed() == []
 
 
 def test_other_import_hooks_still_work(box: Sandbox) -> None:

@@ -12,6 +12,7 @@ from kvoffload_patch import __version__, _bootstrap
 from kvoffload_patch.cli.doctor import arming, copies, limits, memory, numa, release
 from kvoffload_patch.cli.doctor.findings import Finding
 from kvoffload_patch.config import ConfigError, Settings, as_given
+from kvoffload_patch.memory import MemoryRefused, check_capacity
 
 EXIT_OK, EXIT_REFUSED = 0, 2
 
@@ -44,13 +45,22 @@ def examine() -> list[Finding]:
     except ConfigError:  # the verdict says it
         settings, wrong = Settings(), True
     sizes = memory.check(settings)
-    if status["verdict"] == sizes[-1].problem:  # said once
+    if status["verdict"] == _never_fits(settings):  # said once
         sizes[-1] = dataclasses.replace(sizes[-1], problem="", refused=False)
     gpu, chosen = numa.has_gpu(), sizes[-1].value
     assert isinstance(chosen, int)
     findings += sizes if not wrong else sizes[:-1]
     findings += limits.check(chosen, gpu) + numa.check() + copies.check(gpu)
     return findings + (arming.check() if status["verdict"] == "ok" else [])
+
+
+def _never_fits(settings: Settings) -> str:
+    """Why the tier can never fit here, whatever else runs; empty if it can."""
+    try:
+        check_capacity(settings.cpu_bytes)
+    except MemoryRefused as refusal:
+        return str(refusal)
+    return ""
 
 
 def as_data(findings: Sequence[Finding]) -> str:

@@ -19,7 +19,7 @@ def check(status: Mapping[str, object]) -> list[Finding]:
         Finding(
             "vLLM",
             "release",
-            str(release) if release else "not found",
+            str(release) if release else "not known",
             release,
             problem=verdict if refused else "",
             refused=refused,

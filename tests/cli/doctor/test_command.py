@@ -10,7 +10,7 @@ import pytest
 from kvoffload_patch import _bootstrap
 from kvoffload_patch.cli.doctor import arming, command, copies, memory
 from kvoffload_patch.cli.doctor.findings import Finding
-from kvoffload_patch.memory import Room
+from kvoffload_patch.memory import MemoryRefused, Room
 
 GOOD = {"release": "9.9.1", "points": [], "doubts": [], "enabled": False, "verdict": "ok"}
 ABSENT = "vLLM is not installed here; install it."
@@ -70,6 +70,23 @@ def test_settings_that_are_wrong_are_said_by_the_option(
     text = capsys.readouterr().out
     assert "refused: --cpu-gib is 'x', expected a number." in text
     assert "\n  tier " not in text, "nobody knows how large it is to be"
+
+
+def test_a_size_that_can_never_fit_is_said_once(
+    status: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(nbytes: int, root: Any = None) -> None:
+        raise MemoryRefused("too large" + " by now" * (root is not None))
+
+    monkeypatch.setenv("KVOFFLOAD_CPU_GIB", "60000")
+    monkeypatch.setattr(command, "check_capacity", refuse)
+    monkeypatch.setattr(memory, "check_cpu_bytes", refuse)
+    status.update(verdict="too large")
+    assert command.main([]) == 2
+    assert capsys.readouterr().out.count("refused: ") == 1
+    status.update(verdict=ABSENT)
+    assert command.main([]) == 2
+    assert capsys.readouterr().out.count("refused: ") == 2
 
 
 def test_an_unknown_option_is_refused(status: dict[str, Any]) -> None:

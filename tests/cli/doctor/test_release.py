@@ -21,7 +21,7 @@ def test_a_refusal_is_one_problem_in_its_own_words() -> None:
     found = release.check(bad)
     assert [f.sentence for f in found if f.problem] == ["expected vLLM, found none."]
     assert [f.refused for f in found].count(True) == 1
-    assert found[0].found == "not found" and found[1].found == "not compared"
+    assert found[0].found == "not known" and found[1].found == "not compared"
 
 
 def test_what_was_not_verified_is_listed() -> None:
