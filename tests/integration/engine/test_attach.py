@@ -109,6 +109,17 @@ def test_the_front_end_is_told_of_a_tier_and_of_a_refusal(
     detach(core)
 
 
+@pytest.mark.parametrize(("options", "name"), [("", "KVOFFLOAD_CPU_GIB"), (None, "--cpu-gib")])
+def test_a_refusal_names_the_option_where_one_was_given(
+    options: str | None, name: str, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVOFFLOAD_CPU_GIB", "60000")
+    monkeypatch.setenv("KVOFFLOAD_OPTIONS", "KVOFFLOAD_CPU_GIB" if options is None else options)
+    mini = Mini(tier=False)
+    attach(engine(mini, Executor()), mini.config)
+    assert len(log) == 1 and f"lower {name}, or free memory" in log[0]
+
+
 # What fails: (object, name of a function on it). Everything of ours that runs at attach.
 FAILING = {
     "settings": (attach_module.Settings, "from_env"),

@@ -128,7 +128,8 @@ def test_an_automatic_tier_takes_its_share_of_the_host_that_can_give_least() -> 
     ranks.open(None, engines=4)
     assert ranks.num_slots == 640 and "1/8 of the 10.0 GiB" in ranks.size
     apart = [both[0], dataclasses.replace(both[1], host="b", shareable_bytes=2 * GIB)]
-    ranks = RankGroup(Executor(apart, [1, 1]))
+    apart.append(dataclasses.replace(both[1], host="c"))
+    ranks = RankGroup(Executor(apart, [1, 1, 1]))
     ranks.open(None)
     assert ranks.num_slots == 1536 and "3.0 GiB that b can give" in ranks.size
 
@@ -261,12 +262,13 @@ def test_cpu_memory_that_is_being_registered_is_told_of_each_step(
     rpc.close_rank(worker)
 
 
-@pytest.mark.parametrize("why", ["no more memory.", ""])
+@pytest.mark.parametrize("why", ["no more memory; lower KVOFFLOAD_CPU_GIB.", ""])
 def test_the_end_of_growth_is_said_once(
     why: str, worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(worker_side.logger, "warning", lambda text, *a: said.append(text % a))
+    monkeypatch.setenv("KVOFFLOAD_OPTIONS", "KVOFFLOAD_CPU_GIB")
     told: list[str] = []
     monkeypatch.setattr(worker_side.logger, "info", lambda text, *a: told.append(text % a))
     ended, ready = [""], [2]
@@ -281,7 +283,7 @@ def test_the_end_of_growth_is_said_once(
     for _ in range(3):
         assert getattr(tier.end_step(output()), RESULT).num_slots == ready[0]
     if why:
-        assert (said, told) == (["kvoffload_patch: no more memory."], [])
+        assert (said, told) == (["kvoffload_patch: no more memory; lower --cpu-gib."], [])
     else:
         assert said == [] and len(told) == 1
         assert told[0].startswith("kvoffload_patch: all 5 CPU slots are usable, seen 0.")
