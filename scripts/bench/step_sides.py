@@ -119,9 +119,10 @@ class TierSim(Sim):
         from kvoffload_patch.integration.engine.attach import connect
         from kvoffload_patch.integration.install import step_hooks
         from kvoffload_patch.tier.manager import OffloadManager
+        from kvoffload_patch.tier.policies import POLICIES
 
-        self.manager = OffloadManager(CPU_SLOTS)
         hooks, settings = step_hooks(self.scheduler), Settings(log_interval=1e9)
+        self.manager = OffloadManager(CPU_SLOTS, POLICIES[settings.eviction])
         connect(self.scheduler, hooks, self.manager, Ranks(), settings)
 
     def _answer(self, scheduled: Any, output: Any) -> None:
