@@ -44,7 +44,7 @@ def test_stores_that_fail_are_not_read(plain, real):
     assert on["tier"]["failed"] > 0 and on["tier"]["loaded"] > 0
 
 
-@pytest.mark.parametrize(("where", "at"), [("statistics", "3"), ("plan", "60"), ("cached", "25")])
+@pytest.mark.parametrize(("where", "at"), [("statistics", "3"), ("plan", "60"), ("cached", "8")])
 def test_a_tier_that_raises_is_detached_and_the_engine_serves_on(plain, real, where, at):
     run = real.on(
         ["conversations", "twins"],

@@ -138,6 +138,9 @@ class SchedulerTier:
     def after_schedule(self, output: Any) -> None:
         """Put the plan on the output, and give up what was held for this step only."""
         self._pace.step_scheduled()
+        if self.handed_out:
+            # First: what is queued for a block from here on is what the step computes in it.
+            self._look_at_handed_out()
         if self._may_admit or self._view.prefills:
             self._view.note_scheduled(output)
         computed = self._computed(output.num_scheduled_tokens) if self.cached else {}
@@ -146,8 +149,6 @@ class SchedulerTier:
         if self._scheduler.connector is not None:
             self._invalid.step_scheduled(output, self.cached)
         self.cached.clear()
-        if self.handed_out:
-            self._look_at_handed_out()
         trusts = self._invalid.storable if self._invalid.untrusted else self._view.still_cached
         plan = self._manager.make_plan(trusts, computed)
         if plan is not None:
@@ -164,8 +165,6 @@ class SchedulerTier:
             alone = not self._loads.under_way
             self._full_prompts.load(output, self.cached, self._loads.readers, alone)
         self._loads.after_schedule()
-        if self.handed_out:
-            self._look_at_handed_out()  # before lookups are kept that rest on them
         for request_id in self._hits.admitted(output.num_scheduled_tokens):
             self._lookups.forget(request_id)
         self._lookups.end_step()

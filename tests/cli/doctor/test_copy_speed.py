@@ -38,5 +38,8 @@ def test_both_directions_of_the_bus_are_copied(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.gpu
 def test_a_real_bus() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
     found = copy_speed.of_gpu()
     assert float(str(found["to_cpu"])) > 0 and float(str(found["to_gpu"])) > 0

@@ -148,6 +148,13 @@ def test_nothing_passes_one_that_waits_for_room() -> None:
     assert statuses([large[1], small]) == [PARKED] * 2
 
 
+def test_what_a_step_computes_in_new_blocks_is_stored_while_others_are_not_trusted() -> None:
+    world = World()
+    request = world.add(prompt(3))
+    world.tier._invalid.untrusted[99] = "a block that a connector did not fill"
+    assert len(store_of(world.step(request)).source_ids) == 3
+
+
 def test_a_parked_load_that_failed_is_not_published() -> None:
     world = World(load_mode="parked")
     world.only_in_cpu(prompt(4))
