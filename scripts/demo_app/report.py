@@ -23,7 +23,7 @@ def column(run: Run) -> dict[str, str]:
         "requests": str(len(run.answers)),
         "prompt tokens": f"{run.prompt_tokens:,}",
         "  recomputed": f"{run.recomputed_tokens:,}",
-        "  found in vLLM's own cache": f"{run.cached_tokens - run.loaded_tokens:,}",
+        "  found in vLLM's own cache": f"{run.cached_tokens:,}",
         "  loaded from CPU memory": f"{run.loaded_tokens:,}",
         "time to first token, median": median,
         "                     p95": p95,

@@ -137,7 +137,7 @@ def read_counters(text: str) -> dict[str, float]:
     """Prompt tokens in all, found in vLLM's prefix cache, and loaded from CPU memory.
 
     What the tier loads goes into the prefix cache before the request is scheduled, so vLLM counts
-    it as an ordinary hit; the tier reports the same tokens once more as external hits.
+    it as an ordinary hit, which the tier has vLLM count as an external one instead.
     """
     names = {
         "prompt": "prompt_tokens",
