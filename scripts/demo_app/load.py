@@ -26,7 +26,7 @@ class Run:
     @property
     def recomputed_tokens(self) -> int:
         """Prompt tokens that were found in no cache."""
-        return self.prompt_tokens - self.cached_tokens
+        return self.prompt_tokens - self.cached_tokens - self.loaded_tokens
 
     @property
     def returning_s(self) -> list[float]:
