@@ -25,7 +25,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
 
 from scripts.simulate.gpu import GpuPool
-from scripts.simulate.rules import Keys, Rules, Run
+from scripts.simulate.rules import IgnoresRequests, Keys, Rules, Run
 
 
 class InOrder:
@@ -189,7 +189,7 @@ class SimpleEager(Rules):
         pass
 
 
-class SimpleLazy(SimpleEager):
+class SimpleLazy(IgnoresRequests):
     """SimpleCPUOffloadConnector with ``lazy_offload``.
 
     Args:
@@ -197,18 +197,9 @@ class SimpleLazy(SimpleEager):
     """
 
     def __init__(self, slots: int, near: int) -> None:
-        super().__init__(slots)
+        super().__init__(slots, _head_first)
         self._near = near
         self._queue: OrderedDict[int, None] = OrderedDict()  # free blocks not looked at yet
-
-    def admitted(self, run: Run) -> None:
-        pass
-
-    def computed(self, run: Run, keys: Keys, blocks: Sequence[int]) -> dict[Hashable, int]:
-        return {}
-
-    def answered(self, run: Run, key: Hashable, block: int) -> None:
-        pass
 
     def step(self, gpu: GpuPool, idle: Sequence[int]) -> None:
         for block in idle:

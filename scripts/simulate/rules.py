@@ -84,11 +84,8 @@ class Rules:
         """A plan is about to be made; since the last one these blocks came to be used by nobody."""
 
 
-class NoTier(Rules):
-    """Plain vLLM: what leaves the GPU is gone."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
+class IgnoresRequests(Rules):
+    """Requests store nothing and use nothing; a step may store."""
 
     def admitted(self, run: Run) -> None:
         pass
@@ -101,3 +98,10 @@ class NoTier(Rules):
 
     def ended(self, run: Run) -> None:
         pass
+
+
+class NoTier(IgnoresRequests):
+    """Plain vLLM: what leaves the GPU is gone."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
