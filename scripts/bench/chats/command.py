@@ -29,12 +29,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from scripts.bench import jobs
 from scripts.bench.chats import job as job_of
 from scripts.bench.chats import report, server
 from scripts.bench.chats.load import SMALL, Load
 from scripts.bench.chats.play import PHASES
-from scripts.bench.common import machine, say, write_json
-from scripts.bench.serve import modes
+from scripts.bench.common import say, write_json
 from scripts.bench.serve.command import split
 from scripts.bench.serve.process import Process
 from scripts.bench.serve.sizes import with_changes
@@ -96,15 +96,11 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         args.mode_timeout, args.times, [name for name in PHASES if name in phases],
     )  # fmt: skip
     document: dict[str, Any] = {"machines": [], "jobs": []}
-    for path in args.merge:
-        earlier = json.loads(path.read_text())
-        document["machines"] += earlier["machines"]
-        document["jobs"] += earlier["jobs"]
+    jobs.merge(document, args.merge)
     gpus = server.visible_gpus(args.gpus) if args.side_by_side and names else []
     planned = job_of.jobs(names, args.rounds, time.strftime("%Y-%m-%dT%H:%M:%S%z"), gpus)
     if planned:
-        document["machines"].append(machine())
-        say(json.dumps(document["machines"][-1], indent=1))
+        jobs.note_machine(document)
     play(planned, setup, args, document)
     return document
 
@@ -115,35 +111,19 @@ def play(
     args: argparse.Namespace,
     document: dict[str, Any],
 ) -> None:
-    """Run the sets of jobs, one after the other; what each gives goes into the document at once."""
-    before, began = list(document["jobs"]), time.monotonic()
-    begun: list[job_of.Job] = []
-
-    def changed() -> None:
-        document["jobs"] = before + [job.record(setup) for job in begun]
-        write_json(args.json, document)
-
-    for number, jobs in enumerate(planned):
-        if time.monotonic() - began > args.time_limit:
-            left = sum(map(len, planned[number:]))
-            say(f"Time limit: {left} jobs not started, first {jobs[0].name}.")
-            break
-        begun += jobs
-        together(jobs, setup, changed)
-        names = ", ".join(job.name for job in jobs)
-        say(f"[{names}] done, {time.monotonic() - began:.0f} s since the beginning")
+    """Run the sets of jobs, one after the other."""
+    jobs.play(
+        planned, lambda begun, changed, _: together(begun, setup, changed), setup, args, document
+    )
 
 
-def together(jobs: list[job_of.Job], setup: server.Setup, changed: Any) -> None:
+def together(beside: list[job_of.Job], setup: server.Setup, changed: Any) -> None:
     """Jobs that run side by side: all start, then all play each phase at the same time."""
     until = time.monotonic() + setup.timeout
     with ExitStack() as stack:
         running = []
-        for job in jobs:
-            job.error = modes.unavailable(server.engine_mode(job.mode))
-            if job.error:
-                say(f"[{job.name}] skipped: {job.error}")
-                changed()
+        for job in beside:
+            if job.skipped(changed):
                 continue
             process: Process[job_of.Job] = Process(job, setup, changed)
             stack.callback(process.end)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from scripts.bench.chats import server
 from scripts.bench.chats.server import Setup
-from scripts.bench.serve.job import Launch
+from scripts.bench.jobs import AnyJob, Launch
+from scripts.bench.serve import modes
 
 CHILD = "scripts.bench.chats.child"
 
 
 @dataclass
-class Job:
+class Job(AnyJob):
     """A mode, in a round of all modes.
 
     Attributes:
@@ -30,15 +31,15 @@ class Job:
     run: str
     gpu: str = ""
     slot: int = 0
-    results: dict[str, Any] = field(default_factory=dict)
-    import_s: float | None = None
-    start_s: float | None = None
-    error: str = ""
 
     @property
     def name(self) -> str:
         """For people, and for file names."""
         return f"chats-{self.mode}-{self.round}"
+
+    def unavailable(self) -> str:
+        """Why its mode cannot run here; empty if it can."""
+        return modes.unavailable(server.engine_mode(self.mode))
 
     def launch(self, setup: Setup, spec: Path, events: Path) -> Launch:
         """Write what the process is told, and say how it is started."""

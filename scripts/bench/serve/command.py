@@ -37,11 +37,12 @@ import argparse
 import json
 import signal
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import machine, say, write_json
+from scripts.bench import jobs
+from scripts.bench.common import say, write_json
 from scripts.bench.serve import job as job_of
 from scripts.bench.serve import modes, report, side_by_side
 from scripts.bench.serve import process as process_of
@@ -108,16 +109,13 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         args.model, sizes_of(args), args.small, args.engine, args.out, args.job_timeout
     )
     document: dict[str, Any] = {"machines": [], "sizes": setup.sizes.as_dict(), "jobs": []}
-    for path in args.merge:
-        earlier = json.loads(path.read_text())
-        document["machines"] += earlier["machines"]
-        document["jobs"] += earlier["jobs"]
-        document["sizes"] = earlier["sizes"] if not names else document["sizes"]
+    earlier = jobs.merge(document, args.merge)
+    if earlier and not names:
+        document["sizes"] = earlier[-1]["sizes"]
     planned = job_of.jobs(chosen, names, args.rounds, args.warm_up, args.side_by_side)
     if planned:
-        document["machines"].append(machine())
-        say(json.dumps(document["machines"][-1], indent=1))
-    if any(job.engine == "tokens" for jobs in planned for job in jobs):
+        jobs.note_machine(document)
+    if any(job.engine == "tokens" for beside in planned for job in beside):
         job_of.write_tokens_model(args.out / "model", args.small)
     play(planned, setup, args, document)
     return document
@@ -129,29 +127,15 @@ def play(
     args: argparse.Namespace,
     document: dict[str, Any],
 ) -> None:
-    """Run the sets of jobs, one after the other; their records go into the document at once."""
-    before, began = list(document["jobs"]), time.monotonic()
-    begun: list[job_of.Job] = []
+    """Run the sets of jobs, one after the other."""
 
-    def late() -> bool:
-        return bool(time.monotonic() - began > args.time_limit)
-
-    def changed() -> None:
-        document["jobs"] = before + [job.record(setup) for job in begun]
-        write_json(args.json, document)
-
-    for number, jobs in enumerate(planned):
-        if late():
-            left = sum(map(len, planned[number:]))
-            say(f"Time limit: {left} jobs not started, first {jobs[0].name}.")
-            break
-        begun += jobs
-        if jobs[0].together:
-            side_by_side.run(jobs, setup, changed, late)
+    def run(begun: list[job_of.Job], changed: Callable[[], None], late: Callable[[], bool]) -> None:
+        if begun[0].together:
+            side_by_side.run(begun, setup, changed, late)
         else:
-            process_of.run(jobs[0], setup, changed)
-        names = ", ".join(job.name for job in jobs)
-        say(f"[{names}] done, {time.monotonic() - began:.0f} s since the beginning")
+            process_of.run(begun[0], setup, changed)
+
+    jobs.play(planned, run, setup, args, document)
 
 
 def main() -> int:

@@ -7,11 +7,12 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
+from scripts.bench.jobs import AnyJob, Launch
 from scripts.bench.serve import modes
 from scripts.bench.serve.sizes import ENGINES, Sizes
 
@@ -40,23 +41,7 @@ class Setup:
 
 
 @dataclass
-class Launch:
-    """What a job's process is started with.
-
-    Attributes:
-        words: the command line.
-        asked: whether its standard input says what to do.
-        about: the job in a few words.
-    """
-
-    words: list[str]
-    environment: dict[str, str]
-    asked: bool
-    about: str
-
-
-@dataclass
-class Job:
+class Job(AnyJob):
     """A mode on an engine (see `sizes.ENGINES`), and which scenarios it plays.
 
     Attributes:
@@ -69,15 +54,15 @@ class Job:
     round: int
     warm_up: bool = False
     together: str = ""
-    results: dict[str, Any] = field(default_factory=dict)
-    import_s: float | None = None
-    start_s: float | None = None
-    error: str = ""
 
     @property
     def name(self) -> str:
         """For people, and for file names."""
         return f"{self.engine}-{self.mode}-{self.round}{'-warm-up' if self.warm_up else ''}"
+
+    def unavailable(self) -> str:
+        """Why its mode cannot run here; empty if it can."""
+        return modes.unavailable(self.mode)
 
     def launch(self, setup: Setup, spec: Path, events: Path) -> Launch:
         """Write what the process is told, and say how it is started."""

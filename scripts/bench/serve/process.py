@@ -10,33 +10,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from scripts import ROOT
 from scripts.bench.common import say
-from scripts.bench.serve import modes
-from scripts.bench.serve.job import Job, Launch, Setup
+from scripts.bench.jobs import AnyJob
+from scripts.bench.serve.job import Job, Setup
 
 POLL_S = 0.1
 
 
-class Launched(Protocol):
-    """A job of `bench serve` or of `bench chats`."""
-
-    results: dict[str, Any]
-    import_s: float | None
-    start_s: float | None
-    error: str
-
-    @property
-    def name(self) -> str:
-        """For people, and for file names."""
-
-    def launch(self, setup: Any, spec: Path, events: Path) -> Launch:
-        """Write what the process is told, and say how it is started."""
-
-
-J = TypeVar("J", bound=Launched)
+J = TypeVar("J", bound=AnyJob)
 
 
 class Process(Generic[J]):
@@ -135,22 +119,13 @@ class Process(Generic[J]):
         self._changed()
 
 
-def skipped(job: Job, changed: Callable[[], None]) -> bool:
-    """Whether the job cannot run here; then its error says why."""
-    job.error = modes.unavailable(job.mode)
-    if job.error:
-        say(f"[{job.name}] skipped: {job.error}")
-        changed()
-    return bool(job.error)
-
-
 def run(job: Job, setup: Setup, changed: Callable[[], None]) -> None:
     """Run a job to its end, or to its time limit.
 
     Args:
         changed: called without arguments whenever the job has more results.
     """
-    if skipped(job, changed):
+    if job.skipped(changed):
         return
     process = Process(job, setup, changed)
     try:

@@ -16,7 +16,7 @@ from typing import Any
 from scripts.bench.common import say
 from scripts.bench.serve.arrivals import kinds_of
 from scripts.bench.serve.job import Job, Setup
-from scripts.bench.serve.process import Process, skipped
+from scripts.bench.serve.process import Process
 
 SETTLE_S = 0.5  # before each turn: stores of the engine before may still be under way
 
@@ -92,7 +92,7 @@ def run(
     with ExitStack() as stack:
         players = []
         for job in jobs:
-            if skipped(job, changed):
+            if job.skipped(changed):
                 continue
             process = Process(job, setup, changed)
             stack.callback(process.end)

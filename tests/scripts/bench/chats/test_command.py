@@ -13,8 +13,8 @@ from scripts.bench.chats import command
 from scripts.bench.chats import job as job_of
 from scripts.bench.chats.load import SMALL
 from scripts.bench.chats.server import Setup
+from scripts.bench.jobs import Launch
 from scripts.bench.serve import process as process_of
-from scripts.bench.serve.job import Launch
 
 # Plays what it is asked for; with others beside it, only once all of them were asked for the same.
 PLAYER = """

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from scripts.bench import jobs as jobs_of_both
 from scripts.bench.serve import command as bench_serve
 from scripts.bench.serve import job as job_of
 from scripts.bench.serve import load, modes, pairs, report, side_by_side
@@ -183,7 +184,7 @@ def test_all_jobs_of_a_set_are_recorded_while_it_runs(tmp_path, monkeypatch):
     def write(_: Path | None, document: dict[str, Any]) -> None:
         written.append(json.loads(json.dumps(document)))
 
-    monkeypatch.setattr(bench_serve, "write_json", write)
+    monkeypatch.setattr(jobs_of_both, "write_json", write)
     monkeypatch.setattr(side_by_side, "run", lambda jobs, setup, changed, late: changed())
     sets = job_of.jobs(["s4"], ["off", "ours"], 1, False, side_by_side=True)
     setup = job_of.Setup(tmp_path, SMALL, True, {}, tmp_path, 5.0)
