@@ -14,7 +14,7 @@ LAYERS = [PACKAGE / "integration", PACKAGE / "transfer", PACKAGE / "tier"]
 TUNING = sorted(PACKAGE.rglob("tuning.py"))
 UNITS = ("BYTES", "S", "MS", "BLOCKS", "TOKENS", "REQUESTS", "SLICES", "COPIES", "BUFFERS")
 UNITS += ("THREADS", "PROGRAMS", "REPEATS", "PARTS", "TIMES")
-# Numbers of other modules: they say what is so, and cannot be chosen.
+# Numbers of other modules: they say what is so, or how it is shown, and tune nothing.
 FACTS = {
     "AGAIN",
     "GIB",
@@ -25,6 +25,7 @@ FACTS = {
     "_MAP_NORESERVE",
     "_MPOL_PREFERRED",
     "_NOT_SUPPORTED",
+    "_SECONDS",
     "_STREAM_ORDER",
     "_VECTOR",
 }

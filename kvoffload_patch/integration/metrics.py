@@ -25,6 +25,8 @@ STATES = ON, NOT_NEEDED, REFUSED, FAILED = ("on", "not_needed", "refused", "fail
 # Labels of `build_info` besides the versions.
 ABOUT = ("load_mode", "eviction", "copies")
 
+# Upper bounds of histograms of times.
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _SINCE = "from the plan of its step to the step in which the scheduler learns that it is done"
 
 
@@ -107,7 +109,7 @@ METRICS = (
         f"Time of a copy on the scheduler's clock, {_SINCE}; its wait for other copies and for "
         "the forward pass is part of it.",
         DIRECTION,
-        (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0),
+        _SECONDS,
     ),
     Metric(
         "copy_bytes_per_second",
@@ -124,7 +126,7 @@ METRICS = (
         "Time that a request waited beside the step, for its own load or another's; aborted ones "
         "are not counted.",
         (),
-        (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0),
+        _SECONDS,
     ),
     Metric(
         "loading_requests",
