@@ -118,6 +118,7 @@ ALLOWED: dict[str, set[str]] = {
         "triton",
     },
     "transfer.memory": {
+        ".memory",
         ".transfer.device",
         ".transfer.errors",
         ".transfer.tuning",

@@ -86,9 +86,8 @@ GROWTH_PARTS = 8
 TOUCH_BYTES = 32 << 20
 # Threads that touch. Not measured: more would take cores from the loading of the model.
 TOUCH_THREADS = 2
-# How often the memory available is looked up, and what must remain besides. Not measured.
+# How often the memory available is looked up. Not measured.
 CHECKED_BYTES = 256 << 20
-RESERVE_BYTES = 1 << 30
 # For how long memory that is missing is looked for again: a virtual machine may be given more only
 # as it uses what it has. Not measured.
 MEMORY_PATIENCE_S = 10.0

@@ -19,12 +19,12 @@ from contextlib import suppress
 
 import torch
 
+from kvoffload_patch.memory import RESERVE_BYTES
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.memory.numa import prefer_node
 from kvoffload_patch.transfer.tuning import (
     CHECKED_BYTES,
     MEMORY_PATIENCE_S,
-    RESERVE_BYTES,
     TOUCH_BYTES,
     TOUCH_THREADS,
 )
