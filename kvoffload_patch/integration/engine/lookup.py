@@ -296,7 +296,8 @@ class Recency:
         for request_id in request_ids:
             keys = self._keys.pop(request_id, None)
             if keys:
-                self._manager.request_ended(keys)
+                # Some may have been computed twice, as after a preemption.
+                self._manager.request_ended(list(dict.fromkeys(keys)))
 
     def refresh(self) -> None:
         """Make recent what was noted since the last call."""

@@ -55,7 +55,6 @@ class SchedulerTier:
         self._view = view
         self._manager = manager
         self._ranks = ranks
-        self._settings = settings
         self._lookups = LookupCache()
         self._report = Report(manager, settings.log_interval)
         self._hits = HitCounts(view, self._report)

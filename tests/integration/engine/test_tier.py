@@ -14,6 +14,7 @@ from scheduler_half.scenarios import prompt as long_prompt
 from tier.plans import a_result, store_of
 from vllm.v1.request import Request, RequestStatus
 
+from kvoffload_patch.integration.engine import admission
 from kvoffload_patch.integration.errors import PromiseBroken
 from kvoffload_patch.integration.protocol import RESULT
 from kvoffload_patch.links import LOAD, STORE
@@ -241,6 +242,24 @@ def test_the_tier_is_told_all_keys_of_a_request_that_has_ended_head_first(
     mini.step()
     assert sorted(told, key=len)[-1][:2] == first[:2]
     assert first[:6] in told, "what it found, and what it computed behind that"
+
+
+def test_of_a_preempted_request_that_is_not_looked_up_again_each_key_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mini = Mini()
+    told: list[list[Any]] = []
+    monkeypatch.setattr(mini.manager, "request_ended", told.append)
+    mini.add(long_prompt(6, seed=1), count=20)
+    mini.step()
+    mini.scheduler._preempt_request(mini.scheduler.running.pop(), 0.0)
+    monkeypatch.setattr(admission, "SCAN_MARGIN_REQUESTS", -100)  # so many wait before it
+    mini.pool.reset_prefix_cache()
+    mini.run()
+    mini.step()
+    mini.check()
+    (keys,) = told
+    assert len(keys) == 6 + 1 and len(set(keys)) == 6 + 1
 
 
 def test_keys_of_requests_that_run_are_forgotten_with_a_reset_and_an_abort() -> None:
