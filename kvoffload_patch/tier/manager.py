@@ -10,7 +10,6 @@ from types import MappingProxyType
 from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Link, Tickets
 from kvoffload_patch.tier.entries import HeldSlots, Keys, LinkTickets, Slots
 from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
-from kvoffload_patch.tier.policies.lru import LRUPolicy
 from kvoffload_patch.tier.policy import EvictionPolicy
 from kvoffload_patch.tier.slots import SlotPool
 from kvoffload_patch.tier.stats import TierStats
@@ -30,7 +29,7 @@ class OffloadManager:
     def __init__(
         self,
         num_slots: int,
-        policy: Callable[[Sequence[Hashable]], EvictionPolicy] = LRUPolicy,
+        policy: Callable[[Sequence[Hashable]], EvictionPolicy],
         growing: bool = False,
     ) -> None:
         self.num_slots = num_slots

@@ -53,7 +53,7 @@ def evict_in_order(tier: OffloadManager, keys: str) -> str:
 
 
 def test_nothing_to_do_is_no_plan() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     assert tier.make_plan(always) is None
     tier.note_new_blocks([1, 2])
     tier.expose_load(0)
@@ -62,7 +62,7 @@ def test_nothing_to_do_is_no_plan() -> None:
 
 
 def test_a_block_is_readable_only_once_its_store_is_done() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     tier.queue_store("a", 7)
     assert not tier.holds("a")
     plan = tier.make_plan(always)
@@ -76,7 +76,7 @@ def test_a_block_is_readable_only_once_its_store_is_done() -> None:
 
 
 def test_a_store_of_a_block_that_was_handed_out_again_is_dropped() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     tier.queue_store("a", 1)
     tier.queue_store("b", 2)
     tier.note_new_blocks([1])
@@ -88,7 +88,7 @@ def test_a_store_of_a_block_that_was_handed_out_again_is_dropped() -> None:
 
 
 def test_the_next_forward_pass_waits_for_the_store_that_reads_a_block_handed_out() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     plan_store(tier, "a", first_block=1)
     plan_store(tier, "b", first_block=2)
     tier.note_new_blocks([2, 1])
@@ -98,7 +98,7 @@ def test_the_next_forward_pass_waits_for_the_store_that_reads_a_block_handed_out
 
 
 def test_a_store_that_one_rank_has_done_is_still_waited_for_by_the_others() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     store(tier, "a")
     tier.note_new_blocks([0])
     assert tier.make_plan(always) == a_plan(wait_store=1, stores_done=1)
@@ -107,7 +107,7 @@ def test_a_store_that_one_rank_has_done_is_still_waited_for_by_the_others() -> N
 
 
 def test_a_block_stored_twice_is_waited_for_by_its_last_store() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     plan_store(tier, "a", first_block=5)
     plan_store(tier, "b", first_block=5)
     tier.apply(a_result(0, 1))
@@ -118,7 +118,7 @@ def test_a_block_stored_twice_is_waited_for_by_its_last_store() -> None:
 
 
 def test_what_is_not_storable_is_forgotten() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     tier.queue_store("a", 1)
     assert tier.make_plan(lambda block, key: (block, key) != (1, "a")) is None
     assert tier.make_plan(always) is None
@@ -127,7 +127,7 @@ def test_what_is_not_storable_is_forgotten() -> None:
 
 
 def test_a_key_in_two_gpu_blocks_is_stored_once_from_one_that_has_it() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     for block in (1, 2, 3):
         tier.queue_store("a", block)
     plan = tier.make_plan(lambda block, key: block != 1)
@@ -138,7 +138,7 @@ def test_a_key_in_two_gpu_blocks_is_stored_once_from_one_that_has_it() -> None:
 
 
 def test_a_key_that_has_a_slot_is_not_stored_again() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     plan_store(tier, "a")
     tier.queue_store("a", 9)
     assert tier.make_plan(always) is None
@@ -148,7 +148,7 @@ def test_a_key_that_has_a_slot_is_not_stored_again() -> None:
 
 
 def test_load_tickets_increase_by_one_and_each_is_planned_once() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     slots = store_of(store(tier, "ab"))
     assert slots is not None
     assert [tier.begin_load("ab", [5, 6]), tier.begin_load("b", [7])] == [1, 2]
@@ -166,7 +166,7 @@ def test_load_tickets_increase_by_one_and_each_is_planned_once() -> None:
 
 @pytest.mark.parametrize("missing", ["never stored", "under way"])
 def test_a_load_of_what_is_not_readable_changes_nothing(missing: str) -> None:
-    tier = OffloadManager(2)
+    tier = OffloadManager(2, LRUPolicy)
     store(tier, "a")
     plan_store(tier, ["under way"])
     with pytest.raises(KeyError, match=missing):
@@ -180,7 +180,7 @@ def test_a_load_of_what_is_not_readable_changes_nothing(missing: str) -> None:
 
 
 def test_a_block_that_is_loaded_is_never_evicted_and_its_store_gives_way() -> None:
-    tier = OffloadManager(2)
+    tier = OffloadManager(2, LRUPolicy)
     store(tier, "ab")
     ticket = tier.begin_load("ba", [5, 6])
     plan = plan_store(tier, "cd")
@@ -196,7 +196,7 @@ def test_a_block_that_is_loaded_is_never_evicted_and_its_store_gives_way() -> No
 
 
 def test_a_block_loaded_twice_stays_pinned_until_both_loads_are_done() -> None:
-    tier = OffloadManager(1)
+    tier = OffloadManager(1, LRUPolicy)
     store(tier, "a")
     tier.begin_load("a", [5])
     tier.begin_load("a", [6])
@@ -207,7 +207,7 @@ def test_a_block_loaded_twice_stays_pinned_until_both_loads_are_done() -> None:
 
 
 def test_a_tier_that_is_being_written_drops_what_does_not_fit_from_the_tail() -> None:
-    tier = OffloadManager(3)
+    tier = OffloadManager(3, LRUPolicy)
     plan = plan_store(tier, "abcde")
     assert store_of(plan) is not None
     assert store_of(plan).source_ids == (0, 1, 2)
@@ -222,7 +222,7 @@ def test_a_tier_that_is_being_written_drops_what_does_not_fit_from_the_tail() ->
 
 
 def test_blocks_that_the_gpu_lost_before_their_store_are_counted() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     for block, key in enumerate("abcd"):
         tier.queue_store(key, block)
     tier.note_new_blocks([0, 9])
@@ -232,7 +232,7 @@ def test_blocks_that_the_gpu_lost_before_their_store_are_counted() -> None:
 
 
 def test_what_waits_for_slots_of_a_growing_tier_is_looked_at_once_and_goes_in_order() -> None:
-    tier, looked_at = OffloadManager(2, growing=True), []
+    tier, looked_at = OffloadManager(2, LRUPolicy, growing=True), []
 
     def storable(block: int, key: object) -> bool:
         looked_at.append(block)
@@ -251,7 +251,7 @@ def test_what_waits_for_slots_of_a_growing_tier_is_looked_at_once_and_goes_in_or
 
 
 def test_a_result_that_says_nothing_of_slots_leaves_growth_as_it_was() -> None:
-    tier = OffloadManager(1, growing=True)
+    tier = OffloadManager(1, LRUPolicy, growing=True)
     tier.queue_store("a", 0)
     tier.make_plan(lambda block, key: True)
     tier.apply(a_result(0, 1))
@@ -262,7 +262,7 @@ def test_a_result_that_says_nothing_of_slots_leaves_growth_as_it_was() -> None:
 
 
 def test_a_tier_of_one_slot_holds_the_block_stored_last() -> None:
-    tier = OffloadManager(1)
+    tier = OffloadManager(1, LRUPolicy)
     for key in "abc":
         plan = store(tier, key)
         assert store_of(plan) is not None
@@ -273,20 +273,20 @@ def test_a_tier_of_one_slot_holds_the_block_stored_last() -> None:
 
 
 def test_a_tier_without_slots_drops_everything() -> None:
-    tier = OffloadManager(0)
+    tier = OffloadManager(0, LRUPolicy)
     tier.queue_store("a", 1)
     assert tier.make_plan(always) is None
     assert tier.stats.dropped == 1
 
 
 def test_a_stored_prefix_is_evicted_from_its_tail() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     store(tier, "abcd")
     assert evict_in_order(tier, "abcd") == "dcba"
 
 
 def test_touching_a_prefix_makes_its_head_the_most_recent() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     for key in "abcd":
         store(tier, key)
     tier.touch(["c", "unknown", "a"])
@@ -294,7 +294,7 @@ def test_touching_a_prefix_makes_its_head_the_most_recent() -> None:
 
 
 def test_a_loaded_prefix_is_recent_from_its_head() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     for key in "abcd":
         store(tier, key)
     tier.begin_load("ba", [5, 6])
@@ -305,7 +305,7 @@ def test_a_loaded_prefix_is_recent_from_its_head() -> None:
 
 
 def test_several_tickets_done_at_once_are_taken_in_together() -> None:
-    tier = OffloadManager(8)
+    tier = OffloadManager(8, LRUPolicy)
     for i, key in enumerate("abc"):
         plan_store(tier, key, first_block=i)
     assert sorted(tier.apply(a_result(0, 3))) == ["a", "b", "c"]
@@ -319,7 +319,7 @@ def test_several_tickets_done_at_once_are_taken_in_together() -> None:
 
 
 def test_a_stale_result_is_harmless() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     store(tier, "ab")
     tier.begin_load("a", [5])
     tier.apply(a_result(1, 1))
@@ -335,7 +335,7 @@ def test_a_stale_result_is_harmless() -> None:
 
 
 def test_clear_forgets_every_key_and_every_store_that_is_not_planned() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     store(tier, "ab")
     tier.queue_store("c", 5)
     tier.clear()
@@ -347,7 +347,7 @@ def test_clear_forgets_every_key_and_every_store_that_is_not_planned() -> None:
 
 
 def test_a_store_under_way_at_clear_gives_its_slot_back_but_no_key() -> None:
-    tier = OffloadManager(2)
+    tier = OffloadManager(2, LRUPolicy)
     plan = plan_store(tier, "ab")
     tier.clear()
     assert tier.num_used == 2
@@ -363,7 +363,7 @@ def test_a_store_under_way_at_clear_gives_its_slot_back_but_no_key() -> None:
 
 
 def test_a_load_under_way_at_clear_keeps_its_slot_until_it_is_done() -> None:
-    tier = OffloadManager(2)
+    tier = OffloadManager(2, LRUPolicy)
     store(tier, "ab")
     tier.begin_load("a", [5])
     tier.begin_load("a", [6])
@@ -378,7 +378,7 @@ def test_a_load_under_way_at_clear_keeps_its_slot_until_it_is_done() -> None:
 
 
 def test_a_key_stored_again_after_clear_becomes_readable_by_its_new_store_only() -> None:
-    tier = OffloadManager(2)
+    tier = OffloadManager(2, LRUPolicy)
     plan_store(tier, "a")
     tier.clear()
     new = store_of(plan_store(tier, "a", first_block=3))
@@ -396,7 +396,7 @@ def test_a_key_stored_again_after_clear_becomes_readable_by_its_new_store_only()
 
 
 def test_a_block_of_a_store_from_before_clear_is_still_waited_for() -> None:
-    tier = OffloadManager(2)
+    tier = OffloadManager(2, LRUPolicy)
     plan_store(tier, "a", first_block=3)
     tier.clear()
     tier.note_new_blocks([3])
@@ -404,7 +404,7 @@ def test_a_block_of_a_store_from_before_clear_is_still_waited_for() -> None:
 
 
 def test_a_plan_goes_through_pickle_unchanged() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     store(tier, "ab")
     tier.expose_load(tier.begin_load("a", [5]))
     plan = plan_store(tier, "cd")
@@ -453,7 +453,7 @@ def test_a_policy_sees_misses_inserts_hits_pins_and_what_is_forgotten_in_the_ord
 
 
 def test_a_request_that_was_stored_in_several_steps_is_evicted_from_its_tail() -> None:
-    tier = OffloadManager(3)
+    tier = OffloadManager(3, LRUPolicy)
     for key in "abc":
         store(tier, key)
     tier.request_ended("abc")
@@ -462,7 +462,7 @@ def test_a_request_that_was_stored_in_several_steps_is_evicted_from_its_tail() -
 
 
 def test_the_blocks_of_a_request_are_put_together_once_all_of_them_are_stored() -> None:
-    tier = OffloadManager(3)
+    tier = OffloadManager(3, LRUPolicy)
     store(tier, "a")
     store(tier, "b")
     plan_store(tier, "c")
@@ -473,7 +473,7 @@ def test_the_blocks_of_a_request_are_put_together_once_all_of_them_are_stored() 
 
 
 def test_what_ended_before_a_clear_is_forgotten_with_it() -> None:
-    tier = OffloadManager(2)
+    tier = OffloadManager(2, LRUPolicy)
     plan_store(tier, "a")
     tier.request_ended("a")
     tier.clear()
@@ -483,7 +483,7 @@ def test_what_ended_before_a_clear_is_forgotten_with_it() -> None:
 
 
 def test_a_block_that_the_step_computes_is_stored_behind_those_that_were_queued() -> None:
-    tier = OffloadManager(3)
+    tier = OffloadManager(3, LRUPolicy)
     store(tier, "a")
     tier.queue_store("b", 5)
     plan = tier.make_plan(lambda block, key: block != 9, {"a": 7, "c": 8, "b": 6})
@@ -491,7 +491,7 @@ def test_a_block_that_the_step_computes_is_stored_behind_those_that_were_queued(
 
 
 def test_what_a_step_computes_is_stored_without_asking_for_it() -> None:
-    tier = OffloadManager(2)
+    tier = OffloadManager(2, LRUPolicy)
     plan = tier.make_plan(lambda block, key: False, {"a": 7, "b": 8, "c": 9})
     assert store_of(plan) == a_store(1, (7, 8), (0, 1))
     assert tier.stats.dropped == 1
@@ -500,7 +500,7 @@ def test_what_a_step_computes_is_stored_without_asking_for_it() -> None:
 
 
 def test_what_a_step_computes_waits_for_slots_of_a_growing_tier() -> None:
-    tier = OffloadManager(1, growing=True)
+    tier = OffloadManager(1, LRUPolicy, growing=True)
     assert store_of(tier.make_plan(always, {"a": 7, "b": 8})) == a_store(1, (7,), (0,))
     tier.apply(a_result(0, 1, num_slots=2, growing=True))
     assert store_of(tier.make_plan(always)) == a_store(2, (8,), (1,))
@@ -549,7 +549,7 @@ def bytecodes(work: Callable[[], None]) -> int:
 
 
 def filled(num_slots: int) -> OffloadManager:
-    tier = OffloadManager(num_slots)
+    tier = OffloadManager(num_slots, LRUPolicy)
     fill(tier)
     return tier
 
@@ -585,7 +585,7 @@ def test_a_million_blocks_are_evicted_by_the_next_million(million: OffloadManage
 
 
 def test_a_discarded_key_is_gone_and_its_slot_is_free() -> None:
-    tier = OffloadManager(2)
+    tier = OffloadManager(2, LRUPolicy)
     store(tier, "ab")
     tier.discard("a")
     tier.discard("never stored")
@@ -595,7 +595,7 @@ def test_a_discarded_key_is_gone_and_its_slot_is_free() -> None:
 
 
 def test_a_key_discarded_while_it_is_stored_never_becomes_readable() -> None:
-    tier = OffloadManager(2)
+    tier = OffloadManager(2, LRUPolicy)
     plan_store(tier, "a")
     tier.discard("a")
     assert tier.num_used == 1, "the slot is being written"
@@ -604,7 +604,7 @@ def test_a_key_discarded_while_it_is_stored_never_becomes_readable() -> None:
 
 
 def test_a_key_discarded_while_it_is_loaded_keeps_its_slot_until_that_is_done() -> None:
-    tier = OffloadManager(1)
+    tier = OffloadManager(1, LRUPolicy)
     store(tier, "a")
     tier.begin_load("a", [9])
     tier.discard("a")
@@ -615,7 +615,7 @@ def test_a_key_discarded_while_it_is_loaded_keeps_its_slot_until_that_is_done() 
 
 
 def test_slots_that_become_usable_are_used_and_kept() -> None:
-    tier = OffloadManager(2)
+    tier = OffloadManager(2, LRUPolicy)
     store(tier, "ab")
     tier.apply(a_result(0, 1, num_slots=5))
     assert (tier.num_slots, tier.num_used) == (5, 2)

@@ -6,6 +6,7 @@ from tier.plans import a_result
 
 from kvoffload_patch.links import STORE
 from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.policies.lru import LRUPolicy
 
 
 def always(gpu_block_id: int, key: object) -> bool:
@@ -20,7 +21,7 @@ def plan_store(tier: OffloadManager, keys: str) -> None:
 
 def stored(keys: str, num_slots: int = 4) -> OffloadManager:
     """A tier that holds these keys."""
-    tier = OffloadManager(num_slots)
+    tier = OffloadManager(num_slots, LRUPolicy)
     plan_store(tier, keys)
     tier.apply(tier.drained())
     return tier
@@ -31,7 +32,7 @@ def readable(tier: OffloadManager, keys: str) -> str:
 
 
 def test_a_failed_store_is_forgotten() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     plan_store(tier, "ab")
     assert tier.apply(a_result(0, 1, failed_stores=(1,))) == []
     assert readable(tier, "ab") == "" and not tier.holds("a")
@@ -42,7 +43,7 @@ def test_a_failed_store_is_forgotten() -> None:
 
 
 def test_only_the_store_that_failed_is_forgotten() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     for keys in ("a", "b", "c"):
         plan_store(tier, keys)
     assert tier.apply(a_result(0, 3, failed_stores=(2,))) == ["a", "c"]
@@ -92,7 +93,7 @@ def test_a_load_known_to_have_failed_before_it_is_done_is_not_counted_before() -
 
 
 def test_what_failed_is_not_remembered_for_ever() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     for _ in range(50):
         plan_store(tier, "a")
         tier.apply(tier.drained())

@@ -19,6 +19,7 @@ from transfer.fake_cuda import FakeCuda, FakeDriver
 from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
+from kvoffload_patch.tier.policies.lru import LRUPolicy
 from kvoffload_patch.transfer import engine as copy_engine
 from kvoffload_patch.transfer.backends import staged as copy_staged
 from kvoffload_patch.transfer.backends import torch as copy_torch
@@ -239,7 +240,7 @@ class Traffic:
         self.ranks = ranks
         self.random = random.Random(seed)
         self.most = most
-        self.tier = OffloadManager(NUM_SLOTS)
+        self.tier = OffloadManager(NUM_SLOTS, LRUPolicy)
         self.last_key = 0
         self.cached: dict[int, int] = {}  # GPU block -> key
         self.loading: dict[int, list[tuple[int, int]]] = {}  # ticket -> destinations and keys

@@ -138,7 +138,8 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
 
 def _rehearse(scheduler: Any, hooks: ObjectHooks, settings: Settings) -> None:
     """Connect a tier that no rank takes part in, and take it off again."""
-    connect(scheduler, hooks, OffloadManager(1), RankGroup(None), settings).withdraw()
+    manager = OffloadManager(1, POLICIES[settings.eviction])
+    connect(scheduler, hooks, manager, RankGroup(None), settings).withdraw()
 
 
 def _check_scheduler(scheduler: Any) -> None:

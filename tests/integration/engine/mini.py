@@ -31,6 +31,7 @@ from kvoffload_patch.patching import (
     installed_version,
 )
 from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.policies import POLICIES
 
 __all__ = ["BLOCK", "FakeRanks", "Mini"]
 
@@ -123,12 +124,13 @@ class Mini:
         self._make_scheduler(blocks, windows, lookahead)
         self.ranks = ranks or FakeRanks()
         self.ranks.device = self.device
-        self.manager = OffloadManager(num_slots)
+        made = Settings(**settings)
+        self.manager = OffloadManager(num_slots, POLICIES[made.eviction])
         self.tier: Any = None
         self.max_failed_copies = max_failed_copies
         self.time, self.step_ms = 0.0, step_ms
         if tier:
-            self._attach(Settings(**settings))
+            self._attach(made)
         self.answers: dict[str, list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
         self.counts: dict[str, int] = {}

@@ -34,6 +34,8 @@ def describe(seed: int, most_in_flight: int = 6) -> dict[str, Any]:
         seed: of the run.
         most_in_flight: steps that the release may have under way at once.
     """
+    from kvoffload_patch.config import EVICTIONS
+
     rng = random.Random(seed)
     in_flight = min(rng.choice([1, 2, 2, 3, 6]), most_in_flight)
     windows = rng.choice([(None,), (None,), (None, 40)])
@@ -55,6 +57,7 @@ def describe(seed: int, most_in_flight: int = 6) -> dict[str, Any]:
         "lookahead": rng.choice([0, 0, 0, 5]),
         "step_ms": rng.choice([0, 0, 3, 30]),
         "limits": limits,
+        "eviction": rng.choice(EVICTIONS),
     }
 
 

@@ -10,6 +10,7 @@ import pytest
 from kvoffload_patch.integration.engine.full_prompt import FullPromptHits
 from kvoffload_patch.links import LOAD
 from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.policies.lru import LRUPolicy
 
 SIZE = 16
 KEY = "the last block's"
@@ -42,7 +43,7 @@ def block(block_id: int, key: object) -> Any:
 @pytest.fixture
 def manager() -> OffloadManager:
     """It has the block."""
-    made = OffloadManager(4)
+    made = OffloadManager(4, LRUPolicy)
     made.queue_store(KEY, 3)
     assert made.make_plan(lambda *_: True)
     made.apply(made.drained())
@@ -105,7 +106,7 @@ def test_a_step_is_left_alone_if(why: str, manager: OffloadManager) -> None:
 
 
 def test_what_the_tier_does_not_have_is_computed() -> None:
-    assert not changed(output(), view(), OffloadManager(4))
+    assert not changed(output(), view(), OffloadManager(4, LRUPolicy))
 
 
 def test_beside_other_loads_only_who_waits_for_one_anyway(

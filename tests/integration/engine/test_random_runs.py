@@ -8,6 +8,8 @@ pytest.importorskip("vllm")
 
 from integration.engine.random_runs import describe, run
 
+from kvoffload_patch.config import EVICTIONS
+
 SEEDS = range(160)
 PARTS = 8
 
@@ -41,4 +43,5 @@ def test_the_runs_are_of_all_kinds() -> None:
     assert {kind[3] for kind in kinds} == {"auto", "parked", "inline"}
     assert any(about["in_flight"] > 1 and not about["asynchronous"] for about in abouts)
     assert {about["policy"] for about in abouts} == {"fcfs", "priority"}
+    assert {about["eviction"] for about in abouts} == set(EVICTIONS)
     assert any(about["limits"] for about in abouts) and any(a["lookahead"] for a in abouts)

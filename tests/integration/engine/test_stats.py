@@ -8,6 +8,7 @@ import pytest
 
 from kvoffload_patch.integration.engine.stats import Report, logger
 from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.policies.lru import LRUPolicy
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +20,7 @@ def captured(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_line_says_what_happened_since_the_one_before(caplog: pytest.LogCaptureFixture) -> None:
-    manager = OffloadManager(8)
+    manager = OffloadManager(8, LRUPolicy)
     report = Report(manager, interval=1e9)
     manager.stats.stored, manager.stats.loaded = 5, 3
     report.count_hit(100, 48)
@@ -33,7 +34,7 @@ def test_a_line_says_what_happened_since_the_one_before(caplog: pytest.LogCaptur
 
 
 def test_copies_that_failed_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    manager = OffloadManager(8)
+    manager = OffloadManager(8, LRUPolicy)
     report = Report(manager, interval=0)
     manager.stats.failed = 2
     report.tick()

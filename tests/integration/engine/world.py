@@ -34,6 +34,7 @@ from kvoffload_patch.integration.patch_table.points import POINTS, VLLM
 from kvoffload_patch.integration.protocol import PLAN, TIER
 from kvoffload_patch.patching import Decision, ObjectHooks, decide, installed_version
 from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.policies import POLICIES
 
 BLOCK = 4
 _names = itertools.count()
@@ -161,10 +162,10 @@ class World:
         self.scheduler = FakeScheduler(self.manager, **scheduler)
         self.pool = self.manager.block_pool
         self.view = SchedulerView(self.scheduler)
-        self.offload = OffloadManager(num_slots)
+        settings = Settings(load_mode=load_mode)
+        self.offload = OffloadManager(num_slots, POLICIES[settings.eviction])
         self.ranks = FakeRanks()
         self.time = 0.0
-        settings = Settings(load_mode=load_mode)
         self.tier = SchedulerTier(self.view, self.offload, self.ranks, settings, lambda: self.time)
         self.admissible: int | None = None
         setattr(self.scheduler, TIER, self.tier)
