@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import repeat
 from types import MappingProxyType
 
@@ -24,6 +24,9 @@ class OffloadManager:
         num_slots: slots usable at first; more become usable by `apply`.
         policy: makes the eviction policy of the key of each slot, and another after each `clear`.
         growing: more slots are to come.
+
+    Attributes:
+        on_left: told of keys that have just left, some of which were never readable.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class OffloadManager:
     ) -> None:
         self.num_slots = num_slots
         self.stats = TierStats()
+        self.on_left: Callable[[Iterable[Hashable]], None] | None = None
         self._new_policy = policy
         self._slots = SlotPool(num_slots)
         self._growing = growing
@@ -127,6 +131,8 @@ class OffloadManager:
         slot = self._slot_of.pop(key, None)
         if slot is None:
             return
+        if self.on_left is not None:
+            self.on_left((key,))
         written = self._store_to[slot] > self._stores.done
         if not written:
             self._policy.remove((slot,))
@@ -252,6 +258,8 @@ class OffloadManager:
         under_way = (slots for link in self._links.values() for _, _, slots in link.under_way)
         held = {slot for slots in under_way for slot in slots}
         self._held.forget(held)
+        if self.on_left is not None:
+            self.on_left(self._slot_of)
         self._slot_of = {}
         self._key_of = [None] * self.num_slots
         self._pending = {}
@@ -329,6 +337,8 @@ class OffloadManager:
         # What was stored together is mostly evicted together: sorted, these are neighbours again.
         slots = sorted(self._policy.evict(count - free))
         self.stats.evicted += len(slots)
+        if self.on_left is not None:
+            self.on_left([self._key_of[slot] for slot in slots])
         for slot in slots:
             del self._slot_of[self._key_of[slot]]
         return (*slots, *self._slots.allocate(free)) if free else tuple(slots)

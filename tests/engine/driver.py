@@ -81,6 +81,10 @@ def _start(asked: dict[str, Any]) -> Any:
     }
     if "kv_transfer_config" in engine:
         engine["kv_transfer_config"] = json.loads(engine["kv_transfer_config"])
+    if "kv_events_config" in engine:
+        from vllm.config import KVEventsConfig
+
+        engine["kv_events_config"] = KVEventsConfig(**json.loads(engine["kv_events_config"]))
     begin = time.monotonic()
     os.environ.update(release.preloaded_names())
     stage = scenarios.Stage(LLM(**engine))

@@ -125,6 +125,13 @@ def conversations(stage: Stage) -> dict[str, Any]:
     }
 
 
+def router(stage: Stage) -> dict[str, int]:
+    """What KV cache events have said so far is what both caches hold; blocks by kind of event."""
+    import routers
+
+    return routers.compare(stage)
+
+
 def singles(stage: Stage) -> dict[str, Any]:
     """Twelve prompts in rotation, three times, each asked alone: they push each other out."""
     asked, answers = prompts(14, 12, 420), []

@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -65,6 +66,8 @@ def nothing_held(mini: Mini) -> None:
     assert not mini.view.prefills, "prompts of requests that are gone"
     assert not mini.tier._recency.used
     assert not mini.tier.cached and not manager._pending, "stores of a step that is over"
+    if mini.replay is not None:
+        mini.replay.check(manager)
     names = [thread.name for thread in threading.enumerate() if "kvoffload" in thread.name]
     assert not names, "threads of ours"
 
@@ -95,15 +98,17 @@ def talk(mini: Mini, seed: int, turns: int = 4, talks: int = 10, aborts: float =
 def conversations(load_mode: str = "auto", runs: int = 3, **more: Any) -> Facts:
     """Random conversations, with copies that are late by none to three steps."""
     loaded = stored = resumed = 0
+    told: Counter[str] = Counter()
     for seed in range(runs):
-        mini = Mini(load_mode=load_mode, late=(3 * seed + runs // 2) % 4, **more)
+        mini = Mini(load_mode=load_mode, late=(3 * seed + runs // 2) % 4, events=True, **more)
         talk(mini, seed)
         nothing_held(mini)
         stats = mini.manager.stats
         assert stats.loaded and stats.stored, f"{stats.loaded} loaded, {stats.stored} stored"
         loaded, stored = loaded + stats.loaded, stored + stats.stored
         resumed += mini.device.resumed
-    return {"loaded": loaded, "stored": stored, "resumed": resumed}
+        told += mini.replay.seen
+    return {"loaded": loaded, "stored": stored, "resumed": resumed, "told": dict(told)}
 
 
 def without_tier() -> Facts:
@@ -159,7 +164,7 @@ def preemption() -> Facts:
     """Requests that outgrow the GPU are preempted, and resumed with what the tier has."""
     facts: Facts = {}
     for load_mode, second_runner in (("inline", False), ("parked", False), ("parked", True)):
-        mini = Mini(load_mode=load_mode, late=2, blocks=25)
+        mini = Mini(load_mode=load_mode, late=2, blocks=25, events=True)
         if second_runner and not hasattr(mini.scheduler, "use_v2_model_runner"):
             continue
         mini.scheduler.use_v2_model_runner = second_runner
@@ -177,7 +182,7 @@ def preemption() -> Facts:
 def failing_loads() -> Facts:
     """Parked loads that fail are computed; an inline one ends the engine before any wrong token."""
     rng = random.Random(5)
-    mini = Mini(lambda direction, _: rng.random() < 0.4, load_mode="parked", late=1)
+    mini = Mini(lambda direction, _: rng.random() < 0.4, load_mode="parked", late=1, events=True)
     talk(mini, seed=3)
     nothing_held(mini)
     assert mini.manager.stats.failed and mini.manager.stats.loaded
@@ -469,7 +474,7 @@ def abort_all_while_parked() -> Facts:
 
 def reset_idle() -> Facts:
     """After a reset nothing is found, on the GPU or in the tier."""
-    mini = Mini(load_mode="inline")
+    mini = Mini(load_mode="inline", events=True)
     mini.add(prompt(6, seed=1))
     mini.run()
     assert mini.scheduler.reset_prefix_cache()
@@ -485,7 +490,7 @@ def reset_idle() -> Facts:
 
 def reset_while_loading() -> Facts:
     """A reset waits for the copies, and requests that were parked are computed."""
-    mini = Mini(load_mode="parked", late=5)
+    mini = Mini(load_mode="parked", late=5, events=True)
     mini.only_in_cpu(prompt(6, seed=1), prompt(4, seed=2))
     names = [mini.add(prompt(6, seed=1)), mini.add(prompt(4, seed=2))]
     mini.step()
@@ -502,7 +507,7 @@ def reset_while_loading() -> Facts:
 
 def reset_while_running() -> Facts:
     """What runs is undisturbed, whether or not the release resets beside it."""
-    mini = Mini(load_mode="parked", late=3)
+    mini = Mini(load_mode="parked", late=3, events=True)
     mini.only_in_cpu(prompt(6, seed=1))
     mini.add(prompt(2, seed=3), count=20)
     mini.step()
@@ -518,7 +523,7 @@ def reset_while_running() -> Facts:
 def reset_with_running_requests() -> Facts:
     """They are preempted, and computed again with other weights' values gone."""
 
-    mini = Mini(load_mode="inline", late=2)
+    mini = Mini(load_mode="inline", late=2, events=True)
     if (
         "reset_running_requests"
         not in inspect.signature(type(mini.scheduler).reset_prefix_cache).parameters
@@ -751,12 +756,13 @@ def tier_raises() -> Facts:
         ("parked", "_loads", "after_schedule", 25),
         ("auto", "_manager", "make_plan", 20),
     )):  # fmt: skip
-        mini = Mini(load_mode=load_mode, late=seed)
+        mini = Mini(load_mode=load_mode, late=seed, events=True)
         raise_at(mini, part, method, nth)
         talk(mini, seed)
         assert mini.breaker.detached, method
         assert mini.changed() == mini.before, method
         assert statuses(mini) == {} and free_blocks(mini) == len(mini.pool.blocks) - 1
+        mini.replay.check()  # nothing is in the tier any more
         talk(mini, seed + 9, turns=1)
         served += len(mini.answers)
     return {"served": served}
@@ -787,7 +793,7 @@ SCENARIOS: dict[str, Callable[[], Facts]] = {
     "two for one prefix": two_for_one_prefix,
     "many hits at once": many_hits_at_once,
     "conversations inline": partial(conversations, "inline"),
-    "conversations parked": partial(conversations, "parked"),
+    "conversations parked": partial(conversations, "parked", num_slots=60),
     "conversations auto": partial(conversations, "auto"),
     "a crowd": crowd,
     "demand of running requests": demand_of_running,

@@ -59,8 +59,6 @@ def _empty_step_problem(vllm_config: Any) -> str | None:
 
 
 def _cache_problem(vllm_config: Any, scheduler: Any) -> str | None:
-    if scheduler.enable_kv_cache_events:
-        return "KV cache events are on, and the tier does not yet send its own"
     if vllm_config.model_config.is_encoder_decoder:
         return "expected a decoder-only model, found an encoder-decoder one"
     if getattr(scheduler.kv_cache_manager.coordinator, "enable_partial_hash_hits", False):

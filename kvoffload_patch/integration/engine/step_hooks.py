@@ -102,9 +102,22 @@ def invalid_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Metho
 # What blocks are cached and handed out is only noted; the tier looks at all of a step's at once.
 
 
+def _note_cached(breaker: Breaker) -> Callable[[tuple[Any, Any]], None]:
+    """What takes a request and the blocks cached for it."""
+    note, events = breaker.tier.cached.append, breaker.tier.events
+    if events is None:
+        return note
+
+    def note_and_tell(cached: tuple[Any, Any]) -> None:
+        note(cached)
+        events.cached(cached[1])
+
+    return note_and_tell
+
+
 def cache_full_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`BlockPool.cache_full_blocks`: exactly the newly full blocks, for every KV cache group."""
-    note = breaker.tier.cached.append
+    note = _note_cached(breaker)
 
     def hook(
         request: Any,
@@ -124,7 +137,7 @@ def cache_full_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Me
 
 def cache_full_blocks_with_hashes(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`BlockPool.cache_full_blocks` up to 0.10.0, which is given the hashes as well."""
-    note = breaker.tier.cached.append
+    note = _note_cached(breaker)
 
     def hook(
         request: Any,

@@ -42,6 +42,7 @@ class SchedulerTier:
             Within `schedule` they are computed by the step to be scheduled, and between two calls
             they have been computed.
         handed_out: GPU blocks handed out, not yet looked at: what they held will be overwritten.
+        events: vLLM's stream of KV cache events, where that is on.
     """
 
     def __init__(
@@ -77,6 +78,9 @@ class SchedulerTier:
         )
         self._promptly = settings.load_mode != "parked"
         self._scheduler = view.scheduler
+        self.events = view.kv_events(self._is_needed)
+        if self.events is not None:
+            manager.on_left = self.events.left
         self._may_admit = False  # nothing is admitted where nothing waits
         self.cached: list[tuple[Any, Sequence[Any]]] = []
         self.handed_out: list[Sequence[Any]] = []
@@ -142,6 +146,8 @@ class SchedulerTier:
             self._look_at_handed_out()
         if self._may_admit or self._view.prefills:
             self._view.note_scheduled(output)
+        if self.events is not None:
+            self.events.take_in()
         computed = self._computed(output.num_scheduled_tokens) if self.cached else {}
         if self._may_admit:
             self._after_admissions(output)
@@ -209,6 +215,9 @@ class SchedulerTier:
         readable = self._manager.apply(result)
         if readable:
             self._lookups.keys_stored(readable)
+            if self.events is not None:
+                # Some may have left by the same result.
+                self.events.stored([key for key in readable if self._manager.holds(key)])
         if result.failed and result.failed_on(LOAD):
             self._lookups.clear()  # some lookups rest on what has left the tier
 
@@ -255,6 +264,11 @@ class SchedulerTier:
         self._recency.clear()
         self._invalid.clear()
         self.cached.clear()
+
+    def _is_needed(self, key: Hashable) -> bool:
+        """Whether anybody has this key, or is about to."""
+        known = self._manager.holds(key) or key in self._loads.arriving
+        return known or self._view.gpu_lookup()(key) is not None
 
     def counts(self) -> TierCounts:
         """What was counted since start, and what is so now."""

@@ -19,6 +19,9 @@ class PoolAdapter:
     Args:
         pool: a `vllm.v1.core.block_pool.BlockPool`.
 
+    Attributes:
+        on_publish: told of the keys of blocks that entered the prefix cache.
+
     It counts the references that it takes and gives back, so that `free_all` knows what is left
     whatever has become of those who held them.
     """
@@ -29,6 +32,7 @@ class PoolAdapter:
         self._touch: Callable[[Sequence[Any]], None] = (
             self._touch_one_group if by_group else pool.touch
         )
+        self.on_publish: Callable[[list[Hashable]], None] | None = None
         # References taken and given back, by GPU block id.
         self._taken: Counter[int] = Counter()
         self._freed: Counter[int] = Counter()
@@ -44,7 +48,7 @@ class PoolAdapter:
         self._taken.update([block.block_id for block in blocks])
         return blocks
 
-    def publish(self, hits: Iterable[Any], blocks: Sequence[Any]) -> None:
+    def publish(self, hits: Sequence[Any], blocks: Sequence[Any]) -> None:
         """Put fresh blocks into the prefix cache.
 
         Args:
@@ -54,6 +58,8 @@ class PoolAdapter:
         publish = self._publisher()
         for hit, block in zip(hits, blocks):
             publish(hit.block_hash, block, hit.end)
+        if self.on_publish is not None:
+            self.on_publish([hit.block_hash for hit in hits])
 
     def free(self, blocks: Iterable[Any]) -> None:
         """Give references up; the blocks given first are evicted first.

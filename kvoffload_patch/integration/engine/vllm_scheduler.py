@@ -1,9 +1,9 @@
 """What the tier reads and changes of vLLM's scheduler side, release by release.
 
-Nothing outside this module, `vllm_pool`, `vllm_stats`, `eligibility` and `full_prompt` looks at a
-vLLM object's attributes on this side, but for the way of `metrics` to the front end. What differs
-between releases is asked for by feature. Waiting queues: one up to 0.17, `skipped_waiting` beside
-it from 0.18 to 0.30, `kv_holding_waiting` from 0.31 on.
+Nothing outside this module, `vllm_pool`, `vllm_stats`, `vllm_events`, `eligibility` and
+`full_prompt` looks at a vLLM object's attributes on this side, but for the way of `metrics` to the
+front end. What differs between releases is asked for by feature. Waiting queues: one up to 0.17,
+`skipped_waiting` beside it from 0.18 to 0.30, `kv_holding_waiting` from 0.31 on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
+from kvoffload_patch.integration.engine.vllm_events import KVEvents
 from kvoffload_patch.integration.engine.vllm_pool import PoolAdapter, key_maker
 from kvoffload_patch.integration.engine.vllm_stats import PrefixStats
 
@@ -45,6 +46,8 @@ class SchedulerView:
         self.publish, self.gpu_lookup = adapter.publish, adapter.lookup
         self.block_sizes = tuple(int(m.block_size) for m in managers)
         self._span_tokens = tuple(self._tokens_held(m.kv_cache_spec) for m in managers)
+        # From 0.26 on a lookup can tell of the blocks that it finds.
+        self._reports_reuse = bool(getattr(self.manager, "enable_kv_cache_events", False))
         self._parked_status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self._running_status = RequestStatus.RUNNING
         self._open = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -259,6 +262,21 @@ class SchedulerView:
             total += -(-held // block_size)
         return total
 
+    # Events
+
+    def kv_events(self, needed: Callable[[Hashable], bool]) -> KVEvents | None:
+        """The stream of KV cache events, if it is on; until `restore`.
+
+        Args:
+            needed: as `KVEvents` has it.
+        """
+        if not self.pool.enable_kv_cache_events:
+            return None
+        events = KVEvents(self.pool, needed)
+        self._adapter.on_publish = events.loaded
+        self.undo.append(events.withdraw)
+        return events
+
     # Looking up
 
     def longest_hit(self, request: Any, pool: Any) -> tuple[Sequence[Sequence[Any]], int]:
@@ -267,10 +285,14 @@ class SchedulerView:
         for holder in self._pool_holders:
             holder.block_pool = pool
         manager.log_stats = False  # this is not a query that users should see
+        if self._reports_reuse:
+            manager.enable_kv_cache_events = False
         try:
             found = manager.get_computed_blocks(request)
         finally:
             manager.log_stats = log_stats
+            if self._reports_reuse:
+                manager.enable_kv_cache_events = True
             for holder in self._pool_holders:
                 holder.block_pool = self.pool
         return found[0].blocks, int(found[1])

@@ -26,7 +26,7 @@ _SCHEDULER = (
             _ANY,
             "running waiting requests max_num_running_reqs max_num_scheduled_tokens "
             "num_lookahead_tokens num_spec_tokens finished_recving_kv_req_ids kv_cache_manager "
-            "kv_cache_config scheduler_config connector log_stats enable_kv_cache_events schedule",
+            "kv_cache_config scheduler_config connector log_stats schedule",
         ),
         (">=0.11.1", "connector_prefix_cache_stats ec_connector"),
         (">=0.15", "num_waiting_for_streaming_input"),
@@ -122,6 +122,7 @@ _CACHE = (
         "KVCacheManager",
         (_ANY, "block_pool coordinator log_stats prefix_cache_stats"),
         (">=0.24", "watermark_blocks"),
+        (">=0.26", "enable_kv_cache_events"),
     ),
     *_has("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", (_ANY, "blocks")),
     *_has(
@@ -141,7 +142,31 @@ _CACHE = (
         "SingleTypeKVCacheManager",
         (_ANY, "block_pool block_size kv_cache_spec"),
     ),
-    *_has("vllm.v1.core.block_pool", "BlockPool", (_ANY, "blocks cached_block_hash_to_block")),
+    *_has(
+        "vllm.v1.core.block_pool",
+        "BlockPool",
+        (_ANY, "blocks cached_block_hash_to_block enable_kv_cache_events kv_event_queue"),
+    ),
+    *_has("vllm.distributed.kv_events", "", (_ANY, "BlockStored BlockRemoved")),
+    *_has(
+        "vllm.distributed.kv_events",
+        "BlockStored",
+        (_ANY, "block_hashes parent_block_hash token_ids block_size"),
+        (">=0.10.2", "medium"),
+        (">=0.17", "extra_keys"),
+        (">=0.20", "group_idx"),
+        (">=0.26", "locality"),
+        (">=0.30", "session_id"),
+        (">=0.33", "lookahead_token_ids"),
+    ),
+    *_has(
+        "vllm.distributed.kv_events",
+        "BlockRemoved",
+        (_ANY, "block_hashes"),
+        (">=0.10.2", "medium"),
+        (">=0.20", "group_idx"),
+        (">=0.26", "locality"),
+    ),
     *_has(
         "vllm.v1.core.kv_cache_utils", "KVCacheBlock", (_ANY, "block_id block_hash ref_cnt is_null")
     ),

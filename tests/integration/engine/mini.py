@@ -18,6 +18,7 @@ from typing import Any
 from packaging.version import Version
 from scheduler_half import parts
 from scheduler_half.device import BLOCK, Device, answer
+from scheduler_half.replay import Replay
 
 from kvoffload_patch.config import Settings
 from kvoffload_patch.integration.engine.attach import connect
@@ -95,6 +96,8 @@ class Mini:
         lookahead: tokens behind a step's own for which vLLM takes blocks as well.
         limits: fields of vLLM's scheduler configuration, instead of `_LIMITS`.
         max_failed_copies: more detach the tier; so many that none do, unless told otherwise.
+        events: whether vLLM's KV cache events are on; then they are replayed, and compared with
+            both caches after every step.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class Mini:
         limits: dict[str, Any] | None = None,
         max_failed_copies: int = 1 << 30,
         asynchronous: bool | None = None,
+        events: bool = False,
         **settings: Any,
     ) -> None:
         self.in_flight = in_flight
@@ -122,6 +126,7 @@ class Mini:
         for name, value in {**_LIMITS, **(limits or {})}.items():
             setattr(self.config.scheduler_config, name, value)
         self._make_scheduler(blocks, windows, lookahead)
+        self.replay = Replay(self.scheduler) if events else None
         self.ranks = ranks or FakeRanks()
         self.ranks.device = self.device
         made = Settings(**settings)
@@ -257,6 +262,8 @@ class Mini:
         for one_client in outputs.values() if isinstance(outputs, dict) else [outputs]:
             for one in one_client.outputs:
                 self.answers[one.request_id].extend(one.new_token_ids)
+        if self.replay is not None:
+            self.replay.check(self.manager if self.tier and not self.breaker.detached else None)
 
     def _tokens(self, name: str) -> list[int]:
         return list(self.scheduler.requests[name].all_token_ids)

@@ -75,7 +75,10 @@ def run(seed: int, most_in_flight: int = 6) -> dict[str, int]:
     rate = {"load": rng.choice([0, 0, 0.2, 0.5]), "store": rng.choice([0, 0, 0.3])}
     ranks = FakeRanks(rng.choice([0.1, 1.0, 15.0, 60.0]), here=rng.random() < 0.5)
     about = describe(seed, most_in_flight)
-    mini = Mini(lambda direction, _: rng.random() < rate[direction], ranks=ranks, **about)
+    events = seed % 3 == 0
+    mini = Mini(
+        lambda direction, _: rng.random() < rate[direction], ranks=ranks, events=events, **about
+    )
     stats = mini.manager.stats
     try:
         _play(mini, rng)

@@ -40,10 +40,9 @@ def config(**changes: Any) -> SimpleNamespace:
     )
 
 
-def scheduler(*groups: Any, events: bool = False, **coordinator: Any) -> SimpleNamespace:
+def scheduler(*groups: Any, **coordinator: Any) -> SimpleNamespace:
     """A scheduler over these groups."""
     return SimpleNamespace(
-        enable_kv_cache_events=events,
         kv_cache_manager=SimpleNamespace(coordinator=SimpleNamespace(**coordinator)),
         kv_cache_config=SimpleNamespace(kv_cache_groups=list(groups) or [group()]),
     )
@@ -61,7 +60,6 @@ REFUSED = {
         config(prefill_context_parallel_size=4), scheduler(), "prefill_context_parallel_size 1",
     ),
     "elastic": (config(enable_elastic_ep=True), scheduler(), "elastic expert parallelism"),
-    "events": (config(), scheduler(events=True), "KV cache events"),
     "encoder-decoder": (config(encoder_decoder=True), scheduler(), "encoder-decoder"),
     "partial hits": (config(), scheduler(enable_partial_hash_hits=True), "partial ones"),
     "unknown spec": (config(), scheduler(group(), group("MambaSpec")), "group 1: .*MambaSpec"),

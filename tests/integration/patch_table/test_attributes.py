@@ -207,7 +207,13 @@ def own() -> set[str]:
 def python() -> set[str]:
     """Names of Python's own objects."""
     kinds = [value for value in vars(builtins).values() if isinstance(value, type)]
-    kinds += [collections.deque, logging.Logger, threading.Thread, type(python)]
+    kinds += [
+        collections.deque,
+        collections.OrderedDict,
+        logging.Logger,
+        threading.Thread,
+        type(python),
+    ]
     return {name for kind in kinds for name in dir(kind)} | OTHERS
 
 

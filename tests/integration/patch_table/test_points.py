@@ -327,7 +327,7 @@ CHANGED: list[tuple[str, Change, str]] = [
     (
         "an attribute has another name",
         lambda taken: taken["attributes"].update(
-            {"vllm.v1.core.block_pool:BlockPool": "cached_block_hash_to_block"}
+            {POOL: taken["attributes"][POOL].removeprefix("blocks ")}
         ),
         "BlockPool.blocks not found in vllm/v1/core/block_pool.py",
     ),

@@ -1,0 +1,160 @@
+"""What the tier says in vLLM's own stream of KV cache events, release by release.
+
+vLLM tells routers which blocks its GPU cache gains and loses, from `cache_full_blocks` and when
+blocks are reused. The tier tells what it holds itself, with medium CPU, and which blocks it loads
+into the GPU's cache, which vLLM does not notice. Both are made of the event in which vLLM first
+told of a block, so that they have whatever fields a release has: its tokens, its parent, adapters.
+
+By feature: up to 0.10.1 events have no medium, so that the tier's blocks would be taken for the
+GPU's: there only what is loaded is told.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+MEDIUM = "CPU"
+_LOCAL = "LOCAL"  # held on the publisher's own host, as vLLM's own offloading says
+# For each block that is told of, where a release has such a field.
+_PER_BLOCK = ("extra_keys", "lookahead_token_ids")
+
+
+class _Told(NamedTuple):
+    """Where vLLM told of a block: in this event, as its block ``position``, hash ``nth``.
+
+    They differ behind blocks that a sliding window has left, which have tokens and no hash.
+    ``parent``: the hash of the block before it; ``chained``: whether that is known.
+    """
+
+    event: Any
+    position: int
+    nth: int
+    parent: Any
+    chained: bool
+
+
+class KVEvents:
+    """Adds the tier's events to the queue of a block pool, in the order in which things happen.
+
+    Args:
+        pool: a `vllm.v1.core.block_pool.BlockPool` with KV cache events on.
+        needed: whether the GPU or the tier has a key, or is about to.
+    """
+
+    def __init__(self, pool: Any, needed: Callable[[Hashable], bool]) -> None:
+        from vllm.distributed import kv_events
+
+        self._pool = pool
+        self._needed = needed
+        self._removed_event = kv_events.BlockRemoved
+        self._fields = frozenset(kv_events.BlockStored.__struct_fields__)
+        self._removed_fields = frozenset(kv_events.BlockRemoved.__struct_fields__)
+        self._new: list[tuple[Any, list[Hashable]]] = []
+        self._told: OrderedDict[Hashable, _Told] = OrderedDict()
+        self._in_tier: set[Hashable] = set()
+
+    def cached(self, blocks: Sequence[Any]) -> None:
+        """vLLM has just put these blocks of a request into its prefix cache."""
+        queue = self._pool.kv_event_queue
+        if blocks and queue:
+            self._new.append((queue[-1], [block.block_hash for block in blocks]))
+
+    def take_in(self) -> None:
+        """Note what was cached since the last call; O(blocks cached).
+
+        For each of them two older ones are looked at, and forgotten if nobody has them any more, so
+        that at most about twice as many are kept as the GPU and the tier have.
+        """
+        for event, keys in self._new:
+            nth, parent, chained = 0, event.parent_block_hash, True
+            for position, key in enumerate(keys):
+                if key is None:
+                    chained = False
+                    continue
+                self._told[key] = _Told(event, position, nth, parent, chained)
+                self._told.move_to_end(key)
+                parent, chained = event.block_hashes[nth], True
+                nth += 1
+            self._forget(min(2 * nth, len(self._told) - nth))
+        self._new.clear()
+
+    def _forget(self, count: int) -> None:
+        for _ in range(count):
+            oldest = next(iter(self._told))
+            if self._needed(oldest):
+                self._told.move_to_end(oldest)
+            else:
+                del self._told[oldest]
+
+    def loaded(self, keys: Iterable[Hashable]) -> None:
+        """The tier has put these into the GPU's prefix cache."""
+        self._pool.kv_event_queue += self._stored(keys)
+
+    def stored(self, keys: Sequence[Hashable]) -> None:
+        """These can be loaded from the tier from now on."""
+        if "medium" in self._fields:
+            more = {"medium": MEDIUM}
+            if "locality" in self._fields:
+                more["locality"] = _LOCAL
+            self._pool.kv_event_queue += self._stored(keys, **more)
+            self._in_tier.update(keys)
+
+    def left(self, keys: Iterable[Hashable]) -> None:
+        """These are not in the tier any more, of which some could never be loaded."""
+        by_group: dict[Any, list[Any]] = {}
+        for key in keys:
+            if key in self._in_tier:
+                self._in_tier.discard(key)
+                told = self._told[key]
+                group = getattr(told.event, "group_idx", None)
+                by_group.setdefault(group, []).append(told.event.block_hashes[told.nth])
+        for group, hashes in by_group.items():
+            about = {"group_idx": group, "locality": _LOCAL}
+            known = {name: value for name, value in about.items() if name in self._removed_fields}
+            event = self._removed_event(block_hashes=hashes, medium=MEDIUM, **known)
+            self._pool.kv_event_queue.append(event)
+
+    def withdraw(self) -> None:
+        """There is no tier any more; whatever state this is in."""
+        self.left([key for key in self._in_tier if key in self._told])
+
+    def _stored(self, keys: Iterable[Hashable], **more: str) -> list[Any]:
+        return [self._event(first, last, more) for first, last in self._runs(keys)]
+
+    def _runs(self, keys: Iterable[Hashable]) -> Iterator[tuple[_Told, _Told]]:
+        """First and last of the blocks that were told of one behind the other."""
+        first = last = None
+        for key in keys:
+            told = self._told[key]
+            if first is None or last is None:
+                first = told
+            elif told.event is not last.event or told.position != last.position + 1:
+                yield first, last
+                first = told
+            last = told
+        if first is not None and last is not None:
+            yield first, last
+
+    def _event(self, first: _Told, last: _Told, more: dict[str, str]) -> Any:
+        event, hashes = first.event, slice(first.nth, last.nth + 1)
+        changes: dict[str, Any] = {"block_hashes": event.block_hashes[hashes], **more}
+        if "session_id" in self._fields:
+            changes["session_id"] = None  # whoever stores or loads it now is another one
+        per_block = [name for name in _PER_BLOCK if name in self._fields]
+        if first.chained:
+            size = event.block_size
+            tokens = event.token_ids[first.position * size : (last.position + 1) * size]
+            changes.update(token_ids=tokens, parent_block_hash=first.parent)
+            for name in per_block:
+                changes[name] = (getattr(event, name) or None) and getattr(event, name)[hashes]
+        else:
+            # As vLLM's own connectors tell of a block that they cannot describe.
+            changes.update(dict.fromkeys(per_block), token_ids=[], block_size=0)
+            changes["parent_block_hash"] = None
+        told = copy.copy(event)
+        for field, value in changes.items():
+            setattr(told, field, value)
+        return told
