@@ -7,13 +7,13 @@ H200 (PCIe Gen5 x16, 55 GB/s one way) if not said otherwise.
 from __future__ import annotations
 
 # --- backends ---
-# A slice costs some tens of microseconds of a thread that shares Python with the step, so slices
-# are large; what else crosses the bus, a step's inputs or its tokens, waits for one of them, 1.2
-# or 0.6 ms (scripts/bench copy_queue, docs/measured/copy_queue-h200.json). Buffers: one on the
-# bus, one being packed or unpacked, and for stores, whose packing may have to wait for room on the
-# device, one more.
-LOAD_CHUNK_BYTES, LOAD_BUFFERS = 64 << 20, 2
-STORE_CHUNK_BYTES, STORE_BUFFERS = 32 << 20, 3
+# A chunk costs a thread that shares Python with the step about 0.1 ms, so chunks are large. What
+# else crosses the bus, a step's inputs or its tokens, waits for one piece of them, 0.3 or 0.6 ms
+# (scripts/bench copy_queue; docs/history.md, "Pieces of a load"). Buffers: one on the bus, one
+# being packed or unpacked, and for stores, whose packing may have to wait for room on the device,
+# one more.
+LOAD_PIECE_BYTES, LOAD_PIECES, LOAD_BUFFERS = 16 << 20, 8, 2
+STORE_PIECE_BYTES, STORE_BUFFERS = 32 << 20, 3
 # More buffers for loads, as far as the device has memory left when the tier opens: a load cannot be
 # unpacked before the step under way has ended, but it can cross until then. 8,192 tokens of an 8B
 # model are 1 GiB.
@@ -24,7 +24,7 @@ LOAD_AHEAD_PARTS = 16
 # Blocks made ready for copying at a time: a batch may have tens of thousands, and the bus would be
 # idle until the last of them is (scripts/bench transfer, blocks of 256 KiB).
 READY_BLOCKS = 1024
-# What torch's own copies pack before they cross. Not measured: as `STORE_CHUNK_BYTES`.
+# What torch's own copies pack before they cross. Not measured: as `STORE_PIECE_BYTES`.
 STAGING_BYTES = 32 << 20
 # What a program of the kernel moves, and programs per launch: enough to keep the memory busy, few
 # enough to leave room beside them. Not measured alone (scripts/bench transfer has the whole).
@@ -38,9 +38,9 @@ TIMED_REPEATS = 3
 IDS_PROGRAM_BLOCKS = 1024
 
 # --- queues, and the thread that enqueues ---
-# Slices that the thread keeps under way: of loads 1.2 ms of the bus each, of stores 0.6 ms, so
+# Slices that the thread keeps under way: of loads 2.4 ms of the bus each, of stores 0.6 ms, so
 # more than its sleep lasts (scripts/bench copy_thread).
-THREAD_LOAD_SLICES = 6
+THREAD_LOAD_SLICES = 3
 THREAD_STORE_SLICES = 8
 # How long it sleeps meanwhile. Each time it wakes, it takes Python away from the step
 # (scripts/bench copy_thread).
@@ -48,9 +48,9 @@ THREAD_SLEEP_S = 0.002
 # Slices of loads under way when a step has been launched: about 15 to 30 ms of the bus. While the
 # next is launched, the copy thread hardly gets to run: with calls as short as launches, Python
 # gives another thread its turn every 5 ms at most. Not measured alone.
-STEP_LOAD_SLICES = 24
+STEP_LOAD_SLICES = 12
 # With fewer than so many, the bus would be idle before the step has been launched. Not measured.
-MIN_LOAD_SLICES = 2
+MIN_LOAD_SLICES = 1
 # Slices of stores that a step enqueues itself: small ones need no thread. Not measured alone.
 STEP_STORE_SLICES = 2
 # When the copy thread enqueues deferred stores, if no step has done so: more than three steps of

@@ -175,6 +175,7 @@ class Admission:
             len(self._view.scheduler.running) + self._loads.num_parked,
             self._loads.blocks_under_way,
             self._pace.free_ms(),
+            self._loads.awaited_ms,
         )
         scans_left = max(0, self._view.free_run_slots()) + SCAN_MARGIN_REQUESTS
         for request in self._view.waiting():

@@ -70,6 +70,8 @@ class LoadBook:
         readers: requests for which this step loads inline.
         num_inline, num_parked_ever: requests for which loads were begun, since start.
         parked_times: seconds that requests were parked for, of the last of them.
+        awaited_ms: how long the loads still take that were published in this step before they were
+            done.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class LoadBook:
         self.ticket_of: dict[Hashable, int] = {}
         self.readers: list[str] = []
         self.num_inline = self.num_parked_ever = 0
+        self.awaited_ms = 0.0
         self.parked_times = deque[float](maxlen=PARKED_TIMES)
         self._under_way: deque[_ParkedLoad] = deque()
         self._by_ticket: dict[int, _ParkedLoad] = {}
@@ -160,19 +163,18 @@ class LoadBook:
         self._parked[request.request_id] = parked
         self._by_ticket[ticket].waiting.append(parked)
 
-    def finish(self, free_ms: float) -> list[tuple[str, LookupResult]]:
+    def finish(self, within_ms: float) -> list[tuple[str, LookupResult]]:
         """Publish the loads that are done, and put the requests that waited back into the queue.
 
         Args:
-            free_ms: for how long the step about to be scheduled will not begin. A load that will be
-                over by then counts as done; the step waits for it on the device, and from now on
-                it must not fail.
+            within_ms: a load that will be over in less counts as done; the step about to be
+                scheduled waits for it on the device, and from now on it must not fail. 0: none.
 
         Returns:
             Requests put back, with what they hit.
         """
         done: list[_Parked] = []
-        while self._under_way and self._is_done(self._under_way[0], free_ms):
+        while self._under_way and self._is_done(self._under_way[0], within_ms):
             load = self._under_way.popleft()
             del self._by_ticket[load.ticket]
             self._end(load)
@@ -181,10 +183,14 @@ class LoadBook:
         self._unpark(done)
         return [(p.request.request_id, p.result) for p in done if p.request and p.result]
 
-    def _is_done(self, load: _ParkedLoad, free_ms: float) -> bool:
+    def _is_done(self, load: _ParkedLoad, within_ms: float) -> bool:
         if self._manager.load_done(load.ticket):
             return True
-        return free_ms > 0 and self._pace.is_over(load.over_at, free_ms)
+        left_ms = self._pace.ms_until(load.over_at)
+        if left_ms >= within_ms:
+            return False
+        self.awaited_ms = left_ms  # the next ones are later
+        return True
 
     def abort(self, request_id: str) -> None:
         """The request goes; a load of its own goes on, and is published when it is done."""
@@ -200,6 +206,7 @@ class LoadBook:
 
     def after_schedule(self) -> None:
         """`schedule` has returned: what it admitted holds its own references."""
+        self.awaited_ms = 0.0
         self._at_risk.clear()
         self.readers.clear()
         if self._held:

@@ -53,6 +53,6 @@ class Pace:
         self._bus_free_at = max(self._now(), self._bus_free_at) + self._s_per_block * num_blocks
         return self._bus_free_at
 
-    def is_over(self, at: float, within_ms: float) -> bool:
-        """Whether a time has passed by the end of so many milliseconds."""
-        return at <= self._now() + within_ms / 1000
+    def ms_until(self, at: float) -> float:
+        """How long it is until a time; 0 if it has passed."""
+        return max(0.0, 1000 * (at - self._now()))

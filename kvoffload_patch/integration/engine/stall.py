@@ -16,6 +16,8 @@ class Stall:
             cannot be admitted before the step is over.
         blocks_ahead: blocks of loads under way.
         free_ms: for how long the step will not begin, whatever it waits for.
+        awaited_ms: how long loads still take that this step waits for already; they are no part of
+            `blocks_ahead`, and cross before these.
     """
 
     def __init__(
@@ -25,13 +27,17 @@ class Stall:
         requests: int,
         blocks_ahead: int,
         free_ms: float = 0.0,
+        awaited_ms: float = 0.0,
     ) -> None:
         self._ms_per_block = ms_per_block
-        self._left_ms = limit_ms
+        self._left_ms = limit_ms - requests * max(0.0, awaited_ms - free_ms)
         self._requests = requests
-        self._ahead = blocks_ahead
-        # Blocks that this step waits for anyway, or that cross before it begins.
-        self._free = self._waited_for = int(free_ms / ms_per_block) if ms_per_block else 0
+        free, awaited = (
+            int(ms / ms_per_block) if ms_per_block else 0 for ms in (free_ms, awaited_ms)
+        )
+        self._ahead = blocks_ahead + awaited
+        # Blocks that cross before this step begins, and those that it waits for anyway.
+        self._free, self._waited_for = free, max(free, awaited)
 
     def allows(self, num_blocks: int) -> bool:
         """Whether a request may load so many blocks inline; `add_inline` then counts it."""

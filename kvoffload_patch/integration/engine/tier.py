@@ -77,6 +77,7 @@ class SchedulerTier:
             settings,
         )
         self._promptly = settings.load_mode != "parked"
+        self._max_stall_ms = settings.max_stall_ms
         self._scheduler = view.scheduler
         self.events = view.kv_events(self._is_needed)
         if self.events is not None:
@@ -115,12 +116,21 @@ class SchedulerTier:
     def _finish_loads(self) -> None:
         if done := self._ranks.loads_done():
             self._manager.apply(TransferResult(((LOAD, done),)))
-        # Where a failed load is to be recomputed, none may be promised before it is done.
-        free_ms = self._pace.free_ms() if self._promptly else 0.0
-        for request_id, result in self._loads.finish(free_ms):
+        for request_id, result in self._loads.finish(self._may_wait_ms()):
             # Unless the tier has got more of it since.
             if not any(map(self._manager.lookup, result.missing)):
                 self._lookups.put(request_id, result)
+
+    def _may_wait_ms(self) -> float:
+        """How soon a load has to be over for the step about to be scheduled to wait for it.
+
+        Until that step can begin nobody waits, and after that all that could compute meanwhile do,
+        up to the limit of the stall. 0: it waits for none, because the device is idle, or because a
+        load that fails is recomputed, so that none may be promised before it is done.
+        """
+        free_ms = self._pace.free_ms() if self._promptly else 0.0
+        others = len(self._scheduler.running) + self._loads.num_parked - 1
+        return free_ms and free_ms + self._max_stall_ms / max(1, others)
 
     def _queue_stores(self, cached: Iterable[tuple[Any, Sequence[Any]]]) -> None:
         """The bytes of these blocks are in place."""

@@ -1,8 +1,9 @@
 """The staged copy backend: pack in device memory, cross the bus by DMA.
 
-A chunk of blocks is packed into a staging buffer at memory speed by one kernel, and each run of
-neighbouring slots crosses the bus as one copy; what cannot be merged goes to the driver in one
-call. Several buffers keep the bus busy while the next chunk is packed. Loads mirror it.
+A chunk of blocks is packed into a staging buffer at memory speed by one kernel, and crosses the bus
+in pieces, between which others' copies find their turn: each run of neighbouring slots is one copy,
+and what cannot be merged goes to the driver in one call. Several buffers keep the bus busy while
+the next chunk is packed. Loads mirror it.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from kvoffload_patch.transfer.tuning import (
     LOAD_AHEAD_BYTES,
     LOAD_AHEAD_PARTS,
     LOAD_BUFFERS,
-    LOAD_CHUNK_BYTES,
+    LOAD_PIECE_BYTES,
+    LOAD_PIECES,
     READY_BLOCKS,
     STORE_BUFFERS,
-    STORE_CHUNK_BYTES,
+    STORE_PIECE_BYTES,
 )
 
 
@@ -41,10 +43,10 @@ class _Buffer:
 
 
 class AlternatingStreams:
-    """Two streams in turn for a direction's slices, so that others' copies come in between.
+    """Two streams in turn for a direction's pieces, so that others' copies come in between.
 
     A direction's copy engine keeps to a stream for as long as that has a copy which could
-    begin, and each step's tokens or inputs would wait for all that is enqueued. A slice on another
+    begin, and each step's tokens or inputs would wait for all that is enqueued. A piece on another
     stream that waits for the one before makes it look around (scripts/bench copy_queue).
     """
 
@@ -55,7 +57,7 @@ class AlternatingStreams:
 
     @contextmanager
     def next(self, bus: Any) -> Iterator[Any]:
-        """The stream for the next slice: behind ``bus``, and ``bus`` is behind it afterwards."""
+        """The stream for the next piece: behind ``bus``, and ``bus`` is behind it afterwards."""
         self._is_aside = not self._is_aside
         if not self._is_aside:
             yield bus
@@ -72,17 +74,20 @@ class AlternatingStreams:
 class _Direction:
     """What the copies of a direction use, all of it made when the backend is opened.
 
-    ``count`` staging buffers in turn, each of ``blocks`` slot pitches, the streams of the slices,
-    and what brings block numbers to the device.
+    ``count`` staging buffers in turn, each for ``pieces`` pieces of ``blocks`` slot pitches, the
+    streams of the pieces, and what brings block numbers to the device.
     """
 
-    def __init__(self, layout: BlockLayout, nbytes: int, pitch: int, count: int) -> None:
+    def __init__(
+        self, layout: BlockLayout, piece_bytes: int, pieces: int, pitch: int, count: int
+    ) -> None:
         device = device_of(layout.device)
-        self.blocks = max(1, nbytes // pitch)
+        self.blocks = max(1, piece_bytes // pitch)
+        self.pieces = pieces
         self.turns = AlternatingStreams(device)
         self.ready_blocks = READY_BLOCKS
         self.ids = IdUploader(layout.device, layout.num_blocks, READY_BLOCKS, upload_ids)
-        size = self.blocks * pitch
+        size = pieces * self.blocks * pitch
         self._buffers = [_Buffer(size, layout.device, device) for _ in range(count)]
         self._next = 0
 
@@ -114,10 +119,10 @@ class StagedBackend:
         self._driver = driver
         self._device = device_of(layout.device)
         pitch = self._slots.pitch
-        self._stores = _Direction(layout, STORE_CHUNK_BYTES, pitch, STORE_BUFFERS)
+        self._stores = _Direction(layout, STORE_PIECE_BYTES, 1, pitch, STORE_BUFFERS)
         ahead = min(LOAD_AHEAD_BYTES, self._device.free_bytes() // LOAD_AHEAD_PARTS)
-        buffers = max(LOAD_BUFFERS, ahead // LOAD_CHUNK_BYTES)
-        self._loads = _Direction(layout, LOAD_CHUNK_BYTES, pitch, buffers)
+        buffers = max(LOAD_BUFFERS, ahead // (LOAD_PIECES * LOAD_PIECE_BYTES))
+        self._loads = _Direction(layout, LOAD_PIECE_BYTES, LOAD_PIECES, pitch, buffers)
         addresses = [*self._stores.addresses(), *self._loads.addresses()]
         self._mover = TileMover(layout, pitch, addresses)
 
@@ -129,18 +134,17 @@ class StagedBackend:
     ) -> Slices:
         """Enqueue GPU blocks to slots: each slice is a staging buffer."""
         assert streams is not None
-        blocks, own = streams.blocks, self._stores
-        for block_ids, part in self._parts(gpu_block_ids, cpu_slots, own, blocks):
+        blocks, bus, own = streams.blocks, streams.bus, self._stores
+        for block_ids, pieces in self._chunks(gpu_block_ids, cpu_slots, own, blocks):
             buffer = own.take()
             blocks.wait_event(buffer.free)
-            with self._device.on(blocks):
-                self._mover.move(True, buffer.memory, block_ids, part.first, part.num_slots)
+            self._move(True, buffer, block_ids, pieces, blocks)
             buffer.filled.record(blocks)
-            staged, slot, nbytes = self._addresses(part, buffer)
-            with own.turns.next(streams.bus) as bus:
-                bus.wait_event(buffer.filled)
-                self._driver.copy_many(slot, staged, nbytes, self._device.handle(bus))
-                buffer.free.record(bus)
+            bus.wait_event(buffer.filled)
+            for staged, slot, nbytes in self._addresses(pieces, buffer):
+                with own.turns.next(bus) as stream:
+                    self._driver.copy_many(slot, staged, nbytes, self._device.handle(stream))
+            buffer.free.record(bus)
             yield
 
     def load(
@@ -151,33 +155,50 @@ class StagedBackend:
     ) -> Slices:
         """Enqueue slots to GPU blocks: each slice is a staging buffer."""
         assert streams is not None
-        blocks, own = streams.blocks, self._loads
-        for block_ids, part in self._parts(gpu_block_ids, cpu_slots, own, blocks):
+        blocks, bus, own = streams.blocks, streams.bus, self._loads
+        for block_ids, pieces in self._chunks(gpu_block_ids, cpu_slots, own, blocks):
             buffer = own.take()
-            staged, slot, nbytes = self._addresses(part, buffer)
-            with own.turns.next(streams.bus) as bus:
-                bus.wait_event(buffer.free)
-                self._driver.copy_many(staged, slot, nbytes, self._device.handle(bus))
-                buffer.filled.record(bus)
+            bus.wait_event(buffer.free)
+            for staged, slot, nbytes in self._addresses(pieces, buffer):
+                with own.turns.next(bus) as stream:
+                    self._driver.copy_many(staged, slot, nbytes, self._device.handle(stream))
+            buffer.filled.record(bus)
             blocks.wait_event(buffer.filled)
-            with self._device.on(blocks):
-                self._mover.move(False, buffer.memory, block_ids, part.first, part.num_slots)
+            self._move(False, buffer, block_ids, pieces, blocks)
             buffer.free.record(blocks)
             yield
 
-    def _parts(
+    def _chunks(
         self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int], own: _Direction, stream: Any
-    ) -> Iterator[tuple[torch.Tensor, Part]]:
-        """Parts that fill a buffer, and the device's list of blocks that each is a part of."""
+    ) -> Iterator[tuple[torch.Tensor, Sequence[Part]]]:
+        """The pieces of each buffer, and the device's list of blocks that they are parts of."""
         for at in range(0, len(cpu_slots), own.ready_blocks):
             ready = slice(at, at + own.ready_blocks)
             ids, slots = in_slot_order(gpu_block_ids[ready], cpu_slots[ready])
             block_ids = own.ids.upload(ids, stream)
-            for part in self._slots.parts(slots, own.blocks):
-                yield block_ids, part
+            pieces = list(self._slots.parts(slots, own.blocks))
+            for first in range(0, len(pieces), own.pieces):
+                yield block_ids, pieces[first : first + own.pieces]
 
-    def _addresses(self, part: Part, buffer: _Buffer) -> tuple[Numbers, Numbers, Numbers]:
-        """Address in the buffer, address in CPU memory and bytes of each run of slots."""
-        pitch = self._slots.pitch
-        staged = buffer.address + part.at * pitch
-        return staged, self._slots.address(part.slot), part.size * pitch
+    def _move(
+        self,
+        to_flat: bool,
+        buffer: _Buffer,
+        block_ids: torch.Tensor,
+        pieces: Sequence[Part],
+        stream: Any,
+    ) -> None:
+        """Enqueue the packing, or unpacking, of a buffer's pieces."""
+        first, last = pieces[0], pieces[-1]
+        count = last.first + last.num_slots - first.first
+        with self._device.on(stream):
+            self._mover.move(to_flat, buffer.memory, block_ids, first.first, count)
+
+    def _addresses(
+        self, pieces: Sequence[Part], buffer: _Buffer
+    ) -> Iterator[tuple[Numbers, Numbers, Numbers]]:
+        """Address in the buffer, address in CPU memory and bytes of each run, piece by piece."""
+        pitch, first = self._slots.pitch, pieces[0].first
+        for piece in pieces:
+            staged = buffer.address + (piece.first - first) * pitch + piece.at * pitch
+            yield staged, self._slots.address(piece.slot), piece.size * pitch

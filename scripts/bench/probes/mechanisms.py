@@ -24,6 +24,7 @@ import random
 import statistics
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from scripts.bench.common import machine, say, write_json
@@ -33,14 +34,19 @@ MECHANISMS = (
     "deferred stores",
     "last block loaded",
     "rank asked before a step",
+    "joining early",
+    "joining into a stall",
+    "loads in pieces",
+    "staging ahead",
 )
 
 
 def switch_off(worker: Any, mechanism: str) -> str:
     """In the engine's process: switch one mechanism off, and every other one on."""
     import kvoffload_patch
-    from kvoffload_patch.integration.engine import full_prompt, workers
+    from kvoffload_patch.integration.engine import full_prompt, tier, workers
     from kvoffload_patch.transfer import engine
+    from kvoffload_patch.transfer.backends import staged
 
     undo: list[tuple[Any, str, Any]] = kvoffload_patch.__dict__.setdefault("_bench_undo", [])
     while undo:
@@ -55,10 +61,27 @@ def switch_off(worker: Any, mechanism: str) -> str:
     def end_step_at_once(self: Any, defer_stores: bool = False) -> None:
         end_step(self, False)
 
+    def free_ms_only(self: Any) -> float:
+        return self._pace.free_ms() if self._promptly else 0.0
+
+    chunks = staged.StagedBackend._chunks
+
+    def in_one_piece(self: Any, ids: Any, slots: Any, own: Any, stream: Any) -> Any:
+        whole = {"blocks": own.blocks * own.pieces, "pieces": 1}
+        return chunks(self, ids, slots, SimpleNamespace(**{**vars(own), **whole}), stream)
+
+    def one_of_two(self: Any) -> Any:
+        self._next = (self._next + 1) % 2
+        return self._buffers[self._next]
+
     targets: dict[str, tuple[Any, str, Any]] = {
         "deferred stores": (engine.CopyEngine, "end_step", end_step_at_once),
         "last block loaded": (full_prompt.FullPromptHits, "load", lambda self, *a, **k: None),
         "rank asked before a step": (workers.RankGroup, "loads_done", lambda self: 0),
+        "joining early": (tier.SchedulerTier, "_may_wait_ms", lambda self: 0.0),
+        "joining into a stall": (tier.SchedulerTier, "_may_wait_ms", free_ms_only),
+        "loads in pieces": (staged.StagedBackend, "_chunks", in_one_piece),
+        "staging ahead": (staged._Direction, "take", one_of_two),
     }
     if mechanism != "nothing":
         put(*targets[mechanism])
@@ -140,6 +163,7 @@ class Load:
             "between tokens p99": gaps[int(len(gaps) * 0.99)],
             "between tokens largest": gaps[-1],
             "first token p50": statistics.median(waits) if waits else float("nan"),
+            "first token p90": statistics.quantiles(waits, n=10)[-1] if waits[1:] else float("nan"),
         }
 
 

@@ -46,7 +46,7 @@ def test_loads_cross_one_after_the_other() -> None:
     pace, clock = stepped()
     first, second = pace.load_begins(3), pace.load_begins(2)
     assert (first, second) == (pytest.approx(100.006), pytest.approx(100.010))
-    assert pace.is_over(first, within_ms=6.5) and not pace.is_over(second, within_ms=6.5)
+    assert pace.ms_until(first) == pytest.approx(6) and pace.ms_until(second) == pytest.approx(10)
     clock.time += 1
-    assert pace.is_over(second, within_ms=0)
+    assert pace.ms_until(second) == 0
     assert pace.load_begins(1) == pytest.approx(101.002)

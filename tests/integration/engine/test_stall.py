@@ -29,3 +29,13 @@ def test_loads_under_way_are_waited_for_first_and_once() -> None:
     stall.add_inline(10)  # 50 ms
     # The other one waits for the 30 anyway; the next one does, too.
     assert stall.allows(10) and not stall.allows(11)
+
+
+def test_loads_that_the_step_waits_for_already_cross_first_and_use_the_limit_up() -> None:
+    # 4 ms of the 10 ms come after the step could begin: 2 others wait for them, 8 ms of 20.
+    stall = Stall(
+        ms_per_block=1.0, limit_ms=20, requests=2, blocks_ahead=0, free_ms=6, awaited_ms=10
+    )
+    # Each block more is waited for by 2 others, and this one waits for the 4 ms.
+    assert stall.allows(4) and not stall.allows(5)
+    assert not Stall(1.0, 20, 2, 3, 6, 10).allows(2), "there are others before it"
