@@ -21,6 +21,7 @@ FALSE = ("0", "false", "no", "off")
 LOAD_MODES = ("auto", "inline", "parked")
 EVICTIONS = ("arc", "lru")
 COPY_BACKENDS = ("auto", "staged", "torch")
+INTEGRITIES = ("off", "sample", "full")
 GIB = 1 << 30
 AUTO = "auto"
 # More than any machine has, and little enough for all arithmetic that follows.
@@ -95,6 +96,12 @@ def _copy_backend(text: str) -> str:
     return text
 
 
+def _integrity(text: str) -> str:
+    if text not in INTEGRITIES:
+        raise ValueError(text)
+    return text
+
+
 def _variable(
     name: str,
     default: T,
@@ -109,6 +116,11 @@ def _variable(
     return dataclasses.field(default=default, metadata=row)
 
 
+_INLINE_UNCHECKED = (
+    "KVOFFLOAD_LOAD_MODE is 'inline' and KVOFFLOAD_INTEGRITY is 'full', expected loads that can be"
+    " checked before a step begins; leave KVOFFLOAD_LOAD_MODE out, or set"
+    " KVOFFLOAD_INTEGRITY=sample."
+)
 _A_BOOLEAN = "one of 1/true/yes/on or 0/false/no/off"
 
 
@@ -159,6 +171,14 @@ class Settings:
         _copy_backend,
         "one of " + ", ".join(COPY_BACKENDS),
         "how a GPU's blocks are copied; auto takes the first that works",
+    )
+    integrity: str = _variable(
+        "KVOFFLOAD_INTEGRITY",
+        "sample",
+        _integrity,
+        "one of " + ", ".join(INTEGRITIES),
+        "which blocks are compared with a checksum when they are loaded: none (off), some (sample),"
+        " or all, and before a request gets them (full: loads are parked)",
     )
     log_interval: float = _variable(
         "KVOFFLOAD_LOG_INTERVAL",
@@ -230,6 +250,10 @@ class Settings:
                 values[variable.field] = read(variable, env)
             except ConfigError as error:
                 wrong.append(str(error))
+        if values.get("integrity") == "full":
+            if values.get("load_mode") == "inline":
+                wrong.append(_INLINE_UNCHECKED)
+            values["load_mode"] = "parked"
         if wrong:
             raise ConfigError(" ".join(wrong)) from None
         return cls(**values)  # type: ignore[arg-type]

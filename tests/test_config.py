@@ -35,6 +35,7 @@ def test_defaults() -> None:
         cpu_gib="auto",
         load_mode="auto",
         eviction="arc",
+        integrity="sample",
         log_interval=10.0,
         vllm_version=None,
         allow_unverified=False,
@@ -70,6 +71,16 @@ def test_the_size_is_a_number_or_left_to_the_machine(text: str, gib: object) -> 
     found = settings(CPU_GIB=text)
     assert found.cpu_gib == gib
     assert found.cpu_bytes == (None if gib == "auto" else 65536 << 30)
+
+
+def test_all_blocks_are_checked_before_a_step_reads_them() -> None:
+    assert settings(INTEGRITY="full").load_mode == "parked"
+    assert settings(INTEGRITY="sample").load_mode == "auto"
+    assert settings(INTEGRITY="sample", LOAD_MODE="inline").load_mode == "inline"
+    with pytest.raises(ConfigError, match="KVOFFLOAD_LOAD_MODE is 'inline' and .* is 'full'"):
+        settings(INTEGRITY="full", LOAD_MODE="inline")
+    with pytest.raises(ConfigError, match="KVOFFLOAD_INTEGRITY is 'some', expected one of off, "):
+        settings(INTEGRITY="some")
 
 
 def test_a_text_calls_settings_as_the_user_gave_them() -> None:

@@ -51,6 +51,7 @@ TESTED_BY = {
     "transfer/backends/base.py": "transfer/backends/test_backends.py",
     "transfer/backends/torch.py": "transfer/backends/test_backends.py",
     "transfer/backends/tiles.py": "transfer/backends/test_kernels.py",
+    "transfer/integrity.py": "transfer/backends/test_checksums.py",
 }
 
 # Tests of more than one module.
@@ -65,6 +66,7 @@ ACROSS = {
     "test_packaging.py",
     "test_unused.py",
     "transfer/backends/test_backends.py",
+    "transfer/backends/test_checksums.py",
 }
 
 # Folders of tests that do not mirror the package: what they run is all of it, or scripts/.

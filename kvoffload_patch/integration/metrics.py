@@ -23,7 +23,7 @@ DIRECTION = (("direction", (LOADS, STORES)),)
 STATES = ON, NOT_NEEDED, REFUSED, FAILED = ("on", "not_needed", "refused", "failed")
 
 # Labels of `build_info` besides the versions.
-ABOUT = ("load_mode", "eviction", "copies")
+ABOUT = ("load_mode", "eviction", "integrity", "copies")
 
 # Upper bounds of histograms of times.
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -102,6 +102,11 @@ METRICS = (
     ),
     Metric("failed_blocks", "counter", "Blocks whose copy failed.", DIRECTION),
     Metric("failed_copies", "counter", "Copies that failed, of however many blocks.", DIRECTION),
+    Metric(
+        "mismatched_copies",
+        "counter",
+        "Loads that brought other bytes than were stored, by their checksums; among failed_copies.",
+    ),
     Metric("copies", "counter", "Copies that ended, failed ones included.", DIRECTION),
     Metric(
         "copy_seconds",

@@ -216,15 +216,10 @@ class OffloadManager:
             # One that is known to be done was taken in then: it is named until a plan shows that.
             if ticket > self._links[name].done:
                 self._links[name].failed.add(ticket)
+        if result.mismatches > self.stats.mismatches:
+            self.stats.mismatches = result.mismatches
         if result.num_slots is not None:
-            self._growing = result.growing
-            if result.num_slots > self.num_slots:
-                self.num_slots = result.num_slots
-                self._slots.grow(self.num_slots)
-                more = self.num_slots - len(self._key_of)
-                self._key_of += [None] * more
-                self._store_to += [0] * more
-                self._policy.grow()
+            self._grow(result.num_slots, result.growing)
         for name, done in result.done:
             link = self._links[name]
             if done <= link.done:
@@ -268,6 +263,17 @@ class OffloadManager:
         self._slots = SlotPool(self.num_slots, reserved=held)
 
     # Inside
+
+    def _grow(self, num_slots: int, growing: bool) -> None:
+        """So many slots are usable, and more are to come or not."""
+        self._growing = growing
+        if num_slots > self.num_slots:
+            self.num_slots = num_slots
+            self._slots.grow(num_slots)
+            more = num_slots - len(self._key_of)
+            self._key_of += [None] * more
+            self._store_to += [0] * more
+            self._policy.grow()
 
     def _regroup_ended(self) -> None:
         """Put together the blocks of requests all of whose stores are done."""

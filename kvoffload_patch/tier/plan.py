@@ -66,12 +66,14 @@ class TransferResult(NamedTuple):
             same. Each is named again until a plan shows that it was taken in.
         num_slots: CPU slots usable so far, from slot 0 on; None says nothing new of them.
         growing: more of them are to come, where their number is said.
+        mismatches: loads since start that brought other bytes than were stored.
     """
 
     done: Tickets = ()
     failed: Tickets = ()
     num_slots: int | None = None
     growing: bool = False
+    mismatches: int = 0
 
     def done_on(self, link: Link) -> int:
         """The ticket up to which all of a link are done; 0 if none is."""

@@ -18,6 +18,7 @@ class TierStats:
         failed: blocks whose copy failed, in either direction.
         failed_copies: copies that failed, of however many blocks.
         failed_loads, failed_load_copies: of these, loads.
+        mismatches: loads that brought other bytes than were stored, on the rank that reports.
     """
 
     stored: int = 0
@@ -29,3 +30,4 @@ class TierStats:
     failed_copies: int = 0
     failed_loads: int = 0
     failed_load_copies: int = 0
+    mismatches: int = 0

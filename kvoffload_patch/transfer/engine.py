@@ -150,11 +150,26 @@ class CopyEngine:
                 return
             time.sleep(POLL_S)
 
+    def wait_done(self, tickets: Tickets) -> None:
+        """Sleep until these copies, which the forward pass was made to wait for, are done.
+
+        Raises:
+            TransferError: one of them is past its deadline.
+        """
+        for link, ticket in tickets:
+            while self._links[link].queue.poll() < ticket:
+                self._check_deadlines()
+                time.sleep(POLL_S)
+
+    def under_way(self, tickets: Tickets) -> Tickets:
+        """Those of them that are not known to be done."""
+        return tuple([(link, t) for link, t in tickets if t > self._links[link].queue.poll()])
+
     def failed(self, tickets: Tickets) -> tuple[Link, int, str] | None:
         """The first of these copies that has failed, and why; never waits.
 
-        A failure is known once the copy was to be enqueued, until a plan shows that the scheduler
-        has heard of it.
+        A failure is known once the copy was to be enqueued, and one of its bytes once it is done,
+        until a plan shows that the scheduler has heard of it.
         """
         for link, ticket in tickets:
             reason = self._links[link].queue.failed.get(ticket)

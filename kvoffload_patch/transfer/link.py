@@ -135,9 +135,10 @@ class LinkCopies:
         try:
             if self._wait_ready is not None:
                 self._wait_ready(max(target_ids) + 1)
-            yield from self._copy(source_ids, target_ids, streams)
+            verdict = yield from self._copy(source_ids, target_ids, streams)
         except BaseException:
             bad.update(target_ids)
             raise
         if bad:
             bad.difference_update(target_ids)
+        return verdict

@@ -11,11 +11,11 @@ from kvoffload_patch.transfer.backends.base import Slices, Streams, finish
 from kvoffload_patch.transfer.deadline import Oldest
 from kvoffload_patch.transfer.device import Device
 from kvoffload_patch.transfer.errors import TransferError, one_line
+from kvoffload_patch.transfer.integrity import Verdict
 
 Start = Callable[["Streams | None"], Slices]
 # Queues, and which of their tickets to wait for.
 Behind = Sequence[tuple["CopyQueue | SyncCopyQueue", int]]
-_NO_MORE = object()
 
 
 class _Job:
@@ -47,7 +47,8 @@ class CopyQueue:
         priority: stream priority, as `Device.new_stream` takes it.
 
     Attributes:
-        failed: what went wrong, by ticket, until it is taken away.
+        failed: what went wrong, by ticket, until it is taken away: of a copy that could not be made
+            from then on, of one whose bytes are wrong from when it is done.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class CopyQueue:
         self._lock = lock  # held while a slice is enqueued
         self._book = threading.Lock()  # held for moments: what is under way
         self._queue: deque[_Job] = deque()
-        # Last ticket, the compute before it, its end.
-        self._under_way: deque[tuple[int, Any, Any]] = deque()
+        # Last ticket, the compute before it, its end, and what to ask then.
+        self._under_way: deque[tuple[int, Any, Any, Verdict | None]] = deque()
         self._enqueued = 0  # slices so far
         self._spare: list[Any] = []
         self._done = 0
@@ -100,13 +101,16 @@ class CopyQueue:
             if not self._queue:
                 return False
             job = self._queue[0]
+            more, verdict = False, None
             try:
                 if job.slices is None:
                     job.slices = self._begin(job)
-                more = next(job.slices, _NO_MORE) is not _NO_MORE
+                next(job.slices)
+                more = True
+            except StopIteration as over:
+                verdict = over.value
             except Exception as error:  # noqa: BLE001 - the tier carries on without this copy
                 self._fail(job, error)
-                more = False
             self._enqueued += 1
             self._slice_ends[0].record(self._end)
             self._slice_ends.rotate(-1)
@@ -115,7 +119,7 @@ class CopyQueue:
                 end = self._new_event()
                 end.record(self._end)
                 with self._book:
-                    self._under_way.append((job.ticket, job.compute, end))
+                    self._under_way.append((job.ticket, job.compute, end, verdict))
             return True
 
     def has_room(self, ahead: int) -> bool:
@@ -150,7 +154,7 @@ class CopyQueue:
         """The event that no copy up to ``ticket`` is later than; None if all are done."""
         event = None
         with self._book:
-            for number, _, event in self._under_way:  # noqa: B007 - the last, or the first so far
+            for number, _, event, _ in self._under_way:  # noqa: B007 - the last, or the first so far
                 if number >= ticket:
                     break
         return event
@@ -180,7 +184,7 @@ class CopyQueue:
             while self._under_way and self._under_way[0][2].query():
                 self._retire()
             if self._under_way:
-                ticket, compute, _ = self._under_way[0]
+                ticket, compute, *_ = self._under_way[0]
                 return Oldest(ticket, self._enqueued, bool(compute.query()))
         try:
             job = self._queue[0]
@@ -222,6 +226,8 @@ class CopyQueue:
         self.streams.blocks.wait_event(job.compute)
         for other, ticket in job.behind:
             other.hold(self.streams.bus, ticket)
+            # What packs a store notes its checksums, which a load of the same slots compares.
+            other.hold(self.streams.blocks, ticket)
         return job.start(self.streams)
 
     def _fail(self, job: _Job, error: Exception) -> None:
@@ -238,8 +244,12 @@ class CopyQueue:
             return self._device.new_event()
 
     def _retire(self) -> None:
-        self._done, *events = self._under_way.popleft()
-        self._spare += events
+        ticket, compute, end, verdict = self._under_way.popleft()
+        reason = verdict() if verdict is not None else None
+        if reason is not None:
+            self.failed[ticket] = reason
+        self._done = ticket  # only now: who sees that it is done sees that it has failed
+        self._spare += (compute, end)
 
 
 class SyncCopyQueue:
@@ -254,7 +264,10 @@ class SyncCopyQueue:
     def submit(self, ticket: int, start: Start, behind: object) -> None:
         """Make a copy."""
         try:
-            finish(start(None))
+            verdict = finish(start(None))
+            reason = verdict() if verdict is not None else None
+            if reason is not None:
+                self.failed[ticket] = reason
         except Exception as error:  # noqa: BLE001 - the tier carries on without this copy
             self.failed[ticket] = one_line(error)
         self._done = ticket

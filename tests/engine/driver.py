@@ -89,7 +89,7 @@ def _start(asked: dict[str, Any]) -> Any:
     os.environ.update(release.preloaded_names())
     stage = scenarios.Stage(LLM(**engine))
     print(f"engine up after {time.monotonic() - begin:.0f} s", file=sys.stderr)
-    if any(name.startswith("TEST_FAIL_") for name in os.environ):
+    if any(name.startswith(("TEST_FAIL_", "TEST_FLIP_")) for name in os.environ):
         import failing_copies
 
         failing_copies.install()

@@ -1,6 +1,7 @@
 """Copies that fail, on the CPU device: every n-th, after having left garbage where it should copy.
 
 TEST_FAIL_LOADS and TEST_FAIL_STORES say which: ``3`` is every third. Without a variable, none.
+After every n-th store of TEST_FLIP_STORES one bit of each of its blocks is another one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,23 @@ def install() -> None:
         every = int(os.environ.get(f"TEST_FAIL_{direction.upper()}S", "0"))
         if every:
             setattr(TorchBackend, direction, _failing(direction, every))
+    if flips := int(os.environ.get("TEST_FLIP_STORES", "0")):
+        _flip_after_stores(flips)
+
+
+def _flip_after_stores(every: int) -> None:
+    as_made, calls = TorchBackend.store, 0
+
+    def store(self: TorchBackend, gpu_block_ids: Any, cpu_slots: Any, *args: Any, **kw: Any) -> Any:
+        nonlocal calls
+        yield from as_made(self, gpu_block_ids, cpu_slots, *args, **kw)
+        calls += 1
+        if calls % every == 0:
+            # The highest bit of a float's exponent, of what is attended to and not of a key, which
+            # may be attended to less then: the answer is another one.
+            self._slots[list(cpu_slots), self._slots.shape[1] // 4 * 3 + 3] ^= 0x40
+
+    TorchBackend.store = store  # type: ignore[method-assign]
 
 
 def _failing(direction: str, every: int) -> Any:

@@ -44,6 +44,31 @@ def test_stores_that_fail_are_not_read(plain, real):
     assert on["tier"]["failed"] > 0 and on["tier"]["loaded"] > 0
 
 
+FLIPS = {"TEST_FLIP_STORES": "4"}
+
+
+def test_a_flipped_bit_is_a_miss_if_all_blocks_are_checked(plain, real):
+    """A wrong answer otherwise, as the same run without checksums shows."""
+    wanted = plain["conversations"]["tokens"]
+    unchecked = real.on(["conversations"], tier={"KVOFFLOAD_INTEGRITY": "off"}, **FLIPS)
+    assert unchecked["conversations"]["tokens"] != wanted
+    assert unchecked["conversations"]["tier"]["mismatches"] == 0
+    run = real.on(["conversations"], tier={"KVOFFLOAD_INTEGRITY": "full"}, **FLIPS)
+    on = run["conversations"]
+    assert on["tokens"] == wanted
+    assert on["tier"]["mismatches"] == on["tier"]["failed_load_copies"] > 0
+    assert on["tier"]["loaded"] > 0
+    assert run.log.count("(expected the checksum that the block in CPU slot ") == 1, run.log[-3000:]
+    assert "checksums of all blocks" in run.log and "loads parked" in run.log
+
+
+def test_a_flipped_bit_in_a_load_that_its_step_reads_ends_the_engine(real):
+    run = real.on(["conversations"], tier={}, TEST_FLIP_STORES="1")
+    assert run.returncode != 0 and not run.results
+    assert "to arrive for the step that reads it, found that it failed (expected the ch" in run.log
+    assert "set KVOFFLOAD_LOAD_MODE=parked" in run.log
+
+
 @pytest.mark.parametrize(("where", "at"), [("statistics", "3"), ("plan", "60"), ("cached", "8")])
 def test_a_tier_that_raises_is_detached_and_the_engine_serves_on(plain, real, where, at):
     run = real.on(

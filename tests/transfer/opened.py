@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -19,6 +19,7 @@ from kvoffload_patch.transfer.backends.driver import Driver
 from kvoffload_patch.transfer.backends.slots import SlotMemory
 from kvoffload_patch.transfer.backends.staged import StagedBackend
 from kvoffload_patch.transfer.backends.torch import TorchBackend
+from kvoffload_patch.transfer.integrity import Verdict
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
 
@@ -52,14 +53,17 @@ class Opened:
         pad: bytes between slots (on a GPU `HostBuffer` says).
         per_piece: slots registered together (on a GPU `HostBuffer` says); 0 for all.
         seed: of the order in which fake streams go on.
+        every: one block of so many has a checksum.
     """
 
     def __init__(
         self, case: Case, name: str, device: str, chunk: int = 2, pad: int = 0,
-        per_piece: int = 0, seed: int = 0,
+        per_piece: int = 0, seed: int = 0, every: int = 0,
     ) -> None:  # fmt: skip
         self.case = case
+        self.every = every
         self.layout = case.layout()
+        self.verdict: Verdict | None = None
         self.cuda = FakeCuda(seed) if device == "cpu" else None
         self.host: HostBuffer | None = None
         if device == "cpu":
@@ -97,8 +101,10 @@ class Opened:
                     self.driver._batch = None
             else:
                 self.driver = FakeDriver(self.cuda, self.slots, per_piece)
-            return StagedBackend(self.layout, self.slots, self.driver)
-        return (Packed if name == "packed" else TorchBackend)(self.layout, self.slots)
+            return StagedBackend(self.layout, self.slots, self.driver, self.every)
+        if name == "packed":
+            return Packed(self.layout, self.slots)
+        return TorchBackend(self.layout, self.slots, self.every)
 
     def _new_streams(self) -> Streams | None:
         if self.cuda is None:
@@ -106,12 +112,16 @@ class Opened:
         return Streams(self.cuda.new_stream(), self.cuda.new_stream())
 
     def enqueue(self, start: Callable[..., Slices], ids: list[int], slots: list[int]) -> int:
-        """Returns the number of slices."""
-        slices = start(ids, slots, streams=self.streams)
-        if self.cuda is None:
-            return len(list(slices))
-        with self.cuda:
-            return len(list(slices))
+        """Returns the number of slices; keeps the verdict."""
+        with self.cuda or nullcontext():
+            slices, count = start(ids, slots, streams=self.streams), 0
+            while True:
+                try:
+                    next(slices)
+                except StopIteration as end:
+                    self.verdict = end.value
+                    return count
+                count += 1
 
     def store(self, ids: list[int], slots: list[int]) -> int:
         return self.enqueue(self.backend.store, ids, slots)

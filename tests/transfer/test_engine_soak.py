@@ -54,7 +54,7 @@ def test_the_cpu_device(build: Build) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_two_ranks_on_fake_streams(build: Build, seed: int, chance: float) -> None:
     """Only the first rank reports; the other one is later or earlier, and fails by itself."""
-    ranks = [build("fake", "staged", seed=10 * seed + i, chunk=2 + i) for i in range(2)]
+    ranks = [build("fake", "staged", seed=10 * seed + i, chunk=2 + i, every=seed) for i in range(2)]
     for rank in ranks:
         rank.backend.chance = chance
     traffic = Traffic(ranks, seed)
@@ -64,11 +64,45 @@ def test_two_ranks_on_fake_streams(build: Build, seed: int, chance: float) -> No
         assert bool(rank.failed) == bool(chance)
 
 
+def run_with_flips(traffic: Traffic, moves: int) -> None:
+    """A bit of some slot changes in every other step."""
+    as_made = traffic.step
+
+    def step() -> None:
+        as_made()
+        for rank in traffic.ranks:
+            if rank.random.random() < 0.5:
+                rank.flip()
+
+    traffic.step = step  # type: ignore[method-assign]
+    traffic.run(moves)
+
+
+def saw_flips(traffic: Traffic) -> None:
+    for rank in traffic.ranks:
+        assert rank.failed
+        assert rank.backend.checksums.mismatches >= len(rank.failed) > 0
+
+
+def test_flipped_bits_on_the_cpu_device(build: Build) -> None:
+    traffic = Traffic([build("host", "torch", seed=4, every=1)], seed=4)
+    run_with_flips(traffic, 500)
+    saw_flips(traffic)
+
+
+@interpreted
+def test_flipped_bits_on_fake_streams(build: Build) -> None:
+    """No load that brings other bytes counts as done, on whichever rank."""
+    traffic = Traffic([build("fake", "staged", seed=i, every=1) for i in range(2)], seed=0)
+    run_with_flips(traffic, 100)
+    saw_flips(traffic)
+
+
 @interpreted
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_no_step_takes_memory(build: Build, chunk: int) -> None:
     """From plan to driver: or a load that is promised would fail because the device is full."""
-    rank = build("fake", "staged", seed=chunk, chunk=chunk)
+    rank = build("fake", "staged", seed=chunk, chunk=chunk, every=chunk // 3)
     refused = NoAllocations(rank.cuda)
     for name in ("begin_step", "end_step", "poll"):
         setattr(rank.engine, name, refused.guard(getattr(rank.engine, name)))
@@ -82,9 +116,17 @@ def test_no_step_takes_memory(build: Build, chunk: int) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
+def test_flipped_bits_on_a_device(build: Build) -> None:
+    traffic = Traffic([build("cuda", "staged", chunk=7, seed=5, every=1)], seed=5, most=24)
+    run_with_flips(traffic, 20_000)
+    saw_flips(traffic)
+
+
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize(("backend", "moves"), [("staged", 100_000), ("torch", 30_000)])
 def test_a_device(build: Build, backend: str, moves: int) -> None:
-    machine = build("cuda", backend, chunk=7)
+    machine = build("cuda", backend, chunk=7, every=1 if backend == "staged" else 0)
 
     def delay(stream: Any) -> None:
         with torch.cuda.stream(stream):

@@ -119,7 +119,8 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
         cpu_bytes = engine_bytes(vllm_config, settings)
         _rehearse(scheduler, hooks, settings)
         how = settings.copy_backend, settings.canary_fault_rank
-        ranks.open(cpu_bytes, *how, engines=num_engines(vllm_config))
+        engines = num_engines(vllm_config)
+        ranks.open(cpu_bytes, *how, engines=engines, integrity=settings.integrity)
         manager = OffloadManager(ranks.num_usable, POLICIES[settings.eviction], ranks.growing)
         breaker = connect(scheduler, hooks, manager, ranks, settings)
     except BaseException:
@@ -132,7 +133,7 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
         settings.load_mode, ranks.load_ms_per_block, ranks.copies,
     )  # fmt: skip
     about = {"load_mode": settings.load_mode, "eviction": settings.eviction}
-    about["copies"] = ranks.copies
+    about |= {"integrity": settings.integrity, "copies": ranks.copies}
     metrics.begin(engine_core, breaker, manager, ranks.block_bytes, about)
 
 

@@ -292,6 +292,7 @@ class Reporter:
         yield "failed_blocks", (STORES,), stats.failed - loads[0]
         yield "failed_copies", (LOADS,), loads[1]
         yield "failed_copies", (STORES,), stats.failed_copies - loads[1]
+        yield "mismatched_copies", (), stats.mismatches
         for direction, link in _LINKS.items():
             yield "copies", (direction,), self._times.ended[direction]
             yield "queued_copies", (direction,), manager.num_under_way(link)

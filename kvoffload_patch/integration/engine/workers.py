@@ -50,6 +50,7 @@ class RankGroup:
         backend: str = "auto",
         canary_fault_rank: int = -1,
         engines: int = 1,
+        integrity: str = "off",
     ) -> None:
         """Divide ``cpu_bytes`` over the ranks and open the tier on every one.
 
@@ -58,6 +59,7 @@ class RankGroup:
             backend: how blocks are copied.
             canary_fault_rank: the rank whose check is made to fail.
             engines: of the server, which share what a host can give.
+            integrity: which blocks have checksums.
 
         Raises:
             TierRefused: naming every rank that cannot take part, and why. Some ranks may have taken
@@ -79,7 +81,7 @@ class RankGroup:
         _check_size(hosts, cpu_bytes, self.num_slots, slot_bytes)
         self.size = f"{self.num_slots * slot_bytes / GIB:.2f} GiB over all ranks{why}"
         with self._board([r.rank for r in ranks]) as board:
-            how = self.num_slots, backend, canary_fault_rank, board
+            how = self.num_slots, backend, canary_fault_rank, board, integrity
             opened = self._call(worker_side.open_rank, *how, timeout_s=OPEN_TIMEOUT_S)
         _refuse_errors(opened, "failed to open the CPU tier")
         self.num_usable = min(r.num_ready for r in opened)

@@ -46,7 +46,7 @@ def begin_early(runner: Any) -> Callable[[], None]:
             setattr(runner, EARLY, _begin(runner, nbytes))
             compiling = threading.Thread(
                 target=_compile_kernels,
-                args=(runner.device,),
+                args=(runner.device, Settings.from_env().integrity),
                 name="kvoffload-compile",
                 daemon=True,
             )
@@ -102,14 +102,15 @@ def _nothing() -> None:
     """There is nothing to wait for."""
 
 
-def _compile_kernels(device: Any) -> None:
+def _compile_kernels(device: Any, integrity: str) -> None:
     try:
         from kvoffload_patch.transfer.backends.tiles import warm_up
         from kvoffload_patch.transfer.device import device_of
+        from kvoffload_patch.transfer.integrity import EVERY
 
         on = device_of(device)
         on.use()
-        warm_up(device)
+        warm_up(device, EVERY[integrity])
         on.synchronize()
     except Exception as error:  # noqa: BLE001 - found again when a copy backend is opened
         logger.debug("kvoffload_patch: no kernel compiled in advance: %s", error)

@@ -82,6 +82,7 @@ def open_rank(
     backend: str = "auto",
     canary_fault_rank: int = -1,
     board: SlotCountsAddress | None = None,
+    integrity: str = "off",
 ) -> RankOpened:
     """Allocate the slots, prove one block's round trip, and take part from the next step on."""
     who = {"rank": worker.rank, "pid": os.getpid()}
@@ -93,6 +94,7 @@ def open_rank(
             fault=worker.rank == canary_fault_rank,
             alone=worker.vllm_config.parallel_config.world_size == 1,
             board=SlotCounts(board, worker.rank) if board is not None else None,
+            integrity=integrity,
         )
         setattr(worker.model_runner, TIER, tier)
         return RankOpened(

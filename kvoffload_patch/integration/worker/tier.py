@@ -34,6 +34,7 @@ class RankTier:
         fault: make the canary fail.
         alone: this is the only rank, so what it can use is what all can.
         board: what several ranks share; without one they wait here until no rank grows any more.
+        integrity: which blocks have checksums. If all, no step begins before its loads are checked.
 
     Raises:
         TransferError: the layout, the memory, the copy backend or the canary.
@@ -47,15 +48,18 @@ class RankTier:
         fault: bool = False,
         alone: bool = True,
         board: SlotCounts | None = None,
+        integrity: str = "off",
     ) -> None:
         from kvoffload_patch.transfer.backends.choose import choose_backend
         from kvoffload_patch.transfer.backends.slots import SlotMemory
         from kvoffload_patch.transfer.canary import run_canary
         from kvoffload_patch.transfer.engine import CopyEngine
+        from kvoffload_patch.transfer.integrity import FULL
 
         self._board = board
         self._promised: Tickets = ()
-        self._warned: set[Link] = set()
+        self._checks_first = integrity == FULL
+        self._warned: set[tuple[Link, bool]] = set()
         self._runner = runner
         layout = block_layout(runner)
         self._tensor = kv_tensors(runner)[0][0]
@@ -71,9 +75,10 @@ class RankTier:
             ready = self._host.wait_up_to(measured)
             slots = SlotMemory(self._host.slots, self._host.slots_per_piece)
             with self._host.quiet():
-                chosen = choose_backend(layout, slots, ready, backend)
+                chosen = choose_backend(layout, slots, ready, backend, integrity)
                 run_canary(layout, chosen.backend, slot=ready - 1, fault=fault)
             self.load_ms_per_block, self.copies = chosen.load_ms_per_block, chosen.report
+            self._checksums = chosen.backend.checksums
             self._engine = CopyEngine(layout, chosen.backend, self._host.wait_ready)
         except BaseException:
             self._host.close()
@@ -110,9 +115,13 @@ class RankTier:
         tokens = step.total_num_scheduled_tokens
         self._idle = tokens == 0
         self._host_bound = len(step.num_scheduled_tokens) < tokens <= SHORT_STEP_TOKENS
-        self._promised = plan.promised if plan is not None else ()
+        if plan is not None:
+            self._promised += plan.promised
         self._check_promised()  # what has failed before; the plan may show it as taken in
         self._engine.begin_step(plan)
+        if self._promised and self._checks_first:
+            # The rank that reported them has them; this one may be behind.
+            self._engine.wait_done(self._promised)
         self._check_promised()
 
     def end_step(self, output: Any) -> Any:
@@ -126,8 +135,10 @@ class RankTier:
             self._say_growth_is_over()
         progress = self._engine.poll()
         if progress.failed:
+            self._check_promised()
             self._warn_of_failures(progress.failed)
-        return copy_output(output, TransferResult(*progress, *self._usable_slots()))
+        result = TransferResult(*progress, *self._usable_slots(), self._checksums.mismatches)
+        return copy_output(output, result)
 
     def drain(self) -> None:
         """Return when every copy is done."""
@@ -139,7 +150,8 @@ class RankTier:
         Raises:
             RuntimeError: a load that is promised has failed.
         """
-        self._promised = plan.promised if plan is not None else ()
+        if plan is not None:
+            self._promised += plan.promised
         self._check_promised()
         self._engine.begin_step(plan)
         self._engine.drain()
@@ -152,10 +164,14 @@ class RankTier:
         self._host.close()
 
     def _check_promised(self) -> None:
-        """A step that reads a load which has failed must not give any token away."""
+        """A step that reads a load which has failed must not give any token away.
+
+        Bytes that are wrong are known once the load is done: a promise is kept in mind until then.
+        """
         if not self._promised:
             return
-        found = self._engine.failed(self._promised)
+        promised, self._promised = self._promised, self._engine.under_way(self._promised)
+        found = self._engine.failed(promised)
         if found is not None:
             (source, target), ticket, reason = found
             raise RuntimeError(
@@ -166,11 +182,13 @@ class RankTier:
             )
 
     def _warn_of_failures(self, failed: Tickets) -> None:
-        """Say why a copy failed, for the first one of each direction."""
+        """Say why a copy failed: the first of each direction, and the first with wrong bytes."""
+        wrong_bytes = self._checksums.mismatches > 0
         for link, ticket in failed:
-            found = None if link in self._warned else self._engine.failed(((link, ticket),))
+            kind = link, wrong_bytes
+            found = None if kind in self._warned else self._engine.failed(((link, ticket),))
             if found is not None:
-                self._warned.add(link)
+                self._warned.add(kind)
                 logger.warning(
                     "kvoffload_patch: copy %d from %s to %s has failed (%s); its blocks are "
                     "recomputed when they are needed, and further failures from %s to %s are only "

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from kvoffload_patch.transfer.device import device_of
+from kvoffload_patch.transfer.errors import TransferError
+from kvoffload_patch.transfer.integrity import Checksums, Verdict
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,9 @@ class Streams:
     bus: Any
 
 
-# Enqueues a copy slice by slice, one for each `next`; see `CopyBackend`.
-Slices = Iterator[None]
+# Enqueues a copy slice by slice, one for each `next`; see `CopyBackend`. What it returns at its
+# end is to be asked once the copy is done, if it is anything.
+Slices = Generator[None, None, "Verdict | None"]
 
 
 class CopyBackend(Protocol):
@@ -42,11 +45,17 @@ class CopyBackend(Protocol):
     everything on ``streams.bus``. A backend for the CPU device copies at once, and ignores the
     streams.
 
+    A load whose bytes are compared with checksums returns a verdict, as the value of its generator.
+
     Attributes:
         name: as users choose it.
+        checksums: of the slots.
     """
 
     name: str
+
+    @property
+    def checksums(self) -> Checksums: ...
 
     def load(
         self,
@@ -65,10 +74,14 @@ class CopyBackend(Protocol):
         """GPU blocks to CPU slots."""
 
 
-def finish(slices: Slices) -> None:
-    """Enqueue all that is left of a copy."""
-    for _ in slices:
-        pass
+def finish(slices: Slices) -> Verdict | None:
+    """Enqueue all that is left of a copy; what to ask once it is done."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            verdict: Verdict | None = end.value
+            return verdict
 
 
 def new_streams(device: torch.device) -> Streams | None:
@@ -78,10 +91,18 @@ def new_streams(device: torch.device) -> Streams | None:
 
 
 def copy_now(device: torch.device, start: Callable[[], Slices]) -> float:
-    """Make a copy and wait for it; the seconds it took. For start-up and tests."""
+    """Make a copy and wait for it; the seconds it took. For start-up and tests.
+
+    Raises:
+        TransferError: what was loaded is not what was stored.
+    """
     on = device_of(device)
     on.synchronize()
     begin = time.perf_counter()
-    finish(start())
+    verdict = finish(start())
     on.synchronize()
-    return time.perf_counter() - begin
+    took = time.perf_counter() - begin
+    reason = verdict() if verdict is not None else None
+    if reason is not None:
+        raise TransferError(f"{reason}.")
+    return took

@@ -10,6 +10,7 @@ from kvoffload_patch.transfer.backends.slots import SlotMemory
 from kvoffload_patch.transfer.backends.torch import TorchBackend
 from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.errors import TransferError, one_line
+from kvoffload_patch.transfer.integrity import EVERY, FULL, OFF, in_words
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.tuning import TIMED_BYTES, TIMED_REPEATS
 
@@ -30,7 +31,11 @@ class Chosen(NamedTuple):
 
 
 def choose_backend(
-    layout: BlockLayout, slots: SlotMemory, num_slots: int, choice: str = "auto"
+    layout: BlockLayout,
+    slots: SlotMemory,
+    num_slots: int,
+    choice: str = "auto",
+    integrity: str = OFF,
 ) -> Chosen:
     """Open a backend, and measure it; ``auto`` takes the first that works.
 
@@ -40,25 +45,28 @@ def choose_backend(
         layout: whose first blocks are moved; none is in use yet.
         slots: the CPU slots; the first ``num_slots`` are usable, and lose what they hold.
         choice: one of `NAMES`, or ``auto``.
+        integrity: which blocks have checksums, as `integrity.EVERY` names it.
 
     Raises:
         TransferError: the backend asked for does not work here, or none does.
     """
     if device_of(layout.device).is_host:
-        on_cpu = TorchBackend(layout, slots)
+        on_cpu = TorchBackend(layout, slots, EVERY[integrity])
         load_ms = _measure(layout, on_cpu, num_slots).load
-        return Chosen(on_cpu, load_ms, "copies torch (the CPU device)")
+        said = f"copies torch (the CPU device){in_words(EVERY[integrity])}"
+        return Chosen(on_cpu, load_ms, said)
     names = NAMES if choice == "auto" else (choice,)
     reasons: list[str] = []
     for name in names:
         try:
-            backend = _OPEN[name](layout, slots)
+            backend = _OPEN[name](layout, slots, integrity)
             speed = _measure(layout, backend, num_slots)
         except Exception as error:  # noqa: BLE001 - another one may work
             reasons.append(f"{name} does not work here ({one_line(error)})")
             continue
         said = "; ".join([speed.in_words(layout.block_bytes), *reasons])
-        return Chosen(backend, speed.load, f"copies {name} ({said})")
+        words = in_words(backend.checksums.every)
+        return Chosen(backend, speed.load, f"copies {name} ({said}){words}")
     raise TransferError(f"expected a copy backend that works, found none: {'; '.join(reasons)}.")
 
 
@@ -95,13 +103,23 @@ def _measure(layout: BlockLayout, backend: CopyBackend, num_slots: int) -> _Spee
     return _Speed(store, load)
 
 
-def _staged(layout: BlockLayout, slots: SlotMemory) -> CopyBackend:
+def _staged(layout: BlockLayout, slots: SlotMemory, integrity: str) -> CopyBackend:
     from kvoffload_patch.transfer.backends.staged import StagedBackend
 
-    return StagedBackend(layout, slots, device_of(layout.device).copier())
+    return StagedBackend(layout, slots, device_of(layout.device).copier(), EVERY[integrity])
 
 
-_OPEN: dict[str, Callable[[BlockLayout, SlotMemory], CopyBackend]] = {
+def _torch(layout: BlockLayout, slots: SlotMemory, integrity: str) -> CopyBackend:
+    # Its operations would need memory for checksums, which no copy may take.
+    if integrity == FULL:
+        raise TransferError(
+            "it makes no checksums on this device; use KVOFFLOAD_COPY_BACKEND=staged, or set "
+            "KVOFFLOAD_INTEGRITY=off"
+        )
+    return TorchBackend(layout, slots)
+
+
+_OPEN: dict[str, Callable[[BlockLayout, SlotMemory, str], CopyBackend]] = {
     "staged": _staged,
-    "torch": TorchBackend,
+    "torch": _torch,
 }

@@ -8,6 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvoffload_patch.transfer.integrity import MIX, PLACE
+
+COUNT_BITS = 16  # of the tiles of a block
+
 
 @triton.jit(do_not_specialize=("first", "count"))  # type: ignore[untyped-decorator]
 def copy_ids(source, target, first, count, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -18,35 +22,91 @@ def copy_ids(source, target, first, count, SIZE: tl.constexpr):  # type: ignore[
 
 
 # A number that changes from call to call must not make a new kernel: that costs a compilation.
-_PLAIN = ("num_blocks", "first_block", "num_tiles", "flat_pitch")
+_PLAIN = (
+    "num_blocks", "first_block", "num_tiles", "flat_pitch", "first_slot", "first_stored",
+)  # fmt: skip
+_PLACE = tl.constexpr(PLACE)
+_MIX = tl.constexpr(MIX)
+# Of a sum so many low bits count the tiles that are in it; the others are the checksum.
+_COUNT_BITS = tl.constexpr(COUNT_BITS)
+_COUNT = tl.constexpr((1 << COUNT_BITS) - 1)
+
+
+@triton.jit
+def _add_tile(words, begin, places, total, num_tiles):  # type: ignore[no-untyped-def]
+    """Add a tile to the total of its block; the checksum if it is the last one, or 0.
+
+    The number of tiles is in a checksum, so none is 0.
+    """
+    mixed = (words.to(tl.int64) ^ (begin * _PLACE + places)) * _MIX
+    mixed = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
+    part = (tl.sum(mixed, axis=0) << _COUNT_BITS) + 1
+    added = tl.atomic_add(total, part) + part
+    checksum = tl.where((added & _COUNT) == num_tiles, added, 0)
+    if checksum != 0:
+        tl.store(total, 0)
+    return checksum
+
+
+@triton.jit
+def _note(words, begin, places, total, num_tiles, checksum):  # type: ignore[no-untyped-def]
+    """A tile is stored: once all of its block are, write the checksum."""
+    found = _add_tile(words, begin, places, total, num_tiles)
+    if found != 0:
+        tl.store(checksum, found)
+
+
+@triton.jit
+def _compare(  # type: ignore[no-untyped-def]
+    words, begin, places, total, num_tiles, checksum, slot, verdict, ALL: tl.constexpr
+):  # fmt: skip
+    """A tile is loaded: once all of its block are, say whether the checksum is another one."""
+    noted = tl.load(checksum)
+    if ALL or (noted != 0):
+        found = _add_tile(words, begin, places, total, num_tiles)
+        if (found != 0) and (found != noted):
+            tl.store(verdict, slot + 1)
 
 
 @triton.jit(do_not_specialize=_PLAIN)  # type: ignore[untyped-decorator]
-def move_tiles(  # type: ignore[no-untyped-def] # Triton's own values
+def move_tiles(  # type: ignore[no-untyped-def] # noqa: C901 - most of it decided at compile time
     rows, flat, tiles, block_ids, num_blocks, first_block, num_tiles, flat_pitch,
+    first_slot, first_stored, sums, totals, verdict,
     TO_FLAT: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
+    EVERY: tl.constexpr,
 ):  # fmt: skip
     """Copy ``num_tiles`` tiles of ``num_blocks`` blocks; all sizes and offsets are in words.
+
+    Checksums are made of what is copied anyway. Each tile adds its part and 1 to its block's total
+    in one go; whoever finds by that 1 that it is the last one has the checksum.
 
     Args:
         rows: any address; tiles are given relative to it.
         flat: the k-th block of the call has the entry that begins at ``k * flat_pitch``.
         tiles: ``int64 [*, 4]``: offset from ``rows`` in block 0, stride over blocks, offset in
             a slot, words.
-        block_ids: ``int64 [*]``; the blocks of this call begin at ``first_block``.
+        block_ids: ``int64 [*]``; the blocks of this call begin at ``first_block``, their slots at
+            ``first_slot``.
         TO_FLAT: rows to flat, or flat to rows.
         ALIGN: a power of two that divides every offset, stride and pitch.
         WHOLE: whether every tile has TILE words.
+        EVERY: one block of so many has a checksum; 0 for none, where what follows is not used.
+        first_stored: the number of the first block stored, of which EVERY divides some.
+        sums: ``int64``, for each slot its checksum, or 0.
+        totals: ``int64``, one for each block of the call; 0 before it and after it.
+        verdict: ``int64``: where to write a slot that does not match, counted from 1.
     """
     # Packed bytes and their rows are not read again soon. Left in the device's cache, they slow
     # copies of 256 KiB at a time down by 6 % (docs/performance.md).
     index = tl.arange(0, TILE)
+    places = index.to(tl.int64) * _PLACE
     for item in range(tl.program_id(0), num_blocks * num_tiles, tl.num_programs(0)):
         block = item // num_tiles
         tile = tiles + (item % num_tiles) * 4
         entry = block.to(tl.int64)
+        in_slot = tl.load(tile + 2)
         in_rows = tl.load(tile) + tl.load(block_ids + first_block + block) * tl.load(tile + 1)
-        in_flat = entry * flat_pitch + tl.load(tile + 2)
+        in_flat = entry * flat_pitch + in_slot
         row = rows + tl.multiple_of(in_rows, ALIGN) + index
         packed = flat + tl.multiple_of(in_flat, ALIGN) + index
         if WHOLE:
@@ -54,11 +114,22 @@ def move_tiles(  # type: ignore[no-untyped-def] # Triton's own values
                 words = tl.load(row, eviction_policy="evict_first")
                 tl.store(packed, words, eviction_policy="evict_first")
             else:
-                tl.store(row, tl.load(packed))
+                words = tl.load(packed)
+                tl.store(row, words)
         else:
             inside = index < tl.multiple_of(tl.load(tile + 3), ALIGN)
             if TO_FLAT:
-                words = tl.load(row, mask=inside, eviction_policy="evict_first")
+                words = tl.load(row, mask=inside, other=0, eviction_policy="evict_first")
                 tl.store(packed, words, mask=inside, eviction_policy="evict_first")
             else:
-                tl.store(row, tl.load(packed, mask=inside), mask=inside)
+                words = tl.load(packed, mask=inside, other=0)
+                tl.store(row, words, mask=inside)
+        if EVERY:
+            slot = tl.load(block_ids + first_slot + block)
+            if not TO_FLAT:
+                _compare(words, in_slot, places, totals + block, num_tiles, sums + slot, slot,
+                         verdict, EVERY == 1)  # fmt: skip
+            elif (first_stored + block) % EVERY == 0:
+                _note(words, in_slot, places, totals + block, num_tiles, sums + slot)
+            elif item % num_tiles == 0:
+                tl.store(sums + slot, 0)

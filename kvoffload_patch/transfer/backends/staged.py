@@ -3,7 +3,8 @@
 A chunk of blocks is packed into a staging buffer at memory speed by one kernel, and crosses the bus
 in pieces, between which others' copies find their turn: each run of neighbouring slots is one copy,
 and what cannot be merged goes to the driver in one call. Several buffers keep the bus busy while
-the next chunk is packed. Loads mirror it.
+the next chunk is packed. Loads mirror it. The kernel makes and compares checksums of what it
+moves.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvoffload_patch.transfer.backends.base import Slices, Streams
 from kvoffload_patch.transfer.backends.driver import Driver
 from kvoffload_patch.transfer.backends.ids import IdUploader
 from kvoffload_patch.transfer.backends.slots import Numbers, Part, SlotMemory, in_slot_order
-from kvoffload_patch.transfer.backends.tiles import TileMover, upload_ids
+from kvoffload_patch.transfer.backends.tiles import Check, TileMover, upload_ids
 from kvoffload_patch.transfer.device import Device, device_of
+from kvoffload_patch.transfer.integrity import Checksums, Verdicts
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.tuning import (
     LOAD_AHEAD_BYTES,
@@ -75,18 +78,30 @@ class _Direction:
     """What the copies of a direction use, all of it made when the backend is opened.
 
     ``count`` staging buffers in turn, each for ``pieces`` pieces of ``blocks`` slot pitches, the
-    streams of the pieces, and what brings block numbers to the device.
+    streams of the pieces, and what brings block numbers to the device, beside those of their slots
+    where there are checksums. ``totals`` are of the buffer that is packed or unpacked.
     """
 
     def __init__(
-        self, layout: BlockLayout, piece_bytes: int, pieces: int, pitch: int, count: int
+        self,
+        layout: BlockLayout,
+        piece_bytes: int,
+        pieces: int,
+        pitch: int,
+        count: int,
+        checked: bool,
     ) -> None:
         device = device_of(layout.device)
         self.blocks = max(1, piece_bytes // pitch)
         self.pieces = pieces
         self.turns = AlternatingStreams(device)
         self.ready_blocks = READY_BLOCKS
-        self.ids = IdUploader(layout.device, layout.num_blocks, READY_BLOCKS, upload_ids)
+        numbers = 2 if checked else 1  # of each block
+        self.ids = IdUploader(
+            layout.device, numbers * layout.num_blocks, numbers * READY_BLOCKS, upload_ids
+        )
+        totals = pieces * self.blocks if checked else 0
+        self.totals = torch.zeros(totals, dtype=torch.int64, device=layout.device)
         size = pieces * self.blocks * pitch
         self._buffers = [_Buffer(size, layout.device, device) for _ in range(count)]
         self._next = 0
@@ -107,24 +122,31 @@ class StagedBackend:
         layout: the KV tensors' rows.
         slots: in CPU memory registered with the driver.
         driver: makes the copies.
+        every: one block of so many has a checksum; 0 for none.
 
     Raises:
         torch.OutOfMemoryError: no room for the staging buffers; later copies take no memory.
+        TransferError: blocks are too large for checksums.
     """
 
     name = "staged"
 
-    def __init__(self, layout: BlockLayout, slots: SlotMemory, driver: Driver) -> None:
+    def __init__(
+        self, layout: BlockLayout, slots: SlotMemory, driver: Driver, every: int = 0
+    ) -> None:
         self._slots = slots
         self._driver = driver
         self._device = device_of(layout.device)
-        pitch = self._slots.pitch
-        self._stores = _Direction(layout, STORE_PIECE_BYTES, 1, pitch, STORE_BUFFERS)
+        pitch, checked = self._slots.pitch, every > 0
+        self._stores = _Direction(layout, STORE_PIECE_BYTES, 1, pitch, STORE_BUFFERS, checked)
         ahead = min(LOAD_AHEAD_BYTES, self._device.free_bytes() // LOAD_AHEAD_PARTS)
         buffers = max(LOAD_BUFFERS, ahead // (LOAD_PIECES * LOAD_PIECE_BYTES))
-        self._loads = _Direction(layout, LOAD_PIECE_BYTES, LOAD_PIECES, pitch, buffers)
+        self._loads = _Direction(layout, LOAD_PIECE_BYTES, LOAD_PIECES, pitch, buffers, checked)
         addresses = [*self._stores.addresses(), *self._loads.addresses()]
-        self._mover = TileMover(layout, pitch, addresses)
+        self.checksums = Checksums(slots.slots.shape[0] if checked else 0, layout.device, every)
+        self._mover = TileMover(layout, pitch, addresses, self.checksums if checked else None)
+        # A load under way has GPU blocks of its own.
+        self._verdicts = Verdicts(self.checksums, layout.num_blocks + 1 if checked else 0)
 
     def store(
         self,
@@ -135,10 +157,12 @@ class StagedBackend:
         """Enqueue GPU blocks to slots: each slice is a staging buffer."""
         assert streams is not None
         blocks, bus, own = streams.blocks, streams.bus, self._stores
-        for block_ids, pieces in self._chunks(gpu_block_ids, cpu_slots, own, blocks):
+        for block_ids, slots_at, pieces in self._chunks(gpu_block_ids, cpu_slots, own, blocks):
             buffer = own.take()
             blocks.wait_event(buffer.free)
-            self._move(True, buffer, block_ids, pieces, blocks)
+            stored = self.checksums.next_stored(_count(pieces))
+            check = Check(slots_at + pieces[0].first, stored, own.totals)
+            self._move(True, buffer, block_ids, pieces, blocks, check)
             buffer.filled.record(blocks)
             bus.wait_event(buffer.filled)
             for staged, slot, nbytes in self._addresses(pieces, buffer):
@@ -146,6 +170,7 @@ class StagedBackend:
                     self._driver.copy_many(slot, staged, nbytes, self._device.handle(stream))
             buffer.free.record(bus)
             yield
+        return None
 
     def load(
         self,
@@ -154,9 +179,27 @@ class StagedBackend:
         streams: Streams | None = None,
     ) -> Slices:
         """Enqueue slots to GPU blocks: each slice is a staging buffer."""
+        if not self.checksums.every:
+            yield from self._load(gpu_block_ids, cpu_slots, streams, None)
+            return None
+        finds, verdict, give_up = self._verdicts.begin()
+        try:
+            yield from self._load(gpu_block_ids, cpu_slots, streams, finds)
+        except BaseException:
+            give_up()
+            raise
+        return verdict
+
+    def _load(
+        self,
+        gpu_block_ids: Sequence[int],
+        cpu_slots: Sequence[int],
+        streams: Streams | None,
+        finds: torch.Tensor | None,
+    ) -> Iterator[None]:
         assert streams is not None
         blocks, bus, own = streams.blocks, streams.bus, self._loads
-        for block_ids, pieces in self._chunks(gpu_block_ids, cpu_slots, own, blocks):
+        for block_ids, slots_at, pieces in self._chunks(gpu_block_ids, cpu_slots, own, blocks):
             buffer = own.take()
             bus.wait_event(buffer.free)
             for staged, slot, nbytes in self._addresses(pieces, buffer):
@@ -164,21 +207,26 @@ class StagedBackend:
                     self._driver.copy_many(staged, slot, nbytes, self._device.handle(stream))
             buffer.filled.record(bus)
             blocks.wait_event(buffer.filled)
-            self._move(False, buffer, block_ids, pieces, blocks)
+            check = Check(slots_at + pieces[0].first, 0, own.totals, finds)
+            self._move(False, buffer, block_ids, pieces, blocks, check)
             buffer.free.record(blocks)
             yield
 
     def _chunks(
         self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int], own: _Direction, stream: Any
-    ) -> Iterator[tuple[torch.Tensor, Sequence[Part]]]:
-        """The pieces of each buffer, and the device's list of blocks that they are parts of."""
+    ) -> Iterator[tuple[torch.Tensor, int, Sequence[Part]]]:
+        """The pieces of each buffer, and the device's list of blocks that they are parts of.
+
+        Their slots follow in that list, from the number in between on, where there are checksums.
+        """
         for at in range(0, len(cpu_slots), own.ready_blocks):
             ready = slice(at, at + own.ready_blocks)
             ids, slots = in_slot_order(gpu_block_ids[ready], cpu_slots[ready])
-            block_ids = own.ids.upload(ids, stream)
+            numbers = np.concatenate((ids, slots)) if self.checksums.every else ids
+            block_ids = own.ids.upload(numbers, stream)
             pieces = list(self._slots.parts(slots, own.blocks))
             for first in range(0, len(pieces), own.pieces):
-                yield block_ids, pieces[first : first + own.pieces]
+                yield block_ids, len(ids), pieces[first : first + own.pieces]
 
     def _move(
         self,
@@ -187,12 +235,12 @@ class StagedBackend:
         block_ids: torch.Tensor,
         pieces: Sequence[Part],
         stream: Any,
+        check: Check,
     ) -> None:
         """Enqueue the packing, or unpacking, of a buffer's pieces."""
-        first, last = pieces[0], pieces[-1]
-        count = last.first + last.num_slots - first.first
+        first, count = pieces[0].first, _count(pieces)
         with self._device.on(stream):
-            self._mover.move(to_flat, buffer.memory, block_ids, first.first, count)
+            self._mover.move(to_flat, buffer.memory, block_ids, first, count, check)
 
     def _addresses(
         self, pieces: Sequence[Part], buffer: _Buffer
@@ -202,3 +250,8 @@ class StagedBackend:
         for piece in pieces:
             staged = buffer.address + (piece.first - first) * pitch + piece.at * pitch
             yield staged, self._slots.address(piece.slot), piece.size * pitch
+
+
+def _count(pieces: Sequence[Part]) -> int:
+    """Slots of neighbouring pieces."""
+    return pieces[-1].first + pieces[-1].num_slots - pieces[0].first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,8 +12,10 @@ import triton
 import triton.language as tl
 
 from kvoffload_patch.transfer.backends.ids import IdUploader
-from kvoffload_patch.transfer.backends.kernels import copy_ids, move_tiles
+from kvoffload_patch.transfer.backends.kernels import COUNT_BITS, copy_ids, move_tiles
 from kvoffload_patch.transfer.device import device_of
+from kvoffload_patch.transfer.errors import TransferError
+from kvoffload_patch.transfer.integrity import Checksums, Verdicts
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.tuning import (
     IDS_PROGRAM_BLOCKS,
@@ -24,6 +27,22 @@ _WORDS = ((8, tl.int64), (4, tl.int32), (2, tl.int16), (1, tl.int8))
 _VECTOR = 16  # bytes that a thread moves at once, at most
 
 
+class Check(NamedTuple):
+    """What `move` needs for checksums; see the kernel.
+
+    Attributes:
+        first_slot: where the slots of the blocks begin, beside their numbers.
+        first_stored: the number of the first block stored.
+        totals: ``int64``, at least as long as there are blocks; zeros.
+        verdict: of a load: ``int64``, where it writes to.
+    """
+
+    first_slot: int = 0
+    first_stored: int = 0
+    totals: torch.Tensor | None = None
+    verdict: torch.Tensor | None = None
+
+
 class TileMover:
     """Moves blocks between KV tensors and flat memory on the current stream.
 
@@ -31,9 +50,19 @@ class TileMover:
         layout: whose blocks are moved.
         pitch: bytes from one entry of the flat memory to the next.
         flats: pointers to all flat memory that will be used, for its alignment.
+        checksums: of the slots that flat memory is copied to and from; None for none.
+
+    Raises:
+        TransferError: there are to be checksums, and a block has more tiles than they can count.
     """
 
-    def __init__(self, layout: BlockLayout, pitch: int, flats: Sequence[int]) -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        pitch: int,
+        flats: Sequence[int],
+        checksums: Checksums | None = None,
+    ) -> None:
         rows = layout.rows
         starts = [row.data_ptr() for row in rows]
         strides = [row.stride(0) for row in rows]
@@ -50,6 +79,12 @@ class TileMover:
         self._whole = all(words == self._tile for *_, words in table)
         self._tiles = torch.tensor(table, dtype=torch.int64, device=layout.device)
         self._num_tiles = len(table)
+        self._checksums = checksums
+        if checksums is not None and self._num_tiles >> COUNT_BITS:
+            raise TransferError(
+                f"expected blocks of fewer than {1 << COUNT_BITS} tiles, found {self._num_tiles}, "
+                "more than checksums count; set KVOFFLOAD_INTEGRITY=off."
+            )
 
     def _cut(self, layout: BlockLayout) -> list[tuple[int, int, int, int]]:
         """The table of tiles."""
@@ -70,20 +105,26 @@ class TileMover:
         block_ids: torch.Tensor,
         first: int,
         count: int,
+        check: Check | None = None,
     ) -> None:
         """Move ``block_ids[first : first + count]`` to or from entries of ``flat``.
 
         Args:
             flat: ``uint8``; entries are a slot pitch apart.
+            check: how checksums are made or compared, where there are any.
         """
         items = count * self._num_tiles
         if items == 0:
             return
+        sums, every, check = None, 0, check or Check()
+        if self._checksums is not None:
+            sums, every = self._checksums.sums, self._checksums.every
         move_tiles[(min(items, LAUNCHED_PROGRAMS),)](
             self._rows, triton.reinterpret(flat, self._dtype), self._tiles,
             block_ids, count, first, self._num_tiles, self._pitch // self._word,
-            TO_FLAT=to_flat, TILE=self._tile,
-            ALIGN=self._align, WHOLE=self._whole, num_warps=4,
+            check.first_slot, check.first_stored, sums, check.totals, check.verdict,
+            TO_FLAT=to_flat, TILE=self._tile, ALIGN=self._align, WHOLE=self._whole,
+            EVERY=every, num_warps=4,
         )  # fmt: skip
 
 
@@ -97,13 +138,22 @@ def upload_ids(pinned: torch.Tensor, target: torch.Tensor, first: int, count: in
     copy_ids[grid](pinned, target, first, count, SIZE=IDS_PROGRAM_BLOCKS)
 
 
-def warm_up(device: torch.device) -> None:
-    """Compile the kernels as most layouts need them, ahead of time; it takes about a second."""
+def warm_up(device: torch.device, every: int = 0) -> None:
+    """Compile the kernels as most layouts need them, ahead of time; it takes about a second.
+
+    Args:
+        every: one block of so many is to have a checksum; 0 for none.
+    """
     tensor = torch.zeros(2, TILE_BYTES, dtype=torch.uint8, device=device)
     flat = torch.zeros_like(tensor).view(-1)
-    mover = TileMover(BlockLayout([tensor], 2), TILE_BYTES, [flat.data_ptr()])
-    blocks = torch.tensor([0, 1], device=device)
+    checksums = Checksums(2, device, every) if every else None
+    mover = TileMover(BlockLayout([tensor], 2), TILE_BYTES, [flat.data_ptr()], checksums)
+    numbers = torch.tensor([0, 1, 0, 1], device=device)
     ids = IdUploader(device, 2, 2, upload_ids)
     ids.upload(np.array([0, 1]), device_of(device).current_stream())
+    check = None
+    if checksums is not None:
+        totals = torch.zeros(2, dtype=torch.int64, device=device)
+        check = Check(2, 0, totals, Verdicts(checksums, 1).begin()[0])
     for to_flat in (True, False):
-        mover.move(to_flat, flat, blocks, 0, 2)
+        mover.move(to_flat, flat, numbers, 0, 2, check)

@@ -11,8 +11,9 @@ import torch
 
 from kvoffload_patch.transfer.backends.base import Slices, Streams
 from kvoffload_patch.transfer.backends.ids import IdUploader
-from kvoffload_patch.transfer.backends.slots import Run, SlotMemory
+from kvoffload_patch.transfer.backends.slots import Numbers, Run, SlotMemory
 from kvoffload_patch.transfer.device import device_of
+from kvoffload_patch.transfer.integrity import MIX, PLACE, Checksums, Verdict
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.tuning import STAGING_BYTES
 
@@ -26,6 +27,7 @@ class TorchBackend:
     Args:
         layout: the KV tensors' rows.
         slots: the CPU slots.
+        every: one block of so many has a checksum; 0 for none. On the CPU device only.
 
     Raises:
         torch.OutOfMemoryError: no room for the staging buffers; later copies take no memory.
@@ -33,7 +35,7 @@ class TorchBackend:
 
     name = "torch"
 
-    def __init__(self, layout: BlockLayout, slots: SlotMemory) -> None:
+    def __init__(self, layout: BlockLayout, slots: SlotMemory, every: int = 0) -> None:
         self._rows = layout.rows
         self._memory = slots
         self._slots = slots.slots
@@ -41,6 +43,7 @@ class TorchBackend:
         self._device = layout.device
         self._streams = device_of(layout.device)
         self._direct = self._streams.is_host
+        self.checksums = HostChecksums(slots.slots.shape[0] if every else 0, layout, every)
         if not self._direct:
             self._new_staging(layout, max(1, STAGING_BYTES // layout.block_bytes))
 
@@ -66,7 +69,9 @@ class TorchBackend:
             blocks, slots = _index(gpu_block_ids), _index(cpu_slots)
             for row, span in zip(self._rows, self._spans):
                 self._slots[:, span][slots] = row[blocks]
-            return
+            if self.checksums.every:
+                self.checksums.store(blocks, slots)
+            return None
         self._join(streams, before=True)
         for at in range(0, len(gpu_block_ids), self._chunk):
             with self._on(streams):
@@ -75,6 +80,7 @@ class TorchBackend:
                 )
             yield
         self._join(streams, before=False)
+        return None
 
     def load(
         self,
@@ -87,14 +93,17 @@ class TorchBackend:
             blocks, slots = _index(gpu_block_ids), _index(cpu_slots)
             for row, span in zip(self._rows, self._spans):
                 row[blocks] = self._slots[:, span][slots]
-        else:
-            self._join(streams, before=True)
-            for at in range(0, len(gpu_block_ids), self._chunk):
-                with self._on(streams):
-                    self._load_chunk(
-                        gpu_block_ids[at : at + self._chunk], cpu_slots[at : at + self._chunk]
-                    )
-                yield
+            if self.checksums.every:
+                return self.checksums.compare(blocks, slots)
+            return None
+        self._join(streams, before=True)
+        for at in range(0, len(gpu_block_ids), self._chunk):
+            with self._on(streams):
+                self._load_chunk(
+                    gpu_block_ids[at : at + self._chunk], cpu_slots[at : at + self._chunk]
+                )
+            yield
+        return None
 
     def _store_chunk(self, ids: Sequence[int], slots: Sequence[int]) -> None:
         blocks, staging = self._upload(self._store_ids, ids), self._stage_store
@@ -133,6 +142,55 @@ class TorchBackend:
                 first, second = second, first
             self._joined.record(first)
             second.wait_event(self._joined)
+
+
+class HostChecksums(Checksums):
+    """Checksums of blocks on the CPU device. By numpy, which sets no team of threads to work.
+
+    Args:
+        num_slots: of the rank.
+        layout: of the blocks.
+        every: one block of so many has one.
+    """
+
+    def __init__(self, num_slots: int, layout: BlockLayout, every: int) -> None:
+        super().__init__(num_slots, torch.device("cpu"), every)
+        self._noted = self.sums.numpy()
+        self._layout = layout
+        words = -(-layout.block_bytes // 8) if every else 0
+        self._places = np.arange(words, dtype=np.int64) * PLACE
+
+    def store(self, block_ids: torch.Tensor, slots: torch.Tensor) -> None:
+        """Note those of blocks that are stored in these slots."""
+        first, into = self.next_stored(len(slots)), slots.numpy()
+        picked = (np.arange(first, first + len(into)) % self.every == 0).nonzero()[0]
+        self._noted[into] = 0
+        self._noted[into[picked]] = self._of(block_ids[torch.from_numpy(picked)])
+
+    def compare(self, block_ids: torch.Tensor, slots: torch.Tensor) -> Verdict:
+        """Compare those of blocks that were loaded from these slots."""
+        noted = self._noted[slots.numpy()]
+        picked = ((noted != 0) | (self.every == 1)).nonzero()[0]
+        wrong = self._of(block_ids[torch.from_numpy(picked)]) != noted[picked]
+        found = slots.numpy()[picked[wrong]].tolist()
+        return lambda: self.found(found[0]) if found else None
+
+    def _of(self, block_ids: torch.Tensor) -> Numbers:
+        chunk = max(1, STAGING_BYTES // self._layout.block_bytes)
+        parts = [self._of_some(ids) for ids in block_ids.split(chunk)]
+        return np.concatenate(parts)
+
+    def _of_some(self, block_ids: torch.Tensor) -> Numbers:
+        words = np.zeros((len(block_ids), len(self._places)), dtype=np.int64)
+        packed = words.view(np.uint8)
+        for row, offset in zip(self._layout.rows, self._layout.offsets):
+            packed[:, offset : offset + row.shape[1]] = row[block_ids].numpy()
+        words ^= self._places
+        words *= MIX
+        words ^= (words >> 32) & 0xFFFFFFFF
+        sums: Numbers = words.sum(axis=1)
+        sums[sums == 0] = 1
+        return sums
 
 
 def _index(ids: Sequence[int]) -> torch.Tensor:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--block-kib", default="256,512,1024,2048,4096,8192", help="block bytes, KiB")
     add("--backends", default=",".join(BACKENDS))
+    add("--integrity", default=setup.DEFAULT, help="checksums: some of off,sample,full")
     add("--orders", default=",".join(setup.ORDERS))
     add("--block-tokens", default="16,32,64,128,256", help="of bigger models' layouts")
     add("--layouts", default="apart,packed", help=f"of {', '.join(SHAPES)}; packed: 2 MiB only")
@@ -120,16 +122,23 @@ class Bench:
             self.document["auto"].append(chosen)
             say(f"auto, blocks of {block_bytes >> 10} KiB: {auto.report}")
             auto.engine.close()
-        for name in self.args.backends.split(",") if self.device.type == "cuda" else ["torch"]:
+        movers = []
+        names = self.args.backends.split(",") if self.device.type == "cuda" else ["torch"]
+        for name, integrity in product(names, self.args.integrity.split(",")):
             try:
-                mover = setup.Mover(kv, slots, name)
+                mover = setup.Mover(kv, slots, name, integrity)
             except Exception as error:  # noqa: BLE001 - the other backends are still measured
+                name = setup.named(name, integrity)
                 say(f"{name}: {error}")
                 self.document["cases"].append({"backend": name, "error": str(error)})
-                continue
-            for order in self.args.orders.split(","):
+            else:
+                movers.append(mover)
+        # What is compared is measured side by side.
+        for order in self.args.orders.split(","):
+            for mover in movers:
                 if time.monotonic() < self.deadline:
                     self._case(kv, slots, mover, kind, order, count)
+        for mover in movers:
             mover.engine.close()
 
     def _case(self, kv: Any, slots: Any, mover: Any, layout: str, order: str, count: int) -> None:
@@ -140,6 +149,7 @@ class Bench:
         checked = min(count, setup.blocks_in(self.gib / 16, block_bytes) | 1)
         setup.check_bytes(kv, slots, mover, order, checked)
         moves = setup.ways(order, count)
+        setup.fill(mover, moves)
         for kind in KINDS:
             case["kinds"][kind] = self._measure(
                 by_engine(mover, kind, moves), kind, count * block_bytes

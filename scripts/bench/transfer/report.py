@@ -143,7 +143,24 @@ def _verdicts(document: dict[str, Any]) -> str:
             slow = [f["matmul"]["ratio"]["median"] for c in cases
                     for f in c["kinds"].values() if "matmul" in f]  # fmt: skip
             lines.append(verdict(f"{name} matmul, worst way", max(slow) if slow else None, 1.15))
-    return "\n".join(lines)
+    return "\n".join([*lines, *_checksums(document)])
+
+
+def _checksums(document: dict[str, Any]) -> list[str]:
+    """What checksums of all blocks cost where none were measured beside them."""
+    rates = {
+        (c["backend"], c["layout"], c["block_bytes"], c["order"], kind): found["gb_s"]["median"]
+        for c in _good(document)
+        for kind, found in c["kinds"].items()
+    }
+    lines = []
+    for (backend, *where), rate in rates.items():
+        without = rates.get((backend.replace(" full", " off"), *where))
+        if backend.endswith(" full") and without:
+            layout, nbytes, order, kind = where
+            name = f"{size(nbytes)} {layout} {order} {WORDS[kind]}, checksums of all blocks"
+            lines.append(verdict(f"{name} of none", rate / without, 0.99, most=False))
+    return lines
 
 
 def draw(document: dict[str, Any], path: Path) -> None:

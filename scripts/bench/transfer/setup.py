@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kvoffload_patch.config import VARIABLES
 from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.tier.plan import Transfer, TransferPlan
 from kvoffload_patch.transfer.backends.choose import choose_backend
@@ -20,6 +21,12 @@ from scripts.bench.transfer.shapes import SHAPES
 
 ORDERS = ("contiguous", "fragmented")
 POISON = 0xA5
+DEFAULT = str(VARIABLES["KVOFFLOAD_INTEGRITY"].default)
+
+
+def named(backend: str, integrity: str) -> str:
+    """What a backend with such checksums is called here."""
+    return backend if integrity == DEFAULT else f"{backend} {integrity}"
 
 
 class Slots:
@@ -111,12 +118,13 @@ class Mover:
     """A copy engine over one backend; makes the plans.
 
     Attributes:
+        name: of the backend, and of its checksums where these are not the default.
         report: what the backend says of itself.
     """
 
-    def __init__(self, kv: KV, slots: SlotMemory, choice: str) -> None:
-        chosen = choose_backend(kv.layout, slots, slots.slots.shape[0], choice)
-        self.name, self.report = chosen.backend.name, chosen.report
+    def __init__(self, kv: KV, slots: SlotMemory, choice: str, integrity: str = DEFAULT) -> None:
+        chosen = choose_backend(kv.layout, slots, slots.slots.shape[0], choice, integrity)
+        self.name, self.report = named(chosen.backend.name, integrity), chosen.report
         self.engine = CopyEngine(kv.layout, chosen.backend)
         self._loads = self._stores = 0
 
@@ -171,6 +179,12 @@ def check_bytes(kv: KV, slots: SlotMemory, mover: Mover, order: str, count: int)
         expected.index_copy_(kv.dim, target, expected.index_select(kv.dim, away))
         if not torch.equal(expected, tensor.view(torch.int16)):
             raise RuntimeError(f"{mover.name}, {order}: layer {layer} has other bytes than before")
+
+
+def fill(mover: Mover, moves: Ways) -> None:
+    """Store what is going to be loaded, so that it has checksums."""
+    back = Ways(moves.load_blocks, moves.load_slots, (), ())
+    _carry_out(mover, mover.plan("store", back))
 
 
 def _carry_out(mover: Mover, plan: TransferPlan) -> None:

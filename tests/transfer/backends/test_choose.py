@@ -23,6 +23,7 @@ class Timed:
 
     def __init__(self, name: str, seconds: float) -> None:
         self.name, self.seconds = name, seconds
+        self.checksums = SimpleNamespace(every=0)
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def choose_among(choice: str = "auto", **found: float | str) -> Chosen:
         def opener(name: str) -> Any:
-            def open_one(layout: object, slots: object) -> Any:
+            def open_one(layout: object, slots: object, integrity: str) -> Any:
                 seconds = found[name]
                 if isinstance(seconds, str):
                     raise RuntimeError(seconds)
@@ -167,6 +168,43 @@ def check(device: str, choice: str, names: Sequence[str]) -> None:
     host.close()
 
 
+def test_checksums_of_the_cpu_device_are_said() -> None:
+    host, slots = open_host(build("different_dtypes"))
+    said = {}
+    for integrity in ("off", "sample", "full"):
+        chosen = choose_backend(build("different_dtypes").layout(), slots, 5, "auto", integrity)
+        said[chosen.backend.checksums.every] = chosen.report
+    device = "copies torch (the CPU device)"
+    assert said == {
+        0: device,
+        16: f"{device}, checksums of 1 block in 16",
+        1: f"{device}, checksums of all blocks",
+    }
+    del chosen, slots
+    host.close()
+
+
+def test_torch_makes_no_checksums_on_a_device() -> None:
+    """With all blocks to be compared it is refused, with some it says nothing of checksums."""
+    layout, slots = cast("BlockLayout", None), cast("SlotMemory", None)
+    with pytest.raises(TransferError, match="no checksums on this device; use KVOFFLOAD_COPY_BACK"):
+        backends._OPEN["torch"](layout, slots, "full")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("integrity", ["off", "sample", "full"])
+def test_a_device_has_checksums(integrity: str) -> None:
+    case = build("different_dtypes", device="cuda")
+    host, slots = open_host(case)
+    chosen = choose_backend(case.layout(), slots, 5, "auto", integrity)
+    assert chosen.backend.checksums.every == {"off": 0, "sample": 16, "full": 1}[integrity]
+    assert ("checksums" in chosen.report) == (integrity != "off")
+    assert chosen.backend.checksums.mismatches == 0
+    del chosen, slots
+    host.close()
+
+
 @pytest.mark.parametrize("choice", ["auto", *backends.NAMES])
 def test_the_cpu_device_has_one(choice: str) -> None:
     check("cpu", choice, ["torch"])
@@ -188,7 +226,7 @@ def test_auto_takes_the_staged_one_on_a_device() -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_one_that_fails_is_left_out_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(layout: object, slots: object) -> Any:
+    def fail(layout: object, slots: object, integrity: str) -> Any:
         raise RuntimeError("as the test asked")
 
     monkeypatch.setitem(backends._OPEN, "staged", fail)
