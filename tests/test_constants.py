@@ -17,8 +17,11 @@ UNITS += ("THREADS", "PROGRAMS", "REPEATS", "PARTS", "PIECES", "TIMES")
 # Numbers of other modules: they say what is so, or how it is shown, and tune nothing.
 FACTS = {
     "AGAIN",
+    "COUNT_BITS",
     "GIB",
+    "MIX",
     "ONCE",
+    "PLACE",
     "_ALIGNMENT",
     "_HUGE_PAGE",
     "_LONG_BITS",

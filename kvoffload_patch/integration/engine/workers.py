@@ -81,7 +81,7 @@ class RankGroup:
         _check_size(hosts, cpu_bytes, self.num_slots, slot_bytes)
         self.size = f"{self.num_slots * slot_bytes / GIB:.2f} GiB over all ranks{why}"
         with self._board([r.rank for r in ranks]) as board:
-            how = self.num_slots, backend, canary_fault_rank, board, integrity
+            how = self.num_slots, backend, canary_fault_rank, integrity, board
             opened = self._call(worker_side.open_rank, *how, timeout_s=OPEN_TIMEOUT_S)
         _refuse_errors(opened, "failed to open the CPU tier")
         self.num_usable = min(r.num_ready for r in opened)

@@ -81,8 +81,8 @@ def open_rank(
     num_slots: int,
     backend: str = "auto",
     canary_fault_rank: int = -1,
-    board: SlotCountsAddress | None = None,
     integrity: str = "off",
+    board: SlotCountsAddress | None = None,
 ) -> RankOpened:
     """Allocate the slots, prove one block's round trip, and take part from the next step on."""
     who = {"rank": worker.rank, "pid": os.getpid()}

@@ -54,13 +54,10 @@ class RankTier:
         from kvoffload_patch.transfer.backends.slots import SlotMemory
         from kvoffload_patch.transfer.canary import run_canary
         from kvoffload_patch.transfer.engine import CopyEngine
-        from kvoffload_patch.transfer.integrity import FULL
 
-        self._board = board
+        self._board, self._runner = board, runner
         self._promised: Tickets = ()
-        self._checks_first = integrity == FULL
         self._warned: set[tuple[Link, bool]] = set()
-        self._runner = runner
         layout = block_layout(runner)
         self._tensor = kv_tensors(runner)[0][0]
         self._pointer = self._tensor.data_ptr()
@@ -119,7 +116,7 @@ class RankTier:
             self._promised += plan.promised
         self._check_promised()  # what has failed before; the plan may show it as taken in
         self._engine.begin_step(plan)
-        if self._promised and self._checks_first:
+        if self._promised and self._checksums.every == 1:
             # The rank that reported them has them; this one may be behind.
             self._engine.wait_done(self._promised)
         self._check_promised()

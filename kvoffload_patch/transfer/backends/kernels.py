@@ -48,28 +48,36 @@ def _add_tile(words, begin, places, total, num_tiles):  # type: ignore[no-untype
     return checksum
 
 
-@triton.jit
-def _note(words, begin, places, total, num_tiles, checksum):  # type: ignore[no-untyped-def]
-    """A tile is stored: once all of its block are, write the checksum."""
-    found = _add_tile(words, begin, places, total, num_tiles)
-    if found != 0:
-        tl.store(checksum, found)
-
-
-@triton.jit
-def _compare(  # type: ignore[no-untyped-def]
-    words, begin, places, total, num_tiles, checksum, slot, verdict, ALL: tl.constexpr
+@triton.jit  # type: ignore[untyped-decorator]
+def _check_tile(  # type: ignore[no-untyped-def]
+    words, begin, places, total, num_tiles, checksum, slot, verdict, stored, first,
+    TO_FLAT: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
-    """A tile is loaded: once all of its block are, say whether the checksum is another one."""
-    noted = tl.load(checksum)
-    if ALL or (noted != 0):
-        found = _add_tile(words, begin, places, total, num_tiles)
-        if (found != 0) and (found != noted):
-            tl.store(verdict, slot + 1)
+    """Make or compare the checksum of a block, once all its tiles are there.
+
+    Args:
+        words: a tile, which is at ``begin`` in the block.
+        checksum: where it is kept.
+        stored: of a store, the number of the block; EVERY divides it, or it has no checksum.
+        first: whether this is the block's first tile.
+    """
+    if TO_FLAT:
+        if stored % EVERY == 0:
+            made = _add_tile(words, begin, places, total, num_tiles)
+            if made != 0:
+                tl.store(checksum, made)
+        elif first:
+            tl.store(checksum, 0)
+    else:
+        noted = tl.load(checksum)
+        if (EVERY == 1) or (noted != 0):
+            found = _add_tile(words, begin, places, total, num_tiles)
+            if (found != 0) and (found != noted):
+                tl.store(verdict, slot + 1)
 
 
 @triton.jit(do_not_specialize=_PLAIN)  # type: ignore[untyped-decorator]
-def move_tiles(  # type: ignore[no-untyped-def] # noqa: C901 - most of it decided at compile time
+def move_tiles(  # type: ignore[no-untyped-def] # Triton's own values
     rows, flat, tiles, block_ids, num_blocks, first_block, num_tiles, flat_pitch,
     first_slot, first_stored, sums, totals, verdict,
     TO_FLAT: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
@@ -126,10 +134,7 @@ def move_tiles(  # type: ignore[no-untyped-def] # noqa: C901 - most of it decide
                 tl.store(row, words, mask=inside)
         if EVERY:
             slot = tl.load(block_ids + first_slot + block)
-            if not TO_FLAT:
-                _compare(words, in_slot, places, totals + block, num_tiles, sums + slot, slot,
-                         verdict, EVERY == 1)  # fmt: skip
-            elif (first_stored + block) % EVERY == 0:
-                _note(words, in_slot, places, totals + block, num_tiles, sums + slot)
-            elif item % num_tiles == 0:
-                tl.store(sums + slot, 0)
+            _check_tile(
+                words, in_slot, places, totals + block, num_tiles, sums + slot, slot, verdict,
+                first_stored + block, item % num_tiles == 0, TO_FLAT, EVERY,
+            )  # fmt: skip

@@ -40,7 +40,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(mapping, "RESERVE_BYTES", 0)
     properties = SimpleNamespace(is_integrated=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(host_memory, "_compile_kernels", lambda device: None)
+    monkeypatch.setattr(host_memory, "_compile_kernels", lambda *_: None)
     yield properties
     gc.collect()
     assert kvoffload_threads() == []
@@ -79,7 +79,7 @@ def test_a_rank_takes_its_share_while_the_model_loads(parallel: dict[str, int], 
 def test_the_end_of_loading_waits_for_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
 
-    def compile_slowly(device: Any) -> None:
+    def compile_slowly(device: Any, integrity: str) -> None:
         time.sleep(0.2)
         compiled.append(device)
 
@@ -93,7 +93,7 @@ def test_the_end_of_loading_waits_for_the_kernels(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_kernel_that_cannot_be_compiled_yet_is_nobodys_trouble() -> None:
-    COMPILE(torch.device("meta"))  # which CUDA does not know
+    COMPILE(torch.device("meta"), "full")  # which CUDA does not know
 
 
 @pytest.mark.parametrize("changes", [{"device": "cpu"}, {"caching": False}])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.late_copies import LateQueue
 from tier.plans import a_load, a_plan, a_store
 
 from kvoffload_patch.integration.protocol import RESULT, TIER
@@ -15,7 +16,9 @@ from kvoffload_patch.integration.worker import rpc
 from kvoffload_patch.integration.worker import tier as rank
 from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.tier.plan import TransferPlan
+from kvoffload_patch.transfer import engine as copy_engine
 from kvoffload_patch.transfer.backends.torch import TorchBackend
+from kvoffload_patch.transfer.integrity import EVERY
 
 STEP = SimpleNamespace(total_num_scheduled_tokens=5, num_scheduled_tokens={"a": 5})
 
@@ -117,6 +120,81 @@ def test_the_first_failure_of_each_direction_is_a_warning_with_its_reason(
     step(tier, a_plan(store=a_store(2, (3,), (2,))))
     step(tier, a_plan(store=a_store(3, (3,), (2,))))
     assert len(said) == 2 and "copy 2 from gpu to cpu has failed (out of memory)" in said[1]
+
+
+class Behind(LateQueue):
+    """Copies that are done some polls later, as on a device, where it is a stream that waits."""
+
+    def hold(self, stream: object, ticket: int) -> None:
+        """The host goes on."""
+
+
+def flip(tier: rank.RankTier, slot: int) -> None:
+    tier._host.slots[slot, 3] ^= 1
+
+
+@pytest.fixture
+def checked(runner: Any) -> Iterator[rank.RankTier]:
+    """The same as `tier`, with checksums of all blocks and copies that take their time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copy_engine, "SyncCopyQueue", Behind)
+        patch.setattr(copy_engine, "POLL_S", 0.0)
+        made = rank.RankTier(runner, num_slots=5, integrity="full")
+    made.begin_step(a_plan(store=a_store(1, (1, 2), (0, 1))), STEP)
+    made.drain()
+    yield made
+    made.close()
+
+
+def test_a_load_of_other_bytes_than_were_stored_has_failed_and_is_said_once(
+    checked: rank.RankTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it is done; what came before does not use its warning up."""
+    said: list[str] = []
+    monkeypatch.setattr(rank.logger, "warning", lambda text, *a: said.append(text % a))
+    flip(checked, 1)
+    loads = a_load(1, (4,), (0,)), a_load(2, (5,), (1,)), a_load(3, (6,), (1,))
+    results = [step(checked, a_plan(loads, stores_done=1))]
+    while results[-1].done_on(LOAD) < 3:
+        assert results[-1].failed == ()
+        results.append(step(checked, None))
+    assert results[-1].failed == ((LOAD, 2), (LOAD, 3)) and results[-1].mismatches == 2
+    assert (
+        len(said) == 1 and "has failed (expected the checksum that the block in CPU slo" in said[0]
+    )
+
+
+def test_no_step_begins_before_what_it_reads_is_known_to_be_right(
+    checked: rank.RankTier, runner: Any
+) -> None:
+    """On a rank that is behind the one that said that it is done."""
+    before = runner.kv_caches[0].clone()
+    load = a_load(1, (4,), (0,))
+    checked.begin_step(a_plan((load,), stores_done=1, wait_load=1, promised_loads=(1,)), STEP)
+    assert torch.equal(runner.kv_caches[0][4], before[1])
+    flip(checked, 0)
+    load = a_load(2, (5,), (0,))
+    with pytest.raises(RuntimeError, match="expected copy 2 .* .expected the checksum that"):
+        checked.begin_step(a_plan((load,), wait_load=2, promised_loads=(2,)), STEP)
+
+
+def test_a_promise_is_kept_in_mind_until_its_load_is_known_to_be_right(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `sample` a step does not wait for its loads: they are done some steps later."""
+
+    monkeypatch.setattr(copy_engine, "SyncCopyQueue", Behind)
+    monkeypatch.setitem(EVERY, "sample", 2)
+    tier = rank.RankTier(runner, num_slots=5, integrity="sample")
+    tier.begin_step(a_plan(store=a_store(1, (1, 2), (0, 1))), STEP)
+    tier.drain()
+    flip(tier, 0)
+    flip(tier, 1)
+    loads = a_plan((a_load(1, (4, 5), (0, 1)),), stores_done=1, promised_loads=(1,))
+    with pytest.raises(RuntimeError, match="expected copy 1 .* set KVOFFLOAD_INTEGRITY=full"):
+        for plan in (loads, *[None] * 9):
+            assert step(tier, plan).failed == ()
+    tier.close()
 
 
 def worker_of(tier: rank.RankTier, runner: Any) -> Any:
