@@ -188,8 +188,28 @@ def test_a_copy_goes_behind_compute_and_behind_the_other_queue(setup: Setup) -> 
     assert not setup.stores.queued
     setup.loads.drain()
     at = {what: index for index, what in enumerate(setup.log)}
-    assert at["1", 1, "bus"] < at["2", 0, "bus"]
+    assert at["1", 1, "bus"] < min(at["2", 0, "bus"], at["2", 0, "blocks"])
     assert at["compute", 0, ""] < at["2", 0, "blocks"]
+
+
+def test_a_copy_whose_bytes_are_wrong_has_failed_when_it_is_done(setup: Setup) -> None:
+    """Asked once, and not before; it is never seen done and right."""
+    queue, asked = setup.loads, []
+
+    def start(streams: Any) -> Iterator[None]:
+        yield from setup.copy("1", 2, None, streams)
+        return lambda: asked.append(len(setup.log)) or "it has other bytes"
+
+    queue.submit(1, start, [(setup.stores, 0)])
+    setup.submit(queue, 2)
+    queue.flush(2)
+    while queue.poll() < 1:
+        assert not (queue.failed or asked)
+        setup.cuda.run_one()
+    assert queue.failed == {1: "it has other bytes"}
+    queue.drain()
+    assert queue.poll() == 2 and len(asked) == 1 and asked[0] >= 4
+    assert set(queue.failed) == {1}
 
 
 @pytest.mark.parametrize("fail_after", [0, 1, 2, 3])
@@ -321,3 +341,15 @@ def test_the_cpu_device_copies_at_once_and_fails_at_once() -> None:
     assert queue.failed == {2: "not here"}
     assert not (queue.queued or queue.under_way or queue.advance() or queue.top_up(9))
     assert queue.has_room(1) and not queue.has_queued(9)
+
+
+def test_the_cpu_device_asks_at_once_whether_bytes_are_right() -> None:
+    queue = SyncCopyQueue()
+
+    def start(reason: str | None, streams: object) -> Iterator[None]:
+        yield
+        return lambda: reason
+
+    queue.submit(1, partial(start, None), [(queue, 0)])
+    queue.submit(2, partial(start, "other bytes"), [(queue, 0)])
+    assert (queue.poll(), queue.failed) == (2, {2: "other bytes"})
