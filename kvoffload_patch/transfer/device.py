@@ -61,9 +61,6 @@ class Device(Protocol):
     def synchronize(self) -> None:
         """Wait, on the host, for all that it was given."""
 
-    def free_bytes(self) -> int:
-        """Memory of its own that nobody has taken."""
-
     def copier(self) -> Driver:
         """The driver's copies.
 
@@ -107,7 +104,7 @@ class HostDevice:
     def _has_none(self, *_: object, **__: object) -> NoReturn:
         raise TransferError("expected a device with streams and a driver, found the CPU.")
 
-    new_stream = new_event = current_stream = handle = free_bytes = _has_none
+    new_stream = new_event = current_stream = handle = _has_none
     copier = registrar = pci_id = _has_none
 
 
@@ -151,10 +148,6 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Wait, on the host, for all that it was given."""
         torch.cuda.synchronize(self._device)
-
-    def free_bytes(self) -> int:
-        """As `torch.cuda.mem_get_info`, which does not count what torch keeps for itself."""
-        return int(torch.cuda.mem_get_info(self._device)[0])
 
     def copier(self) -> Driver:
         """The driver's copies."""

@@ -14,13 +14,6 @@ from __future__ import annotations
 # one more.
 LOAD_PIECE_BYTES, LOAD_PIECES, LOAD_BUFFERS = 16 << 20, 8, 2
 STORE_PIECE_BYTES, STORE_BUFFERS = 32 << 20, 3
-# More buffers for loads, as far as the device has memory left when the tier opens: a load cannot be
-# unpacked before the step under way has ended, but it can cross until then. 8,192 tokens of an 8B
-# model are 1 GiB.
-LOAD_AHEAD_BYTES = 1 << 30
-# What of the device's free memory they may take: one of so many parts. Not measured: what an engine
-# leaves free (10 % by default) is for others' libraries and for kernels that are compiled later.
-LOAD_AHEAD_PARTS = 16
 # Blocks made ready for copying at a time: a batch may have tens of thousands, and the bus would be
 # idle until the last of them is (scripts/bench transfer, blocks of 256 KiB).
 READY_BLOCKS = 1024

@@ -124,9 +124,6 @@ class FakeCuda:
     def handle(self, stream: FakeStream) -> int:
         return stream.number
 
-    def free_bytes(self) -> int:
-        return 0
-
     def synchronize(self) -> None:
         self.run()
 

@@ -9,8 +9,7 @@ moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,12 @@ import torch
 from kvoffload_patch.transfer.backends.base import Slices, Streams
 from kvoffload_patch.transfer.backends.driver import Driver
 from kvoffload_patch.transfer.backends.ids import IdUploader
-from kvoffload_patch.transfer.backends.slots import Numbers, Part, SlotMemory, in_slot_order
+from kvoffload_patch.transfer.backends.slots import Part, SlotMemory, in_slot_order
 from kvoffload_patch.transfer.backends.tiles import Check, TileMover, upload_ids
 from kvoffload_patch.transfer.device import Device, device_of
 from kvoffload_patch.transfer.integrity import Checksums, Verdicts
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.tuning import (
-    LOAD_AHEAD_BYTES,
-    LOAD_AHEAD_PARTS,
     LOAD_BUFFERS,
     LOAD_PIECE_BYTES,
     LOAD_PIECES,
@@ -58,17 +55,19 @@ class AlternatingStreams:
         self._before, self._after = device.new_event(), device.new_event()
         self._is_aside = False
 
-    @contextmanager
-    def next(self, bus: Any) -> Iterator[Any]:
-        """The stream for the next piece: behind ``bus``, and ``bus`` is behind it afterwards."""
+    def enqueue(self, bus: Any, copy: Callable[[Any], None]) -> None:
+        """Call ``copy`` with the stream for the next piece.
+
+        It is behind ``bus``, and ``bus`` is behind it afterwards.
+        """
         self._is_aside = not self._is_aside
         if not self._is_aside:
-            yield bus
+            copy(bus)
             return
         self._before.record(bus)
         self._aside.wait_event(self._before)
         try:
-            yield self._aside
+            copy(self._aside)
         finally:
             self._after.record(self._aside)
             bus.wait_event(self._after)
@@ -139,9 +138,9 @@ class StagedBackend:
         self._device = device_of(layout.device)
         pitch, checked = self._slots.pitch, every > 0
         self._stores = _Direction(layout, STORE_PIECE_BYTES, 1, pitch, STORE_BUFFERS, checked)
-        ahead = min(LOAD_AHEAD_BYTES, self._device.free_bytes() // LOAD_AHEAD_PARTS)
-        buffers = max(LOAD_BUFFERS, ahead // (LOAD_PIECES * LOAD_PIECE_BYTES))
-        self._loads = _Direction(layout, LOAD_PIECE_BYTES, LOAD_PIECES, pitch, buffers, checked)
+        self._loads = _Direction(
+            layout, LOAD_PIECE_BYTES, LOAD_PIECES, pitch, LOAD_BUFFERS, checked
+        )
         addresses = [*self._stores.addresses(), *self._loads.addresses()]
         self.checksums = Checksums(slots.slots.shape[0] if checked else 0, layout.device, every)
         self._mover = TileMover(layout, pitch, addresses, self.checksums if checked else None)
@@ -157,17 +156,14 @@ class StagedBackend:
         """Enqueue GPU blocks to slots: each slice is a staging buffer."""
         assert streams is not None
         blocks, bus, own = streams.blocks, streams.bus, self._stores
-        for block_ids, slots_at, pieces in self._chunks(gpu_block_ids, cpu_slots, own, blocks):
+        for block_ids, slots_at, part in self._parts(gpu_block_ids, cpu_slots, own, blocks):
             buffer = own.take()
             blocks.wait_event(buffer.free)
-            stored = self.checksums.next_stored(_count(pieces))
-            check = Check(slots_at + pieces[0].first, stored, own.totals)
-            self._move(True, buffer, block_ids, pieces, blocks, check)
+            stored = self.checksums.next_stored(part.num_slots)
+            self._move(True, buffer, block_ids, part, blocks, Check(slots_at, stored, own.totals))
             buffer.filled.record(blocks)
             bus.wait_event(buffer.filled)
-            for staged, slot, nbytes in self._addresses(pieces, buffer):
-                with own.turns.next(bus) as stream:
-                    self._driver.copy_many(slot, staged, nbytes, self._device.handle(stream))
+            self._cross(True, buffer, part, own.turns, bus)
             buffer.free.record(bus)
             yield
         return None
@@ -199,59 +195,59 @@ class StagedBackend:
     ) -> Iterator[None]:
         assert streams is not None
         blocks, bus, own = streams.blocks, streams.bus, self._loads
-        for block_ids, slots_at, pieces in self._chunks(gpu_block_ids, cpu_slots, own, blocks):
+        for block_ids, slots_at, part in self._parts(gpu_block_ids, cpu_slots, own, blocks):
             buffer = own.take()
             bus.wait_event(buffer.free)
-            for staged, slot, nbytes in self._addresses(pieces, buffer):
-                with own.turns.next(bus) as stream:
-                    self._driver.copy_many(staged, slot, nbytes, self._device.handle(stream))
+            self._cross(False, buffer, part, own.turns, bus)
             buffer.filled.record(bus)
             blocks.wait_event(buffer.filled)
-            check = Check(slots_at + pieces[0].first, 0, own.totals, finds)
-            self._move(False, buffer, block_ids, pieces, blocks, check)
+            check = Check(slots_at, 0, own.totals, finds)
+            self._move(False, buffer, block_ids, part, blocks, check)
             buffer.free.record(blocks)
             yield
 
-    def _chunks(
+    def _parts(
         self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int], own: _Direction, stream: Any
-    ) -> Iterator[tuple[torch.Tensor, int, Sequence[Part]]]:
-        """The pieces of each buffer, and the device's list of blocks that they are parts of.
+    ) -> Iterator[tuple[torch.Tensor, int, Part]]:
+        """Parts that fill a buffer, and the device's list of blocks that each is a part of.
 
-        Their slots follow in that list, from the number in between on, where there are checksums.
+        The slots of a part are in that list, too, from the number in between on, where there are
+        checksums.
         """
         for at in range(0, len(cpu_slots), own.ready_blocks):
             ready = slice(at, at + own.ready_blocks)
             ids, slots = in_slot_order(gpu_block_ids[ready], cpu_slots[ready])
             numbers = np.concatenate((ids, slots)) if self.checksums.every else ids
             block_ids = own.ids.upload(numbers, stream)
-            pieces = list(self._slots.parts(slots, own.blocks))
-            for first in range(0, len(pieces), own.pieces):
-                yield block_ids, len(ids), pieces[first : first + own.pieces]
+            for part in self._slots.parts(slots, own.blocks, own.pieces):
+                yield block_ids, len(ids) + part.first, part
 
     def _move(
         self,
         to_flat: bool,
         buffer: _Buffer,
         block_ids: torch.Tensor,
-        pieces: Sequence[Part],
+        part: Part,
         stream: Any,
         check: Check,
     ) -> None:
-        """Enqueue the packing, or unpacking, of a buffer's pieces."""
-        first, count = pieces[0].first, _count(pieces)
+        """Enqueue the packing, or unpacking, of a buffer."""
         with self._device.on(stream):
-            self._mover.move(to_flat, buffer.memory, block_ids, first, count, check)
+            self._mover.move(to_flat, buffer.memory, block_ids, part.first, part.num_slots, check)
 
-    def _addresses(
-        self, pieces: Sequence[Part], buffer: _Buffer
-    ) -> Iterator[tuple[Numbers, Numbers, Numbers]]:
-        """Address in the buffer, address in CPU memory and bytes of each run, piece by piece."""
-        pitch, first = self._slots.pitch, pieces[0].first
-        for piece in pieces:
-            staged = buffer.address + (piece.first - first) * pitch + piece.at * pitch
-            yield staged, self._slots.address(piece.slot), piece.size * pitch
+    def _cross(
+        self, to_slots: bool, buffer: _Buffer, part: Part, turns: AlternatingStreams, bus: Any
+    ) -> None:
+        """Enqueue the copies between a buffer and slots, piece by piece."""
+        pitch = self._slots.pitch
+        staged, slot = buffer.address + part.at * pitch, self._slots.address(part.slot)
+        target, source = (slot, staged) if to_slots else (staged, slot)
+        nbytes = part.size * pitch
+        for begin, end in zip(part.cuts, part.cuts[1:]):
 
+            def copy(stream: Any, runs: slice = slice(begin, end)) -> None:
+                self._driver.copy_many(
+                    target[runs], source[runs], nbytes[runs], self._device.handle(stream)
+                )
 
-def _count(pieces: Sequence[Part]) -> int:
-    """Slots of neighbouring pieces."""
-    return pieces[-1].first + pieces[-1].num_slots - pieces[0].first
+            turns.enqueue(bus, copy)

@@ -10,6 +10,7 @@ of them alike. A round plays what users do:
            200 new tokens behind it; milliseconds of a whole call for one token
   decodes  many short prompts with long answers: milliseconds of a decode step
   arrivals sessions that come back at a fixed rate beside running decodes: time between tokens
+  chats    so many sessions at a time, each asked again with a new message when one is answered
 
 The tier must be armed: `python -m kvoffload_patch --cpu-gib 72 python scripts/bench mechanisms`.
 """
@@ -24,68 +25,10 @@ import random
 import statistics
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from scripts.bench.common import machine, say, write_json
-
-MECHANISMS = (
-    "nothing",
-    "deferred stores",
-    "last block loaded",
-    "rank asked before a step",
-    "joining early",
-    "joining into a stall",
-    "loads in pieces",
-    "staging ahead",
-)
-
-
-def switch_off(worker: Any, mechanism: str) -> str:
-    """In the engine's process: switch one mechanism off, and every other one on."""
-    import kvoffload_patch
-    from kvoffload_patch.integration.engine import full_prompt, tier, workers
-    from kvoffload_patch.transfer import engine
-    from kvoffload_patch.transfer.backends import staged
-
-    undo: list[tuple[Any, str, Any]] = kvoffload_patch.__dict__.setdefault("_bench_undo", [])
-    while undo:
-        setattr(*undo.pop())
-
-    def put(owner: Any, name: str, value: Any) -> None:
-        undo.append((owner, name, vars(owner)[name]))
-        setattr(owner, name, value)
-
-    end_step = engine.CopyEngine.end_step
-
-    def end_step_at_once(self: Any, defer_stores: bool = False) -> None:
-        end_step(self, False)
-
-    def free_ms_only(self: Any) -> float:
-        return self._pace.free_ms() if self._promptly else 0.0
-
-    chunks = staged.StagedBackend._chunks
-
-    def in_one_piece(self: Any, ids: Any, slots: Any, own: Any, stream: Any) -> Any:
-        whole = {"blocks": own.blocks * own.pieces, "pieces": 1}
-        return chunks(self, ids, slots, SimpleNamespace(**{**vars(own), **whole}), stream)
-
-    def one_of_two(self: Any) -> Any:
-        self._next = (self._next + 1) % 2
-        return self._buffers[self._next]
-
-    targets: dict[str, tuple[Any, str, Any]] = {
-        "deferred stores": (engine.CopyEngine, "end_step", end_step_at_once),
-        "last block loaded": (full_prompt.FullPromptHits, "load", lambda self, *a, **k: None),
-        "rank asked before a step": (workers.RankGroup, "loads_done", lambda self: 0),
-        "joining early": (tier.SchedulerTier, "_may_wait_ms", lambda self: 0.0),
-        "joining into a stall": (tier.SchedulerTier, "_may_wait_ms", free_ms_only),
-        "loads in pieces": (staged.StagedBackend, "_chunks", in_one_piece),
-        "staging ahead": (staged._Direction, "take", one_of_two),
-    }
-    if mechanism != "nothing":
-        put(*targets[mechanism])
-    return mechanism
+from scripts.bench.common import machine, quantile, say, write_json
+from scripts.bench.probes.switches import MECHANISMS, switch_off
 
 
 class Load:
@@ -166,6 +109,43 @@ class Load:
             "first token p90": statistics.quantiles(waits, n=10)[-1] if waits[1:] else float("nan"),
         }
 
+    def chats(self) -> dict[str, float]:
+        """Sessions that come back one by one: milliseconds to the first token, and per token."""
+        engine, options = self.llm.llm_engine, self.options
+        asked: dict[str, float] = {}
+        first: dict[str, tuple[float, int]] = {}  # when, and how many tokens came then
+        waits, per_token = list[float](), list[float]()
+        until, free = time.perf_counter() + options.phase, options.at_once
+        while free or engine.has_unfinished_requests():
+            for _ in range(free):
+                self.count += 1
+                name, new = f"chat-{self.count}", self.random.randrange(60, 180)
+                asked[name] = time.perf_counter()
+                add(
+                    engine,
+                    name,
+                    next(self.rotation) + self.tokens(new),
+                    self.random.randrange(32, 96),
+                )
+            free = 0
+            for output in engine.step():
+                now, name = time.perf_counter(), output.request_id
+                count = len(output.outputs[0].token_ids)
+                if name not in first:
+                    first[name] = now, 0
+                    waits.append(1000 * (now - asked[name]))
+                else:
+                    first[name] = first[name][0], first[name][1] + count
+                if output.finished:
+                    per_token.append(1000 * (now - first[name][0]) / max(1, first[name][1]))
+                    free += now < until
+        found = {"first token": waits, "per token": per_token}
+        return {
+            f"chats, {name}, p{share}": quantile(values, share / 100)
+            for name, values in found.items()
+            for share in (50, 90)
+        }
+
 
 def note(outputs: Any, last: dict[str, float], gaps: list[float], asked: dict[str, float],
          waits: list[float]) -> None:  # fmt: skip
@@ -211,6 +191,8 @@ def play(load: Load, mechanism: str) -> dict[str, Any]:
         found["decode step"] = load.decodes()
     if "arrivals" in parts:
         found.update(load.arrivals())
+    if "chats" in parts:
+        found.update(load.chats())
     return found
 
 
@@ -245,13 +227,14 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--decodes", type=int, default=64)
     parser.add_argument("--decode-tokens", type=int, default=96)
     parser.add_argument("--max-tokens", type=int, default=12000)
+    parser.add_argument("--at-once", type=int, default=12)
     parser.add_argument("--rate", type=float, default=5.0)
     parser.add_argument("--phase", type=float, default=3.5)
     parser.add_argument("--vocabulary", type=int, default=100_000)
     parser.add_argument("--settle", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default=",".join(MECHANISMS))
-    parser.add_argument("--parts", default="turn,singles,decodes,arrivals")
+    parser.add_argument("--parts", default="turn,singles,decodes,arrivals,chats")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

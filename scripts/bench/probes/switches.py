@@ -1,0 +1,81 @@
+"""Mechanisms that exist for speed, and how each is switched off in an engine that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+# What is replaced: owner, name and value.
+Change = tuple[Any, str, Any]
+
+
+def _deferred_stores() -> Change:
+    from kvoffload_patch.transfer.engine import CopyEngine
+
+    end_step = CopyEngine.end_step
+    return CopyEngine, "end_step", lambda self, defer_stores=False: end_step(self, False)
+
+
+def _last_block() -> Change:
+    from kvoffload_patch.integration.engine.full_prompt import FullPromptHits
+
+    return FullPromptHits, "load", lambda self, *args, **kwargs: None
+
+
+def _rank_asked() -> Change:
+    from kvoffload_patch.integration.engine.workers import RankGroup
+
+    return RankGroup, "loads_done", lambda self: 0
+
+
+def _joining_early() -> Change:
+    from kvoffload_patch.integration.engine.tier import SchedulerTier
+
+    return SchedulerTier, "_may_wait_ms", lambda self: 0.0
+
+
+def _joining_into_a_stall() -> Change:
+    from kvoffload_patch.integration.engine.tier import SchedulerTier
+
+    def free_ms_only(self: Any) -> float:
+        return float(self._pace.free_ms()) if self._promptly else 0.0
+
+    return SchedulerTier, "_may_wait_ms", free_ms_only
+
+
+def _pieces() -> Change:
+    from kvoffload_patch.transfer.backends.staged import StagedBackend
+
+    parts = StagedBackend._parts
+
+    def in_one_piece(self: Any, ids: Any, slots: Any, own: Any, stream: Any) -> Any:
+        whole = {"blocks": own.blocks * own.pieces, "pieces": 1}
+        return parts(self, ids, slots, SimpleNamespace(**{**vars(own), **whole}), stream)  # type: ignore[arg-type]
+
+    return StagedBackend, "_parts", in_one_piece
+
+
+_CHANGES: dict[str, Callable[[], Change]] = {
+    "deferred stores": _deferred_stores,
+    "last block loaded": _last_block,
+    "rank asked before a step": _rank_asked,
+    "joining early": _joining_early,
+    "joining into a stall": _joining_into_a_stall,
+    "loads in pieces": _pieces,
+}
+MECHANISMS = ("nothing", *_CHANGES)
+
+
+def switch_off(worker: Any, mechanism: str) -> str:
+    """In the engine's process: switch one mechanism off, and every other one on."""
+    import kvoffload_patch
+
+    undo: list[Change] = kvoffload_patch.__dict__.setdefault("_bench_undo", [])
+    while undo:
+        setattr(*undo.pop())
+    if mechanism != "nothing":
+        owner, name, value = _CHANGES[mechanism]()
+        undo.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, value)
+    return mechanism
