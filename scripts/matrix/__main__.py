@@ -11,6 +11,7 @@ COMMANDS = {
     "engines": ("engines", "real engines on the CPU, an environment for each release"),
     "scheduler": ("scheduler", "each release's own scheduler from its sources, with a faked model"),
     "random": ("random_runs", "random runs over the scheduler, for as long as is wanted"),
+    "own": ("own", "vLLM's own tests, plain, armed and with a tier"),
     "gpu": ("gpu", "the installed release on a GPU"),
 }
 

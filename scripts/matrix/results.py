@@ -12,7 +12,12 @@ from scripts import ROOT
 
 FOLDER = ROOT / "docs" / "measured" / "matrix"
 # Each kind of run, and what its files' names begin with.
-KINDS = {"cpu-engine": "cpu", "gpu-engine": "gpu", "scheduler": "scheduler"}
+KINDS = {
+    "cpu-engine": "cpu",
+    "gpu-engine": "gpu",
+    "scheduler": "scheduler",
+    "own-tests": "own",
+}
 
 
 def provenance() -> dict[str, str]:

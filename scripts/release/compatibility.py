@@ -4,7 +4,7 @@
     python scripts/release compatibility --check    # status 1 if it is not what this would write
 
 Results are one JSON file for each release and kind, as `scripts/matrix` writes them:
-`engines` (cpu-engine), `gpu` (gpu-engine) and `scheduler`.
+`engines` (cpu-engine), `gpu` (gpu-engine), `scheduler` and `own` (own-tests).
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from scripts import ROOT
 from scripts.matrix.results import FOLDER, KINDS
 
 PAGE = ROOT / "docs" / "compatibility.md"
+# Kinds that are a column; vLLM's own tests are told of below the table.
+COLUMNS = ("cpu-engine", "gpu-engine", "scheduler")
 RUNNERS = {
     "vllm.v1.worker.gpu_model_runner": "V1",
     "vllm.v1.worker.gpu.model_runner": "V2",
@@ -47,6 +49,13 @@ A release that is not listed, or has no entry in a column, was not run there. Ev
 compared with its installed sources at each start, and refused if they differ from the table.
 """
 
+OWN = """\
+`tests/v1/core` and `tests/v1/engine` of the release's source distribution, run three times by
+`python scripts/matrix own X.Y.Z`: on plain vLLM, with the package armed, and with a tier attached
+to every scheduler that a test makes. The outcome of each test must be the same; those that need a
+model's files or a GPU fail each time.
+"""
+
 
 def load(folder: Path = FOLDER) -> list[dict[str, Any]]:
     """All results; an unknown kind is an error."""
@@ -63,6 +72,8 @@ def load(folder: Path = FOLDER) -> list[dict[str, Any]]:
 def faults(result: dict[str, Any]) -> list[str]:
     """What in a result speaks against the word green; nothing, if it is green."""
     outcomes = [(name, one["outcome"]) for name, one in _tests(result)]
+    if result["kind"] == "own-tests":
+        return list(result["faults"])
     found = [f"{name} {outcome}" for name, outcome in outcomes if outcome not in _HARMLESS]
     if not any(outcome == "passed" for _, outcome in outcomes):
         found.append("nothing passed")
@@ -98,7 +109,7 @@ def page(results: Iterable[dict[str, Any]]) -> str:
     head = "| vLLM | PyTorch | Python | Runners | Engine, CPU | Engine, GPU | Scheduler |\n"
     head += "| --- | --- | --- | --- | --- | --- | --- |\n"
     rows = "".join(_row(release, kinds) for release, kinds in ordered)
-    return f"{INTRODUCTION}\n{head}{rows}{_left_out(ordered)}"
+    return f"{INTRODUCTION}\n{head}{rows}{_own_tests(ordered)}{_left_out(ordered)}"
 
 
 def _order(release: str) -> tuple[int, ...]:
@@ -113,7 +124,7 @@ def _row(release: str, kinds: dict[str, dict[str, Any]]) -> str:
         _both(engine.get("torch", "?") for engine in engines),
         _both(".".join(engine.get("python", "?").split(".")[:2]) for engine in engines),
         _both(RUNNERS.get(name, name) for engine in engines for name in engine.get("runners", [])),
-        *(_cell(kinds[kind]) if kind in kinds else "" for kind in KINDS),
+        *(_cell(kinds[kind]) if kind in kinds else "" for kind in COLUMNS),
     ]
     return "| " + " | ".join(cells) + " |\n"
 
@@ -137,11 +148,34 @@ def _cell(result: dict[str, Any]) -> str:
     return "; ".join([*words, *(fault.partition("\n")[0][:80] for fault in wrong)])
 
 
+def _own_tests(ordered: list[tuple[str, dict[str, dict[str, Any]]]]) -> str:
+    """vLLM's own tests: how many came to the same outcome, and which did not, with the reason."""
+    text = ""
+    for release, kinds in ordered:
+        if (result := kinds.get("own-tests")) is None:
+            continue
+        plain = result["outcomes"]["plain"]
+        armed, tier = (len(result["differ"][way]) for way in ("armed", "tier"))
+        text += (
+            f"- {release}, {'red' if faults(result) else 'green'}, {result['date']}:"
+            f" {sum(plain.values()):,} tests, {plain['passed']:,} of which pass on plain vLLM;"
+            f" {armed} come to another outcome with the package armed, and {tier} with a tier"
+            f" attached to the {result['tiers']:,} schedulers in which one is possible"
+            f" ({result['stored']:,} blocks stored, {result['loaded']:,} loaded).\n"
+        )
+        text += "".join(
+            f"  `{test.rpartition('::')[2]}`: {reason}.\n"
+            for test, reason in result["known"].items()
+        )
+        text += "".join(f"  {fault}\n" for fault in result["faults"])
+    return f"\n## vLLM's own tests\n\n{OWN}\n{text}" if text else ""
+
+
 def _left_out(ordered: list[tuple[str, dict[str, dict[str, Any]]]]) -> str:
     """What releases could not play, and why: the same reason once, with its releases."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for release, kinds in ordered:
-        for kind in KINDS:
+        for kind in COLUMNS:
             for name, one in _tests(kinds.get(kind, {})):
                 if one["outcome"] in ("skipped", "absent"):
                     why = (

@@ -67,7 +67,7 @@ def fetch(release: str, cache: Path | None = None) -> Path:
     """
     if not re.fullmatch(r"\d+(\.\d+)+((a|b|rc|\.post|\.dev)\d+)?", release):
         raise NotFetched(f"{release!r} is not a release such as 0.32.0; give its version number.")
-    return _fetched(_cache(cache) / release, lambda: _locate(release))
+    return _fetched(cache_folder(cache) / release, lambda: _locate(release))
 
 
 def fetch_builds(release: str, cache: Path | None = None) -> list[Path]:
@@ -83,12 +83,12 @@ def fetch_builds(release: str, cache: Path | None = None) -> list[Path]:
             again = _name_of(url) == first
             if not again and re.fullmatch(re.escape(release) + r"(\.post\d+)?", version):
                 found = f"{project}=={version}", url
-                folder = _cache(cache) / f"{project}-{version}"
+                folder = cache_folder(cache) / f"{project}-{version}"
                 folders.append(_fetched(folder, lambda found=found: found))
     return folders
 
 
-def _cache(given: Path | None) -> Path:
+def cache_folder(given: Path | None) -> Path:
     return given or Path(os.environ.get("RELEASE_SOURCES") or ROOT / ".vllm-sources")
 
 
@@ -228,7 +228,7 @@ class RangeFile(io.RawIOBase):
     def __init__(self, url: str) -> None:
         super().__init__()
         self._url = url
-        self._opener = _opener()
+        self._opener = opener()
         self._position = 0
         self._tail_at, self._tail, self._size = self._request(f"bytes=-{TAIL}")
         self._held_at, self._held = 0, b""
@@ -296,7 +296,7 @@ class RangeFile(io.RawIOBase):
         return first, data, size
 
 
-def _opener() -> urllib.request.OpenerDirector:
+def opener() -> urllib.request.OpenerDirector:
     """Opens URLs with the certificates and the proxy that pip is told to use."""
     context = ssl.create_default_context()
     for name in ("PIP_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
