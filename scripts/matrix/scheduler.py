@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from scripts.matrix import results
 from scripts.release.sources import NotFetched, fetch
 
 HALF = ROOT / "tests/scheduler_half/half.py"
-LIMIT_S = 600
 
 
 def play(release: str) -> dict[str, Any]:
@@ -35,28 +33,10 @@ def play(release: str) -> dict[str, Any]:
     Raises:
         NotFetched: its sources could not be had.
     """
-    folder = fetch(release)
-    # Nothing of the caller's own settings; the tier refuses names that it does not know.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("KVOFFLOAD_")}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, str(HALF), release, str(folder)]
-    done = subprocess.run(
-        command, text=True, capture_output=True, check=False, timeout=LIMIT_S, env=env
-    )
-    if not done.stdout.startswith("{"):
-        why = (done.stderr or done.stdout)[-2000:]
-        scenarios = {"process": {"outcome": "failed", "why": why}}
-    else:
-        scenarios = json.loads(done.stdout)["scenarios"]
-    return {
-        "kind": "scheduler",
-        "release": release,
-        "torch": metadata.version("torch"),
-        "python": ".".join(map(str, sys.version_info[:3])),
-        **results.provenance(),
-        "scenarios": scenarios,
-        "verdict": "red" if failed(scenarios) else "green",
-    }
+    ((_, result, why),) = play_all([release], 1)
+    if result is None:
+        raise NotFetched(why)
+    return result
 
 
 def failed(scenarios: dict[str, Any]) -> dict[str, str]:
@@ -67,16 +47,36 @@ def failed(scenarios: dict[str, Any]) -> dict[str, str]:
 def play_all(
     releases: Iterable[str], jobs: int
 ) -> Iterator[tuple[str, dict[str, Any] | None, str]]:
-    """Each release, what came out, and if nothing did, why not."""
-
-    def one(release: str) -> tuple[str, dict[str, Any] | None, str]:
+    """Each release, what came out, and if nothing did, why not; in the order that they are done."""
+    words = []
+    for release in releases:
         try:
-            return release, play(release), ""
+            words.append(f"{release}={fetch(release)}")
         except NotFetched as reason:
-            return release, None, str(reason)
+            yield release, None, str(reason)
+    # Nothing of the caller's own settings; the tier refuses names that it does not know.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVOFFLOAD_")}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, str(HALF), str(jobs), *words]
+    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, env=env) as process:
+        try:
+            for line in process.stdout or ():
+                found = json.loads(line)
+                yield found["release"], _result(**found), ""
+        finally:
+            process.terminate()
 
-    with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(one, releases)
+
+def _result(release: str, scenarios: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kind": "scheduler",
+        "release": release,
+        "torch": metadata.version("torch"),
+        "python": ".".join(map(str, sys.version_info[:3])),
+        **results.provenance(),
+        "scenarios": scenarios,
+        "verdict": "red" if failed(scenarios) else "green",
+    }
 
 
 def main() -> int:

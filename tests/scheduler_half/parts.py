@@ -177,9 +177,14 @@ def _grammars(config: Any) -> Any:
     return StructuredOutputManager(config)
 
 
+@cache  # a request is made for each prompt, an output for each step
+def _parameters(like: Callable[..., Any]) -> Any:
+    return inspect.signature(like).parameters
+
+
 def _call(made: Callable[..., Any], like: Callable[..., Any], **wanted: Any) -> Any:
     """Call with those of the arguments that ``like`` has, and None for others that it needs."""
-    known = inspect.signature(like).parameters
+    known = _parameters(like)
     arguments = {name: value for name, value in wanted.items() if name in known}
     for name, parameter in known.items():
         if parameter.default is parameter.empty:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable
+from functools import cache
 from typing import Any
 
 
@@ -89,6 +90,7 @@ def _cached_keys(pool: Any) -> Iterable[Any]:
     return [block.block_hash for block in pool.blocks if block.block_hash is not None]
 
 
+@cache  # of the keys of a run, which are looked at in each of its steps
 def _outside(key: Any) -> Hashable:
     """A key as events have it."""
     from vllm.v1.core import kv_cache_utils as utils
@@ -99,12 +101,14 @@ def _outside(key: Any) -> Hashable:
     return (utils.maybe_convert_block_hash(utils.get_block_hash(key)), *group)
 
 
+@cache
 def _has_medium() -> bool:
     from vllm.distributed.kv_events import BlockStored
 
     return "medium" in BlockStored.__struct_fields__
 
 
+@cache
 def _has_group() -> bool:
     from vllm.distributed.kv_events import BlockStored
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,8 +11,7 @@ import pytest
 from packaging.version import Version
 
 from kvoffload_patch.integration.patch_table.verified import RELEASES
-from scripts.matrix.scheduler import failed, play
-from scripts.release.sources import NotFetched
+from scripts.matrix.scheduler import failed, play_all
 
 pytestmark = [
     pytest.mark.releases,
@@ -32,22 +30,28 @@ SINCE = {
 
 
 @pytest.fixture(scope="module")
-def started(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Future[Any]]]:
-    """Starts the releases that were asked for, as many at once as there are CPUs."""
+def outcome_of(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Any]]:
+    """What came out of a release, and why nothing did; all asked for run, some at a time."""
     items = [item for item in request.session.items if item.module is request.module]
     releases = [item.callspec.params["release"] for item in items if hasattr(item, "callspec")]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        futures = {release: pool.submit(play, release) for release in releases}
-        yield futures.__getitem__
-        pool.shutdown(cancel_futures=True)
+    playing = play_all(releases, os.cpu_count() or 1)
+    found: dict[str, tuple[Any, str]] = {}
+
+    def wait_for(release: str) -> tuple[Any, str]:
+        while release not in found:
+            name, result, why = next(playing)
+            found[name] = result, why
+        return found[release]
+
+    yield wait_for
+    playing.close()
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_scheduler_half(started: Callable[[str], Future[Any]], release: str) -> None:
-    try:
-        result = started(release).result()
-    except NotFetched as reason:
-        pytest.skip(str(reason))
+def test_scheduler_half(outcome_of: Callable[[str], Any], release: str) -> None:
+    result, why = outcome_of(release)
+    if result is None:
+        pytest.skip(why)
     scenarios = result["scenarios"]
     assert failed(scenarios) == {}
     absent = {name for name, one in scenarios.items() if one["outcome"] == "absent"}
