@@ -12,6 +12,11 @@ from engine.report import assert_same
 
 INSTALLED = Path(sysconfig.get_path("purelib"), "kvoffload_patch.pth").exists()
 TP = {"tensor_parallel_size": 2}
+# Forked ranks take seconds; those of APART are spawned, and import vLLM as a user's do.
+FORKED = {"TEST_FORK_WORKERS": "1"}
+# A worker in a process of its own, below an engine core in a process of its own.
+APART = {"distributed_executor_backend": "mp"}
+CORE_APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 
@@ -28,12 +33,8 @@ def check(on, off, least=1.0):
     assert least * engines.evicted_tokens() <= played["cached"] <= engines.evicted_tokens()
 
 
-def test_engine_core_in_a_process_of_its_own(real, conversations):
-    check(real.on(["conversations"], VLLM_ENABLE_V1_MULTIPROCESSING="1"), conversations)
-
-
-def test_multiprocess_executor_on_one_rank(real, conversations):
-    check(real.on(["conversations"], {"distributed_executor_backend": "mp"}), conversations)
+def test_engine_core_and_worker_in_processes_of_their_own(real, conversations):
+    check(real.on(["conversations"], APART, **CORE_APART), conversations)
 
 
 @pytest.mark.matrix
@@ -67,9 +68,8 @@ def test_both_model_runners(real, conversations, runner):
 
 @pytest.mark.matrix
 def test_two_ranks(real):
-    # Forked ranks take seconds; the start-up file's test has spawned ones.
-    off = real.off(["twins"], TP, TEST_FORK_WORKERS="1")["twins"]
-    on = real.on(["twins"], TP, TEST_FORK_WORKERS="1")["twins"]
+    off = real.off(["twins"], TP, **FORKED)["twins"]
+    on = real.on(["twins"], TP, **FORKED)["twins"]
     assert_same(on, off)
     assert off["cached"][0] == 0 and on["cached"] == [640, 640]
     assert on["blocks_loaded"] == 640 // release.block_size()
@@ -77,18 +77,16 @@ def test_two_ranks(real):
 
 @pytest.mark.matrix
 def test_two_ranks_that_grow_and_do_not_get_the_same(real):
-    off = real.off(["twins"], TP, TEST_FORK_WORKERS="1")["twins"]
-    run = real.on(["twins", "setup"], TP, TEST_FORK_WORKERS="1", TEST_GROWTH="60 33")
+    off = real.off(["twins"], TP, **FORKED)["twins"]
+    run = real.on(["twins", "setup"], TP, **FORKED, TEST_GROWTH="60 33")
     assert_same(run["twins"], off)
     assert run["twins"]["blocks_loaded"] > 0
     assert run["setup"]["slots"] == 33, "what one rank will never have was used, or not all"
 
 
 @pytest.mark.skipif(not INSTALLED, reason="the start-up file is not installed")
-def test_the_start_up_file_reaches_engine_core_and_workers(real):
-    off = real.off(["conversations"], TP)
-    on = real.on(["conversations"], TP, way="flag", VLLM_ENABLE_V1_MULTIPROCESSING="1")
-    check(on, off["conversations"])
+def test_the_start_up_file_reaches_engine_core_and_worker(real, conversations):
+    check(real.on(["conversations"], APART, way="flag", **CORE_APART), conversations)
 
 
 @pytest.mark.skipif(not INSTALLED, reason="the start-up file is not installed")
@@ -109,7 +107,7 @@ def test_adapters_are_kept_apart(real):
 
 
 def test_a_killed_worker_ends_in_an_error_that_names_it(real):
-    run = real.on(["worker_killed"], TP)
+    run = real.on(["worker_killed"], TP, **FORKED)
     killed = run["worker_killed"]
     assert killed["error"], "the request after the kill was answered"
     # Every line of that worker's own log begins with its name, so the sentence is looked for.
@@ -118,7 +116,7 @@ def test_a_killed_worker_ends_in_an_error_that_names_it(real):
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_failed_canary_is_named_and_nothing_is_served(real, rank):
-    run = real.on(["conversations"], TP, {"KVOFFLOAD_CANARY_FAULT_RANK": rank})
+    run = real.on(["conversations"], TP, {"KVOFFLOAD_CANARY_FAULT_RANK": rank}, **FORKED)
     assert run.returncode != 0 and not run.results
     assert f"rank {rank} (pid " in run.log
     assert "failed to open the CPU tier: a block stored to CPU memory" in run.log
