@@ -50,10 +50,10 @@ compared with its installed sources at each start, and refused if they differ fr
 """
 
 OWN = """\
-`tests/v1/core` and `tests/v1/engine` of the release's source distribution, run three times by
-`python scripts/matrix own X.Y.Z`: on plain vLLM, with the package armed, and with a tier attached
-to every scheduler that a test makes. The outcome of each test must be the same; those that need a
-model's files or a GPU fail each time.
+`tests/v1/core` and `tests/v1/engine` of the release's source distribution, without the files that
+start engines, run three times by `python scripts/matrix own X.Y.Z`: on plain vLLM, with the package
+armed, and with a tier attached to every scheduler that a test makes. The outcome of each test must
+be the same; those that need a model's files or a GPU fail each time.
 """
 
 
