@@ -129,13 +129,10 @@ class Mini:
         self.replay = Replay(self.scheduler) if events else None
         self.ranks = ranks or FakeRanks()
         self.ranks.device = self.device
-        made = Settings(**settings)
-        self.manager = OffloadManager(num_slots, POLICIES[made.eviction])
         self.tier: Any = None
         self.max_failed_copies = max_failed_copies
         self.time, self.step_ms = 0.0, step_ms
-        if tier:
-            self._attach(made)
+        self._attach(Settings(**settings), num_slots, tier)
         self.answers: dict[str, list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
         self.counts: dict[str, int] = {}
@@ -149,7 +146,10 @@ class Mini:
         self.kv_manager = self.scheduler.kv_cache_manager
         self.pool = self.kv_manager.block_pool
 
-    def _attach(self, settings: Settings) -> None:
+    def _attach(self, settings: Settings, num_slots: int, tier: bool) -> None:
+        self.manager = OffloadManager(num_slots, POLICIES[settings.eviction])
+        if not tier:
+            return
         owners = {
             "Scheduler": self.scheduler,
             "KVCacheManager": self.kv_manager,
