@@ -39,8 +39,8 @@ def test_what_a_block_has(
 class Round:
     """A layout with as many blocks and slots as `check_bytes` needs for some blocks."""
 
-    def __init__(self, name: str, blocks: int = 3) -> None:
-        nbytes = 16 * SHAPES[name].token_bytes
+    def __init__(self, name: str, blocks: int = 3, tokens: int = 2) -> None:
+        nbytes = tokens * SHAPES[name].token_bytes
         self.kv = setup.KV(name, nbytes, 2 * blocks, CPU)
         self.memory = setup.Slots(4 * blocks * nbytes, nbytes, CPU)
         self.slots = self.memory.of(nbytes)
