@@ -7,17 +7,17 @@ H200 (PCIe Gen5 x16, 55 GB/s one way) if not said otherwise.
 from __future__ import annotations
 
 # --- backends ---
-# A chunk costs a thread that shares Python with the step about 0.1 ms, so chunks are large. What
-# else crosses the bus, a step's inputs or its tokens, waits for one piece of them, 0.3 or 0.6 ms
-# (scripts/bench copy_queue; docs/history.md, "Pieces of a load"). Buffers: one on the bus, one
-# being packed or unpacked, and for stores, whose packing may have to wait for room on the device,
-# one more.
-LOAD_PIECE_BYTES, LOAD_PIECES, LOAD_BUFFERS = 16 << 20, 8, 2
-STORE_PIECE_BYTES, STORE_BUFFERS = 32 << 20, 3
+# A slice costs a thread that shares Python with the step about 0.1 ms, so slices are large, and are
+# packed or unpacked as a whole. What else crosses the bus, a step's inputs or its tokens, waits for
+# one piece of them, 0.6 ms (scripts/bench copy_queue). Buffers: one on the bus, one being packed or
+# unpacked, and for stores, whose packing may have to wait for room on the device, one more.
+BUS_PIECE_BYTES = 32 << 20
+LOAD_PIECES, LOAD_BUFFERS = 4, 2
+STORE_PIECES, STORE_BUFFERS = 1, 3
 # Blocks made ready for copying at a time: a batch may have tens of thousands, and the bus would be
 # idle until the last of them is (scripts/bench transfer, blocks of 256 KiB).
 READY_BLOCKS = 1024
-# What torch's own copies pack before they cross. Not measured: as `STORE_PIECE_BYTES`.
+# What torch's own copies pack before they cross. Not measured: as `BUS_PIECE_BYTES`.
 STAGING_BYTES = 32 << 20
 # What a program of the kernel moves, and programs per launch: enough to keep the memory busy, few
 # enough to leave room beside them. Not measured alone (scripts/bench transfer has the whole).

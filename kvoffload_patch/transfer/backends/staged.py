@@ -24,12 +24,12 @@ from kvoffload_patch.transfer.device import Device, device_of
 from kvoffload_patch.transfer.integrity import Checksums, Verdicts
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.tuning import (
+    BUS_PIECE_BYTES,
     LOAD_BUFFERS,
-    LOAD_PIECE_BYTES,
     LOAD_PIECES,
     READY_BLOCKS,
     STORE_BUFFERS,
-    STORE_PIECE_BYTES,
+    STORE_PIECES,
 )
 
 
@@ -84,14 +84,13 @@ class _Direction:
     def __init__(
         self,
         layout: BlockLayout,
-        piece_bytes: int,
         pieces: int,
         pitch: int,
         count: int,
         checked: bool,
     ) -> None:
         device = device_of(layout.device)
-        self.blocks = max(1, piece_bytes // pitch)
+        self.blocks = max(1, BUS_PIECE_BYTES // pitch)
         self.pieces = pieces
         self.turns = AlternatingStreams(device)
         self.ready_blocks = READY_BLOCKS
@@ -137,10 +136,8 @@ class StagedBackend:
         self._driver = driver
         self._device = device_of(layout.device)
         pitch, checked = self._slots.pitch, every > 0
-        self._stores = _Direction(layout, STORE_PIECE_BYTES, 1, pitch, STORE_BUFFERS, checked)
-        self._loads = _Direction(
-            layout, LOAD_PIECE_BYTES, LOAD_PIECES, pitch, LOAD_BUFFERS, checked
-        )
+        self._stores = _Direction(layout, STORE_PIECES, pitch, STORE_BUFFERS, checked)
+        self._loads = _Direction(layout, LOAD_PIECES, pitch, LOAD_BUFFERS, checked)
         addresses = [*self._stores.addresses(), *self._loads.addresses()]
         self.checksums = Checksums(slots.slots.shape[0] if checked else 0, layout.device, every)
         self._mover = TileMover(layout, pitch, addresses, self.checksums if checked else None)

@@ -110,7 +110,10 @@ class Load:
         }
 
     def chats(self) -> dict[str, float]:
-        """Sessions that come back one by one: milliseconds to the first token, and per token."""
+        """Sessions that come back one by one: milliseconds to the first token, and per token.
+
+        The first of each client come all at once, and do not count.
+        """
         engine, options = self.llm.llm_engine, self.options
         asked: dict[str, float] = {}
         first: dict[str, tuple[float, int]] = {}  # when, and how many tokens came then
@@ -133,7 +136,8 @@ class Load:
                 count = len(output.outputs[0].token_ids)
                 if name not in first:
                     first[name] = now, 0
-                    waits.append(1000 * (now - asked[name]))
+                    if len(first) > options.at_once:
+                        waits.append(1000 * (now - asked[name]))
                 else:
                     first[name] = first[name][0], first[name][1] + count
                 if output.finished:
