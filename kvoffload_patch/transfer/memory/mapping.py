@@ -66,8 +66,9 @@ class HostMapping:
                 f"expected to map {nbytes / GIB:.1f} GiB of CPU memory, found {error}; lower "
                 "KVOFFLOAD_CPU_GIB or allow overcommitment (vm.overcommit_memory)."
             ) from error
-        # A child process gets none of it: pages that a device uses would be copied at the fork.
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        # A child process gets none of it: pages that a device uses would be copied at the fork. Nor
+        # does a core dump: it would be as large, and has what users have asked.
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK", "MADV_DONTDUMP"):
             with suppress(OSError, AttributeError):  # a kernel, or a Python, without it
                 mapped.madvise(getattr(mmap, advice))
         flat = torch.frombuffer(mapped, dtype=torch.uint8)

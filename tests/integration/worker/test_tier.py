@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import re
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +17,7 @@ from engine.late_copies import LateQueue
 from tier.plans import a_load, a_plan, a_store
 
 from kvoffload_patch.integration.protocol import RESULT, TIER
+from kvoffload_patch.integration.slot_counts import make_slot_counts
 from kvoffload_patch.integration.worker import rpc
 from kvoffload_patch.integration.worker import tier as rank
 from kvoffload_patch.links import LOAD, STORE
@@ -127,6 +133,38 @@ class Behind(LateQueue):
 
     def hold(self, stream: object, ticket: int) -> None:
         """The host goes on."""
+
+
+def held() -> tuple[list[str], int, int, list[str]]:
+    """Threads, descriptors, mappings as large as a tier's, and files in shared memory."""
+    gc.collect()
+    threads = sorted(thread.name for thread in threading.enumerate())
+    spans = re.findall(r"^(\w+)-(\w+) ", Path("/proc/self/maps").read_text(), re.MULTILINE)
+    large = sum(int(end, 16) - int(begin, 16) >= 256 << 20 for begin, end in spans)
+    shared = sorted(path.name for path in Path("/dev/shm").glob("kvoffload-*"))
+    return threads, len(os.listdir("/proc/self/fd")), large, shared
+
+
+@pytest.mark.parametrize("integrity", ["off", "full"])
+def test_a_rank_that_is_closed_leaves_nothing(runner: Any, integrity: str) -> None:
+    """Neither does one whose opening fails when all is there."""
+    worker = SimpleNamespace(model_runner=runner, rank=0, vllm_config=runner.vllm_config)
+    slots = (256 << 20) // 512
+    assert rpc.open_rank(worker, slots, integrity=integrity).error == ""
+    during = held()
+    rpc.close_rank(worker)
+    before = held()
+    assert during[2] == before[2] + 1, "is this looking for mappings?"
+    for fault in (-1, 0, -1):
+        board = make_slot_counts([0, 1])
+        assert board is not None
+        opened = rpc.open_rank(worker, slots, "auto", fault, integrity, board)
+        board.remove()
+        assert ("canary" in opened.error or "other bytes" in opened.error) == (fault == 0)
+        if fault:
+            step(runner.__dict__[TIER], a_plan(store=a_store(1, (1,), (0,))))
+        rpc.close_rank(worker)
+    assert held() == before
 
 
 def flip(tier: rank.RankTier, slot: int) -> None:

@@ -6,9 +6,11 @@ import errno
 import gc
 import mmap
 import os
+import re
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,6 +188,20 @@ def test_a_child_process_gets_nothing_of_it() -> None:
         os._exit(17 if is_mapped(address) else 18)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 18
     assert is_mapped(address)
+    host.close()
+
+
+def test_a_core_dump_has_nothing_of_it() -> None:
+    host = HostMapping(3 * MIB)
+    begin = host.memory.data_ptr()
+    flags = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            first, last = (int(part, 16) for part in line.split()[0].split("-"))
+        elif line.startswith("VmFlags:"):
+            flags[first, last] = line.split()[1:]
+    (found,) = [flags[span] for span in flags if span[0] <= begin < span[1]]
+    assert "dd" in found
     host.close()
 
 
