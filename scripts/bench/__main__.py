@@ -17,6 +17,7 @@ COMMANDS = {
     "step": ("step", "what the tier adds to a scheduler step on the host; needs no GPU"),
     "transfer": ("transfer.command", "speed of the copy backends, and what they cost matmuls"),
     "copy_queue": ("probes.copy_queue", "how long a copy waits behind others on a CUDA GPU"),
+    "beside": ("probes.beside", "what a step takes longer while a load crosses the bus"),
     "copy_thread": ("probes.copy_thread", "what enqueuing copies costs a step; needs no GPU"),
     "touch": ("probes.touch", "how fast the kernel gives a process its memory; needs no GPU"),
     "mechanisms": ("probes.mechanisms", "what each mechanism for speed is worth, in one engine"),
