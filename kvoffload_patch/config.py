@@ -212,6 +212,14 @@ class Settings:
         " before it is parked",
         "ms",
     )
+    control: bool = _variable(
+        "KVOFFLOAD_CONTROL",
+        True,
+        _boolean,
+        _A_BOOLEAN,
+        "each engine has a socket that only its user can open, for kvoffload status, top, pause"
+        " and the like",
+    )
     canary_fault_rank: int = _variable(
         "KVOFFLOAD_CANARY_FAULT_RANK",
         -1,

@@ -79,7 +79,7 @@ class Sandbox:
         self.package.mkdir()
         for name in own:
             shutil.copy(ROOT / f"kvoffload_patch/{name}.py", self.package)
-        for name in ("cli", "_sitecustomize"):
+        for name in ("cli", "control", "_sitecustomize"):
             shutil.copytree(ROOT / "kvoffload_patch" / name, self.package / name)
         for name, text in (("integration/install.py", INSTALL), ("patching/errors.py", ERRORS)):
             self.write(self.package / name, text)

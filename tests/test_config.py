@@ -40,6 +40,7 @@ def test_defaults() -> None:
         vllm_version=None,
         allow_unverified=False,
         max_stall_ms=20.0,
+        control=True,
         canary_fault_rank=-1,
         launch=None,
         options=None,
@@ -109,6 +110,7 @@ def test_every_variable_is_read() -> None:
         VLLM_VERSION="0.32.0",
         ALLOW_UNVERIFIED="on",
         MAX_STALL_MS="0",
+        CONTROL="0",
         CANARY_FAULT_RANK="3",
         LAUNCH="0a1b",
         OPTIONS="KVOFFLOAD_LOAD_MODE",
@@ -126,6 +128,7 @@ def test_every_variable_is_read() -> None:
         "0.32.0",
         True,
         0.0,
+        False,
         3,
         "0a1b",
     )

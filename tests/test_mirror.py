@@ -24,6 +24,7 @@ TESTED_BY = {
     "cli/preflight.py": "cli/test_main.py",
     "cli/report.py": "cli/test_main.py",
     "cli/patch_files.py": "cli/test_patch.py",
+    "control/errors.py": "control/test_wire.py",
     # Hooks are thin: a tier is tested through them, on vLLM's own objects.
     "integration/engine/hooks.py": "integration/engine/test_attach.py",
     "integration/frontend/hooks.py": "integration/test_carrier.py",

@@ -9,22 +9,27 @@ from collections.abc import Sequence
 
 from kvoffload_patch import __version__
 from kvoffload_patch._bootstrap import WITHOUT, is_strict, with_name
-from kvoffload_patch.cli import launch, preflight, report
+from kvoffload_patch.cli import launch, preflight
 from kvoffload_patch.config import AUTO, VARIABLES, option
 
 EXIT_OK, EXIT_REFUSED = 0, 2
+
+_OWN = ("status", "doctor", "patch", "top", "pause", "resume", "empty", "resize", "set")
 
 _USAGE = """\
 kvoffload [options] COMMAND [ARGUMENT ...]
        kvoffload [options] --check [COMMAND]
        kvoffload [options] status | doctor [--json]
+       kvoffload top | pause | resume | empty | resize GIB | set ... [--engine NAME]
        kvoffload patch --apply | --revert | --check
 (python -m kvoffload_patch is the same)"""
 
 _DESCRIPTION = """\
 Run COMMAND, such as `vllm serve MODEL`, with a second KV-cache tier in CPU memory. COMMAND is
 looked for beside this Python first, then on PATH. Whatever follows it belongs to it.
-`status` shows the switch, the installed vLLM, every patch point and the verdict.
+`status` shows the switch, the installed vLLM, every patch point, the verdict, and the engines that
+run. `top` shows these as they work; `pause`, `resume`, `empty`, `resize` and `set` are commands for
+them. Each has a --help of its own; `-- top` runs another program of that name.
 `doctor` also looks at memory, limits and the bus, proves that the patch arms, says what would be
 chosen, and names every problem with its remedy.
 `patch` puts the lines that arm the tier into vLLM's own files, for images without start-up
@@ -37,6 +42,8 @@ examples:
   kvoffload --check vllm serve MODEL          would it run? nothing is started
   kvoffload doctor                            what is wrong here, what would be chosen
   kvoffload status --json                     the same for a program
+  kvoffload top                               running engines, live
+  kvoffload resize 24                         24 GiB for the engine that runs
   kvoffload -- ./serve.sh                     a script that starts vLLM
 exit status: that of COMMAND; 2 refused, in one sentence on standard error.
 """
@@ -47,23 +54,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     command: list[str] = arguments.command
+    _set_variables(arguments)
+    if command and command[0] in _OWN:
+        return _own(command[0], command[1:])
     if command[:1] == ["--"]:
         del command[0]
-    _set_variables(arguments)
-    if command[:1] == ["status"]:
-        return report.main(command[1:])
-    if command[:1] == ["doctor"]:
-        from kvoffload_patch.cli.doctor import command as doctor
-
-        return doctor.main(command[1:])
-    if command[:1] == ["patch"]:
-        from kvoffload_patch.cli import patch
-
-        return patch.main(command[1:])
     if not command and not arguments.check:
         parser.print_usage(sys.stderr)
         return EXIT_REFUSED
     return _run(command, check=arguments.check)
+
+
+def _own(name: str, argv: Sequence[str]) -> int:
+    """A command of ours."""
+    if name == "doctor":
+        from kvoffload_patch.cli.doctor import command as doctor
+
+        return doctor.main(argv)
+    if name == "patch":
+        from kvoffload_patch.cli import patch
+
+        return patch.main(argv)
+    if name == "top":
+        from kvoffload_patch.cli import top
+
+        return top.main(argv)
+    if name == "status":
+        from kvoffload_patch.cli import report
+
+        return report.main(argv)
+    from kvoffload_patch.cli import engines
+
+    return engines.main(name, argv)
 
 
 def _set_variables(arguments: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from kvoffload_patch import _bootstrap
+from kvoffload_patch.cli import engines
 from kvoffload_patch.config import as_given
 
 EXIT_OK, EXIT_REFUSED = 0, 2
@@ -17,7 +18,8 @@ def main(argv: Sequence[str]) -> int:
     """Print the report; the exit status says whether vLLM would get a tier."""
     parser = argparse.ArgumentParser(
         prog="kvoffload status",
-        description="What is installed and whether it matches; does not import vLLM.",
+        description="What is installed and whether it matches, without importing vLLM; and what "
+        "each running engine of this user says of its tier.",
         epilog="exit status: 0 it matches; 2 refused, and the verdict says why.",
         allow_abbrev=False,
     )
@@ -25,7 +27,11 @@ def main(argv: Sequence[str]) -> int:
     as_json = parser.parse_args(argv).json
     found = _bootstrap.status()
     found["verdict"] = as_given(str(found["verdict"]))
-    print(json.dumps(found, indent=1) if as_json else text(found))
+    running = engines.status()
+    if as_json:
+        print(json.dumps({**found, "engines": running}, indent=1))
+    else:
+        print("\n".join([text(found), *map(engines.text, running)]))
     return EXIT_OK if found["verdict"] == "ok" else EXIT_REFUSED
 
 

@@ -20,7 +20,9 @@ COMMON_LABELS = ("model_name", "engine")
 LOADS, STORES = "load", "store"
 DIRECTION = (("direction", (LOADS, STORES)),)
 # What `tier_state` says: exactly one of these is 1.
-STATES = ON, NOT_NEEDED, REFUSED, FAILED = ("on", "not_needed", "refused", "failed")
+STATES = ON, PAUSED, NOT_NEEDED, REFUSED, FAILED = (
+    "on", "paused", "not_needed", "refused", "failed",
+)  # fmt: skip
 
 # Labels of `build_info` besides the versions.
 ABOUT = ("load_mode", "eviction", "integrity", "copies")
@@ -64,8 +66,8 @@ METRICS = (
     Metric(
         "tier_state",
         "gauge",
-        "1 for the state that the tier is in, 0 for the others: on; not_needed, as prefix caching "
-        "is off; refused at start; failed and detached since.",
+        "1 for the state that the tier is in, 0 for the others: on; paused by command; not_needed, "
+        "as prefix caching is off; refused at start; failed and detached since.",
         (("state", STATES),),
     ),
     Metric(

@@ -15,6 +15,7 @@ from kvoffload_patch.config import Settings
 TIER = "_kvoffload_tier"  # on Scheduler and the model runner
 PLAN = "kvoffload_plan"  # on SchedulerOutput
 RESULT = "kvoffload_result"  # on ModelRunnerOutput
+CONTROL = "_kvoffload_control"  # on EngineCore
 
 
 def attached(owner: Any) -> Any:

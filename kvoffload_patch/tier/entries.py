@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 
 from kvoffload_patch.links import Link
 
@@ -87,6 +87,10 @@ class HeldSlots:
         """The keys of these slots are forgotten while a transfer uses them."""
         self._forgotten.update(slots)
 
+    def forgotten_behind(self, num_slots: int) -> list[int]:
+        """Slots in use, from this number on, that belong to no key."""
+        return [slot for slot in self._forgotten if slot >= num_slots]
+
     def take_forgotten(self, slots: Slots) -> set[int]:
         """Those of these slots, which nothing uses any more, that belong to no key."""
         if not self._forgotten:
@@ -102,3 +106,39 @@ class HeldSlots:
         elif others:
             del self._read_again[slot]
         return not others
+
+
+def take_queued(
+    queued: dict[int, Hashable],
+    limit: int,
+    stored: Container[Hashable],
+    storable: Callable[[int, Hashable], bool],
+) -> tuple[dict[Hashable, int], int]:
+    """Take what is to be stored now out of the queue, first come first.
+
+    Args:
+        queued: keys, by the GPU block that holds each.
+        limit: how many are taken at most.
+        stored: keys that need not be.
+        storable: whether a GPU block still has the block of a key.
+
+    Returns:
+        GPU blocks by their keys, and how many others had lost theirs.
+    """
+    taken, looked_at, lost = dict[Hashable, int](), list[int](), 0
+    for gpu_block_id, key in queued.items():
+        if len(taken) >= limit:
+            break
+        looked_at.append(gpu_block_id)
+        if key in stored:
+            continue
+        if storable(gpu_block_id, key):
+            taken.setdefault(key, gpu_block_id)
+        else:
+            lost += 1
+    # Not one by one from the front: finding a dict's first item means passing what has left it.
+    if len(looked_at) == len(queued):
+        queued.clear()
+    for gpu_block_id in looked_at if queued else ():
+        del queued[gpu_block_id]
+    return taken, lost

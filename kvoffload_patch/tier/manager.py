@@ -8,7 +8,7 @@ from itertools import repeat
 from types import MappingProxyType
 
 from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Link, Tickets
-from kvoffload_patch.tier.entries import HeldSlots, Keys, LinkTickets, Slots
+from kvoffload_patch.tier.entries import HeldSlots, Keys, LinkTickets, Slots, take_queued
 from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
 from kvoffload_patch.tier.policy import EvictionPolicy
 from kvoffload_patch.tier.slots import SlotPool
@@ -40,7 +40,7 @@ class OffloadManager:
         self.on_left: Callable[[Iterable[Hashable]], None] | None = None
         self._new_policy = policy
         self._slots = SlotPool(num_slots)
-        self._growing = growing
+        self._growing, self._sizing = growing, 0
         self._slot_of: dict[Hashable, int] = {}
         self._key_of: list[Hashable] = [None] * num_slots  # as it was last, for each slot
         self._store_to = [0] * num_slots  # ticket of the last store to each slot
@@ -125,6 +125,10 @@ class OffloadManager:
             self.stats.overwritten += before - len(self._pending)
         if self._store_of and gpu_block_ids:
             self._stores.wait_for(max(map(self._store_of.pop, gpu_block_ids, repeat(0))))
+
+    def drop_queued(self) -> None:
+        """What was queued and is not planned yet is not stored."""
+        self._pending.clear()
 
     def discard(self, key: Hashable) -> None:
         """What the GPU holds, and may have stored, under ``key`` turned out to be wrong."""
@@ -218,8 +222,6 @@ class OffloadManager:
                 self._links[name].failed.add(ticket)
         if result.mismatches > self.stats.mismatches:
             self.stats.mismatches = result.mismatches
-        if result.num_slots is not None:
-            self._grow(result.num_slots, result.growing)
         for name, done in result.done:
             link = self._links[name]
             if done <= link.done:
@@ -233,6 +235,14 @@ class OffloadManager:
                 else:
                     readable += self._finish_store(keys, slots)
             link.done = min(done, link.last)
+        if result.num_slots is not None and result.sizing == self._sizing:
+            self._growing = result.growing
+            if result.num_slots > self.num_slots:
+                # What was given up, and is still under way there, is not free yet.
+                late = self._held.forgotten_behind(self.num_slots)
+                self._count_slots(result.num_slots)
+                self._slots.grow(self.num_slots, late)
+                self._policy.grow()
         self._regroup_ended()
         return readable
 
@@ -251,7 +261,7 @@ class OffloadManager:
     def clear(self) -> None:
         """Forget every key. Slots of transfers under way come back when those are done."""
         under_way = (slots for link in self._links.values() for _, _, slots in link.under_way)
-        held = {slot for slots in under_way for slot in slots}
+        held = {slot for slots in under_way for slot in slots if slot < self.num_slots}
         self._held.forget(held)
         if self.on_left is not None:
             self.on_left(self._slot_of)
@@ -262,18 +272,44 @@ class OffloadManager:
         self._policy = self._new_policy(self._key_of)
         self._slots = SlotPool(self.num_slots, reserved=held)
 
+    def change_policy(self, policy: Callable[[Sequence[Hashable]], EvictionPolicy]) -> None:
+        """Evict by another policy, which is told what there is as stored once; O(slots in use)."""
+        self._new_policy = policy
+        self._begin_policy(self.num_slots)
+
+    def resize(self, num_slots: int) -> int:
+        """Use no more than so many slots; blocks behind them are forgotten. O(slots in use).
+
+        What is under way in a slot that is given up ends as planned. Returns the number of this
+        change: what ranks say of slots counts only with that, and more become usable by it.
+        """
+        self._sizing += 1
+        if num_slots < self.num_slots:
+            beyond = [key for key, slot in self._slot_of.items() if slot >= num_slots]
+            if self.on_left is not None:
+                self.on_left(beyond)  # in one event
+            for key in beyond:
+                self.discard(key)
+            self._slots.shrink(num_slots)
+            self._begin_policy(num_slots)
+        return self._sizing
+
     # Inside
 
-    def _grow(self, num_slots: int, growing: bool) -> None:
-        """So many slots are usable, and more are to come or not."""
-        self._growing = growing
-        if num_slots > self.num_slots:
-            self.num_slots = num_slots
-            self._slots.grow(num_slots)
-            more = num_slots - len(self._key_of)
-            self._key_of += [None] * more
-            self._store_to += [0] * more
-            self._policy.grow()
+    def _begin_policy(self, num_slots: int) -> None:
+        """A new policy for so many slots, and for what can be evicted now, in its order."""
+        in_order = self._policy.evict(self.num_slots)
+        self._count_slots(num_slots)
+        self._policy = self._new_policy(self._key_of)
+        self._policy.insert(in_order)
+
+    def _count_slots(self, num_slots: int) -> None:
+        """There are so many slots from now on."""
+        self.num_slots = num_slots
+        del self._key_of[num_slots:], self._store_to[num_slots:]
+        more = num_slots - len(self._key_of)
+        self._key_of += [None] * more
+        self._store_to += [0] * more
 
     def _regroup_ended(self) -> None:
         """Put together the blocks of requests all of whose stores are done."""
@@ -290,7 +326,11 @@ class OffloadManager:
             wanted = {key: block for key, block in computed.items() if key not in slot_of}
         if self._pending or self._growing:
             self._pending.update(zip(wanted.values(), wanted))
-            wanted = self._take_pending(storable)
+            # While slots are still coming nothing is evicted for a store: what finds no room waits,
+            # as long as the GPU keeps it.
+            limit = self._slots.num_free if self._growing else len(self._pending)
+            wanted, lost = take_queued(self._pending, limit, slot_of, storable)
+            self.stats.overwritten += lost
         if not wanted:
             return ()
         keys, gpu_block_ids = tuple(wanted), tuple(wanted.values())
@@ -309,31 +349,6 @@ class OffloadManager:
             key_of[slot] = key
             store_to[slot] = ticket
         return (Transfer(ticket, GPU, CPU, gpu_block_ids, slots),)
-
-    def _take_pending(self, storable: Callable[[int, Hashable], bool]) -> dict[Hashable, int]:
-        """What of the queue is to be stored now, and from which GPU block.
-
-        While slots are still coming nothing is evicted for a store: what finds no room waits, as
-        long as the GPU keeps it.
-        """
-        limit = self._slots.num_free if self._growing else len(self._pending)
-        taken, looked_at = dict[Hashable, int](), list[int]()
-        for gpu_block_id, key in self._pending.items():
-            if len(taken) >= limit:
-                break
-            looked_at.append(gpu_block_id)
-            if key in self._slot_of:
-                continue
-            if storable(gpu_block_id, key):
-                taken.setdefault(key, gpu_block_id)
-            else:
-                self.stats.overwritten += 1
-        # Not one by one from the front: finding a dict's first item means passing what has left it.
-        if len(looked_at) == len(self._pending):
-            self._pending.clear()
-        for gpu_block_id in looked_at if self._pending else ():
-            del self._pending[gpu_block_id]
-        return taken
 
     def _take_slots(self, count: int) -> tuple[int, ...]:
         """Slots to be written, so many or as many as there can be, after evicting for them."""
@@ -362,14 +377,11 @@ class OffloadManager:
 
     def _give_up(self, link: LinkTickets, keys: Keys, slots: Slots) -> None:
         """Forget the blocks of a failed transfer."""
-        self.stats.failed += len(keys)
-        self.stats.failed_copies += 1
+        self.stats.add_failed(len(keys), link is self._loads)
         for key, slot in zip(keys, slots):
             if self._slot_of.get(key) == slot:
                 self.discard(key)
         if link is self._loads:
-            self.stats.failed_loads += len(keys)
-            self.stats.failed_load_copies += 1
             keys, slots = self._held.end_read(keys, slots)
         self._let_go(keys, slots)
 
@@ -382,6 +394,6 @@ class OffloadManager:
         forgotten = self._held.take_forgotten(slots)
         if not forgotten:
             return keys, slots
-        self._slots.free(forgotten)
+        self._slots.free(slot for slot in forgotten if slot < self.num_slots)
         kept = [(key, slot) for key, slot in zip(keys, slots) if slot not in forgotten]
         return [key for key, _ in kept], [slot for _, slot in kept]

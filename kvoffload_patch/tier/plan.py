@@ -67,6 +67,7 @@ class TransferResult(NamedTuple):
         num_slots: CPU slots usable so far, from slot 0 on; None says nothing new of them.
         growing: more of them are to come, where their number is said.
         mismatches: loads since start that brought other bytes than were stored.
+        sizing: which change of the tier's size that number is of, counted from 0, its first size.
     """
 
     done: Tickets = ()
@@ -74,6 +75,7 @@ class TransferResult(NamedTuple):
     num_slots: int | None = None
     growing: bool = False
     mismatches: int = 0
+    sizing: int = 0
 
     def done_on(self, link: Link) -> int:
         """The ticket up to which all of a link are done; 0 if none is."""

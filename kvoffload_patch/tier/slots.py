@@ -77,8 +77,21 @@ class SlotPool:
                 end += size
             self._add_run(start, end - start)
 
-    def grow(self, capacity: int) -> None:
+    def shrink(self, capacity: int) -> None:
+        """There are no slots from this number on any more, taken or free; O(free runs)."""
+        for start, size in list(self._size_at_start.items()):
+            if start + size > capacity:
+                self._remove_run(start, size)
+                self._add_run(start, capacity - start)
+        self.capacity = capacity
+        del self._taken[capacity:]
+
+    def grow(self, capacity: int, reserved: Iterable[int] = ()) -> None:
         """Add free slots behind the last one, as one run with those that are free before them.
+
+        Args:
+            capacity: slots from now on.
+            reserved: those of the new ones that start out taken; others than new ones are ignored.
 
         Raises:
             ValueError: there are more slots than that already.
@@ -92,6 +105,11 @@ class SlotPool:
         if begin in self._start_at_end:
             begin = self._start_at_end[begin]
             self._remove_run(begin, end - begin)
+        for slot in sorted(reserved):
+            if end <= slot < capacity:
+                self._taken[slot] = 1
+                self._add_run(begin, slot - begin)
+                begin = slot + 1
         self._add_run(begin, capacity - begin)
 
     def runs(self) -> dict[int, int]:

@@ -31,3 +31,11 @@ class TierStats:
     failed_loads: int = 0
     failed_load_copies: int = 0
     mismatches: int = 0
+
+    def add_failed(self, blocks: int, loaded: bool) -> None:
+        """A copy of so many blocks failed, a load or a store."""
+        self.failed += blocks
+        self.failed_copies += 1
+        if loaded:
+            self.failed_loads += blocks
+            self.failed_load_copies += 1

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import release
+from engine import engines, release
 from engine.model import write_model
 from engine.server import MAX_TOKENS, Server
 
@@ -56,11 +59,14 @@ def test_figures_of_every_engine_are_on_metrics_and_agree(
 ) -> None:
     options, asked = SERVERS[kind], prompts(1, 8)
     num_engines = 2 if "--data-parallel-size" in options else 1
-    with Server(model, tmp_path / "log", [*SMALL, *options], {}) as server:
+    runtime = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    with Server(model, tmp_path / "log", [*SMALL, *options], runtime) as server:
         at_start = wait_for(server, "kvoffload_tier_state on", num_engines)
         answers = [[server.ask(prompt) for prompt in asked] for _ in range(4)]
         time.sleep(1)
         found = totals(server.metrics())
+        check_commands(server, runtime, num_engines, asked)
+    assert not (tmp_path / "kvoffload").exists(), "a socket is left"
     assert at_start["kvoffload_tier_state failed"] == at_start["kvoffload_hit_tokens_total"] == 0
     texts = [[answer["choices"][0]["text"] for answer in turn] for turn in answers]
     assert all(turn == texts[0] for turn in texts)
@@ -85,6 +91,38 @@ def test_figures_of_every_engine_are_on_metrics_and_agree(
         assert by_source["external_kv_transfer"] == hit
         assert by_source["local_cache_hit"] == on_gpu
         assert sum(by_source.values()) == tokens
+
+
+def check_commands(
+    server: Server, runtime: dict[str, str], num_engines: int, asked: list[list[int]]
+) -> None:
+    """What `kvoffload` has engines do while they are idle, which takes no step, and serve."""
+
+    def told(*command: str) -> list[Any]:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvoffload_patch", *command, "--json"],
+            env={**engines.environment(), **runtime}, capture_output=True, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+        found = json.loads(done.stdout)
+        answers: list[Any] = found["engines"] if isinstance(found, dict) else found
+        assert len(answers) == num_engines, done.stderr
+        return answers
+
+    held = sum(one["used_blocks"] for one in told("status"))
+    assert held >= len(asked) * PROMPT_TOKENS // BLOCK
+    assert {one["state"] for one in told("pause", "--all")} == {"paused"}
+    hit = totals(server.metrics())["kvoffload_hit_tokens_total"]
+    texts = [server.ask(prompt)["choices"][0]["text"] for prompt in asked[:3]]
+    found = wait_for(server, "kvoffload_tier_state paused", num_engines)
+    assert found["kvoffload_hit_tokens_total"] == hit
+    told("resume", "--all")
+    size = told("resize", "--all", "0.05")[0]
+    assert size["capacity_bytes"] <= 0.05 * (1 << 30) < size["largest_blocks"] * size["block_bytes"]
+    assert [server.ask(prompt)["choices"][0]["text"] for prompt in asked[:3]] == texts
+    assert "restart it with a larger" in told("resize", "--all", "50")[0]["error"]
+    assert sum(one["forgotten_blocks"] for one in told("empty", "--all")) > 0
+    assert sum(one["used_blocks"] for one in told("status")) == 0
 
 
 def wait_for(server: Server, name: str, value: float) -> Counter[str]:

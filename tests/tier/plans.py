@@ -31,11 +31,12 @@ def a_plan(
 def a_result(
     loads_done: int, stores_done: int, failed_loads: Sequence[int] = (),
     failed_stores: Sequence[int] = (), num_slots: int | None = None, growing: bool = False,
+    sizing: int = 0,
 ) -> TransferResult:  # fmt: skip
     """As a rank reports it."""
     done = ((LOAD, loads_done), (STORE, stores_done))
     failed = *_all(LOAD, failed_loads), *_all(STORE, failed_stores)
-    return TransferResult(done, failed, num_slots, growing)
+    return TransferResult(done, failed, num_slots, growing, sizing)
 
 
 def store_of(plan: TransferPlan | None) -> Transfer | None:

@@ -14,6 +14,7 @@ from tier.plans import a_load, a_plan, a_result, a_store, store_of
 from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.plan import TransferPlan
+from kvoffload_patch.tier.policies import POLICIES
 from kvoffload_patch.tier.policies.lru import LRUPolicy
 from kvoffload_patch.tier.stats import TierStats
 
@@ -628,3 +629,33 @@ def test_slots_that_become_usable_are_used_and_kept() -> None:
     tier.clear()
     assert len(store_of(store(tier, "vwxyz")).target_ids) == 5  # type: ignore[union-attr]
     assert tier.stats.evicted == 0
+
+
+def test_fewer_slots_forget_what_is_behind_them_and_late_copies_do_not_bring_it_back() -> None:
+    tier = OffloadManager(4)
+    assert store_of(tier.make_plan(always, {key: block for block, key in enumerate("abcd")}))
+    tier.apply(a_result(0, 1))
+    slot_of = dict(tier._slot_of)
+    kept = [key for key, slot in slot_of.items() if slot < 2]
+    lost = [key for key, slot in slot_of.items() if slot >= 2]
+    ticket = tier.begin_load(lost[:1], [7])
+    sizing = tier.resize(2)
+    assert [tier.holds(key) for key in kept + lost] == [True, True, False, False]
+    assert (tier.num_slots, tier.num_used) == (2, 2)
+    tier.apply(a_result(0, 1, num_slots=4))
+    assert tier.num_slots == 2, "said before every rank had given its memory back"
+    tier.apply(a_result(0, 1, num_slots=4, sizing=sizing))
+    assert (tier.num_slots, tier.num_used) == (4, 3), "a load still reads one of them"
+    tier.apply(a_result(ticket, 1))
+    assert tier.num_used == 2 and all(map(tier.lookup, kept))
+
+
+def test_another_policy_evicts_what_the_one_before_would_have() -> None:
+    tier = OffloadManager(3)
+    for number, key in enumerate("abc"):
+        tier.make_plan(always, {key: number})
+        tier.apply(a_result(0, number + 1))
+    tier.touch(["a"])
+    tier.change_policy(POLICIES["arc"])
+    tier.make_plan(always, {"d": 5})
+    assert [tier.holds(key) for key in "abcd"] == [True, False, True, True]

@@ -94,7 +94,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
         assert self.pool.capacity == capacity
 
     @rule(less=st.integers(1, 3))
-    def shrink(self, less: int) -> None:
+    def grow_to_fewer(self, less: int) -> None:
         capacity = self.pool.capacity
         with pytest.raises(ValueError, match=f"expected at least {capacity} slots, got"):
             self.pool.grow(capacity - less)
@@ -112,6 +112,19 @@ class SlotPoolMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted(self.taken)))
         with pytest.raises(ValueError, match=f"slot {slot} is there twice"):
             self.pool.free([slot, slot])
+
+    @rule(data=st.data())
+    def shrink(self, data: st.DataObject) -> None:
+        """Slots that are taken are gone, too: whoever has them does not give them back."""
+        capacity = data.draw(st.integers(0, self.pool.capacity))
+        self.pool.shrink(capacity)
+        self.taken = {slot for slot in self.taken if slot < capacity}
+
+    @rule(more=st.integers(0, 5), late=st.sets(st.integers(0, 45)))
+    def grow_with_some_taken(self, more: int, late: set[int]) -> None:
+        before = self.pool.capacity
+        self.pool.grow(before + more, late)
+        self.taken |= {slot for slot in late if before <= slot < before + more}
 
     @invariant()
     def free_slots_are_known_as_maximal_runs(self) -> None:

@@ -43,7 +43,7 @@ class TierMachine(RuleBasedStateMachine):
         self.tier = OffloadManager(capacity, POLICIES[self.eviction])
         self.model = TierModel(capacity, in_order=self.eviction == "lru")
         self.ranks = [type(self).new_rank(), type(self).new_rank()]
-        self.epoch = 0
+        self.epoch = self.sizing = 0
         self.cached: dict[int, int] = {}  # GPU block -> key that it holds after this step
         self.computed: dict[int, int] = {}  # those of them that this step fills, and are not queued
         self.unkeyed: set[int] = set()  # GPU blocks in use that have no key yet
@@ -161,9 +161,29 @@ class TierMachine(RuleBasedStateMachine):
     def slots_become_usable(self, more: int) -> None:
         """The rank that reports has more slots than it had; every rank has them."""
         rank, num_slots = self.ranks[0], min(8, self.model.capacity + more)
-        self.reports.append(a_result(rank.loads_done, rank.stores_done, num_slots=num_slots))
+        known = {"num_slots": num_slots, "sizing": self.sizing}
+        self.reports.append(a_result(rank.loads_done, rank.stores_done, **known))
         self._apply(self.reports[-1])
         assert self.tier.num_slots == num_slots
+
+    @rule(capacity=st.integers(1, 8))
+    def resize(self, capacity: int) -> None:
+        """To fewer slots at once; to more as far as every rank says that it has them.
+
+        A rank has drained by then, but nobody has said so, and results of before may come late.
+        """
+        self.sizing = self.tier.resize(min(capacity, self.model.capacity))
+        self.model.resize(capacity)
+        for rank in self.ranks:
+            rank.finish(0, eager=True)
+        self._apply(TransferResult((), (), capacity, False, self.sizing))
+        assert self.tier.num_slots == self.model.capacity == capacity
+
+    @rule(eviction=st.sampled_from(sorted(POLICIES)))
+    def change_policy(self, eviction: str) -> None:
+        """What is evicted is checked in its order as long as that is the machine's own."""
+        self.tier.change_policy(POLICIES[eviction])
+        self.model.in_order = self.model.in_order and eviction == self.eviction
 
     @rule(data=st.data())
     def take_in_a_stale_result(self, data: st.DataObject) -> None:
@@ -273,7 +293,8 @@ class TierMachine(RuleBasedStateMachine):
 
     def _apply(self, result: TransferResult) -> None:
         readable = self.tier.apply(result)
-        self.model.capacity = max(self.model.capacity, result.num_slots or 0)
+        if result.sizing == self.sizing:
+            self.model.capacity = max(self.model.capacity, result.num_slots or 0)
         assert len(readable) == len(set(readable))
         assert set(readable) == self.model.apply(result.done_on(LOAD), result.done_on(STORE))
 

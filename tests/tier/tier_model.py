@@ -50,7 +50,7 @@ class TierModel:
 
     @property
     def used(self) -> set[int]:
-        return self.under_way | set(self.slot_of.values())
+        return {s for s in self.under_way | set(self.slot_of.values()) if s < self.capacity}
 
     @property
     def evictable(self) -> list[Hashable]:
@@ -148,6 +148,16 @@ class TierModel:
     def clear(self) -> None:
         self.slot_of, self.ready, self.recency, self.pending = {}, set(), [], {}
         self.ended = []
+
+    def resize(self, capacity: int) -> None:
+        """Slots from ``capacity`` on are given up, if there are any."""
+        self.capacity = min(self.capacity, capacity)
+        for key, slot in list(self.slot_of.items()):
+            if slot >= capacity:
+                del self.slot_of[key]
+                self.ready.discard(key)
+                if key in self.recency:
+                    self.recency.remove(key)
 
     def _regroup_ended(self) -> None:
         while self.ended and self.ended[0][0] <= self.stores_done:

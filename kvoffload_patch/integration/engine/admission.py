@@ -151,12 +151,17 @@ class Admission:
         self._hits = hits
         self._recency = recency
         self._blocks_taken = blocks_taken
-        self._settings = settings
         self._pace = pace
         self._load_ms_per_block = ranks.load_ms_per_block
-        mode = settings.load_mode
-        self._parks = mode == "parked" or (mode == "auto" and ranks.copies_overlap)
+        self._copies_overlap = ranks.copies_overlap
         self._pool = StandInPool(view, manager.lookup, loads.arriving, loads.ticket_of)
+        self.use(settings)
+
+    def use(self, settings: Settings) -> None:
+        """Load by these settings from the next step on."""
+        self._settings = settings
+        mode = settings.load_mode
+        self._parks = mode == "parked" or (mode == "auto" and self._copies_overlap)
 
     def look_up_waiting(self) -> None:
         """Begin the loads of this step, and cap what `schedule` admits if lookups end early."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvoffload_patch import launch_token
 from kvoffload_patch.config import VARIABLES, ConfigError, Settings, as_given, read
-from kvoffload_patch.integration.engine import metrics
+from kvoffload_patch.integration.engine import control, metrics
 from kvoffload_patch.integration.engine.breaker import Breaker
 from kvoffload_patch.integration.engine.eligibility import check_eligible
 from kvoffload_patch.integration.engine.tier import SchedulerTier
@@ -72,6 +72,7 @@ def refuse_v0() -> None:
 
 def detach(engine_core: Any) -> None:
     """The engine core shuts down: end the copies, give memory back, take the hooks off."""
+    control.close_socket(engine_core)
     scheduler = getattr(engine_core, "scheduler", None)
     breaker = None if scheduler is None else attached(scheduler)
     if breaker is not None:
@@ -135,6 +136,8 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
     about = {"load_mode": settings.load_mode, "eviction": settings.eviction}
     about |= {"integrity": settings.integrity, "copies": ranks.copies}
     metrics.begin(engine_core, breaker, manager, ranks.block_bytes, about)
+    if settings.control:
+        control.listen(engine_core, breaker, manager, ranks)
 
 
 def _rehearse(scheduler: Any, hooks: ObjectHooks, settings: Settings) -> None:

@@ -47,6 +47,8 @@ class Breaker:
         detached: the tier has failed, or the engine has shut down.
         max_failed_copies: so many within FAILED_WINDOW_S detach the tier.
         reporter: tells the front end what the tier does, if anybody asks.
+        asked: what is asked over the control socket; `answer_asked` answers all of it.
+        failure: why the tier was detached, in words; empty if it works, or the engine shuts down.
     """
 
     def __init__(
@@ -61,6 +63,9 @@ class Breaker:
         self.detached = False
         self.max_failed_copies = FAILED_COPIES
         self.reporter: Reporter | None = None
+        self.asked = deque[Any]()
+        self.answer_asked: Callable[[], None] = self.asked.clear
+        self.failure = ""
         self._view = view
         self._manager = manager
         self._ranks = ranks
@@ -79,6 +84,8 @@ class Breaker:
         """Before `schedule`; `end_schedule` or `schedule_raised` follows if it returns true."""
         if self.detached:
             return False
+        if self.asked:
+            self.answer_asked()
         if self._failure is None:
             try:
                 self.tier.before_schedule()
@@ -131,7 +138,9 @@ class Breaker:
         self._depth -= 1
 
     def on_finish(self, request_ids: list[str] | None) -> None:
-        """Before `finish_requests` of these requests, or all."""
+        """Before `finish_requests` of these requests, or all; or of none, to have it look."""
+        if self.asked and not self._depth:
+            self.answer_asked()
         self._call("on_finish", self.tier.on_finish, request_ids)
         if self._failure is not None:
             # vLLM is about to take them out of the queue that their status names.
@@ -192,6 +201,7 @@ class Breaker:
         self.detached = True
         self._hooks.remove()
         self._view.scheduler.__dict__.pop(TIER, None)
+        self.answer_asked()
 
     def _call(self, where: str, function: Callable[..., None], *args: Any) -> None:
         if self._failure is not None or self.detached:
@@ -218,23 +228,24 @@ class Breaker:
             self._detach(*self._failure, output)
 
     def _detach(self, where: str, cause: Exception, output: Any) -> None:
+        self.failure = f"{where}: {_named(cause)}"
         self._take_off()
         try:
             self._ranks.finish(self.tier.take_unsent(output))
             self._view.restore()
         except Exception as error:  # noqa: BLE001 - whatever it is, the step lacks what it needs
             raise PromiseBroken(
-                f"kvoffload_patch: the CPU tier failed ({where}: {_named(cause)}) and could not be "
+                f"kvoffload_patch: the CPU tier failed ({self.failure}) and could not be "
                 f"detached ({_named(error)}), so a step may lack bytes that were promised to it; "
                 "restart the server, or set KVOFFLOAD_DISABLE=1 to serve without it."
             ) from cause
         logger.error(
-            "kvoffload_patch: the CPU tier failed (%s: %s) and is detached; the engine serves "
+            "kvoffload_patch: the CPU tier failed (%s) and is detached; the engine serves "
             "without it, and what it held is recomputed; restart the server to have it again.",
-            where, _named(cause), exc_info=cause,
+            self.failure, exc_info=cause,
         )  # fmt: skip
         if self.reporter is not None:
-            self.reporter.detached(f"{where}: {_named(cause)}")
+            self.reporter.detached(self.failure)
 
 
 def _named(error: Exception) -> str:

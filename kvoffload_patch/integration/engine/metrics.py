@@ -111,8 +111,11 @@ def _unseen() -> Iterator[None]:
 
 
 def _tier_off(state: str, reason: str) -> list[Value]:
-    states: list[Value] = [("tier_state", (name,), int(name == state)) for name in STATES]
-    return [*states, ("tier_off_info", (reason,), 1)]
+    return [*_states(state), ("tier_off_info", (reason,), 1)]
+
+
+def _states(state: str) -> list[Value]:
+    return [("tier_state", (name,), int(name == state)) for name in STATES]
 
 
 class TierCounts(NamedTuple):
@@ -212,9 +215,25 @@ class Reporter:
 
     def start(self, about: Mapping[str, str]) -> None:
         """Send everything once, before the first request."""
-        labels = (__version__, _vllm_version(), *(about[name] for name in ABOUT))
-        states = [("tier_state", (name,), int(name == ON)) for name in STATES]
-        self._outbox.send([("build_info", labels, 1), *states, *self._changes(first=True)])
+        self._about, self._state = dict(about), ON
+        info: Value = ("build_info", self._labels(), 1)
+        self._outbox.send([info, *_states(ON), *self._changes(first=True)])
+
+    def changed(self, state: str, about: Mapping[str, str]) -> None:
+        """The tier goes on in this state, and with these labels of `build_info`."""
+        if self._ended:
+            return
+        before, self._about = self._labels(), {**self._about, **about}
+        values: list[Value] = [] if state == self._state else _states(state)
+        if self._labels() != before:
+            values += [("build_info", before, 0), ("build_info", self._labels(), 1)]
+        self._state = state
+        if values:
+            with _unseen():
+                self._outbox.send(values)
+
+    def _labels(self) -> tuple[str, ...]:
+        return __version__, _vllm_version(), *(self._about[name] for name in ABOUT)
 
     def planned(self, plan: TransferPlan | None) -> None:
         """A step was scheduled."""

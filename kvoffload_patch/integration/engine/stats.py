@@ -21,14 +21,20 @@ class Report:
     Attributes:
         queried, hit: tokens of admitted requests that the GPU lacked, and that the tier had, since
             start.
+        last_step: when a step was last scheduled, or none was yet.
     """
 
     def __init__(self, manager: OffloadManager, interval: float) -> None:
         self._manager = manager
-        self._interval = interval
-        self._next = time.monotonic() + interval
+        self.use(interval)
         self.queried = self.hit = 0
         self._last = self._totals()
+
+    def use(self, interval: float) -> None:
+        """Write a line every so many seconds, counted from now."""
+        self._interval = interval
+        self.last_step = time.monotonic()
+        self._next = self.last_step + interval
 
     def count_hit(self, queried_tokens: int, hit_tokens: int) -> None:
         """A lookup beyond the GPU's cache, and how much of it the tier had."""
@@ -37,7 +43,7 @@ class Report:
 
     def tick(self) -> None:
         """Called every step."""
-        now = time.monotonic()
+        self.last_step = now = time.monotonic()
         if now >= self._next:
             self._next = now + self._interval
             self.flush()

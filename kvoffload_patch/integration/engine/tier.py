@@ -22,6 +22,7 @@ from kvoffload_patch.integration.protocol import PLAN, RESULT
 from kvoffload_patch.links import LOAD
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
+from kvoffload_patch.tier.policies import POLICIES
 
 
 class SchedulerTier:
@@ -43,6 +44,8 @@ class SchedulerTier:
             they have been computed.
         handed_out: GPU blocks handed out, not yet looked at: what they held will be overwritten.
         events: vLLM's stream of KV cache events, where that is on.
+        paused: nothing is loaded or stored that was not begun before.
+        settings: as given, and as changed since.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class SchedulerTier:
         self._view = view
         self._manager = manager
         self._ranks = ranks
+        self.settings = settings
+        self.paused = False
         self._lookups = LookupCache()
         self._report = Report(manager, settings.log_interval)
         self._hits = HitCounts(view, self._report)
@@ -76,7 +81,7 @@ class SchedulerTier:
             self._look_at_handed_out,
             settings,
         )
-        self._promptly = settings.load_mode != "parked"
+        self._promptly = settings.load_mode != "parked"  # loads may be promised
         self._max_stall_ms = settings.max_stall_ms
         self._scheduler = view.scheduler
         self.events = view.kv_events(self._is_needed)
@@ -105,7 +110,7 @@ class SchedulerTier:
         if self._loads.under_way:
             self._may_admit = True
             self._finish_loads()
-        if waits and not self._view.is_paused():
+        if waits and not self.paused and not self._view.is_paused():
             self._admission.look_up_waiting()
 
     def schedule_raised(self) -> None:
@@ -134,6 +139,8 @@ class SchedulerTier:
 
     def _queue_stores(self, cached: Iterable[tuple[Any, Sequence[Any]]]) -> None:
         """The bytes of these blocks are in place."""
+        if self.paused:
+            return
         for _, blocks in cached:
             for block in blocks:
                 if block.block_hash is not None and not block.is_null:
@@ -158,7 +165,8 @@ class SchedulerTier:
             self._view.note_scheduled(output)
         if self.events is not None:
             self.events.take_in()
-        computed = self._computed(output.num_scheduled_tokens) if self.cached else {}
+        stores = self.cached and not self.paused
+        computed = self._computed(output.num_scheduled_tokens) if stores else {}
         if self._may_admit:
             self._after_admissions(output)
         if self._scheduler.connector is not None:
@@ -176,7 +184,7 @@ class SchedulerTier:
 
     def _after_admissions(self, output: Any) -> None:
         """Requests may have been admitted: count their hits, give up what was held for them."""
-        if self._promptly and output.scheduled_new_reqs:
+        if self._promptly and output.scheduled_new_reqs and not self.paused:
             alone = not self._loads.under_way
             self._full_prompts.load(output, self.cached, self._loads.readers, alone)
         self._loads.after_schedule()
@@ -279,6 +287,47 @@ class SchedulerTier:
         """Whether anybody has this key, or is about to."""
         known = self._manager.holds(key) or key in self._loads.arriving
         return known or self._view.gpu_lookup()(key) is not None
+
+    # Asked for while the engine serves, between two steps
+
+    def pause(self) -> None:
+        """Begin no load and no store any more; what is under way ends."""
+        self.paused = True
+        self._manager.drop_queued()
+        self._recency.used.clear()
+        self._lookups.clear()
+
+    def resume(self) -> None:
+        """Load and store again. What was computed meanwhile was not stored."""
+        self.paused = False
+
+    def empty(self) -> None:
+        """Forget every key. Loads under way are published all the same: their bytes are right."""
+        self._manager.clear()
+        self._lookups.clear()
+
+    def resize(self, num_slots: int) -> None:
+        """Use so many slots, `RankGroup.num_slots` at most; what does not fit is forgotten."""
+        sizing = self._manager.resize(min(num_slots, self._manager.num_slots))
+        self._lookups.clear()
+        ready, growing = self._ranks.resize(num_slots, sizing)
+        self._manager.apply(TransferResult(num_slots=ready, growing=growing, sizing=sizing))
+
+    def change(self, settings: Settings) -> None:
+        """Go on with these settings: load mode, stall, interval of the log, eviction."""
+        if settings.eviction != self.settings.eviction:
+            self._manager.change_policy(POLICIES[settings.eviction])
+        if settings.log_interval != self.settings.log_interval:
+            self._report.use(settings.log_interval)
+        self._promptly = settings.load_mode != "parked"
+        self._max_stall_ms = settings.max_stall_ms
+        self._admission.use(settings)
+        self.settings = settings
+
+    @property
+    def last_step(self) -> float:
+        """When a step was last scheduled, on the clock of `time.monotonic`."""
+        return self._report.last_step
 
     def counts(self) -> TierCounts:
         """What was counted since start, and what is so now."""

@@ -28,7 +28,7 @@ class RankGroup:
         num_slots: CPU slots on each rank, once opened and grown.
         size: what these take over all ranks, and why so much, in words.
         num_usable: those that every rank could use when it was opened.
-        block_bytes: of a block, over all ranks.
+        block_bytes, slot_bytes: of a block, and of what it takes of CPU memory, over all ranks.
         growing: whether these become more.
         load_ms_per_block: of the slowest rank, once opened.
         copies: how blocks are copied, in words.
@@ -37,7 +37,7 @@ class RankGroup:
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
-        self.num_slots = self.num_usable = self.block_bytes = 0
+        self.num_slots = self.num_usable = self.block_bytes = self.slot_bytes = 0
         self.load_ms_per_block = 0.0
         self.copies = self.size = ""
         self.copies_overlap = self.growing = False
@@ -71,7 +71,7 @@ class RankGroup:
             found = ", ".join(f"rank {r.rank}: {r.num_blocks} on {r.device}" for r in ranks)
             raise TierRefused(f"expected the same KV blocks on every rank, found {found}.")
         self.block_bytes = sum(r.block_bytes for r in ranks)
-        slot_bytes = sum(r.slot_bytes for r in ranks)
+        self.slot_bytes = slot_bytes = sum(r.slot_bytes for r in ranks)
         hosts = _hosts(ranks)
         why = ""
         if cpu_bytes is None:
@@ -104,6 +104,29 @@ class RankGroup:
     def drain(self) -> None:
         """Return when no rank has a copy under way; plans sent before are carried out first."""
         self._call(worker_side.drain_rank)
+
+    def check_room(self, more: int) -> None:
+        """Raises TierRefused unless every host has memory for so many more slots."""
+        ranks = self._call(worker_side.describe_rank)
+        _refuse_errors(ranks, "cannot say what memory it has")
+        for host, members in _hosts(ranks).items():
+            needed = more * sum(r.slot_bytes for r in members) + RESERVE_BYTES
+            found = min(r.available_bytes for r in members)
+            if needed > found:
+                raise TierRefused(
+                    f"expected {needed / GIB:.1f} GiB available on {host}, "
+                    f"{RESERVE_BYTES / GIB:.0f} GiB to stay free included, found "
+                    f"{found / GIB:.1f} GiB; ask for less."
+                )
+
+    def resize(self, num_slots: int, sizing: int) -> tuple[int, bool]:
+        """Have every rank use so many slots, `num_slots` at most, once its copies are done.
+
+        Returns:
+            Slots usable on every rank now, and whether they become more.
+        """
+        found = self._call(worker_side.resize_rank, num_slots, sizing, timeout_s=OPEN_TIMEOUT_S)
+        return min(ready for ready, _ in found), any(growing for _, growing in found)
 
     def finish(self, plan: TransferPlan | None) -> None:
         """Carry out a plan's loads on every rank, wait for all copies, and close every rank.

@@ -110,6 +110,12 @@ def open_rank(
         return RankOpened(**who, error=one_line(error))
 
 
+def resize_rank(worker: Any, num_slots: int, sizing: int) -> tuple[int, bool]:
+    """Use so many slots; answers how many are usable now, and whether they become more."""
+    tier: RankTier = getattr(worker.model_runner, TIER)
+    return tier.resize(num_slots, sizing)
+
+
 def drain_rank(worker: Any) -> None:
     """Return when every copy planned so far is done."""
     tier = getattr(worker.model_runner, TIER, None)

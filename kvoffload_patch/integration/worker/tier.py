@@ -64,11 +64,12 @@ class RankTier:
         self._host = open_host(runner, num_slots, layout)
         self._opened = time.monotonic()
         self._growth_told = self._host.num_ready == num_slots
-        self._idle = self._host_bound = False
+        self._idle, self._host_bound, self._sizing = False, False, 0
         try:
             # What every rank can use, and whether it becomes more; None: nobody here knows it.
-            self._usable: tuple[int | None, bool] = (None, alone or board is not None)
-            measured = MEASURED_BYTES // layout.block_bytes if self._usable[1] else num_slots
+            self._tells_slots = alone or board is not None
+            self._usable: tuple[int | None, bool] = (None, self._tells_slots)
+            measured = MEASURED_BYTES // layout.block_bytes if self._tells_slots else num_slots
             ready = self._host.wait_up_to(measured)
             slots = SlotMemory(self._host.slots, self._host.slots_per_piece)
             with self._host.quiet():
@@ -134,12 +135,38 @@ class RankTier:
         if progress.failed:
             self._check_promised()
             self._warn_of_failures(progress.failed)
-        result = TransferResult(*progress, *self._usable_slots(), self._checksums.mismatches)
+        found = self._checksums.mismatches, self._sizing
+        result = TransferResult(*progress, *self._usable_slots(), *found)
         return copy_output(output, result)
 
     def drain(self) -> None:
         """Return when every copy is done."""
         self._engine.drain()
+
+    def resize(self, num_slots: int, sizing: int) -> tuple[int, bool]:
+        """Use so many slots, when every copy is done; memory that is not needed is given back.
+
+        Args:
+            num_slots: as many as the tier was opened with, at most.
+            sizing: what this change is called in the results to come.
+
+        Returns:
+            Slots usable now, and whether they become more.
+        """
+        self._engine.drain()
+        self._host.resize(num_slots)
+        self._sizing = sizing
+        if not self._tells_slots:
+            self._host.wait_up_to(num_slots)
+        self._growth_told = self.num_ready == num_slots
+        self._opened = time.monotonic()
+        found = self.num_ready, self.growing
+        if self._tells_slots:
+            # Others may not have come to this yet, so what the board says counts from now on only.
+            if self._board is not None:
+                self._board.exchange(*found)
+            self._usable = (found[0], True)
+        return found
 
     def finish(self, plan: TransferPlan | None) -> None:
         """Carry out the loads of a plan that comes without a step, and wait for every copy.

@@ -40,7 +40,7 @@ class Growth:
 
     Args:
         mapping: its first bytes are the slots.
-        num_slots: of ``pitch`` bytes each.
+        num_slots: of ``pitch`` bytes each, all of them.
         slots_per_piece: slots that are registered in one call.
         registrar: the device's.
         available_bytes: memory that may still be taken, now; for the sentence that says why not.
@@ -62,7 +62,8 @@ class Growth:
         self._last_step = -STEPS_END_S
         self._loads_end = 0.0
         self._slots_used = 0
-        self._num_slots, self._pitch, self._per_piece = num_slots, pitch, slots_per_piece
+        self._all, self._pitch, self._per_piece = num_slots, pitch, slots_per_piece
+        self._wanted = num_slots
         self._mapping = mapping
         self._base = mapping.memory.data_ptr()
         self._registrar = registrar
@@ -71,14 +72,31 @@ class Growth:
         self._changed = threading.Condition()
         self.quiet = threading.Lock()
         self._stopping = self._over = False
-        self._thread = threading.Thread(target=self._run, name="kvoffload-register", daemon=True)
+        self._thread = self._new_thread()
 
     def start(self) -> None:
         """Begin, on a thread of its own."""
-        nbytes = self._num_slots * self._pitch
+        nbytes = min(_pieces(self._wanted, self._per_piece), self._all) * self._pitch
         self._mapping.keep(nbytes)
         self._mapping.toucher.start(nbytes)
         self._thread.start()
+
+    def resize(self, num_slots: int) -> None:
+        """Want so many slots, fewer than now or more, up to all; returns before more are there.
+
+        Whole pieces are given back. No copy may be under way.
+        """
+        self.stop()
+        with self.quiet:
+            while self._registered and (len(self._registered) - 1) * self._per_piece >= num_slots:
+                self._registrar.unregister(self._registered.pop())
+        self._wanted, self.ended = num_slots, ""
+        self.num_ready = min(self._num_registered, num_slots)
+        self._mapping.give_back(self._num_registered * self._pitch)
+        if self.num_ready < num_slots:
+            self._stopping = self._over = False
+            self._thread = self._new_thread()
+            self.start()
 
     def step_begins(self, loads_s: float, last_slot: int) -> None:
         """A step is about to be launched, with loads of so many seconds, and stores to slots."""
@@ -113,6 +131,13 @@ class Growth:
         while self._registered:
             self._registrar.unregister(self._registered.pop())
 
+    def _new_thread(self) -> threading.Thread:
+        return threading.Thread(target=self._run, name="kvoffload-register", daemon=True)
+
+    @property
+    def _num_registered(self) -> int:
+        return min(len(self._registered) * self._per_piece, self._all)
+
     def _run(self) -> None:
         try:
             why = self._register_all()
@@ -123,14 +148,14 @@ class Growth:
                 self._changed.notify_all()
         if why and not self._stopping:
             # What cannot be registered is of no use to anybody here.
-            self._mapping.keep(self.num_ready * self._pitch)
+            self._mapping.keep(self._num_registered * self._pitch)
 
     def _register_all(self) -> str:
         """Register piece after piece; why not all, or nothing."""
         try:
             self._registrar.enter()
             why = ""
-            while not why and not self._stopping and self.num_ready < self._num_slots:
+            while not why and not self._stopping and self.num_ready < self._wanted:
                 why = self._next_piece()
             return why
         except Exception as error:  # noqa: BLE001 - said with the rest; nobody else sees it
@@ -138,8 +163,8 @@ class Growth:
 
     def _next_piece(self) -> str:
         """Register the next piece; why not, or nothing."""
-        begin = self.num_ready
-        end = min(begin + self._per_piece, self._num_slots)
+        begin = self._num_registered
+        end = min(begin + self._per_piece, self._all)
         asked = time.perf_counter()
         if not self._mapping.toucher.wait(end * self._pitch):
             return self._mapping.toucher.ended or "touching it was stopped"
@@ -157,7 +182,7 @@ class Growth:
             return f"expected CUDA to register {nbytes >> 20} MiB more, found error {error}"
         self._registered.append(address)
         with self._changed:
-            self.num_ready = end
+            self.num_ready = min(end, self._wanted)
             self._changed.notify_all()
         if begin:  # meanwhile the driver has time for everybody else
             beside_steps = time.monotonic() - self._last_step < STEPS_END_S
@@ -176,12 +201,17 @@ class Growth:
         return self._slots_used * GROWTH_PARTS > self.num_ready * (GROWTH_PARTS - 1)
 
     def _sentence(self, why: str) -> str:
-        ready, total = (n * self._pitch / GIB for n in (self.num_ready, self._num_slots))
+        ready, total = (n * self._pitch / GIB for n in (self.num_ready, self._wanted))
         return (
             f"the CPU tier has {ready:.1f} of {total:.1f} GiB: {why} "
             f"({self._available() / GIB:.1f} GiB of memory available, ulimit -l "
             f"{_locked_limit()}); lower KVOFFLOAD_CPU_GIB, or raise what is short."
         )
+
+
+def _pieces(num_slots: int, per_piece: int) -> int:
+    """So many slots, rounded up to whole pieces."""
+    return -(-num_slots // per_piece) * per_piece
 
 
 def _locked_limit() -> str:

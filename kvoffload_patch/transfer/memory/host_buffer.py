@@ -59,7 +59,7 @@ class HostBuffer:
         mapping: HostMapping | None = None,
         registrar: Registrar | None = None,
     ) -> None:
-        self.num_slots = num_slots
+        self.num_slots = self._wanted = num_slots
         self.pitch = slot_pitch(block_bytes)
         self.nbytes = num_slots * self.pitch
         on_cpu = device_of(device).is_host
@@ -80,13 +80,13 @@ class HostBuffer:
 
     @property
     def num_ready(self) -> int:
-        """Slots usable so far, from slot 0 on; never falls."""
-        return self.num_slots if self._growth is None else self._growth.num_ready
+        """Slots usable so far, from slot 0 on; falls by `resize` alone."""
+        return self._wanted if self._growth is None else self._growth.num_ready
 
     @property
     def growing(self) -> bool:
         """Whether more slots are to come."""
-        return self.num_ready < self.num_slots and not self.growth_ended
+        return self.num_ready < self._wanted and not self.growth_ended
 
     @property
     def growth_ended(self) -> str:
@@ -106,8 +106,8 @@ class HostBuffer:
         """
         if self._growth is not None:
             self._growth.wait(num_slots)
-        elif num_slots > self.num_slots:
-            raise TransferError(f"expected {num_slots} CPU slots, found {self.num_slots} in all.")
+        elif num_slots > self._wanted:
+            raise TransferError(f"expected {num_slots} CPU slots, found {self._wanted} in all.")
 
     def wait_up_to(self, num_slots: int) -> int:
         """Return how many slots are usable, once it is so many or there will be no more."""
@@ -130,6 +130,18 @@ class HostBuffer:
         """Nothing is registered meanwhile: the driver would make other calls wait for it."""
         with nullcontext() if self._growth is None else self._growth.quiet:
             yield
+
+    def resize(self, num_slots: int) -> None:
+        """Use so many slots, `num_slots` at most; what is behind them is given back.
+
+        On a device other than the CPU these are whole pieces, and more become usable as at first.
+        No copy may be under way.
+        """
+        self._wanted = num_slots
+        if self._growth is not None:
+            self._growth.resize(num_slots)
+        else:
+            self._mapping.give_back(num_slots * self.pitch)
 
     def close(self) -> None:
         """Give the memory back. No copy may be under way, and nobody within `quiet`."""

@@ -83,8 +83,16 @@ class HostMapping:
     def keep(self, nbytes: int) -> None:
         """Stop touching, and give back every page behind the first ``nbytes``."""
         self.toucher.stop()
+        if self.toucher.reached > min(_whole_pages(nbytes), self.nbytes):
+            self.give_back(nbytes)
+
+    def give_back(self, nbytes: int) -> None:
+        """Give back every page behind the first ``nbytes``, whoever has touched it.
+
+        No device may be using them, and no thread be touching any.
+        """
         kept = min(_whole_pages(nbytes), self.nbytes)
-        if self.toucher.reached > kept:
+        if kept < self.nbytes:
             advise(self.memory.data_ptr() + kept, self.nbytes - kept, mmap.MADV_DONTNEED)
         self.toucher.forget_beyond(kept)
 

@@ -21,7 +21,9 @@ from scheduler_half.device import BLOCK, Device, answer
 from scheduler_half.replay import Replay
 
 from kvoffload_patch.config import Settings
+from kvoffload_patch.control.commands import Command
 from kvoffload_patch.integration.engine.attach import connect
+from kvoffload_patch.integration.engine.control import Asked, Desk
 from kvoffload_patch.integration.patch_table.points import POINTS, VLLM
 from kvoffload_patch.integration.protocol import PLAN, RESULT
 from kvoffload_patch.patching import (
@@ -42,6 +44,8 @@ _MODEL = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
 }  # fmt: skip
 
+SLOT_BYTES = 1 << 20
+
 # The configuration is shared by all of a process.
 _LIMITS = {"watermark": 0.0, "enable_chunked_prefill": True, "long_prefill_token_threshold": 0}
 
@@ -56,6 +60,20 @@ class FakeRanks:
         self.here = here
         self.device: Device | None = None
         self.drains = self.closed = 0
+        self.block_bytes = self.slot_bytes = SLOT_BYTES
+        self.num_slots = 400  # that the tier was opened with
+        self.copies = "by hand"
+
+    def check_room(self, more: int) -> None:
+        """There is room for everything."""
+
+    def resize(self, num_slots: int, sizing: int) -> tuple[int, bool]:
+        """Every copy is made, and memory behind the slots is given back."""
+        if self.device is not None:
+            self.device.drain()
+            for slot in self.device.slots[num_slots:]:
+                slot[:] = [0] * BLOCK
+        return num_slots, False
 
     def drain(self) -> None:
         """Every copy is made."""
@@ -128,8 +146,9 @@ class Mini:
         self._make_scheduler(blocks, windows, lookahead)
         self.replay = Replay(self.scheduler) if events else None
         self.ranks = ranks or FakeRanks()
-        self.ranks.device = self.device
+        self.ranks.device, self.ranks.num_slots = self.device, num_slots
         self.tier: Any = None
+        self.desk: Desk | None = None
         self.max_failed_copies = max_failed_copies
         self.time, self.step_ms = 0.0, step_ms
         self._attach(Settings(**settings), num_slots, tier)
@@ -202,6 +221,14 @@ class Mini:
             self.run()
         self.settle()
         self.pool.free_blocks(self.pool.get_new_blocks(self.pool.get_num_free_blocks()))
+
+    def ask(self, name: str, **values: Any) -> Asked:
+        """Ask for a command over the control socket, for the next step to carry out."""
+        if self.desk is None:
+            self.desk = Desk(self.breaker, self.manager, self.ranks, {}, lambda: None)
+        asked = Asked(Command(name, values))
+        self.breaker.asked.append(asked)
+        return asked
 
     def settle(self) -> None:
         """Every copy is done, and the tier knows it."""

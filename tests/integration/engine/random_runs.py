@@ -72,6 +72,8 @@ def run(seed: int, most_in_flight: int = 6) -> dict[str, int]:
     from scheduler_half.scenarios import nothing_held
 
     rng = random.Random(seed)
+    # A number that others do not rest on: half of the runs are asked for nothing.
+    commands = random.Random(f"commands {seed}") if seed % 2 else None
     rate = {"load": rng.choice([0, 0, 0.2, 0.5]), "store": rng.choice([0, 0, 0.3])}
     ranks = FakeRanks(rng.choice([0.1, 1.0, 15.0, 60.0]), here=rng.random() < 0.5)
     about = describe(seed, most_in_flight)
@@ -81,7 +83,7 @@ def run(seed: int, most_in_flight: int = 6) -> dict[str, int]:
     )
     stats = mini.manager.stats
     try:
-        _play(mini, rng)
+        asked = _play(mini, rng, commands)
         mini.run(steps=_MAX_STEPS)
     except LoadFailed:
         # A load that a step reads is a promise: the engine ends, and no wrong token has come out.
@@ -89,14 +91,17 @@ def run(seed: int, most_in_flight: int = 6) -> dict[str, int]:
         return {"loaded": stats.loaded, "failed": stats.failed, "ended": 1}
     mini.check()
     nothing_held(mini)
+    assert not mini.breaker.detached, mini.breaker.failure
+    assert [one.error for one in asked if one.error or not one.done.is_set()] == []
     return {
         "loaded": stats.loaded, "stored": stats.stored, "evicted": stats.evicted,
         "failed": stats.failed, "resumed": mini.device.resumed,
+        "asked": len(asked),
     }  # fmt: skip
 
 
-def _play(mini: Any, rng: random.Random) -> None:
-    """Forty requests, most of which begin like another one."""
+def _play(mini: Any, rng: random.Random, commands: random.Random | None) -> list[Any]:
+    """Forty requests, most of which begin like another one; returns what was asked meanwhile."""
     from integration.engine.mini import BLOCK
     from scheduler_half.scenarios import prompt
 
@@ -104,7 +109,7 @@ def _play(mini: Any, rng: random.Random) -> None:
         prompt(rng.randrange(7), seed=rng.randrange(10**6), tail=rng.choice([0, 1, 5])) or [1, 2]
         for _ in range(6)
     ]
-    names: list[str] = []
+    names, asked_for = list[str](), list[Any]()
     # Long answers outgrow the GPU, so that requests are preempted.
     counts = rng.choice([[1, 2, 5, 20, 40], [10, 30, 50, 60]])
     for _ in range(40):
@@ -124,6 +129,9 @@ def _play(mini: Any, rng: random.Random) -> None:
             if mini.queue or mini.scheduler.has_requests():
                 mini.step()
         _disturb(mini, rng, names)
+        if commands is not None and commands.random() < 0.15:
+            asked_for.append(_command(mini, commands))
+    return asked_for
 
 
 def _disturb(mini: Any, rng: random.Random, names: list[str]) -> None:
@@ -137,6 +145,19 @@ def _disturb(mini: Any, rng: random.Random, names: list[str]) -> None:
             done = mini.scheduler.reset_prefix_cache()
         if done:
             mini.device.scramble()
+
+
+def _command(mini: Any, rng: random.Random) -> Any:
+    """What an operator may ask of a server, at any time."""
+    from integration.engine.mini import SLOT_BYTES
+
+    from kvoffload_patch.config import EVICTIONS, GIB, LOAD_MODES
+
+    some = {"eviction": rng.choice(EVICTIONS), "load_mode": rng.choice(LOAD_MODES)}
+    size = rng.randrange(1, mini.ranks.num_slots + 1) * SLOT_BYTES / GIB
+    kind = rng.choice(["pause", "resume", "resume", "empty", "resize", "resize", "set"])
+    values: dict[str, Any] = {"gib": size} if kind == "resize" else some if kind == "set" else {}
+    return mini.ask(kind, **values)
 
 
 def main(seed: str, seconds: str, release: str = "", folder: str = "") -> int:

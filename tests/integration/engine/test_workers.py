@@ -298,3 +298,47 @@ def test_closing_a_rank_that_never_opened_gives_back_what_was_taken_early(worker
     assert rpc.describe_rank(worker).early_bytes == 77
     rpc.close_rank(worker)
     assert closed == [1] and not hasattr(worker.model_runner, EARLY)
+
+
+def test_every_rank_is_resized_and_the_least_of_them_counts() -> None:
+    executor = Executor([geometry(0), geometry(1, slot_bytes=1024)], [9, 4])
+    ranks = RankGroup(executor)
+    ranks.open(1536 * 20)
+    assert ranks.slot_bytes == 1536
+    executor.answers["resize_rank"] = [(6, False), (5, True)]  # type: ignore[list-item]
+    assert ranks.resize(7, 3) == (5, True)
+    assert executor.calls[-1] == ("resize_rank", 7, 3)
+
+
+def test_more_slots_need_room_on_every_host_beside_the_reserve() -> None:
+    members = [geometry(0), geometry(1), geometry(2, host="b", available_bytes=3 * GIB)]
+    ranks = RankGroup(Executor(members, [9, 9, 9]))
+    ranks.check_room(1 << 20)  # two ranks of 512 B each: 1 GiB, and 1 GiB stays free
+    with pytest.raises(TierRefused, match="expected 2.0 GiB available on a, .* found 2.0 GiB"):
+        ranks.check_room((1 << 20) + 1)
+
+
+def test_ranks_that_share_nothing_wait_for_their_slots_when_they_are_resized(worker: Any) -> None:
+    worker.vllm_config.parallel_config.world_size = 2
+    rpc.open_rank(worker, num_slots=6)
+    tier = getattr(worker.model_runner, TIER)
+    assert rpc.resize_rank(worker, 4, 1) == (4, False)
+    assert tier._usable_slots() == (None, False)
+    rpc.close_rank(worker)
+
+
+def test_a_rank_that_shares_a_board_says_what_all_have_once_all_are_resized(worker: Any) -> None:
+    board = make_slot_counts([worker.rank, worker.rank + 1])
+    assert board is not None
+    other = SlotCounts(board, worker.rank + 1)
+    rpc.open_rank(worker, num_slots=6, board=board)
+    board.remove()
+    tier = getattr(worker.model_runner, TIER)
+    other.exchange(6, False)
+    assert tier._usable_slots() == (6, False)
+    assert rpc.resize_rank(worker, 3, 1) == (3, False)
+    other.exchange(3, False)
+    assert rpc.resize_rank(worker, 5, 2) == (5, False)
+    other.exchange(5, False)  # between this rank's answer and its next step
+    assert tier._usable_slots() == (5, False)
+    rpc.close_rank(worker)

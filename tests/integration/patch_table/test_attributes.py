@@ -211,6 +211,7 @@ def python() -> set[str]:
         collections.deque,
         collections.OrderedDict,
         logging.Logger,
+        threading.Event,
         threading.Thread,
         type(python),
     ]

@@ -273,3 +273,17 @@ def test_a_rank_that_cannot_keep_a_promise_says_so_and_closes(
     else:
         rpc.finish_rank(worker, plan)  # a parked load that nobody reads
     assert closed == [1] and not hasattr(runner, TIER)
+
+
+def test_a_rank_that_is_resized_finishes_its_copies_and_says_what_it_has(
+    tier: rank.RankTier,
+) -> None:
+    result = step(tier, a_plan(store=a_store(2, (3,), (2,))))
+    assert (result.num_slots, result.growing, result.sizing) == (5, False, 0)
+    assert tier.resize(2, sizing=1) == (2, False)
+    result = step(tier, a_plan((a_load(1, (4, 5), (0, 1)),), wait_load=1, stores_done=2))
+    assert (result.num_slots, result.growing, result.sizing) == (2, False, 1)
+    kv = tier._runner.kv_caches[0]
+    assert torch.equal(kv[4], kv[1]) and torch.equal(kv[5], kv[2])
+    assert tier.resize(5, sizing=2) == (5, False)
+    assert step(tier, None)[2:] == (5, False, 2)

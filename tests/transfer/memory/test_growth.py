@@ -238,3 +238,53 @@ def test_a_waiter_is_told_of_the_end() -> None:
     closer.join(20)
     waiter.join(20)
     assert len(told) == 1
+
+
+def test_fewer_slots_give_whole_pieces_back_and_more_are_registered_again() -> None:
+    registrar = Registrar()
+    host = grown(24, 2 * MIB, registrar)  # two slots in each piece
+    host.wait_ready(24)
+    host.slots[:] = 1
+    host.resize(5)
+    assert (host.num_ready, host.growing, len(registrar.held)) == (5, False, 3)
+    assert host.slots[:6].all() and not host.slots[6:].any()
+    with pytest.raises(TransferError, match="found 5 in all"):
+        host.wait_ready(6)
+    host.resize(9)
+    assert host.wait_up_to(9) == 9 and len(registrar.held) == 5
+    host.resize(24)
+    host.wait_ready(24)
+    assert len(registrar.held) == 12 and len(registrar.asked) == 12 + 2 + 7
+    host.close()
+    assert not registrar.held
+
+
+def test_a_size_may_change_while_slots_are_still_coming() -> None:
+    go, at_third = threading.Event(), threading.Event()
+
+    def wait(index: int) -> None:
+        if index == 2:
+            at_third.set()
+            go.wait(20)
+
+    registrar = Registrar(before=wait)
+    host = grown(24, 2 * MIB, registrar)
+    at_third.wait(20)
+    threading.Timer(0.05, go.set).start()
+    host.resize(3)
+    assert (host.num_ready, host.growing) == (3, False)
+    host.resize(8)
+    assert host.wait_up_to(99) == 8 and not host.growing and not host.growth_ended
+    host.close()
+    assert not registrar.held
+
+
+def test_growing_again_may_end_as_at_first() -> None:
+    registrar = Registrar(refuse_at=13)
+    host = grown(24, 2 * MIB, registrar)
+    host.wait_ready(24)
+    host.resize(4)
+    host.resize(24)
+    assert host.wait_up_to(24) == 6 and "error 2" in host.growth_ended and not host.growing
+    host.close()
+    assert not registrar.held

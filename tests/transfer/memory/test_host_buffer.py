@@ -238,3 +238,16 @@ def test_slots_at_the_edges_of_pieces_hold_what_was_copied(
     assert torch.equal(sent, returned)
     assert torch.equal(sent.cpu(), host.slots[chosen])
     host.close()
+
+
+def test_fewer_slots_on_the_cpu_give_their_pages_back() -> None:
+    host = HostBuffer(8, MIB, torch.device("cpu"))
+    host.slots[:] = 1
+    host.resize(3)
+    assert (host.num_ready, host.growing) == (3, False)
+    assert host.slots[:3].all() and not host.slots[3:].any()
+    with pytest.raises(TransferError, match="expected 4 CPU slots, found 3 in all"):
+        host.wait_ready(4)
+    host.resize(8)
+    assert host.num_ready == 8 and host.slots[:3].all()
+    host.close()

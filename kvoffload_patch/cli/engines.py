@@ -1,0 +1,169 @@
+"""Running engines on the command line: what each says of itself, and commands for them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvoffload_patch.config import GIB, as_given, option
+from kvoffload_patch.control import client, commands
+from kvoffload_patch.control.errors import Refused
+
+EXIT_OK, EXIT_REFUSED = 0, 2
+
+_ABOUT = {
+    commands.PAUSE: (
+        "Load and store nothing more; what is under way ends, and what is held is kept. vLLM "
+        "serves as without a tier until `kvoffload resume`."
+    ),
+    commands.RESUME: "Load and store again, after `kvoffload pause`.",
+    commands.EMPTY: "Forget every block that the tier holds.",
+    commands.RESIZE: (
+        "Use so many GiB of CPU memory, over all ranks of an engine. A smaller tier forgets what "
+        "lies in the part that it gives back to the system. It can grow up to the size that it had "
+        "when the engine started."
+    ),
+    commands.SET: "Change settings of a running engine, until it ends.",
+}
+_EXAMPLES = {
+    commands.PAUSE: "kvoffload pause --all",
+    commands.RESUME: "kvoffload resume --engine 4242",
+    commands.EMPTY: "kvoffload empty",
+    commands.RESIZE: "kvoffload resize 24 --engine 4242",
+    commands.SET: "kvoffload set --eviction lru --max-stall-ms 50",
+}
+COMMANDS = tuple(_ABOUT)
+
+
+def main(name: str, argv: Sequence[str]) -> int:
+    """Have engines carry out a command; the exit status says whether all of them did."""
+    asked = _parser(name).parse_args(argv)
+    given = {key: getattr(asked, key) for key in (commands.GIB, *commands.LIVE)
+             if getattr(asked, key, None) is not None}  # fmt: skip
+    try:
+        commands.read_command({"command": name, **given})
+        engines = chosen(client.find(), asked.engine, asked.all)
+    except Refused as refusal:
+        print(f"kvoffload_patch: {_by_option(refusal)}", file=sys.stderr)
+        return EXIT_REFUSED
+    results = [_ask(engine, name, given) for engine in engines]
+    if asked.json:
+        print(json.dumps(results, indent=1))
+    for found in () if asked.json else results:
+        if "error" in found:
+            print(f"kvoffload_patch: {found['engine']}: {found['error']}", file=sys.stderr)
+        else:
+            print(_line(found))
+    return EXIT_REFUSED if any("error" in found for found in results) else EXIT_OK
+
+
+def chosen(found: Sequence[client.Engine], name: str | None, every: bool) -> list[client.Engine]:
+    """The engines that are meant.
+
+    Raises:
+        Refused: none runs, none has this name, or there are several and nobody has said which.
+    """
+    names = ", ".join(engine.name for engine in found)
+    if not found:
+        raise Refused(
+            "expected a running engine of this user, found none; start one with the CPU tier, or "
+            "ask as the user that runs it."
+        )
+    if name is not None:
+        matching = [e for e in found if name in (e.name, e.name.partition("-")[0])]
+        if not matching:
+            raise Refused(f"expected one of {names}, found {name}.")
+        return matching
+    if len(found) > 1 and not every:
+        raise Refused(f"expected one engine, found {names}; name one by --engine, or say --all.")
+    return list(found)
+
+
+def status() -> list[dict[str, Any]]:
+    """What every running engine of this user says of itself, or why it does not."""
+    return [_ask(engine, commands.STATUS, {}) for engine in client.find()]
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """A few lines on one engine."""
+    if "error" in found:
+        return f"engine {found['engine']}: {found['error']}"
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["since"]))
+    dropped, settings = found["dropped_blocks"], found["settings"]
+    rate = 100 * found["hit_tokens"] / max(1, found["queried_tokens"])
+    lines = [
+        f"engine {found['engine']}: {_state(found)}, since {since}, model {found['model']}",
+        f"  size:      {size(found)}{', growing' if found['growing'] else ''}; at most "
+        f"{found['largest_blocks'] * found['block_bytes'] / GIB:.2f} GiB",
+        f"  hits:      {found['hit_tokens']} of {found['queried_tokens']} tokens that the GPU "
+        f"lacked ({rate:.1f}%)",
+        f"  blocks:    {found['loaded_blocks']} loaded, {found['stored_blocks']} stored, "
+        f"{found['evicted_blocks']} evicted, {sum(dropped.values())} not stored",
+        f"  failed:    {found['failed_copies']} copies of {found['failed_blocks']} blocks",
+        f"  under way: {found['queued_loads']} loads, {found['queued_stores']} stores, "
+        f"{found['parked_requests']} requests parked; last step "
+        f"{found['seconds_since_step']:.1f} s ago",
+        "  settings:  " + ", ".join(f"{name} {value}" for name, value in settings.items()),
+        f"  copies:    {found['copies']}",
+    ]
+    return "\n".join(lines)
+
+
+def size(found: Mapping[str, Any]) -> str:
+    """How full a tier is, in words."""
+    used, capacity = found["used_bytes"], found["capacity_bytes"]
+    return (
+        f"{used / GIB:.2f} of {capacity / GIB:.2f} GiB used ({100 * used / max(1, capacity):.0f}%)"
+    )
+
+
+def _state(found: Mapping[str, Any]) -> str:
+    return f"{found['state']} ({found['reason']})" if found["reason"] else str(found["state"])
+
+
+def _line(found: Mapping[str, Any]) -> str:
+    forgotten = found.get("forgotten_blocks")
+    more = "" if forgotten is None else f", {forgotten} blocks forgotten"
+    return f"engine {found['engine']}: {_state(found)}, {size(found)}{more}"
+
+
+def _ask(engine: client.Engine, name: str, given: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        return {"engine": engine.name, **client.ask(engine, name, **given)}
+    except Refused as refusal:
+        return {"engine": engine.name, "error": _by_option(refusal)}
+
+
+def _by_option(refusal: Refused) -> str:
+    """The sentence, in which a setting is called by its option."""
+    names = ",".join(row.name for row in commands.LIVE.values())
+    return as_given(str(refusal), {"KVOFFLOAD_OPTIONS": names})
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"kvoffload {name}",
+        description=_ABOUT[name],
+        epilog=f"example: {_EXAMPLES[name]}\nexit status: 0 done; 2 refused, in one sentence.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    if name == commands.RESIZE:
+        parser.add_argument(commands.GIB, metavar="GIB", help="of each engine")
+    for field, row in commands.LIVE.items() if name == commands.SET else ():
+        parser.add_argument(option(row.name), dest=field, metavar="VALUE", help=row.expected)
+    add_choice(parser)
+    parser.add_argument("--all", action="store_true", help="every engine of this user")
+    parser.add_argument("--json", action="store_true", help="one JSON array, for programs")
+    return parser
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """The option that names an engine."""
+    parser.add_argument(
+        "--engine", metavar="NAME", help="as `kvoffload status` names it, or its process"
+    )

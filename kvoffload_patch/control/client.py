@@ -1,0 +1,74 @@
+"""Finding the engines of this user, and asking one of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvoffload_patch.control import folder as folders
+from kvoffload_patch.control import wire
+from kvoffload_patch.control.commands import STATUS
+from kvoffload_patch.control.errors import Refused
+
+# A change waits for the step under way, and for copies under way where memory is given back.
+ANSWER_S = 120.0
+STATUS_S = 5.0
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A socket that somebody listens on. ``name``: the process and a number of its own."""
+
+    path: Path
+    name: str
+
+
+def find(environ: Mapping[str, str] | None = None) -> list[Engine]:
+    """The engines of this user that are alive; removes what killed ones have left."""
+    found = []
+    for path in folders.candidates(environ):
+        with suppress(OSError, Refused):
+            folder = folders.open_one(path)
+            try:
+                with suppress(Refused), folders.locked(folder):
+                    folders.remove_stale(folder)
+                names = folders.sockets(folder)
+            finally:
+                os.close(folder)
+            found += [Engine(path / name, name.removesuffix(folders.SUFFIX)) for name in names]
+    return found
+
+
+def ask(engine: Engine, command: str, **arguments: str) -> dict[str, Any]:
+    """The answer of an engine, which is an object of its own for each command.
+
+    Raises:
+        Refused: it does not answer, or refuses; the text is its own sentence.
+    """
+    seconds = STATUS_S if command == STATUS else ANSWER_S
+    try:
+        answer = _exchange(engine, {"command": command, **arguments}, seconds)
+    except OSError as error:
+        raise Refused(f"expected engine {engine.name} to answer, found {error}.") from None
+    result = answer.get("result")
+    if isinstance(result, dict):
+        return result
+    raise Refused(str(answer.get("error", "expected a result or an error, found neither.")))
+
+
+def _exchange(engine: Engine, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    folder = folders.open_one(engine.path.parent)
+    try:
+        connection = folders.connect(folder, engine.path.name)
+    finally:
+        os.close(folder)
+    if connection is None:
+        raise Refused(f"expected engine {engine.name} to run, found its socket without it.")
+    with connection:
+        wire.check_peer(connection)
+        wire.send(connection, message, wire.REQUEST_BYTES)
+        return wire.receive(connection, wire.ANSWER_BYTES, seconds)

@@ -1,0 +1,252 @@
+"""What a running engine is asked over its control socket, and what it does about it.
+
+Status is read on the thread of whoever asks, from counters that are single numbers, so an engine
+that is idle, or whose step hangs, answers too. What changes the tier is carried out on the engine's
+own thread, between two steps: the step looks at one deque, which is empty as a rule. An engine
+that has nothing to do takes no steps; it is then sent an abort of no request, which vLLM carries
+out at once and which has no effect of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from kvoffload_patch import __version__
+from kvoffload_patch.config import GIB, Settings
+from kvoffload_patch.control import commands
+from kvoffload_patch.control.commands import Command
+from kvoffload_patch.control.errors import Refused
+from kvoffload_patch.control.listener import Listener
+from kvoffload_patch.integration.engine.breaker import Breaker
+from kvoffload_patch.integration.engine.tuning import CONTROL_APPLY_S, CONTROL_TAKE_S
+from kvoffload_patch.integration.engine.workers import RankGroup
+from kvoffload_patch.integration.errors import TierRefused
+from kvoffload_patch.integration.metrics import FAILED, ON, PAUSED
+from kvoffload_patch.integration.protocol import CONTROL
+from kvoffload_patch.links import LOAD, STORE
+from kvoffload_patch.tier.manager import OffloadManager
+
+logger = logging.getLogger("vllm.kvoffload_patch")
+
+
+class Asked:
+    """A command on its way to the engine's thread, and back."""
+
+    __slots__ = ("command", "done", "error", "result")
+
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self.done = threading.Event()
+        self.result: dict[str, Any] = {}
+        self.error = ""
+
+
+class Desk:
+    """Answers for one engine core.
+
+    Args:
+        breaker: of the tier.
+        manager: of the tier.
+        ranks: the workers, open.
+        about: what does not change: the model, how blocks are copied.
+        wake: makes an idle engine look at what is asked; may do nothing.
+    """
+
+    def __init__(
+        self,
+        breaker: Breaker,
+        manager: OffloadManager,
+        ranks: RankGroup,
+        about: Mapping[str, str],
+        wake: Callable[[], None],
+    ) -> None:
+        self._breaker = breaker
+        self._tier = breaker.tier
+        self._manager = manager
+        self._ranks = ranks
+        self._about = dict(about)
+        self._wake = wake
+        self._since, self._began = time.time(), time.monotonic()
+        breaker.answer_asked = self.carry_out
+
+    # On a thread of the listener
+
+    def answer(self, command: Command) -> Mapping[str, Any]:
+        """Carry a command out, or have it carried out; what is to be sent back.
+
+        Raises:
+            Refused: why not.
+        """
+        if command.name == commands.STATUS:
+            return self.status()
+        asked = Asked(command)
+        if not self._breaker.detached:
+            self._breaker.asked.append(asked)
+            self._wake()
+            self._wait(asked)
+        else:
+            asked.error = self._gone()
+        if asked.error:
+            raise Refused(asked.error)
+        return {**asked.result, **self.status()}
+
+    def status(self) -> dict[str, Any]:
+        """What there is to know, numbers since the start included."""
+        manager, stats, counts = self._manager, self._manager.stats, self._tier.counts()
+        size, failure = self._ranks.block_bytes, self._breaker.failure
+        blocks = {
+            "capacity": manager.num_slots, "used": manager.num_used, "loaded": stats.loaded,
+            "stored": stats.stored, "evicted": stats.evicted,
+        }  # fmt: skip
+        live = dataclasses.asdict(self._tier.settings)
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            **self._about,
+            "state": FAILED if self._breaker.detached else PAUSED if self._tier.paused else ON,
+            "reason": failure,
+            "since": self._since,
+            "seconds": time.monotonic() - self._began,
+            "seconds_since_step": time.monotonic() - self._tier.last_step,
+            "growing": manager.growing,
+            "block_bytes": size,
+            "largest_blocks": self._ranks.num_slots,
+            **{f"{name}_blocks": number for name, number in blocks.items()},
+            **{f"{name}_bytes": number * size for name, number in blocks.items()},
+            "queried_tokens": counts.queried,
+            "hit_tokens": counts.hit,
+            "dropped_blocks": {"no_room": stats.dropped, "overwritten": stats.overwritten},
+            "failed_blocks": stats.failed,
+            "failed_copies": stats.failed_copies,
+            "parked_requests": counts.parked_now,
+            "queued_loads": manager.num_under_way(LOAD),
+            "queued_stores": manager.num_under_way(STORE),
+            "settings": {name: live[name] for name in commands.LIVE},
+        }
+
+    def _wait(self, asked: Asked) -> None:
+        if asked.done.wait(CONTROL_TAKE_S):
+            return
+        with suppress(ValueError):  # it is being carried out
+            self._breaker.asked.remove(asked)
+            raise Refused(
+                f"expected the engine to come to the end of a step within {CONTROL_TAKE_S:.0f} s, "
+                "found that it did not; nothing was changed."
+            )
+        if not asked.done.wait(CONTROL_APPLY_S):
+            raise Refused(
+                f"expected {asked.command.name} to be carried out within {CONTROL_APPLY_S:.0f} s, "
+                "found it still under way; ask for the status later."
+            )
+
+    def _gone(self) -> str:
+        why = self._breaker.failure or "the engine shuts down"
+        return f"expected a tier that works, found it detached ({why}); restart the server."
+
+    # On the engine's thread, between two steps
+
+    def carry_out(self) -> None:
+        """Carry out what was asked for; whatever fails is the answer, and the engine goes on."""
+        asked_for = self._breaker.asked
+        while asked_for:
+            asked = asked_for.popleft()
+            try:
+                if self._breaker.detached:
+                    raise Refused(self._gone())
+                self._apply(asked)
+            except Refused as refusal:
+                asked.error = str(refusal)
+            except Exception as error:  # noqa: BLE001 - half a change is a tier that has failed
+                asked.error = f"expected {asked.command.name} to work, found {error!r}; " + (
+                    "the CPU tier is detached, and the engine serves without it."
+                )
+                self._breaker.failed(asked.command.name, error)
+            asked.done.set()
+
+    def _apply(self, asked: Asked) -> None:
+        name, values = asked.command
+        tier = self._tier
+        if name == commands.PAUSE:
+            tier.pause()
+        elif name == commands.RESUME:
+            tier.resume()
+        elif name == commands.EMPTY:
+            asked.result["forgotten_blocks"] = self._manager.num_used
+            tier.empty()
+        elif name == commands.RESIZE:
+            self._resize(values[commands.GIB])
+        elif name == commands.SET:
+            tier.change(dataclasses.replace(tier.settings, **values))
+        reporter = self._breaker.reporter
+        if reporter is not None:
+            reporter.changed(PAUSED if tier.paused else ON, _labels(tier.settings))
+        given = " ".join(f"{key}={value}" for key, value in values.items())
+        logger.info("KV offload: asked to %s%s", name, f" {given}" if given else "")
+
+    def _resize(self, gib: float) -> None:
+        ranks, has = self._ranks, self._manager.num_slots
+        num_slots = int(gib * GIB) // ranks.slot_bytes
+        least, most = ranks.slot_bytes / GIB, ranks.num_slots * ranks.slot_bytes / GIB
+        if num_slots < 1:
+            raise Refused(f"expected at least a block, {least:.6f} GiB, found {gib:g} GiB.")
+        if num_slots > ranks.num_slots:
+            raise Refused(
+                f"expected {most:.2f} GiB at most, which this engine mapped when it started, found "
+                f"{gib:g} GiB; restart it with a larger KVOFFLOAD_CPU_GIB to have more."
+            )
+        if num_slots > has:
+            try:
+                ranks.check_room(num_slots - has)
+            except TierRefused as refusal:
+                raise Refused(str(refusal)) from None
+        self._tier.resize(num_slots)
+
+
+def _labels(settings: Settings) -> dict[str, str]:
+    return {"load_mode": settings.load_mode, "eviction": settings.eviction}
+
+
+def listen(engine_core: Any, breaker: Breaker, manager: OffloadManager, ranks: RankGroup) -> None:
+    """Answer on a socket of this engine core until `close_socket`; without one, say so once."""
+    try:
+        model = str(engine_core.vllm_config.model_config.served_model_name)
+        about = {"model": model, "copies": ranks.copies}
+        desk = Desk(breaker, manager, ranks, about, waker(engine_core))
+        setattr(engine_core, CONTROL, Listener(desk.answer))
+    except Exception as error:  # noqa: BLE001 - the tier works without it
+        logger.warning(
+            "kvoffload_patch: no control socket, so kvoffload status and its like do not find this "
+            "engine: %s", error,
+        )  # fmt: skip
+
+
+def close_socket(engine_core: Any) -> None:
+    """The engine core shuts down."""
+    listener = engine_core.__dict__.pop(CONTROL, None)
+    if listener is not None:
+        listener.close()
+
+
+def waker(engine_core: Any) -> Callable[[], None]:
+    """What makes an idle engine core call a hook; one in its user's own process has no such way."""
+    queue = getattr(engine_core, "input_queue", None)
+    if queue is None:
+        return _nothing
+
+    def wake() -> None:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        queue.put_nowait((EngineCoreRequestType.ABORT, []))
+
+    return wake
+
+
+def _nothing() -> None:
+    """The next step looks."""

@@ -1,0 +1,171 @@
+"""Commands for running engines: which are meant, what is refused, and what is said."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload_patch.cli import engines, main
+from kvoffload_patch.control.commands import Command
+from kvoffload_patch.control.errors import Refused
+from kvoffload_patch.control.listener import Listener
+
+STATUS = {
+    "pid": os.getpid(), "model": "m", "copies": "by hand", "state": "on", "reason": "",
+    "since": 0.0, "seconds": 10.0, "seconds_since_step": 0.5, "growing": False,
+    "block_bytes": 1 << 20, "largest_blocks": 2048, "capacity_blocks": 1024, "used_blocks": 256,
+    "loaded_blocks": 5, "stored_blocks": 6, "evicted_blocks": 7, "capacity_bytes": 1 << 30,
+    "used_bytes": 1 << 28, "loaded_bytes": 5 << 20, "stored_bytes": 6 << 20,
+    "evicted_bytes": 7 << 20, "queried_tokens": 200, "hit_tokens": 50,
+    "dropped_blocks": {"no_room": 1, "overwritten": 2}, "failed_blocks": 3, "failed_copies": 2,
+    "parked_requests": 1, "queued_loads": 0, "queued_stores": 4,
+    "settings": {"eviction": "arc", "load_mode": "auto"},
+}  # fmt: skip
+
+
+class Engine:
+    """Answers as an engine, and notes what it is asked."""
+
+    def __init__(self, **more: Any) -> None:
+        self.asked: list[Command] = []
+        self.more = more
+        self.listener = Listener(self.answer)
+        self.name = self.listener.name.removesuffix(".sock")
+
+    def answer(self, command: Command) -> Mapping[str, Any]:
+        self.asked.append(command)
+        if command.name == "resize" and command.values["gib"] > 2:
+            raise Refused("expected 2.00 GiB at most.")
+        return {**STATUS, **self.more}
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def one() -> Iterator[Engine]:
+    made = Engine(forgotten_blocks=9)
+    yield made
+    made.listener.close()
+
+
+@pytest.fixture
+def another(one: Engine) -> Iterator[Engine]:
+    made = Engine(state="failed", reason="a fault")
+    yield made
+    made.listener.close()
+
+
+def test_every_command_is_known_to_the_command_line_and_has_help(capsys: Any) -> None:
+    assert set(engines.COMMANDS) < set(main._OWN)
+    for name in engines.COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            main.main([name, "--help"])
+        text = capsys.readouterr().out
+        assert ended.value.code == 0 and f"example: kvoffload {name}" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "values"),
+    [
+        (["pause"], {}),
+        (["resume"], {}),
+        (["empty"], {}),
+        (["resize", "1.5"], {"gib": 1.5}),
+        (["set", "--eviction", "lru", "--max-stall-ms", "5"],
+         {"eviction": "lru", "max_stall_ms": 5.0}),
+    ],
+)  # fmt: skip
+def test_the_only_engine_is_asked(
+    argv: list[str], values: dict[str, Any], one: Engine, capsys: Any
+) -> None:
+    assert main.main(argv) == 0
+    assert one.asked == [Command(argv[0], values)]
+    found = capsys.readouterr().out
+    assert found == f"engine {one.name}: on, 0.25 of 1.00 GiB used (25%), 9 blocks forgotten\n"
+
+
+def test_several_are_asked_only_if_that_is_said(one: Engine, another: Engine, capsys: Any) -> None:
+    assert main.main(["pause"]) == 2 and not one.asked
+    assert "name one by --engine, or say --all." in capsys.readouterr().err
+    assert main.main(["pause", "--engine", another.name]) == 0
+    assert (len(one.asked), len(another.asked)) == (0, 1)
+    assert main.main(["pause", "--engine", str(os.getpid())]) == 0
+    assert main.main(["pause", "--all", "--json"]) == 0
+    assert (len(one.asked), len(another.asked)) == (2, 3)
+    found = json.loads(capsys.readouterr().out.partition("[")[2].join("[ "))
+    assert {each["engine"] for each in found} == {one.name, another.name}
+    assert main.main(["pause", "--engine", "7"]) == 2
+    assert f"expected one of {', '.join(sorted((one.name, another.name)))}, found 7" in (
+        capsys.readouterr().err
+    )
+
+
+def test_where_none_runs_that_is_said(capsys: Any) -> None:
+    assert main.main(["pause"]) == 2
+    assert "expected a running engine of this user, found none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["set", "--eviction", "x", "--max-stall-ms", "1e300"],
+         "--eviction is 'x'.*--max-stall-ms is '1e300'"),
+        (["set"], "beside set, found none"),
+        (["resize", "1e300"], "65536 at most, found '1e300'"),
+        (["resize", "auto"], "found 'auto'"),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_refused_before_any_engine_is_asked(
+    argv: list[str], why: str, one: Engine, capsys: Any
+) -> None:
+    assert main.main(argv) == 2 and not one.asked
+    said = capsys.readouterr().err
+    import re
+
+    assert re.search(why, said) and "KVOFFLOAD_EVICTION" not in said, said
+
+
+def test_what_an_engine_refuses_is_said_and_so_is_the_status(one: Engine, capsys: Any) -> None:
+    assert main.main(["resize", "3"]) == 2
+    assert f"{one.name}: expected 2.00 GiB at most." in capsys.readouterr().err
+    assert main.main(["resize", "3", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out) == [
+        {"engine": one.name, "error": "expected 2.00 GiB at most."}
+    ]
+
+
+def test_status_has_the_engines_that_run(one: Engine, another: Engine, capsys: Any) -> None:
+    main.main(["status"])
+    text = capsys.readouterr().out
+    for line in (
+        f"engine {one.name}: on, since ",
+        f"engine {another.name}: failed (a fault), since ",
+        "  size:      0.25 of 1.00 GiB used (25%); at most 2.00 GiB\n",
+        "  hits:      50 of 200 tokens that the GPU lacked (25.0%)\n",
+        "  blocks:    5 loaded, 6 stored, 7 evicted, 3 not stored\n",
+        "  failed:    2 copies of 3 blocks\n",
+        "  under way: 0 loads, 4 stores, 1 requests parked; last step 0.5 s ago\n",
+        "  settings:  eviction arc, load_mode auto\n",
+    ):
+        assert line in text
+    main.main(["status", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert sorted(each["engine"] for each in found["engines"]) == sorted([one.name, another.name])
+
+
+def test_an_engine_that_is_silent_is_named(one: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: Any) -> Any:
+        raise Refused("expected a whole message")
+
+    monkeypatch.setattr(engines.client, "ask", silent)
+    (found,) = engines.status()
+    assert engines.text(found) == f"engine {one.name}: expected a whole message"

@@ -1,0 +1,109 @@
+"""`kvoffload top`: what happened in an interval, on a terminal, in a pipe and as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from cli.test_engines import STATUS
+
+from kvoffload_patch.cli import engines, main, top
+
+LATER = {
+    **STATUS, "engine": "42-a", "seconds": 12.0, "queried_tokens": 300, "hit_tokens": 125,
+    "loaded_bytes": 5 * (1 << 20) + 4_000_000, "stored_bytes": 6 * (1 << 20) + 1_000_000,
+    "evicted_blocks": 27,
+}  # fmt: skip
+FIRST = {**STATUS, "engine": "42-a"}
+
+
+@pytest.fixture
+def samples(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, Any]]]:
+    """What is found at each look; the last is followed by Ctrl-C."""
+    left: list[list[dict[str, Any]]] = [[FIRST], [LATER]]
+
+    def status() -> list[dict[str, Any]]:
+        if not left:
+            raise KeyboardInterrupt
+        return left.pop(0)
+
+    monkeypatch.setattr(engines, "status", status)
+    monkeypatch.setattr(top.time, "sleep", lambda seconds: None)
+    return left
+
+
+def test_rates_are_those_of_the_interval() -> None:
+    assert top.rates(FIRST, LATER) == {
+        "hit_rate": 0.75, "loaded_bytes_per_second": 2e6, "stored_bytes_per_second": 5e5,
+        "evicted_blocks_per_second": 10.0,
+    }  # fmt: skip
+    for before, now in (({}, {"error": ""}), (LATER, LATER), ({"error": "x"}, LATER)):
+        assert top.rates(before, now) == {}
+
+
+def test_once_is_one_table(samples: Any, capsys: Any) -> None:
+    assert main.main(["top", "--once"]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split("  ")[0] == "ENGINE" and len(row) <= 100
+    assert row.split() == [
+        "42-a", "on", "25%", "1.00", "75%", "2.0", "0.5", "10", "1", "2", "0", "s",
+    ]  # fmt: skip
+
+
+def test_a_pipe_gets_no_codes_and_ctrl_c_is_no_error(samples: Any, capsys: Any) -> None:
+    samples.append([])
+    assert main.main(["top"]) == 0
+    found = capsys.readouterr().out
+    assert "\x1b" not in found and found.endswith("no running engine of this user\n")
+
+
+def test_a_terminal_is_cleared_and_lines_end_with_it(
+    samples: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "30")
+    assert main.main(["top"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("\x1b[H\x1b[J")
+    assert [line for line in shown.splitlines()[1:] if len(line) > 30] == []
+
+
+def test_json_is_an_object_a_line(samples: Any, capsys: Any) -> None:
+    assert main.main(["top", "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    (found,) = json.loads(line)["engines"]
+    assert found["engine"] == "42-a" and found["rates"]["hit_rate"] == 0.75
+
+
+def test_states_and_what_is_wrong_are_shown() -> None:
+    found = [
+        {**LATER, "growing": True, "rates": {}},
+        {**LATER, "engine": "7-b", "state": "failed", "reason": "a fault", "rates": {}},
+        {"engine": "8-c", "error": "does not answer", "rates": {}},
+    ]
+    lines = top.table(found).splitlines()
+    assert [line.split()[:2] for line in lines[1:4]] == [
+        ["42-a", "on+"], ["7-b", "failed"], ["8-c", "silent"],
+    ]  # fmt: skip
+    assert lines[4:] == ["7-b: a fault", "8-c: does not answer"]
+
+
+def test_one_engine_may_be_asked_for(samples: Any, capsys: Any) -> None:
+    samples[:] = [[], [{**LATER, "engine": "7-b"}, LATER]]
+    assert main.main(["top", "--once", "--engine", "42", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["engines"]
+    assert found["engine"] == "42-a"
+
+
+def test_once_without_an_engine_is_refused(samples: Any) -> None:
+    samples[:] = [[], []]
+    assert main.main(["top", "--once"]) == 2
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "1e9", "x", "\u0661"])
+def test_an_interval_is_a_number_of_seconds(text: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["top", "--interval", text])
+    assert ended.value.code == 2 and "expected 0.1 to 3600 seconds" in capsys.readouterr().err

@@ -1,0 +1,47 @@
+"""Engines are found wherever their sockets may be, and only what is an answer is taken for one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvoffload_patch.control import client, wire
+from kvoffload_patch.control.errors import Refused
+from kvoffload_patch.control.listener import Listener
+
+
+def test_engines_of_all_folders_are_found(runtime: dict[str, str]) -> None:
+    """A server that the system starts has no XDG_RUNTIME_DIR, and its user has one."""
+    made = [Listener(dict, runtime), Listener(dict, {}), Listener(dict, runtime)]
+    found = client.find(runtime)
+    assert {engine.name for engine in found} == {one.name.removesuffix(".sock") for one in made}
+    assert len({engine.path.parent for engine in found}) == 2
+    for one in made:
+        one.close()
+    assert client.find(runtime) == []
+
+
+@pytest.mark.parametrize("reply", [{}, {"result": 1}, {"error": "a sentence"}])
+def test_an_answer_without_a_result_is_refused(
+    reply: dict[str, object], runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Listener(dict, runtime)
+    monkeypatch.setattr(made, "_reply", lambda connection: wire.receive(connection, 100) and reply)
+    with pytest.raises(Refused, match=str(reply.get("error", "found neither"))):
+        client.ask(client.find(runtime)[0], "status")
+    made.close()
+
+
+def test_a_server_that_does_not_answer_is_not_waited_for_long(
+    runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "STATUS_S", 0.05)
+    made = Listener(lambda command: [].append(wire.time.sleep(0.5)) or {}, runtime)
+    with pytest.raises(Refused, match="within 0.05 s"):
+        client.ask(client.find(runtime)[0], "status")
+    made.close()
+
+
+def test_where_there_is_no_folder_there_is_no_engine(tmp_path: Path) -> None:
+    assert client.find({"XDG_RUNTIME_DIR": str(tmp_path / "none")}) == client.find({})

@@ -1,0 +1,151 @@
+"""A socket of its user alone, that answers whoever asks and is not held up by whoever does not."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload_patch.control import client, listener, wire
+from kvoffload_patch.control import folder as folders
+from kvoffload_patch.control.commands import Command
+from kvoffload_patch.control.errors import Refused
+from kvoffload_patch.control.listener import AT_A_TIME, Listener
+
+
+def answer(command: Command) -> Mapping[str, Any]:
+    """As an engine: one command is refused, and one fails."""
+    if command.name == "pause":
+        raise Refused("not now")
+    if command.name == "empty":
+        raise ZeroDivisionError("a fault")
+    return {"asked": command.name, "values": command.values}
+
+
+@pytest.fixture
+def opened(runtime: dict[str, str]) -> Iterator[Listener]:
+    made = Listener(answer, runtime)
+    yield made
+    made.close()
+    until = time.monotonic() + 10
+    while any("kvoffload" in thread.name for thread in threading.enumerate()):
+        assert time.monotonic() < until, "a thread is left"
+        time.sleep(0.01)
+
+
+def engine(runtime: dict[str, str]) -> client.Engine:
+    (found,) = client.find(runtime)
+    return found
+
+
+def connection(runtime: dict[str, str]) -> socket.socket:
+    path = engine(runtime).path
+    folder = folders.open_one(path.parent)
+    try:
+        made = folders.connect(folder, path.name)
+    finally:
+        os.close(folder)
+    assert made is not None
+    return made
+
+
+def test_it_is_found_and_answers(opened: Listener, runtime: dict[str, str]) -> None:
+    found = engine(runtime)
+    assert f"{found.name}.sock" == opened.name and found.name.startswith(f"{os.getpid()}-")
+    assert client.ask(found, "resize", gib="2") == {"asked": "resize", "values": {"gib": 2.0}}
+    mode = found.path.stat().st_mode
+    assert stat.S_ISSOCK(mode) and stat.S_IMODE(mode) == 0o600
+
+
+def test_what_is_refused_or_fails_is_the_answer_and_the_next_is_answered(
+    opened: Listener, runtime: dict[str, str]
+) -> None:
+    found = engine(runtime)
+    for command, why in (("pause", "not now"), ("empty", "ZeroDivisionError: a fault"), ("x", "x")):
+        with pytest.raises(Refused, match=why):
+            client.ask(found, command)
+    assert client.ask(found, "status")["asked"] == "status"
+
+
+def test_a_silent_client_and_one_that_goes_keep_nobody_waiting(
+    opened: Listener, runtime: dict[str, str]
+) -> None:
+    silent = [connection(runtime) for _ in range(AT_A_TIME - 1)]
+    gone = connection(runtime)
+    gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    gone.close()
+    began = time.monotonic()
+    assert client.ask(engine(runtime), "status")["asked"] == "status"
+    assert time.monotonic() - began < wire.MESSAGE_S / 2
+    for one in silent:
+        one.close()
+
+
+def test_more_silent_clients_than_there_are_threads_cost_one_message_s_time(
+    opened: Listener, runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "MESSAGE_S", 0.3)
+    silent = [connection(runtime) for _ in range(AT_A_TIME)]
+    assert client.ask(engine(runtime), "status")["asked"] == "status"
+    for one in silent:
+        one.close()
+
+
+def test_other_users_are_told_that_they_are(
+    opened: Listener, runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(connection: socket.socket) -> None:
+        raise Refused("another user")
+
+    monkeypatch.setattr(wire, "check_peer", other)
+    asking = connection(runtime)
+    wire.send(asking, {"command": "status"}, 100)
+    assert wire.receive(asking, 4096) == {"error": "another user"}
+    asking.close()
+
+
+def test_closing_leaves_nothing_and_comes_twice(runtime: dict[str, str]) -> None:
+    made = Listener(answer, runtime)
+    found = engine(runtime)
+    made.close()
+    made.close()
+    assert not found.path.parent.exists() and client.find(runtime) == []
+    with pytest.raises(Refused, match="expected engine .* to answer"):
+        client.ask(found, "status")
+
+
+def test_a_descriptor_is_not_left_when_it_cannot_be_opened(
+    runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space")
+
+    before = sorted(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(listener.os, "chmod", full)
+    with pytest.raises(OSError, match="no space"):
+        Listener(answer, runtime)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_socket_of_a_killed_process_is_removed(runtime: dict[str, str]) -> None:
+    code = (
+        "import os, sys\n"
+        "from kvoffload_patch.control.listener import Listener\n"
+        f"Listener(dict, {runtime!r})\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
+    assert done.returncode == -9
+    folder = Path(runtime["XDG_RUNTIME_DIR"]) / "kvoffload"
+    assert len(list(folder.iterdir())) == 1
+    assert client.find(runtime) == [] and list(folder.iterdir()) == []

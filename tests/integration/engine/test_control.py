@@ -1,0 +1,301 @@
+"""What is asked over the control socket changes the tier between two steps, and no token."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from integration.engine.mini import BLOCK, SLOT_BYTES, FakeRanks, Mini
+from integration.engine.test_metrics import reported
+from scheduler_half.scenarios import nothing_held, prompt
+
+from kvoffload_patch.config import GIB
+from kvoffload_patch.control import client
+from kvoffload_patch.control.commands import Command
+from kvoffload_patch.control.errors import Refused
+from kvoffload_patch.integration.engine import control
+from kvoffload_patch.integration.engine.control import Desk
+from kvoffload_patch.integration.errors import TierRefused
+from kvoffload_patch.tier.policies import POLICIES
+
+SIZE = SLOT_BYTES / GIB
+
+
+def asked(mini: Mini, name: str, **values: Any) -> Any:
+    """Ask, and take a step that has nothing else to do; what came of it."""
+    one = mini.ask(name, **values)
+    mini.begin_step()
+    mini.end_step()
+    assert one.done.is_set()
+    return one
+
+
+def hits(mini: Mini, tokens: list[int]) -> int:
+    """Tokens that a prompt finds cached, its answer being right."""
+    name = mini.add(tokens)
+    mini.run()
+    mini.check()
+    return mini.hits[name]
+
+
+def test_a_paused_tier_loads_and_stores_nothing_until_it_is_resumed() -> None:
+    mini = Mini()
+    old, new = prompt(6, seed=1), prompt(6, seed=2)
+    mini.only_in_cpu(old)
+    assert not asked(mini, "pause").error
+    before = vars(mini.manager.stats).copy(), mini.manager.num_used
+    assert hits(mini, old) == 0
+    mini.only_in_cpu(new)
+    assert (vars(mini.manager.stats), mini.manager.num_used) == before
+    assert mini.desk is not None and mini.desk.status()["state"] == "paused"
+    asked(mini, "resume")
+    assert hits(mini, old) == 6 * BLOCK, "what it held is still there"
+    mini.only_in_cpu(new)
+    assert hits(mini, new) == 6 * BLOCK
+    nothing_held(mini)
+
+
+def test_what_is_under_way_when_it_is_paused_ends() -> None:
+    mini = Mini(load_mode="parked", late=3)
+    tokens = prompt(6, seed=1)
+    mini.only_in_cpu(tokens)
+    name = mini.add(tokens)
+    mini.step()
+    assert mini.tier.counts().parked_now == 1
+    mini.ask("pause")
+    mini.run()
+    mini.check()
+    assert mini.hits[name] == 6 * BLOCK
+    nothing_held(mini)
+
+
+def test_an_emptied_tier_has_nothing_and_what_was_loaded_meanwhile_is_right() -> None:
+    mini = Mini(load_mode="parked", late=3)
+    tokens = prompt(6, seed=1)
+    mini.only_in_cpu(tokens)
+    name = mini.add(tokens)
+    mini.step()
+    one = mini.ask("empty")
+    mini.run()
+    mini.check()
+    assert one.result == {"forgotten_blocks": 6} and mini.manager.num_used == 0
+    assert mini.hits[name] == 6 * BLOCK
+    assert hits(mini, tokens) == 6 * BLOCK, "it is on the GPU, and is stored again"
+    mini.settle()
+    assert mini.manager.num_used == 6
+    asked(mini, "empty")
+    mini.pool.free_blocks(mini.pool.get_new_blocks(mini.pool.get_num_free_blocks()))
+    assert hits(mini, tokens) == 0
+    nothing_held(mini)
+
+
+def test_a_smaller_tier_keeps_what_fits_and_grows_again() -> None:
+    mini = Mini(num_slots=20)
+    first, second = prompt(8, seed=1), prompt(8, seed=2)
+    mini.only_in_cpu(first, second)
+    asked(mini, "resize", gib=8.5 * SIZE)
+    assert (mini.manager.num_slots, mini.manager.num_used) == (8, 8)
+    found = [mini.manager.lookup(key) for key in list(mini.manager._slot_of)]
+    assert found == ["cpu"] * 8
+    hits(mini, first)
+    hits(mini, second)
+    asked(mini, "resize", gib=20 * SIZE)
+    assert mini.manager.num_slots == 20
+    mini.only_in_cpu(first, second)
+    assert hits(mini, first) == hits(mini, second) == 8 * BLOCK
+    nothing_held(mini)
+
+
+@pytest.mark.parametrize(
+    ("slots", "why"),
+    [
+        (0.5, "expected at least a block, 0.000977 GiB, found 0.000488281 GiB."),
+        (21, "expected 0.02 GiB at most, which this engine mapped when it started, found "),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused_and_nothing_changes(slots: float, why: str) -> None:
+    mini = Mini(num_slots=20)
+    assert asked(mini, "resize", gib=slots * SIZE).error.startswith(why)
+    assert mini.manager.num_slots == 20 and not mini.breaker.detached
+
+
+def test_a_size_that_there_is_no_memory_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: FakeRanks, more: int) -> None:
+        raise TierRefused(f"no memory for {more}")
+
+    monkeypatch.setattr(FakeRanks, "check_room", full)
+    mini = Mini(num_slots=20)
+    assert not asked(mini, "resize", gib=8 * SIZE).error
+    assert asked(mini, "resize", gib=20 * SIZE).error == "no memory for 12"
+    assert mini.manager.num_slots == 8 and not mini.breaker.detached
+
+
+def test_settings_change_what_the_tier_does() -> None:
+    mini = Mini(load_mode="inline", log_interval=1000.0)
+    tokens = prompt(6, seed=1)
+    mini.only_in_cpu(tokens)
+    asked(mini, "set", eviction="lru", load_mode="parked", log_interval=5.0, max_stall_ms=1.5)
+    assert type(mini.manager._policy) is POLICIES["lru"]
+    assert mini.desk is not None
+    assert mini.desk.status()["settings"] == {
+        "eviction": "lru", "load_mode": "parked", "log_interval": 5.0, "max_stall_ms": 1.5,
+    }  # fmt: skip
+    assert hits(mini, tokens) == 6 * BLOCK
+    assert (mini.tier.counts().inline, mini.tier.counts().parked) == (0, 1)
+    assert mini.tier._report._interval == 5.0
+    asked(mini, "set", load_mode="inline")
+    mini.pool.free_blocks(mini.pool.get_new_blocks(mini.pool.get_num_free_blocks()))
+    assert hits(mini, tokens) == 6 * BLOCK
+    assert (mini.tier.counts().inline, mini.tier.counts().parked) == (1, 1)
+    assert mini.desk.status()["settings"]["eviction"] == "lru"
+
+
+def test_an_idle_engine_carries_out_what_is_asked_when_it_is_woken() -> None:
+    """By an abort of no request, which vLLM's engine core carries out at once."""
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.request import RequestStatus
+
+    mini, waiting = Mini(), queue.Queue[Any]()
+    wake = control.waker(SimpleNamespace(input_queue=waiting))
+    desk = Desk(mini.breaker, mini.manager, mini.ranks, {}, wake)  # type: ignore[arg-type]
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.append(desk.answer(Command("pause", {}))))
+    asking.start()
+    kind, names = waiting.get(timeout=10)
+    assert (kind, names) == (EngineCoreRequestType.ABORT, [])
+    mini.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+    asking.join(10)
+    assert answers[0]["state"] == "paused" and mini.tier.paused
+
+
+def test_an_engine_in_its_user_s_process_has_no_queue_and_its_next_step_looks() -> None:
+    control.waker(SimpleNamespace())()
+
+
+def test_nothing_is_changed_while_vllm_changes_its_queues() -> None:
+    mini = Mini()
+    one, seen = mini.ask("pause"), list[bool]()
+    mini.breaker._depth = 1
+    mini.breaker.on_finish([])
+    seen.append(one.done.is_set())
+    mini.breaker._depth = 0
+    mini.breaker.on_finish([])
+    assert [*seen, one.done.is_set()] == [False, True]
+
+
+def test_a_step_that_hangs_changes_nothing_and_status_says_since_when(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control, "CONTROL_TAKE_S", 0.05)
+    mini = Mini()
+    desk = Desk(mini.breaker, mini.manager, mini.ranks, {}, lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(Refused, match="found that it did not; nothing was changed"):
+        desk.answer(Command("pause", {}))
+    assert desk.answer(Command("status", {}))["seconds_since_step"] >= 0.05
+    hits(mini, prompt(2, seed=1))
+    assert not mini.tier.paused and desk.status()["seconds_since_step"] < 30
+
+
+def test_a_change_that_takes_too_long_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "CONTROL_TAKE_S", 0.01)
+    monkeypatch.setattr(control, "CONTROL_APPLY_S", 0.01)
+    mini = Mini()
+    wake = mini.breaker.asked.clear  # as if the engine's thread had taken it
+    desk = Desk(mini.breaker, mini.manager, mini.ranks, {}, wake)  # type: ignore[arg-type]
+    with pytest.raises(Refused, match="found it still under way"):
+        desk.answer(Command("empty", {}))
+
+
+@pytest.mark.parametrize("method", ["pause", "empty", "resize", "change"])
+def test_a_fault_is_the_answer_and_the_engine_serves_on_without_the_tier(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise LookupError("made to fail")
+
+    mini = Mini()
+    mini.only_in_cpu(prompt(4, seed=1))
+    monkeypatch.setattr(mini.tier, method, fail)
+    values = {"resize": {"gib": SIZE}, "change": {"load_mode": "inline"}}
+    one = mini.ask("set" if method == "change" else method, **values.get(method, {}))
+    behind = mini.ask("resume")
+    assert hits(mini, prompt(4, seed=1)) == 0
+    assert "LookupError('made to fail'); the CPU tier is detached" in one.error
+    assert "made to fail" in mini.breaker.failure and mini.breaker.detached
+    assert mini.desk is not None and mini.desk.status()["state"] == "failed"
+    assert behind.error == "" or "found it detached" in behind.error
+    with pytest.raises(Refused, match="found it detached .*made to fail"):
+        mini.desk.answer(Command("pause", {}))
+
+
+def test_what_was_asked_when_the_engine_shuts_down_is_answered() -> None:
+    mini = Mini()
+    one = mini.ask("pause")
+    mini.breaker.close()
+    assert one.error == (
+        "expected a tier that works, found it detached (the engine shuts down); restart the server."
+    )
+
+
+def test_metrics_have_the_state_and_the_labels() -> None:
+    mini = Mini(load_mode="auto")
+    front_end = reported(mini)
+    version = next(labels for name, labels in front_end.values if name == "build_info")
+    asked(mini, "pause")
+    front_end.drain()
+    assert (front_end["tier_state paused"], front_end["tier_state on"]) == (1, 0)
+    asked(mini, "resume")
+    asked(mini, "set", eviction="lru", load_mode="inline")
+    front_end.drain()
+    assert (front_end["tier_state paused"], front_end["tier_state on"]) == (0, 1)
+    infos = {labels: value for (name, labels), value in front_end.values.items() if "info" in name}
+    assert infos == {version: 0, (*version[:2], "inline", "lru", *version[4:]): 1}
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def core() -> Any:
+    config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="a model"))
+    return SimpleNamespace(vllm_config=config, input_queue=queue.Queue())
+
+
+@pytest.mark.usefixtures("runtime")
+def test_an_engine_core_listens_until_it_shuts_down() -> None:
+    mini, engine_core = Mini(), core()
+    mini.only_in_cpu(prompt(4, seed=1))
+    control.listen(engine_core, mini.breaker, mini.manager, mini.ranks)  # type: ignore[arg-type]
+    (engine,) = client.find()
+    found = client.ask(engine, "status")
+    assert (found["state"], found["model"], found["copies"]) == ("on", "a model", "by hand")
+    assert (found["capacity_blocks"], found["used_blocks"], found["stored_blocks"]) == (400, 4, 4)
+    assert found["used_bytes"] == 4 * SLOT_BYTES and found["largest_blocks"] == 400
+    control.close_socket(engine_core)
+    control.close_socket(engine_core)
+    assert client.find() == []
+
+
+@pytest.mark.parametrize("found", [OSError("no space"), Refused("no folder"), LookupError("a bug")])
+def test_without_a_socket_the_tier_works_and_says_so(
+    found: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(answer: Any) -> Any:
+        raise found
+
+    texts = list[str]()
+    monkeypatch.setattr(control, "Listener", fail)
+    monkeypatch.setattr(control.logger, "warning", lambda text, *a: texts.append(text % a))
+    mini, engine_core = Mini(), core()
+    control.listen(engine_core, mini.breaker, mini.manager, mini.ranks)  # type: ignore[arg-type]
+    assert str(found) in texts[0] and "no control socket" in texts[0]
+    control.close_socket(engine_core)
