@@ -25,7 +25,7 @@ INTEGRITIES = ("off", "sample", "full")
 GIB = 1 << 30
 AUTO = "auto"
 # More than any machine has, and little enough for all arithmetic that follows.
-MOST_GIB, MOST_S, MOST_MS, MOST_RANK = 65_536, 86_400, 60_000, 65_535
+MOST_GIB, MOST_S, MOST_MS = 65_536, 86_400, 60_000
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
@@ -70,12 +70,6 @@ def _up_to(most: float, zero: bool = False) -> Callable[[str], float]:
 
 def _gib(text: str) -> float | str:
     return AUTO if text.lower() == AUTO else _up_to(MOST_GIB)(text)
-
-
-def _rank(text: str) -> int:
-    if not re.fullmatch(r"-1|\d+", text, re.ASCII) or int(text) > MOST_RANK:
-        raise ValueError(text)
-    return int(text)
 
 
 def _load_mode(text: str) -> str:
@@ -219,13 +213,6 @@ class Settings:
         _A_BOOLEAN,
         "each engine has a socket that only its user can open, for kvoffload status, top, pause"
         " and the like",
-    )
-    canary_fault_rank: int = _variable(
-        "KVOFFLOAD_CANARY_FAULT_RANK",
-        -1,
-        _rank,
-        f"a rank, or -1 for none, {MOST_RANK} at most",
-        "test hook: the rank whose start-up canary is made to fail",
     )
     launch: str | None = _variable(
         "KVOFFLOAD_LAUNCH",

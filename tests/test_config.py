@@ -41,7 +41,6 @@ def test_defaults() -> None:
         allow_unverified=False,
         max_stall_ms=20.0,
         control=True,
-        canary_fault_rank=-1,
         launch=None,
         options=None,
     )
@@ -111,7 +110,6 @@ def test_every_variable_is_read() -> None:
         ALLOW_UNVERIFIED="on",
         MAX_STALL_MS="0",
         CONTROL="0",
-        CANARY_FAULT_RANK="3",
         LAUNCH="0a1b",
         OPTIONS="KVOFFLOAD_LOAD_MODE",
     )
@@ -129,7 +127,6 @@ def test_every_variable_is_read() -> None:
         True,
         0.0,
         False,
-        3,
         "0a1b",
     )
     assert found == Settings(*values, options="KVOFFLOAD_LOAD_MODE")
@@ -166,16 +163,12 @@ def test_boolean_spellings(words: tuple[str, ...], value: bool) -> None:
         ("LOG_INTERVAL", "86401", "86400 at most"),
         ("MAX_STALL_MS", "60001", "60000 at most"),
         ("MAX_STALL_MS", "\u0662", "0 or more"),
-        ("CANARY_FAULT_RANK", "65536", "65535 at most"),
-        ("CANARY_FAULT_RANK", "\u0661", "a rank"),
         ("LOAD_MODE", "Parked", "one of auto, inline, parked"),
         ("EVICTION", "LRU", "one of arc, lru"),
         ("COPY_BACKEND", "dma", "one of auto, staged, torch"),
         ("LOG_INTERVAL", "0", "a number of seconds above 0"),
         ("MAX_STALL_MS", "-0.1", "a number of milliseconds, 0 or more"),
         ("MAX_STALL_MS", "nan", "0 or more"),
-        ("CANARY_FAULT_RANK", "-2", "a rank, or -1 for none"),
-        ("CANARY_FAULT_RANK", "1.5", "a rank"),
     ],
 )
 def test_wrong_value_is_one_sentence(name: str, text: str, expected: str) -> None:
@@ -239,7 +232,7 @@ def test_any_text_is_a_value_or_a_config_error(text: str) -> None:
             assert name in str(error) and "\n" not in str(error)
         else:
             assert found.cpu_gib == "auto" or 0 < float(found.cpu_gib) <= MOST_GIB
-            assert found.max_stall_ms >= 0 and found.canary_fault_rank >= -1
+            assert found.max_stall_ms >= 0
 
 
 def test_the_readme_has_every_variable_its_default_and_its_values() -> None:

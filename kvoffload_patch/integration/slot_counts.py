@@ -43,8 +43,7 @@ def make_slot_counts(ranks: Sequence[int]) -> SlotCountsAddress | None:
         return None  # a cell has one writer
     address = SlotCountsAddress(f"{_FOLDER}/kvoffload-{secrets.token_hex(8)}", tuple(ranks))
     try:
-        with open(address.path, "xb") as file:
-            os.fchmod(file.fileno(), 0o600)
+        with open(address.path, "xb", opener=_for_this_user) as file:
             # Written, not only made that long: memory that is not there is an error here, and
             # would end a process later.
             file.write(struct.pack("q", _cell(0, True)) * len(ranks))
@@ -88,6 +87,10 @@ class SlotCounts:
         # Of ranks with the same number, one that does not grow comes first.
         fewest = min(self._cells)
         return fewest >> 1, bool(fewest & 1)
+
+
+def _for_this_user(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _cell(num_ready: int, growing: bool) -> int:

@@ -236,13 +236,7 @@ class OffloadManager:
                     readable += self._finish_store(keys, slots)
             link.done = min(done, link.last)
         if result.num_slots is not None and result.sizing == self._sizing:
-            self._growing = result.growing
-            if result.num_slots > self.num_slots:
-                # What was given up, and is still under way there, is not free yet.
-                late = self._held.forgotten_behind(self.num_slots)
-                self._count_slots(result.num_slots)
-                self._slots.grow(self.num_slots, late)
-                self._policy.grow()
+            self._grow(result.num_slots, result.growing)
         self._regroup_ended()
         return readable
 
@@ -280,8 +274,7 @@ class OffloadManager:
     def resize(self, num_slots: int) -> int:
         """Use no more than so many slots; blocks behind them are forgotten. O(slots in use).
 
-        What is under way in a slot that is given up ends as planned. Returns the number of this
-        change: what ranks say of slots counts only with that, and more become usable by it.
+        Returns the number of this change: what ranks say of slots counts only with that.
         """
         self._sizing += 1
         if num_slots < self.num_slots:
@@ -296,6 +289,15 @@ class OffloadManager:
 
     # Inside
 
+    def _grow(self, num_slots: int, growing: bool) -> None:
+        """So many slots are usable, and more are to come or not."""
+        self._growing = growing
+        if num_slots > self.num_slots:
+            late = self._held.forgotten_behind(self.num_slots)  # given up, and still under way
+            self._count_slots(num_slots)
+            self._slots.grow(num_slots, late)
+            self._policy.grow()
+
     def _begin_policy(self, num_slots: int) -> None:
         """A new policy for so many slots, and for what can be evicted now, in its order."""
         in_order = self._policy.evict(self.num_slots)
@@ -307,9 +309,8 @@ class OffloadManager:
         """There are so many slots from now on."""
         self.num_slots = num_slots
         del self._key_of[num_slots:], self._store_to[num_slots:]
-        more = num_slots - len(self._key_of)
-        self._key_of += [None] * more
-        self._store_to += [0] * more
+        self._key_of += [None] * (num_slots - len(self._key_of))
+        self._store_to += [0] * (num_slots - len(self._store_to))
 
     def _regroup_ended(self) -> None:
         """Put together the blocks of requests all of whose stores are done."""

@@ -11,7 +11,7 @@ from kvoffload_patch.transfer.errors import CanaryFailed
 from kvoffload_patch.transfer.layout import BlockLayout
 
 
-def run_canary(layout: BlockLayout, backend: CopyBackend, slot: int, fault: bool = False) -> None:
+def run_canary(layout: BlockLayout, backend: CopyBackend, slot: int) -> None:
     """Send random bytes through one slot and back; leaves the KV tensors as they were.
 
     The block is written and compared through the KV tensors themselves and moved through the
@@ -21,7 +21,6 @@ def run_canary(layout: BlockLayout, backend: CopyBackend, slot: int, fault: bool
         layout: the KV tensors of this rank; none of their blocks is in use yet.
         backend: what is checked.
         slot: the CPU slot to go through.
-        fault: store the overwritten block as well (to test that the check can fail).
 
     Raises:
         CanaryFailed: what came back is not what was written, or a neighbour block changed.
@@ -32,14 +31,8 @@ def run_canary(layout: BlockLayout, backend: CopyBackend, slot: int, fault: bool
     _write(layout.block_views(block), _random_like(before[0]))
     written = _read(layout.block_views(block))  # tensors may share bytes
     streams = new_streams(layout.device)
-
-    def store() -> None:
-        copy_now(layout.device, lambda: backend.store([block], [slot], streams))
-
-    store()
+    copy_now(layout.device, lambda: backend.store([block], [slot], streams))
     _write(layout.block_views(block), [~part for part in written])
-    if fault:
-        store()
     copy_now(layout.device, lambda: backend.load([block], [slot], streams))
     returned = _read(layout.block_views(block))
     beside = _read(layout.block_views(neighbour))

@@ -37,6 +37,10 @@ def play(spec: dict[str, Any]) -> None:
         import late_copies
 
         late_copies.install(spec["late"])
+    if "TEST_CANARY_FAULT" in os.environ:
+        import failing_canary
+
+        failing_canary.install()
     if "TEST_GROWTH" in os.environ:
         import slow_growth
 

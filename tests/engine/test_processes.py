@@ -116,15 +116,14 @@ def test_a_killed_worker_ends_in_an_error_that_names_it(real):
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_failed_canary_is_named_and_nothing_is_served(real, rank):
-    run = real.on(["conversations"], TP, {"KVOFFLOAD_CANARY_FAULT_RANK": rank}, **FORKED)
+    run = real.on(["conversations"], TP, TEST_CANARY_FAULT=rank, **FORKED)
     assert run.returncode != 0 and not run.results
     assert f"rank {rank} (pid " in run.log
     assert "failed to open the CPU tier: a block stored to CPU memory" in run.log
 
 
 def test_a_failed_canary_without_strict_serves_plain_vllm(real, conversations):
-    tier = {"KVOFFLOAD_CANARY_FAULT_RANK": "0", "KVOFFLOAD_STRICT": "0"}
-    run = real.on(["conversations"], tier=tier)
+    run = real.on(["conversations"], tier={"KVOFFLOAD_STRICT": "0"}, TEST_CANARY_FAULT="0")
     assert run["conversations"]["tokens"] == conversations["tokens"]
     assert run["conversations"]["cached"] == 0
     assert "Serving without the CPU tier." in run.log

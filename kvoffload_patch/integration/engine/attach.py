@@ -119,9 +119,8 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
         hooks = step_hooks(scheduler)
         cpu_bytes = engine_bytes(vllm_config, settings)
         _rehearse(scheduler, hooks, settings)
-        how = settings.copy_backend, settings.canary_fault_rank
-        engines = num_engines(vllm_config)
-        ranks.open(cpu_bytes, *how, engines=engines, integrity=settings.integrity)
+        how = settings.copy_backend, num_engines(vllm_config), settings.integrity
+        ranks.open(cpu_bytes, *how)
         manager = OffloadManager(ranks.num_usable, POLICIES[settings.eviction], ranks.growing)
         breaker = connect(scheduler, hooks, manager, ranks, settings)
     except BaseException:

@@ -59,7 +59,6 @@ class SchedulerTier:
         self._view = view
         self._manager = manager
         self._ranks = ranks
-        self.settings = settings
         self.paused = False
         self._lookups = LookupCache()
         self._report = Report(manager, settings.log_interval)
@@ -81,8 +80,7 @@ class SchedulerTier:
             self._look_at_handed_out,
             settings,
         )
-        self._promptly = settings.load_mode != "parked"  # loads may be promised
-        self._max_stall_ms = settings.max_stall_ms
+        self._use(settings)
         self._scheduler = view.scheduler
         self.events = view.kv_events(self._is_needed)
         if self.events is not None:
@@ -319,10 +317,13 @@ class SchedulerTier:
             self._manager.change_policy(POLICIES[settings.eviction])
         if settings.log_interval != self.settings.log_interval:
             self._report.use(settings.log_interval)
-        self._promptly = settings.load_mode != "parked"
-        self._max_stall_ms = settings.max_stall_ms
         self._admission.use(settings)
+        self._use(settings)
+
+    def _use(self, settings: Settings) -> None:
         self.settings = settings
+        self._promptly = settings.load_mode != "parked"  # loads may be promised
+        self._max_stall_ms = settings.max_stall_ms
 
     @property
     def last_step(self) -> float:

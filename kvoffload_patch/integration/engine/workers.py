@@ -48,7 +48,6 @@ class RankGroup:
         self,
         cpu_bytes: int | None,
         backend: str = "auto",
-        canary_fault_rank: int = -1,
         engines: int = 1,
         integrity: str = "off",
     ) -> None:
@@ -57,7 +56,6 @@ class RankGroup:
         Args:
             cpu_bytes: of all ranks of this engine; None: a share of what each host can give.
             backend: how blocks are copied.
-            canary_fault_rank: the rank whose check is made to fail.
             engines: of the server, which share what a host can give.
             integrity: which blocks have checksums.
 
@@ -81,7 +79,7 @@ class RankGroup:
         _check_size(hosts, cpu_bytes, self.num_slots, slot_bytes)
         self.size = f"{self.num_slots * slot_bytes / GIB:.2f} GiB over all ranks{why}"
         with self._board([r.rank for r in ranks]) as board:
-            how = self.num_slots, backend, canary_fault_rank, integrity, board
+            how = self.num_slots, backend, integrity, board
             opened = self._call(worker_side.open_rank, *how, timeout_s=OPEN_TIMEOUT_S)
         _refuse_errors(opened, "failed to open the CPU tier")
         self.num_usable = min(r.num_ready for r in opened)

@@ -80,7 +80,6 @@ def open_rank(
     worker: Any,
     num_slots: int,
     backend: str = "auto",
-    canary_fault_rank: int = -1,
     integrity: str = "off",
     board: SlotCountsAddress | None = None,
 ) -> RankOpened:
@@ -91,7 +90,6 @@ def open_rank(
             worker.model_runner,
             num_slots,
             backend=backend,
-            fault=worker.rank == canary_fault_rank,
             alone=worker.vllm_config.parallel_config.world_size == 1,
             board=SlotCounts(board, worker.rank) if board is not None else None,
             integrity=integrity,

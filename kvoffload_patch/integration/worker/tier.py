@@ -31,7 +31,6 @@ class RankTier:
         runner: vLLM's model runner, its KV cache initialised.
         num_slots: CPU slots, all of which are usable sooner or later.
         backend: copy backend, or ``auto``.
-        fault: make the canary fail.
         alone: this is the only rank, so what it can use is what all can.
         board: what several ranks share; without one they wait here until no rank grows any more.
         integrity: which blocks have checksums. If all, no step begins before its loads are checked.
@@ -45,7 +44,6 @@ class RankTier:
         runner: Any,
         num_slots: int,
         backend: str = "auto",
-        fault: bool = False,
         alone: bool = True,
         board: SlotCounts | None = None,
         integrity: str = "off",
@@ -74,7 +72,7 @@ class RankTier:
             slots = SlotMemory(self._host.slots, self._host.slots_per_piece)
             with self._host.quiet():
                 chosen = choose_backend(layout, slots, ready, backend, integrity)
-                run_canary(layout, chosen.backend, slot=ready - 1, fault=fault)
+                run_canary(layout, chosen.backend, slot=ready - 1)
             self.load_ms_per_block, self.copies = chosen.load_ms_per_block, chosen.report
             self._checksums = chosen.backend.checksums
             self._engine = CopyEngine(layout, chosen.backend, self._host.wait_ready)
