@@ -36,7 +36,7 @@ def a_result(
     """As a rank reports it."""
     done = ((LOAD, loads_done), (STORE, stores_done))
     failed = *_all(LOAD, failed_loads), *_all(STORE, failed_stores)
-    return TransferResult(done, failed, num_slots, growing, sizing)
+    return TransferResult(done, failed, num_slots, growing, sizing=sizing)
 
 
 def store_of(plan: TransferPlan | None) -> Transfer | None:

@@ -632,7 +632,7 @@ def test_slots_that_become_usable_are_used_and_kept() -> None:
 
 
 def test_fewer_slots_forget_what_is_behind_them_and_late_copies_do_not_bring_it_back() -> None:
-    tier = OffloadManager(4)
+    tier = OffloadManager(4, LRUPolicy)
     assert store_of(tier.make_plan(always, {key: block for block, key in enumerate("abcd")}))
     tier.apply(a_result(0, 1))
     slot_of = dict(tier._slot_of)
@@ -651,7 +651,7 @@ def test_fewer_slots_forget_what_is_behind_them_and_late_copies_do_not_bring_it_
 
 
 def test_another_policy_evicts_what_the_one_before_would_have() -> None:
-    tier = OffloadManager(3)
+    tier = OffloadManager(3, LRUPolicy)
     for number, key in enumerate("abc"):
         tier.make_plan(always, {key: number})
         tier.apply(a_result(0, number + 1))

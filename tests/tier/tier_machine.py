@@ -176,7 +176,7 @@ class TierMachine(RuleBasedStateMachine):
         self.model.resize(capacity)
         for rank in self.ranks:
             rank.finish(0, eager=True)
-        self._apply(TransferResult((), (), capacity, False, self.sizing))
+        self._apply(TransferResult(num_slots=capacity, sizing=self.sizing))
         assert self.tier.num_slots == self.model.capacity == capacity
 
     @rule(eviction=st.sampled_from(sorted(POLICIES)))
