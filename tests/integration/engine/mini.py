@@ -11,6 +11,7 @@ import json
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -326,7 +327,9 @@ class Release:
 
 
 def _engine_config(in_flight: int) -> Any:
-    config = _checked_config(in_flight > 1)
+    # Its own: what one run limits would be limited for all that come after it.
+    config = copy(_checked_config(in_flight > 1))
+    config.scheduler_config = copy(config.scheduler_config)
     # The CPU platform turns it off whatever is asked for.
     config.scheduler_config.async_scheduling = in_flight > 1
     return config
