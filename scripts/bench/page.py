@@ -45,6 +45,8 @@ SHORT = (
     ("s2", "200 fresh prompts of 2,048 tokens, nothing to find, s", 1),
 )
 MECHANISMS = {
+    "mechanisms-arrivals.json": "default graphs, 14 sessions a second beside 12 decodes",
+    "mechanisms-chats.json": "default graphs, 12 sessions at a time, each back at once",
     "mechanisms-default.json": "default graphs, 60 sessions in turns",
     "mechanisms-quiet.json": "eager prefill, quiet engine",
     "mechanisms-s3.json": "eager prefill, 60 sessions in turns",
