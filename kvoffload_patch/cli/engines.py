@@ -103,7 +103,8 @@ def text(found: Mapping[str, Any]) -> str:
         f"lacked ({rate:.1f}%)",
         f"  blocks:    {found['loaded_blocks']} loaded, {found['stored_blocks']} stored, "
         f"{found['evicted_blocks']} evicted, {sum(dropped.values())} not stored",
-        f"  failed:    {found['failed_copies']} copies of {found['failed_blocks']} blocks",
+        f"  failed:    {found['failed_copies']} copies of {found['failed_blocks']} blocks; "
+        f"{found['mismatches']} loads brought other bytes than were stored",
         f"  under way: {found['queued_loads']} loads, {found['queued_stores']} stores, "
         f"{found['parked_requests']} requests parked; last step "
         f"{found['seconds_since_step']:.1f} s ago",

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvoffload_patch import __version__
-from kvoffload_patch.config import GIB, Settings
+from kvoffload_patch.config import GIB, Settings, as_given
 from kvoffload_patch.control import commands
 from kvoffload_patch.control.commands import Command
 from kvoffload_patch.control.errors import Refused
@@ -125,6 +125,7 @@ class Desk:
             "dropped_blocks": {"no_room": stats.dropped, "overwritten": stats.overwritten},
             "failed_blocks": stats.failed,
             "failed_copies": stats.failed_copies,
+            "mismatches": stats.mismatches,
             "parked_requests": counts.parked_now,
             "queued_loads": manager.num_under_way(LOAD),
             "queued_stores": manager.num_under_way(STORE),
@@ -162,7 +163,7 @@ class Desk:
                     raise Refused(self._gone())
                 self._apply(asked)
             except Refused as refusal:
-                asked.error = str(refusal)
+                asked.error = as_given(str(refusal))
             except Exception as error:  # noqa: BLE001 - half a change is a tier that has failed
                 asked.error = f"expected {asked.command.name} to work, found {error!r}; " + (
                     "the CPU tier is detached, and the engine serves without it."

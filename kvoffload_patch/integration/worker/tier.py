@@ -196,12 +196,13 @@ class RankTier:
         found = self._engine.failed(promised)
         if found is not None:
             (source, target), ticket, reason = found
-            raise RuntimeError(
+            text = (
                 f"kvoffload_patch: expected copy {ticket} from {source} to {target} to arrive for "
                 f"the step that reads it, found that it failed ({reason}); restart the server, and "
                 "set KVOFFLOAD_LOAD_MODE=parked if it happens again, so that such a load is "
                 "recomputed."
             )
+            raise RuntimeError(as_given(text))
 
     def _warn_of_failures(self, failed: Tickets) -> None:
         """Say why a copy failed: the first of each direction, and the first with wrong bytes."""

@@ -126,6 +126,13 @@ def test_a_size_that_cannot_be_is_refused_and_nothing_changes(slots: float, why:
     assert mini.manager.num_slots == 20 and not mini.breaker.detached
 
 
+def test_a_refusal_names_the_option_where_one_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    mini = Mini(num_slots=20)
+    assert "larger KVOFFLOAD_CPU_GIB to have" in asked(mini, "resize", gib=21 * SIZE).error
+    monkeypatch.setenv("KVOFFLOAD_OPTIONS", "KVOFFLOAD_CPU_GIB")
+    assert "larger --cpu-gib to have" in asked(mini, "resize", gib=21 * SIZE).error
+
+
 def test_a_size_that_there_is_no_memory_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: FakeRanks, more: int) -> None:
         raise TierRefused(f"no memory for {more}")

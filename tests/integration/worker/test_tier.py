@@ -74,6 +74,16 @@ def test_a_step_that_reads_a_load_which_fails_does_not_begin(
     )
 
 
+def test_its_remedy_names_the_option_where_one_was_given(
+    tier: rank.RankTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVOFFLOAD_OPTIONS", "KVOFFLOAD_LOAD_MODE")
+    monkeypatch.setattr(TorchBackend, "load", out_of_memory)
+    plan = a_plan((a_load(1, (4,), (0,)),), stores_done=1, wait_load=1, promised_loads=(1,))
+    with pytest.raises(RuntimeError, match="set --load-mode=parked if it happens again"):
+        tier.begin_step(plan, STEP)
+
+
 def test_a_load_beside_the_step_may_fail_and_is_told(
     tier: rank.RankTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
