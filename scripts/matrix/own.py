@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ KNOWN = {
         " leaves the last token to be computed in a load within the step, the test passes"
     ),
 }
-PLAIN, ARMED, TIER, BOUNDED = "plain", "armed", "tier", "bounded"
+WAYS = PLAIN, ARMED, TIER, BOUNDED = "plain", "armed", "tier", "bounded"
 # The one model whose config.json the tests read, in a folder as Hugging Face's hub caches it. Its
 # config is enough: no weights are loaded.
 MODEL = "facebook/opt-125m"
@@ -83,10 +84,9 @@ def run_release(release: str, work: Path) -> dict[str, Any]:
     subprocess.run([*packages, str(work / "packages"), *PACKAGES], env=env, check=True)
     _write_hub(work / "hub")
     shutil.copytree(tests, work / "vllm")
-    reports = {}
-    for way in (PLAIN, ARMED, TIER, BOUNDED):
-        reports[way] = _run(way, python, env, work)
-        print(f"{way}: {_counts(reports[way])}", flush=True)
+    with ThreadPoolExecutor() as pool:
+        done = {way: pool.submit(_run, way, python, env, work) for way in WAYS}
+    reports = {way: future.result() for way, future in done.items()}
     return {
         "kind": "own-tests",
         "release": release,
