@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
 from engine import engines
 
 from kvoffload_patch.integration.patch_table.points import POINTS, VLLM
@@ -31,6 +30,11 @@ def types(expected: str, **env: str) -> tuple[int, str]:
     hooked = [p.name for p in points if p.hook and p.on == "class"]
     listed = [(p.name, p.module, p.attribute) for p in points]
     code = f"EXPECTED, HOOKED, POINTS = {expected!r}, {hooked!r}, {listed!r}\n{PRINT_CLASSES}"
+    return launched(code, **env)
+
+
+def launched(code: str, **env: str) -> tuple[int, str]:
+    """Run Python code through the command; its exit status, and what it printed."""
     done = subprocess.run(
         [sys.executable, "-m", "kvoffload_patch", sys.executable, "-c", code],
         env=engines.environment(**env),
@@ -49,17 +53,17 @@ def test_the_switch_wraps_the_points_on_classes_and_no_others():
     assert code == 0 and WRAPPED in out, out
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        {"KVOFFLOAD_DISABLE": "1"},
-        {"KVOFFLOAD_VLLM_VERSION": "0.34.0", "KVOFFLOAD_STRICT": "0"},
-    ],
-    ids=["disabled", "refused"],
-)
-def test_vllm_is_as_made(env):
-    code, out = types("function", **env)
+def test_vllm_is_as_made_after_a_refusal():
+    code, out = types("function", KVOFFLOAD_VLLM_VERSION="0.34.0", KVOFFLOAD_STRICT="0")
     assert code == 0 and AS_MADE in out, out
+
+
+def test_disabled_there_is_nothing_that_could_change_vllm():
+    looks = "import sys; print([f for f in sys.meta_path if 'kvoffload' in type(f).__module__])"
+    code, out = launched(looks, KVOFFLOAD_DISABLE="1")
+    assert code == 0 and out.splitlines()[-1] == "[]", out
+    code, out = launched(looks)
+    assert code == 0 and "VLLMFinder" in out, "it looks for the wrong thing"
 
 
 def test_an_unknown_release_is_refused_in_one_sentence():
