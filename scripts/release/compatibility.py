@@ -160,8 +160,9 @@ def _own_tests(ordered: list[tuple[str, dict[str, dict[str, Any]]]]) -> str:
             f"- {release}, {'red' if faults(result) else 'green'}, {result['date']}:"
             f" {sum(plain.values()):,} tests, {plain['passed']:,} of which pass on plain vLLM;"
             f" {armed} come to another outcome with the package armed, and {tier} with a tier"
-            f" attached to the {result['tiers']:,} schedulers in which one is possible"
-            f" ({result['stored']:,} blocks stored, {result['loaded']:,} loaded).\n"
+            f" attached to every scheduler in which one is possible ({result['tiers']:,} tiers,"
+            f" {result['stored']:,} blocks stored, {result['loaded']:,} loaded; the run that shows"
+            " the reason of what differs included).\n"
         )
         text += "".join(
             f"  `{test.rpartition('::')[2]}`: {reason}.\n"
