@@ -143,7 +143,7 @@ def test_more_memory_than_there_is_is_refused_before_vllm_starts(real):
 
 
 def test_a_size_that_is_left_to_the_machine_is_said_with_its_reason(real, conversations):
-    run = real.on(["conversations"], tier={"KVOFFLOAD_CPU_GIB": "auto"})
+    run = real.on(["conversations"], tier={"KVOFFLOAD_CPU_GIB": "auto"}, fresh=True)
     assert "GiB over all ranks, chosen: 1/2 of the " in run.log
     assert "1 GiB of which stay free" in run.log
     assert run["conversations"]["tokens"] == conversations["tokens"]
