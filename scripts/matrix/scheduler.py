@@ -58,22 +58,23 @@ def play_all(
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVOFFLOAD_")}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, str(HALF), str(jobs), *words]
+    made = results.provenance()
     with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, env=env) as process:
         try:
             for line in process.stdout or ():
                 found = json.loads(line)
-                yield found["release"], _result(**found), ""
+                yield found["release"], _result(made, **found), ""
         finally:
             process.terminate()
 
 
-def _result(release: str, scenarios: dict[str, Any]) -> dict[str, Any]:
+def _result(made: dict[str, str], release: str, scenarios: dict[str, Any]) -> dict[str, Any]:
     return {
         "kind": "scheduler",
         "release": release,
         "torch": metadata.version("torch"),
         "python": ".".join(map(str, sys.version_info[:3])),
-        **results.provenance(),
+        **made,
         "scenarios": scenarios,
         "verdict": "red" if failed(scenarios) else "green",
     }
