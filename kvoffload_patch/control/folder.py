@@ -20,6 +20,7 @@ from pathlib import Path
 from kvoffload_patch.control.errors import Refused
 
 SUFFIX = ".sock"
+SHARED = Path("/tmp")  # where a server has it whose TMPDIR is another
 LOCK_S = 5.0  # it is held for some system calls, and for CONNECT_S where one is not answered
 CONNECT_S = 1.0
 
@@ -31,7 +32,7 @@ def candidates(environ: Mapping[str, str] | None = None) -> list[Path]:
     """
     runtime = (os.environ if environ is None else environ).get("XDG_RUNTIME_DIR", "")
     own = [Path(runtime) / "kvoffload"] if os.path.isabs(runtime) else []
-    shared = dict.fromkeys([Path(tempfile.gettempdir()), Path("/tmp")])
+    shared = dict.fromkeys([Path(tempfile.gettempdir()), SHARED])
     return own + [folder / f"kvoffload-{os.geteuid()}" for folder in shared]
 
 

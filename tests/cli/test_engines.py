@@ -48,6 +48,7 @@ class Engine:
 @pytest.fixture(autouse=True)
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("kvoffload_patch.control.folder.SHARED", tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 

@@ -188,9 +188,15 @@ def test_disable_runs_plain(box: Sandbox, strict: str) -> None:
     assert wrong.returncode == 2 and "KVOFFLOAD_DISABLE is 'perhaps'" in wrong.stderr
 
 
+def without_engines(text: str) -> str:
+    """What `status` says of the installation; servers of this machine may run beside the test."""
+    head, found, _ = text.partition("\nengine ")
+    return head + "\n" if found else text
+
+
 def test_status_shows_everything_and_does_not_import_vllm(box: Sandbox) -> None:
     done = box.run("-X", "importtime", "-m", "kvoffload_patch", "status", KVOFFLOAD_ENABLE="1")
-    assert done.stdout.splitlines() == [
+    assert without_engines(done.stdout).splitlines() == [
         "kvoffload_patch 0.1.0",
         "switch:       on (KVOFFLOAD_ENABLE=1)",
         "vLLM:         9.9.1",
@@ -209,7 +215,7 @@ def test_status_of_a_refusal(box: Sandbox) -> None:
     switches = {"KVOFFLOAD_ENABLE": "1", "KVOFFLOAD_DISABLE": "1", "FAKE_ARM": "refuse"}
     done = box.run("-m", "kvoffload_patch", "status", **switches)
     assert "switch:       off (KVOFFLOAD_ENABLE=1, KVOFFLOAD_DISABLE=1)" in done.stdout
-    assert done.stdout.endswith(f"verdict:      {REFUSAL}\n")
+    assert without_engines(done.stdout).endswith(f"verdict:      {REFUSAL}\n")
     assert done.returncode == 2
     found = json.loads(box.run("-m", "kvoffload_patch", "status", "--json", **switches).stdout)
     assert (found["verdict"], found["enabled"], found["release"]) == (REFUSAL, False, "9.9.1")
@@ -233,7 +239,6 @@ def test_help_and_version(box: Sandbox) -> None:
         "--cpu-gib",
         "KVOFFLOAD_MAX_STALL_MS",
         "(default: 20.0 ms)",
-        "test hook",
         "examples:",
     ):
         assert text in done.stdout

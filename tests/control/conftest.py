@@ -13,4 +13,5 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     shared = tmp_path / ("shared" + "-long" * 30)  # more than a socket's address may have
     shared.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(shared))
+    monkeypatch.setattr("kvoffload_patch.control.folder.SHARED", shared)
     return {"XDG_RUNTIME_DIR": str(tmp_path)}

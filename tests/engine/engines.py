@@ -68,6 +68,7 @@ def environment(**extra: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",  # more only spin: the model is tiny
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "KVOFFLOAD_CONTROL": "0",  # in a folder that other engines of this machine use
         "PYTHONPATH": os.pathsep.join(
             [str(ROOT), str(HERE), *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]
         ),

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import engines, release
+from engine import release
 from engine.model import write_model
 from engine.server import MAX_TOKENS, Server
+
+from kvoffload_patch.control import client
+from kvoffload_patch.control.errors import Refused
 
 BLOCK = min(32, release.block_size())  # some releases know no other than 16
 PROMPT_TOKENS = 300
@@ -59,7 +59,7 @@ def test_figures_of_every_engine_are_on_metrics_and_agree(
 ) -> None:
     options, asked = SERVERS[kind], prompts(1, 8)
     num_engines = 2 if "--data-parallel-size" in options else 1
-    runtime = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    runtime = {"XDG_RUNTIME_DIR": str(tmp_path), "KVOFFLOAD_CONTROL": "1"}
     with Server(model, tmp_path / "log", [*SMALL, *options], runtime) as server:
         at_start = wait_for(server, "kvoffload_tier_state on", num_engines)
         answers = [[server.ask(prompt) for prompt in asked] for _ in range(4)]
@@ -96,32 +96,29 @@ def test_figures_of_every_engine_are_on_metrics_and_agree(
 def check_commands(
     server: Server, runtime: dict[str, str], num_engines: int, asked: list[list[int]]
 ) -> None:
-    """What `kvoffload` has engines do while they are idle, which takes no step, and serve."""
+    """What engines do when they are asked, while they are idle, which takes no step, and serve."""
+    folder = Path(runtime["XDG_RUNTIME_DIR"]) / "kvoffload"
+    # By name: other engines of this user are none of this test's.
+    found_engines = [one for one in client.find(runtime) if one.path.parent == folder]
+    assert len(found_engines) == num_engines
 
-    def told(*command: str) -> list[Any]:
-        done = subprocess.run(
-            [sys.executable, "-m", "kvoffload_patch", *command, "--json"],
-            env={**engines.environment(), **runtime}, capture_output=True, text=True, timeout=60,
-            check=False,
-        )  # fmt: skip
-        found = json.loads(done.stdout)
-        answers: list[Any] = found["engines"] if isinstance(found, dict) else found
-        assert len(answers) == num_engines, done.stderr
-        return answers
+    def told(command: str, **arguments: str) -> list[Any]:
+        return [client.ask(one, command, **arguments) for one in found_engines]
 
     held = sum(one["used_blocks"] for one in told("status"))
     assert held >= len(asked) * FULL // BLOCK
-    assert {one["state"] for one in told("pause", "--all")} == {"paused"}
+    assert {one["state"] for one in told("pause")} == {"paused"}
     hit = totals(server.metrics())["kvoffload_hit_tokens_total"]
     texts = [server.ask(prompt)["choices"][0]["text"] for prompt in asked[:3]]
     found = wait_for(server, "kvoffload_tier_state paused", num_engines)
     assert found["kvoffload_hit_tokens_total"] == hit
-    told("resume", "--all")
-    size = told("resize", "--all", "0.05")[0]
+    told("resume")
+    size = told("resize", gib="0.05")[0]
     assert size["capacity_bytes"] <= 0.05 * (1 << 30) < size["largest_blocks"] * size["block_bytes"]
     assert [server.ask(prompt)["choices"][0]["text"] for prompt in asked[:3]] == texts
-    assert "restart it with a larger" in told("resize", "--all", "50")[0]["error"]
-    assert sum(one["forgotten_blocks"] for one in told("empty", "--all")) > 0
+    with pytest.raises(Refused, match="restart it with a larger"):
+        told("resize", gib="50")
+    assert sum(one["forgotten_blocks"] for one in told("empty")) > 0
     assert sum(one["used_blocks"] for one in told("status")) == 0
 
 

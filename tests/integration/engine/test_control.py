@@ -269,6 +269,7 @@ def test_metrics_have_the_state_and_the_labels() -> None:
 @pytest.fixture
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("kvoffload_patch.control.folder.SHARED", tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
