@@ -44,6 +44,7 @@ def test_only_what_is_typed_lies_at_the_top() -> None:
         "matrix",
         "release",
         "simulate",
+        "soak",
     ]
 
 

@@ -1,0 +1,1 @@
+"""A real server under random traffic, every answer of which is checked."""

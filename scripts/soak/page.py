@@ -1,0 +1,126 @@
+"""python scripts/soak page [RESULT ...]
+
+Writes docs/reliability.md, and a picture of each run, from results of `run`; without any from all
+in docs/measured/soak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from scripts import ROOT
+from scripts.bench.common import pyplot, say
+from scripts.soak.run import MOST_GROWTH
+from scripts.soak.traffic import TIE
+
+FOLDER = ROOT / "docs/measured/soak"
+PAGE = ROOT / "docs/reliability.md"
+SERIES = {"rss_mib": "RSS, MiB", "threads": "threads", "descriptors": "descriptors"}
+
+HEAD = """# Reliability
+
+Made by `python scripts/soak page` from the runs in `docs/measured/soak`; do not edit.
+
+`python scripts/soak run` starts `vllm serve` with a tier that is too small for what is asked, and
+lets users ask at random: conversations turn by turn, answers broken off, connections closed at
+once, cache salts, bursts, resets of the prefix cache, memory taken beside it. Every answer is
+compared with that of plain vLLM, which answered each turn once, alone. "Tied": another token where
+plain vLLM's two best were closer than {tie:g} (natural log of their ratio), which another batch
+may decide. "Left": broken off, and right so far. Faults are put into the tier's copies from
+outside the package: a bit of a CPU slot changes, a copy is refused, or takes 2 s.
+"""
+
+
+def section(name: str, found: dict[str, Any]) -> str:
+    """What is said of one run."""
+    about, counts, metrics = found["machine"], found["counts"], found["metrics"]
+    with_faults = ", ".join(f"{kind} every {s:g} s" for kind, s in found["inject"].items())
+    clean = "Clean." if not found["unclean"] else f"Not clean: {'; '.join(found['unclean'])}."
+    rows = [
+        ("answers right, tied, wrong", _counts(counts, "right", "tied", "wrong")),
+        ("requests failed; left early", _counts(counts, "failed", "left")),
+        ("bursts, resets, memory taken", _counts(counts, "bursts", "resets", "pressures")),
+        ("blocks stored, loaded, evicted", _metrics(metrics, "stored", "loaded", "evicted")),
+        ("faults made", _pairs(found["faults"]) or "none"),
+        ("loads that brought other bytes than were stored", _metric(metrics, "mismatched_copies")),
+        ("copies failed, those included", _metric(metrics, "failed_copies")),
+        ("growth from the second quarter to the last", _pairs(found["growth"])),
+        ("processes, files in shared memory left", _left(found)),
+        ("seconds to end after SIGTERM", f"{found['ended_after_s'] or 0:.1f}"),
+    ]
+    table = "\n".join(f"| {what} | {value} |" for what, value in rows)
+    return (
+        f"## {found['minutes']:g} min on {about['date'][:10]}, {with_faults or 'no faults'}\n\n"
+        f"{clean} vLLM {about['vllm']}, {_device(about)}, tier of {found['cpu_gib']:g} GiB, "
+        f"checksums `{found['integrity']}`, {found['users']} users, {found['turns']} turns in the "
+        f"key; commit {about['commit']}.\n\n| | |\n| --- | --- |\n{table}\n\n"
+        f"![over time](measured/soak/{name}.png)\n"
+    )
+
+
+def _device(about: dict[str, Any]) -> str:
+    return str(about["cpu"] if about["gpu"] == "none" else about["gpu"])
+
+
+def _counts(counts: dict[str, int], *names: str) -> str:
+    return ", ".join(f"{counts.get(name, 0):,}" for name in names)
+
+
+def _metric(metrics: dict[str, float], name: str) -> str:
+    return f"{metrics.get(f'kvoffload_{name}_total', 0):,.0f}"
+
+
+def _metrics(metrics: dict[str, float], *names: str) -> str:
+    return ", ".join(_metric(metrics, f"{name}_blocks") for name in names)
+
+
+def _pairs(values: dict[str, float]) -> str:
+    return ", ".join(f"{value:g} {name}" for name, value in values.items())
+
+
+def _left(found: dict[str, Any]) -> str:
+    return f"{len(found['processes_left'])}, {len(found['files_left'])}"
+
+
+def draw(found: dict[str, Any], file: Path) -> None:
+    """What the server held over time."""
+    plt = pyplot()
+    if plt is None:
+        say("no picture: matplotlib is not installed")
+        return
+    sheet, axes = plt.subplots(len(SERIES), 1, figsize=(8, 6), sharex=True, layout="constrained")
+    at = [sample["at_s"] for sample in found["samples"]]
+    for panel, (name, label) in zip(axes, SERIES.items()):
+        panel.plot(at, [sample[name] for sample in found["samples"]], lw=1)
+        panel.set_ylabel(label)
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    axes[-1].set_xlabel("seconds; all processes of the server together")
+    sheet.savefig(file, dpi=110)
+    plt.close(sheet)
+
+
+def text(runs: dict[str, dict[str, Any]]) -> str:
+    """The page, of results by name."""
+    limits = _pairs(MOST_GROWTH)
+    note = f"\nA run is clean if none of this is wrong and nothing grows by more than {limits}.\n\n"
+    parts = [section(name, found) for name, found in runs.items()]
+    return HEAD.format(tie=TIE) + note + "\n".join(parts)
+
+
+def main() -> None:
+    """Write the page and its pictures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", nargs="*", type=Path)
+    args = parser.parse_args()
+    files = args.results or sorted(FOLDER.glob("*.json"))
+    runs = {file.stem: json.loads(file.read_text()) for file in files}
+    for name, found in runs.items():
+        draw(found, FOLDER / f"{name}.png")
+    PAGE.write_text(text(runs))
+    say(f"Written: {PAGE}")

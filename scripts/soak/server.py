@@ -1,0 +1,195 @@
+"""One `vllm serve` on the tiny model of the tests, plain or with the tier, and what it is asked."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from scripts import ROOT
+from scripts.demo_app.server import free_port
+from scripts.demo_app.settings import has_gpu_vllm
+
+NAME = "soak"
+MAX_TOKENS = 1024
+START_LIMIT_S = 400.0
+STOP_LIMIT_S = 60.0
+# A request waits for a hung copy, and for others on a busy machine.
+ANSWER_LIMIT_S = 120.0
+
+
+def write_model(folder: Path) -> None:
+    """The model of the engine tests, whose answers depend on the whole prompt."""
+    script = ROOT / "tests/engine/model.py"
+    subprocess.run([sys.executable, str(script), str(folder)], check=True)
+
+
+def _options(block_size: int, gpu_blocks: int) -> list[str]:
+    return [
+        "--host", "127.0.0.1", "--served-model-name", NAME, "--max-model-len", str(MAX_TOKENS),
+        "--dtype", "bfloat16" if has_gpu_vllm() else "float32", "--enforce-eager",
+        "--enable-prefix-caching", "--max-num-seqs", "8", "--seed", "0",
+        "--block-size", str(block_size), "--num-gpu-blocks-override", str(gpu_blocks),
+    ]  # fmt: skip
+
+
+class Server:
+    """One server in its own process group, ready within the ``with``.
+
+    Args:
+        model: folder of the model.
+        log: file for what it prints.
+        tier: KVOFFLOAD_* variables; None: plain vLLM.
+        faults: see `faulty`; only with the tier.
+
+    Attributes:
+        pid: of its first process.
+        ended_after: seconds that it took to end, once asked to; None if it had to be killed.
+    """
+
+    def __init__(
+        self, model: Path, log: Path, tier: dict[str, str] | None, faults: dict[str, Any]
+    ) -> None:
+        self.port, self._log = free_port(), log
+        self.ended_after: float | None = None
+        through = ["-m", "kvoffload_patch", sys.executable] if tier is not None else []
+        self._command = [
+            sys.executable, *through, "-m", "scripts.soak.faulty", "serve", str(model),
+            "--port", str(self.port), *_options(32, 96),
+        ]  # fmt: skip
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("KVOFFLOAD_", "VLLM_"))}
+        self._env = {
+            **kept, **(tier or {}), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        if has_gpu_vllm():
+            self._env["VLLM_BATCH_INVARIANT"] = "1"
+        if faults:
+            self._env["SOAK_FAULTS"] = json.dumps(faults)
+
+    def start(self) -> None:
+        """Start it, and return at once; `stop` is to follow."""
+        with self._log.open("wb") as out:
+            self._process = subprocess.Popen(
+                self._command, stdout=out, stderr=out, env=self._env, start_new_session=True,
+                cwd=ROOT,
+            )  # fmt: skip
+        self.pid = self._process.pid
+
+    def __enter__(self) -> Server:
+        self.start()
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def send(self, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPConnection:
+        """POST; the response is not waited for.
+
+        Raises:
+            OSError, http.client.HTTPException: nobody takes it.
+        """
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_LIMIT_S)
+        header = {"Content-Type": "application/json", "Connection": "close"}
+        connection.request("POST", path, json.dumps(body or {}), header)
+        return connection
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
+        """The response, not read yet; closing it closes the connection. Raises as `send`."""
+        return self.send(path, body).getresponse()
+
+    def ask(self, prompt: list[int], count: int, **more: Any) -> Iterator[tuple[int, float]]:
+        """Tokens of the answer, each with what it was ahead of the second best (log of a ratio).
+
+        Raises:
+            RuntimeError: the server refuses, or does not end its answer.
+        """
+        body = {
+            "model": NAME, "prompt": prompt, "max_tokens": count, "temperature": 0,
+            "ignore_eos": True, "stream": True, "logprobs": 2, "return_tokens_as_token_ids": True,
+            **more,
+        }  # fmt: skip
+        with self.post("/v1/completions", body) as answer:
+            if answer.status != 200:
+                raise RuntimeError(f"status {answer.status}: {answer.read(500)!r}")
+            for line in answer:
+                text = line.decode().strip().removeprefix("data: ")
+                if text == "[DONE]":
+                    return
+                if text:
+                    yield from _tokens_in(json.loads(text))
+        raise RuntimeError("the answer has no end")
+
+    def metrics(self) -> dict[str, float]:
+        """Samples of the tier, summed over labels but the state's."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection.request("GET", "/metrics")
+        found: dict[str, float] = {}
+        for line in connection.getresponse().read().decode().splitlines():
+            if line.startswith("kvoffload_"):
+                name, _, value = line.rpartition(" ")
+                base, _, labels = name.partition("{")
+                key = base + (":on" if 'state="on"' in labels else "")
+                found[key] = found.get(key, 0.0) + float(value)
+        connection.close()
+        return found
+
+    def stop(self) -> None:
+        """Ask it to end, and end what is left of it then."""
+        if self._process.poll() is None:
+            begin = time.monotonic()
+            self._process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=STOP_LIMIT_S)
+                self.ended_after = time.monotonic() - begin
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def status(self) -> int | None:
+        """Of its first process, once that has ended."""
+        return self._process.poll()
+
+    def wait_until_ready(self) -> None:
+        """Return once it answers.
+
+        Raises:
+            RuntimeError: it has ended, or does not answer in time.
+        """
+        until = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < until and self._process.poll() is None:
+            with suppress(OSError, http.client.HTTPException):
+                connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return
+            time.sleep(0.5)
+        raise RuntimeError(f"the server did not start; {self._log} ends with:\n{self._tail()}")
+
+    def _tail(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
+
+
+def _tokens_in(chunk: dict[str, Any]) -> Iterator[tuple[int, float]]:
+    if "choices" not in chunk:
+        raise RuntimeError(f"expected tokens, found {chunk}")
+    for choice in chunk["choices"]:
+        found = choice.get("logprobs")
+        for token, best in zip(found["tokens"], found["top_logprobs"]) if found else ():
+            logs = sorted(best.values(), reverse=True)
+            yield int(token.removeprefix("token_id:")), logs[0] - logs[1]

@@ -1,0 +1,89 @@
+"""What `soak signals` makes of what it sees; servers are not started here."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.soak import signals
+
+ENDED: dict[str, Any] = {
+    "ended_after_s": 2.5, "status": -15, "processes_left": [], "files_left": [],
+}  # fmt: skip
+
+
+class Sleeper:
+    """Stands in for a server: a process with one below it, that end or do not."""
+
+    def __init__(self, ignores: bool) -> None:
+        first = "import signal; signal.signal(15, signal.SIG_IGN);" if ignores else ""
+        code = f"{first}import subprocess,sys;subprocess.run([sys.executable,'-c','input()'])"
+        self._code = code
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", self._code], stdin=subprocess.PIPE, start_new_session=True
+        )
+        self.pid = self._process.pid
+
+    def wait_until_ready(self) -> None:
+        assert signals.wait_until(lambda: len(signals.family(self.pid)) == 2, 20) is not None
+
+    def status(self) -> int | None:
+        return self._process.poll()
+
+    def stop(self) -> None:
+        for process in reversed(signals.family(self.pid)):
+            process.kill()
+        self._process.communicate()
+
+
+def test_a_process_that_ends_is_told_from_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "LIMIT_S", 0.5)
+    sleeper: Any = Sleeper(ignores=False)
+    monkeypatch.setattr(signals, "OTHERS_LIMIT_S", 0.2)
+    found = signals.trial(sleeper, "idle", "server", signal.SIGTERM)
+    assert len(found["processes_left"]) == 1, "the other one waits for input"
+    assert found["status"] == -15 and found["ended_after_s"] < 0.5
+    assert found["files_left"] == []
+    sleeper = Sleeper(ignores=True)
+    found = signals.trial(sleeper, "idle", "server", signal.SIGTERM)
+    assert found["ended_after_s"] is None and found["status"] is None
+
+
+def test_cells() -> None:
+    assert signals.in_words(ENDED) == "2.5 s, status -15"
+    hangs = {**ENDED, "ended_after_s": None, "files_left": ["a"]}
+    assert signals.in_words(hangs) == "hangs, 1 files left"
+    assert signals.in_words({**ENDED, "processes_left": [3, 4]}).endswith(", 2 processes left")
+    assert signals.in_words({"error": "no"}) == "no"
+
+
+@pytest.mark.parametrize(
+    ("plain", "tier", "worse"),
+    [
+        (ENDED, ENDED, False),
+        (ENDED, {**ENDED, "ended_after_s": None}, True),
+        ({**ENDED, "ended_after_s": None}, {**ENDED, "ended_after_s": None}, False),
+        (ENDED, {**ENDED, "files_left": ["a"]}, True),
+        (ENDED, {**ENDED, "processes_left": [1]}, True),
+        ({**ENDED, "processes_left": [1]}, {**ENDED, "processes_left": [2]}, False),
+        ({"error": "no"}, ENDED, False),
+        (ENDED, {"error": "no"}, True),
+    ],
+)
+def test_plain_vllm_is_the_measure(plain: Any, tier: Any, worse: bool) -> None:
+    assert signals.worse(plain, tier) == worse
+
+
+def test_options(tmp_path: Path) -> None:
+    args = signals.options(["--phases", "idle", "--signals", "TERM,KILL"])
+    assert args.phases == ["idle"] and args.signals == ["TERM", "KILL"]
+    assert args.targets == ["server", "engine"]
+    with pytest.raises(SystemExit):
+        signals.options(["--signals", "HUP"])

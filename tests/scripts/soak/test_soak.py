@@ -1,0 +1,190 @@
+"""What a soak makes of what it sees: judging answers, faults, growth, and the page."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvoffload_patch.transfer import engine as copy_engine
+from kvoffload_patch.transfer.backends.slots import SlotMemory
+from scripts.soak import faulty, page, run, watch
+from scripts.soak.traffic import (
+    ANSWER_TOKENS,
+    FAILED,
+    LEFT,
+    RIGHT,
+    TIED,
+    WRONG,
+    Traffic,
+    Turn,
+    answer_key,
+)
+
+CLEAN: dict[str, Any] = {
+    "machine": {"date": "2026-01-02T03", "gpu": "none", "cpu": "a CPU", "vllm": "1", "commit": "c"},
+    "minutes": 5.0, "integrity": "full", "cpu_gib": 0.1, "users": 6, "inject": {"flips": 9.0},
+    "turns": 72, "counts": {RIGHT: 400, LEFT: 30, "resets": 3}, "wrongs": [],
+    "faults": {"flips": 30},
+    "metrics": {
+        "kvoffload_tier_state:on": 1.0, "kvoffload_loaded_blocks_total": 9.0,
+        "kvoffload_evicted_blocks_total": 8.0, "kvoffload_mismatched_copies_total": 4.0,
+    },
+    "samples": [{"at_s": 2.0, "rss_mib": 10.0, "threads": 3.0, "descriptors": 4.0}],
+    "growth": {"rss_mib": 3.0, "threads": 0.0, "descriptors": -1.0},
+    "ended_after_s": 3.2, "processes_left": [], "files_left": [], "unclean": [],
+}  # fmt: skip
+
+
+def test_an_answer_is_judged_by_its_first_token_that_is_another() -> None:
+    turn = Turn([1], [5, 6, 7], [2.0, 1e-5, 3.0])
+    assert [turn.judge(found) for found in ([5, 6, 7], [5], [])] == [RIGHT] * 3
+    assert turn.judge([5, 9, 9]) == TIED
+    assert turn.judge([9, 6, 7]) == turn.judge([5, 6, 9]) == WRONG
+
+
+class FakeServer:
+    """Answers with a sum of the prompt; wrong where it is told to."""
+
+    port = 9
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+        self.wrong = self.refuses = False
+
+    def ask(self, prompt: list[int], count: int, **_: Any) -> Iterator[tuple[int, float]]:
+        self.asked.append(prompt)
+        if self.refuses:
+            raise RuntimeError("no")
+        for i in range(count):
+            yield (sum(prompt) + i + self.wrong) % 1024, 1.0
+
+    def send(self, path: str, body: Any = None) -> Any:
+        raise ConnectionRefusedError
+
+    post = send
+
+
+def test_each_turn_of_the_key_begins_with_all_before_it() -> None:
+    server: Any = FakeServer()
+    key = answer_key(server, 3, 2)
+    for first, second in key:
+        assert second.prompt[: len(first.prompt) + ANSWER_TOKENS] == first.prompt + first.answer
+    assert answer_key(server, 3, 2) == key, "it is the same each time"
+
+
+@pytest.mark.parametrize(("wrong", "refuses", "seen"), [
+    (False, False, RIGHT), (True, False, WRONG), (False, True, FAILED),
+])  # fmt: skip
+def test_traffic_finds_what_is_wrong(wrong: bool, refuses: bool, seen: str) -> None:
+    server: Any = FakeServer()
+    key = answer_key(server, 3, 2)
+    server.wrong, server.refuses = wrong, refuses
+    traffic = Traffic(server, key, users=2, pressure_gib=0.0, seed=1)
+    traffic.start()
+    until = time.monotonic() + 10
+    while traffic.counts[seen] < 5 and time.monotonic() < until:
+        time.sleep(0.02)
+    traffic.stop()
+    assert traffic.counts[seen] >= 5
+    others = {RIGHT, WRONG} - {seen}
+    assert sum(traffic.counts[other] for other in others) == 0
+    assert bool(traffic.wrongs) == (wrong or refuses or bool(traffic.counts[FAILED]))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"counts": {RIGHT: 400, WRONG: 1}}, "1 answers wrong"),
+        ({"counts": {RIGHT: 400, FAILED: 2}}, "2 answers failed"),
+        ({"counts": {RIGHT: 3}}, "expected 20 answers at least, found 3"),
+        ({"metrics": {}}, "the tier did not stay on"),
+        ({"metrics": {}}, "no block was loaded: the run shows nothing of it"),
+        ({"growth": {**CLEAN["growth"], "threads": 9.0}}, "threads grew by 9, 4 at most"),
+        ({"faults": {}}, "no fault of kind flips was made"),
+        ({"ended_after_s": None}, "the server did not end when it was asked to"),
+        ({"processes_left": [7]}, "process 7 was left"),
+        ({"files_left": ["x"]}, "file x was left in shared memory"),
+    ],
+)
+def test_a_run_is_clean_if_nothing_of_it_is_wrong(change: dict[str, Any], said: str) -> None:
+    assert run.faults_of(CLEAN) == []
+    assert said in run.faults_of({**copy.deepcopy(CLEAN), **change})
+
+
+def test_options() -> None:
+    assert run.options([]).integrity == "sample" and run.options([]).faults == {}
+    args = run.options(["--inject", "flips=2,hangs=0.5"])
+    assert (args.integrity, args.faults) == ("full", {"flips": 2.0, "hangs": 0.5})
+    for wrong in ("flips", "flip=3", "flips=x", "flips=0"):
+        with pytest.raises(SystemExit):
+            run.options(["--inject", wrong])
+
+
+def test_growth_is_of_the_second_half() -> None:
+    samples = [{"rss_mib": float(value)} for value in [0, 0, 10, 12, 11, 13, 20, 22]]
+    assert watch.growth(samples, "rss_mib") == 10.0
+    assert watch.growth(samples[:3], "rss_mib") == 0.0
+
+
+def test_a_process_is_watched_with_all_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "EVERY_S", 0.05)
+    code = "import subprocess,sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    with watch.Watch(child.pid) as seen:
+        until = time.monotonic() + 20
+        while len(seen.pids) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert len(seen.left()) == 2
+    assert child.stdin is not None
+    child.communicate(b"\n")
+    assert seen.left() == []
+    last = seen.samples[-1]
+    assert last["processes"] == 2 and last["rss_mib"] > 5 and last["descriptors"] >= 6
+
+
+def test_faults_are_made_and_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In copies of the package as it is; the modules are put back."""
+    for where, name in ((copy_engine, "copies_of"), (SlotMemory, "__init__")):
+        monkeypatch.setattr(where, name, getattr(where, name))
+    monkeypatch.setattr(faulty, "QUIET_S", 0.0)
+    log = tmp_path / "log"
+    every = {"flips": 0.01, "raises": 60.0, "hangs": 0.0}
+    faulty.install(faulty.Faults(every, str(log)))
+    slots = torch.zeros(2, 3, dtype=torch.uint8)
+    SlotMemory(slots)
+    until = time.monotonic() + 10
+    while not int(slots.sum()) and time.monotonic() < until:
+        time.sleep(0.05)
+    backend: Any = type("Backend", (), {"load": lambda *a: "loaded", "store": lambda *a: "stored"})
+    copies = copy_engine.copies_of(backend)
+    with pytest.raises(OSError, match="the soak lets this copy fail"):
+        copies["cpu", "gpu"]([1], [2], None)
+    assert copies["cpu", "gpu"]([1], [2], None) == "loaded", "the next one is a while away"
+    assert {"flips", "raises"} == set(log.read_text().split())
+    assert os.environ.get("SOAK_FAULTS") is None
+
+
+def test_the_page_has_a_section_for_each_run() -> None:
+    dirty = {**CLEAN, "unclean": ["1 answers wrong"], "inject": {}}
+    found = page.text({"a": CLEAN, "b": dirty})
+    assert "## 5 min on 2026-01-02, flips every 9 s\n\nClean. vLLM 1, a CPU, " in found
+    assert "## 5 min on 2026-01-02, no faults\n\nNot clean: 1 answers wrong. " in found
+    assert "| answers right, tied, wrong | 400, 0, 0 |" in found
+    assert "(measured/soak/a.png)" in found
+
+
+def test_the_page_is_that_of_the_recorded_runs() -> None:
+    files = sorted(page.FOLDER.glob("*.json"))
+    assert files
+    assert page.PAGE.read_text() == page.text({f.stem: json.loads(f.read_text()) for f in files})
+    assert [file for file in files if not file.with_suffix(".png").is_file()] == []
