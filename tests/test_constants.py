@@ -56,6 +56,14 @@ def test_numbers_that_tune_behaviour_stand_in_one_place_a_layer() -> None:
     assert found == FACTS
 
 
+def test_no_time_is_that_of_the_wall() -> None:
+    """It can be set while the engine runs: deadlines, pauses and intervals would be any length."""
+    sources = {file: file.read_text() for file in PACKAGE.rglob("*.py")}
+    assert sum("time.monotonic()" in text for text in sources.values()) > 5
+    wall = re.compile(r"time\.time\(|time_ns\(|datetime|localtime|gmtime")
+    assert [str(file) for file, text in sources.items() if wall.search(text)] == []
+
+
 @pytest.mark.parametrize("file", TUNING, ids=lambda file: file.parent.name)
 def test_each_has_its_unit_and_says_what_set_it(file: Path) -> None:
     lines = file.read_text().splitlines()

@@ -30,14 +30,66 @@ once, cache salts, bursts, resets of the prefix cache, memory taken beside it. E
 compared with that of plain vLLM, which answered each turn once, alone. "Tied": another token where
 plain vLLM's two best were closer than {tie:g} (natural log of their ratio), which another batch
 may decide. "Left": broken off, and right so far. Faults are put into the tier's copies from
-outside the package: a bit of a CPU slot changes, a copy is refused, or takes 2 s.
+outside the package: a bit of a CPU slot changes, a copy is refused, or takes 2 s. A tier of which 8
+copies fail within 60 s is detached, as it is made: "did not stay on" where faults are that many.
 """
+
+
+FAULTS = (
+    (
+        "a copy is refused or raises",
+        "beside the step: recomputed; promised: the engine ends before a token",
+        "`tests/engine/test_failures.py`, `tests/transfer/test_queue.py`",
+    ),
+    (
+        "a copy never ends",
+        "60 s without progress: it has failed, or the engine ends with a sentence",
+        "`tests/transfer/test_deadline.py`",
+    ),
+    (
+        "a bit changes, a store never arrived, slots are mixed up",
+        '[copies.md](copies.md), "Checksums"',
+        "`tests/transfer/backends/test_checksums.py`, `tests/engine/test_failures.py`",
+    ),
+    (
+        "the tier's own code raises",
+        "it is detached, the engine serves on",
+        "`tests/engine/test_failures.py`",
+    ),
+    (
+        "memory runs out, or the driver refuses, while the tier grows",
+        "it keeps what it has",
+        "`tests/transfer/memory/test_growth.py`",
+    ),
+    (
+        "opening a rank fails part-way",
+        "refused, and no thread, descriptor, mapping or shared file is left",
+        "`tests/integration/worker/test_tier.py`",
+    ),
+    ("a rank dies", "vLLM's own error, which names it", "`tests/engine/test_processes.py`"),
+    (
+        "`/dev/shm` is full, absent or not shared",
+        "ranks wait for all their slots before the engine serves",
+        "`tests/integration/test_slot_counts.py`",
+    ),
+    ("a cgroup's limit", "the size respects it, 1 GiB stays free", "`tests/test_memory.py`"),
+    ("the clock is set", "nothing: no time is that of the wall", "`tests/test_constants.py`"),
+    (
+        "SIGTERM, SIGINT, SIGKILL while starting, streaming, idle",
+        "compared with plain vLLM",
+        "`python scripts/soak signals`; no run is recorded yet",
+    ),
+)
 
 
 def section(name: str, found: dict[str, Any]) -> str:
     """What is said of one run."""
     about, counts, metrics = found["machine"], found["counts"], found["metrics"]
     with_faults = ", ".join(f"{kind} every {s:g} s" for kind, s in found["inject"].items())
+    side = f"with the tier, {with_faults or 'no faults'}"
+    tier = f"tier of {found['cpu_gib']:g} GiB, checksums `{found['integrity']}`, "
+    if found["plain"]:
+        side, tier = "of plain vLLM, for comparison", ""
     clean = "Clean." if not found["unclean"] else f"Not clean: {'; '.join(found['unclean'])}."
     rows = [
         ("answers right, tied, wrong", _counts(counts, "right", "tied", "wrong")),
@@ -53,10 +105,10 @@ def section(name: str, found: dict[str, Any]) -> str:
     ]
     table = "\n".join(f"| {what} | {value} |" for what, value in rows)
     return (
-        f"## {found['minutes']:g} min on {about['date'][:10]}, {with_faults or 'no faults'}\n\n"
-        f"{clean} vLLM {about['vllm']}, {_device(about)}, tier of {found['cpu_gib']:g} GiB, "
-        f"checksums `{found['integrity']}`, {found['users']} users, {found['turns']} turns in the "
-        f"key; commit {about['commit']}.\n\n| | |\n| --- | --- |\n{table}\n\n"
+        f"## {found['minutes']:g} min {side}\n\n{about['date'][:10]}. "
+        f"{clean} vLLM {about['vllm']}, {_device(about)}, {tier}{found['users']} users, "
+        f"{found['turns']} turns in the key; commit {about['commit']}.\n\n"
+        f"| | |\n| --- | --- |\n{table}\n\n"
         f"![over time](measured/soak/{name}.png)\n"
     )
 
@@ -108,7 +160,9 @@ def text(runs: dict[str, dict[str, Any]]) -> str:
     limits = _pairs(MOST_GROWTH)
     note = f"\nA run is clean if none of this is wrong and nothing grows by more than {limits}.\n\n"
     parts = [section(name, found) for name, found in runs.items()]
-    return HEAD.format(tie=TIE) + note + "\n".join(parts)
+    rows = "".join(f"| {' | '.join(row)} |\n" for row in FAULTS)
+    faults = "## Faults, and what shows them\n\n| Fault | What happens | Shown by |\n"
+    return HEAD.format(tie=TIE) + note + "\n".join([*parts, f"{faults}| --- | --- | --- |\n{rows}"])
 
 
 def main() -> None:

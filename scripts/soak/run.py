@@ -43,6 +43,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--minutes", type=float, default=5.0)
     add("--inject", default="", help="faults: some of flips=S,raises=S,hangs=S")
     add("--integrity", choices=("off", "sample", "full"), help="default: sample; full with faults")
+    add("--plain", action="store_true", help="without the tier: what vLLM itself does in this")
     add("--users", type=int, default=6)
     add("--conversations", type=int, default=24)
     add("--turns", type=int, default=3)
@@ -56,6 +57,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         args.faults = {kind: float(seconds) for kind, seconds in pairs}
     except ValueError:
         args.faults = {"": 0.0}
+    if args.plain and args.faults:
+        parser.error("--plain: expected no --inject, whose faults are the tier's")
     if not set(args.faults) <= set(KINDS) or not all(s > 0 for s in args.faults.values()):
         parser.error(f"--inject: expected some of {'=S,'.join(KINDS)}=S, found {args.inject}")
     args.integrity = args.integrity or ("full" if args.faults else "sample")
@@ -69,10 +72,11 @@ def play(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     say("plain vLLM answers: the key")
     with Server(model, args.out / "plain.log", None, {}) as plain:
         key = answer_key(plain, args.conversations, args.turns, args.seed)
-    tier = {"KVOFFLOAD_CPU_GIB": str(args.cpu_gib), "KVOFFLOAD_INTEGRITY": args.integrity}
+    sizes = {"KVOFFLOAD_CPU_GIB": str(args.cpu_gib), "KVOFFLOAD_INTEGRITY": args.integrity}
+    tier = None if args.plain else sizes
     faults = {**args.faults, "log": str(log.absolute())} if args.faults else {}
     log.write_text("")
-    say(f"vLLM with the tier, for {args.minutes:g} min")
+    say(f"{'plain vLLM' if args.plain else 'vLLM with the tier'}, for {args.minutes:g} min")
     before = set(shared_files())
     with Server(model, args.out / "tier.log", tier, faults) as server, Watch(server.pid) as watch:
         traffic = Traffic(server, key, args.users, args.pressure_gib, args.seed)
@@ -85,8 +89,9 @@ def play(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         metrics = server.metrics()
     time.sleep(1)
     return {
-        "machine": machine(), "minutes": args.minutes, "integrity": args.integrity,
-        "cpu_gib": args.cpu_gib, "users": args.users, "inject": args.faults,
+        "machine": machine(), "plain": args.plain, "minutes": args.minutes,
+        "integrity": args.integrity, "cpu_gib": args.cpu_gib, "users": args.users,
+        "inject": args.faults,
         "turns": sum(map(len, key)), "counts": dict(traffic.counts), "wrongs": traffic.wrongs,
         "faults": dict(faulted(log)), "metrics": metrics, "samples": watch.samples,
         "growth": {name: growth(watch.samples, name) for name in MOST_GROWTH},
@@ -114,15 +119,12 @@ def progress(traffic: Traffic, watch: Watch, faults: Counter[str]) -> str:
 
 def faults_of(found: dict[str, Any]) -> list[str]:
     """What is wrong with a run, in words; nothing if it is clean."""
-    counts, metrics = found["counts"], found["metrics"]
+    counts = found["counts"]
     wrong = [f"{counts[name]} answers {name}" for name in (WRONG, FAILED) if counts.get(name)]
     if counts.get(RIGHT, 0) < 20:
         wrong.append(f"expected 20 answers at least, found {counts.get(RIGHT, 0)}")
-    if metrics.get("kvoffload_tier_state:on") != 1:
-        wrong.append("the tier did not stay on")
-    for name in ("loaded", "evicted"):
-        if not metrics.get(f"kvoffload_{name}_blocks_total"):
-            wrong.append(f"no block was {name}: the run shows nothing of it")
+    if not found["plain"]:
+        wrong += _faults_of_tier(found["metrics"])
     for name, most in MOST_GROWTH.items():
         if found["growth"][name] > most:
             wrong.append(f"{name} grew by {found['growth'][name]:g}, {most:g} at most")
@@ -133,6 +135,15 @@ def faults_of(found: dict[str, Any]) -> list[str]:
         wrong.append("the server did not end when it was asked to")
     wrong += [f"process {pid} was left" for pid in found["processes_left"]]
     return wrong + [f"file {name} was left in shared memory" for name in found["files_left"]]
+
+
+def _faults_of_tier(metrics: dict[str, float]) -> list[str]:
+    on = metrics.get("kvoffload_tier_state:on") == 1
+    wrong = [] if on else ["the tier did not stay on"]
+    for name in ("loaded", "evicted"):
+        if not metrics.get(f"kvoffload_{name}_blocks_total"):
+            wrong.append(f"no block was {name}: the run shows nothing of it")
+    return wrong
 
 
 def main() -> int:

@@ -32,7 +32,8 @@ from scripts.soak.traffic import (
 
 CLEAN: dict[str, Any] = {
     "machine": {"date": "2026-01-02T03", "gpu": "none", "cpu": "a CPU", "vllm": "1", "commit": "c"},
-    "minutes": 5.0, "integrity": "full", "cpu_gib": 0.1, "users": 6, "inject": {"flips": 9.0},
+    "plain": False, "minutes": 5.0, "integrity": "full", "cpu_gib": 0.1, "users": 6,
+    "inject": {"flips": 9.0},
     "turns": 72, "counts": {RIGHT: 400, LEFT: 30, "resets": 3}, "wrongs": [],
     "faults": {"flips": 30},
     "metrics": {
@@ -121,10 +122,16 @@ def test_a_run_is_clean_if_nothing_of_it_is_wrong(change: dict[str, Any], said: 
     assert said in run.faults_of({**copy.deepcopy(CLEAN), **change})
 
 
+def test_plain_vllm_needs_no_tier() -> None:
+    assert run.faults_of({**CLEAN, "plain": True, "metrics": {}}) == []
+
+
 def test_options() -> None:
     assert run.options([]).integrity == "sample" and run.options([]).faults == {}
     args = run.options(["--inject", "flips=2,hangs=0.5"])
     assert (args.integrity, args.faults) == ("full", {"flips": 2.0, "hangs": 0.5})
+    with pytest.raises(SystemExit):
+        run.options(["--plain", "--inject", "flips=2"])
     for wrong in ("flips", "flip=3", "flips=x", "flips=0"):
         with pytest.raises(SystemExit):
             run.options(["--inject", wrong])
@@ -175,10 +182,10 @@ def test_faults_are_made_and_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_page_has_a_section_for_each_run() -> None:
-    dirty = {**CLEAN, "unclean": ["1 answers wrong"], "inject": {}}
+    dirty = {**CLEAN, "unclean": ["1 answers wrong"], "inject": {}, "plain": True}
     found = page.text({"a": CLEAN, "b": dirty})
-    assert "## 5 min on 2026-01-02, flips every 9 s\n\nClean. vLLM 1, a CPU, " in found
-    assert "## 5 min on 2026-01-02, no faults\n\nNot clean: 1 answers wrong. " in found
+    assert "## 5 min with the tier, flips every 9 s\n\n2026-01-02. Clean. vLLM 1, a CPU, " in found
+    assert "## 5 min of plain vLLM, for comparison\n\n2026-01-02. Not clean: 1 answers wr" in found
     assert "| answers right, tied, wrong | 400, 0, 0 |" in found
     assert "(measured/soak/a.png)" in found
 
