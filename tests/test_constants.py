@@ -56,12 +56,14 @@ def test_numbers_that_tune_behaviour_stand_in_one_place_a_layer() -> None:
     assert found == FACTS
 
 
-def test_no_time_is_that_of_the_wall() -> None:
+def test_nothing_is_timed_by_the_wall() -> None:
     """It can be set while the engine runs: deadlines, pauses and intervals would be any length."""
     sources = {file: file.read_text() for file in PACKAGE.rglob("*.py")}
     assert sum("time.monotonic()" in text for text in sources.values()) > 5
     wall = re.compile(r"time\.time\(|time_ns\(|datetime|localtime|gmtime")
-    assert [str(file) for file, text in sources.items() if wall.search(text)] == []
+    found = {str(file.relative_to(PACKAGE)) for file, text in sources.items() if wall.search(text)}
+    # What is said to people, and nothing is done by it.
+    assert found == {"cli/engines.py", "cli/top.py", "integration/engine/control.py"}
 
 
 @pytest.mark.parametrize("file", TUNING, ids=lambda file: file.parent.name)
