@@ -90,7 +90,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
     return Fresh(tmp_path_factory.mktemp("fresh"))
 
 
-@pytest.fixture(params=["wheel", "editable"])
+@pytest.fixture(scope="module", params=["wheel", "editable"])
 def installed(request: pytest.FixtureRequest, fresh: Fresh) -> Iterator[Fresh]:
     """The environment with the package installed; afterwards nothing of it may be left."""
     fresh.pip("install", "--no-deps", "--no-index", request.getfixturevalue(request.param))
