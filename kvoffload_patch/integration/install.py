@@ -98,6 +98,11 @@ def older_than(release: str) -> bool:
     return release_of(_version(Settings.from_env())) < release_of(release)
 
 
+def release_in_use() -> str:
+    """The installed vLLM's release, or the one named in its place, without a local part."""
+    return str(release_of(_version(Settings.from_env())))
+
+
 _patches: PatchSet | None = None
 
 

@@ -12,6 +12,7 @@ COMMANDS = {
     "scheduler": ("scheduler", "each release's own scheduler from its sources, with a faked model"),
     "random": ("random_runs", "random runs over the scheduler, for as long as is wanted"),
     "own": ("own", "vLLM's own tests, plain, armed and with a tier"),
+    "features": ("features", "every shape and feature on the installed release"),
     "gpu": ("gpu", "the installed release on a GPU"),
 }
 

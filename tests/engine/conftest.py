@@ -39,11 +39,18 @@ class Engines:
     """Starts engines on the tiny model; the same arguments give the same run."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self.model = str(model.write_model(folder / "model"))
         self.windows = str(model.write_model(folder / "windows", window=2 * model.CHUNK))
         self.loras = [str(model.write_lora(folder / f"lora{i}", seed=i)) for i in (1, 2)]
         self._run = lru_cache(maxsize=None)(self._run_once)
         self._warm = engines.WarmProcesses()
+
+    def hybrid(self, kind: str) -> str:
+        """A model of which some layers keep a state."""
+        from engine import hybrids
+
+        return str(hybrids.write_hybrid(kind, self._folder / kind))
 
     def close(self) -> None:
         """End the processes that engines were forked from."""

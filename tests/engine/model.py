@@ -46,12 +46,12 @@ def write_model(
         kinds = ["sliding_attention", "full_attention"] * (LAYERS // 2)
         config.update(layer_types=kinds, sliding_window=window)
     (folder / "config.json").write_text(json.dumps(config))
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     _write_weights(folder / "model.safetensors", kv_heads * head_dim)
     return folder
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     """A word for each token; vLLM 0.9 loads a tokenizer even where it is told not to."""
     vocabulary = {f"t{token}": token for token in range(VOCABULARY)}
     tokenizer = {

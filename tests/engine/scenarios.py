@@ -141,6 +141,24 @@ def singles(stage: Stage) -> dict[str, Any]:
     return {"tokens": answers, "tier": stage.tier_stats()}
 
 
+def lengths(stage: Stage) -> dict[str, Any]:
+    """Prompts that end before, at and behind the end of a block, three times; they evict others.
+
+    Two begin alike for two blocks; answers cross the end of a block, too.
+    """
+    size, answers, cached = stage.block_size, [], 0
+    asked = [prompts(50 + n, 1, n)[0] for n in (size - 5, size, size + 1, 2 * size - 1, 3 * size)]
+    asked += [prompts(50 + n, 1, n)[0] for n in (2 * size + size // 2, 3 * size - 3, 4 * size + 1)]
+    asked += [asked[4][: 2 * size] + tail for tail in prompts(60, 2, size + 7)]
+    for _ in range(3):
+        for at in range(0, len(asked), 3):
+            outputs = stage.play(asked[at : at + 3])
+            answers += tokens_of(outputs)
+            cached += sum(cached_of(outputs))
+        stage.push_out(61)
+    return {"tokens": answers, "cached": cached, "tier": stage.tier_stats()}
+
+
 def batches(stage: Stage) -> dict[str, Any]:
     """Twelve prompts, four at a time, three times."""
     asked, answers = prompts(15, 12, 420), []

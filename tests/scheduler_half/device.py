@@ -3,6 +3,10 @@
 The KV value of a token is made of the token and of the value before it; the next token is made
 of the last value. A step reads every value that attention would read, in the blocks that the
 scheduler's output names; one that is wrong makes the values and the token of that step wrong.
+
+A group of layers that keep a state has one value in a block: that of the last token that the block
+has seen. As vLLM's runner in align mode, a step copies it to the block that the step ends in, and
+advances it there.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ VOCABULARY = 30_000
 _MODULUS = (1 << 61) - 1
 _WRONG = 1 << 40
 _GROUP = 1 << 50  # between the values of one token in two KV cache groups
+STATE = "state"  # in the place of a group's window: layers that keep a state
 
 Fails = Callable[[str, int], bool]
 
@@ -106,7 +111,8 @@ class Device:
     Args:
         num_blocks: GPU blocks.
         num_slots: CPU slots.
-        windows: for each KV cache group, the tokens that its attention sees; None for all.
+        windows: for each KV cache group, the tokens that its attention sees; None for all, or
+            STATE.
         late: outputs after which a copy is carried out that nothing waits for.
         fails: called with ("load" or "store", ticket): whether that copy fails.
     """
@@ -115,7 +121,7 @@ class Device:
         self,
         num_blocks: int,
         num_slots: int,
-        windows: tuple[int | None, ...],
+        windows: tuple[int | str | None, ...],
         late: int,
         fails: Fails,
     ) -> None:
@@ -124,6 +130,7 @@ class Device:
         self.zeroed: list[tuple[int, ...]] = []  # of each step
         self.copied = 0  # blocks, from block to block, as the scheduler wanted
         self.resumed = 0  # requests that began again
+        self.states = 0  # steps in which a state has come to another block
         self._windows = windows
         self._fails = fails
         self._queues = {LOAD: CopyQueue(late), STORE: CopyQueue(late)}
@@ -214,6 +221,9 @@ class Device:
         right = sequence.right(end)
         wrong = 0 if self._sees_right(sequence, start) else _WRONG
         for group, table in enumerate(sequence.tables):
+            if self._windows[group] == STATE:
+                self._advance(table, start, end, right[end - 1] + group * _GROUP + wrong)
+                continue
             for at in range(start, end):
                 block_id = table[at // BLOCK]
                 assert block_id, "a step computes into the null block"
@@ -223,10 +233,22 @@ class Device:
         sequence.tokens.append((right[end - 1] + wrong) % VOCABULARY)
         return [sequence.tokens[-1]]
 
+    def _advance(self, table: list[int], start: int, end: int, value: int) -> None:
+        """One step of a state: it moves to the block that the step ends in, and changes there."""
+        block_id = table[(end - 1) // BLOCK]
+        assert block_id, "a step keeps its state in the null block"
+        self.states += start // BLOCK != end // BLOCK
+        self.kv[block_id] = [value] * BLOCK
+
     def _sees_right(self, sequence: _Sequence, end: int) -> bool:
         """Whether all that a token behind ``end`` ones sees of them is right, in every group."""
         right = sequence.right(end)
         for group, (table, window) in enumerate(zip(sequence.tables, self._windows)):
+            if window == STATE:
+                at = end - 1
+                if end and self.kv[table[at // BLOCK]][0] != right[at] + group * _GROUP:
+                    return False
+                continue
             at = 0 if window is None else max(0, end - window + 1)
             while at < end:
                 stop = min(end, (at // BLOCK + 1) * BLOCK)

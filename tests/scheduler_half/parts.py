@@ -9,7 +9,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from scheduler_half.device import BLOCK
+from scheduler_half.device import BLOCK, STATE
 
 MAX_TOKENS = 256  # of a step
 
@@ -70,14 +70,16 @@ def make_config(in_flight: int = 1) -> Any:
     )
 
 
-def make_scheduler(config: Any, blocks: int, windows: Sequence[int | None] = (None,)) -> Any:
+def make_scheduler(config: Any, blocks: int, windows: Sequence[int | str | None] = (None,)) -> Any:
     """vLLM's scheduler.
 
     Args:
         config: of the engine; asynchronous scheduling takes the scheduler for that.
         blocks: GPU blocks, the null block included.
-        windows: a KV cache group for each: its sliding window, or None for full attention.
+        windows: a KV cache group for each: its sliding window, None for full attention, or STATE.
     """
+    if STATE in windows:
+        config.cache_config.mamba_cache_mode = "align"
     config.cache_config.num_gpu_blocks = blocks
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -99,7 +101,7 @@ def make_scheduler(config: Any, blocks: int, windows: Sequence[int | None] = (No
     )
 
 
-def make_kv_cache_config(blocks: int, windows: Sequence[int | None] = (None,)) -> Any:
+def make_kv_cache_config(blocks: int, windows: Sequence[int | str | None] = (None,)) -> Any:
     """A `KVCacheConfig` without tensors."""
     import torch
     from vllm.v1 import kv_cache_interface as kv
@@ -110,7 +112,10 @@ def make_kv_cache_config(blocks: int, windows: Sequence[int | None] = (None,)) -
             "block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32,
             "use_mla": False,
         }  # fmt: skip
-        if window is None:
+        if window == STATE:
+            about |= {"shapes": ((16,),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+            spec = _call(kv.MambaSpec, kv.MambaSpec, **about)
+        elif window is None:
             spec = _call(kv.FullAttentionSpec, kv.FullAttentionSpec, **about)
         else:
             spec = _call(kv.SlidingWindowSpec, kv.SlidingWindowSpec, **about, sliding_window=window)

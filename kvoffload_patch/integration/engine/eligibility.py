@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvoffload_patch.config import Settings
+from kvoffload_patch.integration.engine.vllm_pool import keeps_state
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
-from kvoffload_patch.integration.install import older_than
+from kvoffload_patch.integration.install import older_than, release_in_use
 
 # Specs whose blocks are written once, by the step that computes them, and hold nothing else.
 _KNOWN_SPECS = {
@@ -15,6 +17,11 @@ _KNOWN_SPECS = {
     "SlidingWindowMLASpec",
     "ChunkedLocalAttentionSpec",
 }
+# Layers whose state depends on all tokens so far; these kinds were shown to come back with this
+# release, on the CPU device.
+_STATE_SPEC = "MambaSpec"
+_STATES_SHOWN = {"GDN_ATTN"}
+_STATES_SHOWN_ON = "0.32.0"
 _REMEDY = "set KVOFFLOAD_STRICT=0 to serve without the CPU tier"
 
 
@@ -67,9 +74,50 @@ def _cache_problem(vllm_config: Any, scheduler: Any) -> str | None:
         return "expected the coordinator's own find_longest_cache_hit, found one set by others"
     for index, group in enumerate(scheduler.kv_cache_config.kv_cache_groups):
         problem = _group_problem(group)
+        if problem is None and keeps_state(group.kv_cache_spec):
+            problem = _state_problem(vllm_config, scheduler, group.kv_cache_spec)
         if problem:
             return f"KV cache group {index}: {problem}"
     return None
+
+
+def _state_problem(vllm_config: Any, scheduler: Any, spec: Any) -> str | None:
+    """Why the states of a group cannot be kept; None if they can.
+
+    A block is to hold the state behind its last token from the step that computes it until it is
+    handed out again, which vLLM's align mode does, and nothing besides the block is to be needed.
+    """
+    members = getattr(spec, "kv_cache_specs", None)
+    for member in [spec] if members is None else members.values():
+        if type(member).__name__ != _STATE_SPEC:
+            return f"expected states alone, found {type(member).__name__} beside them"
+        mode = getattr(member, "mamba_cache_mode", "none")
+        if mode != "align":
+            return f"expected states kept in align mode, found mode {mode}"
+        if member.num_speculative_blocks:
+            return "expected no speculative decoding beside layers that keep a state, found some"
+        if getattr(member, "num_prefill_checkpoint_blocks", 0):
+            return "expected one state for each step of a prompt, found checkpoints within a step"
+    if getattr(vllm_config.cache_config, "use_replayssm", False):
+        return "expected states that are kept in blocks alone, found --use-replayssm"
+    if scheduler.connector is not None:
+        return "expected no KV connector beside layers that keep a state, found one"
+    if Settings.from_env().allow_unverified:
+        return None
+    return _unshown_states(vllm_config, spec if members is None else next(iter(members.values())))
+
+
+def _unshown_states(vllm_config: Any, spec: Any) -> str | None:
+    """Why nobody has seen such states come back right where this engine runs."""
+    kind = getattr(spec.mamba_type, "name", spec.mamba_type)
+    release, device = release_in_use(), vllm_config.device_config.device_type
+    if kind in _STATES_SHOWN and (release, device) == (_STATES_SHOWN_ON, "cpu"):
+        return None
+    return (
+        f"expected states of {', '.join(sorted(_STATES_SHOWN))} with vLLM {_STATES_SHOWN_ON} on "
+        f"the CPU, which were shown to come back, found {kind} with {release} on {device} "
+        "(KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it)"
+    )
 
 
 def _group_problem(group: Any) -> str | None:
@@ -79,6 +127,8 @@ def _group_problem(group: Any) -> str | None:
     members = getattr(spec, "kv_cache_specs", None)
     for member in [spec] if members is None else members.values():
         kind = type(member).__name__
+        if kind == _STATE_SPEC:
+            continue
         if kind not in _KNOWN_SPECS:
             return f"expected one of {', '.join(sorted(_KNOWN_SPECS))}, found {kind}"
         if getattr(member, "prefix_replay_tokens", 0):

@@ -30,7 +30,8 @@ class FullPromptHits:
 
     Args:
         view: the scheduler. Nothing is changed where anybody else loads KV for it or counts the
-            tokens of a step: a connector, speculative decoding, several KV cache groups.
+            tokens of a step: a connector, speculative decoding, several KV cache groups; nor where
+            layers keep a state.
         manager: slots and tickets.
     """
 
@@ -41,6 +42,7 @@ class FullPromptHits:
         self._possible = (
             len(view.block_sizes) == 1
             and view.decode_tokens == 1
+            and not view.state_groups  # a state is that after the prompt, not one token earlier
             and not any(getattr(self._scheduler, name, None) for name in _OTHERS)
         )
 

@@ -130,6 +130,13 @@ class PoolAdapter:
         self._pool.cached_block_hash_to_block[key][block.block_id] = block
 
 
+def keeps_state(spec: Any) -> bool:
+    """Whether a group's blocks hold the state of layers, and not the KV of tokens."""
+    members = getattr(spec, "kv_cache_specs", None)
+    specs = [spec] if members is None else members.values()
+    return any(type(one).__name__ == "MambaSpec" for one in specs)
+
+
 def key_maker() -> Callable[[Any, int], Hashable]:
     """A block's key in the pool, of its hash and its KV cache group."""
     from vllm.v1.core import kv_cache_utils

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvoffload_patch.integration.engine.vllm_events import KVEvents
-from kvoffload_patch.integration.engine.vllm_pool import PoolAdapter, key_maker
+from kvoffload_patch.integration.engine.vllm_pool import PoolAdapter, keeps_state, key_maker
 from kvoffload_patch.integration.engine.vllm_stats import PrefixStats
 
 _SESSIONS = "num_waiting_for_streaming_input"
@@ -26,6 +26,7 @@ class SchedulerView:
         scheduler: a `vllm.v1.core.sched.scheduler.Scheduler`, constructed.
 
     Attributes:
+        state_groups: KV cache groups, by index, whose blocks hold a state after their last token.
         prefills: running requests of whose prompts a part is computed, by name.
         prefix_stats: vLLM's counters of hits.
         undo: called by `restore`, to put back what others have changed of vLLM's objects.
@@ -45,7 +46,9 @@ class SchedulerView:
         self.hold, self.take_blocks, self.release = adapter.hold, adapter.take, adapter.free
         self.publish, self.gpu_lookup = adapter.publish, adapter.lookup
         self.block_sizes = tuple(int(m.block_size) for m in managers)
-        self._span_tokens = tuple(self._tokens_held(m.kv_cache_spec) for m in managers)
+        specs = [m.kv_cache_spec for m in managers]
+        self.state_groups = frozenset(i for i, spec in enumerate(specs) if keeps_state(spec))
+        self._span_tokens = tuple(map(self._tokens_held, specs))
         # From 0.26 on a lookup can tell of the blocks that it finds.
         self._reports_reuse = bool(getattr(self.manager, "enable_kv_cache_events", False))
         self._parked_status = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -72,6 +75,10 @@ class SchedulerView:
 
     def _tokens_held(self, spec: Any) -> int | None:
         """Tokens whose blocks a request keeps in this group; None where it keeps all."""
+        if keeps_state(spec):
+            return 2 * int(
+                spec.block_size
+            )  # the state that a step begins with, and the one it ends
         window = getattr(spec, "sliding_window", None) or getattr(
             spec, "attention_chunk_size", None
         )
@@ -241,7 +248,10 @@ class SchedulerView:
         """Blocks, over all groups, that a request needs to compute so many tokens more."""
         done = request.num_computed_tokens
         end = done + tokens + self.scheduler.num_lookahead_tokens
-        return sum(-(-end // size) - -(-done // size) for size in self.block_sizes)
+        blocks = [-(-end // size) - -(-done // size) for size in self.block_sizes]
+        for group in self.state_groups:
+            blocks[group] = min(blocks[group], 2)
+        return sum(blocks)
 
     def watermark_blocks(self) -> int:
         """Blocks that vLLM keeps free when it admits a request beside others; from 0.24 on."""

@@ -195,6 +195,15 @@ _CACHE = (
         (">=0.31", "prefix_replay_tokens"),
     ),
     *_has("vllm.v1.kv_cache_interface", "SlidingWindowSpec", (_ANY, "sliding_window")),
+    *_has(
+        "vllm.v1.kv_cache_interface",
+        "MambaSpec",
+        (">=0.9.2", "block_size"),
+        (">=0.10.1", "mamba_type"),
+        (">=0.10.2", "num_speculative_blocks"),
+        (">=0.15", "mamba_cache_mode"),
+        (">=0.29", "num_prefill_checkpoint_blocks"),
+    ),
     *_has("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs", (">=0.11", "kv_cache_specs")),
 )
 
@@ -204,10 +213,13 @@ _CONFIG = (
         "VllmConfig",
         (
             _ANY,
-            "cache_config model_config parallel_config scheduler_config",
+            "cache_config model_config parallel_config scheduler_config device_config",
         ),
     ),
-    *_has("vllm.config", "CacheConfig", (_ANY, "enable_prefix_caching")),
+    *_has(
+        "vllm.config", "CacheConfig", (_ANY, "enable_prefix_caching"), (">=0.27", "use_replayssm")
+    ),
+    *_has("vllm.config", "DeviceConfig", (_ANY, "device_type")),
     *_has("vllm.config", "ModelConfig", (_ANY, "is_encoder_decoder served_model_name")),
     *_has(
         "vllm.config",

@@ -23,28 +23,32 @@ _TESTS = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(_TESTS.parent), str(_TESTS)]
 
+STATE = "state"  # as in scheduler_half.device, which a release must be chosen before
 _MAX_STEPS = 4000
 _MAX_TOKENS = 340  # of a prompt and its answer: more than a step takes, and the GPU has room
 
 
-def describe(seed: int, most_in_flight: int = 6) -> dict[str, Any]:
+def describe(seed: int, most_in_flight: int = 6, states: bool = False) -> dict[str, Any]:
     """What the engine of a seed is like, as arguments of `Mini`.
 
     Args:
         seed: of the run.
         most_in_flight: steps that the release may have under way at once.
+        states: whether some layers keep a state.
     """
     from kvoffload_patch.config import EVICTIONS
 
     rng = random.Random(seed)
     in_flight = min(rng.choice([1, 2, 2, 3, 6]), most_in_flight)
-    windows = rng.choice([(None,), (None,), (None, 40)])
+    windows: tuple[Any, ...] = rng.choice([(None,), (None,), (None, 40)])
     blocks = rng.choice([25, 30, 49, 80])
     limits = {}
     if rng.random() < 0.2:
         limits["long_prefill_token_threshold"] = rng.choice([20, 100])
     if rng.random() < 0.2:
         limits["watermark"] = 0.1
+    if states:
+        windows = random.Random(seed).choice([(None, STATE), (STATE, None, STATE), (STATE,)])
     return {
         "in_flight": in_flight,
         "asynchronous": in_flight > 1 and rng.random() < 0.7,
@@ -61,8 +65,8 @@ def describe(seed: int, most_in_flight: int = 6) -> dict[str, Any]:
     }
 
 
-def run(seed: int, most_in_flight: int = 6) -> dict[str, int]:
-    """One random run; returns what happened in it.
+def run(seed: int, most_in_flight: int = 6, states: bool = False) -> dict[str, int]:
+    """One random run; returns what happened in it. The arguments are those of `describe`.
 
     Raises:
         AssertionError: something is wrong, or is left behind.
@@ -76,7 +80,7 @@ def run(seed: int, most_in_flight: int = 6) -> dict[str, int]:
     commands = random.Random(f"commands {seed}") if seed % 2 else None
     rate = {"load": rng.choice([0, 0, 0.2, 0.5]), "store": rng.choice([0, 0, 0.3])}
     ranks = FakeRanks(rng.choice([0.1, 1.0, 15.0, 60.0]), here=rng.random() < 0.5)
-    about = describe(seed, most_in_flight)
+    about = describe(seed, most_in_flight, states)
     events = seed % 3 == 0
     mini = Mini(
         lambda direction, _: rng.random() < rate[direction], ranks=ranks, events=events, **about
@@ -95,7 +99,7 @@ def run(seed: int, most_in_flight: int = 6) -> dict[str, int]:
     assert [one.error for one in asked if one.error or not one.done.is_set()] == []
     return {
         "loaded": stats.loaded, "stored": stats.stored, "evicted": stats.evicted,
-        "failed": stats.failed, "resumed": mini.device.resumed,
+        "failed": stats.failed, "resumed": mini.device.resumed, "states": mini.device.states,
         "asked": len(asked),
     }  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,28 +30,49 @@ def group(kind: str = "FullAttentionSpec", **attributes: Any) -> SimpleNamespace
 
 def config(**changes: Any) -> SimpleNamespace:
     """vLLM's configuration, of which the tier approves but for the changes."""
-    other = ("caching", "encoder_decoder", "async_scheduling")
+    other = ("caching", "encoder_decoder", "async_scheduling", "device", "replayssm")
     parallel = {k: v for k, v in changes.items() if k not in other}
     parallel.setdefault("pipeline_parallel_size", 1)
     return SimpleNamespace(
-        cache_config=SimpleNamespace(enable_prefix_caching=changes.get("caching", True)),
+        cache_config=SimpleNamespace(
+            enable_prefix_caching=changes.get("caching", True),
+            use_replayssm=changes.get("replayssm", False),
+        ),
         parallel_config=SimpleNamespace(**parallel),
         scheduler_config=SimpleNamespace(async_scheduling=changes.get("async_scheduling", False)),
         model_config=SimpleNamespace(is_encoder_decoder=changes.get("encoder_decoder", False)),
+        device_config=SimpleNamespace(device_type=changes.get("device", "cpu")),
     )
 
 
-def scheduler(*groups: Any, **coordinator: Any) -> SimpleNamespace:
+def scheduler(*groups: Any, connector: Any = None, **coordinator: Any) -> SimpleNamespace:
     """A scheduler over these groups."""
     return SimpleNamespace(
+        connector=connector,
         kv_cache_manager=SimpleNamespace(coordinator=SimpleNamespace(**coordinator)),
         kv_cache_config=SimpleNamespace(kv_cache_groups=list(groups) or [group()]),
     )
 
 
+STATE = {
+    "mamba_cache_mode": "align", "num_speculative_blocks": 0,
+    "mamba_type": SimpleNamespace(name="GDN_ATTN"),
+}  # fmt: skip
+
+
+def states(**changes: Any) -> SimpleNamespace:
+    """A scheduler of full attention beside layers that keep a state."""
+    connector = changes.pop("connector", None)
+    return scheduler(group(), group("MambaSpec", **{**STATE, **changes}), connector=connector)
+
+
 UNIFORM = spec(
     "UniformTypeKVCacheSpecs",
-    kv_cache_specs={"a": spec("MLAAttentionSpec"), "b": spec("MambaSpec")},
+    kv_cache_specs={"a": spec("MLAAttentionSpec"), "b": spec("MambaSpec", **STATE)},
+)
+UNKNOWN = spec(
+    "UniformTypeKVCacheSpecs",
+    kv_cache_specs={"a": spec("MLAAttentionSpec"), "b": spec("SinkSpec")},
 )
 REFUSED = {
     "decode context parallel": (
@@ -62,12 +84,26 @@ REFUSED = {
     "elastic": (config(enable_elastic_ep=True), scheduler(), "elastic expert parallelism"),
     "encoder-decoder": (config(encoder_decoder=True), scheduler(), "encoder-decoder"),
     "partial hits": (config(), scheduler(enable_partial_hash_hits=True), "partial ones"),
-    "unknown spec": (config(), scheduler(group(), group("MambaSpec")), "group 1: .*MambaSpec"),
+    "unknown spec": (config(), scheduler(group(), group("SinkSpec")), "group 1: .*SinkSpec"),
     "subclass by another name": (
         config(), scheduler(group("SinkFullAttentionSpec")), "found SinkFullAttentionSpec",
     ),
     "unknown among many": (
-        config(), scheduler(SimpleNamespace(kv_cache_spec=UNIFORM)), "group 0: .*MambaSpec",
+        config(), scheduler(SimpleNamespace(kv_cache_spec=UNKNOWN)), "group 0: .*SinkSpec",
+    ),
+    "states beside attention in one group": (
+        config(), scheduler(SimpleNamespace(kv_cache_spec=UNIFORM)), "found MLAAttentionSpec",
+    ),
+    "states at every block": (config(), states(mamba_cache_mode="all"), "found mode all"),
+    "states of drafts": (config(), states(num_speculative_blocks=2), "speculative decoding"),
+    "states within a step": (
+        config(), states(num_prefill_checkpoint_blocks=1), "checkpoints within a step",
+    ),
+    "states outside of blocks": (config(replayssm=True), states(), "--use-replayssm"),
+    "states beside a connector": (config(), states(connector=object()), "no KV connector"),
+    "states on a GPU": (config(device="cuda"), states(), r"on the CPU.* \S+ on cuda"),
+    "states of Mamba 2": (
+        config(), states(mamba_type=SimpleNamespace(name="MAMBA2")), "found MAMBA2 with",
     ),
     "host memory": (
         config(),
@@ -88,11 +124,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_tier_cannot_vouch_for_is_refused(name: str) -> None:
+def test_what_the_tier_cannot_vouch_for_is_refused(
+    name: str, record_property: Callable[[str, object], None]
+) -> None:
     vllm_config, vllm_scheduler, what = REFUSED[name]
     with pytest.raises(TierRefused) as refusal:
         check_eligible(vllm_config, vllm_scheduler)
     text = str(refusal.value)
+    record_property("refusal", text)  # for docs/features.md
     assert re.search(what, text)
     assert text.endswith("; set KVOFFLOAD_STRICT=0 to serve without the CPU tier.")
     assert not re.search(r"[.!?]\s", text) and "\n" not in text, "one sentence"
@@ -136,7 +175,7 @@ def test_another_scheduler_is_refused(
 
 def test_staying_out_comes_before_refusing() -> None:
     with pytest.raises(TierNotNeeded):
-        check_eligible(config(caching=False, encoder_decoder=True), scheduler(events=True))
+        check_eligible(config(caching=False, encoder_decoder=True), scheduler(group("SinkSpec")))
 
 
 @pytest.mark.parametrize("kind", sorted(_KNOWN_SPECS))
@@ -145,6 +184,20 @@ def test_known_specs_are_approved(kind: str) -> None:
     vllm_config = config(decode_context_parallel_size=1, prefill_context_parallel_size=1)
     groups = (group(kind), SimpleNamespace(kv_cache_spec=uniform), group(prefix_replay_tokens=0))
     check_eligible(vllm_config, scheduler(*groups, enable_partial_hash_hits=False))
+
+
+@pytest.mark.parametrize("release", ["0.31.0", "0.32.0", "0.33.0"])
+def test_states_are_approved_where_they_were_shown(
+    monkeypatch: pytest.MonkeyPatch, release: str
+) -> None:
+    monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", release)
+    if release == "0.32.0":
+        check_eligible(config(), states())
+    else:
+        with pytest.raises(TierRefused, match=f"with vLLM 0.32.0 on the CPU.* {release} on cpu"):
+            check_eligible(config(), states())
+    monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", "1")
+    check_eligible(config(device="cuda"), states())
 
 
 def test_known_specs_are_vllms() -> None:

@@ -19,7 +19,8 @@ KEY = "the last block's"
 def view(**more: Any) -> Any:
     requests = {name: SimpleNamespace(num_tokens=64, num_in_flight_tokens=20) for name in "ab"}
     scheduler = SimpleNamespace(connector=None, requests=requests)
-    shown = {"scheduler": scheduler, "block_sizes": (SIZE,), "decode_tokens": 1, **more}
+    shown = {"scheduler": scheduler, "block_sizes": (SIZE,), "decode_tokens": 1}
+    shown |= {"state_groups": frozenset(), **more}
     return SimpleNamespace(**shown)
 
 
@@ -88,6 +89,7 @@ UNCHANGED: dict[str, tuple[Any, Any]] = {
     "the runner zeroes blocks first": (output(new_block_ids_to_zero=[9]), view()),
     "nobody begins": (output(scheduled_new_reqs=[]), view()),
     "a draft model": (output(), view(decode_tokens=3)),
+    "a state": (output(), view(state_groups=frozenset({0}))),
     "several groups": (output(), view(block_sizes=(SIZE, SIZE))),
     "connector": (output(), view()),
     "aux_output_connector": (output(), view()),

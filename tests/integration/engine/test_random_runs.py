@@ -9,8 +9,10 @@ pytest.importorskip("vllm")
 from integration.engine.random_runs import describe, run
 
 from kvoffload_patch.config import EVICTIONS
+from kvoffload_patch.integration.install import release_in_use
 
 SEEDS = range(160)
+STATES = range(24)
 PARTS = 8
 
 
@@ -26,6 +28,22 @@ def test_random_runs(part: int) -> None:
             seen[name] = seen.get(name, 0) + count
     for name in ("loaded", "stored", "evicted", "failed", "resumed", "ended", "asked"):
         assert seen[name], f"no run has {name} anything"
+
+
+@pytest.mark.skipif(release_in_use() != "0.32.0", reason="states are refused on this release")
+def test_random_runs_of_layers_that_keep_a_state() -> None:
+    seen: dict[str, int] = {}
+    for seed in STATES:
+        try:
+            outcome = run(seed, states=True)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {describe(seed, states=True)}") from error
+        for name, count in outcome.items():
+            seen[name] = seen.get(name, 0) + count
+    for name in ("loaded", "stored", "evicted", "failed", "resumed", "states"):
+        assert seen[name], f"no run has {name} anything"
+    groups = {describe(seed, states=True)["windows"] for seed in STATES}
+    assert groups == {(None, "state"), ("state", None, "state"), ("state",)}
 
 
 def test_the_runs_are_of_all_kinds() -> None:

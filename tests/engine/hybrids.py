@@ -1,0 +1,62 @@
+"""Tiny models of the architectures that keep a state besides, or instead of, attention's blocks.
+
+Configurations are the real classes of `transformers`; weights are random, with gains that make
+answers depend on every block of the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine.model import HIDDEN, VOCABULARY, write_tokenizer
+
+_COMMON = {
+    "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_hidden_layers": 4, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+_LINEAR = ["linear_attention", "full_attention"] * 2
+KINDS: dict[str, dict[str, Any]] = {
+    # Gated delta net beside full attention, and experts.
+    "qwen3_next": {
+        "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64,
+        "intermediate_size": 256, "layer_types": _LINEAR, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 64, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+}  # fmt: skip
+
+
+def write_hybrid(kind: str, folder: Path) -> Path:
+    """Write config and weights of a kind of model."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = AutoConfig.for_model(kind, **{**_COMMON, **KINDS[kind]})
+    config.dtype = torch.float32
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() < 2 or "conv1d" in name or name.endswith("A_log"):
+                continue
+            gain = 1.0 if "embed" in name else _gain(name) / weight.shape[-1] ** 0.5
+            weight.copy_(gain * torch.randn(weight.shape, generator=generator))
+    model.save_pretrained(folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "torch_dtype": "float32"}))
+    write_tokenizer(folder)
+    return folder
+
+
+def _gain(name: str) -> float:
+    """Attention and states have a strong say: single tokens far back decide the answer."""
+    if any(part in name for part in ("v_proj", "o_proj", "out_proj", "in_proj")):
+        return 3.0
+    return 2.0 if any(part in name for part in ("q_proj", "k_proj")) else 1.0

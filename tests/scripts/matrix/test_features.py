@@ -1,0 +1,56 @@
+"""docs/features.md says what the results say, and no cell of it is empty."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts import ROOT
+from scripts.matrix import features
+from scripts.matrix.features import ROWS, Row
+
+ROW = Row("a shape", "real engine", ("tests/x.py::test_a",))
+ABOUT = {"release": "0.32.0", "date": "2026-11-23", "commit": "abc"}
+
+
+def result(*tests: dict[str, str]) -> dict[str, object]:
+    """Of one row."""
+    return {**ABOUT, "tests": [{"test": "tests/x.py::test_a", **test} for test in tests]}
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    assert features.PAGE.read_text(encoding="utf-8") == features.page(features.load())
+
+
+def test_no_cell_is_empty_and_no_row_is_there_twice() -> None:
+    table = [line for line in features.page({}).splitlines() if line.startswith("| ")][2:]
+    assert len(table) == len(ROWS) == len({row.name for row in ROWS})
+    for line in table:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert len(cells) == 5 and all(cells), line
+
+
+def test_every_row_names_tests_that_are_there() -> None:
+    for row in ROWS:
+        for test in row.tests:
+            file, _, name = test.partition("::")
+            text = (ROOT / file).read_text(encoding="utf-8")
+            assert not name or f"def {name.partition('[')[0]}(" in text, test
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (result({"outcome": "passed"}, {"outcome": "passed"}), "green: 2 passed"),
+        (result({"outcome": "passed"}, {"outcome": "failure", "why": "no"}), "**red**: no"),
+        (result({"outcome": "skipped", "why": "Skipped: no V2"}), "not run: no V2"),
+        (result({"outcome": "passed", "refusal": "expected a"}), "refused: expected a"),
+        (result(), "not run yet"),
+        (None, "not run yet"),
+    ],
+)
+def test_a_verdict_says_what_came_out(found: dict | None, said: str) -> None:
+    assert features.verdict(ROW, found) == said
+
+
+def test_what_no_test_runs_is_not_green() -> None:
+    assert features.verdict(Row("b", "the checks"), None) == "not shown: no test runs it"
