@@ -32,6 +32,7 @@ plain vLLM's two best were closer than {tie:g} (natural log of their ratio), whi
 may decide. "Left": broken off, and right so far. Faults are put into the tier's copies from
 outside the package: a bit of a CPU slot changes, a copy is refused, or takes 2 s. A tier of which 8
 copies fail within 60 s is detached, as it is made: "did not stay on" where faults are that many.
+A young vLLM on the CPU grows by itself, so memory is to be read beside a run of plain vLLM.
 """
 
 
