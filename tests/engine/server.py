@@ -52,7 +52,7 @@ class Server:
         paths = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
         extra = {"PATH": os.pathsep.join(paths), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         sizes = {"KVOFFLOAD_CPU_GIB": "0.25"} if tier is not None else {}
-        self._env = engines.environment(**sizes, **(tier or {}), **extra)
+        self._env = engines.environment(**{**sizes, **(tier or {}), **extra})
 
     def __enter__(self) -> Server:
         with self._log.open("wb") as out:
