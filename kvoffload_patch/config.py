@@ -20,6 +20,7 @@ TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
 LOAD_MODES = ("auto", "inline", "parked")
 EVICTIONS = ("arc", "lru")
+STORES = ("auto", "eager", "lazy")
 COPY_BACKENDS = ("auto", "staged", "torch")
 INTEGRITIES = ("off", "sample", "full")
 GIB = 1 << 30
@@ -80,6 +81,12 @@ def _load_mode(text: str) -> str:
 
 def _eviction(text: str) -> str:
     if text not in EVICTIONS:
+        raise ValueError(text)
+    return text
+
+
+def _store(text: str) -> str:
+    if text not in STORES:
         raise ValueError(text)
     return text
 
@@ -158,6 +165,14 @@ class Settings:
         "one of " + ", ".join(EVICTIONS),
         "which blocks leave a full tier first: the least recently used (lru), or of those used "
         "once and those used again whichever are missed less (arc)",
+    )
+    store: str = _variable(
+        "KVOFFLOAD_STORE",
+        "auto",
+        _store,
+        "one of " + ", ".join(STORES),
+        "when blocks are stored: as they are computed (eager), when the GPU is about to lose them "
+        "(lazy), or as they are computed until the tier is full, then lazily (auto)",
     )
     copy_backend: str = _variable(
         "KVOFFLOAD_COPY_BACKEND",

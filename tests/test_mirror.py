@@ -47,6 +47,8 @@ TESTED_BY = {
     "patching/point.py": "patching/test_check.py",
     "tier/entries.py": "tier/test_manager.py",
     "tier/policy.py": "tier/test_manager_model.py",
+    "tier/queues.py": "tier/test_manager.py",
+    "tier/state.py": "tier/test_manager.py",
     "tier/stats.py": "tier/test_manager.py",
     # One test for all backends: they do the same.
     "transfer/backends/base.py": "transfer/backends/test_backends.py",

@@ -25,7 +25,7 @@ STATES = ON, PAUSED, NOT_NEEDED, REFUSED, FAILED = (
 )  # fmt: skip
 
 # Labels of `build_info` besides the versions.
-ABOUT = ("load_mode", "eviction", "integrity", "copies")
+ABOUT = ("load_mode", "store", "eviction", "integrity", "copies")
 
 # Upper bounds of histograms of times.
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -60,7 +60,7 @@ METRICS = (
     Metric(
         "build_info",
         "gauge",
-        "Always 1; the labels say which versions run, how blocks are evicted and how copied.",
+        "Always 1; the labels say which versions run, and how blocks are stored, evicted, copied.",
         (("version", ()), ("vllm_version", ()), *((name, ()) for name in ABOUT)),
     ),
     Metric(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-from kvoffload_patch.links import Link
+from kvoffload_patch.links import Link, Tickets
 
 Keys = Sequence[Hashable]
 Slots = Sequence[int]
@@ -41,11 +41,34 @@ class LinkTickets:
         if ticket > self.wait:
             self.wait = ticket
 
+    def note_failed(self, ticket: int) -> None:
+        """A transfer failed; one that is known to be done was taken in then."""
+        if ticket > self.done:  # otherwise it is named until a plan shows that
+            self.failed.add(ticket)
+
+    def take_done(self, done: int) -> Iterator[tuple[int, Keys, Slots]]:
+        """All up to a ticket are done: those not known to be; `done` is as it was until the end."""
+        while self.under_way and self.under_way[0][0] <= done:
+            yield self.under_way.popleft()
+        self.done = max(self.done, min(done, self.last))
+
     def planned(self) -> None:
         """A plan was made, with what is waited for and known to be done."""
         self.wait = 0
         if self.failed:
             self.failed = {ticket for ticket in self.failed if ticket > self.done}
+
+
+def tickets_of(links: Iterable[LinkTickets]) -> tuple[Tickets, Tickets]:
+    """What the next plan's forward pass waits for, and what is known to be done, by link."""
+    waits: Tickets = ()
+    done: Tickets = ()
+    for link in links:
+        if link.wait:
+            waits += ((link.link, link.wait),)
+        if link.done:
+            done += ((link.link, link.done),)
+    return waits, done
 
 
 class HeldSlots:
@@ -106,39 +129,3 @@ class HeldSlots:
         elif others:
             del self._read_again[slot]
         return not others
-
-
-def take_queued(
-    queued: dict[int, Hashable],
-    limit: int,
-    stored: Container[Hashable],
-    storable: Callable[[int, Hashable], bool],
-) -> tuple[dict[Hashable, int], int]:
-    """Take what is to be stored now out of the queue, first come first.
-
-    Args:
-        queued: keys, by the GPU block that holds each.
-        limit: how many are taken at most.
-        stored: keys that need not be.
-        storable: whether a GPU block still has the block of a key.
-
-    Returns:
-        GPU blocks by their keys, and how many others had lost theirs.
-    """
-    taken, looked_at, lost = dict[Hashable, int](), list[int](), 0
-    for gpu_block_id, key in queued.items():
-        if len(taken) >= limit:
-            break
-        looked_at.append(gpu_block_id)
-        if key in stored:
-            continue
-        if storable(gpu_block_id, key):
-            taken.setdefault(key, gpu_block_id)
-        else:
-            lost += 1
-    # Not one by one from the front: finding a dict's first item means passing what has left it.
-    if len(looked_at) == len(queued):
-        queued.clear()
-    for gpu_block_id in looked_at if queued else ():
-        del queued[gpu_block_id]
-    return taken, lost

@@ -2,99 +2,34 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import islice, repeat
 from types import MappingProxyType
 
-from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Link, Tickets
-from kvoffload_patch.tier.entries import HeldSlots, Keys, LinkTickets, Slots, take_queued
+from kvoffload_patch.links import CPU, GPU, LOAD
+from kvoffload_patch.tier.entries import Keys, LinkTickets, Slots, tickets_of
 from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
 from kvoffload_patch.tier.policy import EvictionPolicy
+from kvoffload_patch.tier.queues import EndedRequests, StoreQueue
 from kvoffload_patch.tier.slots import SlotPool
-from kvoffload_patch.tier.stats import TierStats
+from kvoffload_patch.tier.state import TierState
 
 
-class OffloadManager:
+class OffloadManager(TierState):
     """Owns the CPU slots of one scheduler; every rank holds the bytes of the same slots.
 
     Every operation costs O(1) for each block that it names; none walks the tier.
-
-    Args:
-        num_slots: slots usable at first; more become usable by `apply`.
-        policy: makes the eviction policy of the key of each slot, and another after each `clear`.
-        growing: more slots are to come.
-
-    Attributes:
-        on_left: told of keys that have just left, some of which were never readable.
     """
 
-    def __init__(
-        self,
-        num_slots: int,
-        policy: Callable[[Sequence[Hashable]], EvictionPolicy],
-        growing: bool = False,
-    ) -> None:
-        self.num_slots = num_slots
-        self.stats = TierStats()
-        self.on_left: Callable[[Iterable[Hashable]], None] | None = None
-        self._new_policy = policy
-        self._slots = SlotPool(num_slots)
-        self._growing, self._sizing = growing, 0
-        self._slot_of: dict[Hashable, int] = {}
-        self._key_of: list[Hashable] = [None] * num_slots  # as it was last, for each slot
-        self._store_to = [0] * num_slots  # ticket of the last store to each slot
-        self._policy = policy(self._key_of)
-        self._held = HeldSlots()
-        self._pending: dict[int, Hashable] = {}  # GPU block id -> key, not yet planned
-        self._loads, self._stores = LinkTickets(LOAD), LinkTickets(STORE)
-        self._links = {LOAD: self._loads, STORE: self._stores}
-        self._store_of: dict[int, int] = {}  # GPU block id -> ticket of its last store
-        self._new_loads: list[Transfer] = []
-        self._promised: list[tuple[Link, int]] = []
-        self._ended: deque[tuple[int, Keys]] = deque()  # last store, and keys of requests
-
-    @property
-    def num_used(self) -> int:
-        """Slots in use, those being written included."""
-        return self.num_slots - self._slots.num_free
-
-    @property
-    def busy(self) -> bool:
-        """Whether any planned transfer is not known to be done."""
-        return any(link.under_way for link in self._links.values())
-
-    @property
-    def growing(self) -> bool:
-        """Whether more slots are to come."""
-        return self._growing
-
-    def last_done(self, link: Link) -> int:
-        """The last ticket of a link known to be done."""
-        return self._links[link].done
-
-    def num_under_way(self, link: Link) -> int:
-        """Transfers of a link not known to be done."""
-        return len(self._links[link].under_way)
-
     # Looking up
-
-    def lookup(self, key: Hashable) -> str | None:
-        """The place from which the block of ``key`` can be loaded now; None if there is none."""
-        slot = self._slot_of.get(key)
-        return CPU if slot is not None and self._store_to[slot] <= self._stores.done else None
-
-    def holds(self, key: Hashable) -> bool:
-        """Whether ``key`` has a slot, readable or still being written."""
-        return key in self._slot_of
 
     def touch(self, keys: Keys) -> None:
         """Refresh the recency of a prefix, given head first; the head ends most recent.
 
         A block is worth nothing without those before it, so a prefix is evicted from its tail.
         """
-        slot_of = self._slot_of
-        self._policy.hit([slot_of[key] for key in reversed(keys) if key in slot_of])
+        found = filter(self._slot_of.__contains__, reversed(keys))
+        self._policy.hit(list(map(self._slot_of.__getitem__, found)))
 
     def request_ended(self, keys: Keys) -> None:
         """A request that used and stored these, given head first, has ended.
@@ -102,15 +37,62 @@ class OffloadManager:
         Its blocks were stored in several steps. Once the last of them is stored, they are put
         together, so that its tail is evicted before its head.
         """
-        self._ended.append((self._stores.last, keys))
-        self._regroup_ended()
+        if self._exclusive is not None:
+            self._exclusive.ended(keys)
+        else:
+            self._ended.add(keys, self._stores.last)
+            self._ended.regroup(self._stores.done, self._slot_of, self._policy)
+
+    def hit_on_gpu(
+        self, prefix: Sequence[tuple[int, Hashable]], cached: Callable[[int, Hashable], bool]
+    ) -> None:
+        """A request hits these GPU blocks with these keys, head first, if they are still cached."""
+        if self._exclusive is not None:
+            self._exclusive.hit_on_gpu(prefix, cached)
+            if not self._exclusive.tight:
+                return
+        else:
+            self.touch([key for _, key in prefix])
+        for gpu_block_id, key in prefix:
+            # What has left the GPU cache meanwhile may have made room for another's store.
+            if key not in self._slot_of and cached(gpu_block_id, key):
+                self.queue_store(key, gpu_block_id)
 
     # Storing
 
     def queue_store(self, key: Hashable, gpu_block_id: int) -> None:
         """``gpu_block_id`` holds, or will hold after this step, the block of ``key``."""
         if key not in self._slot_of:
-            self._pending[gpu_block_id] = key
+            self._queue.add(key, gpu_block_id)
+
+    def offer(self, computed: Mapping[Hashable, int]) -> Mapping[Hashable, int]:
+        """GPU blocks by the keys that are computed in them: which to store at once."""
+        missed = computed
+        if not self._slot_of.keys().isdisjoint(computed):
+            missed = {k: block for k, block in computed.items() if k not in self._slot_of}
+        if self._exclusive is not None and computed:
+            self._exclusive.filled(tuple(computed), tuple(computed.values()))
+            self._policy.miss(reversed(tuple(missed)))
+            if not self._exclusive.tight:
+                room = self._slots.num_free - len(self._queue) if self._stores_ahead else 0
+                return dict(islice(missed.items(), max(room, 0)))
+        return missed
+
+    def about_to_lose(self, blocks: Sequence[tuple[int, Hashable]]) -> int:
+        """The GPU will hand these blocks out soon, in this order; they hold these keys.
+
+        What the tier has of them is no mere copy any more. The rest is stored with the next plan,
+        unless it is handed out before; returns how many blocks that is. Not to be told of
+        blocks that are being filled. With `eager`, nothing is done.
+        """
+        if self._exclusive is None:
+            return 0
+        self._exclusive.leave([gpu_block_id for gpu_block_id, _ in blocks])
+        only_there = [(block, key) for block, key in blocks if key not in self._slot_of]
+        # The first one was used least recently: it is the tail of what is stored.
+        for gpu_block_id, key in reversed(only_there):
+            self._queue.add(key, gpu_block_id)
+        return len(only_there)
 
     def note_new_blocks(self, gpu_block_ids: Sequence[int]) -> None:
         """These GPU blocks were handed out to be overwritten.
@@ -118,17 +100,16 @@ class OffloadManager:
         A store of theirs that is not planned is dropped; the last one that was planned is waited
         for by the next plan's forward pass, known to be done or not: another rank may be behind.
         """
-        if self._pending:
-            before = len(self._pending)
-            for gpu_block_id in gpu_block_ids:
-                self._pending.pop(gpu_block_id, None)
-            self.stats.overwritten += before - len(self._pending)
+        dropped = self._queue.drop(gpu_block_ids)
+        self.stats.overwritten += dropped
+        if self._exclusive is not None:
+            self._exclusive.handed_out(gpu_block_ids, dropped)
         if self._store_of and gpu_block_ids:
             self._stores.wait_for(max(map(self._store_of.pop, gpu_block_ids, repeat(0))))
 
     def drop_queued(self) -> None:
         """What was queued and is not planned yet is not stored."""
-        self._pending.clear()
+        self._queue = StoreQueue()
 
     def discard(self, key: Hashable) -> None:
         """What the GPU holds, and may have stored, under ``key`` turned out to be wrong."""
@@ -157,6 +138,8 @@ class OffloadManager:
         if max(map(self._store_to.__getitem__, slots), default=0) > self._stores.done:
             raise KeyError(next(key for key in keys if not self.lookup(key)))
         self._policy.pin(slots[::-1])
+        if self._exclusive is not None:
+            self._exclusive.loaded(keys, gpu_block_ids)
         self._held.read(slots)
         ticket = self._loads.give_out(tuple(keys), slots)
         self._new_loads.append(Transfer(ticket, CPU, GPU, slots, tuple(gpu_block_ids)))
@@ -192,21 +175,14 @@ class OffloadManager:
             computed: GPU blocks by the keys that this step's forward pass computes in them. To
                 be stored with those queued, and behind them.
         """
-        store = self._plan_store(storable, computed) if computed or self._pending else ()
-        waits: Tickets = ()
-        done: Tickets = ()
-        for name, link in self._links.items():
-            if link.wait:
-                waits += ((name, link.wait),)
-            if link.done:
-                done += ((name, link.done),)
+        store = self._plan_store(storable, computed) if computed or self._queue else ()
+        waits, done = tickets_of(self._links.values())
         if not (store or waits or self._new_loads):
             return None
         loads, self._new_loads = tuple(self._new_loads), []
         promised, self._promised = tuple(self._promised), []
         for link in self._links.values():
-            if link.wait or link.failed:
-                link.planned()
+            link.planned()
         return TransferPlan(loads, store, waits, done, promised)
 
     def apply(self, result: TransferResult) -> list[Hashable]:
@@ -217,40 +193,21 @@ class OffloadManager:
         """
         readable: list[Hashable] = []
         for name, ticket in result.failed:
-            # One that is known to be done was taken in then: it is named until a plan shows that.
-            if ticket > self._links[name].done:
-                self._links[name].failed.add(ticket)
-        if result.mismatches > self.stats.mismatches:
-            self.stats.mismatches = result.mismatches
+            self._links[name].note_failed(ticket)
+        self.stats.mismatches = max(self.stats.mismatches, result.mismatches)
         for name, done in result.done:
             link = self._links[name]
-            if done <= link.done:
-                continue  # said before
-            while link.under_way and link.under_way[0][0] <= done:
-                ticket, keys, slots = link.under_way.popleft()
+            for ticket, keys, slots in link.take_done(done):
                 if ticket in link.failed:
                     self._give_up(link, keys, slots)
                 elif link is self._loads:
                     self._finish_load(keys, slots)
                 else:
                     readable += self._finish_store(keys, slots)
-            link.done = min(done, link.last)
         if result.num_slots is not None and result.sizing == self._sizing:
             self._grow(result.num_slots, result.growing)
-        self._regroup_ended()
+        self._ended.regroup(self._stores.done, self._slot_of, self._policy)
         return readable
-
-    def load_done(self, ticket: int) -> bool:
-        """Whether this load is known to be done; `load_failed` says how it ended."""
-        return ticket <= self._loads.done
-
-    def load_failed(self, ticket: int) -> bool:
-        """Whether this load failed; to be asked before the plan that follows its end is made."""
-        return ticket in self._loads.failed
-
-    def drained(self) -> TransferResult:
-        """The result that ranks give once they have finished all that was planned."""
-        return TransferResult(tuple([(link.link, link.last) for link in self._links.values()]))
 
     def clear(self) -> None:
         """Forget every key. Slots of transfers under way come back when those are done."""
@@ -261,9 +218,9 @@ class OffloadManager:
             self.on_left(self._slot_of)
         self._slot_of = {}
         self._key_of = [None] * self.num_slots
-        self._pending = {}
-        self._ended.clear()
-        self._policy = self._new_policy(self._key_of)
+        self._queue = StoreQueue()
+        self._ended = EndedRequests()
+        self._policy = self._make_policy()
         self._slots = SlotPool(self.num_slots, reserved=held)
 
     def change_policy(self, policy: Callable[[Sequence[Hashable]], EvictionPolicy]) -> None:
@@ -302,7 +259,7 @@ class OffloadManager:
         """A new policy for so many slots, and for what can be evicted now, in its order."""
         in_order = self._policy.evict(self.num_slots)
         self._count_slots(num_slots)
-        self._policy = self._new_policy(self._key_of)
+        self._policy = self._make_policy()
         self._policy.insert(in_order)
 
     def _count_slots(self, num_slots: int) -> None:
@@ -312,30 +269,22 @@ class OffloadManager:
         self._key_of += [None] * (num_slots - len(self._key_of))
         self._store_to += [0] * (num_slots - len(self._store_to))
 
-    def _regroup_ended(self) -> None:
-        """Put together the blocks of requests all of whose stores are done."""
-        slot_of = self._slot_of
-        while self._ended and self._ended[0][0] <= self._stores.done:
-            _, keys = self._ended.popleft()
-            self._policy.regroup([slot_of[key] for key in reversed(keys) if key in slot_of])
-
     def _plan_store(
         self, storable: Callable[[int, Hashable], bool], computed: Mapping[Hashable, int]
     ) -> tuple[Transfer, ...]:
-        wanted, slot_of = computed, self._slot_of
-        if not slot_of.keys().isdisjoint(computed):
-            wanted = {key: block for key, block in computed.items() if key not in slot_of}
-        if self._pending or self._growing:
-            self._pending.update(zip(wanted.values(), wanted))
-            # While slots are still coming nothing is evicted for a store: what finds no room waits,
-            # as long as the GPU keeps it.
-            limit = self._slots.num_free if self._growing else len(self._pending)
-            wanted, lost = take_queued(self._pending, limit, slot_of, storable)
+        wanted, slot_of = self.offer(computed), self._slot_of
+        if self._queue or self._growing:
+            for key, gpu_block_id in wanted.items():
+                self._queue.add(key, gpu_block_id)
+            # While slots are still coming nothing is evicted: what finds no room waits.
+            limit = self._slots.num_free if self._growing else len(self._queue)
+            wanted, lost = self._queue.take(limit, slot_of, storable)
             self.stats.overwritten += lost
         if not wanted:
             return ()
         keys, gpu_block_ids = tuple(wanted), tuple(wanted.values())
-        self._policy.miss(reversed(keys))
+        if self._exclusive is None:
+            self._policy.miss(reversed(keys))
         slots = self._take_slots(len(keys))
         if len(slots) < len(keys):
             self.stats.dropped += len(keys) - len(slots)
@@ -345,10 +294,8 @@ class OffloadManager:
         ticket = self._stores.give_out(keys, slots)
         slot_of.update(zip(keys, slots))
         self._store_of.update(zip(gpu_block_ids, repeat(ticket)))
-        key_of, store_to = self._key_of, self._store_to
         for key, slot in zip(keys, slots):
-            key_of[slot] = key
-            store_to[slot] = ticket
+            self._key_of[slot], self._store_to[slot] = key, ticket
         return (Transfer(ticket, GPU, CPU, gpu_block_ids, slots),)
 
     def _take_slots(self, count: int) -> tuple[int, ...]:

@@ -122,7 +122,7 @@ class TierSim(Sim):
         from kvoffload_patch.tier.policies import POLICIES
 
         hooks, settings = step_hooks(self.scheduler), Settings(log_interval=1e9)
-        self.manager = OffloadManager(CPU_SLOTS, POLICIES[settings.eviction])
+        self.manager = OffloadManager(CPU_SLOTS, POLICIES[settings.eviction], store=settings.store)
         connect(self.scheduler, hooks, self.manager, Ranks(), settings)
 
     def _answer(self, scheduled: Any, output: Any) -> None:

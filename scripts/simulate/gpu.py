@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 Key = int
 
@@ -85,6 +86,11 @@ class GpuPool:
         for block in reversed(first):
             self.free.move_to_end(block, last=False)
         return idle
+
+    def next_out(self, count: int) -> list[tuple[int, Key]]:
+        """Of so many blocks that are handed out next, those that hold something, and its keys."""
+        held = ((block, self.key_of[block]) for block in islice(self.free, count))
+        return [(block, key) for block, key in held if key is not None]
 
     def make_last(self, block: int) -> None:
         """A block that nobody uses is handed out after all others."""

@@ -60,6 +60,8 @@ class Figures(NamedTuple):
         hits_gpu, hits_tier: blocks found there when their request was admitted.
         again: of the reusable ones, those that were computed again.
         stored, loaded: blocks that crossed the bus.
+        preempted: how often requests were.
+        lost: full blocks that they had, and had to compute again.
         first_token: seconds from arrival to first token, of each request.
         end: seconds until the last answer.
     """
@@ -72,6 +74,7 @@ class Figures(NamedTuple):
     loaded: int
     evicted: int
     preempted: int
+    lost: int
     first_token: list[float]
     end: float
 
@@ -101,9 +104,12 @@ class Model:
         self._numbers = count()
         self._arriving: dict[int, int] = {}  # GPU block -> ticket of the load that fills it
         self._idle: list[int] = []
+        self._put_off: int | None = None  # request that waits for stores, or has done so last
+        self._stores_first = False  # it does so in this step
         self._seen: set[int] = set()
         self._first: dict[int, float] = {}  # one that begins anew keeps its own
-        self._counts = {"reusable": 0, "gpu": 0, "tier": 0, "again": 0, "preempted": 0}
+        self._had: dict[int, int] = {}  # full blocks of preempted requests, by number
+        self._counts = {"reusable": 0, "gpu": 0, "tier": 0, "again": 0, "preempted": 0, "lost": 0}
 
     def run(self, progress: Callable[[int], None] = lambda left: None) -> Figures:
         """Replay the whole trace.
@@ -118,7 +124,7 @@ class Model:
         return Figures(
             counts["reusable"], counts["gpu"], counts["tier"], counts["again"],
             self._bus.moved(STORE), self._bus.moved(LOAD), stats.evicted, counts["preempted"],
-            list(self._first.values()), self._now,
+            counts["lost"], list(self._first.values()), self._now,
         )  # fmt: skip
 
     def _step(self) -> None:
@@ -144,8 +150,11 @@ class Model:
             self._first.setdefault(run.number, self._now - run.request.arrival)
             self._following_block(run, self._now, run.request.prompt_tokens)
         self._begun = []
-        if not tokens:
+        if self._stores_first and not tokens:
+            self._now += self._machine.token_s  # the next step of answers
+        elif not tokens:
             self._now = max(self._now, self._next())
+        self._stores_first = False
 
     def _next(self) -> float:
         arrival = self._waiting[0][1].arrival if self._waiting else NEVER
@@ -188,6 +197,8 @@ class Model:
             whole = -(-(request.prompt_tokens + 1) // tokens_each)
         if whole - on_gpu > len(gpu.free) - gpu.idle(blocks):
             return None
+        if hit > on_gpu and not self._may_overwrite(number, hit - on_gpu):
+            return None
         gpu.hold(blocks)
         arriving = self._arriving
         ticket = max([arriving.get(block, 0) for block in blocks]) if arriving and blocks else 0
@@ -204,6 +215,14 @@ class Model:
         self._count(run, reusable)
         return run
 
+    def _may_overwrite(self, number: int, count: int) -> bool:
+        """Whether a load can begin; it waits for one step where stores have to be planned first."""
+        step_blocks = -(-self._machine.step_tokens // self._machine.block_tokens)
+        if self._put_off == number or self._rules.may_overwrite(self._gpu, count + step_blocks):
+            return True
+        self._put_off, self._stores_first = number, True
+        return False
+
     def _load(self, keys: Sequence[int], blocks: Sequence[int]) -> int:
         """Begin a load. Others may hit its blocks at once, and wait for it."""
         ticket = self._manager.begin_load(keys, blocks)
@@ -219,6 +238,7 @@ class Model:
         again = len(seen.intersection(reusable[run.hit :]))
         counts["again"] += again
         counts["reusable"] += again + run.hit
+        counts["lost"] += max(0, min(self._had.pop(run.number, 0), len(reusable)) - run.hit)
         seen.update(run.request.prompt_keys(self._machine.block_tokens))
 
     def _publish(self) -> None:
@@ -299,6 +319,7 @@ class Model:
     def _preempt(self, run: Run) -> None:
         """A request gives its blocks back and begins anew, before those that wait."""
         self._counts["preempted"] += 1
+        self._had[run.number] = run.keyed
         self._give_back(run)
         if run in self._prompts:
             self._prompts.remove(run)

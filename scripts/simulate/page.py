@@ -78,7 +78,7 @@ def _row(document: dict[str, Any], trace: str, side: str) -> list[str]:
 def short(document: dict[str, Any]) -> str:
     """Tokens recomputed beside LRU, every side and trace."""
     sides = [side for side in (*SIDES, OPTIMUM) if side not in (BASE, "none")]
-    rows = [["tokens recomputed, beside this tier with LRU", *WORKLOADS]]
+    rows = [["tokens recomputed, beside this tier, eager, LRU", *WORKLOADS]]
     for side in sides:
         words = OPTIMUM if side == OPTIMUM else SIDES[side].words
         rows.append([words, *(f"{100 * beside(document, t, side):+.1f} %" for t in WORKLOADS)])

@@ -50,23 +50,33 @@ class Run:
 
 
 class Rules:
-    """This package's rules, with an eviction policy.
+    """This package's rules, with an eviction and a store policy.
 
-    Every block is stored in the step that computes it, answers included. What is hit on the GPU is
-    a use of its copy; where the tier has none any more, it is stored again.
+    What is hit on the GPU is a use of its copy. With `eager` every block is stored in the step that
+    computes it, answers included, and what is hit is stored again where the tier has lost it. With
+    the others the tier is told of the blocks that the GPU hands out next.
+
+    Args:
+        slots: of the tier.
+        policy: eviction policy.
+        store: store policy.
+        ahead: how many of the GPU's free blocks the tier is told of.
     """
 
-    def __init__(self, slots: int, policy: NewPolicy = LRUPolicy) -> None:
-        self.manager = OffloadManager(slots, policy)
+    def __init__(
+        self, slots: int, policy: NewPolicy = LRUPolicy, store: str = "eager", ahead: int = 0
+    ) -> None:
+        self.manager = OffloadManager(slots, policy, store=store)
+        self._ahead = ahead
+
+    def may_overwrite(self, gpu: GpuPool, count: int) -> bool:
+        """Whether so many free blocks can be handed out, without loss of what only they hold."""
+        return not self.manager.about_to_lose(gpu.next_out(count))
 
     def admitted(self, run: Run) -> None:
         """A request was given its blocks; what it loads is planned."""
-        keys = run.request.keys[: run.on_gpu]
-        manager = self.manager
-        manager.touch(keys)
-        for key, block in zip(keys, run.blocks):
-            if not manager.holds(key):
-                manager.queue_store(key, block)
+        prefix = list(zip(run.blocks[: run.on_gpu], run.request.keys))
+        self.manager.hit_on_gpu(prefix, lambda block, key: True)
 
     def computed(self, run: Run, keys: Keys, blocks: Sequence[int]) -> dict[Hashable, int]:
         """These blocks of a prompt are filled by this step: what to store with its plan."""
@@ -74,7 +84,8 @@ class Rules:
 
     def answered(self, run: Run, key: Hashable, block: int) -> None:
         """An answer has filled this block."""
-        self.manager.queue_store(key, block)
+        if self.manager.offer({key: block}):
+            self.manager.queue_store(key, block)
 
     def ended(self, run: Run) -> None:
         """A request has its answer, and still its blocks."""
@@ -82,6 +93,8 @@ class Rules:
 
     def step(self, gpu: GpuPool, idle: Sequence[int]) -> None:
         """A plan is about to be made; since the last one these blocks came to be used by nobody."""
+        if self.manager.lazy:
+            self.manager.about_to_lose(gpu.next_out(self._ahead))
 
 
 class IgnoresRequests(Rules):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kvoffload_patch.tier.exclusive import blocks_ahead
 from kvoffload_patch.tier.policies.arc import ArcPolicy
 from kvoffload_patch.tier.policies.lru import LRUPolicy
 from scripts.simulate import connectors, rules, tried
@@ -20,24 +21,33 @@ class Side(NamedTuple):
     rules: Callable[[Machine], rules.Rules]
 
 
-def _near(machine: Machine) -> int:
-    """Lazy mode looks at twice the blocks that a step can fill."""
-    return 2 * -(-machine.step_tokens // machine.block_tokens)
+def _step_blocks(machine: Machine) -> int:
+    """Blocks that a step can fill."""
+    return -(-machine.step_tokens // machine.block_tokens)
+
+
+def _this(eviction: rules.NewPolicy, store: str = "eager") -> Callable[[Machine], rules.Rules]:
+    def made(machine: Machine) -> rules.Rules:
+        ahead = blocks_ahead(machine.gpu_blocks, _step_blocks(machine))
+        return rules.Rules(machine.cpu_blocks, eviction, store, ahead)
+
+    return made
 
 
 SIDES = {
     "none": Side("plain vLLM", lambda machine: rules.NoTier()),
-    "lru": Side("this tier, LRU", lambda machine: rules.Rules(machine.cpu_blocks, LRUPolicy)),
-    "arc": Side("this tier, ARC", lambda machine: rules.Rules(machine.cpu_blocks, ArcPolicy)),
-    "s3fifo": Side(
-        "this tier, S3-FIFO", lambda machine: rules.Rules(machine.cpu_blocks, tried.S3Fifo)
-    ),
+    "lru": Side("this tier, eager, LRU", _this(LRUPolicy)),
+    "arc": Side("this tier, eager, ARC", _this(ArcPolicy)),
+    "s3fifo": Side("this tier, eager, S3-FIFO", _this(tried.S3Fifo)),
+    "auto-lru": Side("this tier, auto, LRU", _this(LRUPolicy, "auto")),
+    "lazy-arc": Side("this tier, lazy, ARC", _this(ArcPolicy, "lazy")),
+    "auto-arc": Side("this tier, auto, ARC", _this(ArcPolicy, "auto")),
     "simple": Side(
         "SimpleCPUOffloadConnector", lambda machine: connectors.SimpleEager(machine.cpu_blocks)
     ),
     "simple-lazy": Side(
         "SimpleCPUOffloadConnector, lazy",
-        lambda machine: connectors.SimpleLazy(machine.cpu_blocks, _near(machine)),
+        lambda machine: connectors.SimpleLazy(machine.cpu_blocks, 2 * _step_blocks(machine)),
     ),
     "offloading": Side(
         "OffloadingConnector, LRU", lambda machine: connectors.OffloadingLru(machine.cpu_blocks)

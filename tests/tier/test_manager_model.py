@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
 from tier.tier_machine import TierMachine, Traffic
 
-from kvoffload_patch.config import EVICTIONS
+from kvoffload_patch.config import EVICTIONS, STORES
 from kvoffload_patch.tier.policies import POLICIES
 
-
-class ArcMachine(TierMachine):
-    """The same with the policy that is the default."""
-
-    eviction = "arc"
+KINDS = list(product(POLICIES, STORES))
 
 
-MACHINES = {machine.eviction: machine for machine in (TierMachine, ArcMachine)}
-SETTINGS = settings(max_examples=200, stateful_step_count=60, deadline=None)
-TierMachine.TestCase.settings = ArcMachine.TestCase.settings = SETTINGS
-TestTier = TierMachine.TestCase
-TestArc = ArcMachine.TestCase
+def machine_of(eviction: str, store: str) -> type[TierMachine]:
+    """The same machine with other policies."""
+    return type(f"{eviction}_{store}", (TierMachine,), {"eviction": eviction, "store": store})
 
 
 def test_every_policy_is_tested_here() -> None:
-    assert set(POLICIES) == set(MACHINES) == set(EVICTIONS)
+    assert set(POLICIES) == set(EVICTIONS)
 
 
-@pytest.mark.parametrize("eviction", MACHINES)
-@pytest.mark.parametrize("seed", range(15))
-def test_heavy_traffic_loads_what_was_stored(seed: int, eviction: str) -> None:
-    Traffic(MACHINES[eviction](), seed).run(steps=300)
+@pytest.mark.parametrize(("eviction", "store"), KINDS)
+def test_random_steps(eviction: str, store: str) -> None:
+    examples = 200 if (eviction, store) in (("lru", "eager"), ("arc", "auto")) else 60
+    run_state_machine_as_test(
+        machine_of(eviction, store),
+        settings=settings(max_examples=examples, stateful_step_count=60, deadline=None),
+    )
+
+
+@pytest.mark.parametrize(("eviction", "store"), KINDS)
+@pytest.mark.parametrize("seed", range(10))
+def test_heavy_traffic_loads_what_was_stored(seed: int, eviction: str, store: str) -> None:
+    Traffic(machine_of(eviction, store)(), seed).run(steps=200)
 
 
 def test_a_rank_that_is_behind_does_not_overwrite_a_block_that_it_has_still_to_store() -> None:

@@ -30,6 +30,7 @@ blocks = st.sampled_from(BLOCKS)
 keys = st.sampled_from(KEYS)
 queues = st.integers(0, 2)  # compute, loads, stores
 key_lists = st.lists(keys, max_size=6)
+block_lists = st.lists(blocks, max_size=4, unique=True)
 
 
 class TierMachine(RuleBasedStateMachine):
@@ -37,11 +38,15 @@ class TierMachine(RuleBasedStateMachine):
 
     new_rank: Callable[[], Rank] = Rank
     eviction = "lru"
+    store = "eager"
 
     @initialize(capacity=st.integers(1, 6))
     def start(self, capacity: int) -> None:
-        self.tier = OffloadManager(capacity, POLICIES[self.eviction])
-        self.model = TierModel(capacity, in_order=self.eviction == "lru")
+        self.tier = OffloadManager(capacity, POLICIES[self.eviction], store=self.store)
+        in_order = (self.eviction, self.store) == ("lru", "eager")
+        self.model = TierModel(capacity, in_order, self.store)
+        if self.store != "eager":
+            self.model.tight = lambda: self.tier._exclusive.tight
         self.ranks = [type(self).new_rank(), type(self).new_rank()]
         self.epoch = self.sizing = 0
         self.cached: dict[int, int] = {}  # GPU block -> key that it holds after this step
@@ -86,6 +91,16 @@ class TierMachine(RuleBasedStateMachine):
         """A block that is cached already is stored again, should the tier have lost it."""
         if block in self.cached:
             self._queue_store(self.cached[block], block)
+
+    @rule(wanted=block_lists)
+    def hit_on_gpu(self, wanted: list[int]) -> None:
+        """A request hits blocks of the GPU; some may have lost what it has found there."""
+        self.hit_blocks([(block, self.cached.get(block, block)) for block in wanted])
+
+    @rule(wanted=block_lists)
+    def look_at_free_blocks(self, wanted: list[int]) -> None:
+        """These are free, and will be handed out next."""
+        self.look_at(wanted)
 
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:
@@ -241,6 +256,15 @@ class TierMachine(RuleBasedStateMachine):
         self.tier.touch(order)
         self.model.touch(order)
 
+    def hit_blocks(self, prefix: list[tuple[int, int]]) -> None:
+        self.tier.hit_on_gpu(prefix, lambda block, key: self.cached.get(block) == key)
+        self.model.hit_on_gpu(prefix, self.cached)
+
+    def look_at(self, wanted: list[int]) -> None:
+        filled = set(self.computed) | self.unkeyed
+        free = [(b, self.cached[b]) for b in wanted if b in self.cached and b not in filled]
+        assert self.tier.about_to_lose(free) == self.model.about_to_lose(free)
+
     def load_prefix(self, prefix: list[int], free: list[int], inline: bool) -> None:
         into = free[: len(prefix)]
         self._hand_out(into)
@@ -334,6 +358,10 @@ class Traffic:
         ready = sorted(machine.model.ready)
         if self._chance(0.3):
             machine.touch_prefix(pick.sample(ready, min(len(ready), 3)))
+        if self._chance(0.2):
+            machine.hit_on_gpu(pick.sample(BLOCKS, 3))
+        if self._chance(0.3):
+            machine.look_at(pick.sample(BLOCKS, 3))
         if self._chance(0.1):
             machine.request_ends(pick.sample(KEYS, 4))
         free = machine.free_blocks()

@@ -25,8 +25,10 @@ class OpenTicket:
 class TierModel:
     """Who is where, who is readable, and who goes next. Nothing here is counted or cached."""
 
-    def __init__(self, capacity: int, in_order: bool) -> None:
+    def __init__(self, capacity: int, in_order: bool, store: str) -> None:
         self.capacity = capacity
+        self.store = store
+        self.tight: Callable[[], bool] = lambda: False  # whether all is stored as with eager
         self.in_order = in_order  # evicted is what was used least recently
         self.slot_of: dict[Hashable, int] = {}
         self.ready: set[Hashable] = set()
@@ -70,6 +72,23 @@ class TierModel:
         if key not in self.slot_of:
             self.pending[gpu_block_id] = key
 
+    def hit_on_gpu(
+        self, prefix: Sequence[tuple[int, Hashable]], cached: Mapping[int, Hashable]
+    ) -> None:
+        self.touch([key for _, key in prefix])
+        if self.store == "eager" or self.tight():
+            for block, key in prefix:
+                if cached.get(block) == key:
+                    self.queue_store(key, block)
+
+    def about_to_lose(self, blocks: Sequence[tuple[int, Hashable]]) -> int:
+        if self.store == "eager":
+            return 0
+        only_there = [(block, key) for block, key in blocks if key not in self.slot_of]
+        for block, key in reversed(only_there):
+            self.pending[block] = key
+        return len(only_there)
+
     def note_new_blocks(self, gpu_block_ids: Iterable[int]) -> None:
         for block in gpu_block_ids:
             self.counts["overwritten"] += self.pending.pop(block, None) is not None
@@ -106,7 +125,7 @@ class TierModel:
             computed: what the step computes, as the manager was given it.
             holds: whether the tier still has a key.
         """
-        waiting = self._to_store(cached, computed)
+        waiting = self._to_store(cached, self._offered(computed))
         chosen = [key for key in self.evictable if self.in_order or not holds(key)]
         while len(waiting) > self.capacity - len(self.used) and self.evictable:
             self._evict(chosen.pop(0))
@@ -162,6 +181,14 @@ class TierModel:
     def _regroup_ended(self) -> None:
         while self.ended and self.ended[0][0] <= self.stores_done:
             self.touch(self.ended.pop(0)[1])
+
+    def _offered(self, computed: Mapping[Hashable, int]) -> Mapping[Hashable, int]:
+        """What is stored as it is computed."""
+        if self.store == "eager" or self.tight():
+            return computed
+        missed = [(key, block) for key, block in computed.items() if key not in self.slot_of]
+        room = self.capacity - len(self.used) - len(self.pending)
+        return dict(missed[: max(0, room if self.store == "auto" else 0)])
 
     def _to_store(
         self, cached: Mapping[int, Hashable], computed: Mapping[Hashable, int]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvoffload_patch.config import Settings
+from kvoffload_patch.integration.engine.free_front import FreeFront
 from kvoffload_patch.integration.engine.loads import LoadBook
 from kvoffload_patch.integration.engine.lookup import (
     LookupCache,
@@ -128,7 +129,7 @@ class Admission:
         cache: lookups that need not be repeated.
         hits: counts what is found.
         recency: keeps what is hit on the GPU recent.
-        blocks_taken: called when a load has taken GPU blocks, which other lookups may rest on.
+        front: which blocks a load would overwrite; None if their stores need no time.
         settings: of the process.
     """
 
@@ -142,7 +143,7 @@ class Admission:
         cache: LookupCache,
         hits: HitCounts,
         recency: Recency,
-        blocks_taken: Callable[[], None],
+        front: FreeFront | None,
         settings: Settings,
     ) -> None:
         self._view = view
@@ -150,7 +151,7 @@ class Admission:
         self._cache = cache
         self._hits = hits
         self._recency = recency
-        self._blocks_taken = blocks_taken
+        self._front = front
         self._pace = pace
         self._load_ms_per_block = ranks.load_ms_per_block
         self._copies_overlap = ranks.copies_overlap
@@ -213,13 +214,11 @@ class Admission:
             self._cache.forget(request.request_id)
             if not self._inline(request, result, budget, stall):
                 self._loads.park(request, result, budget.needed)
-                self._blocks_taken()
                 budget.reserve(budget.needed)
                 stall.add_parked(len(result.tier_hits))
                 return True
             stall.add_inline(len(result.tier_hits))
             result = self._loads.load_inline(request, result)
-            self._blocks_taken()
         else:
             self._loads.protect(result.gpu_blocks)
         if budget.tokens > 0:
@@ -235,7 +234,15 @@ class Admission:
                 return False
             if not self._parks and not budget.has_tokens(request, result.tokens):
                 return False
-        return budget.fits(request, result.tokens, result.gpu_blocks)
+        if not budget.fits(request, result.tokens, result.gpu_blocks):
+            return False
+        return not result.tier_hits or self._may_overwrite(request, len(result.tier_hits))
+
+    def _may_overwrite(self, request: Any, blocks: int) -> bool:
+        """Whether so many blocks can be loaded before others are stored, which takes a step."""
+        if self._front is None or not (self._view.scheduler.running or self._loads.under_way):
+            return True
+        return self._front.may_overwrite(request.request_id, blocks)
 
     def _defer(self, result: LookupResult, budget: AdmissionBudget) -> bool:
         """This request must wait. One without hits vLLM may admit if it finds room after all."""

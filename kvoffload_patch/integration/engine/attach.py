@@ -121,7 +121,9 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
         _rehearse(scheduler, hooks, settings)
         how = settings.copy_backend, num_engines(vllm_config), settings.integrity
         ranks.open(cpu_bytes, *how)
-        manager = OffloadManager(ranks.num_usable, POLICIES[settings.eviction], ranks.growing)
+        manager = OffloadManager(
+            ranks.num_usable, POLICIES[settings.eviction], ranks.growing, settings.store
+        )
         breaker = connect(scheduler, hooks, manager, ranks, settings)
     except BaseException:
         ranks.give_back()
@@ -133,7 +135,7 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
         settings.load_mode, ranks.load_ms_per_block, ranks.copies,
     )  # fmt: skip
     about = {"load_mode": settings.load_mode, "eviction": settings.eviction}
-    about |= {"integrity": settings.integrity, "copies": ranks.copies}
+    about |= {"store": settings.store, "integrity": settings.integrity, "copies": ranks.copies}
     metrics.begin(engine_core, breaker, manager, ranks.block_bytes, about)
     if settings.control:
         control.listen(engine_core, breaker, manager, ranks)
@@ -141,7 +143,7 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
 
 def _rehearse(scheduler: Any, hooks: ObjectHooks, settings: Settings) -> None:
     """Connect a tier that no rank takes part in, and take it off again."""
-    manager = OffloadManager(1, POLICIES[settings.eviction])
+    manager = OffloadManager(1, POLICIES[settings.eviction], store=settings.store)
     connect(scheduler, hooks, manager, RankGroup(None), settings).withdraw()
 
 

@@ -63,6 +63,8 @@ class LoadBook:
         manager: slots and tickets.
         pace: when loads will be over.
         not_hit: told of each request whose load failed, so that it is looked up and counted again.
+        blocks_taken: called when GPU blocks were taken, on which lookups may rest, and before
+            anything is known of what they will hold.
 
     Attributes:
         arriving: GPU block of parked loads under way, by key.
@@ -80,11 +82,13 @@ class LoadBook:
         manager: OffloadManager,
         pace: Pace,
         not_hit: Callable[[str], None],
+        blocks_taken: Callable[[], None],
     ) -> None:
         self._view = view
         self._manager = manager
         self._pace = pace
         self._not_hit = not_hit
+        self._blocks_taken = blocks_taken
         self.arriving: dict[Hashable, Any] = {}
         self.ticket_of: dict[Hashable, int] = {}
         self.readers: list[str] = []
@@ -231,6 +235,7 @@ class LoadBook:
             self._held.extend(at_risk)
         self._at_risk.clear()
         blocks = self._view.take_blocks(len(found.tier_hits))
+        self._blocks_taken()
         gpu_block_ids = [block.block_id for block in blocks]
         keys = [hit.block_hash for hit in found.tier_hits]
         ticket = self._manager.begin_load(keys, gpu_block_ids)

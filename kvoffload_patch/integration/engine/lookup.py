@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
+from kvoffload_patch.integration.engine.free_front import FreeFront
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 
@@ -267,14 +268,18 @@ class Recency:
     Args:
         view: the scheduler.
         manager: of the tier.
+        front: of the free blocks, among which what is hit may have been; None: nobody asks.
 
     Attributes:
         used: GPU blocks, and keys, of prefixes that were noted.
     """
 
-    def __init__(self, view: SchedulerView, manager: OffloadManager) -> None:
+    def __init__(
+        self, view: SchedulerView, manager: OffloadManager, front: FreeFront | None
+    ) -> None:
         self._view = view
         self._manager = manager
+        self._front = front
         self.used: list[list[tuple[int, Hashable]]] = []
         self._keys: dict[str, list[Hashable]] = {}  # of each request that has not ended
 
@@ -302,11 +307,9 @@ class Recency:
     def refresh(self) -> None:
         """Make recent what was noted since the last call."""
         for prefix in self.used:
-            self._manager.touch([key for _, key in prefix])
-            for gpu_block_id, key in prefix:
-                # What has left the GPU cache meanwhile may have made room for another's store.
-                if not self._manager.holds(key) and self._view.still_cached(gpu_block_id, key):
-                    self._manager.queue_store(key, gpu_block_id)
+            self._manager.hit_on_gpu(prefix, self._view.still_cached)
+            if self._front is not None:
+                self._front.hit([gpu_block_id for gpu_block_id, _ in prefix])
         self.used.clear()
 
     def clear(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvoffload_patch.config import Settings
 from kvoffload_patch.integration.engine.admission import Admission
+from kvoffload_patch.integration.engine.free_front import FreeFront
 from kvoffload_patch.integration.engine.full_prompt import FullPromptHits
 from kvoffload_patch.integration.engine.invalid_blocks import InvalidBlocks
 from kvoffload_patch.integration.engine.loads import LoadBook
@@ -64,22 +65,16 @@ class SchedulerTier:
         self._report = Report(manager, settings.log_interval)
         self._hits = HitCounts(view, self._report)
         self._pace = Pace(ranks.load_ms_per_block, now)
-        self._loads = LoadBook(view, manager, self._pace, self._hits.forget)
+        self._front = FreeFront(view, manager) if manager.lazy else None
+        not_hit, taken = self._hits.forget, self._look_at_handed_out
+        self._loads = LoadBook(view, manager, self._pace, not_hit, taken)
         self._full_prompts = FullPromptHits(view, manager)
         self._invalid = InvalidBlocks(view, manager)
-        self._recency = Recency(view, manager)
+        self._recency = Recency(view, manager, self._front)
         self._admission = Admission(
-            view,
-            manager,
-            ranks,
-            self._pace,
-            self._loads,
-            self._lookups,
-            self._hits,
-            self._recency,
-            self._look_at_handed_out,
-            settings,
-        )
+            view, manager, ranks, self._pace, self._loads, self._lookups, self._hits,
+            self._recency, self._front, settings,
+        )  # fmt: skip
         self._use(settings)
         self._scheduler = view.scheduler
         self.events = view.kv_events(self._is_needed)
@@ -140,9 +135,13 @@ class SchedulerTier:
         if self.paused:
             return
         for _, blocks in cached:
-            for block in blocks:
-                if block.block_hash is not None and not block.is_null:
-                    self._manager.queue_store(block.block_hash, block.block_id)
+            keyed = {b.block_hash: b.block_id for b in blocks if not b.is_null}
+            keyed.pop(None, None)
+            self._queue_offered(keyed)
+
+    def _queue_offered(self, computed: Mapping[Hashable, int]) -> None:
+        for key, gpu_block_id in self._manager.offer(computed).items():
+            self._manager.queue_store(key, gpu_block_id)
 
     def _look_at_handed_out(self) -> None:
         """Before anything relies on what blocks held that were handed out, and before a plan."""
@@ -150,6 +149,8 @@ class SchedulerTier:
         self.handed_out.clear()
         self._manager.note_new_blocks(gpu_block_ids)
         self._lookups.blocks_reused(gpu_block_ids)
+        if self._front is not None:
+            self._front.handed_out(gpu_block_ids)
         if self._invalid.untrusted:
             self._invalid.blocks_reused(gpu_block_ids)
 
@@ -163,13 +164,14 @@ class SchedulerTier:
             self._view.note_scheduled(output)
         if self.events is not None:
             self.events.take_in()
-        stores = self.cached and not self.paused
-        computed = self._computed(output.num_scheduled_tokens) if stores else {}
+        computed = self._computed(output.num_scheduled_tokens) if self.cached else {}
         if self._may_admit:
             self._after_admissions(output)
         if self._scheduler.connector is not None:
             self._invalid.step_scheduled(output, self.cached)
         self.cached.clear()
+        if self._front is not None and not self.paused:
+            self._front.look()
         trusts = self._invalid.storable if self._invalid.untrusted else self._view.still_cached
         plan = self._manager.make_plan(trusts, computed)
         if plan is not None:
@@ -199,10 +201,13 @@ class SchedulerTier:
                 keys = [block.block_hash for block in blocks]
                 computed.update(zip(keys, [block.block_id for block in blocks]))
                 self._recency.computes(request.request_id, keys)
+            elif self._front is not None:
+                self._front.refuse([block.block_id for block in blocks])
+        if self.paused:
+            return {}
         computed.pop(None, None)  # of the null block, or of one that has left the cache since
         if self._invalid.untrusted:
-            for key, gpu_block_id in computed.items():
-                self._manager.queue_store(key, gpu_block_id)
+            self._queue_offered(computed)
             computed.clear()
         return computed
 
@@ -279,6 +284,8 @@ class SchedulerTier:
         self._hits.clear()
         self._recency.clear()
         self._invalid.clear()
+        if self._front is not None:
+            self._front.clear()
         self.cached.clear()
 
     def _is_needed(self, key: Hashable) -> bool:
@@ -294,6 +301,8 @@ class SchedulerTier:
         self._manager.drop_queued()
         self._recency.used.clear()
         self._lookups.clear()
+        if self._front is not None:
+            self._front.look_anew()
 
     def resume(self) -> None:
         """Load and store again. What was computed meanwhile was not stored."""

@@ -1,15 +1,15 @@
 """How a block enters and leaves vLLM's prefix cache, release by release.
 
-By feature: up to 0.10.1 a key is a named tuple; up to 0.10 the cache is a dict of dicts, up to
-0.23 a map with `insert`, later a method of the pool; from 0.9.1 to 0.13 `touch` takes blocks by
-KV cache group.
+By feature: up to 0.9.2 the queue of free blocks ends with None, later with a block that is none;
+up to 0.10.1 a key is a named tuple; up to 0.10 the cache is a dict of dicts, up to 0.23 a map with
+`insert`, later a method of the pool; from 0.9.1 to 0.13 `touch` takes blocks by KV cache group.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 
@@ -103,6 +103,23 @@ class PoolAdapter:
             return next(iter(blocks.values())) if blocks else None
 
         return first
+
+    def free_after(self, block: Any) -> Iterator[Any]:
+        """Blocks that nobody uses, those to be handed out next first, behind one or from the first.
+
+        Lazy: the queue must not change meanwhile.
+        """
+        queue = self._pool.free_block_queue
+        if block is not None:
+            block = block.next_free_block
+        elif hasattr(queue, "fake_free_list_head"):
+            block = queue.fake_free_list_head.next_free_block
+        else:
+            block = queue.free_list_head
+        end = getattr(queue, "fake_free_list_tail", None)
+        while block is not end and block is not None:
+            yield block
+            block = block.next_free_block
 
     def _publisher(self) -> Callable[[Hashable, Any, int], None]:
         # Asked for each time: a reset puts another object in its place.

@@ -45,6 +45,7 @@ class SchedulerView:
         self._adapter = adapter = PoolAdapter(self.pool)
         self.hold, self.take_blocks, self.release = adapter.hold, adapter.take, adapter.free
         self.publish, self.gpu_lookup = adapter.publish, adapter.lookup
+        self.free_after = adapter.free_after
         self.block_sizes = tuple(int(m.block_size) for m in managers)
         specs = [m.kv_cache_spec for m in managers]
         self.state_groups = frozenset(i for i, spec in enumerate(specs) if keeps_state(spec))

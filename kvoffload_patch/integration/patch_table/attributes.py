@@ -146,7 +146,11 @@ _CACHE = (
     *_has(
         "vllm.v1.core.block_pool",
         "BlockPool",
-        (_ANY, "blocks cached_block_hash_to_block enable_kv_cache_events kv_event_queue"),
+        (
+            _ANY,
+            "blocks cached_block_hash_to_block enable_kv_cache_events free_block_queue "
+            "kv_event_queue",
+        ),
     ),
     *_has("vllm.distributed.kv_events", "", (_ANY, "BlockStored BlockRemoved")),
     *_has(
@@ -169,7 +173,15 @@ _CACHE = (
         (">=0.26", "locality"),
     ),
     *_has(
-        "vllm.v1.core.kv_cache_utils", "KVCacheBlock", (_ANY, "block_id block_hash ref_cnt is_null")
+        "vllm.v1.core.kv_cache_utils",
+        "FreeKVCacheBlockQueue",
+        ("<0.10", "free_list_head"),
+        (">=0.10", "fake_free_list_head fake_free_list_tail"),
+    ),
+    *_has(
+        "vllm.v1.core.kv_cache_utils",
+        "KVCacheBlock",
+        (_ANY, "block_id block_hash next_free_block ref_cnt is_null"),
     ),
     *_has("vllm.v1.core.kv_cache_utils", "", (_ANY, "BlockHashWithGroupId")),
     *_has(

@@ -167,7 +167,7 @@ class Mini:
         self.pool = self.kv_manager.block_pool
 
     def _attach(self, settings: Settings, num_slots: int, tier: bool) -> None:
-        self.manager = OffloadManager(num_slots, POLICIES[settings.eviction])
+        self.manager = OffloadManager(num_slots, POLICIES[settings.eviction], store=settings.store)
         if not tier:
             return
         owners = {

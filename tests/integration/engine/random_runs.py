@@ -36,7 +36,7 @@ def describe(seed: int, most_in_flight: int = 6, states: bool = False) -> dict[s
         most_in_flight: steps that the release may have under way at once.
         states: whether some layers keep a state.
     """
-    from kvoffload_patch.config import EVICTIONS
+    from kvoffload_patch.config import EVICTIONS, STORES
 
     rng = random.Random(seed)
     in_flight = min(rng.choice([1, 2, 2, 3, 6]), most_in_flight)
@@ -62,6 +62,7 @@ def describe(seed: int, most_in_flight: int = 6, states: bool = False) -> dict[s
         "step_ms": rng.choice([0, 0, 3, 30]),
         "limits": limits,
         "eviction": rng.choice(EVICTIONS),
+        "store": rng.choice(STORES),
     }
 
 

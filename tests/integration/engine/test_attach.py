@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 import cloudpickle
 from integration.engine.mini import Mini
 
+from kvoffload_patch.config import STORES
 from kvoffload_patch.integration.engine import attach as attach_module
 from kvoffload_patch.integration.engine import workers
 from kvoffload_patch.integration.engine.attach import attach, detach
@@ -246,14 +247,20 @@ def test_what_is_sent_to_a_worker_needs_nothing_of_ours_to_be_read() -> None:
     ) == (True, 7)
 
 
+@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("eviction", POLICIES)
-def test_blocks_are_evicted_by_the_policy_that_was_chosen(
-    eviction: str, monkeypatch: pytest.MonkeyPatch
+def test_blocks_are_stored_and_evicted_by_the_policies_that_were_chosen(
+    eviction: str, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVOFFLOAD_EVICTION", eviction)
+    monkeypatch.setenv("KVOFFLOAD_STORE", store)
     mini = Mini(tier=False)
     core = engine(mini, Executor())
     attach(core, mini.config)
-    policy = getattr(mini.scheduler, TIER).tier._manager._policy
+    manager = getattr(mini.scheduler, TIER).tier._manager
+    policy = manager._policy
+    if store != "eager":
+        assert manager.lazy and manager.offer({"a": 1}) == ({"a": 1} if store == "auto" else {})
+        policy = policy._others
     assert type(policy) is POLICIES[eviction]
     detach(core)

@@ -30,7 +30,8 @@ CALLED = [
     ("_loads", "finish"), ("_loads", "load_inline"), ("_loads", "park"),
     ("_loads", "after_schedule"), ("_loads", "abort"), ("_manager", "make_plan"),
     ("_manager", "begin_load"), ("_manager", "expose_load"),
-    ("_manager", "note_new_blocks"), ("_manager", "apply"), ("_manager", "touch"),
+    ("_manager", "note_new_blocks"), ("_manager", "apply"), ("_manager", "hit_on_gpu"),
+    ("_manager", "offer"), ("_front", "look"), ("_front", "hit"), ("_front", "handed_out"),
     ("_ranks", "loads_done"), ("_view", "publish"), ("_view", "take_blocks"), ("_view", "unpark"),
 ]  # fmt: skip
 

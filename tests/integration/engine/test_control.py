@@ -77,7 +77,7 @@ def test_what_is_under_way_when_it_is_paused_ends() -> None:
 
 
 def test_an_emptied_tier_has_nothing_and_what_was_loaded_meanwhile_is_right() -> None:
-    mini = Mini(load_mode="parked", late=3)
+    mini = Mini(load_mode="parked", late=3, store="eager")
     tokens = prompt(6, seed=1)
     mini.only_in_cpu(tokens)
     name = mini.add(tokens)
@@ -149,7 +149,7 @@ def test_settings_change_what_the_tier_does() -> None:
     tokens = prompt(6, seed=1)
     mini.only_in_cpu(tokens)
     asked(mini, "set", eviction="lru", load_mode="parked", log_interval=5.0, max_stall_ms=1.5)
-    assert type(mini.manager._policy) is POLICIES["lru"]
+    assert type(mini.manager._policy._others) is POLICIES["lru"]
     assert mini.desk is not None
     assert mini.desk.status()["settings"] == {
         "eviction": "lru", "load_mode": "parked", "log_interval": 5.0, "max_stall_ms": 1.5,
@@ -263,7 +263,7 @@ def test_metrics_have_the_state_and_the_labels() -> None:
     front_end.drain()
     assert (front_end["tier_state paused"], front_end["tier_state on"]) == (0, 1)
     infos = {labels: value for (name, labels), value in front_end.values.items() if "info" in name}
-    assert infos == {version: 0, (*version[:2], "inline", "lru", *version[4:]): 1}
+    assert infos == {version: 0, (*version[:2], "inline", version[3], "lru", *version[5:]): 1}
 
 
 @pytest.fixture

@@ -500,7 +500,7 @@ def test_a_parked_one_is_looked_up_again_if_the_tier_has_got_more_of_it(
 
 
 def test_a_hit_on_the_gpu_is_kept_recent_and_stored_again_one_step_later() -> None:
-    world = World(load_mode="parked")
+    world = World(load_mode="parked", store="eager")
     first = world.add(prompt(3))
     world.step(first)
     world.all_done()

@@ -17,7 +17,10 @@ from kvoffload_patch.integration.engine import metrics
 from kvoffload_patch.integration.metrics import BY_NAME, FAILED, ON, REFUSED
 
 BLOCK_BYTES = 1000
-ABOUT = {"load_mode": "auto", "eviction": "arc", "integrity": "off", "copies": "by hand"}
+ABOUT = {
+    "load_mode": "auto", "store": "auto", "eviction": "arc", "integrity": "off",
+    "copies": "by hand",
+}  # fmt: skip
 
 
 class FrontEnd:

@@ -22,8 +22,9 @@ PACKAGE = Path(kvoffload_patch.__file__).parent
 
 # Deciding on one request: what it hits, whether it fits, and what vLLM is given of that.
 LOOKUP_FILES = 8
-# That, and from there to its blocks in vLLM's prefix cache, by a plan and its result.
-LOAD_FILES = 14
+# That, and from there to its blocks in vLLM's prefix cache, by a plan and its result; with what is
+# stored first because the load would overwrite it.
+LOAD_FILES = 19
 # From vLLM's prefix cache to the plan, and from the result to what can be looked up; with the
 # policy, and vLLM's counters of hits, which the same step's end keeps.
 STORE_FILES = 11

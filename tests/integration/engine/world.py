@@ -156,14 +156,15 @@ class World:
         num_blocks: int = 33,
         load_mode: str = "inline",
         num_slots: int = 256,
+        store: str = "auto",
         **scheduler: Any,
     ) -> None:
         self.manager = make_manager(num_blocks)
         self.scheduler = FakeScheduler(self.manager, **scheduler)
         self.pool = self.manager.block_pool
         self.view = SchedulerView(self.scheduler)
-        settings = Settings(load_mode=load_mode)
-        self.offload = OffloadManager(num_slots, POLICIES[settings.eviction])
+        settings = Settings(load_mode=load_mode, store=store)
+        self.offload = OffloadManager(num_slots, POLICIES[settings.eviction], store=settings.store)
         self.ranks = FakeRanks()
         self.time = 0.0
         self.tier = SchedulerTier(self.view, self.offload, self.ranks, settings, lambda: self.time)

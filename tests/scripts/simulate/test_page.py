@@ -11,7 +11,8 @@ from scripts.simulate.sides import OPTIMUM, SIDES
 from scripts.simulate.workloads import WORKLOADS
 
 DOCUMENT = page.read()
-DEFAULT = Settings().eviction
+DEFAULT = f"{Settings().store}-{Settings().eviction}"
+CONNECTORS = ("simple", "simple-lazy", "offloading", "offloading-arc")
 
 
 def test_the_tables_are_those_of_the_results() -> None:
@@ -31,6 +32,8 @@ def test_every_side_was_replayed_on_every_trace_with_three_seeds() -> None:
 @pytest.mark.parametrize("trace", WORKLOADS)
 def test_the_default_is_as_good_as_lru_and_no_side_is_better_than_the_optimum(trace: str) -> None:
     assert page.beside(DOCUMENT, trace, DEFAULT) <= 0
+    for connector in CONNECTORS:
+        assert page.beside(DOCUMENT, trace, DEFAULT, connector) < 0
     for side in SIDES:
         hits = page.mean(DOCUMENT, trace, side, "hits")
         assert hits <= page.mean(DOCUMENT, trace, OPTIMUM, "hits")

@@ -44,3 +44,16 @@ def test_lru_holds_no_block_whose_prefix_is_gone_once_requests_have_ended() -> N
     holds = [[rules.manager.holds(key) for key in request.keys] for request in trace]
     assert rules.manager.stats.evicted > 1000
     assert [each for each in holds if each != sorted(each, reverse=True)] == []
+
+
+def test_blocks_are_stored_before_they_are_handed_out_and_copies_leave_first() -> None:
+    machine = Machine(gpu_blocks=400, cpu_blocks=600)
+    trace = generate("chat", seconds=400)
+    found, lost = {}, {}
+    for store in ("eager", "lazy", "auto"):
+        rules = Rules(machine.cpu_blocks, store=store, ahead=50)
+        found[store] = Model(machine, rules, trace).run()
+        lost[store] = rules.manager.stats.overwritten
+    assert found["auto"].again < 0.9 * found["eager"].again
+    assert found["lazy"].again < 0.9 * found["eager"].again
+    assert max(lost.values()) < 0.01 * found["lazy"].stored

@@ -1,0 +1,79 @@
+"""What waits: blocks for a plan that stores them, ended requests for the end of their stores."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+
+from kvoffload_patch.tier.entries import Keys
+from kvoffload_patch.tier.policy import EvictionPolicy
+
+
+class StoreQueue:
+    """Blocks to be stored, by the GPU block that holds each, until a plan takes them."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int, Hashable] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, key: Hashable, gpu_block_id: int) -> None:
+        """This GPU block holds, or will hold after this step, the block of a key."""
+        self._keys[gpu_block_id] = key
+
+    def drop(self, gpu_block_ids: Iterable[int]) -> int:
+        """These GPU blocks are overwritten; returns how many of them were to be stored."""
+        if not self._keys:
+            return 0
+        before = len(self._keys)
+        for gpu_block_id in gpu_block_ids:
+            self._keys.pop(gpu_block_id, None)
+        return before - len(self._keys)
+
+    def take(
+        self, limit: int, held: Container[Hashable], storable: Callable[[int, Hashable], bool]
+    ) -> tuple[dict[Hashable, int], int]:
+        """What is to be stored now, and from which GPU block, and how much is lost.
+
+        Args:
+            limit: so many at most.
+            held: keys that are not to be stored any more.
+            storable: whether a GPU block still has, and will have computed after this step, a key.
+        """
+        taken, looked_at, lost = dict[Hashable, int](), list[int](), 0
+        for gpu_block_id, key in self._keys.items():
+            if len(taken) >= limit:
+                break
+            looked_at.append(gpu_block_id)
+            if key in held:
+                continue
+            if storable(gpu_block_id, key):
+                taken.setdefault(key, gpu_block_id)
+            else:
+                lost += 1
+        # Not one by one from the front: finding a dict's first item means passing what has left it.
+        if len(looked_at) == len(self._keys):
+            self._keys.clear()
+        for gpu_block_id in looked_at if self._keys else ():
+            del self._keys[gpu_block_id]
+        return taken, lost
+
+
+class EndedRequests:
+    """Keys of requests that have ended, until what was stored before their end is stored."""
+
+    def __init__(self) -> None:
+        self._ended: deque[tuple[int, Keys]] = deque()
+
+    def add(self, keys: Keys, last_store: int) -> None:
+        """A request has ended; the store planned last is this one."""
+        self._ended.append((last_store, keys))
+
+    def regroup(
+        self, stores_done: int, slot_of: Mapping[Hashable, int], policy: EvictionPolicy
+    ) -> None:
+        """Put together the blocks of those whose stores are done."""
+        while self._ended and self._ended[0][0] <= stores_done:
+            _, keys = self._ended.popleft()
+            policy.regroup([slot_of[key] for key in reversed(keys) if key in slot_of])

@@ -1,0 +1,113 @@
+"""What one tier keeps, and what can be asked of it without changing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from kvoffload_patch.links import CPU, LOAD, STORE, Link
+from kvoffload_patch.tier.entries import HeldSlots, LinkTickets
+from kvoffload_patch.tier.exclusive import Exclusive
+from kvoffload_patch.tier.plan import Transfer, TransferResult
+from kvoffload_patch.tier.policy import EvictionPolicy
+from kvoffload_patch.tier.queues import EndedRequests, StoreQueue
+from kvoffload_patch.tier.slots import SlotPool
+from kvoffload_patch.tier.stats import TierStats
+
+
+class TierState:
+    """The state of an `OffloadManager`, which changes it.
+
+    Args:
+        num_slots: slots usable at first; more become usable by `apply`.
+        policy: makes the eviction policy of the key of each slot, and another after each `clear`.
+        growing: more slots are to come.
+        store: when blocks are stored: `eager`, as they are computed; `lazy`, when the GPU is about
+            to lose them; `auto`, as they are computed while slots are free, then `lazy`.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        policy: Callable[[Sequence[Hashable]], EvictionPolicy],
+        growing: bool = False,
+        store: str = "eager",
+    ) -> None:
+        self.num_slots = num_slots
+        self.stats = TierStats()
+        # Told of keys that have just left, some of which were never readable.
+        self.on_left: Callable[[Iterable[Hashable]], None] | None = None
+        self._new_policy, self._store_policy = policy, store
+        self._stores_ahead = store == "auto"
+        self._slots = SlotPool(num_slots)
+        self._growing, self._sizing = growing, 0
+        self._slot_of: dict[Hashable, int] = {}
+        self._key_of: list[Hashable] = [None] * num_slots  # as it was last, for each slot
+        self._store_to = [0] * num_slots  # ticket of the last store to each slot
+        self._held = HeldSlots()
+        self._queue = StoreQueue()
+        self._loads, self._stores = LinkTickets(LOAD), LinkTickets(STORE)
+        self._links = {LOAD: self._loads, STORE: self._stores}
+        self._store_of: dict[int, int] = {}  # GPU block id -> ticket of its last store
+        self._new_loads: list[Transfer] = []
+        self._promised: list[tuple[Link, int]] = []
+        self._ended = EndedRequests()
+        self._policy = self._make_policy()
+
+    @property
+    def lazy(self) -> bool:
+        """Whether `about_to_lose` is to be told what the GPU will hand out next."""
+        return self._exclusive is not None
+
+    @property
+    def num_used(self) -> int:
+        """Slots in use, those being written included."""
+        return self.num_slots - self._slots.num_free
+
+    @property
+    def busy(self) -> bool:
+        """Whether any planned transfer is not known to be done."""
+        return any(link.under_way for link in self._links.values())
+
+    @property
+    def growing(self) -> bool:
+        """Whether more slots are to come."""
+        return self._growing
+
+    def last_done(self, link: Link) -> int:
+        """The last ticket of a link known to be done."""
+        return self._links[link].done
+
+    def num_under_way(self, link: Link) -> int:
+        """Transfers of a link not known to be done."""
+        return len(self._links[link].under_way)
+
+    # Looking up
+
+    def lookup(self, key: Hashable) -> str | None:
+        """The place from which the block of ``key`` can be loaded now; None if there is none."""
+        slot = self._slot_of.get(key)
+        return CPU if slot is not None and self._store_to[slot] <= self._stores.done else None
+
+    def holds(self, key: Hashable) -> bool:
+        """Whether ``key`` has a slot, readable or still being written."""
+        return key in self._slot_of
+
+    def load_done(self, ticket: int) -> bool:
+        """Whether this load is known to be done; `load_failed` says how it ended."""
+        return ticket <= self._loads.done
+
+    def load_failed(self, ticket: int) -> bool:
+        """Whether this load failed; to be asked before the plan that follows its end is made."""
+        return ticket in self._loads.failed
+
+    def drained(self) -> TransferResult:
+        """The result that ranks give once they have finished all that was planned."""
+        return TransferResult(tuple([(link.link, link.last) for link in self._links.values()]))
+
+    # Inside
+
+    def _make_policy(self) -> EvictionPolicy:
+        policy = self._new_policy(self._key_of)
+        eager = self._store_policy == "eager"
+        self._exclusive = None if eager else Exclusive(policy, self._key_of, self._slot_of)
+        return self._exclusive or policy

@@ -1,0 +1,169 @@
+"""Copies of what the GPU holds leave first; what it is about to lose is stored, and stays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tier.plans import store_of
+
+from kvoffload_patch.tier.exclusive import blocks_ahead
+from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.policies.lru import LRUPolicy
+
+
+def plan(tier: OffloadManager, **computed: int) -> str:
+    """A step computes these, and all is done; returns the keys that it has stored, in order."""
+    of_block = {block: key for key, block in computed.items()}
+    before = dict(tier._slot_of)
+    made = tier.make_plan(lambda block, key: True, computed)
+    tier.apply(tier.drained())
+    store = store_of(made) if made is not None else None
+    assert store is None or all(b in of_block or b < 100 for b in store.source_ids)
+    return "".join(key for key in tier._slot_of if key not in before)
+
+
+def held(tier: OffloadManager) -> str:
+    return "".join(sorted(tier._slot_of))
+
+
+def lose(tier: OffloadManager, blocks: Sequence[tuple[int, str]]) -> str:
+    """The GPU is about to lose these; returns what is stored of them."""
+    tier.about_to_lose(blocks)
+    stored = plan(tier)
+    tier.note_new_blocks([block for block, _ in blocks])
+    return stored
+
+
+def test_auto_stores_what_is_computed_while_slots_are_free_and_the_rest_before_it_is_lost() -> None:
+    tier = OffloadManager(2, LRUPolicy, store="auto")
+    assert tier.lazy
+    assert plan(tier, a=0, b=1, c=2) == "ab"
+    assert plan(tier, d=3) == ""
+    assert lose(tier, [(2, "c")]) == "c", "evicts a copy"
+    assert len(held(tier)) == 2 and "c" in held(tier)
+
+
+def test_lazy_stores_nothing_before_it_is_about_to_be_lost() -> None:
+    tier = OffloadManager(4, LRUPolicy, store="lazy")
+    assert plan(tier, a=0, b=1) == ""
+    assert tier.about_to_lose([(1, "b"), (0, "a")]) == 2
+    assert plan(tier) == "ab", "what is lost last is the head of the transfer"
+    assert tier.about_to_lose([(1, "b"), (0, "a")]) == 0
+
+
+def test_what_is_handed_out_before_it_is_stored_is_not_stored() -> None:
+    tier = OffloadManager(4, LRUPolicy, store="lazy")
+    plan(tier, a=0)
+    tier.about_to_lose([(0, "a")])
+    tier.note_new_blocks([0])
+    assert plan(tier) == ""
+    assert tier.stats.overwritten == 1
+
+
+def test_what_was_loaded_leaves_before_what_only_the_tier_has() -> None:
+    tier = OffloadManager(2, LRUPolicy, store="auto")
+    plan(tier, a=0, b=1)
+    lose(tier, [(0, "a"), (1, "b")])  # a least recently
+    tier.begin_load("b", [5])
+    plan(tier)
+    plan(tier, c=6)
+    assert lose(tier, [(6, "c")]) == "c"
+    assert held(tier) == "ac"
+
+
+def test_a_copy_stays_once_the_gpu_has_lost_the_block_or_is_about_to() -> None:
+    for handed_out in (True, False):
+        tier = OffloadManager(3, LRUPolicy, store="auto")
+        plan(tier, a=0, b=1, c=2)
+        lose(tier, [(0, "a"), (1, "b"), (2, "c")])
+        tier.begin_load("b", [5])
+        tier.begin_load("c", [6])
+        plan(tier)
+        if handed_out:
+            tier.note_new_blocks([5])
+        else:
+            tier.about_to_lose([(5, "b")])
+        plan(tier, d=7)
+        lose(tier, [(7, "d")])
+        assert held(tier) == "abd"
+
+
+def test_what_is_hit_on_the_gpu_becomes_a_copy_if_the_gpu_still_has_it() -> None:
+    tier = OffloadManager(2, LRUPolicy, store="auto")
+    plan(tier, a=0, b=1)
+    tier.about_to_lose([(0, "a"), (1, "b")])  # both stay; a would leave first
+    tier.hit_on_gpu([(0, "a"), (1, "b")], lambda block, key: key == "b")
+    plan(tier, c=7)
+    lose(tier, [(7, "c")])
+    assert held(tier) == "ac"
+
+
+def test_a_loading_slot_is_not_evicted_however_often_it_is_hit() -> None:
+    tier = OffloadManager(1, LRUPolicy, store="auto")
+    plan(tier, a=0)
+    tier.touch("aa")
+    tier.begin_load("a", [5])
+    tier.touch("a")
+    tier.about_to_lose([(7, "c")])
+    tier.make_plan(lambda block, key: True)
+    assert (held(tier), tier.stats.dropped) == ("a", 1)
+
+
+class Told(LRUPolicy):
+    """Notes what it is told of, by key."""
+
+    def __init__(self, key_of: Sequence[str]) -> None:
+        super().__init__(key_of)
+        self.uses: list[tuple[str, str]] = []
+
+    def insert(self, slots: Sequence[int]) -> None:
+        self.uses.append(("insert", "".join(self._key_of[slot] for slot in slots)))
+        super().insert(slots)
+
+    def hit(self, slots: Sequence[int]) -> None:
+        self.uses.append(("hit", "".join(self._key_of[slot] for slot in slots)))
+        super().hit(slots)
+
+
+def told(tier: OffloadManager) -> list[tuple[str, str]]:
+    uses: list[tuple[str, str]] = tier._exclusive._others.uses
+    taken = list(uses)
+    uses.clear()
+    return taken
+
+
+def test_the_other_policy_learns_what_was_used_again_on_the_gpu() -> None:
+    tier = OffloadManager(4, policy=Told, store="lazy")
+    plan(tier, a=0, b=1, c=2)
+    tier.hit_on_gpu([(0, "a")], lambda block, key: True)
+    lose(tier, [(2, "c"), (1, "b"), (0, "a")])
+    assert told(tier) == [("insert", "cba"), ("hit", "a")]
+    tier.begin_load("c", [5])
+    plan(tier)
+    assert told(tier) == []
+    tier.note_new_blocks([5])
+    assert told(tier) == [("insert", "c"), ("hit", "c")]
+
+
+def test_a_third_that_is_used_again_makes_the_whole_request_so() -> None:
+    for used, hits in ((0, []), (1, [("hit", "cba")])):
+        tier = OffloadManager(4, policy=Told, store="lazy")
+        plan(tier, a=0, b=1, c=2)
+        tier.hit_on_gpu([(0, "a")][:used], lambda block, key: True)
+        tier.request_ended("abc")
+        lose(tier, [(2, "c"), (1, "b"), (0, "a")])
+        assert told(tier)[1:] == hits
+
+
+def test_what_is_remembered_of_uses_has_a_bound() -> None:
+    tier = OffloadManager(2, LRUPolicy, store="lazy")
+    for block in range(1000):
+        tier.hit_on_gpu([(block % 8, f"key-{block}")], lambda *_: True)
+        tier.note_new_blocks([block % 8])
+    assert len(tier._exclusive._again) < 20
+    assert not tier._exclusive._block_of and not tier._exclusive._key_in
+
+
+def test_an_eighth_of_the_gpu_is_looked_at_and_two_steps_at_least() -> None:
+    assert blocks_ahead(8000, 100) == 1000
+    assert blocks_ahead(800, 100) == 200
