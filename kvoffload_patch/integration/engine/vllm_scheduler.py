@@ -44,8 +44,7 @@ class SchedulerView:
         self.key = key_maker()
         self._adapter = adapter = PoolAdapter(self.pool)
         self.hold, self.take_blocks, self.release = adapter.hold, adapter.take, adapter.free
-        self.publish, self.gpu_lookup = adapter.publish, adapter.lookup
-        self.free_after = adapter.free_after
+        self.publish, self.free_after = adapter.publish, adapter.free_after
         self.block_sizes = tuple(int(m.block_size) for m in managers)
         specs = [m.kv_cache_spec for m in managers]
         self.state_groups = frozenset(i for i, spec in enumerate(specs) if keeps_state(spec))
@@ -318,6 +317,10 @@ class SchedulerView:
         """The key under which a GPU block is in the prefix cache; None if it is not."""
         key: Hashable = self.pool.blocks[gpu_block_id].block_hash
         return key
+
+    def gpu_lookup(self) -> Callable[[Hashable], Any]:
+        """What finds the GPU block of a key, or None; until the next reset of the prefix cache."""
+        return self._adapter.lookup()
 
     def still_cached(self, gpu_block_id: int, key: Hashable) -> bool:
         """Whether a GPU block is in the prefix cache under this key."""
