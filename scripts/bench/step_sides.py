@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from dataclasses import replace
 from itertools import count, repeat
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,9 @@ class TierSim(Sim):
         from kvoffload_patch.tier.manager import OffloadManager
         from kvoffload_patch.tier.policies import POLICIES
 
-        hooks, settings = step_hooks(self.scheduler), Settings(log_interval=1e9)
+        # As the process is told, so that policies can be compared.
+        settings = replace(Settings.from_env(), log_interval=1e9)
+        hooks = step_hooks(self.scheduler)
         self.manager = OffloadManager(CPU_SLOTS, POLICIES[settings.eviction], store=settings.store)
         connect(self.scheduler, hooks, self.manager, Ranks(), settings)
 
