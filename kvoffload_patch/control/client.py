@@ -70,5 +70,6 @@ def _exchange(engine: Engine, message: Mapping[str, Any], seconds: float) -> dic
         raise Refused(f"expected engine {engine.name} to run, found its socket without it.")
     with connection:
         wire.check_peer(connection)
-        wire.send(connection, message, wire.REQUEST_BYTES)
+        with suppress(BrokenPipeError):  # refused before it was read: the answer is there already
+            wire.send(connection, message, wire.REQUEST_BYTES)
         return wire.receive(connection, wire.ANSWER_BYTES, seconds)

@@ -104,14 +104,23 @@ def test_more_silent_clients_than_there_are_threads_cost_one_message_s_time(
 def test_other_users_are_told_that_they_are(
     opened: Listener, runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also those who ask when they were refused, and the connection is closed already."""
+    mine, send = threading.current_thread(), wire.send
+
     def other(connection: socket.socket) -> None:
-        raise Refused("another user")
+        if threading.current_thread() is not mine:
+            raise Refused("another user")
+
+    def late(*args: Any) -> None:
+        if threading.current_thread() is mine:
+            time.sleep(0.1)
+        send(*args)
 
     monkeypatch.setattr(wire, "check_peer", other)
-    asking = connection(runtime)
-    wire.send(asking, {"command": "status"}, 100)
-    assert wire.receive(asking, 4096) == {"error": "another user"}
-    asking.close()
+    for sends in (send, late):
+        monkeypatch.setattr(wire, "send", sends)
+        with pytest.raises(Refused, match="^another user$"):
+            client.ask(engine(runtime), "status")
 
 
 def test_closing_leaves_nothing_and_comes_twice(runtime: dict[str, str]) -> None:
