@@ -7,10 +7,12 @@ from itertools import repeat
 
 from kvoffload_patch.tier.policies.batches import BatchLists
 from kvoffload_patch.tier.policy import EvictionPolicy
-
-# For each block that the GPU lost before it was stored, so many are handed out until copies are
-# given up again. Chosen by replays (docs/policies.md).
-HELD_BACK = 256
+from kvoffload_patch.tier.tuning import (
+    AHEAD_PARTS,
+    AHEAD_TIMES,
+    HELD_BACK_BLOCKS,
+    HELD_BACK_TIMES,
+)
 
 
 def blocks_ahead(gpu_blocks: int, step_blocks: int) -> int:
@@ -23,7 +25,7 @@ def blocks_ahead(gpu_blocks: int, step_blocks: int) -> int:
         gpu_blocks: of the GPU's prefix cache.
         step_blocks: that a step fills at most.
     """
-    return max(2 * step_blocks, gpu_blocks // 8)
+    return max(AHEAD_TIMES * step_blocks, gpu_blocks // AHEAD_PARTS)
 
 
 class Exclusive:
@@ -72,8 +74,8 @@ class Exclusive:
     def handed_out(self, gpu_block_ids: Sequence[int], dropped: int) -> None:
         """These blocks are overwritten, and this number of them was still to be stored."""
         lost = dropped + self.leave(gpu_block_ids)
-        self._owed = max(0, self._owed - len(gpu_block_ids)) + HELD_BACK * lost
-        self._owed = min(self._owed, 4 * len(self._key_of))
+        self._owed = max(0, self._owed - len(gpu_block_ids)) + HELD_BACK_BLOCKS * lost
+        self._owed = min(self._owed, HELD_BACK_TIMES * len(self._key_of))
 
     def filled(self, keys: Sequence[Hashable], gpu_block_ids: Sequence[int]) -> None:
         """These GPU blocks hold these keys, or will after this step."""

@@ -1,0 +1,20 @@
+"""Numbers that tune what a tier keeps: each with its unit, and what set it.
+
+None of them decides what is right; a wrong one costs stores, or tokens that are recomputed.
+"""
+
+from __future__ import annotations
+
+# For each block that the GPU lost before it was stored, so many are handed out until copies are
+# given up again. Chosen by replays (docs/policies.md).
+HELD_BACK_BLOCKS = 256
+# That is counted up to so many times the tier's slots. Not measured: it bounds how long one crowd
+# is remembered.
+HELD_BACK_TIMES = 4
+# How many of the GPU's free blocks are looked at before they are handed out: those of so many
+# steps, so that a store has a step's time before its block is overwritten. Chosen by replays
+# (docs/policies.md).
+AHEAD_TIMES = 2
+# And one of so many parts of the GPU at least, for loads, which take more at once than a step.
+# Chosen by the same replays.
+AHEAD_PARTS = 8
