@@ -7,10 +7,11 @@ H200 (PCIe Gen5 x16, 55 GB/s one way) if not said otherwise.
 from __future__ import annotations
 
 # --- backends ---
-# A slice costs a thread that shares Python with the step about 0.1 ms, so slices are large, and are
-# packed or unpacked as a whole. What else crosses the bus, a step's inputs or its tokens, waits for
-# one piece of them, 0.6 ms (scripts/bench copy_queue). Buffers: one on the bus, one being packed or
-# unpacked, and for stores, whose packing may have to wait for room on the device, one more.
+# Each slice costs a thread that shares Python with the step its launches, so slices are large, and
+# are packed or unpacked as a whole. What else crosses the bus, a step's inputs or its tokens, waits
+# for one piece of them, 0.6 ms (scripts/bench copy_queue). Buffers: one on the bus, one being
+# packed or unpacked, and for stores, whose packing may have to wait for room on the device, one
+# more.
 BUS_PIECE_BYTES = 32 << 20
 LOAD_PIECES, LOAD_BUFFERS = 4, 2
 STORE_PIECES, STORE_BUFFERS = 1, 3

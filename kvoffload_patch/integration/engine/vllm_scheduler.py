@@ -76,9 +76,8 @@ class SchedulerView:
     def _tokens_held(self, spec: Any) -> int | None:
         """Tokens whose blocks a request keeps in this group; None where it keeps all."""
         if keeps_state(spec):
-            return 2 * int(
-                spec.block_size
-            )  # the state that a step begins with, and the one it ends
+            # The state that a step begins with, and the one that it ends with.
+            return 2 * int(spec.block_size)
         window = getattr(spec, "sliding_window", None) or getattr(
             spec, "attention_chunk_size", None
         )
