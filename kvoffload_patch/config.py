@@ -168,11 +168,12 @@ class Settings:
     )
     store: str = _variable(
         "KVOFFLOAD_STORE",
-        "auto",
+        "eager",
         _store,
         "one of " + ", ".join(STORES),
         "when blocks are stored: as they are computed (eager), when the GPU is about to lose them "
-        "(lazy), or as they are computed until the tier is full, then lazily (auto)",
+        "(lazy), or as they are computed until the tier is full, then lazily (auto); the last two "
+        "recompute less and cost the engine's thread more",
     )
     copy_backend: str = _variable(
         "KVOFFLOAD_COPY_BACKEND",

@@ -36,7 +36,7 @@ def test_defaults() -> None:
         load_mode="auto",
         eviction="arc",
         integrity="sample",
-        store="auto",
+        store="eager",
         log_interval=10.0,
         vllm_version=None,
         allow_unverified=False,

@@ -144,12 +144,14 @@ def test_a_size_that_there_is_no_memory_for_is_refused(monkeypatch: pytest.Monke
     assert mini.manager.num_slots == 8 and not mini.breaker.detached
 
 
-def test_settings_change_what_the_tier_does() -> None:
-    mini = Mini(load_mode="inline", log_interval=1000.0)
+@pytest.mark.parametrize("store", ["eager", "auto"])
+def test_settings_change_what_the_tier_does(store: str) -> None:
+    mini = Mini(load_mode="inline", log_interval=1000.0, store=store)
     tokens = prompt(6, seed=1)
     mini.only_in_cpu(tokens)
     asked(mini, "set", eviction="lru", load_mode="parked", log_interval=5.0, max_stall_ms=1.5)
-    assert type(mini.manager._policy._others) is POLICIES["lru"]
+    policy: Any = mini.manager._policy
+    assert type(policy if store == "eager" else policy._others) is POLICIES["lru"]
     assert mini.desk is not None
     assert mini.desk.status()["settings"] == {
         "eviction": "lru", "load_mode": "parked", "log_interval": 5.0, "max_stall_ms": 1.5,
