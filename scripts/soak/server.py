@@ -157,6 +157,10 @@ class Server:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=STOP_LIMIT_S)
                 self.ended_after = time.monotonic() - begin
+        self.kill()
+
+    def kill(self) -> None:
+        """End what is left of it, at once."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()

@@ -1,16 +1,19 @@
-"""python scripts/soak signals [--phases idle,...] [--signals TERM,...] [--targets server,engine]
+"""python scripts/soak signals [--phases idle,...] [--signals TERM,...] [--minutes M] [--out DIR]
 
 Sends a signal to a process of `vllm serve` while it starts, streams answers or is idle, each time
 to a new server, plain and with the tier side by side. Says how long it took until all its processes
 had ended, with which status, and what was left: processes, or files in shared memory. Plain vLLM
 is the measure: where that hangs, too, it is not the tier's doing. Results go to signals.json in
---out. Status 1: one of them is worse with the tier.
+--out, and a trial that is there is not made again: with --minutes, after which no further trial is
+begun, all of them can be made in parts. Another commit begins from none. Status 1: one of them is
+worse with the tier, or some are left to be made.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import signal
 import tempfile
 import threading
@@ -22,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from kvoffload_patch.control import client
 from scripts.bench.common import machine, say, table, write_json
 from scripts.soak import server as servers
 from scripts.soak.server import Server
@@ -32,7 +36,7 @@ PHASES = ("starting", "streaming", "idle")
 TARGETS = ("server", "engine")
 SIGNALS = ("TERM", "INT", "KILL")
 # Longer than vLLM waits for an engine core that shuts down; what takes longer hangs.
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 # What is left when the first process has ended has so long to follow.
 OTHERS_LIMIT_S = 10.0
 PROMPT = list(range(3, 400))
@@ -47,6 +51,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         ("sides", SIDES), ("phases", PHASES), ("targets", TARGETS), ("signals", SIGNALS),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", default=",".join(known))
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no trial after so many")
     parser.add_argument("--out", type=Path, default=Path("soak-out"))
     args = parser.parse_args(argv)
     for name, known in (
@@ -136,11 +141,17 @@ def trial(server: Server, phase: str, target: str, number: int) -> dict[str, Any
         wait_until(lambda: all(map(is_dead, pids)), OTHERS_LIMIT_S)
         left = [pid for pid in pids if not is_dead(pid)]
     status = server.status()
-    server.stop()
+    server.kill()
     return {
         "ended_after_s": took, "status": status, "processes_left": left,
-        "files_left": sorted(set(shared_files()) - before),
+        "files_left": sorted(set(shared_files()) - before) + sockets_of(pids),
     }  # fmt: skip
+
+
+def sockets_of(pids: list[int]) -> list[str]:
+    """Control sockets of processes that any command of ours finds, and has not cleared away."""
+    named = (engine.name for engine in client.find())
+    return [name for name in named if int(name.partition("-")[0]) in pids]
 
 
 def in_words(found: dict[str, Any]) -> str:
@@ -166,33 +177,66 @@ def worse(plain: dict[str, Any], tier: dict[str, Any]) -> bool:
     )
 
 
+def earlier(file: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """The trials of a file, if they were made with this commit; without any otherwise."""
+    with suppress(OSError, ValueError):
+        found: dict[str, Any] = json.loads(file.read_text())
+        if found["machine"]["commit"] == about["commit"]:
+            return found
+    return {"machine": about, "trials": {}}
+
+
+def play(args: argparse.Namespace, model: Path, found: dict[str, Any]) -> int:
+    """Make the trials that are not there yet, as far as time allows; how many are left."""
+    until = time.monotonic() + 60 * args.minutes
+    cases = list(itertools.product(args.phases, args.targets, args.signals, args.sides))
+    cells: dict[str, dict[str, Any]] = found["trials"]
+    todo = [case for case in cases if case[3] not in cells.get(" ".join(case[:3]), {})]
+    for done, (phase, target, kind, side) in enumerate(todo):
+        if time.monotonic() > until:
+            return len(todo) - done
+        name = f"{phase} {target} {kind}"
+        tier = {"KVOFFLOAD_CPU_GIB": "0.05"} if side == "tier" else None
+        server = Server(model, args.out / f"{name} {side}.log", tier, {})
+        try:
+            cell = trial(server, phase, target, getattr(signal, f"SIG{kind}"))
+        except RuntimeError as error:
+            cell = {"error": str(error).splitlines()[0]}
+        finally:
+            server.kill()
+        say(f"{name}, {side}: {in_words(cell)}")
+        cells.setdefault(name, {})[side] = cell
+        write_json(args.out / "signals.json", found)
+    return 0
+
+
+def rows_of(found: dict[str, Any]) -> list[list[str]]:
+    """A table of all trials, its head first."""
+    rows = [["phase, process, signal", *SIDES]]
+    for name, cells in found["trials"].items():
+        rows.append([name, *(in_words(cells[side]) if side in cells else "" for side in SIDES)])
+    return rows
+
+
+def worse_ones(found: dict[str, Any]) -> list[str]:
+    """Names of the trials that end worse with the tier than plain vLLM does."""
+    pairs = [(name, c) for name, c in found["trials"].items() if len(c) == len(SIDES)]
+    return [name for name, cells in pairs if worse(cells["plain"], cells["tier"])]
+
+
 def main() -> int:
     """Every trial; status 1 if one of them is worse with the tier."""
     args = options()
     args.out.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {"machine": machine(), "trials": {}}
+    found = earlier(args.out / "signals.json", machine())
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         servers.write_model(model)
-        for case in itertools.product(args.phases, args.targets, args.signals):
-            name, cells = " ".join(case), {}
-            for side in args.sides:
-                tier = {"KVOFFLOAD_CPU_GIB": "0.05"} if side == "tier" else None
-                server = Server(model, args.out / f"{name} {side}.log", tier, {})
-                number = getattr(signal, f"SIG{case[2]}")
-                try:
-                    cells[side] = trial(server, case[0], case[1], number)
-                except RuntimeError as error:
-                    server.stop()
-                    cells[side] = {"error": str(error).splitlines()[0]}
-                say(f"{name}, {side}: {in_words(cells[side])}")
-            found["trials"][name] = cells
-            write_json(args.out / "signals.json", found)
-    rows = [["signal", *args.sides]]
-    rows += [[name, *map(in_words, cells.values())] for name, cells in found["trials"].items()]
-    say("\n" + table(rows))
-    pairs = [(name, c) for name, c in found["trials"].items() if len(c) == len(SIDES)]
-    bad = [name for name, cells in pairs if worse(cells["plain"], cells["tier"])]
+        left = play(args, model, found)
+    say("\n" + table(rows_of(found)))
+    bad = worse_ones(found)
     for name in bad:
         say(f"  MISS  {name}: worse with the tier")
-    return 1 if bad else 0
+    if left:
+        say(f"{left} trials are left; the same command goes on with them")
+    return 1 if bad or left else 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvoffload_patch.control.client import Engine
 from scripts.soak import signals
 
 ENDED: dict[str, Any] = {
@@ -37,7 +38,7 @@ class Sleeper:
     def status(self) -> int | None:
         return self._process.poll()
 
-    def stop(self) -> None:
+    def kill(self) -> None:
         for process in reversed(signals.family(self.pid)):
             process.kill()
         self._process.communicate()
@@ -87,3 +88,46 @@ def test_options(tmp_path: Path) -> None:
     assert args.targets == ["server", "engine"]
     with pytest.raises(SystemExit):
         signals.options(["--signals", "HUP"])
+
+
+def test_trials_are_made_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, str, int]] = []
+    killed: list[Any] = []
+
+    class Fake:
+        def __init__(self, model: Path, log: Path, tier: Any, faults: Any) -> None: ...
+
+        def kill(self) -> None:
+            killed.append(self)
+
+    def trial(server: Any, phase: str, target: str, number: int) -> dict[str, Any]:
+        made.append((phase, target, number))
+        if number == signal.SIGKILL:
+            raise RuntimeError("no\nmore")
+        return ENDED
+
+    monkeypatch.setattr(signals, "Server", Fake)
+    monkeypatch.setattr(signals, "trial", trial)
+    argv = ["--phases", "idle", "--targets", "engine", "--signals", "TERM,KILL"]
+    args = signals.options([*argv, "--out", str(tmp_path), "--minutes", "-1"])
+    found = signals.earlier(tmp_path / "signals.json", {"commit": "a"})
+    assert signals.play(args, tmp_path, found) == 4 and made == []
+    args.minutes, args.sides = 1.0, ["plain"]
+    assert signals.play(args, tmp_path, found) == 0 and len(made) == 2
+    args.sides = list(signals.SIDES)
+    found = signals.earlier(tmp_path / "signals.json", {"commit": "a"})
+    assert signals.play(args, tmp_path, found) == 0 and len(made) == len(killed) == 4
+    assert signals.worse_ones(found) == ["idle engine KILL"]
+    assert signals.rows_of(found)[1:] == [
+        ["idle engine TERM", "2.5 s, status -15", "2.5 s, status -15"],
+        ["idle engine KILL", "no", "no"],
+    ]
+    assert signals.earlier(tmp_path / "signals.json", {"commit": "b"})["trials"] == {}
+
+
+def test_a_socket_of_a_process_that_has_ended_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signals.client, "find", lambda: [Engine(tmp_path, "7-ab")])
+    assert signals.sockets_of([7]) == ["7-ab"]
+    assert signals.sockets_of([8]) == []
