@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {
         ".",
         "._bootstrap",
+        ".cli.bench.picture",
         ".config",
         ".control",
         ".integration.patch_table",
@@ -32,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
         ".memory",
         ".patching",
     },
+    "cli.bench.picture": {"matplotlib"},
     "cli.doctor.copy_speed": {".cli", "torch"},
     "_bootstrap": {
         ".",

@@ -19,6 +19,8 @@ PACKAGE = TESTS.parent / "kvoffload_patch"
 TESTED_BY = {
     "__main__.py": "cli/test_main.py",
     # Steps of a command, seen from its output.
+    "cli/bench/errors.py": "cli/bench/test_command.py",
+    "cli/bench/picture.py": "cli/bench/test_report.py",
     "cli/doctor/findings.py": "cli/doctor/test_command.py",
     "cli/launch.py": "cli/test_main.py",
     "cli/preflight.py": "cli/test_main.py",

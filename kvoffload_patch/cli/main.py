@@ -14,13 +14,16 @@ from kvoffload_patch.config import AUTO, VARIABLES, option
 
 EXIT_OK, EXIT_REFUSED = 0, 2
 
-_OWN = ("status", "doctor", "patch", "top", "pause", "resume", "empty", "resize", "set")
+_OWN = (
+    "status", "doctor", "bench", "patch", "top", "pause", "resume", "empty", "resize", "set",
+)  # fmt: skip
 
 _USAGE = """\
 kvoffload [options] COMMAND [ARGUMENT ...]
        kvoffload [options] --check [COMMAND]
        kvoffload [options] status | doctor [--json]
        kvoffload top | pause | resume | empty | resize GIB | set ... [--engine NAME]
+       kvoffload bench --model MODEL [options] [-- ARGUMENT ...]
        kvoffload patch --apply | --revert | --check
 (python -m kvoffload_patch is the same)"""
 
@@ -32,6 +35,7 @@ run. `top` shows these as they work; `pause`, `resume`, `empty`, `resize` and `s
 them. Each has a --help of its own; `-- top` runs another program of that name.
 `doctor` also looks at memory, limits and the bus, proves that the patch arms, says what would be
 chosen, and names every problem with its remedy.
+`bench` compares this machine without and with the tier, and with vLLM's own connectors.
 `patch` puts the lines that arm the tier into vLLM's own files, for images without start-up
 files."""
 
@@ -41,6 +45,7 @@ examples:
   kvoffload --cpu-gib 64 vllm serve MODEL     a tier of 64 GiB
   kvoffload --check vllm serve MODEL          would it run? nothing is started
   kvoffload doctor                            what is wrong here, what would be chosen
+  kvoffload bench --model MODEL               does it pay here? off against on
   kvoffload status --json                     the same for a program
   kvoffload top                               running engines, live
   kvoffload resize 24                         24 GiB for the engine that runs
@@ -71,6 +76,10 @@ def _own(name: str, argv: Sequence[str]) -> int:
         from kvoffload_patch.cli.doctor import command as doctor
 
         return doctor.main(argv)
+    if name == "bench":
+        from kvoffload_patch.cli.bench import command as bench
+
+        return bench.main(argv)
     if name == "patch":
         from kvoffload_patch.cli import patch
 

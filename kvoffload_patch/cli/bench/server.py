@@ -1,0 +1,150 @@
+"""One server in a process group of its own: start it, wait for it, end all of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from kvoffload_patch.cli.bench.errors import ServerFailed
+
+HOST = "127.0.0.1"
+POLL_S, PROBE_S = 0.5, 10.0
+# What a server has to end by itself, and its processes to vanish once they are killed.
+END_S, KILLED_S = 30.0, 10.0
+TAIL_LINES = 20
+
+_CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as found:
+        found.bind((HOST, 0))
+        return int(found.getsockname()[1])
+
+
+class Server:
+    """A server that answers within the ``with``; behind it none of its processes is left.
+
+    Args:
+        command: the whole command line; it makes the server listen on `port`.
+        environ: its whole environment.
+        log: file for what it prints.
+        start_s: seconds that it may take until it answers.
+
+    Raises:
+        ServerFailed: on entering: it ended, or did not answer in time; the text has the last lines
+            that it printed.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environ: Mapping[str, str], port: int, log: Path,
+        start_s: float,
+    ) -> None:  # fmt: skip
+        self.port = port
+        self._command, self._environ = list(command), dict(environ)
+        self._log, self._start_s = log, start_s
+
+    def __enter__(self) -> Server:
+        with self._log.open("wb") as out:
+            self._process = subprocess.Popen(
+                self._command, env=self._environ, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                start_new_session=True,
+            )  # fmt: skip
+        try:
+            self._wait()
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Ask it to end; then kill what is left of its group, and wait for it."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_S)
+        self._signal_group(signal.SIGKILL)
+        self._process.wait()
+        until = time.monotonic() + KILLED_S
+        while self._signal_group(0) and time.monotonic() < until:
+            time.sleep(0.05)
+
+    def _signal_group(self, number: int) -> bool:
+        """Whether there is somebody in it."""
+        try:
+            os.killpg(self._process.pid, number)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
+
+    def get(self, path: str) -> bytes:
+        """What it answers; nothing for any status but 200, or if it does not answer."""
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=PROBE_S)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.read() if answer.status == 200 else b""
+        except (OSError, http.client.HTTPException):
+            return b""
+        finally:
+            connection.close()
+
+    def model(self) -> str:
+        """The name that requests give to the model."""
+        with suppress(ValueError, KeyError, IndexError, TypeError):
+            return str(json.loads(self.get("/v1/models"))["data"][0]["id"])
+        raise self.failure("does not name its model under /v1/models")
+
+    def gpu_tokens(self) -> int | None:
+        """Tokens that the GPU caches of all its engines hold; None if it does not say."""
+        return cache_tokens(self.get("/metrics").decode("utf-8", "replace"))
+
+    def failure(self, what: str) -> ServerFailed:
+        """An error that says what it did, with the last lines of its log."""
+        with suppress(OSError):
+            lines = self._log.read_text("utf-8", "replace").splitlines()[-TAIL_LINES:]
+            shown = "\n".join(f"  {line}" for line in lines)
+            return ServerFailed(f"{what}; its log ends with:\n{shown}")
+        return ServerFailed(what)
+
+    def _wait(self) -> None:
+        until = time.monotonic() + self._start_s
+        while not self.get("/v1/models"):
+            status = self._process.poll()
+            if status is not None:
+                raise self.failure(f"the server ended with status {status} before it answered")
+            if time.monotonic() > until:
+                raise self.failure(f"the server did not answer within {self._start_s:g} s")
+            time.sleep(POLL_S)
+
+
+def cache_tokens(metrics: str) -> int | None:
+    """Blocks times tokens of a block, summed over engines, from the text of /metrics."""
+    found = 0
+    for labels in _CACHE.findall(metrics):
+        given = dict(_LABEL.findall(labels))
+        blocks, size = given.get("num_gpu_blocks", ""), given.get("block_size", "")
+        if not (blocks.isdecimal() and size.isdecimal()):
+            return None
+        found += int(blocks) * int(size)
+    return found or None

@@ -1,0 +1,127 @@
+"""`kvoffload bench` from its options to its exit status; its servers are a fake of vLLM's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.bench import fake_vllm
+from cli.bench.test_server import is_running
+from sandbox import ROOT
+
+from kvoffload_patch.cli import main
+from kvoffload_patch.cli.bench import command
+
+QUICK = ["bench", "--model", "M", "--gpu-blocks", "4", "--history", "40", "--turns", "2"]
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """vLLM is a fake without connectors, in children as well."""
+    package = fake_vllm.write(tmp_path / "site")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    monkeypatch.delenv("KVOFFLOAD_CPU_GIB", raising=False)
+    monkeypatch.delenv("KVOFFLOAD_OPTIONS", raising=False)
+    monkeypatch.setattr(command.modes, "installed", lambda: (package, False))
+    return package
+
+
+def test_a_table(fake: Path, capsys: Any) -> None:
+    assert main.main([*QUICK, "--modes", "off"]) == 0
+    shown = capsys.readouterr()
+    about, _, head, _, row = shown.out.splitlines()
+    assert about.startswith("M, vLLM ") and ": 4 chats of 40 tokens, 2 turns" in about
+    assert head.startswith("later turns") and row.split()[:3] == ["no", "tier", "29"]
+    assert shown.err.splitlines() == ["no tier: starting", "no tier: 4 chats of 2 turns"]
+
+
+def test_json_and_files(fake: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    argv = [*QUICK, "--modes", "off", "--chats", "3", "--out", str(out), "--json", "--", "--more"]
+    assert main.main(argv) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["chats"] == 3 and found["gpu_tokens"] == 64
+    assert found["modes"]["off"]["later"]["requests"] == 3
+    assert json.loads((out / "bench.json").read_text()) == found
+    assert (out / "bench.png").is_file() or "matplotlib" not in sys.modules
+    told = (out / "off.log").read_text().splitlines()[0]
+    assert told.endswith("--more") and "--max-model-len 168" in told
+
+
+def test_a_server_that_does_not_start_is_one_mode(fake: Path, capsys: Any) -> None:
+    assert main.main([*QUICK, "--modes", "off", "--", "--fail"]) == 1
+    shown = capsys.readouterr()
+    assert shown.err.splitlines()[-1] == "  no such model"
+    assert "failed" in shown.out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--modes", "of"], "--modes: expected some of off, on, simple, offloading, found 'of'."),
+        (["--modes", "simple"], "--modes: the installed vLLM has no SimpleCPUOffloadConnector."),
+        (["--modes", "off", "--", "--port=1"], "expected no --port behind --, which bench sets"),
+        (["--modes", "off", "--", "--num_gpu_blocks_override", "2"], "--num-gpu-blocks-override"),
+        (["--modes", "off", "--cpu-gib", "1e9"], "--cpu-gib is '1e9', expected a number of GiB"),
+        (["--modes", "on", "--cpu-gib", "60000"], "60000"),
+    ],
+)
+def test_refusals_are_one_sentence(argv: list[str], said: str, fake: Path, capsys: Any) -> None:
+    before = dict(os.environ)
+    try:
+        assert main.main([*QUICK, *argv]) == 2
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    shown = capsys.readouterr()
+    (line,) = shown.err.splitlines()
+    assert line.startswith("kvoffload_patch: ") and said in line and shown.out == ""
+
+
+@pytest.mark.parametrize("argv", [["--turns", "1"], ["--chats", "-1"], ["--seed", "1e3"], ["--x"]])
+def test_wrong_numbers_are_refused_by_their_option(argv: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main.main([*QUICK, *argv])
+    assert caught.value.code == 2 and argv[0] in capsys.readouterr().err
+
+
+def test_modes_that_cannot_run_are_left_out(fake: Path, capsys: Any) -> None:
+    assert command._chosen(None) == ["off", "on"]
+    assert "left out: the installed vLLM has no OffloadingConnector." in capsys.readouterr().err
+    fake_vllm.add_connectors(fake)
+    assert command._chosen(None) == ["off", "on"]
+    assert "left out: OffloadingConnector needs a GPU." in capsys.readouterr().err
+
+
+def test_help_has_examples(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main.main(["bench", "--help"])
+    shown = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert "examples:" in shown and "exit status: 0 measured" in shown
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_server_first(number: int, fake: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    argv = [*QUICK, "--modes", "off", "--out", str(out), "--chats", "100000"]
+    path = f"{fake.parent}{os.pathsep}{ROOT}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvoffload_patch", *argv], cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    log, until = out / "off.log", time.monotonic() + 60
+    while not (log.is_file() and "the fake is told" in log.read_text()):
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.05)
+    (server,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(number)
+    assert process.wait(60) == (130 if number == signal.SIGINT else 143)
+    assert not is_running(int(server))

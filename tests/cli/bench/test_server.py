@@ -1,0 +1,81 @@
+"""A server that starts, does not, or leaves processes behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from cli.bench import fake_vllm
+
+from kvoffload_patch.cli.bench.errors import ServerFailed
+from kvoffload_patch.cli.bench.server import HOST, Server, cache_tokens, free_port
+
+CACHE = 'vllm:cache_config_info{block_size="16",engine="%d",num_gpu_blocks="%s"} 1.0\n'
+
+
+def serve(folder: Path, *more: str, start_s: float = 60.0) -> Server:
+    if not (folder / "vllm").exists():
+        fake_vllm.write(folder)
+    port = free_port()
+    words = ["--host", HOST, "--port", str(port), "--num-gpu-blocks-override", "8"]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "M", *words, *more]
+    environ = {**os.environ, "PYTHONPATH": str(folder)}
+    return Server(command, environ, port, folder / "log", start_s)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_all_processes_of_a_server_end_with_it(tmp_path: Path) -> None:
+    with serve(tmp_path) as server:
+        child = json.loads(server.get("/v1/models"))["child"]
+        assert is_running(child)
+        assert server.model() == "fake"
+        assert server.gpu_tokens() == 128
+    assert not is_running(child)
+    assert server.get("/v1/models") == b""
+    assert server.gpu_tokens() is None
+    with pytest.raises(ServerFailed, match="does not name its model"):
+        server.model()
+
+
+def test_they_end_when_something_is_raised(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), serve(tmp_path) as server:
+        child = json.loads(server.get("/v1/models"))["child"]
+        raise KeyboardInterrupt
+    assert not is_running(child)
+
+
+def test_a_server_that_ends_says_its_last_lines(tmp_path: Path) -> None:
+    with pytest.raises(ServerFailed) as caught, serve(tmp_path, "--fail"):
+        pass
+    first, *lines = str(caught.value).splitlines()
+    assert first == "the server ended with status 1 before it answered; its log ends with:"
+    assert lines[-1] == "  no such model" and "the fake is told serve M" in lines[0]
+
+
+def test_a_server_that_does_not_answer_is_ended(tmp_path: Path) -> None:
+    server = Server([sys.executable, "-c", "import time; time.sleep(60)"], {}, free_port(), tmp_path / "log", 0.1)
+    with pytest.raises(ServerFailed, match="the server did not answer within 0.1 s"), server:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("metrics", "tokens"),
+    [
+        (CACHE % (0, "10"), 160),
+        (CACHE % (0, "10") + CACHE % (1, "12"), 352),
+        (CACHE % (0, "None"), None),
+        ("vllm:other 1\n", None),
+        ("", None),
+    ],
+)
+def test_the_gpu_cache_of_all_engines_counts(metrics: str, tokens: int | None) -> None:
+    assert cache_tokens(metrics) == tokens

@@ -1,0 +1,40 @@
+"""`kvoffload bench` with real servers on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from engine import engines, release
+from engine.model import write_model
+from sandbox import ROOT
+
+BLOCK = min(32, release.block_size())
+HISTORY, BLOCKS = 320, 768 // BLOCK
+
+
+def test_histories_come_back_with_the_tier_alone(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    words = [
+        *("--model", str(model), "--modes", "off,on", "--cpu-gib", "0.25"),
+        *("--gpu-blocks", str(BLOCKS), "--history", str(HISTORY), "--turns", "2"),
+        *("--answer", "4", "--at-once", "2", "--out", str(tmp_path / "out"), "--json", "--"),
+        *("--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK)),
+        *("--max-num-seqs", "4"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvoffload_patch", "bench", *words],
+        env={**engines.environment(VLLM_ENABLE_V1_MULTIPROCESSING="1"), "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["gpu_tokens"] == BLOCKS * BLOCK and found["chats"] == 5
+    off, on = (found["modes"][mode]["later"] for mode in ("off", "on"))
+    assert off["requests"] == on["requests"] == 5
+    assert off["prompt_tokens"] == on["prompt_tokens"] > 5 * HISTORY
+    assert off["found_tokens"] == 0
+    assert on["found_tokens"] >= 5 * (HISTORY // BLOCK * BLOCK - BLOCK)
+    assert [file.name for file in Path(tmp_path / "out").glob("*.log")]
