@@ -28,7 +28,8 @@ AUTO = "auto"
 # More than any machine has, and little enough for all arithmetic that follows.
 MOST_GIB, MOST_S, MOST_MS = 65_536, 86_400, 60_000
 
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+# One way to match each text: the time to refuse one grows with its length and not with its square.
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 T = TypeVar("T")
 

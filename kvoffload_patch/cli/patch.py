@@ -64,7 +64,7 @@ class Installed:
             )
         self.version = _version(None if folder is None else self.folder)
         self.release = _release(self.version)
-        self.patches = patch_files.parse(_patch_file(self.release).read_text(encoding="utf-8"))
+        self.patches = patch_files.parse(_patch_file(self.release).read_bytes())
         self.data = {patch.path: self._read(patch.path) for patch in self.patches}
 
     def file(self, path: str) -> Path:

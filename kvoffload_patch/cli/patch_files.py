@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_HASHES = re.compile(r"# sha256 (vllm/\S+\.py) ([0-9a-f]{64}) ([0-9a-f]{64})")
-_HUNK = re.compile(r"@@ -(\d+),0 \+(\d+),(\d+) @@")
+_HASHES = re.compile(r"# sha256 (vllm/[\w/]+\.py) ([0-9a-f]{64}) ([0-9a-f]{64})", re.ASCII)
+_HUNK = re.compile(r"@@ -(\d{1,9}),0 \+(\d{1,9}),(\d{1,9}) @@", re.ASCII)
 
 
 class BadPatchFile(Exception):
@@ -79,13 +79,16 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def parse(text: str) -> list[FilePatch]:
+def parse(data: bytes) -> list[FilePatch]:
     """The files that a patch file changes, in its order.
 
     Raises:
         BadPatchFile: something in it is not a header, a hash, or a hunk that only adds.
     """
-    lines = iter(text.splitlines())
+    try:
+        lines = iter(data.decode().splitlines())
+    except UnicodeDecodeError:
+        raise BadPatchFile("bytes that are no text") from None
     known: dict[str, dict[str, str]] = {}
     patches: list[FilePatch] = []
     for line in lines:

@@ -10,6 +10,7 @@ from scripts import dispatch  # noqa: E402
 COMMANDS = {
     "run": ("run", "drives a server with the tier, and checks every answer against plain vLLM's"),
     "signals": ("signals", "TERM, INT and KILL of each process in each phase, beside plain vLLM"),
+    "fuzz": ("fuzz", "made-up settings, patch files and control messages, with atheris"),
     "page": ("page", "writes docs/reliability.md and its pictures from recorded runs"),
 }
 

@@ -25,7 +25,7 @@ from scripts.release import patches as make_patches
 from scripts.release.patches import ADDED
 
 RELEASED = b'"""Fake."""\n\nfrom vllm.engine import Engine\n'
-(DIFF,) = parse(TEXT := make_patches.render("9.9.1", [RELEASED]))
+(DIFF,) = parse((TEXT := make_patches.render("9.9.1", [RELEASED])).encode())
 PATCHED = DIFF.apply(RELEASED)
 
 
@@ -84,6 +84,13 @@ def test_a_file_with_another_hash_is_left_alone(site: Site, capsys: Output, text
         assert said.startswith(f"kvoffload_patch: expected {site.file} of vLLM 9.9.1 with a known")
         assert ", found " in said and "; reinstall this release" in said
         assert site.file.read_bytes() == text
+
+
+@pytest.mark.parametrize("bad", [b"\xff\xfe", b"", b"x\n", b"# text alone\n"])
+def test_a_damaged_patch_file_is_refused(site: Site, capsys: Output, bad: bytes) -> None:
+    (patch.PATCHES / "vllm-9.9.1.patch").write_bytes(bad)
+    assert site.run("--apply") == 2
+    assert "expected a patch file of ours, found" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("version", ["9.9.1+cpu", "9.9.1+cu118", "9.9.1.post2", "9.9.1.post1+cpu"])

@@ -56,7 +56,7 @@ def test_a_file_only_adds_our_lines(release: str) -> None:
     begin = lines.index(hunks[0]) + 1
     assert len(hunks) == 1 and lines[begin:] == [*(f"+{x}" for x in ADDED.splitlines()), ""]
     assert f"vLLM {release}:" in lines[0]
-    (patch,) = parse(FILES[release].read_text())
+    (patch,) = parse(FILES[release].read_bytes())
     assert patch.path == "vllm/__init__.py"
     assert len(patch.patched_of) == (2 if make_patches.release_key(release) < [0, 17] else 1)
 
@@ -83,7 +83,7 @@ def test_the_script_makes_the_same_bytes(release: str) -> None:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_applied_and_reverted_on_its_release(release: str, tmp_path: Path) -> None:
-    (patch,) = parse(FILES[release].read_text())
+    (patch,) = parse(FILES[release].read_bytes())
     builds = make_patches.builds(release, source)
     assert source(release) in builds
     assert {sha256(text) for text in builds} == set(patch.patched_of)
@@ -122,10 +122,10 @@ def _apply_with(tool: str, file: Path, text: bytes, patched: bytes, site: Path) 
 
 def test_the_lines_come_before_the_first_import() -> None:
     with_future = b'"""D."""\nfrom __future__ import annotations\n\nimport a\n'
-    (patch,) = parse(make_patches.render("9.9.1", [with_future]))
+    (patch,) = parse(make_patches.render("9.9.1", [with_future]).encode())
     assert [hunk.after for hunk in patch.hunks] == [2]
     for text in (b'import a\n"""D."""\n', b"x = f()\n", b""):
-        (patch,) = parse(make_patches.render("9.9.1", [text]))
+        (patch,) = parse(make_patches.render("9.9.1", [text]).encode())
         assert [hunk.after for hunk in patch.hunks] == [0]
     other_build = b"import a\n" * 9 + with_future
     with pytest.raises(make_patches.CannotPatch, match="too late"):
@@ -151,7 +151,7 @@ GOOD = f"""\
 
 
 def test_hunks_are_added_and_taken_out_by_line() -> None:
-    (patch,) = parse(GOOD)
+    (patch,) = parse(GOOD.encode())
     old = b"a\nb\nc"
     new = patch.add_lines(old.replace(b"c", b"c\n"))
     assert new == b"a\none\n\nb\nc\ntwo\n"
@@ -162,7 +162,7 @@ def test_hunks_are_added_and_taken_out_by_line() -> None:
 
 
 def test_a_result_with_another_hash_is_not_used() -> None:
-    (patch,) = parse(GOOD)
+    (patch,) = parse(GOOD.encode())
     old = b"a\nb\nc\n"
     patch.patched_of = {sha256(old): sha256(b"other")}
     with pytest.raises(BadPatchFile):
@@ -191,9 +191,9 @@ def test_a_result_with_another_hash_is_not_used() -> None:
     ],
 )
 def test_a_file_that_does_anything_else_is_not_read(found: str, instead: str) -> None:
-    assert found in GOOD and len(parse(GOOD)) == 1
+    assert found in GOOD and len(parse(GOOD.encode())) == 1
     with pytest.raises(BadPatchFile):
-        parse(GOOD.replace(found, instead, 1))
+        parse(GOOD.replace(found, instead, 1).encode())
 
 
 def test_all_files_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
