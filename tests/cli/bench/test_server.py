@@ -62,7 +62,8 @@ def test_a_server_that_ends_says_its_last_lines(tmp_path: Path) -> None:
 
 
 def test_a_server_that_does_not_answer_is_ended(tmp_path: Path) -> None:
-    server = Server([sys.executable, "-c", "import time; time.sleep(60)"], {}, free_port(), tmp_path / "log", 0.1)
+    sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
+    server = Server(sleeps, {}, free_port(), tmp_path / "log", 0.1)
     with pytest.raises(ServerFailed, match="the server did not answer within 0.1 s"), server:
         pass
 
