@@ -36,8 +36,17 @@ class _Told(NamedTuple):
     chained: bool
 
 
+class _Announced(NamedTuple):
+    """Under which name a block was said to be in the tier; it leaves under the same."""
+
+    group: Any
+    name: Any
+
+
 class KVEvents:
     """Adds the tier's events to the queue of a block pool, in the order in which things happen.
+
+    A block that vLLM has not told of, or that was forgotten, is not told of; it raises nothing.
 
     Args:
         pool: a `vllm.v1.core.block_pool.BlockPool` with KV cache events on.
@@ -49,17 +58,18 @@ class KVEvents:
 
         self._pool = pool
         self._needed = needed
+        self._stored_event = kv_events.BlockStored
         self._removed_event = kv_events.BlockRemoved
         self._fields = frozenset(kv_events.BlockStored.__struct_fields__)
         self._removed_fields = frozenset(kv_events.BlockRemoved.__struct_fields__)
         self._new: list[tuple[Any, list[Hashable]]] = []
         self._told: OrderedDict[Hashable, _Told] = OrderedDict()
-        self._in_tier: set[Hashable] = set()
+        self._in_tier: dict[Hashable, _Announced] = {}
 
     def cached(self, blocks: Sequence[Any]) -> None:
         """vLLM has just put these blocks of a request into its prefix cache."""
         queue = self._pool.kv_event_queue
-        if blocks and queue:
+        if blocks and queue and isinstance(queue[-1], self._stored_event):
             self._new.append((queue[-1], [block.block_hash for block in blocks]))
 
     def take_in(self) -> None:
@@ -69,6 +79,8 @@ class KVEvents:
         that at most about twice as many are kept as the GPU and the tier have.
         """
         for event, keys in self._new:
+            if len(event.block_hashes) != len(keys) - keys.count(None):
+                continue  # it tells of other blocks than these
             nth, parent, chained = 0, event.parent_block_hash, True
             for position, key in enumerate(keys):
                 if key is None:
@@ -100,17 +112,17 @@ class KVEvents:
             if "locality" in self._fields:
                 more["locality"] = _LOCAL
             self._pool.kv_event_queue += self._stored(keys, **more)
-            self._in_tier.update(keys)
+            for key in keys:
+                if (told := self._told.get(key)) is not None:
+                    group = getattr(told.event, "group_idx", None)
+                    self._in_tier[key] = _Announced(group, told.event.block_hashes[told.nth])
 
     def left(self, keys: Iterable[Hashable]) -> None:
         """These are not in the tier any more, of which some could never be loaded."""
         by_group: dict[Any, list[Any]] = {}
         for key in keys:
-            if key in self._in_tier:
-                self._in_tier.discard(key)
-                told = self._told[key]
-                group = getattr(told.event, "group_idx", None)
-                by_group.setdefault(group, []).append(told.event.block_hashes[told.nth])
+            if (announced := self._in_tier.pop(key, None)) is not None:
+                by_group.setdefault(announced.group, []).append(announced.name)
         for group, hashes in by_group.items():
             about = {"group_idx": group, "locality": _LOCAL}
             known = {name: value for name, value in about.items() if name in self._removed_fields}
@@ -119,7 +131,7 @@ class KVEvents:
 
     def withdraw(self) -> None:
         """There is no tier any more; whatever state this is in."""
-        self.left([key for key in self._in_tier if key in self._told])
+        self.left([*self._in_tier])
 
     def _stored(self, keys: Iterable[Hashable], **more: str) -> list[Any]:
         return [self._event(first, last, more) for first, last in self._runs(keys)]
@@ -128,7 +140,9 @@ class KVEvents:
         """First and last of the blocks that were told of one behind the other."""
         first = last = None
         for key in keys:
-            told = self._told[key]
+            told = self._told.get(key)
+            if told is None:
+                continue
             if first is None or last is None:
                 first = told
             elif told.event is not last.event or told.position != last.position + 1:

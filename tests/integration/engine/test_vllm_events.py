@@ -146,6 +146,51 @@ def test_what_nobody_has_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) 
     assert len(world.take()) == 401 + 1
 
 
+def test_a_block_that_was_forgotten_leaves_under_the_name_it_came_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch, LATEST)
+    world.cache("abc", group_idx=1)
+    world.events.stored(["a", "b", "c"])
+    world.take()
+    for nth in range(10):  # nobody is said to need a, b and c
+        world.cache(chr(1000 + nth))
+    assert not {"a", "b", "c"} & set(world.events._told)
+    world.take()
+    world.events.left(["b"])
+    world.events.withdraw()
+    assert [(event["block_hashes"], event["group_idx"]) for event in world.take()] == [
+        (["hash b"], 1),
+        (["hash a", "hash c"], 1),
+    ]
+
+
+def test_blocks_that_vllm_has_not_told_of_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, MEDIUM)
+    world.cache("abc")
+    world.take()
+    world.events.stored(["x", "a", "y", "c"])
+    world.events.loaded(["b", "x", "c", "y"])
+    assert [event["block_hashes"] for event in world.take()] == [
+        *(["hash a"], ["hash c"]),
+        ["hash b", "hash c"],
+    ]
+    world.events.left(["x", "y", "a", "b", "c"])
+    assert [event["block_hashes"] for event in world.take()] == [["hash a", "hash c"]]
+
+
+def test_an_event_of_other_blocks_is_not_taken_for_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, MEDIUM)
+    world.cache("a")
+    world.events.cached([SimpleNamespace(block_hash=key) for key in "bc"])  # of which none told
+    world.pool.kv_event_queue.append(world.removed(block_hashes=["hash z"], medium="GPU"))
+    world.events.cached([SimpleNamespace(block_hash="d")])
+    world.events.take_in()
+    world.take()
+    world.events.stored(["a", "b", "c", "d"])
+    assert [event["block_hashes"] for event in world.take()] == [["hash a"]]
+
+
 def test_looking_up_tells_nobody_of_what_it_finds() -> None:
     mini = Mini(events=True)
     asked = prompt(4, seed=1)
