@@ -223,6 +223,14 @@ class Settings:
         " before it is parked",
         "ms",
     )
+    wipe: bool = _variable(
+        "KVOFFLOAD_WIPE",
+        False,
+        _boolean,
+        _A_BOOLEAN,
+        "overwrite the blocks in CPU memory with zeros whenever all are forgotten: by a reset of"
+        " the prefix cache, sleep, or kvoffload empty",
+    )
     control: bool = _variable(
         "KVOFFLOAD_CONTROL",
         True,

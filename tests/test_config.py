@@ -111,6 +111,7 @@ def test_every_variable_is_read() -> None:
         VLLM_VERSION="0.32.0",
         ALLOW_UNVERIFIED="on",
         MAX_STALL_MS="0",
+        WIPE="1",
         CONTROL="0",
         LAUNCH="0a1b",
         OPTIONS="KVOFFLOAD_LOAD_MODE",
@@ -129,6 +130,7 @@ def test_every_variable_is_read() -> None:
         "0.32.0",
         True,
         0.0,
+        True,
         False,
         "0a1b",
     )

@@ -287,6 +287,12 @@ class SchedulerTier:
         if self._front is not None:
             self._front.clear()
         self.cached.clear()
+        self._wipe()
+
+    def _wipe(self) -> None:
+        """Nothing is known any more: overwrite it, if the settings say so."""
+        if self.settings.wipe:
+            self._ranks.wipe()
 
     def _is_needed(self, key: Hashable) -> bool:
         """Whether anybody has this key, or is about to."""
@@ -312,6 +318,7 @@ class SchedulerTier:
         """Forget every key. Loads under way are published all the same: their bytes are right."""
         self._manager.clear()
         self._lookups.clear()
+        self._wipe()
 
     def resize(self, num_slots: int) -> None:
         """Use so many slots, `RankGroup.num_slots` at most; what does not fit is forgotten."""

@@ -103,6 +103,10 @@ class RankGroup:
         """Return when no rank has a copy under way; plans sent before are carried out first."""
         self._call(worker_side.drain_rank)
 
+    def wipe(self) -> None:
+        """Overwrite the slots of every rank, once its copies are done; no key may be known."""
+        self._call(worker_side.wipe_rank)
+
     def check_room(self, more: int) -> None:
         """Raises TierRefused unless every host has memory for so many more slots."""
         ranks = self._call(worker_side.describe_rank)

@@ -114,6 +114,12 @@ def resize_rank(worker: Any, num_slots: int, sizing: int) -> tuple[int, bool]:
     return tier.resize(num_slots, sizing)
 
 
+def wipe_rank(worker: Any) -> None:
+    """Overwrite every slot, once every copy planned so far is done."""
+    tier: RankTier = getattr(worker.model_runner, TIER)
+    tier.wipe()
+
+
 def drain_rank(worker: Any) -> None:
     """Return when every copy planned so far is done."""
     tier = getattr(worker.model_runner, TIER, None)

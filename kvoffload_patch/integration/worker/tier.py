@@ -166,6 +166,11 @@ class RankTier:
             self._usable = (found[0], True)
         return found
 
+    def wipe(self) -> None:
+        """Overwrite every slot, once the copies under way are done."""
+        self._engine.drain()
+        self._host.wipe()
+
     def finish(self, plan: TransferPlan | None) -> None:
         """Carry out the loads of a plan that comes without a step, and wait for every copy.
 

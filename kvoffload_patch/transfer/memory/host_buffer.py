@@ -143,6 +143,13 @@ class HostBuffer:
         else:
             self._mapping.give_back(num_slots * self.pitch)
 
+    def wipe(self) -> None:
+        """Every slot is zero again. No copy may be under way."""
+        if self._growth is None:
+            self._mapping.give_back(0)  # pages that nobody has written yet are not taken for it
+        else:
+            self.slots[: self.num_ready].zero_()  # registered pages stay where they are
+
     def close(self) -> None:
         """Give the memory back. No copy may be under way, and nobody within `quiet`."""
         for finalize in self._finalizers:

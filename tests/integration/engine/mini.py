@@ -82,6 +82,13 @@ class FakeRanks:
         if self.device is not None:
             self.device.drain()
 
+    def wipe(self) -> None:
+        """Every copy is made, and nothing of it is left in CPU memory."""
+        if self.device is not None:
+            self.device.drain()
+            for slot in self.device.slots:
+                slot[:] = [0] * BLOCK
+
     def finish(self, plan: Any) -> None:
         """Carry out the plan's loads, and every copy; the rank is closed."""
         self.closed += 1

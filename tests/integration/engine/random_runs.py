@@ -63,6 +63,7 @@ def describe(seed: int, most_in_flight: int = 6, states: bool = False) -> dict[s
         "limits": limits,
         "eviction": rng.choice(EVICTIONS),
         "store": rng.choice(STORES),
+        "wipe": seed % 5 == 0,
     }
 
 

@@ -96,6 +96,27 @@ def test_an_emptied_tier_has_nothing_and_what_was_loaded_meanwhile_is_right() ->
     nothing_held(mini)
 
 
+@pytest.mark.parametrize("wipe", [False, True])
+def test_what_is_forgotten_is_overwritten_if_it_is_to_be(wipe: bool) -> None:
+    mini = Mini(load_mode="parked", late=3, store="eager", wipe=wipe)
+    tokens = prompt(6, seed=1)
+    mini.only_in_cpu(tokens)
+    name = mini.add(tokens)
+    mini.step()
+    assert mini.tier.counts().parked_now == 1, "its load is under way"
+    asked(mini, "empty")
+    assert any(map(any, mini.device.slots)) != wipe
+    mini.run()
+    mini.check()
+    assert mini.hits[name] == 6 * BLOCK, "and is right all the same"
+    assert hits(mini, prompt(6, seed=2)) == 0
+    mini.settle()
+    assert any(map(any, mini.device.slots)), "new blocks are stored again"
+    mini.scheduler.reset_prefix_cache()
+    assert any(map(any, mini.device.slots)) != wipe
+    nothing_held(mini)
+
+
 def test_a_smaller_tier_keeps_what_fits_and_grows_again() -> None:
     mini = Mini(num_slots=20)
     first, second = prompt(8, seed=1), prompt(8, seed=2)

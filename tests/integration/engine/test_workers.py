@@ -310,6 +310,15 @@ def test_every_rank_is_resized_and_the_least_of_them_counts() -> None:
     assert executor.calls[-1] == ("resize_rank", 7, 3)
 
 
+def test_every_rank_is_wiped_and_one_that_is_not_is_said() -> None:
+    executor = Executor([geometry(0), geometry(1)], [9, 4])
+    ranks = RankGroup(executor)
+    ranks.open(1536 * 20)
+    executor.answers["wipe_rank"] = [None, None]
+    ranks.wipe()
+    assert executor.calls[-1] == ("wipe_rank",)
+
+
 def test_more_slots_need_room_on_every_host_beside_the_reserve() -> None:
     members = [geometry(0), geometry(1), geometry(2, host="b", available_bytes=3 * GIB)]
     ranks = RankGroup(Executor(members, [9, 9, 9]))

@@ -288,6 +288,17 @@ def test_a_rank_that_cannot_keep_a_promise_says_so_and_closes(
     assert closed == [1] and not hasattr(runner, TIER)
 
 
+def test_a_rank_that_is_wiped_has_made_its_copies_and_keeps_nothing(tier: rank.RankTier) -> None:
+    kv = tier._runner.kv_caches[0]
+    tier.begin_step(a_plan((a_load(1, (4,), (0,)),), wait_load=0, stores_done=1), STEP)
+    assert tier._host.slots.any()
+    rpc.wipe_rank(SimpleNamespace(model_runner=SimpleNamespace(**{TIER: tier})))
+    assert not tier._host.slots.any() and torch.equal(kv[4], kv[1])
+    tier.end_step(SimpleNamespace(sampled_token_ids=[[1]], req_ids=["a"]))
+    step(tier, a_plan(store=a_store(2, (3,), (0,))))
+    assert tier._host.slots[0].any() and not tier._host.slots[1:].any()
+
+
 def test_a_rank_that_is_resized_finishes_its_copies_and_says_what_it_has(
     tier: rank.RankTier,
 ) -> None:

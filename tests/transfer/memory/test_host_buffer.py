@@ -240,6 +240,27 @@ def test_slots_at_the_edges_of_pieces_hold_what_was_copied(
     host.close()
 
 
+def test_slots_that_are_wiped_are_zero_and_as_many_as_before() -> None:
+    host = HostBuffer(8, MIB, torch.device("cpu"))
+    host.slots[:] = 1
+    host.wipe()
+    assert host.num_ready == 8 and not host.slots.any()
+    host.slots[5] = 1
+    assert host.slots[5].all() and not host.slots[6].any()
+    host.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_registered_slots_are_wiped_where_they_are() -> None:
+    host = HostBuffer(64, MIB, torch.device("cuda"), piece_bytes=4 * MIB)
+    host.wait_ready(64)
+    host.slots[:] = 1
+    host.wipe()
+    assert not host.slots.any() and all(host.slots[i].is_pinned() for i in range(64))
+    host.close()
+
+
 def test_fewer_slots_on_the_cpu_give_their_pages_back() -> None:
     host = HostBuffer(8, MIB, torch.device("cpu"))
     host.slots[:] = 1
