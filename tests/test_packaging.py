@@ -156,8 +156,26 @@ def test_editable_wheel_points_at_the_source(editable: Path) -> None:
     assert not [n for n in names if n.startswith("kvoffload_patch/")]
 
 
-def test_source_archive_can_be_built_from(source: Path) -> None:
-    with tarfile.open(build(source, "build_sdist")) as archive:
+# What a checkout has and nobody ships.
+NOT_SHIPPED = shutil.ignore_patterns(
+    ".git", ".venv*", ".kit", ".vllm-sources", ".*_cache", ".hypothesis", "__pycache__",
+    "*.egg-info", "build", "dist", "*-out",
+)  # fmt: skip
+
+
+def test_source_archive_has_all_that_the_repository_has(tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    shutil.copytree(ROOT, checkout, symlinks=True, ignore=NOT_SHIPPED)
+    wanted = {
+        str(path.relative_to(checkout))
+        for path in checkout.rglob("*")
+        if path.is_file() and "kvoffload_patch/patches" not in str(path)
+    }
+    with tarfile.open(build(checkout, "build_sdist")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {PTH, "setup.py", "setup.cfg", "pyproject.toml", "LICENSE"} <= names
-    assert {"kvoffload_patch/py.typed", "kvoffload_patch/_sitecustomize/sitecustomize.py"} <= names
+        executable = {
+            member.name.partition("/")[2] for member in archive.getmembers() if member.mode & 0o100
+        }
+    assert wanted - names == set()
+    assert {PTH, "LICENSE", ".ci/run", "kvoffload_patch/py.typed"} <= names
+    assert {"scripts/test", "scripts/demo", ".ci/run"} <= executable

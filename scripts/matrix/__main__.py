@@ -13,6 +13,7 @@ COMMANDS = {
     "random": ("random_runs", "random runs over the scheduler, for as long as is wanted"),
     "own": ("own", "vLLM's own tests, plain, armed and with a tier"),
     "features": ("features", "every shape and feature on the installed release"),
+    "pythons": ("pythons", "every Python: install the source archive, and run its tests there"),
     "gpu": ("gpu", "the installed release on a GPU"),
 }
 

