@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import repeat
+from itertools import compress, repeat
 
 from kvoffload_patch.tier.policies.batches import BatchLists
 from kvoffload_patch.tier.policy import EvictionPolicy
@@ -33,10 +33,14 @@ class Exclusive:
 
     The other one is told of slots whose block the GPU has lost or is about to lose: each is new to
     it then, and used again if a request has hit or loaded the block meanwhile. It is not told of
-    pins, because what is loaded is on the GPU.
+    pins, because what is loaded is on the GPU. A slot that is pinned, free or being written is
+    neither a copy nor the other one's.
 
     What the GPU holds is known as far as the tier is told of it. Told too little or too much,
     it evicts other blocks; which bytes are read never depends on it.
+
+    A batch is asked as a whole first, by operations on sets and dicts: mostly all of it is the
+    same. This is done for each block that is loaded, on the engine's thread.
 
     Args:
         others: orders what the GPU has lost.
@@ -54,9 +58,9 @@ class Exclusive:
         self._key_of = key_of
         self._slot_of = slot_of
         self._copies = BatchLists(1, len(key_of))
-        self._evictable = bytearray(len(key_of))  # neither pinned nor free nor being written
-        self._block_of: dict[Hashable, int] = {}  # GPU blocks, by key
-        self._key_in: dict[int, Hashable] = {}  # keys, by GPU block
+        self._given = bytearray(len(key_of))  # 1 for each slot that the other policy orders
+        self._on_gpu: set[Hashable] = set()
+        self._key_in: dict[int, Hashable] = {}  # of GPU blocks
         self._again: set[Hashable] = set()  # keys that were used again on the GPU
         self._owed = 0  # blocks to be handed out until it tries again
 
@@ -73,17 +77,18 @@ class Exclusive:
 
     def handed_out(self, gpu_block_ids: Sequence[int], dropped: int) -> None:
         """These blocks are overwritten, and this number of them was still to be stored."""
-        lost = dropped + self.leave(gpu_block_ids)
+        lost = dropped + self._leave(gpu_block_ids)
         self._owed = max(0, self._owed - len(gpu_block_ids)) + HELD_BACK_BLOCKS * lost
         self._owed = min(self._owed, HELD_BACK_TIMES * len(self._key_of))
 
     def filled(self, keys: Sequence[Hashable], gpu_block_ids: Sequence[int]) -> None:
         """These GPU blocks hold these keys, or will after this step."""
         if self.tight:
-            for key in keys:
-                self._block_of.pop(key, None)
+            self._on_gpu.difference_update(keys)
             return
-        self._block_of.update(zip(keys, gpu_block_ids))
+        if not self._key_in.keys().isdisjoint(gpu_block_ids):
+            self._on_gpu.difference_update(map(self._key_in.get, gpu_block_ids))
+        self._on_gpu.update(keys)
         self._key_in.update(zip(gpu_block_ids, keys))
 
     def loaded(self, keys: Sequence[Hashable], gpu_block_ids: Sequence[int]) -> None:
@@ -103,70 +108,99 @@ class Exclusive:
         What a conversation adds will be used with what it began with, or not at all.
         """
         if 3 * len(self._again.intersection(keys)) >= len(keys):
-            self.used([key for key in keys if key in self._block_of])
+            self.used(self._on_gpu.intersection(keys))
 
     def hit_on_gpu(
-        self, prefix: Sequence[tuple[int, Hashable]], cached: Callable[[int, Hashable], bool]
+        self,
+        gpu_block_ids: Sequence[int],
+        keys: Sequence[Hashable],
+        cached: Callable[[int, Hashable], bool],
     ) -> None:
         """A request hits blocks with keys, given head first, where they are cached still."""
-        held = [(key, gpu_block_id) for gpu_block_id, key in prefix if cached(gpu_block_id, key)]
-        keys = [key for key, _ in held]
-        self.filled(keys, [gpu_block_id for _, gpu_block_id in held])
+        if list(map(self._key_in.get, gpu_block_ids)) != keys:
+            held = [(key, block) for block, key in zip(gpu_block_ids, keys) if cached(block, key)]
+            keys, gpu_block_ids = [key for key, _ in held], [block for _, block in held]
+        self.filled(keys, gpu_block_ids)
         self.used(keys)
-        slot_of = self._slot_of
-        self.hit([slot_of[key] for key in reversed(keys) if key in slot_of])
+        found = filter(self._slot_of.__contains__, reversed(keys))
+        self.hit(list(map(self._slot_of.__getitem__, found)))
 
-    def leave(self, gpu_block_ids: Iterable[int]) -> int:
-        """The GPU has lost what these blocks held, or is about to lose it, in this order.
+    def leaving(
+        self, gpu_block_ids: Sequence[int], keys: Sequence[Hashable]
+    ) -> Sequence[int | None]:
+        """The GPU is about to lose these blocks, which hold these keys, in this order.
 
         Returns:
-            How many of them held what has no slot.
+            The slot of each key; None where it has none.
         """
-        blocks, slot_of, batch_of = list(gpu_block_ids), self._slot_of, self._copies.batch_of
-        alone, lost = [], 0
-        for gpu_block_id, key in zip(blocks, map(self._key_in.pop, blocks, repeat(None))):
-            if key is not None and self._block_of.get(key) == gpu_block_id:
-                del self._block_of[key]
-                slot = slot_of.get(key)
-                if slot is None:
-                    lost += 1
-                elif batch_of[slot]:
-                    alone.append(slot)
+        self._forget(gpu_block_ids)
+        self._on_gpu.difference_update(keys)
+        slots = list(map(self._slot_of.get, keys))
+        self._no_copies(slots)
+        return slots
+
+    def _leave(self, gpu_block_ids: Sequence[int]) -> int:
+        """The GPU has lost these blocks; returns how many of them held what has no slot."""
+        if self._key_in.keys().isdisjoint(gpu_block_ids):
+            return 0
+        keys = self._forget(gpu_block_ids)
+        before = len(self._on_gpu)
+        self._on_gpu.difference_update(keys)
+        slots = list(map(self._slot_of.get, keys))
+        self._no_copies(slots)
+        return min(slots.count(None), before - len(self._on_gpu))
+
+    def _forget(self, gpu_block_ids: Sequence[int]) -> list[Hashable]:
+        """What is known of these blocks is over; returns what they held."""
+        held = map(self._key_in.pop, gpu_block_ids, repeat(None))
+        return [key for key in held if key is not None]
+
+    def _no_copies(self, slots: Sequence[int | None]) -> None:
+        """Those of these that are copies are the other policy's from now on."""
+        batch_of = self._copies.batch_of
+        alone = [slot for slot in slots if slot is not None and batch_of[slot]]
+        if len(set(alone)) < len(alone):
+            alone = list(dict.fromkeys(alone))  # two blocks hold the same
         self._copies.take(alone)
         self._give(alone)
-        return lost
 
     # As an eviction policy
 
     def grow(self) -> None:
         self._others.grow()
         self._copies.grow(len(self._key_of))
-        self._evictable.extend(bytes(len(self._key_of) - len(self._evictable)))
+        self._given.extend(bytes(len(self._key_of) - len(self._given)))
 
     def miss(self, keys: Iterable[Hashable]) -> None:
         self._others.miss(keys)
 
     def insert(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self._evictable[slot] = 1
-        key_of, block_of = self._key_of, self._block_of
-        self._copies.add(0, [slot for slot in slots if key_of[slot] in block_of])
-        self._give([slot for slot in slots if key_of[slot] not in block_of])
+        on_gpu, key_of = self._on_gpu, self._key_of
+        keys = list(map(key_of.__getitem__, slots))
+        if on_gpu.issuperset(keys):
+            self._copies.add(0, slots)
+            return
+        self._copies.add(0, [slot for slot in slots if key_of[slot] in on_gpu])
+        self._give([slot for slot in slots if key_of[slot] not in on_gpu])
 
     def hit(self, slots: Sequence[int]) -> None:
+        given, batch_of = self._given, self._copies.batch_of
+        if not (self.tight or any(map(given.__getitem__, slots))):
+            self._copies.make_recent(slots)
+            return
         # Where one is there twice, the last counts.
         once = list(dict.fromkeys(reversed(slots)))[::-1]
-        free = [slot for slot in once if self._evictable[slot]]
-        batch_of = self._copies.batch_of
+        copies = [slot for slot in once if batch_of[slot]]
+        theirs = [slot for slot in once if given[slot]]
         if self.tight:
-            self._others.hit([slot for slot in free if not batch_of[slot]])
-            copies = [slot for slot in free if batch_of[slot]]
+            self._others.hit(theirs)
             self._copies.take(copies)
             self._give(copies)
             return
-        self._others.remove([slot for slot in free if not batch_of[slot]])
-        self._copies.take(free)
-        self._copies.add(0, free)
+        both = [slot for slot in once if given[slot] or batch_of[slot]]
+        self._take_back(theirs)
+        self._copies.take(copies)
+        self._copies.add(0, both)
 
     def regroup(self, slots: Sequence[int]) -> None:
         """The order in which the GPU loses blocks has grouped them."""
@@ -178,18 +212,22 @@ class Exclusive:
         self.insert(slots)
 
     def remove(self, slots: Sequence[int]) -> None:
-        batch_of = self._copies.batch_of
-        for slot in slots:
-            self._evictable[slot] = 0
-        self._others.remove([slot for slot in slots if not batch_of[slot]])
-        self._copies.take(slots)
+        flags = list(map(self._given.__getitem__, slots))
+        if all(flags):
+            self._take_back(slots)
+        elif not any(flags):
+            self._copies.take(slots)
+        else:
+            self._copies.take([slot for slot, flag in zip(slots, flags) if not flag])
+            self._take_back(list(compress(slots, flags)))
 
     def evict(self, count: int) -> Sequence[int]:
         chosen = self._copies.take_oldest(0, count)
         if len(chosen) < count:
-            chosen += self._others.evict(count - len(chosen))
-        for slot in chosen:
-            self._evictable[slot] = 0
+            more = self._others.evict(count - len(chosen))
+            for slot in more:
+                self._given[slot] = 0
+            chosen += more
         return chosen
 
     def _give(self, slots: Sequence[int]) -> None:
@@ -197,8 +235,16 @@ class Exclusive:
         if not slots:
             return
         self._others.insert(slots)
-        key_of, again = self._key_of, self._again
-        used = [slot for slot in slots if key_of[slot] in again]
-        if used:
-            self._others.hit(used)
-            again.difference_update([key_of[slot] for slot in used])
+        given, again = self._given, self._again
+        for slot in slots:
+            given[slot] = 1
+        keys = list(map(self._key_of.__getitem__, slots))
+        if not again.isdisjoint(keys):
+            self._others.hit(list(compress(slots, map(again.__contains__, keys))))
+            again.difference_update(keys)
+
+    def _take_back(self, slots: Sequence[int]) -> None:
+        """The other policy has these, and orders them no more."""
+        self._others.remove(slots)
+        for slot in slots:
+            self._given[slot] = 0

@@ -44,16 +44,21 @@ class OffloadManager(TierState):
             self._ended.regroup(self._stores.done, self._slot_of, self._policy)
 
     def hit_on_gpu(
-        self, prefix: Sequence[tuple[int, Hashable]], cached: Callable[[int, Hashable], bool]
+        self,
+        gpu_block_ids: Sequence[int],
+        keys: Keys,
+        cached: Callable[[int, Hashable], bool],
     ) -> None:
         """A request hits these GPU blocks with these keys, head first, if they are still cached."""
         if self._exclusive is not None:
-            self._exclusive.hit_on_gpu(prefix, cached)
+            self._exclusive.hit_on_gpu(gpu_block_ids, keys, cached)
             if not self._exclusive.tight:
                 return
         else:
-            self.touch([key for _, key in prefix])
-        for gpu_block_id, key in prefix:
+            self.touch(keys)
+        if all(map(self._slot_of.__contains__, keys)):
+            return
+        for gpu_block_id, key in zip(gpu_block_ids, keys):
             # What has left the GPU cache meanwhile may have made room for another's store.
             if key not in self._slot_of and cached(gpu_block_id, key):
                 self.queue_store(key, gpu_block_id)
@@ -65,8 +70,13 @@ class OffloadManager(TierState):
         if key not in self._slot_of:
             self._queue.add(key, gpu_block_id)
 
-    def offer(self, computed: Mapping[Hashable, int]) -> Mapping[Hashable, int]:
-        """GPU blocks by the keys that are computed in them: which to store at once."""
+    def offer(self, computed: Mapping[Hashable, int], others: int = 0) -> Mapping[Hashable, int]:
+        """GPU blocks by the keys that are computed in them: which to store at once.
+
+        Args:
+            computed: as `make_plan` has it.
+            others: blocks besides those queued that need a slot first.
+        """
         missed = computed
         if not self._slot_of.keys().isdisjoint(computed):
             missed = {k: block for k, block in computed.items() if k not in self._slot_of}
@@ -74,25 +84,36 @@ class OffloadManager(TierState):
             self._exclusive.filled(tuple(computed), tuple(computed.values()))
             self._policy.miss(reversed(tuple(missed)))
             if not self._exclusive.tight:
-                room = self._slots.num_free - len(self._queue) if self._stores_ahead else 0
+                room = self._slots.num_free - len(self._queue) - others if self._stores_ahead else 0
                 return dict(islice(missed.items(), max(room, 0)))
         return missed
 
-    def about_to_lose(self, blocks: Sequence[tuple[int, Hashable]]) -> int:
+    def about_to_lose(self, gpu_block_ids: Sequence[int], keys: Keys) -> int:
         """The GPU will hand these blocks out soon, in this order; they hold these keys.
 
         What the tier has of them is no mere copy any more. The rest is stored with the next plan,
         unless it is handed out before; returns how many blocks that is. Not to be told of
         blocks that are being filled. With `eager`, nothing is done.
         """
-        if self._exclusive is None:
-            return 0
-        self._exclusive.leave([gpu_block_id for gpu_block_id, _ in blocks])
-        only_there = [(block, key) for block, key in blocks if key not in self._slot_of]
-        # The first one was used least recently: it is the tail of what is stored.
-        for gpu_block_id, key in reversed(only_there):
+        leaving = self.leaving(gpu_block_ids, keys)
+        for key, gpu_block_id in leaving.items():
             self._queue.add(key, gpu_block_id)
-        return len(only_there)
+        return len(leaving)
+
+    def leaving(self, gpu_block_ids: Sequence[int], keys: Keys) -> dict[Hashable, int]:
+        """As `about_to_lose`, but nothing is queued.
+
+        Returns:
+            GPU blocks, by key, of what is to be given to `make_plan` before any is handed out.
+        """
+        if self._exclusive is None:
+            return {}
+        slots = self._exclusive.leaving(gpu_block_ids, keys)
+        # Where two blocks hold the same, the later one is there for longer.
+        blocks = zip(keys, gpu_block_ids, slots)
+        only_there = {key: gpu_block_id for key, gpu_block_id, slot in blocks if slot is None}
+        # The first one was used least recently: it is the tail of what is stored.
+        return dict(reversed(only_there.items()))
 
     def note_new_blocks(self, gpu_block_ids: Sequence[int]) -> None:
         """These GPU blocks were handed out to be overwritten.
@@ -166,6 +187,7 @@ class OffloadManager(TierState):
         self,
         storable: Callable[[int, Hashable], bool],
         computed: Mapping[Hashable, int] = MappingProxyType({}),
+        leaving: Mapping[Hashable, int] = MappingProxyType({}),
     ) -> TransferPlan | None:
         """Freeze this step's plan; None when there is nothing to move and to wait for.
 
@@ -174,8 +196,10 @@ class OffloadManager(TierState):
                 the block of a key that was queued. What is not is forgotten.
             computed: GPU blocks by the keys that this step's forward pass computes in them. To
                 be stored with those queued, and behind them.
+            leaving: what `leaving` said since the last block was handed out.
         """
-        store = self._plan_store(storable, computed) if computed or self._queue else ()
+        some = computed or leaving or self._queue
+        store = self._plan_store(storable, computed, leaving) if some else ()
         waits, done = tickets_of(self._links.values())
         if not (store or waits or self._new_loads):
             return None
@@ -270,9 +294,14 @@ class OffloadManager(TierState):
         self._store_to += [0] * (num_slots - len(self._store_to))
 
     def _plan_store(
-        self, storable: Callable[[int, Hashable], bool], computed: Mapping[Hashable, int]
+        self,
+        storable: Callable[[int, Hashable], bool],
+        computed: Mapping[Hashable, int],
+        leaving: Mapping[Hashable, int],
     ) -> tuple[Transfer, ...]:
-        wanted, slot_of = self.offer(computed), self._slot_of
+        wanted, slot_of = self.offer(computed, len(leaving)), self._slot_of
+        if leaving:
+            wanted = {**leaving, **wanted}
         if self._queue or self._growing:
             for key, gpu_block_id in wanted.items():
                 self._queue.add(key, gpu_block_id)

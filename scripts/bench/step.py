@@ -1,6 +1,7 @@
 """python scripts/bench step [--quick] [--json FILE] [--only a,d,...] [--sides plain,tier,...]
 
 What the CPU tier adds to a scheduler step on the host, beside vLLM's own connectors to CPU memory.
+`tier` is as the environment says, `auto` the same with KVOFFLOAD_STORE=auto.
 
 vLLM's own scheduler, no model, no copies. The schedulers of one scenario take turns, in another
 order each round: plain, one with a tier attached, one for each connector. A step is `schedule()`
@@ -28,7 +29,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 # A scenario readies a scheduler and returns what is to be done, untimed, before each step.
 Before = Iterator[None]
-Make = Callable[..., Sim]
+Make = type[Sim]
 
 
 def decodes(make: Make, quick: bool, waiting: int = 0) -> tuple[Sim, Before]:
@@ -48,7 +49,7 @@ def no_room(make: Make, quick: bool, in_cpu: bool = False, parked: bool = False)
     With ``in_cpu``, the tier has the whole prompt of the first that waits. With ``parked``, one
     more request waits in front of them for a load, in blocks of its own, that never ends.
     """
-    parked_blocks = 128 if parked and make is TierSim else 0
+    parked_blocks = 128 if parked and issubclass(make, TierSim) else 0
     sim = make(slots=256, blocks=680 + parked_blocks)
     for seed, tokens in ((1000 if in_cpu else 998, 8192), (999, 2064), (997, 10_500)):
         sim.add(seed, tokens, 1)  # the last one takes the GPU blocks of those before it
@@ -82,7 +83,7 @@ def prefills(make: Make, quick: bool, tokens: int, prompts: int = 10**6) -> tupl
     return sim, before
 
 
-ALL, OURS = tuple(SIDES), ("plain", "tier")
+ALL, OURS = tuple(SIDES), ("plain", "tier", "auto")
 # Name: title, what readies it, its options, steps of a turn, sides that take part.
 Scenario = tuple[str, Callable[..., tuple[Sim, Before]], dict[str, Any], int, tuple[str, ...]]
 SCENARIOS: dict[str, Scenario] = {

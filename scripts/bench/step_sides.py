@@ -111,7 +111,13 @@ class Ranks:
 
 
 class TierSim(Sim):
-    """With the CPU tier, attached to this scheduler."""
+    """With the CPU tier, attached to this scheduler.
+
+    Attributes:
+        store: when blocks are stored; empty: as the process is told.
+    """
+
+    store = ""
 
     def __init__(self, slots: int, blocks: int = 20_000) -> None:
         super().__init__(slots, blocks)
@@ -124,6 +130,7 @@ class TierSim(Sim):
 
         # As the process is told, so that policies can be compared.
         settings = replace(Settings.from_env(), log_interval=1e9)
+        settings = replace(settings, store=self.store or settings.store)
         hooks = step_hooks(self.scheduler)
         self.manager = OffloadManager(CPU_SLOTS, POLICIES[settings.eviction], store=settings.store)
         connect(self.scheduler, hooks, self.manager, Ranks(), settings)
@@ -141,6 +148,12 @@ class TierSim(Sim):
             self._done[1] = plan.after[-1].ticket
             self.stored += len(plan.after[-1].source_ids)
         setattr(output, RESULT, TransferResult(((LOAD, self._done[0]), (STORE, self._done[1]))))
+
+
+class AutoSim(TierSim):
+    """With the CPU tier, and `KVOFFLOAD_STORE=auto`."""
+
+    store = "auto"
 
 
 class SimpleSim(Sim):
@@ -193,6 +206,7 @@ class OffloadingSim(Sim):
 SIDES: dict[str, type[Sim]] = {
     "plain": Sim,
     "tier": TierSim,
+    "auto": AutoSim,
     "simple": SimpleSim,
     "offloading": OffloadingSim,
 }

@@ -87,10 +87,11 @@ class GpuPool:
             self.free.move_to_end(block, last=False)
         return idle
 
-    def next_out(self, count: int) -> list[tuple[int, Key]]:
+    def next_out(self, count: int) -> tuple[list[int], list[Key]]:
         """Of so many blocks that are handed out next, those that hold something, and its keys."""
-        held = ((block, self.key_of[block]) for block in islice(self.free, count))
-        return [(block, key) for block, key in held if key is not None]
+        of_all = ((block, self.key_of[block]) for block in islice(self.free, count))
+        held = [(block, key) for block, key in of_all if key is not None]
+        return [block for block, _ in held], [key for _, key in held]
 
     def make_last(self, block: int) -> None:
         """A block that nobody uses is handed out after all others."""

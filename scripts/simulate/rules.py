@@ -71,12 +71,13 @@ class Rules:
 
     def may_overwrite(self, gpu: GpuPool, count: int) -> bool:
         """Whether so many free blocks can be handed out, without loss of what only they hold."""
-        return not self.manager.about_to_lose(gpu.next_out(count))
+        return not self.manager.about_to_lose(*gpu.next_out(count))
 
     def admitted(self, run: Run) -> None:
         """A request was given its blocks; what it loads is planned."""
-        prefix = list(zip(run.blocks[: run.on_gpu], run.request.keys))
-        self.manager.hit_on_gpu(prefix, lambda block, key: True)
+        blocks = run.blocks[: run.on_gpu]
+        keys = list(run.request.keys[: run.on_gpu])
+        self.manager.hit_on_gpu(blocks, keys, lambda block, key: True)
 
     def computed(self, run: Run, keys: Keys, blocks: Sequence[int]) -> dict[Hashable, int]:
         """These blocks of a prompt are filled by this step: what to store with its plan."""
@@ -94,7 +95,7 @@ class Rules:
     def step(self, gpu: GpuPool, idle: Sequence[int]) -> None:
         """A plan is about to be made; since the last one these blocks came to be used by nobody."""
         if self.manager.lazy:
-            self.manager.about_to_lose(gpu.next_out(self._ahead))
+            self.manager.about_to_lose(*gpu.next_out(self._ahead))
 
 
 class IgnoresRequests(Rules):

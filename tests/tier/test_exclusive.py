@@ -28,7 +28,7 @@ def held(tier: OffloadManager) -> str:
 
 def lose(tier: OffloadManager, blocks: Sequence[tuple[int, str]]) -> str:
     """The GPU is about to lose these; returns what is stored of them."""
-    tier.about_to_lose(blocks)
+    tier.about_to_lose([block for block, _ in blocks], [key for _, key in blocks])
     stored = plan(tier)
     tier.note_new_blocks([block for block, _ in blocks])
     return stored
@@ -46,15 +46,15 @@ def test_auto_stores_what_is_computed_while_slots_are_free_and_the_rest_before_i
 def test_lazy_stores_nothing_before_it_is_about_to_be_lost() -> None:
     tier = OffloadManager(4, LRUPolicy, store="lazy")
     assert plan(tier, a=0, b=1) == ""
-    assert tier.about_to_lose([(1, "b"), (0, "a")]) == 2
+    assert tier.about_to_lose([1, 0], ["b", "a"]) == 2
     assert plan(tier) == "ab", "what is lost last is the head of the transfer"
-    assert tier.about_to_lose([(1, "b"), (0, "a")]) == 0
+    assert tier.about_to_lose([1, 0], ["b", "a"]) == 0
 
 
 def test_what_is_handed_out_before_it_is_stored_is_not_stored() -> None:
     tier = OffloadManager(4, LRUPolicy, store="lazy")
     plan(tier, a=0)
-    tier.about_to_lose([(0, "a")])
+    tier.about_to_lose([0], ["a"])
     tier.note_new_blocks([0])
     assert plan(tier) == ""
     assert tier.stats.overwritten == 1
@@ -82,7 +82,7 @@ def test_a_copy_stays_once_the_gpu_has_lost_the_block_or_is_about_to() -> None:
         if handed_out:
             tier.note_new_blocks([5])
         else:
-            tier.about_to_lose([(5, "b")])
+            tier.about_to_lose([5], ["b"])
         plan(tier, d=7)
         lose(tier, [(7, "d")])
         assert held(tier) == "abd"
@@ -91,8 +91,8 @@ def test_a_copy_stays_once_the_gpu_has_lost_the_block_or_is_about_to() -> None:
 def test_what_is_hit_on_the_gpu_becomes_a_copy_if_the_gpu_still_has_it() -> None:
     tier = OffloadManager(2, LRUPolicy, store="auto")
     plan(tier, a=0, b=1)
-    tier.about_to_lose([(0, "a"), (1, "b")])  # both stay; a would leave first
-    tier.hit_on_gpu([(0, "a"), (1, "b")], lambda block, key: key == "b")
+    tier.about_to_lose([0, 1], ["a", "b"])  # both stay; a would leave first
+    tier.hit_on_gpu([0, 1], ["a", "b"], lambda block, key: key == "b")
     plan(tier, c=7)
     lose(tier, [(7, "c")])
     assert held(tier) == "ac"
@@ -104,7 +104,7 @@ def test_a_loading_slot_is_not_evicted_however_often_it_is_hit() -> None:
     tier.touch("aa")
     tier.begin_load("a", [5])
     tier.touch("a")
-    tier.about_to_lose([(7, "c")])
+    tier.about_to_lose([7], ["c"])
     tier.make_plan(lambda block, key: True)
     assert (held(tier), tier.stats.dropped) == ("a", 1)
 
@@ -135,7 +135,7 @@ def told(tier: OffloadManager) -> list[tuple[str, str]]:
 def test_the_other_policy_learns_what_was_used_again_on_the_gpu() -> None:
     tier = OffloadManager(4, policy=Told, store="lazy")
     plan(tier, a=0, b=1, c=2)
-    tier.hit_on_gpu([(0, "a")], lambda block, key: True)
+    tier.hit_on_gpu([0], ["a"], lambda block, key: True)
     lose(tier, [(2, "c"), (1, "b"), (0, "a")])
     assert told(tier) == [("insert", "cba"), ("hit", "a")]
     tier.begin_load("c", [5])
@@ -149,7 +149,7 @@ def test_a_third_that_is_used_again_makes_the_whole_request_so() -> None:
     for used, hits in ((0, []), (1, [("hit", "cba")])):
         tier = OffloadManager(4, policy=Told, store="lazy")
         plan(tier, a=0, b=1, c=2)
-        tier.hit_on_gpu([(0, "a")][:used], lambda block, key: True)
+        tier.hit_on_gpu([0][:used], ["a"][:used], lambda block, key: True)
         tier.request_ended("abc")
         lose(tier, [(2, "c"), (1, "b"), (0, "a")])
         assert told(tier)[1:] == hits
@@ -158,10 +158,10 @@ def test_a_third_that_is_used_again_makes_the_whole_request_so() -> None:
 def test_what_is_remembered_of_uses_has_a_bound() -> None:
     tier = OffloadManager(2, LRUPolicy, store="lazy")
     for block in range(1000):
-        tier.hit_on_gpu([(block % 8, f"key-{block}")], lambda *_: True)
+        tier.hit_on_gpu([block % 8], [f"key-{block}"], lambda *_: True)
         tier.note_new_blocks([block % 8])
     assert len(tier._exclusive._again) < 20
-    assert not tier._exclusive._block_of and not tier._exclusive._key_in
+    assert not tier._exclusive._on_gpu and not tier._exclusive._key_in
 
 
 def test_an_eighth_of_the_gpu_is_looked_at_and_two_steps_at_least() -> None:

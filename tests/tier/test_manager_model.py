@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
-from tier.tier_machine import TierMachine, Traffic
+from tier.tier_machine import TierMachine
+from tier.tier_traffic import Traffic
 
 from kvoffload_patch.config import EVICTIONS, STORES
 from kvoffload_patch.tier.policies import POLICIES

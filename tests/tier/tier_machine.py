@@ -7,8 +7,7 @@ when weights are replaced, so that nothing from before may come back.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -136,11 +135,19 @@ class TierMachine(RuleBasedStateMachine):
             with pytest.raises(KeyError, match=f"{missing}"):
                 self.tier.begin_load(readable, list(range(len(readable))))
 
-    @rule()
-    def end_step(self) -> None:
+    @rule(wanted=block_lists)
+    def end_step(self, wanted: Sequence[int] = ()) -> None:
+        """These blocks are free, and handed out next, but not before the plan is made."""
         computed = {key: block for block, key in self.computed.items()}
-        plan = self.tier.make_plan(lambda block, key: self.cached.get(block) == key, computed)
-        self.model.take_plan(plan, self.cached, computed, self.tier.holds)
+        free = self._free(wanted)
+        leaving = self.tier.leaving([b for b, _ in free], [key for _, key in free])
+        assert leaving == self.model.leaving(free)
+
+        def storable(block: int, key: int) -> bool:
+            return self.cached.get(block) == key
+
+        plan = self.tier.make_plan(storable, computed, leaving)
+        self.model.take_plan(plan, self.cached, computed, leaving, self.tier.holds)
         stored: tuple[Any, ...] = ()
         if plan is not None and store_of(plan) is not None:
             stored = tuple((self.cached[b], self.epoch) for b in store_of(plan).source_ids)
@@ -257,13 +264,14 @@ class TierMachine(RuleBasedStateMachine):
         self.model.touch(order)
 
     def hit_blocks(self, prefix: list[tuple[int, int]]) -> None:
-        self.tier.hit_on_gpu(prefix, lambda block, key: self.cached.get(block) == key)
+        blocks, keys = [block for block, _ in prefix], [key for _, key in prefix]
+        self.tier.hit_on_gpu(blocks, keys, lambda block, key: self.cached.get(block) == key)
         self.model.hit_on_gpu(prefix, self.cached)
 
     def look_at(self, wanted: list[int]) -> None:
-        filled = set(self.computed) | self.unkeyed
-        free = [(b, self.cached[b]) for b in wanted if b in self.cached and b not in filled]
-        assert self.tier.about_to_lose(free) == self.model.about_to_lose(free)
+        free = self._free(wanted)
+        found = self.tier.about_to_lose([b for b, _ in free], [key for _, key in free])
+        assert found == self.model.about_to_lose(free)
 
     def load_prefix(self, prefix: list[int], free: list[int], inline: bool) -> None:
         into = free[: len(prefix)]
@@ -275,6 +283,11 @@ class TierMachine(RuleBasedStateMachine):
             self._publish(ticket)
 
     # Inside
+
+    def _free(self, wanted: Sequence[int]) -> list[tuple[int, int]]:
+        """Of these blocks those that hold something and are not being filled, with their keys."""
+        filled = set(self.computed) | self.unkeyed
+        return [(b, self.cached[b]) for b in wanted if b in self.cached and b not in filled]
 
     def _is_destination(self, block: int) -> bool:
         return any(block in destinations for destinations in self.parked.values())
@@ -321,80 +334,3 @@ class TierMachine(RuleBasedStateMachine):
             self.model.capacity = max(self.model.capacity, result.num_slots or 0)
         assert len(readable) == len(set(readable))
         assert set(readable) == self.model.apply(result.done_on(LOAD), result.done_on(STORE))
-
-
-class Traffic:
-    """Many steps of the kind that a busy server makes, on the rules of a `TierMachine`.
-
-    The rules alone seldom come to a store that is late, a block that is handed out and a forward
-    pass that is early, all at once.
-    """
-
-    def __init__(self, machine: TierMachine, seed: int) -> None:
-        self.machine = machine
-        self.random = random.Random(seed)
-        self.publishes = self.random.choice([0.1, 0.3, 0.7])
-        self.favourites = [0, 0]  # which queue goes first on each rank, for a while
-        machine.start(capacity=[1, 2, 3, 5, 6][seed % 5])
-
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self._schedule()
-            self.machine.end_step()
-            self.machine.the_state_is_that_of_the_model()
-            for which in range(2):
-                self._work(which)
-            self._report()
-            self.machine.the_state_is_that_of_the_model()
-        self.machine.teardown()
-
-    def _chance(self, probability: float) -> bool:
-        return self.random.random() < probability
-
-    def _schedule(self) -> None:
-        machine, pick = self.machine, self.random
-        if self._chance(self.publishes):
-            machine.publish_arrived_loads()
-        ready = sorted(machine.model.ready)
-        if self._chance(0.3):
-            machine.touch_prefix(pick.sample(ready, min(len(ready), 3)))
-        if self._chance(0.2):
-            machine.hit_on_gpu(pick.sample(BLOCKS, 3))
-        if self._chance(0.3):
-            machine.look_at(pick.sample(BLOCKS, 3))
-        if self._chance(0.1):
-            machine.request_ends(pick.sample(KEYS, 4))
-        free = machine.free_blocks()
-        pick.shuffle(free)
-        if self._chance(0.5):
-            count = pick.randint(0, min(3, len(ready), len(free)))
-            machine.load_prefix(pick.sample(ready, count), free, inline=self._chance(0.5))
-        count = pick.choice([0, 1, 1, 2, 3])
-        filled = [(pick.choice(BLOCKS), pick.choice(KEYS)) for _ in range(count)]
-        machine.compute_blocks(filled, queued=self._chance(0.3))
-        if self._chance(0.2):
-            machine.queue_cached_block(pick.choice(BLOCKS))
-        if self._chance(0.1):
-            machine.uncache_block(pick.choice(BLOCKS))
-
-    def _work(self, which: int) -> None:
-        pick, rank = self.random, self.machine.ranks[which]
-        if self._chance(0.1):
-            self.favourites[which] = pick.randrange(3)
-        favourite = self.favourites[which]
-        if len(rank.steps) > 4 or (which == 0 and self._chance(0.4)):
-            self.machine.rank_catches_up(which, favourite, eager=self._chance(0.5))
-        pieces = pick.choice([0, 1, 2, 5, 20])
-        self.machine.rank_works(which, pick.choice([0, 1, 1, 2, 2]), favourite, pieces)
-
-    def _report(self) -> None:
-        if self._chance(0.6):
-            self.machine.take_in_the_result()
-        if self._chance(0.1):
-            self.machine._apply(self.random.choice(self.machine.reports))
-        if self._chance(0.01):
-            self.machine.slots_become_usable(self.random.randrange(3))
-        if self._chance(0.02):
-            self.machine.clear()
-        if self._chance(0.02):
-            self.machine.drain(self.random.randrange(3), self._chance(0.5))

@@ -82,12 +82,15 @@ class TierModel:
                     self.queue_store(key, block)
 
     def about_to_lose(self, blocks: Sequence[tuple[int, Hashable]]) -> int:
+        leaving = self.leaving(blocks)
+        self.pending.update({block: key for key, block in leaving.items()})
+        return len(leaving)
+
+    def leaving(self, blocks: Sequence[tuple[int, Hashable]]) -> dict[Hashable, int]:
         if self.store == "eager":
-            return 0
-        only_there = [(block, key) for block, key in blocks if key not in self.slot_of]
-        for block, key in reversed(only_there):
-            self.pending[block] = key
-        return len(only_there)
+            return {}
+        last = {key: block for block, key in blocks if key not in self.slot_of}
+        return dict(reversed(last.items()))
 
     def note_new_blocks(self, gpu_block_ids: Iterable[int]) -> None:
         for block in gpu_block_ids:
@@ -115,6 +118,7 @@ class TierModel:
         plan: TransferPlan | None,
         cached: Mapping[int, Hashable],
         computed: Mapping[Hashable, int],
+        leaving: Mapping[Hashable, int],
         holds: Callable[[Hashable], bool],
     ) -> None:
         """Check a plan against what must be in it, and follow it.
@@ -122,10 +126,11 @@ class TierModel:
         Args:
             plan: what the manager made.
             cached: GPU block id -> the key that it holds after this step.
-            computed: what the step computes, as the manager was given it.
+            computed, leaving: as the manager was given them.
             holds: whether the tier still has a key.
         """
-        waiting = self._to_store(cached, self._offered(computed))
+        offered = self._offered(computed, len(leaving))
+        waiting = self._to_store(cached, {**leaving, **offered})
         chosen = [key for key in self.evictable if self.in_order or not holds(key)]
         while len(waiting) > self.capacity - len(self.used) and self.evictable:
             self._evict(chosen.pop(0))
@@ -182,12 +187,12 @@ class TierModel:
         while self.ended and self.ended[0][0] <= self.stores_done:
             self.touch(self.ended.pop(0)[1])
 
-    def _offered(self, computed: Mapping[Hashable, int]) -> Mapping[Hashable, int]:
+    def _offered(self, computed: Mapping[Hashable, int], others: int) -> Mapping[Hashable, int]:
         """What is stored as it is computed."""
         if self.store == "eager" or self.tight():
             return computed
         missed = [(key, block) for key, block in computed.items() if key not in self.slot_of]
-        room = self.capacity - len(self.used) - len(self.pending)
+        room = self.capacity - len(self.used) - len(self.pending) - others
         return dict(missed[: max(0, room if self.store == "auto" else 0)])
 
     def _to_store(

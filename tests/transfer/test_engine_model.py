@@ -15,7 +15,8 @@ import pytest
 import torch
 from hypothesis import settings
 from tier.rank_model import Rank, Step
-from tier.tier_machine import TierMachine, Traffic
+from tier.tier_machine import TierMachine
+from tier.tier_traffic import Traffic
 from transfer.fake_cuda import FakeCuda, FakeStream
 
 from kvoffload_patch.links import LOAD, STORE

@@ -24,10 +24,11 @@ class FreeFront:
     def __init__(self, view: SchedulerView, manager: OffloadManager) -> None:
         self._view = view
         self._manager = manager
-        step_blocks = view.blocks_for(int(view.scheduler.max_num_scheduled_tokens))
-        self._ahead = blocks_ahead(len(view.pool.blocks), step_blocks)
+        self._step_blocks = view.blocks_for(int(view.scheduler.max_num_scheduled_tokens))
+        self._ahead = blocks_ahead(len(view.pool.blocks), self._step_blocks)
         self._told: set[int] = set()
         self._last: Any = None  # block that was looked at last
+        self._unplanned = 0  # of these, how many the tier was told of since the last plan
         self._waited: str | None = None  # request that has waited for stores
         self._refused: set[int] = set()  # blocks that are not stored until they are handed out
 
@@ -45,19 +46,30 @@ class FreeFront:
         """These blocks are not to be stored, until they hold something else."""
         self._refused.update(gpu_block_ids)
 
-    def look(self) -> None:
-        """Tell the tier what will be handed out soon; before a plan is made."""
-        self._look(self._ahead)
+    def look(self) -> dict[Hashable, int]:
+        """Tell the tier what will be handed out soon; right before a plan is made.
+
+        Returns:
+            GPU blocks, by key, of what this plan is to store.
+        """
+        leaving = self._manager.leaving(*self._new(self._ahead))
+        self._unplanned = 0
+        return leaving
 
     def may_overwrite(self, request_id: str, count: int) -> bool:
-        """Whether so many blocks can be handed out without loss of what only they hold.
+        """Whether a load can be given so many blocks without loss of what only they hold.
 
-        If not, this step's plan stores it, and a request waits for that once.
+        Besides what this step fills. What the tier was told of before the last plan is stored with
+        that at the latest. Where it is not enough, this step's plan stores the rest, and a request
+        waits for that once.
         """
-        if self._waited == request_id:
+        needed = count + self._step_blocks
+        if needed <= len(self._told) - self._unplanned or self._waited == request_id:
             return True
-        if not self._look(count + self._ahead):
-            return True
+        self._store_first(needed)
+        if not self._unplanned:
+            return True  # there is nothing more that only the GPU holds
+        self._store_first(count + self._ahead)  # until it is looked up again others take some
         self._waited = request_id
         return False
 
@@ -70,25 +82,36 @@ class FreeFront:
         """What the tier was told it has forgotten, or may have."""
         self._told.clear()
         self._last = self._waited = None
+        self._unplanned = 0
 
-    def _look(self, count: int) -> int:
-        """Tell the tier of the first ``count``; returns how many of them it has to store."""
-        missing, told = count - len(self._told), self._told
-        if missing <= 0:
-            return 0
+    def _store_first(self, count: int) -> None:
+        """Tell the tier of the first ``count``: the next plan stores what it lacks of them."""
+        before = len(self._told)
+        gpu_block_ids, keys = self._new(count)
+        if keys and self._manager.about_to_lose(gpu_block_ids, keys):
+            self._unplanned += len(self._told) - before
+
+    def _new(self, count: int) -> tuple[list[int], list[Hashable]]:
+        """Those of the first ``count`` of which the tier was not told, in order, and their keys."""
+        told, ids, keys = self._told, list[int](), list[Hashable]()
         last = self._last
         if last is not None and (last.ref_cnt or last.block_id not in told):
             last = None  # it has left the queue
-        found = list[tuple[int, Hashable]]()
-        for block in self._view.free_after(last):
-            last = block
-            if block.block_id in told:
-                continue
-            told.add(block.block_id)
-            if block.block_hash is not None and block.block_id not in self._refused:
-                found.append((block.block_id, block.block_hash))
-            missing -= 1
-            if not missing:
+        while (missing := count - len(told)) > 0:
+            blocks = self._view.free_after(last, missing)
+            if not blocks:
                 break
+            last = blocks[-1]
+            found = [block.block_id for block in blocks]
+            if not told.isdisjoint(found):
+                blocks = [block for block in blocks if block.block_id not in told]
+                found = [block.block_id for block in blocks]
+            told.update(found)
+            ids += found
+            keys += [block.block_hash for block in blocks]
         self._last = last
-        return self._manager.about_to_lose(found) if found else 0
+        if not all(keys) or self._refused:
+            pairs = zip(ids, keys)
+            held = [(i, key) for i, key in pairs if key is not None and i not in self._refused]
+            ids, keys = [i for i, _ in held], [key for _, key in held]
+        return ids, keys

@@ -271,7 +271,7 @@ class Recency:
         front: of the free blocks, among which what is hit may have been; None: nobody asks.
 
     Attributes:
-        used: GPU blocks, and keys, of prefixes that were noted.
+        used: GPU blocks, and the key of each, of prefixes that were noted.
     """
 
     def __init__(
@@ -280,16 +280,18 @@ class Recency:
         self._view = view
         self._manager = manager
         self._front = front
-        self.used: list[list[tuple[int, Hashable]]] = []
+        self.used: list[tuple[list[int], list[Hashable]]] = []
         self._keys: dict[str, list[Hashable]] = {}  # of each request that has not ended
 
     def note(self, request_id: str, found: LookupResult) -> None:
         """A request hits this; loads under way may fill some of the GPU blocks."""
         blocks = found.gpu_blocks
-        if blocks:
-            keyed = [(b.block_id, b.block_hash) for b in blocks if b.block_hash is not None]
-            self.used.append(keyed)
         keys = [block.block_hash for block in blocks]
+        if not all(keys):  # loads under way fill some
+            blocks = [block for block, key in zip(blocks, keys) if key is not None]
+        if blocks:
+            ids = [block.block_id for block in blocks]
+            self.used.append((ids, [key for key in keys if key is not None]))
         self._keys[request_id] = keys + [hit.block_hash for hit in found.tier_hits]
 
     def computes(self, request_id: str, keys: Iterable[Hashable]) -> None:
@@ -306,10 +308,10 @@ class Recency:
 
     def refresh(self) -> None:
         """Make recent what was noted since the last call."""
-        for prefix in self.used:
-            self._manager.hit_on_gpu(prefix, self._view.still_cached)
+        for gpu_block_ids, keys in self.used:
+            self._manager.hit_on_gpu(gpu_block_ids, keys, self._view.still_cached)
             if self._front is not None:
-                self._front.hit([gpu_block_id for gpu_block_id, _ in prefix])
+                self._front.hit(gpu_block_ids)
         self.used.clear()
 
     def clear(self) -> None:

@@ -170,10 +170,7 @@ class SchedulerTier:
         if self._scheduler.connector is not None:
             self._invalid.step_scheduled(output, self.cached)
         self.cached.clear()
-        if self._front is not None and not self.paused:
-            self._front.look()
-        trusts = self._invalid.storable if self._invalid.untrusted else self._view.still_cached
-        plan = self._manager.make_plan(trusts, computed)
+        plan = self._make_plan(computed)
         if plan is not None:
             setattr(output, PLAN, plan)
         if output.finished_req_ids:
@@ -181,6 +178,19 @@ class SchedulerTier:
             self.on_finish(output.finished_req_ids)
             self._recency.ended(output.finished_req_ids)
         self._report.tick()
+
+    def _make_plan(self, computed: Mapping[Hashable, int]) -> TransferPlan | None:
+        """This step's plan; nothing is handed out any more before it is made."""
+        manager, untrusted = self._manager, self._invalid.untrusted
+        leaving: Mapping[Hashable, int] = {}
+        if self._front is not None and not self.paused:
+            leaving = self._front.look()
+            if untrusted:
+                for key, gpu_block_id in leaving.items():
+                    manager.queue_store(key, gpu_block_id)
+                leaving = {}
+        trusts = self._invalid.storable if untrusted else self._view.still_cached
+        return manager.make_plan(trusts, computed, leaving)
 
     def _after_admissions(self, output: Any) -> None:
         """Requests may have been admitted: count their hits, give up what was held for them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 
@@ -104,10 +104,12 @@ class PoolAdapter:
 
         return first
 
-    def free_after(self, block: Any) -> Iterator[Any]:
-        """Blocks that nobody uses, those to be handed out next first, behind one or from the first.
+    def free_after(self, block: Any, count: int) -> list[Any]:
+        """So many blocks that nobody uses, or all that are left, in the order of being handed out.
 
-        Lazy: the queue must not change meanwhile.
+        Args:
+            block: one that nobody uses, behind which they are; None: from the first on.
+            count: 1 or more.
         """
         queue = self._pool.free_block_queue
         if block is not None:
@@ -117,9 +119,13 @@ class PoolAdapter:
         else:
             block = queue.free_list_head
         end = getattr(queue, "fake_free_list_tail", None)
+        found = list[Any]()
         while block is not end and block is not None:
-            yield block
+            found.append(block)
+            if len(found) == count:
+                break
             block = block.next_free_block
+        return found
 
     def _publisher(self) -> Callable[[Hashable, Any, int], None]:
         # Asked for each time: a reset puts another object in its place.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -91,18 +91,21 @@ class BatchLists:
 
     def take(self, slots: Sequence[int]) -> None:
         """Take these out of their lists, as far as they are in any."""
+        if len(set(slots)) < len(slots):
+            slots = list(dict.fromkeys(slots))
         lists, batch_of = self._lists, self.batch_of
+        # Most are taken with all of their batch, or many of it.
+        counted = Counter(map(batch_of.__getitem__, slots))
         for slot in slots:
-            number = batch_of[slot]
+            batch_of[slot] = 0
+        for number, count in counted.items():
             if number:
-                batch_of[slot] = 0
                 which = number % len(lists)
-                self.sizes[which] -= 1
-                batches = lists[which]
-                batch = batches[number]
-                batch.left -= 1
+                self.sizes[which] -= count
+                batch = lists[which][number]
+                batch.left -= count
                 if not batch.left:
-                    del batches[number]
+                    del lists[which][number]
                 elif 2 * batch.left < len(batch.slots):
                     self._shrink(number, batch)
 

@@ -24,9 +24,12 @@ class Told:
     def __init__(self) -> None:
         self.blocks: list[tuple[int, Any]] = []
 
-    def about_to_lose(self, blocks: list[tuple[int, Any]]) -> int:
-        self.blocks += blocks
-        return len(blocks)
+    def about_to_lose(self, gpu_block_ids: list[int], keys: list[Any]) -> int:
+        return len(self.leaving(gpu_block_ids, keys))
+
+    def leaving(self, gpu_block_ids: list[int], keys: list[Any]) -> dict[Any, int]:
+        self.blocks += zip(gpu_block_ids, keys)
+        return dict(zip(keys, gpu_block_ids))
 
     def take(self) -> list[int]:
         taken, self.blocks = self.blocks, []
@@ -36,7 +39,7 @@ class Told:
 def front_of(world: World, ahead: int) -> tuple[FreeFront, Told]:
     told = Told()
     front = FreeFront(SchedulerView(world.scheduler), told)  # type: ignore[arg-type]
-    front._ahead = ahead
+    front._ahead, front._step_blocks = ahead, 0
     return front, told
 
 
@@ -128,6 +131,24 @@ def test_a_request_waits_once_for_what_its_load_would_overwrite() -> None:
     assert told.take() == []
     front.clear()
     assert not front.may_overwrite("b", 6)
+
+
+def test_a_load_does_not_wait_for_what_was_stored_with_an_earlier_plan() -> None:
+    world = World(num_blocks=17)
+    ended(world, 8, seed=1)
+    ended(world, 8, seed=2)
+    front, told = front_of(world, ahead=6)
+    assert front.look() and len(front._told) == 6
+    told.take()
+    front._step_blocks = 2
+    assert front.may_overwrite("a", 4)
+    assert told.take() == []
+    front.handed_out(free_ids(world)[:2])
+    assert not front.may_overwrite("b", 3), "one block more than is stored"
+    assert len(told.take()) == 5, "as far as it is looked at when the request comes again"
+    assert not front.may_overwrite("c", 3), "nothing was planned since"
+    front.look()
+    assert front.may_overwrite("c", 3)
 
 
 def test_a_shared_prefix_in_use_is_stored_before_it_is_lost() -> None:
