@@ -14,6 +14,8 @@ VENV=${VENV:-$ROOT/.venv}
 MARK=$VENV/.made-by-setup_env   # what the environment was made for; its absence: not ours
 STAMP=$VENV/.installed          # the hash of what the installed packages depend on
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+# Packages are installed without bytecode: every engine's process would compile all of vLLM.
+unset PYTHONDONTWRITEBYTECODE
 
 die() {
     echo "error: $*" >&2
@@ -111,7 +113,7 @@ install_all() {
             die "vLLM's CPU build was not installed."
     fi
     echo "[3/4] kvoffload_patch with its test, demo and dev extras"
-    "$python" -m pip install -qq -e "$ROOT[test,demo,dev]" || die "kvoffload_patch was not installed."
+    "$python" -m pip install -qq --no-compile -e "$ROOT[test,demo,dev]" || die "kvoffload_patch was not installed."
     "$python" -c 'from importlib.metadata import version as v
 print("[4/4] Ready: vLLM", v("vllm"), "and PyTorch", v("torch"), end=" ")' ||
         die "the new environment has no vLLM or no PyTorch."

@@ -45,13 +45,16 @@ BOUNDS = (
 def install(*args: str) -> None:
     """Install into this environment; the installer prints its errors only.
 
+    Nothing is compiled: of 20,000 files an engine imports 4,000, and the first one compiles these.
+
     Between the steps most of what vLLM asks for is missing. pip would list that as errors of its
     resolver, 60 lines of them; `conflicts` says what is still wrong after the last step.
     """
     uv = shutil.which("uv")
     installer = ["uv", "pip", "install", "-q", "--python", sys.executable]
     if not uv:
-        installer = [sys.executable, "-m", "pip", "install", "-qq", "--no-warn-conflicts"]
+        installer = [sys.executable, "-m", "pip", "install", "-qq", "--no-compile"]
+        installer += ["--no-warn-conflicts"]
     subprocess.run([*installer, *args], check=True)
 
 
