@@ -22,7 +22,7 @@ from typing import Any
 from kvoffload_patch.integration.patch_table.verified import RELEASES
 from scripts import ROOT
 from scripts.matrix import results
-from scripts.release.sources import NotFetched, fetch
+from scripts.release.sources import NotFetched, fetch_all
 
 HALF = ROOT / "tests/scheduler_half/half.py"
 
@@ -49,11 +49,11 @@ def play_all(
 ) -> Iterator[tuple[str, dict[str, Any] | None, str]]:
     """Each release, what came out, and if nothing did, why not; in the order that they are done."""
     words = []
-    for release in releases:
-        try:
-            words.append(f"{release}={fetch(release)}")
-        except NotFetched as reason:
-            yield release, None, str(reason)
+    for release, folder, why_not in fetch_all(releases):
+        if folder is None:
+            yield release, None, why_not
+        else:
+            words.append(f"{release}={folder}")
     # Nothing of the caller's own settings; the tier refuses names that it does not know.
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVOFFLOAD_")}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}

