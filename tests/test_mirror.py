@@ -65,6 +65,7 @@ ACROSS = {
     "integration/engine/test_random_runs.py",
     "test_budgets.py",
     "test_constants.py",
+    "test_costs.py",
     "test_docs.py",
     "test_layers.py",
     "test_mirror.py",

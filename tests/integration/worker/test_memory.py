@@ -33,14 +33,6 @@ MIB = 1 << 20
 COMPILE = host_memory._compile_kernels
 
 
-@pytest.fixture(autouse=True, scope="module")
-def earlier_objects_are_left_alone() -> Any:
-    """Else each collection looks at all of vLLM where that is imported, for most of a second."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("KVOFFLOAD_CPU_GIB", str(96 / 1024))

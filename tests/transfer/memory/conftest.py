@@ -13,14 +13,6 @@ from kvoffload_patch.transfer.memory import mapping
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True, scope="package")
-def earlier_objects_are_left_alone() -> Iterator[None]:
-    """Else each collection looks at all of vLLM where that is imported, for most of a second."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapping, "TOUCH_BYTES", MIB)

@@ -1,0 +1,30 @@
+"""Options of the whole suite."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from costs import Costs
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What `scripts/test` can be asked for."""
+    parser.addoption("--costs", action="store_true", help="print the CPU time of files and tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Costs are counted in each worker of xdist."""
+    if config.getoption("--costs"):
+        config.pluginmanager.register(Costs())
+
+
+def pytest_collection_finish() -> None:
+    """Else each collection of garbage looks at all of vLLM, for most of a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Python takes everything apart at its end, and libraries complain of what is left."""
+    gc.unfreeze()
