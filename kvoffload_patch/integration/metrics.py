@@ -141,5 +141,11 @@ METRICS = (
         "Requests for which loads were begun, within their step (inline) or beside it (parked).",
         (("mode", ("inline", "parked")),),
     ),
+    Metric(
+        "stalled_seconds",
+        "counter",
+        "Time that loads within a step were expected to hold its requests up, summed over these "
+        "as KVOFFLOAD_MAX_STALL_MS counts it.",
+    ),
 )
 BY_NAME = {metric.name: metric for metric in METRICS}

@@ -131,6 +131,9 @@ class Admission:
         recency: keeps what is hit on the GPU recent.
         front: which blocks a load would overwrite; None if their stores need no time.
         settings: of the process.
+
+    Attributes:
+        stalled_ms: that inline loads were expected to hold requests up since start, over all.
     """
 
     def __init__(
@@ -155,6 +158,7 @@ class Admission:
         self._pace = pace
         self._load_ms_per_block = ranks.load_ms_per_block
         self._copies_overlap = ranks.copies_overlap
+        self.stalled_ms = 0.0
         self._pool = StandInPool(view, manager.lookup, loads.arriving, loads.ticket_of)
         self.use(settings)
 
@@ -217,7 +221,7 @@ class Admission:
                 budget.reserve(budget.needed)
                 stall.add_parked(len(result.tier_hits))
                 return True
-            stall.add_inline(len(result.tier_hits))
+            self.stalled_ms += stall.add_inline(len(result.tier_hits))
             result = self._loads.load_inline(request, result)
         else:
             self._loads.protect(result.gpu_blocks)

@@ -126,6 +126,7 @@ class TierCounts(NamedTuple):
         inline, parked: requests for which loads were begun, within their step and beside it.
         parked_now: requests that wait for a load.
         block_sizes: tokens of a block, by KV cache group.
+        stalled_ms: that inline loads were expected to hold requests up, summed over these.
     """
 
     queried: int
@@ -134,6 +135,7 @@ class TierCounts(NamedTuple):
     parked: int
     parked_now: int
     block_sizes: tuple[int, ...]
+    stalled_ms: float
 
 
 class CopyTimes:
@@ -318,6 +320,7 @@ class Reporter:
         yield "parked_requests", (), counts.parked_now
         yield "loading_requests", ("inline",), counts.inline
         yield "loading_requests", ("parked",), counts.parked
+        yield "stalled_seconds", (), round(counts.stalled_ms / 1000, 6)
 
 
 def _vllm_version() -> str:

@@ -43,11 +43,13 @@ class Stall:
         """Whether a request may load so many blocks inline; `add_inline` then counts it."""
         return self._cost_ms(num_blocks) <= self._left_ms
 
-    def add_inline(self, num_blocks: int) -> None:
-        """A request of this step loads so many blocks inline."""
-        self._left_ms -= self._cost_ms(num_blocks)
+    def add_inline(self, num_blocks: int) -> float:
+        """A request of this step loads so many blocks inline; what that costs, in milliseconds."""
+        cost_ms = self._cost_ms(num_blocks)
+        self._left_ms -= cost_ms
         self._ahead += num_blocks
         self._waited_for = max(self._waited_for, self._ahead)
+        return cost_ms
 
     def add_parked(self, num_blocks: int) -> None:
         """A request is parked for so many blocks of its own."""

@@ -361,7 +361,9 @@ class SchedulerTier:
         report, loads = self._report, self._loads
         begun = loads.num_inline, loads.num_parked_ever
         sizes = self._view.block_sizes
-        return TierCounts(report.queried, report.hit, *begun, loads.num_parked, sizes)
+        return TierCounts(
+            report.queried, report.hit, *begun, loads.num_parked, sizes, self._admission.stalled_ms
+        )
 
     def take_parked_times(self) -> list[float]:
         """Seconds that requests were parked for, of those put back since the last call."""

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from integration.engine.mini import BLOCK, Mini
+from integration.engine.mini import BLOCK, FakeRanks, Mini
 
 from kvoffload_patch.integration import carrier
 from kvoffload_patch.integration.engine import metrics
@@ -118,12 +118,26 @@ def test_figures_are_those_of_the_tier_when_the_engine_is_idle(load_mode: str) -
     assert found["used_blocks"] == mini.manager.num_used
     assert found[f"loading_requests {load_mode}"] == 1
     assert found["parked_requests"] == 0
+    assert found["stalled_seconds"] == 0, "nobody else was there"
     waits = found["parked_seconds"]
     assert len(waits) == (load_mode == "parked") and all(0 < wait < 60 for wait in waits)
     assert found["copies load"] == len(found["copy_seconds load"]) == 1
     assert all(0 < seconds < 60 for seconds in found["copy_seconds load"])
     (rate,) = found["copy_bytes_per_second load"]
     assert rate == pytest.approx(3 * BLOCK_BYTES / found["copy_seconds load"][0])
+
+
+def test_what_others_wait_for_is_summed() -> None:
+    mini = Mini(load_mode="inline", ranks=FakeRanks(load_ms_per_block=2.0))
+    found = reported(mini)
+    mini.only_in_cpu(prompt(3, seed=1))
+    mini.add(prompt(2, seed=3), count=12)
+    mini.step()
+    mini.add(prompt(3, seed=1))
+    mini.run()
+    mini.check()
+    assert found["loading_requests inline"] == 1
+    assert found["stalled_seconds"] == pytest.approx(3 * 0.002), "one ran, three blocks came"
 
 
 def test_a_record_goes_with_the_first_step_of_an_interval_and_with_the_last_of_all() -> None:

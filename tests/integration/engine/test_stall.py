@@ -8,7 +8,7 @@ from kvoffload_patch.integration.engine.stall import Stall
 def test_a_stall_counts_everybody_who_waits() -> None:
     stall = Stall(ms_per_block=2.0, limit_ms=100, requests=3, blocks_ahead=0)
     assert stall.allows(16) and not stall.allows(17)
-    stall.add_inline(10)  # 60 ms
+    assert stall.add_inline(10) == 60
     stall.admit()
     assert stall.allows(2) and not stall.allows(3)  # 4 requests x 2 ms a block, and 20 ms
     stall.add_parked(5)
