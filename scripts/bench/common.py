@@ -53,6 +53,10 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", "triton", "vllm", "lmcache")},
         "commit": _output(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]),
+        # The last one that changed what is measured.
+        "package": _output(
+            ["git", "-C", str(ROOT), "log", "-1", "--format=%h", "--", "kvoffload_patch"]
+        ),
     }
 
 

@@ -1,7 +1,7 @@
 """python scripts/soak page [RESULT ...]
 
-Writes docs/reliability.md, and a picture of each run, from results of `run`; without any from all
-in docs/measured/soak.
+Writes docs/reliability.md, and a picture of each run, from results of `run` and `signals`; without
+any from all in docs/measured/soak.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
-from scripts.bench.common import pyplot, say
+from scripts.bench.common import pyplot, say, table
+from scripts.soak import signals
 from scripts.soak.run import MOST_GROWTH
 from scripts.soak.traffic import TIE
 
@@ -32,7 +33,8 @@ plain vLLM's two best were closer than {tie:g} (natural log of their ratio), whi
 may decide. "Left": broken off, and right so far. Faults are put into the tier's copies from
 outside the package: a bit of a CPU slot changes, a copy is refused, or takes 2 s. A tier of which 8
 copies fail within 60 s is detached, as it is made: "did not stay on" where faults are that many.
-A young vLLM on the CPU grows by itself, so memory is to be read beside a run of plain vLLM.
+Plain vLLM serves the same traffic beside it: a young vLLM grows by itself, and what it holds is the
+measure of what the other one may.
 """
 
 
@@ -77,8 +79,8 @@ FAULTS = (
     ("the clock is set", "nothing: no interval is measured by it", "`tests/test_constants.py`"),
     (
         "SIGTERM, SIGINT, SIGKILL while starting, streaming, idle",
-        "compared with plain vLLM",
-        "`python scripts/soak signals`; no run is recorded yet",
+        "as with plain vLLM",
+        '`python scripts/soak signals`: "Signals"',
     ),
 )
 
@@ -89,11 +91,11 @@ def section(name: str, found: dict[str, Any]) -> str:
     with_faults = ", ".join(f"{kind} every {s:g} s" for kind, s in found["inject"].items())
     side = f"with the tier, {with_faults or 'no faults'}"
     tier = f"tier of {found['cpu_gib']:g} GiB, checksums `{found['integrity']}`, "
-    if found["plain"]:
-        side, tier = "of plain vLLM, for comparison", ""
+    beside = found["beside"]
     clean = "Clean." if not found["unclean"] else f"Not clean: {'; '.join(found['unclean'])}."
     rows = [
         ("answers right, tied, wrong", _counts(counts, "right", "tied", "wrong")),
+        ("the same of plain vLLM beside it", _counts(beside["counts"], "right", "tied", "wrong")),
         ("requests failed; left early", _counts(counts, "failed", "left")),
         ("bursts, resets, memory taken", _counts(counts, "bursts", "resets", "pressures")),
         ("blocks stored, loaded, evicted", _metrics(metrics, "stored", "loaded", "evicted")),
@@ -101,15 +103,16 @@ def section(name: str, found: dict[str, Any]) -> str:
         ("loads that brought other bytes than were stored", _metric(metrics, "mismatched_copies")),
         ("copies failed, those included", _metric(metrics, "failed_copies")),
         ("growth from the second quarter to the last", _pairs(found["growth"])),
+        ("the same of plain vLLM beside it", _pairs(beside["growth"])),
         ("processes, files in shared memory left", _left(found)),
         ("seconds to end after SIGTERM", f"{found['ended_after_s'] or 0:.1f}"),
     ]
-    table = "\n".join(f"| {what} | {value} |" for what, value in rows)
+    lines = "\n".join(f"| {what} | {value} |" for what, value in rows)
     return (
         f"## {found['minutes']:g} min {side}\n\n{about['date'][:10]}. "
         f"{clean} vLLM {about['vllm']}, {_device(about)}, {tier}{found['users']} users, "
-        f"{found['turns']} turns in the key; commit {about['commit']}.\n\n"
-        f"| | |\n| --- | --- |\n{table}\n\n"
+        f"{found['turns']} turns in the key; the package of {about['package']}.\n\n"
+        f"| | |\n| --- | --- |\n{lines}\n\n"
         f"![over time](measured/soak/{name}.png)\n"
     )
 
@@ -135,7 +138,8 @@ def _pairs(values: dict[str, float]) -> str:
 
 
 def _left(found: dict[str, Any]) -> str:
-    return f"{len(found['processes_left'])}, {len(found['files_left'])}"
+    processes = [*found["processes_left"], *found["beside"]["processes_left"]]
+    return f"{len(processes)}, {len(found['files_left'])}"
 
 
 def draw(found: dict[str, Any], file: Path) -> None:
@@ -145,22 +149,47 @@ def draw(found: dict[str, Any], file: Path) -> None:
         say("no picture: matplotlib is not installed")
         return
     sheet, axes = plt.subplots(len(SERIES), 1, figsize=(8, 6), sharex=True, layout="constrained")
-    at = [sample["at_s"] for sample in found["samples"]]
+    sides = {"with the tier": found["samples"], "plain": found["beside"]["samples"]}
     for panel, (name, label) in zip(axes, SERIES.items()):
-        panel.plot(at, [sample[name] for sample in found["samples"]], lw=1)
+        for side, samples in sides.items():
+            at = [sample["at_s"] for sample in samples]
+            panel.plot(at, [sample[name] for sample in samples], lw=1, label=side)
         panel.set_ylabel(label)
+        panel.margins(y=0.1)
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
+    axes[0].legend(loc="lower right")
     axes[-1].set_xlabel("seconds; all processes of the server together")
     sheet.savefig(file, dpi=110)
     plt.close(sheet)
 
 
+def signals_section(found: dict[str, Any]) -> str:
+    """What is said of the trials of signals."""
+    about, bad = found["machine"], signals.worse_ones(found)
+    verdict = f"Worse with the tier: {', '.join(bad)}." if bad else "None is worse with the tier."
+    packages = {c["package"] for cells in found["trials"].values() for c in cells.values()}
+    return (
+        f"## Signals\n\n{about['date'][:10]}, vLLM {about['vllm']}, {_device(about)}, the package "
+        f"of {', '.join(sorted(packages))}. {verdict} One signal to a new server each time, by "
+        "`python scripts/soak signals`: the time until its first process had ended, its status, "
+        f"and processes that were left {signals.OTHERS_LIMIT_S:g} s later. What has not ended "
+        f"after {signals.LIMIT_S:g} s hangs, and was killed. The same trial can end otherwise when "
+        f"it is made again.\n\n{table(signals.rows_of(found))}\n"
+    )
+
+
 def text(runs: dict[str, dict[str, Any]]) -> str:
     """The page, of results by name."""
+    sent = {name: found for name, found in runs.items() if "trials" in found}
+    runs = {name: found for name, found in runs.items() if name not in sent}
     limits = _pairs(MOST_GROWTH)
-    note = f"\nA run is clean if none of this is wrong and nothing grows by more than {limits}.\n\n"
+    note = (
+        "\nA run is clean if none of this is wrong and nothing grows by more than plain vLLM's and "
+        f"{limits}.\n\n"
+    )
     parts = [section(name, found) for name, found in runs.items()]
+    parts += map(signals_section, sent.values())
     rows = "".join(f"| {' | '.join(row)} |\n" for row in FAULTS)
     faults = "## Faults, and what shows them\n\n| Fault | What happens | Shown by |\n"
     return HEAD.format(tie=TIE) + note + "\n".join([*parts, f"{faults}| --- | --- | --- |\n{rows}"])
@@ -176,6 +205,7 @@ def main() -> None:
     files = args.results or sorted(FOLDER.glob("*.json"))
     runs = {file.stem: json.loads(file.read_text()) for file in files}
     for name, found in runs.items():
-        draw(found, FOLDER / f"{name}.png")
+        if "samples" in found:
+            draw(found, FOLDER / f"{name}.png")
     PAGE.write_text(text(runs))
     say(f"Written: {PAGE}")

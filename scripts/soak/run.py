@@ -2,19 +2,22 @@
 
 Starts plain vLLM on a tiny model and has it answer each turn of some conversations: the key. Then
 starts vLLM with a tier that is too small for them, beside a GPU cache that is smaller still, and
-for the given time lets users ask at random: turns in order, aborts, hang-ups, salts, bursts,
-resets, memory pressure. Every answer is compared with the key. --inject adds faults to the tier's
-copies: KIND=SECONDS between two of a kind on average, of flips (a bit of a CPU slot changes),
-raises (a copy is refused), hangs (a copy takes 2 s).
+for the given time lets users ask both servers at random: turns in order, aborts, hang-ups, salts,
+bursts, resets, memory pressure. Every answer is compared with the key. --inject adds faults to the
+tier's copies: KIND=SECONDS between two of a kind on average, of flips (a bit of a CPU slot
+changes), raises (a copy is refused), hangs (a copy takes 2 s).
 
 With faults the tier checks all blocks (KVOFFLOAD_INTEGRITY=full), or wrong answers would be right.
 Ends with status 1 if an answer is wrong, a request fails, the tier does not stay on, something
-grows, or a process or file is left. Results go to soak.json in --out.
+grows by more than it does in the plain server beside it, or a process or file is left. Results go
+to soak.json in --out.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -24,13 +27,22 @@ from typing import Any
 from scripts.bench.common import machine, say, write_json
 from scripts.soak import server as servers
 from scripts.soak.server import Server
-from scripts.soak.traffic import FAILED, LEFT, RIGHT, TIED, WRONG, Traffic, answer_key
+from scripts.soak.traffic import (
+    FAILED,
+    LEFT,
+    RIGHT,
+    TIED,
+    WRONG,
+    Conversation,
+    Traffic,
+    answer_key,
+)
 from scripts.soak.watch import Watch, growth, shared_files
 
 PROGRESS_S = 10.0
 KINDS = ("flips", "raises", "hangs")
-# What may be more at the end than in the second quarter of a run: a server under random traffic has
-# busy moments.
+# How much more than the plain server's may grow from the second quarter of a run to its last: both
+# have busy moments under random traffic, at other times.
 MOST_GROWTH = {"rss_mib": 64.0, "threads": 4.0, "descriptors": 16.0}
 
 
@@ -43,7 +55,6 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--minutes", type=float, default=5.0)
     add("--inject", default="", help="faults: some of flips=S,raises=S,hangs=S")
     add("--integrity", choices=("off", "sample", "full"), help="default: sample; full with faults")
-    add("--plain", action="store_true", help="without the tier: what vLLM itself does in this")
     add("--users", type=int, default=6)
     add("--conversations", type=int, default=24)
     add("--turns", type=int, default=3)
@@ -57,8 +68,6 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         args.faults = {kind: float(seconds) for kind, seconds in pairs}
     except ValueError:
         args.faults = {"": 0.0}
-    if args.plain and args.faults:
-        parser.error("--plain: expected no --inject, whose faults are the tier's")
     if not set(args.faults) <= set(KINDS) or not all(s > 0 for s in args.faults.values()):
         parser.error(f"--inject: expected some of {'=S,'.join(KINDS)}=S, found {args.inject}")
     args.integrity = args.integrity or ("full" if args.faults else "sample")
@@ -69,34 +78,54 @@ def play(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One run; what it was, and what was found."""
     model, log = folder / "model", args.out / "faults.log"
     servers.write_model(model)
-    say("plain vLLM answers: the key")
-    with Server(model, args.out / "plain.log", None, {}) as plain:
-        key = answer_key(plain, args.conversations, args.turns, args.seed)
-    sizes = {"KVOFFLOAD_CPU_GIB": str(args.cpu_gib), "KVOFFLOAD_INTEGRITY": args.integrity}
-    tier = None if args.plain else sizes
-    faults = {**args.faults, "log": str(log.absolute())} if args.faults else {}
-    log.write_text("")
-    say(f"{'plain vLLM' if args.plain else 'vLLM with the tier'}, for {args.minutes:g} min")
     before = set(shared_files())
-    with Server(model, args.out / "tier.log", tier, faults) as server, Watch(server.pid) as watch:
-        traffic = Traffic(server, key, args.users, args.pressure_gib, args.seed)
-        traffic.start()
+    with Server(model, args.out / "plain.log", None, {}) as plain:
+        say("plain vLLM answers: the key")
+        key = answer_key(plain, args.conversations, args.turns, args.seed)
+        tier = {"KVOFFLOAD_CPU_GIB": str(args.cpu_gib), "KVOFFLOAD_INTEGRITY": args.integrity}
+        faults = {**args.faults, "log": str(log.absolute())} if args.faults else {}
+        log.write_text("")
+        with Server(model, args.out / "tier.log", tier, faults) as server:
+            say(f"with the tier, and plain beside it, for {args.minutes:g} min")
+            beside, found = _drive(args, key, plain, server, log)
+            metrics = server.metrics()
+    time.sleep(1)
+    return {
+        "machine": machine(), "minutes": args.minutes, "integrity": args.integrity,
+        "cpu_gib": args.cpu_gib, "users": args.users, "inject": args.faults,
+        "turns": sum(map(len, key)), "faults": dict(faulted(log)), "metrics": metrics,
+        "ended_after_s": server.ended_after, **_seen(*found), "beside": _seen(*beside),
+        "files_left": sorted(set(shared_files()) - before),
+    }  # fmt: skip
+
+
+Driven = tuple[Traffic, Watch]
+
+
+def _drive(
+    args: argparse.Namespace, key: list[Conversation], plain: Server, server: Server, log: Path
+) -> tuple[Driven, Driven]:
+    """Have both servers asked for the given time; first of the plain one, then of the other."""
+    asked = [Traffic(plain, key, args.users, 0.0, args.seed),
+             Traffic(server, key, args.users, args.pressure_gib, args.seed)]  # fmt: skip
+    with Watch(plain.pid) as one, Watch(server.pid) as other:
+        for traffic in asked:
+            traffic.start()
         end = time.monotonic() + 60 * args.minutes
         while time.monotonic() < end:
             time.sleep(min(PROGRESS_S, max(0.0, end - time.monotonic())))
-            say(progress(traffic, watch, faulted(log)))
-        traffic.stop()
-        metrics = server.metrics()
-    time.sleep(1)
+            say(progress(asked[1], other, faulted(log)))
+        for traffic in asked:
+            traffic.stop()
+    return (asked[0], one), (asked[1], other)
+
+
+def _seen(traffic: Traffic, watch: Watch) -> dict[str, Any]:
+    """What there is to say of one server, which has ended."""
     return {
-        "machine": machine(), "plain": args.plain, "minutes": args.minutes,
-        "integrity": args.integrity, "cpu_gib": args.cpu_gib, "users": args.users,
-        "inject": args.faults,
-        "turns": sum(map(len, key)), "counts": dict(traffic.counts), "wrongs": traffic.wrongs,
-        "faults": dict(faulted(log)), "metrics": metrics, "samples": watch.samples,
+        "counts": dict(traffic.counts), "wrongs": traffic.wrongs, "samples": watch.samples,
         "growth": {name: growth(watch.samples, name) for name in MOST_GROWTH},
-        "ended_after_s": server.ended_after, "processes_left": watch.left(),
-        "files_left": sorted(set(shared_files()) - before),
+        "processes_left": watch.left(),
     }  # fmt: skip
 
 
@@ -123,11 +152,13 @@ def faults_of(found: dict[str, Any]) -> list[str]:
     wrong = [f"{counts[name]} answers {name}" for name in (WRONG, FAILED) if counts.get(name)]
     if counts.get(RIGHT, 0) < 20:
         wrong.append(f"expected 20 answers at least, found {counts.get(RIGHT, 0)}")
-    if not found["plain"]:
-        wrong += _faults_of_tier(found["metrics"])
+    wrong += _faults_of_tier(found["metrics"])
     for name, most in MOST_GROWTH.items():
-        if found["growth"][name] > most:
-            wrong.append(f"{name} grew by {found['growth'][name]:g}, {most:g} at most")
+        grew, beside = found["growth"][name], found["beside"]["growth"][name]
+        if grew - beside > most:
+            wrong.append(
+                f"{name} grew by {grew:g}, plain vLLM's by {beside:g}, at most {most:g} more"
+            )
     for kind in found["inject"]:
         if not found["faults"].get(kind):
             wrong.append(f"no fault of kind {kind} was made")
@@ -149,6 +180,7 @@ def _faults_of_tier(metrics: dict[str, float]) -> list[str]:
 def main() -> int:
     """Run, and say whether it was clean."""
     args = options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its servers are ended
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         found = play(args, Path(folder))

@@ -33,7 +33,10 @@ def write_model(folder: Path) -> None:
 
 
 def _options(block_size: int, gpu_blocks: int) -> list[str]:
+    # Two servers are on one GPU, and each needs little of it.
+    share = ["--gpu-memory-utilization", "0.4"] if has_gpu_vllm() else []
     return [
+        *share,
         "--host", "127.0.0.1", "--served-model-name", NAME, "--max-model-len", str(MAX_TOKENS),
         "--dtype", "bfloat16" if has_gpu_vllm() else "float32", "--enforce-eager",
         "--enable-prefix-caching", "--max-num-seqs", "8", "--seed", "0",

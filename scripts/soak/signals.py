@@ -5,8 +5,8 @@ to a new server, plain and with the tier side by side. Says how long it took unt
 had ended, with which status, and what was left: processes, or files in shared memory. Plain vLLM
 is the measure: where that hangs, too, it is not the tier's doing. Results go to signals.json in
 --out, and a trial that is there is not made again: with --minutes, after which no further trial is
-begun, all of them can be made in parts. Another commit begins from none. Status 1: one of them is
-worse with the tier, or some are left to be made.
+begun, all of them can be made in parts. Status 1: one of them is worse with the tier, or some are
+left to be made.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -142,6 +143,7 @@ def trial(server: Server, phase: str, target: str, number: int) -> dict[str, Any
         left = [pid for pid in pids if not is_dead(pid)]
     status = server.status()
     server.kill()
+    wait_until(lambda: all(map(is_dead, pids)), OTHERS_LIMIT_S)
     return {
         "ended_after_s": took, "status": status, "processes_left": left,
         "files_left": sorted(set(shared_files()) - before) + sockets_of(pids),
@@ -177,13 +179,12 @@ def worse(plain: dict[str, Any], tier: dict[str, Any]) -> bool:
     )
 
 
-def earlier(file: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """The trials of a file, if they were made with this commit; without any otherwise."""
+def earlier(file: Path) -> dict[str, Any]:
+    """What a file has of earlier parts; without trials if there is none."""
     with suppress(OSError, ValueError):
         found: dict[str, Any] = json.loads(file.read_text())
-        if found["machine"]["commit"] == about["commit"]:
-            return found
-    return {"machine": about, "trials": {}}
+        return found
+    return {"machine": machine(), "trials": {}}
 
 
 def play(args: argparse.Namespace, model: Path, found: dict[str, Any]) -> int:
@@ -191,6 +192,7 @@ def play(args: argparse.Namespace, model: Path, found: dict[str, Any]) -> int:
     until = time.monotonic() + 60 * args.minutes
     cases = list(itertools.product(args.phases, args.targets, args.signals, args.sides))
     cells: dict[str, dict[str, Any]] = found["trials"]
+    package = machine()["package"]
     todo = [case for case in cases if case[3] not in cells.get(" ".join(case[:3]), {})]
     for done, (phase, target, kind, side) in enumerate(todo):
         if time.monotonic() > until:
@@ -205,7 +207,7 @@ def play(args: argparse.Namespace, model: Path, found: dict[str, Any]) -> int:
         finally:
             server.kill()
         say(f"{name}, {side}: {in_words(cell)}")
-        cells.setdefault(name, {})[side] = cell
+        cells.setdefault(name, {})[side] = {**cell, "package": package}
         write_json(args.out / "signals.json", found)
     return 0
 
@@ -227,8 +229,9 @@ def worse_ones(found: dict[str, Any]) -> list[str]:
 def main() -> int:
     """Every trial; status 1 if one of them is worse with the tier."""
     args = options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its server is ended
     args.out.mkdir(parents=True, exist_ok=True)
-    found = earlier(args.out / "signals.json", machine())
+    found = earlier(args.out / "signals.json")
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         servers.write_model(model)

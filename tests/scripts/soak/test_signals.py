@@ -110,19 +110,21 @@ def test_trials_are_made_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(signals, "trial", trial)
     argv = ["--phases", "idle", "--targets", "engine", "--signals", "TERM,KILL"]
     args = signals.options([*argv, "--out", str(tmp_path), "--minutes", "-1"])
-    found = signals.earlier(tmp_path / "signals.json", {"commit": "a"})
+    found = signals.earlier(tmp_path / "signals.json")
     assert signals.play(args, tmp_path, found) == 4 and made == []
     args.minutes, args.sides = 1.0, ["plain"]
     assert signals.play(args, tmp_path, found) == 0 and len(made) == 2
     args.sides = list(signals.SIDES)
-    found = signals.earlier(tmp_path / "signals.json", {"commit": "a"})
+    found = signals.earlier(tmp_path / "signals.json")
     assert signals.play(args, tmp_path, found) == 0 and len(made) == len(killed) == 4
     assert signals.worse_ones(found) == ["idle engine KILL"]
     assert signals.rows_of(found)[1:] == [
         ["idle engine TERM", "2.5 s, status -15", "2.5 s, status -15"],
         ["idle engine KILL", "no", "no"],
     ]
-    assert signals.earlier(tmp_path / "signals.json", {"commit": "b"})["trials"] == {}
+    assert {cell["package"] for cells in found["trials"].values() for cell in cells.values()} == {
+        signals.machine()["package"]
+    }
 
 
 def test_a_socket_of_a_process_that_has_ended_is_not_left(

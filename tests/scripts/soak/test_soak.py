@@ -31,8 +31,10 @@ from scripts.soak.traffic import (
 )
 
 CLEAN: dict[str, Any] = {
-    "machine": {"date": "2026-01-02T03", "gpu": "none", "cpu": "a CPU", "vllm": "1", "commit": "c"},
-    "plain": False, "minutes": 5.0, "integrity": "full", "cpu_gib": 0.1, "users": 6,
+    "machine": {
+        "date": "2026-01-02T03", "gpu": "none", "cpu": "a CPU", "vllm": "1", "package": "c",
+    },
+    "minutes": 5.0, "integrity": "full", "cpu_gib": 0.1, "users": 6,
     "inject": {"flips": 9.0},
     "turns": 72, "counts": {RIGHT: 400, LEFT: 30, "resets": 3}, "wrongs": [],
     "faults": {"flips": 30},
@@ -43,6 +45,11 @@ CLEAN: dict[str, Any] = {
     "samples": [{"at_s": 2.0, "rss_mib": 10.0, "threads": 3.0, "descriptors": 4.0}],
     "growth": {"rss_mib": 3.0, "threads": 0.0, "descriptors": -1.0},
     "ended_after_s": 3.2, "processes_left": [], "files_left": [], "unclean": [],
+    "beside": {
+        "growth": {"rss_mib": 100.0, "threads": 1.0, "descriptors": 0.0}, "processes_left": [],
+        "counts": {RIGHT: 410}, "wrongs": [],
+        "samples": [{"at_s": 2.0, "rss_mib": 9.0, "threads": 2.0, "descriptors": 3.0}],
+    },
 }  # fmt: skip
 
 
@@ -110,7 +117,14 @@ def test_traffic_finds_what_is_wrong(wrong: bool, refuses: bool, seen: str) -> N
         ({"counts": {RIGHT: 3}}, "expected 20 answers at least, found 3"),
         ({"metrics": {}}, "the tier did not stay on"),
         ({"metrics": {}}, "no block was loaded: the run shows nothing of it"),
-        ({"growth": {**CLEAN["growth"], "threads": 9.0}}, "threads grew by 9, 4 at most"),
+        (
+            {"growth": {**CLEAN["growth"], "threads": 9.0}},
+            "threads grew by 9, plain vLLM's by 1, at most 4 more",
+        ),
+        (
+            {"growth": {**CLEAN["growth"], "rss_mib": 165.0}},
+            "rss_mib grew by 165, plain vLLM's by 100, at most 64 more",
+        ),
         ({"faults": {}}, "no fault of kind flips was made"),
         ({"ended_after_s": None}, "the server did not end when it was asked to"),
         ({"processes_left": [7]}, "process 7 was left"),
@@ -122,16 +136,18 @@ def test_a_run_is_clean_if_nothing_of_it_is_wrong(change: dict[str, Any], said: 
     assert said in run.faults_of({**copy.deepcopy(CLEAN), **change})
 
 
-def test_plain_vllm_needs_no_tier() -> None:
-    assert run.faults_of({**CLEAN, "plain": True, "metrics": {}}) == []
+def test_what_plain_vllm_does_as_well_is_not_the_tiers() -> None:
+    growth = {"rss_mib": 160.0, "threads": 5.0, "descriptors": 16.0}
+    assert run.faults_of({**CLEAN, "growth": growth}) == []
+    still = {"rss_mib": 0.0, "threads": 0.0, "descriptors": 0.0}
+    beside = {**CLEAN["beside"], "growth": still}
+    assert len(run.faults_of({**CLEAN, "growth": growth, "beside": beside})) == 2
 
 
 def test_options() -> None:
     assert run.options([]).integrity == "sample" and run.options([]).faults == {}
     args = run.options(["--inject", "flips=2,hangs=0.5"])
     assert (args.integrity, args.faults) == ("full", {"flips": 2.0, "hangs": 0.5})
-    with pytest.raises(SystemExit):
-        run.options(["--plain", "--inject", "flips=2"])
     for wrong in ("flips", "flip=3", "flips=x", "flips=0"):
         with pytest.raises(SystemExit):
             run.options(["--inject", wrong])
@@ -182,11 +198,13 @@ def test_faults_are_made_and_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_page_has_a_section_for_each_run() -> None:
-    dirty = {**CLEAN, "unclean": ["1 answers wrong"], "inject": {}, "plain": True}
+    dirty = {**CLEAN, "unclean": ["1 answers wrong"], "inject": {}}
     found = page.text({"a": CLEAN, "b": dirty})
     assert "## 5 min with the tier, flips every 9 s\n\n2026-01-02. Clean. vLLM 1, a CPU, " in found
-    assert "## 5 min of plain vLLM, for comparison\n\n2026-01-02. Not clean: 1 answers wr" in found
-    assert "| answers right, tied, wrong | 400, 0, 0 |" in found
+    assert "## 5 min with the tier, no faults\n\n2026-01-02. Not clean: 1 answers wrong." in found
+    assert "| answers right, tied, wrong | 400, 0, 0 |\n" in found
+    assert "beside it | 410, 0, 0 |\n" in found
+    assert "beside it | 100 rss_mib, 1 threads, 0 descriptors |\n" in found
     assert "(measured/soak/a.png)" in found
 
 
@@ -194,4 +212,17 @@ def test_the_page_is_that_of_the_recorded_runs() -> None:
     files = sorted(page.FOLDER.glob("*.json"))
     assert files
     assert page.PAGE.read_text() == page.text({f.stem: json.loads(f.read_text()) for f in files})
-    assert [file for file in files if not file.with_suffix(".png").is_file()] == []
+    found = {file: json.loads(file.read_text()) for file in files}
+    drawn = [file for file, run_of in found.items() if "samples" in run_of]
+    assert drawn and [file for file in drawn if not file.with_suffix(".png").is_file()] == []
+
+
+def test_the_page_has_a_table_of_signals() -> None:
+    ended = {"ended_after_s": 2.5, "status": -15, "processes_left": [], "files_left": []}
+    ended["package"] = "c"
+    sent: Any = {"machine": CLEAN["machine"], "trials": {"idle engine INT": {"plain": ended}}}
+    assert "None is worse with the tier." in page.text({"a": CLEAN, "b": sent})
+    sent["trials"]["idle engine INT"]["tier"] = {**ended, "ended_after_s": None}
+    found = page.text({"a": CLEAN, "b": sent})
+    assert "## Signals\n\n2026-01-02, vLLM 1, a CPU, the package of c. Worse with the " in found
+    assert "| idle engine INT        | 2.5 s, status -15 | hangs |" in found
