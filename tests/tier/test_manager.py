@@ -541,6 +541,8 @@ def bytecodes(work: Callable[[], None]) -> int:
         return trace
 
     before = sys.gettrace()
+    # Python 3.12 reports bytecodes only if a frame has asked for them before tracing begins.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         work()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ def test_the_child_is_switched_on_whatever_is_set_here(monkeypatch: pytest.Monke
 
 
 @pytest.mark.engine
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_the_installed_vllm_is_armed_in_a_child() -> None:
     core, startup = arming.check()
     assert core.found.startswith("armed, "), core.sentence
