@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -293,3 +297,52 @@ def test_a_system_that_does_not_let_the_limit_be_raised(monkeypatch: pytest.Monk
 def test_this_machine() -> None:
     assert 1 << 20 < available_memory_bytes() < 1 << 50
     assert attainable_memory_bytes() >= available_memory_bytes() - (64 << 20)
+
+
+# A shell that joins a cgroup, and a Python in its place that says what it may take, and whether a
+# tier of 8 GiB fits.
+IN_CGROUP = """
+echo $$ > "$0/cgroup.procs"
+exec "$1" -c "
+from kvoffload_patch.memory import MemoryRefused, available, check_cpu_bytes
+print(available().nbytes, available().of, sep='|')
+try:
+    check_cpu_bytes(8 << 30)
+except MemoryRefused as refusal:
+    print(refusal)
+"
+"""
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A real one of this machine with a limit of 1 GiB, where tests may make one."""
+    name = f"kvoffload-test-{os.getpid()}"
+    for folder, file in (
+        (Path("/sys/fs/cgroup/memory") / name, "memory.limit_in_bytes"),
+        (Path("/sys/fs/cgroup") / name, "memory.max"),
+    ):
+        with suppress(OSError):
+            folder.mkdir()
+            try:
+                (folder / file).write_text(str(GIB))
+            except OSError:
+                folder.rmdir()
+                continue
+            yield folder
+            folder.rmdir()
+            return
+    pytest.skip("needs a memory cgroup in which groups can be made")
+
+
+def test_a_real_cgroup_limits_what_is_taken(cgroup: Path) -> None:
+    done = subprocess.run(
+        ["sh", "-c", IN_CGROUP, str(cgroup), sys.executable],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, refusal = done.stdout.splitlines()
+    nbytes, _, of = first.partition("|")
+    assert GIB // 2 < int(nbytes) <= GIB and "cgroup" in of
+    assert "8.0 GiB" in refusal and "cgroup" in refusal

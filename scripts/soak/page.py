@@ -71,7 +71,7 @@ FAULTS = (
     ),
     ("a rank dies", "vLLM's own error, which names it", "`tests/engine/test_processes.py`"),
     (
-        "`/dev/shm` is full, absent or not shared",
+        "`/dev/shm` is full, unwritable, absent or not shared",
         "ranks wait for all their slots before the engine serves",
         "`tests/integration/test_slot_counts.py`",
     ),

@@ -104,3 +104,27 @@ def test_shared_memory_that_is_full_is_no_board_and_leaves_nothing(
 
 def test_ranks_of_one_number_have_no_board() -> None:
     assert make_slot_counts([0, 0]) is None
+
+
+# With a /dev/shm of its own, real and too small, or one that cannot be written.
+OWN_SHM = """
+mount -t tmpfs -o "$0" none /dev/shm || exit 9
+if [ "$0" = size=4k ]; then head -c 4096 /dev/zero > /dev/shm/other; fi
+exec "$1" -c "
+import os
+from kvoffload_patch.integration.slot_counts import make_slot_counts
+print(make_slot_counts([0, 1]), os.listdir('/dev/shm'))
+"
+"""
+
+
+@pytest.mark.parametrize(("how", "left"), [("size=4k", "['other']"), ("ro", "[]")])
+def test_a_real_dev_shm_that_is_full_or_unwritable_is_no_board(how: str, left: str) -> None:
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs mounts of its own")
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", OWN_SHM, how, sys.executable],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, f"None {left}\n"), done.stderr
