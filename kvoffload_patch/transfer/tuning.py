@@ -51,7 +51,7 @@ MIN_LOAD_SLICES = 1
 # Slices of stores that a step enqueues itself: small ones need no thread. Not measured alone.
 STEP_STORE_SLICES = 2
 # When the copy thread enqueues deferred stores, if no step has done so: more than three steps of
-# decodes (5.7 ms). Deferring has a row in docs/performance.md, the time is not measured alone.
+# decodes (5.7 ms). Deferring has a row in docs/mechanisms.md, the time is not measured alone.
 DEFERRED_S = 0.02
 # Between looks at a copy that a step waits for on the host. Not measured.
 POLL_S = 0.0001

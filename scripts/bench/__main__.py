@@ -21,7 +21,7 @@ COMMANDS = {
     "copy_thread": ("probes.copy_thread", "what enqueuing copies costs a step; needs no GPU"),
     "touch": ("probes.touch", "how fast the kernel gives a process its memory; needs no GPU"),
     "mechanisms": ("probes.mechanisms", "what each mechanism for speed is worth, in one engine"),
-    "page": ("page", "write the tables of docs/performance.md from docs/measured/current"),
+    "page": ("page", "write the tables of the pages on performance from docs/measured/current"),
     "lmcache": ("serve.lmcache", "pack LMCache for `serve` on a machine without network"),
 }
 

@@ -1,9 +1,9 @@
 """python scripts/bench page [--check]
 
-Makes the tables of docs/performance.md, its picture and the short table of README.md from the
-results in docs/measured/current. The words around the tables are written by hand; a table stands
-between two comments that name it. With --check nothing is written, and status 1 says that a page
-is not what the results say.
+Makes the tables of docs/performance.md and docs/mechanisms.md, the picture of the first and the
+short table of README.md from the results in docs/measured/current. The words around the tables are
+written by hand; a table stands between two comments that name it. With --check nothing is written,
+and status 1 says that a page is not what the results say.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from scripts.bench.serve import report as serve
 
 RESULTS = ROOT / "docs" / "measured" / "current"
 PAGE = ROOT / "docs" / "performance.md"
+PARTS = ROOT / "docs" / "mechanisms.md"
 README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "performance.png"
 MODES = {
@@ -241,11 +242,11 @@ def draw() -> None:
 
 
 def main() -> int:
-    """Write the page, or say whether it is right."""
+    """Write the pages, or say whether they are right."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1])
     parser.add_argument("--check", action="store_true", help="write nothing; status 1: not right")
     options = parser.parse_args()
-    pages = {page: page.read_text() for page in (PAGE, README)}
+    pages = {page: page.read_text() for page in (PAGE, PARTS, README)}
     wrong = [page.name for page, text in pages.items() if filled(text) != text]
     if options.check:
         say(f"not what the results say: {wrong}" if wrong else "as the results say")

@@ -12,7 +12,7 @@ RANK_STEP_BYTES = 512 << 20
 # (`TIMED_BYTES`).
 MEASURED_BYTES = 128 << 20
 # What a step without tokens waits for loads, at most: a new request is held up no longer. Not
-# measured: less than a step of decodes takes (5.7 ms, docs/performance.md).
+# measured: less than a step of decodes takes (5.7 ms, docs/mechanisms.md).
 IDLE_WAIT_S = 0.001
 # A step of so few tokens that are not all decodes is launched in more time than it takes to run.
 # Such steps were traced on one H200 (docs/measured/2026-11-21-serve-traced.json), the limit was

@@ -105,7 +105,7 @@ def move_tiles(  # type: ignore[no-untyped-def] # Triton's own values
         verdict: ``int64``: where to write a slot that does not match, counted from 1.
     """
     # Packed bytes and their rows are not read again soon. Left in the device's cache, they slow
-    # copies of 256 KiB at a time down by 6 % (docs/performance.md).
+    # copies of small blocks down.
     index = tl.arange(0, TILE)
     places = index.to(tl.int64) * _PLACE
     for item in range(tl.program_id(0), num_blocks * num_tiles, tl.num_programs(0)):

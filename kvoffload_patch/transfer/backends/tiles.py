@@ -132,7 +132,7 @@ def upload_ids(pinned: torch.Tensor, target: torch.Tensor, first: int, count: in
     """Copy numbers to the device by a kernel that reads CPU memory; see `IdUploader`.
 
     Not by a copy: the copy engine of a direction is one queue for the whole device, so that the
-    few numbers of a store would wait there for a slice of a load (docs/performance.md).
+    few numbers of a store would wait there for a slice of a load.
     """
     grid = (triton.cdiv(count, IDS_PROGRAM_BLOCKS),)
     copy_ids[grid](pinned, target, first, count, SIZE=IDS_PROGRAM_BLOCKS)

@@ -57,7 +57,7 @@ def text(document: dict[str, Any]) -> str:
 
 
 def page(document: dict[str, Any]) -> str:
-    """The table of docs/performance.md."""
+    """The table of docs/mechanisms.md."""
     return _speeds(document)
 
 

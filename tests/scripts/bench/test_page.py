@@ -1,4 +1,4 @@
-"""docs/performance.md and README.md show what the results in docs/measured/current say."""
+"""The pages on performance and README.md show what the results in docs/measured/current say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from scripts.bench import page
 
-PAGES = (page.PAGE, page.README)
+PAGES = (page.PAGE, page.PARTS, page.README)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -28,8 +28,8 @@ def test_a_cell_has_median_smallest_and_largest() -> None:
 
 
 def test_a_changed_table_is_made_anew() -> None:
-    text = page.PAGE.read_text().replace("| nothing ", "| something ", 1)
-    assert page.filled(text) == page.PAGE.read_text() != text
+    text = page.PARTS.read_text().replace("| nothing ", "| something ", 1)
+    assert page.filled(text) == page.PARTS.read_text() != text
 
 
 def test_the_readme_has_one_number_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
