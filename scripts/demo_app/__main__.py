@@ -12,6 +12,7 @@ from pathlib import Path
 
 from openai import OpenAIError
 
+from kvoffload_patch.cli.bench.errors import ServerFailed
 from scripts.demo_app.load import Run, play
 from scripts.demo_app.model import ensure_model
 from scripts.demo_app.report import OFF, ON, draw, table
@@ -28,7 +29,7 @@ def serve_and_play(size: Settings, tier: bool) -> Run:
         try:
             run = play(server, size)
         except (OpenAIError, OSError) as error:
-            raise server.failure(f"failed on a request: {error}") from error
+            raise server.failure(f"the server failed on a request: {error}") from error
     answers_file(tier).write_text(json.dumps(run.answers, indent=1))
     return run
 
@@ -75,6 +76,9 @@ def main() -> int:
         demo()
     except DemoError as error:
         print(f"error: {error}.", file=sys.stderr)
+        return 1
+    except ServerFailed as error:  # lines of its log end it
+        print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)

@@ -1,18 +1,12 @@
 """One vLLM server as a context manager, and the counters that it publishes."""
 
 import os
-import random
 import re
-import signal
-import socket
-import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from contextlib import suppress
 from pathlib import Path
 
+from kvoffload_patch.cli.bench import server
 from scripts.demo_app.settings import Settings
 
 MODEL_NAME = "demo"
@@ -29,29 +23,18 @@ def progress(text: str) -> None:
         print(f"\r\033[K{text}", end="", flush=True)
 
 
-def free_port() -> int:
-    """A free TCP port below those that the system hands to other programs while a server starts."""
-    ports = list(range(18000, 28000))
-    random.shuffle(ports)
-    for port in ports:
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
-    raise DemoError("no TCP port between 18000 and 28000 is free")
-
-
-class Server:
-    """`vllm serve` in its own process group, with or without the CPU tier; stopped on exit."""
+class Server(server.Server):
+    """`vllm serve` with or without the CPU tier."""
 
     def __init__(self, model: Path, size: Settings, tier: bool, log: Path) -> None:
-        self.port = free_port()
-        self.log = log
+        self.port = server.free_port()
         self.name = "with the CPU tier" if tier else "without the CPU tier"
         through = ["-m", "kvoffload_patch", "--cpu-gib", str(size.cpu_gib)]
-        self.command = [sys.executable, *through] if tier else []
-        self.command += ["vllm", "serve", str(model), *self.options(size)]
-        self.env = {**os.environ, **size.env}
-        self.env.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+        command = [sys.executable, *through] if tier else []
+        command += ["vllm", "serve", str(model), *self.options(size)]
+        env = {**os.environ, **size.env}
+        env.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+        super().__init__(command, env, self.port, log, START_LIMIT_S)
 
     def options(self, size: Settings) -> list[str]:
         """The server's command line after the model; the same with and without the tier."""
@@ -71,65 +54,32 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where the server listens."""
-        return f"http://127.0.0.1:{self.port}"
+        """Where it listens."""
+        return f"http://{server.HOST}:{self.port}"
 
-    def __enter__(self) -> "Server":
-        print(f"Server {self.name}: starting (log: {self.log})", flush=True)
-        with self.log.open("wb") as out:
-            self.process = subprocess.Popen(
-                self.command, stdout=out, stderr=out, env=self.env, start_new_session=True
-            )
-        try:
-            self.wait_until_ready()
-        except BaseException:
-            self.stop()
-            raise
-        return self
+    def start(self) -> None:
+        """Start it, and say so."""
+        print(f"Server {self.name}: starting (log: {self._log})", flush=True)
+        super().start()
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def wait_until_ready(self) -> None:
-        """Return once the server answers; raise if it dies or takes too long."""
+    def wait(self) -> None:
+        """Return once it answers; how long that has taken is shown."""
         began = time.monotonic()
-        while (waited := time.monotonic() - began) < START_LIMIT_S:
-            if self.process.poll() is not None:
-                break
-            with suppress(urllib.error.URLError, OSError), self.get("/health"):
-                progress("")
-                print(f"Server {self.name}: ready after {waited:.0f} s", flush=True)
-                return
-            progress(f"Server {self.name}: starting, {waited:.0f} s")
-            time.sleep(0.5)
-        progress("")
-        tail = self.log.read_text(errors="replace").splitlines()[-30:]
-        print("\n".join(tail), file=sys.stderr)
-        status = self.process.poll()
-        how = f"did not answer in {START_LIMIT_S} s" if status is None else f"ended ({status})"
-        raise DemoError(
-            f"the server {self.name} {how}; its last lines are above, all in {self.log}"
-        )
+        try:
+            super().wait()
+        finally:
+            progress("")
+        print(f"Server {self.name}: ready after {time.monotonic() - began:.0f} s", flush=True)
 
-    def get(self, path: str):
-        """Open one of the server's pages."""
-        return urllib.request.urlopen(self.url + path, timeout=10)
-
-    def stop(self) -> None:
-        """End the server's whole process group, at first politely."""
-        for number, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 10)):
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=patience)
-                break
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+    def waiting(self, seconds: float) -> None:
+        """Show it."""
+        progress(f"Server {self.name}: starting, {seconds:.0f} s")
 
     def counters(self) -> dict[str, float]:
         """The token counters now, summed over engines."""
-        with self.get("/metrics") as answer:
-            text = answer.read().decode()
+        text = self.get("/metrics").decode()
+        if not text:
+            raise self.failure("the server does not give its metrics")
         return read_counters(text)
 
 

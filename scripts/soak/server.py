@@ -5,17 +5,14 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kvoffload_patch.cli.bench import server
 from scripts import ROOT
-from scripts.demo_app.server import free_port
 from scripts.demo_app.settings import has_gpu_vllm
 
 NAME = "soak"
@@ -44,8 +41,8 @@ def _options(block_size: int, gpu_blocks: int) -> list[str]:
     ]  # fmt: skip
 
 
-class Server:
-    """One server in its own process group, ready within the ``with``.
+class Server(server.Server):
+    """One server, ready within the ``with``.
 
     Args:
         model: folder of the model.
@@ -54,52 +51,36 @@ class Server:
         faults: see `faulty`; only with the tier.
 
     Attributes:
-        pid: of its first process.
         ended_after: seconds that it took to end, once asked to; None if it had to be killed.
     """
 
     def __init__(
         self, model: Path, log: Path, tier: dict[str, str] | None, faults: dict[str, Any]
     ) -> None:
-        self.port, self._log = free_port(), log
-        self.ended_after: float | None = None
+        port = server.free_port()
         through = ["-m", "kvoffload_patch", sys.executable] if tier is not None else []
-        self._command = [
+        command = [
             sys.executable, *through, "-m", "scripts.soak.faulty", "serve", str(model),
-            "--port", str(self.port), *_options(32, 96),
+            "--port", str(port), *_options(32, 96),
         ]  # fmt: skip
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("KVOFFLOAD_", "VLLM_"))}
-        self._env = {
+        env = {
             **kept, **(tier or {}), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         if has_gpu_vllm():
-            self._env["VLLM_BATCH_INVARIANT"] = "1"
+            env["VLLM_BATCH_INVARIANT"] = "1"
         if faults:
-            self._env["SOAK_FAULTS"] = json.dumps(faults)
+            env["SOAK_FAULTS"] = json.dumps(faults)
+        self.ended_after: float | None = None
+        super().__init__(command, env, port, log, START_LIMIT_S, STOP_LIMIT_S)
 
-    def start(self) -> None:
-        """Start it, and return at once; `stop` is to follow."""
-        with self._log.open("wb") as out:
-            self._process = subprocess.Popen(
-                self._command, stdout=out, stderr=out, env=self._env, start_new_session=True,
-                cwd=ROOT,
-            )  # fmt: skip
-        self.pid = self._process.pid
-
-    def __enter__(self) -> Server:
-        self.start()
-        try:
-            self.wait_until_ready()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def end(self) -> float | None:
+        """Ask it to end, and end what is left of it then."""
+        self.ended_after = super().end()
+        return self.ended_after
 
     def send(self, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPConnection:
         """POST; the response is not waited for.
@@ -140,56 +121,14 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Samples of the tier, summed over labels but the state's."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.request("GET", "/metrics")
         found: dict[str, float] = {}
-        for line in connection.getresponse().read().decode().splitlines():
+        for line in self.get("/metrics").decode().splitlines():
             if line.startswith("kvoffload_"):
                 name, _, value = line.rpartition(" ")
                 base, _, labels = name.partition("{")
                 key = base + (":on" if 'state="on"' in labels else "")
                 found[key] = found.get(key, 0.0) + float(value)
-        connection.close()
         return found
-
-    def stop(self) -> None:
-        """Ask it to end, and end what is left of it then."""
-        if self._process.poll() is None:
-            begin = time.monotonic()
-            self._process.send_signal(signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=STOP_LIMIT_S)
-                self.ended_after = time.monotonic() - begin
-        self.kill()
-
-    def kill(self) -> None:
-        """End what is left of it, at once."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def status(self) -> int | None:
-        """Of its first process, once that has ended."""
-        return self._process.poll()
-
-    def wait_until_ready(self) -> None:
-        """Return once it answers.
-
-        Raises:
-            RuntimeError: it has ended, or does not answer in time.
-        """
-        until = time.monotonic() + START_LIMIT_S
-        while time.monotonic() < until and self._process.poll() is None:
-            with suppress(OSError, http.client.HTTPException):
-                connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
-                connection.request("GET", "/health")
-                if connection.getresponse().status == 200:
-                    return
-            time.sleep(0.5)
-        raise RuntimeError(f"the server did not start; {self._log} ends with:\n{self._tail()}")
-
-    def _tail(self) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
 
 
 def _tokens_in(chunk: dict[str, Any]) -> Iterator[tuple[int, float]]:

@@ -26,6 +26,7 @@ from typing import Any
 
 import psutil
 
+from kvoffload_patch.cli.bench.errors import ServerFailed
 from kvoffload_patch.control import client
 from scripts.bench.common import machine, say, table, write_json
 from scripts.soak import server as servers
@@ -120,7 +121,7 @@ def phase_of(server: Server, phase: str) -> Iterator[None]:
         yield
         return
     server.start()
-    server.wait_until_ready()
+    server.wait()
     if phase == "idle":
         yield
         return
@@ -202,7 +203,7 @@ def play(args: argparse.Namespace, model: Path, found: dict[str, Any]) -> int:
         server = Server(model, args.out / f"{name} {side}.log", tier, {})
         try:
             cell = trial(server, phase, target, getattr(signal, f"SIG{kind}"))
-        except RuntimeError as error:
+        except (RuntimeError, ServerFailed) as error:
             cell = {"error": str(error).splitlines()[0]}
         finally:
             server.kill()

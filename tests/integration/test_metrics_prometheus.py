@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("prometheus_client")
+
+from kvoffload_patch.cli.bench.server import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 60.0
@@ -51,12 +52,6 @@ scrape_configs:
 - job_name: vllm
   static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
 """
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from kvoffload_patch.cli.bench.errors import ServerFailed
 
@@ -22,16 +24,27 @@ POLL_S, PROBE_S = 0.5, 10.0
 # What a server has to end by itself, and its processes to vanish once they are killed.
 END_S, KILLED_S = 30.0, 10.0
 TAIL_LINES = 20
+# Below those that the system hands to other programs while a server starts.
+PORTS = range(18000, 28000)
 
 _CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as found:
-        found.bind((HOST, 0))
-        return int(found.getsockname()[1])
+    """A port that nobody listens on.
+
+    Raises:
+        ServerFailed: there is none.
+    """
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as found, suppress(OSError):
+            found.bind((HOST, port))
+            return port
+    raise ServerFailed(f"no TCP port between {PORTS[0]} and {PORTS[-1]} is free")
+
+
+S = TypeVar("S", bound="Server")
 
 
 class Server:
@@ -42,6 +55,7 @@ class Server:
         environ: its whole environment.
         log: file for what it prints.
         start_s: seconds that it may take until it answers.
+        end_s: seconds that it may take to end by itself.
 
     Raises:
         ServerFailed: on entering: it ended, or did not answer in time; the text has the last lines
@@ -50,20 +64,24 @@ class Server:
 
     def __init__(
         self, command: Sequence[str], environ: Mapping[str, str], port: int, log: Path,
-        start_s: float,
+        start_s: float, end_s: float = END_S,
     ) -> None:  # fmt: skip
         self.port = port
         self._command, self._environ = list(command), dict(environ)
-        self._log, self._start_s = log, start_s
+        self._log, self._start_s, self._end_s = log, start_s, end_s
 
-    def __enter__(self) -> Server:
+    def start(self) -> None:
+        """Start it, and return at once; `end` is to follow."""
         with self._log.open("wb") as out:
             self._process = subprocess.Popen(
                 self._command, env=self._environ, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                 start_new_session=True,
             )  # fmt: skip
+
+    def __enter__(self: S) -> S:
+        self.start()
         try:
-            self._wait()
+            self.wait()
         except BaseException:
             self.end()
             raise
@@ -77,12 +95,24 @@ class Server:
     ) -> None:
         self.end()
 
-    def end(self) -> None:
-        """Ask it to end; then kill what is left of its group, and wait for it."""
+    def end(self) -> float | None:
+        """Ask it to end; then kill what is left of its group, and wait for it.
+
+        Returns:
+            Seconds that it took to end by itself, once asked to; None if it did not, or had ended.
+        """
+        took = None
         if self._process.poll() is None:
+            begin = time.monotonic()
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_S)
+                self._process.wait(self._end_s)
+                took = time.monotonic() - begin
+        self.kill()
+        return took
+
+    def kill(self) -> None:
+        """Kill its group, and wait for it."""
         self._signal_group(signal.SIGKILL)
         self._process.wait()
         until = time.monotonic() + KILLED_S
@@ -96,6 +126,15 @@ class Server:
         except (ProcessLookupError, PermissionError):
             return False
         return True
+
+    @property
+    def pid(self) -> int:
+        """Of its first process, and of the group."""
+        return self._process.pid
+
+    def status(self) -> int | None:
+        """Exit status of its first process, once that has ended."""
+        return self._process.poll()
 
     def get(self, path: str) -> bytes:
         """What it answers; nothing for any status but 200, or if it does not answer."""
@@ -127,15 +166,25 @@ class Server:
             return ServerFailed(f"{what}; its log ends with:\n{shown}")
         return ServerFailed(what)
 
-    def _wait(self) -> None:
-        until = time.monotonic() + self._start_s
+    def wait(self) -> None:
+        """Return once it answers.
+
+        Raises:
+            ServerFailed: it has ended, or does not answer in time.
+        """
+        begin = time.monotonic()
         while not self.get("/v1/models"):
             status = self._process.poll()
             if status is not None:
                 raise self.failure(f"the server ended with status {status} before it answered")
-            if time.monotonic() > until:
+            waited = time.monotonic() - begin
+            if waited > self._start_s:
                 raise self.failure(f"the server did not answer within {self._start_s:g} s")
+            self.waiting(waited)
             time.sleep(POLL_S)
+
+    def waiting(self, seconds: float) -> None:
+        """Called now and then while it is waited for."""
 
 
 def cache_tokens(metrics: str) -> int | None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvoffload_patch.cli.bench.server import free_port
 from scripts.bench.chats import server
 from scripts.bench.chats.server import Setup
 from scripts.bench.jobs import AnyJob, Launch
@@ -43,7 +44,7 @@ class Job(AnyJob):
 
     def launch(self, setup: Setup, spec: Path, events: Path) -> Launch:
         """Write what the process is told, and say how it is started."""
-        port = server.free_port()
+        port = free_port()
         told = {
             "command": server.command(self.mode, setup, port),
             "port": port,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -138,13 +137,6 @@ def environment(mode: str, setup: Setup, gpu: str, slot: int) -> dict[str, str]:
         # Kept from run to run, as vLLM's own is; not beside the results, being thousands of files.
         env["VLLM_CACHE_ROOT"] = str(Path(tempfile.gettempdir()) / f"bench-chats-cache-{slot}")
     return env
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 class ServerEnded(Exception):

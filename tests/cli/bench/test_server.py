@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,28 @@ def test_they_end_when_something_is_raised(tmp_path: Path) -> None:
         child = json.loads(server.get("/v1/models"))["child"]
         raise KeyboardInterrupt
     assert not is_running(child)
+
+
+def test_what_it_takes_to_end_is_said_if_it_ends_by_itself(tmp_path: Path) -> None:
+    server = serve(tmp_path)
+    server.start()
+    server.wait()
+    took = server.end()
+    assert took is not None and 0 <= took < 30 and server.status() is not None
+    assert server.end() is None, "it had ended"
+
+
+def test_one_that_does_not_end_is_killed(tmp_path: Path) -> None:
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True)"
+    command = [sys.executable, "-c", f"{deaf}; time.sleep(600)"]
+    server = Server(command, {}, free_port(), tmp_path / "log", 1, end_s=0.2)
+    server.start()
+    until = time.monotonic() + 60
+    while not (tmp_path / "log").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert server.end() is None
+    assert server.status() == -9 and not is_running(server.pid)
 
 
 def test_a_server_that_ends_says_its_last_lines(tmp_path: Path) -> None:

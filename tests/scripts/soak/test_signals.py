@@ -32,7 +32,7 @@ class Sleeper:
         )
         self.pid = self._process.pid
 
-    def wait_until_ready(self) -> None:
+    def wait(self) -> None:
         assert signals.wait_until(lambda: len(signals.family(self.pid)) == 2, 20) is not None
 
     def status(self) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvoffload_patch.cli.bench.server import free_port
 from scripts.bench.chats import server
 from scripts.bench.chats.load import SMALL, Load
 from scripts.bench.chats.server import Setup
@@ -92,7 +93,7 @@ def test_an_unknown_mode_is_refused_with_those_that_there_are() -> None:
 
 
 def test_a_server_that_ends_is_not_waited_for() -> None:
-    ended = server.Server([sys.executable, "-c", "raise SystemExit(3)"], server.free_port())
+    ended = server.Server([sys.executable, "-c", "raise SystemExit(3)"], free_port())
     with pytest.raises(server.ServerEnded, match="status 3"):
         ended.wait()
     ended.end()
