@@ -103,7 +103,7 @@ ROWS = (
     _engine(
         "engine core and worker in processes of their own",
         "",
-        f"{_PROCESSES}engine_core_and_worker_in_processes_of_their_own",
+        f"{_PROCESSES}the_start_up_file_reaches_engine_core_and_worker",
     ),
     _engine("asynchronous scheduling", "two steps in flight", f"{_PROCESSES}async_scheduling"),
     _engine("model runner V1", "", f"{_PROCESSES}both_model_runners[runner-v1]"),

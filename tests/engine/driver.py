@@ -9,24 +9,73 @@ file descriptor IN.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
+import importlib
 import json
 import os
 import sys
 import time
+import traceback
 from typing import Any
 
 import release
+
+# What an engine imports when it is started.
+_LATER = (
+    "vllm.model_executor.layers.quantization.compressed_tensors.utils",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.model_loader",
+    "vllm.v1.core.sched.async_scheduler",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.gpu.model_runner",
+)
 
 
 def main() -> None:
     """Play what the command line says, or what comes down the pipe."""
     if sys.argv[1] == "--warm":
-        _import_vllm()
+        _warm_up()
         spec = serve(int(sys.argv[2]), int(sys.argv[3]))
-    else:
-        spec = json.loads(sys.argv[1])
-    if spec is not None:
+        _exit(0 if spec is None else _status_of(spec))
+    play(json.loads(sys.argv[1]))
+
+
+def _warm_up() -> None:
+    """Import all that can be, and leave it out of every later collection of garbage.
+
+    A collection looks at each object, of which there are millions by then, and takes a copy of the
+    memory that they lie in.
+    """
+    _import_vllm()
+    for name in _LATER:
+        with contextlib.suppress(ImportError):  # another release
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def _status_of(spec: dict[str, Any]) -> int:
+    try:
         play(spec)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - it is printed, and is the status
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _exit(status: int) -> None:
+    """End as Python would, but for taking every module apart, which takes as long as a start."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
 
 
 def play(spec: dict[str, Any]) -> None:
@@ -52,7 +101,7 @@ def play(spec: dict[str, Any]) -> None:
         fake_streams.install()
     if asynchronous or "TEST_FORK_WORKERS" in os.environ:
         # Forked workers have the streams, and do not import vLLM again.
-        _change_platform(asynchronous, fork_workers=True)
+        change_platform(asynchronous, fork_workers=True)
     if release.needs_stats_each_step():
         _allow_steps_without_output()
     _import_vllm()
@@ -151,7 +200,7 @@ def _leave_the_plugin_alone() -> None:
     sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, VLLMFinder)]
 
 
-def _change_platform(async_scheduling: bool, fork_workers: bool) -> None:
+def change_platform(async_scheduling: bool, fork_workers: bool) -> None:
     """vLLM's CPU platform settles both, whatever is asked for."""
     from vllm.platforms.cpu import CpuPlatform
 

@@ -95,6 +95,13 @@ def _runner(worker: Any) -> str:
     return next(c.__module__ for c in runner.__mro__ if "execute_model" in vars(c))
 
 
+def figures(stage: Stage) -> dict[str, float]:
+    """The tier's figures where vLLM's are published, by name with labels."""
+    import published
+
+    return published.figures(lambda: stage.play(prompts(12, 1, 20), max_tokens=1))
+
+
 def sensitivity(stage: Stage) -> dict[str, Any]:
     """Prompts that differ in one of their blocks, and nowhere else."""
     prompt, other = prompts(11, 2, 4 * CHUNK)

@@ -26,15 +26,18 @@ class Server(server.Server):
         log: file for what it prints.
         options: of `vllm serve` besides its own.
         tier: KVOFFLOAD_* variables; None: plain vLLM.
+        forked: its engine cores are forked, and do not import vLLM again.
     """
 
     def __init__(
-        self, model: Path, log: Path, options: list[str], tier: dict[str, str] | None
-    ) -> None:
+        self, model: Path, log: Path, options: list[str], tier: dict[str, str] | None,
+        forked: bool = False,
+    ) -> None:  # fmt: skip
         port = server.free_port()
         through = [sys.executable, "-m", "kvoffload_patch"] if tier is not None else []
+        vllm = [sys.executable, str(Path(__file__).parent / "forked_server.py")]
         command = [
-            *through, "vllm", "serve", str(model),
+            *through, *(vllm if forked else ["vllm"]), "serve", str(model),
             "--host", server.HOST, "--port", str(port),
             "--served-model-name", MODEL, "--dtype", "float32", "--max-model-len", str(MAX_TOKENS),
             "--enforce-eager", "--enable-prefix-caching", *options,

@@ -33,10 +33,6 @@ def check(on, off, least=1.0):
     assert least * engines.evicted_tokens() <= played["cached"] <= engines.evicted_tokens()
 
 
-def test_engine_core_and_worker_in_processes_of_their_own(real, conversations):
-    check(real.on(["conversations"], APART, **CORE_APART), conversations)
-
-
 @pytest.mark.matrix
 def test_async_scheduling(real, conversations):
     if release.no_async_scheduling():
@@ -143,7 +139,7 @@ def test_more_memory_than_there_is_is_refused_before_vllm_starts(real):
 
 
 def test_a_size_that_is_left_to_the_machine_is_said_with_its_reason(real, conversations):
-    run = real.on(["conversations"], tier={"KVOFFLOAD_CPU_GIB": "auto"}, fresh=True)
+    run = real.on(["conversations"], tier={"KVOFFLOAD_CPU_GIB": "auto"})
     assert "GiB over all ranks, chosen: 1/2 of the " in run.log
     assert "1 GiB of which stay free" in run.log
     assert run["conversations"]["tokens"] == conversations["tokens"]

@@ -24,9 +24,12 @@ BLOCKS = MAX_TOKENS // BLOCK + 2
 SMALL = ["--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", "4"]
 SMALL += ["--block-size", str(BLOCK)]
 SERVERS = {
-    "one": [],
+    # As a user starts it, with a worker in a process of its own besides.
+    "one": ["--distributed-executor-backend", "mp"],
     "several": ["--api-server-count", "2", "--data-parallel-size", "2"],
 }
+# What makes the CPU's engine core and its client talk as those of a server do.
+APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TEST_FORK_WORKERS": "1"}
 
 
 def prompts(seed: int, count: int) -> list[list[int]]:
@@ -60,7 +63,8 @@ def test_figures_of_every_engine_are_on_metrics_and_agree(
     options, asked = SERVERS[kind], prompts(1, 8)
     num_engines = 2 if "--data-parallel-size" in options else 1
     runtime = {"XDG_RUNTIME_DIR": str(tmp_path), "KVOFFLOAD_CONTROL": "1"}
-    with Server(model, tmp_path / "log", [*SMALL, *options], runtime) as server:
+    forked = kind == "several"
+    with Server(model, tmp_path / "log", [*SMALL, *options], runtime, forked) as server:
         at_start = wait_for(server, "kvoffload_tier_state on", num_engines)
         answers = [[server.ask(prompt) for prompt in asked] for _ in range(4)]
         time.sleep(1)
@@ -131,11 +135,12 @@ def wait_for(server: Server, name: str, value: float) -> Counter[str]:
     return found
 
 
-def test_an_engine_that_is_refused_says_why(model: Path, tmp_path: Path) -> None:
+def test_an_engine_that_is_refused_says_why(real, plain) -> None:
     tier = {"KVOFFLOAD_STRICT": "0", "KVOFFLOAD_CPU_GIB": "0.00001"}
-    with Server(model, tmp_path / "log", SMALL, tier) as server:
-        wait_for(server, "kvoffload_tier_state refused", 1)
-        found = server.metrics()
-        assert server.ask(prompts(1, 1)[0])["usage"]["prompt_tokens"] == PROMPT_TOKENS
+    run = real.on(["figures", "conversations"], tier=tier, **APART)
+    found = run["figures"]
+    state = [name for name in found if name.startswith("kvoffload_tier_state") and found[name]]
+    assert len(state) == 1 and 'state="refused"' in state[0]
     (reason,) = [name for name in found if name.startswith("kvoffload_tier_off_info")]
     assert "to hold at least one block" in reason
+    assert run["conversations"]["tokens"] == plain["conversations"]["tokens"]

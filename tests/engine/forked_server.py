@@ -1,0 +1,20 @@
+"""vLLM's command line whose engine cores are forked: ``python forked_server.py serve MODEL ...``.
+
+Each would be spawned, and import vLLM once more. API servers are: vLLM leaves no choice there.
+"""
+
+from __future__ import annotations
+
+import driver
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    driver.change_platform(async_scheduling=False, fork_workers=True)
+    from vllm.entrypoints.cli.main import main as vllm_main
+
+    vllm_main()
+
+
+if __name__ == "__main__":
+    main()
