@@ -102,6 +102,12 @@ METRICS = (
         "the GPU had lost them before, as happens while the tier grows.",
         (("reason", ("no_room", "overwritten")),),
     ),
+    Metric(
+        "skipped_blocks",
+        "counter",
+        "Blocks that were computed and need no store; held: the tier had them already.",
+        (("reason", ("held",)),),
+    ),
     Metric("failed_blocks", "counter", "Blocks whose copy failed.", DIRECTION),
     Metric("failed_copies", "counter", "Copies that failed, of however many blocks.", DIRECTION),
     Metric(

@@ -80,6 +80,7 @@ class OffloadManager(TierState):
         missed = computed
         if not self._slot_of.keys().isdisjoint(computed):
             missed = {k: block for k, block in computed.items() if k not in self._slot_of}
+            self.stats.held += len(computed) - len(missed)
         if self._exclusive is not None and computed:
             self._exclusive.filled(tuple(computed), tuple(computed.values()))
             self._policy.miss(reversed(tuple(missed)))

@@ -15,6 +15,7 @@ class TierStats:
         evicted: blocks thrown out to make room.
         dropped: blocks that were not stored because every slot was being read or written.
         overwritten: blocks that were not stored because the GPU had lost them before.
+        held: blocks that were computed and not stored, because the tier had them already.
         failed: blocks whose copy failed, in either direction.
         failed_copies: copies that failed, of however many blocks.
         failed_loads, failed_load_copies: of these, loads.
@@ -26,6 +27,7 @@ class TierStats:
     evicted: int = 0
     dropped: int = 0
     overwritten: int = 0
+    held: int = 0
     failed: int = 0
     failed_copies: int = 0
     failed_loads: int = 0

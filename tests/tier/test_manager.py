@@ -62,6 +62,15 @@ def test_nothing_to_do_is_no_plan() -> None:
     assert not tier.busy
 
 
+def test_what_is_computed_once_more_is_counted_and_not_stored() -> None:
+    tier = OffloadManager(8, LRUPolicy)
+    store(tier, "ab")
+    assert tier.stats.held == 0
+    made = store_of(tier.make_plan(always, {"a": 5, "b": 6, "c": 7}))
+    assert made is not None and made.source_ids == (7,)
+    assert tier.stats.held == 2
+
+
 def test_a_block_is_readable_only_once_its_store_is_done() -> None:
     tier = OffloadManager(4, LRUPolicy)
     tier.queue_store("a", 7)

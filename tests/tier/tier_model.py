@@ -189,6 +189,7 @@ class TierModel:
 
     def _offered(self, computed: Mapping[Hashable, int], others: int) -> Mapping[Hashable, int]:
         """What is stored as it is computed."""
+        self.counts["held"] += sum(key in self.slot_of for key in computed)
         if self.store == "eager" or self.tight():
             return computed
         missed = [(key, block) for key, block in computed.items() if key not in self.slot_of]

@@ -308,6 +308,7 @@ class Reporter:
         yield "loaded_tokens", (), round(stats.loaded * sum(sizes) / len(sizes) ** 2)
         yield "dropped_blocks", ("no_room",), stats.dropped
         yield "dropped_blocks", ("overwritten",), stats.overwritten
+        yield "skipped_blocks", ("held",), stats.held
         loads = stats.failed_loads, stats.failed_load_copies
         yield "failed_blocks", (LOADS,), loads[0]
         yield "failed_blocks", (STORES,), stats.failed - loads[0]
