@@ -76,6 +76,11 @@ FAULTS = (
         "`tests/integration/test_slot_counts.py`",
     ),
     ("a cgroup's limit", "the size respects it, 1 GiB stays free", "`tests/test_memory.py`"),
+    (
+        "any bytes as a variable, a patch file or a control message",
+        "a value, or the one error that is documented; soon, and in little memory",
+        "`tests/scripts/soak/test_fuzz.py`, `python scripts/soak fuzz`",
+    ),
     ("the clock is set", "nothing: no interval is measured by it", "`tests/test_constants.py`"),
     (
         "SIGTERM, SIGINT, SIGKILL while starting, streaming, idle",
