@@ -26,7 +26,7 @@ INTEGRITIES = ("off", "sample", "full")
 GIB = 1 << 30
 AUTO = "auto"
 # More than any machine has, and little enough for all arithmetic that follows.
-MOST_GIB, MOST_S, MOST_MS = 65_536, 86_400, 60_000
+MOST_GIB, MOST_S, MOST_MS, MOST_USES = 65_536, 86_400, 60_000, 1_000
 
 # One way to match each text: the time to refuse one grows with its length and not with its square.
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -90,6 +90,13 @@ def _store(text: str) -> str:
     if text not in STORES:
         raise ValueError(text)
     return text
+
+
+def _count(text: str) -> int:
+    number = int(text) if re.fullmatch(r"\d{1,4}", text, re.ASCII) else 0
+    if not 1 <= number <= MOST_USES:
+        raise ValueError(text)
+    return number
 
 
 def _copy_backend(text: str) -> str:
@@ -175,6 +182,20 @@ class Settings:
         "when blocks are stored: as they are computed (eager), when the GPU is about to lose them "
         "(lazy), or as they are computed until the tier is full, then lazily (auto); the last two "
         "recompute less and cost the engine's thread more",
+    )
+    store_decode: bool = _variable(
+        "KVOFFLOAD_STORE_DECODE",
+        True,
+        _boolean,
+        _A_BOOLEAN,
+        "store the blocks that answers fill, too, and not those of prompts alone",
+    )
+    store_min_uses: int = _variable(
+        "KVOFFLOAD_STORE_MIN_USES",
+        1,
+        _count,
+        f"a whole number from 1 to {MOST_USES}",
+        "how often a block must have been computed, or found on the GPU, before it is stored",
     )
     copy_backend: str = _variable(
         "KVOFFLOAD_COPY_BACKEND",

@@ -37,6 +37,8 @@ def test_defaults() -> None:
         eviction="arc",
         integrity="sample",
         store="eager",
+        store_decode=True,
+        store_min_uses=1,
         log_interval=10.0,
         vllm_version=None,
         allow_unverified=False,
@@ -105,6 +107,8 @@ def test_every_variable_is_read() -> None:
         LOAD_MODE="parked",
         EVICTION="lru",
         STORE="lazy",
+        STORE_DECODE="no",
+        STORE_MIN_USES="3",
         COPY_BACKEND="staged",
         INTEGRITY="off",
         LOG_INTERVAL="2",
@@ -124,6 +128,8 @@ def test_every_variable_is_read() -> None:
         "parked",
         "lru",
         "lazy",
+        False,
+        3,
         "staged",
         "off",
         2.0,
@@ -246,11 +252,17 @@ def test_the_page_on_tuning_has_every_variable_its_default_and_its_values() -> N
     found = {row[1].split("`")[1]: (row[2].strip(), row[3].strip(), row[4]) for row in rows}
     internal = {name for name, v in VARIABLES.items() if v.description.startswith("internal")}
     assert set(found) == set(VARIABLES) - internal
-    words = {True: "on", False: "off", None: "unset"}
+    words = {"True": "on", "False": "off", "None": "unset"}
     for name, (default, unit, meaning) in found.items():
         variable = VARIABLES[name]
-        assert default == words.get(variable.default, str(variable.default)), name
+        assert default == words.get(str(variable.default), str(variable.default)), name
         assert unit == variable.unit, name
         if variable.expected.startswith("one of ") and not isinstance(variable.default, bool):
             values = variable.expected.removeprefix("one of ").split(", ")
             assert [value for value in values if f"`{value}`" not in meaning] == [], name
+
+
+@pytest.mark.parametrize("text", ["0", "1001", "-1", "1.5", "1e2", "two", "\u0662", "00001"])
+def test_uses_are_counted_by_whole_numbers(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected a whole number from 1 to 1000"):
+        settings(STORE_MIN_USES=text)

@@ -164,12 +164,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _variables() -> str:
     """The table of variables, as the end of the help text."""
-    words = {None: "unset", True: "on", False: "off"}
+    words = {"None": "unset", "True": "on", "False": "off"}
     lines = ["environment variables (options win over them):"]
     for row in VARIABLES.values():
         if row.description.startswith("internal"):
             continue
-        default = words[row.default] if row.default in (None, True, False) else row.default
+        default = words.get(str(row.default), row.default)
         unit = f" {row.unit}" if row.unit and default != AUTO else ""
         lines += [f"  {row.name}: {row.expected} (default: {default}{unit})"]
         lines += [f"      {row.description}"]

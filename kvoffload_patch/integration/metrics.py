@@ -24,6 +24,9 @@ STATES = ON, PAUSED, NOT_NEEDED, REFUSED, FAILED = (
     "on", "paused", "not_needed", "refused", "failed",
 )  # fmt: skip
 
+# Why blocks are not stored, as labels and counters of the tier name it.
+NOT_STORED = ("no_room", "overwritten", "few_uses", "decode", "opted_out")
+
 # Labels of `build_info` besides the versions.
 ABOUT = ("load_mode", "store", "eviction", "integrity", "copies")
 
@@ -99,8 +102,10 @@ METRICS = (
         "dropped_blocks",
         "counter",
         "Blocks that were not stored; no_room: every slot was being read or written; overwritten: "
-        "the GPU had lost them before, as happens while the tier grows.",
-        (("reason", ("no_room", "overwritten")),),
+        "the GPU had lost them before, as happens while the tier grows; few_uses: they had been "
+        "used less than KVOFFLOAD_STORE_MIN_USES says; decode: an answer filled them, and "
+        "KVOFFLOAD_STORE_DECODE is off; opted_out: their request asked for it.",
+        (("reason", NOT_STORED),),
     ),
     Metric(
         "skipped_blocks",

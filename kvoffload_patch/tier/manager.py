@@ -50,6 +50,8 @@ class OffloadManager(TierState):
         cached: Callable[[int, Hashable], bool],
     ) -> None:
         """A request hits these GPU blocks with these keys, head first, if they are still cached."""
+        if self._uses is not None:
+            self._uses.count(keys, self.num_slots)
         if self._exclusive is not None:
             self._exclusive.hit_on_gpu(gpu_block_ids, keys, cached)
             if not self._exclusive.tight:
@@ -58,9 +60,11 @@ class OffloadManager(TierState):
             self.touch(keys)
         if all(map(self._slot_of.__contains__, keys)):
             return
-        for gpu_block_id, key in zip(gpu_block_ids, keys):
+        blocks = zip(keys, gpu_block_ids)
+        missing = {key: block for key, block in blocks if key not in self._slot_of}
+        for key, gpu_block_id in self._often_used(missing).items():
             # What has left the GPU cache meanwhile may have made room for another's store.
-            if key not in self._slot_of and cached(gpu_block_id, key):
+            if cached(gpu_block_id, key):
                 self.queue_store(key, gpu_block_id)
 
     # Storing
@@ -81,13 +85,17 @@ class OffloadManager(TierState):
         if not self._slot_of.keys().isdisjoint(computed):
             missed = {k: block for k, block in computed.items() if k not in self._slot_of}
             self.stats.held += len(computed) - len(missed)
+        if self._uses is not None:
+            self._uses.count(missed, self.num_slots)
         if self._exclusive is not None and computed:
             self._exclusive.filled(tuple(computed), tuple(computed.values()))
             self._policy.miss(reversed(tuple(missed)))
             if not self._exclusive.tight:
                 room = self._slots.num_free - len(self._queue) - others if self._stores_ahead else 0
+                if self._uses is not None and room > 0:
+                    missed = self._uses.enough(missed)
                 return dict(islice(missed.items(), max(room, 0)))
-        return missed
+        return self._often_used(missed)
 
     def about_to_lose(self, gpu_block_ids: Sequence[int], keys: Keys) -> int:
         """The GPU will hand these blocks out soon, in this order; they hold these keys.
@@ -101,7 +109,7 @@ class OffloadManager(TierState):
             self._queue.add(key, gpu_block_id)
         return len(leaving)
 
-    def leaving(self, gpu_block_ids: Sequence[int], keys: Keys) -> dict[Hashable, int]:
+    def leaving(self, gpu_block_ids: Sequence[int], keys: Keys) -> Mapping[Hashable, int]:
         """As `about_to_lose`, but nothing is queued.
 
         Returns:
@@ -114,7 +122,7 @@ class OffloadManager(TierState):
         blocks = zip(keys, gpu_block_ids, slots)
         only_there = {key: gpu_block_id for key, gpu_block_id, slot in blocks if slot is None}
         # The first one was used least recently: it is the tail of what is stored.
-        return dict(reversed(only_there.items()))
+        return self._often_used(dict(reversed(only_there.items())))
 
     def note_new_blocks(self, gpu_block_ids: Sequence[int]) -> None:
         """These GPU blocks were handed out to be overwritten.
@@ -270,6 +278,14 @@ class OffloadManager(TierState):
         return self._sizing
 
     # Inside
+
+    def _often_used(self, blocks: Mapping[Hashable, int]) -> Mapping[Hashable, int]:
+        """Those of these, which could be stored now, that were used often enough for it."""
+        if self._uses is None or not blocks:
+            return blocks
+        enough = self._uses.enough(blocks)
+        self.stats.few_uses += len(blocks) - len(enough)
+        return enough
 
     def _grow(self, num_slots: int, growing: bool) -> None:
         """So many slots are usable, and more are to come or not."""

@@ -12,6 +12,7 @@ from kvoffload_patch.tier.policy import EvictionPolicy
 from kvoffload_patch.tier.queues import EndedRequests, StoreQueue
 from kvoffload_patch.tier.slots import SlotPool
 from kvoffload_patch.tier.stats import TierStats
+from kvoffload_patch.tier.uses import UseCounts
 
 
 class TierState:
@@ -23,6 +24,7 @@ class TierState:
         growing: more slots are to come.
         store: when blocks are stored: `eager`, as they are computed; `lazy`, when the GPU is about
             to lose them; `auto`, as they are computed while slots are free, then `lazy`.
+        min_uses: how often a block must have been computed, or hit on the GPU, to be stored.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class TierState:
         policy: Callable[[Sequence[Hashable]], EvictionPolicy],
         growing: bool = False,
         store: str = "eager",
+        min_uses: int = 1,
     ) -> None:
         self.num_slots = num_slots
         self.stats = TierStats()
@@ -44,6 +47,7 @@ class TierState:
         self._key_of: list[Hashable] = [None] * num_slots  # as it was last, for each slot
         self._store_to = [0] * num_slots  # ticket of the last store to each slot
         self._held = HeldSlots()
+        self._uses = UseCounts(min_uses) if min_uses > 1 else None
         self._queue = StoreQueue()
         self._loads, self._stores = LinkTickets(LOAD), LinkTickets(STORE)
         self._links = {LOAD: self._loads, STORE: self._stores}

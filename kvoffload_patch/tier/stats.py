@@ -16,6 +16,9 @@ class TierStats:
         dropped: blocks that were not stored because every slot was being read or written.
         overwritten: blocks that were not stored because the GPU had lost them before.
         held: blocks that were computed and not stored, because the tier had them already.
+        few_uses: blocks that were not stored because they had been used too seldom.
+        decode: blocks of answers that were not stored because none are.
+        opted_out: blocks that were not stored because their request said so.
         failed: blocks whose copy failed, in either direction.
         failed_copies: copies that failed, of however many blocks.
         failed_loads, failed_load_copies: of these, loads.
@@ -28,11 +31,22 @@ class TierStats:
     dropped: int = 0
     overwritten: int = 0
     held: int = 0
+    few_uses: int = 0
+    decode: int = 0
+    opted_out: int = 0
     failed: int = 0
     failed_copies: int = 0
     failed_loads: int = 0
     failed_load_copies: int = 0
     mismatches: int = 0
+
+    @property
+    def not_stored(self) -> dict[str, int]:
+        """Blocks that were not stored, by reason."""
+        return {
+            "no_room": self.dropped, "overwritten": self.overwritten, "few_uses": self.few_uses,
+            "decode": self.decode, "opted_out": self.opted_out,
+        }  # fmt: skip
 
     def add_failed(self, blocks: int, loaded: bool) -> None:
         """A copy of so many blocks failed, a load or a store."""

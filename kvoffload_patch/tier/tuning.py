@@ -18,3 +18,7 @@ AHEAD_TIMES = 2
 # And one of so many parts of the GPU at least, for loads, which take more at once than a step.
 # Chosen by the same replays.
 AHEAD_PARTS = 8
+# Keys whose uses are counted where a block needs several before it is stored: so many for each slot
+# of the tier, and so many at least, while it is small. Not measured: they bound the memory.
+TRACKED_TIMES = 4
+LEAST_TRACKED_BLOCKS = 1024

@@ -132,7 +132,10 @@ class TierSim(Sim):
         settings = replace(Settings.from_env(), log_interval=1e9)
         settings = replace(settings, store=self.store or settings.store)
         hooks = step_hooks(self.scheduler)
-        self.manager = OffloadManager(CPU_SLOTS, POLICIES[settings.eviction], store=settings.store)
+        self.manager = OffloadManager(
+            CPU_SLOTS, POLICIES[settings.eviction], store=settings.store,
+            min_uses=settings.store_min_uses,
+        )  # fmt: skip
         connect(self.scheduler, hooks, self.manager, Ranks(), settings)
 
     def _answer(self, scheduled: Any, output: Any) -> None:

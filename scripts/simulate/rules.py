@@ -61,13 +61,21 @@ class Rules:
         policy: eviction policy.
         store: store policy.
         ahead: how many of the GPU's free blocks the tier is told of.
+        decode: whether blocks that answers fill are stored.
+        min_uses: how often a block must have been used to be stored.
     """
 
     def __init__(
-        self, slots: int, policy: NewPolicy = LRUPolicy, store: str = "eager", ahead: int = 0
+        self,
+        slots: int,
+        policy: NewPolicy = LRUPolicy,
+        store: str = "eager",
+        ahead: int = 0,
+        decode: bool = True,
+        min_uses: int = 1,
     ) -> None:
-        self.manager = OffloadManager(slots, policy, store=store)
-        self._ahead = ahead
+        self.manager = OffloadManager(slots, policy, store=store, min_uses=min_uses)
+        self._ahead, self._decode = ahead, decode
 
     def may_overwrite(self, gpu: GpuPool, count: int) -> bool:
         """Whether so many free blocks can be handed out, without loss of what only they hold."""
@@ -85,7 +93,7 @@ class Rules:
 
     def answered(self, run: Run, key: Hashable, block: int) -> None:
         """An answer has filled this block."""
-        if self.manager.offer({key: block}):
+        if self._decode and self.manager.offer({key: block}):
             self.manager.queue_store(key, block)
 
     def ended(self, run: Run) -> None:

@@ -26,10 +26,12 @@ def _step_blocks(machine: Machine) -> int:
     return -(-machine.step_tokens // machine.block_tokens)
 
 
-def _this(eviction: rules.NewPolicy, store: str = "eager") -> Callable[[Machine], rules.Rules]:
+def _this(
+    eviction: rules.NewPolicy, store: str = "eager", **more: int
+) -> Callable[[Machine], rules.Rules]:
     def made(machine: Machine) -> rules.Rules:
         ahead = blocks_ahead(machine.gpu_blocks, _step_blocks(machine))
-        return rules.Rules(machine.cpu_blocks, eviction, store, ahead)
+        return rules.Rules(machine.cpu_blocks, eviction, store, ahead, **more)
 
     return made
 
@@ -38,6 +40,8 @@ SIDES = {
     "none": Side("plain vLLM", lambda machine: rules.NoTier()),
     "lru": Side("this tier, eager, LRU", _this(LRUPolicy)),
     "arc": Side("this tier, eager, ARC", _this(ArcPolicy)),
+    "arc-prompts": Side("this tier, eager, ARC, prompts only", _this(ArcPolicy, decode=False)),
+    "arc-twice": Side("this tier, eager, ARC, second use", _this(ArcPolicy, min_uses=2)),
     "s3fifo": Side("this tier, eager, S3-FIFO", _this(tried.S3Fifo)),
     "auto-lru": Side("this tier, auto, LRU", _this(LRUPolicy, "auto")),
     "lazy-arc": Side("this tier, lazy, ARC", _this(ArcPolicy, "lazy")),

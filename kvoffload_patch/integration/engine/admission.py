@@ -17,6 +17,7 @@ from kvoffload_patch.integration.engine.lookup import (
 from kvoffload_patch.integration.engine.pace import Pace
 from kvoffload_patch.integration.engine.stall import Stall
 from kvoffload_patch.integration.engine.stats import HitCounts
+from kvoffload_patch.integration.engine.store_choice import stores
 from kvoffload_patch.integration.engine.tuning import (
     BUS_AHEAD_MS,
     LOOK_AHEAD_REQUESTS,
@@ -213,7 +214,8 @@ class Admission:
             self._hits.note(request, result)
             if result.deferred:
                 return self._defer(result, budget)
-            self._recency.note(request.request_id, result)
+            if stores(request):
+                self._recency.note(request.request_id, result)
         if result.tier_hits or result.arriving:
             self._cache.forget(request.request_id)
             if not self._inline(request, result, budget, stall):

@@ -122,7 +122,11 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
         how = settings.copy_backend, num_engines(vllm_config), settings.integrity
         ranks.open(cpu_bytes, *how)
         manager = OffloadManager(
-            ranks.num_usable, POLICIES[settings.eviction], ranks.growing, settings.store
+            ranks.num_usable,
+            POLICIES[settings.eviction],
+            ranks.growing,
+            settings.store,
+            settings.store_min_uses,
         )
         breaker = connect(scheduler, hooks, manager, ranks, settings)
     except BaseException:

@@ -122,7 +122,7 @@ class Desk:
             **{f"{name}_bytes": number * size for name, number in blocks.items()},
             "queried_tokens": counts.queried,
             "hit_tokens": counts.hit,
-            "dropped_blocks": {"no_room": stats.dropped, "overwritten": stats.overwritten},
+            "dropped_blocks": stats.not_stored,
             "failed_blocks": stats.failed,
             "failed_copies": stats.failed_copies,
             "mismatches": stats.mismatches,

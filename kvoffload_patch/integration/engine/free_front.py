@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
@@ -46,7 +46,7 @@ class FreeFront:
         """These blocks are not to be stored, until they hold something else."""
         self._refused.update(gpu_block_ids)
 
-    def look(self) -> dict[Hashable, int]:
+    def look(self) -> Mapping[Hashable, int]:
         """Tell the tier what will be handed out soon; right before a plan is made.
 
         Returns:

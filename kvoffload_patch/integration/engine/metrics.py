@@ -306,8 +306,8 @@ class Reporter:
         # A prefix takes one block of each group, whose sizes are the same as a rule.
         sizes = counts.block_sizes
         yield "loaded_tokens", (), round(stats.loaded * sum(sizes) / len(sizes) ** 2)
-        yield "dropped_blocks", ("no_room",), stats.dropped
-        yield "dropped_blocks", ("overwritten",), stats.overwritten
+        for reason, number in stats.not_stored.items():
+            yield "dropped_blocks", (reason,), number
         yield "skipped_blocks", ("held",), stats.held
         loads = stats.failed_loads, stats.failed_load_copies
         yield "failed_blocks", (LOADS,), loads[0]

@@ -117,19 +117,22 @@ def _note_cached(breaker: Breaker) -> Callable[[tuple[Any, Any]], None]:
 
 def cache_full_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`BlockPool.cache_full_blocks`: exactly the newly full blocks, for every KV cache group."""
-    note = _note_cached(breaker)
+    note, note_answers = _note_cached(breaker), breaker.tier.choice.note_answers
 
     def hook(
         request: Any,
         blocks: Any,
         num_cached_blocks: int,
         num_full_blocks: int,
+        block_size: int,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        result = wrapped(request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs)
+        full = num_cached_blocks, num_full_blocks, block_size
+        result = wrapped(request, blocks, *full, *args, **kwargs)
         if live:
             note((request, blocks[num_cached_blocks:num_full_blocks]))
+            note_answers(request, blocks, *full)
         return result
 
     return hook
@@ -137,7 +140,7 @@ def cache_full_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Me
 
 def cache_full_blocks_with_hashes(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`BlockPool.cache_full_blocks` up to 0.10.0, which is given the hashes as well."""
-    note = _note_cached(breaker)
+    note, note_answers = _note_cached(breaker), breaker.tier.choice.note_answers
 
     def hook(
         request: Any,
@@ -145,14 +148,15 @@ def cache_full_blocks_with_hashes(wrapped: Method, live: list[bool], breaker: Br
         block_hashes: Any,
         num_cached_blocks: int,
         num_full_blocks: int,
+        block_size: int,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        result = wrapped(
-            request, blocks, block_hashes, num_cached_blocks, num_full_blocks, *args, **kwargs
-        )
+        full = num_cached_blocks, num_full_blocks, block_size
+        result = wrapped(request, blocks, block_hashes, *full, *args, **kwargs)
         if live:
             note((request, blocks[num_cached_blocks:num_full_blocks]))
+            note_answers(request, blocks, *full)
         return result
 
     return hook

@@ -16,6 +16,7 @@ from kvoffload_patch.integration.engine.lookup import LookupCache, Recency
 from kvoffload_patch.integration.engine.metrics import TierCounts
 from kvoffload_patch.integration.engine.pace import Pace
 from kvoffload_patch.integration.engine.stats import HitCounts, Report
+from kvoffload_patch.integration.engine.store_choice import StoreChoice
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.errors import PromiseBroken
@@ -47,6 +48,7 @@ class SchedulerTier:
         events: vLLM's stream of KV cache events, where that is on.
         paused: nothing is loaded or stored that was not begun before.
         settings: as given, and as changed since.
+        choice: which of the blocks of `cached` are stored.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class SchedulerTier:
         self._full_prompts = FullPromptHits(view, manager)
         self._invalid = InvalidBlocks(view, manager)
         self._recency = Recency(view, manager, self._front)
+        self.choice = StoreChoice(manager, self._front, self._recency, settings.store_decode)
         self._admission = Admission(
             view, manager, ranks, self._pace, self._loads, self._lookups, self._hits,
             self._recency, self._front, settings,
@@ -109,6 +112,7 @@ class SchedulerTier:
     def schedule_raised(self) -> None:
         """No step computes what was cached within it."""
         self.cached.clear()
+        self.choice.clear()
         self._lookups.end_step()
 
     def _finish_loads(self) -> None:
@@ -134,10 +138,7 @@ class SchedulerTier:
         """The bytes of these blocks are in place."""
         if self.paused:
             return
-        for _, blocks in cached:
-            keyed = {b.block_hash: b.block_id for b in blocks if not b.is_null}
-            keyed.pop(None, None)
-            self._queue_offered(keyed)
+        self._queue_offered(self.choice.in_place(cached))
 
     def _queue_offered(self, computed: Mapping[Hashable, int]) -> None:
         for key, gpu_block_id in self._manager.offer(computed).items():
@@ -204,18 +205,9 @@ class SchedulerTier:
 
     def _computed(self, scheduled: Mapping[str, int]) -> dict[Hashable, int]:
         """GPU blocks by the keys that the step computes in them, as far as that needs no check."""
-        computed = dict[Hashable, int]()
-        for request, blocks in self.cached:
-            # A request preempted within this very schedule() never computes its blocks.
-            if request.request_id in scheduled:
-                keys = [block.block_hash for block in blocks]
-                computed.update(zip(keys, [block.block_id for block in blocks]))
-                self._recency.computes(request.request_id, keys)
-            elif self._front is not None:
-                self._front.refuse([block.block_id for block in blocks])
+        computed = self.choice.computed(self.cached, scheduled)
         if self.paused:
             return {}
-        computed.pop(None, None)  # of the null block, or of one that has left the cache since
         if self._invalid.untrusted:
             self._queue_offered(computed)
             computed.clear()
@@ -297,6 +289,7 @@ class SchedulerTier:
         if self._front is not None:
             self._front.clear()
         self.cached.clear()
+        self.choice.clear()
         self._wipe()
 
     def _wipe(self) -> None:

@@ -96,7 +96,7 @@ _REQUEST = (
         (
             _ANY,
             "request_id status num_tokens num_computed_tokens num_tokens_with_spec "
-            "structured_output_request",
+            "structured_output_request sampling_params num_prompt_tokens",
         ),
         (">=0.10", "num_output_placeholders"),
         (">=0.10.1", "block_hashes"),
@@ -107,6 +107,7 @@ _REQUEST = (
         (">=0.26", "num_in_flight_tokens"),
         (">=0.27", "drop_stale_output num_stale_output_tokens"),
     ),
+    *_has("vllm.sampling_params", "SamplingParams", (_ANY, "extra_args")),
     *_has(
         "vllm.v1.request",
         "RequestStatus",

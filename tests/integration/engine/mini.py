@@ -174,7 +174,10 @@ class Mini:
         self.pool = self.kv_manager.block_pool
 
     def _attach(self, settings: Settings, num_slots: int, tier: bool) -> None:
-        self.manager = OffloadManager(num_slots, POLICIES[settings.eviction], store=settings.store)
+        self.manager = OffloadManager(
+            num_slots, POLICIES[settings.eviction], store=settings.store,
+            min_uses=settings.store_min_uses,
+        )  # fmt: skip
         if not tier:
             return
         owners = {

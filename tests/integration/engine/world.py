@@ -164,7 +164,10 @@ class World:
         self.pool = self.manager.block_pool
         self.view = SchedulerView(self.scheduler)
         settings = Settings(load_mode=load_mode, store=store)
-        self.offload = OffloadManager(num_slots, POLICIES[settings.eviction], store=settings.store)
+        self.offload = OffloadManager(
+            num_slots, POLICIES[settings.eviction], store=settings.store,
+            min_uses=settings.store_min_uses,
+        )  # fmt: skip
         self.ranks = FakeRanks()
         self.time = 0.0
         self.tier = SchedulerTier(self.view, self.offload, self.ranks, settings, lambda: self.time)
