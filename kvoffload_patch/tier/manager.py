@@ -62,9 +62,10 @@ class OffloadManager(TierState):
             return
         blocks = zip(keys, gpu_block_ids)
         missing = {key: block for key, block in blocks if key not in self._slot_of}
-        for key, gpu_block_id in self._often_used(missing).items():
+        enough = self._often_used(missing)
+        for gpu_block_id, key in zip(gpu_block_ids, keys):
             # What has left the GPU cache meanwhile may have made room for another's store.
-            if cached(gpu_block_id, key):
+            if key in enough and cached(gpu_block_id, key):
                 self.queue_store(key, gpu_block_id)
 
     # Storing
