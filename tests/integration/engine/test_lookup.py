@@ -518,21 +518,44 @@ def test_a_hit_on_the_gpu_is_kept_recent_and_stored_again_one_step_later() -> No
 
 
 def test_a_hit_that_has_left_the_gpu_since_leaves_the_store_of_its_block_alone() -> None:
-    world = World(num_blocks=1 + 4)
+    world = World(num_blocks=1 + 4, store="eager")
     first = world.add(prompt(3))
     world.step(first)
     world.all_done()
     world.end(first)
-    for key in world.hash_keys(first):
-        world.offload.discard(key)
     world.add(prompt(3))
     world.step()  # hits the GPU, and is not admitted
+    world.all_done()
+    for key in world.hash_keys(first):
+        world.offload.discard(key)
     world.flush_gpu()
     other = make_request(prompt(3, seed=5))
     world.admit(other)  # cached between steps, as asynchronous scheduling does
     store = store_of(world.step())
     keys = [world.pool.blocks[block_id].block_hash for block_id in store.source_ids]
     assert keys == world.hash_keys(other)
+
+
+def test_a_block_is_not_stored_under_a_key_that_it_has_lost() -> None:
+    world = World(num_blocks=1 + 4, store="eager")
+    first = world.add(prompt(3))
+    world.step(first)
+    world.all_done()
+    world.end(first)
+    keys = world.hash_keys(first)
+    block_of = {block.block_hash: block.block_id for block in world.pool.blocks}
+    blocks = [block_of[key] for key in keys]
+    world.flush_gpu()
+    world.step()
+    for key in keys:
+        world.offload.discard(key)
+    world.tier._recency.used.append((blocks, keys))  # hits that were noted before
+    world.tier._recency.refresh()
+    assert len(world.offload._queue) == 0
+    for key, block in zip(keys, blocks):
+        world.offload.queue_store(key, block)
+    assert store_of(world.step()) is None
+    assert world.offload.stats.overwritten == 3
 
 
 def test_a_second_request_for_a_prefix_waits_for_the_first_ones_load() -> None:

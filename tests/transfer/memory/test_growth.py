@@ -184,12 +184,15 @@ def test_growth_ends_when_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_that_comes_later_is_waited_for() -> None:
-    available = [1 << 40]
-    registrar = Registrar(before=lambda i: available.__setitem__(0, 0) if i == 1 else None)
-    host = grown(64, 2 * MIB, registrar, available_bytes=lambda: available[0])
+    looks, more = iter(range(4)), threading.Event()
+
+    def available() -> int:
+        return 1 << 40 if next(looks, None) is not None or more.is_set() else 0
+
+    host = grown(64, 2 * MIB, Registrar(), available_bytes=available)
     host._growth._thread.join(0.3)  # type: ignore[union-attr]
     assert host.num_ready < 64 and not host.growth_ended
-    available[0] = 1 << 40
+    more.set()
     host.wait_ready(64)
     host.close()
 
