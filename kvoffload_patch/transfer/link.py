@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Link, Tickets, ticket_on
 from kvoffload_patch.transfer.backends.base import CopyBackend, Slices, Streams
@@ -74,11 +75,12 @@ class LinkCopies:
         """Find the links that copies of this one go behind."""
         self._behind = [other for name, other in links.items() if must_follow(self.link, name)]
 
-    def submit(self, transfer: Transfer, done: Tickets) -> None:
+    def submit(self, transfer: Transfer, done: Tickets, after: Any = None) -> None:
         """Submit a transfer.
 
         Args:
             done: of its plan.
+            after: the stream behind which its blocks on the GPU are free; None: the current one.
 
         Raises:
             TransferError: a ticket is missing or came twice.
@@ -92,7 +94,7 @@ class LinkCopies:
         self.last = transfer.ticket
         start = partial(self._start, transfer.source_ids, transfer.target_ids)
         behind = [(other.queue, ticket_on(done, other.link)) for other in self._behind]
-        self.queue.submit(transfer.ticket, start, behind)
+        self.queue.submit(transfer.ticket, start, behind, after)
 
     def poll(self) -> int:
         """The last ticket done; never waits. Its failures are told after this."""

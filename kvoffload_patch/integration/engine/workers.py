@@ -6,7 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 from kvoffload_patch.config import GIB
 from kvoffload_patch.integration.engine.tuning import OPEN_TIMEOUT_S, RPC_TIMEOUT_S
@@ -16,6 +16,14 @@ from kvoffload_patch.integration.slot_counts import SlotCountsAddress, make_slot
 from kvoffload_patch.integration.worker import rpc as worker_side
 from kvoffload_patch.memory import AUTO_PARTS, RESERVE_BYTES, auto_bytes
 from kvoffload_patch.tier.plan import TransferPlan
+
+
+class RankHere(Protocol):
+    """The only rank, in this process."""
+
+    def loads_done(self) -> int: ...
+    def while_waiting(self, meanwhile: Callable[[Callable[[], bool]], None] | None) -> None: ...
+    def load_ahead(self, plan: TransferPlan) -> None: ...
 
 
 class RankGroup:
@@ -41,7 +49,7 @@ class RankGroup:
         self.load_ms_per_block = 0.0
         self.copies = self.size = ""
         self.copies_overlap = self.growing = False
-        self._here: Callable[[], int] | None = None  # asks a rank of this process
+        self._here: RankHere | None = None  # the only rank, if it is in this process
         self._silent = False  # a rank has not answered in time
 
     def open(
@@ -89,7 +97,7 @@ class RankGroup:
         self.copies_overlap = ranks[0].device != "cpu"
         if len(ranks) == 1:
             [rank] = self._call(worker_side.rank_here, worker_side.this_process())
-            self._here = rank.loads_done if rank is not None else None
+            self._here = rank
 
     def loads_done(self) -> int:
         """The last load done by now, where the only rank is in this process; else 0.
@@ -97,7 +105,28 @@ class RankGroup:
         The same comes with the output of a step, one or two steps later. Of loads that have
         failed only that tells.
         """
-        return self._here() if self._here is not None else 0
+        return self._here.loads_done() if self._here is not None else 0
+
+    def while_waiting(self, meanwhile: Callable[[Callable[[], bool]], None] | None) -> bool:
+        """Call this before the engine waits for a step; None: no more; whether it will be called.
+
+        It will where the only rank is in this process and its steps run beside the host.
+
+        Args:
+            meanwhile: given what says whether the step is over.
+        """
+        if self._here is None or not self.copies_overlap:
+            return False
+        self._here.while_waiting(meanwhile)
+        return True
+
+    def load_ahead(self, plan: TransferPlan) -> None:
+        """Have the rank submit loads between two steps, from within what `while_waiting` calls.
+
+        The step under way must not use the GPU blocks that they fill.
+        """
+        assert self._here is not None
+        self._here.load_ahead(plan)
 
     def drain(self) -> None:
         """Return when no rank has a copy under way; plans sent before are carried out first."""
@@ -138,6 +167,7 @@ class RankGroup:
         Raises:
             TierRefused: a load that is promised has failed on a rank, or a rank does not answer.
         """
+        self.while_waiting(None)
         self._here = None
         self._call(worker_side.finish_rank, plan)
 

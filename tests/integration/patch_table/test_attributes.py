@@ -13,6 +13,7 @@ import builtins
 import collections
 import dataclasses
 import logging
+import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -214,6 +215,7 @@ def python() -> set[str]:
         threading.Event,
         threading.Thread,
         type(python),
+        queue.Queue(),
     ]
     return {name for kind in kinds for name in dir(kind)} | OTHERS
 
