@@ -19,7 +19,7 @@ PREFIX = "KVOFFLOAD_"
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
 LOAD_MODES = ("auto", "inline", "parked")
-EVICTIONS = ("arc", "lru")
+EVICTIONS = ("arc", "lru", "s3fifo")
 STORES = ("auto", "eager", "lazy")
 COPY_BACKENDS = ("auto", "staged", "torch")
 INTEGRITIES = ("off", "sample", "full")
@@ -82,7 +82,10 @@ def _load_mode(text: str) -> str:
 
 def _eviction(text: str) -> str:
     if text not in EVICTIONS:
-        raise ValueError(text)
+        from kvoffload_patch.own_policies import entry_points  # seldom, and it takes a while
+
+        if not entry_points(text):
+            raise ValueError(text)
     return text
 
 
@@ -170,9 +173,10 @@ class Settings:
         "KVOFFLOAD_EVICTION",
         "arc",
         _eviction,
-        "one of " + ", ".join(EVICTIONS),
-        "which blocks leave a full tier first: the least recently used (lru), or of those used "
-        "once and those used again whichever are missed less (arc)",
+        f"one of {', '.join(EVICTIONS)} or an entry point of kvoffload_patch.policies",
+        "which blocks leave a full tier first: the least recently used (lru), of those used "
+        "once and those used again whichever are missed less (arc), or those not used again soon "
+        "after they were stored (s3fifo)",
     )
     store: str = _variable(
         "KVOFFLOAD_STORE",

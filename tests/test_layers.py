@@ -101,7 +101,7 @@ ALLOWED: dict[str, set[str]] = {
     "integration.slot_counts": set(),
     "integration.errors": set(),
     "patching": {"wrapt", "packaging"},
-    "tier": {".links", ".tier.plan"},
+    "tier": {".links", ".own_policies", ".tier.plan"},
     "tier.plan": {".links"},
     "transfer": {
         ".links",
@@ -140,7 +140,8 @@ ALLOWED: dict[str, set[str]] = {
     "transfer.errors": set(),
     "transfer.tuning": set(),
     "memory": {".config"},
-    "config": set(),
+    "config": {".own_policies"},
+    "own_policies": set(),
     "launch_token": set(),
     "links": set(),
 }

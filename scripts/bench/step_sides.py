@@ -126,14 +126,14 @@ class TierSim(Sim):
         from kvoffload_patch.integration.engine.attach import connect
         from kvoffload_patch.integration.install import step_hooks
         from kvoffload_patch.tier.manager import OffloadManager
-        from kvoffload_patch.tier.policies import POLICIES
+        from kvoffload_patch.tier.policies import policy_named
 
         # As the process is told, so that policies can be compared.
         settings = replace(Settings.from_env(), log_interval=1e9)
         settings = replace(settings, store=self.store or settings.store)
         hooks = step_hooks(self.scheduler)
         self.manager = OffloadManager(
-            CPU_SLOTS, POLICIES[settings.eviction], store=settings.store,
+            CPU_SLOTS, policy_named(settings.eviction), store=settings.store,
             min_uses=settings.store_min_uses,
         )  # fmt: skip
         connect(self.scheduler, hooks, self.manager, Ranks(), settings)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from kvoffload_patch.tier.exclusive import blocks_ahead
 from kvoffload_patch.tier.policies.arc import ArcPolicy
 from kvoffload_patch.tier.policies.lru import LRUPolicy
-from scripts.simulate import connectors, rules, tried
+from kvoffload_patch.tier.policies.s3fifo import S3FifoPolicy
+from scripts.simulate import connectors, rules
 from scripts.simulate.model import Machine
 
 OPTIMUM = "optimum"
@@ -42,7 +43,7 @@ SIDES = {
     "arc": Side("this tier, eager, ARC", _this(ArcPolicy)),
     "arc-prompts": Side("this tier, eager, ARC, prompts only", _this(ArcPolicy, decode=False)),
     "arc-twice": Side("this tier, eager, ARC, second use", _this(ArcPolicy, min_uses=2)),
-    "s3fifo": Side("this tier, eager, S3-FIFO", _this(tried.S3Fifo)),
+    "s3fifo": Side("this tier, eager, S3-FIFO", _this(S3FifoPolicy)),
     "auto-lru": Side("this tier, auto, LRU", _this(LRUPolicy, "auto")),
     "lazy-arc": Side("this tier, lazy, ARC", _this(ArcPolicy, "lazy")),
     "auto-arc": Side("this tier, auto, ARC", _this(ArcPolicy, "auto")),

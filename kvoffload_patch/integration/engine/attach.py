@@ -26,7 +26,7 @@ from kvoffload_patch.integration.metrics import NOT_NEEDED, REFUSED
 from kvoffload_patch.integration.protocol import TIER, attached, engine_bytes, num_engines
 from kvoffload_patch.patching import ObjectHooks, PatchRefused
 from kvoffload_patch.tier.manager import OffloadManager
-from kvoffload_patch.tier.policies import POLICIES
+from kvoffload_patch.tier.policies import policy_named
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
@@ -123,7 +123,7 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
         ranks.open(cpu_bytes, *how)
         manager = OffloadManager(
             ranks.num_usable,
-            POLICIES[settings.eviction],
+            policy_named(settings.eviction),
             ranks.growing,
             settings.store,
             settings.store_min_uses,
@@ -148,7 +148,7 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
 
 def _rehearse(scheduler: Any, hooks: ObjectHooks, settings: Settings) -> None:
     """Connect a tier that no rank takes part in, and take it off again."""
-    manager = OffloadManager(1, POLICIES[settings.eviction], store=settings.store)
+    manager = OffloadManager(1, policy_named(settings.eviction), store=settings.store)
     connect(scheduler, hooks, manager, RankGroup(None), settings).withdraw()
 
 

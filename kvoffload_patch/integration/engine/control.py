@@ -32,6 +32,7 @@ from kvoffload_patch.integration.metrics import FAILED, ON, PAUSED
 from kvoffload_patch.integration.protocol import CONTROL
 from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.policies.own import PolicyRefused
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
@@ -184,7 +185,10 @@ class Desk:
         elif name == commands.RESIZE:
             self._resize(values[commands.GIB])
         elif name == commands.SET:
-            tier.change(dataclasses.replace(tier.settings, **values))
+            try:
+                tier.change(dataclasses.replace(tier.settings, **values))
+            except PolicyRefused as refusal:
+                raise Refused(str(refusal)) from None
         reporter = self._breaker.reporter
         if reporter is not None:
             reporter.changed(PAUSED if tier.paused else ON, _labels(tier.settings))

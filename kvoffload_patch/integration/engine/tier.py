@@ -24,7 +24,7 @@ from kvoffload_patch.integration.protocol import PLAN, RESULT
 from kvoffload_patch.links import LOAD
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
-from kvoffload_patch.tier.policies import POLICIES
+from kvoffload_patch.tier.policies import policy_named
 
 
 class SchedulerTier:
@@ -336,7 +336,7 @@ class SchedulerTier:
     def change(self, settings: Settings) -> None:
         """Go on with these settings: load mode, stall, interval of the log, eviction."""
         if settings.eviction != self.settings.eviction:
-            self._manager.change_policy(POLICIES[settings.eviction])
+            self._manager.change_policy(policy_named(settings.eviction))
         if settings.log_interval != self.settings.log_interval:
             self._report.use(settings.log_interval)
         self._admission.use(settings)

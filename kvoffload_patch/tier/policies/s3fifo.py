@@ -1,4 +1,7 @@
-"""Eviction policies that were tried and are not shipped: what they find, beside those that are."""
+"""A small queue for blocks that are new, a main one for those that were used again.
+
+S3-FIFO (Yang and others, 2023). It moves nothing when a block is used, and knows no prefixes.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 
 
-class S3Fifo:
+class S3FifoPolicy:
     """S3-FIFO (Yang and others, 2023): a small queue for what is new, a main one, and a memory.
 
     A tenth of the slots are the small queue's. What was not used in it leaves the tier and is
     remembered; what was, and what comes again while it is remembered, goes to the main queue.
-    There a block that was used since goes round again, three times at most.
+    There a block that was used since goes round again, three times at most: a round for each use,
+    so an eviction costs O(1) for each block evicted and each use since.
     """
 
     def __init__(self, key_of: Sequence[Hashable]) -> None:
@@ -23,10 +27,10 @@ class S3Fifo:
         self._pinned: dict[int, int] = {}  # with their uses
 
     def grow(self) -> None:
-        pass
+        """Queues have no size of their own."""
 
     def miss(self, keys: Iterable[Hashable]) -> None:
-        pass
+        """A key that is remembered is looked for when it is stored."""
 
     def insert(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -41,13 +45,12 @@ class S3Fifo:
                 self._uses[slot] = min(self._uses[slot] + 1, 3)
 
     def regroup(self, slots: Sequence[int]) -> None:
-        pass
+        """What is stored in one step leaves in its order; what a request used has no other."""
 
     def pin(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            if slot in self._uses:
-                self._pinned[slot] = self._uses[slot]
+        uses = {slot: self._uses[slot] for slot in slots if slot in self._uses}
         self.remove(slots)
+        self._pinned.update(uses)
 
     def unpin(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -59,6 +62,7 @@ class S3Fifo:
             self._small.pop(slot, None)
             self._main.pop(slot, None)
             self._uses.pop(slot, None)
+            self._pinned.pop(slot, None)
 
     def evict(self, count: int) -> Sequence[int]:
         evicted: list[int] = []
