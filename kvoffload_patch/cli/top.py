@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         return _watch(asked)
     except KeyboardInterrupt:
         return EXIT_OK
-    except BrokenPipeError:  # whoever reads has enough
+    except BrokenPipeError:  # the reader has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
 

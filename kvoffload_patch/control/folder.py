@@ -124,7 +124,7 @@ def _make(path: Path) -> int:
             raise
         if os.fstat(folder).st_nlink:
             return folder
-        os.close(folder)  # whoever had the last socket in it has just removed it
+        os.close(folder)  # the engine that had the last socket has just removed it
 
 
 def _lock(folder: int) -> None:

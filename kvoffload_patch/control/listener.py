@@ -1,6 +1,6 @@
 """The socket of one engine core, and the threads that take questions from it.
 
-Whoever connects has a thread of its own, for as long as a message may take, and there are few of
+Each connection has a thread of its own, for as long as a message may take, and there are few of
 them at a time: one that says nothing keeps no other waiting. Nothing that comes in, or fails,
 reaches the engine: what is asked is answered, and a connection that is no question is closed.
 """
@@ -104,6 +104,6 @@ class Listener:
             return {"error": str(refusal)}
         except OSError:
             raise
-        except Exception as error:  # noqa: BLE001 - said to whoever asked
+        except Exception as error:  # noqa: BLE001 - said to the one that asked
             text = " ".join(str(error).split())[:500]
             return {"error": f"expected an answer, found {type(error).__name__}: {text}"}

@@ -55,5 +55,5 @@ def _next_uses(trace: Sequence[Request], block_tokens: int) -> list[list[int]]:
         looked_up = trace[number].reusable(block_tokens)
         later.update(dict.fromkeys(keys[:looked_up], number))
         for key in keys[looked_up:]:
-            later.pop(key, None)  # it comes to be there anew
+            later.pop(key, None)  # it comes to be there again
     return uses[::-1]

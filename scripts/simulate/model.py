@@ -6,7 +6,7 @@ request whose prefix the tier has waits for its load beside the steps. A step wa
 of the blocks that it overwrites. An answer takes a fixed time for each token, whatever else runs.
 A request has all its blocks from the beginning to the end of its answer. With ``preempt`` it takes
 those of its answer as it fills them; where none is left, the last one admitted gives its blocks
-back and begins anew.
+back and begins again.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Model:
         self._put_off: int | None = None  # request that waits for stores, or has done so last
         self._stores_first = False  # it does so in this step
         self._seen: set[int] = set()
-        self._first: dict[int, float] = {}  # one that begins anew keeps its own
+        self._first: dict[int, float] = {}  # one that begins again keeps its own
         self._had: dict[int, int] = {}  # full blocks of preempted requests, by number
         self._counts = {"reusable": 0, "gpu": 0, "tier": 0, "again": 0, "preempted": 0, "lost": 0}
 
@@ -317,7 +317,7 @@ class Model:
         self._idle += self._gpu.release(run.blocks[::-1])
 
     def _preempt(self, run: Run) -> None:
-        """A request gives its blocks back and begins anew, before those that wait."""
+        """A request gives its blocks back and begins again, before those that wait."""
         self._counts["preempted"] += 1
         self._had[run.number] = run.keyed
         self._give_back(run)

@@ -48,7 +48,7 @@ def test_one_that_others_can_enter_is_refused_and_the_next_one_taken(
 
 
 def test_a_link_is_no_folder(runtime: dict[str, str], tmp_path: Path) -> None:
-    """Whoever may write to the shared folder could send a socket elsewhere."""
+    """Anybody who may write to the shared folder could send a socket elsewhere."""
     own = tmp_path / "own"
     own.mkdir(mode=0o700)
     path_of(runtime).symlink_to(own)

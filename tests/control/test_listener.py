@@ -1,4 +1,4 @@
-"""A socket of its user alone, that answers whoever asks and is not held up by whoever does not."""
+"""A socket of its user alone, that answers those who ask and is not held up by others."""
 
 from __future__ import annotations
 

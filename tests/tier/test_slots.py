@@ -115,7 +115,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def shrink(self, data: st.DataObject) -> None:
-        """Slots that are taken are gone, too: whoever has them does not give them back."""
+        """Slots that are taken are gone, too: the one that has them does not give them back."""
         capacity = data.draw(st.integers(0, self.pool.capacity))
         self.pool.shrink(capacity)
         self.taken = {slot for slot in self.taken if slot < capacity}

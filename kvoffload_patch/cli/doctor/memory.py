@@ -84,7 +84,7 @@ def _tier(settings: Settings, root: Path) -> Finding:
 def _chosen(room: Room) -> str:
     return (
         f"{_gib(auto_bytes(room.nbytes))}: 1/{AUTO_PARTS} of {room},"
-        f" {_gib(RESERVE_BYTES)} of which stay free; chosen anew when the engine has started"
+        f" {_gib(RESERVE_BYTES)} of which stay free; chosen again when the engine has started"
     )
 
 

@@ -1,6 +1,6 @@
 """What a running engine is asked over its control socket, and what it does about it.
 
-Status is read on the thread of whoever asks, from counters that are single numbers, so an engine
+Status is read on the thread that asks, from counters that are single numbers, so an engine
 that is idle, or whose step hangs, answers too. What changes the tier is carried out on the engine's
 own thread, between two steps: the step looks at one deque, which is empty as a rule. An engine
 that has nothing to do takes no steps; it is then sent an abort of no request, which vLLM carries

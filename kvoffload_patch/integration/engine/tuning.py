@@ -34,7 +34,7 @@ PARKED_TIMES = 1024
 OPEN_TIMEOUT_S = 1800.0
 RPC_TIMEOUT_S = 300.0
 # A command is withdrawn if no step has ended by then, which is a step that hangs: vLLM itself waits
-# 300 s for one, which whoever types a command does not. Not measured.
+# 300 s for one, which is too long for a user who types a command. Not measured.
 CONTROL_TAKE_S = 30.0
 # One that is under way may wait for copies, which have a deadline of 60 s without progress.
 CONTROL_APPLY_S = 75.0

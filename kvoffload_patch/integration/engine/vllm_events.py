@@ -156,7 +156,7 @@ class KVEvents:
         event, hashes = first.event, slice(first.nth, last.nth + 1)
         changes: dict[str, Any] = {"block_hashes": event.block_hashes[hashes], **more}
         if "session_id" in self._fields:
-            changes["session_id"] = None  # whoever stores or loads it now is another one
+            changes["session_id"] = None  # the one that stores or loads it now is another
         per_block = [name for name in _PER_BLOCK if name in self._fields]
         if first.chained:
             size = event.block_size

@@ -86,7 +86,7 @@ def move_tiles(  # type: ignore[no-untyped-def] # Triton's own values
     """Copy ``num_tiles`` tiles of ``num_blocks`` blocks; all sizes and offsets are in words.
 
     Checksums are made of what is copied anyway. Each tile adds its part and 1 to its block's total
-    in one go; whoever finds by that 1 that it is the last one has the checksum.
+    in one go; the one that finds by that 1 that it is the last has the checksum.
 
     Args:
         rows: any address; tiles are given relative to it.

@@ -87,7 +87,7 @@ class HostMapping:
             self.give_back(nbytes)
 
     def give_back(self, nbytes: int) -> None:
-        """Give back every page behind the first ``nbytes``, whoever has touched it.
+        """Give back every page behind the first ``nbytes``, no matter who has touched it.
 
         No device may be using them, and no thread be touching any.
         """

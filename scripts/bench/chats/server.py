@@ -169,7 +169,7 @@ class Server:
         return False
 
     def end(self) -> None:
-        """Ask it to end, and do not wait long: whoever started this process ends its group."""
+        """Ask it to end, and do not wait long: the process that started this one ends its group."""
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)

@@ -27,7 +27,7 @@ def test_a_cell_has_median_smallest_and_largest() -> None:
     assert page.cell([]) == "-"
 
 
-def test_a_changed_table_is_made_anew() -> None:
+def test_a_changed_table_is_made_again() -> None:
     text = page.PARTS.read_text().replace("| nothing ", "| something ", 1)
     assert page.filled(text) == page.PARTS.read_text() != text
 
