@@ -467,6 +467,26 @@ def test_a_changed_signature_is_named_and_the_others_are_counted(
 
 
 @needs_vllm
+def test_a_new_required_parameter_of_what_is_only_called_is_refused(
+    copied: Callable[[str], Path],
+) -> None:
+    """Not hooked, but called by us, or stood in for, so that vLLM would call ours with it."""
+    _replace(
+        copied("vllm.v1.core.kv_cache_manager"),
+        "def get_computed_blocks(self, request: Request)",
+        "def get_computed_blocks(self, request: Request, session, budget)",
+    )
+    _replace(
+        copied("vllm.v1.core.block_pool"),
+        "self, block_hash: BlockHash, kv_cache_group_ids: list[int]\n",
+        "self, block_hash: BlockHash, kv_cache_group_ids: list[int], touch: bool\n",
+    )
+    with pytest.raises(SignatureMismatch, match="has the .*parameter .*and 1 more") as refusal:
+        decide(VLLM, POINTS, installed_version(VLLM), copied)
+    assert "session" in str(refusal.value) or "touch" in str(refusal.value)
+
+
+@needs_vllm
 def test_the_installed_release_matches_also_where_files_are_compared(
     copied: Callable[[str], Path],
 ) -> None:
