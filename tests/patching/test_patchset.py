@@ -211,7 +211,8 @@ def test_what_the_hosts_own_source_takes_from_another_module_is_no_replacement(h
         import dataclasses, fakehost.alpha as alpha
         alpha.Engine = alpha.newer.Engine
         text = refused(UnverifiedHost, patches(STEP).arm)
-        assert "was replaced by fakehost.newer.Engine.step" in text, text
+        # Python 3.10 and older know a function's own name alone.
+        assert "was replaced by fakehost.newer." in text and "step. Nothing was" in text, text
         patches(STEP).remove()
         patches(dataclasses.replace(STEP, aliased=("fakehost.newer", "never.imported"))).arm()
         assert alpha.Engine().step(1)[0] == "hooked"
