@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -120,6 +122,16 @@ def test_metadata(installed: Fresh) -> None:
     assert requires == "['packaging>=21', 'wrapt>=1.15']"
     command, plugin = ("console_scripts", "kvoffload", "main"), ("kvoffload", "plugin")
     assert points == f"{[command, ('vllm.general_plugins', *plugin)]}"
+
+
+def test_classifiers_name_the_pythons_that_were_tested() -> None:
+    """By `scripts/matrix pythons`, which tests the source archive with each."""
+    found = json.loads((ROOT / "docs/measured/pythons.json").read_text())
+    tested = {name for name, one in found.items() if one["green"]}
+    text = (ROOT / "setup.cfg").read_text()
+    listed = re.findall(r"^    Programming Language :: Python :: (3\.\d+)$", text, re.MULTILINE)
+    assert len(tested) > 2 and set(listed) == tested
+    assert {one["pip_check"] for one in found.values()} == {"No broken requirements found."}
 
 
 def test_command_line_runs(installed: Fresh) -> None:
