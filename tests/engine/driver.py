@@ -53,7 +53,7 @@ def _warm_up() -> None:
     """
     _import_vllm()
     for name in _LATER:
-        with contextlib.suppress(ImportError):  # another release
+        with contextlib.suppress(Exception):  # another release has none, or not on the CPU
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
