@@ -24,7 +24,7 @@ ARRIVALS_POLL_S = 0.0001
 FAILED_COPIES = 8
 FAILED_WINDOW_S = 60.0
 # The front end hears of the tier's figures no more often: Prometheus asks every 15 s as a rule, and
-# sending takes a step 14 us (docs/metrics.md).
+# the step that sends takes longer. Not measured by a script.
 METRICS_INTERVAL_S = 1.0
 # How long requests were parked is kept for so many of them, where nobody asks. Not measured.
 PARKED_TIMES = 1024
