@@ -12,20 +12,26 @@ from engine import engines, model, report
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What `scripts/matrix engines` asks for."""
+    """What `scripts/matrix` asks for."""
     parser.addoption("--engine-report", type=Path, help="write what was played to this file")
+    parser.addoption("--features", action="store_true", help="those marked `features` as well")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """The tests that are run on every supported release."""
     config.addinivalue_line("markers", "matrix: run on every supported vLLM by `matrix engines`")
+    config.addinivalue_line("markers", "features: run by `scripts/matrix features`, or --features")
     file = config.getoption("--engine-report", None)
     if file is not None:
         config.pluginmanager.register(report.Reporter(file))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything here starts a real vLLM."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Everything here starts a real vLLM, and what only widens what was shown is left out."""
+    if not config.getoption("--features", False):
+        left_out = [item for item in items if item.get_closest_marker("features")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
     here = str(Path(__file__).parent)
     missing = importlib.util.find_spec("vllm") is None
     for item in items:
@@ -42,15 +48,29 @@ class Engines:
         self._folder = folder
         self.model = str(model.write_model(folder / "model"))
         self.windows = str(model.write_model(folder / "windows", window=2 * model.CHUNK))
+        self.one_kv_head = str(model.write_model(folder / "one_kv_head", kv_heads=1))
         self.loras = [str(model.write_lora(folder / f"lora{i}", seed=i)) for i in (1, 2)]
         self._run = lru_cache(maxsize=None)(self._run_once)
+        self.architecture = lru_cache(maxsize=None)(self._write_architecture)
         self._warm = engines.WarmProcesses()
 
-    def hybrid(self, kind: str) -> str:
-        """A model of which some layers keep a state."""
-        from engine import hybrids
+    def _write_architecture(self, kind: str) -> str:
+        """A model of another architecture than Llama's."""
+        from engine import architectures
 
-        return str(hybrids.write_hybrid(kind, self._folder / kind))
+        return str(architectures.write(kind, self._folder / kind))
+
+    def llava(self) -> str:
+        """A model that sees images."""
+        from engine import images
+
+        return str(images.write(self._folder / "llava"))
+
+    def drafts(self) -> dict[str, str]:
+        """A model whose next token can be guessed, and models that draft for it."""
+        from engine import drafts
+
+        return drafts.write(self._folder / "drafts")
 
     def close(self) -> None:
         """End the processes that engines were forked from."""

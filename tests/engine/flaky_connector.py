@@ -1,8 +1,9 @@
 """A KV connector of one process that keeps full blocks of prompts, and some of whose loads fail.
 
 What a load that fails should have brought is garbage in its second half, and its blocks are
-reported as invalid. Extra configuration: ``use_async``: loads beside the step; ``fail_every``:
-every so manieth load fails, and a request does not try twice.
+reported as invalid. Extra configuration: ``use_async``: loads beside the step; ``at_once``: these
+are made by the host before the forward pass of the step that begins them; ``fail_every``: every so
+manieth load fails, and a request does not try twice.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class FlakyConnector(KVConnectorBase_V1):
         asked = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._size = vllm_config.cache_config.block_size
         self._beside = bool(asked.get("use_async"))
+        self._at_once = bool(asked.get("at_once"))
         self._fail_every = int(asked.get("fail_every", 0))
         self._tried: set[str] = set()
         self._new: list[_Load] = []
@@ -63,6 +65,8 @@ class FlakyConnector(KVConnectorBase_V1):
             load.steps += 1
         due = [load for load in self._under_way if load.steps >= 2] if self._beside else new
         self._under_way = [load for load in self._under_way if load.steps < 2]
+        if self._beside and self._at_once:
+            due, new = due + new, []
         for load in due:
             self._bring(load)
         if self._beside:

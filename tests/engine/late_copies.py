@@ -8,7 +8,7 @@ it has been polled a number of times. A wait that is missing shows as a wrong to
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, ClassVar
 
 from kvoffload_patch.transfer import engine as copy_engine
 
@@ -65,7 +65,50 @@ class LateQueue(_SyncCopyQueue):
         super().submit(ticket, start, behind)
 
 
-def install(patience: int) -> None:
-    """Make every `CopyEngine` of the CPU device built from now on a late one."""
-    LateQueue.patience = patience
+class StreamQueue(LateQueue):
+    """Copies that a forward pass waits for are made when it begins, as on a device's stream.
+
+    What the host does before that, it does before the copy.
+    """
+
+    patience = 200
+    made: ClassVar[list[StreamQueue]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._due = 0
+        self.made.append(self)
+
+    def hold(self, stream: object, ticket: int) -> None:
+        self._due = max(self._due, ticket)
+
+    def forward_begins(self) -> None:
+        """The stream has come to the forward pass."""
+        self.flush(self._due)
+
+
+def install(patience: int | str) -> None:
+    """Make every `CopyEngine` of the CPU device built from now on a late one.
+
+    Args:
+        patience: polls after which a copy is made by itself; ``"stream"``: see `StreamQueue`.
+    """
+    if patience == "stream":
+        _tell_of_forward_passes()
+        copy_engine.SyncCopyQueue = StreamQueue
+        return
+    LateQueue.patience = int(patience)
     copy_engine.SyncCopyQueue = LateQueue
+
+
+def _tell_of_forward_passes() -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    as_made = GPUModelRunner._model_forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for queue in StreamQueue.made:
+            queue.forward_begins()
+        return as_made(self, *args, **kwargs)
+
+    GPUModelRunner._model_forward = forward

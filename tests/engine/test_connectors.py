@@ -9,13 +9,13 @@ import pytest
 ANSWERS = 48
 
 
-def connector(policy, beside):
+def connector(policy, beside, fail_every=2, **more):
     """Arguments of an engine with a connector every second load of which fails."""
     config = {
         "kv_connector": "FlakyConnector",
         "kv_role": "kv_both",
         "kv_connector_module_path": "flaky_connector",
-        "kv_connector_extra_config": {"use_async": beside, "fail_every": 2},
+        "kv_connector_extra_config": {"use_async": beside, "fail_every": fail_every, **more},
         "kv_load_failure_policy": policy,
     }
     return {"kv_transfer_config": json.dumps(config)}
@@ -52,4 +52,15 @@ def test_what_a_failed_load_left_is_not_stored(real, policy, beside, asynchronou
     assert wrong == []
     if policy == "recompute":
         assert None not in on["first"] + on["again"]
+    assert on["blocks_loaded"] > 0, "nothing that was stored was read again"
+
+
+@pytest.mark.features
+def test_what_a_connector_fills_from_the_host_does_not_overtake_a_store(real):
+    """Copies that a step waits for are made as late as on a stream, behind what the host does."""
+    right = real.off(["flaky_connector"])["flaky_connector"]["first"]
+    engine = connector("fail", True, fail_every=0, at_once=True)
+    on = real.on(["flaky_connector"], engine, {}, late="stream")["flaky_connector"]
+    assert on["loads"] >= ANSWERS and on["failed"] == 0
+    assert on["first"] == right and on["again"] == right
     assert on["blocks_loaded"] > 0, "nothing that was stored was read again"

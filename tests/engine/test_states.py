@@ -11,7 +11,7 @@ PLAYED = ["setup", "sensitivity", "lengths", "conversations", "preemption"]
 
 @pytest.mark.skipif(release.version() != "0.32.0", reason="the tier refuses states elsewhere")
 def test_a_prefix_comes_back_with_its_state(real):
-    model = real.hybrid("qwen3_next")
+    model = real.architecture("qwen3_next")
     engine = {"model": model, "enable_prefix_caching": True, "dtype": "bfloat16"}
     # Beside a plain engine whose GPU holds everything: a state that decoding left at the end of a
     # block is not the very bits of one that is computed again as part of a prompt.

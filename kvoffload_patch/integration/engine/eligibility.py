@@ -66,6 +66,11 @@ def _empty_step_problem(vllm_config: Any) -> str | None:
 
 
 def _cache_problem(vllm_config: Any, scheduler: Any) -> str | None:
+    if getattr(vllm_config.cache_config, "kv_offloading_size", None) is not None:
+        return (
+            "expected one tier in CPU memory, found --kv-offloading-size as well, with which vLLM "
+            "keeps the same blocks there once more; leave one of the two out"
+        )
     if vllm_config.model_config.is_encoder_decoder:
         return "expected a decoder-only model, found an encoder-decoder one"
     if getattr(scheduler.kv_cache_manager.coordinator, "enable_partial_hash_hits", False):

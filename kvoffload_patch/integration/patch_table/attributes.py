@@ -193,7 +193,7 @@ _CACHE = (
     *_has(
         "vllm.v1.kv_cache_interface",
         "KVCacheGroupSpec",
-        (_ANY, "kv_cache_spec "),
+        (_ANY, "kv_cache_spec layer_names"),
         (">=0.29", "enable_kv_transfer"),
         (">=0.30", "host_resident"),
     ),
@@ -226,18 +226,23 @@ _CONFIG = (
         "VllmConfig",
         (
             _ANY,
-            "cache_config model_config parallel_config scheduler_config device_config",
+            "cache_config model_config parallel_config scheduler_config device_config "
+            "kv_transfer_config",
         ),
     ),
     *_has(
-        "vllm.config", "CacheConfig", (_ANY, "enable_prefix_caching"), (">=0.27", "use_replayssm")
+        "vllm.config",
+        "CacheConfig",
+        (_ANY, "enable_prefix_caching"),
+        (">=0.11.1", "kv_offloading_size"),
+        (">=0.27", "use_replayssm"),
     ),
     *_has("vllm.config", "DeviceConfig", (_ANY, "device_type")),
-    *_has("vllm.config", "ModelConfig", (_ANY, "is_encoder_decoder served_model_name")),
+    *_has("vllm.config", "ModelConfig", (_ANY, "is_encoder_decoder served_model_name use_mla")),
     *_has(
         "vllm.config",
         "ParallelConfig",
-        (_ANY, "pipeline_parallel_size world_size data_parallel_size"),
+        (_ANY, "pipeline_parallel_size tensor_parallel_size world_size data_parallel_size"),
         (">=0.10.2", "decode_context_parallel_size"),
         (">=0.12", "prefill_context_parallel_size"),
         (">=0.17", "enable_elastic_ep"),
@@ -257,13 +262,14 @@ _WORKER = (
     *_has(
         "vllm.v1.worker.gpu_model_runner",
         "GPUModelRunner",
-        (_ANY, "kv_caches kv_cache_config vllm_config device"),
+        (_ANY, "kv_caches kv_cache_config vllm_config device get_model"),
     ),
     *_has(
         "vllm.v1.worker.gpu.model_runner",
         "GPUModelRunner",
-        (">=0.12", "kv_caches kv_cache_config vllm_config device"),
+        (">=0.12", "kv_caches kv_cache_config vllm_config device get_model"),
     ),
+    *_has("vllm.model_executor.layers.linear", "QKVParallelLinear", (_ANY, "num_kv_head_replicas")),
     *_has(
         "vllm.v1.outputs",
         "ModelRunnerOutput",

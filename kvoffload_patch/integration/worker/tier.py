@@ -22,7 +22,7 @@ from kvoffload_patch.integration.worker.vllm_runner import (
     copy_output,
     kv_tensors,
 )
-from kvoffload_patch.links import Link, Tickets
+from kvoffload_patch.links import LOAD, STORE, Link, Tickets
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 
 logger = logging.getLogger("vllm.kvoffload_patch")
@@ -69,6 +69,7 @@ class RankTier:
         self._opened = time.monotonic()
         self._growth_told = self._host.num_ready == num_slots
         self._idle, self._host_bound, self._sizing = False, False, 0
+        self._beside_connector = getattr(runner.vllm_config, "kv_transfer_config", None) is not None
         try:
             # What every rank can use, and whether it becomes more; None: nobody here knows it.
             self._tells_slots = alone or board is not None
@@ -141,6 +142,8 @@ class RankTier:
             self._promised += plan.promised
         self._check_promised()  # what has failed before; the plan may show it as taken in
         self._engine.begin_step(plan)
+        if plan is not None and self._beside_connector:
+            self._wait_for_handed_out(plan)
         if self._promised and self._checksums.every == 1:
             # The rank that reported them has them; this one may be behind.
             self._engine.wait_done(self._promised)
@@ -228,6 +231,16 @@ class RankTier:
         thread, meanwhile = self._meanwhile
         if threading.get_ident() == thread:
             meanwhile(is_over)
+
+    def _wait_for_handed_out(self, plan: TransferPlan) -> None:
+        """Copies of blocks that this step hands out are done when the host goes on.
+
+        A KV connector may fill such a block without the order of the stream, as a read over the
+        network does, and the copy would read what it brings or write over it. The forward pass
+        waits for these on its stream in any case. Nearly always they are long done.
+        """
+        given_back = min(plan.waits_for(LOAD), plan.known_done(LOAD))
+        self._engine.wait_done(((STORE, plan.waits_for(STORE)), (LOAD, given_back)))
 
     def _check_promised(self) -> None:
         """A step that reads a load which has failed must not give any token away.

@@ -30,13 +30,14 @@ def group(kind: str = "FullAttentionSpec", **attributes: Any) -> SimpleNamespace
 
 def config(**changes: Any) -> SimpleNamespace:
     """vLLM's configuration, of which the tier approves but for the changes."""
-    other = ("caching", "encoder_decoder", "async_scheduling", "device", "replayssm")
+    other = ("caching", "encoder_decoder", "async_scheduling", "device", "replayssm", "offloading")
     parallel = {k: v for k, v in changes.items() if k not in other}
     parallel.setdefault("pipeline_parallel_size", 1)
     return SimpleNamespace(
         cache_config=SimpleNamespace(
             enable_prefix_caching=changes.get("caching", True),
             use_replayssm=changes.get("replayssm", False),
+            kv_offloading_size=changes.get("offloading"),
         ),
         parallel_config=SimpleNamespace(**parallel),
         scheduler_config=SimpleNamespace(async_scheduling=changes.get("async_scheduling", False)),
@@ -82,6 +83,9 @@ REFUSED = {
         config(prefill_context_parallel_size=4), scheduler(), "prefill_context_parallel_size 1",
     ),
     "elastic": (config(enable_elastic_ep=True), scheduler(), "elastic expert parallelism"),
+    "another tier in CPU memory": (
+        config(offloading=4.0), scheduler(), "one tier in CPU memory, found --kv-offloading-size",
+    ),
     "encoder-decoder": (config(encoder_decoder=True), scheduler(), "encoder-decoder"),
     "partial hits": (config(), scheduler(enable_partial_hash_hits=True), "partial ones"),
     "unknown spec": (config(), scheduler(group(), group("SinkSpec")), "group 1: .*SinkSpec"),

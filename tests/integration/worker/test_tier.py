@@ -145,6 +145,43 @@ class Behind(LateQueue):
         """The host goes on."""
 
 
+@pytest.mark.parametrize("connector", [None, object()])
+def test_beside_a_connector_the_host_waits_for_stores_of_blocks_that_are_handed_out(
+    connector: Any, runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read over the network fills them without waiting for the stream that the store is on."""
+    monkeypatch.setattr(copy_engine, "SyncCopyQueue", Behind)
+    runner.vllm_config.kv_transfer_config = connector
+    tier = rank.RankTier(runner, num_slots=5)
+    blocks = runner.kv_caches[0]
+    wanted = blocks[1].clone()
+    step(tier, a_plan(store=a_store(1, (1,), (0,))))
+    tier.begin_step(a_plan(wait_store=1), STEP)
+    blocks[1] = -1.0  # the connector, from the host, before the forward pass
+    tier.drain()
+    step(tier, a_plan((a_load(1, (4,), (0,)),), stores_done=1, wait_load=1))
+    tier.drain()
+    assert torch.equal(blocks[4], wanted) == (connector is not None)
+    tier.close()
+
+
+def test_beside_a_connector_the_host_waits_for_loads_given_back_and_not_for_those_of_the_step(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that reports had done load 1, whose block is another request's now."""
+    monkeypatch.setattr(copy_engine, "SyncCopyQueue", Behind)
+    runner.vllm_config.kv_transfer_config = object()
+    tier = rank.RankTier(runner, num_slots=5)
+    monkeypatch.setattr(Behind, "patience", 50)
+    tier.begin_step(a_plan((a_load(1, (4,), (0,)),)), STEP)
+    for _ in range(9):
+        tier._engine.poll()
+    load = a_load(2, (5,), (1,))
+    tier.begin_step(a_plan((load,), wait_load=2, loads_done=1, promised_loads=(2,)), STEP)
+    assert tier._engine.under_way(((LOAD, 1), (LOAD, 2))) == ((LOAD, 2),)
+    tier.close()
+
+
 def held() -> tuple[list[str], int, int, list[str]]:
     """Threads, descriptors, mappings as large as a tier's, and files in shared memory."""
     gc.collect()

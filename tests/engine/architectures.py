@@ -1,4 +1,4 @@
-"""Tiny models of the architectures that keep a state besides, or instead of, attention's blocks.
+"""Tiny models of architectures other than Llama's.
 
 Configurations are the real classes of `transformers`; weights are random, with gains that make
 answers depend on every block of the prompt.
@@ -28,10 +28,22 @@ KINDS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 2, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
     },
+    # Attention within chunks of 256 tokens beside full attention, and experts.
+    "llama4_text": {
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
+        "intermediate_size": 64, "intermediate_size_mlp": 256, "num_local_experts": 4,
+        "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "attention_chunk_size": 256,
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+    },
+    # Experts, full attention.
+    "mixtral": {
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
+        "intermediate_size": 256, "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
 }  # fmt: skip
 
 
-def write_hybrid(kind: str, folder: Path) -> Path:
+def write(kind: str, folder: Path) -> Path:
     """Write config and weights of a kind of model."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
