@@ -55,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
         ".integration.metrics",
         ".integration.protocol",
         ".integration.publisher",
+        ".integration.shared_slots",
         ".integration.slot_counts",
         ".integration.worker.rpc",  # the ranks are called by RPC: what is called, by name
         ".launch_token",
@@ -67,6 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "integration.worker.rpc": {
         ".integration.protocol",
+        ".integration.shared_slots",
         ".integration.slot_counts",
         ".integration.worker",
         ".memory",
@@ -78,6 +80,7 @@ ALLOWED: dict[str, set[str]] = {
         ".config",
         ".integration.install",
         ".integration.protocol",
+        ".integration.shared_slots",
         ".integration.slot_counts",
         ".links",
         ".memory",
@@ -98,7 +101,8 @@ ALLOWED: dict[str, set[str]] = {
     "integration.publisher": {".integration.metrics", "prometheus_client"},
     "integration.metrics": set(),
     "integration.protocol": {".config"},
-    "integration.slot_counts": set(),
+    "integration.shared_slots": set(),
+    "integration.slot_counts": {".links"},
     "integration.errors": set(),
     "patching": {"wrapt", "packaging"},
     "tier": {".links", ".own_policies", ".tier.plan"},

@@ -1,9 +1,13 @@
-"""How many CPU slots each rank has by now, in memory that the ranks of one engine share.
+"""What each rank has by now, slots and copies, in memory that the ranks of one engine share.
 
 The executor returns one rank's result, and another rank may have fewer slots, or may have failed
 to get more. So that one rank can speak for all, each writes down what it has. Asking the others by
 RPC would hold the engine up for as long as a step takes, and often: a tier of two ranks may grow
 by a tenth of its size in a second.
+
+Where ranks have slots in common (`shared_slots`), one must not read a slot before another has
+stored to it, nor store to it while another reads it. So each writes down the last tickets that it
+has done, and the least of them are what is done.
 """
 
 from __future__ import annotations
@@ -16,8 +20,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from kvoffload_patch.links import LOAD, STORE, Tickets, ticket_on
+
 # Memory that processes share by name, and that belongs to one machine, which TMPDIR need not.
 _FOLDER = "/dev/shm"
+_LINKS = (LOAD, STORE)
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ def make_slot_counts(ranks: Sequence[int]) -> SlotCountsAddress | None:
             # Written, not only made that long: memory that is not there is an error here, and
             # would end a process later.
             file.write(struct.pack("q", _cell(0, True)) * len(ranks))
+            file.write(struct.pack("q", 0) * len(ranks) * len(_LINKS))
     except OSError:
         address.remove()
         return None
@@ -71,7 +79,7 @@ class SlotCounts:
             self._cells = memoryview(mmap.mmap(file, 0)).cast("q")
         finally:
             os.close(file)
-        self._own = address.ranks.index(rank)
+        self._own, self._ranks = address.ranks.index(rank), len(address.ranks)
 
     def exchange(self, num_ready: int, growing: bool) -> tuple[int, bool]:
         """Write down what this rank has, and read what all have.
@@ -85,8 +93,17 @@ class SlotCounts:
         """
         self._cells[self._own] = _cell(num_ready, growing)
         # Of ranks with the same number, one that does not grow comes first.
-        fewest = min(self._cells)
+        fewest = min(self._cells[: self._ranks])
         return fewest >> 1, bool(fewest & 1)
+
+    def exchange_done(self, done: Tickets) -> Tickets:
+        """Write down the last tickets that this rank has done, per link, and read what all have."""
+        found = []
+        for at, link in enumerate(_LINKS, start=1):
+            first = at * self._ranks
+            self._cells[first + self._own] = ticket_on(done, link)
+            found.append((link, min(self._cells[first : first + self._ranks])))
+        return tuple(found)
 
 
 def _for_this_user(path: str, flags: int) -> int:

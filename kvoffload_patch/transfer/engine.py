@@ -28,6 +28,7 @@ from kvoffload_patch.transfer.tuning import (
     THREAD_LOAD_SLICES,
     THREAD_STORE_SLICES,
 )
+from kvoffload_patch.transfer.turns import ALONE, Turn
 
 
 class CopyEngine:
@@ -50,6 +51,7 @@ class CopyEngine:
         wait_ready: called with a number of slots before any of them is used: returns when so
             many are usable, or raises.
         more: what copies on further links.
+        turn: to which CPU slots this rank stores.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class CopyEngine:
         backend: CopyBackend,
         wait_ready: Callable[[int], None] | None = None,
         more: Mapping[Link, Copy] | None = None,
+        turn: Turn = ALONE,
     ) -> None:
         self._device = device_of(layout.device)
         self._deferred: Plan | None = None  # its transfers after the forward pass are to be taken
@@ -66,7 +69,9 @@ class CopyEngine:
         self._watch: DeadlineWatch | None = None
         lock, bad = threading.RLock(), dict[str, set[int]]()
         self._links = {
-            link: LinkCopies(link, copy, _new_queue(self._device, link, lock), bad, wait_ready)
+            link: LinkCopies(
+                link, copy, _new_queue(self._device, link, lock), bad, wait_ready, turn
+            )
             for link, copy in {**copies_of(backend), **(more or {})}.items()
         }
         self._all = list(self._links.values())

@@ -69,6 +69,10 @@ class Checksums:
         self._stored = (first + count) % max(1, self.every)
         return first
 
+    def forget_all(self) -> None:
+        """No slot has a checksum any more; nothing is under way."""
+        self.sums.zero_()
+
     def found(self, slot: int) -> str:
         """A load found another checksum in this slot: counts it, and says it."""
         self.mismatches += 1

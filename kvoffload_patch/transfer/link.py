@@ -11,6 +11,7 @@ from kvoffload_patch.transfer.backends.base import CopyBackend, Slices, Streams
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.plans import Transfer
 from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue, failed_up_to, forget
+from kvoffload_patch.transfer.turns import ALONE, Turn
 
 # Blocks of the source, blocks of the target, and streams of the link; see `CopyBackend`.
 Copy = Callable[[Sequence[int], Sequence[int], "Streams | None"], Slices]
@@ -49,6 +50,7 @@ class LinkCopies:
         queue: the order of the copies.
         bad: per place, blocks whose last copy into it has failed; shared by all links.
         wait_ready: called with a number of CPU slots before any of them is written to.
+        turn: to which CPU slots this rank copies.
 
     Attributes:
         last: the last ticket submitted.
@@ -62,6 +64,7 @@ class LinkCopies:
         queue: CopyQueue | SyncCopyQueue,
         bad: dict[str, set[int]],
         wait_ready: Callable[[int], None] | None = None,
+        turn: Turn = ALONE,
     ) -> None:
         self.link = link
         self.queue = queue
@@ -69,6 +72,7 @@ class LinkCopies:
         self._copy = copy
         self._bad = bad
         self._wait_ready = wait_ready if link[1] == CPU else None
+        self._turn = turn if link[1] == CPU else ALONE
         self._behind: list[LinkCopies] = []
 
     def connect(self, links: Mapping[Link, LinkCopies]) -> None:
@@ -92,7 +96,7 @@ class LinkCopies:
                 "vouch for its bytes."
             )
         self.last = transfer.ticket
-        start = partial(self._start, transfer.source_ids, transfer.target_ids)
+        start = partial(self._start, *self._turn.own(transfer.source_ids, transfer.target_ids))
         behind = [(other.queue, ticket_on(done, other.link)) for other in self._behind]
         self.queue.submit(transfer.ticket, start, behind, after)
 
@@ -124,6 +128,8 @@ class LinkCopies:
                 f"an earlier copy of some of these blocks to the {self.link[0]} has failed on this "
                 "rank."
             )
+        if not target_ids:  # others copy all of it
+            return _nothing()
         if self.link[1] == GPU:
             return self._copy(source_ids, target_ids, streams)
         return self._keep(source_ids, target_ids, streams)
@@ -144,3 +150,9 @@ class LinkCopies:
         if bad:
             bad.difference_update(target_ids)
         return verdict
+
+
+def _nothing() -> Slices:
+    """A copy of no block."""
+    yield from ()
+    return None

@@ -17,6 +17,7 @@ from kvoffload_patch.integration.slot_counts import (
     SlotCountsAddress,
     make_slot_counts,
 )
+from kvoffload_patch.links import LOAD, STORE
 
 WRITER = """
 import sys
@@ -128,3 +129,12 @@ def test_a_real_dev_shm_that_is_full_or_unwritable_is_no_board(how: str, left: s
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, f"None {left}\n"), done.stderr
+
+
+def test_what_is_done_is_what_all_ranks_have_done(address: SlotCountsAddress) -> None:
+    four, seven = SlotCounts(address, 4), SlotCounts(address, 7)
+    assert four.exchange_done(((LOAD, 3), (STORE, 9))) == ((LOAD, 0), (STORE, 0))
+    assert seven.exchange_done(((STORE, 5), (LOAD, 8))) == ((LOAD, 3), (STORE, 5))
+    assert four.exchange_done(((LOAD, 8), (STORE, 9))) == ((LOAD, 8), (STORE, 5))
+    assert seven.exchange(6, False) == (0, True), "slots and copies have cells of their own"
+    assert four.exchange(6, False) == (6, False)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
-from kvoffload_patch.config import GIB
+from kvoffload_patch.config import GIB, as_given
 from kvoffload_patch.integration.engine.tuning import OPEN_TIMEOUT_S, RPC_TIMEOUT_S
 from kvoffload_patch.integration.errors import TierRefused
 from kvoffload_patch.integration.protocol import RankGeometry
+from kvoffload_patch.integration.shared_slots import SharedSlotsFile
 from kvoffload_patch.integration.slot_counts import SlotCountsAddress, make_slot_counts
 from kvoffload_patch.integration.worker import rpc as worker_side
 from kvoffload_patch.memory import AUTO_PARTS, RESERVE_BYTES, auto_bytes
 from kvoffload_patch.tier.plan import TransferPlan
+
+logger = logging.getLogger("vllm.kvoffload_patch")
 
 
 class RankHere(Protocol):
@@ -37,6 +42,7 @@ class RankGroup:
         size: what these take over all ranks, and why so much, in words.
         num_usable: those that every rank could use when it was opened.
         block_bytes, slot_bytes: of a block, and of what it takes of CPU memory, over all ranks.
+            What ranks have in common counts once.
         growing: whether these become more.
         load_ms_per_block: of the slowest rank, once opened.
         copies: how blocks are copied, in words.
@@ -50,6 +56,7 @@ class RankGroup:
         self.copies = self.size = ""
         self.copies_overlap = self.growing = False
         self._here: RankHere | None = None  # the only rank, if it is in this process
+        self._common: tuple[tuple[int, ...], ...] = ()  # ranks that have slots in common
         self._silent = False  # a rank has not answered in time
 
     def open(
@@ -76,18 +83,13 @@ class RankGroup:
         if len({(r.num_blocks, r.device) for r in ranks}) != 1:
             found = ", ".join(f"rank {r.rank}: {r.num_blocks} on {r.device}" for r in ranks)
             raise TierRefused(f"expected the same KV blocks on every rank, found {found}.")
-        self.block_bytes = sum(r.block_bytes for r in ranks)
-        self.slot_bytes = slot_bytes = sum(r.slot_bytes for r in ranks)
-        hosts = _hosts(ranks)
-        why = ""
-        if cpu_bytes is None:
-            self.num_slots, why = _automatic(hosts, engines)
-        else:
-            self.num_slots = cpu_bytes // slot_bytes
-        _check_size(hosts, cpu_bytes, self.num_slots, slot_bytes)
-        self.size = f"{self.num_slots * slot_bytes / GIB:.2f} GiB over all ranks{why}"
-        with self._board([r.rank for r in ranks]) as board:
-            how = self.num_slots, backend, integrity, board
+        with self._shared(ranks, integrity) as (board, files):
+            self._common = tuple(file.address.ranks for file in files)
+            self._divide(ranks, cpu_bytes, engines)
+            for file in files:
+                member = next(r for r in ranks if r.rank in file.address.ranks)
+                file.resize(self.num_slots * member.slot_bytes)
+            how = self.num_slots, backend, integrity, board, [file.address for file in files]
             opened = self._call(worker_side.open_rank, *how, timeout_s=OPEN_TIMEOUT_S)
         _refuse_errors(opened, "failed to open the CPU tier")
         self.num_usable = min(r.num_ready for r in opened)
@@ -98,6 +100,27 @@ class RankGroup:
         if len(ranks) == 1:
             [rank] = self._call(worker_side.rank_here, worker_side.this_process())
             self._here = rank
+
+    def _divide(self, ranks: Sequence[RankGeometry], cpu_bytes: int | None, engines: int) -> None:
+        """Find how many slots there are to be."""
+        counted, why = self._counted(ranks), ""
+        hosts = _hosts(counted)
+        self.block_bytes = sum(r.block_bytes for r in counted)
+        self.slot_bytes = slot_bytes = sum(r.slot_bytes for r in counted)
+        if cpu_bytes is None:
+            self.num_slots, why = _automatic(hosts, engines)
+        else:
+            self.num_slots = cpu_bytes // slot_bytes
+        _check_size(hosts, cpu_bytes, self.num_slots, slot_bytes)
+        self.size = f"{self.num_slots * slot_bytes / GIB:.2f} GiB over all ranks{why}"
+        if self._common:
+            held = ", ".join(" and ".join(map(str, members)) for members in self._common)
+            self.size += f", one copy for ranks that hold the same bytes ({held})"
+
+    def _counted(self, ranks: Sequence[RankGeometry]) -> list[RankGeometry]:
+        """The ranks, with what they have in common counted for the first of them."""
+        others = {rank for members in self._common for rank in members[1:]}
+        return [replace(r, block_bytes=0, slot_bytes=0) if r.rank in others else r for r in ranks]
 
     def loads_done(self) -> int:
         """The last load done by now, where the only rank is in this process; else 0.
@@ -134,13 +157,15 @@ class RankGroup:
 
     def wipe(self) -> None:
         """Overwrite the slots of every rank, once its copies are done; no key may be known."""
+        if self._common:
+            self.drain()  # what one rank overwrites, another may be loading from
         self._call(worker_side.wipe_rank)
 
     def check_room(self, more: int) -> None:
         """Raises TierRefused unless every host has memory for so many more slots."""
         ranks = self._call(worker_side.describe_rank)
         _refuse_errors(ranks, "cannot say what memory it has")
-        for host, members in _hosts(ranks).items():
+        for host, members in _hosts(self._counted(ranks)).items():
             needed = more * sum(r.slot_bytes for r in members) + RESERVE_BYTES
             found = min(r.available_bytes for r in members)
             if needed > found:
@@ -156,6 +181,8 @@ class RankGroup:
         Returns:
             Slots usable on every rank now, and whether they become more.
         """
+        if self._common:
+            self.drain()  # what one rank gives back, another may be loading from
         found = self._call(worker_side.resize_rank, num_slots, sizing, timeout_s=OPEN_TIMEOUT_S)
         return min(ready for ready, _ in found), any(growing for _, growing in found)
 
@@ -187,16 +214,31 @@ class RankGroup:
             self._call(worker_side.close_rank)
 
     @contextmanager
-    def _board(self, ranks: Sequence[int]) -> Iterator[SlotCountsAddress | None]:
-        """What several ranks share; None if they have nothing in common, or there is one only."""
-        board = make_slot_counts(ranks) if len(ranks) > 1 else None
+    def _shared(
+        self, ranks: Sequence[RankGeometry], integrity: str
+    ) -> Iterator[tuple[SlotCountsAddress | None, list[SharedSlotsFile]]]:
+        """What several ranks share: a board, and slots where they hold the same bytes.
+
+        No board if they have no memory in common, or there is one rank only. Slots only if all
+        have a board, because another's copies must be known to be done. With checksums of all
+        blocks each has its own slots: a rank has no checksum of what another has stored.
+        """
+        board = make_slot_counts([r.rank for r in ranks]) if len(ranks) > 1 else None
         if board is None:
-            yield None
+            yield None, []
             return
+        files = _files_of(ranks) if integrity != "full" else []
         try:
-            yield board if all(self._call(worker_side.can_share, board)) else None
+            reached = self._call(worker_side.can_share, board, [file.address for file in files])
+            has_board = all(found for found, _ in reached)
+            has_slots = has_board and all(found for _, found in reached)
+            if _alike(ranks) and not (files and has_slots):
+                _say_apart(has_board, integrity)
+            yield board if has_board else None, files if has_slots else []
         finally:
             board.remove()
+            for file in files:
+                file.close()
 
     def _call(
         self, function: Callable[..., Any], *args: Any, timeout_s: float = RPC_TIMEOUT_S
@@ -225,6 +267,36 @@ def _refuse_errors(answers: Sequence[Any], what: str) -> None:
     failed = [f"rank {a.rank} (pid {a.pid}) {what}: {a.error}" for a in answers if a.error]
     if failed:
         raise TierRefused("; ".join(failed))
+
+
+def _alike(ranks: Sequence[RankGeometry]) -> list[list[int]]:
+    """Ranks of one host that hold the same bytes, together."""
+    found: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for r in ranks:
+        if r.same_bytes:
+            found[r.host, r.same_bytes].append(r.rank)
+    return [members for members in found.values() if len(members) > 1]
+
+
+def _files_of(ranks: Sequence[RankGeometry]) -> list[SharedSlotsFile]:
+    """Files for the slots that ranks have in common; none where this system has no such files."""
+    files: list[SharedSlotsFile] = []
+    with suppress(OSError, AttributeError):
+        for members in _alike(ranks):
+            files.append(SharedSlotsFile(members))
+    return files
+
+
+def _say_apart(has_board: bool, integrity: str) -> None:
+    why = "they cannot map memory of this engine together"
+    if integrity == "full":
+        why = "KVOFFLOAD_INTEGRITY=full has checksums of what a rank itself has stored"
+    elif not has_board:
+        why = "the ranks of this engine share no memory to tell each other what is done"
+    logger.info(
+        "kvoffload_patch: some ranks hold the same bytes, and each keeps a copy of them: %s.",
+        as_given(why),
+    )
 
 
 def _hosts(ranks: Sequence[RankGeometry]) -> dict[str, list[RankGeometry]]:

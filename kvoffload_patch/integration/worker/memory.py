@@ -15,6 +15,7 @@ from typing import Any
 
 from kvoffload_patch.config import GIB, Settings
 from kvoffload_patch.integration.protocol import attached, engine_bytes, num_engines
+from kvoffload_patch.integration.shared_slots import SharedSlotsAddress
 from kvoffload_patch.integration.worker.tuning import RANK_STEP_BYTES
 from kvoffload_patch.memory import (
     attainable_memory_bytes,
@@ -70,11 +71,17 @@ def drop_early(runner: Any) -> None:
         mapping.close()
 
 
-def open_host(runner: Any, num_slots: int, layout: Any) -> Any:
+def open_host(
+    runner: Any, num_slots: int, layout: Any, shared: SharedSlotsAddress | None = None
+) -> Any:
     """The rank's `HostBuffer`, over the memory taken early if there is any.
+
+    Args:
+        shared: where this rank has its slots in common with others; None if it has its own.
 
     Raises:
         TransferError: not even its first piece can be had.
+        OSError: the common slots cannot be opened.
     """
     from kvoffload_patch.transfer.device import device_of
     from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
@@ -89,13 +96,27 @@ def open_host(runner: Any, num_slots: int, layout: Any) -> Any:
                 "drivers that count these against it will end the tier's growth there",
                 limit >> 10, num_slots * layout.block_bytes / GIB,
             )  # fmt: skip
+    if shared is None:
+        mapping = _take_early(runner)
+    else:
+        drop_early(runner)
+        mapping = _map_shared(shared, num_slots, layout, available)
     return HostBuffer(
-        num_slots,
-        layout.block_bytes,
-        layout.device,
-        available_bytes=available,
-        mapping=_take_early(runner),
+        num_slots, layout.block_bytes, layout.device, available_bytes=available, mapping=mapping
     )
+
+
+def _map_shared(
+    shared: SharedSlotsAddress, num_slots: int, layout: Any, available: Callable[[], int]
+) -> Any:
+    from kvoffload_patch.transfer.device import device_of
+    from kvoffload_patch.transfer.memory.host_buffer import slot_pitch
+    from kvoffload_patch.transfer.memory.mapping import HostMapping
+    from kvoffload_patch.transfer.memory.numa import node_of
+
+    nbytes = num_slots * slot_pitch(layout.block_bytes)
+    node = None if device_of(layout.device).is_host else node_of(layout.device)
+    return HostMapping(nbytes, node, available, shared.open())
 
 
 def _nothing() -> None:
@@ -122,6 +143,8 @@ def _share_bytes(runner: Any) -> int:
         return 0
     if _shares_memory(runner.device):
         return 0  # vLLM measures it as the GPU's while the model loads
+    if getattr(config.model_config, "use_mla", False) and _num_ranks(config) > 1:
+        return 0  # ranks hold the same bytes, and will map their slots together
     nbytes = engine_bytes(config, Settings.from_env())
     if nbytes is None:  # an estimate: what there is when the tier is opened decides
         nbytes = auto_bytes(shareable().nbytes) // num_engines(config)

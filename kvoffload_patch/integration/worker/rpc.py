@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvoffload_patch.integration.protocol import TIER, RankGeometry, RankOpened
+from kvoffload_patch.integration.shared_slots import SharedSlotsAddress
 from kvoffload_patch.integration.slot_counts import SlotCounts, SlotCountsAddress
 from kvoffload_patch.integration.worker.memory import drop_early, early_bytes
+from kvoffload_patch.integration.worker.same_bytes import same_bytes
 from kvoffload_patch.integration.worker.tier import RankTier
 from kvoffload_patch.integration.worker.vllm_runner import block_layout, runner_is_patched
 from kvoffload_patch.memory import attainable_memory_bytes, shareable
@@ -64,6 +66,7 @@ def describe_rank(worker: Any) -> RankGeometry:
             available_bytes=attainable_memory_bytes(),
             shareable_bytes=shareable().nbytes,
             early_bytes=early_bytes(runner),
+            same_bytes=same_bytes(worker, layout),
         )
     except Exception as error:  # noqa: BLE001 - told to the engine, which refuses
         from kvoffload_patch.transfer.errors import one_line
@@ -71,9 +74,12 @@ def describe_rank(worker: Any) -> RankGeometry:
         return RankGeometry(**who, error=one_line(error))
 
 
-def can_share(worker: Any, board: SlotCountsAddress) -> bool:
-    """Whether this rank reaches the engine's board."""
-    return board.is_reachable()
+def can_share(
+    worker: Any, board: SlotCountsAddress, slots: Sequence[SharedSlotsAddress] = ()
+) -> tuple[bool, bool]:
+    """Whether this rank reaches the engine's board, and those of the common slots that are its."""
+    own = [address for address in slots if worker.rank in address.ranks]
+    return board.is_reachable(), all(address.is_reachable() for address in own)
 
 
 def open_rank(
@@ -82,8 +88,12 @@ def open_rank(
     backend: str = "auto",
     integrity: str = "off",
     board: SlotCountsAddress | None = None,
+    slots: Sequence[SharedSlotsAddress] = (),
 ) -> RankOpened:
-    """Allocate the slots, prove one block's round trip, and take part from the next step on."""
+    """Allocate the slots, prove one block's round trip, and take part from the next step on.
+
+    With ``slots`` in common, on some ranks or all, no rank is asked what it alone has done.
+    """
     who = {"rank": worker.rank, "pid": os.getpid()}
     try:
         tier = RankTier(
@@ -93,6 +103,8 @@ def open_rank(
             alone=worker.vllm_config.parallel_config.world_size == 1,
             board=SlotCounts(board, worker.rank) if board is not None else None,
             integrity=integrity,
+            common=slots,
+            rank=worker.rank,
         )
         setattr(worker.model_runner, TIER, tier)
         return RankOpened(

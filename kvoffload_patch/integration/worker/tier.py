@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from kvoffload_patch.config import as_given
 from kvoffload_patch.integration.protocol import WAIT
+from kvoffload_patch.integration.shared_slots import SharedSlotsAddress
 from kvoffload_patch.integration.slot_counts import SlotCounts
 from kvoffload_patch.integration.worker.memory import open_host
 from kvoffload_patch.integration.worker.tuning import IDLE_WAIT_S, MEASURED_BYTES, SHORT_STEP_TOKENS
@@ -38,6 +39,9 @@ class RankTier:
         alone: this is the only rank, so what it can use is what all can.
         board: what several ranks share; without one they wait here until no rank grows any more.
         integrity: which blocks have checksums. If all, no step begins before its loads are checked.
+        common: where ranks have their slots in common. If any have, what is done is what all ranks
+            have done, as the board says.
+        rank: of this runner, among those.
 
     Raises:
         TransferError: the layout, the memory, the copy backend or the canary.
@@ -53,19 +57,18 @@ class RankTier:
         alone: bool = True,
         board: SlotCounts | None = None,
         integrity: str = "off",
+        common: Sequence[SharedSlotsAddress] = (),
+        rank: int = 0,
     ) -> None:
-        from kvoffload_patch.transfer.backends.choose import choose_backend
-        from kvoffload_patch.transfer.backends.slots import SlotMemory
-        from kvoffload_patch.transfer.canary import run_canary
-        from kvoffload_patch.transfer.engine import CopyEngine
-
+        shared = next((address for address in common if rank in address.ranks), None)
+        self._together = bool(common)
         self._board, self._runner = board, runner
         self._promised: Tickets = ()
         self._warned: set[tuple[Link, bool]] = set()
         layout = block_layout(runner)
         self._tensor = kv_tensors(runner)[0][0]
         self._pointer = self._tensor.data_ptr()
-        self._host = open_host(runner, num_slots, layout)
+        self._host = open_host(runner, num_slots, layout, shared)
         self._opened = time.monotonic()
         self._growth_told = self._host.num_ready == num_slots
         self._idle, self._host_bound, self._sizing = False, False, 0
@@ -76,16 +79,35 @@ class RankTier:
             self._usable: tuple[int | None, bool] = (None, self._tells_slots)
             measured = MEASURED_BYTES // layout.block_bytes if self._tells_slots else num_slots
             ready = self._host.wait_up_to(measured)
-            slots = SlotMemory(self._host.slots, self._host.slots_per_piece)
-            with self._host.quiet():
-                chosen = choose_backend(layout, slots, ready, backend, integrity)
-                run_canary(layout, chosen.backend, slot=ready - 1)
-            self.load_ms_per_block, self.copies = chosen.load_ms_per_block, chosen.report
-            self._checksums = chosen.backend.checksums
-            self._engine = CopyEngine(layout, chosen.backend, self._host.wait_ready)
+            own = (shared.ranks.index(rank), len(shared.ranks)) if shared else (0, 1)
+            self._open_copies(layout, ready, backend, integrity, own)
         except BaseException:
             self._host.close()
             raise
+
+    def _open_copies(
+        self, layout: Any, ready: int, backend: str, integrity: str, own: tuple[int, int]
+    ) -> None:
+        """Choose a backend by its speed with the first slots, and prove a block's round trip.
+
+        ``own``: as `Turn`, which slots this rank stores to.
+        """
+        from kvoffload_patch.transfer.backends.choose import choose_backend
+        from kvoffload_patch.transfer.backends.slots import SlotMemory
+        from kvoffload_patch.transfer.canary import run_canary
+        from kvoffload_patch.transfer.engine import CopyEngine
+        from kvoffload_patch.transfer.turns import Turn
+
+        slots = SlotMemory(self._host.slots, self._host.slots_per_piece)
+        with self._host.quiet():
+            chosen = choose_backend(layout, slots, ready, backend, integrity)
+            run_canary(layout, chosen.backend, slot=ready - 1)
+        self.load_ms_per_block, self.copies = chosen.load_ms_per_block, chosen.report
+        self._checksums = chosen.backend.checksums
+        # What was stored to try it has none: another rank may be the one that stores there.
+        self._checksums.forget_all()
+        wait_ready = self._host.wait_ready
+        self._engine = CopyEngine(layout, chosen.backend, wait_ready, turn=Turn(*own))
 
     @property
     def num_ready(self) -> int:
@@ -162,6 +184,8 @@ class RankTier:
         if progress.failed:
             self._check_promised()
             self._warn_of_failures(progress.failed)
+        if self._together and self._board is not None:
+            progress = progress._replace(done=self._board.exchange_done(progress.done))
         found = self._checksums.mismatches, self._sizing
         result = TransferResult(*progress, *self._usable_slots(), *found)
         output = copy_output(output, result)

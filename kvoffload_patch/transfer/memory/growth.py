@@ -92,7 +92,10 @@ class Growth:
                 self._registrar.unregister(self._registered.pop())
         self._wanted, self.ended = num_slots, ""
         self.num_ready = min(self._num_registered, num_slots)
-        self._mapping.give_back(self._num_registered * self._pitch)
+        kept = self._num_registered
+        if self._mapping.is_shared:  # another process may have registered more of what is wanted
+            kept = max(kept, min(_pieces(num_slots, self._per_piece), self._all))
+        self._mapping.give_back(kept * self._pitch)
         if self.num_ready < num_slots:
             self._stopping = self._over = False
             self._thread = self._new_thread()

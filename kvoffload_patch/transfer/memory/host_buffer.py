@@ -127,8 +127,11 @@ class HostBuffer:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Nothing is registered meanwhile: the driver would make other calls wait for it."""
-        with nullcontext() if self._growth is None else self._growth.quiet:
+        """Nothing is registered meanwhile: the driver would make other calls wait for it.
+
+        Nor is any other process within this that has the same slots.
+        """
+        with self._mapping.alone(), nullcontext() if self._growth is None else self._growth.quiet:
             yield
 
     def resize(self, num_slots: int) -> None:

@@ -1,4 +1,4 @@
-"""CPU memory mapped by ourselves, and taken from the system in the background.
+"""CPU memory mapped by ourselves, alone or with other ranks, and taken in the background.
 
 PyTorch's pinned allocator rounds up to powers of two, which at tens of GiB is what gets a
 process killed; an anonymous mapping takes what is asked for. It holds no page until one is
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
+import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -41,27 +43,39 @@ def no_limit() -> int:
 
 
 class HostMapping:
-    """An anonymous mapping: ``memory``, a ``uint8`` tensor ``[nbytes]``, zero at first.
+    """A mapping: ``memory``, a ``uint8`` tensor ``[nbytes]``, zero at first.
 
     Args:
         nbytes: bytes to map.
         node: the NUMA node that its pages should come from; None leaves that to the system.
         available_bytes: memory that may still be taken, now.
+        file: a descriptor of a file of so many bytes in memory, which other processes map as well;
+            closed with the mapping, or by an error. None: pages of this process alone.
 
     Raises:
-        TransferError: the system refuses to map as much.
+        TransferError: the system refuses to map as much, or the file is too short.
     """
 
     def __init__(
-        self, nbytes: int, node: int | None = None, available_bytes: Callable[[], int] = no_limit
+        self,
+        nbytes: int,
+        node: int | None = None,
+        available_bytes: Callable[[], int] = no_limit,
+        file: int | None = None,
     ) -> None:
         self.nbytes = nbytes
+        self._file = file
+        self._close_file = weakref.finalize(self, _close, file)
         # Not accounted for: a system that does would compare the whole of it with what a
         # virtual machine happens to have at its start.
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         try:
-            mapped = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=flags)
-        except OSError as error:
+            if file is None:
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+                mapped = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=flags)
+            else:
+                mapped = mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
+        except (OSError, ValueError) as error:  # ValueError: the file is shorter
+            self._close_file()
             raise TransferError(
                 f"expected to map {nbytes / GIB:.1f} GiB of CPU memory, found {error}; lower "
                 "KVOFFLOAD_CPU_GIB or allow overcommitment (vm.overcommit_memory)."
@@ -72,33 +86,57 @@ class HostMapping:
             with suppress(OSError, AttributeError):  # a kernel, or a Python, without it
                 mapped.madvise(getattr(mmap, advice))
         flat = torch.frombuffer(mapped, dtype=torch.uint8)
-        begin = -flat.data_ptr() % _HUGE_PAGE
+        # Of a file every rank has the same bytes, wherever these come to lie.
+        begin = -flat.data_ptr() % _HUGE_PAGE if file is None else 0
         self.memory = flat[begin : begin + nbytes]
         if node is not None:
             prefer_node(self.memory.data_ptr(), _whole_pages(nbytes), node)
-        self.toucher = Toucher(self.memory, available_bytes)
+        self.toucher = Toucher(self.memory, available_bytes, file is not None)
         # The threads know the toucher only, so that a mapping that is dropped stops them.
         self._stop = weakref.finalize(self, self.toucher.stop)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes map it as well."""
+        return self._file is not None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other process that maps it is within this."""
+        if self._file is None:
+            yield
+            return
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
     def keep(self, nbytes: int) -> None:
-        """Stop touching, and give back every page behind the first ``nbytes``."""
+        """Stop touching, and give back every page behind the first ``nbytes``.
+
+        Of a shared mapping nothing is given back: others may have registered these pages.
+        """
         self.toucher.stop()
-        if self.toucher.reached > min(_whole_pages(nbytes), self.nbytes):
+        if self._file is None and self.toucher.reached > min(_whole_pages(nbytes), self.nbytes):
             self.give_back(nbytes)
 
     def give_back(self, nbytes: int) -> None:
         """Give back every page behind the first ``nbytes``, no matter who has touched it.
 
-        No device may be using them, and no thread be touching any.
+        No device may be using them, and no thread be touching any. Of a shared mapping every
+        process gives back the same pages.
         """
         kept = min(_whole_pages(nbytes), self.nbytes)
         if kept < self.nbytes:
-            advise(self.memory.data_ptr() + kept, self.nbytes - kept, mmap.MADV_DONTNEED)
+            advice = mmap.MADV_DONTNEED if self._file is None else mmap.MADV_REMOVE
+            advise(self.memory.data_ptr() + kept, self.nbytes - kept, advice)
         self.toucher.forget_beyond(kept)
 
     def close(self) -> None:
         """Stop, and give everything back once no tensor refers to the mapping any more."""
         self._stop()
+        self._close_file()
         del self.memory, self.toucher
 
 
@@ -108,13 +146,20 @@ class Toucher:
     Args:
         memory: ``uint8 [nbytes]``, beginning on a page.
         available_bytes: memory that may still be taken, now.
+        is_shared: other processes may have written to it.
 
     Attributes:
         ended: why not everything asked for is touched; empty while there is hope.
     """
 
-    def __init__(self, memory: torch.Tensor, available_bytes: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        available_bytes: Callable[[], int],
+        is_shared: bool = False,
+    ) -> None:
         self._memory = memory
+        self._is_shared = is_shared
         self._nbytes = int(memory.numel())
         self._available = available_bytes
         self._changed = threading.Condition()
@@ -186,7 +231,8 @@ class Toucher:
 
     def _touch(self, step: int) -> None:
         begin = step * TOUCH_BYTES
-        touch(self._memory[begin : begin + TOUCH_BYTES])
+        take = reach if self._is_shared else touch
+        take(self._memory[begin : begin + TOUCH_BYTES])
         with self._changed:
             self._done.add(step)
             while self._prefix in self._done:
@@ -226,6 +272,19 @@ def touch(memory: torch.Tensor) -> None:
     that maps memory, the driver's callers among them, waits for tens of milliseconds.
     """
     memory[:: mmap.PAGESIZE].zero_()
+
+
+def reach(memory: torch.Tensor) -> None:
+    """Take the pages of a piece that other processes may have written to; as `touch` does.
+
+    A file in memory gets a page when one is read, too, and what is there already stays as it is.
+    """
+    memory[:: mmap.PAGESIZE].max()
+
+
+def _close(file: int | None) -> None:
+    if file is not None:
+        os.close(file)
 
 
 def advise(address: int, nbytes: int, advice: int) -> None:

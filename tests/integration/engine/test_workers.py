@@ -37,7 +37,7 @@ class Executor:
         self.answers = {
             "describe_rank": ranks,
             "open_rank": [RankOpened(r.rank, r.pid, n, n > 5, 0.5) for r, n in zip(ranks, ready)],
-            "can_share": [True for _ in ready],
+            "can_share": [(True, True) for _ in ready],
             "rank_here": [None for _ in ready],
         }
         self.calls: list[tuple[Any, ...]] = []
@@ -61,17 +61,17 @@ def test_slots_are_counted_by_what_they_take_and_usable_where_every_rank_has_the
 def test_several_ranks_are_told_where_they_share_what_they_have() -> None:
     executor = Executor([geometry(0), geometry(3)], [9, 4])
     RankGroup(executor).open(512 * 40)
-    (_, asked), (_, *told) = executor.calls[-2:]
-    assert asked is told[-1] and asked.ranks == (0, 3)
+    (_, asked, _), (_, *told) = executor.calls[-2:]
+    assert asked is told[-2] and asked.ranks == (0, 3)
     assert not asked.is_reachable(), "its name is taken away when all have opened it"
 
 
 def test_ranks_that_share_no_memory_do_not_grow_while_they_serve() -> None:
     executor = Executor([geometry(0), geometry(1, "b")], [5, 4])
-    executor.answers["can_share"] = [True, False]
+    executor.answers["can_share"] = [(True, True), (False, True)]
     ranks = RankGroup(executor)
     ranks.open(512 * 40)
-    assert executor.calls[-1][-1] is None
+    assert executor.calls[-1][-2:] == (None, [])
     assert (ranks.num_usable, ranks.growing) == (4, False)
 
 
@@ -80,7 +80,7 @@ def test_one_rank_shares_with_nobody() -> None:
     ranks = RankGroup(executor)
     ranks.open(512 * 20)
     assert [call[0] for call in executor.calls] == ["describe_rank", "open_rank", "rank_here"]
-    assert executor.calls[1][-1] is None and ranks.growing
+    assert executor.calls[1][-2:] == (None, []) and ranks.growing
 
 
 def test_a_board_whose_ranks_do_not_answer_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_one_of_several_ranks_speaks_for_all(worker: Any, monkeypatch: pytest.Mo
     assert board is not None
     other = SlotCounts(board, 1)
     other.exchange(2, True)
-    assert rpc.can_share(worker, board)
+    assert rpc.can_share(worker, board) == (True, True)
     assert rpc.open_rank(worker, 5, board=board).error == ""
     board.remove()
     tier = getattr(worker.model_runner, TIER)

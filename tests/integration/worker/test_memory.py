@@ -46,12 +46,13 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert kvoffload_threads() == []
 
 
-def runner(device: str = "cuda:0", caching: bool = True, **parallel: Any) -> Any:
+def runner(device: str = "cuda:0", caching: bool = True, mla: bool = False, **parallel: Any) -> Any:
     return SimpleNamespace(
         device=torch.device(device),
         vllm_config=SimpleNamespace(
             cache_config=SimpleNamespace(enable_prefix_caching=caching),
             parallel_config=SimpleNamespace(**parallel),
+            model_config=SimpleNamespace(use_mla=mla),
         ),
     )
 
@@ -224,3 +225,13 @@ def test_a_low_limit_on_locked_memory_is_raised_and_said(
     open_host(runner(), 96, layout()).close()
     assert raised == [1]
     assert ["ulimit -l is 8192 kB" in line for line in lines] == [True] * said
+
+
+@pytest.mark.parametrize(("mla", "ranks", "taken"), [(True, 2, False), (True, 1, True)])
+def test_ranks_that_will_map_their_slots_together_take_none_alone(
+    mla: bool, ranks: int, taken: bool
+) -> None:
+    one = runner(mla=mla, world_size=ranks)
+    begin_early(one)
+    assert hasattr(one, EARLY) == taken
+    drop_early(one)

@@ -1,0 +1,74 @@
+"""CPU slots that several ranks of a host map together, because their blocks hold the same bytes.
+
+The engine makes a file in memory that has no name (`memfd_create`), and the ranks open it through
+the engine's own entry in /proc, which only processes of the same user in the same container can.
+Not in /dev/shm, because a container has 64 MiB there. When all have opened it the engine closes
+it, and the memory is gone with the last rank, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SharedSlotsAddress:
+    """Where slots are that ranks have in common.
+
+    Attributes:
+        path: of the file, in the engine's /proc.
+        name: what a link to it reads; another machine may have another file at that path.
+        ranks: that map it. Each stores what goes to its own slots, and loads from all.
+    """
+
+    path: str
+    name: str
+    ranks: tuple[int, ...]
+
+    def is_reachable(self) -> bool:
+        """Whether this process can open it; not from another machine, container or user."""
+        with suppress(OSError):
+            return os.readlink(self.path) == self.name and os.access(self.path, os.R_OK | os.W_OK)
+        return False
+
+    def open(self) -> int:
+        """A file descriptor of this process.
+
+        Raises:
+            OSError: it cannot be opened here, or is another file.
+        """
+        file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        if os.readlink(f"/proc/self/fd/{file}") != self.name:
+            os.close(file)
+            raise OSError(f"expected {self.name} at {self.path}, found another file")
+        return file
+
+
+class SharedSlotsFile:
+    """The engine's side: the file, until every rank has opened it.
+
+    Args:
+        ranks: in whose turn slots are stored to.
+
+    Raises:
+        OSError, AttributeError: this system has no such files.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        name = f"kvoffload-{secrets.token_hex(8)}"
+        self._file = os.memfd_create(name, os.MFD_CLOEXEC)
+        os.fchmod(self._file, 0o600)
+        path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self.address = SharedSlotsAddress(path, os.readlink(path), tuple(ranks))
+
+    def resize(self, nbytes: int) -> None:
+        """Make it so long; it holds no page until one is touched."""
+        os.ftruncate(self._file, nbytes)
+
+    def close(self) -> None:
+        """Ranks that have opened it keep it."""
+        os.close(self._file)

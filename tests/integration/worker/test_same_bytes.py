@@ -1,0 +1,96 @@
+"""Which ranks hold the same bytes, read from layers as they are built."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvoffload_patch.integration.worker.same_bytes import same_bytes
+from kvoffload_patch.transfer.layout import BlockLayout
+
+
+class MLAAttentionSpec:
+    pass
+
+
+class FullAttentionSpec:
+    pass
+
+
+class Projection(torch.nn.Module):
+    def __init__(self, replicas: int) -> None:
+        super().__init__()
+        self.num_kv_head_replicas = replicas
+
+
+def group(layers: dict[str, Any], mixed: bool = False) -> Any:
+    """A group of layers; ``mixed``: with a spec for each."""
+    spec = SimpleNamespace(kv_cache_specs=layers) if mixed else next(iter(layers.values()))
+    return SimpleNamespace(kv_cache_spec=spec, layer_names=list(layers))
+
+
+def worker(rank: int, ranks: int, groups: list[Any], replicas: dict[str, int]) -> Any:
+    """A worker whose model has a layer with a projection for each name."""
+    model = torch.nn.Module()
+    for name, count in replicas.items():
+        layer = torch.nn.Module()
+        layer.qkv_proj, layer.attn = Projection(count), torch.nn.Identity()
+        model.add_module(name, layer)
+    placed = SimpleNamespace(kv_cache_groups=groups)
+    runner = SimpleNamespace(kv_cache_config=placed, get_model=lambda: model)
+    parallel = SimpleNamespace(tensor_parallel_size=ranks)
+    config = SimpleNamespace(parallel_config=parallel)
+    return SimpleNamespace(rank=rank, model_runner=runner, vllm_config=config)
+
+
+def layout(size: int = 5) -> BlockLayout:
+    return BlockLayout([torch.zeros(7, 3, size)], 7)
+
+
+FULL = {"a.attn": FullAttentionSpec(), "b.attn": FullAttentionSpec()}
+
+
+def told(ranks: int, groups: list[Any], replicas: dict[str, int], stages: int = 1) -> list[str]:
+    """What each rank says."""
+    return [
+        same_bytes(worker(rank, ranks, groups, replicas), layout())
+        for rank in range(ranks * stages)
+    ]
+
+
+def test_kv_heads_are_on_neighbouring_ranks() -> None:
+    said = told(4, [group(FULL)], {"a": 2, "b": 2}, stages=2)
+    assert said[0] == said[1] != said[2] == said[3] and all(said)
+    assert len(set(said)) == 4, "another stage has other layers"
+
+
+def test_a_latent_is_on_all_ranks() -> None:
+    said = told(3, [group({"a.attn": MLAAttentionSpec()})], {})
+    assert said[0] and len(set(said)) == 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "replicas"),
+    [
+        ([group(FULL)], {"a": 1, "b": 1}),
+        ([group(FULL)], {"a": 2, "b": 1}),  # fewer heads in some layers only
+        ([group(FULL)], {"a": 2, "b": 4}),
+        ([group(FULL)], {"a": 2}),  # a drafting model's layer
+        ([group({"a.attn": MLAAttentionSpec(), **FULL}, mixed=True)], {"b": 1}),
+        ([group({"a.attn": MLAAttentionSpec()}), group({"b.attn": FullAttentionSpec()})], {"b": 2}),
+        ([], {}),
+    ],
+)
+def test_what_is_divided_in_any_layer_or_not_understood_is_not_the_same(
+    groups: list[Any], replicas: dict[str, int]
+) -> None:
+    assert told(4, groups, replicas) == [""] * 4
+
+
+def test_one_rank_alone_and_blocks_laid_out_in_another_way_are_not_the_same() -> None:
+    assert told(1, [group(FULL)], {"a": 1, "b": 1}) == [""]
+    one = worker(0, 2, [group(FULL)], {"a": 2, "b": 2})
+    assert same_bytes(one, layout(5)) != same_bytes(one, layout(6))

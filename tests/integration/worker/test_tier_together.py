@@ -1,0 +1,201 @@
+"""Ranks that hold the same bytes and have their slots in common, on copies of the CPU device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engine.late_copies import LateQueue
+from tier.plans import a_load, a_plan, a_store
+
+from kvoffload_patch.integration.protocol import RESULT
+from kvoffload_patch.integration.shared_slots import SharedSlotsFile
+from kvoffload_patch.integration.slot_counts import SlotCounts, make_slot_counts
+from kvoffload_patch.integration.worker.tier import RankTier
+from kvoffload_patch.links import LOAD, STORE
+from kvoffload_patch.tier.plan import TransferPlan, TransferResult
+from kvoffload_patch.transfer import engine as copy_engine
+from kvoffload_patch.transfer.backends.torch import TorchBackend
+
+STEP = SimpleNamespace(total_num_scheduled_tokens=5, num_scheduled_tokens={"a": 5})
+Ranks = list[RankTier]
+
+
+def step(rank: RankTier, plan: TransferPlan | None = None) -> TransferResult:
+    """A whole step of one rank; what it says is done."""
+    rank.begin_step(plan, STEP)
+    output = SimpleNamespace(sampled_token_ids=[[1]], req_ids=["a"])
+    return getattr(rank.end_step(output), RESULT)  # type: ignore[no-any-return]
+
+
+def kv(rank: RankTier) -> torch.Tensor:
+    return rank._runner.kv_caches[0]  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def open_ranks() -> Iterator[Callable[..., Ranks]]:
+    """Opens two ranks of seven blocks each that hold the same; the second as late as is asked."""
+    opened: Ranks = []
+
+    def open_both(monkeypatch: pytest.MonkeyPatch, late: bool = False, slots: int = 8) -> Ranks:
+        board, file = make_slot_counts([3, 5]), SharedSlotsFile([3, 5])
+        assert board is not None
+        file.resize(slots * 512)
+        for rank in (3, 5):
+            placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[])
+            config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
+            runner = SimpleNamespace(
+                kv_caches=[torch.arange(105.0).reshape(7, 3, 5)], kv_cache_config=placed,
+                vllm_config=config,
+            )  # fmt: skip
+            if late and rank == 5:
+                monkeypatch.setattr(copy_engine, "SyncCopyQueue", LateQueue)
+            opened.append(
+                RankTier(
+                    runner, slots, alone=False, board=SlotCounts(board, rank),
+                    integrity="sample", common=[file.address], rank=rank,
+                )
+            )  # fmt: skip
+        board.remove()
+        file.close()
+        return opened
+
+    yield open_both
+    for rank in opened:
+        rank.close()
+
+
+def test_each_stores_to_its_own_slots_and_loads_from_all(
+    open_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = open_ranks(monkeypatch)
+    stored: list[tuple[int, ...]] = []
+    as_made = TorchBackend.store
+    monkeypatch.setattr(
+        TorchBackend, "store", lambda s, ids, slots, streams=None: stored.append(tuple(slots))
+        or as_made(s, ids, slots, streams),
+    )  # fmt: skip
+    plan = a_plan(store=a_store(1, (1, 2, 3), (0, 1, 2)))
+    assert step(ranks[0], plan).done_on(STORE) == 0, "the other has not"
+    assert step(ranks[1], plan).done_on(STORE) == 1
+    assert step(ranks[0]).done_on(STORE) == 1
+    assert stored == [(0, 2), (1,)]
+    wanted = kv(ranks[0])[1:4].clone()
+    load = a_plan(
+        (a_load(1, (4, 5, 6), (0, 1, 2)),), stores_done=1, wait_load=1, promised_loads=[1]
+    )
+    for rank in ranks:
+        kv(rank)[4:] = -1.0
+        step(rank, load)
+        assert torch.equal(kv(rank)[4:], wanted)
+
+
+def test_a_store_is_not_readable_before_the_rank_that_is_behind_has_made_it(
+    open_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is a slot free for another store before that rank has loaded from it."""
+    ahead, behind = open_ranks(monkeypatch, late=True)
+    plan = a_plan(store=a_store(1, (1, 2), (0, 1)))
+    said = [step(ahead, plan).done_on(STORE), step(behind, plan).done_on(STORE)]
+    for _ in range(LateQueue.patience):
+        said += [step(ahead).done_on(STORE), step(behind).done_on(STORE)]
+    assert said == [0] * (2 * LateQueue.patience + 1) + [1]
+    assert step(ahead).done_on(STORE) == 1
+    load = a_plan((a_load(1, (4, 5), (0, 1)),), stores_done=1)
+    assert step(ahead, load).done_on(LOAD) == 0, "it has loaded itself"
+    step(behind, load)
+    assert step(ahead).done_on(LOAD) == 0
+    behind.drain()
+    step(behind)
+    assert step(ahead).done_on(LOAD) == 1
+
+
+def test_a_store_of_no_slot_of_its_own_is_done_at_once(
+    open_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = open_ranks(monkeypatch)
+    plan = a_plan(store=a_store(1, (1,), (4,)))
+    step(first, plan)
+    assert step(second, plan).done_on(STORE) == 1
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_store_that_fails_on_one_rank_is_never_read(
+    failing: int, open_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that reports says so; of another's, a step that reads the slot does not begin."""
+    ranks = open_ranks(monkeypatch)
+    plan = a_plan(store=a_store(1, (1, 2), (0, 1)))
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise OSError("out of memory")
+
+    for at, rank in enumerate(ranks):
+        with monkeypatch.context() as one:
+            if at == failing:
+                one.setattr(TorchBackend, "store", broken)
+            said = step(rank, plan)
+            assert said.failed == (((STORE, 1),) if at == failing else ())
+    load = a_plan((a_load(1, (4, 5), (0, 1)),), stores_done=1, wait_load=1, promised_loads=[1])
+    step(ranks[1 - failing], load)
+    with pytest.raises(RuntimeError, match="an earlier copy of some of these blocks"):
+        ranks[failing].begin_step(load, STEP)
+    ranks[failing]._promised = ()
+
+
+def test_bytes_that_change_in_common_memory_are_found_by_the_rank_that_stored_them(
+    open_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = open_ranks(monkeypatch)
+    plan = a_plan(store=a_store(1, (1, 2), (0, 1)))
+    for rank in ranks:
+        rank._checksums._stored = 0  # the next one is of those that have a checksum
+        step(rank, plan)
+    ranks[1]._host.slots[0, 3] ^= 1  # of the other rank
+    load = a_plan((a_load(1, (4, 5), (0, 1)),), stores_done=1)
+    said = [step(rank, load) for rank in ranks]
+    assert [result.mismatches for result in said] == [1, 0]
+
+
+def test_no_rank_has_a_checksum_of_what_was_stored_to_prove_a_round_trip(
+    open_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be compared with what another rank stores to that slot."""
+    for rank in open_ranks(monkeypatch, slots=64):
+        assert not rank._checksums.sums.any()
+
+
+def test_slots_in_common_take_their_memory_once(
+    open_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = open_ranks(monkeypatch, slots=4096)
+    assert [rank.num_ready for rank in ranks] == [4096, 4096]
+    assert ranks[0]._host.slots.data_ptr() != ranks[1]._host.slots.data_ptr()
+    ranks[0]._host.slots[4095, 0] = 9
+    assert ranks[1]._host.slots[4095, 0] == 9
+
+
+def test_ranks_take_turns_at_proving_a_round_trip(
+    open_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both prove it with the same slot: one that is at it keeps the other out."""
+    import threading
+
+    first, second = open_ranks(monkeypatch)
+    entered: list[float] = []
+
+    def other() -> None:
+        with second._host.quiet():
+            entered.append(time.monotonic())
+
+    thread = threading.Thread(target=other)
+    with first._host.quiet():
+        thread.start()
+        time.sleep(0.2)
+        left = time.monotonic()
+    thread.join(20)
+    assert entered and entered[0] >= left
