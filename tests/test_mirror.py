@@ -62,6 +62,7 @@ TESTED_BY = {
 
 # Tests of more than one module.
 ACROSS = {
+    "integration/engine/test_moved.py",
     "integration/engine/test_paths.py",
     "integration/engine/test_random_runs.py",
     "test_budgets.py",

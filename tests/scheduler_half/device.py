@@ -26,6 +26,11 @@ _WRONG = 1 << 40
 _GROUP = 1 << 50  # between the values of one token in two KV cache groups
 STATE = "state"  # in the place of a group's window: layers that keep a state
 
+
+class Chunk(int):
+    """In the place of a group's window: attention within chunks of so many tokens."""
+
+
 Fails = Callable[[str, int], bool]
 
 
@@ -270,7 +275,10 @@ class Device:
                 if end and self.kv[table[at // BLOCK]][0] != right[at] + group * _GROUP:
                     return False
                 continue
-            at = 0 if window is None else max(0, end - window + 1)
+            if isinstance(window, Chunk):
+                at = end // window * window
+            else:
+                at = 0 if window is None else max(0, end - window + 1)
             while at < end:
                 stop = min(end, (at // BLOCK + 1) * BLOCK)
                 there = self.kv[table[at // BLOCK]][at % BLOCK : at % BLOCK + stop - at]

@@ -9,7 +9,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from scheduler_half.device import BLOCK, STATE
+from scheduler_half.device import BLOCK, STATE, Chunk
 
 MAX_TOKENS = 256  # of a step
 
@@ -76,7 +76,8 @@ def make_scheduler(config: Any, blocks: int, windows: Sequence[int | str | None]
     Args:
         config: of the engine; asynchronous scheduling takes the scheduler for that.
         blocks: GPU blocks, the null block included.
-        windows: a KV cache group for each: its sliding window, None for full attention, or STATE.
+        windows: a KV cache group for each: its sliding window, None for full attention, a Chunk,
+            or STATE.
     """
     if STATE in windows:
         config.cache_config.mamba_cache_mode = "align"
@@ -117,6 +118,9 @@ def make_kv_cache_config(blocks: int, windows: Sequence[int | str | None] = (Non
             spec = _call(kv.MambaSpec, kv.MambaSpec, **about)
         elif window is None:
             spec = _call(kv.FullAttentionSpec, kv.FullAttentionSpec, **about)
+        elif isinstance(window, Chunk):
+            made = kv.ChunkedLocalAttentionSpec
+            spec = _call(made, made, **about, attention_chunk_size=int(window))
         else:
             spec = _call(kv.SlidingWindowSpec, kv.SlidingWindowSpec, **about, sliding_window=window)
         groups.append(kv.KVCacheGroupSpec([f"layers.{index}"], spec))
