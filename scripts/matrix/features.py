@@ -51,6 +51,9 @@ def _refused(name: str, case: str) -> Row:
     return Row(name, "the check at start", (f"{_REFUSED}[{case}]",))
 
 
+_MOVED = "bytes moved for a hit"
+_CONNECTORS = "test_connectors.py::test_"
+_DRAFTS = "test_features.py::test_drafts_are_accepted_and_what_comes_back_has_their_kv"
 _TOKENS = "test_tokens.py::test_"
 _PROCESSES = "test_processes.py::test_"
 ROWS = (
@@ -86,9 +89,23 @@ ROWS = (
     _refused("groups kept in host memory", "host memory"),
     _refused("groups with a prefix replay window", "replay"),
     Row("MLA", "vLLM's CPU build turns prefix caching off for it"),
-    Row("chunked local attention", "passes the checks"),
+    _engine(
+        "chunked local attention",
+        "Llama 4 shape, experts, two groups",
+        "test_features.py::test_chunks_of_attention_come_back",
+    ),
+    Row(
+        _MOVED,
+        "vLLM's scheduler over a faked model, every token compared; the table below",
+        (f"{_HALF}test_moved.py",),
+    ),
     # Ways to run in parallel
     _engine("two tensor-parallel ranks", "two worker processes", f"{_PROCESSES}two_ranks"),
+    _engine(
+        "two tensor-parallel ranks with the same bytes (fewer KV heads than ranks)",
+        "Llama shape with one KV head, two worker processes, one copy",
+        "test_same_bytes.py",
+    ),
     _engine(
         "two data-parallel engines",
         "two engines, two API servers, one /metrics",
@@ -97,7 +114,16 @@ ROWS = (
     _refused("decode context parallelism (DCP)", "decode context parallel"),
     _refused("prefill context parallelism (PCP)", "prefill context parallel"),
     _refused("elastic expert parallelism", "elastic"),
-    Row("expert parallelism with a fixed set of ranks", "passes the checks"),
+    _engine(
+        "experts, tensor parallel",
+        "Mixtral shape, two worker processes",
+        "test_features.py::test_experts_on_two_ranks[tensors]",
+    ),
+    _engine(
+        "expert parallelism with a fixed set of ranks",
+        "Mixtral shape, two worker processes",
+        "test_features.py::test_experts_on_two_ranks[experts]",
+    ),
     Row("the Ray executor", "0.32.0's CPU platform refuses it"),
     # The engine
     _engine(
@@ -118,8 +144,21 @@ ROWS = (
         "other weights",
         f"{_TOKENS}nothing_stale_is_served_after_a_reset",
     ),
-    Row("speculative decoding", "passes the checks"),
-    Row("multimodal prompts", "passes the checks"),
+    _engine("speculative decoding: n-grams", "drafts accepted and refused", f"{_DRAFTS}[ngram]"),
+    _engine(
+        "speculative decoding: a draft model",
+        "the target itself, every draft accepted",
+        f"{_DRAFTS}[draft_model]",
+    ),
+    _engine("speculative decoding: EAGLE-3", "drafts accepted and refused", f"{_DRAFTS}[eagle3]"),
+    _engine(
+        "speculative decoding: MTP", "MiMo shape, drafts accepted and refused", f"{_DRAFTS}[mtp]"
+    ),
+    _engine(
+        "multimodal prompts",
+        "LLaVA shape, images with the same placeholders and cache salts kept apart",
+        "test_features.py::test_two_images_with_the_same_placeholders_are_kept_apart",
+    ),
     # Neighbours
     _engine("KV cache events", "published over ZMQ, replayed, compared", "test_events.py"),
     Row(
@@ -127,7 +166,22 @@ ROWS = (
         "vLLM's scheduler over a faked model, random runs",
         (f"{_HALF}test_random_runs.py::test_random_runs[0]", f"{_HALF}test_vllm_events.py"),
     ),
-    _engine("a KV connector that fails", "loads recomputed or failed", "test_connectors.py"),
+    _refused("vLLM's own --kv-offloading-size", "another tier in CPU memory"),
+    _engine(
+        "a KV connector that fails",
+        "loads recomputed or failed",
+        f"{_CONNECTORS}what_a_failed_load_left_is_not_stored",
+    ),
+    _engine(
+        "a KV connector that fills blocks from the host",
+        "before the forward pass, not in the order of the stream",
+        f"{_CONNECTORS}what_a_connector_fills_from_the_host_does_not_overtake_a_store",
+    ),
+    _engine(
+        "hits of the tier on /metrics beside a KV connector",
+        "a server over HTTP",
+        "test_serving.py::test_hits_are_on_metrics_beside_a_connector",
+    ),
 )
 
 
@@ -137,6 +191,8 @@ def run(rows: list[Row]) -> dict[str, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *asked]
+        # Known where tests of engines are asked for, and marked there.
+        command += ["--features"] if any(test.startswith(_ENGINE) for test in asked) else []
         command += [f"--junitxml={report}", "-o", "junit_family=xunit1"]
         if asked:
             subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S, check=False)
@@ -202,7 +258,31 @@ def page(found: dict[str, dict[str, Any]]) -> str:
         release, date = (result["release"], result["date"]) if told and result else ("none", "none")
         what = row.what.removesuffix(": ")
         lines.append(f"| {row.name} | {what} | {release} | {date} | {verdict(row, result)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines + _moved(found.get(_MOVED))) + "\n"
+
+
+def _moved(result: dict[str, Any] | None) -> list[str]:
+    """A table of what hits move, by kinds of layers, beside full attention alone."""
+    tests = result["tests"] if result else []
+    rows = [json.loads(test["moved"]) for test in tests if "moved" in test]
+    whole = {row["tokens"]: row["loaded"] for row in rows if row["shape"] == "full attention"}
+    lines = [
+        "",
+        "## Bytes moved for a hit",
+        "",
+        "Models of two layers: full attention alone, and beside a layer that sees 128 tokens, or",
+        "its chunk of 128. A page is what a layer keeps for the 16 tokens of a block. A prompt may",
+        "end anywhere, so all pages are stored; a hit loads those that it needs.",
+        "",
+        "| Tokens hit | Beside full attention | Pages stored | Pages loaded | Share |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in sorted(rows, key=lambda row: row["tokens"]):
+        part = row["loaded"] / whole[row["tokens"]]
+        beside = row["shape"].replace("full attention", "nothing")
+        cells = f"{row['tokens']:,}", beside, row["stored"], row["loaded"], f"{part:.0%}"
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines if rows else []
 
 
 def load() -> dict[str, dict[str, Any]]:
@@ -215,7 +295,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--select", default="", help="rows whose name has this")
+    parser.add_argument("--select", default="", help="rows whose name has this; A|B: either")
     parser.add_argument("--page", action="store_true", help="write the page only")
     parser.add_argument("--check", action="store_true", help="compare the page only")
     options = parser.parse_args()
@@ -223,7 +303,9 @@ def main() -> int:
     if options.check:
         return int(PAGE.read_text(encoding="utf-8") != page(found))
     if not options.page:
-        found.update(run([row for row in ROWS if options.select in row.name and row.tests]))
+        parts = options.select.split("|")
+        chosen = [row for row in ROWS if any(part in row.name for part in parts)]
+        found.update(run([row for row in chosen if row.tests]))
         names = [row.name for row in ROWS if row.name in found]
         text = json.dumps({name: found[name] for name in names}, indent=1)
         FILE.write_text(f"{text}\n", encoding="utf-8")

@@ -105,13 +105,18 @@ def play(spec: dict[str, Any]) -> None:
     if release.needs_stats_each_step():
         _allow_steps_without_output()
     _import_vllm()
+    if "images" in spec["scenarios"]:
+        import images
+
+        images.register()
     stage = _start(spec["engine"])
+    import features
     import scenarios
 
     results = {}
     for name in spec["scenarios"]:
         begin = time.monotonic()
-        results[name] = getattr(scenarios, name)(stage)
+        results[name] = (getattr(scenarios, name, None) or getattr(features, name))(stage)
         print(f"{name}: {time.monotonic() - begin:.1f} s", file=sys.stderr)
     print("RESULT " + json.dumps(results), flush=True)
 
@@ -132,8 +137,9 @@ def _start(asked: dict[str, Any]) -> Any:
         "disable_log_stats": False,
         **asked,
     }
-    if "kv_transfer_config" in engine:
-        engine["kv_transfer_config"] = json.loads(engine["kv_transfer_config"])
+    for name in ("kv_transfer_config", "speculative_config"):
+        if name in engine:
+            engine[name] = json.loads(engine[name])
     if "kv_events_config" in engine:
         from vllm.config import KVEventsConfig
 

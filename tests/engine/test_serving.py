@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections import Counter
@@ -144,3 +145,23 @@ def test_an_engine_that_is_refused_says_why(real, plain) -> None:
     (reason,) = [name for name in found if name.startswith("kvoffload_tier_off_info")]
     assert "to hold at least one block" in reason
     assert run["conversations"]["tokens"] == plain["conversations"]["tokens"]
+
+
+@pytest.mark.features
+def test_hits_are_on_metrics_beside_a_connector(model: Path, tmp_path: Path) -> None:
+    """What the tier has is not asked of the connector, whose counters stay its own."""
+    config = {
+        "kv_connector": "FlakyConnector", "kv_connector_module_path": "flaky_connector",
+        "kv_role": "kv_both",
+    }  # fmt: skip
+    options, asked = [*SMALL, "--kv-transfer-config", json.dumps(config)], prompts(2, 8)
+    with Server(model, tmp_path / "log", options, {}) as server:
+        wait_for(server, "kvoffload_tier_state on", 1)
+        first, again = ([server.ask(prompt) for prompt in asked] for _ in range(2))
+        time.sleep(1)
+        found = totals(server.metrics())
+    texts = [[answer["choices"][0]["text"] for answer in turn] for turn in (first, again)]
+    assert texts[0] == texts[1]
+    assert found["kvoffload_hit_tokens_total"] == len(asked) * FULL
+    assert found["vllm:external_prefix_cache_queries_total"] > 0, "there is no connector"
+    assert found["vllm:external_prefix_cache_hits_total"] == 0

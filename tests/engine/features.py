@@ -1,0 +1,45 @@
+"""Scenarios that one feature of vLLM needs; the rest of them, and how they work, in `scenarios`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scenarios import Stage, cached_of, prompts, tokens_of
+from vllm import SamplingParams
+
+
+def guesses(stage: Stage) -> dict[str, Any]:
+    """Long answers, twice; the prompts leave the GPU between. Drafts, and those accepted."""
+    asked, answers, cached = prompts(17, 6, 388), [], []
+    for at, prompt in enumerate(asked):
+        prompt += 2 * list(range(4 + 6 * at, 10 + 6 * at))  # a ring of `drafts`, to be looked up
+    counters = ("drafts", "draft_tokens", "accepted_tokens")
+    counted = []
+    for turn in range(2):
+        before = [stage.counter(f"vllm:spec_decode_num_{name}") for name in counters]
+        for at in range(0, len(asked), 2):
+            outputs = stage.play(asked[at : at + 2], max_tokens=32)
+            answers += tokens_of(outputs)
+            cached += cached_of(outputs)
+        after = [stage.counter(f"vllm:spec_decode_num_{name}") for name in counters]
+        counted.append([b - a for a, b in zip(before, after)])
+        stage.push_out(170 + turn)
+    return {"tokens": answers, "cached": cached, "counted": counted, "tier": stage.tier_stats()}
+
+
+def images(stage: Stage) -> dict[str, Any]:
+    """One prompt about one image, another, and under another salt; again when all have left."""
+    from images import IMAGE_TOKEN, noise
+
+    prompt = [token for token in prompts(18, 1, 440)[0] if token != IMAGE_TOKEN]
+    prompt = [*prompt[:30], IMAGE_TOKEN, *prompt[30:]]
+    asked, cached, answers = [(1, "one"), (2, "one"), (1, "two")], [], []
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    for turn in range(2):
+        for seed, salt in asked:
+            given = {"prompt_token_ids": prompt, "multi_modal_data": {"image": noise(seed)}}
+            outputs = stage.llm.generate([{**given, "cache_salt": salt}], sampling, use_tqdm=False)
+            cached += cached_of(outputs)
+            answers += tokens_of(outputs)
+            stage.push_out(180 + turn)
+    return {"tokens": answers, "cached": cached, "placeholders": len(outputs[0].prompt_token_ids)}
