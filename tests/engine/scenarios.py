@@ -13,6 +13,7 @@ from typing import Any
 
 import release
 from model import CHUNK, VOCABULARY
+from pressure import under_pressure  # noqa: F401
 from vllm import SamplingParams
 
 Prompt = list[int]

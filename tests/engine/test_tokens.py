@@ -95,6 +95,18 @@ def test_preempted_requests_answer_the_same(plain, tiered):
     assert_same(on, off)
 
 
+@pytest.mark.parametrize("mode", [{}, {"late": 3}])
+def test_a_preempted_request_loads_its_full_blocks_and_computes_the_rest(real, mode):
+    """vLLM's own connectors to CPU memory need a GPU, also with 0.32.0: they cannot play here."""
+    off, on = (run["under_pressure"] for run in (
+        real.off(["under_pressure"]), real.on(["under_pressure"], **{"tier": {}, **mode}),
+    ))  # fmt: skip
+    assert on["times_the_cache"] >= 3 and min(off["preemptions"], on["preemptions"]) > 0
+    assert_same(on, off)
+    assert on["loaded_tokens"] > 0 and off["loaded_tokens"] == 0
+    assert on["recomputed"] < off["recomputed"]
+
+
 def test_cache_salts_are_kept_apart(plain, tiered):
     off, on = plain["salts"], tiered["salts"]
     assert_same(on, off)
