@@ -57,6 +57,7 @@ KINDS = [
 ]
 RANKS = [
     Kind("graphs, two ranks", "two heads", {**GRAPHS, "tensor_parallel_size": 2}),
+    Kind("graphs, two ranks that hold the same", "full", {**GRAPHS, "tensor_parallel_size": 2}),
     Kind("graphs, two stages", "full", {**GRAPHS, "pipeline_parallel_size": 2}),
 ]
 
