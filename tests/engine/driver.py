@@ -86,7 +86,18 @@ def play(spec: dict[str, Any]) -> None:
         import late_copies
 
         late_copies.install(spec["late"])
-    _install_asked()
+    if "TEST_CANARY_FAULT" in os.environ:
+        import failing_canary
+
+        failing_canary.install()
+    if "TEST_GROWTH" in os.environ:
+        import slow_growth
+
+        slow_growth.install()
+    if "TEST_WAITING_STEPS" in os.environ:
+        import waiting_steps
+
+        waiting_steps.install()
     asynchronous = bool(spec["engine"].get("async_scheduling"))
     if asynchronous:
         import fake_streams
@@ -112,22 +123,6 @@ def play(spec: dict[str, Any]) -> None:
         results[name] = (getattr(scenarios, name, None) or getattr(features, name))(stage)
         print(f"{name}: {time.monotonic() - begin:.1f} s", file=sys.stderr)
     print("RESULT " + json.dumps(results), flush=True)
-
-
-def _install_asked() -> None:
-    """What the environment asks for, of engines that start from now on."""
-    if "TEST_CANARY_FAULT" in os.environ:
-        import failing_canary
-
-        failing_canary.install()
-    if "TEST_GROWTH" in os.environ:
-        import slow_growth
-
-        slow_growth.install()
-    if "TEST_WAITING_STEPS" in os.environ:
-        import waiting_steps
-
-        waiting_steps.install()
 
 
 def _start(asked: dict[str, Any]) -> Any:
