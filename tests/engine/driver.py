@@ -94,10 +94,6 @@ def play(spec: dict[str, Any]) -> None:
         import slow_growth
 
         slow_growth.install()
-    if "TEST_WAITING_STEPS" in os.environ:
-        import waiting_steps
-
-        waiting_steps.install()
     asynchronous = bool(spec["engine"].get("async_scheduling"))
     if asynchronous:
         import fake_streams
@@ -211,7 +207,7 @@ def _leave_the_plugin_alone() -> None:
 
 
 def change_platform(async_scheduling: bool, fork_workers: bool) -> None:
-    """vLLM's CPU platform settles these, whatever is asked for."""
+    """vLLM's CPU platform settles both, whatever is asked for."""
     from vllm.platforms.cpu import CpuPlatform
 
     as_made = CpuPlatform.check_and_update_config.__func__
@@ -222,8 +218,6 @@ def change_platform(async_scheduling: bool, fork_workers: bool) -> None:
             vllm_config.scheduler_config.async_scheduling = True
         if fork_workers:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        if "TEST_WAITING_STEPS" in os.environ:  # with the rank in the process that waits
-            vllm_config.parallel_config.distributed_executor_backend = "uni"
 
     CpuPlatform.check_and_update_config = classmethod(check)
 

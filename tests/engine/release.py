@@ -82,11 +82,6 @@ def no_async_scheduling() -> str:
     return ""
 
 
-def waits_on_the_engines_thread() -> bool:
-    """Whether the engine's own thread waits for a step where the only rank is in its process."""
-    return "class AsyncOutputFuture" in source("v1/executor/uniproc_executor.py")
-
-
 def no_second_runner() -> str:
     """Why runner V2 cannot be played on the CPU; empty if it can be tried."""
     if "use_v2_model_runner" in source("v1/worker/cpu_worker.py"):

@@ -325,27 +325,6 @@ def abort_while_loading(stage: Stage) -> dict[str, Any]:
     }
 
 
-def arrivals(stage: Stage) -> dict[str, Any]:
-    """Prompts that have left the GPU come one by one while a long answer runs."""
-    import waiting_steps
-
-    asked = prompts(21, 6, 300)
-    stage.play(asked, max_tokens=1)
-    stage.push_out(22)
-    engine, outputs = stage.llm.llm_engine, {}
-    _add(engine, "runs", prompts(23, 1, 40)[0], 400)
-    for number, prompt in enumerate(asked):
-        for _ in range(8):
-            engine.step()
-        _add(engine, f"comes-{number}", prompt, 6)
-        while f"comes-{number}" not in outputs:
-            outputs.update({o.request_id: o for o in engine.step() if o.finished})
-    engine.abort_request(["runs"])
-    done = [outputs[f"comes-{number}"] for number in range(len(asked))]
-    ahead = stage.llm.collective_rpc(waiting_steps.counted)[0]
-    return {"tokens": tokens_of(done), "cached": cached_of(done), "ahead": ahead}
-
-
 def worker_killed(stage: Stage) -> dict[str, Any]:
     """Kill rank 1 between two requests; what does the next one say?"""
     stage.play(prompts(10, 1, 300))
@@ -364,18 +343,12 @@ def _pid(worker: Any) -> int:
 
 def _add_and_park(stage: Stage, request_id: str, prompt: Prompt) -> bool:
     """Add a request and step once; whether it is parked then."""
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
     engine = stage.llm.llm_engine
-    _add(engine, request_id, prompt, 8)
+    engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
     engine.step()
     requests = stage.core.scheduler.requests.values()
     return any(r.status.name == "WAITING_FOR_REMOTE_KVS" for r in requests)
-
-
-def _add(engine: Any, request_id: str, prompt: Prompt, max_tokens: int) -> None:
-    sampling = SamplingParams(
-        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
-    )
-    engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
 
 
 def _finish(engine: Any) -> tuple[list[list[int]], list[int]]:

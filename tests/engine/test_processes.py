@@ -42,23 +42,6 @@ def test_async_scheduling(real, conversations):
     check(run, conversations, least=0.9)
 
 
-def test_a_request_that_comes_while_a_step_runs_is_loaded_for_at_once(real):
-    if release.no_async_scheduling():
-        pytest.skip(release.no_async_scheduling())
-    engine = {"async_scheduling": True}
-    off = real.off(["arrivals"], engine, **CORE_APART)["arrivals"]
-    run = real.on(["arrivals"], engine, late=2, TEST_WAITING_STEPS="1", **CORE_APART)
-    on = run["arrivals"]
-    assert on["tokens"] == off["tokens"]
-    assert off["cached"] == [0] * 6
-    found = 299 // release.block_size() * release.block_size()
-    assert on["cached"] == [found] * 6
-    if release.waits_on_the_engines_thread():
-        assert on["ahead"] > 0
-    else:
-        assert on["ahead"] == 0
-
-
 def test_async_scheduling_off(real, conversations):
     if release.no_async_scheduling():
         pytest.skip(release.no_async_scheduling())
