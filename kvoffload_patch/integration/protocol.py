@@ -15,7 +15,6 @@ from kvoffload_patch.config import Settings
 TIER = "_kvoffload_tier"  # on Scheduler and the model runner
 PLAN = "kvoffload_plan"  # on SchedulerOutput
 RESULT = "kvoffload_result"  # on ModelRunnerOutput
-WAIT = "kvoffload_wait"  # on AsyncModelRunnerOutput: called before its step is waited for
 CONTROL = "_kvoffload_control"  # on EngineCore
 
 

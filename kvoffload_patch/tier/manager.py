@@ -219,11 +219,6 @@ class OffloadManager(TierState):
             link.planned()
         return TransferPlan(loads, store, waits, done, promised)
 
-    def plan_loads(self) -> TransferPlan | None:
-        """For between two steps: the loads begun since the last plan; None without any."""
-        loads, self._new_loads = tuple(self._new_loads), []
-        return TransferPlan(loads, (), *tickets_of(self._links.values())) if loads else None
-
     def apply(self, result: TransferResult) -> list[Hashable]:
         """Take in what is done, and slots that are new; returns the keys that became readable.
 

@@ -27,9 +27,6 @@ class Transfer(NamedTuple):
 class TransferPlan(NamedTuple):
     """One step's transfers, the same for every rank, and the waits that keep their bytes right.
 
-    One of loads alone may come between two steps: they go behind the steps before the last one, and
-    behind ``waits`` on links out of the GPU; the next step's plan says these again.
-
     A rank orders its own copies. GPU blocks are ordered by the forward pass. In any other place, a
     transfer goes behind the tickets in ``done`` of every link that fills what it reads, or reads
     or fills what it overwrites: the rank that reported them may be ahead of this one.

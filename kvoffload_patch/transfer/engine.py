@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from kvoffload_patch.links import GPU, LOAD, Link, Tickets
 from kvoffload_patch.transfer.backends.base import CopyBackend
@@ -20,7 +18,6 @@ from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue
 from kvoffload_patch.transfer.thread import CopyThread
 from kvoffload_patch.transfer.tuning import (
     DEFERRED_S,
-    MARKED_STEPS,
     MIN_LOAD_SLICES,
     POLL_S,
     STEP_LOAD_SLICES,
@@ -40,8 +37,6 @@ class CopyEngine:
       that bring blocks it may read;
     - a transfer before the forward pass writes its GPU blocks after everything computed before it
       (they may be in use); one after it reads them when they are filled;
-    - a load that comes between two steps writes GPU blocks that the step under way does not use,
-      after everything computed before that step;
     - a transfer reads and writes blocks of other places after the copies of other links that the
       plan knows to be done (`link.must_follow`).
 
@@ -79,10 +74,6 @@ class CopyEngine:
             link.connect(self._links)
         self._into_gpu = [link for link in self._all if link.link[1] == GPU]
         self._out_of_gpu = [link for link in self._all if link.link[0] == GPU]
-        # Where steps begin and end, and what goes behind the begin of the last one.
-        self._before_step: Any = None
-        self._ends = deque[Any]()
-        self._ahead: Any = None
         if not self._device.is_host:
             self._start_threads()
 
@@ -94,8 +85,6 @@ class CopyEngine:
                 past its deadline.
         """
         self._check_deadlines()
-        if self._before_step is not None:
-            self._before_step.record(self._device.current_stream())
         if self._deferred:  # its step has not ended
             self._submit_after()
         if plan is None:
@@ -111,47 +100,10 @@ class CopyEngine:
         for link in self._into_gpu:
             link.queue.hold(None, plan.waits_for(link.link))
         self._deferred = plan
-        self._top_up_loads()
-
-    def mark_steps(self) -> None:
-        """From now on, note where steps begin and end: for `mark_end` and `load_ahead`."""
-        if any(isinstance(link.queue, CopyQueue) for link in self._all):
-            new_event = self._device.new_event
-            self._before_step, self._ahead = new_event(), self._device.new_stream()
-            self._ends.extend(new_event() for _ in range(MARKED_STEPS))
-
-    def mark_end(self) -> Callable[[], bool]:
-        """What says whether the step that was submitted last is over; to be called after it."""
-        if not self._ends:
-            return _is_over
-        end = self._ends[0]
-        self._ends.rotate(-1)
-        end.record(self._device.current_stream())
-        is_over: Callable[[], bool] = end.query
-        return is_over
-
-    @property
-    def step_ended(self) -> bool:
-        """Whether nothing of the plans so far is still to be submitted by `end_step`."""
-        return self._deferred is None
-
-    def load_ahead(self, plan: Plan) -> None:
-        """Submit the loads of a plan that comes between two steps; the last one may be under way.
-
-        That step does not use the GPU blocks that they fill. So they go behind what was computed
-        before it, and behind the copies out of the GPU that the plan waits for. Steps must be
-        marked, and the last one have ended here.
-
-        Raises:
-            TransferError: a plan was lost or came twice, or the copy thread has ended.
-        """
-        if self._ahead is not None:
-            self._ahead.wait_event(self._before_step)
-            for link in self._out_of_gpu:
-                link.queue.hold(self._ahead, plan.waits_for(link.link))
-        for transfer in plan.before:
-            self._link(transfer).submit(transfer, plan.done, self._ahead)
-        self._top_up_loads()
+        for link in self._into_gpu:
+            if link.queue.queued and link.queue.has_room(MIN_LOAD_SLICES):
+                link.queue.top_up(THREAD_LOAD_SLICES)
+        self._wake()
 
     def end_step(self, defer_stores: bool = False) -> None:
         """After the forward pass: submit the stores of the plan begun last.
@@ -253,12 +205,6 @@ class CopyEngine:
             for transfer in plan.after:
                 self._link(transfer).submit(transfer, plan.done)
 
-    def _top_up_loads(self) -> None:
-        for link in self._into_gpu:
-            if link.queue.queued and link.queue.has_room(MIN_LOAD_SLICES):
-                link.queue.top_up(THREAD_LOAD_SLICES)
-        self._wake()
-
     def _top_up_stores(self) -> None:
         if not self._stores_deferred:
             for link in self._out_of_gpu:
@@ -294,11 +240,6 @@ class CopyEngine:
             if link.queue.queued and not (link.link[0] == GPU and self._stores_deferred):
                 self._thread.wake()
                 return
-
-
-def _is_over() -> bool:
-    """Of a step on the CPU device, whose call has returned."""
-    return True
 
 
 def _new_queue(device: Device, link: Link, lock: threading.RLock) -> CopyQueue | SyncCopyQueue:

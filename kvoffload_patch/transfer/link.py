@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Link, Tickets, ticket_on
 from kvoffload_patch.transfer.backends.base import CopyBackend, Slices, Streams
@@ -79,12 +78,11 @@ class LinkCopies:
         """Find the links that copies of this one go behind."""
         self._behind = [other for name, other in links.items() if must_follow(self.link, name)]
 
-    def submit(self, transfer: Transfer, done: Tickets, after: Any = None) -> None:
+    def submit(self, transfer: Transfer, done: Tickets) -> None:
         """Submit a transfer.
 
         Args:
             done: of its plan.
-            after: the stream behind which its blocks on the GPU are free; None: the current one.
 
         Raises:
             TransferError: a ticket is missing or came twice.
@@ -98,7 +96,7 @@ class LinkCopies:
         self.last = transfer.ticket
         start = partial(self._start, *self._turn.own(transfer.source_ids, transfer.target_ids))
         behind = [(other.queue, ticket_on(done, other.link)) for other in self._behind]
-        self.queue.submit(transfer.ticket, start, behind, after)
+        self.queue.submit(transfer.ticket, start, behind)
 
     def poll(self) -> int:
         """The last ticket done; never waits. Its failures are told after this."""

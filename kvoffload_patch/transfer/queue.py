@@ -85,14 +85,14 @@ class CopyQueue:
         """Whether any enqueued copy is not known to be done."""
         return bool(self._under_way)
 
-    def submit(self, ticket: int, start: Start, behind: Behind, after: Any = None) -> None:
+    def submit(self, ticket: int, start: Start, behind: Behind) -> None:
         """Queue a copy.
 
-        It waits for what the stream ``after`` (None: the current one) has been given before this
-        call, and on the bus for tickets of other queues.
+        It waits for what the current stream has been given before this call, and on the bus for
+        tickets of other queues.
         """
         compute = self._new_event()
-        compute.record(self._device.current_stream() if after is None else after)
+        compute.record(self._device.current_stream())
         self._queue.append(_Job(ticket, start, compute, behind))
 
     def advance(self) -> bool:
@@ -261,7 +261,7 @@ class SyncCopyQueue:
         self.failed: dict[int, str] = {}
         self._done = 0
 
-    def submit(self, ticket: int, start: Start, behind: object, after: object = None) -> None:
+    def submit(self, ticket: int, start: Start, behind: object) -> None:
         """Make a copy."""
         try:
             verdict = finish(start(None))

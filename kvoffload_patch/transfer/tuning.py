@@ -53,9 +53,6 @@ STEP_STORE_SLICES = 2
 # When the copy thread enqueues deferred stores, if no step has done so: more than three steps of
 # decodes (5.7 ms). Deferring has a row in docs/mechanisms.md, the time is not measured alone.
 DEFERRED_S = 0.02
-# Steps whose ends are told apart: two are under way with asynchronous scheduling. Not measured: an
-# event each.
-MARKED_STEPS = 4
 # Between looks at a copy that a step waits for on the host. Not measured.
 POLL_S = 0.0001
 # For how long the oldest copy of a link may be due without a slice enqueued or a ticket done. The

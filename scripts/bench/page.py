@@ -46,6 +46,7 @@ SHORT = (
     ("s2", "200 fresh prompts of 2,048 tokens, nothing to find, s", 1),
 )
 MECHANISMS = {
+    "mechanisms-ahead.json": "default graphs, 12 sessions at a time, beside a second server",
     "mechanisms-arrivals.json": "default graphs, 14 sessions a second beside 12 decodes",
     "mechanisms-chats.json": "default graphs, 12 sessions at a time, each back at once",
     "mechanisms-default.json": "default graphs, 60 sessions in turns",

@@ -10,7 +10,7 @@ import sys
 import tarfile
 import tempfile
 from http.client import HTTPException
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from scripts.release.sources import TIMEOUT, NotFetched, cache_folder, opener
 
@@ -47,9 +47,13 @@ def unpack(archive: bytes, folder: Path) -> None:
     folder.mkdir(parents=True)
     with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
         for member in opened.getmembers():
-            member.name = member.name.partition("/")[2]
-            if member.isfile() and member.name.startswith(WANTED):
-                opened.extract(member, folder, filter="data")
+            name = PurePosixPath(member.name.partition("/")[2])
+            wanted = member.isfile() and str(name).startswith(WANTED) and ".." not in name.parts
+            content = opened.extractfile(member) if wanted else None
+            if content is not None:
+                # Not `extract`: its filter is not in every patch release of Python.
+                folder.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
+                folder.joinpath(name).write_bytes(content.read())
 
 
 def _locate(release: str) -> tuple[str, str]:

@@ -59,7 +59,7 @@ class LateQueue(_SyncCopyQueue):
             self._carry_out()
 
     def _carry_out(self) -> None:
-        (ticket, start, behind, *_), _ = self._waiting.popleft()
+        (ticket, start, behind), _ = self._waiting.popleft()
         for other, other_ticket in behind:
             other.hold(None, other_ticket)
         super().submit(ticket, start, behind)

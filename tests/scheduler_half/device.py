@@ -143,7 +143,6 @@ class Device:
         self._failed: list[tuple[Link, int]] = []
         self._failed_ever: set[tuple[Link, int]] = set()
         self._sequences: dict[str, _Sequence] = {}
-        self._in_use: set[int] = set()  # blocks of the last step
 
     # A step
 
@@ -164,7 +163,6 @@ class Device:
         self._prepare(scheduled)
         starts = self._take_in(scheduled, tokens_of)
         names = list(scheduled.num_scheduled_tokens)
-        self._in_use = set().union(*[self._uses(name, starts[name]) for name in names])
         sampled = [
             self._forward(self._sequences[name], starts[name], scheduled.num_scheduled_tokens[name])
             for name in names
@@ -177,25 +175,6 @@ class Device:
         """Return when every copy is done."""
         for queue in self._queues.values():
             queue.drain()
-
-    def _uses(self, name: str, start: int) -> set[int]:
-        """The blocks that a step sees or fills, which computes from a token on."""
-        used = set[int]()
-        for table, window in zip(self._sequences[name].tables, self._windows):
-            first = {None: 0, STATE: start - 1}.get(window)
-            first = start - int(window) + 1 if first is None else first  # type: ignore[arg-type]
-            used.update(table[max(0, first) // BLOCK :])
-        return used
-
-    def load_ahead(self, plan: TransferPlan) -> None:
-        """Loads that go behind what was computed before the last step, and not behind that."""
-        assert plan.before
-        assert not plan.after
-        filled = {block_id for load in plan.before for block_id in load.target_ids}
-        assert self._in_use.isdisjoint(filled), "a load fills what the step under way uses"
-        self._queues[STORE].wait(plan.waits_for(STORE))
-        for load in plan.before:
-            self._submit(load, plan, behind=STORE)
 
     def finish(self, plan: TransferPlan | None) -> None:
         """The plan's loads without a step, and every copy; raises `LoadFailed` as a step does."""

@@ -61,7 +61,6 @@ def nothing_held(mini: Mini) -> None:
     assert not any(vars(manager._held).values()), "CPU slots are held"
     loads = mini.tier._loads
     assert not loads._parked and not loads.arriving and not loads.readers
-    assert not loads.num_ahead, "loads of requests that have never come"
     assert not loads._held and not loads._at_risk, "blocks are held for a step that is over"
     assert not len(mini.tier._hits), "hits of requests that are gone"
     assert not len(mini.tier._lookups), "lookups of requests that are gone"

@@ -119,10 +119,10 @@ class RecordingQueue(SyncCopyQueue):
             meanwhile()
         return False
 
-    def submit(self, ticket: int, start: Any, behind: Any, after: Any = None) -> None:
+    def submit(self, ticket: int, start: Any, behind: Any) -> None:
         ((queue, other),) = behind
         self._note("submit", ticket, "behind", queue.name, other)
-        super().submit(ticket, start, behind, after)
+        super().submit(ticket, start, behind)
 
     def drain(self) -> None:
         self._note("drain")

@@ -124,7 +124,6 @@ class Machine:
             self.engine = CopyEngine(self.layout, self.backend, self.host.wait_ready)
             if self.cuda is not None:
                 self._take_real_queues()
-            self.engine.mark_steps()
         self._warm_up()
 
     def on_device(self) -> AbstractContextManager[Any]:
@@ -291,27 +290,6 @@ class Traffic:
             rank.poll()
         if self.random.random() < 0.7:
             self.tier.apply(result)
-        if not lazy and self.random.random() < 0.4:
-            self._load_ahead({*reads.blocks, *writes})
-
-    def _load_ahead(self, in_use: set[int]) -> None:
-        """Loads between two steps, into blocks that the last step does not use."""
-        known = self._known()
-        keys = self.random.sample(known, min(len(known), self.random.randint(0, self.most)))
-        into = list(zip(self._hand_out(len(keys), list(in_use)), keys))
-        if not into:
-            assert self.tier.plan_loads() is None
-            return
-        ticket = self.tier.begin_load([key for _, key in into], [block for block, _ in into])
-        self.loading[ticket] = into
-        plan = self.tier.plan_loads()
-        assert plan is not None
-        self.moves += len(into)
-        for rank in self.ranks:
-            with rank.on_device():
-                assert rank.engine.step_ended
-                rank.engine.load_ahead(plan)
-            rank.breathe()
 
     def _step_on(
         self, rank: Machine, plan: TransferPlan | None, reads: Reads, writes: dict[int, int],
@@ -341,7 +319,8 @@ class Traffic:
         reads.tickets.append(ticket)
 
     def _load(self, reads: Reads) -> None:
-        known = self._known()
+        recent = range(max(1, self.last_key - 2 * NUM_SLOTS), self.last_key + 1)
+        known = [key for key in recent if self.tier.lookup(key)]
         for _ in range(self.random.choice([0, 1, 1, 2])):
             count = min(len(known), self.random.randint(0, self.most))
             begin = self.random.randint(0, len(known) - count)
@@ -356,10 +335,6 @@ class Traffic:
             else:
                 self.tier.expose_load(ticket)
                 self._read(reads, ticket, into)
-
-    def _known(self) -> list[int]:
-        recent = range(max(1, self.last_key - 2 * NUM_SLOTS), self.last_key + 1)
-        return [key for key in recent if self.tier.lookup(key)]
 
     def _compute(self, taken: list[int]) -> dict[int, int]:
         writes = {}

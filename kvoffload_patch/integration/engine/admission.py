@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvoffload_patch.config import Settings
@@ -134,7 +134,6 @@ class Admission:
         settings: of the process.
 
     Attributes:
-        promises: whether a step may read a load that is not done yet.
         stalled_ms: that inline loads were expected to hold requests up since start, over all.
     """
 
@@ -154,7 +153,6 @@ class Admission:
         self._view = view
         self._loads = loads
         self._cache = cache
-        self._manager = manager
         self._hits = hits
         self._recency = recency
         self._front = front
@@ -170,52 +168,6 @@ class Admission:
         self._settings = settings
         mode = settings.load_mode
         self._parks = mode == "parked" or (mode == "auto" and self._copies_overlap)
-        self.promises = mode != "parked"
-
-    def finish_loads(self) -> None:
-        """Publish the loads that are done, and remember what requests that waited hit now."""
-        for request, result, found in self._loads.finish(self._may_wait_ms()):
-            if found is not None:
-                if not self._view.waits(request):
-                    continue
-                self._note(request, found)
-            # Unless the tier has got more of it since.
-            if result is not None and not any(map(self._manager.lookup, result.missing)):
-                self._cache.put(request.request_id, result)
-
-    def _may_wait_ms(self) -> float:
-        """How soon a load has to be over for the step about to be scheduled to wait for it.
-
-        Until that step can begin nobody waits, and after that all that could compute meanwhile do,
-        up to the limit of the stall. 0: it waits for none, because the device is idle, or because a
-        load that fails is recomputed, so that none may be promised before it is done.
-        """
-        free_ms = self._pace.free_ms() if self.promises else 0.0
-        loads = self._loads
-        others = len(self._view.scheduler.running) + loads.num_parked + loads.num_ahead - 1
-        return free_ms and free_ms + self._settings.max_stall_ms / max(1, others)
-
-    def look_ahead(self, requests: Iterable[Any]) -> None:
-        """Begin the loads of requests that the scheduler is about to be given, in this order.
-
-        Not if any waits for more than its load: what there is room for is for that one first.
-        """
-        loads, view = self._loads, self._view
-        if not self._parks or view.num_waiting() > loads.num_parked:
-            return
-        budget = AdmissionBudget(view, *loads.reserved())
-        for request in requests:
-            if not view.needs_lookup(request) or request.request_id in view.scheduler.requests:
-                continue
-            if budget.full or budget.out_of_tokens(self._parks):
-                return
-            result = self._pool.look_up(request, max_tier_hits=max(1, budget.blocks))
-            if not result.tier_hits:
-                continue
-            if not self._can_start(request, result, budget):
-                return
-            loads.begin_ahead(request, result, budget.needed)
-            budget.reserve(budget.needed)
 
     def look_up_waiting(self) -> None:
         """Begin the loads of this step, and cap what `schedule` admits if lookups end early."""
@@ -244,26 +196,11 @@ class Admission:
             if not self._view.needs_lookup(request):
                 budget.admissible += self._view.resumes_without_lookup(request)
                 continue
-            if self._loads.num_ahead and self._take_ahead(request):
-                stall.admit()
-                continue
             if budget.full or budget.out_of_tokens(self._parks):
                 return False
             if not self._look_up(request, budget, stall):
                 return False
         return True
-
-    def _take_ahead(self, request: Any) -> bool:
-        """Park a request whose load was begun ahead; what it needs is reserved already."""
-        found = self._loads.take_ahead(request)
-        if found is not None:
-            self._note(request, found)
-        return found is not None
-
-    def _note(self, request: Any, found: LookupResult) -> None:
-        """A request uses what it was found to hit."""
-        self._hits.note(request, found)
-        self._recency.note(request.request_id, found)
 
     def _look_up(self, request: Any, budget: AdmissionBudget, stall: Stall) -> bool:
         """Look a request up and load what it hits; False if it must wait."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvoffload_patch import launch_token
 from kvoffload_patch.config import VARIABLES, ConfigError, Settings, as_given, read
-from kvoffload_patch.integration.engine import arrivals, control, metrics
+from kvoffload_patch.integration.engine import control, metrics
 from kvoffload_patch.integration.engine.breaker import Breaker
 from kvoffload_patch.integration.engine.eligibility import check_eligible
 from kvoffload_patch.integration.engine.tier import SchedulerTier
@@ -141,7 +141,6 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
     about = {"load_mode": settings.load_mode, "eviction": settings.eviction}
     about |= {"store": settings.store, "integrity": settings.integrity, "copies": ranks.copies}
     metrics.begin(engine_core, breaker, manager, ranks.block_bytes, about)
-    arrivals.watch(engine_core, breaker, ranks)
     if settings.control:
         control.listen(engine_core, breaker, manager, ranks)
 

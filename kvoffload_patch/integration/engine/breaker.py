@@ -137,10 +137,6 @@ class Breaker:
         """`update_from_output` has returned or raised."""
         self._depth -= 1
 
-    def look_ahead(self, requests: list[Any]) -> None:
-        """While a step runs: these are to be given to the scheduler. A failure is noted."""
-        self._call("look_ahead", self.tier.look_ahead, requests)
-
     def on_finish(self, request_ids: list[str] | None) -> None:
         """Before `finish_requests` of these requests, or all; or of none, to have it look."""
         if self.asked and not self._depth:

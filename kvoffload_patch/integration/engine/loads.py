@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvoffload_patch.integration.engine.lookup import LookupResult, TierHit
 from kvoffload_patch.integration.engine.pace import Pace
@@ -33,39 +33,21 @@ class _ParkedLoad:
 class _Parked:
     """A request that waits for a load, its own or another's, and the GPU blocks of its prefix.
 
-    ``found``: what it was found to hit; None once its load has failed.
     ``needed``: blocks that it will need besides those that are held or loaded for it.
     ``result``: what it hits once its load is done, if that need not be looked up again.
-    ``status``: to be restored; None while the scheduler has not been given the request.
     """
 
-    __slots__ = ("found", "held", "needed", "request", "result", "since", "status")
+    __slots__ = ("held", "needed", "request", "result", "since", "status")
 
     def __init__(
-        self, request: Any, found: LookupResult, held: list[Any], needed: int,
-        result: LookupResult | None,
-    ) -> None:  # fmt: skip
+        self, request: Any, status: Any, held: list[Any], needed: int, result: LookupResult | None
+    ) -> None:
         self.request = request
-        self.status: Any = None
-        self.found: LookupResult | None = found
+        self.status = status
         self.held = held
         self.needed = needed
         self.result = result
         self.since = time.monotonic()
-
-
-class Finished(NamedTuple):
-    """A request whose load is over.
-
-    Attributes:
-        request: the request.
-        result: what it hits now, if that need not be looked up again.
-        found: what it was found to hit, if it was not parked.
-    """
-
-    request: Any
-    result: LookupResult | None
-    found: LookupResult | None
 
 
 class LoadBook:
@@ -116,7 +98,6 @@ class LoadBook:
         self._under_way: deque[_ParkedLoad] = deque()
         self._by_ticket: dict[int, _ParkedLoad] = {}
         self._parked: dict[str, _Parked] = {}
-        self._ahead: dict[str, _Parked] = {}  # loads begun before the scheduler has the request
         self._held: list[Any] = []
         self._at_risk: list[Sequence[Any]] = []
 
@@ -144,11 +125,6 @@ class LoadBook:
         waiting = [p for load in self._under_way for p in load.waiting if p.request]
         return len(waiting), sum(p.needed for p in waiting)
 
-    @property
-    def num_ahead(self) -> int:
-        """Requests that the scheduler has not been given and whose load was begun."""
-        return len(self._ahead)
-
     def protect(self, blocks: Sequence[Any]) -> None:
         """What a request of this step hits on the GPU must survive the loads of those behind it."""
         self._at_risk.append(blocks)
@@ -173,27 +149,6 @@ class LoadBook:
             found: what it hits.
             needed: blocks that it needs in all, held ones included.
         """
-        self._park(self._load(request, found, needed))
-
-    def begin_ahead(self, request: Any, found: LookupResult, needed: int) -> None:
-        """The same for a request that the scheduler is about to be given, if it is not aborted."""
-        self._ahead[request.request_id] = self._load(request, found, needed)
-
-    def take_ahead(self, request: Any) -> LookupResult | None:
-        """Park a request whose load was begun ahead; returns what was found, None if none was."""
-        parked = self._ahead.pop(request.request_id, None)
-        if parked is None:
-            return None
-        parked.request = request
-        self._park(parked)
-        return parked.found
-
-    def _park(self, parked: _Parked) -> None:
-        parked.status = self._view.park(parked.request)
-        self._parked[parked.request.request_id] = parked
-
-    def _load(self, request: Any, found: LookupResult, needed: int) -> _Parked:
-        """Begin a load beside the step."""
         self._view.hold(found.gpu_blocks)
         held = list(found.gpu_blocks)
         ticket, result = max(found.arriving, default=0), None
@@ -208,11 +163,11 @@ class LoadBook:
                 self.arriving[hit.block_hash] = block
                 self.ticket_of[hit.block_hash] = ticket
         needed = max(0, needed - len(held) - len(found.tier_hits))
-        parked = _Parked(request, found, held, needed, result)
+        parked = _Parked(request, self._view.park(request), held, needed, result)
+        self._parked[request.request_id] = parked
         self._by_ticket[ticket].waiting.append(parked)
-        return parked
 
-    def finish(self, within_ms: float) -> list[Finished]:
+    def finish(self, within_ms: float) -> list[tuple[str, LookupResult]]:
         """Publish the loads that are done, and put the requests that waited back into the queue.
 
         Args:
@@ -220,7 +175,7 @@ class LoadBook:
                 scheduled waits for it on the device, and from now on it must not fail. 0: none.
 
         Returns:
-            Requests put back, or never parked, that are there still.
+            Requests put back, with what they hit.
         """
         done: list[_Parked] = []
         while self._under_way and self._is_done(self._under_way[0], within_ms):
@@ -229,13 +184,8 @@ class LoadBook:
             self._end(load)
             self._held.extend(load.blocks)
             done += load.waiting
-        finished = [
-            Finished(p.request, p.result, p.found if p.status is None else None)
-            for p in done
-            if p.request
-        ]
         self._unpark(done)
-        return finished
+        return [(p.request.request_id, p.result) for p in done if p.request and p.result]
 
     def _is_done(self, load: _ParkedLoad, within_ms: float) -> bool:
         if self._manager.load_done(load.ticket):
@@ -251,14 +201,11 @@ class LoadBook:
         parked = self._parked.pop(request_id, None)
         if parked is not None:
             self._view.unpark(parked.request, parked.status)
-        else:
-            parked = self._ahead.pop(request_id, None)
-        if parked is not None:
             parked.request = None
 
     def abort_all(self) -> None:
         """Every request goes."""
-        for request_id in (*self._parked, *self._ahead):
+        for request_id in list(self._parked):
             self.abort(request_id)
 
     def after_schedule(self) -> None:
@@ -303,7 +250,7 @@ class LoadBook:
             self._view.release(reversed(load.blocks))
             load.blocks = []
             for parked in load.waiting:
-                parked.result = parked.found = None
+                parked.result = None
                 if parked.request is not None:
                     self._not_hit(parked.request.request_id)
             return
@@ -315,9 +262,7 @@ class LoadBook:
         now = time.monotonic()
         # Put back one by one to the front of the queue, so the last comes first.
         for parked in reversed(done):
-            if parked.request is not None and parked.status is None:
-                del self._ahead[parked.request.request_id]
-            elif parked.request is not None:
+            if parked.request is not None:
                 del self._parked[parked.request.request_id]
                 self._view.unpark(parked.request, parked.status)
                 self.parked_times.append(now - parked.since)

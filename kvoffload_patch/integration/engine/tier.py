@@ -84,7 +84,6 @@ class SchedulerTier:
         if self.events is not None:
             manager.on_left = self.events.left
         self._may_admit = False  # nothing is admitted where nothing waits
-        self._may_look_ahead = False  # the last step scheduled uses no GPU block that is free
         self.cached: list[tuple[Any, Sequence[Any]]] = []
         self.handed_out: list[Sequence[Any]] = []
 
@@ -119,20 +118,21 @@ class SchedulerTier:
     def _finish_loads(self) -> None:
         if done := self._ranks.loads_done():
             self._manager.apply(TransferResult(((LOAD, done),)))
-        self._admission.finish_loads()
+        for request_id, result in self._loads.finish(self._may_wait_ms()):
+            # Unless the tier has got more of it since.
+            if not any(map(self._manager.lookup, result.missing)):
+                self._lookups.put(request_id, result)
 
-    def look_ahead(self, requests: Iterable[Any]) -> None:
-        """While a step runs: begin loads of requests that have come and are to be given to vLLM.
+    def _may_wait_ms(self) -> float:
+        """How soon a load has to be over for the step about to be scheduled to wait for it.
 
-        Only between `schedule` and whatever gives blocks back next. Those that are free then were
-        given back by steps before the last one scheduled, so these loads need not wait for it.
+        Until that step can begin nobody waits, and after that all that could compute meanwhile do,
+        up to the limit of the stall. 0: it waits for none, because the device is idle, or because a
+        load that fails is recomputed, so that none may be promised before it is done.
         """
-        if not self._may_look_ahead or self.paused or self._view.is_paused():
-            return
-        self._admission.look_ahead(requests)
-        plan = self._manager.plan_loads()
-        if plan is not None:
-            self._ranks.load_ahead(plan)
+        free_ms = self._pace.free_ms() if self._promptly else 0.0
+        others = len(self._scheduler.running) + self._loads.num_parked - 1
+        return free_ms and free_ms + self._max_stall_ms / max(1, others)
 
     def _queue_stores(self, cached: Iterable[tuple[Any, Sequence[Any]]]) -> None:
         """The bytes of these blocks are in place."""
@@ -179,7 +179,6 @@ class SchedulerTier:
             self.on_finish(output.finished_req_ids)
             self._recency.ended(output.finished_req_ids)
         self._report.tick()
-        self._may_look_ahead = self._scheduler.connector is None
 
     def _make_plan(self, computed: Mapping[Hashable, int]) -> TransferPlan | None:
         """This step's plan; nothing is handed out any more before it is made."""
@@ -196,7 +195,7 @@ class SchedulerTier:
 
     def _after_admissions(self, output: Any) -> None:
         """Requests may have been admitted: count their hits, give up what was held for them."""
-        if self._admission.promises and output.scheduled_new_reqs and not self.paused:
+        if self._promptly and output.scheduled_new_reqs and not self.paused:
             alone = not self._loads.under_way
             self._full_prompts.load(output, self.cached, self._loads.readers, alone)
         self._loads.after_schedule()
@@ -221,7 +220,6 @@ class SchedulerTier:
             PromiseBroken: without what the reporting rank has done. The executor or the runner has
                 lost it, or the runner was never hooked and the step has not got what it reads.
         """
-        self._may_look_ahead = False
         self._pace.step_returned()
         if self._scheduler.connector is not None:
             self._invalid.step_returned(scheduled)
@@ -267,7 +265,6 @@ class SchedulerTier:
 
     def on_finish(self, request_ids: Iterable[str] | None) -> None:
         """These requests (None: all) are about to be finished from outside."""
-        self._may_look_ahead = False
         if request_ids is None:
             self._loads.abort_all()
             self._lookups.clear()
@@ -344,6 +341,8 @@ class SchedulerTier:
 
     def _use(self, settings: Settings) -> None:
         self.settings = settings
+        self._promptly = settings.load_mode != "parked"  # loads may be promised
+        self._max_stall_ms = settings.max_stall_ms
 
     @property
     def last_step(self) -> float:

@@ -16,9 +16,6 @@ BUS_AHEAD_MS = 150.0
 # Requests behind the step's last token for which loads are begun already. Not measured alone: at
 # 20 ms each they keep the bus busy beyond `BUS_AHEAD_MS`.
 LOOK_AHEAD_REQUESTS = 16
-# Between looks at whether a step is over, and whether a request has come, while the engine waits:
-# each takes Python from the threads that take requests in. Not measured alone.
-ARRIVALS_POLL_S = 0.0001
 # Copies do not fail on a sound machine, and each that does costs a recomputation: so many within
 # so many seconds are a device or driver that has gone bad, and not an accident. Not measured.
 FAILED_COPIES = 8

@@ -89,10 +89,6 @@ class SchedulerView:
         """Whether anything waits."""
         return any(map(len, self._queues))
 
-    def num_waiting(self) -> int:
-        """How many requests wait, parked ones included."""
-        return sum(map(len, self._queues))
-
     def is_paused(self) -> bool:
         """Whether new requests are kept waiting, whatever room there is."""
         state = getattr(self.scheduler, "pause_state", None)
@@ -121,10 +117,6 @@ class SchedulerView:
         if request.status != self._grammar or not structured:
             return False
         return bool(structured.grammar) and not isinstance(structured.grammar, Exception)
-
-    def waits(self, request: Any) -> bool:
-        """Whether the scheduler has a request, and would look it up."""
-        return request.request_id in self.scheduler.requests and self.needs_lookup(request)
 
     def resumes_without_lookup(self, request: Any) -> bool:
         """Whether `schedule` admits a request, if it can, that is past its lookup."""

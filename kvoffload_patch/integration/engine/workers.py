@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from kvoffload_patch.config import GIB, as_given
 from kvoffload_patch.integration.engine.tuning import OPEN_TIMEOUT_S, RPC_TIMEOUT_S
@@ -21,14 +21,6 @@ from kvoffload_patch.memory import AUTO_PARTS, RESERVE_BYTES, auto_bytes
 from kvoffload_patch.tier.plan import TransferPlan
 
 logger = logging.getLogger("vllm.kvoffload_patch")
-
-
-class RankHere(Protocol):
-    """The only rank, in this process."""
-
-    def loads_done(self) -> int: ...
-    def while_waiting(self, meanwhile: Callable[[Callable[[], bool]], None] | None) -> None: ...
-    def load_ahead(self, plan: TransferPlan) -> None: ...
 
 
 class RankGroup:
@@ -55,7 +47,7 @@ class RankGroup:
         self.load_ms_per_block = 0.0
         self.copies = self.size = ""
         self.copies_overlap = self.growing = False
-        self._here: RankHere | None = None  # the only rank, if it is in this process
+        self._here: Callable[[], int] | None = None  # asks a rank of this process
         self._common: tuple[tuple[int, ...], ...] = ()  # ranks that have slots in common
         self._silent = False  # a rank has not answered in time
 
@@ -99,7 +91,7 @@ class RankGroup:
         self.copies_overlap = ranks[0].device != "cpu"
         if len(ranks) == 1:
             [rank] = self._call(worker_side.rank_here, worker_side.this_process())
-            self._here = rank
+            self._here = rank.loads_done if rank is not None else None
 
     def _divide(self, ranks: Sequence[RankGeometry], cpu_bytes: int | None, engines: int) -> None:
         """Find how many slots there are to be."""
@@ -128,28 +120,7 @@ class RankGroup:
         The same comes with the output of a step, one or two steps later. Of loads that have
         failed only that tells.
         """
-        return self._here.loads_done() if self._here is not None else 0
-
-    def while_waiting(self, meanwhile: Callable[[Callable[[], bool]], None] | None) -> bool:
-        """Call this before the engine waits for a step; None: no more; whether it will be called.
-
-        It will where the only rank is in this process and its steps run beside the host.
-
-        Args:
-            meanwhile: given what says whether the step is over.
-        """
-        if self._here is None or not self.copies_overlap:
-            return False
-        self._here.while_waiting(meanwhile)
-        return True
-
-    def load_ahead(self, plan: TransferPlan) -> None:
-        """Have the rank submit loads between two steps, from within what `while_waiting` calls.
-
-        The step under way must not use the GPU blocks that they fill.
-        """
-        assert self._here is not None
-        self._here.load_ahead(plan)
+        return self._here() if self._here is not None else 0
 
     def drain(self) -> None:
         """Return when no rank has a copy under way; plans sent before are carried out first."""
@@ -194,7 +165,6 @@ class RankGroup:
         Raises:
             TierRefused: a load that is promised has failed on a rank, or a rank does not answer.
         """
-        self.while_waiting(None)
         self._here = None
         self._call(worker_side.finish_rank, plan)
 

@@ -85,7 +85,7 @@ _SCHEDULER = (
     ),
     *_has("vllm.v1.engine.core", "EngineCore", (_ANY, "vllm_config scheduler model_executor")),
     *_has("vllm.v1.engine.core", "EngineCoreProc", (_ANY, "input_queue output_queue")),
-    *_has("vllm.v1.engine", "EngineCoreRequestType", (_ANY, "ABORT ADD")),
+    *_has("vllm.v1.engine", "EngineCoreRequestType", (_ANY, "ABORT")),
     *_has("vllm.v1.engine", "EngineCoreOutputs", (_ANY, "engine_index scheduler_stats")),
 )
 

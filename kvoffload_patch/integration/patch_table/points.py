@@ -188,10 +188,6 @@ _V1_OUTPUT = "ModelRunnerOutput | AsyncModelRunnerOutput | IntermediateTensors"
 _DECORATED = ("torch", "vllm")
 _LOAD_WHY = "CPU memory is taken beside it, which takes as long"
 _STEP_WHY = "loads go before the forward pass and stores after it, on every rank"
-_WAIT_WHY = (
-    "who calls it waits for the step: up to 0.20 a thread of its own, from 0.21 on with one rank "
-    "the engine's, which has time then for requests that have come"
-)
 _END_WHY = "a step ends here, and its output carries the result back"
 
 RUNNERS = (
@@ -232,16 +228,6 @@ RUNNERS = (
     ),
     *row(
         "worker",
-        "runner_v1.get_output",
-        (_V1, "AsyncGPUModelRunnerOutput.get_output"),
-        "worker.hooks:get_output",
-        _WAIT_WHY,
-        Shape("<0.10.2", None),
-        Shape(">=0.10.2,<0.21", ("self",), "ModelRunnerOutput", hook=""),
-        Shape(">=0.21", ("self",), "ModelRunnerOutput"),
-    ),
-    *row(
-        "worker",
         "runner_v2.load_model",
         (_V2, "GPUModelRunner.load_model"),
         "worker.hooks:load_model",
@@ -271,16 +257,6 @@ RUNNERS = (
         Shape(">=0.12,<0.17", ("self", "grammar_output"), "AsyncOutput | ModelRunnerOutput"),
         Shape(">=0.17", ("self", "grammar_output"), "AsyncOutput | ModelRunnerOutput | None"),
         wrappers=_DECORATED,
-    ),
-    *row(
-        "worker",
-        "runner_v2.get_output",
-        ("vllm.v1.worker.gpu.async_utils", "AsyncOutput.get_output"),
-        "worker.hooks:get_output",
-        _WAIT_WHY,
-        Shape("<0.12", None),
-        Shape(">=0.12,<0.21", ("self",), "ModelRunnerOutput", hook=""),
-        Shape(">=0.21", ("self",), "ModelRunnerOutput"),
     ),
     *row(
         "worker",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvoffload_patch.integration.protocol import PLAN, WAIT, attached
+from kvoffload_patch.integration.protocol import PLAN, attached
 from kvoffload_patch.integration.worker.memory import begin_early
 
 Wrapped = Callable[..., Any]
@@ -39,14 +39,6 @@ def sample_tokens(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> An
     output = wrapped(*args, **kwargs)
     tier = attached(instance)
     return output if tier is None else tier.end_step(output)
-
-
-def get_output(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
-    """`get_output` of an asynchronous output: who calls it waits until the step is over."""
-    wait = instance.__dict__.pop(WAIT, None)
-    if wait is not None:
-        wait()
-    return wrapped(*args, **kwargs)
 
 
 def _is_dummy(

@@ -6,14 +6,11 @@ Runs in the worker. `rpc` opens and closes it for the engine.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from kvoffload_patch.config import as_given
-from kvoffload_patch.integration.protocol import WAIT
 from kvoffload_patch.integration.shared_slots import SharedSlotsAddress
 from kvoffload_patch.integration.slot_counts import SlotCounts
 from kvoffload_patch.integration.worker.memory import open_host
@@ -46,8 +43,6 @@ class RankTier:
     Raises:
         TransferError: the layout, the memory, the copy backend or the canary.
     """
-
-    _meanwhile: tuple[int, Callable[[Callable[[], bool]], None]] | None = None
 
     def __init__(
         self,
@@ -119,30 +114,6 @@ class RankTier:
         """Whether more slots will become usable."""
         return bool(self._host.growing)
 
-    def while_waiting(self, meanwhile: Callable[[Callable[[], bool]], None] | None) -> None:
-        """Call this when the thread that asks is about to wait for a step; None: no more.
-
-        Args:
-            meanwhile: given what says whether the step is over.
-        """
-        if meanwhile is None:
-            self._meanwhile = None
-        else:
-            self._engine.mark_steps()
-            self._meanwhile = threading.get_ident(), meanwhile
-
-    def load_ahead(self, plan: TransferPlan) -> None:
-        """Submit loads between two steps, of which the last may be under way.
-
-        Raises:
-            RuntimeError: the KV tensors were replaced.
-            TransferError: a plan was lost or came twice, or the copy thread has ended.
-        """
-        if not self._growth_told:
-            self._tell_growth(plan)
-        self._check_tensors()
-        self._engine.load_ahead(plan)
-
     def loads_done(self) -> int:
         """The last load done, as `CopyEngine.loads_done`; never waits."""
         return self._engine.loads_done()
@@ -155,8 +126,12 @@ class RankTier:
         """
         if not self._growth_told:
             self._tell_growth(plan)
-        if plan is not None:
-            self._check_tensors()
+        if plan is not None and self._moved():
+            raise RuntimeError(
+                "kvoffload_patch: the KV tensors of this rank were replaced after the CPU tier "
+                "was attached, so it cannot go on; restart the server, or set "
+                "KVOFFLOAD_DISABLE=1 to serve without it."
+            )
         tokens = step.total_num_scheduled_tokens
         self._idle = tokens == 0
         self._host_bound = len(step.num_scheduled_tokens) < tokens <= SHORT_STEP_TOKENS
@@ -188,10 +163,7 @@ class RankTier:
             progress = progress._replace(done=self._board.exchange_done(progress.done))
         found = self._checksums.mismatches, self._sizing
         result = TransferResult(*progress, *self._usable_slots(), *found)
-        output = copy_output(output, result)
-        if self._meanwhile is not None and hasattr(output, "get_output"):
-            setattr(output, WAIT, partial(self._wait, self._engine.mark_end()))
-        return output
+        return copy_output(output, result)
 
     def drain(self) -> None:
         """Return when every copy is done."""
@@ -242,19 +214,9 @@ class RankTier:
 
     def close(self) -> None:
         """Drain and free."""
-        self._meanwhile = None
         self._engine.close()
         del self._engine
         self._host.close()
-
-    def _wait(self, is_over: Callable[[], bool]) -> None:
-        """A thread is about to wait for a step that this rank has submitted."""
-        # Where a thread of the executor's waits, the engine's may be within the next step.
-        if self._meanwhile is None or not self._engine.step_ended:
-            return
-        thread, meanwhile = self._meanwhile
-        if threading.get_ident() == thread:
-            meanwhile(is_over)
 
     def _wait_for_handed_out(self, plan: TransferPlan) -> None:
         """Copies of blocks that this step hands out are done when the host goes on.
@@ -325,12 +287,7 @@ class RankTier:
             self._host.num_ready, took, self._host.growth_spent,
         )  # fmt: skip
 
-    def _check_tensors(self) -> None:
+    def _moved(self) -> bool:
         # All were looked at when the tier opened; once a step, the first says it for all.
         tensors = self._runner.kv_caches
-        if not tensors or tensors[0].data_ptr() != self._pointer:
-            raise RuntimeError(
-                "kvoffload_patch: the KV tensors of this rank were replaced after the CPU tier "
-                "was attached, so it cannot go on; restart the server, or set "
-                "KVOFFLOAD_DISABLE=1 to serve without it."
-            )
+        return not tensors or tensors[0].data_ptr() != self._pointer

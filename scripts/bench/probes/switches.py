@@ -30,24 +30,18 @@ def _rank_asked() -> Change:
 
 
 def _joining_early() -> Change:
-    from kvoffload_patch.integration.engine.admission import Admission
+    from kvoffload_patch.integration.engine.tier import SchedulerTier
 
-    return Admission, "_may_wait_ms", lambda self: 0.0
+    return SchedulerTier, "_may_wait_ms", lambda self: 0.0
 
 
 def _joining_into_a_stall() -> Change:
-    from kvoffload_patch.integration.engine.admission import Admission
+    from kvoffload_patch.integration.engine.tier import SchedulerTier
 
     def free_ms_only(self: Any) -> float:
-        return float(self._pace.free_ms()) if self.promises else 0.0
+        return float(self._pace.free_ms()) if self._promptly else 0.0
 
-    return Admission, "_may_wait_ms", free_ms_only
-
-
-def _loads_ahead() -> Change:
-    from kvoffload_patch.integration.engine.arrivals import Arrivals
-
-    return Arrivals, "watch", lambda self, is_over: None
+    return SchedulerTier, "_may_wait_ms", free_ms_only
 
 
 def _pieces() -> Change:
@@ -68,7 +62,6 @@ _CHANGES: dict[str, Callable[[], Change]] = {
     "rank asked before a step": _rank_asked,
     "joining early": _joining_early,
     "joining into a stall": _joining_into_a_stall,
-    "loads begun ahead": _loads_ahead,
     "loads in pieces": _pieces,
 }
 MECHANISMS = ("nothing", *_CHANGES)

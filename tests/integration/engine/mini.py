@@ -89,11 +89,6 @@ class FakeRanks:
             for slot in self.device.slots:
                 slot[:] = [0] * BLOCK
 
-    def load_ahead(self, plan: Any) -> None:
-        """Loads that come between two steps."""
-        assert self.device is not None
-        self.device.load_ahead(plan)
-
     def finish(self, plan: Any) -> None:
         """Carry out the plan's loads, and every copy; the rank is closed."""
         self.closed += 1
@@ -131,11 +126,6 @@ class Mini:
             both caches after every step.
     """
 
-    # Requests that have come and the scheduler has not been given: how many it will be before the
-    # next step, and how many loads were begun for such.
-    seen = begun_ahead = 0
-    desk: Desk | None = None
-
     def __init__(
         self,
         fails: Callable[[str, int], bool] = lambda direction, ticket: False,
@@ -166,6 +156,7 @@ class Mini:
         self.ranks = ranks or FakeRanks()
         self.ranks.device, self.ranks.num_slots = self.device, num_slots
         self.tier: Any = None
+        self.desk: Desk | None = None
         self.max_failed_copies = max_failed_copies
         self.time, self.step_ms = 0.0, step_ms
         self._attach(Settings(**settings), num_slots, tier)
@@ -175,7 +166,6 @@ class Mini:
         self.plans: list[Any] = []
         self.hits: dict[str, int] = {}  # tokens cached when a request was admitted, in that order
         self.queue: deque[tuple[Any, Any]] = deque()
-        self.coming: list[Any] = []
 
     def _make_scheduler(self, blocks: int, windows: Sequence[int | None], lookahead: int) -> None:
         self.scheduler = parts.make_scheduler(self.config, blocks, windows)
@@ -221,32 +211,16 @@ class Mini:
 
     def add(self, prompt: list[int], count: int = 4, priority: int = 0) -> str:
         """Ask for ``count`` tokens; returns the request's name."""
-        name = self.come(prompt, count, priority)
-        self.scheduler.add_request(self.coming.pop())
-        return name
-
-    def come(self, prompt: list[int], count: int = 4, priority: int = 0) -> str:
-        """The same while a step runs: the scheduler is given it when its output is taken in."""
         name = f"request-{len(self.prompts)}"
         request = parts.make_request(name, list(prompt), count, priority)
         self.prompts[name], self.answers[name], self.counts[name] = list(prompt), [], count
-        self.coming.append(request)
+        self.scheduler.add_request(request)
         return name
-
-    def look_ahead(self) -> None:
-        """The tier sees what has come; it does nothing where that is not safe."""
-        if self.coming and self.tier is not None and not self.breaker.detached:
-            before = self.tier._loads.num_ahead
-            self.breaker.look_ahead(list(self.coming))
-            self.begun_ahead += self.tier._loads.num_ahead - before
 
     def abort(self, *names: str) -> None:
         """These requests, or all, are not wanted any more."""
         from vllm.v1.request import RequestStatus
 
-        for request in [one for one in self.coming if one.request_id in (names or self.counts)]:
-            self.seen -= self.coming.index(request) < self.seen
-            self.coming.remove(request)
         gone = names[0] if len(names) == 1 else list(names) or None
         self.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
         self.counts.update(dict.fromkeys(names or self.counts, 0))
@@ -275,7 +249,7 @@ class Mini:
 
     def run(self, steps: int = 10_000) -> None:
         """Step until every request has its answer."""
-        while self.scheduler.has_unfinished_requests() or self.queue or self.coming:
+        while self.scheduler.has_unfinished_requests() or self.queue:
             assert steps, "the requests do not come to an end"
             steps -= 1
             self.step()
@@ -299,17 +273,10 @@ class Mini:
 
     def step(self) -> None:
         """As `EngineCore.step_with_batch_queue`: schedule, and take in the oldest output."""
-        if not (self.queue or self.scheduler.has_requests()):
-            self.seen = len(self.coming)
-        for _ in range(self.seen):
-            self.scheduler.add_request(self.coming.pop(0))
-        self.seen = 0
         if self.scheduler.has_requests():
             self.begin_step()
             if len(self.queue) < self.in_flight and self.queue[0][0].num_scheduled_tokens:
                 return
-        self.look_ahead()
-        self.seen = len(self.coming)
         self.end_step()
 
     def begin_step(self) -> Any:

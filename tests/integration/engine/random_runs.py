@@ -80,7 +80,6 @@ def run(seed: int, most_in_flight: int = 6, states: bool = False) -> dict[str, i
     rng = random.Random(seed)
     # A number that others do not rest on: half of the runs are asked for nothing.
     commands = random.Random(f"commands {seed}") if seed % 16 < 8 else None
-    arrivals = random.Random(f"arrivals {seed}") if seed % 4 < 3 else None
     rate = {"load": rng.choice([0, 0, 0.2, 0.5]), "store": rng.choice([0, 0, 0.3])}
     ranks = FakeRanks(rng.choice([0.1, 1.0, 15.0, 60.0]), here=rng.random() < 0.5)
     about = describe(seed, most_in_flight, states)
@@ -90,7 +89,7 @@ def run(seed: int, most_in_flight: int = 6, states: bool = False) -> dict[str, i
     )
     stats = mini.manager.stats
     try:
-        asked = _play(mini, rng, commands, arrivals)
+        asked = _play(mini, rng, commands)
         mini.run(steps=_MAX_STEPS)
     except LoadFailed:
         # A load that a step reads is a promise: the engine ends, and no wrong token has come out.
@@ -103,13 +102,11 @@ def run(seed: int, most_in_flight: int = 6, states: bool = False) -> dict[str, i
     return {
         "loaded": stats.loaded, "stored": stats.stored, "evicted": stats.evicted,
         "failed": stats.failed, "resumed": mini.device.resumed, "states": mini.device.states,
-        "asked": len(asked), "ahead": mini.begun_ahead,
+        "asked": len(asked),
     }  # fmt: skip
 
 
-def _play(
-    mini: Any, rng: random.Random, commands: random.Random | None, arrivals: random.Random | None
-) -> list[Any]:
+def _play(mini: Any, rng: random.Random, commands: random.Random | None) -> list[Any]:
     """Forty requests, most of which begin like another one; returns what was asked meanwhile."""
     from integration.engine.mini import BLOCK
     from scheduler_half.scenarios import prompt
@@ -121,7 +118,6 @@ def _play(
     names, asked_for = list[str](), list[Any]()
     # Long answers outgrow the GPU, so that requests are preempted.
     counts = rng.choice([[1, 2, 5, 20, 40], [10, 30, 50, 60]])
-    calm = arrivals is not None and arrivals.random() < 0.6  # few wait for room
     for _ in range(40):
         asked = rng.choice(beginnings)
         if rng.random() < 0.15:  # whole blocks, known in full
@@ -134,14 +130,9 @@ def _play(
         if rng.random() < 0.05:  # more than a step takes
             asked = asked + prompt(14, seed=rng.randrange(10**6))
         count, priority = rng.choice(counts), rng.randrange(3)
-        comes = arrivals is not None and arrivals.random() < 0.7
-        ask = mini.come if comes else mini.add
-        names.append(ask(asked[: _MAX_TOKENS - count] or [3], count, priority))
-        if comes and arrivals.random() < 0.1:
-            mini.look_ahead()  # at a time at which it may not be safe
-        steps = rng.choice([0, 0, 1, 2, 5])
-        for _ in range(arrivals.choice([3, 8, 20]) if calm else steps):
-            if mini.queue or mini.coming or mini.scheduler.has_requests():
+        names.append(mini.add(asked[: _MAX_TOKENS - count] or [3], count, priority))
+        for _ in range(rng.choice([0, 0, 1, 2, 5])):
+            if mini.queue or mini.scheduler.has_requests():
                 mini.step()
         _disturb(mini, rng, names)
         if commands is not None and commands.random() < 0.15:
@@ -151,10 +142,8 @@ def _play(
 
 def _disturb(mini: Any, rng: random.Random, names: list[str]) -> None:
     """Now and then abort a request, or reset the prefix cache."""
-    if rng.random() < 0.08:
-        name = rng.choice(names)
-        if name in mini.scheduler.requests or name in [one.request_id for one in mini.coming]:
-            mini.abort(name)
+    if rng.random() < 0.08 and (name := rng.choice(names)) in mini.scheduler.requests:
+        mini.abort(name)
     if rng.random() < 0.03 and not mini.queue:
         try:
             done = mini.scheduler.reset_prefix_cache(reset_running_requests=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -432,8 +431,8 @@ def test_what_crosses_before_the_step_can_begin_or_soon_after_counts_as_done(
     step_ms: float, stall_ms: float, in_flight: int, mode: str, joins: list[bool]
 ) -> None:
     world, requests, loads = parked_beside(1, 3, 3)
-    changed = replace(world.tier.settings, load_mode=mode, max_stall_ms=stall_ms)
-    world.tier._admission.use(changed)
+    world.tier._promptly = mode == "auto"
+    world.tier._max_stall_ms = stall_ms
     world.tier._pace._in_flight = in_flight
     world.tier._pace._steps = (step_ms / 1000, step_ms / 1000)
     world.tier._pace._began = world.time - step_ms / 1000

@@ -20,8 +20,9 @@ import kvoffload_patch
 
 PACKAGE = Path(kvoffload_patch.__file__).parent
 
-# Deciding on one request: what it hits, whether it fits, and what vLLM is given of that.
-LOOKUP_FILES = 8
+# Deciding on one request: what it hits, whether it fits, what vLLM is given of that, and whether
+# the request lets its blocks be kept.
+LOOKUP_FILES = 9
 # That, and from there to its blocks in vLLM's prefix cache, by a plan and its result; with what is
 # stored first because the load would overwrite it.
 LOAD_FILES = 19

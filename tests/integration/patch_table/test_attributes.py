@@ -13,7 +13,6 @@ import builtins
 import collections
 import dataclasses
 import logging
-import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -216,7 +215,6 @@ def python() -> set[str]:
         threading.Event,
         threading.Thread,
         type(python),
-        queue.Queue(),
     ]
     return {name for kind in kinds for name in dir(kind)} | OTHERS
 

@@ -96,8 +96,6 @@ def test_a_supported_release_matches_its_points(release: str, tmp_path: Path) ->
     hooked = {p.name for p in decided.points if p.hook}
     assert {p.name for p in (*decided.wrapped, *decided.set_on_objects)} == hooked
     assert {p.attribute.partition(".")[0] for p in decided.wrapped} <= {
-        "AsyncGPUModelRunnerOutput",  # one is made in each step
-        "AsyncOutput",
         "EngineCore",
         "GPUModelRunner",
         "LLMEngine",

@@ -18,7 +18,7 @@ from tier.plans import a_load, a_plan, a_store
 
 from kvoffload_patch.integration.protocol import RESULT, TIER
 from kvoffload_patch.integration.slot_counts import make_slot_counts
-from kvoffload_patch.integration.worker import hooks, rpc
+from kvoffload_patch.integration.worker import rpc
 from kvoffload_patch.integration.worker import tier as rank
 from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.tier.plan import TransferPlan
@@ -349,73 +349,3 @@ def test_a_rank_that_is_resized_finishes_its_copies_and_says_what_it_has(
     assert tier.resize(5, sizing=2) == (5, False)
     result = step(tier, None)
     assert (result.num_slots, result.growing, result.sizing) == (5, False, 2)
-
-
-class Output:
-    """As an asynchronous one of vLLM's."""
-
-    def __init__(self) -> None:
-        self.model_runner_output = SimpleNamespace(sampled_token_ids=[[1]], req_ids=["a"])
-
-    def get_output(self) -> str:
-        return "tokens"
-
-
-def asynchronous_step(tier: rank.RankTier) -> Output:
-    tier.begin_step(None, STEP)
-    output: Output = tier.end_step(Output())
-    return output
-
-
-def get(output: Output) -> Any:
-    return hooks.get_output(output.get_output, output, (), {})
-
-
-def test_who_waits_for_a_step_is_told_before_it(tier: rank.RankTier) -> None:
-    seen = list[bool]()
-    tier.while_waiting(lambda is_over: seen.append(is_over()))
-    output = asynchronous_step(tier)
-    assert seen == []
-    assert get(output) == "tokens"
-    assert seen == [True], "on the CPU a step is over when its call returns"
-    assert get(output) == "tokens" and len(seen) == 1, "once"
-
-
-def test_another_thread_that_waits_is_not_told(tier: rank.RankTier) -> None:
-    """It is the executor's, and the engine's may be within the next step."""
-    seen = list[bool]()
-    tier.while_waiting(lambda is_over: seen.append(is_over()))
-    output = asynchronous_step(tier)
-    thread = threading.Thread(target=get, args=(output,))
-    thread.start()
-    thread.join()
-    assert seen == []
-
-
-def test_nobody_is_told_between_the_two_halves_of_a_step(tier: rank.RankTier) -> None:
-    """A store of the step under way is not submitted yet, and a load could overtake it."""
-    seen = list[bool]()
-    tier.while_waiting(lambda is_over: seen.append(is_over()))
-    output = asynchronous_step(tier)
-    tier.begin_step(a_plan(store=a_store(2, (3,), (2,))), STEP)
-    get(output)
-    assert seen == []
-
-
-def test_nobody_is_told_any_more(tier: rank.RankTier) -> None:
-    seen = list[bool]()
-    tier.while_waiting(lambda is_over: seen.append(is_over()))
-    output = asynchronous_step(tier)
-    tier.while_waiting(None)
-    get(output)
-    get(asynchronous_step(tier))
-    assert seen == []
-
-
-def test_a_load_between_two_steps(tier: rank.RankTier, runner: Any) -> None:
-    tier.load_ahead(a_plan((a_load(1, (4,), (0,)),), stores_done=1))
-    assert step(tier, None).done_on(LOAD) == 1
-    assert torch.equal(runner.kv_caches[0][4], runner.kv_caches[0][1])
-    runner.kv_caches.clear()
-    with pytest.raises(RuntimeError, match="KV tensors of this rank were replaced"):
-        tier.load_ahead(a_plan((a_load(2, (5,), (0,)),)))
