@@ -181,6 +181,16 @@ def transfer() -> str:
     return report.page(document) + "\n\n" + ran_on(document["machine"])
 
 
+def checksums() -> str:
+    """How fast copies with checksums are beside copies without."""
+    document = read("transfer-checksums.json")
+    if document is None:
+        return "not measured"
+    from scripts.bench.transfer import report
+
+    return report.checksums(document) + "\n\n" + ran_on(document["machine"])
+
+
 def ranks() -> str:
     """The same with two ranks."""
     document = read("../2026-11-22-serve-ranks-f05b92d.json")
@@ -214,6 +224,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "mechanisms": mechanisms,
     "step": step,
     "transfer": transfer,
+    "checksums": checksums,
     "ranks": ranks,
 }
 

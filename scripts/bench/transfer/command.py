@@ -46,7 +46,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--block-kib", default="256,512,1024,2048,4096,8192", help="block bytes, KiB")
     add("--backends", default=",".join(BACKENDS))
-    add("--integrity", default=setup.DEFAULT, help="checksums: some of off,sample,full")
+    add("--integrity", default=report.DEFAULT, help="checksums: some of off,sample,full")
     add("--orders", default=",".join(setup.ORDERS))
     add("--block-tokens", default="16,32,64,128,256", help="of bigger models' layouts")
     add("--layouts", default="apart,packed", help=f"of {', '.join(SHAPES)}; packed: 2 MiB only")
@@ -128,7 +128,7 @@ class Bench:
             try:
                 mover = setup.Mover(kv, slots, name, integrity)
             except Exception as error:  # noqa: BLE001 - the other backends are still measured
-                name = setup.named(name, integrity)
+                name = report.named(name, integrity)
                 say(f"{name}: {error}")
                 self.document["cases"].append({"backend": name, "error": str(error)})
             else:

@@ -6,10 +6,18 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from kvoffload_patch.config import VARIABLES
 from scripts.bench.common import bars, pyplot, say, table, verdict
 
 WORDS = {"store": "store", "load": "load", "inline": "load inline", "both": "both ways"}
+DEFAULT = str(VARIABLES["KVOFFLOAD_INTEGRITY"].default)
 MIB = 1 << 20
+LEAST = 0.99  # of the speed without checksums, with those of all blocks
+
+
+def named(backend: str, integrity: str) -> str:
+    """What a backend with such checksums is called here."""
+    return backend if integrity == DEFAULT else f"{backend} {integrity}"
 
 
 def size(nbytes: int) -> str:
@@ -148,19 +156,50 @@ def _verdicts(document: dict[str, Any]) -> str:
 
 def _checksums(document: dict[str, Any]) -> list[str]:
     """What checksums of all blocks cost where none were measured beside them."""
-    rates = {
-        (c["backend"], c["layout"], c["block_bytes"], c["order"], kind): found["gb_s"]["median"]
-        for c in _good(document)
-        for kind, found in c["kinds"].items()
-    }
     lines = []
-    for (backend, *where), rate in rates.items():
-        without = rates.get((backend.replace(" full", " off"), *where))
-        if backend.endswith(" full") and without:
-            layout, nbytes, order, kind = where
+    for (_, layout, nbytes, order, kind), found in _by_integrity(document).items():
+        if "full" in found:
             name = f"{size(nbytes)} {layout} {order} {WORDS[kind]}, checksums of all blocks"
-            lines.append(verdict(f"{name} of none", rate / without, 0.99, most=False))
+            share_of = found["full"] / found["off"]
+            lines.append(verdict(f"{name} of none", share_of, LEAST, most=False))
     return lines
+
+
+def _by_integrity(document: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, float]]:
+    """GB/s by checksums, for each backend, layout, block size, order and way measured without."""
+    rates: dict[tuple[Any, ...], dict[str, float]] = {}
+    for case in _good(document):
+        backend, _, integrity = case["backend"].partition(" ")
+        where = backend, case["layout"], case["block_bytes"], case["order"]
+        for kind, found in case["kinds"].items():
+            of = rates.setdefault((*where, kind), {})
+            of[integrity or DEFAULT] = found["gb_s"]["median"]
+    return {where: found for where, found in rates.items() if "off" in found}
+
+
+def checksums(document: dict[str, Any]) -> str:
+    """The table of docs/performance.md: without checksums, and the share of it with them."""
+    rates = _by_integrity(document)
+    rows = [["GB/s with `off`; share with `sample`; with `full`", *WORDS.values()]]
+    for backend, layout, nbytes, order in dict.fromkeys(where[:-1] for where in rates):
+        case = {"backend": backend, "layout": layout, "block_bytes": nbytes, "order": order}
+        found = [rates[backend, layout, nbytes, order, kind] for kind in WORDS]
+        rows.append([_name(case), *map(_shares, found)])
+    full = [found["full"] / found["off"] for found in rates.values() if "full" in found]
+    if not full:
+        return table(rows)
+    reached = sum(share >= LEAST for share in full)
+    return (
+        f"{table(rows)}\n\nWith checksums of all blocks {reached} of {len(full)} figures are at"
+        f" least {LEAST:g} of those without; the median is {statistics.median(full):.3f},"
+        f" the least {min(full):.3f}."
+    )
+
+
+def _shares(found: dict[str, float]) -> str:
+    shares = [f"{found[name] / found['off']:.3f}" if name in found else "-"
+              for name in ("sample", "full")]  # fmt: skip
+    return "; ".join([f"{found['off']:.1f}", *shares])
 
 
 def draw(document: dict[str, Any], path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from kvoffload_patch.config import VARIABLES
 from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.tier.plan import Transfer, TransferPlan
 from kvoffload_patch.transfer.backends.choose import choose_backend
@@ -17,16 +16,11 @@ from kvoffload_patch.transfer.engine import CopyEngine
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
 from scripts.bench.common import GIB
+from scripts.bench.transfer.report import DEFAULT, named
 from scripts.bench.transfer.shapes import SHAPES
 
 ORDERS = ("contiguous", "fragmented")
 POISON = 0xA5
-DEFAULT = str(VARIABLES["KVOFFLOAD_INTEGRITY"].default)
-
-
-def named(backend: str, integrity: str) -> str:
-    """What a backend with such checksums is called here."""
-    return backend if integrity == DEFAULT else f"{backend} {integrity}"
 
 
 class Slots:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.bench import page
 from scripts.bench.transfer import command, report, setup
 from scripts.bench.transfer.shapes import BY_TOKENS, SHAPES
 
@@ -106,3 +107,41 @@ def test_each_layout_is_measured_with_each_size_of_its_blocks(tmp_path: Path) ->
     assert found == [case for case in wanted for _ in setup.ORDERS]
     assert "torch, 1.072 MiB, mla, fragmented" in report.page(bench.document)
     assert args.json.is_file()
+
+
+def one_case(backend: str, speeds: dict[str, float]) -> dict[str, Any]:
+    kinds = {kind: {"gb_s": {"median": gb_s}} for kind, gb_s in speeds.items()}
+    where = {"layout": "mla", "block_bytes": 2 << 20, "order": "fragmented"}
+    return {"backend": backend, **where, "kinds": kinds}
+
+
+def test_checksums_are_shares_of_what_the_same_copies_reach_without() -> None:
+    without = dict.fromkeys(report.WORDS, 50.0)
+    cases = [one_case("staged off", without), one_case("staged", {**without, "load": 49.9})]
+    cases += [{"backend": "staged full", "error": "no memory"}]
+    assert "With checksums of all" not in report.checksums({"cases": cases})
+    cases[-1] = one_case("staged full", {**without, "load": 49.0, "both": 49.6})
+    made = report.checksums({"cases": [*cases, one_case("torch full", without)]})
+    row = next(line for line in made.splitlines() if "staged" in line)
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    assert cells[:3] == [
+        "staged, 2 MiB, mla, fragmented", "50.0; 1.000; 1.000", "50.0; 0.998; 0.980",
+    ]  # fmt: skip
+    assert "torch" not in made, "measured without checksums nowhere"
+    assert made.endswith("3 of 4 figures are at least 0.99 of those without; the median is 0.996,"
+                         " the least 0.980.")  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="as it runs without a GPU")
+def test_a_result_with_checksums_fills_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = command.options(["--integrity", "off,full,sample", "--repeats", "1", "--gib", "0.004",
+                            "--layouts", "apart", "--block-kib", "2048",
+                            "--json", str(tmp_path / "transfer-checksums.json")])  # fmt: skip
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    assert page.checksums() == "not measured"
+    command.Bench(args).run()
+    text = page.filled("<!-- table: checksums -->\nold\n<!-- end: checksums -->")
+    assert "torch, 2 MiB, contiguous" in text and "torch, 2 MiB, fragmented" in text
+    assert " of 8 figures are at least 0.99 of those without" in text and "Commit" in text
