@@ -45,6 +45,10 @@ SHORT = (
     ("s3", "60 sessions of 8k tokens, the GPU holds 23; one turn of all, s", 1),
     ("s2", "200 fresh prompts of 2,048 tokens, nothing to find, s", 1),
 )
+TWO_GPUS = {
+    "chats-tensor.json": "two GPUs, tensor parallel",
+    "chats-stages.json": "two GPUs, two pipeline stages",
+}
 MECHANISMS = {
     "mechanisms-ahead.json": "default graphs, 12 sessions at a time, beside a second server",
     "mechanisms-arrivals.json": "default graphs, 14 sessions a second beside 12 decodes",
@@ -136,6 +140,17 @@ def chats() -> str:
     return "\n\n".join([chats_report.tables(document), chats_report.EXPLAINED, *ran])
 
 
+def chats_on_two() -> str:
+    """Turns that come back, on engines of two GPUs."""
+    parts = []
+    for name, words in TWO_GPUS.items():
+        document = read(name)
+        if document is not None:
+            parts.append(chats_report.later(document, words))
+            parts += dict.fromkeys(ran_on(machine) for machine in document["machines"])
+    return "\n\n".join(parts) or "not measured"
+
+
 def mechanisms() -> str:
     """What each mechanism is worth: all rounds of one engine, one switched off at a time."""
     parts = []
@@ -221,6 +236,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "served": served,
     "pairs": pairs,
     "chats": chats,
+    "chats on two": chats_on_two,
     "mechanisms": mechanisms,
     "step": step,
     "transfer": transfer,

@@ -36,6 +36,11 @@ def tables(document: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def later(document: dict[str, Any], words: str) -> str:
+    """The table of turns that come back alone, and what it is a table of."""
+    return _table(document, f"{words}: {about(document)}", figures.LATER)
+
+
 def about(document: dict[str, Any]) -> str:
     """The load of the chats in a few words; of the last job, if jobs differ."""
     load = document["jobs"][-1]["load"]

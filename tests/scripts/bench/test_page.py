@@ -58,3 +58,15 @@ def test_conversations_have_a_table_once_they_are_measured(monkeypatch: pytest.M
     text = page.chats()
     assert text.startswith("the tables\n\nIn brackets the ratio to the floor")
     assert text.count("Commit abc, 2026-11-22, H200, 16 cores, vLLM 0.26: `bench`") == 1
+
+
+def test_engines_of_two_gpus_have_a_table_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine: dict[str, object] = {"commit": "abc", "date": "2026-11-22T10:00", "gpu": "H200, 1"}
+    machine |= {"vllm": "0.26", "cpus": 32, "command": "bench"}
+    document = {"machines": [machine]}
+    monkeypatch.setattr(page, "read", lambda name: document if "stages" in name else None)
+    monkeypatch.setattr(page.chats_report, "later", lambda document, words: f"table of {words}")
+    text = page.chats_on_two()
+    assert text.startswith("table of two GPUs, two pipeline stages\n\nCommit abc")
+    monkeypatch.setattr(page, "read", lambda name: None)
+    assert page.chats_on_two() == "not measured"
