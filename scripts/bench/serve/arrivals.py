@@ -155,14 +155,14 @@ def _run(bench: Bench, source: Any, seconds: float) -> tuple[Phase, float]:
 
 def _begin(bench: Bench) -> Phase:
     """The decodes, running: each has answered a few tokens."""
-    from scripts.bench.serve.load import prompts
+    from scripts.bench.serve.load import ask, prompts
 
     engine, size = bench.llm.llm_engine, bench.sizes
     bench.phases += 1
     texts = prompts(bench, f"decode-{bench.phases}", size.s4_decodes, size.s4_decode_prompt)
     phase = Phase({f"decode-{bench.phases}-{i}": [] for i in range(len(texts))})
     for name, text in zip(phase.decodes, texts):
-        _add(engine, name, text, size.max_model_len - len(text))
+        ask(engine, name, text, size.max_model_len - len(text))
     while min(map(len, phase.decodes.values())) < WARM_TOKENS:
         phase.take(engine.step(), time.perf_counter())
     return phase
@@ -170,21 +170,12 @@ def _begin(bench: Bench) -> Phase:
 
 def _ask(bench: Bench, phase: Phase, prompt: Prompt, now: float) -> None:
     """A session comes back: its prompt, and a message that is new."""
-    from scripts.bench.serve.load import prompts
+    from scripts.bench.serve.load import ask, prompts
 
     name = f"arrival-{bench.phases}-{len(phase.asked)}"
     (new,) = prompts(bench, name, 1, bench.sizes.s4_extend)
     phase.asked[name] = now
-    _add(bench.llm.llm_engine, name, [*prompt, *new], 2)
-
-
-def _add(engine: Any, name: str, prompt: Prompt, max_tokens: int) -> None:
-    from vllm.sampling_params import RequestOutputKind
-
-    from scripts.bench.serve.load import sampling
-
-    parameters = sampling(max_tokens, output_kind=RequestOutputKind.DELTA)
-    engine.add_request(name, {"type": "token", "prompt_token_ids": prompt}, parameters)
+    ask(bench.llm.llm_engine, name, [*prompt, *new], 2)
 
 
 def _words(found: dict[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """One job: starts an engine, plays scenarios, and writes what each gave at its end.
 
 Run by `process` as ``python -m scripts.bench.serve.child SPEC``. SPEC is a JSON file with
-``model``, ``engine`` (arguments of `vllm.LLM`), ``sizes``, ``scenarios``, ``floor`` (see
-`load.Bench`), ``side_by_side`` and ``out``, the file that gets one line of JSON for each event.
-What vLLM logs goes to this process's output.
+``model``, ``engine`` (arguments of `vllm.LLM`), ``sizes``, ``scenarios``, ``floor`` and ``plain``
+(see `load.Bench`), ``side_by_side`` and ``out``, the file that gets one line of JSON for each
+event. What vLLM logs goes to this process's output.
 
 Side by side with other engines it plays what its standard input asks for, a line at a time:
 ``s4 prepare``, then ``s4 quiet`` and the like, the name of the scenario being only a name for the
@@ -53,7 +53,7 @@ def main() -> None:
     ready = time.perf_counter()
     report.event("ready", import_s=imported - began, start_s=ready - imported)
     time.sleep(spec["sizes"]["settle_s"])
-    bench = load.Bench(llm, Sizes(**spec["sizes"]), report.say, spec["floor"])
+    bench = load.Bench(llm, Sizes(**spec["sizes"]), report.say, spec["floor"], spec["plain"])
     if spec["side_by_side"]:
         take_turns(bench, report)
     else:

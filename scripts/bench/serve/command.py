@@ -9,6 +9,9 @@ Scenarios S1 to S4 on a real vLLM: plain, with this tier, and with what else the
   s1long   S1 with longer prompts in rotation, on an engine with a smaller GPU cache
   one      prompts answered with one token: are they stored and found again?
   s4graphs S4 with vLLM's own choice of compilation and CUDA graphs
+  pressure chats all at once whose KV is three times the GPU's cache, so that requests are
+           preempted: tokens recomputed, preemptions, the longest wait for a token
+  pressure_tokens  the same on the small model of `tokens`: are greedy answers equal?
   tokens   greedy answers of single requests, equal with and without, on a small model of its own
   start    how long an engine takes to start (also measured with each of s1 to s4)
 
@@ -115,7 +118,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     planned = job_of.jobs(chosen, names, args.rounds, args.warm_up, args.side_by_side)
     if planned:
         jobs.note_machine(document)
-    if any(job.engine == "tokens" for beside in planned for job in beside):
+    if any(job.engine in job_of.SMALL_MODEL for beside in planned for job in beside):
         job_of.write_tokens_model(args.out / "model", args.small)
     play(planned, setup, args, document)
     return document

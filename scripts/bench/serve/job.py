@@ -13,10 +13,12 @@ from typing import Any
 
 from scripts import ROOT
 from scripts.bench.jobs import AnyJob, Launch
-from scripts.bench.serve import modes
+from scripts.bench.serve import modes, pressure
 from scripts.bench.serve.sizes import ENGINES, Sizes
 
 ARRIVALS = ("s4", "s4graphs")  # what engines can play side by side
+SMALL_MODEL = ("tokens", "pressure_tokens")  # engines with the model of the check of answers
+PRESSED = ("pressure", "pressure_tokens")  # engines whose scheduler is read
 
 
 @dataclass
@@ -70,10 +72,13 @@ class Job(AnyJob):
         gib = modes.tier_gib(self.mode, self.engine, setup.sizes)
         return Launch(
             modes.command(self.mode, str(spec)),
-            modes.environment(self.mode, gib, setup.small),
+            {**modes.environment(self.mode, gib, setup.small), **self._in_process()},
             bool(self.together),
             f"{gib:g} GiB of CPU memory",
         )
+
+    def _in_process(self) -> dict[str, str]:
+        return pressure.IN_PROCESS if self.engine in PRESSED else {}
 
     def record(self, setup: Setup) -> dict[str, Any]:
         """For JSON."""
@@ -100,14 +105,18 @@ def arguments(job: Job, setup: Setup) -> dict[str, Any]:
         "long": size.s1long_gpu_blocks,
         # Plain vLLM keeps every prefix here: its answers are those to be equal to.
         "tokens": size.tokens_all_gpu_blocks if job.mode == "off" else size.tokens_gpu_blocks,
+        "pressure": size.pressure_gpu_blocks,
+        "pressure_tokens": size.pressure_tokens_gpu_blocks,
     }
-    longest = size.tokens_max_model_len if job.engine == "tokens" else size.max_model_len
+    longest = size.tokens_max_model_len if job.engine in SMALL_MODEL else size.max_model_len
     made: dict[str, Any] = {
         "max_num_seqs": size.max_num_seqs,
         "max_model_len": longest,
         "num_gpu_blocks_override": blocks.get(job.engine, size.gpu_blocks),
         "block_size": size.block_size,
     }
+    if job.engine in PRESSED:
+        made["disable_log_stats"] = False  # preemptions are read from vLLM's counters
     if not any(_model(job, setup).glob("*.safetensors")):
         made["load_format"] = "dummy"
     if setup.small:
@@ -119,7 +128,7 @@ def arguments(job: Job, setup: Setup) -> dict[str, Any]:
 
 
 def _model(job: Job, setup: Setup) -> Path:
-    return setup.out / "model" if job.engine == "tokens" else setup.model
+    return setup.out / "model" if job.engine in SMALL_MODEL else setup.model
 
 
 def spec_of(job: Job, setup: Setup, events: Path) -> dict[str, Any]:
@@ -130,6 +139,7 @@ def spec_of(job: Job, setup: Setup, events: Path) -> dict[str, Any]:
         "sizes": setup.sizes.as_dict(),
         "scenarios": job.scenarios,
         "floor": modes.parse(job.mode)[0] in ("off", "ours"),
+        "plain": job.mode == "off",
         "side_by_side": bool(job.together),
         "out": str(events.resolve()),
     }

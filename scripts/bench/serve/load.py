@@ -24,15 +24,22 @@ class Bench:
         sizes: the load.
         say: takes one line of progress.
         floor: S4 also measures arrivals that are still in the GPU cache.
+        plain: the engine is vLLM without any tier.
     """
 
     def __init__(
-        self, llm: Any, sizes: Sizes, say: Callable[[str], None], floor: bool = False
+        self,
+        llm: Any,
+        sizes: Sizes,
+        say: Callable[[str], None],
+        floor: bool = False,
+        plain: bool = False,
     ) -> None:
         self.llm = llm
         self.sizes = sizes
         self.say = say
         self.floor = floor
+        self.plain = plain
         self.phases = 0  # of S4, so far
         self.sessions: list[Prompt] = []
         self._taken = 0  # sessions of S3 that S1 has asked for
@@ -57,6 +64,14 @@ def sampling(max_tokens: int, **more: Any) -> Any:
     return SamplingParams(
         temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **more
     )
+
+
+def ask(engine: Any, name: str, prompt: Prompt, max_tokens: int) -> None:
+    """Add a request to an `LLMEngine` that is stepped; its outputs have the new tokens alone."""
+    from vllm.sampling_params import RequestOutputKind
+
+    parameters = sampling(max_tokens, output_kind=RequestOutputKind.DELTA)
+    engine.add_request(name, {"type": "token", "prompt_token_ids": prompt}, parameters)
 
 
 def random_prompts(seed: str, count: int, tokens: int, vocabulary: int) -> list[Prompt]:
@@ -172,10 +187,11 @@ def _one_by_one(bench: Bench, name: str, texts: list[Prompt], max_tokens: int) -
 
 def play(bench: Bench, name: str) -> dict[str, Any]:
     """Play a scenario by name."""
-    from scripts.bench.serve import arrivals
+    from scripts.bench.serve import arrivals, pressure
 
     scenarios = {
         "s1": s1, "s2": s2, "s3": s3, "s1long": s1long, "one": one, "tokens": tokens,
         "s4": arrivals.s4, "s4graphs": arrivals.s4,
+        "pressure": pressure.pressure, "pressure_tokens": pressure.pressure_tokens,
     }  # fmt: skip
     return scenarios[name](bench)

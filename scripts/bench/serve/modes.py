@@ -46,7 +46,10 @@ def tier_gib(mode: str, engine: str, sizes: Sizes) -> float:
     if name == "off":
         return 0.0
     main = sizes.cpu_gib if name in ("ours", "simple") else sizes.offloading_gib
-    return min(main, {"long": sizes.s1long_cpu_gib, "tokens": 2.0}.get(engine, main))
+    if engine == "pressure":
+        return sizes.pressure_cpu_gib
+    most = {"long": sizes.s1long_cpu_gib, "tokens": 2.0, "pressure_tokens": 2.0}
+    return min(main, most.get(engine, main))
 
 
 def environment(mode: str, gib: float, small: bool) -> dict[str, str]:

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from scripts.bench.common import bars, pyplot, say, summary, table, verdict
-from scripts.bench.serve import pairs
+from scripts.bench.serve import pairs, pressed
 
 Samples = list[float]
 
@@ -74,6 +74,10 @@ FIGURES = [
     Figure("s2", "S2 (s)", "S3, S2 (s)", _of("s2")),
     *_arrivals("s4", "S4"),
     *_arrivals("s4graphs", "S4, default graphs"),
+    *(
+        Figure(f"pressure_{key}", title, "", pressed.samples(key, unit))
+        for key, title, unit in pressed.ROWS
+    ),
     Figure("start", "engine start (s)", "Engine start (s)", _start),
 ]
 
@@ -107,7 +111,7 @@ def text(document: dict[str, Any]) -> str:
         rows.append([titles[key], *(_cell(by_mode.get(mode)) for mode in names)])
     rows += _cached_rows(document, names)
     lines = [table(rows), "", *_answers(document), *_failures(document)]
-    lines += pairs.lines(document)
+    lines += pairs.lines(document) + pressed.answers(document["jobs"])
     return "\n".join([*lines, "Targets (ours):", *_verdicts(found, document)])
 
 
@@ -183,6 +187,7 @@ def _verdicts(found: Found, document: dict[str, Any]) -> list[str]:
         value = ours(key)
         return None if value is None or plain is None else how(value, plain)
 
+    pressure = pressed.verdicts(lambda key, mode: _median(found, key, mode), modes_of(document))
     one = _results(document, "ours", "one")
     lines = [
         verdict("S1", ours("s1"), 0.040, " s"),
@@ -201,7 +206,7 @@ def _verdicts(found: Found, document: dict[str, Any]) -> list[str]:
             if value is not None:
                 ratio = against(key, value, lambda a, b: a / b)
                 lines.append(verdict(f"{key} over {other}", ratio, 1.0))
-    return lines
+    return lines + pressure
 
 
 def draw(document: dict[str, Any], path: Path) -> None:

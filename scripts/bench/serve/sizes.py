@@ -12,6 +12,8 @@ ENGINES = {
     "long": ("s1long", "one"),
     "graphs": ("s4graphs",),
     "tokens": ("tokens",),
+    "pressure": ("pressure",),
+    "pressure_tokens": ("pressure_tokens",),
 }
 S = TypeVar("S")
 SCENARIOS = (*(name for names in ENGINES.values() for name in names), "start")
@@ -66,6 +68,21 @@ class Sizes:
     tokens_gpu_blocks: int = 140
     tokens_all_gpu_blocks: int = 4000
     tokens_max_model_len: int = 2048
+    # Pressure: chats at once whose KV is three times the GPU's cache in the end, and the same on
+    # the model of the check of answers.
+    pressure_chats: int = 48
+    pressure_history: int = 2600
+    pressure_new: int = 100
+    pressure_answer_min: int = 200
+    pressure_answer_max: int = 600
+    pressure_turns: int = 3
+    pressure_gpu_blocks: int = 4000
+    pressure_cpu_gib: float = 32.0
+    pressure_tokens_chats: int = 24
+    pressure_tokens_history: int = 384
+    pressure_tokens_answer_min: int = 64
+    pressure_tokens_answer_max: int = 256
+    pressure_tokens_gpu_blocks: int = 533
 
     def with_changes(self, changes: list[str]) -> Sizes:
         """These sizes with ``name=value`` applied.
@@ -133,4 +150,13 @@ SMALL = Sizes(
     tokens_prompts=6,
     tokens_gpu_blocks=24,
     tokens_all_gpu_blocks=100,
+    pressure_chats=12,
+    pressure_history=300,
+    pressure_new=40,
+    pressure_answer_min=80,
+    pressure_answer_max=240,
+    pressure_gpu_blocks=28,
+    pressure_cpu_gib=0.25,
+    pressure_tokens_chats=10,
+    pressure_tokens_gpu_blocks=26,
 )

@@ -1,0 +1,77 @@
+"""What `bench serve` found under pressure, as rows of its table and lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from scripts.bench.common import verdict
+
+OTHERS = ("simple", "offloading", "lmcache")
+ROWS = (
+    ("seconds", "pressure, whole (s)", 1.0),
+    ("times_the_cache", "pressure, KV over the GPU's cache", 1.0),
+    ("recomputed", "pressure, recomputed (thousand tokens)", 1e3),
+    ("preemptions", "pressure, preemptions", 1.0),
+    ("first_p50", "pressure, first token, p50 (s)", 1.0),
+    ("longest_wait", "pressure, longest wait for a token (s)", 1.0),
+)
+Job = dict[str, Any]  # as it is recorded
+
+
+def samples(key: str, unit: float) -> Callable[[Job], list[float]]:
+    """Reads a figure from a job."""
+
+    def of(job: Job) -> list[float]:
+        found = job["results"].get("pressure")
+        return [found[key] / unit] if found else []
+
+    return of
+
+
+def answers(jobs: list[Job]) -> list[str]:
+    """Whose greedy answers are those that plain vLLM gives to one chat at a time.
+
+    A chat's later answers follow from its earlier ones, so they are compared up to the first
+    difference, and what follows it counts as different. What batches alone change, plain vLLM
+    under pressure shows.
+    """
+    played = [(job["mode"], job["results"].get("pressure_tokens")) for job in jobs]
+    found = [(mode, result) for mode, result in played if result]
+    alone = next((result["alone"] for _, result in found if "alone" in result), None)
+    if alone is None:
+        return []
+    whole = sum(map(len, alone))
+    lines = [
+        f"  {mode}: {sum(map(_equal, alone, result['answers']))} of {whole} equal,"
+        f" {result['recomputed']:,} tokens recomputed, {result['preemptions']} preemptions"
+        for mode, result in found
+    ]
+    return ["Answers under pressure, beside plain vLLM's to one chat at a time:", *lines, ""]
+
+
+def _equal(one: list[Any], other: list[Any]) -> int:
+    """How many are equal before the first that is not."""
+    for number, (a, b) in enumerate(zip(one, other)):
+        if a != b:
+            return number
+    return len(one)
+
+
+def verdicts(median: Callable[[str, str], float | None], names: list[str]) -> list[str]:
+    """Each mode of this tier beside the others: fewer tokens recomputed, and nobody starves.
+
+    Args:
+        median: of a row's key and a mode.
+        names: all modes.
+    """
+    ours = [name for name in names if name.split("+")[0] == "ours"]
+    pairs = [(one, two, "recomputed") for one in ours for two in OTHERS]
+    pairs += [(one, "off", "longest_wait") for one in ours]
+    lines = []
+    for one, two, key in pairs:
+        value, other = median(f"pressure_{key}", one), median(f"pressure_{key}", two)
+        if value is not None and other is not None:
+            title = f"pressure, {key.replace('_', ' ')}, {one} over {two}"
+            lines.append(verdict(title, value / other if other else float(value > 0), 1.0))
+    return lines
