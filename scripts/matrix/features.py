@@ -1,13 +1,14 @@
 """Runs the tests of each shape and feature on the installed vLLM, and writes docs/features.md.
 
-    python scripts/matrix features                  # all rows, then the page
-    python scripts/matrix features --select states  # only rows whose name has this; others stay
-    python scripts/matrix features --page           # the page only, from the results
-    python scripts/matrix features --check          # status 1 if it is not what this would write
+    python scripts/matrix features                   # all rows, then the page
+    python scripts/matrix features --select states   # only rows whose name has this; others stay
+    python scripts/matrix features --release 0.30.0  # in an environment of that release (CPU)
+    python scripts/matrix features --page            # the page only, from the results
+    python scripts/matrix features --check           # status 1 if it is not what this would write
 
-Results are in docs/measured/features.json: for each row the tests that were run, with their
-outcomes, the release, the date and the commit. A refusal is a verdict: its sentence is what the
-tier says. Status 1 if a test has failed.
+Results are in docs/measured/features.json, and those of other releases in docs/measured/features:
+for each row the tests that were run, with their outcomes, the release, the date and the commit. A
+refusal is a verdict: its sentence is what the tier says. Status 1 if a test has failed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -25,7 +25,7 @@ from packaging.version import Version
 
 from kvoffload_patch.integration.install import release_in_use
 from scripts import ROOT
-from scripts.matrix import results
+from scripts.matrix import features_releases, results
 
 FILE = ROOT / "docs" / "measured" / "features.json"
 PAGE = ROOT / "docs" / "features.md"
@@ -51,6 +51,19 @@ def _refused(name: str, case: str) -> Row:
     return Row(name, "the check at start", (f"{_REFUSED}[{case}]",))
 
 
+def _states(name: str, kind: str, dtype: str) -> Row:
+    what = f"its architecture, {dtype}, prompts of many lengths, preemption"
+    return _engine(f"states: {name}", what, f"{_KEPT}[{kind}]")
+
+
+_KEPT = "test_states.py::test_a_prefix_comes_back_with_its_state"
+_STATES = (
+    ("gated delta net (Qwen3-Next)", "gated delta net", "bfloat16"),
+    ("short convolutions (LFM2)", "short convolutions", "float32"),
+    ("Mamba 2 (Nemotron-H)", "Mamba 2", "float32"),
+    ("Mamba 1 (Jamba)", "Mamba 1", "float32"),
+)
+_RANDOM = f"{_HALF}test_random_runs.py::test_random_runs"
 _MOVED = "bytes moved for a hit"
 _CONNECTORS = "test_connectors.py::test_"
 _DRAFTS = "test_features.py::test_drafts_are_accepted_and_what_comes_back_has_their_kv"
@@ -67,21 +80,22 @@ ROWS = (
         f"{_TOKENS}a_prompt_of_whole_blocks_has_its_last_one_loaded_too",
     ),
     _engine("sliding window beside full attention", "Llama shape, two groups", "test_windows.py"),
-    _engine(
-        "states: gated delta net (Qwen3-Next)",
-        "its architecture, bfloat16, prompts of many lengths, preemption",
-        "test_states.py",
-    ),
-    _refused("states: Mamba 1 and 2, short convolutions, linear attention", "states of Mamba 2"),
+    *(_states(*one) for one in _STATES),
+    Row("states: linear attention (MiniMax, Bailing, Kimi)", "its kernels are Triton's, for GPUs"),
     Row(
         "states: one, two and three groups",
         "vLLM's scheduler over a faked model, random runs",
-        (f"{_HALF}test_random_runs.py::test_random_runs_of_layers_that_keep_a_state",),
+        (f"{_RANDOM}_of_layers_that_keep_a_state[state]",),
     ),
+    Row(
+        "states with checkpoints within a step",
+        "vLLM's scheduler over a faked model, random runs",
+        (f"{_RANDOM}_of_layers_that_keep_a_state[state with checkpoints]",),
+    ),
+    _refused("states of a kind that was not shown to come back", "states of another kind"),
     _refused("states on another device than the CPU", "states on a GPU"),
     _refused("states at every block (mode all)", "states at every block"),
     _refused("states with speculative decoding", "states of drafts"),
-    _refused("states with checkpoints within a step", "states within a step"),
     _refused("states with --use-replayssm", "states outside of blocks"),
     _refused("states beside a KV connector", "states beside a connector"),
     _refused("hits of partial blocks", "partial hits"),
@@ -164,7 +178,7 @@ ROWS = (
     Row(
         "KV cache events, every step",
         "vLLM's scheduler over a faked model, random runs",
-        (f"{_HALF}test_random_runs.py::test_random_runs[0]", f"{_HALF}test_vllm_events.py"),
+        (f"{_RANDOM}[0]", f"{_HALF}test_vllm_events.py"),
     ),
     _refused("vLLM's own --kv-offloading-size", "another tier in CPU memory"),
     _engine(
@@ -185,19 +199,19 @@ ROWS = (
 )
 
 
-def run(rows: list[Row]) -> dict[str, dict[str, Any]]:
+def run(rows: list[Row], where: features_releases.Where) -> dict[str, dict[str, Any]]:
     """Run the tests of these rows; returns a result for each by its name."""
     asked = sorted({test for row in rows for test in row.tests})
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *asked]
+        command = [str(where.python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *asked]
         # Known where tests of engines are asked for, and marked there.
         command += ["--features"] if any(test.startswith(_ENGINE) for test in asked) else []
         command += [f"--junitxml={report}", "-o", "junit_family=xunit1"]
         if asked:
-            subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S, check=False)
+            subprocess.run(command, cwd=ROOT, env=where.env, timeout=TIMEOUT_S, check=False)
         cases = _cases(report) if report.exists() else []
-    about = {**results.provenance(), "release": str(Version(release_in_use()))}
+    about = {**results.provenance(), "release": where.release}
     return {row.name: {**about, "tests": [c for c in cases if _is_of(c, row)]} for row in rows}
 
 
@@ -239,8 +253,10 @@ def verdict(row: Row, result: dict[str, Any] | None) -> str:
     return f"green: {outcomes.count('passed')} passed"
 
 
-def page(found: dict[str, dict[str, Any]]) -> str:
-    """The text of docs/features.md."""
+def page(
+    found: dict[str, dict[str, Any]], others: dict[str, dict[str, dict[str, Any]]] | None = None
+) -> str:
+    """The text of docs/features.md; ``others`` are results by release, then by row."""
     lines = [
         "# Features",
         "",
@@ -258,6 +274,11 @@ def page(found: dict[str, dict[str, Any]]) -> str:
         release, date = (result["release"], result["date"]) if told and result else ("none", "none")
         what = row.what.removesuffix(": ")
         lines.append(f"| {row.name} | {what} | {release} | {date} | {verdict(row, result)} |")
+    told_of = {
+        release: {row.name: verdict(row, of.get(row.name)) for row in ROWS if row.tests}
+        for release, of in (others or {}).items()
+    }
+    lines += features_releases.table(told_of, others or {})
     return "\n".join(lines + _moved(found.get(_MOVED))) + "\n"
 
 
@@ -285,9 +306,15 @@ def _moved(result: dict[str, Any] | None) -> list[str]:
     return lines if rows else []
 
 
-def load() -> dict[str, dict[str, Any]]:
+def load(file: Path = FILE) -> dict[str, dict[str, Any]]:
     """The results there are, by the name of their row."""
-    return json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def results_of(release: str) -> dict[str, dict[str, Any]]:
+    """The results on one release, by row: those of the installed one may be of several."""
+    found = load(features_releases.files().get(release, FILE))
+    return {name: result for name, result in found.items() if result["release"] == release}
 
 
 def main() -> int:
@@ -298,18 +325,32 @@ def main() -> int:
     parser.add_argument("--select", default="", help="rows whose name has this; A|B: either")
     parser.add_argument("--page", action="store_true", help="write the page only")
     parser.add_argument("--check", action="store_true", help="compare the page only")
+    features_releases.add_arguments(parser)
     options = parser.parse_args()
-    found = load()
     if options.check:
-        return int(PAGE.read_text(encoding="utf-8") != page(found))
+        return int(PAGE.read_text(encoding="utf-8") != whole_page())
+    red: list[str] = []
     if not options.page:
         parts = options.select.split("|")
-        chosen = [row for row in ROWS if any(part in row.name for part in parts)]
-        found.update(run([row for row in chosen if row.tests]))
-        names = [row.name for row in ROWS if row.name in found]
-        text = json.dumps({name: found[name] for name in names}, indent=1)
-        FILE.write_text(f"{text}\n", encoding="utf-8")
-    PAGE.write_text(page(found), encoding="utf-8")
-    red = [row.name for row in ROWS if verdict(row, found.get(row.name)).startswith("**red")]
+        chosen = [row for row in ROWS if row.tests and any(part in row.name for part in parts)]
+        with features_releases.where(options, str(Version(release_in_use()))) as where:
+            red = _play(chosen, where)
+    PAGE.write_text(whole_page(), encoding="utf-8")
     print(f"{len(ROWS)} rows" + (f"; red: {red}" if red else ""))
     return int(bool(red))
+
+
+def _play(rows: list[Row], where: features_releases.Where) -> list[str]:
+    """Run them and write their results; which rows of the file are red."""
+    file = where.file or FILE
+    found = {**load(file), **run(rows, where)}
+    text = json.dumps({row.name: found[row.name] for row in ROWS if row.name in found}, indent=1)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"{text}\n", encoding="utf-8")
+    return [row.name for row in ROWS if verdict(row, found.get(row.name)).startswith("**red")]
+
+
+def whole_page() -> str:
+    """The page of all results there are."""
+    files = features_releases.files()
+    return page(load(), {release: load(file) for release, file in files.items()})

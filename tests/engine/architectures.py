@@ -28,6 +28,26 @@ KINDS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 2, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
     },
+    # Short convolutions beside full attention.
+    "lfm2": {
+        "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 512,
+        "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "conv_bias": False,
+        "conv_dim": HIDDEN, "conv_dim_out": HIDDEN, "block_dim": HIDDEN, "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False,
+    },
+    # Mamba 2 beside full attention.
+    "nemotron_h": {
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
+        "intermediate_size": 512, "layers_block_type": ["mamba", "attention"] * 2,
+        "mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 16, "n_groups": 2,
+        "chunk_size": 128, "conv_kernel": 4, "expand": 2,
+    },
+    # Mamba 1 beside full attention.
+    "jamba": {
+        "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 256,
+        "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1,
+        "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
+    },
     # Attention within chunks of 256 tokens beside full attention, and experts.
     "llama4_text": {
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
@@ -56,6 +76,8 @@ def write(kind: str, folder: Path) -> Path:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
+            if "q_layernorm" in name:
+                weight.fill_(4.0)  # else queries and keys are too short to single tokens out
             if weight.dim() < 2 or "conv1d" in name or name.endswith("A_log"):
                 continue
             gain = 1.0 if "embed" in name else _gain(name) / weight.shape[-1] ** 0.5
@@ -69,6 +91,8 @@ def write(kind: str, folder: Path) -> Path:
 
 def _gain(name: str) -> float:
     """Attention and states have a strong say: single tokens far back decide the answer."""
+    if ".conv." in name:
+        return 1.0  # three factors of a product, which has enough of a say
     if any(part in name for part in ("v_proj", "o_proj", "out_proj", "in_proj")):
         return 3.0
     return 2.0 if any(part in name for part in ("q_proj", "k_proj")) else 1.0

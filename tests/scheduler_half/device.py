@@ -6,7 +6,8 @@ scheduler's output names; one that is wrong makes the values and the token of th
 
 A group of layers that keep a state has one value in a block: that of the last token that the block
 has seen. As vLLM's runner in align mode, a step copies it to the block that the step ends in, and
-advances it there.
+advances it there. With checkpoints, a prompt's last step leaves the state at the end of the block
+before in that block, where vLLM's own rule says so.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ VOCABULARY = 30_000
 _MODULUS = (1 << 61) - 1
 _WRONG = 1 << 40
 _GROUP = 1 << 50  # between the values of one token in two KV cache groups
-STATE = "state"  # in the place of a group's window: layers that keep a state
+# In the place of a group's window: layers that keep a state; and such that can also leave the one
+# of an earlier token behind, within a step.
+STATE, CHECKPOINTS = "state", "state with checkpoints"
 
 
 class Chunk(int):
@@ -116,8 +119,8 @@ class Device:
     Args:
         num_blocks: GPU blocks.
         num_slots: CPU slots.
-        windows: for each KV cache group, the tokens that its attention sees; None for all, or
-            STATE.
+        windows: for each KV cache group, the tokens that its attention sees; None for all, STATE
+            or CHECKPOINTS.
         late: outputs after which a copy is carried out that nothing waits for.
         fails: called with ("load" or "store", ticket): whether that copy fails.
     """
@@ -136,6 +139,7 @@ class Device:
         self.copied = 0  # blocks, from block to block, as the scheduler wanted
         self.resumed = 0  # requests that began again
         self.states = 0  # steps in which a state has come to another block
+        self.checkpoints = 0  # states left behind within a step
         self._windows = windows
         self._fails = fails
         self._queues = {LOAD: CopyQueue(late), STORE: CopyQueue(late)}
@@ -226,7 +230,9 @@ class Device:
         right = sequence.right(end)
         wrong = 0 if self._sees_right(sequence, start) else _WRONG
         for group, table in enumerate(sequence.tables):
-            if self._windows[group] == STATE:
+            if self._windows[group] in (STATE, CHECKPOINTS):
+                if self._windows[group] == CHECKPOINTS:
+                    self._leave_checkpoint(table, start, end, right, group * _GROUP + wrong)
                 self._advance(table, start, end, right[end - 1] + group * _GROUP + wrong)
                 continue
             for at in range(start, end):
@@ -245,11 +251,24 @@ class Device:
         self.states += start // BLOCK != end // BLOCK
         self.kv[block_id] = [value] * BLOCK
 
+    def _leave_checkpoint(
+        self, table: list[int], start: int, end: int, right: list[int], added: int
+    ) -> None:
+        """The state at the last end of a block within the step, where vLLM's runner leaves it."""
+        from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+
+        (offset,), (column,) = compute_mamba_prefill_checkpoints(
+            [end], [end - start], BLOCK, BLOCK, 1, False, BLOCK
+        )
+        if offset and table[column]:  # the null block takes what nobody wants
+            self.checkpoints += 1
+            self.kv[table[column]] = [right[start + offset - 1] + added] * BLOCK
+
     def _sees_right(self, sequence: _Sequence, end: int) -> bool:
         """Whether all that a token behind ``end`` ones sees of them is right, in every group."""
         right = sequence.right(end)
         for group, (table, window) in enumerate(zip(sequence.tables, self._windows)):
-            if window == STATE:
+            if window in (STATE, CHECKPOINTS):
                 at = end - 1
                 if end and self.kv[table[at // BLOCK]][0] != right[at] + group * _GROUP:
                     return False

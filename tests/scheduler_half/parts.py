@@ -9,7 +9,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from scheduler_half.device import BLOCK, STATE, Chunk
+from scheduler_half.device import BLOCK, CHECKPOINTS, STATE, Chunk
 
 MAX_TOKENS = 256  # of a step
 
@@ -77,9 +77,9 @@ def make_scheduler(config: Any, blocks: int, windows: Sequence[int | str | None]
         config: of the engine; asynchronous scheduling takes the scheduler for that.
         blocks: GPU blocks, the null block included.
         windows: a KV cache group for each: its sliding window, None for full attention, a Chunk,
-            or STATE.
+            STATE or CHECKPOINTS.
     """
-    if STATE in windows:
+    if STATE in windows or CHECKPOINTS in windows:
         config.cache_config.mamba_cache_mode = "align"
     config.cache_config.num_gpu_blocks = blocks
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -113,8 +113,10 @@ def make_kv_cache_config(blocks: int, windows: Sequence[int | str | None] = (Non
             "block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32,
             "use_mla": False,
         }  # fmt: skip
-        if window == STATE:
+        if window in (STATE, CHECKPOINTS):
             about |= {"shapes": ((16,),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+            if window == CHECKPOINTS:
+                about |= {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
             spec = _call(kv.MambaSpec, kv.MambaSpec, **about)
         elif window is None:
             spec = _call(kv.FullAttentionSpec, kv.FullAttentionSpec, **about)

@@ -13,7 +13,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvoffload_patch.integration.engine.vllm_events import KVEvents
-from kvoffload_patch.integration.engine.vllm_pool import PoolAdapter, keeps_state, key_maker
+from kvoffload_patch.integration.engine.vllm_pool import (
+    PoolAdapter,
+    keeps_state,
+    key_maker,
+    states_held,
+)
 from kvoffload_patch.integration.engine.vllm_stats import PrefixStats
 
 _SESSIONS = "num_waiting_for_streaming_input"
@@ -26,7 +31,8 @@ class SchedulerView:
         scheduler: a `vllm.v1.core.sched.scheduler.Scheduler`, constructed.
 
     Attributes:
-        state_groups: KV cache groups, by index, whose blocks hold a state after their last token.
+        state_groups: KV cache groups, by index, whose blocks hold a state after their last token,
+            and how many of these a request has at once, at most.
         prefills: running requests of whose prompts a part is computed, by name.
         prefix_stats: vLLM's counters of hits.
         undo: called by `restore`, to put back what others have changed of vLLM's objects.
@@ -47,7 +53,7 @@ class SchedulerView:
         self.publish, self.free_after = adapter.publish, adapter.free_after
         self.block_sizes = tuple(int(m.block_size) for m in managers)
         specs = [m.kv_cache_spec for m in managers]
-        self.state_groups = frozenset(i for i, spec in enumerate(specs) if keeps_state(spec))
+        self.state_groups = {i: states_held(s) for i, s in enumerate(specs) if keeps_state(s)}
         self._span_tokens = tuple(map(self._tokens_held, specs))
         # From 0.26 on a lookup can tell of the blocks that it finds.
         self._reports_reuse = bool(getattr(self.manager, "enable_kv_cache_events", False))
@@ -76,8 +82,7 @@ class SchedulerView:
     def _tokens_held(self, spec: Any) -> int | None:
         """Tokens whose blocks a request keeps in this group; None where it keeps all."""
         if keeps_state(spec):
-            # The state that a step begins with, and the one that it ends with.
-            return 2 * int(spec.block_size)
+            return states_held(spec) * int(spec.block_size)
         window = getattr(spec, "sliding_window", None) or getattr(
             spec, "attention_chunk_size", None
         )
@@ -248,8 +253,8 @@ class SchedulerView:
         done = request.num_computed_tokens
         end = done + tokens + self.scheduler.num_lookahead_tokens
         blocks = [-(-end // size) - -(-done // size) for size in self.block_sizes]
-        for group in self.state_groups:
-            blocks[group] = min(blocks[group], 2)
+        for group, held in self.state_groups.items():
+            blocks[group] = min(blocks[group], held)
         return sum(blocks)
 
     def watermark_blocks(self) -> int:

@@ -23,18 +23,19 @@ _TESTS = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(_TESTS.parent), str(_TESTS)]
 
-STATE = "state"  # as in scheduler_half.device, which a release must be chosen before
+# As in scheduler_half.device, which a release must be chosen before.
+STATE, CHECKPOINTS = "state", "state with checkpoints"
 _MAX_STEPS = 4000
 _MAX_TOKENS = 340  # of a prompt and its answer: more than a step takes, and the GPU has room
 
 
-def describe(seed: int, most_in_flight: int = 6, states: bool = False) -> dict[str, Any]:
+def describe(seed: int, most_in_flight: int = 6, states: str | None = None) -> dict[str, Any]:
     """What the engine of a seed is like, as arguments of `Mini`.
 
     Args:
         seed: of the run.
         most_in_flight: steps that the release may have under way at once.
-        states: whether some layers keep a state.
+        states: that some layers keep, STATE or CHECKPOINTS.
     """
     from kvoffload_patch.config import EVICTIONS, STORES
 
@@ -48,7 +49,7 @@ def describe(seed: int, most_in_flight: int = 6, states: bool = False) -> dict[s
     if rng.random() < 0.2:
         limits["watermark"] = 0.1
     if states:
-        windows = random.Random(seed).choice([(None, STATE), (STATE, None, STATE), (STATE,)])
+        windows = random.Random(seed).choice([(None, states), (states, None, states), (states,)])
     return {
         "in_flight": in_flight,
         "asynchronous": in_flight > 1 and rng.random() < 0.7,
@@ -67,7 +68,7 @@ def describe(seed: int, most_in_flight: int = 6, states: bool = False) -> dict[s
     }
 
 
-def run(seed: int, most_in_flight: int = 6, states: bool = False) -> dict[str, int]:
+def run(seed: int, most_in_flight: int = 6, states: str | None = None) -> dict[str, int]:
     """One random run; returns what happened in it. The arguments are those of `describe`.
 
     Raises:
@@ -102,6 +103,7 @@ def run(seed: int, most_in_flight: int = 6, states: bool = False) -> dict[str, i
     return {
         "loaded": stats.loaded, "stored": stats.stored, "evicted": stats.evicted,
         "failed": stats.failed, "resumed": mini.device.resumed, "states": mini.device.states,
+        "checkpoints": mini.device.checkpoints,
         "asked": len(asked),
     }  # fmt: skip
 

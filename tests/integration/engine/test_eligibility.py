@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 
 from kvoffload_patch.integration.engine.attach import attach
-from kvoffload_patch.integration.engine.eligibility import _KNOWN_SPECS, check_eligible
+from kvoffload_patch.integration.engine.eligibility import (
+    _KNOWN_SPECS,
+    _STATES_SHOWN,
+    check_eligible,
+)
 from kvoffload_patch.integration.engine.hooks import init_v0
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
+from scripts.matrix import features
 
 
 def spec(kind: str, **attributes: Any) -> Any:
@@ -100,14 +105,11 @@ REFUSED = {
     ),
     "states at every block": (config(), states(mamba_cache_mode="all"), "found mode all"),
     "states of drafts": (config(), states(num_speculative_blocks=2), "speculative decoding"),
-    "states within a step": (
-        config(), states(num_prefill_checkpoint_blocks=1), "checkpoints within a step",
-    ),
     "states outside of blocks": (config(replayssm=True), states(), "--use-replayssm"),
     "states beside a connector": (config(), states(connector=object()), "no KV connector"),
     "states on a GPU": (config(device="cuda"), states(), r"on the CPU.* \S+ on cuda"),
-    "states of Mamba 2": (
-        config(), states(mamba_type=SimpleNamespace(name="MAMBA2")), "found MAMBA2 with",
+    "states of another kind": (
+        config(), states(mamba_type=SimpleNamespace(name="KDA")), "found KDA with",
     ),
     "host memory": (
         config(),
@@ -191,17 +193,34 @@ def test_known_specs_are_approved(kind: str) -> None:
 
 
 @pytest.mark.parametrize("release", ["0.31.0", "0.32.0", "0.33.0"])
+@pytest.mark.parametrize("kind", ["GDN_ATTN", "SHORT_CONV", "MAMBA2"])
+@pytest.mark.parametrize("checkpoints", [0, 1])
 def test_states_are_approved_where_they_were_shown(
-    monkeypatch: pytest.MonkeyPatch, release: str
+    monkeypatch: pytest.MonkeyPatch, release: str, kind: str, checkpoints: int
 ) -> None:
     monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", release)
-    if release == "0.32.0":
-        check_eligible(config(), states())
+    asked = states(mamba_type=SimpleNamespace(name=kind), num_prefill_checkpoint_blocks=checkpoints)
+    if kind in _STATES_SHOWN.get(release, ()):
+        check_eligible(config(), asked)
     else:
-        with pytest.raises(TierRefused, match=f"with vLLM 0.32.0 on the CPU.* {release} on cpu"):
-            check_eligible(config(), states())
+        with pytest.raises(TierRefused, match=f"on the CPU .*{kind} with {release} on cpu"):
+            check_eligible(config(), asked)
     monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", "1")
-    check_eligible(config(device="cuda"), states())
+    check_eligible(config(device="cuda"), asked)
+
+
+def test_every_release_whose_states_were_shown_has_results_of_them() -> None:
+    """On each one a row of docs/features.md is green for each kind."""
+    kinds = {
+        "GDN_ATTN": "gated delta net", "SHORT_CONV": "short convolutions", "MAMBA2": "Mamba 2",
+    }  # fmt: skip
+    for release, shown in _STATES_SHOWN.items():
+        found = features.results_of(release)
+        for kind in shown:
+            (row,) = [name for name in found if name.startswith(f"states: {kinds[kind]}")]
+            outcomes = [test["outcome"] for test in found[row]["tests"]]
+            refused = [test for test in found[row]["tests"] if "refusal" in test]
+            assert set(outcomes) == {"passed"} and not refused, (release, row)
 
 
 def test_known_specs_are_vllms() -> None:

