@@ -122,8 +122,9 @@ ROWS = (
     ),
     _engine(
         "two data-parallel engines",
-        "two engines, two API servers, one /metrics",
+        "two engines, two API servers, one /metrics; two engines behind one client",
         "test_serving.py::test_figures_of_every_engine_are_on_metrics_and_agree",
+        "test_features.py::test_two_engines_of_one_client_load_from_a_tier_each",
     ),
     _refused("decode context parallelism (DCP)", "decode context parallel"),
     _refused("prefill context parallelism (PCP)", "prefill context parallel"),

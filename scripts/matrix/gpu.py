@@ -3,7 +3,8 @@
     python scripts/matrix gpu --out DIR
 
 Plays `tests/engine/gpu_kinds.py`, which says what is compared, as a process of its own. Needs a GPU
-and 20 s for each engine; ``--runners v1`` takes one runner only. Status 1 if anything differs.
+and 20 s for each engine; ``--runners v1`` takes one runner only, ``--kinds mla,drafts`` the kinds
+of engines whose name has one of these. Status 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from scripts.matrix import results
 PROGRAM = ROOT / "tests" / "engine" / "gpu_kinds.py"
 
 
-def play(runners: str, jobs: int) -> dict[str, Any]:
+def play(runners: str, jobs: int, kinds: str) -> dict[str, Any]:
     """What the program printed.
 
     Raises:
@@ -31,7 +32,7 @@ def play(runners: str, jobs: int) -> dict[str, Any]:
     """
     behind = filter(None, [os.environ.get("PYTHONPATH")])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *behind])}
-    command = [sys.executable, str(PROGRAM), runners, str(jobs)]
+    command = [sys.executable, str(PROGRAM), runners, str(jobs), kinds]
     done = subprocess.run(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE)
     if done.returncode:
         raise SystemExit(
@@ -48,11 +49,12 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--runners", default="v1,v2")
+    parser.add_argument("--kinds", default="", help="parts of names; the default takes all")
     parser.add_argument("--jobs", type=int, default=4, help="engines side by side")
     parser.add_argument("--commit", default="", help="of the tree, where git is not at hand")
     args = parser.parse_args()
     began = time.monotonic()
-    played = play(args.runners, args.jobs)
+    played = play(args.runners, args.jobs, args.kinds)
     green = all(one["outcome"] == "passed" for one in played["tests"])
     result = {
         "kind": "gpu-engine",

@@ -60,16 +60,23 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
         "intermediate_size": 256, "num_local_experts": 4, "num_experts_per_tok": 2,
     },
+    # Latent attention: 576 numbers a token and layer, whatever the number of heads. The sizes are
+    # those of the smallest kernels for a GPU that vLLM takes for it.
+    "deepseek_v2": {
+        "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 512,
+        "q_lora_rank": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64,
+        "v_head_dim": 128, "first_k_dense_replace": 4,
+    },
 }  # fmt: skip
 
 
-def write(kind: str, folder: Path) -> Path:
-    """Write config and weights of a kind of model."""
+def write(kind: str, folder: Path, **changes: Any) -> Path:
+    """Write config and weights of a kind of model, with changes to its configuration."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
-    config = AutoConfig.for_model(kind, **{**_COMMON, **KINDS[kind]})
+    config = AutoConfig.for_model(kind, **{**_COMMON, **KINDS[kind], **changes})
     config.dtype = torch.float32
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
@@ -93,6 +100,7 @@ def _gain(name: str) -> float:
     """Attention and states have a strong say: single tokens far back decide the answer."""
     if ".conv." in name:
         return 1.0  # three factors of a product, which has enough of a say
-    if any(part in name for part in ("v_proj", "o_proj", "out_proj", "in_proj")):
+    if any(part in name for part in ("v_proj", "o_proj", "out_proj", "in_proj", "kv_b_proj")):
         return 3.0
-    return 2.0 if any(part in name for part in ("q_proj", "k_proj")) else 1.0
+    parts = ("q_proj", "k_proj", "q_b_proj", "kv_a_proj")
+    return 2.0 if any(part in name for part in parts) else 1.0

@@ -13,17 +13,19 @@ from typing import Any
 
 from engine.model import HIDDEN, LAYERS, VOCABULARY, write_model, write_tokenizer
 
-HEADS = 8  # of keys as well: values are as wide as the model
 _RING = 6
 _SHARE = 4.0  # what a token's embedding adds to its successor's row
 _ATTENTION = 0.5  # of the gains in `model`: the rest of an answer, the whole prompt's
 
 
-def write(folder: Path) -> dict[str, str]:
-    """Write the target and its drafts; their folders by name."""
+def write(folder: Path, heads: int = 8) -> dict[str, str]:
+    """Write the target and its drafts; their folders by name.
+
+    There are as many heads of keys: values are as wide as the model.
+    """
     from safetensors.torch import load_file
 
-    target = write_model(folder / "target", kv_heads=HEADS)
+    target = write_model(folder / "target", heads, heads, HIDDEN // heads)
     file = target / "model.safetensors"
     weights = load_file(file)
     for name in weights:

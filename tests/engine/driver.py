@@ -123,7 +123,6 @@ def play(spec: dict[str, Any]) -> None:
 
 def _start(asked: dict[str, Any]) -> Any:
     import scenarios
-    from vllm import LLM
 
     block = release.block_size()
     engine = {
@@ -146,7 +145,7 @@ def _start(asked: dict[str, Any]) -> Any:
         engine["kv_events_config"] = KVEventsConfig(**json.loads(engine["kv_events_config"]))
     begin = time.monotonic()
     os.environ.update(release.preloaded_names())
-    stage = scenarios.Stage(LLM(**engine))
+    stage = scenarios.Stage(_engines(engine))
     print(f"engine up after {time.monotonic() - begin:.0f} s", file=sys.stderr)
     if any(name.startswith(("TEST_FAIL_", "TEST_FLIP_")) for name in os.environ):
         import failing_copies
@@ -157,6 +156,19 @@ def _start(asked: dict[str, Any]) -> Any:
 
         breaking_tier.install(stage.breaker)
     return stage
+
+
+def _engines(engine: dict[str, Any]) -> Any:
+    """A `vllm.LLM`, or what is asked like one."""
+    if engine.get("data_parallel_size", 1) > 1:
+        from parallel_engines import ParallelEngines
+
+        several = ParallelEngines(**engine)
+        atexit.register(several.close)
+        return several
+    from vllm import LLM
+
+    return LLM(**engine)
 
 
 def _import_vllm() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from scenarios import Stage, cached_of, prompts, tokens_of
+from scenarios import Stage, cached_of, prompts, runner, tokens_of
 from vllm import SamplingParams
 
 
-def guesses(stage: Stage) -> dict[str, Any]:
+def guesses(stage: Stage, together: int = 2) -> dict[str, Any]:
     """Long answers, twice; the prompts leave the GPU between. Drafts, and those accepted."""
     asked, answers, cached = prompts(17, 6, 388), [], []
     for at, prompt in enumerate(asked):
@@ -17,14 +17,44 @@ def guesses(stage: Stage) -> dict[str, Any]:
     counted = []
     for turn in range(2):
         before = [stage.counter(f"vllm:spec_decode_num_{name}") for name in counters]
-        for at in range(0, len(asked), 2):
-            outputs = stage.play(asked[at : at + 2], max_tokens=32)
+        for at in range(0, len(asked), together):
+            outputs = stage.play(asked[at : at + together], max_tokens=32)
             answers += tokens_of(outputs)
             cached += cached_of(outputs)
         after = [stage.counter(f"vllm:spec_decode_num_{name}") for name in counters]
         counted.append([b - a for a, b in zip(before, after)])
         stage.push_out(170 + turn)
     return {"tokens": answers, "cached": cached, "counted": counted, "tier": stage.tier_stats()}
+
+
+def guesses_alone(stage: Stage) -> dict[str, Any]:
+    """The same, one prompt at a time."""
+    return guesses(stage, together=1)
+
+
+def each_engine(stage: Stage) -> dict[str, Any]:
+    """Twelve prompts in rotation, three times, each asked of one engine after the other.
+
+    ``loaded``: tokens that the engine with the fewest has found beyond its GPU's cache.
+    """
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    ranks, asked = range(stage.llm.num_engines), prompts(19, 12, 420)
+    answers = [
+        stage.llm.ask(prompt, sampling, rank)
+        for _ in range(3)
+        for prompt in asked
+        for rank in ranks
+    ]
+    found = {
+        metric.labels["engine"]: int(metric.value)
+        for metric in stage.llm.get_metrics()
+        if metric.name == "vllm:external_prefix_cache_hits"
+    }
+    return {
+        "tokens": answers,
+        "loaded": min(found.get(str(rank), 0) for rank in ranks),
+        "runner": stage.llm.collective_rpc(runner)[0],
+    }
 
 
 def images(stage: Stage) -> dict[str, Any]:

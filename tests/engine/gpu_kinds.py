@@ -1,15 +1,15 @@
 """Plays the installed vLLM on a GPU with the tier and without; prints one JSON object at its end.
 
-`scripts/matrix gpu` runs it as ``python tests/engine/gpu_kinds.py RUNNERS JOBS``, such as
-``v1,v2 4``, with the root and tests/ on PYTHONPATH, and adds when and on which commit.
+`scripts/matrix gpu` runs it as ``python tests/engine/gpu_kinds.py RUNNERS JOBS KINDS``, such as
+``v1,v2 4 mla,drafts``, with the root and tests/ on PYTHONPATH, and adds when and on which commit.
+KINDS are parts of names in `KINDS`; an empty one takes all.
 
-Two model runners (V1, and V2 where the release has it), each without CUDA graphs and with them,
-with layers of two kinds (full attention, and a sliding window), and, where there are two GPUs, over
-two tensor-parallel ranks and over two pipeline stages. For each, one plain engine whose GPU cache
-keeps every prefix, and one engine with the tier whose GPU cache is too small for that: both compute
-the same tokens behind the same hits, because bf16 answers otherwise depend on where a prompt was
-cut. Their greedy answers must be equal, one prompt at a time, the tier must have loaded blocks, and
-two kinds of layers must be two groups.
+Two model runners (V1, and V2 where the release has it), and for each every kind of engine in
+`KINDS` that the GPUs are enough for. For each, one plain engine whose GPU cache keeps every prefix,
+and one engine with the tier whose GPU cache is too small for that: both compute the same tokens
+behind the same hits, because bf16 answers otherwise depend on where a prompt was cut. Their greedy
+answers must be equal, one prompt at a time, prompts that differ in one block must be answered
+differently, the tier must have loaded blocks, and what else a kind says must hold.
 
 Needs a GPU and 20 s for each engine.
 """
@@ -19,46 +19,108 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine import engines, model
+from engine import architectures, drafts, engines, model
 from engine import release as installed
 
 BLOCKS_KEPT, BLOCKS_FEW = 4096, 288  # GPU blocks of 16 tokens
+EAGER = {"enforce_eager": True}
 GRAPHS = {
     "enforce_eager": False,
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
 }
-SCENARIOS = ["setup", "singles", "batches"]
+# Takes every size of a latent; FlashAttention's kernels for it are a large part of a release.
+MLA = {**GRAPHS, "attention_backend": "TRITON_MLA"}
+TWO_RANKS = {"tensor_parallel_size": 2}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to run an engine; `model` is a folder of `MODELS`."""
+    """One way to run an engine.
+
+    Attributes:
+        model: a folder that one of `MODELS` writes.
+        engine: arguments of `vllm.LLM`; ``{models}`` in a text is where the models are.
+        gpus: that it takes.
+        runners: that have it.
+        groups: of layers with their own blocks.
+        one_copy: whether its ranks hold the same bytes.
+        asked: the scenario in which one prompt is asked at a time; its answers must be equal.
+    """
 
     name: str
     model: str
     engine: dict[str, Any]
+    gpus: int = 1
+    runners: tuple[str, ...] = ("v1", "v2")
+    groups: int = 1
+    one_copy: bool = False
+    asked: str = "singles"
+
+    @property
+    def scenarios(self) -> list[str]:
+        """What is played on it."""
+        if self.asked == "each_engine":
+            return [self.asked]
+        also = ["batches"] if self.asked == "singles" else []
+        return ["setup", "sensitivity", self.asked, *also]
+
+
+def _drafts(method: str, target: str = "target", runners: tuple[str, ...] = ("v1", "v2")) -> Kind:
+    config = {
+        "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 3},
+        "eagle3": {"model": "{models}/drafts/eagle3", "num_speculative_tokens": 2},
+        "mtp": {"num_speculative_tokens": 1},
+    }[method]
+    engine = {**GRAPHS, "speculative_config": {"method": method, **config}}
+    return Kind(
+        f"drafts, {method}", f"drafts/{target}", engine, runners=runners, asked="guesses_alone"
+    )
 
 
 # Every head has the size that attention kernels for a GPU have; ranks hold different heads.
-MODELS: dict[str, dict[str, int]] = {
-    "full": {"heads": 2, "kv_heads": 1, "head_dim": 128},
-    "windows": {"heads": 2, "kv_heads": 1, "head_dim": 128, "window": 256},
-    "two heads": {"heads": 2, "kv_heads": 2, "head_dim": 128},
+_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
+MODELS: dict[str, Callable[[Path], object]] = {
+    "full": partial(model.write_model, heads=2, kv_heads=1, head_dim=128),
+    "windows": partial(model.write_model, heads=2, kv_heads=1, head_dim=128, window=256),
+    "two heads": partial(model.write_model, heads=2, kv_heads=2, head_dim=128),
+    "chunks": partial(architectures.write, "llama4_text", **_HEADS),
+    "experts": partial(architectures.write, "mixtral", **_HEADS),
+    "mla": partial(architectures.write, "deepseek_v2"),
+    "drafts": partial(drafts.write, heads=2),
 }
 KINDS = [
-    Kind("no graphs", "full", {"enforce_eager": True}),
+    Kind("no graphs", "full", EAGER),
     Kind("graphs", "full", GRAPHS),
-    Kind("graphs, windows", "windows", GRAPHS),
-]
-RANKS = [
-    Kind("graphs, two ranks", "two heads", {**GRAPHS, "tensor_parallel_size": 2}),
-    Kind("graphs, two ranks that hold the same", "full", {**GRAPHS, "tensor_parallel_size": 2}),
-    Kind("graphs, two stages", "full", {**GRAPHS, "pipeline_parallel_size": 2}),
+    Kind("graphs, windows", "windows", GRAPHS, groups=2),
+    Kind("graphs, chunks", "chunks", GRAPHS, groups=2),
+    Kind("mla", "mla", MLA),
+    _drafts("ngram", runners=("v1",)),
+    _drafts("eagle3"),
+    _drafts("mtp", target="mtp"),
+    Kind("graphs, two ranks", "two heads", {**GRAPHS, **TWO_RANKS}, gpus=2),
+    Kind("graphs, two ranks that hold the same", "full", {**GRAPHS, **TWO_RANKS}, 2, one_copy=True),
+    Kind("mla, two ranks that hold the same", "mla", {**MLA, **TWO_RANKS}, 2, one_copy=True),
+    Kind("graphs, two stages", "full", {**GRAPHS, "pipeline_parallel_size": 2}, gpus=2),
+    Kind(
+        "expert parallel, two ranks",
+        "experts",
+        {**EAGER, **TWO_RANKS, "enable_expert_parallel": True},
+        gpus=2,
+    ),
+    Kind(
+        "data and expert parallel, two engines",
+        "experts",
+        {**EAGER, "data_parallel_size": 2, "enable_expert_parallel": True},
+        gpus=2,
+        asked="each_engine",
+    ),
 ]
 
 
@@ -73,16 +135,22 @@ def play(folder: Path, runner: str, kind: Kind, tier: bool) -> dict[str, Any]:
         "num_gpu_blocks_override": BLOCKS_FEW if tier else BLOCKS_KEPT,
         **kind.engine,
     }
+    if "speculative_config" in engine:
+        config = json.dumps(engine["speculative_config"])
+        engine["speculative_config"] = config.replace("{models}", str(folder))
     settings = {"KVOFFLOAD_CPU_GIB": "1"} if tier else None
     asked = {
         "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # its multicast is not for every virtual machine
     }
-    run = engines.run(SCENARIOS, engine, settings, **asked)
+    if kind.asked == "each_engine":
+        asked["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    run = engines.run(kind.scenarios, engine, settings, **asked)
     if not run.results:
         return {"error": run.log[-3000:]}
-    return run.results
+    one_copy = "one copy for ranks that hold the same bytes (0 and 1)" in run.log
+    return {**run.results, "one_copy": one_copy}
 
 
 def compare(runner: str, kind: Kind, off: dict[str, Any], on: dict[str, Any]) -> dict[str, Any]:
@@ -91,32 +159,49 @@ def compare(runner: str, kind: Kind, off: dict[str, Any], on: dict[str, Any]) ->
     for side, results in (("off", off), ("on", on)):
         if "error" in results:
             return {**found, "outcome": "failed", "why": f"{side}: {results['error']}"}
-    pairs = list(zip(off["singles"]["tokens"], on["singles"]["tokens"]))
-    batched = list(zip(off["batches"]["tokens"], on["batches"]["tokens"]))
+    pairs = list(zip(off[kind.asked]["tokens"], on[kind.asked]["tokens"]))
+    about = on.get("setup", {})
+    last = on[kind.scenarios[-1]]
     found.update(
-        runner=on["setup"]["runner"],
-        scheduler=on["setup"]["scheduler"],
-        groups=on["setup"]["groups"],
+        runner=(about or last)["runner"],
         answers=len(pairs),
         answers_equal=sum(a == b for a, b in pairs),
-        batched=len(batched),
-        batched_equal=sum(a == b for a, b in batched),
-        blocks_loaded=on["batches"]["tier"]["loaded"],
+        blocks_loaded=last["tier"]["loaded"] if "tier" in last else last["loaded"] // 16,
     )
-    good = found["answers_equal"] == len(pairs) and found["blocks_loaded"] > 0
-    good = good and (found["groups"] > 1) == (kind.model == "windows")
-    return {**found, "outcome": "passed" if good else "failed"}
+    good = [found["answers_equal"] == len(pairs), found["blocks_loaded"] > 0]
+    good.append(on["one_copy"] == kind.one_copy)
+    if about:
+        found.update(scheduler=about["scheduler"], groups=about["groups"])
+        told_apart = {tuple(answer) for answer in off["sensitivity"]["tokens"]}
+        good += [found["groups"] == kind.groups, len(told_apart) == 4]
+    if "batches" in on:
+        batched = list(zip(off["batches"]["tokens"], on["batches"]["tokens"]))
+        found.update(batched=len(batched), batched_equal=sum(a == b for a, b in batched))
+    if kind.asked == "guesses_alone":
+        accepted = [counted[2] for counted in on[kind.asked]["counted"]]
+        found.update(drafts_accepted=accepted)
+        good.append(min(accepted) > 0)
+    return {**found, "outcome": "passed" if all(good) else "failed"}
 
 
-def main(runners: list[str], jobs: int) -> dict[str, Any]:
+def chosen(runners: list[str], parts: list[str], gpus: int) -> list[tuple[str, Kind]]:
+    """The kinds whose name has one of these parts, for each runner."""
+    return [
+        (runner, kind)
+        for runner in runners
+        for kind in KINDS
+        if runner in kind.runners and kind.gpus <= gpus and any(part in kind.name for part in parts)
+    ]
+
+
+def main(runners: list[str], jobs: int, parts: list[str]) -> dict[str, Any]:
     """Compare every runner and kind of engine, ``jobs`` engines side by side."""
     import torch
 
     with tempfile.TemporaryDirectory() as scratch:
-        for name, shape in MODELS.items():
-            model.write_model(Path(scratch) / name, **shape)
-        some = KINDS + RANKS if torch.cuda.device_count() > 1 else KINDS
-        kinds = [(runner, kind) for runner in runners for kind in some]
+        for name, write in MODELS.items():
+            write(Path(scratch) / name)
+        kinds = chosen(runners, parts, torch.cuda.device_count())
         with ThreadPoolExecutor(jobs) as pool:
             sides = [
                 [pool.submit(play, Path(scratch), *kind, tier) for tier in (False, True)]
@@ -133,4 +218,4 @@ def main(runners: list[str], jobs: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1].split(","), int(sys.argv[2]))))
+    print(json.dumps(main(sys.argv[1].split(","), int(sys.argv[2]), sys.argv[3].split(","))))

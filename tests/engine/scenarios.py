@@ -85,15 +85,16 @@ def setup(stage: Stage) -> dict[str, Any]:
     return {
         "scheduler": type(stage.core.scheduler).__name__,
         "in_flight": getattr(stage.core, "batch_queue_size", 1),
-        "runner": stage.llm.collective_rpc(_runner)[0],
+        "runner": stage.llm.collective_rpc(runner)[0],
         "groups": len(stage.core.scheduler.kv_cache_config.kv_cache_groups),
         "slots": stage.tier._manager.num_slots if stage.tier else 0,
     }
 
 
-def _runner(worker: Any) -> str:
-    runner = type(worker.model_runner)
-    return next(c.__module__ for c in runner.__mro__ if "execute_model" in vars(c))
+def runner(worker: Any) -> str:
+    """The module of a worker's model runner."""
+    classes = type(worker.model_runner).__mro__
+    return next(c.__module__ for c in classes if "execute_model" in vars(c))
 
 
 def figures(stage: Stage) -> dict[str, float]:

@@ -94,3 +94,12 @@ def test_experts_on_two_ranks(real, parallel):
     for name in ("sensitivity", "conversations"):
         assert_same(on[name], off[name])
     assert on["conversations"]["cached"] > 0 == off["conversations"]["cached"]
+
+
+def test_two_engines_of_one_client_load_from_a_tier_each(real):
+    engine = {"data_parallel_size": 2, "num_gpu_blocks_override": 18}
+    apart = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TEST_FORK_WORKERS": "1"}
+    off = real.off(["each_engine"], engine, **apart)["each_engine"]
+    on = real.on(["each_engine"], engine, **apart)["each_engine"]
+    assert_same(on, off)
+    assert off["loaded"] == 0 < on["loaded"]

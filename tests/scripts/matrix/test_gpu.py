@@ -23,6 +23,7 @@ print(json.dumps({{"release": "0.26.0", "tests": tests}}))
 def argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The command line; results go to ``out`` in the test's folder."""
     line = ["matrix gpu", "--out", str(tmp_path / "out"), "--runners", "v1", "--commit", "abc"]
+    line += ["--kinds", "mla"]
     monkeypatch.setattr(sys, "argv", line)
     monkeypatch.setattr(gpu, "PROGRAM", tmp_path / "program.py")
     return line
@@ -39,7 +40,7 @@ def test_the_result_has_a_verdict(
     assert gpu.main() == status
     result = json.loads((tmp_path / "out/gpu-0.26.0.json").read_text())
     assert (result["kind"], result["verdict"], result["commit"]) == ("gpu-engine", verdict, "abc")
-    assert result["tests"][0] == {"name": "['v1', '4']", "outcome": "passed"}
+    assert result["tests"][0] == {"name": "['v1', '4', 'mla']", "outcome": "passed"}
 
 
 def test_a_program_that_fails_leaves_no_result(argv: list[str], tmp_path: Path) -> None:
