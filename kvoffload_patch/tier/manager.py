@@ -9,6 +9,7 @@ from types import MappingProxyType
 from kvoffload_patch.links import CPU, GPU, LOAD
 from kvoffload_patch.tier.entries import Keys, LinkTickets, Slots, tickets_of
 from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
+from kvoffload_patch.tier.policies.batches import fill
 from kvoffload_patch.tier.policy import EvictionPolicy
 from kvoffload_patch.tier.queues import EndedRequests, StoreQueue
 from kvoffload_patch.tier.slots import SlotPool
@@ -341,8 +342,10 @@ class OffloadManager(TierState):
         ticket = self._stores.give_out(keys, slots)
         slot_of.update(zip(keys, slots))
         self._store_of.update(zip(gpu_block_ids, repeat(ticket)))
+        fill(self._store_to, slots, ticket)
+        key_of = self._key_of
         for key, slot in zip(keys, slots):
-            self._key_of[slot], self._store_to[slot] = key, ticket
+            key_of[slot] = key
         return (Transfer(ticket, GPU, CPU, gpu_block_ids, slots),)
 
     def _take_slots(self, count: int) -> tuple[int, ...]:
@@ -353,10 +356,12 @@ class OffloadManager(TierState):
         # What was stored together is mostly evicted together: sorted, these are neighbours again.
         slots = sorted(self._policy.evict(count - free))
         self.stats.evicted += len(slots)
+        keys = list(map(self._key_of.__getitem__, slots))
         if self.on_left is not None:
-            self.on_left([self._key_of[slot] for slot in slots])
-        for slot in slots:
-            del self._slot_of[self._key_of[slot]]
+            self.on_left(keys)
+        slot_of = self._slot_of
+        for key in keys:
+            del slot_of[key]
         return (*slots, *self._slots.allocate(free)) if free else tuple(slots)
 
     def _finish_load(self, keys: Keys, slots: Slots) -> None:

@@ -34,8 +34,9 @@ class EvictionPolicy(Protocol):
     def regroup(self, slots: Sequence[int]) -> None:
         """A request that used these has ended: no further use, but they belong together.
 
-        Some were used by it when it began, others were stored since, in several steps. From now on
-        its tail goes before its head. Some may be unknown here, or pinned.
+        Some were used by it when it began, others were stored since, in several steps; of what was
+        used or stored all at once nothing is said. From now on its tail goes before its head. Some
+        may be unknown here, or pinned.
         """
 
     def pin(self, slots: Sequence[int]) -> None:

@@ -92,6 +92,10 @@ class TierState:
         slot = self._slot_of.get(key)
         return CPU if slot is not None and self._store_to[slot] <= self._stores.done else None
 
+    def reader(self) -> Callable[[Hashable], object]:
+        """What `lookup` would say of any key is not None; until a plan is made."""
+        return self.lookup if self._stores.under_way else self._slot_of.get
+
     def holds(self, key: Hashable) -> bool:
         """Whether ``key`` has a slot, readable or still being written."""
         return key in self._slot_of

@@ -11,10 +11,10 @@ from kvoffload_patch.integration.engine.loads import LoadBook
 from kvoffload_patch.integration.engine.lookup import (
     LookupCache,
     LookupResult,
-    Recency,
     StandInPool,
 )
 from kvoffload_patch.integration.engine.pace import Pace
+from kvoffload_patch.integration.engine.recency import Recency
 from kvoffload_patch.integration.engine.stall import Stall
 from kvoffload_patch.integration.engine.stats import HitCounts
 from kvoffload_patch.integration.engine.store_choice import stores
@@ -160,7 +160,7 @@ class Admission:
         self._load_ms_per_block = ranks.load_ms_per_block
         self._copies_overlap = ranks.copies_overlap
         self.stalled_ms = 0.0
-        self._pool = StandInPool(view, manager.lookup, loads.arriving, loads.ticket_of)
+        self._pool = StandInPool(view, manager, loads.arriving, loads.ticket_of)
         self.use(settings)
 
     def use(self, settings: Settings) -> None:
@@ -216,14 +216,14 @@ class Admission:
                 return self._defer(result, budget)
             if stores(request):
                 self._recency.note(request.request_id, result)
-        if result.tier_hits or result.arriving:
+        if result.keys or result.arriving:
             self._cache.forget(request.request_id)
             if not self._inline(request, result, budget, stall):
                 self._loads.park(request, result, budget.needed)
                 budget.reserve(budget.needed)
-                stall.add_parked(len(result.tier_hits))
+                stall.add_parked(len(result.keys))
                 return True
-            self.stalled_ms += stall.add_inline(len(result.tier_hits))
+            self.stalled_ms += stall.add_inline(len(result.keys))
             result = self._loads.load_inline(request, result)
         else:
             self._loads.protect(result.gpu_blocks)
@@ -234,7 +234,7 @@ class Admission:
 
     def _can_start(self, request: Any, result: LookupResult, budget: AdmissionBudget) -> bool:
         """Whether a request can be admitted or parked: there is room, and for its load the bus."""
-        if result.tier_hits:
+        if result.keys:
             ahead_ms = self._load_ms_per_block * self._loads.blocks_under_way
             if ahead_ms > BUS_AHEAD_MS:
                 return False
@@ -242,7 +242,7 @@ class Admission:
                 return False
         if not budget.fits(request, result.tokens, result.gpu_blocks):
             return False
-        return not result.tier_hits or self._may_overwrite(request, len(result.tier_hits))
+        return not result.keys or self._may_overwrite(request, len(result.keys))
 
     def _may_overwrite(self, request: Any, blocks: int) -> bool:
         """Whether so many blocks can be loaded before others are stored, which takes a step."""
@@ -252,7 +252,7 @@ class Admission:
 
     def _defer(self, result: LookupResult, budget: AdmissionBudget) -> bool:
         """This request must wait. One without hits vLLM may admit if it finds room after all."""
-        budget.admissible += not (result.tier_hits or result.arriving)
+        budget.admissible += not (result.keys or result.arriving)
         return False
 
     def _inline(
@@ -265,4 +265,4 @@ class Admission:
             return True
         if self._settings.load_mode == "parked" or not budget.has_tokens(request, result.tokens):
             return False
-        return stall.allows(len(result.tier_hits))
+        return stall.allows(len(result.keys))

@@ -101,13 +101,13 @@ class Breaker:
     def schedule_raised(self) -> None:
         """`schedule` has raised: no step computes what it cached."""
         self._depth -= 1
-        self._view.uncap_admissions()
+        self._view.schedule_over()
         self.tier.schedule_raised()
 
     def end_schedule(self, output: Any) -> None:
         """After `schedule`, before its output goes to the ranks."""
         self._depth -= 1
-        self._view.uncap_admissions()
+        self._view.schedule_over()
         if self.detached:
             return
         if self._failure is None:

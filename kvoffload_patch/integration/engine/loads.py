@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from kvoffload_patch.integration.engine.lookup import LookupResult, TierHit
+from kvoffload_patch.integration.engine.lookup import LookupResult
 from kvoffload_patch.integration.engine.pace import Pace
 from kvoffload_patch.integration.engine.tuning import PARKED_TIMES
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
@@ -17,16 +17,17 @@ from kvoffload_patch.tier.manager import OffloadManager
 class _ParkedLoad:
     """A parked load: GPU blocks to publish, and the requests that wait.
 
-    ``blocks[i]`` is to hold ``hits[i]``, about at the time ``over_at``.
+    ``blocks[i]`` is to hold ``keys[i]``, with which a prefix of ``ends[i]`` tokens ends, about at
+    the time ``over_at``.
     """
 
-    __slots__ = ("blocks", "hits", "over_at", "ticket", "waiting")
+    __slots__ = ("blocks", "ends", "keys", "over_at", "ticket", "waiting")
 
-    def __init__(self, ticket: int, blocks: list[Any], hits: list[TierHit], over_at: float) -> None:
+    def __init__(self, ticket: int, blocks: list[Any], found: LookupResult, over_at: float) -> None:
         self.ticket = ticket
         self.over_at = over_at
         self.blocks = blocks
-        self.hits = hits
+        self.keys, self.ends = found.keys, found.ends
         self.waiting: list[_Parked] = []
 
 
@@ -135,11 +136,13 @@ class LoadBook:
         self._held.extend(found.gpu_blocks)
         ticket, blocks, _ = self._begin(found)
         self._held.extend(blocks)
-        self._view.publish(found.tier_hits, blocks)
+        self._view.publish(found.keys, found.ends, blocks)
         self._manager.expose_load(ticket)
         self.readers.append(request.request_id)
         self.num_inline += 1
-        return found.loaded(blocks)
+        result = found.loaded(blocks)
+        self._give(result)
+        return result
 
     def park(self, request: Any, found: LookupResult, needed: int) -> None:
         """Load what was found while others run, and wait for what others load already.
@@ -152,17 +155,16 @@ class LoadBook:
         self._view.hold(found.gpu_blocks)
         held = list(found.gpu_blocks)
         ticket, result = max(found.arriving, default=0), None
-        if found.tier_hits:
+        if found.keys:
             ticket, blocks, over_at = self._begin(found)
             self.num_parked_ever += 1
             if not (found.arriving or found.cut_short):
                 result = found.loaded(blocks)
-            load = self._by_ticket[ticket] = _ParkedLoad(ticket, blocks, found.tier_hits, over_at)
+            load = self._by_ticket[ticket] = _ParkedLoad(ticket, blocks, found, over_at)
             self._under_way.append(load)
-            for hit, block in zip(found.tier_hits, blocks):
-                self.arriving[hit.block_hash] = block
-                self.ticket_of[hit.block_hash] = ticket
-        needed = max(0, needed - len(held) - len(found.tier_hits))
+            self.arriving.update(zip(found.keys, blocks))
+            self.ticket_of.update(dict.fromkeys(found.keys, ticket))
+        needed = max(0, needed - len(held) - len(found.keys))
         parked = _Parked(request, self._view.park(request), held, needed, result)
         self._parked[request.request_id] = parked
         self._by_ticket[ticket].waiting.append(parked)
@@ -185,7 +187,14 @@ class LoadBook:
             self._held.extend(load.blocks)
             done += load.waiting
         self._unpark(done)
-        return [(p.request.request_id, p.result) for p in done if p.request and p.result]
+        ready = list[tuple[str, LookupResult]]()
+        for parked in done:
+            if parked.request and parked.result:
+                ready.append((parked.request.request_id, parked.result))
+                # A connector may have failed to fill some of them meanwhile.
+                if None not in [block.block_hash for block in parked.held]:
+                    self._give(parked.result)
+        return ready
 
     def _is_done(self, load: _ParkedLoad, within_ms: float) -> bool:
         if self._manager.load_done(load.ticket):
@@ -234,17 +243,15 @@ class LoadBook:
             self._view.hold(at_risk)
             self._held.extend(at_risk)
         self._at_risk.clear()
-        blocks = self._view.take_blocks(len(found.tier_hits))
+        blocks = self._view.take_blocks(len(found.keys))
         self._blocks_taken()
-        gpu_block_ids = [block.block_id for block in blocks]
-        keys = [hit.block_hash for hit in found.tier_hits]
-        ticket = self._manager.begin_load(keys, gpu_block_ids)
+        ticket = self._manager.begin_load(found.keys, [block.block_id for block in blocks])
         return ticket, blocks, self._pace.load_begins(len(blocks))
 
     def _end(self, load: _ParkedLoad) -> None:
         """A parked load is done, or as good as done, or has failed."""
-        for hit in load.hits:
-            del self.arriving[hit.block_hash], self.ticket_of[hit.block_hash]
+        for key in load.keys:
+            del self.arriving[key], self.ticket_of[key]
         if self._manager.load_failed(load.ticket):
             self._manager.await_load(load.ticket)
             self._view.release(reversed(load.blocks))
@@ -254,9 +261,15 @@ class LoadBook:
                 if parked.request is not None:
                     self._not_hit(parked.request.request_id)
             return
-        self._view.publish(load.hits, load.blocks)
+        self._view.publish(load.keys, load.ends, load.blocks)
         # Each rank's forward pass waits for its own copy of this load.
         self._manager.expose_load(load.ticket)
+
+    def _give(self, result: LookupResult) -> None:
+        """vLLM need not look up what a request hits: all of it is held until `after_schedule`."""
+        found, result.found = result.found, None  # it is vLLM's from now on
+        if found is not None:
+            self._view.prefix.give(found)
 
     def _unpark(self, done: list[_Parked]) -> None:
         now = time.monotonic()

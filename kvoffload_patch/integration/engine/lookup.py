@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
-from kvoffload_patch.integration.engine.free_front import FreeFront
+from kvoffload_patch.integration.engine.vllm_lookup import Found
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 
 
 class TierHit:
-    """Stands for a block that only the tier has, in the place of vLLM's block.
+    """Stands for a block that only the tier has, in the place of vLLM's block."""
 
-    Attributes:
-        block_hash: its key.
-        place: where the tier has it, as `OffloadManager.lookup` says.
-        end: tokens of the prefix that ends with it, once the lookup is over.
-    """
-
-    __slots__ = ("block_hash", "end", "place")
+    __slots__ = ("block_hash",)
 
     block_id = -1
     is_null = False
     ref_cnt = 0
 
-    def __init__(self, key: Hashable, place: str) -> None:
+    def __init__(self, key: Hashable) -> None:
         self.block_hash = key
-        self.place = place
-        self.end: int
+
+
+STAND_IN = TierHit(None)  # for any of them, where their order says which
 
 
 class LookupResult:
@@ -39,26 +35,32 @@ class LookupResult:
         tokens: length of the prefix found.
         gpu_tokens: length of what is found before the first block that the GPU lacks.
         gpu_blocks: vLLM's blocks of the prefix, those that loads under way fill included.
-        tier_hits: blocks to load, in prefix order.
+        keys: of the blocks to load, in prefix order.
+        ends: tokens of the prefix that ends with each of them.
         missing: keys that were looked for and found nowhere; any could make a longer hit possible.
         arriving: tickets of the loads under way that fill some of `gpu_blocks`.
         cut_short: whether the tier has more of it than there was room for.
         deferred: whether the request did not fit when it was looked up.
+        found: what vLLM's own search returned, with stand-ins at ``positions`` for the blocks to
+            load; None where that cannot be given back to vLLM.
     """
 
     __slots__ = (
-        "arriving", "cut_short", "deferred", "gpu_blocks", "gpu_tokens", "missing", "num_tokens",
-        "tier_hits", "tokens",
+        "arriving", "cut_short", "deferred", "ends", "found", "gpu_blocks", "gpu_tokens", "keys",
+        "missing", "num_tokens", "positions", "tokens",
     )  # fmt: skip
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.tokens = self.gpu_tokens = 0
         self.gpu_blocks: list[Any] = []
-        self.tier_hits: list[TierHit] = []
+        self.keys: list[Hashable] = []
+        self.ends: Sequence[int] = ()
         self.missing: list[Hashable] = []
         self.arriving: set[int] = set()
         self.cut_short = self.deferred = False
+        self.found: Found | None = None
+        self.positions: Sequence[int] = ()
 
     @property
     def settled(self) -> bool:
@@ -67,15 +69,34 @@ class LookupResult:
         Otherwise it is looked up again once it fits: the tier may have evicted what is to be
         loaded.
         """
-        return not (self.deferred or self.tier_hits or self.arriving or self.cut_short)
+        return not (self.deferred or self.keys or self.arriving or self.cut_short)
 
     def loaded(self, blocks: Sequence[Any]) -> LookupResult:
-        """What the request hits once these GPU blocks hold its `tier_hits`; none may arrive yet."""
+        """What the request hits once these GPU blocks hold its `keys`; none may arrive yet."""
         result = LookupResult(self.num_tokens)
         result.tokens = result.gpu_tokens = self.tokens
         result.gpu_blocks = [*self.gpu_blocks, *blocks]
         result.missing = self.missing
+        if self.found is not None:
+            result.found = self.found
+            (hit,), at = self.found.groups, self.positions
+            if isinstance(at, range):
+                hit[at.start : at.stop] = blocks
+            else:
+                for position, block in zip(at, blocks):
+                    hit[position] = block
         return result
+
+
+class _Ordered:
+    """A block pool for one lookup: the real one, but for `get_cached_block`."""
+
+    def __init__(self, real: Any, get_cached_block: Callable[..., list[Any] | None]) -> None:
+        self._real = real
+        self.get_cached_block = get_cached_block
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
 
 
 class StandInPool:
@@ -85,7 +106,7 @@ class StandInPool:
 
     Args:
         view: the scheduler.
-        place_of: where the tier has a key that can be loaded; None if it has not.
+        manager: of the tier.
         arriving: GPU block that a load under way fills, by key.
         ticket_of: ticket of that load, by key.
     """
@@ -93,13 +114,13 @@ class StandInPool:
     def __init__(
         self,
         view: SchedulerView,
-        place_of: Callable[[Hashable], str | None],
+        manager: OffloadManager,
         arriving: dict[Hashable, Any],
         ticket_of: dict[Hashable, int],
     ) -> None:
         self._view = view
         self._real = view.pool
-        self._place_of = place_of
+        self._manager = manager
         self._arriving = arriving
         self._ticket_of = ticket_of
         self._key = view.key
@@ -113,60 +134,123 @@ class StandInPool:
     def look_up(self, request: Any, max_tier_hits: int) -> LookupResult:
         """Find the longest prefix of a request, with ``max_tier_hits`` blocks to load at most."""
         result = self._result = LookupResult(int(request.num_tokens))
+        if self._view.in_order:
+            self._look_up_in_order(request, result, max_tier_hits)
+            return result
         self._hits_left = max_tier_hits
         self._on_gpu = self._view.gpu_lookup()
-        groups, tokens = self._view.longest_hit(request, self)
+        groups, tokens = self._view.prefix.longest_hit(request, self)
         result.tokens = result.gpu_tokens = tokens
+        hits: list[tuple[int, Hashable]] = []
         for blocks, block_size in zip(groups, self._view.block_sizes):
-            if self._hits_left == max_tier_hits:
-                result.gpu_blocks += [block for block in blocks if not block.is_null]
-            else:
-                _sort_out(blocks, block_size, result)
-        if len(groups) > 1:
-            result.tier_hits.sort(key=lambda hit: hit.end)
+            hits += _sort_out(blocks, block_size, result)
+        hits.sort(key=itemgetter(0))
+        result.keys, result.ends = [key for _, key in hits], [end for end, _ in hits]
         return result
 
     def get_cached_block(
         self, block_hash: Hashable, kv_cache_group_ids: list[int]
     ) -> list[Any] | None:
         """As vLLM's: one block for each group, or None if any group lacks it."""
-        # In the way of the step, hundreds of times in a lookup: what is usual is written out here.
         blocks = []
         for group_id in kv_cache_group_ids:
             key = self._key(block_hash, group_id)
             block = self._on_gpu(key)
             if block is None:
-                place = None if key in self._arriving else self._place_of(key)
-                if place is None or self._hits_left <= 0:
-                    block = self._otherwise(key, place)
-                    if block is None:
-                        return None
-                else:
+                block = self._otherwise(key, self._hits_left > 0)
+                if block is None:
+                    return None
+                if block is STAND_IN:
                     self._hits_left -= 1
-                    block = TierHit(key, place)
+                    block = TierHit(key)
             blocks.append(block)
         return blocks
 
-    def _otherwise(self, key: Hashable, place: str | None) -> Any:
-        """The block that a load under way fills; None if there is none, or no room for a load."""
+    def _look_up_in_order(self, request: Any, result: LookupResult, max_tier_hits: int) -> None:
+        """The same where vLLM asks for block after block, and for none behind one it does not get.
+
+        The result is one that vLLM can be given in place of its own.
+        """
+        on_gpu, behind = result.gpu_blocks, list[Any]()
+        find = self._in_order(max_tier_hits, on_gpu, result.keys, behind)
+        (blocks,), tokens = self._view.prefix.longest_hit(request, _Ordered(self._real, find))
+        result.tokens = result.gpu_tokens = tokens
+        size, begin, end = self._view.block_sizes[0], len(on_gpu), len(blocks)
+        if behind:  # blocks of the GPU behind some that it has lost
+            result.positions = [at for at, block in enumerate(blocks) if block is STAND_IN]
+            result.ends = [size * (at + 1) for at in result.positions]
+            on_gpu[:] = [block for block in blocks if block is not STAND_IN]
+        else:
+            result.positions = range(begin, end)
+            result.ends = range(size * (begin + 1), size * (end + 1), size)
+        # vLLM may leave out the last ones.
+        del on_gpu[end:], result.keys[len(result.positions) :]
+        if result.keys:
+            result.gpu_tokens = size * result.positions[0]
+            result.found = self._view.prefix.take_found()
+
+    def _in_order(
+        self, most: int, on_gpu: list[Any], keys: list[Hashable], behind: list[Any]
+    ) -> Callable[[Hashable, list[int]], list[Any] | None]:
+        """What stands for `get_cached_block`, for one lookup.
+
+        Args:
+            most: blocks to load.
+            on_gpu: takes what is found on the GPU before the first block to load.
+            keys: takes the keys of blocks to load.
+            behind: takes what is found on the GPU behind the first of them.
+        """
+        # In the way of the step, hundreds of times in a lookup.
+        key_of, gpu_block, otherwise = self._key, self._view.gpu_lookup(), self._otherwise
+        slot, arriving, stand_in = self._manager.reader(), self._arriving, [STAND_IN]
+
+        def get_cached_block(block_hash: Hashable, _: list[int]) -> list[Any] | None:
+            key = key_of(block_hash, 0)
+            block = gpu_block(key)
+            if block is None:
+                if len(keys) < most and key not in arriving and slot(key) is not None:
+                    keys.append(key)
+                    return stand_in
+                block = otherwise(key, False)
+                if block is None:
+                    return None
+            (behind if keys else on_gpu).append(block)
+            return [block]
+
+        return get_cached_block
+
+    def _otherwise(self, key: Hashable, room: bool) -> Any:
+        """A block that the GPU lacks: one that a load fills, or a stand-in; None if it is missed.
+
+        Args:
+            key: of the block.
+            room: whether one more can be loaded.
+        """
         if key in self._arriving:
             self._result.arriving.add(self._ticket_of[key])
             return self._arriving[key]
-        if place is None:
+        if not self._manager.lookup(key):
             self._result.missing.append(key)
-        else:
-            self._result.cut_short = True
+            return None
+        if room:
+            return STAND_IN
+        self._result.cut_short = True
         return None
 
 
-def _sort_out(blocks: Sequence[Any], block_size: int, result: LookupResult) -> None:
-    """Blocks of one group, in prefix order: which are vLLM's, and which the tier's."""
+def _sort_out(
+    blocks: Sequence[Any], block_size: int, result: LookupResult
+) -> Iterator[tuple[int, Hashable]]:
+    """Blocks of one group, in prefix order: which are vLLM's, and which the tier's.
+
+    Yields:
+        Tokens of the prefix that ends with a block to load, and its key.
+    """
     end = 0
     for block in blocks:
         end += block_size
         if block.block_id < 0:
-            block.end = end
-            result.tier_hits.append(block)
+            yield end, block.block_hash
             result.gpu_tokens = min(result.gpu_tokens, end - block_size)
         elif not block.is_null:
             result.gpu_blocks.append(block)
@@ -257,64 +341,3 @@ def _discard(index: dict, item: Hashable, request_id: str) -> None:  # type: ign
         waiting.discard(request_id)
         if not waiting:
             del index[item]
-
-
-class Recency:
-    """Keeps what requests hit on the GPU recent in the tier, and stores what it has lost since.
-
-    One step later: admitting a request makes a step slow on the host as it is. What a request has
-    used and stored is told to the tier once more when it has ended, all of it together.
-
-    Args:
-        view: the scheduler.
-        manager: of the tier.
-        front: of the free blocks, among which what is hit may have been; None: nobody asks.
-
-    Attributes:
-        used: GPU blocks, and the key of each, of prefixes that were noted.
-    """
-
-    def __init__(
-        self, view: SchedulerView, manager: OffloadManager, front: FreeFront | None
-    ) -> None:
-        self._view = view
-        self._manager = manager
-        self._front = front
-        self.used: list[tuple[list[int], list[Hashable]]] = []
-        self._keys: dict[str, list[Hashable]] = {}  # of each request that has not ended
-
-    def note(self, request_id: str, found: LookupResult) -> None:
-        """A request hits this; loads under way may fill some of the GPU blocks."""
-        blocks = found.gpu_blocks
-        keys = [block.block_hash for block in blocks]
-        if not all(keys):  # loads under way fill some
-            blocks = [block for block, key in zip(blocks, keys) if key is not None]
-        if blocks:
-            ids = [block.block_id for block in blocks]
-            self.used.append((ids, [key for key in keys if key is not None]))
-        self._keys[request_id] = keys + [hit.block_hash for hit in found.tier_hits]
-
-    def computes(self, request_id: str, keys: Iterable[Hashable]) -> None:
-        """A request computes the blocks of these keys, behind all that were noted for it."""
-        self._keys.setdefault(request_id, []).extend(keys)
-
-    def ended(self, request_ids: Iterable[str]) -> None:
-        """These requests have ended; some may be unknown here."""
-        for request_id in request_ids:
-            keys = self._keys.pop(request_id, None)
-            if keys:
-                # Some may have been computed twice, as after a preemption.
-                self._manager.request_ended(list(dict.fromkeys(keys)))
-
-    def refresh(self) -> None:
-        """Make recent what was noted since the last call."""
-        for gpu_block_ids, keys in self.used:
-            self._manager.hit_on_gpu(gpu_block_ids, keys, self._view.still_cached)
-            if self._front is not None:
-                self._front.hit(gpu_block_ids)
-        self.used.clear()
-
-    def clear(self) -> None:
-        """Forget what was noted."""
-        self.used.clear()
-        self._keys.clear()

@@ -100,24 +100,31 @@ def invalid_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Metho
 
 
 # What blocks are cached and handed out is only noted; the tier looks at all of a step's at once.
+# These are called for each request that fills a block: what vLLM passes as a rule has a call of its
+# own, which costs half of one with arguments of any number.
 
 
-def _note_cached(breaker: Breaker) -> Callable[[tuple[Any, Any]], None]:
-    """What takes a request and the blocks cached for it."""
+def _note_cached(breaker: Breaker) -> Callable[[Any, Any, int, int, int], None]:
+    """What takes a request, its blocks, and which of them were cached for it, of what size."""
     note, events = breaker.tier.cached.append, breaker.tier.events
-    if events is None:
-        return note
+    choice = breaker.tier.choice
 
-    def note_and_tell(cached: tuple[Any, Any]) -> None:
-        note(cached)
-        events.cached(cached[1])
+    def note_all(request: Any, blocks: Any, begin: int, end: int, size: int) -> None:
+        new = blocks[begin:end]
+        note((request, new))
+        if events is not None:
+            events.cached(new)
+        choice.note_answers(request, blocks, begin, end, size)
 
-    return note_and_tell
+    def note_only(request: Any, blocks: Any, begin: int, end: int, size: int) -> None:
+        note((request, blocks[begin:end]))
+
+    return note_only if events is None and choice.decode else note_all
 
 
 def cache_full_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`BlockPool.cache_full_blocks`: exactly the newly full blocks, for every KV cache group."""
-    note, note_answers = _note_cached(breaker), breaker.tier.choice.note_answers
+    note = _note_cached(breaker)
 
     def hook(
         request: Any,
@@ -125,14 +132,18 @@ def cache_full_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Me
         num_cached_blocks: int,
         num_full_blocks: int,
         block_size: int,
+        kv_cache_group_id: int,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        full = num_cached_blocks, num_full_blocks, block_size
-        result = wrapped(request, blocks, *full, *args, **kwargs)
+        begin, end = num_cached_blocks, num_full_blocks
+        if args or kwargs:
+            group = kv_cache_group_id
+            result = wrapped(request, blocks, begin, end, block_size, group, *args, **kwargs)
+        else:
+            result = wrapped(request, blocks, begin, end, block_size, kv_cache_group_id)
         if live:
-            note((request, blocks[num_cached_blocks:num_full_blocks]))
-            note_answers(request, blocks, *full)
+            note(request, blocks, begin, end, block_size)
         return result
 
     return hook
@@ -140,7 +151,7 @@ def cache_full_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Me
 
 def cache_full_blocks_with_hashes(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`BlockPool.cache_full_blocks` up to 0.10.0, which is given the hashes as well."""
-    note, note_answers = _note_cached(breaker), breaker.tier.choice.note_answers
+    note = _note_cached(breaker)
 
     def hook(
         request: Any,
@@ -155,8 +166,7 @@ def cache_full_blocks_with_hashes(wrapped: Method, live: list[bool], breaker: Br
         full = num_cached_blocks, num_full_blocks, block_size
         result = wrapped(request, blocks, block_hashes, *full, *args, **kwargs)
         if live:
-            note((request, blocks[num_cached_blocks:num_full_blocks]))
-            note_answers(request, blocks, *full)
+            note(request, blocks, *full)
         return result
 
     return hook
@@ -164,12 +174,12 @@ def cache_full_blocks_with_hashes(wrapped: Method, live: list[bool], breaker: Br
 
 def get_new_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`BlockPool.get_new_blocks`: the one place where a GPU block is handed out."""
-    note = breaker.tier.handed_out.append
+    note = breaker.tier.handed_out.extend
 
-    def hook(*args: Any, **kwargs: Any) -> Any:
-        blocks = wrapped(*args, **kwargs)
+    def hook(num_blocks: int) -> Any:
+        blocks = wrapped(num_blocks)
         if live:
-            note(tuple(blocks))  # the list is the caller's from now on
+            note(blocks)
         return blocks
 
     return hook

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvoffload_patch.config import FALSE
 from kvoffload_patch.integration.engine.free_front import FreeFront
-from kvoffload_patch.integration.engine.lookup import Recency
+from kvoffload_patch.integration.engine.recency import Recency
 from kvoffload_patch.tier.manager import OffloadManager
 
 # In `SamplingParams.extra_args`, which is `vllm_xargs` over HTTP (from 0.9.2 on).
@@ -38,6 +38,9 @@ class StoreChoice:
         front: of the free blocks, where blocks are stored before the GPU loses them; None: nowhere.
         recency: told of what requests compute.
         decode: whether blocks that answers fill are stored.
+
+    Attributes:
+        decode: the same; only if not, `note_answers` is to be called.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class StoreChoice:
         self._manager = manager
         self._front = front
         self._recency = recency
+        self.decode = decode
         self._answers: set[int] | None = None if decode else set()  # GPU blocks
 
     def note_answers(
@@ -69,16 +73,23 @@ class StoreChoice:
             scheduled: requests of the step, by id.
         """
         computed = dict[Hashable, int]()
+        computes = self._recency.computes
         for request, blocks in cached:
+            request_id, sampling = request.request_id, request.sampling_params
             # A request preempted within this very schedule() never computes its blocks.
-            if request.request_id not in scheduled:
+            if request_id not in scheduled:
                 self._refuse([block.block_id for block in blocks])
-            elif not stores(request):
+            elif sampling is not None and sampling.extra_args and not stores(request):
                 self._leave_out(blocks)
+            elif len(blocks) == 1:  # as a decode does
+                (block,) = blocks
+                key = block.block_hash
+                computed[key] = block.block_id
+                computes(request_id, [key])
             else:
                 keys = [block.block_hash for block in blocks]
                 computed.update(zip(keys, [block.block_id for block in blocks]))
-                self._recency.computes(request.request_id, keys)
+                computes(request_id, keys)
         computed.pop(None, None)  # of the null block, or of one that has left the cache since
         return self._without_answers(computed)
 

@@ -12,9 +12,10 @@ from kvoffload_patch.integration.engine.free_front import FreeFront
 from kvoffload_patch.integration.engine.full_prompt import FullPromptHits
 from kvoffload_patch.integration.engine.invalid_blocks import InvalidBlocks
 from kvoffload_patch.integration.engine.loads import LoadBook
-from kvoffload_patch.integration.engine.lookup import LookupCache, Recency
+from kvoffload_patch.integration.engine.lookup import LookupCache
 from kvoffload_patch.integration.engine.metrics import TierCounts
 from kvoffload_patch.integration.engine.pace import Pace
+from kvoffload_patch.integration.engine.recency import Recency
 from kvoffload_patch.integration.engine.stats import HitCounts, Report
 from kvoffload_patch.integration.engine.store_choice import StoreChoice
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
@@ -85,14 +86,14 @@ class SchedulerTier:
             manager.on_left = self.events.left
         self._may_admit = False  # nothing is admitted where nothing waits
         self.cached: list[tuple[Any, Sequence[Any]]] = []
-        self.handed_out: list[Sequence[Any]] = []
+        self.handed_out: list[Any] = []
 
     # A step, in the order of its events
 
     def before_schedule(self) -> None:
         """Publish loads that have arrived; begin those that this step can admit.
 
-        The scheduler's run limit may be lower than it was, until `uncap_admissions` of the view.
+        The scheduler's run limit may be lower than it was, until `schedule_over` of the view.
         """
         self._pace.step_begins()
         if self.handed_out:
@@ -146,7 +147,7 @@ class SchedulerTier:
 
     def _look_at_handed_out(self) -> None:
         """Before anything relies on what blocks held that were handed out, and before a plan."""
-        gpu_block_ids = [block.block_id for blocks in self.handed_out for block in blocks]
+        gpu_block_ids = [block.block_id for block in self.handed_out]
         self.handed_out.clear()
         self._manager.note_new_blocks(gpu_block_ids)
         self._lookups.blocks_reused(gpu_block_ids)

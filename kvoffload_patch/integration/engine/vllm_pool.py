@@ -48,18 +48,17 @@ class PoolAdapter:
         self._taken.update([block.block_id for block in blocks])
         return blocks
 
-    def publish(self, hits: Sequence[Any], blocks: Sequence[Any]) -> None:
+    def publish(self, keys: Sequence[Hashable], ends: Sequence[int], blocks: Sequence[Any]) -> None:
         """Put fresh blocks into the prefix cache.
 
         Args:
-            hits: with the key of each, and the tokens of the prefix that ends with it.
+            keys: of the blocks.
+            ends: tokens of the prefix that ends with each.
             blocks: which hold them, or will when they are read.
         """
-        publish = self._publisher()
-        for hit, block in zip(hits, blocks):
-            publish(hit.block_hash, block, hit.end)
+        self._publish(keys, ends, blocks)
         if self.on_publish is not None:
-            self.on_publish([hit.block_hash for hit in hits])
+            self.on_publish(list(keys))
 
     def free(self, blocks: Iterable[Any]) -> None:
         """Give references up; the blocks given first are evicted first.
@@ -127,30 +126,26 @@ class PoolAdapter:
             block = block.next_free_block
         return found
 
-    def _publisher(self) -> Callable[[Hashable, Any, int], None]:
+    def _publish(
+        self, keys: Sequence[Hashable], ends: Sequence[int], blocks: Sequence[Any]
+    ) -> None:
         # Asked for each time: a reset puts another object in its place.
         cached = self._pool.cached_block_hash_to_block
         if not hasattr(cached, "insert"):
-            return self._insert_into_dict
+            for key, block in zip(keys, blocks):
+                block.block_hash = key
+                cached[key][block.block_id] = block
+            return
         insert: Callable[[Hashable, Any], None] = cached.insert
         if not hasattr(self._pool, "_insert_block_hash"):
-
-            def name_and_insert(key: Hashable, block: Any, num_tokens: int) -> None:
+            for key, block in zip(keys, blocks):
                 block.block_hash = key
                 insert(key, block)
-
-            return name_and_insert
-
+            return
         # For a block without any key, as fresh ones are, this is what `_insert_block_hash` does.
-        def set_and_insert(key: Hashable, block: Any, num_tokens: int) -> None:
-            block.set_block_hash(key, num_tokens)
+        for key, block, end in zip(keys, blocks, ends):
+            block.set_block_hash(key, end)
             insert(key, block)
-
-        return set_and_insert
-
-    def _insert_into_dict(self, key: Hashable, block: Any, num_tokens: int) -> None:
-        block.block_hash = key
-        self._pool.cached_block_hash_to_block[key][block.block_id] = block
 
 
 def keeps_state(spec: Any) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvoffload_patch.integration.engine.vllm_events import KVEvents
+from kvoffload_patch.integration.engine.vllm_lookup import PrefixLookup
 from kvoffload_patch.integration.engine.vllm_pool import (
     PoolAdapter,
     keeps_state,
@@ -33,7 +34,9 @@ class SchedulerView:
     Attributes:
         state_groups: KV cache groups, by index, whose blocks hold a state after their last token,
             and how many of these a request has at once, at most.
+        in_order: whether vLLM looks up block after block of a prefix, and stops at the first miss.
         prefills: running requests of whose prompts a part is computed, by name.
+        prefix: vLLM's own prefix lookup.
         prefix_stats: vLLM's counters of hits.
         undo: called by `restore`, to put back what others have changed of vLLM's objects.
     """
@@ -46,7 +49,6 @@ class SchedulerView:
         self.pool = self.manager.block_pool
         coordinator = self.manager.coordinator
         managers = coordinator.single_type_managers
-        self._pool_holders = [coordinator, *managers]
         self.key = key_maker()
         self._adapter = adapter = PoolAdapter(self.pool)
         self.hold, self.take_blocks, self.release = adapter.hold, adapter.take, adapter.free
@@ -55,8 +57,7 @@ class SchedulerView:
         specs = [m.kv_cache_spec for m in managers]
         self.state_groups = {i: states_held(s) for i, s in enumerate(specs) if keeps_state(s)}
         self._span_tokens = tuple(map(self._tokens_held, specs))
-        # From 0.26 on a lookup can tell of the blocks that it finds.
-        self._reports_reuse = bool(getattr(self.manager, "enable_kv_cache_events", False))
+        self.in_order = [type(m).__name__ for m in managers] == ["FullAttentionManager"]
         self._parked_status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self._running_status = RequestStatus.RUNNING
         self._open = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -65,6 +66,8 @@ class SchedulerView:
         self._grammar = RequestStatus[grammar if known else "WAITING_FOR_FSM"]
         active = hasattr(scheduler, "max_num_active_reqs")
         self.undo = list[Callable[[], None]]()
+        self.prefix = PrefixLookup(self.manager)
+        self.undo.append(self.prefix.restore)
         self.prefix_stats = PrefixStats(scheduler)
         self._run_limit = "max_num_active_reqs" if active else "max_num_running_reqs"
         self._counts_sessions = _SESSIONS in type(scheduler).schedule.__code__.co_names
@@ -176,7 +179,7 @@ class SchedulerView:
         return len(self.scheduler.running) + int(sessions)
 
     def cap_admissions(self, admitted: int) -> None:
-        """Let `schedule` admit so many waiting requests and no more, until `uncap_admissions`.
+        """Let `schedule` admit so many waiting requests and no more, until `schedule_over`.
 
         Those behind have not been looked up, or wait for room that is spoken for.
         """
@@ -185,8 +188,9 @@ class SchedulerView:
         closed = min(limit, self._run_slots_taken() + admitted)
         setattr(self.scheduler, self._run_limit, closed)
 
-    def uncap_admissions(self) -> None:
-        """Undo `cap_admissions`."""
+    def schedule_over(self) -> None:
+        """Undo `cap_admissions` and `give`."""
+        self.prefix.give_no_more()
         if self._uncapped_limit is not None:
             setattr(self.scheduler, self._run_limit, self._uncapped_limit)
             self._uncapped_limit = None
@@ -291,26 +295,6 @@ class SchedulerView:
         self.undo.append(events.withdraw)
         return events
 
-    # Looking up
-
-    def longest_hit(self, request: Any, pool: Any) -> tuple[Sequence[Sequence[Any]], int]:
-        """vLLM's own prefix lookup, over another pool: (blocks by group, tokens)."""
-        manager, log_stats = self.manager, self.manager.log_stats
-        for holder in self._pool_holders:
-            holder.block_pool = pool
-        manager.log_stats = False  # this is not a query that users should see
-        if self._reports_reuse:
-            manager.enable_kv_cache_events = False
-        try:
-            found = manager.get_computed_blocks(request)
-        finally:
-            manager.log_stats = log_stats
-            if self._reports_reuse:
-                manager.enable_kv_cache_events = True
-            for holder in self._pool_holders:
-                holder.block_pool = self.pool
-        return found[0].blocks, int(found[1])
-
     # Blocks
 
     def num_free_blocks(self) -> int:
@@ -342,7 +326,7 @@ class SchedulerView:
 
         Every copy must be done. To be called outside `schedule`, whose queues it changes.
         """
-        self.uncap_admissions()
+        self.schedule_over()
         self.unpark_all()
         while self.undo:
             self.undo.pop()()

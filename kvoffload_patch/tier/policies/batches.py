@@ -53,8 +53,7 @@ class BatchLists:
             return
         self._last += len(self._lists)
         number, batch_of = self._last + which, self.batch_of
-        for slot in slots:
-            batch_of[slot] = number
+        fill(batch_of, slots, number)
         self._lists[which][number] = _Batch(list(slots))
         self.sizes[which] += len(slots)
 
@@ -96,8 +95,7 @@ class BatchLists:
         lists, batch_of = self._lists, self.batch_of
         # Most are taken with all of their batch, or many of it.
         counted = Counter(map(batch_of.__getitem__, slots))
-        for slot in slots:
-            batch_of[slot] = 0
+        fill(batch_of, slots, 0)
         for number, count in counted.items():
             if number:
                 which = number % len(lists)
@@ -124,8 +122,7 @@ class BatchLists:
             if not batch.left:
                 del batches[number]
             taken += chosen
-        for slot in taken:
-            batch_of[slot] = 0
+        fill(batch_of, taken, 0)
         self.sizes[which] -= len(taken)
         return taken
 
@@ -148,6 +145,20 @@ class BatchLists:
         batch_of = self.batch_of
         batch.slots = [s for s in batch.slots[batch.begin :] if batch_of[s] == number]
         batch.begin = 0
+
+
+def fill(values: list[int], slots: Sequence[int], value: int) -> None:
+    """Set the values of these slots, each of which is there once; mostly they are neighbours."""
+    if not slots:
+        return
+    count, first, last = len(slots), slots[0], slots[-1]
+    step = 1 if first <= last else -1
+    if step * (last - first) == count - 1 and [*slots] == [*range(first, last + step, step)]:
+        begin = min(first, last)
+        values[begin : begin + count] = [value] * count
+        return
+    for slot in slots:
+        values[slot] = value
 
 
 def _is_all_of(slots: list[int], batch: _Batch) -> bool:

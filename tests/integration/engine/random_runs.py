@@ -89,6 +89,7 @@ def run(seed: int, most_in_flight: int = 6, states: str | None = None) -> dict[s
         lambda direction, _: rng.random() < rate[direction], ranks=ranks, events=events, **about
     )
     stats = mini.manager.stats
+    given = _compare_what_is_given(mini)
     try:
         asked = _play(mini, rng, commands)
         mini.run(steps=_MAX_STEPS)
@@ -103,9 +104,33 @@ def run(seed: int, most_in_flight: int = 6, states: str | None = None) -> dict[s
     return {
         "loaded": stats.loaded, "stored": stats.stored, "evicted": stats.evicted,
         "failed": stats.failed, "resumed": mini.device.resumed, "states": mini.device.states,
-        "checkpoints": mini.device.checkpoints,
-        "asked": len(asked),
+        "checkpoints": mini.device.checkpoints, "asked": len(asked), "given": len(given),
     }  # fmt: skip
+
+
+def _compare_what_is_given(mini: Any) -> list[int]:
+    """Compare each result of a search that vLLM is given with what it would find at that moment.
+
+    Returns:
+        The number of blocks of each.
+    """
+    coordinator, prefix = mini.kv_manager.coordinator, mini.view.prefix
+    find, blocks = coordinator.find_longest_cache_hit, list[int]()
+
+    def compared(block_hashes: Any, max_cache_hit_length: int) -> Any:
+        given = prefix._given.get(id(block_hashes))
+        result = find(block_hashes, max_cache_hit_length)
+        if given is not None and result is given.result:
+            (hit,), (own,) = result[0], prefix._search(block_hashes, max_cache_hit_length)[0]
+            keys = [block.block_hash for block in hit]
+            # More may have been cached since by another request of the same step.
+            assert keys == [block.block_hash for block in own][: len(keys)] and None not in keys
+            assert all(block.ref_cnt for block in hit), "it could be handed out"
+            blocks.append(len(hit))
+        return result
+
+    coordinator.find_longest_cache_hit = compared
+    return blocks
 
 
 def _play(mini: Any, rng: random.Random, commands: random.Random | None) -> list[Any]:

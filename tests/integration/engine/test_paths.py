@@ -22,13 +22,13 @@ PACKAGE = Path(kvoffload_patch.__file__).parent
 
 # Deciding on one request: what it hits, whether it fits, what vLLM is given of that, and whether
 # the request lets its blocks be kept.
-LOOKUP_FILES = 9
+LOOKUP_FILES = 11
 # That, and from there to its blocks in vLLM's prefix cache, by a plan and its result; with what is
 # stored first because the load would overwrite it.
-LOAD_FILES = 19
+LOAD_FILES = 21
 # From vLLM's prefix cache to the plan, and from the result to what can be looked up; with the
 # policy, and vLLM's counters of hits, which the same step's end keeps.
-STORE_FILES = 11
+STORE_FILES = 12
 
 
 @contextmanager

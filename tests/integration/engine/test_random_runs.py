@@ -28,7 +28,7 @@ def test_random_runs(part: int) -> None:
             raise AssertionError(f"seed {seed}: {describe(seed)}") from error
         for name, count in outcome.items():
             seen[name] = seen.get(name, 0) + count
-    for name in ("loaded", "stored", "evicted", "failed", "resumed", "ended", "asked"):
+    for name in ("loaded", "stored", "evicted", "failed", "resumed", "ended", "asked", "given"):
         assert seen[name], f"no run has {name} anything"
 
 

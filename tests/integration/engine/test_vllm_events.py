@@ -199,8 +199,8 @@ def test_looking_up_tells_nobody_of_what_it_finds() -> None:
     request = next(iter(mini.scheduler.waiting))
     request.kv_cache_report_mode = "full"  # from 0.26 on vLLM then tells of what a request reuses
     mini.pool.kv_event_queue.clear()
-    mini.view.longest_hit(request, mini.pool)
+    mini.view.prefix.longest_hit(request, mini.pool)
     found = mini.tier._admission._pool.look_up(request, 100)
-    assert len(found.tier_hits) * BLOCK == found.tokens == 4 * BLOCK
+    assert len(found.keys) * BLOCK == found.tokens == 4 * BLOCK
     assert mini.pool.kv_event_queue == []
     assert mini.kv_manager.enable_kv_cache_events

@@ -112,7 +112,7 @@ class PoolOfMethod(PoolOfMap):
         """Where it is, `set_block_hash` is."""
 
 
-HIT = SimpleNamespace(block_hash="key", end=48)
+HIT = (["key"], [48])  # a key, and tokens of the prefix that ends with its block
 POOLS = [PoolOfDicts, PoolOfMap, PoolOfMethod]
 
 
@@ -121,7 +121,7 @@ def test_a_published_block_is_cached_under_its_key(kind: type[Any]) -> None:
     pool = kind()
     block = Block(7)
     adapter = PoolAdapter(pool)
-    adapter.publish([HIT], [block])
+    adapter.publish(*HIT, [block])
     assert block.block_hash == "key"
     assert pool.cached() == [("key", 7)]
 
@@ -131,7 +131,7 @@ def test_after_a_reset_it_is_the_new_cache_that_is_written_to(kind: type[Any]) -
     pool = kind()
     adapter = PoolAdapter(pool)
     pool.reset()
-    adapter.publish([HIT], [Block(7)])
+    adapter.publish(*HIT, [Block(7)])
     assert pool.cached() == [("key", 7)]
 
 
@@ -139,14 +139,14 @@ def test_after_a_reset_it_is_the_new_cache_that_is_written_to(kind: type[Any]) -
 def test_a_lookup_finds_what_the_gpu_has_under_a_key(kind: type[Any]) -> None:
     pool = kind()
     adapter = PoolAdapter(pool)
-    adapter.publish([HIT], [Block(7)])
+    adapter.publish(*HIT, [Block(7)])
     find = adapter.lookup()
     assert getattr(find("key"), "block_id", find("key")) == 7 and find("other") is None
 
 
 def test_the_newest_is_told_the_length_of_the_prefix() -> None:
     block = Block(7)
-    PoolAdapter(PoolOfMethod()).publish([HIT], [block])
+    PoolAdapter(PoolOfMethod()).publish(*HIT, [block])
     assert block.num_tokens == 48
 
 

@@ -211,7 +211,7 @@ def test_a_probe_leaves_pools_and_statistics_as_they_were() -> None:
 
     view.manager.log_stats = True
     with pytest.raises(LookupError):
-        view.longest_hit(make_request(prompt(2)), Broken())
+        view.prefix.longest_hit(make_request(prompt(2)), Broken())
     assert view.manager.log_stats is True
     managers = view.manager.coordinator.single_type_managers
     assert [m.block_pool for m in (view.manager.coordinator, *managers)] == [view.pool, view.pool]

@@ -266,18 +266,23 @@ class LookUps:
     def __init__(self, monkeypatch: Any) -> None:
         self.requests: list[Request] = []
         self.blocks = 0
-        look_up, get_cached_block = StandInPool.look_up, StandInPool.get_cached_block
+        look_up, in_order = StandInPool.look_up, StandInPool._in_order
 
         def counted_look_up(pool: StandInPool, request: Request, max_tier_hits: int) -> Any:
             self.requests.append(request)
             return look_up(pool, request, max_tier_hits=max_tier_hits)
 
-        def counted_get(pool: StandInPool, *args: Any, **kwargs: Any) -> Any:
-            self.blocks += 1
-            return get_cached_block(pool, *args, **kwargs)
+        def counted_in_order(pool: StandInPool, *args: Any) -> Callable[..., Any]:
+            get_cached_block = in_order(pool, *args)
+
+            def counted_get(*args: Any) -> Any:
+                self.blocks += 1
+                return get_cached_block(*args)
+
+            return counted_get
 
         monkeypatch.setattr(StandInPool, "look_up", counted_look_up)
-        monkeypatch.setattr(StandInPool, "get_cached_block", counted_get)
+        monkeypatch.setattr(StandInPool, "_in_order", counted_in_order)
 
     def take(self) -> tuple[list[Request], int]:
         """Requests looked up and blocks asked for since the last call."""

@@ -1,0 +1,78 @@
+"""Keeping what requests use on the GPU recent in the tier, and together when they have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from itertools import chain
+
+from kvoffload_patch.integration.engine.free_front import FreeFront
+from kvoffload_patch.integration.engine.lookup import LookupResult
+from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
+from kvoffload_patch.tier.manager import OffloadManager
+
+
+class Recency:
+    """Keeps what requests hit on the GPU recent in the tier, and stores what it has lost since.
+
+    One step later: admitting a request makes a step slow on the host as it is. What a request has
+    used and stored at several times is told to the tier once more when it has ended, all together.
+
+    Args:
+        view: the scheduler.
+        manager: of the tier.
+        front: of the free blocks, among which what is hit may have been; None: nobody asks.
+
+    Attributes:
+        used: GPU blocks, and the key of each, of prefixes that were noted.
+    """
+
+    def __init__(
+        self, view: SchedulerView, manager: OffloadManager, front: FreeFront | None
+    ) -> None:
+        self._view = view
+        self._manager = manager
+        self._front = front
+        self.used: list[tuple[list[int], list[Hashable]]] = []
+        # Of each request that has not ended: the keys that it hit, loaded, computed in a step.
+        self._parts: dict[str, list[list[Hashable]]] = {}
+
+    def note(self, request_id: str, found: LookupResult) -> None:
+        """A request hits this; loads under way may fill some of the GPU blocks."""
+        blocks = found.gpu_blocks
+        keys = [block.block_hash for block in blocks]
+        if not all(keys):  # loads under way fill some
+            blocks = [block for block, key in zip(blocks, keys) if key is not None]
+        if blocks:
+            ids = [block.block_id for block in blocks]
+            self.used.append((ids, [key for key in keys if key is not None]))
+        self._parts[request_id] = [part for part in (keys, found.keys) if part]
+
+    def computes(self, request_id: str, keys: list[Hashable]) -> None:
+        """A request computes the blocks of these keys, behind all that were noted for it."""
+        parts = self._parts.get(request_id)
+        if parts is None:
+            self._parts[request_id] = [keys]
+        else:
+            parts.append(keys)
+
+    def ended(self, request_ids: Iterable[str]) -> None:
+        """These requests have ended; some may be unknown here."""
+        for request_id in request_ids:
+            parts = self._parts.pop(request_id, ())
+            # What was used or stored at once is together as it is.
+            if len(parts) > 1:
+                # Some may have been computed twice, as after a preemption.
+                self._manager.request_ended(list(dict.fromkeys(chain.from_iterable(parts))))
+
+    def refresh(self) -> None:
+        """Make recent what was noted since the last call."""
+        for gpu_block_ids, keys in self.used:
+            self._manager.hit_on_gpu(gpu_block_ids, keys, self._view.still_cached)
+            if self._front is not None:
+                self._front.hit(gpu_block_ids)
+        self.used.clear()
+
+    def clear(self) -> None:
+        """Forget what was noted."""
+        self.used.clear()
+        self._parts.clear()

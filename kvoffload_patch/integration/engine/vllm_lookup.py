@@ -1,0 +1,99 @@
+"""vLLM's own prefix lookup, made over another pool, and its result given back to vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class Found(NamedTuple):
+    """What `KVCacheCoordinator.find_longest_cache_hit` was asked, and what it returned.
+
+    ``result`` is of the release's own shape; it begins with a list of blocks for each group.
+    """
+
+    block_hashes: Any
+    max_cache_hit_length: int
+    result: Any
+
+    @property
+    def groups(self) -> Sequence[list[Any]]:
+        """Blocks by KV cache group, the very lists that vLLM is given."""
+        groups: Sequence[list[Any]] = self.result[0]
+        return groups
+
+
+class PrefixLookup:
+    """The prefix lookup of one KV cache manager, whose coordinator's part is stood in for.
+
+    vLLM looks up each request that it admits. Where the tier has done so within the same step, and
+    holds every block that it found, vLLM is given that result in place of a second search: all but
+    the search itself, statistics and events included, is still its own.
+
+    Args:
+        manager: a `vllm.v1.core.kv_cache_manager.KVCacheManager`.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._coordinator = coordinator = manager.coordinator
+        self._holders = [coordinator, *coordinator.single_type_managers]
+        # From 0.26 on a lookup can tell of the blocks that it finds.
+        self._reports_reuse = bool(getattr(manager, "enable_kv_cache_events", False))
+        self._search = coordinator.find_longest_cache_hit
+        self._given: dict[int, Found] = {}
+        self._searching = False  # for the tier
+        self._last: Found | None = None
+        coordinator.find_longest_cache_hit = self._find
+
+    def longest_hit(self, request: Any, pool: Any) -> tuple[Sequence[Sequence[Any]], int]:
+        """A request's longest hit over another pool: (blocks by group, tokens)."""
+        manager, log_stats = self._manager, self._manager.log_stats
+        self._searching, self._last = True, None
+        for holder in self._holders:
+            holder.block_pool = pool
+        manager.log_stats = False  # this is not a query that users should see
+        if self._reports_reuse:
+            manager.enable_kv_cache_events = False
+        try:
+            found = manager.get_computed_blocks(request)
+        finally:
+            manager.log_stats = log_stats
+            if self._reports_reuse:
+                manager.enable_kv_cache_events = True
+            for holder in self._holders:
+                holder.block_pool = manager.block_pool
+            self._searching = False
+        return found[0].blocks, int(found[1])
+
+    def take_found(self) -> Found | None:
+        """What the last lookup rests on; None if vLLM did not search, or it was taken."""
+        found, self._last = self._last, None
+        return found
+
+    def give(self, found: Found) -> None:
+        """vLLM finds this for the same request until `give_no_more`; it is vLLM's from now on.
+
+        Every block must be in the prefix cache, and referenced until then.
+        """
+        self._given[id(found.block_hashes)] = found
+
+    def give_no_more(self) -> None:
+        """`schedule` is over, or begins again."""
+        self._given.clear()
+
+    def restore(self) -> None:
+        """The coordinator's search is its own again."""
+        self._given.clear()
+        self._coordinator.__dict__.pop("find_longest_cache_hit", None)
+
+    def _find(self, block_hashes: Any, max_cache_hit_length: int) -> Any:
+        """As `KVCacheCoordinator.find_longest_cache_hit`."""
+        if self._given:
+            given = self._given.pop(id(block_hashes), None)
+            if given is not None and given.max_cache_hit_length == max_cache_hit_length:
+                return given.result
+        result = self._search(block_hashes, max_cache_hit_length)
+        if self._searching:
+            self._last = Found(block_hashes, max_cache_hit_length, result)
+        return result

@@ -1,0 +1,129 @@
+"""vLLM's own search for a prefix: made over the tier, and its result given back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from integration.engine.mini import BLOCK, Mini
+from scheduler_half.scenarios import prompt
+
+MODES = ["inline", "parked"]
+
+
+def count_searches(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each search that vLLM makes, whether it is for the tier."""
+    prefix, searches = mini.view.prefix, list[bool]()
+    search = prefix._search
+
+    def counted(*args: Any) -> Any:
+        searches.append(prefix._searching)
+        return search(*args)
+
+    monkeypatch.setattr(prefix, "_search", counted)
+    return searches
+
+
+@pytest.mark.parametrize("load_mode", MODES)
+@pytest.mark.parametrize("also_on_gpu", [False, True])
+def test_vllm_does_not_search_for_what_was_loaded(
+    load_mode: str, also_on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mini = Mini(load_mode=load_mode)
+    asked = prompt(6, seed=1)
+    mini.only_in_cpu(asked)
+    if also_on_gpu:
+        mini.add(asked[: 2 * BLOCK + 1], count=1)
+        mini.run()
+    searches = count_searches(mini, monkeypatch)
+    name = mini.add(asked)
+    mini.run()
+    mini.check()
+    assert mini.hits[name] == 6 * BLOCK
+    assert searches == [True]
+
+
+def test_what_the_gpu_has_is_searched_for_by_vllm_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    mini = Mini()
+    mini.add(prompt(6, seed=1), count=1)
+    mini.run()
+    searches = count_searches(mini, monkeypatch)
+    mini.add(prompt(6, seed=1), count=1)
+    mini.run()
+    assert searches == [True, False], "nobody holds it until the request is admitted"
+
+
+def test_blocks_of_the_gpu_behind_some_that_it_lacks_are_hit_where_they_are() -> None:
+    mini = Mini(load_mode="inline")
+    asked = prompt(6, seed=1)
+    mini.add(asked, count=1)
+    mini.run()
+    mini.settle()
+    find = mini.view.gpu_lookup()
+    name = mini.add(asked)
+    request = mini.scheduler.requests[name]
+    blocks = mini.view.prefix.longest_hit(request, mini.pool)[0][0]
+    lost = [blocks[1], blocks[4]]
+    for block in lost:
+        mini.pool._maybe_evict_cached_block(block)
+    kept = [b.block_id for b in blocks if b not in lost]
+    assert [find(b.block_hash) is not None for b in blocks if b not in lost] == [True] * 4
+    found = mini.tier._admission._pool.look_up(request, 100)
+    assert list(found.positions) == [1, 4] and list(found.ends) == [2 * BLOCK, 5 * BLOCK]
+    assert [b.block_id for b in found.gpu_blocks] == kept
+    assert found.gpu_tokens == BLOCK and found.tokens == 6 * BLOCK
+    mini.run()
+    mini.check()
+    assert mini.hits[name] == 6 * BLOCK
+
+
+def test_a_result_is_given_for_one_schedule_one_request_and_one_length() -> None:
+    mini = Mini()
+    asked = prompt(3, seed=1)
+    mini.add(asked, count=1)
+    mini.run()
+    request = mini.scheduler.requests[mini.add(asked)]
+    prefix, coordinator = mini.view.prefix, mini.kv_manager.coordinator
+    mini.view.prefix.longest_hit(request, mini.pool)
+    found = prefix.take_found()
+    assert found is not None and prefix.take_found() is None
+    hashes, length = found.block_hashes, found.max_cache_hit_length
+    prefix.give(found)
+    assert coordinator.find_longest_cache_hit(list(hashes), length) is not found.result
+    assert coordinator.find_longest_cache_hit(hashes, length) is found.result
+    assert coordinator.find_longest_cache_hit(hashes, length) is not found.result
+    prefix.give(found)
+    assert coordinator.find_longest_cache_hit(hashes, length - BLOCK) is not found.result
+    prefix.give(found)
+    mini.view.schedule_over()
+    assert coordinator.find_longest_cache_hit(hashes, length) is not found.result
+
+
+def test_a_parked_request_is_not_given_what_a_connector_has_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mini = Mini(load_mode="parked", late=3)
+    asked = prompt(6, seed=1)
+    mini.only_in_cpu(asked)
+    mini.add(asked[: 2 * BLOCK + 1], count=1)
+    mini.run()
+    searches = count_searches(mini, monkeypatch)
+    name = mini.add(asked)
+    mini.step()
+    (parked,) = mini.tier._loads._parked.values()
+    assert len(parked.held) == 2 and mini.tier._loads.is_parked(name)
+    mini.pool._maybe_evict_cached_block(parked.held[1])
+    mini.run()
+    mini.check()
+    assert False in searches
+
+
+def test_the_search_is_vllms_own_again_in_the_end() -> None:
+    mini = Mini()
+    coordinator = mini.kv_manager.coordinator
+    assert "find_longest_cache_hit" in vars(coordinator)
+    mini.breaker.close()
+    assert "find_longest_cache_hit" not in vars(coordinator)
