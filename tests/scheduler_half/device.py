@@ -257,9 +257,9 @@ class Device:
         """The state at the last end of a block within the step, where vLLM's runner leaves it."""
         from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 
-        (offset,), (column,) = compute_mamba_prefill_checkpoints(
-            [end], [end - start], BLOCK, BLOCK, 1, False, BLOCK
-        )
+        asked = ([end], [end - start], BLOCK, BLOCK, 1, False, BLOCK)
+        taken = compute_mamba_prefill_checkpoints.__code__.co_argcount  # one less in 0.31
+        (offset,), (column,) = compute_mamba_prefill_checkpoints(*asked[:taken])
         if offset and table[column]:  # the null block takes what nobody wants
             self.checkpoints += 1
             self.kv[table[column]] = [right[start + offset - 1] + added] * BLOCK

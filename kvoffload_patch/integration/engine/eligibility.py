@@ -21,6 +21,7 @@ _KNOWN_SPECS = {
 # come back, on the CPU device.
 _STATE_SPEC = "MambaSpec"
 _STATES_SHOWN = {
+    "0.30.0": ("GDN_ATTN",),
     "0.32.0": ("GDN_ATTN",),
 }
 _REMEDY = "set KVOFFLOAD_STRICT=0 to serve without the CPU tier"

@@ -200,7 +200,7 @@ def main(seed: str, seconds: str, release: str = "", folder: str = "") -> int:
         from scheduler_half import half
 
         half.use_release(release, Path(folder).resolve())
-        most = _most_in_flight(release)
+        most = most_in_flight(release)
     end, at = 0.0, int(seed)
     failed: dict[str, str] = {}
     seen: dict[str, int] = {}
@@ -219,7 +219,7 @@ def main(seed: str, seconds: str, release: str = "", folder: str = "") -> int:
     return int(bool(failed))
 
 
-def _most_in_flight(release: str) -> int:
+def most_in_flight(release: str) -> int:
     """Steps under way: before 0.10.2 the tier refuses more than one.
 
     Before 0.27 vLLM's own scheduler fails here with three, with and without a tier, when a request

