@@ -18,7 +18,7 @@ def result(*tests: dict[str, str]) -> dict[str, object]:
 
 
 def test_the_page_is_that_of_the_results() -> None:
-    assert features.PAGE.read_text(encoding="utf-8") == features.page(features.load())
+    assert features.PAGE.read_text(encoding="utf-8") == features.whole_page()
 
 
 def test_no_cell_is_empty_and_no_row_is_there_twice() -> None:
