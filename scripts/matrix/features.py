@@ -186,6 +186,7 @@ ROWS = (
         (f"{_RANDOM}[0]", f"{_HALF}test_vllm_events.py"),
     ),
     _refused("vLLM's own --kv-offloading-size", "another tier in CPU memory"),
+    _refused("kvcached", "kvcached"),
     _engine(
         "a KV connector that fails",
         "loads recomputed or failed",

@@ -73,6 +73,12 @@ def _cache_problem(vllm_config: Any, scheduler: Any) -> str | None:
             "expected one tier in CPU memory, found --kv-offloading-size as well, with which vLLM "
             "keeps the same blocks there once more; leave one of the two out"
         )
+    if type(scheduler.kv_cache_manager.block_pool).__name__ == "ElasticBlockPool":
+        return (
+            "expected vLLM's own block pool, found kvcached's, which takes a block's memory away "
+            "when it is freed, also while a copy reads it; start without kvcached "
+            "(KVCACHED_AUTOPATCH=0), or without this tier"
+        )
     if vllm_config.model_config.is_encoder_decoder:
         return "expected a decoder-only model, found an encoder-decoder one"
     if getattr(scheduler.kv_cache_manager.coordinator, "enable_partial_hash_hits", False):

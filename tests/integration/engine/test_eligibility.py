@@ -55,7 +55,9 @@ def scheduler(*groups: Any, connector: Any = None, **coordinator: Any) -> Simple
     """A scheduler over these groups."""
     return SimpleNamespace(
         connector=connector,
-        kv_cache_manager=SimpleNamespace(coordinator=SimpleNamespace(**coordinator)),
+        kv_cache_manager=SimpleNamespace(
+            coordinator=SimpleNamespace(**coordinator), block_pool=SimpleNamespace()
+        ),
         kv_cache_config=SimpleNamespace(kv_cache_groups=list(groups) or [group()]),
     )
 
@@ -70,6 +72,13 @@ def states(**changes: Any) -> SimpleNamespace:
     """A scheduler of full attention beside layers that keep a state."""
     connector = changes.pop("connector", None)
     return scheduler(group(), group("MambaSpec", **{**STATE, **changes}), connector=connector)
+
+
+def elastic() -> SimpleNamespace:
+    """A scheduler whose coordinator kvcached has given a pool of its own class."""
+    made = scheduler()
+    made.kv_cache_manager.block_pool = type("ElasticBlockPool", (), {})()
+    return made
 
 
 UNIFORM = spec(
@@ -91,6 +100,7 @@ REFUSED = {
     "another tier in CPU memory": (
         config(offloading=4.0), scheduler(), "one tier in CPU memory, found --kv-offloading-size",
     ),
+    "kvcached": (config(), elastic(), "own block pool, found kvcached's"),
     "encoder-decoder": (config(encoder_decoder=True), scheduler(), "encoder-decoder"),
     "partial hits": (config(), scheduler(enable_partial_hash_hits=True), "partial ones"),
     "unknown spec": (config(), scheduler(group(), group("SinkSpec")), "group 1: .*SinkSpec"),
