@@ -18,6 +18,7 @@ from typing import Any
 
 from scripts.bench.chats import report as chats_report
 from scripts.bench.common import ROOT, say, table
+from scripts.bench.serve import pressed
 from scripts.bench.serve import report as serve
 
 RESULTS = ROOT / "docs" / "measured" / "current"
@@ -206,6 +207,15 @@ def checksums() -> str:
     return report.checksums(document) + "\n\n" + ran_on(document["machine"])
 
 
+def pressure() -> str:
+    """Chats that the GPU's cache cannot hold while they run."""
+    document = read("pressure.json")
+    if document is None:
+        return "not measured"
+    ran = dict.fromkeys(ran_on(machine) for machine in document["machines"])
+    return "\n\n".join([pressed.page(document["jobs"], MODES), *ran])
+
+
 def ranks() -> str:
     """The same with two ranks."""
     document = read("../2026-11-22-serve-ranks-f05b92d.json")
@@ -242,6 +252,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "transfer": transfer,
     "checksums": checksums,
     "ranks": ranks,
+    "pressure": pressure,
 }
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import Any
 
-from scripts.bench.common import verdict
+from scripts.bench.common import table, verdict
 
 OTHERS = ("simple", "offloading", "lmcache")
 ROWS = (
@@ -27,6 +28,22 @@ def samples(key: str, unit: float) -> Callable[[Job], list[float]]:
         return [found[key] / unit] if found else []
 
     return of
+
+
+def page(jobs: list[Job], names: dict[str, str]) -> str:
+    """The table of docs/performance.md; a mode's median of its jobs.
+
+    Args:
+        names: words for each mode, in the order of the columns.
+    """
+    modes = [mode for mode in names if any(job["mode"] == mode for job in jobs)]
+    rows = [["chats, all at once", *(names[mode] for mode in modes)]]
+    for key, title, unit in ROWS:
+        of = samples(key, unit)
+        found = [[v for job in jobs if job["mode"] == mode for v in of(job)] for mode in modes]
+        cells = [f"{statistics.median(values):.3g}" if values else "-" for values in found]
+        rows.append([title.removeprefix("pressure, "), *cells])
+    return table(rows)
 
 
 def answers(jobs: list[Job]) -> list[str]:

@@ -208,3 +208,14 @@ def test_answers_count_up_to_the_first_that_differs():
         "  ours: 4 of 6 equal, 1,000 tokens recomputed, 3 preemptions",
     ]
     assert pressed.answers(jobs[1:]) == []
+
+
+def test_the_page_has_the_median_of_each_mode():
+    found = {key: 2000.0 for key, *_ in pressed.ROWS}
+    jobs = [{"mode": "ours", "results": {"pressure": {**found, "preemptions": n}}} for n in (1, 5)]
+    jobs.append({"mode": "simple", "results": {}})
+    text = pressed.page(jobs, {"off": "no tier", "ours": "this tier", "simple": "Simple"})
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert rows[0] == ["chats, all at once", "this tier", "Simple"]
+    assert ["preemptions", "3", "-"] in rows
+    assert ["recomputed (thousand tokens)", "2", "-"] in rows
