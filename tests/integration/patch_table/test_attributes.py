@@ -62,6 +62,7 @@ RECEIVERS = {
 OTHERS = {"cuda", "data_ptr", "device", "numel", "type", "Tensor", "is_integrated", "nodename"}
 OTHERS |= {"get_device_properties", "set_device", "synchronize", "annotation", "parameters"}
 OTHERS |= {"named_modules"}
+OTHERS |= {"from_iterable"}  # of itertools.chain
 OTHERS |= {"co_names", "__code__", "__members__", "name", "__cause__", "elements"}
 OTHERS |= {"fileno", "write", "put_nowait", "kvoffload"}
 # Of msgspec.
