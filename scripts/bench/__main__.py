@@ -21,6 +21,7 @@ COMMANDS = {
     "copy_thread": ("probes.copy_thread", "what enqueuing copies costs a step; needs no GPU"),
     "touch": ("probes.touch", "how fast the kernel gives a process its memory; needs no GPU"),
     "mechanisms": ("probes.mechanisms", "what each mechanism for speed is worth, in one engine"),
+    "trace": ("probes.trace", "the same by time in the engine, request by request, with its bound"),
     "page": ("page", "write the tables of the pages on performance from docs/measured/current"),
     "lmcache": ("serve.lmcache", "pack LMCache for `serve` on a machine without network"),
 }

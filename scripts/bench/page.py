@@ -18,6 +18,7 @@ from typing import Any
 
 from scripts.bench.chats import report as chats_report
 from scripts.bench.common import ROOT, say, table
+from scripts.bench.probes import trace_report
 from scripts.bench.serve import pressed
 from scripts.bench.serve import report as serve
 
@@ -163,6 +164,23 @@ def mechanisms() -> str:
     return "\n\n".join(parts) or "not measured"
 
 
+def trace() -> str:
+    """What switching a mechanism changes, by time in the engine."""
+    document = read("trace.json")
+    if document is None:
+        return "not measured"
+    words = trace_report.EXPLAINED
+    return "\n\n".join([trace_report.page(document), words, ran_on(document["machine"])])
+
+
+def bound() -> str:
+    """What an ideal tier would take, from the same trace."""
+    document = read("trace.json")
+    if document is None:
+        return "not measured"
+    return trace_report.bound(document) + "\n\n" + ran_on(document["machine"])
+
+
 def _by_mechanism(rounds: list[dict[str, Any]]) -> str:
     names = [name for name in rounds[0] if name not in ("without", "between tokens p50")]
     rows = [["switched off", *names]]
@@ -248,6 +266,8 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "chats": chats,
     "chats on two": chats_on_two,
     "mechanisms": mechanisms,
+    "trace": trace,
+    "bound": bound,
     "step": step,
     "transfer": transfer,
     "checksums": checksums,

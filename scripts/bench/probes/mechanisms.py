@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.common import machine, quantile, say, write_json
+from scripts.bench.probes.closed_loop import Asked, ClosedLoop, add
 from scripts.bench.probes.switches import MECHANISMS, switch_off
+from scripts.bench.serve.load import sampling
 
 
 class Load:
@@ -114,24 +116,22 @@ class Load:
 
         The first of each client come all at once, and do not count.
         """
-        engine, options = self.llm.llm_engine, self.options
+        options = self.options
         asked: dict[str, float] = {}
         first: dict[str, tuple[float, int]] = {}  # when, and how many tokens came then
         waits, per_token = list[float](), list[float]()
-        until, free = time.perf_counter() + options.phase, options.at_once
-        while free or engine.has_unfinished_requests():
-            for _ in range(free):
-                self.count += 1
-                name, new = f"chat-{self.count}", self.random.randrange(60, 180)
-                asked[name] = time.perf_counter()
-                add(
-                    engine,
-                    name,
-                    next(self.rotation) + self.tokens(new),
-                    self.random.randrange(32, 96),
-                )
-            free = 0
-            for output in engine.step():
+
+        def ask() -> Asked:
+            self.count += 1
+            name, new = f"chat-{self.count}", self.random.randrange(60, 180)
+            asked[name] = time.perf_counter()
+            return name, next(self.rotation) + self.tokens(new), self.random.randrange(32, 96)
+
+        loop, until = ClosedLoop(self.llm.llm_engine, options.at_once, ask), time.perf_counter()
+        until += options.phase
+        loop.fill()
+        while loop.busy:
+            for output in loop.step():
                 now, name = time.perf_counter(), output.request_id
                 count = len(output.outputs[0].token_ids)
                 if name not in first:
@@ -142,7 +142,8 @@ class Load:
                     first[name] = first[name][0], first[name][1] + count
                 if output.finished:
                     per_token.append(1000 * (now - first[name][0]) / max(1, first[name][1]))
-                    free += now < until
+            if time.perf_counter() < until:
+                loop.fill()
         found = {"first token": waits, "per token": per_token}
         return {
             f"chats, {name}, p{share}": quantile(values, share / 100)
@@ -163,23 +164,6 @@ def note(outputs: Any, last: dict[str, float], gaps: list[float], asked: dict[st
             last[name] = now
         elif name in asked:
             waits.append(1000 * (now - asked.pop(name)))
-
-
-def sampling(max_tokens: int, **more: Any) -> Any:
-    """Greedy, of a fixed length."""
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **more
-    )
-
-
-def add(engine: Any, name: str, prompt: list[int], max_tokens: int) -> None:
-    """Ask beside others."""
-    from vllm.sampling_params import RequestOutputKind
-
-    parameters = sampling(max_tokens, output_kind=RequestOutputKind.DELTA)
-    engine.add_request(name, {"type": "token", "prompt_token_ids": prompt}, parameters)
 
 
 def play(load: Load, mechanism: str) -> dict[str, Any]:

@@ -1,0 +1,55 @@
+"""Requests to an engine, so many at a time: the next begins when one is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from scripts.bench.serve.load import sampling
+
+# The name of a request, its prompt, and how many tokens it is answered with.
+Asked = tuple[str, list[int], int]
+
+
+def add(engine: Any, name: str, prompt: list[int], max_tokens: int) -> None:
+    """Ask beside others."""
+    from vllm.sampling_params import RequestOutputKind
+
+    parameters = sampling(max_tokens, output_kind=RequestOutputKind.DELTA)
+    engine.add_request(name, {"type": "token", "prompt_token_ids": prompt}, parameters)
+
+
+class ClosedLoop:
+    """So many clients, each of which asks again as soon as it is answered.
+
+    Args:
+        engine: a `vllm.LLMEngine`.
+        at_once: clients.
+        ask: makes a request.
+    """
+
+    def __init__(self, engine: Any, at_once: int, ask: Callable[[], Asked]) -> None:
+        self._engine, self._ask = engine, ask
+        self._free = at_once
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is not answered."""
+        return bool(self._engine.has_unfinished_requests())
+
+    def fill(self) -> None:
+        """Every client without a request asks."""
+        while self._free:
+            self._free -= 1
+            add(self._engine, *self._ask())
+
+    def step(self) -> list[Any]:
+        """What the engine has answered next."""
+        outputs: list[Any] = self._engine.step()
+        self._free += sum(output.finished for output in outputs)
+        return outputs
+
+    def drain(self) -> None:
+        """Return when every request is answered."""
+        while self.busy:
+            self.step()

@@ -1,0 +1,110 @@
+"""The tables of a trace, for people and for the pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scripts.bench.common import table
+from scripts.bench.probes.trace_events import PHASES
+from scripts.bench.probes.trace_figures import FIRST, FLOOR, GAP, LONGEST, METRICS, ON, SHARES
+
+PARTS = tuple(f"p{share}" for share in SHARES)
+WORDS = {GAP: "per output token", LONGEST: "longest step of a period"}
+# Quantiles of a metric that say something with some hundred requests, or some ten periods.
+SHOWN = {FIRST: PARTS, GAP: ("p50", "p99"), LONGEST: ("p50",)}
+
+
+def page(document: dict[str, Any]) -> str:
+    """What each variant took, and what switching off changed."""
+    figures = document["figures"]
+    parts = ["p50 / p90 / p99, ms:", _variants(figures)]
+    if figures["changes"]:
+        cycles = figures["cycles"]
+        title = (
+            f"Switched off less on, ms (99 % interval by a bootstrap over {cycles} cycles; bold: "
+        )
+        parts += [f"{title}0 is outside):", _changes(figures)]
+    if figures["steps"]:
+        parts += ["Steps with all on, and of the floor, ms:", _steps(figures)]
+    return "\n\n".join(parts)
+
+
+def bound(document: dict[str, Any]) -> str:
+    """What an ideal tier would take, beside what was measured."""
+    found = document["figures"]["bound"]
+    if found is None:
+        return "not measured"
+    names = (*PARTS, "largest")
+    rows = [["first token in the engine, ms", *names]]
+    rows += [[name, *(_number(row[q]) for q in names)] for name, row in found["rows"].items()]
+    measured, floor = found["rows"]["measured"], found["rows"]["floor"]
+    rows.append(["measured, of the floor", *(f"{measured[q] / floor[q]:.2f}" for q in names)])
+    slowest = found["slowest"]
+    means = [["mean, ms", f"the slowest {slowest['requests']} requests", "all"]]
+    means += [[name, _number(value), _number(slowest["all"][name])]
+              for name, value in slowest["slowest"].items()]  # fmt: skip
+    bus = f"A block takes the bus {found['ms_per_block']:.4f} ms ({found['gb_per_s']:.1f} GB/s)."
+    return "\n\n".join([table(rows), bus, table(means)])
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}"
+
+
+def _variants(figures: dict[str, Any]) -> str:
+    names = list(figures["variants"])
+    order = [n for n in (ON, FLOOR) if n in names] + [n for n in names if n not in (ON, FLOOR)]
+    rows = [["", *(_title(name) for name in order)]]
+    for metric in METRICS:
+        found = [figures["variants"][name]["metrics"].get(metric) for name in order]
+        cells = [" / ".join(_number(q[p]) for p in PARTS) if q else "-" for q in found]
+        rows.append([WORDS.get(metric, metric), *cells])
+    for what, key in (("requests", "requests"), ("left out", "left_out")):
+        rows.append([what, *(str(figures["variants"][name][key]) for name in order)])
+    return table(rows)
+
+
+def _title(name: str) -> str:
+    known = {ON: "all on", FLOOR: "floor", "nothing": "without nothing (control)"}
+    return known.get(name, f"without {name}")
+
+
+def _changes(figures: dict[str, Any]) -> str:
+    columns = [(metric, part) for metric in METRICS for part in SHOWN.get(metric, ("p50",))]
+    rows = [["", *(f"{WORDS.get(metric, metric)}, {part}" for metric, part in columns)]]
+    for name, found in figures["changes"].items():
+        cells = [_change(found[m][part]) if m in found else "-" for m, part in columns]
+        rows.append([_title(name), *cells])
+    return table(rows)
+
+
+def _change(found: dict[str, Any]) -> str:
+    if found["interval"] is None:
+        return f"{found['change']:+.2f}"
+    low, high = found["interval"]
+    text = f"{found['change']:+.2f} ({low:+.2f} to {high:+.2f})"
+    return f"**{text}**" if low > 0 or high < 0 else text
+
+
+def _steps(figures: dict[str, Any]) -> str:
+    rows = [["", "steps", "took p50", "p90", "p99", "waited for copies p50", "p99", "computed p50"]]
+    for variant, kinds in figures["steps"].items():
+        for kind, found in kinds.items():
+            took, held, ran = (found.get(key) for key in ("took", "held", "ran"))
+            row = [f"{_title(variant)}: {kind}", str(found["steps"])]
+            row += [_number(took[part]) for part in PARTS]
+            row += (
+                [_number(held["p50"]), _number(held["p99"]), _number(ran["p50"])]
+                if held
+                else 3 * ["-"]
+            )
+            rows.append(row)  # fmt: skip
+    return table(rows)
+
+
+EXPLAINED = (
+    "All times are in the engine's process: the first token from a request's arrival there, "
+    f"through {', '.join(f'*{phase}*' for phase in PHASES)} (below 0: it joined before its load "
+    "was over). The floor is the same engine with the tier paused and prompts whose prefixes the "
+    "GPU holds. Requests that computed again what was asked before are left out."
+)
