@@ -21,7 +21,7 @@ from .errors import (
     UnverifiedHost,
 )
 from .locate import find_source, installed_version
-from .objects import ObjectHooks
+from .objects import ObjectHooks, is_set_on
 from .patchset import PatchSet, State
 from .point import Attributes, Decision, Host, PatchPoint, Role
 from .records import Records
@@ -30,5 +30,5 @@ __all__ = [
     "Attributes", "Decision", "Host", "HostNotFound", "InstallFailed", "ObjectHooks", "PatchPoint",
     "PatchRefused", "PatchSet", "PatchTableError", "Records", "Role", "SignatureMismatch", "State",
     "UnreadableVersion", "UnsupportedVersion", "UnverifiedHost", "check_table", "decide",
-    "find_source", "installed_version", "release_of",
+    "find_source", "installed_version", "is_set_on", "release_of",
 ]  # fmt: skip

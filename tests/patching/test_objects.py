@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvoffload_patch.patching import (
     PatchPoint,
     PatchTableError,
     SignatureMismatch,
+    is_set_on,
 )
 
 HOST = Host("FakeHost", ("fakehost",), "fakehost", ">=1", "use 1.x")
@@ -197,3 +199,23 @@ def test_a_copy_of_the_object_is_not_hooked_by_surprise() -> None:
     copied = copy.copy(one)
     both.remove()
     assert copied.step(1) == (1, 1) and calls == [], "its hooks only call on"
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.value = 1
+
+    def method(self) -> int:
+        return self.value
+
+
+def test_whether_an_attribute_is_the_objects_own_is_known_without_its_dict() -> None:
+    plain, changed = Kept(), Kept()
+    had = [type(one) for one in gc.get_referents(plain)]
+    assert not is_set_on(plain, "method") and is_set_on(plain, "value")
+    assert not is_set_on(plain, "nothing")
+    assert [type(one) for one in gc.get_referents(plain)] == had, "attributes are found as before"
+    changed.method = lambda: 2  # type: ignore[method-assign]
+    assert is_set_on(changed, "method")
+    del changed.method
+    assert not is_set_on(changed, "method")

@@ -8,6 +8,7 @@ from kvoffload_patch.config import Settings
 from kvoffload_patch.integration.engine.vllm_pool import keeps_state
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import older_than, release_in_use
+from kvoffload_patch.patching import is_set_on
 
 # Specs whose blocks are written once, by the step that computes them, and hold nothing else.
 _KNOWN_SPECS = {
@@ -83,7 +84,7 @@ def _cache_problem(vllm_config: Any, scheduler: Any) -> str | None:
         return "expected a decoder-only model, found an encoder-decoder one"
     if getattr(scheduler.kv_cache_manager.coordinator, "enable_partial_hash_hits", False):
         return "expected prefix cache hits of whole blocks, found partial ones enabled"
-    if "find_longest_cache_hit" in vars(scheduler.kv_cache_manager.coordinator):
+    if is_set_on(scheduler.kv_cache_manager.coordinator, "find_longest_cache_hit"):
         return "expected the coordinator's own find_longest_cache_hit, found one set by others"
     for index, group in enumerate(scheduler.kv_cache_config.kv_cache_groups):
         problem = _group_problem(group)

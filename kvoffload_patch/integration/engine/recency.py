@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from itertools import chain
 
 from kvoffload_patch.integration.engine.free_front import FreeFront
 from kvoffload_patch.integration.engine.lookup import LookupResult
@@ -62,7 +61,8 @@ class Recency:
             # What was used or stored at once is together as it is.
             if len(parts) > 1:
                 # Some may have been computed twice, as after a preemption.
-                self._manager.request_ended(list(dict.fromkeys(chain.from_iterable(parts))))
+                keys = dict.fromkeys(key for part in parts for key in part)
+                self._manager.request_ended(list(keys))
 
     def refresh(self) -> None:
         """Make recent what was noted since the last call."""

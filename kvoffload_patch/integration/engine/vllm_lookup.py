@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from kvoffload_patch.patching import is_set_on
+
 
 class Found(NamedTuple):
     """What `KVCacheCoordinator.find_longest_cache_hit` was asked, and what it returned.
@@ -85,7 +87,8 @@ class PrefixLookup:
     def restore(self) -> None:
         """The coordinator's search is its own again."""
         self._given.clear()
-        self._coordinator.__dict__.pop("find_longest_cache_hit", None)
+        if is_set_on(self._coordinator, "find_longest_cache_hit"):
+            del self._coordinator.find_longest_cache_hit
 
     def _find(self, block_hashes: Any, max_cache_hit_length: int) -> Any:
         """As `KVCacheCoordinator.find_longest_cache_hit`."""
