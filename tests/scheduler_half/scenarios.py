@@ -597,8 +597,7 @@ def publish() -> Facts:
     assert not _cached(mini, prompt(3, seed=1))
     blocks = mini.view.take_blocks(3)
     for index, (key, block) in enumerate(zip(keys, blocks)):
-        hit = SimpleNamespace(block_hash=key, end=(index + 1) * BLOCK)
-        mini.view.publish([hit], [block])
+        mini.view.publish([key], [(index + 1) * BLOCK], [block])
         assert mini.view.still_cached(block.block_id, key)
     assert _cached(mini, prompt(3, seed=1)) == [block.block_id for block in blocks]
     mini.view.release(reversed(blocks))
