@@ -25,17 +25,22 @@ if __name__ == "__main__":
 
 # As in scheduler_half.device, which a release must be chosen before.
 STATE, CHECKPOINTS = "state", "state with checkpoints"
+Policies = tuple[str, ...]
+POLICIES: Policies = ("fcfs", "fcfs", "priority")
 _MAX_STEPS = 4000
 _MAX_TOKENS = 340  # of a prompt and its answer: more than a step takes, and the GPU has room
 
 
-def describe(seed: int, most_in_flight: int = 6, states: str | None = None) -> dict[str, Any]:
+def describe(
+    seed: int, most_in_flight: int = 6, states: str | None = None, policies: Policies = POLICIES
+) -> dict[str, Any]:
     """What the engine of a seed is like, as arguments of `Mini`.
 
     Args:
         seed: of the run.
         most_in_flight: steps that the release may have under way at once.
         states: that some layers keep, STATE or CHECKPOINTS.
+        policies: of vLLM's queue, of which one is drawn.
     """
     from kvoffload_patch.config import EVICTIONS, STORES
 
@@ -57,7 +62,7 @@ def describe(seed: int, most_in_flight: int = 6, states: str | None = None) -> d
         "late": rng.randrange(4),
         "blocks": max(49, blocks) if len(windows) > 1 else blocks,
         "num_slots": rng.choice([6, 30, 100, 400]),
-        "policy": rng.choice(["fcfs", "fcfs", "priority"]),
+        "policy": rng.choice(policies),
         "windows": windows,
         "lookahead": rng.choice([0, 0, 0, 5]),
         "step_ms": rng.choice([0, 0, 3, 30]),
@@ -68,7 +73,9 @@ def describe(seed: int, most_in_flight: int = 6, states: str | None = None) -> d
     }
 
 
-def run(seed: int, most_in_flight: int = 6, states: str | None = None) -> dict[str, int]:
+def run(
+    seed: int, most_in_flight: int = 6, states: str | None = None, policies: Policies = POLICIES
+) -> dict[str, int]:
     """One random run; returns what happened in it. The arguments are those of `describe`.
 
     Raises:
@@ -83,7 +90,7 @@ def run(seed: int, most_in_flight: int = 6, states: str | None = None) -> dict[s
     commands = random.Random(f"commands {seed}") if seed % 16 < 8 else None
     rate = {"load": rng.choice([0, 0, 0.2, 0.5]), "store": rng.choice([0, 0, 0.3])}
     ranks = FakeRanks(rng.choice([0.1, 1.0, 15.0, 60.0]), here=rng.random() < 0.5)
-    about = describe(seed, most_in_flight, states)
+    about = describe(seed, most_in_flight, states, policies)
     events = seed % 3 == 0
     mini = Mini(
         lambda direction, _: rng.random() < rate[direction], ranks=ranks, events=events, **about
@@ -195,18 +202,18 @@ def _command(mini: Any, rng: random.Random) -> Any:
 
 def main(seed: str, seconds: str, release: str = "", folder: str = "") -> int:
     """Run seed after seed for so long, and print what came out."""
-    most = 6
+    most, policies = 6, POLICIES
     if release:
         from scheduler_half import half
 
         half.use_release(release, Path(folder).resolve())
-        most = most_in_flight(release)
+        most, policies = most_in_flight(release), queues(release)
     end, at = 0.0, int(seed)
     failed: dict[str, str] = {}
     seen: dict[str, int] = {}
     while not end or time.monotonic() < end:
         try:
-            for name, count in run(at, most).items():
+            for name, count in run(at, most, policies=policies).items():
                 seen[name] = seen.get(name, 0) + count
         except Exception:  # noqa: BLE001 - it is what came out
             failed[str(at)] = "".join(traceback.format_exc().splitlines(True)[-12:])
@@ -230,6 +237,17 @@ def most_in_flight(release: str) -> int:
     if Version(release) < Version("0.10.2"):
         return 1
     return 2 if Version(release) < Version("0.27") else 6
+
+
+def queues(release: str) -> Policies:
+    """Policies of vLLM's queue: from 0.9.2 to 0.11.0 its own scheduler fails with priorities.
+
+    With and without a tier, when a request is preempted that the same step has scheduled already.
+    """
+    from packaging.version import Version
+
+    fails = Version("0.9.2") <= Version(release) < Version("0.11.1")
+    return ("fcfs",) * len(POLICIES) if fails else POLICIES
 
 
 if __name__ == "__main__":
