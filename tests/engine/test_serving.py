@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ from engine.model import write_model
 from engine.server import MAX_TOKENS, Server
 
 from kvoffload_patch.control import client
+from kvoffload_patch.control import folder as folders
 from kvoffload_patch.control.errors import Refused
 
 BLOCK = min(32, release.block_size())  # some releases know no other than 16
@@ -52,6 +54,17 @@ def totals(found: dict[str, float]) -> Counter[str]:
     return total
 
 
+def check_nobody_listens(folder: Path) -> None:
+    """What an engine leaves that vLLM kills as soon as it has asked it to end, the next removes."""
+    if folder.exists():
+        opened = folders.open_one(folder)
+        try:
+            folders.remove_stale(opened)
+            assert folders.sockets(opened) == [], "somebody listens"
+        finally:
+            os.close(opened)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("served"))
@@ -71,7 +84,7 @@ def test_figures_of_every_engine_are_on_metrics_and_agree(
         time.sleep(1)
         found = totals(server.metrics())
         check_commands(server, runtime, num_engines, asked)
-    assert not (tmp_path / "kvoffload").exists(), "a socket is left"
+    check_nobody_listens(tmp_path / "kvoffload")
     assert at_start["kvoffload_tier_state failed"] == at_start["kvoffload_hit_tokens_total"] == 0
     texts = [[answer["choices"][0]["text"] for answer in turn] for turn in answers]
     assert all(turn == texts[0] for turn in texts)
