@@ -6,7 +6,7 @@ import pytest
 
 from scripts import ROOT
 from scripts.matrix import features
-from scripts.matrix.features import ROWS, Row
+from scripts.matrix.features_rows import ROWS, Row
 
 ROW = Row("a shape", "real engine", ("tests/x.py::test_a",))
 ABOUT = {"release": "0.32.0", "date": "2026-11-23", "commit": "abc"}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.matrix import environment, features, features_releases
+from scripts.matrix import environment, features, features_releases, features_rows
 
-ROW, OTHER = features.ROWS[0], features.ROWS[1]
+ROW, OTHER = features_rows.ROWS[0], features_rows.ROWS[1]
 ABOUT = {"release": "0.30.0", "date": "2026-11-23", "commit": "abc"}
 
 

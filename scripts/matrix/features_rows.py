@@ -1,0 +1,179 @@
+"""The rows of docs/features.md: each shape or feature, and the tests that show it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ENGINE = "tests/engine/"
+_HALF = "tests/integration/engine/"
+_REFUSED = f"{_HALF}test_eligibility.py::test_what_the_tier_cannot_vouch_for_is_refused"
+
+
+class Row(NamedTuple):
+    """A shape or feature, and the tests that show it; without any it is not shown."""
+
+    name: str
+    what: str
+    tests: tuple[str, ...] = ()
+
+
+def _engine(name: str, what: str, *tests: str) -> Row:
+    return Row(name, f"real engine: {what}", tuple(ENGINE + test for test in tests))
+
+
+def _refused(name: str, case: str) -> Row:
+    return Row(name, "the check at start", (f"{_REFUSED}[{case}]",))
+
+
+def _states(name: str, kind: str, dtype: str) -> Row:
+    what = f"its architecture, {dtype}, prompts of many lengths, preemption"
+    return _engine(f"states: {name}", what, f"{_KEPT}[{kind}]")
+
+
+_KEPT = "test_states.py::test_a_prefix_comes_back_with_its_state"
+_STATES = (
+    ("gated delta net (Qwen3-Next)", "gated delta net", "bfloat16"),
+    ("short convolutions (LFM2)", "short convolutions", "float32"),
+    (
+        "Mamba 2 (Nemotron-H)",
+        "Mamba 2",
+        "float32 (two kernels that the CPU build lacks from 0.32 on are PyTorch's)",
+    ),
+    ("Mamba 1 (Jamba)", "Mamba 1", "float32"),
+)
+_RANDOM = f"{_HALF}test_random_runs.py::test_random_runs"
+MOVED = "bytes moved for a hit"
+_CONNECTORS = "test_connectors.py::test_"
+_DRAFTS = "test_features.py::test_drafts_are_accepted_and_what_comes_back_has_their_kv"
+_TOKENS = "test_tokens.py::test_"
+_PROCESSES = "test_processes.py::test_"
+ROWS = (
+    # Cache shapes
+    _engine(
+        "full attention",
+        "Llama shape, evicted prefixes, copies as late as plans allow",
+        f"{_TOKENS}answers_depend_on_the_first_block",
+        f"{_TOKENS}an_evicted_prefix_returns",
+        f"{_TOKENS}two_requests_for_the_same_evicted_prefix_load_it_once",
+        f"{_TOKENS}a_prompt_of_whole_blocks_has_its_last_one_loaded_too",
+    ),
+    _engine("sliding window beside full attention", "Llama shape, two groups", "test_windows.py"),
+    *(_states(*one) for one in _STATES),
+    Row("states: linear attention (MiniMax, Bailing, Kimi)", "its kernels are Triton's, for GPUs"),
+    Row(
+        "states: one, two and three groups",
+        "vLLM's scheduler over a faked model, random runs",
+        (f"{_RANDOM}_of_layers_that_keep_a_state[state]",),
+    ),
+    Row(
+        "states with checkpoints within a step",
+        "vLLM's scheduler over a faked model, random runs",
+        (f"{_RANDOM}_of_layers_that_keep_a_state[state with checkpoints]",),
+    ),
+    _refused("states of a kind that was not shown to come back", "states of another kind"),
+    _refused("states on another device than the CPU", "states on a GPU"),
+    _refused("states at every block (mode all)", "states at every block"),
+    _refused("states with speculative decoding", "states of drafts"),
+    _refused("states with --use-replayssm", "states outside of blocks"),
+    _refused("states beside a KV connector", "states beside a connector"),
+    _refused("hits of partial blocks", "partial hits"),
+    _refused("encoder-decoder models", "encoder-decoder"),
+    _refused("groups kept in host memory", "host memory"),
+    _refused("groups with a prefix replay window", "replay"),
+    Row("MLA", "vLLM's CPU build turns prefix caching off for it"),
+    _engine(
+        "chunked local attention",
+        "Llama 4 shape, experts, two groups",
+        "test_features.py::test_chunks_of_attention_come_back",
+    ),
+    Row(
+        MOVED,
+        "vLLM's scheduler over a faked model, every token compared; the table below",
+        (f"{_HALF}test_moved.py",),
+    ),
+    # Ways to run in parallel
+    _engine("two tensor-parallel ranks", "two worker processes", f"{_PROCESSES}two_ranks"),
+    _engine(
+        "two tensor-parallel ranks with the same bytes (fewer KV heads than ranks)",
+        "Llama shape with one KV head, two worker processes, one copy",
+        "test_same_bytes.py",
+    ),
+    _engine(
+        "two data-parallel engines",
+        "two engines, two API servers, one /metrics; two engines behind one client",
+        "test_serving.py::test_figures_of_every_engine_are_on_metrics_and_agree",
+        "test_features.py::test_two_engines_of_one_client_load_from_a_tier_each",
+    ),
+    _refused("decode context parallelism (DCP)", "decode context parallel"),
+    _refused("prefill context parallelism (PCP)", "prefill context parallel"),
+    _refused("elastic expert parallelism", "elastic"),
+    _engine(
+        "experts, tensor parallel",
+        "Mixtral shape, two worker processes",
+        "test_features.py::test_experts_on_two_ranks[tensors]",
+    ),
+    _engine(
+        "expert parallelism with a fixed set of ranks",
+        "Mixtral shape, two worker processes",
+        "test_features.py::test_experts_on_two_ranks[experts]",
+    ),
+    Row("the Ray executor", "0.32.0's CPU platform refuses it"),
+    # The engine
+    _engine(
+        "engine core and worker in processes of their own",
+        "",
+        f"{_PROCESSES}the_start_up_file_reaches_engine_core_and_worker",
+    ),
+    _engine("asynchronous scheduling", "two steps in flight", f"{_PROCESSES}async_scheduling"),
+    _engine("model runner V1", "", f"{_PROCESSES}both_model_runners[runner-v1]"),
+    _engine("model runner V2", "", f"{_PROCESSES}both_model_runners[runner-v2]"),
+    _engine(
+        "preemption", "answers that outgrow the GPU", f"{_TOKENS}preempted_requests_answer_the_same"
+    ),
+    _engine("cache salts", "kept apart", f"{_TOKENS}cache_salts_are_kept_apart"),
+    _engine("LoRA adapters", "kept apart", f"{_PROCESSES}adapters_are_kept_apart"),
+    _engine(
+        "reset of the prefix cache",
+        "other weights",
+        f"{_TOKENS}nothing_stale_is_served_after_a_reset",
+    ),
+    _engine("speculative decoding: n-grams", "drafts accepted and refused", f"{_DRAFTS}[ngram]"),
+    _engine(
+        "speculative decoding: a draft model",
+        "the target itself, every draft accepted",
+        f"{_DRAFTS}[draft_model]",
+    ),
+    _engine("speculative decoding: EAGLE-3", "drafts accepted and refused", f"{_DRAFTS}[eagle3]"),
+    _engine(
+        "speculative decoding: MTP", "MiMo shape, drafts accepted and refused", f"{_DRAFTS}[mtp]"
+    ),
+    _engine(
+        "multimodal prompts",
+        "LLaVA shape, images with the same placeholders and cache salts kept apart",
+        "test_features.py::test_two_images_with_the_same_placeholders_are_kept_apart",
+    ),
+    # Neighbours
+    _engine("KV cache events", "published over ZMQ, replayed, compared", "test_events.py"),
+    Row(
+        "KV cache events, every step",
+        "vLLM's scheduler over a faked model, random runs",
+        (f"{_RANDOM}[0]", f"{_HALF}test_vllm_events.py"),
+    ),
+    _refused("vLLM's own --kv-offloading-size", "another tier in CPU memory"),
+    _refused("kvcached", "kvcached"),
+    _engine(
+        "a KV connector that fails",
+        "loads recomputed or failed",
+        f"{_CONNECTORS}what_a_failed_load_left_is_not_stored",
+    ),
+    _engine(
+        "a KV connector that fills blocks from the host",
+        "before the forward pass, not in the order of the stream",
+        f"{_CONNECTORS}what_a_connector_fills_from_the_host_does_not_overtake_a_store",
+    ),
+    _engine(
+        "hits of the tier on /metrics beside a KV connector",
+        "a server over HTTP",
+        "test_serving.py::test_hits_are_on_metrics_beside_a_connector",
+    ),
+)
