@@ -73,7 +73,7 @@ PAUSE_TIMES, PAUSE_BESIDE_STEPS_TIMES = 1, 4
 # So long after the last step there are none. Not measured: more than any step of decodes.
 STEPS_END_S = 0.1
 # What loads under way, which requests wait for, are let pass for, at most, before each piece: one
-# prompt of 8,192 tokens is 20 ms of the bus (docs/performance.md, "Serving").
+# prompt of 8,192 tokens is 20 ms of the bus (docs/performance.md, "Chosen loads").
 LOADS_PASS_S = 0.025
 # Pauses end when stores use the last of so many parts of what is ready: what is not stored is
 # computed again (docs/measured/2026-11-22-serve-slow.json).

@@ -179,13 +179,33 @@ def report(rows: list[dict[str, Any]]) -> str:
     return table(lines)
 
 
+def goals(rows: list[dict[str, Any]]) -> str:
+    """What each scheduler adds where the tier has a goal."""
+    names = [side for side in SIDES if side != "plain"]
+    lines = [["added, µs", "goal of the tier", *names]]
+    for row in rows:
+        if row["name"] in TARGETS:
+            unit, most = TARGETS[row["name"]]
+            found = [_added(row, side) for side in names]
+            cells = ["-" if v is None else f"{v:.{2 if v < 100 else 0}f}" for v in found]
+            lines.append([f"to {unit}: {row['title']}", f"{most:g}", *cells])
+    return table(lines)
+
+
+def _added(row: dict[str, Any], side: str) -> float | None:
+    """Microseconds added to a step or to a block, as the goal of the row has it."""
+    unit, _ = TARGETS[row["name"]]
+    found = row["sides"].get(side)
+    return None if found is None else found["added" if unit == "a step" else "added_a_block"]
+
+
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
     """The tier beside what it may add."""
     said = []
     for row in rows:
-        if row["name"] in TARGETS and "tier" in row["sides"]:
+        found = _added(row, "tier") if row["name"] in TARGETS else None
+        if found is not None:
             unit, most = TARGETS[row["name"]]
-            found = row["sides"]["tier"]["added" if unit == "a step" else "added_a_block"]
             said.append(verdict(f"{row['name']}, added to {unit}", found, most, " µs"))
     return said
 

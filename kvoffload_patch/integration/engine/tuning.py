@@ -11,7 +11,7 @@ from __future__ import annotations
 SCAN_MARGIN_REQUESTS = 64
 # No more loads are begun while the bus has so much to do: beginning one costs the step its time,
 # and what is begun holds GPU blocks. Not measured alone; about seven prompts of 8,192 tokens at 20
-# ms each (docs/performance.md, "Serving").
+# ms each (docs/performance.md, "Chosen loads").
 BUS_AHEAD_MS = 150.0
 # Requests behind the step's last token for which loads are begun already. Not measured alone: at
 # 20 ms each they keep the bus busy beyond `BUS_AHEAD_MS`.

@@ -29,16 +29,16 @@ def modes_of(document: dict[str, Any]) -> list[str]:
 def tables(document: dict[str, Any]) -> str:
     """One table for each load: turns that come back, first turns, prompts one at a time."""
     parts = [
-        _table(document, about(document), figures.LATER),
-        _table(document, "the same chats, first turns: nothing to find", figures.FIRST),
-        _table(document, "one prompt at a time, p50", [*figures.QUIET, *figures.AFTER]),
+        chosen(document, about(document), figures.LATER),
+        chosen(document, "the same chats, first turns: nothing to find", figures.FIRST),
+        chosen(document, "one prompt at a time, p50", [*figures.QUIET, *figures.AFTER]),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
 def later(document: dict[str, Any], words: str) -> str:
     """The table of turns that come back alone, and what it is a table of."""
-    return _table(document, f"{words}: {about(document)}", figures.LATER)
+    return chosen(document, f"{words}: {about(document)}", figures.LATER)
 
 
 def about(document: dict[str, Any]) -> str:
@@ -50,10 +50,11 @@ def about(document: dict[str, Any]) -> str:
     )
 
 
-def _table(document: dict[str, Any], title: str, chosen: list[Figure]) -> str:
+def chosen(document: dict[str, Any], title: str, rows_of: list[Figure]) -> str:
+    """A table of some figures by mode; empty where none of them was measured."""
     modes = modes_of(document)
     rows = [[title, *(NAMES.get(mode, mode) for mode in modes)]]
-    for figure in chosen:
+    for figure in rows_of:
         cells = [_cell(shown(document["jobs"], figure, mode)) for mode in modes]
         if set(cells) - {"-"}:
             rows.append([figure.title, *cells])

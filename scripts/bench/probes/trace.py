@@ -240,7 +240,6 @@ def main() -> int:
         play(options, began)
     document = document_of(options.read or options.events)
     write_json(options.json, document)
-    say(
-        f"{trace_report.page(document)}\n\n{trace_report.EXPLAINED}\n\n{trace_report.bound(document)}"
-    )
+    parts = [trace_report.page(document), trace_report.EXPLAINED]
+    say("\n\n".join([*parts, trace_report.bound(document), trace_report.slowest(document)]))
     return 0

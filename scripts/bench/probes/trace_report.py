@@ -39,12 +39,19 @@ def bound(document: dict[str, Any]) -> str:
     rows += [[name, *(_number(row[q]) for q in names)] for name, row in found["rows"].items()]
     measured, floor = found["rows"]["measured"], found["rows"]["floor"]
     rows.append(["measured, of the floor", *(f"{measured[q] / floor[q]:.2f}" for q in names)])
-    slowest = found["slowest"]
-    means = [["mean, ms", f"the slowest {slowest['requests']} requests", "all"]]
-    means += [[name, _number(value), _number(slowest["all"][name])]
-              for name, value in slowest["slowest"].items()]  # fmt: skip
     bus = f"A block takes the bus {found['ms_per_block']:.4f} ms ({found['gb_per_s']:.1f} GB/s)."
-    return "\n\n".join([table(rows), bus, table(means)])
+    return f"{table(rows)}\n\n{bus}"
+
+
+def slowest(document: dict[str, Any]) -> str:
+    """Where the slowest requests spent their time, and all."""
+    found = document["figures"]["bound"]
+    if found is None:
+        return "not measured"
+    few = found["slowest"]
+    rows = [["mean, ms", f"the slowest {few['requests']} requests", "all"]]
+    rows += [[n, _number(v), _number(few["all"][n])] for n, v in few["slowest"].items()]
+    return table(rows)
 
 
 def _number(value: float) -> str:

@@ -185,12 +185,19 @@ def checksums(document: dict[str, Any]) -> str:
         case = {"backend": backend, "layout": layout, "block_bytes": nbytes, "order": order}
         found = [rates[backend, layout, nbytes, order, kind] for kind in WORDS]
         rows.append([_name(case), *map(_shares, found)])
-    full = [found["full"] / found["off"] for found in rates.values() if "full" in found]
+    said = checksums_said(document)
+    return f"{table(rows)}\n\n{said}" if said else table(rows)
+
+
+def checksums_said(document: dict[str, Any]) -> str:
+    """How near copies with checksums of all blocks come to those without; empty: not measured."""
+    rates = _by_integrity(document).values()
+    full = [found["full"] / found["off"] for found in rates if "full" in found]
     if not full:
-        return table(rows)
+        return ""
     reached = sum(share >= LEAST for share in full)
     return (
-        f"{table(rows)}\n\nWith checksums of all blocks {reached} of {len(full)} figures are at"
+        f"With checksums of all blocks {reached} of {len(full)} figures are at"
         f" least {LEAST:g} of those without; the median is {statistics.median(full):.3f},"
         f" the least {min(full):.3f}."
     )

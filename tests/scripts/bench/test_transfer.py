@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.bench import page
+from scripts.bench import page, tables
 from scripts.bench.transfer import command, report, setup
 from scripts.bench.transfer.shapes import BY_TOKENS, SHAPES
 
@@ -139,8 +139,8 @@ def test_a_result_with_checksums_fills_the_page(
     args = command.options(["--integrity", "off,full,sample", "--repeats", "1", "--gib", "0.004",
                             "--layouts", "apart", "--block-kib", "2048",
                             "--json", str(tmp_path / "transfer-checksums.json")])  # fmt: skip
-    monkeypatch.setattr(page, "RESULTS", tmp_path)
-    assert page.checksums() == "not measured"
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.checksums() == "not measured"
     command.Bench(args).run()
     text = page.filled("<!-- table: checksums -->\nold\n<!-- end: checksums -->")
     assert "torch, 2 MiB, contiguous" in text and "torch, 2 MiB, fragmented" in text

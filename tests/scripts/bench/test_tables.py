@@ -1,0 +1,67 @@
+"""Tables of the pages of figures, from results that are made up."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.bench import step as bench_step
+from scripts.bench import tables
+
+
+def test_a_cell_has_median_smallest_and_largest() -> None:
+    assert tables.cell([0.0301, 0.02, 0.04], 1000) == "30.1 (20 to 40)"
+    assert tables.cell([]) == "-"
+
+
+def test_conversations_have_a_table_once_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "read", lambda name: None)
+    assert tables.chats() == "not measured"
+    machine: dict[str, object] = {"commit": "abc", "date": "2026-11-22T10:00", "gpu": "H200, 1"}
+    machine |= {"vllm": "0.26", "cpus": 16, "command": "bench"}
+    monkeypatch.setattr(tables, "read", lambda name: {"machines": [machine, machine]})
+    monkeypatch.setattr(tables.chats_report, "tables", lambda document: "the tables")
+    text = tables.chats()
+    assert text.startswith("the tables\n\nIn brackets the ratio to the floor")
+    assert text.count("Commit abc, 2026-11-22, H200, 16 cores, vLLM 0.26: `bench`") == 1
+
+
+def test_engines_of_two_gpus_have_a_table_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine: dict[str, object] = {"commit": "abc", "date": "2026-11-22T10:00", "gpu": "H200, 1"}
+    machine |= {"vllm": "0.26", "cpus": 32, "command": "bench"}
+    document = {"machines": [machine]}
+    monkeypatch.setattr(tables, "read", lambda name: document if "stages" in name else None)
+    monkeypatch.setattr(tables.chats_report, "later", lambda document, words: f"table of {words}")
+    text = tables.chats_on_two()
+    assert text.startswith("table of two GPUs, two pipeline stages\n\nCommit abc")
+    monkeypatch.setattr(tables, "read", lambda name: None)
+    assert tables.chats_on_two() == "not measured"
+
+
+def test_the_page_has_the_rows_on_conversations_that_say_most() -> None:
+    whole = {
+        line.split("|")[1].strip(): _cells(line)
+        for line in tables.chats().splitlines()
+        if "|" in line
+    }
+    few = [line for line in tables.conversations().splitlines() if "|" in line][2:]
+    assert [line.split("|")[1].strip() for line in few] == [*tables.CONVERSATIONS]
+    assert [_cells(line) for line in few] == [whole[title] for title in tables.CONVERSATIONS]
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split("|")[2:-1]]
+
+
+def test_goals_of_the_step_are_beside_what_each_scheduler_adds() -> None:
+    sides = {"tier": {"added": 59.94, "added_a_block": 3.7}, "simple": {"added": 1215.2}}
+    rows = [{"name": "a", "title": "decodes", "sides": sides}, {"name": "c", "sides": {}}]
+    made = bench_step.goals(rows).splitlines()
+    assert [cell.strip() for cell in made[0].split("|")[1:4]] == [
+        "added, µs",
+        "goal of the tier",
+        "tier",
+    ]
+    assert [cell.strip() for cell in made[2].split("|")[1:-1]] == [
+        "to a step: decodes", "60", "59.94", "-", "1215", "-",
+    ]  # fmt: skip
+    assert len(made) == 3
