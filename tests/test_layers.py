@@ -84,6 +84,7 @@ ALLOWED: dict[str, set[str]] = {
         ".integration.slot_counts",
         ".links",
         ".memory",
+        ".threads",
         ".tier.plan",
         ".transfer",
         ".transfer.backends",
@@ -109,6 +110,7 @@ ALLOWED: dict[str, set[str]] = {
     "tier.plan": {".links"},
     "transfer": {
         ".links",
+        ".threads",
         ".transfer.backends",
         ".transfer.device",
         ".transfer.errors",
@@ -131,6 +133,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "transfer.memory": {
         ".memory",
+        ".threads",
         ".transfer.device",
         ".transfer.errors",
         ".transfer.tuning",
@@ -148,6 +151,7 @@ ALLOWED: dict[str, set[str]] = {
     "own_policies": set(),
     "launch_token": set(),
     "links": set(),
+    "threads": set(),
 }
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from kvoffload_patch.links import Link
+from kvoffload_patch.threads import JoinedThread
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.tuning import DEADLINE_PERIOD_S, DEADLINE_S
 
@@ -66,7 +67,7 @@ class DeadlineWatch:
         self._looks: dict[Link, int] = {}  # since there was progress
         self._late: dict[Link, str] = {}
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvoffload-deadlines", daemon=True)
+        self._thread = JoinedThread(self._run, "kvoffload-deadlines", self._closed.set)
 
     def start(self) -> None:
         """Begin to look."""

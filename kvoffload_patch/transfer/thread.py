@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from kvoffload_patch.threads import JoinedThread
 from kvoffload_patch.transfer.device import Device
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue
@@ -36,7 +37,7 @@ class CopyThread:
         self._closing = False
         self._not_before = 0.0
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="kvoffload-copies", daemon=True)
+        self._thread = JoinedThread(self._run, "kvoffload-copies", self._end)
         self._thread.start()
 
     def wake(self, after_s: float = 0.0) -> None:
@@ -55,9 +56,12 @@ class CopyThread:
 
     def close(self) -> None:
         """End the thread; what is queued stays queued."""
+        self._end()
+        self._thread.join()
+
+    def _end(self) -> None:
         self._closing = True
         self._wake.set()
-        self._thread.join()
 
     def _run(self) -> None:
         try:

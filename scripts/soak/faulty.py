@@ -17,9 +17,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from kvoffload_patch.threads import JoinedThread
+
 # None in the beginning: the canary and the measuring of copies are no part of it.
 QUIET_S = 20.0
 HANG_S = 2.0
+# Between looks whether a bit is due to change.
+FLIPS_PERIOD_S = 0.2
 
 
 class Faults:
@@ -36,6 +40,8 @@ class Faults:
         self._random = random.Random(os.getpid())
         begin = time.monotonic() + QUIET_S
         self._next = dict.fromkeys(self.every, begin)
+        self._over = threading.Event()
+        self._flipping: list[JoinedThread] = []
 
     def due(self, kind: str) -> bool:
         """Whether there is to be one of these now; it is noted then."""
@@ -55,10 +61,20 @@ class Faults:
             time.sleep(HANG_S)
         return copy(*args)
 
-    def flip(self, slots: Any) -> None:
-        """Change bits of slots (``uint8 [slots, bytes]``), for ever."""
-        while True:
-            time.sleep(0.2)
+    def begin_flipping(self, slots: Any) -> None:
+        """Change bits of slots (``uint8 [slots, bytes]``), on a thread, until `stop`."""
+        thread = JoinedThread(self._flip, "soak-flips", self._over.set, (slots,))
+        self._flipping.append(thread)
+        thread.start()
+
+    def stop(self) -> None:
+        """Return when no bits change any more."""
+        self._over.set()
+        for thread in self._flipping:
+            thread.join()
+
+    def _flip(self, slots: Any) -> None:
+        while not self._over.wait(FLIPS_PERIOD_S):
             if self.due("flips"):
                 slot, byte = (self._random.randrange(size) for size in slots.shape)
                 slots[slot, byte] ^= 1 << self._random.randrange(8)
@@ -78,7 +94,7 @@ def install(faults: Faults) -> None:
     def faulty_slots(self: Any, slots: Any, *args: Any) -> None:
         init(self, slots, *args)
         if "flips" in faults.every:
-            threading.Thread(target=faults.flip, args=(slots,), daemon=True).start()
+            faults.begin_flipping(slots)
 
     copy_engine.copies_of = faulty_copies
     SlotMemory.__init__ = faulty_slots  # type: ignore[method-assign]

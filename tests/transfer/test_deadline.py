@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from exits import TIMES, exits
 from transfer.fake_cuda import FakeCuda
 
 from kvoffload_patch.links import CPU, GPU, LOAD, STORE
@@ -278,3 +279,14 @@ def test_a_watch_that_cannot_look_says_so_and_leaves_copies_alone(
     assert said == (["kvoffload_patch: deadlines of copies are not watched: the device is gone"]
                     if raises else [])  # fmt: skip
     assert not watch.overdue
+
+
+def test_a_process_may_end_while_it_looks() -> None:
+    trial = """
+from kvoffload_patch.transfer import deadline
+deadline.DEADLINE_PERIOD_S = 0
+memory = torch.zeros(64, dtype=torch.uint8)
+queue = SimpleNamespace(oldest=lambda: (memory[::2].zero_(), None)[1])
+deadline.DeadlineWatch({("gpu", "cpu"): queue}, lambda: None).start()
+"""
+    assert exits(trial) == [0] * TIMES

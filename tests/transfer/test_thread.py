@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from exits import TIMES, exits
 from transfer.fake_cuda import FakeCuda
 
 from kvoffload_patch.transfer import thread as copy_thread
@@ -86,7 +87,7 @@ class Setup:
                     setup.on_nap(len(setup.naps))
                 return super().wait(timeout)
 
-        self.threading = SimpleNamespace(Thread=threading.Thread, Event=Event)
+        self.threading = SimpleNamespace(Event=Event)
 
     def start(self) -> CopyThread:
         queues: Any = ([self.loads], [self.stores])
@@ -374,3 +375,16 @@ def test_a_large_load_does_not_keep_a_store_waiting(on_streams: OnStreams) -> No
             # One more may have ended, its end not yet.
             assert it.under_way(name) >= most - 1 or it.enqueued[name] == slices
     assert min(it.finished.values()) > slices // 3
+
+
+def test_a_process_may_end_while_the_thread_enqueues() -> None:
+    trial = """
+from kvoffload_patch.transfer.thread import CopyThread
+memory = torch.zeros(64, dtype=torch.uint8)
+def top_up(ahead):
+    memory[::2].zero_()
+    return True
+loads = SimpleNamespace(queued=True, top_up=top_up)
+CopyThread(SimpleNamespace(use=lambda: None), [loads], []).wake()
+"""
+    assert exits(trial) == [0] * TIMES

@@ -9,7 +9,6 @@ compiled beside it, too.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ from kvoffload_patch.memory import (
     raise_locked_memory_limit,
     shareable,
 )
+from kvoffload_patch.threads import JoinedThread
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
@@ -45,12 +45,8 @@ def begin_early(runner: Any) -> Callable[[], None]:
         nbytes = 0 if hasattr(runner, EARLY) or attached(runner) else _share_bytes(runner)
         if nbytes and nbytes <= attainable_memory_bytes():
             setattr(runner, EARLY, _begin(runner, nbytes))
-            compiling = threading.Thread(
-                target=_compile_kernels,
-                args=(runner.device, Settings.from_env().integrity),
-                name="kvoffload-compile",
-                daemon=True,
-            )
+            args = (runner.device, Settings.from_env().integrity)
+            compiling = JoinedThread(_compile_kernels, "kvoffload-compile", None, args)
             compiling.start()
             return compiling.join
     except Exception as error:  # noqa: BLE001 - loading the model must not depend on it

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvoffload_patch.threads import JoinedThread
 from kvoffload_patch.transfer.device import Registrar
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.memory.mapping import GIB, HostMapping
@@ -134,8 +135,8 @@ class Growth:
         while self._registered:
             self._registrar.unregister(self._registered.pop())
 
-    def _new_thread(self) -> threading.Thread:
-        return threading.Thread(target=self._run, name="kvoffload-register", daemon=True)
+    def _new_thread(self) -> JoinedThread:
+        return JoinedThread(self._run, "kvoffload-register", self.stop)
 
     @property
     def _num_registered(self) -> int:

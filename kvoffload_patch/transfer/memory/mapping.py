@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from kvoffload_patch.memory import RESERVE_BYTES
+from kvoffload_patch.threads import JoinedThread
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.memory.numa import prefer_node
 from kvoffload_patch.transfer.tuning import (
@@ -164,7 +165,7 @@ class Toucher:
         self._available = available_bytes
         self._changed = threading.Condition()
         self._stopping = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[JoinedThread] = []
         self._done: set[int] = set()  # steps done beyond the prefix
         self._prefix = self._next = self._goal = 0  # in steps
         self.ended = ""
@@ -188,7 +189,7 @@ class Toucher:
         self._next = self._prefix  # what lies behind it may be touched again
         self._done.clear()
         for i in range(min(TOUCH_THREADS, self._goal - self._prefix)):
-            thread = threading.Thread(target=self._run, name=f"kvoffload-touch-{i}", daemon=True)
+            thread = JoinedThread(self._run, f"kvoffload-touch-{i}", self.stop)
             self._threads.append(thread)
             thread.start()
 

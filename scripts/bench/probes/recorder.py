@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvoffload_patch.threads import JoinedThread
+
 EVENTS = {
     "about": "what the engine is, as a dictionary",
     "period": "cycle, variant; until the next of them. An empty variant does not count",
@@ -123,7 +125,7 @@ class Recorder:
         self._events = deque[tuple[float, str, tuple[Any, ...]]]()
         self._ended = threading.Event()
         self._try = guarded(lambda function: function(), "an event")
-        self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
+        self._thread = JoinedThread(self._run, "trace", self._ended.set)
         self._thread.start()
 
     def note(self, kind: str, *fields: Any) -> None:

@@ -182,12 +182,17 @@ def test_faults_are_made_and_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(faulty, "QUIET_S", 0.0)
     log = tmp_path / "log"
     every = {"flips": 0.01, "raises": 60.0, "hangs": 0.0}
-    faulty.install(faulty.Faults(every, str(log)))
+    faults = faulty.Faults(every, str(log))
+    faulty.install(faults)
     slots = torch.zeros(2, 3, dtype=torch.uint8)
     SlotMemory(slots)
     until = time.monotonic() + 10
     while not int(slots.sum()) and time.monotonic() < until:
         time.sleep(0.05)
+    faults.stop()
+    changed = slots.clone()
+    time.sleep(3 * faulty.FLIPS_PERIOD_S)
+    assert torch.equal(slots, changed) and int(changed.sum()), "none changes once it has returned"
     backend: Any = type("Backend", (), {"load": lambda *a: "loaded", "store": lambda *a: "stored"})
     copies = copy_engine.copies_of(backend)
     with pytest.raises(OSError, match="the soak lets this copy fail"):

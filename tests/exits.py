@@ -1,0 +1,42 @@
+"""Processes that end while a thread of theirs is within torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+
+TIMES = 10
+
+# One process imports torch, and its forks end as any process does that Python ends.
+_TRIALS = """
+import os, sys, time
+from types import SimpleNamespace
+import torch
+
+def trial():
+{trial}
+
+ends = []
+for _ in range({times}):
+    pid = os.fork()
+    if not pid:
+        trial()
+        time.sleep(0.02)
+        break
+    ends.append(os.waitpid(pid, 0)[1])
+else:
+    print(ends)
+"""
+
+
+def exits(trial: str) -> list[int]:
+    """What `os.waitpid` says of each process that runs these lines, and ends soon after."""
+    lines = "".join(f"    {line}\n" for line in trial.splitlines())
+    done = subprocess.run(
+        [sys.executable, "-c", _TRIALS.format(trial=lines, times=TIMES)],
+        capture_output=True, text=True, timeout=120, check=True,
+        env={"PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    found: list[int] = ast.literal_eval(done.stdout)
+    return found
