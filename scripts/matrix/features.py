@@ -25,7 +25,7 @@ from packaging.version import Version
 
 from kvoffload_patch.integration.install import release_in_use
 from scripts import ROOT
-from scripts.matrix import features_releases, results
+from scripts.matrix import features_gpu, features_releases, results
 from scripts.matrix.features_rows import ENGINE, MOVED, ROWS, Row
 
 FILE = ROOT / "docs" / "measured" / "features.json"
@@ -88,32 +88,53 @@ def verdict(row: Row, result: dict[str, Any] | None) -> str:
 
 
 def page(
-    found: dict[str, dict[str, Any]], others: dict[str, dict[str, dict[str, Any]]] | None = None
+    found: dict[str, dict[str, Any]],
+    others: dict[str, dict[str, dict[str, Any]]] | None = None,
+    gpu: list[dict[str, Any]] | None = None,
 ) -> str:
-    """The text of docs/features.md; ``others`` are results by release, then by row."""
+    """The text of docs/features.md.
+
+    Args:
+        found: results by row.
+        others: by release, then by row.
+        gpu: of `scripts/matrix gpu`, the newest release first.
+    """
     lines = [
         "# Features",
         "",
         "Cache shapes, ways to run in parallel and neighbours: what was run of each, and what came",
         "out. `python scripts/matrix features` runs the tests and writes this page from",
-        "[measured/features.json](measured/features.json); nothing here is written by hand. What",
-        "is run on other releases and on a GPU is in [compatibility.md](compatibility.md).",
+        "[measured/features.json](measured/features.json); nothing here is written by hand. Tables",
+        "further down are of a GPU and of other releases; [compatibility.md](compatibility.md) has",
+        "every release.",
         "",
         "| Shape or feature | What was run | Release | Date | Verdict |",
         "| --- | --- | --- | --- | --- |",
     ]
     for row in ROWS:
-        result = found.get(row.name)
-        told = bool(row.tests and result and result["tests"])
-        release, date = (result["release"], result["date"]) if told and result else ("none", "none")
-        what = row.what.removesuffix(": ")
-        lines.append(f"| {row.name} | {what} | {release} | {date} | {verdict(row, result)} |")
+        cells = _on_a_gpu(row, gpu or []) if row.gpu and not row.tests else _here(row, found)
+        lines.append(f"| {row.name} | {row.what.removesuffix(': ')} | {' | '.join(cells)} |")
+    lines += features_gpu.table(gpu or [])
     told_of = {
         release: {row.name: verdict(row, of.get(row.name)) for row in ROWS if row.tests}
         for release, of in (others or {}).items()
     }
     lines += features_releases.table(told_of, others or {})
     return "\n".join(lines + _moved(found.get(MOVED))) + "\n"
+
+
+def _here(row: Row, found: dict[str, dict[str, Any]]) -> tuple[str, str, str]:
+    """Release, date and verdict of a row's tests."""
+    result = found.get(row.name)
+    if not row.tests or result is None or not result["tests"]:
+        return "none", "none", verdict(row, result)
+    return result["release"], result["date"], verdict(row, result)
+
+
+def _on_a_gpu(row: Row, gpu: list[dict[str, Any]]) -> tuple[str, str, str]:
+    """The same of a row that is shown there alone."""
+    line = features_gpu.lines(row, gpu)[0]
+    return line.release, line.date, f"on a GPU: {line.verdict}"
 
 
 def _moved(result: dict[str, Any] | None) -> list[str]:
@@ -187,4 +208,5 @@ def _play(rows: list[Row], where: features_releases.Where) -> list[str]:
 def whole_page() -> str:
     """The page of all results there are."""
     files = features_releases.files()
-    return page(load(), {release: load(file) for release, file in files.items()})
+    others = {release: load(file) for release, file in files.items()}
+    return page(load(), others, features_gpu.load())

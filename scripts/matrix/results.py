@@ -39,6 +39,33 @@ def write(folder: Path, result: dict[str, Any]) -> str:
     """Write a result to the file of its kind and release; returns the file's text."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result, indent=1) + "\n"
-    file = folder / f"{KINDS[result['kind']]}-{result['release']}.json"
-    file.write_text(text, encoding="utf-8")
+    _file(folder, result).write_text(text, encoding="utf-8")
     return text
+
+
+def dated(result: dict[str, Any], test: dict[str, Any]) -> dict[str, Any]:
+    """A test with its own date and commit: its file's, unless it is of an earlier run."""
+    return {"date": result["date"], "commit": result["commit"], **test}
+
+
+def joined(new: dict[str, Any], folder: Path = FOLDER) -> dict[str, Any]:
+    """A result with the tests of the file there that it has not played.
+
+    Each keeps the date and the commit that it was played on. So kinds of engines that take other
+    machines are not lost when the rest is played again.
+    """
+    file = _file(folder, new)
+    if not file.exists():
+        return new
+    old = json.loads(file.read_text(encoding="utf-8"))
+    played = {test["name"] for test in new["tests"]}
+    kept = [dated(old, test) for test in old["tests"] if test["name"] not in played]
+    return {
+        **new,
+        "runners": sorted({*old.get("runners", []), *new.get("runners", [])}),
+        "tests": [*new["tests"], *kept],
+    }
+
+
+def _file(folder: Path, result: dict[str, Any]) -> Path:
+    return folder / f"{KINDS[result['kind']]}-{result['release']}.json"

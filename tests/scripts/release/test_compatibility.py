@@ -24,6 +24,7 @@ ENGINE = {
     "tokens_compared": 10,
     "tokens_equal": 10,
     "tokens_loaded": 128,
+    "commit": "new",
     "date": "2026-11-21",
     "verdict": "green",
 }
@@ -85,6 +86,14 @@ def test_a_result_that_only_says_green_is_shown_as_red(change, fault):
     result = {**copy.deepcopy(ENGINE), **change}
     assert fault in compatibility.faults(result)
     assert " red, 2026-11-21" in compatibility.page([result])
+
+
+def test_a_file_with_tests_of_several_commits_says_how_many_are_of_which():
+    tests = [{"name": name, "outcome": "passed"} for name in "ab"]
+    earlier = {"name": "c", "outcome": "passed", "date": "2026-11-20", "commit": "old"}
+    gpu = {**ENGINE, "kind": "gpu-engine", "commit": "new", "tests": [*tests, earlier]}
+    assert "3 passed; CPU; 2 of new, 1 of old |" in compatibility.page([gpu])
+    assert "of new" not in compatibility.page([{**gpu, "tests": tests}])
 
 
 def test_all_three_kinds_share_a_row():

@@ -1,0 +1,108 @@
+"""Rows of docs/features.md on a GPU: what `scripts/matrix gpu` has left in docs/measured/matrix.
+
+Each row names the kinds of engines of `tests/engine/gpu_kinds.py` that show it. A line of the table
+is a row on one release: results of several commits may be in one file, so each has its own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from packaging.version import Version
+
+from scripts.matrix import results
+from scripts.matrix.features_rows import ROWS, Row
+
+NOT_RUN = "not run yet"
+
+
+class Line(NamedTuple):
+    """What was run of a row on one release, and what came out; no field is empty."""
+
+    what: str
+    release: str
+    date: str
+    commit: str
+    device: str
+    verdict: str
+
+
+NONE = Line("none", "none", "none", "none", "none", NOT_RUN)
+
+
+def load(folder: Path = results.FOLDER) -> list[dict[str, Any]]:
+    """The results there are, the newest release first."""
+    found = [json.loads(f.read_text(encoding="utf-8")) for f in folder.glob("gpu-*.json")]
+    return sorted(found, key=lambda result: Version(result["release"]), reverse=True)
+
+
+def lines(row: Row, found: list[dict[str, Any]]) -> list[Line]:
+    """Of a row, one for each release on which a kind of it was run; at least one."""
+    return [line for result in found if (line := _line(row, result))] or [NONE]
+
+
+def _line(row: Row, result: dict[str, Any]) -> Line | None:
+    tests = [results.dated(result, test) for test in result["tests"] if _is_of(test["name"], row)]
+    if not tests:
+        return None
+    played = [test for test in tests if test["outcome"] != "skipped"] or tests
+    told = {field: sorted({test[field] for test in played}) for field in ("date", "commit")}
+    return Line(
+        what="; ".join(_kinds([test["name"] for test in played])),
+        release=result["release"],
+        date=told["date"][-1],
+        commit=", ".join(told["commit"]),
+        device=result["device"],
+        verdict=_verdict(tests),
+    )
+
+
+def _is_of(name: str, row: Row) -> bool:
+    runner, _, kind = name.partition(", ")
+    return kind in row.gpu or runner in row.gpu
+
+
+def _kinds(names: list[str]) -> list[str]:
+    """Each kind once, with the runners that it was run with."""
+    runners: dict[str, list[str]] = {}
+    for name in names:
+        runner, _, kind = name.partition(", ")
+        runners.setdefault(kind, []).append(runner.upper())
+    return [f"{kind} ({', '.join(of)})" for kind, of in runners.items()]
+
+
+def _verdict(tests: list[dict[str, Any]]) -> str:
+    bad = [test for test in tests if test["outcome"] not in ("passed", "skipped")]
+    if bad:
+        return f"**red**: {bad[0]['name']} {bad[0]['outcome']}"
+    passed = [test for test in tests if test["outcome"] == "passed"]
+    left_out = [test for test in tests if test["outcome"] == "skipped"]
+    if not passed:
+        return f"not run: {left_out[0]['why']}"
+    answers, equal, blocks = (
+        sum(test[field] for test in passed)
+        for field in ("answers", "answers_equal", "blocks_loaded")
+    )
+    said = f"green: {equal:,} of {answers:,} answers equal, {blocks:,} blocks loaded"
+    return "; ".join([said, *(f"{test['name']} not run" for test in left_out)])
+
+
+def table(found: list[dict[str, Any]]) -> list[str]:
+    """A line for each row that has kinds of engines, and each release."""
+    shown = [
+        "",
+        "## On a GPU",
+        "",
+        "`python scripts/matrix gpu --out DIR` plays real engines on a GPU, with the tier and",
+        "without ([compatibility.md](compatibility.md)); V1 and V2 are vLLM's model runners. A row",
+        "that is not here has no such run.",
+        "",
+        "| Shape or feature | Kinds of engines | Release | Date | Commit | Device | Verdict |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in ROWS:
+        for line in lines(row, found) if row.gpu else []:
+            shown.append(f"| {row.name} | {' | '.join(line)} |")
+    return shown

@@ -1,0 +1,95 @@
+"""Rows of docs/features.md on a GPU: which kinds of engines show them, and what is said of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engine import gpu_kinds
+
+from scripts.matrix import features, features_gpu
+from scripts.matrix.features_rows import ROWS, Row
+
+ROW = Row("a shape", "nothing on the CPU", gpu=("graphs", "graphs, windows"))
+
+
+def result(*tests: dict[str, Any], release: str = "0.26.0") -> dict[str, Any]:
+    """Of one release; each test has passed unless it says otherwise."""
+    counted = {"answers": 36, "answers_equal": 36, "blocks_loaded": 1000, "outcome": "passed"}
+    head = {"release": release, "date": "2026-11-23", "commit": "new", "device": "a GPU"}
+    return {**head, "tests": [{**counted, **test} for test in tests]}
+
+
+def test_every_kind_of_engine_shows_a_row_and_every_row_names_kinds_that_are_there() -> None:
+    named = {name for row in ROWS for name in row.gpu}
+    assert named == {kind.name for kind in gpu_kinds.KINDS} | {"v1", "v2"}
+
+
+def test_a_row_adds_up_its_kinds_and_names_each_commit() -> None:
+    found = result(
+        {"name": "v1, graphs"},
+        {"name": "v2, graphs"},
+        {"name": "v1, graphs, windows", "date": "2026-11-20", "commit": "old"},
+        {"name": "v1, mla"},
+    )
+    (line,) = features_gpu.lines(ROW, [found])
+    assert line == features_gpu.Line(
+        "graphs (V1, V2); graphs, windows (V1)",
+        "0.26.0",
+        "2026-11-23",
+        "new, old",
+        "a GPU",
+        "green: 108 of 108 answers equal, 3,000 blocks loaded",
+    )
+    (of_a_runner,) = features_gpu.lines(Row("V2", "", gpu=("v2",)), [found])
+    assert of_a_runner.what == "graphs (V2)"
+
+
+@pytest.mark.parametrize(
+    ("tests", "said"),
+    [
+        ([{"outcome": "failed"}, {}], "**red**: v1, graphs failed"),
+        ([{"outcome": "skipped", "why": "no room"}], "not run: no room"),
+        (
+            [{}, {"name": "v1, graphs, windows", "outcome": "skipped", "why": "no room"}],
+            "green: 36 of 36 answers equal, 1,000 blocks loaded; v1, graphs, windows not run",
+        ),
+    ],
+)
+def test_a_verdict_says_what_came_out(tests: list[dict[str, str]], said: str) -> None:
+    (line,) = features_gpu.lines(ROW, [result(*({"name": "v1, graphs", **one} for one in tests))])
+    assert line.verdict == said
+    assert "windows" not in line.what, "it was not run"
+
+
+def test_each_release_has_a_line_and_a_row_without_a_run_says_so() -> None:
+    newer, older = result({"name": "v1, graphs"}), result({"name": "v1, graphs"}, release="0.9.2")
+    assert [line.release for line in features_gpu.lines(ROW, [newer, older])] == ["0.26.0", "0.9.2"]
+    (none,) = features_gpu.lines(ROW, [result({"name": "v1, mla"})])
+    assert none == features_gpu.NONE and all(none)
+
+
+def test_a_row_that_only_a_gpu_shows_has_its_verdict_in_the_first_table() -> None:
+    mla = next(row for row in ROWS if row.name == "MLA")
+    text = features.page({}, gpu=[result({"name": "v1, mla"})])
+    green = "green: 36 of 36 answers equal, 1,000 blocks loaded"
+    assert f"| MLA | {mla.what} | 0.26.0 | 2026-11-23 | on a GPU: {green} |" in text
+    assert f"| MLA | mla (V1) | 0.26.0 | 2026-11-23 | new | a GPU | {green} |" in text
+    assert f"| MLA | {mla.what} | none | none | on a GPU: not run yet |" in features.page({})
+
+
+def test_no_cell_of_the_table_is_empty() -> None:
+    table = [line for line in features_gpu.table([]) if line.startswith("| ")][2:]
+    assert len(table) == sum(bool(row.gpu) for row in ROWS)
+    for line in table:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert len(cells) == 7 and all(cells), line
+
+
+def test_the_newest_release_is_first_and_its_steps_were_asynchronous() -> None:
+    found = features_gpu.load()
+    releases = [[int(n) for n in one["release"].split(".")] for one in found]
+    assert releases == sorted(releases, reverse=True) and len(releases) > 1
+    (row,) = [row for row in ROWS if row.name == "asynchronous scheduling"]
+    told = [t for one in found for t in one["tests"] if features_gpu._is_of(t["name"], row)]
+    assert told and {test["scheduler"] for test in told} == {"AsyncScheduler"}
