@@ -8,17 +8,17 @@ from __future__ import annotations
 
 # --- backends ---
 # Each slice costs a thread that shares Python with the step its launches, so slices are large, and
-# are packed or unpacked as a whole. What else crosses the bus, a step's inputs or its tokens, waits
-# for one piece of them, 0.6 ms (scripts/bench copy_queue). Buffers: one on the bus, one being
-# packed or unpacked, and for stores, whose packing may have to wait for room on the device, one
-# more.
-BUS_PIECE_BYTES = 32 << 20
-LOAD_PIECES, LOAD_BUFFERS = 4, 2
-STORE_PIECES, STORE_BUFFERS = 1, 3
+# cross the bus as a whole. What else crosses it waits for one of them: a step's tokens for a store,
+# 0.6 ms, its inputs for a load, 2.4 ms (scripts/bench copy_queue). Loads that crossed in pieces of
+# 32 MiB showed nothing clear (docs/mechanisms.md). Buffers, each of a slice: one on the bus, one
+# being packed or unpacked, and for stores, whose packing may have to wait for room on the device,
+# one more.
+LOAD_SLICE_BYTES, LOAD_BUFFERS = 128 << 20, 2
+STORE_SLICE_BYTES, STORE_BUFFERS = 32 << 20, 3
 # Blocks made ready for copying at a time: a batch may have tens of thousands, and the bus would be
 # idle until the last of them is (scripts/bench transfer, blocks of 256 KiB).
 READY_BLOCKS = 1024
-# What torch's own copies pack before they cross. Not measured: as `BUS_PIECE_BYTES`.
+# What torch's own copies pack before they cross. Not measured: as `STORE_SLICE_BYTES`.
 STAGING_BYTES = 32 << 20
 # What a program of the kernel moves, and programs per launch: enough to keep the memory busy, few
 # enough to leave room beside them. Not measured alone (scripts/bench transfer has the whole).

@@ -80,8 +80,8 @@ class Opened:
         self.slots.flat.fill_(POISON)
         with ExitStack() as stack:
             for module, what, value in [
-                (copy_staged, "BUS_PIECE_BYTES", chunk * self.slots.pitch),
-                (copy_staged, "LOAD_PIECES", 2),
+                (copy_staged, "STORE_SLICE_BYTES", chunk * self.slots.pitch),
+                (copy_staged, "LOAD_SLICE_BYTES", 2 * chunk * self.slots.pitch),
                 (copy_staged, "READY_BLOCKS", 2 * chunk + 1),
                 (copy_torch, "STAGING_BYTES", chunk * self.slots.pitch),
             ]:

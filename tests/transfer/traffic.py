@@ -114,8 +114,8 @@ class Machine:
         with ExitStack() as stack:
             stack.enter_context(self.on_device())
             for module, what, value in [
-                (copy_staged, "BUS_PIECE_BYTES", chunk * slots.pitch),
-                (copy_staged, "LOAD_PIECES", 2),
+                (copy_staged, "STORE_SLICE_BYTES", chunk * slots.pitch),
+                (copy_staged, "LOAD_SLICE_BYTES", 2 * chunk * slots.pitch),
                 (copy_staged, "READY_BLOCKS", 2 * chunk + 1),
                 (copy_torch, "STAGING_BYTES", chunk * slots.pitch),
             ]:

@@ -25,9 +25,7 @@ class Run(NamedTuple):
 class Part(NamedTuple):
     """One slice of a batch, and its runs: each a column of three arrays.
 
-    ``at`` counts from the beginning of the slice, which is at ``first`` in the batch. No run
-    reaches from one piece of the slice into the next; ``cuts`` are the first runs of its pieces,
-    and their number.
+    ``at`` counts from the beginning of the slice, which is at ``first`` in the batch.
     """
 
     first: int
@@ -35,7 +33,6 @@ class Part(NamedTuple):
     at: Numbers
     slot: Numbers
     size: Numbers
-    cuts: list[int]
 
     def runs(self) -> Iterator[Run]:
         """The runs one by one."""
@@ -73,26 +70,22 @@ class SlotMemory:
         begin = run.slot * self.pitch
         return self.flat[begin : begin + run.size * self.pitch]
 
-    def parts(self, slots: Numbers, piece: int, pieces: int = 1) -> Iterator[Part]:
-        """Slices of up to ``pieces`` times ``piece`` slots, in runs that can be copied in one.
+    def parts(self, slots: Numbers, chunk: int) -> Iterator[Part]:
+        """Slices of up to ``chunk`` slots, in runs that can be copied in one.
 
         Costs nothing for each slot in Python: there may be tens of thousands of them.
         """
-        count, chunk = len(slots), pieces * piece
+        count = len(slots)
         begins = np.ones(count, dtype=bool)
         begins[1:] = (slots[1:] != slots[:-1] + 1) | (slots[1:] % self._piece == 0)
-        begins[::piece] = True
+        begins[::chunk] = True
         at = begins.nonzero()[0]
         size = np.diff(at, append=count)
         slot = slots[at]
-        cuts = [*np.searchsorted(at, range(0, count, piece)).tolist(), len(at)]
-        for first, begin in zip(range(0, count, chunk), range(0, len(cuts), pieces)):
-            own = cuts[begin : begin + pieces + 1]
-            runs = slice(own[0], own[-1])
-            yield Part(
-                first, min(chunk, count - first), at[runs] - first, slot[runs], size[runs],
-                [cut - own[0] for cut in own],
-            )  # fmt: skip
+        cuts = [*np.searchsorted(at, range(0, count, chunk)).tolist(), len(at)]
+        for first, begin, end in zip(range(0, count, chunk), cuts, cuts[1:]):
+            runs = slice(begin, end)
+            yield Part(first, min(chunk, count - first), at[runs] - first, slot[runs], size[runs])
 
 
 def in_slot_order(

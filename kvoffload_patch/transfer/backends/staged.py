@@ -1,10 +1,9 @@
 """The staged copy backend: pack in device memory, cross the bus by DMA.
 
 A chunk of blocks is packed into a staging buffer at memory speed by one kernel, and crosses the bus
-in pieces, between which others' copies find their turn: each run of neighbouring slots is one copy,
-and what cannot be merged goes to the driver in one call. Several buffers keep the bus busy while
-the next chunk is packed. Loads mirror it. The kernel makes and compares checksums of what it
-moves.
+as one batch: each run of neighbouring slots is one copy, and what cannot be merged goes to the
+driver in one call. Several buffers keep the bus busy while the next chunk is packed. Loads mirror
+it. The kernel makes and compares checksums of what it moves.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ from kvoffload_patch.transfer.device import Device, device_of
 from kvoffload_patch.transfer.integrity import Checksums, Verdicts
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.tuning import (
-    BUS_PIECE_BYTES,
     LOAD_BUFFERS,
-    LOAD_PIECES,
+    LOAD_SLICE_BYTES,
     READY_BLOCKS,
     STORE_BUFFERS,
-    STORE_PIECES,
+    STORE_SLICE_BYTES,
 )
 
 
@@ -43,10 +41,10 @@ class _Buffer:
 
 
 class AlternatingStreams:
-    """Two streams in turn for a direction's pieces, so that others' copies come in between.
+    """Two streams in turn for a direction's slices, so that others' copies come in between.
 
     A direction's copy engine keeps to a stream for as long as that has a copy which could
-    begin, and each step's tokens or inputs would wait for all that is enqueued. A piece on another
+    begin, and each step's tokens or inputs would wait for all that is enqueued. A slice on another
     stream that waits for the one before makes it look around (scripts/bench copy_queue).
     """
 
@@ -56,7 +54,7 @@ class AlternatingStreams:
         self._is_aside = False
 
     def enqueue(self, bus: Any, copy: Callable[[Any], None]) -> None:
-        """Call ``copy`` with the stream for the next piece.
+        """Call ``copy`` with the stream for the next slice.
 
         It is behind ``bus``, and ``bus`` is behind it afterwards.
         """
@@ -76,31 +74,31 @@ class AlternatingStreams:
 class _Direction:
     """What the copies of a direction use, all of it made when the backend is opened.
 
-    ``count`` staging buffers in turn, each for ``pieces`` pieces of ``blocks`` slot pitches, the
-    streams of the pieces, and what brings block numbers to the device, beside those of their slots
-    where there are checksums. ``totals`` are of the buffer that is packed or unpacked.
+    ``count`` staging buffers in turn, each for a slice of ``blocks`` slot pitches (``nbytes`` at
+    most, or one), the streams of the slices, and what brings block numbers to the device, beside
+    those of their slots where there are checksums. ``totals`` are of the buffer that is packed or
+    unpacked.
     """
 
     def __init__(
         self,
         layout: BlockLayout,
-        pieces: int,
+        nbytes: int,
         pitch: int,
         count: int,
         checked: bool,
     ) -> None:
         device = device_of(layout.device)
-        self.blocks = max(1, BUS_PIECE_BYTES // pitch)
-        self.pieces = pieces
+        self.blocks = max(1, nbytes // pitch)
         self.turns = AlternatingStreams(device)
         self.ready_blocks = READY_BLOCKS
         numbers = 2 if checked else 1  # of each block
         self.ids = IdUploader(
             layout.device, numbers * layout.num_blocks, numbers * READY_BLOCKS, upload_ids
         )
-        totals = pieces * self.blocks if checked else 0
+        totals = self.blocks if checked else 0
         self.totals = torch.zeros(totals, dtype=torch.int64, device=layout.device)
-        size = pieces * self.blocks * pitch
+        size = self.blocks * pitch
         self._buffers = [_Buffer(size, layout.device, device) for _ in range(count)]
         self._next = 0
 
@@ -136,8 +134,8 @@ class StagedBackend:
         self._driver = driver
         self._device = device_of(layout.device)
         pitch, checked = self._slots.pitch, every > 0
-        self._stores = _Direction(layout, STORE_PIECES, pitch, STORE_BUFFERS, checked)
-        self._loads = _Direction(layout, LOAD_PIECES, pitch, LOAD_BUFFERS, checked)
+        self._stores = _Direction(layout, STORE_SLICE_BYTES, pitch, STORE_BUFFERS, checked)
+        self._loads = _Direction(layout, LOAD_SLICE_BYTES, pitch, LOAD_BUFFERS, checked)
         addresses = [*self._stores.addresses(), *self._loads.addresses()]
         self.checksums = Checksums(slots.slots.shape[0] if checked else 0, layout.device, every)
         self._mover = TileMover(layout, pitch, addresses, self.checksums if checked else None)
@@ -216,7 +214,7 @@ class StagedBackend:
             ids, slots = in_slot_order(gpu_block_ids[ready], cpu_slots[ready])
             numbers = np.concatenate((ids, slots)) if self.checksums.every else ids
             block_ids = own.ids.upload(numbers, stream)
-            for part in self._slots.parts(slots, own.blocks, own.pieces):
+            for part in self._slots.parts(slots, own.blocks):
                 yield block_ids, len(ids) + part.first, part
 
     def _move(
@@ -235,16 +233,14 @@ class StagedBackend:
     def _cross(
         self, to_slots: bool, buffer: _Buffer, part: Part, turns: AlternatingStreams, bus: Any
     ) -> None:
-        """Enqueue the copies between a buffer and slots, piece by piece."""
+        """Enqueue the copies between a buffer and slots."""
         pitch = self._slots.pitch
         staged, slot = buffer.address + part.at * pitch, self._slots.address(part.slot)
         target, source = (slot, staged) if to_slots else (staged, slot)
         nbytes = part.size * pitch
-        for begin, end in zip(part.cuts, part.cuts[1:]):
-
-            def copy(stream: Any, runs: slice = slice(begin, end)) -> None:
-                self._driver.copy_many(
-                    target[runs], source[runs], nbytes[runs], self._device.handle(stream)
-                )
-
-            turns.enqueue(bus, copy)
+        turns.enqueue(
+            bus,
+            lambda stream: self._driver.copy_many(
+                target, source, nbytes, self._device.handle(stream)
+            ),
+        )

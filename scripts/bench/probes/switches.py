@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 # What is replaced: owner, name and value.
@@ -44,25 +43,12 @@ def _joining_into_a_stall() -> Change:
     return SchedulerTier, "_may_wait_ms", free_ms_only
 
 
-def _pieces() -> Change:
-    from kvoffload_patch.transfer.backends.staged import StagedBackend
-
-    parts = StagedBackend._parts
-
-    def in_one_piece(self: Any, ids: Any, slots: Any, own: Any, stream: Any) -> Any:
-        whole = {"blocks": own.blocks * own.pieces, "pieces": 1}
-        return parts(self, ids, slots, SimpleNamespace(**{**vars(own), **whole}), stream)  # type: ignore[arg-type]
-
-    return StagedBackend, "_parts", in_one_piece
-
-
 _CHANGES: dict[str, Callable[[], Change]] = {
     "deferred stores": _deferred_stores,
     "last block loaded": _last_block,
     "rank asked before a step": _rank_asked,
     "joining early": _joining_early,
     "joining into a stall": _joining_into_a_stall,
-    "loads in pieces": _pieces,
 }
 MECHANISMS = ("nothing", *_CHANGES)
 

@@ -99,7 +99,7 @@ def test_large_copies_are_cut_into_slices(opened: Open, name: str, device: str, 
     elif name == "packed":
         assert found == (-(-7 // chunk), -(-7 // chunk))
     elif name != "torch":  # whose staging memory has no pitch on a device
-        ready = 2 * chunk + 1  # loads have two pieces in a slice
+        ready = 2 * chunk + 1  # slices of loads are twice as large
         sizes = [min(ready, 7 - first) for first in range(0, 7, ready)]
         assert found == (
             sum(-(-n // chunk) for n in sizes),

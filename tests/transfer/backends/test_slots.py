@@ -26,7 +26,6 @@ def parts(slots: list[int], chunk: int, num_slots: int = 10, per_piece: int = 0)
     for part in found:
         for column in part[2:5]:
             assert (column.dtype, column.shape) == (np.int64, part.size.shape)
-        assert part.cuts == [0, len(part.size)]
     return found
 
 
@@ -94,22 +93,6 @@ def test_parts_are_those_that_one_finds_slot_by_slot(seed: int) -> None:
             assert per_piece == 0 or run.slot // per_piece == last // per_piece
         assert len(again) == part.first + part.num_slots, "a run goes on in the next slice"
     assert again == slots
-
-
-@pytest.mark.parametrize("pieces", [1, 2, 5])
-def test_slices_have_pieces_into_which_no_run_reaches(pieces: int) -> None:
-    slots = np.array([*range(3, 30), 40, 50, *range(60, 75)], dtype=np.int64)
-    single = list(memory(100).parts(slots, 4))
-    found = list(memory(100).parts(slots, 4, pieces))
-    assert [part.first for part in found] == list(range(0, len(slots), 4 * pieces))
-    assert sum(part.num_slots for part in found) == len(slots)
-    again = []
-    for part in found:
-        runs = list(part.runs())
-        for begin, end in zip(part.cuts, part.cuts[1:]):
-            again.append([(part.first + run.at, run.slot, run.size) for run in runs[begin:end]])
-        assert part.cuts[-1] == len(runs)
-    assert again == [[(p.first + r.at, r.slot, r.size) for r in p.runs()] for p in single]
 
 
 def test_a_slot_more_costs_nothing_in_python() -> None:
