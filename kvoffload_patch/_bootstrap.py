@@ -90,11 +90,11 @@ def _decide() -> None:
 
         if not config.is_enabled():
             return
-        settings = config.Settings.from_env()
-        from kvoffload_patch.integration import install
-        from kvoffload_patch.memory import check_capacity
+        from kvoffload_patch.memory import check_capacity, settings_that
 
-        check_capacity(settings.cpu_bytes)
+        settings_that(check_capacity)
+        from kvoffload_patch.integration import install
+
         install.arm()
     except Exception as error:  # noqa: BLE001 - whatever went wrong, vLLM must not run half patched
         _State.refusal = error
@@ -113,13 +113,17 @@ def status() -> dict[str, object]:
     enabled = False
     try:
         enabled = config.is_enabled()
-        settings = config.Settings.from_env()
         from kvoffload_patch.integration import install
-        from kvoffload_patch.memory import check_capacity
+        from kvoffload_patch.memory import MemoryRefused, check_capacity, settings_that
 
+        too_large = None
+        try:
+            settings_that(check_capacity)
+        except MemoryRefused as error:  # nothing else is wrong, so vLLM is looked at
+            too_large = str(error)
         found.update(install.describe())
-        if found["verdict"] == "ok":
-            check_capacity(settings.cpu_bytes)
+        if too_large and found["verdict"] == "ok":
+            found["verdict"] = too_large
     except Exception as error:  # noqa: BLE001 - a report has to say what is wrong, not fail of it
         found["verdict"] = sentence(error)
     refusal = None if _State.refusal is None else sentence(_State.refusal)

@@ -102,6 +102,12 @@ def _count(text: str) -> int:
     return number
 
 
+def _release(text: str) -> str:
+    if len(text) > 64 or not re.fullmatch(r"\d+(\.\d+)+[A-Za-z0-9.+-]*", text, re.ASCII):
+        raise ValueError(text)
+    return text
+
+
 def _copy_backend(text: str) -> str:
     if text not in COPY_BACKENDS:
         raise ValueError(text)
@@ -227,7 +233,7 @@ class Settings:
     vllm_version: str | None = _variable(
         "KVOFFLOAD_VLLM_VERSION",
         None,
-        str,
+        _release,
         "a release such as 0.32.0",
         "release to assume instead of the installed metadata, for source trees",
     )
@@ -354,13 +360,17 @@ def _unknown_names(environ: Mapping[str, str]) -> list[str]:
     """One sentence for each KVOFFLOAD_* name that the table lacks."""
     unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in VARIABLES)
     return [
-        f"{name} is not a variable of kvoffload_patch, the closest one is {_closest(name)};"
-        " correct its name or unset it."
+        f"{name} is not a variable of kvoffload_patch, {_closest(name)}correct its name or unset it"
+        " (see python -m kvoffload_patch --help)."
         for name in unknown
     ]
 
 
 def _closest(name: str) -> str:
+    """What may have been meant, of the variables that users set; names share their prefix."""
     import difflib
 
-    return difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.0)[0]
+    known = {row.name[len(PREFIX) :]: row for row in VARIABLES.values()}
+    named = [word for word, row in known.items() if not row.description.startswith("internal")]
+    near = difflib.get_close_matches(name[len(PREFIX) :], named, n=1, cutoff=0.5)
+    return f"the closest one is {PREFIX}{near[0]}; " if near else ""

@@ -10,14 +10,15 @@ vLLM.
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from kvoffload_patch.config import GIB, ConfigError
+from kvoffload_patch.config import AUTO, GIB, VARIABLES, ConfigError, Settings, read
 
 
 class MemoryRefused(ConfigError):
@@ -125,6 +126,34 @@ def check_capacity(requested: int | None, root: Path = Path("/")) -> None:
 def check_cpu_bytes(requested: int | None, root: Path = Path("/")) -> None:
     """Raise `MemoryRefused` if a tier of `requested` bytes (None: auto) does not fit by now."""
     _check(requested, attainable(root) if requested is not None else shareable(root), "available")
+
+
+def settings_that(fit: Callable[[int | None], None]) -> Settings:
+    """The settings of the environment, of which the size is one that `fit` takes.
+
+    Args:
+        fit: `check_capacity` or `check_cpu_bytes`.
+
+    Raises:
+        ConfigError: of all that is wrong, the size as well.
+    """
+    wrong: ConfigError | None = None
+    try:
+        settings = Settings.from_env()
+        size = settings.cpu_gib
+    except ConfigError as error:
+        wrong = error
+        try:
+            size = read(VARIABLES["KVOFFLOAD_CPU_GIB"], os.environ)  # type: ignore[assignment]
+        except ConfigError:
+            raise wrong from None  # it says that, too
+    try:
+        fit(None if size == AUTO else int(float(size) * GIB))
+    except MemoryRefused as refusal:
+        raise (ConfigError(f"{wrong} {refusal}") if wrong else refusal) from None
+    if wrong:
+        raise wrong
+    return settings
 
 
 def _check(requested: int | None, room: Room, what: str) -> None:

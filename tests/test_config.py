@@ -197,12 +197,30 @@ def test_wrong_value_is_one_sentence(name: str, text: str, expected: str) -> Non
     [
         ("KVOFFLOAD_ENABLED", "KVOFFLOAD_ENABLE"),
         ("KVOFFLOAD_CPU_GB", "KVOFFLOAD_CPU_GIB"),
-        ("KVOFFLOAD_", "KVOFFLOAD_"),
     ],
 )
 def test_unknown_variable_names_the_closest(typo: str, closest: str) -> None:
     with pytest.raises(ConfigError, match=f"^{typo} is not a variable.*closest one is {closest}"):
         Settings.from_env({typo: "", "PATH": "/bin"})
+
+
+@pytest.mark.parametrize("stray", ["KVOFFLOAD_", "KVOFFLOAD_FOO", "KVOFFLOAD_Z"])
+def test_what_resembles_no_variable_of_users_names_none(stray: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Settings.from_env({stray: "1"})
+    assert str(caught.value) == (
+        f"{stray} is not a variable of kvoffload_patch, correct its name or unset it (see python -m"
+        " kvoffload_patch --help)."
+    )
+
+
+@pytest.mark.parametrize("text", ["banana", "0", "٠.١", "0.32", "0.33.1.dev5+g1", "0.32.0;x"])
+def test_the_release_to_assume_looks_like_one(text: str) -> None:
+    if text.startswith("0.") and ";" not in text:
+        assert settings(VLLM_VERSION=text).vllm_version == text
+    else:
+        with pytest.raises(ConfigError, match="expected a release such as 0.32.0"):
+            settings(VLLM_VERSION=text)
 
 
 def test_other_variables_are_none_of_our_business() -> None:

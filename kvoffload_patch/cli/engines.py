@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvoffload_patch.cli.options import Parser
 from kvoffload_patch.config import GIB, as_given, option
 from kvoffload_patch.control import client, commands
 from kvoffload_patch.control.errors import Refused
@@ -41,9 +42,13 @@ COMMANDS = tuple(_ABOUT)
 
 def main(name: str, argv: Sequence[str]) -> int:
     """Have engines carry out a command; the exit status says whether all of them did."""
-    asked = _parser(name).parse_args(argv)
+    parser = _parser(name)
+    asked = parser.parse_args(argv)
     given = {key: getattr(asked, key) for key in (commands.GIB, *commands.LIVE)
              if getattr(asked, key, None) is not None}  # fmt: skip
+    if name == commands.SET and not given:
+        names = " or ".join(option(row.name) for row in commands.LIVE.values())
+        parser.error(f"expected {names}, found none; give one (see `kvoffload set --help`).")
     try:
         commands.read_command({"command": name, **given})
         engines = chosen(client.find(), asked.engine, asked.all)
@@ -76,7 +81,7 @@ def chosen(found: Sequence[client.Engine], name: str | None, every: bool) -> lis
     if name is not None:
         matching = [e for e in found if name in (e.name, e.name.partition("-")[0])]
         if not matching:
-            raise Refused(f"expected one of {names}, found {name}.")
+            raise Refused(f"--engine is {name!r}, expected one of {names}; see `kvoffload status`.")
         return matching
     if len(found) > 1 and not every:
         raise Refused(f"expected one engine, found {names}; name one by --engine, or say --all.")
@@ -145,13 +150,11 @@ def _by_option(refusal: Refused) -> str:
     return as_given(str(refusal), {"KVOFFLOAD_OPTIONS": names})
 
 
-def _parser(name: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser(name: str) -> Parser:
+    parser = Parser(
         prog=f"kvoffload {name}",
         description=_ABOUT[name],
         epilog=f"example: {_EXAMPLES[name]}\nexit status: 0 done; 2 refused, in one sentence.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     if name == commands.RESIZE:
         parser.add_argument(commands.GIB, metavar="GIB", help="of each engine")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -10,6 +12,7 @@ from collections.abc import Sequence
 from kvoffload_patch import __version__
 from kvoffload_patch._bootstrap import WITHOUT, is_strict, with_name
 from kvoffload_patch.cli import launch, preflight
+from kvoffload_patch.cli.options import Parser
 from kvoffload_patch.config import AUTO, VARIABLES, option
 
 EXIT_OK, EXIT_REFUSED = 0, 2
@@ -20,11 +23,11 @@ _OWN = (
 
 _USAGE = """\
 kvoffload [options] COMMAND [ARGUMENT ...]
-       kvoffload [options] --check [COMMAND]
+       kvoffload [options] --check [--json] [COMMAND]
        kvoffload [options] status | doctor [--json]
        kvoffload top | pause | resume | empty | resize GIB | set ... [--engine NAME]
        kvoffload bench --model MODEL [options] [-- ARGUMENT ...]
-       kvoffload patch --apply | --revert | --check
+       kvoffload patch --apply | --revert | --check [--json]
 (python -m kvoffload_patch is the same)"""
 
 _DESCRIPTION = """\
@@ -60,14 +63,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     command: list[str] = arguments.command
     _set_variables(arguments)
+    if arguments.json and not arguments.check:
+        parser.error("expected --json beside --check or behind a command, found it alone; move it.")
     if command and command[0] in _OWN:
         return _own(command[0], command[1:])
     if command[:1] == ["--"]:
         del command[0]
     if not command and not arguments.check:
         parser.print_usage(sys.stderr)
-        return EXIT_REFUSED
-    return _run(command, check=arguments.check)
+        parser.error("expected a COMMAND to run, found none; give one (see `kvoffload --help`).")
+    return _Launch(command, arguments.check, arguments.json).run()
 
 
 def _own(name: str, argv: Sequence[str]) -> int:
@@ -107,56 +112,80 @@ def _set_variables(arguments: argparse.Namespace) -> None:
         os.environ["KVOFFLOAD_OPTIONS"] = ",".join(sorted({*filter(None, before), *given}))
 
 
-def _run(command: list[str], check: bool) -> int:
+class _Launch:
     """Decide and say so; then run the command, unless refused or only asked to check."""
-    outcome = preflight.decide()
-    refused = outcome.refused
-    _say(outcome.line + (WITHOUT if refused and not is_strict() else ""))
-    if refused and is_strict():
+
+    def __init__(self, command: list[str], check: bool, as_json: bool) -> None:
+        self._command = command
+        self._check = check
+        self._as_json = as_json
+        self._said: list[str] = []
+
+    def run(self) -> int:
+        """The exit status; with a command that runs, this process becomes it."""
+        outcome = preflight.decide()
+        resolved = launch.resolve(self._command) if self._command else []
+        if outcome.refused:
+            self._say(outcome.line + ("" if is_strict() else WITHOUT))
+        if resolved is None:
+            self._say(_unknown(self._command[0]))
+        if resolved is None or (outcome.refused and is_strict()):
+            return self._end(refused=True)
+        if not outcome.refused:
+            self._say(outcome.line)
+        refused = outcome.refused or not (outcome.disabled or self._is_prepared(resolved))
+        if self._check or (refused and is_strict()):
+            return self._end(refused)
+        if refused:
+            os.environ["KVOFFLOAD_DISABLE"] = "1"
+        armed = not refused and not outcome.disabled
+        error = launch.replace_process(resolved, watched=armed and is_strict())
+        self._say(
+            f"kvoffload_patch: expected to run {resolved[0]}, found {error.strerror}; give a"
+            " program that this system can run."
+        )
         return EXIT_REFUSED
-    resolved = launch.resolve(command) if command else []
-    if resolved is None:
-        _say(f"kvoffload_patch: {command[0]!r} is neither beside {sys.executable} nor on PATH.")
-        return EXIT_REFUSED
-    if resolved and not refused and not outcome.disabled:
-        refused = not _prepare(resolved)
-    if check or (refused and is_strict()):
+
+    def _is_prepared(self, resolved: list[str]) -> bool:
+        """Whether the command's Python will run our start-up code; if not, that has been said."""
+        try:
+            if resolved:
+                launch.prepare(resolved)
+        except launch.NotArmed as reason:
+            self._say(with_name(str(reason)) + ("" if is_strict() else WITHOUT))
+            return False
+        return True
+
+    def _say(self, line: str) -> None:
+        self._said.append(line)
+        if not self._as_json:
+            print(line, file=sys.stderr, flush=True)
+
+    def _end(self, refused: bool) -> int:
+        if self._as_json:
+            found = {"version": __version__, "ok": not refused, "said": self._said}
+            print(json.dumps(found, indent=1))
         return EXIT_REFUSED if refused else EXIT_OK
-    if refused:
-        os.environ["KVOFFLOAD_DISABLE"] = "1"
-    armed = not refused and not outcome.disabled
-    error = launch.replace_process(resolved, watched=armed and is_strict())
-    _say(f"kvoffload_patch: cannot run {resolved[0]}: {error.strerror}.")
-    return EXIT_REFUSED
 
 
-def _prepare(resolved: list[str]) -> bool:
-    """Whether the command's Python will run our start-up code; if not, that has been said."""
-    try:
-        launch.prepare(resolved)
-    except launch.NotArmed as reason:
-        _say(with_name(str(reason)) + ("" if is_strict() else WITHOUT))
-        return False
-    return True
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvoffload",
-        usage=_USAGE,
-        description=_DESCRIPTION,
-        epilog=f"{_EXAMPLES}\n{_variables()}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def _unknown(word: str) -> str:
+    """The sentence for what is neither ours nor a program, with what may have been meant."""
+    near = difflib.get_close_matches(word, _OWN, n=1, cutoff=0.7)
+    closest = f"; the closest command of kvoffload is {near[0]}" if near else ""
+    return (
+        f"kvoffload_patch: {word!r} is neither beside {sys.executable} nor on PATH, expected a"
+        f" program to run{closest}; correct it, or give its path."
     )
+
+
+def _parser() -> Parser:
+    epilog = f"{_EXAMPLES}\n{_variables()}"
+    parser = Parser("kvoffload", _DESCRIPTION, epilog, _USAGE)
     for field, metavar in (("CPU_GIB", "GIB"), ("LOAD_MODE", "MODE"), ("LOG_INTERVAL", "SECONDS")):
         name = f"KVOFFLOAD_{field}"
         parser.add_argument(option(name), dest=name, metavar=metavar, help=f"sets {name}")
     parser.add_argument("--check", action="store_true", help="only report; exit 0 (fine) or 2")
+    parser.add_argument("--json", action="store_true", help="with --check: one JSON object")
     parser.add_argument("--version", action="version", version=f"kvoffload_patch {__version__}")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

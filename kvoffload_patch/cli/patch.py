@@ -7,16 +7,19 @@ this command, and finds vLLM, its release and the release's patch file, without 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import kvoffload_patch
 from kvoffload_patch import _bootstrap
 from kvoffload_patch.cli import patch_files
+from kvoffload_patch.cli.options import Parser
 from kvoffload_patch.config import VARIABLES, ConfigError, read
 from kvoffload_patch.integration.patch_table.points import VLLM
 from kvoffload_patch.patching import find_source, installed_version
@@ -34,6 +37,10 @@ Put the lines that arm the CPU tier into vLLM's own files, take them out again, 
 there. Needed only where neither the start-up file nor vLLM's plugins can be used. The files are
 known by their hashes, and any other file is left alone."""
 _EPILOG = """\
+examples:
+  kvoffload patch --check
+  kvoffload patch --apply
+  kvoffload patch --revert --vllm /opt/image/lib/python3.12/site-packages/vllm
 exit status: 0 done, was so already, or (--check) as released or patched; 1 (--check) files that are
 neither; 2 refused, nothing was changed."""
 
@@ -119,25 +126,32 @@ def main(argv: Sequence[str]) -> int:
     """Run `patch` with its arguments; returns the exit status, refusals being said on stderr."""
     arguments = _parser().parse_args(argv)
     try:
-        print(_run(arguments))
+        found = _run(arguments)
     except (Refused, ConfigError, patch_files.BadPatchFile, OSError) as error:
-        print(_bootstrap.with_name(_text(error)), file=sys.stderr, flush=True)
+        sentence = _bootstrap.with_name(_text(error))
+        if arguments.json:
+            print(json.dumps({"error": sentence}, indent=1))
+        else:
+            print(sentence, file=sys.stderr, flush=True)
         unknown = arguments.check and isinstance(error, UnknownFiles)
         return EXIT_UNKNOWN if unknown else EXIT_REFUSED
+    line = f"vLLM {found['vllm']} in {found['folder']}: {found['said']}"
+    print(json.dumps(found, indent=1) if arguments.json else line)
     return EXIT_OK
 
 
-def _run(arguments: argparse.Namespace) -> str:
-    """Do it and say so in one line."""
+def _run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Do it, and what to say: the release, its folder, the files' state, and whether it changed."""
     installed = Installed(arguments.vllm)
-    name = f"vLLM {installed.version} in {installed.folder}"
-    state = installed.state()
-    if arguments.check:
-        return f"{name}: {_WORDS[state]}"
-    if state == ("patched" if arguments.apply else "released"):
-        return f"{name}: {_WORDS[state]} already, nothing to do"
-    installed.change(apply=arguments.apply)
-    return f"{name}: {'patched' if arguments.apply else 'reverted, as released'}"
+    about = {"vllm": installed.version, "folder": str(installed.folder)}
+    before = installed.state()
+    after = before if arguments.check else "patched" if arguments.apply else "released"
+    if before != after:
+        installed.change(apply=arguments.apply)
+        said = "patched" if arguments.apply else "reverted, as released"
+    else:
+        said = _WORDS[before] + ("" if arguments.check else " already, nothing to do")
+    return {**about, "state": after, "changed": before != after, "said": said}
 
 
 def _text(error: Exception) -> str:
@@ -213,13 +227,8 @@ def _key(release: str) -> list[int]:
     return [int(part) for part in release.split(".")]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvoffload patch",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        allow_abbrev=False,
-    )
+def _parser() -> Parser:
+    parser = Parser("kvoffload patch", _DESCRIPTION, _EPILOG)
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--apply", action="store_true", help="add the lines")
     action.add_argument("--revert", action="store_true", help="take the lines out again")
@@ -227,4 +236,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vllm", type=Path, metavar="DIR", help="vLLM's package folder, if not the installed one"
     )
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
     return parser

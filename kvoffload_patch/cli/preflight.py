@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvoffload_patch import __version__, _bootstrap
 from kvoffload_patch.config import GIB, ConfigError, Settings, is_enabled
-from kvoffload_patch.memory import AUTO_PARTS, auto_bytes, check_cpu_bytes, shareable
+from kvoffload_patch.memory import AUTO_PARTS, auto_bytes, check_cpu_bytes, settings_that, shareable
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ def decide() -> Outcome:
 
 
 def _decide_enabled() -> Outcome:
-    settings = Settings.from_env()
-    check_cpu_bytes(settings.cpu_bytes)
+    settings = settings_that(check_cpu_bytes)
     found = _bootstrap.status()
     if found["verdict"] != "ok":
         return Outcome(_bootstrap.with_name(str(found["verdict"])), refused=True)

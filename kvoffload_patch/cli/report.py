@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
 
 from kvoffload_patch import _bootstrap
 from kvoffload_patch.cli import engines
+from kvoffload_patch.cli.options import Parser
 from kvoffload_patch.config import as_given
 
 EXIT_OK, EXIT_REFUSED = 0, 2
@@ -16,12 +16,13 @@ EXIT_OK, EXIT_REFUSED = 0, 2
 
 def main(argv: Sequence[str]) -> int:
     """Print the report; the exit status says whether vLLM would get a tier."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="kvoffload status",
         description="What is installed and whether it matches, without importing vLLM; and what "
         "each running engine of this user says of its tier.",
-        epilog="exit status: 0 it matches; 2 refused, and the verdict says why.",
-        allow_abbrev=False,
+        epilog="examples:\n  kvoffload status\n  kvoffload --cpu-gib 64 status\n"
+        "  kvoffload status --json\n"
+        "exit status: 0 it matches; 2 refused, and the verdict says why.",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
     as_json = parser.parse_args(argv).json

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvoffload_patch.cli import engines
+from kvoffload_patch.cli.options import Parser
 
 EXIT_OK, EXIT_REFUSED = 0, 2
 
@@ -119,30 +120,26 @@ def _show(found: Sequence[Mapping[str, Any]], as_json: bool, once: bool) -> None
 
 
 def _seconds(text: str) -> float:
-    try:
-        number = float(text) if text.isascii() else 0.0
-    except ValueError:
-        number = 0.0
+    number = float(text) if text.isascii() else 0.0
     if not 0.1 <= number <= _MOST_S:
-        raise argparse.ArgumentTypeError(f"expected 0.1 to {_MOST_S:.0f} seconds, found {text!r}")
+        raise ValueError(text)
     return number
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="kvoffload top",
         description="Running engines of this user as they work: how full their tiers are, what "
         "they hit, load and store. Figures are those of the last interval; a + behind the state "
         "says that the tier still grows.",
         epilog="examples:\n  kvoffload top\n  kvoffload top --once\n  kvoffload top --json "
         "--interval 10 >> tier.jsonl\nexit status: 0; 2 if --once finds no engine.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--once", action="store_true", help="one interval, then end")
     parser.add_argument("--json", action="store_true", help="one JSON object on a line each time")
-    parser.add_argument(
-        "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two looks"
-    )
+    parser.add_value(
+        "--interval", _seconds, f"0.1 to {_MOST_S:.0f} seconds",
+        default=1.0, metavar="S", help="seconds between two looks",
+    )  # fmt: skip
     engines.add_choice(parser)
     return parser

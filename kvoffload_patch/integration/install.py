@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -111,4 +112,8 @@ def _version(settings: Settings) -> str:
 
 
 def _decide(settings: Settings) -> Decision:
-    return decide(VLLM, POINTS, _version(settings), allow_unverified=settings.allow_unverified)
+    host = VLLM
+    if assumed := settings.vllm_version:
+        remedy = f"unset KVOFFLOAD_VLLM_VERSION, which says {assumed}, or {VLLM.remedy}"
+        host = dataclasses.replace(VLLM, remedy=remedy)
+    return decide(host, POINTS, _version(settings), allow_unverified=settings.allow_unverified)

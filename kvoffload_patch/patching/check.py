@@ -150,7 +150,8 @@ def _release(host: Host, version: str) -> Version:
         ) from None
     if not SpecifierSet(host.supported).contains(release):
         raise UnsupportedVersion(
-            f"{host.name} {version} is not supported (supported: {_span(host)}); {host.remedy}."
+            f"{host.name} {version} is not supported (supported: {_span(host)}); install one of"
+            f" these, or {host.remedy}."
         )
     return release
 

@@ -85,6 +85,9 @@ def test_unknown_command(box: Sandbox) -> None:
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
     assert last.startswith("kvoffload_patch: 'no-such-command' is neither beside ")
+    assert last.endswith(" expected a program to run; correct it, or give its path.")
+    (line,) = box.run("-m", "kvoffload_patch", "statsu").stderr.splitlines()
+    assert "the closest command of kvoffload is status; correct it" in line
 
 
 def test_command_that_cannot_be_executed(box: Sandbox) -> None:
@@ -92,7 +95,8 @@ def test_command_that_cannot_be_executed(box: Sandbox) -> None:
     (box.bin / "broken").chmod(0o755)
     done = box.run("-m", "kvoffload_patch", "broken")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(f"kvoffload_patch: cannot run {box.bin}/broken:")
+    said = f"kvoffload_patch: expected to run {box.bin}/broken, found "
+    assert done.stderr.splitlines()[-1].startswith(said)
 
 
 def test_check_only_reports(box: Sandbox) -> None:
@@ -101,6 +105,14 @@ def test_check_only_reports(box: Sandbox) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", READY.format("1.0", "auto"))
     assert box.run("-m", "kvoffload_patch", "--check").returncode == 0
     assert box.armed() == []
+
+
+def test_check_for_programs(box: Sandbox) -> None:
+    for variables, ok in (({}, True), ({"FAKE_ARM": "refuse"}, False)):
+        done = box.run("-m", "kvoffload_patch", "--check", "--json", "vllm", **variables)
+        found = json.loads(done.stdout)
+        assert (done.returncode, done.stderr, found["ok"]) == (0 if ok else 2, "", ok)
+        assert len(found["said"]) == 1
 
 
 @pytest.mark.parametrize("options", [[], ["--cpu-gib", "auto"]])
@@ -160,6 +172,11 @@ def test_refusal_that_is_not_strict_runs_plain(box: Sandbox) -> None:
         (["--cpu-gib", "1e300"], "--cpu-gib is '1e300', expected a number of GiB above 0, 65536"),
         (["--load-mode", "fast"], "--load-mode is 'fast', expected one of auto, inline"),
         (["--cpu-gib", "6e4"], "a CPU KV cache of 60000.0 GiB was asked for, but only"),
+        (
+            ["--cpu-gib", "6e4", "--load-mode", "fast"],
+            "--load-mode is 'fast', expected one of auto, inline, parked; correct it or leave it"
+            " out (see python -m kvoffload_patch --help). a CPU KV cache of 60000.0 GiB",
+        ),
     ],
 )
 def test_wrong_options(box: Sandbox, options: list[str], sentence: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import py_compile
 import shutil
@@ -73,6 +74,17 @@ def test_check_apply_and_revert(site: Site, capsys: Output) -> None:
         assert site.run(option) == 0
         assert capsys.readouterr() == (name + said + "\n", "")
         assert site.file.read_bytes() == after
+
+
+def test_for_programs(site: Site, capsys: Output) -> None:
+    for option, state, changed in (("--check", "released", False), ("--apply", "patched", True)):
+        assert patch.main([option, "--json", "--vllm", str(site.vllm)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["state"], found["changed"], found["vllm"]) == (state, changed, "9.9.1")
+    site.file.write_bytes(b"x = 1\n")
+    assert patch.main(["--check", "--json", "--vllm", str(site.vllm)]) == 1
+    shown = capsys.readouterr()
+    assert "with a known sha256" in json.loads(shown.out)["error"] and shown.err == ""
 
 
 @pytest.mark.parametrize("text", [RELEASED + b"\n", PATCHED.replace(b"import os", b"import io")])

@@ -80,8 +80,8 @@ def test_pre_releases_and_local_versions_select_like_their_release(verify, versi
 def test_unsupported_version(verify, version):
     with pytest.raises(UnsupportedVersion) as caught:
         verify(SOURCE, version=version)
-    expected = f"Toy {version} is not supported (supported: >=1.0,<1.4); use toy 1.3."
-    assert str(caught.value) == expected
+    expected = f"Toy {version} is not supported (supported: >=1.0,<1.4); install one of these, or"
+    assert str(caught.value) == f"{expected} use toy 1.3."
 
 
 @pytest.mark.parametrize("version", ["dev", "", "1.2-my-tree"])
@@ -252,7 +252,10 @@ def test_refused_decision_leaves_the_process_alone(host):
         """
         finders = list(sys.meta_path)
         text = refused(UnsupportedVersion, patches)
-        assert text == "FakeHost 2.0.0 is not supported (supported: >=1.0,<2); use 1.x."
+        assert text == (
+            "FakeHost 2.0.0 is not supported (supported: >=1.0,<2); install one of these, or use"
+            " 1.x."
+        )
         assert sys.meta_path == finders
         alpha = load("fakehost.alpha")
         assert vars(alpha.Engine)["step"] is alpha.ORIGINALS["step"]

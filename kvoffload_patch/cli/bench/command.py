@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from kvoffload_patch.cli.bench import modes, report
 from kvoffload_patch.cli.bench.errors import BenchRefused, ServerFailed
 from kvoffload_patch.cli.bench.load import Load
 from kvoffload_patch.cli.bench.server import HOST, Server, free_port
+from kvoffload_patch.cli.options import Parser, whole
 from kvoffload_patch.config import AUTO, GIB, ConfigError, Settings, as_given
 from kvoffload_patch.memory import auto_bytes, shareable
 
@@ -58,11 +59,8 @@ def main(argv: Sequence[str]) -> int:
         at = words.index("--")
         words, serve = words[:at], words[at + 1 :]
     asked = _parser().parse_args(words)
-    try:
-        asked.gib, asked.chosen = _gib(asked.cpu_gib), _chosen(asked.modes)
-        _check(asked, serve)
-    except (BenchRefused, ConfigError) as refusal:
-        print(_bootstrap.with_name(as_given(str(refusal))), file=sys.stderr)
+    if wrong := _refusals(asked, serve):
+        print(_bootstrap.with_name(as_given(" ".join(wrong))), file=sys.stderr)
         return EXIT_REFUSED
     try:
         with ended_by(signal.SIGTERM, signal.SIGHUP), ExitStack() as stack:
@@ -144,29 +142,41 @@ def _chosen(text: str | None) -> list[str]:
         BenchRefused: a name is unknown, or a mode that is named cannot run.
     """
     names = list(modes.TITLES) if text is None else text.split(",")
-    if wrong := [name for name in names if name not in modes.TITLES]:
+    if any(name not in modes.TITLES for name in names):
         known = ", ".join(modes.TITLES)
-        raise BenchRefused(f"--modes: expected some of {known}, found {wrong[0]!r}.")
+        raise BenchRefused(
+            f"--modes is {text!r}, expected some of {known}, separated by commas; correct it."
+        )
     vllm, gpu = modes.installed()
     cannot = {name: why for name in names if (why := modes.unavailable(name, vllm, gpu))}
     if cannot and text is not None:
-        raise BenchRefused(f"--modes: {'; '.join(cannot.values())}.")
+        raise BenchRefused(f"--modes: {'; '.join(cannot.values())}; leave it out.")
     for why in cannot.values():
         _say(f"left out: {why}.")
     return [name for name in dict.fromkeys(names) if name not in cannot]
 
 
-def _check(asked: argparse.Namespace, serve: Sequence[str]) -> None:
-    """Raises BenchRefused for what would only be found when a server starts."""
-    taken = [option for option in _SET_HERE if _given(option, serve)]
-    if taken:
-        raise BenchRefused(f"expected no {taken[0]} behind --, which bench sets itself.")
-    if modes.ON not in asked.chosen:
-        return
-    os.environ["KVOFFLOAD_CPU_GIB"] = f"{asked.gib:g}"
-    outcome = preflight.decide()
-    if outcome.refused or outcome.disabled:
-        raise BenchRefused(outcome.line)
+def _refusals(asked: argparse.Namespace, serve: Sequence[str]) -> list[str]:
+    """A sentence for all that is wrong before a server starts; fills in ``gib`` and ``chosen``."""
+    wrong = []
+    try:
+        asked.chosen = _chosen(asked.modes)
+    except BenchRefused as refusal:
+        wrong.append(str(refusal))
+    try:
+        asked.gib = _gib(asked.cpu_gib)
+    except (BenchRefused, ConfigError) as refusal:
+        wrong.append(str(refusal))
+    if taken := [option for option in _SET_HERE if _given(option, serve)]:
+        wrong.append(
+            f"expected no {' and no '.join(taken)} behind --, which bench sets itself; leave out"
+            " what it sets."
+        )
+    if not wrong and modes.ON in asked.chosen:
+        os.environ["KVOFFLOAD_CPU_GIB"] = f"{asked.gib:g}"
+        outcome = preflight.decide()
+        wrong += [outcome.line] if outcome.refused or outcome.disabled else []
+    return wrong
 
 
 def _gib(text: str | None) -> float:
@@ -212,7 +222,7 @@ def _show(document: dict[str, Any], asked: argparse.Namespace) -> None:
         return
     (asked.out / "bench.json").write_text(as_json + "\n")
     if not report.draw(document, asked.out / "bench.png"):
-        _say("no picture was drawn, because matplotlib is not installed.")
+        _say("no picture was drawn: expected matplotlib, found none; pip install matplotlib.")
     _say(f"written to {asked.out}")
 
 
@@ -220,33 +230,22 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        number = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
-        if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"expected {least} to {most}, found {text!r}")
-        return number
-
-    return parse
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="kvoffload bench",
         usage="%(prog)s --model MODEL [options] [-- ARGUMENT ...]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--model", required=True, help="as for `vllm serve`")
     add("--modes", help=f"some of {','.join(modes.TITLES)}; default: all that can run here")
     add("--cpu-gib", metavar="GIB", help="CPU memory of each mode that has some; default: "
         f"KVOFFLOAD_CPU_GIB, or {MOST_AUTO_GIB:g} at most")  # fmt: skip
-    add("--gpu-blocks", type=_whole(0, 10**8), metavar="N", help="blocks of the GPU cache; 0: as "
+    count = parser.add_value
+    count("--gpu-blocks", *whole(0, 10**8), metavar="N", help="blocks of the GPU cache; 0: as "
         f"many as vLLM takes; default: {GPU_BLOCKS}, {CPU_BLOCKS} on a CPU")  # fmt: skip
-    add("--chats", type=_whole(0, 10**6), metavar="N", default=0, help="conversations; default: "
+    count("--chats", *whole(0, 10**6), metavar="N", default=0, help="conversations; default: "
         f"{loads.WORKING_SET:g} times what the GPU cache holds")  # fmt: skip
     for name, least, most, default, text in (
         ("history", 16, 10**7, 2000, "tokens of a chat's first prompt"),
@@ -257,8 +256,8 @@ def _parser() -> argparse.ArgumentParser:
         ("seed", 0, 10**8, 0, "another seed, other tokens"),
         ("start-timeout", 1, 10**6, 900, "seconds that a server may take to start"),
     ):
-        add(f"--{name}", type=_whole(least, most), default=default, metavar="N",
-            help=f"{text}; default: %(default)s")  # fmt: skip
+        count(f"--{name}", *whole(least, most), default=default, metavar="N",
+              help=f"{text}; default: %(default)s")  # fmt: skip
     add("--out", type=Path, metavar="DIR", help="also write bench.json, bench.png and logs there")
     add("--json", action="store_true", help="one JSON object, for programs")
     return parser

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import platform
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from kvoffload_patch import __version__, _bootstrap
 from kvoffload_patch.cli.doctor import arming, copies, limits, memory, numa, release
 from kvoffload_patch.cli.doctor.findings import Finding
+from kvoffload_patch.cli.options import Parser
 from kvoffload_patch.config import ConfigError, Settings, as_given
 from kvoffload_patch.memory import MemoryRefused, check_capacity
 
@@ -23,11 +23,12 @@ what is wrong. Starts two short child processes: one that copies memory, one tha
 
 def main(argv: Sequence[str]) -> int:
     """Print what was found; the exit status says whether vLLM would get a tier."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="kvoffload doctor",
         description=_DESCRIPTION,
-        epilog="exit status: 0 a tier would be served; 2 refused, and the problems say why.",
-        allow_abbrev=False,
+        epilog="examples:\n  kvoffload doctor\n  kvoffload --cpu-gib 64 doctor\n"
+        "  kvoffload doctor --json\n"
+        "exit status: 0 a tier would be served; 2 refused, and the problems say why.",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
     as_json = parser.parse_args(argv).json

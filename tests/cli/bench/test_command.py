@@ -65,8 +65,8 @@ def test_a_server_that_does_not_start_is_one_mode(fake: Path, capsys: Any) -> No
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--modes", "of"], "--modes: expected some of off, on, simple, offloading, found 'of'."),
-        (["--modes", "simple"], "--modes: the installed vLLM has no SimpleCPUOffloadConnector."),
+        (["--modes", "of"], "--modes is 'of', expected some of off, on, simple, offloading,"),
+        (["--modes", "simple"], "--modes: the installed vLLM has no SimpleCPUOffloadConnector;"),
         (["--modes", "off", "--", "--port=1"], "expected no --port behind --, which bench sets"),
         (["--modes", "off", "--", "--num_gpu_blocks_override", "2"], "--num-gpu-blocks-override"),
         (["--modes", "off", "--cpu-gib", "1e9"], "--cpu-gib is '1e9', expected a number of GiB"),

@@ -138,7 +138,7 @@ def test_other_releases_are_refused_before_any_source_is_read(release: str, allo
         decide(VLLM, POINTS, release, unread, allow_unverified=allowed)
     assert str(refusal.value) == (
         f"vLLM {release} is not supported (supported: {SUPPORTED[0]} to {NEWEST}); "
-        "set KVOFFLOAD_STRICT=0 to serve without the CPU tier."
+        "install one of these, or set KVOFFLOAD_STRICT=0 to serve without the CPU tier."
     )
 
 
@@ -357,7 +357,7 @@ def test_a_release_that_changed_is_refused_untouched(
 def test_an_unknown_release_is_refused_untouched(tmp_path: Path) -> None:
     assert import_vllm(SNAPSHOTS[NEWEST], FAR, tmp_path) == [
         f"kvoffload_patch: vLLM {FAR} is not supported (supported: {SUPPORTED[0]} to {NEWEST}); "
-        "set KVOFFLOAD_STRICT=0 to serve without the CPU tier.",
+        "install one of these, or set KVOFFLOAD_STRICT=0 to serve without the CPU tier.",
         "imported: []",
     ]
 

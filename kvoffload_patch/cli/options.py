@@ -1,0 +1,108 @@
+"""The parser of every command: what is wrong is said at once, each in a sentence, with status 2.
+
+argparse stops at the first value that is wrong and prints its usage. Values are read here after
+their options, so all of them are in one line, with what was expected and what is to be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+EXIT_REFUSED = 2
+
+# argparse's own words for what it refuses, and ours.
+_WORDS = (
+    (r"the following arguments are required: (.*)", r"expected \1, found none; give it"),
+    (r"one of the arguments (.*) is required", r"expected one of \1, found none; give one"),
+    (
+        r"argument (.*): not allowed with argument (.*)",
+        r"expected \2 or \1, found both; give one",
+    ),
+    (r"argument (.*): expected one argument", r"\1 has no value, expected one; give it"),
+    (
+        r"argument (.*): ignored explicit argument (.*)",
+        r"\1 is \2, expected no value; leave it out",
+    ),
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Options of one command.
+
+    Args:
+        prog: the command, such as ``kvoffload top``.
+        description: what it does.
+        epilog: examples and exit status, as they are.
+        usage: where argparse's own would be wrong.
+    """
+
+    def __init__(self, prog: str, description: str, epilog: str, usage: str | None = None) -> None:
+        super().__init__(
+            prog=prog, description=description, epilog=epilog, usage=usage, allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        self._wrong: list[str] = []
+
+    def add_value(
+        self, name: str, parse: Callable[[str], Any], expected: str, **more: Any
+    ) -> argparse.Action:
+        """An option whose value is read by ``parse``, which raises ValueError for a wrong one."""
+
+        def read(text: str) -> Any:
+            try:
+                return parse(text)
+            except ValueError:
+                self._wrong.append(f"{name} is {text!r}, expected {expected}; correct it.")
+                return None
+
+        return self.add_argument(name, type=read, **more)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """As argparse does; ends the process if anything is wrong."""
+        self._wrong.clear()
+        found, unknown = self.parse_known_args(args, namespace)
+        self._wrong += [self._unknown(word) for word in unknown]
+        if self._wrong:
+            self._refuse(self._wrong)
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """What argparse, or a command, finds wrong, behind the values that are wrong."""
+        for pattern, words in _WORDS:
+            if re.fullmatch(pattern, message):
+                message = re.sub(pattern, words, message) + f" (see `{self.prog} --help`)."
+                break
+        self._refuse([*self._wrong, message])
+
+    def _unknown(self, word: str) -> str:
+        name = word.partition("=")[0]
+        near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.5)
+        closest = f"the closest one is {near[0]}; " if near and word.startswith("-") else ""
+        kind = "an option" if word.startswith("-") else "an argument"
+        return (
+            f"{name} is not {kind} of {self.prog}, {closest}correct it or leave it out"
+            f" (see `{self.prog} --help`)."
+        )
+
+    def _refuse(self, sentences: Sequence[str]) -> NoReturn:
+        print(f"kvoffload_patch: {' '.join(sentences)}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_REFUSED)
+
+
+def whole(least: int, most: int) -> tuple[Callable[[str], int], str]:
+    """A parser of whole numbers in ASCII digits, and what it expects."""
+
+    def parse(text: str) -> int:
+        number = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
+        if not least <= number <= most:
+            raise ValueError(text)
+        return number
+
+    return parse, f"a whole number from {least} to {most}"
