@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
         ".",
         "._bootstrap",
         ".cli.bench.picture",
+        ".cli.live",
         ".config",
         ".control",
         ".integration.patch_table",
@@ -34,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
         ".patching",
     },
     "cli.bench.picture": {"matplotlib"},
+    "cli.live": {"rich"},
     "cli.doctor.copy_speed": {".cli", "torch"},
     "_bootstrap": {
         ".",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -166,7 +165,7 @@ def _parser(name: str) -> Parser:
     return parser
 
 
-def add_choice(parser: argparse.ArgumentParser) -> None:
+def add_choice(parser: Parser) -> None:
     """The option that names an engine."""
     parser.add_argument(
         "--engine", metavar="NAME", help="as `kvoffload status` names it, or its process"

@@ -1,26 +1,26 @@
-"""`kvoffload top`: running engines as they work, on any terminal, or line by line."""
+"""`kvoffload top`: running engines as they work: live, as tables below each other, or as JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from kvoffload_patch.cli import engines
 from kvoffload_patch.cli.options import Parser
+from kvoffload_patch.control import client
+from kvoffload_patch.control.errors import Refused
 
 EXIT_OK, EXIT_REFUSED = 0, 2
 
-# Two codes that every terminal since the VT100 knows: to the first place, and clear behind it.
-_CLEAR = "\x1b[H\x1b[J"
 _MOST_S = 3600.0
-_HEAD = ("ENGINE", "STATE", "USED", "GIB", "HIT", "LOAD MB/S", "STORE MB/S", "EVICT/S", "PARKED",
-         "FAILED", "STEP AGO")  # fmt: skip
+_HEAD = ("ENGINE", "STATE", "USED", "GIB", "HIT", "ALL", "LOAD MB/S", "STORE MB/S", "EVICT/S",
+         "PARKED", "FAILED", "STEP AGO")  # fmt: skip
 _COUNTERS = ("queried_tokens", "hit_tokens", "loaded_bytes", "stored_bytes", "evicted_blocks")
 
 
@@ -66,6 +66,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
+    """The figures of an engine; ALL is the share of hits since it started."""
     if "error" in one:
         return (one["engine"], "silent", *[""] * (len(_HEAD) - 2))
     speed = one["rates"]
@@ -75,6 +76,7 @@ def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
         f"{100 * one['used_blocks'] / max(1, one['capacity_blocks']):.0f}%",
         f"{one['capacity_bytes'] / (1 << 30):.2f}",
         f"{100 * speed.get('hit_rate', 0.0):.0f}%",
+        f"{100 * one['hit_tokens'] / max(1, one['queried_tokens']):.0f}%",
         f"{speed.get('loaded_bytes_per_second', 0.0) / 1e6:.1f}",
         f"{speed.get('stored_bytes_per_second', 0.0) / 1e6:.1f}",
         f"{speed.get('evicted_blocks_per_second', 0.0):.0f}",
@@ -86,14 +88,19 @@ def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _watch(asked: argparse.Namespace) -> int:
     before: dict[str, dict[str, Any]] = _sample(asked.engine)
-    while True:
-        time.sleep(asked.interval)
-        now = _sample(asked.engine)
-        found = [{**one, "rates": rates(before.get(name, {}), one)} for name, one in now.items()]
-        _show(found, asked.json, asked.once)
-        if asked.once:
-            return EXIT_OK if found else EXIT_REFUSED
-        before = now
+    with _view(asked) as show:
+        while True:
+            time.sleep(asked.interval)
+            now = _sample(asked.engine)
+            found = [
+                {**one, "rates": rates(before.get(name, {}), one)} for name, one in now.items()
+            ]
+            if asked.once and not found:
+                return _refuse(asked)
+            show(found)
+            if asked.once:
+                return EXIT_OK
+            before = now
 
 
 def _sample(name: str | None) -> dict[str, dict[str, Any]]:
@@ -104,19 +111,39 @@ def _sample(name: str | None) -> dict[str, dict[str, Any]]:
     }
 
 
-def _show(found: Sequence[Mapping[str, Any]], as_json: bool, once: bool) -> None:
-    if as_json:
-        print(json.dumps({"time": time.time(), "engines": found}), flush=True)
-        return
-    shown = table(found)
-    if sys.stdout.isatty() and not once and os.environ.get("TERM", "dumb") != "dumb":
-        width = shutil.get_terminal_size().columns
-        cut = "\n".join(line[:width] for line in shown.splitlines())
-        print(
-            f"{_CLEAR}{time.strftime('%H:%M:%S')}  kvoffload top, Ctrl-C ends it\n{cut}", flush=True
-        )
-    else:
-        print(shown, flush=True)
+def _view(asked: argparse.Namespace) -> AbstractContextManager[Callable[[list[Any]], None]]:
+    """What shows engines: JSON, a live view on a terminal, or tables."""
+    if asked.json:
+        return nullcontext(_print_json)
+    dumb = os.environ.get("TERM", "dumb") in ("", "dumb")
+    if asked.once or dumb or not sys.stdout.isatty():
+        return nullcontext(_print_table)
+    try:
+        from kvoffload_patch.cli.live import View
+    except ImportError:
+        print("kvoffload_patch: a live view needs rich, found none; pip install rich.",
+              file=sys.stderr)  # fmt: skip
+        return nullcontext(_print_table)
+    return View(table)
+
+
+def _print_json(found: Sequence[Mapping[str, Any]]) -> None:
+    print(json.dumps({"time": time.time(), "engines": found}), flush=True)
+
+
+def _print_table(found: Sequence[Mapping[str, Any]]) -> None:
+    print(table(found), flush=True)
+
+
+def _refuse(asked: argparse.Namespace) -> int:
+    """Say that there is nothing to show, and what is there instead."""
+    if asked.json:
+        _print_json([])
+    try:
+        engines.chosen(client.find(), asked.engine, every=True)
+    except Refused as refusal:
+        print(f"kvoffload_patch: {refusal}", file=sys.stderr)
+    return EXIT_REFUSED
 
 
 def _seconds(text: str) -> float:
@@ -130,8 +157,9 @@ def _parser() -> Parser:
     parser = Parser(
         prog="kvoffload top",
         description="Running engines of this user as they work: how full their tiers are, what "
-        "they hit, load and store. Figures are those of the last interval; a + behind the state "
-        "says that the tier still grows.",
+        "they hit, load and store. Figures are those of the last interval, ALL is the share of "
+        "hits since the engine started; a + behind the state says that the tier still grows. With "
+        "rich installed the terminal shows them live, else as tables below each other.",
         epilog="examples:\n  kvoffload top\n  kvoffload top --once\n  kvoffload top --json "
         "--interval 10 >> tier.jsonl\nexit status: 0; 2 if --once finds no engine.",
     )

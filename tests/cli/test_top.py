@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,7 +49,7 @@ def test_once_is_one_table(samples: Any, capsys: Any) -> None:
     head, row = capsys.readouterr().out.splitlines()
     assert head.split("  ")[0] == "ENGINE" and len(row) <= 100
     assert row.split() == [
-        "42-a", "on", "25%", "1.00", "75%", "2.0", "0.5", "10", "1", "2", "0", "s",
+        "42-a", "on", "25%", "1.00", "75%", "42%", "2.0", "0.5", "10", "1", "2", "0", "s",
     ]  # fmt: skip
 
 
@@ -58,16 +60,33 @@ def test_a_pipe_gets_no_codes_and_ctrl_c_is_no_error(samples: Any, capsys: Any) 
     assert "\x1b" not in found and found.endswith("no running engine of this user\n")
 
 
-def test_a_terminal_is_cleared_and_lines_end_with_it(
-    samples: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def as_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def test_a_terminal_is_live_and_left_as_it_was(
+    samples: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    as_terminal(monkeypatch)
     assert main.main(["top"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("\x1b[H\x1b[J")
-    assert [line for line in shown.splitlines()[1:] if len(line) > 30] == []
+    on, off = "\x1b[?1049h", "\x1b[?1049l"  # another screen, and back
+    assert shown.count(on) == shown.count(off) == 1
+    assert shown.index(on) < shown.index("Ctrl-C") < shown.index("42-a") < shown.index(off)
+
+
+def test_a_terminal_without_rich_gets_tables_and_a_hint(
+    samples: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_terminal(monkeypatch)
+    monkeypatch.setitem(sys.modules, "kvoffload_patch.cli.live", None)
+    assert main.main(["top"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "kvoffload_patch: a live view needs rich, found none; pip install rich.\n"
+    assert "\x1b" not in shown.out and shown.out.splitlines()[1].startswith("42-a")
 
 
 def test_json_is_an_object_a_line(samples: Any, capsys: Any) -> None:
@@ -97,9 +116,20 @@ def test_one_engine_may_be_asked_for(samples: Any, capsys: Any) -> None:
     assert found["engine"] == "42-a"
 
 
-def test_once_without_an_engine_is_refused(samples: Any) -> None:
+def test_once_without_an_engine_is_refused(
+    samples: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(top.client, "find", lambda: [])
     samples[:] = [[], []]
     assert main.main(["top", "--once"]) == 2
+    assert "expected a running engine of this user, found none; start" in capsys.readouterr().err
+    running = [SimpleNamespace(name="42-a")]
+    monkeypatch.setattr(top.client, "find", lambda: running)
+    samples[:] = [[FIRST], [FIRST]]
+    assert main.main(["top", "--once", "--json", "--engine", "7"]) == 2
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["engines"] == []
+    assert "--engine is '7', expected one of 42-a; see `kvoffload status`." in shown.err
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "1e9", "x", "\u0661"])

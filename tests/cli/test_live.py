@@ -1,0 +1,95 @@
+"""The live view of `kvoffload top`: what a terminal shows, and what was before."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from cli.test_top import LATER
+
+pytest.importorskip("rich")
+
+from rich.console import Console
+
+from kvoffload_patch.cli import live, top
+
+RATES = {
+    "hit_rate": 0.75, "loaded_bytes_per_second": 2e6, "stored_bytes_per_second": 0.0,
+    "evicted_blocks_per_second": 10.0,
+}  # fmt: skip
+ONE = {**LATER, "rates": RATES}
+
+
+def shown(view: live.View, found: list[dict[str, Any]]) -> list[str]:
+    """The lines below the head, on a terminal of 80 columns."""
+    file = io.StringIO()
+    Console(file=file, width=80).print(view.rendered(found))
+    _, *lines = [line.rstrip() for line in file.getvalue().splitlines()]
+    assert max(map(len, lines)) <= 80
+    return lines
+
+
+def view(height: int = 40) -> live.View:
+    return live.View(top.table, Console(file=io.StringIO(), width=80, height=height))
+
+
+def test_an_engine_is_some_lines() -> None:
+    title, *rows = shown(view(), [ONE])
+    assert title == "engine 42-a: on, model m" and 1 + len(rows) == live.LINES
+    for row, words in zip(rows, (
+        ["used", "25% of 1.00 GiB"],
+        ["hits", "▆", "75% now, 42% since it started"],
+        ["loads", "█", "2.0 MB/s"],
+        ["stores", "0.0 MB/s, 10 blocks/s evicted"],
+        ["now", "0 loads, 4 stores", "1 parked, last step 0 s ago, 2 failed"],
+    )):  # fmt: skip
+        assert [word for word in words if word not in row] == []
+
+
+def test_what_was_is_kept_for_some_looks() -> None:
+    kept = view()
+    for _ in range(live.SAMPLES + 5):
+        _, _, hits, *_ = shown(kept, [ONE])
+    assert hits.count("▆") == live.SAMPLES
+    _, _, hits, loads, *_ = shown(kept, [{**ONE, "rates": {}}])
+    assert hits.count("▆") == loads.count("█") == live.SAMPLES - 1
+    assert "0% now" in hits
+
+
+def test_states_and_what_is_wrong_are_shown() -> None:
+    found = [
+        {**ONE, "growing": True},
+        {**ONE, "engine": "7-b", "state": "failed", "reason": "a fault"},
+        {"engine": "8-c", "error": "does not answer", "rates": {}},
+    ]
+    lines = shown(view(), found)
+    assert [line for line in lines if line.startswith("engine")] == [
+        "engine 42-a: on, growing, model m",
+        "engine 7-b: failed, a fault",
+        "engine 8-c: silent, does not answer",
+    ]
+
+
+def test_a_terminal_that_is_not_high_enough_has_a_line_for_each() -> None:
+    found = [{**ONE, "engine": f"{number}-a"} for number in range(5)]
+    lines = shown(view(height=24), found)
+    assert [line.split()[0] for line in lines] == ["ENGINE", *(f"{n}-a" for n in range(5))]
+    assert len(shown(view(height=31), found)) == 5 * live.LINES
+
+
+def test_without_engines_it_waits_for_one() -> None:
+    assert shown(view(), []) == ["no running engine of this user; one that starts is shown"]
+
+
+@pytest.mark.parametrize(
+    ("values", "most", "text"),
+    [
+        ([0.0, 0.5, 1.0], 1.0, " ▄█"),
+        ([0.001], 1.0, "▁"),
+        ([3.0, 9.0], 9.0, "▃█"),
+        ([0.0], 0.0, " "),
+    ],
+)
+def test_levels(values: list[float], most: float, text: str) -> None:
+    assert live.levels(values, most) == text
