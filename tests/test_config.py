@@ -176,7 +176,7 @@ def test_boolean_spellings(words: tuple[str, ...], value: bool) -> None:
         ("MAX_STALL_MS", "\u0662", "0 or more"),
         ("LOAD_MODE", "Parked", "one of auto, inline, parked"),
         ("EVICTION", "LRU", "one of arc, lru"),
-        ("COPY_BACKEND", "dma", "one of auto, staged, torch"),
+        ("COPY_BACKEND", "dma", "one of auto, staged, direct, torch"),
         ("LOG_INTERVAL", "0", "a number of seconds above 0"),
         ("MAX_STALL_MS", "-0.1", "a number of milliseconds, 0 or more"),
         ("MAX_STALL_MS", "nan", "0 or more"),

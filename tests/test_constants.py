@@ -17,6 +17,7 @@ UNITS += ("THREADS", "PROGRAMS", "REPEATS", "PARTS", "PIECES", "TIMES")
 # Numbers of other modules: they say what is so, or how it is shown, and tune nothing.
 FACTS = {
     "AGAIN",
+    "ALIGNMENT",
     "COUNT_BITS",
     "GIB",
     "MIX",
@@ -24,12 +25,18 @@ FACTS = {
     "PLACE",
     "_ALIGNMENT",
     "_HUGE_PAGE",
+    "_LAST_KERNEL_WITHOUT",
     "_LONG_BITS",
     "_MAP_NORESERVE",
     "_MPOL_PREFERRED",
     "_NOT_SUPPORTED",
+    "_ON_DEVICE",
+    "_ON_HOST",
+    "_PINNED",
     "_SECONDS",
     "_STREAM_ORDER",
+    "_TO_DEVICE",
+    "_TO_HOST",
     "_VECTOR",
 }
 

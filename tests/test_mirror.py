@@ -56,6 +56,7 @@ TESTED_BY = {
     # One test for all backends: they do the same.
     "transfer/backends/base.py": "transfer/backends/test_backends.py",
     "transfer/backends/torch.py": "transfer/backends/test_backends.py",
+    "transfer/devices/host.py": "transfer/test_device.py",
     "transfer/backends/tiles.py": "transfer/backends/test_kernels.py",
     "transfer/integrity.py": "transfer/backends/test_checksums.py",
 }

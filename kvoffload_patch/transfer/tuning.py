@@ -20,6 +20,8 @@ STORE_SLICE_BYTES, STORE_BUFFERS = 32 << 20, 3
 READY_BLOCKS = 1024
 # What torch's own copies pack before they cross. Not measured: as `STORE_SLICE_BYTES`.
 STAGING_BYTES = 32 << 20
+# What a call of the driver copies of rows of blocks. Not measured: as `STORE_SLICE_BYTES`.
+DIRECT_SLICE_BYTES = 32 << 20
 # What a program of the kernel moves, and programs per launch: enough to keep the memory busy, few
 # enough to leave room beside them. Not measured alone (scripts/bench transfer has the whole).
 TILE_BYTES = 8192

@@ -234,3 +234,17 @@ class FakeDriver:
             assert self._begin <= address and address + nbytes <= self._end, "beyond the slots"
             first, last = address - self._begin, address + nbytes - 1 - self._begin
             assert first // self._piece == last // self._piece, "from one piece into the next"
+
+
+class FakeCopier(FakeDriver):
+    """The same for a driver that is told the way, and which has to be the one the bytes go."""
+
+    alignment = 1
+
+    def copy_many(  # type: ignore[override]
+        self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int, to_device: bool
+    ) -> None:
+        host, device = (sources, targets) if to_device else (targets, sources)
+        assert all(self._begin <= at < self._end for at in host.tolist()), "the other way"
+        assert not any(self._begin <= at < self._end for at in device.tolist())
+        super().copy_many(targets, sources, sizes, stream)

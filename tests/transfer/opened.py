@@ -9,12 +9,14 @@ from unittest import mock
 
 import pytest
 import torch
-from transfer.fake_cuda import FakeCuda, FakeDriver
+from transfer.fake_cuda import FakeCopier, FakeCuda, FakeDriver
 from transfer.layouts import Case, equal, needs_gpu
 
+from kvoffload_patch.transfer.backends import direct as copy_direct
 from kvoffload_patch.transfer.backends import staged as copy_staged
 from kvoffload_patch.transfer.backends import torch as copy_torch
 from kvoffload_patch.transfer.backends.base import CopyBackend, Slices, Streams, new_streams
+from kvoffload_patch.transfer.backends.direct import DirectBackend
 from kvoffload_patch.transfer.backends.driver import Driver
 from kvoffload_patch.transfer.backends.slots import SlotMemory
 from kvoffload_patch.transfer.backends.staged import StagedBackend
@@ -33,6 +35,7 @@ _gpu = [pytest.mark.gpu, needs_gpu]
 WAYS = [
     ("torch", "cpu"),
     ("packed", "cpu"),
+    ("direct", "cpu"),
     pytest.param("staged", "cpu", marks=_interpreted),
     *(pytest.param(n, "cuda", marks=_gpu) for n in ("staged", "singles", "torch")),
 ]
@@ -82,6 +85,7 @@ class Opened:
             for module, what, value in [
                 (copy_staged, "STORE_SLICE_BYTES", chunk * self.slots.pitch),
                 (copy_staged, "LOAD_SLICE_BYTES", 2 * chunk * self.slots.pitch),
+                (copy_direct, "DIRECT_SLICE_BYTES", chunk * self.slots.pitch),
                 (copy_staged, "READY_BLOCKS", 2 * chunk + 1),
                 (copy_torch, "STAGING_BYTES", chunk * self.slots.pitch),
             ]:
@@ -101,6 +105,10 @@ class Opened:
             else:
                 self.driver = FakeDriver(self.cuda, self.slots, per_piece)
             return StagedBackend(self.layout, self.slots, self.driver, self.every)
+        if name == "direct":
+            assert self.cuda is not None
+            self.driver = FakeCopier(self.cuda, self.slots, per_piece)
+            return DirectBackend(self.layout, self.slots, self.driver)
         if name == "packed":
             return Packed(self.layout, self.slots)
         return TorchBackend(self.layout, self.slots, self.every)

@@ -1,4 +1,4 @@
-"""Devices: what each call asks of torch, and that nothing else names CUDA."""
+"""Devices: which there are, and that nothing else names CUDA."""
 
 from __future__ import annotations
 
@@ -7,18 +7,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 import kvoffload_patch
-from kvoffload_patch.transfer.device import CudaDevice, HostDevice, device_of
+from kvoffload_patch.transfer.backends.choose import NAMES
+from kvoffload_patch.transfer.device import device_of
+from kvoffload_patch.transfer.devices.cuda import CudaDevice
+from kvoffload_patch.transfer.devices.host import HostDevice
+from kvoffload_patch.transfer.devices.npu import NpuDevice
+from kvoffload_patch.transfer.devices.rocm import RocmDevice
+from kvoffload_patch.transfer.devices.xpu import XpuDevice
 from kvoffload_patch.transfer.errors import TransferError
 
 PACKAGE = Path(kvoffload_patch.__file__).parent
-# The driver's copies lie under the device.
-OF_CUDA = {"transfer/device.py", "transfer/backends/driver.py"}
+# The registry of kinds, the device and its variant, and the driver's copies, which lie under it.
+OF_CUDA = {
+    "transfer/device.py",
+    "transfer/devices/cuda.py",
+    "transfer/devices/rocm.py",
+    "transfer/backends/driver.py",
+}
 
 
 def names_cuda(file: Path) -> Iterator[str]:
@@ -39,50 +49,6 @@ def test_only_the_device_names_cuda() -> None:
     assert {name for name, lines in found.items() if lines} == OF_CUDA, found
 
 
-def test_a_cuda_device_asks_torch_for_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = mock.MagicMock()
-    monkeypatch.setattr(torch, "cuda", cuda)
-    on = torch.device("cuda", 3)
-    device = device_of(on)
-    assert isinstance(device, CudaDevice) and not device.is_host
-    assert cuda.mock_calls == [], "nothing is asked before it is needed"
-    device.use()
-    device.new_stream(-1)
-    device.new_event()
-    device.current_stream()
-    device.on("stream")
-    device.synchronize()
-    device.shares_memory()
-    assert [call for call in cuda.mock_calls if "__" not in call[0]] == [
-        mock.call.set_device(on),
-        mock.call.Stream(device=on, priority=-1),
-        mock.call.Event(),
-        mock.call.current_stream(on),
-        mock.call.stream("stream"),
-        mock.call.synchronize(on),
-        mock.call.get_device_properties(on),
-    ]
-    assert device.handle(SimpleNamespace(cuda_stream=77)) == 77
-
-
-@pytest.mark.parametrize(("device", "index"), [("cuda:3", 3), ("cuda", 5)])
-def test_memory_is_registered_by_the_runtime_of_the_device(
-    device: str, index: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda = mock.MagicMock()
-    cuda.current_device.return_value = 5
-    cuda.cudart().cudaHostRegister.return_value = 2
-    cuda.cudart().cudaHostUnregister.return_value = 0
-    monkeypatch.setattr(torch, "cuda", cuda)
-    registrar = device_of(torch.device(device)).registrar()
-    registrar.enter()
-    cuda.set_device.assert_called_once_with(index)
-    assert registrar.register(4096, 100) == 2
-    cuda.cudart().cudaHostRegister.assert_called_once_with(4096, 100, 0)
-    assert registrar.unregister(4096) == 0
-    cuda.cudart().cudaHostUnregister.assert_called_once_with(4096)
-
-
 def test_the_cpu_has_nothing_under_way_and_no_streams() -> None:
     device: Any = device_of(torch.device("cpu"))
     assert isinstance(device, HostDevice) and device.is_host and device.shares_memory()
@@ -95,6 +61,27 @@ def test_the_cpu_has_nothing_under_way_and_no_streams() -> None:
             getattr(device, name)()
 
 
+@pytest.mark.parametrize(
+    ("kind", "hip", "wanted", "never_run"),
+    [
+        ("cpu", None, HostDevice, False),
+        ("cuda", None, CudaDevice, False),
+        ("cuda", "7.2", RocmDevice, True),
+        ("xpu", None, XpuDevice, True),
+        ("npu", None, NpuDevice, True),
+    ],
+)
+def test_each_kind_has_its_device_and_says_whether_it_was_ever_run(
+    kind: str, hip: str | None, wanted: type, never_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    on: Any = SimpleNamespace(type=kind, index=0)  # torch knows npu with torch_npu only
+    device = device_of(on)
+    assert type(device) is wanted
+    assert bool(device.not_run) == never_run
+    assert device.backends and set(device.backends) <= set(NAMES)
+
+
 def test_another_kind_of_device_is_refused() -> None:
-    with pytest.raises(TransferError, match="on a CPU or CUDA device, found meta"):
+    with pytest.raises(TransferError, match="on one of cpu, cuda, npu, xpu, found meta"):
         device_of(torch.device("meta"))

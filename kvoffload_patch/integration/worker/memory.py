@@ -15,6 +15,7 @@ from typing import Any
 from kvoffload_patch.config import GIB, Settings
 from kvoffload_patch.integration.protocol import attached, engine_bytes, num_engines
 from kvoffload_patch.integration.shared_slots import SharedSlotsAddress
+from kvoffload_patch.integration.worker.devices import why_refused
 from kvoffload_patch.integration.worker.tuning import RANK_STEP_BYTES
 from kvoffload_patch.memory import (
     attainable_memory_bytes,
@@ -121,11 +122,14 @@ def _nothing() -> None:
 
 def _compile_kernels(device: Any, integrity: str) -> None:
     try:
-        from kvoffload_patch.transfer.backends.tiles import warm_up
         from kvoffload_patch.transfer.device import device_of
-        from kvoffload_patch.transfer.integrity import EVERY
 
         on = device_of(device)
+        if "staged" not in on.backends:
+            return  # it has no use for kernels
+        from kvoffload_patch.transfer.backends.tiles import warm_up
+        from kvoffload_patch.transfer.integrity import EVERY
+
         on.use()
         warm_up(device, EVERY[integrity])
         on.synchronize()
@@ -136,6 +140,8 @@ def _compile_kernels(device: Any, integrity: str) -> None:
 def _share_bytes(runner: Any) -> int:
     config = runner.vllm_config
     if runner.device.type == "cpu" or not config.cache_config.enable_prefix_caching:
+        return 0
+    if why_refused(runner.device):
         return 0
     if _shares_memory(runner.device):
         return 0  # vLLM measures it as the GPU's while the model loads

@@ -14,6 +14,7 @@ from typing import Any
 from kvoffload_patch.integration.protocol import TIER, RankGeometry, RankOpened
 from kvoffload_patch.integration.shared_slots import SharedSlotsAddress
 from kvoffload_patch.integration.slot_counts import SlotCounts, SlotCountsAddress
+from kvoffload_patch.integration.worker.devices import warn_if_never_run, why_refused
 from kvoffload_patch.integration.worker.memory import drop_early, early_bytes
 from kvoffload_patch.integration.worker.same_bytes import same_bytes
 from kvoffload_patch.integration.worker.tier import RankTier
@@ -56,7 +57,11 @@ def describe_rank(worker: Any) -> RankGeometry:
         missing = runner_is_patched(runner)
         if missing:
             return RankGeometry(**who, error=missing)
+        refused = why_refused(runner.device)
+        if refused:
+            return RankGeometry(**who, error=refused)
         layout = block_layout(runner)
+        warn_if_never_run(runner.device)
         return RankGeometry(
             **who,
             block_bytes=layout.block_bytes,

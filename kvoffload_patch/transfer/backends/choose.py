@@ -14,7 +14,7 @@ from kvoffload_patch.transfer.integrity import EVERY, FULL, OFF, in_words
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.tuning import TIMED_BYTES, TIMED_REPEATS
 
-NAMES = ("staged", "torch")
+NAMES = ("staged", "direct", "torch")
 
 
 class Chosen(NamedTuple):
@@ -50,12 +50,18 @@ def choose_backend(
     Raises:
         TransferError: the backend asked for does not work here, or none does.
     """
-    if device_of(layout.device).is_host:
+    device = device_of(layout.device)
+    if device.is_host:
         on_cpu = TorchBackend(layout, slots, EVERY[integrity])
         load_ms = _measure(layout, on_cpu, num_slots).load
         said = f"copies torch (the CPU device){in_words(EVERY[integrity])}"
         return Chosen(on_cpu, load_ms, said)
-    names = NAMES if choice == "auto" else (choice,)
+    if choice not in ("auto", *device.backends):
+        raise TransferError(
+            f"expected KVOFFLOAD_COPY_BACKEND={' or '.join(('auto', *device.backends))} on "
+            f"{layout.device}, found {choice}."
+        )
+    names = device.backends if choice == "auto" else (choice,)
     reasons: list[str] = []
     for name in names:
         try:
@@ -109,17 +115,30 @@ def _staged(layout: BlockLayout, slots: SlotMemory, integrity: str) -> CopyBacke
     return StagedBackend(layout, slots, device_of(layout.device).copier(), EVERY[integrity])
 
 
+def _direct(layout: BlockLayout, slots: SlotMemory, integrity: str) -> CopyBackend:
+    from kvoffload_patch.transfer.backends.direct import DirectBackend
+
+    _refuse_checksums(layout, integrity)
+    return DirectBackend(layout, slots, device_of(layout.device).copier())
+
+
 def _torch(layout: BlockLayout, slots: SlotMemory, integrity: str) -> CopyBackend:
     # Its operations would need memory for checksums, which no copy may take.
-    if integrity == FULL:
-        raise TransferError(
-            "it makes no checksums on this device; use KVOFFLOAD_COPY_BACKEND=staged, or set "
-            "KVOFFLOAD_INTEGRITY=off"
-        )
+    _refuse_checksums(layout, integrity)
     return TorchBackend(layout, slots)
+
+
+def _refuse_checksums(layout: BlockLayout, integrity: str) -> None:
+    if integrity == FULL:
+        has_staged = "staged" in device_of(layout.device).backends
+        instead = "use KVOFFLOAD_COPY_BACKEND=staged, or " if has_staged else ""
+        raise TransferError(
+            f"it makes no checksums on this device; {instead}set KVOFFLOAD_INTEGRITY=off"
+        )
 
 
 _OPEN: dict[str, Callable[[BlockLayout, SlotMemory, str], CopyBackend]] = {
     "staged": _staged,
+    "direct": _direct,
     "torch": _torch,
 }

@@ -183,7 +183,7 @@ class Growth:
             took = time.perf_counter() - began
         self.spent.registering += took
         if error:
-            return f"expected CUDA to register {nbytes >> 20} MiB more, found error {error}"
+            return f"expected the driver to register {nbytes >> 20} MiB more, found error {error}"
         self._registered.append(address)
         with self._changed:
             self.num_ready = min(end, self._wanted)

@@ -156,8 +156,9 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[])
     alone = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
     runner = SimpleNamespace(
-        kv_caches=[torch.zeros(7, 3, 5)], kv_cache_config=placed, vllm_config=alone
-    )
+        kv_caches=[torch.zeros(7, 3, 5)], kv_cache_config=placed, vllm_config=alone,
+        device=torch.device("cpu"),
+    )  # fmt: skip
     return SimpleNamespace(rank=0, model_runner=runner, vllm_config=alone)
 
 

@@ -26,7 +26,7 @@ from kvoffload_patch.integration.worker.memory import (  # noqa: E402
     open_host,
 )
 from kvoffload_patch.memory import Room  # noqa: E402
-from kvoffload_patch.transfer import device as devices  # noqa: E402
+from kvoffload_patch.transfer.devices import cuda as devices  # noqa: E402
 from kvoffload_patch.transfer.memory import mapping  # noqa: E402
 
 MIB = 1 << 20

@@ -13,6 +13,7 @@ from transfer.layouts import Case, build, equal, needs_gpu
 from kvoffload_patch.transfer.backends import choose as backends
 from kvoffload_patch.transfer.backends.choose import Chosen, choose_backend
 from kvoffload_patch.transfer.backends.slots import SlotMemory
+from kvoffload_patch.transfer.devices.cuda import CudaDevice
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
@@ -73,7 +74,7 @@ def test_it_says_what_was_measured_and_what_does_not_work(choose: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("name", backends.NAMES)
+@pytest.mark.parametrize("name", CudaDevice.backends)
 def test_the_one_asked_for_is_taken_however_slow(choose: Any, name: str) -> None:
     assert choose(name, **{**dict.fromkeys(backends.NAMES, 0.1), name: 9.0}).backend.name == name
 
@@ -88,9 +89,9 @@ def test_nothing_works(choose: Any) -> None:
         choose(staged="a", torch="b")
 
 
-def test_an_unknown_one_is_refused(choose: Any) -> None:
-    with pytest.raises(TransferError, match="expected a copy backend that works, found none: dma"):
-        choose("dma", staged=1.0)
+def test_one_that_the_device_does_not_have_is_refused(choose: Any) -> None:
+    with pytest.raises(TransferError, match="=auto or staged or torch on cuda, found direct"):
+        choose("direct", staged=1.0, direct=1.0)
 
 
 class Copying:
@@ -186,9 +187,14 @@ def test_checksums_of_the_cpu_device_are_said() -> None:
 
 def test_torch_makes_no_checksums_on_a_device() -> None:
     """With all blocks to be compared it is refused, with some it says nothing of checksums."""
-    layout, slots = cast("BlockLayout", None), cast("SlotMemory", None)
-    with pytest.raises(TransferError, match="no checksums on this device; use KVOFFLOAD_COPY_BACK"):
-        backends._OPEN["torch"](layout, slots, "full")
+    slots = cast("SlotMemory", None)
+    for device, instead in [
+        ("cuda", "use KVOFFLOAD_COPY_BACKEND=staged, or set "),
+        ("xpu", "set "),
+    ]:
+        layout = cast("BlockLayout", SimpleNamespace(device=torch.device(device)))
+        with pytest.raises(TransferError, match=f"no checksums on this device; {instead}KVOFF"):
+            backends._OPEN["torch"](layout, slots, "full")
 
 
 @pytest.mark.gpu

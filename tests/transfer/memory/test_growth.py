@@ -142,7 +142,7 @@ def test_a_piece_that_is_refused_ends_the_growth_and_leaves_what_is_ready() -> N
     assert len(registrar.asked) == 4, "went on after a refusal"
     text = host.growth_ended
     assert str(caught.value) == text and "\n" not in text
-    assert "has 0.0 of 0.2 GiB: expected CUDA to register 4 MiB more, found error 2" in text
+    assert "has 0.0 of 0.2 GiB: expected the driver to register 4 MiB more, found error 2" in text
     assert "ulimit -l" in text and "lower KVOFFLOAD_CPU_GIB" in text
     assert resident_bytes() - before < 100 * MIB, "kept memory that nobody can use"
     host.wait_ready(6)

@@ -1,0 +1,56 @@
+"""CUDA devices: what each call asks of torch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from kvoffload_patch.transfer.device import device_of
+from kvoffload_patch.transfer.devices.cuda import CudaDevice
+
+
+def test_a_cuda_device_asks_torch_for_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = mock.MagicMock()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    on = torch.device("cuda", 3)
+    device = device_of(on)
+    assert isinstance(device, CudaDevice) and not device.is_host
+    assert cuda.mock_calls == [], "nothing is asked before it is needed"
+    device.use()
+    device.new_stream(-1)
+    device.new_event()
+    device.current_stream()
+    device.on("stream")
+    device.synchronize()
+    device.shares_memory()
+    assert [call for call in cuda.mock_calls if "__" not in call[0]] == [
+        mock.call.set_device(on),
+        mock.call.Stream(device=on, priority=-1),
+        mock.call.Event(),
+        mock.call.current_stream(on),
+        mock.call.stream("stream"),
+        mock.call.synchronize(on),
+        mock.call.get_device_properties(on),
+    ]
+    assert device.handle(SimpleNamespace(cuda_stream=77)) == 77
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda:3", 3), ("cuda", 5)])
+def test_memory_is_registered_by_the_runtime_of_the_device(
+    device: str, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = mock.MagicMock()
+    cuda.current_device.return_value = 5
+    cuda.cudart().cudaHostRegister.return_value = 2
+    cuda.cudart().cudaHostUnregister.return_value = 0
+    monkeypatch.setattr(torch, "cuda", cuda)
+    registrar = device_of(torch.device(device)).registrar()
+    registrar.enter()
+    cuda.set_device.assert_called_once_with(index)
+    assert registrar.register(4096, 100) == 2
+    cuda.cudart().cudaHostRegister.assert_called_once_with(4096, 100, 0)
+    assert registrar.unregister(4096) == 0
+    cuda.cudart().cudaHostUnregister.assert_called_once_with(4096)
