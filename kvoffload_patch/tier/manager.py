@@ -104,11 +104,12 @@ class OffloadManager(TierState):
 
         What the tier has of them is no mere copy any more. The rest is stored with the next plan,
         unless it is handed out before; returns how many blocks that is. Not to be told of
-        blocks that are being filled. With `eager`, nothing is done.
+        blocks that are being filled. With `eager`, that is what waits for slots of a growing tier.
         """
         leaving = self.leaving(gpu_block_ids, keys)
+        add = self._queue.add_first if self._growing else self._queue.add
         for key, gpu_block_id in leaving.items():
-            self._queue.add(key, gpu_block_id)
+            add(key, gpu_block_id)
         return len(leaving)
 
     def leaving(self, gpu_block_ids: Sequence[int], keys: Keys) -> Mapping[Hashable, int]:
@@ -118,6 +119,8 @@ class OffloadManager(TierState):
             GPU blocks, by key, of what is to be given to `make_plan` before any is handed out.
         """
         if self._exclusive is None:
+            if self._growing:
+                self._queue.hurry(gpu_block_ids, keys)
             return {}
         slots = self._exclusive.leaving(gpu_block_ids, keys)
         # Where two blocks hold the same, the later one is there for longer.
@@ -324,8 +327,11 @@ class OffloadManager(TierState):
         if self._queue or self._growing:
             for key, gpu_block_id in wanted.items():
                 self._queue.add(key, gpu_block_id)
-            # While slots are still coming nothing is evicted: what finds no room waits.
-            limit = self._slots.num_free if self._growing else len(self._queue)
+            limit = len(self._queue)
+            if self._growing:
+                # What finds no room waits, and nothing is evicted for it until the GPU loses it.
+                self._queue.hurry(tuple(leaving.values())[::-1], tuple(leaving)[::-1])
+                limit = self._slots.num_free
             wanted, lost = self._queue.take(limit, slot_of, storable)
             self.stats.overwritten += lost
         if not wanted:

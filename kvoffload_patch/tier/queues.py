@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 
 from kvoffload_patch.tier.entries import Keys
 from kvoffload_patch.tier.policy import EvictionPolicy
@@ -14,22 +14,41 @@ class StoreQueue:
 
     def __init__(self) -> None:
         self._keys: dict[int, Hashable] = {}
+        self._first: dict[int, Hashable] = {}  # what the GPU is about to lose
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._keys) + len(self._first)
 
     def add(self, key: Hashable, gpu_block_id: int) -> None:
         """This GPU block holds, or will hold after this step, the block of a key."""
         self._keys[gpu_block_id] = key
 
+    def add_first(self, key: Hashable, gpu_block_id: int) -> None:
+        """As `add`, and the next plan takes it, whatever its limit."""
+        self._keys.pop(gpu_block_id, None)
+        self._first[gpu_block_id] = key
+
+    def hurry(self, gpu_block_ids: Sequence[int], keys: Keys) -> None:
+        """The next plan takes what was added of these, whatever its limit.
+
+        Args:
+            gpu_block_ids: given in the order in which the GPU loses them.
+            keys: what each of them holds.
+        """
+        # The first one was used least recently: it is the tail of what is stored.
+        for gpu_block_id, key in zip(reversed(gpu_block_ids), reversed(keys)):
+            if self._keys.get(gpu_block_id) == key:
+                self.add_first(key, gpu_block_id)
+
     def drop(self, gpu_block_ids: Iterable[int]) -> int:
         """These GPU blocks are overwritten; returns how many of them were to be stored."""
-        if not self._keys:
+        if not self:
             return 0
-        before = len(self._keys)
+        before = len(self)
         for gpu_block_id in gpu_block_ids:
             self._keys.pop(gpu_block_id, None)
-        return before - len(self._keys)
+            self._first.pop(gpu_block_id, None)
+        return before - len(self)
 
     def take(
         self, limit: int, held: Container[Hashable], storable: Callable[[int, Hashable], bool]
@@ -37,27 +56,40 @@ class StoreQueue:
         """What is to be stored now, and from which GPU block, and how much is lost.
 
         Args:
-            limit: so many at most.
+            limit: so many at most, but for those that cannot wait.
             held: keys that are not to be stored any more.
             storable: whether a GPU block still has, and will have computed after this step, a key.
         """
-        taken, looked_at, lost = dict[Hashable, int](), list[int](), 0
-        for gpu_block_id, key in self._keys.items():
-            if len(taken) >= limit:
-                break
-            looked_at.append(gpu_block_id)
-            if key in held:
-                continue
-            if storable(gpu_block_id, key):
-                taken.setdefault(key, gpu_block_id)
-            else:
-                lost += 1
-        # Not one by one from the front: finding a dict's first item means passing what has left it.
-        if len(looked_at) == len(self._keys):
-            self._keys.clear()
-        for gpu_block_id in looked_at if self._keys else ():
-            del self._keys[gpu_block_id]
-        return taken, lost
+        taken = dict[Hashable, int]()
+        lost = _take(self._first, len(self._first), taken, held, storable)
+        return taken, lost + _take(self._keys, limit, taken, held, storable)
+
+
+def _take(
+    keys: dict[int, Hashable],
+    limit: int,
+    taken: dict[Hashable, int],
+    held: Container[Hashable],
+    storable: Callable[[int, Hashable], bool],
+) -> int:
+    """Move what is to be stored into ``taken``, up to its limit; returns how much is lost."""
+    looked_at, lost = list[int](), 0
+    for gpu_block_id, key in keys.items():
+        if len(taken) >= limit:
+            break
+        looked_at.append(gpu_block_id)
+        if key in held:
+            continue
+        if storable(gpu_block_id, key):
+            taken.setdefault(key, gpu_block_id)
+        else:
+            lost += 1
+    # Not one by one from the front: finding a dict's first item means passing what has left it.
+    if len(looked_at) == len(keys):
+        keys.clear()
+    for gpu_block_id in looked_at if keys else ():
+        del keys[gpu_block_id]
+    return lost
 
 
 class EndedRequests:

@@ -59,8 +59,13 @@ class TierState:
 
     @property
     def lazy(self) -> bool:
-        """Whether `about_to_lose` is to be told what the GPU will hand out next."""
+        """Whether the GPU may hold what is stored only when it is about to lose that."""
         return self._exclusive is not None
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether `leaving` is to be told now what the GPU will hand out next."""
+        return self._exclusive is not None or (self._growing and bool(self._queue))
 
     @property
     def num_used(self) -> int:

@@ -11,6 +11,7 @@ COMMANDS = {
     "replay": ("replay", "every policy on a trace, from a file or generated, beside the optimum"),
     "generate": ("generate", "write a generated trace as JSON lines"),
     "measure": ("measure", "every policy on every generated trace, three seeds each; minutes"),
+    "growth": ("growth", "what is kept while the tier grows, on every generated trace; minutes"),
     "page": ("page", "write the tables and the picture of docs/policies.md from that"),
 }
 

@@ -63,6 +63,7 @@ class Rules:
         ahead: how many of the GPU's free blocks the tier is told of.
         decode: whether blocks that answers fill are stored.
         min_uses: how often a block must have been used to be stored.
+        growing: more slots are to come.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class Rules:
         ahead: int = 0,
         decode: bool = True,
         min_uses: int = 1,
+        growing: bool = False,
     ) -> None:
-        self.manager = OffloadManager(slots, policy, store=store, min_uses=min_uses)
+        self.manager = OffloadManager(slots, policy, growing, store, min_uses)
         self._ahead, self._decode = ahead, decode
 
     def may_overwrite(self, gpu: GpuPool, count: int) -> bool:
@@ -102,7 +104,7 @@ class Rules:
 
     def step(self, gpu: GpuPool, idle: Sequence[int]) -> None:
         """A plan is about to be made; since the last one these blocks came to be used by nobody."""
-        if self.manager.lazy:
+        if self.manager.looks_ahead:
             self.manager.about_to_lose(*gpu.next_out(self._ahead))
 
 

@@ -516,6 +516,33 @@ def test_what_a_step_computes_waits_for_slots_of_a_growing_tier() -> None:
     assert store_of(tier.make_plan(always)) == a_store(2, (8,), (1,))
 
 
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=list(POLICIES))
+def test_while_a_tier_grows_what_the_gpu_is_about_to_lose_evicts_and_the_rest_waits(
+    policy: type[Any],
+) -> None:
+    tier = OffloadManager(2, policy, growing=True)
+    assert not tier.looks_ahead
+    tier.make_plan(always, {"a": 0, "b": 1})
+    tier.apply(a_result(0, 1))
+    assert tier.make_plan(always, {"c": 2, "d": 3, "e": 4}) is None and tier.looks_ahead
+    assert tier.about_to_lose([0, 3, 2, 9], ["a", "d", "other", "z"]) == 0
+    assert store_of(tier.make_plan(always)).source_ids == (3,)  # type: ignore[union-attr]
+    tier.apply(a_result(0, 2, num_slots=3, growing=True))
+    assert store_of(tier.make_plan(always)).source_ids == (2,)  # type: ignore[union-attr]
+    assert (tier.stats.evicted, tier.stats.overwritten) == (1, 0)
+    tier.about_to_lose([4], ["e"])
+    tier.note_new_blocks([4])
+    assert tier.stats.overwritten == 1 and not tier.looks_ahead, "it came too late"
+
+
+def test_what_cannot_wait_takes_the_free_slots_before_what_can() -> None:
+    tier = OffloadManager(3, LRUPolicy, growing=True)
+    for key, block in zip("abcd", range(4)):
+        tier.queue_store(key, block)
+    tier.about_to_lose([3, 2], ["d", "c"])
+    assert store_of(tier.make_plan(always)).source_ids == (2, 3, 0)  # type: ignore[union-attr]
+
+
 # Cost
 
 

@@ -68,7 +68,8 @@ class SchedulerTier:
         self._report = Report(manager, settings.log_interval)
         self._hits = HitCounts(view, self._report)
         self._pace = Pace(ranks.load_ms_per_block, now)
-        self._front = FreeFront(view, manager) if manager.lazy else None
+        front = FreeFront(view, manager) if manager.lazy or manager.growing else None
+        self._front = front
         not_hit, taken = self._hits.forget, self._look_at_handed_out
         self._loads = LoadBook(view, manager, self._pace, not_hit, taken)
         self._full_prompts = FullPromptHits(view, manager)
@@ -77,7 +78,7 @@ class SchedulerTier:
         self.choice = StoreChoice(manager, self._front, self._recency, settings.store_decode)
         self._admission = Admission(
             view, manager, ranks, self._pace, self._loads, self._lookups, self._hits,
-            self._recency, self._front, settings,
+            self._recency, front if manager.lazy else None, settings,
         )  # fmt: skip
         self._use(settings)
         self._scheduler = view.scheduler
@@ -185,7 +186,7 @@ class SchedulerTier:
         """This step's plan; nothing is handed out any more before it is made."""
         manager, untrusted = self._manager, self._invalid.untrusted
         leaving: Mapping[Hashable, int] = {}
-        if self._front is not None and not self.paused:
+        if self._front is not None and manager.looks_ahead and not self.paused:
             leaving = self._front.look()
             if untrusted:
                 for key, gpu_block_id in leaving.items():

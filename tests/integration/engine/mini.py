@@ -115,6 +115,7 @@ class Mini:
         late: outputs after which a copy is carried out that nobody waits for.
         settings: of the tier.
         blocks: GPU blocks, the null block included.
+        grows: CPU slots that become usable with each output, until all are; 0: all are at once.
         windows: a KV cache group for each: its sliding window, or None for full attention.
         tier: whether there is one.
         policy: of the waiting queue.
@@ -133,6 +134,7 @@ class Mini:
         late: int = 0,
         blocks: int = 25,
         num_slots: int = 400,
+        grows: int = 0,
         ranks: FakeRanks | None = None,
         windows: Sequence[int | None] = (None,),
         tier: bool = True,
@@ -159,7 +161,8 @@ class Mini:
         self.desk: Desk | None = None
         self.max_failed_copies = max_failed_copies
         self.time, self.step_ms = 0.0, step_ms
-        self._attach(Settings(**settings), num_slots, tier)
+        self._grows, self._usable = grows, grows or num_slots
+        self._attach(Settings(**settings), tier)
         self.answers: dict[str, list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
         self.counts: dict[str, int] = {}
@@ -173,9 +176,9 @@ class Mini:
         self.kv_manager = self.scheduler.kv_cache_manager
         self.pool = self.kv_manager.block_pool
 
-    def _attach(self, settings: Settings, num_slots: int, tier: bool) -> None:
+    def _attach(self, settings: Settings, tier: bool) -> None:
         self.manager = OffloadManager(
-            num_slots, POLICIES[settings.eviction], store=settings.store,
+            self._usable, POLICIES[settings.eviction], bool(self._grows), settings.store,
             min_uses=settings.store_min_uses,
         )  # fmt: skip
         if not tier:
@@ -290,6 +293,10 @@ class Mini:
             self.plans.append(plan)
         names, sampled, result = self.device.step(scheduled, plan, self._tokens)
         output = parts.make_output(names, sampled)
+        if self._grows:
+            self._usable = min(self._usable + self._grows, self.ranks.num_slots)
+            growing = self._usable < self.ranks.num_slots
+            result = result._replace(num_slots=self._usable, growing=growing)
         setattr(output, RESULT, result)
         self.queue.appendleft((scheduled, output))
         return scheduled

@@ -70,6 +70,7 @@ def describe(
         "eviction": rng.choice(EVICTIONS),
         "store": rng.choice(STORES),
         "wipe": seed % 5 == 0,
+        "grows": (seed % 7 == 3) * (1 + seed % 2),
     }
 
 

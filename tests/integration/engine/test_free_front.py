@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from integration.engine.mini import Mini
-from integration.engine.world import World, prompt
+from integration.engine.world import World, make_request, prompt
 from scheduler_half.scenarios import prompt as long_prompt
 from tier.plans import store_of
 
@@ -51,6 +51,39 @@ def ended(world: World, blocks: int, seed: int) -> None:
     request = world.add(prompt(blocks, seed=seed))
     world.step(request)
     world.end(request)
+
+
+@pytest.mark.parametrize("store", ["eager", "auto"])
+def test_while_the_tier_grows_what_the_gpu_is_about_to_lose_evicts(store: str) -> None:
+    world = World(num_blocks=1 + 12, num_slots=4, store=store, growing=True)
+    assert world.tier._front is not None
+    world.tier._front._ahead = 8
+    first, second, third = (
+        world.hash_keys(make_request(prompt(4, seed=seed))) for seed in (1, 2, 3)
+    )
+
+    def held(keys: list[Any]) -> int:
+        return sum(map(world.offload.holds, keys))
+
+    ended(world, 4, seed=1)
+    ended(world, 4, seed=2)
+    assert (held(first), held(second)) == (4, 0), "nothing is evicted while the GPU has it"
+    world.tier.on_result(world.offload.drained())
+    ended(world, 4, seed=3)
+    assert (held(first), held(second), held(third)) == (0, 4, 0)
+    world.tier.on_result(world.offload.drained()._replace(num_slots=8, growing=True))
+    world.step()
+    assert held(second) == 4 and (held(third) == 4 or store == "auto")
+    assert (world.offload.stats.overwritten, world.offload.stats.evicted) == (0, 4)
+
+
+def test_a_tier_of_full_size_that_stores_eagerly_is_told_nothing() -> None:
+    assert World(store="eager").tier._front is None
+    grown = World(num_slots=4, store="eager", growing=True)
+    ended(grown, 6, seed=1)
+    assert grown.offload.looks_ahead, "two blocks wait"
+    grown.tier.on_result(grown.offload.drained()._replace(num_slots=8, growing=False))
+    assert not grown.offload.looks_ahead
 
 
 def test_only_blocks_that_hold_something_are_told_and_each_once() -> None:

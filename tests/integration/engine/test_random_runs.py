@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from integration.engine.random_runs import CHECKPOINTS, STATE, describe, most_in_flight, run
 
-from kvoffload_patch.config import EVICTIONS
+from kvoffload_patch.config import EVICTIONS, STORES
 from kvoffload_patch.integration.install import release_in_use
 
 SEEDS = range(160)
@@ -78,6 +78,7 @@ def test_the_runs_are_of_all_kinds() -> None:
     }
     assert {kind[3] for kind in kinds} == {"auto", "parked", "inline"}
     assert any(about["in_flight"] > 1 and not about["asynchronous"] for about in abouts)
+    assert {about["store"] for about in abouts if about["grows"]} == set(STORES)
     assert {about["policy"] for about in abouts} == {"fcfs", "priority"}
     assert {about["eviction"] for about in abouts} == set(EVICTIONS)
     assert any(about["limits"] for about in abouts) and any(a["lookahead"] for a in abouts)

@@ -157,6 +157,7 @@ class World:
         load_mode: str = "inline",
         num_slots: int = 256,
         store: str = "auto",
+        growing: bool = False,
         **scheduler: Any,
     ) -> None:
         self.manager = make_manager(num_blocks)
@@ -165,7 +166,7 @@ class World:
         self.view = SchedulerView(self.scheduler)
         settings = Settings(load_mode=load_mode, store=store)
         self.offload = OffloadManager(
-            num_slots, POLICIES[settings.eviction], store=settings.store,
+            num_slots, POLICIES[settings.eviction], growing, settings.store,
             min_uses=settings.store_min_uses,
         )  # fmt: skip
         self.ranks = FakeRanks()
