@@ -262,6 +262,22 @@ class Settings:
         "overwrite the blocks in CPU memory with zeros whenever all are forgotten: by a reset of"
         " the prefix cache, sleep, or kvoffload empty",
     )
+    keep_asleep: bool = _variable(
+        "KVOFFLOAD_KEEP_ASLEEP",
+        True,
+        _boolean,
+        _A_BOOLEAN,
+        "keep what is stored through sleep at level 1; it is used again if the weights are still"
+        " the same when the engine has woken up (from vLLM 0.17 on)",
+    )
+    empty_on_update: bool = _variable(
+        "KVOFFLOAD_EMPTY_ON_UPDATE",
+        True,
+        _boolean,
+        _A_BOOLEAN,
+        "forget what is stored when weights are updated by an RPC, and use the tier again once"
+        " nothing of the weights before is left in vLLM's prefix cache",
+    )
     control: bool = _variable(
         "KVOFFLOAD_CONTROL",
         True,

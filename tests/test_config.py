@@ -116,6 +116,8 @@ def test_every_variable_is_read() -> None:
         ALLOW_UNVERIFIED="on",
         MAX_STALL_MS="0",
         WIPE="1",
+        KEEP_ASLEEP="0",
+        EMPTY_ON_UPDATE="0",
         CONTROL="0",
         LAUNCH="0a1b",
         OPTIONS="KVOFFLOAD_LOAD_MODE",
@@ -137,6 +139,8 @@ def test_every_variable_is_read() -> None:
         True,
         0.0,
         True,
+        False,
+        False,
         False,
         "0a1b",
     )

@@ -69,8 +69,9 @@ METRICS = (
     Metric(
         "tier_state",
         "gauge",
-        "1 for the state that the tier is in, 0 for the others: on; paused by command; not_needed, "
-        "as prefix caching is off; refused at start; failed and detached since.",
+        "1 for the state that the tier is in, 0 for the others: on; paused by command, or "
+        "after weights were updated; not_needed, as prefix caching is off; refused at start; "
+        "failed and detached since.",
         (("state", STATES),),
     ),
     Metric(

@@ -182,11 +182,16 @@ class CopyEngine:
                 return link, ticket, reason
         return None
 
-    def drain(self) -> None:
-        """Submit what is left of the plans so far, and wait for all copies."""
+    def drain(self) -> bool:
+        """Submit what is left of the plans so far, and wait for all copies.
+
+        Returns:
+            Whether no copy has failed that the scheduler may not have heard of.
+        """
         self._submit_after()
         for link in self._all:
             link.queue.drain()
+        return not any(link.queue.failed for link in self._all)
 
     def close(self) -> None:
         """Drain, and take no more plans. The copy thread ends even if draining raises."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from scenarios import Stage, cached_of, prompts, runner, tokens_of
+from sleeping import sleeps, updates  # noqa: F401
 from vllm import SamplingParams
 
 

@@ -94,6 +94,11 @@ def lacks_mamba2_kernels() -> bool:
     return "num_prefill_checkpoint_blocks" in source("model_executor/layers/mamba/mamba_mixer2.py")
 
 
+def resets_when_it_sleeps() -> bool:
+    """From 0.17 on the engine core resets its prefix cache itself when it falls asleep."""
+    return "clear_prefix_cache = level >= 1" in source("v1/engine/core.py")
+
+
 def facts() -> dict[str, str]:
     """What is installed, for a result's head."""
     import platform

@@ -185,14 +185,19 @@ class Device:
         self._begin(plan)
         self.drain()
 
+    @property
+    def failures(self) -> int:
+        """Copies that failed, as far as no plan shows that the scheduler knows."""
+        return len(self._failed)
+
     def loads_done(self) -> int:
         """The last load done; 0 while a failed one is to be reported."""
         failed = any(link == LOAD for link, _ in self._failed)
         return 0 if failed else self._queues[LOAD].done
 
-    def scramble(self) -> None:
+    def scramble(self, blocks: bool = True, slots: bool = True) -> None:
         """Whatever is in any block or slot is as wrong as with other weights."""
-        for block in (*self.kv, *self.slots):
+        for block in (*(self.kv if blocks else ()), *(self.slots if slots else ())):
             block[:] = [7] * BLOCK
 
     def _prepare(self, scheduled: Any) -> None:

@@ -19,6 +19,7 @@ from kvoffload_patch.integration.engine.breaker import Breaker
 from kvoffload_patch.integration.engine.eligibility import check_eligible
 from kvoffload_patch.integration.engine.tier import SchedulerTier
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
+from kvoffload_patch.integration.engine.weights import can_keep
 from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import step_hooks
@@ -129,6 +130,8 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
             settings.store_min_uses,
         )
         breaker = connect(scheduler, hooks, manager, ranks, settings)
+        if can_keep(vllm_config, scheduler, settings):
+            breaker.tier.weights.watch()
     except BaseException:
         ranks.give_back()
         raise

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from kvoffload_patch.integration.engine.metrics import Reporter
@@ -20,9 +20,11 @@ from kvoffload_patch.integration.engine.tuning import FAILED_COPIES, FAILED_WIND
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.errors import PromiseBroken
+from kvoffload_patch.integration.metrics import ON, PAUSED
 from kvoffload_patch.integration.protocol import PLAN, TIER
 from kvoffload_patch.patching import ObjectHooks
 from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.plan import TransferPlan
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
@@ -152,6 +154,17 @@ class Breaker:
         self._call("reset", self.tier.reset)
         self._settle()
 
+    def reset_done(self) -> None:
+        """`reset_prefix_cache` has succeeded."""
+        self.tier.gpu_emptied()
+        self._tell_state()
+
+    def weights_updated(self) -> None:
+        """The ranks were asked to change their weights."""
+        self._call("weights_updated", self.tier.weights_updated)
+        self._settle()
+        self._tell_state()
+
     # Inner hooks; those of blocks only note what the tier is to look at
 
     def on_invalid(self, gpu_block_ids: Any) -> None:
@@ -197,6 +210,10 @@ class Breaker:
 
     # Inside
 
+    def _tell_state(self) -> None:
+        if self.reporter is not None and not self.detached:
+            self.reporter.changed(PAUSED if self.tier.paused else ON, {})
+
     def _take_off(self) -> None:
         self.detached = True
         self._hooks.remove()
@@ -231,7 +248,7 @@ class Breaker:
         self.failure = f"{where}: {_named(cause)}"
         self._take_off()
         try:
-            self._ranks.finish(self.tier.take_unsent(output))
+            self._ranks.finish(_take_unsent(self._manager, output))
             self._view.restore()
         except Exception as error:  # noqa: BLE001 - whatever it is, the step lacks what it needs
             raise PromiseBroken(
@@ -251,3 +268,21 @@ class Breaker:
 def _named(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _take_unsent(manager: OffloadManager, output: Any) -> TransferPlan | None:
+    """The loads that no rank knows of yet, as a plan without stores; None if there are none.
+
+    Args:
+        output: of `schedule`, before it goes to the ranks, or None; its plan is taken off.
+    """
+    plan: TransferPlan | None = getattr(output, PLAN, None)
+    if plan is not None:
+        delattr(output, PLAN)
+        return plan._replace(after=())
+    return manager.make_plan(_never)
+
+
+def _never(gpu_block_id: int, key: Hashable) -> bool:
+    """No block is stored any more."""
+    return False

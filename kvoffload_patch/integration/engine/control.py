@@ -26,6 +26,7 @@ from kvoffload_patch.control.errors import Refused
 from kvoffload_patch.control.listener import Listener
 from kvoffload_patch.integration.engine.breaker import Breaker
 from kvoffload_patch.integration.engine.tuning import CONTROL_APPLY_S, CONTROL_TAKE_S
+from kvoffload_patch.integration.engine.weights import MIXED
 from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.errors import TierRefused
 from kvoffload_patch.integration.metrics import FAILED, ON, PAUSED
@@ -112,7 +113,7 @@ class Desk:
             "pid": os.getpid(),
             **self._about,
             "state": FAILED if self._breaker.detached else PAUSED if self._tier.paused else ON,
-            "reason": failure,
+            "reason": failure or (MIXED if self._tier.weights.mixed else ""),
             "since": self._since,
             "seconds": time.monotonic() - self._began,
             "seconds_since_step": time.monotonic() - self._tier.last_step,

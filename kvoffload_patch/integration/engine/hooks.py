@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvoffload_patch.integration.engine.attach import attach, detach, refuse_v0
+from kvoffload_patch.integration.engine.weights import changes_weights
+from kvoffload_patch.integration.protocol import attached
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
@@ -36,3 +38,39 @@ def shutdown(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     except Exception as error:  # noqa: BLE001 - vLLM's own shutdown must follow
         logger.warning("kvoffload_patch: the CPU tier was not closed in order: %s", error)
     return wrapped(*args, **kwargs)
+
+
+def sleep(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    """`EngineCore.sleep`: from level 1 on it resets the prefix cache, at once or later."""
+    breaker = attached(instance.scheduler)
+    if breaker is None:
+        return wrapped(*args, **kwargs)
+    weights, later = breaker.tier.weights, None
+    weights.sleep_begins(_level(*args, **kwargs))
+    try:
+        later = wrapped(*args, **kwargs)
+    finally:
+        if later is None:
+            weights.sleep_over()
+        else:
+            later.add_done_callback(weights.sleep_over)
+    return later
+
+
+def collective_rpc(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    """`EngineCore.collective_rpc`: a user's call of all workers, by which weights are updated."""
+    breaker = attached(instance.scheduler)
+    if breaker is None or not changes_weights(_method(*args, **kwargs)):
+        return wrapped(*args, **kwargs)
+    try:
+        return wrapped(*args, **kwargs)
+    finally:  # it may have changed some of them before it raised
+        breaker.weights_updated()
+
+
+def _level(level: int = 1, *_: Any, **__: Any) -> int:
+    return level
+
+
+def _method(method: Any, *_: Any, **__: Any) -> Any:
+    return method

@@ -70,7 +70,10 @@ def reset_prefix_cache(wrapped: Method, live: list[bool], breaker: Breaker) -> M
 
     def hook(*args: Any, **kwargs: Any) -> Any:
         breaker.reset()
-        return wrapped(*args, **kwargs)
+        emptied = wrapped(*args, **kwargs)
+        if emptied:
+            breaker.reset_done()
+        return emptied
 
     return hook
 

@@ -19,6 +19,7 @@ from kvoffload_patch.integration.engine.recency import Recency
 from kvoffload_patch.integration.engine.stats import HitCounts, Report
 from kvoffload_patch.integration.engine.store_choice import StoreChoice
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
+from kvoffload_patch.integration.engine.weights import Weights, forget_gpu
 from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.errors import PromiseBroken
 from kvoffload_patch.integration.protocol import PLAN, RESULT
@@ -50,6 +51,7 @@ class SchedulerTier:
         paused: nothing is loaded or stored that was not begun before.
         settings: as given, and as changed since.
         choice: which of the blocks of `cached` are stored.
+        weights: whether blocks kept through sleep are still right.
     """
 
     def __init__(
@@ -63,7 +65,8 @@ class SchedulerTier:
         self._view = view
         self._manager = manager
         self._ranks = ranks
-        self.paused = False
+        self.paused = self._asked_to_pause = False
+        self.weights = Weights(ranks, manager)
         self._lookups = LookupCache()
         self._report = Report(manager, settings.log_interval)
         self._hits = HitCounts(view, self._report)
@@ -97,6 +100,8 @@ class SchedulerTier:
         The scheduler's run limit may be lower than it was, until `schedule_over` of the view.
         """
         self._pace.step_begins()
+        if self.weights.doubted and not self._view.is_paused() and self.weights.changed():
+            self.empty()
         if self.handed_out:
             self._look_at_handed_out()
         if self.cached:
@@ -150,6 +155,7 @@ class SchedulerTier:
         """Before anything relies on what blocks held that were handed out, and before a plan."""
         gpu_block_ids = [block.block_id for block in self.handed_out]
         self.handed_out.clear()
+        self.weights.gpu_filled()
         self._manager.note_new_blocks(gpu_block_ids)
         self._lookups.blocks_reused(gpu_block_ids)
         if self._front is not None:
@@ -278,12 +284,15 @@ class SchedulerTier:
             self._hits.forget(request_id)
 
     def reset(self) -> None:
-        """Forget everything; returns when no copy is under way on any rank."""
-        if self._manager.busy:
-            self._ranks.drain()
-            self._manager.apply(self._manager.drained())
+        """Forget everything, or all but the blocks; returns when no rank has a copy under way."""
+        well = not self._manager.busy or self._ranks.drain()
+        self._manager.apply(self._manager.drained())
         self._loads.drop_all()
-        self._manager.clear()
+        if self.weights.kept_by_reset() and well:
+            forget_gpu(self._manager, self.settings.eviction)
+        else:
+            self._manager.clear()
+            self._wipe()
         self._lookups.clear()
         self._hits.clear()
         self._recency.clear()
@@ -292,10 +301,8 @@ class SchedulerTier:
             self._front.clear()
         self.cached.clear()
         self.choice.clear()
-        self._wipe()
 
     def _wipe(self) -> None:
-        """Nothing is known any more: overwrite it, if the settings say so."""
         if self.settings.wipe:
             self._ranks.wipe()
 
@@ -308,6 +315,10 @@ class SchedulerTier:
 
     def pause(self) -> None:
         """Begin no load and no store any more; what is under way ends."""
+        self._asked_to_pause = True
+        self._stop()
+
+    def _stop(self) -> None:
         self.paused = True
         self._manager.drop_queued()
         self._recency.used.clear()
@@ -317,7 +328,24 @@ class SchedulerTier:
 
     def resume(self) -> None:
         """Load and store again. What was computed meanwhile was not stored."""
-        self.paused = False
+        self._asked_to_pause = False
+        self.paused = self.weights.mixed
+
+    def weights_updated(self) -> None:
+        """The ranks were asked to change their weights: what is held is of those before."""
+        if not self.settings.empty_on_update:
+            return
+        if self.handed_out:
+            self.weights.gpu_filled()
+        self.empty()
+        self.weights.updated()
+        if self.weights.mixed:
+            self._stop()
+
+    def gpu_emptied(self) -> None:
+        """vLLM has reset its prefix cache, before which `reset` was called."""
+        self.weights.gpu_emptied()
+        self.paused = self._asked_to_pause
 
     def empty(self) -> None:
         """Forget every key. Loads under way are published all the same: their bytes are right."""
@@ -366,24 +394,7 @@ class SchedulerTier:
         self._loads.parked_times.clear()
         return times
 
-    def take_unsent(self, output: Any = None) -> TransferPlan | None:
-        """The loads that no rank knows of yet, as a plan without stores; None if there are none.
-
-        Args:
-            output: of `schedule`, before it goes to the ranks; its plan is taken off.
-        """
-        plan: TransferPlan | None = getattr(output, PLAN, None)
-        if plan is not None:
-            delattr(output, PLAN)
-            return plan._replace(after=())
-        return self._manager.make_plan(_never)
-
     def close(self) -> None:
         """The engine shuts down."""
         self._report.flush()
         self._ranks.close()
-
-
-def _never(gpu_block_id: int, key: Hashable) -> bool:
-    """No block is stored any more."""
-    return False

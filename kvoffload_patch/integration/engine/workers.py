@@ -122,9 +122,22 @@ class RankGroup:
         """
         return self._here() if self._here is not None else 0
 
-    def drain(self) -> None:
-        """Return when no rank has a copy under way; plans sent before are carried out first."""
-        self._call(worker_side.drain_rank)
+    def drain(self) -> bool:
+        """Return when no rank has a copy under way; plans sent before are carried out first.
+
+        Returns:
+            Whether no copy has failed of which the scheduler may not have heard.
+        """
+        return all(self._call(worker_side.drain_rank))
+
+    @property
+    def asleep(self) -> bool:
+        """Whether vLLM has given back memory of the ranks, so that weights cannot be read."""
+        return bool(getattr(self._executor, "is_sleeping", False))
+
+    def weights(self) -> tuple[str, ...]:
+        """A digest of each rank's weights; empty for one that cannot compare them."""
+        return tuple(self._call(worker_side.digest_weights))
 
     def wipe(self) -> None:
         """Overwrite the slots of every rank, once its copies are done; no key may be known."""

@@ -227,7 +227,7 @@ _CONFIG = (
         (
             _ANY,
             "cache_config model_config parallel_config scheduler_config device_config "
-            "kv_transfer_config",
+            "kv_transfer_config lora_config speculative_config",
         ),
     ),
     *_has(
@@ -238,7 +238,11 @@ _CONFIG = (
         (">=0.27", "use_replayssm"),
     ),
     *_has("vllm.config", "DeviceConfig", (_ANY, "device_type")),
-    *_has("vllm.config", "ModelConfig", (_ANY, "is_encoder_decoder served_model_name use_mla")),
+    *_has(
+        "vllm.config",
+        "ModelConfig",
+        (_ANY, "is_encoder_decoder served_model_name use_mla enable_sleep_mode quantization"),
+    ),
     *_has(
         "vllm.config",
         "ParallelConfig",
@@ -258,6 +262,7 @@ _CONFIG = (
 _WORKER = (
     *_has("vllm.v1.executor.abstract", "UniProcExecutor", ("<0.11.1", "driver_worker")),
     *_has("vllm.v1.executor.uniproc_executor", "UniProcExecutor", (">=0.11.1", "driver_worker")),
+    *_has("vllm.v1.executor.abstract", "Executor", (">=0.11.1", "is_sleeping")),
     *_has("vllm.v1.worker.worker_base", "WorkerBase", (_ANY, "model_runner rank vllm_config")),
     *_has(
         "vllm.v1.worker.gpu_model_runner",

@@ -56,6 +56,24 @@ _ENGINE = (
         Shape(_ANY, ("self",)),
     ),
     *row(
+        "scheduler",
+        "engine.sleep",
+        (_CORE, "EngineCore.sleep"),
+        "engine.hooks:sleep",
+        "at level 1 weights stay as they are, and with them what the CPU tier holds; up to 0.16 "
+        "the front end has reset the prefix cache before, as it does for other weights",
+        Shape("<0.17", ("self", "level"), hook=""),
+        Shape(">=0.17", ("self", "level", "mode"), "None | Future"),
+    ),
+    *row(
+        "scheduler",
+        "engine.collective_rpc",
+        (_CORE, "EngineCore.collective_rpc"),
+        "engine.hooks:collective_rpc",
+        "weights are updated by it, and what the CPU tier holds is of those before",
+        Shape(_ANY, ("self", "method", "timeout", "args", "kwargs"), "list[_R]"),
+    ),
+    *row(
         "frontend",
         "frontend.decoder",
         ("vllm.v1.serial_utils", "MsgpackDecoder.__init__"),

@@ -19,6 +19,7 @@ from kvoffload_patch.integration.worker.memory import drop_early, early_bytes
 from kvoffload_patch.integration.worker.same_bytes import same_bytes
 from kvoffload_patch.integration.worker.tier import RankTier
 from kvoffload_patch.integration.worker.vllm_runner import block_layout, runner_is_patched
+from kvoffload_patch.integration.worker.weights import weights_digest
 from kvoffload_patch.memory import attainable_memory_bytes, shareable
 from kvoffload_patch.tier.plan import TransferPlan
 
@@ -137,11 +138,10 @@ def wipe_rank(worker: Any) -> None:
     tier.wipe()
 
 
-def drain_rank(worker: Any) -> None:
-    """Return when every copy planned so far is done."""
-    tier = getattr(worker.model_runner, TIER, None)
-    if tier is not None:
-        tier.drain()
+def drain_rank(worker: Any) -> bool:
+    """Return when every copy planned so far is done: whether none failed, as `RankTier.drain`."""
+    tier: RankTier | None = getattr(worker.model_runner, TIER, None)
+    return tier is not None and tier.drain()
 
 
 def finish_rank(worker: Any, plan: TransferPlan | None) -> None:
@@ -159,6 +159,14 @@ def finish_rank(worker: Any, plan: TransferPlan | None) -> None:
         tier.finish(plan)
     finally:
         close_rank(worker)
+
+
+def digest_weights(worker: Any) -> str:
+    """As `weights_digest`; empty where it cannot be made, because no memory is left for it."""
+    try:
+        return weights_digest(worker.model_runner.get_model())
+    except Exception:  # noqa: BLE001 - unknown, so these count as other weights
+        return ""
 
 
 def this_process() -> tuple[str, int]:

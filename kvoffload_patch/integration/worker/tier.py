@@ -165,9 +165,9 @@ class RankTier:
         result = TransferResult(*progress, *self._usable_slots(), *found)
         return copy_output(output, result)
 
-    def drain(self) -> None:
-        """Return when every copy is done."""
-        self._engine.drain()
+    def drain(self) -> bool:
+        """Return when every copy is done: whether none failed that the engine may not know of."""
+        return self._engine.drain()
 
     def resize(self, num_slots: int, sizing: int) -> tuple[int, bool]:
         """Use so many slots, when every copy is done; memory that is not needed is given back.

@@ -18,3 +18,10 @@ IDLE_WAIT_S = 0.001
 # Such steps were traced on one H200 (docs/measured/2026-11-21-serve-traced.json), the limit was
 # not measured.
 SHORT_STEP_TOKENS = 1024
+# A GPU's weights are added up in pieces of so many words of 4 bytes: the products of one and the
+# numbers that they are made with take 64 MiB of its memory, and 16 GB are 1,000 pieces. It has not
+# been measured.
+WEIGHT_PIECE_WORDS = 1 << 22
+# Weights in CPU memory are compared up to so many bytes, which takes a fraction of a second.
+# Not measured: it bounds what a step can be held up where layers are kept there.
+HOST_WEIGHT_BYTES = 256 << 20

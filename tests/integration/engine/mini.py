@@ -64,6 +64,7 @@ class FakeRanks:
         self.block_bytes = self.slot_bytes = SLOT_BYTES
         self.num_slots = 400  # that the tier was opened with
         self.copies = "by hand"
+        self.asleep, self.version = False, 0  # of the weights
 
     def check_room(self, more: int) -> None:
         """There is room for everything."""
@@ -76,11 +77,17 @@ class FakeRanks:
                 slot[:] = [0] * BLOCK
         return num_slots, False
 
-    def drain(self) -> None:
-        """Every copy is made."""
+    def weights(self) -> tuple[str, ...]:
+        """A digest."""
+        return (f"weights {self.version}",)
+
+    def drain(self) -> bool:
+        """Every copy is made; whether none has failed that was not told."""
         self.drains += 1
-        if self.device is not None:
-            self.device.drain()
+        if self.device is None:
+            return True
+        self.device.drain()
+        return not self.device.failures
 
     def wipe(self) -> None:
         """Every copy is made, and nothing of it is left in CPU memory."""

@@ -1,8 +1,9 @@
 """Random runs over vLLM's own scheduler: `python random_runs.py SEED SECONDS [RELEASE SOURCES]`.
 
 One run is one seed: what the engine is like, who asks for what and when, which copies fail, what is
-aborted and when the prefix cache is reset. Every token that came out must be right, every request
-must come to its end, vLLM must be given what it would find, and nothing may be left behind.
+aborted, when the prefix cache is reset, and when the engine sleeps or is given other weights. Every
+token that came out must be right, every request must come to its end, vLLM must be given what it
+would find, and nothing may be left behind.
 
 SOURCES is the folder that has the release's `vllm/`. Prints one JSON object; status 1 if a run
 failed.
@@ -83,6 +84,7 @@ def run(
         AssertionError: something is wrong, or is left behind.
     """
     from integration.engine.mini import FakeRanks, Mini
+    from integration.engine.trainer import Trainer
     from scheduler_half.device import LoadFailed
     from scheduler_half.scenarios import nothing_held
 
@@ -98,8 +100,9 @@ def run(
     )
     stats = mini.manager.stats
     given = _compare_what_is_given(mini)
+    trainer = Trainer(mini, seed)
     try:
-        asked = _play(mini, rng, commands)
+        asked = _play(mini, rng, commands, trainer)
         mini.run(steps=_MAX_STEPS)
     except LoadFailed:
         # A load that a step reads is a promise: the engine ends, and no wrong token has come out.
@@ -113,6 +116,7 @@ def run(
         "loaded": stats.loaded, "stored": stats.stored, "evicted": stats.evicted,
         "failed": stats.failed, "resumed": mini.device.resumed, "states": mini.device.states,
         "checkpoints": mini.device.checkpoints, "asked": len(asked), "given": len(given),
+        "kept": trainer.kept, "updates": trainer.updates,
     }  # fmt: skip
 
 
@@ -141,7 +145,7 @@ def _compare_what_is_given(mini: Any) -> list[int]:
     return blocks
 
 
-def _play(mini: Any, rng: random.Random, commands: random.Random | None) -> list[Any]:
+def _play(mini: Any, rng: random.Random, commands: random.Random | None, trainer: Any) -> list[Any]:
     """Forty requests, most of which begin like another one; returns what was asked meanwhile."""
     from integration.engine.mini import BLOCK
     from scheduler_half.scenarios import prompt
@@ -170,6 +174,7 @@ def _play(mini: Any, rng: random.Random, commands: random.Random | None) -> list
             if mini.queue or mini.scheduler.has_requests():
                 mini.step()
         _disturb(mini, rng, names)
+        trainer.disturb()
         if commands is not None and commands.random() < 0.15:
             asked_for.append(_command(mini, commands))
     return asked_for
@@ -180,11 +185,9 @@ def _disturb(mini: Any, rng: random.Random, names: list[str]) -> None:
     if rng.random() < 0.08 and (name := rng.choice(names)) in mini.scheduler.requests:
         mini.abort(name)
     if rng.random() < 0.03 and not mini.queue:
-        try:
-            done = mini.scheduler.reset_prefix_cache(reset_running_requests=True)
-        except TypeError:  # up to 0.11
-            done = mini.scheduler.reset_prefix_cache()
-        if done:
+        from integration.engine.trainer import reset
+
+        if reset(mini):
             mini.device.scramble()
 
 

@@ -134,8 +134,9 @@ class FakeRanks:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def drain(self) -> None:
+    def drain(self) -> bool:
         self.calls.append("drain")
+        return True
 
     def loads_done(self) -> int:
         return 0

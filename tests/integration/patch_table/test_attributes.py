@@ -63,6 +63,27 @@ OTHERS = {"cuda", "data_ptr", "device", "numel", "type", "Tensor", "is_integrate
 OTHERS |= {"get_device_properties", "set_device", "synchronize", "annotation", "parameters"}
 OTHERS |= {"named_modules"}
 OTHERS |= {"from_iterable"}  # of itertools.chain
+OTHERS |= {
+    "untyped_storage",
+    "nbytes",
+    "shape",
+    "stride",
+    "storage_offset",
+    "dtype",
+}
+OTHERS |= {
+    "set_",
+    "sum",
+    "cpu",
+    "numpy",
+    "tobytes",
+    "view",
+    "bitwise_xor_",
+    "bitwise_or_",
+    "mul_",
+    "hexdigest",
+}
+OTHERS |= {"_parameters", "_buffers", "to", "split", "add_done_callback"}
 OTHERS |= {"co_names", "__code__", "__members__", "name", "__cause__", "elements"}
 OTHERS |= {"fileno", "write", "put_nowait", "kvoffload"}
 # Of msgspec.

@@ -1,0 +1,77 @@
+"""A trainer beside a random run: it puts the engine to sleep, and gives it other weights."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+
+class Trainer:
+    """Disturbs one run, as its seed says; what it has made wrong must never be read.
+
+    Args:
+        mini: the engine. With KV cache events nothing is kept through sleep, as in an engine.
+
+    Attributes:
+        kept: blocks that the tier had through sleep with the same weights.
+        updates: with weights that were changed while requests had KV of those before.
+    """
+
+    def __init__(self, mini: Any, seed: int) -> None:
+        self._mini = mini
+        self._rng = random.Random(f"trainer {seed}")
+        self._works = seed // 8 % 2 == 1
+        self.kept = self.updates = 0
+        if self._works and mini.replay is None and hasattr(mini.scheduler, "pause_state"):
+            mini.tier.weights.watch()
+
+    def disturb(self) -> None:
+        """Perhaps do something, between two steps."""
+        mini, rng = self._mini, self._rng
+        if self._works and mini.tier.weights.mixed:
+            assert not mini.manager._slot_of, "blocks of the weights before are in the tier"
+            if not mini.queue and rng.random() < 0.5:
+                self._reset()
+        if not self._works or rng.random() > 0.2:
+            return
+        if rng.random() < 0.2:
+            self._update()
+        elif not mini.queue:
+            self._sleep()
+
+    def _sleep(self) -> None:
+        mini, weights = self._mini, self._mini.tier.weights
+        weights.sleep_begins(1)
+        emptied = reset(mini)
+        weights.sleep_over()
+        if not emptied:
+            return
+        if self._rng.random() < 0.5:
+            self.kept += len(mini.manager._slot_of)
+            mini.device.scramble(slots=False)
+        else:
+            mini.ranks.version += 1
+            mini.device.scramble()
+
+    def _update(self) -> None:
+        """What runs goes on with what it has, as in vLLM; the tier must give nothing of it."""
+        mini = self._mini
+        mini.device.drain()
+        mini.ranks.version += 1
+        mini.device.scramble(blocks=False)
+        mini.breaker.weights_updated()
+        self.updates += mini.tier.weights.mixed
+        assert not mini.manager._slot_of
+
+    def _reset(self) -> None:
+        if reset(self._mini):
+            assert not self._mini.tier.weights.mixed
+            self._mini.device.scramble()
+
+
+def reset(mini: Any) -> bool:
+    """Reset the prefix cache, with what runs where the release can."""
+    try:
+        return bool(mini.scheduler.reset_prefix_cache(reset_running_requests=True))
+    except TypeError:  # up to 0.11
+        return bool(mini.scheduler.reset_prefix_cache())
