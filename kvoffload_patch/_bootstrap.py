@@ -15,7 +15,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
-    from types import ModuleType
+    from types import ModuleType, TracebackType
     from typing import Any
 
 FLAG = "KVOFFLOAD_ENABLE"
@@ -33,6 +33,7 @@ class _State:
     """What this process decided; a decision is made once."""
 
     armed = False
+    hooked = False
     refusal: Exception | None = None
 
 
@@ -61,7 +62,26 @@ def arm_for_import() -> None:
     """Arm if the switches say so; if strict, a refusal is an ImportError each time."""
     _decide()
     if _State.refusal is not None and is_strict():
+        _say_it_once()
         raise Refused(with_name(sentence(_State.refusal)), name=TARGET)
+
+
+def _say_it_once() -> None:
+    """A program that ends of a refusal, which has been said, ends with status 2 and says no more.
+
+    Whoever catches the error notices nothing, and a prompt shows it as any other.
+    """
+    if _State.hooked:
+        return
+    _State.hooked = True
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        if isinstance(error, Refused) and not hasattr(sys, "ps1"):
+            raise SystemExit(2)
+        before(kind, error, at)
+
+    sys.excepthook = hook
 
 
 def is_strict() -> bool:

@@ -259,9 +259,7 @@ def test_off_imports_nothing_of_ours(box: Sandbox, flag: str | None) -> None:
 
 def test_a_refusal_ends_the_import(box: Sandbox) -> None:
     done = box.run("-c", STEP, KVOFFLOAD_ENABLE="1", FAKE_ARM="refuse")
-    assert done.returncode == 1
-    assert done.stderr.splitlines().count(f"kvoffload_patch: {REFUSAL}") == 1
-    assert done.stderr.splitlines()[-1].endswith(f"Refused: kvoffload_patch: {REFUSAL}")
+    assert (done.returncode, done.stderr) == (2, f"kvoffload_patch: {REFUSAL}\n")
     variables = {"KVOFFLOAD_ENABLE": "1", "FAKE_ARM": "refuse"}
     assert box.run("-c", STEP, KVOFFLOAD_STRICT="0", **variables).stdout == "plain\n"
     assert box.run("-c", STEP, KVOFFLOAD_DISABLE="1", **variables).stdout == "plain\n"
@@ -286,7 +284,7 @@ def test_a_missing_package_ends_the_import(box: Sandbox) -> None:
 def test_this_package_refuses_a_release_that_it_does_not_know(site: Site) -> None:
     site.file.write_bytes(PATCHED)
     done = _run_ours(site, "import vllm")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "kvoffload_patch: vLLM 9.9.1 is not supported" in done.stderr
 
 
