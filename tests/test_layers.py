@@ -69,10 +69,12 @@ ALLOWED: dict[str, set[str]] = {
         "vllm",
     },
     "integration.worker.rpc": {
+        ".",
         ".integration.protocol",
         ".integration.shared_slots",
         ".integration.slot_counts",
         ".integration.worker",
+        ".launch_token",
         ".memory",
         ".tier.plan",
         ".transfer.errors",

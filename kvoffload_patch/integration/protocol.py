@@ -44,7 +44,7 @@ class RankGeometry:
     A block takes ``slot_bytes`` of CPU memory. ``available_bytes`` are without the
     ``early_bytes`` that the rank has taken already, and so are ``shareable_bytes``, of which an
     automatic tier takes a share. Ranks with the same ``same_bytes``, unless that is empty, hold
-    the same bytes in every block.
+    the same bytes in every block. ``version`` is that of this package where the rank runs.
     """
 
     rank: int
@@ -58,6 +58,7 @@ class RankGeometry:
     shareable_bytes: int = 0
     early_bytes: int = 0
     same_bytes: str = ""
+    version: str = ""
     error: str = ""
 
 

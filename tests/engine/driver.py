@@ -168,6 +168,10 @@ def _engines(engine: dict[str, Any]) -> Any:
         several = ParallelEngines(**engine)
         atexit.register(several.close)
         return several
+    if engine.pop("prefill_decode", False):
+        from prefill_decode import PrefillDecode
+
+        return PrefillDecode(**engine)
     from vllm import LLM
 
     return LLM(**engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+from kvoffload_patch import __version__ as VERSION
 from kvoffload_patch.config import GIB, as_given
 from kvoffload_patch.integration.engine.tuning import OPEN_TIMEOUT_S, RPC_TIMEOUT_S
 from kvoffload_patch.integration.errors import TierRefused
@@ -72,6 +74,7 @@ class RankGroup:
         """
         ranks = self._call(worker_side.describe_rank)
         _refuse_errors(ranks, "cannot take part")
+        _refuse_other_versions(ranks)
         if len({(r.num_blocks, r.device) for r in ranks}) != 1:
             found = ", ".join(f"rank {r.rank}: {r.num_blocks} on {r.device}" for r in ranks)
             raise TierRefused(f"expected the same KV blocks on every rank, found {found}.")
@@ -241,15 +244,33 @@ class RankGroup:
         if failed:
             raise TierRefused(
                 f"expected every worker to answer {name}, found {failed[0]} on {len(failed)} of "
-                f"{len(answers)} (is kvoffload_patch installed where every worker runs?)."
+                f"{len(answers)} (is the same kvoffload_patch installed where every worker runs?)."
             )
         return [answer for _, answer in answers]
 
 
 def _refuse_errors(answers: Sequence[Any], what: str) -> None:
-    failed = [f"rank {a.rank} (pid {a.pid}) {what}: {a.error}" for a in answers if a.error]
+    failed = [
+        f"rank {a.rank} (pid {a.pid}{_on_host(a)}) {what}: {a.error}" for a in answers if a.error
+    ]
     if failed:
         raise TierRefused("; ".join(failed))
+
+
+def _refuse_other_versions(ranks: Sequence[RankGeometry]) -> None:
+    """Plans are read by the workers' package, and hosts are installed one by one."""
+    others = [f"{r.version} for rank {r.rank}{_on_host(r)}" for r in ranks if r.version != VERSION]
+    if others:
+        raise TierRefused(
+            f"expected kvoffload_patch {VERSION} wherever a worker runs, found "
+            f"{', '.join(others)}; install the same version on every host."
+        )
+
+
+def _on_host(answer: Any) -> str:
+    """Where a rank is, if not on the engine's own host."""
+    host = getattr(answer, "host", "")
+    return f" on {host}" if host not in ("", os.uname().nodename) else ""
 
 
 def _alike(ranks: Sequence[RankGeometry]) -> list[list[int]]:

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvoffload_patch import __version__, launch_token
 from kvoffload_patch.integration.protocol import TIER, RankGeometry, RankOpened
 from kvoffload_patch.integration.shared_slots import SharedSlotsAddress
 from kvoffload_patch.integration.slot_counts import SlotCounts, SlotCountsAddress
@@ -51,6 +52,7 @@ def answering(function: Callable[..., Any]) -> Callable[..., tuple[bool, Any]]:
 def describe_rank(worker: Any) -> RankGeometry:
     """The rank's geometry; allocates nothing."""
     who = {"rank": worker.rank, "host": os.uname().nodename, "pid": os.getpid()}
+    who["version"] = __version__
     try:
         from kvoffload_patch.transfer.memory.host_buffer import slot_pitch
 
@@ -113,6 +115,8 @@ def open_rank(
             rank=worker.rank,
         )
         setattr(worker.model_runner, TIER, tier)
+        # On a host that has workers only, no engine will say so.
+        launch_token.confirm(launch_token.ATTACHED)
         return RankOpened(
             **who,
             num_ready=tier.num_ready,

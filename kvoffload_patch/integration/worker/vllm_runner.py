@@ -22,7 +22,8 @@ def runner_is_patched(runner: Any) -> str:
         if name not in patched:
             return (
                 f"expected {method} of {type(runner).__name__} to be patched, found {name} as "
-                "vLLM made it, so this worker did not see the switch when it started"
+                "vLLM made it, so this worker did not see the switch when it started (start vLLM "
+                "through kvoffload_patch on every host)"
             )
     return ""
 

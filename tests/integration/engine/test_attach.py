@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 import cloudpickle
 from integration.engine.mini import Mini
 
+from kvoffload_patch import __version__
 from kvoffload_patch.config import STORES
 from kvoffload_patch.integration.engine import attach as attach_module
 from kvoffload_patch.integration.engine import workers
@@ -29,7 +30,7 @@ from kvoffload_patch.patching import ObjectHooks
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies import POLICIES
 
-RANK = RankGeometry(0, "a", 1, 512, 512, 24, "cpu", 1 << 40, 8 << 30)
+RANK = RankGeometry(0, "a", 1, 512, 512, 24, "cpu", 1 << 40, 8 << 30, version=__version__)
 OPENED = RankOpened(0, 1, 100, False, 0.5, "by hand")
 
 

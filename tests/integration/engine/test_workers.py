@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from tier.plans import a_load, a_plan, a_store  # noqa: E402
 
+from kvoffload_patch import __version__, launch_token  # noqa: E402
 from kvoffload_patch.integration.engine import workers as ranks_module  # noqa: E402
 from kvoffload_patch.integration.engine.workers import RankGroup  # noqa: E402
 from kvoffload_patch.integration.errors import TierRefused  # noqa: E402
@@ -27,7 +28,8 @@ GIB = 1 << 30
 
 def geometry(rank: int, host: str = "a", **more: Any) -> RankGeometry:
     given = {"block_bytes": 100, "slot_bytes": 512, "num_blocks": 7, "device": "cuda"}
-    return RankGeometry(rank, host, 1000 + rank, **{**given, "available_bytes": 2 * GIB, **more})
+    given |= {"available_bytes": 2 * GIB, "version": __version__}
+    return RankGeometry(rank, host, 1000 + rank, **{**given, **more})
 
 
 class Executor:
@@ -210,6 +212,35 @@ def test_ranks_that_share_nothing_wait_until_all_slots_are_there(
     assert waited == [5]
     result = getattr(getattr(worker.model_runner, TIER).end_step(output()), RESULT)
     assert result.num_slots is None, "the others may have fewer"
+    rpc.close_rank(worker)
+
+
+def test_ranks_of_another_version_are_refused_by_host_before_any_memory_is_taken() -> None:
+    executor = Executor([geometry(0), geometry(1, "b", version="0.0.1")], [9, 9])
+    with pytest.raises(TierRefused) as refusal:
+        RankGroup(executor).open(512 * 40)
+    assert str(refusal.value) == (
+        f"expected kvoffload_patch {__version__} wherever a worker runs, found 0.0.1 for rank 1 on "
+        "b; install the same version on every host."
+    )
+    assert [call[0] for call in executor.calls] == ["describe_rank"]
+
+
+def test_a_rank_that_cannot_take_part_is_named_with_its_host() -> None:
+    executor = Executor([geometry(0), geometry(1, "b", error="it did not see the switch")], [9, 9])
+    with pytest.raises(TierRefused, match=r"^rank 1 \(pid 1001 on b\) cannot take part: it did"):
+        RankGroup(executor).open(512 * 40)
+
+
+def test_a_rank_that_is_open_ends_the_watch_of_its_launch(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a host that has workers only there is no engine to do so."""
+    confirmed: list[str] = []
+    monkeypatch.setattr(launch_token, "confirm", confirmed.append)
+    assert rpc.describe_rank(worker).version == __version__ and not confirmed
+    opened = rpc.open_rank(worker, 4)
+    assert opened.error == "" and confirmed == [launch_token.ATTACHED]
     rpc.close_rank(worker)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kvoffload_patch import __version__  # noqa: E402
 from kvoffload_patch.integration.engine import workers as ranks_module  # noqa: E402
 from kvoffload_patch.integration.engine.workers import RankGroup  # noqa: E402
 from kvoffload_patch.integration.errors import TierRefused  # noqa: E402
@@ -19,6 +20,7 @@ ALIKE = {"same_bytes": "stage 0, part 0 of 1"}
 
 def geometry(rank: int, host: str = "a", slot_bytes: int = 1024, **more: Any) -> RankGeometry:
     given = {"block_bytes": 100, "num_blocks": 7, "device": "cuda", "available_bytes": 2 * GIB}
+    given["version"] = __version__
     return RankGeometry(rank, host, 1000 + rank, slot_bytes=slot_bytes, **{**given, **more})
 
 
