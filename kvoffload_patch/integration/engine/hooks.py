@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvoffload_patch.integration.engine.attach import attach, detach, refuse_v0
+from kvoffload_patch.integration.engine.ray_workers import pass_variables_on
 from kvoffload_patch.integration.engine.weights import changes_weights
 from kvoffload_patch.integration.protocol import attached
 
@@ -17,6 +18,7 @@ Wrapped = Callable[..., Any]
 
 def init(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> None:
     """`EngineCore.__init__`: when it returns, executor, KV caches and scheduler exist."""
+    pass_variables_on(_executor_class(*args, **kwargs))
     wrapped(*args, **kwargs)
     attach(instance, instance.vllm_config)
 
@@ -66,6 +68,10 @@ def collective_rpc(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> A
         return wrapped(*args, **kwargs)
     finally:  # it may have changed some of them before it raised
         breaker.weights_updated()
+
+
+def _executor_class(vllm_config: Any, executor_class: Any, *_: Any, **__: Any) -> Any:
+    return executor_class
 
 
 def _level(level: int = 1, *_: Any, **__: Any) -> int:

@@ -78,6 +78,7 @@ class RankGroup:
         if len({(r.num_blocks, r.device) for r in ranks}) != 1:
             found = ", ".join(f"rank {r.rank}: {r.num_blocks} on {r.device}" for r in ranks)
             raise TierRefused(f"expected the same KV blocks on every rank, found {found}.")
+        _say_hosts(ranks)
         with self._shared(ranks, integrity) as (board, files):
             self._common = tuple(file.address.ranks for file in files)
             self._divide(ranks, cpu_bytes, engines)
@@ -301,6 +302,21 @@ def _say_apart(has_board: bool, integrity: str) -> None:
         "kvoffload_patch: some ranks hold the same bytes, and each keeps a copy of them: %s.",
         as_given(why),
     )
+
+
+def _say_hosts(ranks: Sequence[RankGeometry]) -> None:
+    """Say so if ranks on several hosts hold the same bytes: memory in common ends with a host."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for r in ranks:
+        if r.same_bytes:
+            found[r.same_bytes].add(r.host)
+    most = max(map(len, found.values()), default=0)
+    if most > 1:
+        logger.info(
+            "kvoffload_patch: ranks on %d hosts hold the same bytes, and each host keeps a copy of "
+            "them: hosts share no memory.",
+            most,
+        )
 
 
 def _hosts(ranks: Sequence[RankGeometry]) -> dict[str, list[RankGeometry]]:
