@@ -107,6 +107,7 @@ def text(found: Mapping[str, Any]) -> str:
         f"lacked ({rate:.1f}%)",
         f"  blocks:    {found['loaded_blocks']} loaded, {found['stored_blocks']} stored, "
         f"{found['evicted_blocks']} evicted, {sum(dropped.values())} not stored",
+        f"  speed:     {_speed(found)}",
         f"  failed:    {found['failed_copies']} copies of {found['failed_blocks']} blocks; "
         f"{found['mismatches']} loads brought other bytes than were stored",
         f"  under way: {found['queued_loads']} loads, {found['queued_stores']} stores, "
@@ -116,6 +117,14 @@ def text(found: Mapping[str, Any]) -> str:
         f"  copies:    {found['copies']}",
     ]
     return "\n".join(lines)
+
+
+def _speed(found: Mapping[str, Any]) -> str:
+    """What the bus did when the engine started, which older ones do not tell, and since."""
+    ms, seconds = found.get("load_ms_per_block", 0.0), max(found["seconds"], 1e-9)
+    bus = f"{found['block_bytes'] / ms / 1e6:.1f} GB/s when it started, " if ms else ""
+    loaded, stored = (found[f"{name}_bytes"] / seconds / 1e6 for name in ("loaded", "stored"))
+    return f"{bus}on average {loaded:.1f} MB/s loaded, {stored:.1f} MB/s stored since"
 
 
 def size(found: Mapping[str, Any]) -> str:

@@ -18,7 +18,8 @@ from kvoffload_patch.control.listener import Listener
 STATUS = {
     "pid": os.getpid(), "model": "m", "copies": "by hand", "state": "on", "reason": "",
     "since": 0.0, "seconds": 10.0, "seconds_since_step": 0.5, "growing": False,
-    "block_bytes": 1 << 20, "largest_blocks": 2048, "capacity_blocks": 1024, "used_blocks": 256,
+    "block_bytes": 1 << 20, "load_ms_per_block": 0.5,
+    "largest_blocks": 2048, "capacity_blocks": 1024, "used_blocks": 256,
     "loaded_blocks": 5, "stored_blocks": 6, "evicted_blocks": 7, "capacity_bytes": 1 << 30,
     "used_bytes": 1 << 28, "loaded_bytes": 5 << 20, "stored_bytes": 6 << 20,
     "evicted_bytes": 7 << 20, "queried_tokens": 200, "hit_tokens": 50,
@@ -159,6 +160,7 @@ def test_status_has_the_engines_that_run(one: Engine, another: Engine, capsys: A
         "  size:      0.25 of 1.00 GiB used (25%); at most 2.00 GiB\n",
         "  hits:      50 of 200 tokens that the GPU lacked (25.0%)\n",
         "  blocks:    5 loaded, 6 stored, 7 evicted, 3 not stored\n",
+        "  speed:     2.1 GB/s when it started, on average 0.5 MB/s loaded, 0.6 MB/s stored since",
         "  failed:    2 copies of 3 blocks; 8 loads brought other bytes than were stored\n",
         "  under way: 0 loads, 4 stores, 1 requests parked; last step 0.5 s ago\n",
         "  settings:  eviction arc, load_mode auto\n",
@@ -167,6 +169,12 @@ def test_status_has_the_engines_that_run(one: Engine, another: Engine, capsys: A
     main.main(["status", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert sorted(each["engine"] for each in found["engines"]) == sorted([one.name, another.name])
+
+
+def test_the_speed_of_a_device_that_does_not_tell_it_is_left_out(one: Engine) -> None:
+    one.more["load_ms_per_block"] = 0.0
+    (found,) = engines.status()
+    assert "  speed:     on average 0.5 MB/s loaded" in engines.text(found)
 
 
 def test_an_engine_that_is_silent_is_named(one: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

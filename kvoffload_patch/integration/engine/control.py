@@ -119,6 +119,7 @@ class Desk:
             "seconds_since_step": time.monotonic() - self._tier.last_step,
             "growing": manager.growing,
             "block_bytes": size,
+            "load_ms_per_block": self._ranks.load_ms_per_block,
             "largest_blocks": self._ranks.num_slots,
             **{f"{name}_blocks": number for name, number in blocks.items()},
             **{f"{name}_bytes": number * size for name, number in blocks.items()},
