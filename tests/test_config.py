@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as with_settings
 from hypothesis import strategies as st
 
 from kvoffload_patch import _bootstrap
@@ -256,6 +257,7 @@ def test_unreadable_strictness_is_strict(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (_bootstrap.TRUE, _bootstrap.FALSE) == (TRUE, FALSE)
 
 
+@with_settings(deadline=None)  # looking for entry points takes a while on a busy machine
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
 def test_any_text_is_a_value_or_a_config_error(text: str) -> None:
     for name in VARIABLES:
