@@ -49,6 +49,7 @@ def where(options: argparse.Namespace, installed: str) -> Iterator[Where]:
     folder = (options.work or Path(tempfile.gettempdir())) / f"features-{release}"
     try:
         python, env = _environment(release, folder)
+        _put_start_up_file(folder / "env")
         offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         yield Where(python, {**env, **offline}, release, FOLDER / f"{release}.json")
     finally:
@@ -65,6 +66,12 @@ def _environment(release: str, folder: Path) -> tuple[Path, dict[str, str]]:
     made = environment.make(release, folder / "env")
     whole.touch()
     return made
+
+
+def _put_start_up_file(env: Path) -> None:
+    """As an installed package has it; the package itself is found by PYTHONPATH."""
+    for packages in env.glob("lib/python*/site-packages"):
+        shutil.copy(ROOT / "kvoffload_patch.pth", packages)
 
 
 def files() -> dict[str, Path]:

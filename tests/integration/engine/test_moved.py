@@ -70,6 +70,21 @@ def test_what_is_stored_is_what_hits_of_any_length_need(shape: str) -> None:
     assert mini.manager.stats.stored == 36 * len(groups)
 
 
+@pytest.mark.parametrize("shape", ["sliding window", "chunks"])
+def test_room_is_asked_for_what_a_request_keeps(shape: str) -> None:
+    """The prompt's 37 blocks and what its second kind of layer sees and computes, not both twice.
+
+    So vLLM admits it with 64 blocks, and a tier that asks for 74 would let it be computed.
+    """
+    groups = SHAPES[shape]
+    mini = Mini(load_mode="inline", store="eager", windows=groups, blocks=64, num_slots=1000)
+    mini.only_in_cpu(prompt(36, seed=1))
+    name = mini.add(prompt(36, seed=1), count=3)
+    mini.run()
+    mini.check()
+    assert mini.hits[name] == 36 * BLOCK
+
+
 def _loads(mini: Mini) -> list[Any]:
     """Loads of the last plan that has any."""
     return next(list(plan.before) for plan in reversed(mini.plans) if plan.before)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import ROOT
 from scripts.matrix import environment, features, features_releases, features_rows
 
 ROW, OTHER = features_rows.ROWS[0], features_rows.ROWS[1]
@@ -23,7 +24,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     releases: list[str] = []
 
     def make(release: str, folder: Path) -> tuple[Path, dict[str, str]]:
-        folder.mkdir(parents=True)
+        (folder / "lib/python3.12/site-packages").mkdir(parents=True)
         releases.append(release)
         return environment.kept(folder)
 
@@ -47,6 +48,8 @@ def test_an_environment_is_made_once_and_kept_as_long_as_asked(
             assert where.python == tmp_path / "features-0.30.0/env/bin/python"
             assert where.file == features_releases.FOLDER / "0.30.0.json"
             assert where.env is not None and where.env["HF_HUB_OFFLINE"] == "1"
+            started = where.python.parents[1] / "lib/python3.12/site-packages/kvoffload_patch.pth"
+            assert started.read_text() == (ROOT / "kvoffload_patch.pth").read_text()
         assert len(made) == begun
         assert (tmp_path / "features-0.30.0").exists() == keep
 
