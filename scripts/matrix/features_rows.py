@@ -30,6 +30,11 @@ def _refused(name: str, case: str) -> Row:
     return Row(name, "the check at start", (f"{_REFUSED}[{case}]",))
 
 
+def refused(row: Row) -> bool:
+    """Whether the row is of what the tier refuses."""
+    return any(test.startswith(_REFUSED) for test in row.tests)
+
+
 def _states(name: str, kind: str, dtype: str) -> Row:
     what = f"its architecture, {dtype}, prompts of many lengths, preemption"
     return _engine(f"states: {name}", what, f"{_KEPT}[{kind}]")
@@ -132,7 +137,24 @@ ROWS = (
         "test_serving.py::test_figures_of_every_engine_are_on_metrics_and_agree",
         "test_features.py::test_two_engines_of_one_client_load_from_a_tier_each",
     ),
-    _refused("decode context parallelism (DCP)", "decode context parallel"),
+    _engine(
+        "decode context parallelism (DCP)",
+        "Llama shape with one KV head, two worker processes (attention is the test's: the CPU "
+        "build has none for it)",
+        "test_sharded.py",
+        gpu=(
+            "graphs, two ranks with a part of each block",
+            "mla, two ranks with a part of each block",
+        ),
+    ),
+    Row(
+        "decode context parallelism, every token compared",
+        "vLLM's scheduler over a faked model, random runs",
+        (f"{_RANDOM}_of_ranks_with_a_part_of_each_block",),
+    ),
+    _refused(
+        "decode context parallelism beside sliding windows", "decode context parallel, windows"
+    ),
     _refused("prefill context parallelism (PCP)", "prefill context parallel"),
     _refused("elastic expert parallelism", "elastic"),
     _engine(

@@ -39,6 +39,7 @@ _REPLACES = {
     "TEST_CANARY_FAULT": "failing_canary",
     "TEST_GROWTH": "slow_growth",
     "TEST_MAMBA2_KERNELS": "mamba2_kernels",
+    "TEST_SHARDED_ATTENTION": "sharded_attention",
     "TEST_SLEEP": "sleeping",
 }
 

@@ -52,6 +52,7 @@ class Kind:
         runners: that have it.
         groups: of layers with their own blocks.
         one_copy: whether its ranks hold the same bytes.
+        shards: ranks that each hold a part of every block's tokens.
         asked: the scenario in which one prompt is asked at a time; its answers must be equal.
     """
 
@@ -62,6 +63,7 @@ class Kind:
     runners: tuple[str, ...] = ("v1", "v2")
     groups: int = 1
     one_copy: bool = False
+    shards: int = 1
     asked: str = "singles"
 
     @property
@@ -109,6 +111,20 @@ KINDS = [
     Kind("graphs, two ranks", "two heads", {**GRAPHS, **TWO_RANKS}, gpus=2),
     Kind("graphs, two ranks that hold the same", "full", {**GRAPHS, **TWO_RANKS}, 2, one_copy=True),
     Kind("mla, two ranks that hold the same", "mla", {**MLA, **TWO_RANKS}, 2, one_copy=True),
+    Kind(
+        "graphs, two ranks with a part of each block",
+        "full",
+        {**GRAPHS, **TWO_RANKS, "decode_context_parallel_size": 2},
+        gpus=2,
+        shards=2,
+    ),
+    Kind(
+        "mla, two ranks with a part of each block",
+        "mla",
+        {**MLA, **TWO_RANKS, "decode_context_parallel_size": 2},
+        gpus=2,
+        shards=2,
+    ),
     Kind("graphs, two stages", "full", {**GRAPHS, "pipeline_parallel_size": 2}, gpus=2),
     Kind(
         "expert parallel, two ranks",
@@ -134,7 +150,7 @@ def play(folder: Path, runner: str, kind: Kind, tier: bool) -> dict[str, Any]:
         "block_size": 16,
         "gpu_memory_utilization": 0.1,
         "kv_cache_memory_bytes": 2 << 30,  # not measured: other engines come and go
-        "num_gpu_blocks_override": BLOCKS_FEW if tier else BLOCKS_KEPT,
+        "num_gpu_blocks_override": (BLOCKS_FEW if tier else BLOCKS_KEPT) // kind.shards,
         **kind.engine,
     }
     if "speculative_config" in engine:

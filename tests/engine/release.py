@@ -99,6 +99,15 @@ def resets_when_it_sleeps() -> bool:
     return "clear_prefix_cache = level >= 1" in source("v1/engine/core.py")
 
 
+def no_sharded_blocks() -> str:
+    """Why `sharded_attention` cannot be played; empty if it can be tried."""
+    if "forward_includes_kv_cache_update: bool = False" in source(
+        "v1/attention/backends/cpu_attn.py"
+    ) and "num_reqs: int" in source("v1/worker/block_table.py"):
+        return ""
+    return f"vLLM {version()} has a CPU attention that the test's own cannot stand in for"
+
+
 def facts() -> dict[str, str]:
     """What is installed, for a result's head."""
     import platform

@@ -123,6 +123,8 @@ class Device:
             or CHECKPOINTS.
         late: outputs after which a copy is carried out that nothing waits for.
         fails: called with ("load" or "store", ticket): whether that copy fails.
+        shards: ranks that each hold a part of every block's tokens (decode context parallelism), so
+            that a block has so many times the tokens.
     """
 
     def __init__(
@@ -132,9 +134,11 @@ class Device:
         windows: tuple[int | str | None, ...],
         late: int,
         fails: Fails,
+        shards: int = 1,
     ) -> None:
-        self.kv = [[0] * BLOCK for _ in range(num_blocks)]
-        self.slots = [[0] * BLOCK for _ in range(num_slots)]
+        self.size = BLOCK * shards  # tokens of a block
+        self.kv = [[0] * self.size for _ in range(num_blocks)]
+        self.slots = [[0] * self.size for _ in range(num_slots)]
         self.zeroed: list[tuple[int, ...]] = []  # of each step
         self.copied = 0  # blocks, from block to block, as the scheduler wanted
         self.resumed = 0  # requests that began again
@@ -198,14 +202,14 @@ class Device:
     def scramble(self, blocks: bool = True, slots: bool = True) -> None:
         """Whatever is in any block or slot is as wrong as with other weights."""
         for block in (*(self.kv if blocks else ()), *(self.slots if slots else ())):
-            block[:] = [7] * BLOCK
+            block[:] = [7] * self.size
 
     def _prepare(self, scheduled: Any) -> None:
         """What a model runner does to blocks before its forward pass."""
         zeroed = tuple(getattr(scheduled, "new_block_ids_to_zero", None) or ())
         self.zeroed.append(zeroed)
         for block_id in zeroed:
-            self.kv[block_id] = [0] * BLOCK
+            self.kv[block_id] = [0] * self.size
         for copy in getattr(scheduled, "kv_cache_block_copies", None) or ():
             self.copied += 1
             self.kv[copy.dst_block_id] = list(self.kv[copy.src_block_id])
@@ -241,9 +245,9 @@ class Device:
                 self._advance(table, start, end, right[end - 1] + group * _GROUP + wrong)
                 continue
             for at in range(start, end):
-                block_id = table[at // BLOCK]
+                block_id = table[at // self.size]
                 assert block_id, "a step computes into the null block"
-                self.kv[block_id][at % BLOCK] = right[at] + group * _GROUP + wrong
+                self.kv[block_id][at % self.size] = right[at] + group * _GROUP + wrong
         if end < len(sequence.tokens):
             return []
         sequence.tokens.append((right[end - 1] + wrong) % VOCABULARY)
@@ -251,10 +255,10 @@ class Device:
 
     def _advance(self, table: list[int], start: int, end: int, value: int) -> None:
         """One step of a state: it moves to the block that the step ends in, and changes there."""
-        block_id = table[(end - 1) // BLOCK]
+        block_id = table[(end - 1) // self.size]
         assert block_id, "a step keeps its state in the null block"
-        self.states += start // BLOCK != end // BLOCK
-        self.kv[block_id] = [value] * BLOCK
+        self.states += start // self.size != end // self.size
+        self.kv[block_id] = [value] * self.size
 
     def _leave_checkpoint(
         self, table: list[int], start: int, end: int, right: list[int], added: int
@@ -262,12 +266,12 @@ class Device:
         """The state at the last end of a block within the step, where vLLM's runner leaves it."""
         from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 
-        asked = ([end], [end - start], BLOCK, BLOCK, 1, False, BLOCK)
+        asked = ([end], [end - start], self.size, self.size, 1, False, self.size)
         taken = compute_mamba_prefill_checkpoints.__code__.co_argcount  # one less in 0.31
         (offset,), (column,) = compute_mamba_prefill_checkpoints(*asked[:taken])
         if offset and table[column]:  # the null block takes what nobody wants
             self.checkpoints += 1
-            self.kv[table[column]] = [right[start + offset - 1] + added] * BLOCK
+            self.kv[table[column]] = [right[start + offset - 1] + added] * self.size
 
     def _sees_right(self, sequence: _Sequence, end: int) -> bool:
         """Whether all that a token behind ``end`` ones sees of them is right, in every group."""
@@ -275,7 +279,7 @@ class Device:
         for group, (table, window) in enumerate(zip(sequence.tables, self._windows)):
             if window in (STATE, CHECKPOINTS):
                 at = end - 1
-                if end and self.kv[table[at // BLOCK]][0] != right[at] + group * _GROUP:
+                if end and self.kv[table[at // self.size]][0] != right[at] + group * _GROUP:
                     return False
                 continue
             if isinstance(window, Chunk):
@@ -283,8 +287,8 @@ class Device:
             else:
                 at = 0 if window is None else max(0, end - window + 1)
             while at < end:
-                stop = min(end, (at // BLOCK + 1) * BLOCK)
-                there = self.kv[table[at // BLOCK]][at % BLOCK : at % BLOCK + stop - at]
+                stop = min(end, (at // self.size + 1) * self.size)
+                there = self.kv[table[at // self.size]][at % self.size : at % self.size + stop - at]
                 if there != [value + group * _GROUP for value in right[at:stop]]:
                     return False
                 at = stop
@@ -316,7 +320,7 @@ class Device:
         fails = self._fails("load" if link == LOAD else "store", transfer.ticket)
         source, target = (self._blocks_of[place] for place in link)
         for one, other in zip(transfer.source_ids, transfer.target_ids):
-            target[other] = [7] * BLOCK if fails else list(source[one])
+            target[other] = [7] * self.size if fails else list(source[one])
         if fails:
             self._failed.append((link, transfer.ticket))
             self._failed_ever.add((link, transfer.ticket))

@@ -35,8 +35,11 @@ class _Grammars:
         return None
 
 
-def make_config(in_flight: int = 1) -> Any:
-    """What a scheduler reads of a `VllmConfig`, with ``in_flight`` steps under way at once."""
+def make_config(in_flight: int = 1, shards: int = 1) -> Any:
+    """What a scheduler reads of a `VllmConfig`, with ``in_flight`` steps under way at once.
+
+    ``shards``: ranks that each hold a part of every block's tokens.
+    """
     scheduler = Missing(
         max_num_seqs=8, max_num_batched_tokens=MAX_TOKENS, max_model_len=2048, policy="fcfs",
         async_scheduling=in_flight > 1, long_prefill_token_threshold=0, watermark=0.0,
@@ -45,7 +48,7 @@ def make_config(in_flight: int = 1) -> Any:
     )  # fmt: skip
     parallel = Missing(
         data_parallel_rank=0, data_parallel_index=0, pipeline_parallel_size=1,
-        decode_context_parallel_size=1, prefill_context_parallel_size=1, world_size=1,
+        decode_context_parallel_size=shards, prefill_context_parallel_size=1, world_size=1,
     )  # fmt: skip
     model = Missing(
         max_model_len=2048, is_encoder_decoder=False, is_multimodal_model=False,
@@ -82,6 +85,7 @@ def make_scheduler(config: Any, blocks: int, windows: Sequence[int | str | None]
     if STATE in windows or CHECKPOINTS in windows:
         config.cache_config.mamba_cache_mode = "align"
     config.cache_config.num_gpu_blocks = blocks
+    kv_cache_config, size = make_kv_cache_config(blocks, windows), block_size(config)
     from vllm.v1.core.sched.scheduler import Scheduler
 
     more: dict[str, Any] = {}
@@ -94,12 +98,18 @@ def make_scheduler(config: Any, blocks: int, windows: Sequence[int | str | None]
         made,
         Scheduler,
         vllm_config=config,
-        kv_cache_config=make_kv_cache_config(blocks, windows),
+        kv_cache_config=kv_cache_config,
         structured_output_manager=_grammars(config),
-        block_size=BLOCK,
+        block_size=size,
+        hash_block_size=size,
         log_stats=True,
         **more,
     )
+
+
+def block_size(config: Any) -> int:
+    """Tokens of a block over all ranks that hold a part of it."""
+    return BLOCK * config.parallel_config.decode_context_parallel_size
 
 
 def make_kv_cache_config(blocks: int, windows: Sequence[int | str | None] = (None,)) -> Any:
@@ -129,8 +139,10 @@ def make_kv_cache_config(blocks: int, windows: Sequence[int | str | None] = (Non
     return kv.KVCacheConfig(blocks, [], groups)
 
 
-def make_request(name: str, prompt: list[int], count: int, priority: int = 0) -> Any:
-    """A request for ``count`` tokens, with whatever hashes its blocks."""
+def make_request(
+    name: str, prompt: list[int], count: int, priority: int = 0, size: int = BLOCK
+) -> Any:
+    """A request for ``count`` tokens, with whatever hashes its blocks of ``size`` tokens."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
@@ -140,7 +152,7 @@ def make_request(name: str, prompt: list[int], count: int, priority: int = 0) ->
         request_id=name,
         prompt_token_ids=prompt,
         sampling_params=SamplingParams(max_tokens=count, ignore_eos=True),
-        block_hasher=hasher(),
+        block_hasher=hasher(size),
         priority=priority,
         arrival_time=time.time(),
     )
@@ -166,7 +178,7 @@ def make_output(names: list[str], sampled: list[list[int]]) -> Any:
 
 
 @cache
-def hasher() -> Any:
+def hasher(size: int = BLOCK) -> Any:
     """What gives requests the hashes of their blocks; None up to 0.10.0, where managers do it."""
     from vllm.v1.core import kv_cache_utils
 
@@ -177,7 +189,7 @@ def hasher() -> Any:
     if hasattr(kv_cache_utils, "init_none_hash"):
         kv_cache_utils.init_none_hash(sha256)
     make = getattr(kv_cache_utils, "get_request_block_hasher", None)
-    return make and make(BLOCK, sha256)
+    return make and make(size, sha256)
 
 
 def _grammars(config: Any) -> Any:

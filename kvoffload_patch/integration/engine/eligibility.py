@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvoffload_patch.config import Settings
@@ -18,12 +19,14 @@ _KNOWN_SPECS = {
     "SlidingWindowMLASpec",
     "ChunkedLocalAttentionSpec",
 }
+# Of these, those whose blocks ranks can hold a part of each of (decode context parallelism).
+_SHARDED_SPECS = {"FullAttentionSpec", "MLAAttentionSpec"}
 # Layers whose state depends on all tokens so far, and by release the kinds of which were shown to
 # come back, on the CPU device.
 _STATE_SPEC = "MambaSpec"
 _STATES_SHOWN = {
     "0.30.0": ("GDN_ATTN",),
-    "0.32.0": ("GDN_ATTN",),
+    "0.32.0": ("GDN_ATTN", "MAMBA2"),
 }
 _REMEDY = "set KVOFFLOAD_STRICT=0 to serve without the CPU tier"
 
@@ -40,20 +43,47 @@ def check_eligible(vllm_config: Any, scheduler: Any) -> None:
         raise TierNotNeeded("prefix caching is off, so there is nothing to keep; no CPU tier.")
     if not scheduler.kv_cache_config.kv_cache_groups:
         raise TierNotNeeded("this model has no KV cache; no CPU tier.")
-    for found in (_parallel_problem(vllm_config), _cache_problem(vllm_config, scheduler)):
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    for found in (_parallel_problem(vllm_config, groups), _cache_problem(vllm_config, scheduler)):
         if found:
             raise TierRefused(f"{found}; {_REMEDY}.")
 
 
-def _parallel_problem(vllm_config: Any) -> str | None:
+def _parallel_problem(vllm_config: Any, groups: Sequence[Any]) -> str | None:
     parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, name, 1)
-        if size > 1:
-            return f"expected {name} 1, found {size}"
+    prefill = getattr(parallel, "prefill_context_parallel_size", 1)
+    if prefill > 1 and not Settings.from_env().allow_unverified:
+        return (
+            "expected prefill_context_parallel_size 1, with which alone the tier has been run, "
+            f"found {prefill} (KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it)"
+        )
+    decode = getattr(parallel, "decode_context_parallel_size", 1)
+    if decode > 1 and not _is_one_sharded_group(groups):
+        return (
+            f"expected one KV cache group of full attention with decode_context_parallel_size "
+            f"{decode}, found {len(groups)} with {', '.join(sorted(_kinds(groups)))}"
+        )
     if getattr(parallel, "enable_elastic_ep", False):
         return "expected a fixed set of workers, found elastic expert parallelism"
     return _empty_step_problem(vllm_config)
+
+
+def _is_one_sharded_group(groups: Sequence[Any]) -> bool:
+    """Whether every rank has a part of each block, and all blocks have as many tokens.
+
+    The tier asks vLLM's managers how many tokens a block has, and each rank copies its own part.
+    """
+    return len(groups) == 1 and _kinds(groups) <= _SHARDED_SPECS
+
+
+def _kinds(groups: Sequence[Any]) -> set[str]:
+    return {type(member).__name__ for group in groups for member in _members(group.kv_cache_spec)}
+
+
+def _members(spec: Any) -> list[Any]:
+    """A spec for each kind of layer in a group."""
+    members = getattr(spec, "kv_cache_specs", None)
+    return [spec] if members is None else list(members.values())
 
 
 def _empty_step_problem(vllm_config: Any) -> str | None:
@@ -101,8 +131,8 @@ def _state_problem(vllm_config: Any, scheduler: Any, spec: Any) -> str | None:
     A block is to hold the state behind its last token from the step that computes it until it is
     handed out again, which vLLM's align mode does, and nothing besides the block is to be needed.
     """
-    members = getattr(spec, "kv_cache_specs", None)
-    for member in [spec] if members is None else members.values():
+    members = _members(spec)
+    for member in members:
         if type(member).__name__ != _STATE_SPEC:
             return f"expected states alone, found {type(member).__name__} beside them"
         mode = getattr(member, "mamba_cache_mode", "none")
@@ -116,7 +146,7 @@ def _state_problem(vllm_config: Any, scheduler: Any, spec: Any) -> str | None:
         return "expected no KV connector beside layers that keep a state, found one"
     if Settings.from_env().allow_unverified:
         return None
-    return _unshown_states(vllm_config, spec if members is None else next(iter(members.values())))
+    return _unshown_states(vllm_config, members[0])
 
 
 def _unshown_states(vllm_config: Any, spec: Any) -> str | None:
@@ -135,14 +165,15 @@ def _unshown_states(vllm_config: Any, spec: Any) -> str | None:
 def _group_problem(group: Any) -> str | None:
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
         return "expected a group that lives in device memory, found one kept elsewhere"
-    spec = group.kv_cache_spec
-    members = getattr(spec, "kv_cache_specs", None)
-    for member in [spec] if members is None else members.values():
+    for member in _members(group.kv_cache_spec):
         kind = type(member).__name__
         if kind == _STATE_SPEC:
             continue
         if kind not in _KNOWN_SPECS:
             return f"expected one of {', '.join(sorted(_KNOWN_SPECS))}, found {kind}"
         if getattr(member, "prefix_replay_tokens", 0):
-            return f"{kind} with a prefix replay window is not supported"
+            return (
+                f"expected {kind} without a prefix replay window, whose blocks are computed again "
+                "and not cached, found one (--no-swa-bounded-replay turns it off)"
+            )
     return None

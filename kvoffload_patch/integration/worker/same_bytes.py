@@ -21,7 +21,10 @@ def same_bytes(worker: Any, layout: Any) -> str:
     Args:
         layout: the rank's `BlockLayout`; ranks whose blocks are laid out in another way differ.
     """
-    ranks = getattr(worker.vllm_config.parallel_config, "tensor_parallel_size", 1)
+    parallel = worker.vllm_config.parallel_config
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        return ""  # ranks with the same heads have other tokens of each block
+    ranks = getattr(parallel, "tensor_parallel_size", 1)
     replicas = _replicas(worker.model_runner, ranks) if ranks > 1 else 1
     if replicas < 2:
         return ""

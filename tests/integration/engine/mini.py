@@ -74,7 +74,7 @@ class FakeRanks:
         if self.device is not None:
             self.device.drain()
             for slot in self.device.slots[num_slots:]:
-                slot[:] = [0] * BLOCK
+                slot[:] = [0] * len(slot)
         return num_slots, False
 
     def weights(self) -> tuple[str, ...]:
@@ -94,7 +94,7 @@ class FakeRanks:
         if self.device is not None:
             self.device.drain()
             for slot in self.device.slots:
-                slot[:] = [0] * BLOCK
+                slot[:] = [0] * len(slot)
 
     def finish(self, plan: Any) -> None:
         """Carry out the plan's loads, and every copy; the rank is closed."""
@@ -130,6 +130,7 @@ class Mini:
         lookahead: tokens behind a step's own for which vLLM takes blocks as well.
         limits: fields of vLLM's scheduler configuration, instead of `_LIMITS`.
         max_failed_copies: more detach the tier; so many that none do, unless told otherwise.
+        shards: ranks that each hold a part of every block's tokens.
         events: whether vLLM's KV cache events are on; then they are replayed, and compared with
             both caches after every step.
     """
@@ -152,13 +153,13 @@ class Mini:
         max_failed_copies: int = 1 << 30,
         asynchronous: bool | None = None,
         events: bool = False,
+        shards: int = 1,
         **settings: Any,
     ) -> None:
         self.in_flight = in_flight
-        self.device = Device(blocks, num_slots, tuple(windows), late, fails)
-        self.config = Release.config(1 if asynchronous is False else in_flight)
-        self.config.scheduler_config.policy = policy
-        for name, value in {**_LIMITS, **(limits or {})}.items():
+        self.device = Device(blocks, num_slots, tuple(windows), late, fails, shards)
+        self.config = Release.config(1 if asynchronous is False else in_flight, shards)
+        for name, value in {**_LIMITS, **(limits or {}), "policy": policy}.items():
             setattr(self.config.scheduler_config, name, value)
         self._make_scheduler(blocks, windows, lookahead)
         self.replay = Replay(self.scheduler) if events else None
@@ -222,7 +223,8 @@ class Mini:
     def add(self, prompt: list[int], count: int = 4, priority: int = 0) -> str:
         """Ask for ``count`` tokens; returns the request's name."""
         name = f"request-{len(self.prompts)}"
-        request = parts.make_request(name, list(prompt), count, priority)
+        size = self.device.size
+        request = parts.make_request(name, list(prompt), count, priority, size)
         self.prompts[name], self.answers[name], self.counts[name] = list(prompt), [], count
         self.scheduler.add_request(request)
         return name
@@ -345,15 +347,18 @@ class Release:
         return Version(cls.version or installed_version(VLLM))
 
     @classmethod
-    def config(cls, in_flight: int) -> Any:
+    def config(cls, in_flight: int, shards: int) -> Any:
         """What an engine's configuration says to its scheduler."""
-        return _engine_config(in_flight)
+        return _engine_config(in_flight, shards)
 
 
-def _engine_config(in_flight: int) -> Any:
+def _engine_config(in_flight: int, shards: int) -> Any:
     # Its own: what one run limits would be limited for all that come after it.
     config = copy(_checked_config(in_flight > 1))
     config.scheduler_config = copy(config.scheduler_config)
+    config.parallel_config = copy(config.parallel_config)
+    if shards > 1:
+        config.parallel_config.decode_context_parallel_size = shards
     # The CPU platform turns it off whatever is asked for.
     config.scheduler_config.async_scheduling = in_flight > 1
     return config

@@ -33,8 +33,9 @@ _MAX_TOKENS = 340  # of a prompt and its answer: more than a step takes, and the
 
 
 def describe(
-    seed: int, most_in_flight: int = 6, states: str | None = None, policies: Policies = POLICIES
-) -> dict[str, Any]:
+    seed: int, most_in_flight: int = 6, states: str | None = None, policies: Policies = POLICIES,
+    shards: int = 1,
+) -> dict[str, Any]:  # fmt: skip
     """What the engine of a seed is like, as arguments of `Mini`.
 
     Args:
@@ -42,6 +43,7 @@ def describe(
         most_in_flight: steps that the release may have under way at once.
         states: that some layers keep, STATE or CHECKPOINTS.
         policies: of vLLM's queue, of which one is drawn.
+        shards: ranks that each hold a part of every block's tokens; blocks are as many fewer.
     """
     from kvoffload_patch.config import EVICTIONS, STORES
 
@@ -56,7 +58,10 @@ def describe(
         limits["watermark"] = 0.1
     if states:
         windows = random.Random(seed).choice([(None, states), (states, None, states), (states,)])
+    if shards > 1:
+        windows, blocks = (None,), max(14, blocks // shards)
     return {
+        "shards": shards,
         "in_flight": in_flight,
         "asynchronous": in_flight > 1 and rng.random() < 0.7,
         "load_mode": rng.choice(["auto", "auto", "parked", "inline"]),
@@ -76,8 +81,9 @@ def describe(
 
 
 def run(
-    seed: int, most_in_flight: int = 6, states: str | None = None, policies: Policies = POLICIES
-) -> dict[str, int]:
+    seed: int, most_in_flight: int = 6, states: str | None = None, policies: Policies = POLICIES,
+    shards: int = 1,
+) -> dict[str, int]:  # fmt: skip
     """One random run; returns what happened in it. The arguments are those of `describe`.
 
     Raises:
@@ -93,7 +99,7 @@ def run(
     commands = random.Random(f"commands {seed}") if seed % 16 < 8 else None
     rate = {"load": rng.choice([0, 0, 0.2, 0.5]), "store": rng.choice([0, 0, 0.3])}
     ranks = FakeRanks(rng.choice([0.1, 1.0, 15.0, 60.0]), here=rng.random() < 0.5)
-    about = describe(seed, most_in_flight, states, policies)
+    about = describe(seed, most_in_flight, states, policies, shards)
     events = seed % 3 == 0
     mini = Mini(
         lambda direction, _: rng.random() < rate[direction], ranks=ranks, events=events, **about

@@ -90,8 +90,13 @@ UNKNOWN = spec(
     kv_cache_specs={"a": spec("MLAAttentionSpec"), "b": spec("SinkSpec")},
 )
 REFUSED = {
-    "decode context parallel": (
-        config(decode_context_parallel_size=2), scheduler(), "decode_context_parallel_size 1",
+    "decode context parallel, windows": (
+        config(decode_context_parallel_size=2),
+        scheduler(group(), group("SlidingWindowSpec")),
+        "one KV cache group .* found 2 with FullAttentionSpec, SlidingWindowSpec",
+    ),
+    "decode context parallel, a window alone": (
+        config(decode_context_parallel_size=2), scheduler(group("SlidingWindowSpec")), "found 1",
     ),
     "prefill context parallel": (
         config(prefill_context_parallel_size=4), scheduler(), "prefill_context_parallel_size 1",
@@ -134,7 +139,9 @@ REFUSED = {
         "device memory",
     ),
     "replay": (
-        config(), scheduler(group("SlidingWindowSpec", prefix_replay_tokens=8)), "replay window",
+        config(),
+        scheduler(group("SlidingWindowSpec", prefix_replay_tokens=8)),
+        "replay window.*--no-swa-bounded-replay",
     ),
 }  # fmt: skip
 
@@ -200,6 +207,18 @@ def test_known_specs_are_approved(kind: str) -> None:
     vllm_config = config(decode_context_parallel_size=1, prefill_context_parallel_size=1)
     groups = (group(kind), SimpleNamespace(kv_cache_spec=uniform), group(prefix_replay_tokens=0))
     check_eligible(vllm_config, scheduler(*groups, enable_partial_hash_hits=False))
+
+
+@pytest.mark.parametrize("kind", ["FullAttentionSpec", "MLAAttentionSpec"])
+def test_blocks_of_which_each_rank_has_a_part_are_approved(kind: str) -> None:
+    uniform = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": spec(kind), "b": spec(kind)})
+    for one in (group(kind), SimpleNamespace(kv_cache_spec=uniform)):
+        check_eligible(config(decode_context_parallel_size=2), scheduler(one))
+
+
+def test_what_nobody_has_run_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", "1")
+    check_eligible(config(prefill_context_parallel_size=4), scheduler())
 
 
 @pytest.mark.parametrize("release", ["0.31.0", "0.32.0", "0.33.0"])

@@ -16,6 +16,7 @@ from kvoffload_patch.integration.install import release_in_use
 
 SEEDS = range(160)
 STATES = range(24)
+SHARDS = range(24)
 PARTS = 8
 MOST = most_in_flight(release_in_use())
 
@@ -53,6 +54,19 @@ def test_random_runs_of_layers_that_keep_a_state(states: str) -> None:
     assert (seen["checkpoints"] > 0) == (states == CHECKPOINTS)
     groups = {describe(seed, MOST, states)["windows"] for seed in STATES}
     assert groups == {(None, states), (states, None, states), (states,)}
+
+
+def test_random_runs_of_ranks_with_a_part_of_each_block() -> None:
+    seen: dict[str, int] = {}
+    for seed in SHARDS:
+        try:
+            outcome = run(seed, MOST, shards=2)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {describe(seed, MOST, shards=2)}") from error
+        for name, count in outcome.items():
+            seen[name] = seen.get(name, 0) + count
+    for name in ("loaded", "stored", "evicted", "failed", "resumed", "given"):
+        assert seen[name], f"no run has {name} anything"
 
 
 def knows(states: str) -> bool:

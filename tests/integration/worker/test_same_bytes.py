@@ -32,7 +32,9 @@ def group(layers: dict[str, Any], mixed: bool = False) -> Any:
     return SimpleNamespace(kv_cache_spec=spec, layer_names=list(layers))
 
 
-def worker(rank: int, ranks: int, groups: list[Any], replicas: dict[str, int]) -> Any:
+def worker(
+    rank: int, ranks: int, groups: list[Any], replicas: dict[str, int], shards: int = 1
+) -> Any:
     """A worker whose model has a layer with a projection for each name."""
     model = torch.nn.Module()
     for name, count in replicas.items():
@@ -41,7 +43,7 @@ def worker(rank: int, ranks: int, groups: list[Any], replicas: dict[str, int]) -
         model.add_module(name, layer)
     placed = SimpleNamespace(kv_cache_groups=groups)
     runner = SimpleNamespace(kv_cache_config=placed, get_model=lambda: model)
-    parallel = SimpleNamespace(tensor_parallel_size=ranks)
+    parallel = SimpleNamespace(tensor_parallel_size=ranks, decode_context_parallel_size=shards)
     config = SimpleNamespace(parallel_config=parallel)
     return SimpleNamespace(rank=rank, model_runner=runner, vllm_config=config)
 
@@ -70,6 +72,12 @@ def test_kv_heads_are_on_neighbouring_ranks() -> None:
 def test_a_latent_is_on_all_ranks() -> None:
     said = told(3, [group({"a.attn": MLAAttentionSpec()})], {})
     assert said[0] and len(set(said)) == 1
+
+
+def test_with_decode_context_parallelism_none_are_the_same() -> None:
+    latent = [group({"a.attn": MLAAttentionSpec()})]
+    assert same_bytes(worker(0, 4, latent, {}), layout())
+    assert same_bytes(worker(0, 4, latent, {}, shards=2), layout()) == ""
 
 
 @pytest.mark.parametrize(
