@@ -25,7 +25,7 @@ from packaging.version import Version
 
 from kvoffload_patch.integration.install import release_in_use
 from scripts import ROOT
-from scripts.matrix import features_gpu, features_releases, results
+from scripts.matrix import features_gpu, features_in_tree, features_releases, results
 from scripts.matrix.features_rows import ENGINE, MOVED, ROWS, Row
 
 FILE = ROOT / "docs" / "measured" / "features.json"
@@ -115,6 +115,7 @@ def page(
         cells = _on_a_gpu(row, gpu or []) if row.gpu and not row.tests else _here(row, found)
         lines.append(f"| {row.name} | {row.what.removesuffix(': ')} | {' | '.join(cells)} |")
     lines += features_gpu.table(gpu or [])
+    lines += features_in_tree.table()
     told_of = {
         release: {row.name: verdict(row, of.get(row.name)) for row in ROWS if row.tests}
         for release, of in (others or {}).items()

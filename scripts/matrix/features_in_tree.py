@@ -1,0 +1,59 @@
+"""What vLLM's own two connectors do with the rows of docs/features.md that the tier refuses.
+
+Read in the code of vLLM 0.32.0, and of 0.33.0 for what that has first; not run. A row is to be here
+as long as it is refused, and no longer.
+"""
+
+from __future__ import annotations
+
+_NO_MODE = "vLLM has no such mode from 0.32 on"
+_TAKEN = "nothing refuses it"
+_REPLAYSSM = "vLLM refuses it beside every KV connector"
+# By row: SimpleCPUOffloadConnector, OffloadingConnector.
+SAID: dict[str, tuple[str, str]] = {
+    "states of a kind that was not shown to come back": (
+        "taken beside full attention",
+        "taken",
+    ),
+    "states on another device than the CPU": ("taken beside full attention", "taken"),
+    "states at every block (mode all)": (_NO_MODE, _NO_MODE),
+    "states with speculative decoding": (_TAKEN, _TAKEN),
+    "states with --use-replayssm": (_REPLAYSSM, _REPLAYSSM),
+    "states beside a KV connector": ("in MultiConnector", "in MultiConnector"),
+    "hits of partial blocks": ("taken, but in lazy mode", "taken for a state's last block"),
+    "encoder-decoder models": (
+        "off: vLLM turns prefix caching off for them",
+        "an assertion ends the engine",
+    ),
+    "groups kept in host memory": (
+        "vLLM warns that it was not validated",
+        "an assertion ends the engine",
+    ),
+    "groups with a prefix replay window": (
+        "taken: such groups are not stored, and computed again",
+        "taken: such groups are not stored, and computed again",
+    ),
+    "decode context parallelism beside sliding windows": (
+        "vLLM refuses it",
+        "vLLM refuses it",
+    ),
+    "prefill context parallelism (PCP)": (_TAKEN, "taken"),
+    "elastic expert parallelism": (_TAKEN, _TAKEN),
+    "vLLM's own --kv-offloading-size": ("it is what this switches on", "likewise"),
+    "kvcached": ("kvcached says that it was not tested", "kvcached says that it was not tested"),
+}
+
+
+def table() -> list[str]:
+    """The lines of the page."""
+    lines = [
+        "",
+        "## What is refused, and vLLM's own connectors",
+        "",
+        "What they do with it was read in the code of vLLM 0.32.0 (prefix replay windows: of",
+        "0.33.0) and not run.",
+        "",
+        "| Shape or feature | SimpleCPUOffloadConnector | OffloadingConnector |",
+        "| --- | --- | --- |",
+    ]
+    return lines + [f"| {row} | {simple} | {other} |" for row, (simple, other) in SAID.items()]
