@@ -107,27 +107,25 @@ def invalid_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Metho
 # own, which costs half of one with arguments of any number.
 
 
-def _note_cached(breaker: Breaker) -> Callable[[Any, Any, int, int, int], None]:
-    """What takes a request, its blocks, and which of them were cached for it, of what size."""
-    note, events = breaker.tier.cached.append, breaker.tier.events
-    choice = breaker.tier.choice
+def _note_more(breaker: Breaker) -> Callable[[Any, Any, int, int, int], None] | None:
+    """Told of each call besides what is noted; None: nobody is."""
+    events, choice = breaker.tier.events, breaker.tier.choice
 
-    def note_all(request: Any, blocks: Any, begin: int, end: int, size: int) -> None:
-        new = blocks[begin:end]
-        note((request, new))
+    def more(request: Any, blocks: Any, begin: int, end: int, size: int) -> None:
         if events is not None:
-            events.cached(new)
+            events.cached(blocks[begin:end])
         choice.note_answers(request, blocks, begin, end, size)
 
-    def note_only(request: Any, blocks: Any, begin: int, end: int, size: int) -> None:
-        note((request, blocks[begin:end]))
-
-    return note_only if events is None and choice.decode else note_all
+    return None if events is None and choice.decode else more
 
 
 def cache_full_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
-    """`BlockPool.cache_full_blocks`: exactly the newly full blocks, for every KV cache group."""
-    note = _note_cached(breaker)
+    """`BlockPool.cache_full_blocks`: exactly the newly full blocks, for every KV cache group.
+
+    From 0.22 on it has a mask, which is None but for sliding windows and states: left out, a
+    release without it is called in the same way.
+    """
+    note, more = breaker.tier.cached.append, _note_more(breaker)
 
     def hook(
         request: Any,
@@ -136,17 +134,25 @@ def cache_full_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Me
         num_full_blocks: int,
         block_size: int,
         kv_cache_group_id: int,
+        block_mask: Any = None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         begin, end = num_cached_blocks, num_full_blocks
-        if args or kwargs:
-            group = kv_cache_group_id
-            result = wrapped(request, blocks, begin, end, block_size, group, *args, **kwargs)
+        if block_mask is None and not args:
+            if kwargs:
+                result = wrapped(
+                    request, blocks, begin, end, block_size, kv_cache_group_id, **kwargs
+                )
+            else:
+                result = wrapped(request, blocks, begin, end, block_size, kv_cache_group_id)
         else:
-            result = wrapped(request, blocks, begin, end, block_size, kv_cache_group_id)
+            rest = kv_cache_group_id, block_mask, *args
+            result = wrapped(request, blocks, begin, end, block_size, *rest, **kwargs)
         if live:
-            note(request, blocks, begin, end, block_size)
+            note((request, blocks[begin:end]))
+            if more is not None:
+                more(request, blocks, begin, end, block_size)
         return result
 
     return hook
@@ -154,7 +160,7 @@ def cache_full_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Me
 
 def cache_full_blocks_with_hashes(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`BlockPool.cache_full_blocks` up to 0.10.0, which is given the hashes as well."""
-    note = _note_cached(breaker)
+    note, more = breaker.tier.cached.append, _note_more(breaker)
 
     def hook(
         request: Any,
@@ -169,7 +175,9 @@ def cache_full_blocks_with_hashes(wrapped: Method, live: list[bool], breaker: Br
         full = num_cached_blocks, num_full_blocks, block_size
         result = wrapped(request, blocks, block_hashes, *full, *args, **kwargs)
         if live:
-            note(request, blocks, *full)
+            note((request, blocks[num_cached_blocks:num_full_blocks]))
+            if more is not None:
+                more(request, blocks, *full)
         return result
 
     return hook
