@@ -268,7 +268,8 @@ class LookupCache:
         self._by_block: dict[int, set[str]] = {}
         self._by_key: dict[Hashable, set[str]] = {}
         self._new: dict[str, LookupResult] = {}  # of this step, not in the indexes yet
-        self._reused: set[int] = set()  # GPU blocks handed out since the first of them
+        self._rests = False  # one of these rests on GPU blocks
+        self._reused: set[int] = set()  # GPU blocks handed out since the first that does
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._new or request_id in self._results
@@ -285,6 +286,8 @@ class LookupCache:
         """Remember a lookup of this step, in place of an older one."""
         self.forget(request_id)
         self._new[request_id] = result
+        if result.gpu_blocks:
+            self._rests = True
 
     def end_step(self) -> None:
         """What is left of this step's lookups is kept, unless a block was handed out meanwhile."""
@@ -300,6 +303,7 @@ class LookupCache:
                 self._by_key.setdefault(key, set()).add(request_id)
         self._new.clear()
         self._reused.clear()
+        self._rests = False
 
     def forget(self, request_id: str) -> None:
         """The request no longer waits, or must be looked up again."""
@@ -314,7 +318,7 @@ class LookupCache:
 
     def blocks_reused(self, gpu_block_ids: Iterable[int]) -> None:
         """These GPU blocks were handed out: what they held is gone."""
-        if self._new:
+        if self._rests:
             self._reused.update(gpu_block_ids)
         if self._by_block:
             for gpu_block_id in gpu_block_ids:
@@ -333,6 +337,7 @@ class LookupCache:
         for index in (self._results, self._by_block, self._by_key, self._new):
             index.clear()
         self._reused.clear()
+        self._rests = False
 
 
 def _discard(index: dict, item: Hashable, request_id: str) -> None:  # type: ignore[type-arg]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
 from kvoffload_patch.integration.engine.free_front import FreeFront
 from kvoffload_patch.integration.engine.lookup import LookupResult
@@ -23,6 +23,7 @@ class Recency:
 
     Attributes:
         used: GPU blocks, and the key of each, of prefixes that were noted.
+        parts: of each request that has not ended: the keys that it hit, loaded, computed in a step.
     """
 
     def __init__(
@@ -32,8 +33,7 @@ class Recency:
         self._manager = manager
         self._front = front
         self.used: list[tuple[list[int], list[Hashable]]] = []
-        # Of each request that has not ended: the keys that it hit, loaded, computed in a step.
-        self._parts: dict[str, list[list[Hashable]]] = {}
+        self.parts: dict[str, list[Sequence[Hashable]]] = {}
 
     def note(self, request_id: str, found: LookupResult) -> None:
         """A request hits this; loads under way may fill some of the GPU blocks."""
@@ -44,20 +44,20 @@ class Recency:
         if blocks:
             ids = [block.block_id for block in blocks]
             self.used.append((ids, [key for key in keys if key is not None]))
-        self._parts[request_id] = [part for part in (keys, found.keys) if part]
+        self.parts[request_id] = [part for part in (keys, found.keys) if part]
 
-    def computes(self, request_id: str, keys: list[Hashable]) -> None:
+    def computes(self, request_id: str, keys: Sequence[Hashable]) -> None:
         """A request computes the blocks of these keys, behind all that were noted for it."""
-        parts = self._parts.get(request_id)
+        parts = self.parts.get(request_id)
         if parts is None:
-            self._parts[request_id] = [keys]
+            self.parts[request_id] = [keys]
         else:
             parts.append(keys)
 
     def ended(self, request_ids: Iterable[str]) -> None:
         """These requests have ended; some may be unknown here."""
         for request_id in request_ids:
-            parts = self._parts.pop(request_id, ())
+            parts = self.parts.pop(request_id, ())
             # What was used or stored at once is together as it is.
             if len(parts) > 1:
                 # Some may have been computed twice, as after a preemption.
@@ -75,4 +75,4 @@ class Recency:
     def clear(self) -> None:
         """Forget what was noted."""
         self.used.clear()
-        self._parts.clear()
+        self.parts.clear()

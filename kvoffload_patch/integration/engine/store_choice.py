@@ -73,7 +73,7 @@ class StoreChoice:
             scheduled: requests of the step, by id.
         """
         computed = dict[Hashable, int]()
-        computes = self._recency.computes
+        parts, computes = self._recency.parts, self._recency.computes
         for request, blocks in cached:
             request_id, sampling = request.request_id, request.sampling_params
             # A request preempted within this very schedule() never computes its blocks.
@@ -85,7 +85,10 @@ class StoreChoice:
                 (block,) = blocks
                 key = block.block_hash
                 computed[key] = block.block_id
-                computes(request_id, [key])
+                if request_id in parts:  # as of all but those that begin: a call less
+                    parts[request_id].append((key,))
+                else:
+                    computes(request_id, (key,))
             else:
                 keys = [block.block_hash for block in blocks]
                 computed.update(zip(keys, [block.block_id for block in blocks]))

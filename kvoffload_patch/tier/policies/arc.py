@@ -40,6 +40,8 @@ class ArcPolicy:
         self._lists.grow(len(self._key_of))
 
     def miss(self, keys: Iterable[Hashable]) -> None:
+        if not self._lost:
+            return
         missed = tuple(keys)
         if self._lost.keys().isdisjoint(missed):
             return

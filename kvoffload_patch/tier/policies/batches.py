@@ -148,15 +148,10 @@ class BatchLists:
 
 
 def fill(values: list[int], slots: Sequence[int], value: int) -> None:
-    """Set the values of these slots, each of which is there once; mostly they are neighbours."""
-    if not slots:
-        return
-    count, first, last = len(slots), slots[0], slots[-1]
-    step = 1 if first <= last else -1
-    if step * (last - first) == count - 1 and [*slots] == [*range(first, last + step, step)]:
-        begin = min(first, last)
-        values[begin : begin + count] = [value] * count
-        return
+    """Set the values of these slots.
+
+    One by one: to find out whether they are neighbours, and could be set as a slice, takes longer.
+    """
     for slot in slots:
         values[slot] = value
 

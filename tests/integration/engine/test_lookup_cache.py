@@ -164,3 +164,20 @@ def test_clearing_within_a_step_leaves_no_residue() -> None:
     cache.blocks_reused([1])
     cache.clear()
     assert_empty(cache)
+
+
+def test_what_is_handed_out_is_kept_only_for_a_lookup_that_rests_on_a_block() -> None:
+    """A prompt of which nothing is found takes many blocks."""
+    cache = LookupCache()
+    cache.put("a", found(missing=("x",)))
+    cache.blocks_reused([1, 2])
+    assert cache._reused == set()
+    cache.put("b", found((1, 3)))
+    cache.blocks_reused([4, 3])
+    assert cache._reused == {3, 4}
+    cache.end_step()
+    assert cache.get("a", 100) is not None, "it rests on no block"
+    assert cache.get("b", 100) is None, "it rests on one that was handed out"
+    cache.put("c", found(missing=("x",)))
+    cache.blocks_reused([5])
+    assert cache._reused == set()
