@@ -151,7 +151,7 @@ def _chosen(text: str | None) -> list[str]:
     cannot = {name: why for name in names if (why := modes.unavailable(name, vllm, gpu))}
     if cannot and text is not None:
         raise BenchRefused(f"--modes: {'; '.join(cannot.values())}; leave it out.")
-    for why in cannot.values():
+    for why in cannot.values() if vllm else ():  # without vLLM that is what is said
         _say(f"left out: {why}.")
     return [name for name in dict.fromkeys(names) if name not in cannot]
 

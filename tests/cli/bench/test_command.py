@@ -100,6 +100,14 @@ def test_modes_that_cannot_run_are_left_out(fake: Path, capsys: Any) -> None:
     assert "left out: OffloadingConnector needs a GPU." in capsys.readouterr().err
 
 
+def test_without_vllm_that_is_all_that_is_said(
+    fake: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command.modes, "installed", lambda: (None, False))
+    assert command._chosen(None) == ["off", "on"]
+    assert capsys.readouterr().err == ""
+
+
 def test_help_has_examples(capsys: Any) -> None:
     with pytest.raises(SystemExit) as caught:
         main.main(["bench", "--help"])
