@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from kvoffload_patch import launch_token
 from kvoffload_patch.launch_token import ATTACHED, DECIDED, VARIABLE, confirmed
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
@@ -50,3 +51,35 @@ def test_a_process_and_its_forks_have_confirmed_and_a_program_has_not() -> None:
 def test_without_a_token_that_can_be_shown_nothing_happens(token: str) -> None:
     own, _, _ = maps(DECIDED, ATTACHED, token=token)
     assert "kvoffload" not in own
+
+
+def test_a_launch_is_told_why_engines_were_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    launch_token.tell("nobody launched this")
+    token = os.urandom(8).hex()
+    monkeypatch.setenv(VARIABLE, token)
+    launch_token.tell("nobody listens yet")
+    heard = launch_token.listen(token)
+    assert heard is not None
+    with heard:
+        assert launch_token.listen(token) is None, "a launch within a launch"
+        assert launch_token.told(heard) == []
+        for text in ("one\nsentence.", "x" * 10_000, "one sentence.", "\ud800"):
+            launch_token.tell(text)
+        monkeypatch.setenv(VARIABLE, "another")
+        launch_token.tell("of another launch")
+        assert launch_token.told(heard) == ["one sentence.", "x" * 4096, "?"]
+        for _ in range(10_000):  # more than it takes; the engine does not wait
+            launch_token.tell("more")
+
+
+def test_only_this_user_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    token = os.urandom(8).hex()
+    monkeypatch.setenv(VARIABLE, token)
+    heard = launch_token.listen(token)
+    assert heard is not None
+    with heard:
+        launch_token.tell("mine")
+        user = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+        assert launch_token.told(heard) == []

@@ -31,7 +31,7 @@ MAKES = {
     "control/listener.py": {"bind"},
     "integration/shared_slots.py": {"memfd_create"},
     "integration/slot_counts.py": {"open"},
-    "launch_token.py": {"memfd_create"},
+    "launch_token.py": {"bind", "memfd_create"},  # a socket without a file
 }
 MAKERS = {
     "mkdir", "makedirs", "mkstemp", "mkdtemp", "TemporaryDirectory", "NamedTemporaryFile",

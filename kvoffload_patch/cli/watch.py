@@ -5,6 +5,9 @@ those of the command. A process beside it, of its own session, reads /proc until
 command has confirmed the launch's token, and ends then. A vLLM in which our code did not run (a
 wrapper with another Python, or one that drops the environment) cannot say so itself: it is ended.
 
+An engine that our code refused says so in the middle of what vLLM prints. It tells the watch as
+well, which says it again when the command has ended.
+
 Not seen: processes of other users, and those that the command leaves behind when it ends.
 """
 
@@ -16,6 +19,7 @@ import re
 import select
 import shlex
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -48,10 +52,13 @@ def start(command: Sequence[str], token: str) -> None:
         raise OSError("no named memory in /proc/self/maps")
     alive = os.pidfd_open(os.getpid())
     pid = os.getpid()
+    told = launch_token.listen(token)
     child = os.fork()
     if child == 0:
-        _detach_and_watch(Watch(pid, alive, command, token))
+        _detach_and_watch(Watch(pid, alive, command, token, told))
     os.close(alive)
+    if told is not None:
+        told.close()
     os.waitpid(child, 0)
 
 
@@ -70,16 +77,21 @@ def _detach_and_watch(watch: Watch) -> NoReturn:
 class Watch:
     """One command, by its process id, and a pidfd of it that tells when it has ended."""
 
-    def __init__(self, pid: int, alive: int, command: Sequence[str], token: str) -> None:
+    def __init__(
+        self, pid: int, alive: int, command: Sequence[str], token: str, told: socket.socket | None
+    ) -> None:
         self._pid = pid
         self._alive = alive
         self._command = _brief(command)
         self._token = token
+        self._told = told  # by engines that were refused
 
     def run(self) -> None:
         """Return when an engine has attached or the command has ended."""
         self._let_go()
         self._look()
+        for refusal in launch_token.told(self._told) if self._told is not None else ():
+            print(refusal, file=sys.stderr, flush=True)
         if os.getppid() == self._pid:  # the command reaps orphans, or rather does not: wait for it
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             self._ended(None)
@@ -91,8 +103,9 @@ class Watch:
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)
         os.dup2(null, 1)
+        kept = {0, 1, 2, self._alive, self._told.fileno() if self._told is not None else 2}
         for name in os.listdir("/proc/self/fd"):
-            if int(name) > 2 and int(name) != self._alive:
+            if int(name) not in kept:
                 with contextlib.suppress(OSError):  # that of listdir itself is closed
                     os.close(int(name))
 

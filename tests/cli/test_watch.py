@@ -287,3 +287,24 @@ def test_vllms_compiled_code_is_known(kernels: str) -> None:
     assert watch._KERNELS.search(line.format(kernels) + line.format("b.so"))
     for foreign in ("vllm/lib/torch/_C.so", "vllm/fast.so", "xvllm/_C.so", "vllm/_C.so (deleted)"):
         assert not watch._KERNELS.search(line.format(foreign))
+
+
+REFUSED = """\
+import sys
+from kvoffload_patch import launch_token
+launch_token.tell("kvoffload_patch: expected one thing, found another; do a third.")
+print("what vLLM prints after it", file=sys.stderr)
+sys.exit(1)
+"""
+
+
+def test_why_an_engine_was_refused_is_the_last_line(box: Sandbox, launch: Launch) -> None:
+    box.command("refused", REFUSED)
+    status, _, said = launch("refused").end()
+    assert (status, said.splitlines()[-2:]) == (
+        1,
+        [
+            "what vLLM prints after it",
+            "kvoffload_patch: expected one thing, found another; do a third.",
+        ],
+    )

@@ -50,6 +50,7 @@ def attach(engine_core: Any, vllm_config: Any) -> None:
     except Exception as error:
         refusal = as_given(_sentence(error))
         if _is_strict():
+            launch_token.tell(f"kvoffload_patch: {refusal}")
             raise TierRefused(f"kvoffload_patch: {refusal}") from error
         logger.error("kvoffload_patch: %s Serving without the CPU tier.", refusal)
         metrics.tell_off(engine_core, REFUSED, refusal)

@@ -146,6 +146,8 @@ def test_whatever_raises_is_a_refusal(
     mini, executor = Mini(tier=False), Executor()
     before = mini.changed()
     monkeypatch.setenv("KVOFFLOAD_STRICT", str(int(strict)))
+    told: list[str] = []
+    monkeypatch.setattr(attach_module.launch_token, "tell", told.append)
     owner, name = FAILING[what]
 
     def fail(*_: Any, **__: Any) -> None:
@@ -157,9 +159,11 @@ def test_whatever_raises_is_a_refusal(
             with pytest.raises(TierRefused, match="found AttributeError") as refusal:
                 attach(engine(mini, executor), mini.config)
             text = str(refusal.value)
+            assert told == [text], "the launch says it last"
         else:
             attach(engine(mini, executor), mini.config)
             (text,) = log
+            assert told == []
             assert text.endswith("Serving without the CPU tier.")
     assert "(something that has another name); report it" in text and "\n" not in text
     assert "open_rank" not in executor.calls, "memory was taken before this was tried"
