@@ -8,11 +8,10 @@ import sys
 
 TIMES = 10
 
-# One process imports torch, and its forks end as any process does that Python ends.
+# One process imports what is needed, and its forks end as any process does that Python ends.
 _TRIALS = """
 import os, sys, time
-from types import SimpleNamespace
-import torch
+{imports}
 
 def trial():
 {trial}
@@ -30,11 +29,16 @@ else:
 """
 
 
-def exits(trial: str) -> list[int]:
-    """What `os.waitpid` says of each process that runs these lines, and ends soon after."""
+def exits(trial: str, imports: str = "import torch") -> list[int]:
+    """What `os.waitpid` says of each process that runs these lines, and ends soon after.
+
+    Args:
+        trial: lines of a function.
+        imports: lines before it, run once.
+    """
     lines = "".join(f"    {line}\n" for line in trial.splitlines())
     done = subprocess.run(
-        [sys.executable, "-c", _TRIALS.format(trial=lines, times=TIMES)],
+        [sys.executable, "-c", _TRIALS.format(trial=lines, times=TIMES, imports=imports)],
         capture_output=True, text=True, timeout=120, check=True,
         env={"PYTHONPATH": ":".join(sys.path)},
     )  # fmt: skip

@@ -283,6 +283,7 @@ def test_a_watch_that_cannot_look_says_so_and_leaves_copies_alone(
 
 def test_a_process_may_end_while_it_looks() -> None:
     trial = """
+from types import SimpleNamespace
 from kvoffload_patch.transfer import deadline
 deadline.DEADLINE_PERIOD_S = 0
 memory = torch.zeros(64, dtype=torch.uint8)

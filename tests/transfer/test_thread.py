@@ -379,6 +379,7 @@ def test_a_large_load_does_not_keep_a_store_waiting(on_streams: OnStreams) -> No
 
 def test_a_process_may_end_while_the_thread_enqueues() -> None:
     trial = """
+from types import SimpleNamespace
 from kvoffload_patch.transfer.thread import CopyThread
 memory = torch.zeros(64, dtype=torch.uint8)
 def top_up(ahead):
