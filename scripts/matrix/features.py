@@ -72,9 +72,10 @@ def verdict(row: Row, result: dict[str, Any] | None) -> str:
     """What a row's result comes to, in words; never empty."""
     if not row.tests:
         return "not shown: no test runs it"
-    if result is None or not result["tests"]:
+    # Those that the row had when it was run, and has no more, say nothing of it.
+    tests = [test for test in result["tests"] if _is_of(test, row)] if result else []
+    if not tests:
         return "not run yet"
-    tests = result["tests"]
     outcomes = [test["outcome"] for test in tests]
     bad = next((test for test in tests if test["outcome"] in ("failure", "error")), None)
     if bad is not None:
@@ -127,9 +128,10 @@ def page(
 def _here(row: Row, found: dict[str, dict[str, Any]]) -> tuple[str, str, str]:
     """Release, date and verdict of a row's tests."""
     result = found.get(row.name)
-    if not row.tests or result is None or not result["tests"]:
-        return "none", "none", verdict(row, result)
-    return result["release"], result["date"], verdict(row, result)
+    said = verdict(row, result)
+    if result is None or said.startswith("not run yet"):
+        return "none", "none", said
+    return result["release"], result["date"], said
 
 
 def _on_a_gpu(row: Row, gpu: list[dict[str, Any]]) -> tuple[str, str, str]:

@@ -46,6 +46,7 @@ def test_every_row_names_tests_that_are_there() -> None:
         (result({"outcome": "skipped", "why": "Skipped: no V2"}), "not run: no V2"),
         (result({"outcome": "passed", "refusal": "expected a"}), "refused: expected a"),
         (result(), "not run yet"),
+        (result({"test": "tests/x.py::test_that_the_row_had", "outcome": "passed"}), "not run yet"),
         (None, "not run yet"),
     ],
 )

