@@ -103,7 +103,7 @@ KINDS = [
     Kind("graphs", "full", GRAPHS),
     Kind("graphs, windows", "windows", GRAPHS, groups=2),
     # 288 blocks of two groups have room for 1,152 tokens, says vLLM 0.26.0.
-    Kind("graphs, chunks", "chunks", {**GRAPHS, "max_model_len": 1024}, groups=2),
+    Kind("graphs, chunks", "chunks", {**GRAPHS, "max_model_len": 1024}, groups=4),
     Kind("mla", "mla", MLA),
     _drafts("ngram", runners=("v1",)),
     _drafts("eagle3"),

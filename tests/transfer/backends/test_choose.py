@@ -218,7 +218,7 @@ def test_the_cpu_device_has_one(choice: str) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("choice", backends.NAMES)
+@pytest.mark.parametrize("choice", CudaDevice.backends)
 def test_each_works_on_a_device(choice: str) -> None:
     check("cuda", choice, [choice])
 
