@@ -41,6 +41,11 @@ def _options(block_size: int, gpu_blocks: int) -> list[str]:
     ]  # fmt: skip
 
 
+def _with_root() -> str:
+    """PYTHONPATH, on which a vLLM of its own may lie, behind this tree."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
 class Server(server.Server):
     """One server, ready within the ``with``.
 
@@ -65,7 +70,7 @@ class Server(server.Server):
         ]  # fmt: skip
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("KVOFFLOAD_", "VLLM_"))}
         env = {
-            **kept, **(tier or {}), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1",
+            **kept, **(tier or {}), "PYTHONPATH": _with_root(), "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
