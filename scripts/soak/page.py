@@ -41,51 +41,89 @@ measure of what the other one may.
 FAULTS = (
     (
         "a copy is refused or raises",
-        "beside the step: recomputed; promised: the engine ends before a token",
+        "beside the step: recomputed; promised: the engine ends before a token; 8 within "
+        "60 s: the tier is detached",
+        "at once",
         "`tests/engine/test_failures.py`, `tests/transfer/test_queue.py`",
     ),
     (
         "a copy never ends",
-        "60 s without progress: it has failed, or the engine ends with a sentence",
+        "it has failed, or the engine ends with a sentence; on the CPU a copy is part of "
+        "its step, and holds it up",
+        "60 s without progress",
         "`tests/transfer/test_deadline.py`",
     ),
     (
         "a bit changes, a store never arrived, slots are mixed up",
         '[copies.md](copies.md), "Checksums"',
+        "at the load",
         "`tests/transfer/backends/test_checksums.py`, `tests/engine/test_failures.py`",
     ),
     (
         "the tier's own code raises",
         "it is detached, the engine serves on",
+        "that step",
         "`tests/engine/test_failures.py`",
     ),
     (
         "memory runs out, or the driver refuses, while the tier grows",
         "it keeps what it has",
+        "at once",
         "`tests/transfer/memory/test_growth.py`",
     ),
     (
         "opening a rank fails part-way",
         "refused, and no thread, descriptor, mapping or shared file is left",
+        "1,800 s for a rank that does not answer",
         "`tests/integration/worker/test_tier.py`",
     ),
-    ("a rank dies", "vLLM's own error, which names it", "`tests/engine/test_processes.py`"),
+    (
+        "a rank dies",
+        "vLLM's own error, which names it",
+        "vLLM's; 300 s where the tier waits for a rank's answer",
+        "`tests/engine/test_processes.py`",
+    ),
     (
         "`/dev/shm` is full, unwritable, absent or not shared",
         "ranks wait for all their slots before the engine serves",
+        "at the start",
         "`tests/integration/test_slot_counts.py`",
     ),
-    ("a cgroup's limit", "the size respects it, 1 GiB stays free", "`tests/test_memory.py`"),
+    (
+        "a cgroup's limit",
+        "the size respects it, 1 GiB stays free, and more is refused with its name",
+        "at the start",
+        "`tests/test_memory.py`; a real engine in a real cgroup: `tests/engine/test_faults.py`",
+    ),
     (
         "any bytes as a variable, a patch file or a control message",
         "a value, or the one error that is documented; soon, and in little memory",
+        "2 s for a client's question",
         "`tests/scripts/soak/test_fuzz.py`, `python scripts/soak fuzz`",
     ),
-    ("the clock is set", "nothing: no interval is measured by it", "`tests/test_constants.py`"),
     (
-        "SIGTERM, SIGINT, SIGKILL while starting, streaming, idle",
+        "the clock is set, by hours and back",
+        "nothing: no interval is measured by it",
+        "none",
+        "`tests/engine/test_faults.py`, `tests/test_constants.py`",
+    ),
+    (
+        "SIGTERM, SIGINT, SIGKILL of the server or the engine while starting, streaming, idle",
         "as with plain vLLM",
+        "30 s: what takes longer hangs, as plain vLLM does in places",
         '`python scripts/soak signals`: "Signals"',
+    ),
+    (
+        "SIGKILL of a worker",
+        "as a rank that dies",
+        "as there",
+        "`tests/engine/test_processes.py`",
+    ),
+    (
+        "weights change, in sleep or by RPC",
+        "what was held is forgotten, or waits for a reset",
+        "before the next lookup",
+        "`tests/engine/test_sleep.py`",
     ),
 )
 
@@ -196,8 +234,12 @@ def text(runs: dict[str, dict[str, Any]]) -> str:
     parts = [section(name, found) for name, found in runs.items()]
     parts += map(signals_section, sent.values())
     rows = "".join(f"| {' | '.join(row)} |\n" for row in FAULTS)
-    faults = "## Faults, and what shows them\n\n| Fault | What happens | Shown by |\n"
-    return HEAD.format(tie=TIE) + note + "\n".join([*parts, f"{faults}| --- | --- | --- |\n{rows}"])
+    faults = "## Faults, and what shows them\n\n| Fault | What happens | Deadline | Shown by |\n"
+    return (
+        HEAD.format(tie=TIE)
+        + note
+        + "\n".join([*parts, f"{faults}| --- | --- | --- | --- |\n{rows}"])
+    )
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ def run(
     late: int | str = 0,
     way: str = "command",
     warm: WarmProcesses | None = None,
+    prefix: Sequence[str] = (),
     **extra: str,
 ) -> Run:
     """Play scenarios on an engine.
@@ -96,6 +98,7 @@ def run(
             for the start-up file; ``plugin``: the same, with the start-up file's hook taken out.
         late: how late copies happen, see `late_copies`.
         warm: processes to fork from; None: start a new one.
+        prefix: of the command line of a new one.
         extra: more environment variables.
     """
     spec = {"engine": engine, "scenarios": scenarios, "late": late, "way": way}
@@ -105,7 +108,7 @@ def run(
     else:
         command, env = _command(json.dumps(spec), tier, way)
         done = subprocess.run(
-            command,
+            [*prefix, *command],
             env={**env, **extra},
             cwd=ROOT,
             text=True,
