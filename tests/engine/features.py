@@ -74,3 +74,29 @@ def images(stage: Stage) -> dict[str, Any]:
             answers += tokens_of(outputs)
             stage.push_out(180 + turn)
     return {"tokens": answers, "cached": cached, "placeholders": len(outputs[0].prompt_token_ids)}
+
+
+def both_kinds(stage: Stage) -> dict[str, Any]:
+    """A prefix that has left the GPU comes again, twice, with another end each time.
+
+    ``external``: tokens of these that a connector has brought.
+    """
+    prefix = prompts(22, 1, 4 * 128)[0]
+    stage.play([prefix + [7]], max_tokens=1)
+    tails, answers, cached, loaded = prompts(23, 2, 31), [], [], 0
+    external = 0
+    for turn, tail in enumerate(tails):
+        stage.push_out(220 + turn)
+        before = stage.tier_stats()["loaded"], stage.counter("vllm:external_prefix_cache_hits")
+        outputs = stage.play([prefix + tail])
+        answers += tokens_of(outputs)
+        cached += cached_of(outputs)
+        loaded += stage.tier_stats()["loaded"] - before[0]
+        external += stage.counter("vllm:external_prefix_cache_hits") - before[1]
+    return {"tokens": answers, "cached": cached, "blocks_loaded": loaded, "external": external}
+
+
+def prefill_side(stage: Stage) -> dict[str, int]:
+    """Counters of the tier where prompts are computed for another engine."""
+    found: dict[str, int] = stage.llm.prefill_stats()
+    return found

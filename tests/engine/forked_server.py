@@ -1,15 +1,23 @@
 """vLLM's command line whose engine cores are forked: ``python forked_server.py serve MODEL ...``.
 
 Each would be spawned, and import vLLM once more. API servers are: vLLM leaves no choice there.
+TEST_LATE: how late copies happen, see `late_copies`.
 """
 
 from __future__ import annotations
+
+import os
 
 import driver
 
 
 def main() -> None:
     """Run the command line of this process."""
+    late = int(os.environ.get("TEST_LATE", "0"))
+    if late:
+        import late_copies
+
+        late_copies.install(late)
     driver.change_platform(async_scheduling=False, fork_workers=True)
     from vllm.entrypoints.cli.main import main as vllm_main
 

@@ -1,0 +1,100 @@
+"""The second node of an engine: `vllm serve --headless`, on what looks like a host of its own.
+
+It has a host name, processes and shared memory of its own, and the network of this machine.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from engine import engines, release
+
+from kvoffload_patch.cli.bench.server import HOST, free_port
+
+NAME = "second-node"
+_APART = ["unshare", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+_ARRIVE = f'hostname {NAME} && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+_END_S = 10.0
+
+
+def why_not() -> str:
+    """Why there can be no second node here; empty if there can."""
+    if "nnodes" not in release.source("config/parallel.py"):
+        return "vLLM of this release has one node only, without Ray"
+    if shutil.which("unshare") is None:
+        return "this system has no unshare"
+    tried = subprocess.run([*_APART, "sh", "-c", _ARRIVE, "sh", "true"], capture_output=True)
+    return "" if tried.returncode == 0 else "this user may make no host name of its own"
+
+
+class SecondNode:
+    """There within the ``with``.
+
+    Args:
+        engine: arguments of the first node's `vllm.LLM`, but for those of `first`.
+        log: file for what it prints.
+        tier: KVOFFLOAD_* variables; None: plain vLLM.
+        late: how late copies happen, see `late_copies`.
+    """
+
+    def __init__(
+        self, engine: dict[str, Any], log: Path, tier: dict[str, str] | None, late: int = 0
+    ) -> None:
+        port = str(free_port())
+        through = [sys.executable, "-m", "kvoffload_patch"] if tier is not None else []
+        self._command = [
+            *_APART, "sh", "-c", _ARRIVE, "sh",
+            *through, sys.executable, str(Path(__file__).parent / "forked_server.py"), "serve",
+            engine["model"], "--headless", "--node-rank", "1", *_both(port), *_as_driver(),
+        ]  # fmt: skip
+        self._env = engines.environment(
+            **(tier or {}), VLLM_HOST_IP=HOST, TEST_LATE=str(late), **release.environment(2)
+        )
+        self._log = log
+        self.first = {
+            **engine, "tensor_parallel_size": 2, "nnodes": 2, "node_rank": 0,
+            "master_addr": HOST, "master_port": int(port),
+        }  # fmt: skip
+
+    def __enter__(self) -> SecondNode:
+        with self._log.open("wb") as out:
+            self._process = subprocess.Popen(
+                self._command, env=self._env, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait(_END_S)
+
+
+def _both(port: str) -> list[str]:
+    return [
+        "--tensor-parallel-size", "2", "--nnodes", "2", "--master-addr", HOST,
+        "--master-port", port,
+    ]  # fmt: skip
+
+
+def _as_driver() -> list[str]:
+    """What `driver` gives its engines."""
+    return [
+        "--skip-tokenizer-init", "--num-gpu-blocks-override", "24", "--enforce-eager",
+        "--max-model-len", "2048", "--dtype", "float32", "--seed", "0",
+        "--block-size", str(release.block_size()),
+    ]  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """What the first node's environment has besides."""
+    return {"VLLM_HOST_IP": HOST, "TEST_FORK_WORKERS": "1"}

@@ -1,0 +1,47 @@
+"""One engine on two nodes, by vLLM's own executor: each runs one of two tensor-parallel ranks.
+
+The second is on what looks like a host of its own, which shares nothing with the first but network.
+"""
+
+from __future__ import annotations
+
+import pytest
+from engine import engines, nodes
+from engine.report import assert_same
+
+pytestmark = pytest.mark.features
+PLAYED = ["setup", "conversations", "reset"]
+TIER = {"KVOFFLOAD_CPU_GIB": "0.25"}
+FORKED = {"TEST_FORK_WORKERS": "1"}
+
+
+@pytest.fixture(autouse=True)
+def _possible():
+    if nodes.why_not():
+        pytest.skip(nodes.why_not())
+
+
+@pytest.mark.parametrize("kind", ["a KV head each", "the same bytes"])
+def test_a_rank_on_another_host_answers_the_same(real, tmp_path, kind):
+    model = {"model": real.model if kind == "a KV head each" else real.one_kv_head}
+    off = real.off(PLAYED, {**model, "tensor_parallel_size": 2}, **FORKED)
+    # What the second node is given besides the switch does not count.
+    other = {"KVOFFLOAD_CPU_GIB": "0.001", "KVOFFLOAD_LOAD_MODE": "inline"}
+    with nodes.SecondNode(model, tmp_path / "log", other, late=3) as second:
+        mode = {"KVOFFLOAD_LOAD_MODE": "parked"}
+        on = real.on(PLAYED, second.first, {**TIER, **mode}, late=3, **nodes.environment())
+    for name in PLAYED[1:]:
+        assert_same(on[name], off[name])
+    assert off["conversations"]["cached"] == 0
+    assert on["conversations"]["tier"]["loaded"] > 0.9 * engines.evicted_tokens() // 128
+    assert "one copy for ranks" not in on.log
+    said = "ranks on 2 hosts hold the same bytes, and each host keeps a copy of them"
+    assert (said in on.log) == (kind == "the same bytes")
+    # A quarter of a GiB over both, each slot once on each host.
+    assert on["setup"]["slots"] == (1 << 28) // (2 * _slot_bytes(kind))
+
+
+def _slot_bytes(kind: str) -> int:
+    layers, head, tokens, float32, keys_and_values = 4, 32, 128, 4, 2
+    heads = 2 if kind == "a KV head each" else 1
+    return layers * heads * head * tokens * float32 * keys_and_values
