@@ -11,7 +11,7 @@ from kvoffload_patch.tier.entries import Keys, LinkTickets, Slots, tickets_of
 from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
 from kvoffload_patch.tier.policies.batches import fill
 from kvoffload_patch.tier.policy import EvictionPolicy
-from kvoffload_patch.tier.queues import EndedRequests, StoreQueue
+from kvoffload_patch.tier.queues import Ended, EndedRequests, StoreQueue
 from kvoffload_patch.tier.slots import SlotPool
 from kvoffload_patch.tier.state import TierState
 
@@ -32,17 +32,21 @@ class OffloadManager(TierState):
         found = filter(self._slot_of.__contains__, reversed(keys))
         self._policy.hit(list(map(self._slot_of.__getitem__, found)))
 
-    def request_ended(self, keys: Keys) -> None:
-        """A request that used and stored these, given head first, has ended.
+    def request_ended(self, keys: Keys, together: bool = True, in_order: bool = True) -> None:
+        """A request has ended; what it means is done once its copies are.
 
-        Its blocks were stored in several steps. Once the last of them is stored, they are put
-        together, so that its tail is evicted before its head.
+        Args:
+            keys: that it used and stored, head first.
+            together: whether in several steps; then they are put together.
+            in_order: whether each is worth nothing without the one before it, so that a tail is
+                evicted before its head from now on, and first of all where its head is missing.
         """
-        if self._exclusive is not None:
+        if self._exclusive is None:
+            last = self._stores.last, self._loads.last
+            self._ended.add(Ended(keys, together, in_order, *last))
+            self._tell_ended()
+        elif together:
             self._exclusive.ended(keys)
-        else:
-            self._ended.add(keys, self._stores.last)
-            self._ended.regroup(self._stores.done, self._slot_of, self._policy)
 
     def hit_on_gpu(
         self,
@@ -156,6 +160,8 @@ class OffloadManager(TierState):
         written = self._store_to[slot] > self._stores.done
         if not written:
             self._policy.remove((slot,))
+        elif self._prefixes is not None:
+            self._prefixes.forget((slot,))
         if written or self._held.is_read(slot):
             self._held.forget((slot,))  # the transfer gives it back when it is done
         else:
@@ -244,7 +250,7 @@ class OffloadManager(TierState):
                     readable += self._finish_store(keys, slots)
         if result.num_slots is not None and result.sizing == self._sizing:
             self._grow(result.num_slots, result.growing)
-        self._ended.regroup(self._stores.done, self._slot_of, self._policy)
+        self._tell_ended()
         return readable
 
     def clear(self) -> None:
@@ -284,14 +290,6 @@ class OffloadManager(TierState):
 
     # Inside
 
-    def _often_used(self, blocks: Mapping[Hashable, int]) -> Mapping[Hashable, int]:
-        """Those of these, which could be stored now, that were used often enough for it."""
-        if self._uses is None or not blocks:
-            return blocks
-        enough = self._uses.enough(blocks)
-        self.stats.few_uses += len(blocks) - len(enough)
-        return enough
-
     def _grow(self, num_slots: int, growing: bool) -> None:
         """So many slots are usable, and more are to come or not."""
         self._growing = growing
@@ -303,17 +301,11 @@ class OffloadManager(TierState):
 
     def _begin_policy(self, num_slots: int) -> None:
         """A new policy for so many slots, and for what can be evicted now, in its order."""
-        in_order = self._policy.evict(self.num_slots)
+        order = self._prefixes
+        in_order = self._policy.evict(self.num_slots) if order is None else order.take_all()
         self._count_slots(num_slots)
-        self._policy = self._make_policy()
+        self._policy = self._make_policy(order)
         self._policy.insert(in_order)
-
-    def _count_slots(self, num_slots: int) -> None:
-        """There are so many slots from now on."""
-        self.num_slots = num_slots
-        del self._key_of[num_slots:], self._store_to[num_slots:]
-        self._key_of += [None] * (num_slots - len(self._key_of))
-        self._store_to += [0] * (num_slots - len(self._store_to))
 
     def _plan_store(
         self,

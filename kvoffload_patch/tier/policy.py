@@ -16,7 +16,8 @@ class EvictionPolicy(Protocol):
 
     It is made with a list of the key of each slot, which the tier keeps up to date. Slots come in
     the order of their use: the last is the most recent. Of a prefix that is its head, so that a
-    prefix leaves from its tail.
+    prefix leaves from its tail. With `eager`, whatever a policy chooses, `tier/prefixes.py` lets
+    nothing leave that something else rests on, as far as prefixes are known.
     """
 
     def grow(self) -> None:

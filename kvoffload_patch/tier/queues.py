@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from kvoffload_patch.tier.entries import Keys
-from kvoffload_patch.tier.policy import EvictionPolicy
+from kvoffload_patch.tier.prefixes import PrefixOrder
 
 
 class StoreQueue:
@@ -92,20 +93,47 @@ def _take(
     return lost
 
 
+class Ended(NamedTuple):
+    """A request that has ended.
+
+    Attributes:
+        keys: that it used and stored, head first.
+        together: whether in several steps, so that they are put together.
+        in_order: whether each rests on the one before it.
+        last_store, last_load: tickets, the last ones planned until then.
+    """
+
+    keys: Keys
+    together: bool
+    in_order: bool
+    last_store: int
+    last_load: int
+
+
 class EndedRequests:
-    """Keys of requests that have ended, until what was stored before their end is stored."""
+    """Keys of requests that have ended, until what was stored and loaded for them is in place."""
 
     def __init__(self) -> None:
-        self._ended: deque[tuple[int, Keys]] = deque()
+        self._ended: deque[Ended] = deque()
 
-    def add(self, keys: Keys, last_store: int) -> None:
-        """A request has ended; the store planned last is this one."""
-        self._ended.append((last_store, keys))
+    def add(self, ended: Ended) -> None:
+        """A request has ended."""
+        self._ended.append(ended)
 
-    def regroup(
-        self, stores_done: int, slot_of: Mapping[Hashable, int], policy: EvictionPolicy
+    def tell(
+        self, stores_done: int, loads_done: int, slot_of: Mapping[Hashable, int], order: PrefixOrder
     ) -> None:
-        """Put together the blocks of those whose stores are done."""
-        while self._ended and self._ended[0][0] <= stores_done:
-            _, keys = self._ended.popleft()
-            policy.regroup([slot_of[key] for key in reversed(keys) if key in slot_of])
+        """Tell of those whose copies are done."""
+        while self._ended:
+            keys, together, in_order, last_store, last_load = self._ended[0]
+            if last_store > stores_done or last_load > loads_done:
+                return
+            self._ended.popleft()
+            slots: list[Any] = list(map(slot_of.get, keys))
+            whole = slots.index(None) if None in slots else len(slots)
+            found = [slot for slot in slots if slot is not None] if whole < len(slots) else slots
+            if in_order:
+                order.ended(found[:whole], together)
+                order.orphaned(found[whole:][::-1])
+            else:
+                order.regroup(found[::-1])

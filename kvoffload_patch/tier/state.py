@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from kvoffload_patch.links import CPU, LOAD, STORE, Link
 from kvoffload_patch.tier.entries import HeldSlots, LinkTickets
 from kvoffload_patch.tier.exclusive import Exclusive
 from kvoffload_patch.tier.plan import Transfer, TransferResult
 from kvoffload_patch.tier.policy import EvictionPolicy
+from kvoffload_patch.tier.prefixes import PrefixOrder
 from kvoffload_patch.tier.queues import EndedRequests, StoreQueue
 from kvoffload_patch.tier.slots import SlotPool
 from kvoffload_patch.tier.stats import TierStats
@@ -119,8 +120,40 @@ class TierState:
 
     # Inside
 
-    def _make_policy(self) -> EvictionPolicy:
+    def _make_policy(self, before: PrefixOrder | None = None) -> EvictionPolicy:
+        """A new policy, behind what knows of prefixes already, if there is such."""
         policy = self._new_policy(self._key_of)
-        eager = self._store_policy == "eager"
-        self._exclusive = None if eager else Exclusive(policy, self._key_of, self._slot_of)
-        return self._exclusive or policy
+        self._exclusive, self._prefixes = None, before
+        if before is not None:
+            before.policy = policy
+            return before
+        if self._store_policy == "eager":
+            self._prefixes = PrefixOrder(policy, self._key_of, self._is_idle)
+            return self._prefixes
+        self._exclusive = Exclusive(policy, self._key_of, self._slot_of)
+        return self._exclusive
+
+    def _tell_ended(self) -> None:
+        """Tell of prefixes whose copies are done."""
+        if self._prefixes is not None:
+            done = self._stores.done, self._loads.done
+            self._ended.tell(*done, self._slot_of, self._prefixes)
+
+    def _is_idle(self, slot: int) -> bool:
+        """Whether no transfer under way uses a slot that holds a block."""
+        return self._store_to[slot] <= self._stores.done and not self._held.is_read(slot)
+
+    def _count_slots(self, num_slots: int) -> None:
+        """There are so many slots from now on."""
+        self.num_slots = num_slots
+        del self._key_of[num_slots:], self._store_to[num_slots:]
+        self._key_of += [None] * (num_slots - len(self._key_of))
+        self._store_to += [0] * (num_slots - len(self._store_to))
+
+    def _often_used(self, blocks: Mapping[Hashable, int]) -> Mapping[Hashable, int]:
+        """Those of these, which could be stored now, that were used often enough for it."""
+        if self._uses is None or not blocks:
+            return blocks
+        enough = self._uses.enough(blocks)
+        self.stats.few_uses += len(blocks) - len(enough)
+        return enough

@@ -34,7 +34,7 @@ class TierModel:
         self.ready: set[Hashable] = set()
         self.recency: list[Hashable] = []  # readable keys, least recently used first
         self.pending: dict[int, Hashable] = {}
-        self.ended: list[tuple[int, Sequence[Hashable]]] = []  # requests, with the last store then
+        self.ended: list[tuple[int, int, Sequence[Hashable]]] = []  # with the last copies then
         self.store_of: dict[int, int] = {}  # GPU block -> its last store since it was handed out
         self.loads: list[OpenTicket] = []
         self.stores: list[OpenTicket] = []
@@ -65,7 +65,7 @@ class TierModel:
                 self.recency.append(key)
 
     def request_ended(self, keys: Sequence[Hashable]) -> None:
-        self.ended.append((self.last_store, keys))
+        self.ended.append((self.last_store, self.last_load, keys))
         self._regroup_ended()
 
     def queue_store(self, key: Hashable, gpu_block_id: int) -> None:
@@ -133,6 +133,9 @@ class TierModel:
         waiting = self._to_store(cached, {**leaving, **offered})
         chosen = [key for key in self.evictable if self.in_order or not holds(key)]
         while len(waiting) > self.capacity - len(self.used) and self.evictable:
+            if not chosen:  # what is pinned or written may rest on all that could leave
+                assert not self.in_order and self.store == "eager" and self.under_way
+                break
             self._evict(chosen.pop(0))
         fitting = list(waiting)[: self.capacity - len(self.used)]
         self.counts["dropped"] += len(waiting) - len(fitting)
@@ -184,8 +187,11 @@ class TierModel:
                     self.recency.remove(key)
 
     def _regroup_ended(self) -> None:
-        while self.ended and self.ended[0][0] <= self.stores_done:
-            self.touch(self.ended.pop(0)[1])
+        while self.ended and self._copied(*self.ended[0][:2]):
+            self.touch(self.ended.pop(0)[2])
+
+    def _copied(self, store: int, load: int) -> bool:
+        return store <= self.stores_done and load <= self.loads_done
 
     def _offered(self, computed: Mapping[Hashable, int], others: int) -> Mapping[Hashable, int]:
         """What is stored as it is computed."""

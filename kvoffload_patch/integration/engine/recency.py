@@ -34,6 +34,8 @@ class Recency:
         self._front = front
         self.used: list[tuple[list[int], list[Hashable]]] = []
         self.parts: dict[str, list[Sequence[Hashable]]] = {}
+        self._hit: set[str] = set()  # of the requests in `parts`, those that hit or loaded anything
+        self._in_order = view.in_order
 
     def note(self, request_id: str, found: LookupResult) -> None:
         """A request hits this; loads under way may fill some of the GPU blocks."""
@@ -44,7 +46,9 @@ class Recency:
         if blocks:
             ids = [block.block_id for block in blocks]
             self.used.append((ids, [key for key in keys if key is not None]))
-        self.parts[request_id] = [part for part in (keys, found.keys) if part]
+        parts = self.parts[request_id] = [part for part in (keys, found.keys) if part]
+        if parts:
+            self._hit.add(request_id)
 
     def computes(self, request_id: str, keys: Sequence[Hashable]) -> None:
         """A request computes the blocks of these keys, behind all that were noted for it."""
@@ -62,7 +66,11 @@ class Recency:
             if len(parts) > 1:
                 # Some may have been computed twice, as after a preemption.
                 keys = dict.fromkeys(key for part in parts for key in part)
-                self._manager.request_ended(list(keys))
+                keys.pop(None, None)  # of what another request's load has filled
+                self._manager.request_ended(list(keys), in_order=self._in_order)
+            elif parts and self._in_order and request_id not in self._hit:
+                self._manager.request_ended(parts[0], together=False)
+            self._hit.discard(request_id)
 
     def refresh(self) -> None:
         """Make recent what was noted since the last call."""
@@ -76,3 +84,4 @@ class Recency:
         """Forget what was noted."""
         self.used.clear()
         self.parts.clear()
+        self._hit.clear()

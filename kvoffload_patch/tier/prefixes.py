@@ -1,0 +1,257 @@
+"""The tail of a prefix leaves the tier before its head, whatever the eviction policy chooses."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import compress
+from operator import ne
+
+from kvoffload_patch.tier.policy import EvictionPolicy
+
+NONE = -1  # no slot
+
+
+class PrefixOrder:
+    """An eviction policy that asks another one, and lets nothing leave before what rests on it.
+
+    It is told the prefix of each request that has ended. A block of it that the other policy gives
+    up is due: all that rests on it leaves first, from the tail, and then the block itself, unless
+    it is used again before. What rests on a block is worth nothing without it, and every use of it
+    was a use of that block, too.
+
+    Every block has one block before it and any number behind it, of which one is kept in a list;
+    two lists that name each other are a link, anything else is none. So what left the tier needs
+    no more than that it names nobody.
+
+    Args:
+        policy: chooses what leaves.
+        key_of: of each slot, kept up to date.
+        evictable: whether a slot is neither being written nor pinned.
+
+    Attributes:
+        policy: as given; another may take its place while it has nothing.
+    """
+
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        key_of: Sequence[Hashable],
+        evictable: Callable[[int], bool],
+    ) -> None:
+        self.policy = policy
+        self._key_of = key_of
+        self._evictable = evictable
+        self._before = [NONE] * len(key_of)
+        self._behind = [NONE] * len(key_of)
+        self._others_behind: dict[int, set[int]] = {}  # where prefixes part
+        self._due: OrderedDict[int, None] = OrderedDict()
+        self._path: list[int] = []  # from the first that is due towards a tail
+
+    def take_all(self) -> list[int]:
+        """All that can leave, in that order; the policy has none of it any more."""
+        in_order = [*self._due, *self.policy.evict(len(self._before))]
+        self._due.clear()
+        self._path.clear()
+        return in_order
+
+    def orphaned(self, slots: Sequence[int]) -> None:
+        """What these rest on has left, or never came: they leave next, in this order."""
+        if not slots:
+            return
+        idle, due = list(filter(self._evictable, slots)), self._due
+        self.policy.remove([slot for slot in idle if slot not in due])
+        self._path.clear()
+        for slot in reversed(idle):
+            due[slot] = None
+            due.move_to_end(slot, last=False)
+
+    def ended(self, slots: Sequence[int], together: bool) -> None:
+        """A request has ended that used these: all of its prefix that the tier has, head first.
+
+        Args:
+            slots: each of them once.
+            together: whether to put them together; otherwise they came all at once.
+        """
+        if together:
+            self.regroup(slots[::-1])
+        if not slots:
+            return
+        before, behind = self._before, self._behind
+        first, last = slots[0], slots[-1]
+        before[first] = NONE  # so that no block comes to rest on itself
+        if _are_neighbours(slots):
+            none = [NONE] * (last - first)
+            if before[first + 1 : last + 1] == none and behind[first:last] == none:
+                before[first + 1 : last + 1] = range(first, last)
+                behind[first:last] = range(first + 1, last + 1)
+                return
+        tails = slots[1:]
+        linked = map(before.__getitem__, tails)
+        for head, tail in compress(zip(slots, tails), map(ne, linked, slots)):
+            if behind[head] == NONE:
+                before[tail], behind[head] = head, tail
+            else:
+                self._link(tail, head)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """The keys of these are gone; what rests on them rests on nothing from now on."""
+        self._path.clear()
+        for slot in slots:
+            self._due.pop(slot, None)
+            while (tail := self._one_behind(slot)) != NONE:
+                self._before[tail] = NONE
+            self._leave(slot)
+
+    # As an eviction policy
+
+    def grow(self) -> None:
+        more = [NONE] * (len(self._key_of) - len(self._before))
+        self._before += more
+        self._behind += more
+        self.policy.grow()
+
+    def miss(self, keys: Iterable[Hashable]) -> None:
+        self.policy.miss(keys)
+
+    def insert(self, slots: Sequence[int]) -> None:
+        self.policy.insert(slots)
+
+    def hit(self, slots: Sequence[int]) -> None:
+        if self._due:
+            self._give_back(slots)
+        self.policy.hit(slots)
+
+    def regroup(self, slots: Sequence[int]) -> None:
+        if self._due:
+            self._give_back(slots)
+        self.policy.regroup(slots)
+
+    def pin(self, slots: Sequence[int]) -> None:
+        if self._due:
+            self._give_back(slots)
+        self.policy.pin(slots)
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        self.policy.unpin(slots)
+
+    def remove(self, slots: Sequence[int]) -> None:
+        self.forget(slots)
+        self.policy.remove(slots)
+
+    def evict(self, count: int) -> Sequence[int]:
+        if not self._due:
+            slots = self.policy.evict(count)
+            if self._is_closed(slots):
+                self._clear(slots)
+                return slots
+            self._due.update(dict.fromkeys(slots))
+        return self._evict_due(count)
+
+    # Inside
+
+    def _evict_due(self, count: int) -> list[int]:
+        """What is due, from its tails, and then what the policy gives up besides."""
+        chosen, held, due = list[int](), list[int](), self._due
+        while len(chosen) < count:
+            if not due:
+                due.update(dict.fromkeys(self.policy.evict(count - len(chosen))))
+                if not due:
+                    break
+            slot = self._next_tail()
+            if slot in due:
+                del due[slot]
+            elif self._evictable(slot):
+                self.policy.remove((slot,))
+            else:  # and so is all that it rests on
+                held += [other for other in self._path if other in due]
+                for other in held:
+                    due.pop(other, None)
+                self._path.clear()
+                continue
+            self._leave(slot)
+            chosen.append(slot)
+        if held:
+            self.policy.insert(held)
+        return chosen
+
+    def _next_tail(self) -> int:
+        """A slot on which nothing rests, behind the first that is due, or that itself."""
+        path = self._path
+        if not path:
+            path.append(next(iter(self._due)))
+        while (tail := self._one_behind(path[-1])) != NONE:
+            path.append(tail)
+        return path.pop()
+
+    def _is_closed(self, slots: Sequence[int]) -> bool:
+        """Whether nothing but these rests on any of them."""
+        behind, before = self._behind, self._before
+        if not self._others_behind.keys().isdisjoint(slots):
+            return False
+        if _are_neighbours(slots, -1) and behind[slots[-1] : slots[0] + 1] == [
+            *range(slots[-1] + 1, slots[0] + 1), NONE
+        ]:  # fmt: skip
+            return True  # one prefix, or the end of it
+        tails = list(map(behind.__getitem__, slots))
+        among: set[int] = set()
+        # Mostly each rests on the next.
+        for place in compress(range(len(slots)), map(ne, tails, (NONE, *slots))):
+            tail = tails[place]
+            if tail != NONE and before[tail] == slots[place]:
+                among = among or set(slots)
+                if tail not in among:
+                    return False
+        return True
+
+    def _one_behind(self, slot: int) -> int:
+        """A slot that rests on this one; NONE if there is none."""
+        tail = self._behind[slot]
+        if tail != NONE and self._before[tail] == slot:
+            return tail
+        others = self._others_behind.get(slot, ())
+        while others:
+            tail = others.pop()
+            if self._before[tail] == slot:
+                self._behind[slot] = tail
+                return tail
+        self._others_behind.pop(slot, None)
+        return NONE
+
+    def _link(self, tail: int, head: int) -> None:
+        other = self._behind[head]
+        if other not in (NONE, tail) and self._before[other] == head:
+            others = self._others_behind.setdefault(head, set())
+            others.add(other)
+            if not len(others) & (len(others) - 1):  # looked at whenever they have doubled
+                others.intersection_update([one for one in others if self._before[one] == head])
+        self._before[tail], self._behind[head] = head, tail
+
+    def _clear(self, slots: Sequence[int]) -> None:
+        """These leave, and nothing else rests on them."""
+        if _are_neighbours(slots, -1):
+            begin, end = slots[-1], slots[0] + 1
+            self._before[begin:end] = self._behind[begin:end] = [NONE] * len(slots)
+            return
+        before, behind = self._before, self._behind
+        for slot in slots:
+            before[slot] = behind[slot] = NONE
+
+    def _leave(self, slot: int) -> None:
+        self._before[slot] = self._behind[slot] = NONE
+
+    def _give_back(self, slots: Sequence[int]) -> None:
+        """Those of these that are due are used again."""
+        again = [slot for slot in dict.fromkeys(slots) if slot in self._due]
+        if again:
+            self._path.clear()
+            for slot in again:
+                del self._due[slot]
+            self.policy.insert(again)
+
+
+def _are_neighbours(slots: Sequence[int], step: int = 1) -> bool:
+    """Whether each of these is the one before plus ``step``; mostly they came so."""
+    if not slots or slots[-1] - slots[0] != step * (len(slots) - 1):
+        return False
+    return [*slots] == [*range(slots[0], slots[-1] + step, step)]

@@ -1,0 +1,178 @@
+"""The tail of a prefix leaves before its head with every policy, even one that wants otherwise."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+from tier.prefix_machine import PrefixMachine, busy
+
+from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.policies import POLICIES, LRUPolicy
+from kvoffload_patch.tier.policy import EvictionPolicy
+from kvoffload_patch.tier.prefixes import PrefixOrder
+
+
+class NewestFirst(LRUPolicy):
+    """Gives up what was used last, which is a head as a rule."""
+
+    def evict(self, count: int) -> list[int]:
+        in_order = super().evict(len(self._key_of))
+        kept = max(0, len(in_order) - count)
+        self.insert(in_order[:kept])
+        return in_order[kept:][::-1]
+
+
+ALL: dict[str, Callable[[Sequence[Hashable]], EvictionPolicy]] = {**POLICIES, "newest": NewestFirst}
+
+
+def machine_of(name: str) -> Any:
+    return type(name, (PrefixMachine,), {"policy": ALL[name]})
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_many_requests_that_share_beginnings(name: str) -> None:
+    for seed in range(40):
+        busy(machine_of(name)(), seed, steps=250)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_random_requests(name: str) -> None:
+    run_state_machine_as_test(
+        machine_of(name), settings=settings(max_examples=80, stateful_step_count=40, deadline=None)
+    )
+
+
+def order_of(slots: int, busy: Collection[int] = ()) -> PrefixOrder:
+    """Slots that came one by one, the first of them first, with a policy that asks for nothing."""
+    key_of = [f"key {slot}" for slot in range(slots)]
+    order = PrefixOrder(LRUPolicy(key_of), key_of, lambda slot: slot not in busy)
+    for slot in range(slots):
+        if slot not in busy:
+            order.insert([slot])
+    return order
+
+
+def test_what_is_due_leaves_from_its_tail_and_comes_back_if_it_is_used() -> None:
+    order = order_of(6)
+    order.ended([0, 1, 2], together=False)
+    assert list(order.evict(1)) == [2], "0 is the oldest, and 2 rests on it"
+    order.hit([1, 0])
+    assert list(order.evict(3)) == [3, 4, 5]
+    assert list(order.evict(3)) == [1, 0]
+
+
+def test_where_prefixes_part_all_branches_leave_first() -> None:
+    order = order_of(6)
+    for branch in ([0, 1], [0, 2], [0, 3, 4]):
+        order.ended(branch, together=False)
+    order.policy.hit([1])  # as if only this were used
+    chosen = list(order.evict(5))
+    assert set(chosen) == {0, 1, 2, 3, 4} and chosen[-1] == 0
+    assert chosen.index(4) < chosen.index(3)
+
+
+def test_what_is_pinned_holds_what_it_rests_on_and_nothing_else() -> None:
+    busy = {2}
+    order = order_of(5, busy)
+    order.ended([0, 1, 2], together=False)
+    assert list(order.evict(9)) == [3, 4]
+    busy.clear()
+    order.insert([2])
+    assert [*order.evict(1), *order.evict(1), *order.evict(1)] == [2, 1, 0]
+
+
+def test_what_is_forgotten_while_it_is_written_is_no_tail() -> None:
+    busy = {1}
+    order = order_of(2, busy)
+    order.ended([0, 1], together=False)
+    order.forget([1])
+    busy.clear()  # it belongs to nobody
+    assert list(order.evict(2)) == [0]
+
+
+def test_what_rests_on_a_block_that_was_forgotten_rests_on_nothing() -> None:
+    order = order_of(3)
+    order.ended([0, 1, 2], together=False)
+    order.remove([1])
+    order.insert([1])  # another key
+    order.ended([1], together=False)
+    assert list(order.evict(1)) == [0]
+
+
+def test_prefixes_that_say_the_contrary_of_each_other_come_to_an_end() -> None:
+    order = order_of(4)
+    for prefix in ([0, 1, 2], [2, 1, 0], [1, 2], [0, 2, 1]):
+        order.ended(prefix, together=False)
+    assert sorted(order.evict(4)) == [0, 1, 2, 3]
+
+
+def test_what_its_head_is_missing_for_leaves_next_in_the_order_of_prefixes() -> None:
+    order = order_of(5)
+    order.hit([4, 3])
+    order.orphaned([4, 3])
+    assert list(order.evict(3)) == [4, 3, 0]
+    order.orphaned([2, 1])
+    order.hit([1])
+    assert list(order.evict(2)) == [2, 1]
+
+
+def test_another_policy_is_given_all_that_can_leave() -> None:
+    order = order_of(4)
+    order.ended([0, 1, 2, 3], together=False)
+    order.evict(1)
+    assert sorted(in_order := order.take_all()) == [0, 1, 2]
+    order.policy = LRUPolicy(order._key_of)
+    order.insert(in_order)
+    assert [*order.evict(1), *order.evict(1), *order.evict(1)] == [2, 1, 0]
+
+
+def test_slots_that_become_usable_later_have_their_place_in_prefixes() -> None:
+    order = order_of(1)
+    order._key_of.append("more")  # type: ignore[attr-defined]
+    order.grow()
+    order.insert([1])
+    order.ended([0, 1], together=False)
+    assert list(order.evict(1)) == [1]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_block_costs_the_same_however_many_there_are(name: str) -> None:
+    """In lines that run, where a prefix of 500 comes in two steps and another one leaves."""
+    few, many = (lines_a_block(name, slots) for slots in (1000, 100_000))
+    assert many < 1.5 * few + 1, (few, many)
+
+
+def lines_a_block(name: str, slots: int) -> float:
+    """Python lines for each block that is stored into a full tier of so many."""
+    tier = OffloadManager(slots, ALL[name])
+    prefixes = [[f"{n} {place}" for place in range(500)] for n in range(slots // 500 + 4)]
+
+    def store(prefix: list[str]) -> None:
+        for part in (prefix[:250], prefix[250:]):
+            tier.make_plan(lambda block, key: True, dict(zip(part, range(1, 251))))
+            tier.apply(tier.drained())
+        tier.request_ended(prefix)
+
+    for prefix in prefixes[:-4]:
+        store(prefix)
+    lines = 0
+
+    def count(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        for prefix in prefixes[-4:]:
+            store(prefix)
+    finally:
+        sys.settrace(before)
+    assert tier.num_used == slots
+    return lines / 2000
