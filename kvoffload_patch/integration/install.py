@@ -1,4 +1,7 @@
-"""Deciding and arming for the vLLM that is installed; imports nothing of vLLM."""
+"""Deciding and arming for the vLLM that is installed; imports nothing of vLLM.
+
+vllm-ascend, where it is installed, has a table of its own: it is armed with vLLM, or neither is.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvoffload_patch.config import Settings
+from kvoffload_patch.integration.patch_table.ascend import POINTS as ASCEND_POINTS
+from kvoffload_patch.integration.patch_table.ascend import VLLM_ASCEND
 from kvoffload_patch.integration.patch_table.points import POINTS, VLLM
 from kvoffload_patch.integration.patch_table.verified import SUPPORTED_VLLM
 from kvoffload_patch.patching import (
     Decision,
+    HostNotFound,
     ObjectHooks,
     PatchRefused,
     PatchSet,
+    UnsupportedVersion,
     decide,
     installed_version,
     release_of,
@@ -30,24 +37,32 @@ def arm() -> None:
         PatchRefused: vLLM is not one that the table knows; nothing was touched.
     """
     global _patches
-    decision = _decide(Settings.from_env())
-    patches = PatchSet(decision)
-    patches.arm()
+    decisions = _decide(Settings.from_env())
+    patches: tuple[PatchSet, ...] = ()
+    try:
+        for decision in decisions:
+            patches += (PatchSet(decision),)
+            patches[-1].arm()
+    except PatchRefused:
+        for armed in patches[:-1]:
+            armed.remove()
+        raise
     _patches = patches
-    if decision.doubts:
-        logger.warning("kvoffload_patch: %s", warning(decision.doubts))
+    for decision in decisions:
+        if decision.doubts:
+            logger.warning("kvoffload_patch: %s", warning(decision.doubts, decision.host.name))
 
 
-def warning(doubts: Sequence[str]) -> str:
+def warning(doubts: Sequence[str], name: str = VLLM.name) -> str:
     """What is said of a vLLM that is patched although it was not verified."""
     more = f" (and {len(doubts) - 1} more)" if len(doubts) > 1 else ""
-    return f"KVOFFLOAD_ALLOW_UNVERIFIED patches a vLLM that was not verified: {doubts[0]}{more}."
+    return f"KVOFFLOAD_ALLOW_UNVERIFIED patches a {name} that was not verified: {doubts[0]}{more}."
 
 
 def disarm() -> None:
     """Put vLLM's own objects back."""
-    if _patches is not None:
-        _patches.remove()
+    for each in _patches:
+        each.remove()
 
 
 def step_hooks(scheduler: Any) -> ObjectHooks:
@@ -56,7 +71,7 @@ def step_hooks(scheduler: Any) -> ObjectHooks:
     Raises:
         PatchRefused: their functions are not those that the table knows.
     """
-    decision = _decide(Settings.from_env()) if _patches is None else _patches.decision
+    decision = _patches[0].decision if _patches else _decide(Settings.from_env())[0]
     manager = scheduler.kv_cache_manager
     owners = {"Scheduler": scheduler, "KVCacheManager": manager, "BlockPool": manager.block_pool}
     return ObjectHooks(decision, owners)
@@ -73,7 +88,7 @@ def describe(settings: Settings | None = None) -> dict[str, Any]:
     try:
         settings = Settings.from_env() if settings is None else settings
         report["release"] = _version(settings)
-        decision = _decide(settings)
+        decisions = _decide(settings)
     except PatchRefused as refusal:
         return {**report, "verdict": str(refusal)}
     listed = [
@@ -81,16 +96,16 @@ def describe(settings: Settings | None = None) -> dict[str, Any]:
             **{key: getattr(p, key) for key in ("name", "module", "attribute")},
             "wrapped": bool(p.hook),
         }
+        for decision in decisions
         for p in decision.points
     ]
-    return {**report, "points": listed, "doubts": list(decision.doubts), "verdict": "ok"}
+    doubts = [text for decision in decisions for text in decision.doubts]
+    return {**report, "points": listed, "doubts": doubts, "verdict": "ok"}
 
 
 def installed_attributes() -> set[str]:
     """Full names of the attributes patched in this process."""
-    if _patches is None:
-        return set()
-    points = _patches.status()["points"]
+    points = [point for each in _patches for point in each.status()["points"]]
     return {f"{p['module']}.{p['attribute']}" for p in points if p["installed"]}
 
 
@@ -104,14 +119,35 @@ def release_in_use() -> str:
     return str(release_of(_version(Settings.from_env())))
 
 
-_patches: PatchSet | None = None
+_patches: tuple[PatchSet, ...] = ()  # of vLLM, and of vllm-ascend where that is installed
 
 
 def _version(settings: Settings) -> str:
     return settings.vllm_version or installed_version(VLLM)
 
 
-def _decide(settings: Settings) -> Decision:
+def _decide(settings: Settings) -> tuple[Decision, ...]:
+    """Of vLLM, and of vllm-ascend where it is installed.
+
+    Raises:
+        PatchRefused: one of them is not what its table knows, or they are not of one release.
+    """
+    own = _decide_vllm(settings)
+    try:
+        version = installed_version(VLLM_ASCEND)
+    except HostNotFound:
+        return (own,)
+    allowed = settings.allow_unverified
+    ascend = decide(VLLM_ASCEND, ASCEND_POINTS, version, allow_unverified=allowed)
+    if release_of(version) != release_of(own.version):
+        raise UnsupportedVersion(
+            f"{ascend.label} is made for vLLM {release_of(version)}, found vLLM {own.version}; "
+            f"install both of one release, or {VLLM.remedy}."
+        )
+    return own, ascend
+
+
+def _decide_vllm(settings: Settings) -> Decision:
     host = VLLM
     if assumed := settings.vllm_version:
         remedy = f"unset KVOFFLOAD_VLLM_VERSION, which says {assumed}, or {VLLM.remedy}"

@@ -39,6 +39,11 @@ def refused(row: Row) -> bool:
     return any(test.startswith(_REFUSED) for test in row.tests)
 
 
+def _never_run(name: str) -> Row:
+    what = "the check of a rank's device; never run on such a device"
+    return Row(f"device: {name}", what, (f"{_DEVICES}[{name}]",))
+
+
 def _states(name: str, kind: str, dtype: str) -> Row:
     what = f"its architecture, {dtype}, prompts of many lengths, preemption"
     return _engine(f"states: {name}", what, f"{_KEPT}[{kind}]")
@@ -55,6 +60,7 @@ _STATES = (
     ),
     ("Mamba 1 (Jamba)", "Mamba 1", "float32"),
 )
+_DEVICES = "tests/integration/worker/test_devices.py::test_it_is_refused_in_a_sentence"
 _RANDOM = f"{_HALF}test_random_runs.py::test_random_runs"
 MOVED = "bytes moved for a hit"
 _CONNECTORS = "test_connectors.py::test_"
@@ -236,6 +242,8 @@ ROWS = (
         "LLaVA shape, images with the same placeholders and cache salts kept apart",
         "test_features.py::test_two_images_with_the_same_placeholders_are_kept_apart",
     ),
+    # Devices beside the CPU and CUDA
+    *(_never_run(name) for name in ("Ascend NPU", "ROCm", "XPU")),
     # Neighbours
     _engine("KV cache events", "published over ZMQ, replayed, compared", "test_events.py"),
     Row(

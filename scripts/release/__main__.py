@@ -11,6 +11,7 @@ COMMANDS = {
     "add": ("add", "add a release that the patch table fits, with all that is kept of it"),
     "snapshot": ("snapshot", "write what releases have at the patch points: tests/data/vllm"),
     "digests": ("digests", "write what was verified of releases, into the package"),
+    "ascend": ("ascend", "write what releases of vllm-ascend have, read from a clone of it"),
     "time": ("decision", "how long the decision about the installed vLLM takes"),
     "sources": ("sources", "fetch the Python sources of releases"),
     "patches": ("patches", "make the files in patches/"),

@@ -21,7 +21,7 @@ from packaging.version import Version
 
 from kvoffload_patch.integration.patch_table.points import POINTS, VLLM
 from kvoffload_patch.integration.patch_table.verified import DATA
-from kvoffload_patch.patching import PatchRefused, Records, digest
+from kvoffload_patch.patching import Host, PatchPoint, PatchRefused, Records, digest
 from kvoffload_patch.patching.check import bodies, differences, fingerprint, release_of, select
 from kvoffload_patch.patching.sources import Sources
 from scripts.release.sources import NotFetched, fetch_builds
@@ -41,17 +41,22 @@ class Facts:
     files: Digests
 
 
-def facts_of(release: str, folders: Iterable[Path]) -> Facts:
-    """Digests of the builds of a release whose sources lie in `folders`.
+def facts_of(
+    release: str,
+    folders: Iterable[Path],
+    host: Host = VLLM,
+    points: Sequence[PatchPoint] = POINTS,
+) -> Facts:
+    """Digests of the builds of a release of ``host`` whose sources lie in `folders`.
 
     Raises:
         Differs: a build does not match the table.
     """
     facts = Facts({}, {})
-    selected = select(POINTS, release_of(release))
+    selected = select(points, release_of(release))
     for folder in folders:
         sources = Sources(finder(folder))
-        found = differences(VLLM, release_of(release), selected, sources)
+        found = differences(host, release_of(release), selected, sources)
         if found:
             listed = "".join(f"\n  {text}" for text in found)
             raise Differs(f"the sources in {folder} do not match the patch table:{listed}")
@@ -86,12 +91,14 @@ def kept(records: Records) -> dict[str, Facts]:
     }
 
 
-def text_of(facts: Mapping[str, Facts]) -> str:
+def text_of(
+    facts: Mapping[str, Facts], host: Host = VLLM, points: Sequence[PatchPoint] = POINTS
+) -> str:
     """The data file's content: each digest under the first release that has it."""
     releases = sorted(facts, key=Version)
     data = {
         "releases": releases,
-        "table": fingerprint(VLLM, POINTS),
+        "table": fingerprint(host, points),
         "bodies": _by_era(releases, [facts[release].bodies for release in releases]),
         "files": _by_era(releases, [facts[release].files for release in releases]),
     }

@@ -18,6 +18,7 @@ from kvoffload_patch.integration.worker.tuning import IDLE_WAIT_S, MEASURED_BYTE
 from kvoffload_patch.integration.worker.vllm_runner import (
     block_layout,
     copy_output,
+    first_pointer,
     kv_tensors,
 )
 from kvoffload_patch.links import LOAD, STORE, Link, Tickets
@@ -288,6 +289,4 @@ class RankTier:
         )  # fmt: skip
 
     def _moved(self) -> bool:
-        # All were looked at when the tier opened; once a step, the first says it for all.
-        tensors = self._runner.kv_caches
-        return not tensors or tensors[0].data_ptr() != self._pointer
+        return bool(first_pointer(self._runner) != self._pointer)

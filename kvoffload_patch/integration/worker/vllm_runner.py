@@ -36,7 +36,7 @@ def kv_tensors(runner: Any) -> tuple[list[Any], int | None]:
     """
     import torch
 
-    tensors = list(runner.kv_caches)
+    tensors = _flat(runner.kv_caches)
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
@@ -46,6 +46,24 @@ def kv_tensors(runner: Any) -> tuple[list[Any], int | None]:
     placed = runner.kv_cache_config.kv_cache_tensors
     one_allocation = bool(placed) and hasattr(placed[0], "layer_stride")
     return tensors, 0 if one_allocation else None
+
+
+def first_pointer(runner: Any) -> int | None:
+    """Where the first KV tensor begins; None if there is none.
+
+    Asked once a step: whether the tensors were replaced, the first one says for all.
+    """
+    tensors = runner.kv_caches
+    if not tensors:
+        return None
+    first = tensors[0]
+    pointer: int = (first[0] if isinstance(first, tuple) else first).data_ptr()
+    return pointer
+
+
+def _flat(caches: Any) -> list[Any]:
+    """A layer's K and V are one tensor in vLLM, and a tuple of tensors in vllm-ascend."""
+    return [part for layer in caches for part in (layer if isinstance(layer, tuple) else (layer,))]
 
 
 def copy_output(output: Any, result: TransferResult) -> Any:

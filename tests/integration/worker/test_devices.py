@@ -36,13 +36,27 @@ def worker() -> Any:
     return SimpleNamespace(rank=0, model_runner=runner, vllm_config=alone)
 
 
-def test_it_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name", "hip"),
+    [
+        pytest.param("npu", "Ascend NPU", None, id="Ascend NPU"),
+        pytest.param("cuda", "ROCm", "7.2", id="ROCm"),
+        pytest.param("xpu", "XPU", None, id="XPU"),
+    ],
+)
+def test_it_is_refused_in_a_sentence(
+    kind: str, name: str, hip: str | None, monkeypatch: pytest.MonkeyPatch, record_property: Any
+) -> None:
     monkeypatch.setattr(rpc, "runner_is_patched", lambda runner: "")
-    error = rpc.describe_rank(worker()).error
+    monkeypatch.setattr(torch.version, "hip", hip)
+    one = worker()
+    one.model_runner.device = SimpleNamespace(type=kind, index=0)
+    error = rpc.describe_rank(one).error
     assert error == (
-        "expected a device on which the tier was run (the CPU or CUDA), found XPU; set "
+        f"expected a device on which the tier was run (the CPU or CUDA), found {name}; set "
         "KVOFFLOAD_ALLOW_UNVERIFIED=1 to try it, and compare its answers with those without it"
     )
+    record_property("refusal", error)  # for docs/features.md
 
 
 def test_no_memory_is_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
