@@ -146,7 +146,8 @@ def test_wheel_holds_every_module_and_nothing_else(source: Path, wheel: Path) ->
     package = source / "kvoffload_patch"
     modules = {p.relative_to(source).as_posix() for p in package.rglob("*.py")}
     patches = {f"kvoffload_patch/patches/{p.name}" for p in (ROOT / "patches").glob("*.patch")}
-    data = {"kvoffload_patch/integration/patch_table/digests/vllm.json"}
+    digests = "kvoffload_patch/integration/patch_table/digests"
+    data = {f"{digests}/vllm.json", f"{digests}/vllm_ascend.json"}
     assert names == modules | patches | data | {PTH, "kvoffload_patch/py.typed"}
     assert patches
     assert "kvoffload_patch/_sitecustomize/sitecustomize.py" in names
