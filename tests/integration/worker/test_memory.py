@@ -26,6 +26,7 @@ from kvoffload_patch.integration.worker.memory import (  # noqa: E402
     open_host,
 )
 from kvoffload_patch.memory import Room  # noqa: E402
+from kvoffload_patch.transfer.backends import tiles  # noqa: E402
 from kvoffload_patch.transfer.devices import cuda as devices  # noqa: E402
 from kvoffload_patch.transfer.memory import mapping  # noqa: E402
 
@@ -95,6 +96,18 @@ def test_the_end_of_loading_waits_for_the_kernels(monkeypatch: pytest.MonkeyPatc
 
 def test_a_kernel_that_cannot_be_compiled_yet_is_nobodys_trouble() -> None:
     COMPILE(torch.device("meta"), "full")  # which CUDA does not know
+
+
+def test_no_kernel_is_compiled_for_a_device_without_use_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(tiles, "warm_up", lambda device, every: compiled.append(device.type))
+    for device in ("xpu", "cuda"):
+        monkeypatch.setattr(getattr(torch, device), "set_device", lambda device: None)
+        monkeypatch.setattr(getattr(torch, device), "synchronize", lambda device: None)
+        COMPILE(torch.device(device), "off")
+    assert compiled == ["cuda"]
 
 
 @pytest.mark.parametrize("changes", [{"device": "cpu"}, {"caching": False}])
