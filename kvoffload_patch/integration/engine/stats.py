@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvoffload_patch.integration.engine.lookup import LookupResult
+from kvoffload_patch.integration.engine.spans import spans_of
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 
@@ -74,12 +75,16 @@ class Report:
 
 
 class _LookedUp(NamedTuple):
-    """A request looked up and not admitted yet: tokens that the GPU lacked, and the tier had."""
+    """A request looked up and not admitted yet: tokens that the GPU lacked, and the tier had.
+
+    `since` is when it was looked up first, for spans; 0 where there are none.
+    """
 
     request: Any
     queried: int
     hit: int
     used: bool
+    since: int
 
 
 class HitCounts:
@@ -94,6 +99,7 @@ class HitCounts:
         self._view = view
         self._report = report
         self._looked_up: dict[str, _LookedUp] = {}
+        self._spans = spans_of(view.scheduler)
         view.prefix_stats.enable()
 
     def __contains__(self, request_id: str) -> bool:
@@ -109,7 +115,9 @@ class HitCounts:
         if before is None or (used and not before.used):
             beyond_gpu = request.num_tokens - found.gpu_tokens
             hit = found.tokens - found.gpu_tokens if used else 0
-            self._looked_up[request.request_id] = _LookedUp(request, beyond_gpu, hit, used)
+            since = before.since if before else self._spans.now() if self._spans else 0
+            noted = _LookedUp(request, beyond_gpu, hit, used, since)
+            self._looked_up[request.request_id] = noted
 
     def admitted(self, scheduled: Mapping[str, int]) -> list[str]:
         """These requests were scheduled; returns those that were counted for that."""
@@ -118,9 +126,11 @@ class HitCounts:
         fewer, more = sorted((self._looked_up, scheduled), key=len)
         counted = [request_id for request_id in fewer if request_id in more]
         for request_id in counted:
-            request, queried, hit, _ = self._looked_up.pop(request_id)
+            request, queried, hit, _, since = self._looked_up.pop(request_id)
             hit = self._view.prefix_stats.count(request, queried, hit)
             self._report.count_hit(queried, hit)
+            if self._spans is not None:
+                self._spans.admitted(request, since, queried, hit)
         return counted
 
     def forget(self, request_id: str) -> None:

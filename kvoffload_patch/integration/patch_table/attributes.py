@@ -26,6 +26,7 @@ _SCHEDULER = (
             _ANY,
             "running waiting requests max_num_running_reqs max_num_scheduled_tokens "
             "num_lookahead_tokens num_spec_tokens finished_recving_kv_req_ids kv_cache_manager "
+            "vllm_config "
             "kv_cache_config scheduler_config connector log_stats schedule",
         ),
         (">=0.11.1", "connector_prefix_cache_stats ec_connector"),
@@ -104,6 +105,7 @@ _REQUEST = (
         (">=0.11.1", "num_preemptions"),
         (">=0.12,<0.20", "num_external_computed_tokens"),
         (">=0.20", "prefill_stats"),
+        (">=0.10.2", "trace_headers"),
         (">=0.26", "num_in_flight_tokens"),
         (">=0.27", "drop_stale_output num_stale_output_tokens"),
     ),
@@ -221,13 +223,14 @@ _CACHE = (
 )
 
 _CONFIG = (
+    *_has("vllm.config", "ObservabilityConfig", (_ANY, "otlp_traces_endpoint")),
     *_has(
         "vllm.config",
         "VllmConfig",
         (
             _ANY,
             "cache_config model_config parallel_config scheduler_config device_config "
-            "kv_transfer_config lora_config speculative_config",
+            "kv_transfer_config lora_config speculative_config observability_config",
         ),
     ),
     *_has(

@@ -52,7 +52,25 @@ def _rpc(name: str, older: str, module: str, owner: str, *shapes: Shape) -> tupl
     )
 
 
+_SPAN = ("span_name", "start_time", "end_time", "attributes", "context")
+
 CALLED = (
+    *_called(
+        "tracing.instrument_manual",
+        "vllm.tracing",
+        "instrument_manual",
+        "a request's span, where vLLM's tracing is on; up to 0.15 an engine core has no tracer",
+        Shape("<0.16", None),
+        Shape(">=0.16", (*_SPAN, "kind")),
+    ),
+    *_called(
+        "tracing.extract_trace_context",
+        "vllm.tracing.otel",
+        "extract_trace_context",
+        "the trace that a span belongs to",
+        Shape("<0.16", None),
+        Shape(">=0.16", ("headers",), "Context | None"),
+    ),
     *_called(
         "manager.get_computed_blocks",
         _MANAGER,
