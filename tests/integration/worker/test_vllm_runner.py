@@ -153,5 +153,5 @@ def test_profiling_passes_end_before_a_tier_is_attached(monkeypatch: pytest.Monk
     order: list[str] = []
     monkeypatch.setattr(engine_hooks, "attach", lambda *_: order.append("attach"))
     core = SimpleNamespace(vllm_config=None)
-    engine_hooks.init(lambda: order.append("profile and start"), core, (), {})
+    engine_hooks.init(lambda *_: order.append("profile and start"), core, (None, object), {})
     assert order == ["profile and start", "attach"]
