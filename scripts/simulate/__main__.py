@@ -12,7 +12,8 @@ COMMANDS = {
     "generate": ("generate", "write a generated trace as JSON lines"),
     "measure": ("measure", "every policy on every generated trace, three seeds each; minutes"),
     "growth": ("growth", "what is kept while the tier grows, on every generated trace; minutes"),
-    "page": ("page", "write the tables and the picture of docs/policies.md from that"),
+    "loads": ("loads", "load or recompute, and loads ahead of run slots, in figures; minutes"),
+    "page": ("page", "write the tables and the picture of docs/policies.md from these"),
 }
 
 if __name__ == "__main__":

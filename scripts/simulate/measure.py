@@ -86,9 +86,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1800.0, help="of each trace")
     every = (*sides.SIDES, sides.OPTIMUM)
     parser.add_argument("--sides", nargs="+", choices=every, default=every)
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help="of the traces")
+    parser.add_argument("--alone", action="store_true", help="keep no results of other sides")
     options = parser.parse_args()
-    found = measure(options.seconds, SEEDS, options.sides)
-    if len(options.sides) < len(every):
+    found = measure(options.seconds, options.seeds, options.sides)
+    if len(options.sides) < len(every) and not options.alone:
         found["rows"] += kept(options.out, found, set(every).difference(options.sides))
     write_json(options.out, found)
     return 0

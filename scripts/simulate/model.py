@@ -52,6 +52,19 @@ class Machine(NamedTuple):
     preempt: bool = False
 
 
+class LoadRules(NamedTuple):
+    """What `loads` compares; by default everything that is hit is loaded, with a run slot.
+
+    Attributes:
+        measured: a prefix is computed where that takes less time than its load, behind those loads
+            that are under way, at the speeds that the machine really has.
+        ahead: requests that load before they have a run slot, at most.
+    """
+
+    measured: bool = False
+    ahead: int = 0
+
+
 class Figures(NamedTuple):
     """What came of a trace; blocks are of the machine's size.
 
@@ -86,19 +99,23 @@ class Model:
         ValueError: a request needs more blocks than the GPU has.
     """
 
-    def __init__(self, machine: Machine, rules: Rules, trace: Sequence[Request]) -> None:
+    def __init__(
+        self, machine: Machine, rules: Rules, trace: Sequence[Request],
+        loads: LoadRules = LoadRules(),  # noqa: B008 - it cannot be changed
+    ) -> None:  # fmt: skip
         largest = max(request.blocks(machine.block_tokens) for request in trace)
         if largest > machine.gpu_blocks:
             raise ValueError(f"expected {largest} GPU blocks or more, found {machine.gpu_blocks}")
-        self._machine, self._rules, self._manager = machine, rules, rules.manager
+        self._machine, self._rules, self._load_rules = machine, rules, loads
+        self._manager = rules.manager
         self._gpu = GpuPool(machine.gpu_blocks)
         block_bytes = machine.token_bytes * machine.block_tokens
         self._bus = Bus(block_bytes, machine.load_gbs, machine.store_gbs)
         self._waiting = deque(enumerate(trace))
-        self._now = 0.0
-        self._loading: list[Run] = []
+        self._now, self._loading = 0.0, list[Run]()
         self._prompts: deque[Run] = deque()
         self._admitted: dict[Run, None] = {}
+        self._with_slot, self._without_slot = set[Run](), deque[Run]()
         self._begun: list[Run] = []  # whose prompt this step has computed
         self._events: list[tuple[float, int, Callable[[Run], None], Run]] = []
         self._numbers = count()
@@ -172,12 +189,17 @@ class Model:
     # Admission
 
     def _admit(self, computed: dict[Hashable, int], left: int) -> int:
-        waiting, most = self._waiting, self._machine.running
+        waiting, slots = self._waiting, self._machine.running
+        most = slots + self._load_rules.ahead
         while left and waiting and waiting[0][1].arrival <= self._now:
             run = self._begin(*waiting[0]) if len(self._admitted) < most else None
             if run is None:
                 break
             waiting.popleft()
+            if len(self._with_slot) >= slots:
+                self._without_slot.append(run)
+                continue
+            self._with_slot.add(run)
             if not run.ticket:
                 self._prompts.append(run)
                 left = self._compute(computed, left)
@@ -197,6 +219,8 @@ class Model:
             whole = -(-(request.prompt_tokens + 1) // tokens_each)
         if whole - on_gpu > len(gpu.free) - gpu.idle(blocks):
             return None
+        if self._load_rules.measured and not self._pays(hit - on_gpu):
+            hit = on_gpu
         if hit > on_gpu and not self._may_overwrite(number, hit - on_gpu):
             return None
         gpu.hold(blocks)
@@ -214,6 +238,11 @@ class Model:
         self._admitted[run] = None
         self._count(run, reusable)
         return run
+
+    def _pays(self, blocks: int) -> bool:
+        """Whether so many blocks are loaded before they could have been computed."""
+        computed = blocks * self._machine.block_tokens / self._machine.prefill
+        return self._bus.load_seconds(blocks, self._now) <= computed
 
     def _may_overwrite(self, number: int, count: int) -> bool:
         """Whether a load can begin; it waits for one step where stores have to be planned first."""
@@ -246,7 +275,7 @@ class Model:
         arrived = [run for run in self._loading if self._manager.load_done(run.ticket)]
         if arrived:
             self._loading = [run for run in self._loading if run not in arrived]
-            self._prompts.extend(arrived)
+            self._prompts.extend([run for run in arrived if run in self._with_slot])
             for ticket in sorted({run.ticket for run in arrived}):
                 self._manager.expose_load(ticket)
         if arrived or not self._loading:
@@ -314,7 +343,19 @@ class Model:
     def _give_back(self, run: Run) -> None:
         run.over = True
         del self._admitted[run]
+        self._pass_on_slot(run)
         self._idle += self._gpu.release(run.blocks[::-1])
+
+    def _pass_on_slot(self, run: Run) -> None:
+        if run not in self._with_slot:
+            self._without_slot.remove(run)
+            return
+        self._with_slot.remove(run)
+        if self._without_slot:
+            following = self._without_slot.popleft()
+            self._with_slot.add(following)
+            if following not in self._loading:
+                self._prompts.append(following)
 
     def _preempt(self, run: Run) -> None:
         """A request gives its blocks back and begins again, before those that wait."""

@@ -10,15 +10,17 @@ import json
 import re
 import statistics
 import sys
+from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
 from scripts.bench.common import GIB, pyplot, say, table
-from scripts.simulate import growth
+from scripts.simulate import growth, loads
 from scripts.simulate.sides import OPTIMUM, SIDES
 from scripts.simulate.workloads import WORKLOADS
 
 RESULTS = ROOT / "docs" / "measured" / "policies.json"
+UNSEEN = ROOT / "docs" / "measured" / "policies-unseen.json"
 PAGE = ROOT / "docs" / "policies.md"
 PICTURE = ROOT / "docs" / "policies.png"
 BASE = "lru"
@@ -28,9 +30,9 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def read() -> dict[str, Any]:
+def read(path: Path = RESULTS) -> dict[str, Any]:
     """The results."""
-    document: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return document
 
 
@@ -78,7 +80,8 @@ def _row(document: dict[str, Any], trace: str, side: str) -> list[str]:
 
 def short(document: dict[str, Any]) -> str:
     """Tokens recomputed beside LRU, every side and trace."""
-    sides = [side for side in (*SIDES, OPTIMUM) if side not in (BASE, "none")]
+    found = {row["side"] for row in document["rows"]} - {BASE, "none"}
+    sides = [side for side in (*SIDES, OPTIMUM) if side in found]
     rows = [["tokens recomputed, beside this tier, eager, LRU", *WORKLOADS]]
     for side in sides:
         words = OPTIMUM if side == OPTIMUM else SIDES[side].words
@@ -101,7 +104,46 @@ def while_growing(document: dict[str, Any]) -> str:
     return growth.page(json.loads(growth.RESULTS.read_text(encoding="utf-8")))
 
 
-TABLES = {"short": short, "growth": while_growing, "traces": traces, "made": made}
+def unseen(document: dict[str, Any]) -> str:
+    """The same as `short`, of seeds that no number was chosen on."""
+    return short(read(UNSEEN))
+
+
+def recompute(document: dict[str, Any]) -> str:
+    """A prefix computed where its load takes longer, at each speed of the bus."""
+    return _question("recompute", "GB/s each way")
+
+
+def ahead(document: dict[str, Any]) -> str:
+    """Loads that begin before there is a run slot, with each number of slots."""
+    return _question("ahead", "run slots")
+
+
+def _question(name: str, varied: str) -> str:
+    rows = [r for r in read(loads.RESULTS)["rows"] if r["question"] == name]
+    lines = [[f"first token, mean s, without and with; {varied}", *loads.TRACES]]
+    for value in dict.fromkeys(row["varied"] for row in rows):
+        line = [f"{value:g}"]
+        for trace in loads.TRACES:
+            these = [r for r in rows if (r["varied"], r["trace"]) == (value, trace)]
+            off, on = (
+                statistics.fmean(row[side]["first_token_mean"] for row in these)
+                for side in ("off", "on")
+            )
+            line.append(f"{off:.2f}, {on:.2f} ({100 * (on / off - 1):+.1f} %)")
+        lines.append(line)
+    return table(lines)
+
+
+TABLES = {
+    "short": short,
+    "unseen": unseen,
+    "growth": while_growing,
+    "recompute": recompute,
+    "ahead": ahead,
+    "traces": traces,
+    "made": made,
+}
 
 
 def filled(text: str, document: dict[str, Any]) -> str:

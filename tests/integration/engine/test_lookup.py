@@ -298,6 +298,25 @@ def keys_of_groups(mini: Mini, tokens: list[int]) -> list[list[Any]]:
     return [[mini.view.key(block_hash, group) for block_hash in hashes] for group in (0, 1)]
 
 
+@pytest.mark.parametrize("on_gpu", [(True, False, True, False), (False, True, False, True)])
+def test_what_the_gpu_lacks_is_loaded_wherever_it_is_in_the_prefix(on_gpu: Any) -> None:
+    """Blocks of the tier between those of the GPU, and of the GPU between those of the tier."""
+    mini = Mini(load_mode="inline")
+    asked = mini_prompt(4, seed=1)
+    mini.add(asked, count=1)
+    mini.run()
+    mini.settle()
+    find = mini.view.gpu_lookup()
+    for key, kept in zip(keys_of_groups(mini, asked)[0], on_gpu):
+        if not kept:
+            mini.pool._maybe_evict_cached_block(find(key))
+    name = mini.add(asked, count=1)
+    mini.run()
+    mini.settle()
+    mini.check()
+    assert (mini.hits[name], mini.manager.stats.loaded) == (4 * MINI_BLOCK, 2)
+
+
 @pytest.mark.parametrize("load_mode", ["inline", "parked"])
 def test_what_one_group_has_beyond_the_other_is_not_told_to_vllm(load_mode: str) -> None:
     """It is not loaded. That the lookup saw it must not come out as vLLM's own lookup's number."""

@@ -1,0 +1,98 @@
+"""Replays traces with other rules for loads, and writes what came of them: two questions.
+
+Load or recompute: is a prefix to be computed where that takes less time than its load? Asked at
+several speeds of the bus; the rule knows both speeds exactly, as no measurement does.
+
+Ahead: are loads to begin for requests that have no run slot yet? Asked with few run slots.
+
+Each is the tier as it is by default, `eager` with `arc`, beside the same with the rule, on the same
+traces; the seeds are none of those that numbers were chosen on. `page` makes the tables of
+docs/policies.md from the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from scripts import ROOT
+from scripts.bench.common import machine as host
+from scripts.bench.common import quantile, write_json
+from scripts.simulate import sides, workloads
+from scripts.simulate.model import LoadRules, Machine, Model
+
+RESULTS = ROOT / "docs" / "measured" / "loads.json"
+SEEDS = (4, 5)
+TRACES = ("chat", "documents", "mix")
+SPEEDS_GBS = (46.0, 6.0, 3.3, 1.6)
+RUN_SLOTS = (12, 24)
+SMALL_GPU_BLOCKS = 512
+AHEAD = 8
+PLAIN = LoadRules()
+# Question: the machines, each with the figure that is varied, and the rule that is tried.
+QUESTIONS: dict[str, tuple[dict[float, Machine], LoadRules]] = {
+    "recompute": (
+        {gbs: Machine(load_gbs=gbs, store_gbs=gbs) for gbs in SPEEDS_GBS},
+        LoadRules(measured=True),
+    ),
+    "ahead": (
+        {slots: Machine(gpu_blocks=SMALL_GPU_BLOCKS, running=slots) for slots in RUN_SLOTS},
+        LoadRules(ahead=AHEAD),
+    ),
+}
+
+
+def replayed(job: tuple[str, float, str, int, float]) -> dict[str, Any]:
+    """Figures of one question, machine, trace and seed, without and with its rule."""
+    question, varied, name, seed, seconds = job
+    machines, rule = QUESTIONS[question]
+    machine = machines[varied]
+    trace = workloads.generate(name, seconds, seed)
+    row: dict[str, Any] = {"question": question, "varied": varied, "trace": name, "seed": seed}
+    for side, loads in (("off", PLAIN), ("on", rule)):
+        found = Model(machine, sides.SIDES["arc"].rules(machine), trace, loads).run()
+        row[side] = {
+            "again": found.again,
+            "loaded": found.loaded,
+            "first_token_mean": round(statistics.fmean(found.first_token), 4),
+            "first_token_p95": round(quantile(found.first_token, 0.95), 4),
+        }
+    return row
+
+
+def measure(seconds: float) -> dict[str, Any]:
+    """Both questions, on as many cores as there are, with a line on stderr for each row."""
+    jobs = [
+        (question, varied, name, seed, seconds)
+        for question, (machines, _) in QUESTIONS.items()
+        for varied in machines
+        for name in TRACES
+        for seed in SEEDS
+    ]
+    rows = []
+    with ProcessPoolExecutor() as pool:
+        for number, row in enumerate(pool.map(replayed, jobs), 1):
+            rows.append(row)
+            done = f"{number} of {len(jobs)}: {row['question']}, {row['varied']}, {row['trace']}"
+            print(done, file=sys.stderr, flush=True)
+    return {"machine": host(), "model": Machine()._asdict(), "seconds": seconds, "rows": rows}
+
+
+def main() -> int:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--seconds", type=float, default=1800.0, help="of each trace")
+    options = parser.parse_args()
+    write_json(options.out, measure(options.seconds))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
