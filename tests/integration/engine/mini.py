@@ -171,6 +171,9 @@ class Mini:
         self.time, self.step_ms = 0.0, step_ms
         self._grows, self._usable = grows, grows or num_slots
         self._attach(Settings(**settings), tier)
+        self._begin_records()
+
+    def _begin_records(self) -> None:
         self.answers: dict[str, list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
         self.counts: dict[str, int] = {}
