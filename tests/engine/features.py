@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 from scenarios import Stage, cached_of, prompts, runner, tokens_of
@@ -74,6 +76,17 @@ def images(stage: Stage) -> dict[str, Any]:
             answers += tokens_of(outputs)
             stage.push_out(180 + turn)
     return {"tokens": answers, "cached": cached, "placeholders": len(outputs[0].prompt_token_ids)}
+
+
+def node_lost(stage: Stage) -> dict[str, Any]:
+    """End the second node between two requests; what does the next one say?"""
+    stage.play(prompts(10, 1, 300))
+    os.kill(int(os.environ["TEST_LOSE"]), signal.SIGKILL)
+    try:
+        outputs = stage.play(prompts(10, 1, 300))
+    except Exception as error:  # noqa: BLE001 - the error is the answer
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": "", "tokens": tokens_of(outputs)}
 
 
 def both_kinds(stage: Stage) -> dict[str, Any]:

@@ -68,6 +68,11 @@ class SecondNode:
             )
         return self
 
+    @property
+    def pid(self) -> int:
+        """Of the process with which all of the node's end, as if the host had lost its power."""
+        return self._process.pid
+
     def __exit__(
         self,
         kind: type[BaseException] | None,

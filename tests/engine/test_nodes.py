@@ -5,6 +5,8 @@ The second is on what looks like a host of its own, which shares nothing with th
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from engine import engines, nodes
 from engine.report import assert_same
@@ -45,3 +47,23 @@ def _slot_bytes(kind: str) -> int:
     layers, head, tokens, float32, keys_and_values = 4, 32, 128, 4, 2
     heads = 2 if kind == "a KV head each" else 1
     return layers * heads * head * tokens * float32 * keys_and_values
+
+
+def test_a_node_without_the_tier_is_refused_by_name(real, tmp_path):
+    with nodes.SecondNode({"model": real.model}, tmp_path / "log", None) as second:
+        run = real.on(["setup"], second.first, TIER, **nodes.environment())
+    assert run.returncode != 0
+    lines = [line for line in run.log.splitlines() if "kvoffload_patch: rank 1 (pid " in line]
+    assert lines and f" on {nodes.NAME}) cannot take part: expected execute_model of" in lines[-1]
+    assert lines[-1].endswith("(start vLLM through kvoffload_patch on every host)")
+
+
+def test_a_node_that_is_lost_ends_the_engine_as_without_the_tier(real, tmp_path):
+    ends = []
+    for tier in (None, TIER):
+        with nodes.SecondNode({"model": real.model}, tmp_path / "log", tier) as second:
+            lost = {"TEST_LOSE": str(second.pid), **nodes.environment()}
+            play = real.off if tier is None else partial(real.on, tier=tier)
+            ends.append(play(["node_lost"], second.first, **lost)["node_lost"]["error"])
+    plain, tiered = (error.partition(":")[0] for error in ends)
+    assert plain and plain == tiered
