@@ -6,7 +6,7 @@
     python scripts/matrix features --page            # the page only, from the results
     python scripts/matrix features --check           # status 1 if it is not what this would write
 
-Packages to test beside (NIXL) are installed in .neighbours when rows ask for them.
+Packages to test beside (NIXL, Ray) are installed in .neighbours when rows ask for them.
 
 Results are in docs/measured/features.json, and those of other releases in docs/measured/features:
 for each row the tests that were run, with their outcomes, the release, the date and the commit. A

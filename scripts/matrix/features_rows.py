@@ -189,7 +189,12 @@ ROWS = (
         "of its own",
         "test_nodes.py",
     ),
-    Row("the Ray executor", "0.32.0's CPU platform refuses it"),
+    _engine(
+        "the Ray executor",
+        "two tensor-parallel workers that Ray starts, which the tests let 0.32.0's CPU platform do",
+        "test_ray.py",
+        beside=("Ray",),
+    ),
     # The engine
     _engine(
         "engine core and worker in processes of their own",

@@ -1,4 +1,4 @@
-"""Packages that vLLM hands KV to, installed to be tested beside: in a folder, not the environment.
+"""Packages that vLLM is used with, installed to be tested beside: in a folder, not the environment.
 
 They bring nothing along: what they require would replace packages of the environment, or is for
 GPUs, and the CPU gets on without it.
@@ -18,6 +18,7 @@ FOLDER = ROOT / ".neighbours"
 # By the name that a row of `features_rows` gives.
 PACKAGES = {
     "NIXL": ("nixl==1.5.1", "nixl-cu12==1.5.1"),
+    "Ray": ("ray==2.60.0", "msgpack==1.2.4"),
 }
 
 

@@ -41,6 +41,7 @@ _REPLACES = {
     "TEST_GROWTH": "slow_growth",
     "TEST_MAMBA2_KERNELS": "mamba2_kernels",
     "TEST_SHARDED_ATTENTION": "sharded_attention",
+    "TEST_RAY_ON_CPU": "ray_on_cpu",
     "TEST_SLEEP": "sleeping",
 }
 
