@@ -56,7 +56,8 @@ class FlakyConnector(KVConnectorBase_V1):
     # In the worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._kv = kv_caches
+        # Up to 0.22 keys and values are the first dimension, and blocks the second.
+        self._kv = {name: t.transpose(0, 1) if len(t) == 2 else t for name, t in kv_caches.items()}
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         self._invalid = set()

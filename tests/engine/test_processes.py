@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from engine import engines, release
+from engine import plain as vllm
 from engine.report import assert_same
 
 INSTALLED = Path(sysconfig.get_path("purelib"), "kvoffload_patch.pth").exists()
@@ -94,7 +95,7 @@ def test_adapters_are_kept_apart(real):
     import os
 
     env = {"TEST_LORAS": os.pathsep.join(real.loras)}
-    off = real.off(["loras"], LORA, **env)["loras"]
+    off = vllm.must_play(real.off(["loras"], LORA, **env))["loras"]
     on = real.on(["loras"], LORA, **env)["loras"]
     assert len({tuple(answer) for answer in off["tokens"]}) == 3, "the adapters answer the same"
     assert on["tokens"] == off["tokens"]
