@@ -76,7 +76,8 @@ class Server(server.Server):
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         if has_gpu_vllm():
-            env["VLLM_BATCH_INVARIANT"] = "1"
+            # Not every GPU has the other sampler, and all answers are greedy.
+            env |= {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
         if faults:
             env["SOAK_FAULTS"] = json.dumps(faults)
         self.ended_after: float | None = None
