@@ -38,7 +38,9 @@ SHORT = (
     ("s3", "60 sessions of 8k tokens, the GPU holds 23; one turn of all, s", 1),
     ("s2", "200 fresh prompts of 2,048 tokens, nothing to find, s", 1),
 )
-TWO_GPUS = {
+# Turns that come back, of chats that ran otherwise than those of `chats`.
+OTHER_CHATS = {
+    "chats-alone.json": "without prompts before them",
     "chats-tensor.json": "two GPUs, tensor parallel",
     "chats-stages.json": "two GPUs, two pipeline stages",
 }
@@ -153,10 +155,10 @@ def conversations() -> str:
     return "\n\n".join([chats_report.chosen(document, words, chosen), chats_report.EXPLAINED, *ran])
 
 
-def chats_on_two() -> str:
-    """Turns that come back, on engines of two GPUs."""
+def other_chats() -> str:
+    """Turns that come back: without other prompts before them, and on engines of two GPUs."""
     parts = []
-    for name, words in TWO_GPUS.items():
+    for name, words in OTHER_CHATS.items():
         document = read(name)
         if document is not None:
             parts.append(chats_report.later(document, words))
@@ -301,7 +303,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "pairs": pairs,
     "conversations": conversations,
     "chats": chats,
-    "chats on two": chats_on_two,
+    "other chats": other_chats,
     "mechanisms": mechanisms,
     "trace": trace,
     "bound": bound,

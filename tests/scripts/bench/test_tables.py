@@ -25,16 +25,16 @@ def test_conversations_have_a_table_once_they_are_measured(monkeypatch: pytest.M
     assert text.count("Commit abc, 2026-11-22, H200, 16 cores, vLLM 0.26: `bench`") == 1
 
 
-def test_engines_of_two_gpus_have_a_table_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chats_that_ran_otherwise_have_a_table_each(monkeypatch: pytest.MonkeyPatch) -> None:
     machine: dict[str, object] = {"commit": "abc", "date": "2026-11-22T10:00", "gpu": "H200, 1"}
     machine |= {"vllm": "0.26", "cpus": 32, "command": "bench"}
     document = {"machines": [machine]}
     monkeypatch.setattr(tables, "read", lambda name: document if "stages" in name else None)
     monkeypatch.setattr(tables.chats_report, "later", lambda document, words: f"table of {words}")
-    text = tables.chats_on_two()
+    text = tables.other_chats()
     assert text.startswith("table of two GPUs, two pipeline stages\n\nCommit abc")
     monkeypatch.setattr(tables, "read", lambda name: None)
-    assert tables.chats_on_two() == "not measured"
+    assert tables.other_chats() == "not measured"
 
 
 def test_the_page_has_the_rows_on_conversations_that_say_most() -> None:
