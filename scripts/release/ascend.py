@@ -59,7 +59,10 @@ def unpacked(clone: Path, tag: str, folder: Path) -> Path:
     command = ["git", "-C", str(clone), "archive", tag, "vllm_ascend/worker"]
     archive = subprocess.run(command, check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        tar.extractall(folder / tag, filter="data")
+        if hasattr(tarfile, "data_filter"):  # Python 3.11.4 and later
+            tar.extractall(folder / tag, filter="data")
+        else:
+            tar.extractall(folder / tag)
     return folder / tag
 
 

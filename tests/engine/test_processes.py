@@ -74,11 +74,13 @@ def test_two_ranks(real):
 
 @pytest.mark.matrix
 def test_two_ranks_that_grow_and_do_not_get_the_same(real):
-    off = real.off(["twins"], TP, **FORKED)["twins"]
-    run = real.on(["twins", "setup"], TP, **FORKED, TEST_GROWTH="60 33")
-    assert_same(run["twins"], off)
-    assert run["twins"]["blocks_loaded"] > 0
-    assert run["setup"]["slots"] == 33, "what one rank will never have was used, or not all"
+    off = real.off(["conversations", "twins"], TP, **FORKED)
+    more = {"TEST_GROWTH": "90 63", "KVOFFLOAD_EVICTION": "lru"}  # the twins' prefix is new
+    run = real.on(["conversations", "twins", "setup"], TP, **FORKED, **more)
+    for played in ("conversations", "twins"):
+        assert_same(run[played], off[played])
+    assert run["twins"]["blocks_loaded"] > 0, "what is asked again after it has grown"
+    assert run["setup"]["slots"] == 63, "what one rank will never have was used, or not all"
 
 
 @pytest.mark.skipif(not INSTALLED, reason="the start-up file is not installed")

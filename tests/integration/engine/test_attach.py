@@ -271,5 +271,7 @@ def test_blocks_are_stored_and_evicted_by_the_policies_that_were_chosen(
     if store != "eager":
         assert manager.lazy and manager.offer({"a": 1}) == ({"a": 1} if store == "auto" else {})
         policy = policy._others
+    else:
+        policy = policy.policy
     assert type(policy) is POLICIES[eviction]
     detach(core)

@@ -27,8 +27,9 @@ LOOKUP_FILES = 11
 # stored first because the load would overwrite it.
 LOAD_FILES = 21
 # From vLLM's prefix cache to the plan, and from the result to what can be looked up; with the
-# policy, and vLLM's counters of hits, which the same step's end keeps.
-STORE_FILES = 12
+# policy, the order of prefixes around it, and vLLM's counters of hits, which the same step's end
+# keeps.
+STORE_FILES = 13
 
 
 @contextmanager
