@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 
 import pytest
 from costs import Costs
@@ -28,3 +29,13 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     """Python takes everything apart at its end, and libraries complain of what is left."""
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``caplog`` hears the package, however vLLM or VLLM_LOGGING_LEVEL has set its loggers up."""
+    logger = logging.getLogger("vllm.kvoffload_patch")
+    caplog.set_level(logging.INFO, logger.name)
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "disabled", False)

@@ -25,8 +25,6 @@ from typing import Any
 from scripts.bench.common import machine, table, verdict, write_json
 from scripts.bench.step_sides import BLOCK, SIDES, Sim, TierSim
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
 # A scenario readies a scheduler and returns what is to be done, untimed, before each step.
 Before = Iterator[None]
 Make = type[Sim]
@@ -223,6 +221,7 @@ def main() -> None:
     parser.add_argument("--sides", default=",".join(SIDES), help="schedulers; plain is always one")
     parser.add_argument("--rounds", type=int, help="turns of each scheduler (2 or more)")
     args = parser.parse_args()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM is not imported yet
     rounds = args.rounds or (2 if args.quick else 40)
     sides = [side for side in SIDES if side == "plain" or side in args.sides.split(",")]
     document: dict[str, Any] = {"machine": machine(), "rounds": rounds, "rows": []}

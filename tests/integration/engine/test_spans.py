@@ -128,12 +128,7 @@ def test_a_tracer_that_raises_is_said_once_and_the_tier_goes_on(
         raise OSError("the exporter is gone")
 
     world.tier._hits._spans._give = give
-    spans.logger.addHandler(caplog.handler)  # vLLM's loggers may hand nothing on
-    try:
-        ask(world, PROMPT)
-        ask(world, prompt(2, seed=3))
-    finally:
-        spans.logger.removeHandler(caplog.handler)
+    ask(world, PROMPT)
+    ask(world, prompt(2, seed=3))
     assert not world.breaker.detached and world.breaker._failure is None
-    said = [one for one in caplog.records if "no more spans" in one.getMessage()]
-    assert len(set(map(id, said))) == 1, "one record, which may be heard twice"
+    assert len([one for one in caplog.records if "no more spans" in one.getMessage()]) == 1

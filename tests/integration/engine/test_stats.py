@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
-from kvoffload_patch.integration.engine.stats import Report, logger
+from kvoffload_patch.integration.engine.stats import Report
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies.lru import LRUPolicy
-
-
-@pytest.fixture(autouse=True)
-def captured(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The logger is heard, whether vLLM has set up its loggers or not."""
-    caplog.set_level(logging.INFO, logger.name)
-    monkeypatch.setattr(logger, "handlers", [caplog.handler])
-    monkeypatch.setattr(logger, "propagate", False)
 
 
 def test_a_line_says_what_happened_since_the_one_before(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,12 +70,7 @@ def test_who_asks_for_it_is_warned(
 ) -> None:
     monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", "1")
     assert why_refused(XPU) == ""
-    logger = logging.getLogger("vllm.kvoffload_patch")
-    logger.addHandler(caplog.handler)  # vLLM's loggers may hand nothing on
-    try:
-        warn_if_never_run(XPU)
-    finally:
-        logger.removeHandler(caplog.handler)
+    warn_if_never_run(XPU)
     assert "a device of a kind on which it was never run: XPU" in caplog.text
 
 
