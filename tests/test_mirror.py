@@ -69,6 +69,7 @@ ACROSS = {
     "test_constants.py",
     "test_costs.py",
     "test_docs.py",
+    "test_environment.py",
     "test_layers.py",
     "test_mirror.py",
     "test_packaging.py",
