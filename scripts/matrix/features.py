@@ -28,7 +28,7 @@ from packaging.version import Version
 from kvoffload_patch.integration.install import release_in_use
 from scripts import ROOT
 from scripts.matrix import features_gpu, features_in_tree, features_releases, neighbours, results
-from scripts.matrix.features_rows import ENGINE, MOVED, ROWS, Row
+from scripts.matrix.features_rows import ENGINE, MOVED, NOT_RUN, ROWS, Row
 
 FILE = ROOT / "docs" / "measured" / "features.json"
 PAGE = ROOT / "docs" / "features.md"
@@ -79,17 +79,21 @@ def verdict(row: Row, result: dict[str, Any] | None) -> str:
     # Those that the row had when it was run, and has no more, say nothing of it.
     tests = [test for test in result["tests"] if _is_of(test, row)] if result else []
     if not tests:
-        return "not run yet"
+        return f"{NOT_RUN} yet"
     outcomes = [test["outcome"] for test in tests]
     bad = next((test for test in tests if test["outcome"] in ("failure", "error")), None)
     if bad is not None:
         return f"**red**: {bad['why']}"
     if "passed" not in outcomes:
-        return f"not run: {tests[0]['why'].removeprefix('Skipped: ')}"
+        return f"{NOT_RUN}: {tests[0]['why'].removeprefix('Skipped: ')}"
     refusals = [test["refusal"] for test in tests if "refusal" in test]
     if refusals:
         return f"refused: {refusals[0]}"
-    return f"green: {outcomes.count('passed')} passed"
+    said = f"green: {outcomes.count('passed')} passed"
+    left_out = [test["why"] for test in tests if test["outcome"] == "skipped"]
+    if not left_out:
+        return said
+    return f"{said}, {len(left_out)} {NOT_RUN}: {left_out[0].removeprefix('Skipped: ')}"
 
 
 def page(
@@ -133,7 +137,7 @@ def _here(row: Row, found: dict[str, dict[str, Any]]) -> tuple[str, str, str]:
     """Release, date and verdict of a row's tests."""
     result = found.get(row.name)
     said = verdict(row, result)
-    if result is None or said.startswith("not run yet"):
+    if result is None or said == f"{NOT_RUN} yet":
         return "none", "none", said
     return result["release"], result["date"], said
 
@@ -141,7 +145,8 @@ def _here(row: Row, found: dict[str, dict[str, Any]]) -> tuple[str, str, str]:
 def _on_a_gpu(row: Row, gpu: list[dict[str, Any]]) -> tuple[str, str, str]:
     """The same of a row that is shown there alone."""
     line = features_gpu.lines(row, gpu)[0]
-    return line.release, line.date, f"on a GPU: {line.verdict}"
+    played = "" if line.verdict.startswith(NOT_RUN) else "on a GPU: "
+    return line.release, line.date, f"{played}{line.verdict}"
 
 
 def _moved(result: dict[str, Any] | None) -> list[str]:

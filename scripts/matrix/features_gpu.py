@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 from packaging.version import Version
 
 from scripts.matrix import results
-from scripts.matrix.features_rows import ROWS, Row
-
-NOT_RUN = "not run yet"
+from scripts.matrix.features_rows import NOT_RUN, ROWS, Row
 
 
 class Line(NamedTuple):
@@ -29,7 +27,9 @@ class Line(NamedTuple):
     verdict: str
 
 
-NONE = Line("none", "none", "none", "none", "none", NOT_RUN)
+def _none(row: Row) -> Line:
+    needed = "a GPU" if row.gpus == 1 else f"{row.gpus} GPUs"
+    return Line("none", "none", "none", "none", "none", f"{NOT_RUN}: needs {needed}")
 
 
 def load(folder: Path = results.FOLDER) -> list[dict[str, Any]]:
@@ -40,7 +40,7 @@ def load(folder: Path = results.FOLDER) -> list[dict[str, Any]]:
 
 def lines(row: Row, found: list[dict[str, Any]]) -> list[Line]:
     """Of a row, one for each release on which a kind of it was run; at least one."""
-    return [line for result in found if (line := _line(row, result))] or [NONE]
+    return [line for result in found if (line := _line(row, result))] or [_none(row)]
 
 
 def _line(row: Row, result: dict[str, Any]) -> Line | None:
@@ -80,13 +80,13 @@ def _verdict(tests: list[dict[str, Any]]) -> str:
     passed = [test for test in tests if test["outcome"] == "passed"]
     left_out = [test for test in tests if test["outcome"] == "skipped"]
     if not passed:
-        return f"not run: {left_out[0]['why']}"
+        return f"{NOT_RUN}: {left_out[0]['why']}"
     answers, equal, blocks = (
         sum(test[field] for test in passed)
         for field in ("answers", "answers_equal", "blocks_loaded")
     )
     said = f"green: {equal:,} of {answers:,} answers equal, {blocks:,} blocks loaded"
-    return "; ".join([said, *(f"{test['name']} not run" for test in left_out)])
+    return "; ".join([said, *(f"{test['name']} {NOT_RUN}" for test in left_out)])
 
 
 def table(found: list[dict[str, Any]]) -> list[str]:

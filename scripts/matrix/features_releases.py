@@ -19,6 +19,7 @@ from packaging.version import Version
 
 from scripts import ROOT
 from scripts.matrix import environment
+from scripts.matrix.features_rows import NOT_RUN
 
 FOLDER = ROOT / "docs" / "measured" / "features"
 
@@ -113,11 +114,17 @@ def table(
 
 def _short(verdict: str) -> str:
     """Its first words: what comes behind them is below the table."""
-    return (
-        verdict.removesuffix(" passed")
-        if verdict.startswith("green")
-        else verdict.split(":", maxsplit=1)[0]
-    )
+    if not verdict.startswith("green"):
+        return verdict.split(":", maxsplit=1)[0]
+    counted, left_out, _ = verdict.partition(f"{NOT_RUN}: ")
+    return counted.replace(" passed", "") + left_out.removesuffix(": ")
+
+
+def _why_not_run(verdict: str) -> str:
+    """Of all or some of its tests; empty if they were run."""
+    if not verdict.startswith((NOT_RUN, "green")):
+        return ""
+    return verdict.partition(f"{NOT_RUN}: ")[2]
 
 
 def _reasons(verdicts: dict[str, dict[str, str]]) -> list[str]:
@@ -125,8 +132,8 @@ def _reasons(verdicts: dict[str, dict[str, str]]) -> list[str]:
     said: dict[tuple[str, str], list[str]] = {}
     for release, of in verdicts.items():
         for row, verdict in of.items():
-            kind, _, why = verdict.partition(": ")
-            if kind == "not run" and why:
+            why = _why_not_run(verdict)
+            if why:
                 # The same on each release but for its number.
                 said.setdefault((row, why.replace(release, "of that release")), []).append(release)
     if not said:

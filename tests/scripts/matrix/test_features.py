@@ -44,6 +44,10 @@ def test_every_row_names_tests_that_are_there() -> None:
         (result({"outcome": "passed"}, {"outcome": "passed"}), "green: 2 passed"),
         (result({"outcome": "passed"}, {"outcome": "failure", "why": "no"}), "**red**: no"),
         (result({"outcome": "skipped", "why": "Skipped: no V2"}), "not run: no V2"),
+        (
+            result({"outcome": "passed"}, {"outcome": "skipped", "why": "Skipped: plain ends"}),
+            "green: 1 passed, 1 not run: plain ends",
+        ),
         (result({"outcome": "passed", "refusal": "expected a"}), "refused: expected a"),
         (result(), "not run yet"),
         (result({"test": "tests/x.py::test_that_the_row_had", "outcome": "passed"}), "not run yet"),

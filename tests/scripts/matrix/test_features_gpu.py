@@ -25,6 +25,12 @@ def test_every_kind_of_engine_shows_a_row_and_every_row_names_kinds_that_are_the
     assert named == {kind.name for kind in gpu_kinds.KINDS} | {"v1", "v2"}
 
 
+def test_a_row_says_how_many_gpus_its_kinds_take() -> None:
+    taken = {kind.name: kind.gpus for kind in gpu_kinds.KINDS} | {"v1": 1, "v2": 1}
+    for row in ROWS:
+        assert {taken[name] for name in row.gpu} <= {row.gpus}, row.name
+
+
 def test_a_row_adds_up_its_kinds_and_names_each_commit() -> None:
     found = result(
         {"name": "v1, graphs"},
@@ -66,7 +72,9 @@ def test_each_release_has_a_line_and_a_row_without_a_run_says_so() -> None:
     newer, older = result({"name": "v1, graphs"}), result({"name": "v1, graphs"}, release="0.9.2")
     assert [line.release for line in features_gpu.lines(ROW, [newer, older])] == ["0.26.0", "0.9.2"]
     (none,) = features_gpu.lines(ROW, [result({"name": "v1, mla"})])
-    assert none == features_gpu.NONE and all(none)
+    assert all(none) and none.verdict == "not run: needs a GPU"
+    (none,) = features_gpu.lines(ROW._replace(gpus=2), [result({"name": "v1, mla"})])
+    assert none.verdict == "not run: needs 2 GPUs"
 
 
 def test_a_row_that_only_a_gpu_shows_has_its_verdict_in_the_first_table() -> None:
@@ -75,7 +83,7 @@ def test_a_row_that_only_a_gpu_shows_has_its_verdict_in_the_first_table() -> Non
     green = "green: 36 of 36 answers equal, 1,000 blocks loaded"
     assert f"| MLA | {mla.what} | 0.26.0 | 2026-11-23 | on a GPU: {green} |" in text
     assert f"| MLA | mla (V1) | 0.26.0 | 2026-11-23 | new | a GPU | {green} |" in text
-    assert f"| MLA | {mla.what} | none | none | on a GPU: not run yet |" in features.page({})
+    assert f"| MLA | {mla.what} | none | none | not run: needs a GPU |" in features.page({})
 
 
 def test_no_cell_of_the_table_is_empty() -> None:

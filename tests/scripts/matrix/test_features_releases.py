@@ -86,6 +86,22 @@ def test_a_release_has_a_column_and_why_a_row_was_not_run_there() -> None:
     assert "| not run yet | not run yet |" in text, "a row without a result"
 
 
+def test_what_was_left_out_of_a_green_row_is_told_as_well() -> None:
+    name = OTHER.tests[0]
+    left_out = {"test": name, "outcome": "skipped", "why": "Skipped: plain vLLM ends: a: b."}
+    played = {**ABOUT, "tests": [{"test": name, "outcome": "passed"}, left_out]}
+    lines = features.page({}, {"0.30.0": {OTHER.name: played}}).splitlines()
+    assert f"| {OTHER.name} | green: 1, 1 not run |" in lines
+    assert f"- {OTHER.name}: plain vLLM ends: a: b. 0.30.0" in lines
+
+
+def test_the_words_of_a_failure_are_no_reason_for_a_row_that_was_not_run() -> None:
+    failed = {"test": ROW.tests[0], "outcome": "failure", "why": "it was not run: twice"}
+    text = features.page({}, {"0.30.0": {ROW.name: {**ABOUT, "tests": [failed]}}})
+    assert f"| {ROW.name} | **red** |" in text
+    assert "Not run there, and why:" not in text
+
+
 def test_without_other_releases_there_is_no_table() -> None:
     assert "## On other releases" not in features.page({})
 
