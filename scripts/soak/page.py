@@ -108,7 +108,8 @@ FAULTS = (
         "`tests/engine/test_faults.py`, `tests/test_constants.py`",
     ),
     (
-        "SIGTERM, SIGINT, SIGKILL of the server or the engine while starting, streaming, idle",
+        "SIGTERM, SIGINT, SIGKILL of the server, the engine or a worker while starting, "
+        "streaming, idle",
         "as with plain vLLM",
         "30 s: what takes longer hangs, as plain vLLM does in places",
         '`python scripts/soak signals`: "Signals"',

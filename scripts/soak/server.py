@@ -29,7 +29,7 @@ def write_model(folder: Path) -> None:
     subprocess.run([sys.executable, str(script), str(folder)], check=True)
 
 
-def _options(block_size: int, gpu_blocks: int) -> list[str]:
+def _options(block_size: int, gpu_blocks: int, ranks: int) -> list[str]:
     # Two servers are on one GPU, and each needs little of it.
     share = ["--gpu-memory-utilization", "0.4"] if has_gpu_vllm() else []
     return [
@@ -38,6 +38,7 @@ def _options(block_size: int, gpu_blocks: int) -> list[str]:
         "--dtype", "bfloat16" if has_gpu_vllm() else "float32", "--enforce-eager",
         "--enable-prefix-caching", "--max-num-seqs", "8", "--seed", "0",
         "--block-size", str(block_size), "--num-gpu-blocks-override", str(gpu_blocks),
+        "--tensor-parallel-size", str(ranks),
     ]  # fmt: skip
 
 
@@ -54,19 +55,21 @@ class Server(server.Server):
         log: file for what it prints.
         tier: KVOFFLOAD_* variables; None: plain vLLM.
         faults: see `faulty`; only with the tier.
+        ranks: tensor-parallel ranks, each a process if there are several.
 
     Attributes:
         ended_after: seconds that it took to end, once asked to; None if it had to be killed.
     """
 
     def __init__(
-        self, model: Path, log: Path, tier: dict[str, str] | None, faults: dict[str, Any]
-    ) -> None:
+        self, model: Path, log: Path, tier: dict[str, str] | None, faults: dict[str, Any],
+        ranks: int = 1,
+    ) -> None:  # fmt: skip
         port = server.free_port()
         through = ["-m", "kvoffload_patch", sys.executable] if tier is not None else []
         command = [
             sys.executable, *through, "-m", "scripts.soak.faulty", "serve", str(model),
-            "--port", str(port), *_options(32, 96),
+            "--port", str(port), *_options(32, 96, ranks),
         ]  # fmt: skip
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("KVOFFLOAD_", "VLLM_"))}
         env = {

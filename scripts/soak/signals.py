@@ -1,7 +1,9 @@
 """python scripts/soak signals [--phases idle,...] [--signals TERM,...] [--minutes M] [--out DIR]
 
 Sends a signal to a process of `vllm serve` while it starts, streams answers or is idle, each time
-to a new server, plain and with the tier side by side. Says how long it took until all its processes
+to a new server, plain and with the tier side by side: the server, its engine core, or one of two
+tensor-parallel workers (rank0, rank1; such a server has two of them, the others have one in the
+engine core's process). Says how long it took until all its processes
 had ended, with which status, and what was left: processes, or files in shared memory. Plain vLLM
 is the measure: where that hangs, too, it is not the tier's doing. Results go to signals.json in
 --out, and a trial that is there is not made again: with --minutes, after which no further trial is
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -35,10 +38,13 @@ from scripts.soak.watch import is_dead, shared_files
 
 SIDES = ("plain", "tier")
 PHASES = ("starting", "streaming", "idle")
-TARGETS = ("server", "engine")
+RANKS = ("rank0", "rank1")
+TARGETS = ("server", "engine", *RANKS)
 SIGNALS = ("TERM", "INT", "KILL")
 # Longer than vLLM waits for an engine core that shuts down; what takes longer hangs.
 LIMIT_S = 30.0
+# How long a server may take until it has the process that is to get the signal.
+START_LIMIT_S = 120.0
 # What is left when the first process has ended has so long to follow.
 OTHERS_LIMIT_S = 10.0
 PROMPT = list(range(3, 400))
@@ -83,6 +89,38 @@ def engine_of(pid: int) -> psutil.Process | None:
     return None
 
 
+def ranks_of(pid: int) -> list[psutil.Process]:
+    """The workers below a server by rank, once all of them are there; else none."""
+    engine = engine_of(pid)
+    found: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        for process in engine.children() if engine else ():
+            if "resource_tracker" not in " ".join(process.cmdline()):
+                found.append(process)
+    # The executor starts them in the order of their ranks.
+    return sorted(found, key=lambda one: (one.create_time(), one.pid))
+
+
+def aim_of(pid: int, target: str) -> psutil.Process | None:
+    """The process that is to get the signal, once it and its like are there."""
+    if target == "server":
+        return psutil.Process(pid)
+    if target == "engine":
+        return engine_of(pid)
+    ranks = ranks_of(pid)
+    return ranks[RANKS.index(target)] if len(ranks) == len(RANKS) else None
+
+
+def session_of(pid: int) -> list[int]:
+    """Processes that a server has started, whoever is their parent by now; dead ones left out."""
+    found = []
+    for other in psutil.pids():
+        with suppress(OSError):
+            if os.getsid(other) == pid and not is_dead(other):
+                found.append(other)
+    return found
+
+
 def wait_until(holds: Callable[[], Any], limit_s: float) -> float | None:
     """Seconds until something holds; None if it does not in time."""
     begin = time.monotonic()
@@ -111,12 +149,13 @@ def streaming(server: Server) -> Iterator[None]:
 
 
 @contextmanager
-def phase_of(server: Server, phase: str) -> Iterator[None]:
-    """Bring a server into a phase."""
+def phase_of(server: Server, phase: str, target: str) -> Iterator[None]:
+    """Bring a server into a phase; starting: an engine core is there, and the target."""
     if phase == "starting":
         server.start()
-        if wait_until(lambda: engine_of(server.pid), 120) is None:
-            raise RuntimeError("expected an engine core within 120 s, found none")
+        first = "engine" if target == "server" else target
+        if wait_until(lambda: aim_of(server.pid, first), START_LIMIT_S) is None:
+            raise RuntimeError(f"expected {first} within {START_LIMIT_S:g} s, found none")
         time.sleep(1)
         yield
         return
@@ -132,19 +171,19 @@ def phase_of(server: Server, phase: str) -> Iterator[None]:
 def trial(server: Server, phase: str, target: str, number: int) -> dict[str, Any]:
     """One signal, and what comes of it."""
     before = set(shared_files())
-    with phase_of(server, phase):
-        members = family(server.pid)
-        aim = members[0] if target == "server" else engine_of(server.pid)
+    with phase_of(server, phase, target):
+        first, aim = server.pid, aim_of(server.pid, target)
         if aim is None:
-            raise RuntimeError("expected an engine core, found none")
+            raise RuntimeError(f"expected {target}, found none")
+        pids = session_of(first)
         aim.send_signal(number)
         took = wait_until(lambda: server.status() is not None, LIMIT_S)
-        pids = [process.pid for process in members]
-        wait_until(lambda: all(map(is_dead, pids)), OTHERS_LIMIT_S)
-        left = [pid for pid in pids if not is_dead(pid)]
+        wait_until(lambda: not session_of(first), OTHERS_LIMIT_S)
+        left = session_of(first)
     status = server.status()
     server.kill()
-    wait_until(lambda: all(map(is_dead, pids)), OTHERS_LIMIT_S)
+    wait_until(lambda: not session_of(first), OTHERS_LIMIT_S)
+    pids += left
     return {
         "ended_after_s": took, "status": status, "processes_left": left,
         "files_left": sorted(set(shared_files()) - before) + sockets_of(pids),
@@ -200,7 +239,8 @@ def play(args: argparse.Namespace, model: Path, found: dict[str, Any]) -> int:
             return len(todo) - done
         name = f"{phase} {target} {kind}"
         tier = {"KVOFFLOAD_CPU_GIB": "0.05"} if side == "tier" else None
-        server = Server(model, args.out / f"{name} {side}.log", tier, {})
+        ranks = len(RANKS) if target in RANKS else 1
+        server = Server(model, args.out / f"{name} {side}.log", tier, {}, ranks)
         try:
             cell = trial(server, phase, target, getattr(signal, f"SIG{kind}"))
         except (RuntimeError, ServerFailed) as error:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kvoffload_patch.control.client import Engine
@@ -57,6 +59,40 @@ def test_a_process_that_ends_is_told_from_one_that_hangs(monkeypatch: pytest.Mon
     assert found["ended_after_s"] is None and found["status"] is None
 
 
+TREE = """
+import subprocess, sys, time
+rank = "import time; time.sleep(60)"
+if sys.argv[1:] == ["EngineCore"]:
+    subprocess.Popen([sys.executable, "-c", rank, "resource_tracker"])
+    for _ in range(2):
+        subprocess.Popen([sys.executable, "-c", rank])
+else:
+    subprocess.Popen([sys.executable, __file__, "EngineCore"])
+time.sleep(60)
+"""
+
+
+def test_a_rank_is_the_worker_below_the_engine_core(tmp_path: Path) -> None:
+    script = tmp_path / "tree.py"
+    script.write_text(TREE)
+    first = subprocess.Popen([sys.executable, str(script)], start_new_session=True)
+    try:
+        assert signals.wait_until(lambda: signals.aim_of(first.pid, "rank1"), 20) is not None
+        engine = signals.aim_of(first.pid, "engine")
+        ranks = [signals.aim_of(first.pid, name) for name in signals.RANKS]
+        assert engine and signals.aim_of(first.pid, "server") == psutil.Process(first.pid)
+        assert [one and one.ppid() for one in ranks] == [engine.pid] * 2
+        assert ranks[0] and ranks[1] and ranks[0].create_time() <= ranks[1].create_time()
+        assert ranks[0] != ranks[1]
+        engine.kill()
+        assert signals.wait_until(lambda: signals.engine_of(first.pid) is None, 20) is not None
+        assert len(signals.session_of(first.pid)) == 4, "orphans count as well"
+        assert signals.aim_of(first.pid, "rank0") is None
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+
+
 def test_cells() -> None:
     assert signals.in_words(ENDED) == "2.5 s, status -15"
     hangs = {**ENDED, "ended_after_s": None, "files_left": ["a"]}
@@ -85,7 +121,7 @@ def test_plain_vllm_is_the_measure(plain: Any, tier: Any, worse: bool) -> None:
 def test_options(tmp_path: Path) -> None:
     args = signals.options(["--phases", "idle", "--signals", "TERM,KILL"])
     assert args.phases == ["idle"] and args.signals == ["TERM", "KILL"]
-    assert args.targets == ["server", "engine"]
+    assert args.targets == ["server", "engine", "rank0", "rank1"]
     with pytest.raises(SystemExit):
         signals.options(["--signals", "HUP"])
 
@@ -95,7 +131,8 @@ def test_trials_are_made_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     killed: list[Any] = []
 
     class Fake:
-        def __init__(self, model: Path, log: Path, tier: Any, faults: Any) -> None: ...
+        def __init__(self, model: Path, log: Path, tier: Any, faults: Any, ranks: int) -> None:
+            assert ranks == 1
 
         def kill(self) -> None:
             killed.append(self)
