@@ -35,6 +35,10 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2
 _SINCE = "from the plan of its step to the step in which the scheduler learns that it is done"
 
 
+# Of a metric in bytes, which stands below its like in blocks.
+_SAME = "The same in bytes, over all ranks of the engine."
+
+
 class Metric(NamedTuple):
     """One metric.
 
@@ -82,9 +86,9 @@ METRICS = (
     ),
     Metric("growing", "gauge", "1 while more CPU slots are to become usable."),
     Metric("capacity_blocks", "gauge", "CPU slots usable so far; each holds a block."),
-    Metric("capacity_bytes", "gauge", "The same in bytes, over all ranks of the engine."),
+    Metric("capacity_bytes", "gauge", _SAME),
     Metric("used_blocks", "gauge", "CPU slots in use, those being written included."),
-    Metric("used_bytes", "gauge", "The same in bytes, over all ranks of the engine."),
+    Metric("used_bytes", "gauge", _SAME),
     Metric("queried_tokens", "counter", "Tokens that admitted requests did not find on the GPU."),
     Metric("hit_tokens", "counter", "Of these, the tokens that the tier had."),
     Metric(
@@ -94,11 +98,11 @@ METRICS = (
         "than hit_tokens where a request went, or its blocks were reused, before it was admitted.",
     ),
     Metric("loaded_blocks", "counter", "Blocks loaded; one of each KV cache group counts once."),
-    Metric("loaded_bytes", "counter", "The same in bytes, over all ranks of the engine."),
+    Metric("loaded_bytes", "counter", _SAME),
     Metric("stored_blocks", "counter", "Blocks stored; one of each KV cache group counts once."),
-    Metric("stored_bytes", "counter", "The same in bytes, over all ranks of the engine."),
+    Metric("stored_bytes", "counter", _SAME),
     Metric("evicted_blocks", "counter", "Blocks thrown out to make room."),
-    Metric("evicted_bytes", "counter", "The same in bytes, over all ranks of the engine."),
+    Metric("evicted_bytes", "counter", _SAME),
     Metric(
         "dropped_blocks",
         "counter",
@@ -108,13 +112,16 @@ METRICS = (
         "KVOFFLOAD_STORE_DECODE is off; opted_out: their request asked for it.",
         (("reason", NOT_STORED),),
     ),
+    Metric("dropped_bytes", "counter", _SAME, (("reason", NOT_STORED),)),
     Metric(
         "skipped_blocks",
         "counter",
         "Blocks that were computed and need no store; held: the tier had them already.",
         (("reason", ("held",)),),
     ),
+    Metric("skipped_bytes", "counter", _SAME, (("reason", ("held",)),)),
     Metric("failed_blocks", "counter", "Blocks whose copy failed.", DIRECTION),
+    Metric("failed_bytes", "counter", _SAME, DIRECTION),
     Metric("failed_copies", "counter", "Copies that failed, of however many blocks.", DIRECTION),
     Metric(
         "mismatched_copies",

@@ -45,6 +45,15 @@ def test_a_name_ends_with_its_unit(metric: Metric) -> None:
     assert metric.help.endswith(".") and not set(metric.label_names) & {*COMMON_LABELS, "le"}
 
 
+def test_what_is_counted_in_blocks_is_counted_in_bytes_as_well() -> None:
+    for metric in METRICS:
+        of, _, unit = metric.name.rpartition("_")
+        if unit == "blocks":
+            other = BY_NAME[f"{of}_bytes"]
+            assert (other.kind, other.labels) == (metric.kind, metric.labels), metric.name
+            assert METRICS.index(other) == METRICS.index(metric) + 1, "it says `the same in bytes`"
+
+
 def test_the_page_has_a_row_for_each() -> None:
     page = (DOCS / "metrics.md").read_text()
     head = ["| Metric | Kind | Labels | What it is |", "| --- | --- | --- | --- |"]
@@ -72,7 +81,7 @@ def test_the_dashboard_asks_for_metrics_and_labels_that_exist() -> None:
         ]
         selected = re.findall(r"(\w+)=", "".join(re.findall(r"{(.*?)}", expression)))
         assert set(by) | set(selected) <= labels, expression
-    not_shown = {"loaded_tokens", "loaded_blocks", "evicted_blocks"}
+    not_shown = {"loaded_tokens", "loaded_blocks", "evicted_blocks", "skipped_bytes"}
     not_shown |= {"capacity_blocks", "used_blocks"}
     assert set(BY_NAME) - named == not_shown
 

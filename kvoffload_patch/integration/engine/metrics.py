@@ -29,6 +29,7 @@ from kvoffload_patch.integration.metrics import (
 from kvoffload_patch.links import LOAD, STORE, Link
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.plan import TransferPlan
+from kvoffload_patch.tier.stats import TierStats
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
@@ -306,14 +307,12 @@ class Reporter:
         # A prefix takes one block of each group, whose sizes are the same as a rule.
         sizes = counts.block_sizes
         yield "loaded_tokens", (), round(stats.loaded * sum(sizes) / len(sizes) ** 2)
-        for reason, number in stats.not_stored.items():
-            yield "dropped_blocks", (reason,), number
-        yield "skipped_blocks", ("held",), stats.held
-        loads = stats.failed_loads, stats.failed_load_copies
-        yield "failed_blocks", (LOADS,), loads[0]
-        yield "failed_blocks", (STORES,), stats.failed - loads[0]
-        yield "failed_copies", (LOADS,), loads[1]
-        yield "failed_copies", (STORES,), stats.failed_copies - loads[1]
+        for name, label, number in _not_moved(stats):
+            yield f"{name}_blocks", (label,), number
+            yield f"{name}_bytes", (label,), number * self._block_bytes
+        loads = stats.failed_load_copies
+        yield "failed_copies", (LOADS,), loads
+        yield "failed_copies", (STORES,), stats.failed_copies - loads
         yield "mismatched_copies", (), stats.mismatches
         for direction, link in _LINKS.items():
             yield "copies", (direction,), self._times.ended[direction]
@@ -322,6 +321,15 @@ class Reporter:
         yield "loading_requests", ("inline",), counts.inline
         yield "loading_requests", ("parked",), counts.parked
         yield "stalled_seconds", (), round(counts.stalled_ms / 1000, 6)
+
+
+def _not_moved(stats: TierStats) -> Iterator[tuple[str, str, int]]:
+    """Blocks that were not moved or in vain: what became of them, reason or direction, how many."""
+    for reason, number in stats.not_stored.items():
+        yield "dropped", reason, number
+    yield "skipped", "held", stats.held
+    yield "failed", LOADS, stats.failed_loads
+    yield "failed", STORES, stats.failed - stats.failed_loads
 
 
 def _vllm_version() -> str:

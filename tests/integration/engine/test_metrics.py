@@ -127,6 +127,28 @@ def test_figures_are_those_of_the_tier_when_the_engine_is_idle(load_mode: str) -
     assert rate == pytest.approx(3 * BLOCK_BYTES / found["copy_seconds load"][0])
 
 
+def test_what_was_not_moved_is_told_in_blocks_and_in_bytes() -> None:
+    mini = Mini()
+    found = reported(mini)
+    stats = mini.manager.stats
+    stats.overwritten, stats.decode, stats.held = 2, 3, 5
+    stats.add_failed(7, loaded=True)
+    stats.add_failed(11, loaded=False)
+    stats.add_failed(13, loaded=False)
+    mini.add(prompt(1, seed=1))
+    mini.run()
+    expected = {
+        "dropped no_room": 0, "dropped overwritten": 2, "dropped few_uses": 0,
+        "dropped decode": 3, "dropped opted_out": 0, "skipped held": 5, "failed load": 7,
+        "failed store": 24,
+    }  # fmt: skip
+    for key, number in expected.items():
+        name, label = key.split()
+        assert found[f"{name}_blocks {label}"] == number, key
+        assert found[f"{name}_bytes {label}"] == number * BLOCK_BYTES, key
+    assert (found["failed_copies load"], found["failed_copies store"]) == (1, 2)
+
+
 def test_what_others_wait_for_is_summed() -> None:
     mini = Mini(load_mode="inline", ranks=FakeRanks(load_ms_per_block=2.0))
     found = reported(mini)
