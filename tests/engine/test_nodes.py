@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 from engine import engines, nodes
+from engine import plain as vllm
 from engine.report import assert_same
 
 pytestmark = pytest.mark.features
@@ -17,10 +18,14 @@ TIER = {"KVOFFLOAD_CPU_GIB": "0.25"}
 FORKED = {"TEST_FORK_WORKERS": "1"}
 
 
-@pytest.fixture(autouse=True)
-def _possible():
+@pytest.fixture(scope="module", autouse=True)
+def _possible(real, tmp_path_factory):
     if nodes.why_not():
         pytest.skip(nodes.why_not())
+    if not vllm.is_default():
+        log = tmp_path_factory.mktemp("plain") / "log"
+        with nodes.SecondNode({"model": real.model}, log, None) as second:
+            vllm.must_play(real.off(["setup"], second.first, **nodes.environment()))
 
 
 @pytest.mark.parametrize("kind", ["a KV head each", "the same bytes"])

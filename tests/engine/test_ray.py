@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from engine import engines
+from engine import plain as vllm
 from engine.ray_node import RayNode
 from engine.report import assert_same
 
@@ -21,10 +22,12 @@ MODE = {"KVOFFLOAD_LOAD_MODE": "parked"}
 
 
 @pytest.fixture(scope="module")
-def node():
+def node(real):
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed; scripts/matrix features installs it")
     with tempfile.TemporaryDirectory(dir="/tmp") as folder, RayNode(Path(folder)) as started:
+        if not vllm.is_default():
+            vllm.must_play(real.off(["setup"], RAY, **started.environment))
         yield started
 
 
