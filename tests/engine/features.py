@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
+import time
 from typing import Any
 
+import psutil
 from scenarios import Stage, cached_of, prompts, runner, tokens_of
 from sleeping import sleeps, updates  # noqa: F401
 from vllm import SamplingParams
+
+_LOST_S = 60.0
 
 
 def guesses(stage: Stage, together: int = 2) -> dict[str, Any]:
@@ -81,12 +84,31 @@ def images(stage: Stage) -> dict[str, Any]:
 def node_lost(stage: Stage) -> dict[str, Any]:
     """End the second node between two requests; what does the next one say?"""
     stage.play(prompts(10, 1, 300))
-    os.kill(int(os.environ["TEST_LOSE"]), signal.SIGKILL)
+    _lose(int(os.environ["TEST_LOSE"]))
     try:
         outputs = stage.play(prompts(10, 1, 300))
     except Exception as error:  # noqa: BLE001 - the error is the answer
         return {"error": f"{type(error).__name__}: {error}"}
     return {"error": "", "tokens": tokens_of(outputs)}
+
+
+def _lose(pid: int) -> None:
+    """Kill a process, and wait for those that end with it: they could answer until they have."""
+    node = psutil.Process(pid)
+    ending = [node, *node.children(recursive=True)]
+    node.kill()
+    until = time.monotonic() + _LOST_S
+    while any(_runs(one) for one in ending):
+        if time.monotonic() > until:
+            raise TimeoutError(f"a process of the lost node still runs after {_LOST_S:g} s")
+        time.sleep(0.01)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def both_kinds(stage: Stage) -> dict[str, Any]:
