@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine import engines, release
+from engine import plain as vllm
 from engine.report import assert_same
 
 RANKS = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
@@ -19,7 +20,7 @@ def test_what_each_rank_has_of_a_block_comes_back(real, mode):
     # A block has as many tokens, over both ranks, as in other tests.
     model = {"model": real.one_kv_head, "block_size": release.BLOCK // 2, **RANKS}
     model["num_gpu_blocks_override"] = 24
-    off = real.off(PLAYED, model, **HERE)
+    off = vllm.must_play(real.off(PLAYED, model, **HERE))
     on = real.on(PLAYED, model, {"KVOFFLOAD_LOAD_MODE": mode}, late=3, **HERE)
     answers = [tuple(answer) for answer in off["sensitivity"]["tokens"]]
     assert len(set(answers)) == len(answers), "a lost KV cache would go unnoticed"
