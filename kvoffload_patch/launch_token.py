@@ -46,11 +46,24 @@ def confirm(what: str) -> None:
         return
     try:
         os.ftruncate(memory, mmap.PAGESIZE)
-        _confirmed[what] = mmap.mmap(memory, mmap.PAGESIZE)
+        _confirmed[what] = mapped = mmap.mmap(memory, mmap.PAGESIZE)
+        _never_unmap(mapped)
     except (OSError, ValueError):
         pass  # as above
     finally:
         os.close(memory)
+
+
+def _never_unmap(mapped: mmap.mmap) -> None:
+    """Keep it until the process is gone.
+
+    An interpreter that ends unmaps whatever its modules hold, and a vLLM needs seconds from then
+    on: the launch would take it for one in which our code did not run.
+    """
+    with suppress(ImportError, AttributeError):
+        import ctypes  # not at every start of a Python
+
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapped))
 
 
 def confirmed(what: str, token: str, maps: str) -> bool:

@@ -47,6 +47,27 @@ def test_a_process_and_its_forks_have_confirmed_and_a_program_has_not() -> None:
     assert not confirmed(ATTACHED, "0a1b", own) and not confirmed(DECIDED, "0a1", own)
 
 
+ENDING = """\
+import os, sys
+from kvoffload_patch import launch_token
+class Last:
+    def __del__(self, open=os.open, read=os.read, write=os.write):
+        maps = open("/proc/self/maps", 0)
+        while text := read(maps, 1 << 16):
+            write(1, text)
+sys.last = Last()  # what sys holds is the last to go
+launch_token.confirm("decided")
+"""
+
+
+def test_a_process_that_ends_slowly_has_confirmed_until_it_is_gone() -> None:
+    environ = {**os.environ, VARIABLE: "0a1b", "KVOFFLOAD_ENABLE": ""}
+    command = [sys.executable, "-c", ENDING]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert "[stack]" in done.stdout, done.stderr
+    assert confirmed(DECIDED, "0a1b", done.stdout), "a watch would end it and blame the Python"
+
+
 @pytest.mark.parametrize("token", ["", "x" * 300])
 def test_without_a_token_that_can_be_shown_nothing_happens(token: str) -> None:
     own, _, _ = maps(DECIDED, ATTACHED, token=token)
