@@ -142,6 +142,7 @@ def status() -> dict[str, object]:
         except MemoryRefused as error:  # nothing else is wrong, so vLLM is looked at
             too_large = str(error)
         found.update(install.describe())
+
         if too_large and found["verdict"] == "ok":
             found["verdict"] = too_large
     except Exception as error:  # noqa: BLE001 - a report has to say what is wrong, not fail of it

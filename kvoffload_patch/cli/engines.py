@@ -74,8 +74,8 @@ def chosen(found: Sequence[client.Engine], name: str | None, every: bool) -> lis
     names = ", ".join(engine.name for engine in found)
     if not found:
         raise Refused(
-            "expected a running engine of this user, found none; start one with the CPU tier, or "
-            "ask as the user that runs it."
+            "expected a running engine of this user, found none; start one with the CPU tier, ask "
+            "as the user that runs it, or look for `no control socket` in its log."
         )
     if name is not None:
         matching = [e for e in found if name in (e.name, e.name.partition("-")[0])]

@@ -39,13 +39,14 @@ def main(argv: Sequence[str]) -> int:
 def text(found: Mapping[str, object]) -> str:
     """What `_bootstrap.status` has found, a few lines and one line per patch point."""
     flag = os.environ.get(_bootstrap.FLAG)
-    points = found["points"]
+    points, table = found["points"], found["supported"]
     assert isinstance(points, list)
     lines = [
         f"kvoffload_patch {found['version']}",
         f"switch:       {'on' if found['enabled'] else 'off'} ({_switches(flag)})",
-        f"vLLM:         {found['release'] or 'not found'}",
-        f"supported:    {found['supported'] or 'unknown'}",
+        # Without a table the settings were refused before anything was looked for.
+        f"vLLM:         {found['release'] or ('not found' if table else 'not looked for')}",
+        *([f"supported:    {table}"] if table else []),
         f"patch points: {len(points)}",
     ]
     width = max((len(p["name"]) for p in points), default=0)

@@ -61,7 +61,7 @@ def read_command(message: Mapping[str, Any]) -> Command:
 
 def _setting(row: Variable, text: Any) -> object:
     if not isinstance(text, str) or not text.strip() or len(text) > _LONGEST:
-        raise Refused(f"{row.name} is {_shown(text)}, expected {row.expected}.")
+        raise Refused(f"{row.name} is {_shown(text)}, expected {row.expected}; correct it.")
     return read(row, {row.name: text})
 
 
@@ -73,7 +73,7 @@ def _gib(text: Any) -> float:
         value = AUTO
     if value == AUTO:
         expected = row.expected.removesuffix(f", or {AUTO}")
-        raise Refused(f"expected {expected}, found {_shown(text)}.")
+        raise Refused(f"expected {expected}, found {_shown(text)}; give such a size.")
     return float(value)  # type: ignore[arg-type]
 
 

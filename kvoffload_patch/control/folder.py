@@ -48,7 +48,7 @@ def making(environ: Mapping[str, str] | None = None) -> Iterator[int]:
         try:
             folder = _make(path)
         except (OSError, Refused) as error:
-            wrong.append(str(error))
+            wrong.append(str(error).rstrip("."))
             continue
         try:
             yield folder
@@ -57,7 +57,7 @@ def making(environ: Mapping[str, str] | None = None) -> Iterator[int]:
             raise
         fcntl.flock(folder, fcntl.LOCK_UN)
         return
-    raise Refused("; ".join(wrong))
+    raise Refused(f"{'; '.join(wrong)}.")
 
 
 def leave(folder: int) -> None:

@@ -24,6 +24,7 @@ from kvoffload_patch.patching import (
     UnsupportedVersion,
     decide,
     installed_version,
+    load_wrapt,
     release_of,
 )
 
@@ -89,6 +90,7 @@ def describe(settings: Settings | None = None) -> dict[str, Any]:
         settings = Settings.from_env() if settings is None else settings
         report["release"] = _version(settings)
         decisions = _decide(settings)
+        load_wrapt()  # comparing does without it, installing does not
     except PatchRefused as refusal:
         return {**report, "verdict": str(refusal)}
     listed = [

@@ -22,7 +22,7 @@ from .errors import (
 )
 from .locate import find_source, installed_version
 from .objects import ObjectHooks, is_set_on
-from .patchset import PatchSet, State
+from .patchset import PatchSet, State, load_wrapt
 from .point import Attributes, Decision, Host, PatchPoint, Role
 from .records import Records
 
@@ -30,5 +30,5 @@ __all__ = [
     "Attributes", "Decision", "Host", "HostNotFound", "InstallFailed", "ObjectHooks", "PatchPoint",
     "PatchRefused", "PatchSet", "PatchTableError", "Records", "Role", "SignatureMismatch", "State",
     "UnreadableVersion", "UnsupportedVersion", "UnverifiedHost", "check_table", "decide",
-    "find_source", "installed_version", "is_set_on", "release_of",
+    "find_source", "installed_version", "is_set_on", "load_wrapt", "release_of",
 ]  # fmt: skip

@@ -60,7 +60,7 @@ def decide(
         PatchTableError: a name is selected not at all or more than once.
         SignatureMismatch: something differs from the table; the text says what, for the first.
     """
-    release = _release(host, version)
+    release = _release(host, version, allow_unverified)
     label = f"{host.name} {version}"
     doubts = list(_release_doubts(host, version, release))
     if doubts and not allow_unverified:
@@ -141,7 +141,7 @@ def bodies(selected: Iterable[PatchPoint], sources: Sources) -> dict[str, str]:
     return found
 
 
-def _release(host: Host, version: str) -> Version:
+def _release(host: Host, version: str, allow_unverified: bool) -> Version:
     try:
         release = release_of(version)
     except InvalidVersion:
@@ -149,9 +149,10 @@ def _release(host: Host, version: str) -> Version:
             f"The version {version!r} of {host.name} cannot be read; {host.remedy}."
         ) from None
     if not SpecifierSet(host.supported).contains(release):
+        reach = f"; {host.override or 'that'} reaches {host.supported} only" * allow_unverified
         raise UnsupportedVersion(
-            f"{host.name} {version} is not supported (supported: {_span(host)}); install one of"
-            f" these, or {host.remedy}."
+            f"{host.name} {version} is not supported (supported: {_span(host)}{reach}); "
+            f"install one of these, or {host.remedy}."
         )
     return release
 
@@ -180,8 +181,7 @@ def _unverified(host: Host, label: str, doubts: Sequence[str]) -> UnverifiedHost
 
 
 def _first(texts: Sequence[str]) -> str:
-    more = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
-    return f"{texts[0]}{more}"
+    return texts[0] + (f" (and {len(texts) - 1} more)" if len(texts) > 1 else "")
 
 
 def select(points: Sequence[PatchPoint], release: Version) -> tuple[PatchPoint, ...]:

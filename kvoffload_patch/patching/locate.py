@@ -26,10 +26,9 @@ def installed_version(host: Host) -> str:
     """
     versions = {name: text for name in host.distributions if (text := _version(name))}
     if not versions:
-        names = ", ".join(host.distributions)
         raise HostNotFound(
-            f"{host.name} is not installed for {sys.executable} (looked for {names});"
-            " install it there, or use the Python that has it."
+            f"{host.name} is not installed for {sys.executable} (looked for "
+            f"{', '.join(host.distributions)}); install it there, or use the Python that has it."
         )
     if len({text.partition("+")[0] for text in versions.values()}) > 1:
         for name, text in versions.items():

@@ -113,7 +113,7 @@ class PatchSet:
             record.decision, record.state = decision, "armed"
             record.gate, record.effective = [True], set()
         for name in modules:  # a hook left from an earlier arm() finds the module installed
-            _wrapt().register_post_import_hook(self._on_import, name)
+            load_wrapt().register_post_import_hook(self._on_import, name)
 
     def remove(self) -> None:
         """Put every original object back, newest first; later imports stay untouched.
@@ -167,7 +167,7 @@ class PatchSet:
                 # wrapt forgets a hook that raised, and registers another only for a module that
                 # is not in sys.modules; the failing import would take it out in any case.
                 sys.modules.pop(module.__name__, None)
-                _wrapt().register_post_import_hook(self._on_import, module.__name__)
+                load_wrapt().register_post_import_hook(self._on_import, module.__name__)
             raise
 
 
@@ -188,9 +188,10 @@ def _install(record: _Record, module: ModuleType) -> None:
             if len(record.journal) == len(decision.wrapped):
                 record.state = "installed"
     except BaseException as error:
+        own = "reinstall kvoffload_patch, or " * isinstance(error, ImportError)
         refusal = InstallFailed(
             f"{decision.label} cannot be patched: installing in {name} raised "
-            f"{type(error).__name__} ({error}). Nothing stays patched; {decision.host.remedy}."
+            f"{type(error).__name__} ({error}). Nothing stays patched; {own}{decision.host.remedy}."
         )
         with _lock:
             record.take_off("failed")
@@ -207,11 +208,11 @@ def _prepare(
     entries = []
     for point, hook in hooks.items():
         try:
-            owner, attribute, target = _wrapt().resolve_path(module, point.attribute)
+            owner, attribute, target = load_wrapt().resolve_path(module, point.attribute)
         except AttributeError:
             text = f"{point.name} not found in the imported {module.__name__}"
             raise mismatch(record.decision, [text]) from None
-        wrapper = _wrapt().FunctionWrapper(target, _tracked(point, hook, record), record.gate)
+        wrapper = load_wrapt().FunctionWrapper(target, _tracked(point, hook, record), record.gate)
         original = vars(owner).get(attribute, _ABSENT)
         entries.append((_Entry(point, owner, attribute, original, wrapper), target))
     check_live(record.decision, [(entry.point, module, target) for entry, target in entries])
@@ -255,6 +256,6 @@ def _copy(refusal: PatchRefused) -> PatchRefused:
     return type(refusal)(*refusal.args)
 
 
-def _wrapt() -> Any:
-    # On first use only: deciding must not pay the 50 ms.
+def load_wrapt() -> Any:
+    """What installing rests on, when it is needed: deciding must not pay the 50 ms."""
     return importlib.import_module("wrapt")

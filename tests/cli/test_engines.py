@@ -113,7 +113,9 @@ def test_several_are_asked_only_if_that_is_said(one: Engine, another: Engine, ca
 
 def test_where_none_runs_that_is_said(capsys: Any) -> None:
     assert main.main(["pause"]) == 2
-    assert "expected a running engine of this user, found none" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "expected a running engine of this user, found none" in said
+    assert "or look for `no control socket` in its log." in said
 
 
 @pytest.mark.parametrize(

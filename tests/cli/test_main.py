@@ -238,6 +238,19 @@ def test_status_of_a_refusal(box: Sandbox) -> None:
     assert (found["verdict"], found["enabled"], found["release"]) == (REFUSAL, False, "9.9.1")
 
 
+def test_status_of_wrong_settings_does_not_say_that_vllm_is_absent(box: Sandbox) -> None:
+    done = box.run("-m", "kvoffload_patch", "status", KVOFFLOAD_ENABEL="1")
+    assert "vLLM:         not looked for\npatch points: 0\n" in done.stdout
+    assert "the closest one is KVOFFLOAD_ENABLE" in done.stdout and done.returncode == 2
+
+
+def test_check_asks_for_what_only_installing_needs(box: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "wrapt.py").write_text("raise ImportError('no wrapt here')\n")
+    done = box.run("-m", "kvoffload_patch", "--check", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2
+    assert "(no wrapt here); reinstall kvoffload_patch with its dependencies there." in done.stderr
+
+
 def test_status_for_programs(box: Sandbox) -> None:
     done = box.run("-m", "kvoffload_patch", "--cpu-gib", "1", "status", "--json")
     found = json.loads(done.stdout)

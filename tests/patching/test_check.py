@@ -46,7 +46,7 @@ def change(**fields):
 def verify(tmp_path: Path):
     """Decide for version 1.2 with the given source text of the one module there is."""
 
-    def run(source, *points, version="1.2"):
+    def run(source, *points, version="1.2", host=HOST, **more):
         file = tmp_path / "core.py"
         file.write_text(source)
 
@@ -55,7 +55,7 @@ def verify(tmp_path: Path):
                 raise FileNotFoundError(module)
             return file
 
-        return decide(HOST, points or (POINT,), version, find)
+        return decide(host, points or (POINT,), version, find, **more)
 
     return run
 
@@ -82,6 +82,12 @@ def test_unsupported_version(verify, version):
         verify(SOURCE, version=version)
     expected = f"Toy {version} is not supported (supported: >=1.0,<1.4); install one of these, or"
     assert str(caught.value) == f"{expected} use toy 1.3."
+
+
+def test_a_user_who_allows_everything_reads_how_far_that_reaches(verify):
+    host = dataclasses.replace(HOST, override="ALLOW=1")
+    with pytest.raises(UnsupportedVersion, match=r"\(supported: .*; ALLOW=1 reaches >=1.0,<1.4 o"):
+        verify(SOURCE, version="1.4", host=host, allow_unverified=True)
 
 
 @pytest.mark.parametrize("version", ["dev", "", "1.2-my-tree"])

@@ -70,7 +70,24 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     _show(document, asked)
-    return EXIT_FAILED if any("error" in m for m in document["modes"].values()) else EXIT_OK
+    failed = [name for name, m in document["modes"].items() if "error" in m]
+    if failed:
+        _say(_failure(failed))
+    return EXIT_FAILED if failed else EXIT_OK
+
+
+def _failure(failed: Sequence[str]) -> str:
+    """Which servers failed, and what to do about it."""
+    titles = ", ".join(modes.TITLES[name] for name in failed)
+    remedy = (
+        "see to it first that plain `vllm serve` runs here with this model and these arguments"
+        if modes.OFF in failed
+        else "mend what they say, or leave them out by --modes"
+    )
+    return (
+        "kvoffload_patch: expected every server to start and to answer, found failures of: "
+        f"{titles}; their last lines are above; {remedy}."
+    )
 
 
 def measure(asked: argparse.Namespace, serve: Sequence[str], logs: Path) -> dict[str, Any]:

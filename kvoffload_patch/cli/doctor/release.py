@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from kvoffload_patch.cli.doctor.findings import Finding
+from kvoffload_patch.patching import find_source
+
+# How large the cache of vLLM's CPU build is, in GiB.
+_CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 
 
 def check(status: Mapping[str, object]) -> list[Finding]:
@@ -32,4 +38,31 @@ def check(status: Mapping[str, object]) -> list[Finding]:
         ),
         Finding("vLLM", "unverified", "; ".join(doubts) or "nothing", doubts),
         Finding("vLLM", "switch", "on" if status["enabled"] else "off", status["enabled"]),
+        *_cpu_cache(str(release)),
+    ]
+
+
+def _cpu_cache(release: str, find: Callable[[str], Path] = find_source) -> list[Finding]:
+    """What vLLM's CPU build takes of the memory that the tier is to have; nothing on others."""
+    if not release.endswith("+cpu"):
+        return []
+    given = os.environ.get(_CPU_CACHE)
+    if given:
+        return [Finding("vLLM", "its own cache", f"{given} GiB", given)]
+    try:
+        takes_a_share = "gpu_memory_utilization" in find("vllm.v1.worker.cpu_worker").read_text()
+    except OSError:
+        takes_a_share = False
+    if not takes_a_share:  # a release that takes 4 GiB unless it is told otherwise
+        return []
+    return [
+        Finding(
+            "vLLM",
+            "its own cache",
+            "a share of all memory",
+            problem="vLLM's CPU build takes --gpu-memory-utilization of all memory (0.92 unless "
+            "given) for itself, and does not start where less than that is free",
+            remedy=f"set {_CPU_CACHE} to the GiB that its cache is to have, so that the tier has "
+            "the rest",
+        )
     ]

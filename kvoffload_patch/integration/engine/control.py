@@ -230,7 +230,7 @@ def listen(engine_core: Any, breaker: Breaker, manager: OffloadManager, ranks: R
     except Exception as error:  # noqa: BLE001 - the tier works without it
         logger.warning(
             "kvoffload_patch: no control socket, so kvoffload status and its like do not find this "
-            "engine: %s", error,
+            "engine, which serves all the same: %s", error,
         )  # fmt: skip
 
 

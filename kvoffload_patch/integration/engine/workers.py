@@ -358,8 +358,8 @@ def _check_size(
                 "stay free; lower KVOFFLOAD_CPU_GIB, or free memory."
             )
     if num_slots < 1:
-        found = "auto" if cpu_bytes is None else f"{cpu_bytes / GIB:.6f}"
+        found = "auto" if cpu_bytes is None else f"{cpu_bytes / GIB:.3g}"
         raise TierRefused(
             f"expected KVOFFLOAD_CPU_GIB to hold at least one block of "
-            f"{slot_bytes / GIB:.6f} GiB over all ranks, found {found}; raise it."
+            f"{slot_bytes / GIB:.3g} GiB over all ranks, found {found}; raise it."
         )

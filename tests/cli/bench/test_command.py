@@ -58,7 +58,10 @@ def test_json_and_files(fake: Path, tmp_path: Path, capsys: Any) -> None:
 def test_a_server_that_does_not_start_is_one_mode(fake: Path, capsys: Any) -> None:
     assert main.main([*QUICK, "--modes", "off", "--", "--fail"]) == 1
     shown = capsys.readouterr()
-    assert shown.err.splitlines()[-1] == "  no such model"
+    assert shown.err.splitlines()[-2] == "  no such model"
+    assert "found failures of: no tier; their last" in shown.err.splitlines()[-1]
+    assert "see to it first that plain `vllm serve` runs here" in shown.err.splitlines()[-1]
+    assert "or leave them out by --modes" in command._failure(["simple"])
     assert "failed" in shown.out.splitlines()[-1]
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from kvoffload_patch.cli.doctor import release
 
 POINTS = [{"name": "a", "wrapped": True}, {"name": "b", "wrapped": False}]
@@ -22,6 +26,32 @@ def test_a_refusal_is_one_problem_in_its_own_words() -> None:
     assert [f.sentence for f in found if f.problem] == ["expected vLLM, found none."]
     assert [f.refused for f in found].count(True) == 1
     assert found[0].found == "not known" and found[1].found == "not compared"
+
+
+@pytest.mark.parametrize(
+    ("build", "given", "source", "found"),
+    [
+        ("9.9.1+cpu", None, "x = config.gpu_memory_utilization", "a share of all memory"),
+        ("9.9.1+cpu", "2", "x = config.gpu_memory_utilization", "2 GiB"),
+        ("9.9.1+cpu", None, "", None),
+        ("9.9.1+cpu", None, None, None),
+        ("9.9.1", None, "x = config.gpu_memory_utilization", None),
+    ],
+)
+def test_the_cpu_build_takes_nearly_all_memory_unless_it_is_told_how_much(
+    build: str, given: str | None, source: str | None, found: str | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    if given:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", given)
+    if source is not None:
+        (tmp_path / "worker.py").write_text(source)
+    (one, *more) = release._cpu_cache(build, lambda _: tmp_path / "worker.py") or [None]
+    assert (one and one.found, more) == (found, [])
+    if found == "a share of all memory":
+        assert "does not start where less than that is free; set VLLM_CPU_KVCACHE_S" in one.sentence
+        assert not one.refused, "vLLM decides"
 
 
 def test_what_was_not_verified_is_listed() -> None:

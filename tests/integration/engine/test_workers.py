@@ -118,6 +118,8 @@ def test_an_automatic_tier_takes_its_share_of_the_host_that_can_give_least() -> 
     )
     with pytest.raises(TierRefused, match="at least one block .*, found auto"):
         ranks.open(None, engines=1 << 20)  # a share that is not even a block
+    with pytest.raises(TierRefused, match="block of 0.00195 GiB over all ranks, found 9.97e-08; "):
+        ranks.open(107)
     both = [geometry(0, **much, shareable_bytes=8 * GIB), geometry(1, **much)]
     both = [dataclasses.replace(r, shareable_bytes=8 * GIB) for r in both]
     ranks = RankGroup(Executor(both, [1, 1]))

@@ -136,8 +136,9 @@ def unread(module: str) -> Path:
 def test_other_releases_are_refused_before_any_source_is_read(release: str, allowed: bool) -> None:
     with pytest.raises(UnsupportedVersion) as refusal:
         decide(VLLM, POINTS, release, unread, allow_unverified=allowed)
+    reach = f"; KVOFFLOAD_ALLOW_UNVERIFIED=1 reaches {VLLM.supported} only" if allowed else ""
     assert str(refusal.value) == (
-        f"vLLM {release} is not supported (supported: {SUPPORTED[0]} to {NEWEST}); "
+        f"vLLM {release} is not supported (supported: {SUPPORTED[0]} to {NEWEST}{reach}); "
         "install one of these, or set KVOFFLOAD_STRICT=0 to serve without the CPU tier."
     )
 
