@@ -270,6 +270,109 @@ def grammar() -> Facts:
     return facts
 
 
+# Requests that wait for a load, and those behind them
+
+
+def behind_the_bus() -> Facts:
+    """While loads wait for the bus, others begin, and cost those that wait not a step."""
+    facts = {}
+    for load_mode in ("auto", "parked"):
+        begun = [_seven_loads(load_mode, fresh) for fresh in (0, 40)]
+        assert begun[0] == begun[1], f"alone, and with others behind them: {begun}"
+        facts[load_mode] = begun[0]
+    return facts
+
+
+def _seven_loads(load_mode: str, others: int) -> list[int]:
+    """The steps in which seven requests began whose loads the bus takes one at a time."""
+    limits = {"max_num_seqs": 60}
+    ranks = FakeRanks(40.0)
+    mini = Mini(blocks=60, late=4, load_mode=load_mode, limits=limits, ranks=ranks)
+    known = [prompt(4, seed=seed) for seed in range(1, 8)]
+    mini.only_in_cpu(*known)
+    mini.add(prompt(1, seed=8), count=90)
+    mini.step()
+    hits = [mini.add(one, count=2) for one in known]  # 5 blocks each, of 59
+    fresh = [mini.add(prompt(2, seed=seed), count=9) for seed in range(20, 20 + others)]
+    began: dict[str, int] = {}
+    step = 0
+    while mini.scheduler.has_unfinished_requests():
+        mini.step()
+        step += 1
+        if step == 1:
+            assert len(mini.tier._loads.arriving) == 4, "the bus is full with one load"
+            now = sum(name in mini.hits for name in fresh)
+            assert now == min(others, 7), f"{now} began; those that wait leave room for 7"
+        began |= {name: step for name in mini.hits if name not in began}
+    mini.check()
+    nothing_held(mini)
+    assert [mini.hits[name] for name in hits] == [4 * BLOCK] * 7
+    return [began[name] for name in hits]
+
+
+def behind_stores() -> Facts:
+    """A load waits a step for what it would overwrite to be stored; one behind it does not."""
+    mini = Mini(blocks=49, load_mode="parked", store="auto")
+    old = prompt(14, seed=1)
+    mini.only_in_cpu(old)
+    mini.manager._stores_ahead = False
+    mini.tier._front._ahead = 0
+    mini.add(prompt(1, seed=2), count=40)
+    for seed in (3, 4, 5):
+        mini.add(prompt(14, seed=seed), count=1)
+    while len(mini.scheduler.running) + len(mini.scheduler.waiting) > 1:
+        mini.step()
+    waits, behind = mini.add(old, count=1), mini.add(prompt(1, seed=6), count=1)
+    loaded = sum(len(plan.before) for plan in mini.plans)
+    mini.step()
+    assert behind in mini.hits and waits not in mini.hits
+    assert sum(len(plan.before) for plan in mini.plans) == loaded, "its load has begun"
+    mini.run()
+    mini.check()
+    nothing_held(mini)
+    assert mini.hits[waits] == 14 * BLOCK
+    return {"loaded": mini.manager.stats.loaded}
+
+
+def behind_a_long_load() -> Facts:
+    """Where nothing runs, a request without a hit computes while a long load crosses."""
+    mini = Mini(blocks=60, late=3, ranks=FakeRanks(10.0))
+    mini.only_in_cpu(prompt(6, seed=1))
+    hit, fresh = mini.add(prompt(6, seed=1)), mini.add(prompt(2, seed=2))
+    done = mini.device.loads_done()
+    scheduled = mini.begin_step()
+    assert list(scheduled.num_scheduled_tokens) == [fresh]
+    assert mini.plans[-1].before and mini.device.loads_done() == done, "the step waited for it"
+    mini.end_step()
+    mini.run()
+    mini.check()
+    nothing_held(mini)
+    assert mini.hits[hit] == 6 * BLOCK
+    return {"loaded": mini.manager.stats.loaded}
+
+
+def priority_behind_the_bus() -> Facts:
+    """One that waits for the bus keeps its room, but not from those of a higher priority."""
+    if importlib.util.find_spec("vllm.v1.core.sched.request_queue") is None:
+        raise NotThere("requests have no priority")
+    mini = Mini(blocks=24, late=4, load_mode="parked", policy="priority", ranks=FakeRanks(40.0))
+    known = [prompt(4, seed=seed) for seed in range(1, 4)]
+    mini.only_in_cpu(*known)
+    first, *waiting = [mini.add(one, count=2, priority=5) for one in known]
+    mini.step()
+    assert statuses(mini)[first] == "WAITING_FOR_REMOTE_KVS"
+    asked = ((18, 9), (8, 1))  # 23 blocks have room: the one behind has none beside those waiting
+    behind, before = (mini.add(prompt(n, seed=n), count=2, priority=p) for n, p in asked)
+    mini.step()
+    assert before in mini.hits and behind not in mini.hits
+    mini.run(steps=200)
+    mini.check()
+    nothing_held(mini)
+    assert list(mini.hits)[3:] == [before, first, *waiting, behind]
+    assert [mini.hits[name] for name in waiting] == [4 * BLOCK] * 2
+    return {"loaded": mini.manager.stats.loaded}
+
+
 # What running requests take
 
 
@@ -804,6 +907,10 @@ SCENARIOS: dict[str, Callable[[], Facts]] = {
     "hybrid groups": hybrid,
     "asynchronous": asynchronous,
     "priorities": priority,
+    "behind one that waits for the bus": behind_the_bus,
+    "behind one that waits for stores": behind_stores,
+    "behind a long load": behind_a_long_load,
+    "priorities while loads wait for the bus": priority_behind_the_bus,
     "structured output": grammar,
     "reset idle": reset_idle,
     "reset while loading": reset_while_loading,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
+from itertools import islice
 from typing import Any
 
 from kvoffload_patch.config import Settings
@@ -28,6 +30,14 @@ from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.tier.manager import OffloadManager
 
 
+class Wait(Enum):
+    """What a request must wait for, if anything."""
+
+    NOTHING = "nothing"
+    ROOM = "run slots, tokens or blocks"  # those behind it wait as well, as in vLLM
+    LOAD = "the bus, or stores of what its load overwrites"  # nobody else waits for that
+
+
 class AdmissionBudget:
     """What this step can still admit, as vLLM will count it.
 
@@ -44,6 +54,7 @@ class AdmissionBudget:
         tokens: of the step that are left.
         blocks: left on the GPU before running requests take theirs.
         admissible: requests that `schedule` may admit so far, parked ones not included.
+        reserved: whether some of the room is kept for requests that wait, of which vLLM knows not.
         needed: blocks that the request asked for last needs.
     """
 
@@ -61,6 +72,7 @@ class AdmissionBudget:
         self._ahead = LOOK_AHEAD_REQUESTS
         self.needed = 0
         self.admissible = 0
+        self.reserved = parked > 0
 
     @property
     def full(self) -> bool:
@@ -82,7 +94,11 @@ class AdmissionBudget:
 
     def fits(self, request: Any, hit_tokens: int, gpu_blocks: Sequence[Any]) -> bool:
         """Whether a request can be admitted; `admit` or `reserve` then takes what it needs."""
-        self.needed = self._view.blocks_for(self._view.tokens_to_fit(request, hit_tokens))
+        # It may not take in its later steps what is kept for others.
+        tokens = int(request.num_tokens)
+        if not self.reserved:
+            tokens = self._view.tokens_to_fit(request, hit_tokens)
+        self.needed = self._view.blocks_for(tokens)
         if self.needed > self.blocks - self._for_running:
             self.needed -= sum(1 for block in gpu_blocks if block.ref_cnt)
         return self.requests > 0 and self.has(self.needed)
@@ -97,13 +113,17 @@ class AdmissionBudget:
 
     def admit(self, request: Any, hit_tokens: int) -> None:
         """Admit the request that `fits` was asked for last."""
-        self.reserve(self.needed)
+        self._take(self.needed)
         self.admissible += 1
         self.tokens -= self._tokens_of(request, hit_tokens)
         self._keep_watermark()
 
     def reserve(self, num_blocks: int) -> None:
-        """A request waits for its load: it takes blocks and a run slot, but none of the tokens."""
+        """A request waits for a load: it takes blocks and a run slot, but none of the tokens."""
+        self.reserved = True
+        self._take(num_blocks)
+
+    def _take(self, num_blocks: int) -> None:
         if self.tokens <= 0:
             self._ahead -= 1
         self.blocks -= num_blocks
@@ -203,19 +223,19 @@ class Admission:
         return True
 
     def _look_up(self, request: Any, budget: AdmissionBudget, stall: Stall) -> bool:
-        """Look a request up and load what it hits; False if it must wait."""
+        """Look a request up and load what it hits; False if those behind it must wait."""
         result = self._cache.get(request.request_id, request.num_tokens)
-        if result is not None and not self._can_start(request, result, budget):
-            return self._defer(result, budget)
-        if result is None or not result.settled:
+        wait = Wait.NOTHING if result is None else self._wait(request, result, budget)
+        if result is None or not (result.settled or wait != Wait.NOTHING):
             result = self._pool.look_up(request, max_tier_hits=max(1, budget.blocks))
-            result.deferred = not self._can_start(request, result, budget)
+            wait = self._wait(request, result, budget)
+            result.deferred = wait != Wait.NOTHING
             self._cache.put(request.request_id, result)
             self._hits.note(request, result)
-            if result.deferred:
-                return self._defer(result, budget)
-            if stores(request):
+            if not result.deferred and stores(request):
                 self._recency.note(request.request_id, result)
+        if wait != Wait.NOTHING:
+            return self._defer(request, result, wait, budget)
         if result.keys or result.arriving:
             self._cache.forget(request.request_id)
             if not self._inline(request, result, budget, stall):
@@ -232,17 +252,18 @@ class Admission:
         budget.admit(request, result.tokens)
         return True
 
-    def _can_start(self, request: Any, result: LookupResult, budget: AdmissionBudget) -> bool:
-        """Whether a request can be admitted or parked: there is room, and for its load the bus."""
-        if result.keys:
-            ahead_ms = self._load_ms_per_block * self._loads.blocks_under_way
-            if ahead_ms > BUS_AHEAD_MS:
-                return False
-            if not self._parks and not budget.has_tokens(request, result.tokens):
-                return False
+    def _wait(self, request: Any, result: LookupResult, budget: AdmissionBudget) -> Wait:
+        """What a request waits for before it can be admitted or parked: room, and then the bus."""
         if not budget.fits(request, result.tokens, result.gpu_blocks):
-            return False
-        return not result.keys or self._may_overwrite(request, len(result.keys))
+            return Wait.ROOM
+        if not result.keys:
+            return Wait.NOTHING
+        if not self._parks and not budget.has_tokens(request, result.tokens):
+            return Wait.ROOM
+        ahead_ms = self._load_ms_per_block * self._loads.blocks_under_way
+        if ahead_ms > BUS_AHEAD_MS or not self._may_overwrite(request, len(result.keys)):
+            return Wait.LOAD
+        return Wait.NOTHING
 
     def _may_overwrite(self, request: Any, blocks: int) -> bool:
         """Whether so many blocks can be loaded before others are stored, which takes a step."""
@@ -250,9 +271,19 @@ class Admission:
             return True
         return self._front.may_overwrite(request.request_id, blocks)
 
-    def _defer(self, result: LookupResult, budget: AdmissionBudget) -> bool:
-        """This request must wait. One without hits vLLM may admit if it finds room after all."""
-        budget.admissible += not (result.keys or result.arriving)
+    def _defer(
+        self, request: Any, result: LookupResult, wait: Wait, budget: AdmissionBudget
+    ) -> bool:
+        """A request must wait; False if those behind it must wait as well.
+
+        For the bus only it waits: it keeps its place and its room, and `schedule` passes over it.
+        """
+        if wait == Wait.LOAD:
+            budget.reserve(budget.needed)
+            self._view.pass_over(request)
+            return True
+        if not (result.keys or result.arriving or budget.reserved):
+            budget.admissible += 1  # vLLM may find room for it after all
         return False
 
     def _inline(
@@ -265,4 +296,14 @@ class Admission:
             return True
         if self._settings.load_mode == "parked" or not budget.has_tokens(request, result.tokens):
             return False
-        return stall.allows(len(result.keys))
+        blocks = len(result.keys)
+        return stall.allows(blocks) and not (stall.is_long(blocks) and self._one_needs_no_load())
+
+    def _one_needs_no_load(self) -> bool:
+        """Whether a request behind the first has nothing to load; nothing runs, and none is parked.
+
+        It would join the step of the first, and wait for what that loads.
+        """
+        behind = islice(self._view.waiting(), 1, 1 + LOOK_AHEAD_REQUESTS)
+        asked = filter(self._view.needs_lookup, behind)
+        return not all(self._pool.look_up(one, max_tier_hits=1).keys for one in asked)

@@ -30,6 +30,7 @@ class FreeFront:
         self._last: Any = None  # block that was looked at last
         self._unplanned = 0  # of these, how many the tier was told of since the last plan
         self._waited: str | None = None  # request that has waited for stores
+        self._asked = False  # it was told to wait since the last plan
         self._refused: set[int] = set()  # blocks that are not stored until they are handed out
 
     def hit(self, gpu_block_ids: Iterable[int]) -> None:
@@ -54,6 +55,7 @@ class FreeFront:
         """
         leaving = self._manager.leaving(*self._new(self._ahead))
         self._unplanned = 0
+        self._asked = False
         return leaving
 
     def may_overwrite(self, request_id: str, count: int) -> bool:
@@ -61,16 +63,18 @@ class FreeFront:
 
         Besides what this step fills. What the tier was told of before the last plan is stored with
         that at the latest. Where it is not enough, this step's plan stores the rest, and a request
-        waits for that once.
+        waits for that once; one behind it, whose load needs that as well, waits for its turn.
         """
         needed = count + self._step_blocks
         if needed <= len(self._told) - self._unplanned or self._waited == request_id:
             return True
+        if self._asked:
+            return False
         self._store_first(needed)
         if not self._unplanned:
             return True  # there is nothing more that only the GPU holds
         self._store_first(count + self._ahead)  # until it is looked up again others take some
-        self._waited = request_id
+        self._waited, self._asked = request_id, True
         return False
 
     def clear(self) -> None:
@@ -82,7 +86,7 @@ class FreeFront:
         """What the tier was told it has forgotten, or may have."""
         self._told.clear()
         self._last = self._waited = None
-        self._unplanned = 0
+        self._unplanned, self._asked = 0, False
 
     def _store_first(self, count: int) -> None:
         """Tell the tier of the first ``count``: the next plan stores what it lacks of them."""

@@ -9,9 +9,12 @@ front end. What differs between releases is asked for by feature. Waiting queues
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
 
+from kvoffload_patch.integration.engine.tuning import SCAN_MARGIN_REQUESTS
 from kvoffload_patch.integration.engine.vllm_events import KVEvents
 from kvoffload_patch.integration.engine.vllm_lookup import PrefixLookup
 from kvoffload_patch.integration.engine.vllm_pool import (
@@ -65,13 +68,13 @@ class SchedulerView:
         known = grammar in RequestStatus.__members__
         self._grammar = RequestStatus[grammar if known else "WAITING_FOR_FSM"]
         active = hasattr(scheduler, "max_num_active_reqs")
-        self.undo = list[Callable[[], None]]()
         self.prefix = PrefixLookup(self.manager)
-        self.undo.append(self.prefix.restore)
+        self.undo: list[Callable[[], None]] = [self.prefix.restore]
         self.prefix_stats = PrefixStats(scheduler)
         self._run_limit = "max_num_active_reqs" if active else "max_num_running_reqs"
         self._counts_sessions = _SESSIONS in type(scheduler).schedule.__code__.co_names
         self._parked: dict[str, tuple[Any, Any]] = {}  # (request, status to restore) by name
+        self._passed_over, self._front = list[str](), list[Any]()  # see `pass_over`
         self._uncapped_limit: int | None = None  # while admissions are capped
         queues = ("kv_holding_waiting", "skipped_waiting", "waiting")
         self._queues = [getattr(scheduler, name) for name in queues if hasattr(scheduler, name)]
@@ -104,11 +107,16 @@ class SchedulerView:
 
     def waiting(self) -> Iterator[Any]:
         """Waiting requests in the order in which `schedule` looks at them; lazy."""
-        for queue in self._queues:
-            heap = getattr(queue, "_heap", None)
-            for item in queue if heap is None else _heap_order(heap):
-                # Up to 0.11 the heap holds (priority, time of arrival, request).
-                yield item[-1] if isinstance(item, tuple) else item
+        queues = [
+            queue if heap is None else _heap_order(heap)
+            for queue in self._queues
+            for heap in [getattr(queue, "_heap", None)]
+        ]
+        # From 0.18 to 0.30 with priorities: whichever of two queues has the first of all.
+        merged = hasattr(self._queues[0], "_heap") and hasattr(self.scheduler, "skipped_waiting")
+        for item in heapq.merge(*queues) if merged else chain(*queues):
+            # Up to 0.11 the heap holds (priority, time of arrival, request).
+            yield item[-1] if isinstance(item, tuple) else item
 
     def needs_lookup(self, request: Any) -> bool:
         """Whether `schedule` would look its prefix up: it waits for nothing but its turn."""
@@ -140,32 +148,60 @@ class SchedulerView:
         self._parked[request.request_id] = request, status
         return status
 
+    def pass_over(self, request: Any) -> None:
+        """Make `schedule` pass over a request, which keeps its place; until `schedule_over`.
+
+        Where vLLM has one queue that is not a heap, its front is remembered meanwhile.
+        """
+        if not self._passed_over and len(self._queues) == 1 and isinstance(self._queues[0], deque):
+            looked_at = max(0, self.free_run_slots()) + SCAN_MARGIN_REQUESTS
+            self._front = list(islice(self._queues[0], looked_at))
+        self.park(request)
+        self._passed_over.append(request.request_id)
+
+    def _put_in_order(self, last: str) -> None:
+        """The queue up to this request, as it was: 0.9.2 to 0.13 turn round what they skip."""
+        queue, before, self._front = self._queues[0], self._front, []
+        names = [request.request_id for request in before]
+        left = before[: names.index(last) + 1]
+        left = [request for request in left if request.status != self._running_status]
+        if set(islice(queue, len(left))) == set(left):
+            for place, request in enumerate(left):
+                queue[place] = request
+
     def is_parked(self, request: Any) -> bool:
         """Whether a request waits for a load of the tier."""
         return request.request_id in self._parked
 
     def unpark_all(self, request_ids: Iterable[str] | None = None) -> None:
         """Undo `park` for these requests, or for all."""
-        names = list(self._parked if request_ids is None else request_ids)
-        # Put back one by one to the front of the queue, so the last comes first.
-        for name in reversed(names):
-            if name in self._parked:
-                self.unpark(*self._parked[name])
+        names = self._parked if request_ids is None else request_ids
+        self._put_back([self._parked[name] for name in names if name in self._parked])
 
     def unpark(self, request: Any, status: Any) -> None:
         """Undo `park`, and put the request where one without KV blocks belongs."""
-        self._parked.pop(request.request_id, None)
-        if request.status != self._parked_status:
-            return
-        request.status = status
+        self._put_back([(request, status)])
+
+    def _put_back(self, parked: Sequence[tuple[Any, Any]]) -> None:
+        """`unpark` for requests that are in the order of the queue, with the status of each."""
+        back = []
+        for request, status in parked:
+            self._parked.pop(request.request_id, None)
+            if request.status == self._parked_status:
+                request.status = status
+                back.append(request)
         holding = getattr(self.scheduler, "kv_holding_waiting", None)
-        if holding is None:
+        if not holding or not back:
             return
         # From 0.31 on schedule() moves what waits for remote KV to the queue of those that
         # hold blocks, which is admitted even while new requests are paused.
-        if request in iter(holding):
-            holding.remove_requests([request])
-            self.scheduler.waiting.prepend_request(request)
+        there = set(back).intersection(holding)
+        if there:
+            holding.remove_requests(there)
+            # Put back one by one to the front of the queue, so the last comes first.
+            for request in reversed(back):
+                if request in there:
+                    self.scheduler.waiting.prepend_request(request)
 
     # What a step can admit
 
@@ -189,8 +225,13 @@ class SchedulerView:
         setattr(self.scheduler, self._run_limit, closed)
 
     def schedule_over(self) -> None:
-        """Undo `cap_admissions` and `give`."""
+        """Undo `cap_admissions`, `give` and `pass_over`."""
         self.prefix.give_no_more()
+        if self._passed_over:
+            if self._front:
+                self._put_in_order(self._passed_over[-1])
+            self.unpark_all(self._passed_over)
+            self._passed_over.clear()
         if self._uncapped_limit is not None:
             setattr(self.scheduler, self._run_limit, self._uncapped_limit)
             self._uncapped_limit = None

@@ -10,7 +10,14 @@ import pytest
 pytest.importorskip("vllm")
 
 from integration.engine.mini import BLOCK, FakeRanks, Mini
-from scheduler_half.scenarios import nothing_held, running_prompt
+from scheduler_half.scenarios import (
+    behind_a_long_load,
+    behind_stores,
+    behind_the_bus,
+    nothing_held,
+    priority_behind_the_bus,
+    running_prompt,
+)
 from vllm.v1.request import RequestStatus
 
 from kvoffload_patch.links import LOAD
@@ -352,15 +359,32 @@ def test_loads_are_begun_only_as_far_as_the_bus_comes_soon(load_mode: str) -> No
     mini = Mini(blocks=120, late=1, load_mode=load_mode, ranks=FakeRanks(BUS_MS / 8 + 1))
     *hits, fresh = many_hits(mini, 7)
     planned = len(mini.plans)
-    while fresh not in mini.hits:
+    mini.step()
+    assert len(mini.plans[planned].before) == 2, "8 blocks are just more than enough"
+    assert fresh in mini.hits, "it needs no load"
+    while hits[-1] not in mini.hits:
         mini.step()
-        assert mini.tier._loads.blocks_under_way <= 12, "8 blocks are just more than enough"
-    assert len(mini.plans[planned].before) == 2 + (load_mode == "auto")
+        assert mini.tier._loads.blocks_under_way <= 12
     mini.run()
     assert [mini.hits[name] for name in hits] == [4 * BLOCK] * 7
-    assert list(mini.hits)[7:] != sorted(mini.hits)[7:], "it did not wait for loads begun"
-    assert list(mini.hits).index(fresh) >= 7 + 3, "it came behind those that waited for the bus"
+    assert [name for name in mini.hits if name in hits] == hits, "each in its turn"
     mini.check()
+
+
+def test_those_behind_one_that_waits_for_the_bus_do_not_wait() -> None:
+    behind_the_bus()
+
+
+def test_one_behind_a_load_that_waits_for_stores_does_not_wait() -> None:
+    behind_stores()
+
+
+def test_one_behind_a_long_load_does_not_wait_where_nothing_runs() -> None:
+    behind_a_long_load()
+
+
+def test_one_that_waits_for_the_bus_keeps_its_room_by_its_priority() -> None:
+    priority_behind_the_bus()
 
 
 def test_the_bus_is_no_limit_where_copies_do_not_run_beside_compute() -> None:

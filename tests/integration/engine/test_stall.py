@@ -39,3 +39,11 @@ def test_loads_that_the_step_waits_for_already_cross_first_and_use_the_limit_up(
     # Each block more is waited for by 2 others, and this one waits for the 4 ms.
     assert stall.allows(4) and not stall.allows(5)
     assert not Stall(1.0, 20, 2, 3, 6, 10).allows(2), "there are others before it"
+
+
+def test_a_load_that_nobody_waits_for_yet_can_be_long() -> None:
+    stall = Stall(ms_per_block=1.0, limit_ms=20, requests=0, blocks_ahead=0)
+    assert stall.allows(1000) and stall.is_long(21) and not stall.is_long(20)
+    stall.add_inline(1000)
+    stall.admit()
+    assert not stall.allows(21)

@@ -92,8 +92,11 @@ def test_waiting_follows_priorities(holding: str) -> None:
     for request in requests[30:]:
         view.scheduler.holding.add_request(request)
     expected = list(view.scheduler.holding) + list(view.scheduler.waiting)
+    if holding == "skipped_waiting":  # up to 0.30 whichever queue has the first of all is next
+        expected.sort()
+    else:
+        assert expected[:10] == sorted(requests[30:])
     assert list(view.waiting()) == expected
-    assert expected[:10] == sorted(requests[30:])
 
 
 @pytest.mark.parametrize("holding", HOLDING)
