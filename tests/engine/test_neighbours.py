@@ -30,9 +30,12 @@ def test_kv_handed_over_by_nixl_beside_the_tier_in_both_roles(real, late):
     for name in PLAYED:
         assert_same(bare[name], off[name])
         assert_same(on[name], off[name])
-    assert bare["both_kinds"]["cached"] == [0, 0], "the prefix was not pushed out"
+    # Some releases count what a connector has brought as cached, others do not.
+    counted = any(bare["both_kinds"]["cached"])
+    brought = bare["both_kinds"]["external"] if counted else 0
+    assert sum(bare["both_kinds"]["cached"]) == brought, "the prefix was not pushed out"
     # Of each prompt the prefix is the tier's, and what the other engine has computed is NIXL's.
-    assert on["both_kinds"]["cached"] == [512, 512]
     assert on["both_kinds"]["external"] == 2 * 31
+    assert on["both_kinds"]["cached"] == [512 + 31 * counted] * 2
     assert on["both_kinds"]["blocks_loaded"] > 0
     assert on["prefill_side"]["loaded"] > 0, "the tier had no hits where prompts are computed"
