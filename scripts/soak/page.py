@@ -218,9 +218,15 @@ def signals_section(found: dict[str, Any]) -> str:
         f"of {', '.join(sorted(packages))}. {verdict} One signal to a new server each time, by "
         "`python scripts/soak signals`: the time until its first process had ended, its status, "
         f"and processes that were left {signals.OTHERS_LIMIT_S:g} s later. What has not ended "
-        f"after {signals.LIMIT_S:g} s hangs, and was killed. The same trial can end otherwise when "
-        f"it is made again.\n\n{table(signals.rows_of(found))}\n"
+        f"after {signals.LIMIT_S:g} s hangs, and was killed. {_ranks(found)}The same trial can end "
+        f"otherwise when it is made again.\n\n{table(signals.rows_of(found))}\n"
     )
+
+
+def _ranks(found: dict[str, Any]) -> str:
+    if not any(name.split()[1] in signals.RANKS for name in found["trials"]):
+        return ""
+    return f"{' and '.join(signals.RANKS)} are the workers of a server with two ranks. "
 
 
 def text(runs: dict[str, dict[str, Any]]) -> str:

@@ -231,3 +231,7 @@ def test_the_page_has_a_table_of_signals() -> None:
     found = page.text({"a": CLEAN, "b": sent})
     assert "## Signals\n\n2026-01-02, vLLM 1, a CPU, the package of c. Worse with the " in found
     assert "| idle engine INT        | 2.5 s, status -15 | hangs |" in found
+    assert "rank0" not in found
+    sent["trials"]["idle rank1 INT"] = {}
+    found = page.text({"b": sent})
+    assert "rank0 and rank1 are the workers of a server with two ranks. The" in found
