@@ -210,7 +210,8 @@ def main() -> int:
 def _play(rows: list[Row], where: features_releases.Where) -> list[str]:
     """Run them and write their results; which rows of the file are red."""
     file = where.file or FILE
-    found = {**load(file), **run(rows, where)}
+    played = run(rows, where)
+    found = {**load(file), **played}  # what others have written meanwhile as well
     text = json.dumps({row.name: found[row.name] for row in ROWS if row.name in found}, indent=1)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f"{text}\n", encoding="utf-8")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from scripts import ROOT
-from scripts.matrix import features
+from scripts.matrix import features, features_releases
 from scripts.matrix.features_rows import ROWS, Row
 
 ROW = Row("a shape", "real engine", ("tests/x.py::test_a",))
@@ -56,6 +59,20 @@ def test_every_row_names_tests_that_are_there() -> None:
 )
 def test_a_verdict_says_what_came_out(found: dict | None, said: str) -> None:
     assert features.verdict(ROW, found) == said
+
+
+def test_results_that_others_write_meanwhile_are_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file, mine, theirs = tmp_path / "0.30.0.json", ROWS[0], ROWS[1]
+
+    def run(rows: list[Row], where: features_releases.Where) -> dict[str, dict]:
+        file.write_text(json.dumps({theirs.name: {**ABOUT, "tests": []}}))
+        return {row.name: {**ABOUT, "tests": []} for row in rows}
+
+    monkeypatch.setattr(features, "run", run)
+    features._play([mine], features_releases.Where(Path("python"), None, "0.30.0", file))
+    assert list(features.load(file)) == [mine.name, theirs.name]
 
 
 def test_what_no_test_runs_is_not_green() -> None:
