@@ -17,7 +17,7 @@ from scripts import ROOT
 FOLDER = ROOT / ".neighbours"
 # By the name that a row of `features_rows` gives.
 PACKAGES = {
-    "NIXL": ("nixl==1.5.1", "nixl-cu12==1.5.1"),
+    "NIXL": ("nixl==1.5.1", "nixl-cu12==1.5.1", "nixl-cu13==1.5.1"),
     "Ray": ("ray==2.60.0", "msgpack==1.2.4"),
 }
 

@@ -38,7 +38,7 @@ def test_each_is_installed_once_without_what_it_requires(installed: list[list[st
         env = neighbours.environment(["NIXL", "NIXL"], PYTHON, {"PYTHONPATH": "/x", "HOME": "/h"})
     [command] = installed
     assert command[0] == str(PYTHON) and "--no-deps" in command
-    assert command[-2:] == ["nixl==1.5.1", "nixl-cu12==1.5.1"]
+    assert command[-3:] == ["nixl==1.5.1", "nixl-cu12==1.5.1", "nixl-cu13==1.5.1"]
     before, folder = env["PYTHONPATH"].split(os.pathsep)
     assert before == "/x" and Path(folder).is_dir() and env["HOME"] == "/h"
 
