@@ -24,7 +24,7 @@ def changes_at_import(source: str) -> Iterator[int]:
     waiting: list[ast.AST] = list(ast.parse(source).body)
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             continue
         if _changes(node):
             yield node.lineno  # type: ignore[attr-defined]  # only expressions change it
