@@ -63,6 +63,7 @@ class AdmissionBudget:
         self._exact = False
         self.requests = view.free_run_slots() - parked
         tokens, self._for_running = view.demand_of_running()
+        self._headroom = self._for_running
         self.tokens = int(view.scheduler.max_num_scheduled_tokens) - tokens
         self.blocks = view.num_free_blocks() - reserved_blocks
         self._tokens_for_one = view.prompt_tokens_in_step()
@@ -103,6 +104,13 @@ class AdmissionBudget:
             self.needed -= sum(1 for block in gpu_blocks if block.ref_cnt)
         return self.requests > 0 and self.has(self.needed)
 
+    def leaves_headroom(self) -> bool:
+        """Whether running requests find a block each besides what `fits` was asked for last.
+
+        If not in this step, each takes one in one of the next, while a load is under way.
+        """
+        return self.needed <= self.blocks - self._headroom
+
     def has(self, num_blocks: int) -> bool:
         """Whether so many blocks are left."""
         open_yet = self.blocks - self._for_running < num_blocks <= self.blocks
@@ -113,7 +121,8 @@ class AdmissionBudget:
 
     def admit(self, request: Any, hit_tokens: int) -> None:
         """Admit the request that `fits` was asked for last."""
-        self._take(self.needed)
+        # Beside reserved room it leaves the head-room that it asks for once it runs.
+        self._take(self.needed + self._view.decode_blocks * self.reserved)
         self.admissible += 1
         self.tokens -= self._tokens_of(request, hit_tokens)
         self._keep_watermark()
@@ -122,6 +131,11 @@ class AdmissionBudget:
         """A request waits for a load: it takes blocks and a run slot, but none of the tokens."""
         self.reserved = True
         self._take(num_blocks)
+
+    def pass_over(self) -> None:
+        """The request that `fits` was asked for last waits; it keeps its room and head-room."""
+        self.reserve(self.needed + self._headroom)
+        self._headroom = self._view.decode_blocks  # of this one, beside the next
 
     def _take(self, num_blocks: int) -> None:
         if self.tokens <= 0:
@@ -258,6 +272,8 @@ class Admission:
             return Wait.ROOM
         if not result.keys:
             return Wait.NOTHING
+        if not budget.leaves_headroom():
+            return Wait.ROOM
         if not self._parks and not budget.has_tokens(request, result.tokens):
             return Wait.ROOM
         ahead_ms = self._load_ms_per_block * self._loads.blocks_under_way
@@ -279,7 +295,7 @@ class Admission:
         For the bus only it waits: it keeps its place and its room, and `schedule` passes over it.
         """
         if wait == Wait.LOAD:
-            budget.reserve(budget.needed)
+            budget.pass_over()
             self._view.pass_over(request)
             return True
         if not (result.keys or result.arriving or budget.reserved):

@@ -38,6 +38,7 @@ class SchedulerView:
         state_groups: KV cache groups, by index, whose blocks hold a state after their last token,
             and how many of these a request has at once, at most.
         in_order: whether vLLM looks up block after block of a prefix, and stops at the first miss.
+        decode_blocks: blocks that a running request takes for a decode step, at most.
         prefills: running requests of whose prompts a part is computed, by name.
         prefix: vLLM's own prefix lookup.
         prefix_stats: vLLM's counters of hits.
@@ -82,7 +83,7 @@ class SchedulerView:
         # Tokens that a decode step gives to a request, at most, and blocks over all groups.
         self.decode_tokens = 1 + int(getattr(scheduler, "num_spec_tokens", 0))
         ahead = self.decode_tokens + int(scheduler.num_lookahead_tokens)
-        self._decode_blocks = sum(-(-ahead // size) for size in self.block_sizes)
+        self.decode_blocks = sum(-(-ahead // size) for size in self.block_sizes)
         self.prefills: dict[str, Any] = {}  # running, part of the prompt is computed; by name
 
     def _tokens_held(self, spec: Any) -> int | None:
@@ -259,7 +260,7 @@ class SchedulerView:
         Decodes are bounded by their number, prompts of which a part is computed are counted.
         """
         num_running = len(self.scheduler.running)
-        blocks = num_running * self._decode_blocks
+        blocks = num_running * self.decode_blocks
         tokens, limit = num_running * self.decode_tokens, self.prompt_tokens_in_step()
         for request in self.prefills.values():
             if request.status != self._running_status:
