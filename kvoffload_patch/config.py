@@ -19,7 +19,7 @@ PREFIX = "KVOFFLOAD_"
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
 LOAD_MODES = ("auto", "inline", "parked")
-EVICTIONS = ("arc", "lru", "s3fifo")
+EVICTIONS = ("adaptive", "arc", "lru", "s3fifo")
 STORES = ("auto", "eager", "lazy")
 COPY_BACKENDS = ("auto", "staged", "direct", "torch")
 INTEGRITIES = ("off", "sample", "full")
@@ -177,12 +177,12 @@ class Settings:
     )
     eviction: str = _variable(
         "KVOFFLOAD_EVICTION",
-        "arc",
+        "adaptive",
         _eviction,
         f"one of {', '.join(EVICTIONS)} or an entry point of kvoffload_patch.policies",
         "which blocks leave a full tier first: the least recently used (lru), of those used "
-        "once and those used again whichever are missed less (arc), or those not used again soon "
-        "after they were stored (s3fifo)",
+        "once and those used again whichever are missed less (arc), whichever of these two "
+        "recomputes less (adaptive), or those not used again soon after they were stored (s3fifo)",
     )
     store: str = _variable(
         "KVOFFLOAD_STORE",

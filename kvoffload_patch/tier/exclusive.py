@@ -206,6 +206,9 @@ class Exclusive:
         """The order in which the GPU loses blocks has grouped them."""
 
     def pin(self, slots: Sequence[int]) -> None:
+        flags = list(map(self._given.__getitem__, slots))
+        if any(flags):
+            self._others.pin(slots if all(flags) else list(compress(slots, flags)))
         self.remove(slots)
 
     def unpin(self, slots: Sequence[int]) -> None:

@@ -22,3 +22,14 @@ AHEAD_PARTS = 8
 # of the tier, and so many at least, while it is small. Not measured: they bound the memory.
 TRACKED_TIMES = 4
 LEAST_TRACKED_BLOCKS = 1024
+# Slots of the models that choose between two policies, at most; half as many at least, in a tier
+# that has them. Replays recompute as much with 4,096 (docs/policies.md).
+MODEL_BLOCKS = 1024
+# Stored keys that the models are told of at once, at least. Not measured: it bounds what waits.
+MODEL_BATCH_BLOCKS = 16
+# A count fades to a third while the models are told of so many keys for each of their slots. Chosen
+# by replays.
+MODEL_MEMORY_TIMES = 4
+# ARC evicts once its model has recomputed less by one of so many parts of its slots, until it
+# leads by a tenth of that. With 50 and 100 replays recompute as much.
+MODEL_LEAD_PARTS = 200

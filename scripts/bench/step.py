@@ -1,7 +1,8 @@
 """python scripts/bench step [--quick] [--json FILE] [--only a,d,...] [--sides plain,tier,...]
 
 What the CPU tier adds to a scheduler step on the host, beside vLLM's own connectors to CPU memory.
-`tier` is as the environment says, `auto` the same with KVOFFLOAD_STORE=auto.
+`tier` is as the environment says, `auto` the same with KVOFFLOAD_STORE=auto; `lru`, `arc` and
+`s3fifo` are with that KVOFFLOAD_EVICTION.
 
 vLLM's own scheduler, no model, no copies. The schedulers of one scenario take turns, in another
 order each round: plain, one with a tier attached, one for each connector. A step is `schedule()`

@@ -115,9 +115,10 @@ class TierSim(Sim):
 
     Attributes:
         store: when blocks are stored; empty: as the process is told.
+        eviction: what leaves a full tier first; empty: as the process is told.
     """
 
-    store = ""
+    store = eviction = ""
 
     def __init__(self, slots: int, blocks: int = 20_000) -> None:
         super().__init__(slots, blocks)
@@ -130,7 +131,11 @@ class TierSim(Sim):
 
         # As the process is told, so that policies can be compared.
         settings = replace(Settings.from_env(), log_interval=1e9)
-        settings = replace(settings, store=self.store or settings.store)
+        settings = replace(
+            settings,
+            store=self.store or settings.store,
+            eviction=self.eviction or settings.eviction,
+        )
         hooks = step_hooks(self.scheduler)
         self.manager = OffloadManager(
             CPU_SLOTS, policy_named(settings.eviction), store=settings.store,
@@ -157,6 +162,24 @@ class AutoSim(TierSim):
     """With the CPU tier, and `KVOFFLOAD_STORE=auto`."""
 
     store = "auto"
+
+
+class LruSim(TierSim):
+    """With the CPU tier, and `KVOFFLOAD_EVICTION=lru`."""
+
+    eviction = "lru"
+
+
+class ArcSim(TierSim):
+    """With the CPU tier, and `KVOFFLOAD_EVICTION=arc`."""
+
+    eviction = "arc"
+
+
+class S3FifoSim(TierSim):
+    """With the CPU tier, and `KVOFFLOAD_EVICTION=s3fifo`."""
+
+    eviction = "s3fifo"
 
 
 class SimpleSim(Sim):
@@ -210,6 +233,9 @@ SIDES: dict[str, type[Sim]] = {
     "plain": Sim,
     "tier": TierSim,
     "auto": AutoSim,
+    "lru": LruSim,
+    "arc": ArcSim,
+    "s3fifo": S3FifoSim,
     "simple": SimpleSim,
     "offloading": OffloadingSim,
 }

@@ -5,7 +5,7 @@ several speeds of the bus; the rule knows both speeds exactly, as no measurement
 
 Ahead: are loads to begin for requests that have no run slot yet? Asked with few run slots.
 
-Each is the tier as it is by default, `eager` with `arc`, beside the same with the rule, on the same
+Each is the tier with `eager` and `arc` beside the same with the rule, on the same
 traces; the seeds are none of those that numbers were chosen on. `page` makes the tables of
 docs/policies.md from the results.
 """

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvoffload_patch.tier.exclusive import blocks_ahead
+from kvoffload_patch.tier.policies.adaptive import AdaptivePolicy
 from kvoffload_patch.tier.policies.arc import ArcPolicy
 from kvoffload_patch.tier.policies.lru import LRUPolicy
 from kvoffload_patch.tier.policies.s3fifo import S3FifoPolicy
@@ -41,12 +42,18 @@ SIDES = {
     "none": Side("plain vLLM", lambda machine: rules.NoTier()),
     "lru": Side("this tier, eager, LRU", _this(LRUPolicy)),
     "arc": Side("this tier, eager, ARC", _this(ArcPolicy)),
-    "arc-prompts": Side("this tier, eager, ARC, prompts only", _this(ArcPolicy, decode=False)),
-    "arc-twice": Side("this tier, eager, ARC, second use", _this(ArcPolicy, min_uses=2)),
     "s3fifo": Side("this tier, eager, S3-FIFO", _this(S3FifoPolicy)),
+    "adaptive": Side("this tier, eager, adaptive", _this(AdaptivePolicy)),
+    "adaptive-prompts": Side(
+        "this tier, eager, adaptive, prompts only", _this(AdaptivePolicy, decode=False)
+    ),
+    "adaptive-twice": Side(
+        "this tier, eager, adaptive, second use", _this(AdaptivePolicy, min_uses=2)
+    ),
     "auto-lru": Side("this tier, auto, LRU", _this(LRUPolicy, "auto")),
-    "lazy-arc": Side("this tier, lazy, ARC", _this(ArcPolicy, "lazy")),
     "auto-arc": Side("this tier, auto, ARC", _this(ArcPolicy, "auto")),
+    "lazy-adaptive": Side("this tier, lazy, adaptive", _this(AdaptivePolicy, "lazy")),
+    "auto-adaptive": Side("this tier, auto, adaptive", _this(AdaptivePolicy, "auto")),
     "simple": Side(
         "SimpleCPUOffloadConnector", lambda machine: connectors.SimpleEager(machine.cpu_blocks)
     ),

@@ -91,6 +91,25 @@ def _scan(make: _Maker, rate: float, end: float, begin: float = 0.0) -> Iterator
         yield make.session(at, (), 1, (8000, 32_000), (50, 200), 1.0)
 
 
+def _in_turns(
+    make: _Maker, number: int, end: float, begin: float, pause: float = 240.0
+) -> Iterator[Turns]:
+    """A fixed number of conversations, each with a turn in every ``pause`` seconds."""
+    for place in range(number):
+        at = begin + place * pause / number
+        yield _turns(make, at, end, pause)
+
+
+def _turns(make: _Maker, at: float, end: float, pause: float) -> Turns:
+    keys: list[int] = []
+    tokens, asked = 0, (8000, 14_000)
+    while at < end:
+        prompt, answer = tokens + make.length(*asked), make.length(50, 100)
+        yield make.request(at, keys, prompt, answer)
+        tokens, asked = prompt + answer, (60, 180)
+        at += pause * (0.95 + 0.1 * make.random.random())
+
+
 def _merged(sources: Sequence[Iterator[Turns]], end: float) -> list[Request]:
     """Requests of all sources in the order of their arrival, those of sessions that run on cut."""
     queue: list[tuple[float, int, Request, Turns]] = []
@@ -120,6 +139,15 @@ def _phases(make: _Maker, end: float) -> list[Iterator[Turns]]:
     ]
 
 
+def _takeover(make: _Maker, end: float) -> list[Iterator[Turns]]:
+    """Few documents, asked about often, and then conversations that nearly fill a tier."""
+    return [
+        _documents(make, 1.2, end / 3, number=40),
+        _in_turns(make, 90, end, end / 3),
+        _chat(make, 0.1, end, end / 3),
+    ]
+
+
 WORKLOADS: dict[str, tuple[str, Callable[[_Maker, float], list[Iterator[Turns]]]]] = {
     "chat": ("conversations of several turns", lambda m, end: [_chat(m, 0.7, end)]),
     "agents": ("agents in tool loops", lambda m, end: [_agents(m, 0.25, end)]),
@@ -136,6 +164,7 @@ WORKLOADS: dict[str, tuple[str, Callable[[_Maker, float], list[Iterator[Turns]]]
         ],
     ),
     "phases": ("documents, then conversations, then other documents", _phases),
+    "takeover": ("few documents, then conversations that take turns", _takeover),
 }  # fmt: skip
 
 

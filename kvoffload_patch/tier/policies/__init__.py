@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
+from kvoffload_patch.tier.policies.adaptive import AdaptivePolicy
 from kvoffload_patch.tier.policies.arc import ArcPolicy
 from kvoffload_patch.tier.policies.lru import LRUPolicy
 from kvoffload_patch.tier.policies.own import load
@@ -12,6 +13,7 @@ from kvoffload_patch.tier.policy import EvictionPolicy
 
 # By the name that KVOFFLOAD_EVICTION has for it.
 POLICIES: dict[str, Callable[[Sequence[Hashable]], EvictionPolicy]] = {
+    "adaptive": AdaptivePolicy,
     "arc": ArcPolicy,
     "lru": LRUPolicy,
     "s3fifo": S3FifoPolicy,

@@ -23,12 +23,15 @@ class ArcPolicy:
     computed again shows that the list which it left should have been larger: the share of
     that list grows, and the block counts as used again. This number, the third in `regroup` and the
     share at the start were chosen by replays (docs/policies.md).
+
+    Attributes:
+        share: slots that blocks used once may have.
     """
 
     def __init__(self, key_of: Sequence[Hashable]) -> None:
         self._key_of = key_of
         self._lists = BatchLists(2, len(key_of))
-        self._share = len(key_of) / 8  # slots that blocks used once may have
+        self.share = len(key_of) / 8
         self._lost: dict[Hashable, int] = {}  # evicted keys, and which list they left
         self._num_lost = [0, 0]  # of each list
         self._came_back: set[Hashable] = set()  # evicted keys that are being stored again
@@ -36,7 +39,7 @@ class ArcPolicy:
         self._num_evictions = 0  # keys in there
 
     def grow(self) -> None:
-        self._share += (len(self._key_of) - len(self._lists.batch_of)) / 8
+        self.share += (len(self._key_of) - len(self._lists.batch_of)) / 8
         self._lists.grow(len(self._key_of))
 
     def miss(self, keys: Iterable[Hashable]) -> None:
@@ -53,7 +56,7 @@ class ArcPolicy:
         once, again = self._forget(found)
         more = once * max(1.0, num_again / max(1, num_once))
         more -= again * max(1.0, num_once / max(1, num_again))
-        self._share = min(max(self._share + more, 0.0), float(len(self._key_of)))
+        self.share = min(max(self.share + more, 0.0), float(len(self._key_of)))
 
     def insert(self, slots: Sequence[int]) -> None:
         if not self._came_back:
@@ -86,7 +89,7 @@ class ArcPolicy:
 
     def evict(self, count: int) -> Sequence[int]:
         lists = self._lists
-        over = lists.sizes[ONCE] - int(self._share)
+        over = lists.sizes[ONCE] - int(self.share)
         once = lists.take_oldest(ONCE, min(count, over)) if over > 0 else []
         again = lists.take_oldest(AGAIN, count - len(once))
         if len(once) + len(again) < count:
@@ -94,6 +97,13 @@ class ArcPolicy:
         self._remember(once, ONCE)
         self._remember(again, AGAIN)
         return once + again
+
+    def _forget_all(self) -> None:
+        """Nothing evicted is remembered any more."""
+        self._lost.clear()
+        self._came_back.clear()
+        self._evictions.clear()
+        self._num_lost, self._num_evictions = [0, 0], 0
 
     def _remember(self, slots: Sequence[int], which: int) -> None:
         """The keys of these slots have left a list; those that left first are forgotten."""

@@ -11,12 +11,14 @@ class _Batch:
     """Slots that were used together, the first to be evicted first.
 
     ``slots[:begin]`` and those that were used since are no part of it any more; ``left`` are.
+    ``used`` says when that was: a larger number is later.
     """
 
-    __slots__ = ("begin", "left", "slots")
+    __slots__ = ("begin", "left", "slots", "used")
 
-    def __init__(self, slots: list[int]) -> None:
+    def __init__(self, slots: list[int], used: int) -> None:
         self.slots = slots
+        self.used = used
         self.begin = 0
         self.left = len(slots)
 
@@ -54,7 +56,7 @@ class BatchLists:
         self._last += len(self._lists)
         number, batch_of = self._last + which, self.batch_of
         fill(batch_of, slots, number)
-        self._lists[which][number] = _Batch(list(slots))
+        self._lists[which][number] = _Batch(list(slots), number)
         self.sizes[which] += len(slots)
 
     def make_recent(self, slots: Sequence[int], which: int | None = None) -> None:
@@ -82,6 +84,8 @@ class BatchLists:
                 loose = []
                 if which is None or which == home:
                     self._lists[home].move_to_end(number)
+                    self._last += len(self._lists)
+                    batch.used = self._last
                 else:
                     del self._lists[home][number]
                     self.sizes[home] -= len(some)
@@ -124,6 +128,23 @@ class BatchLists:
             taken += chosen
         fill(batch_of, taken, 0)
         self.sizes[which] -= len(taken)
+        return taken
+
+    def take_oldest_of_all(self, count: int) -> list[list[int]]:
+        """Take the least recent slots, ``count`` of them or all, whichever list they are in.
+
+        Returns:
+            Those of each list.
+        """
+        taken: list[list[int]] = [[] for _ in self._lists]
+        while count > 0 and any(self._lists):
+            some = [
+                (which, next(iter(its.values()))) for which, its in enumerate(self._lists) if its
+            ]
+            which, batch = min(some, key=lambda one: one[1].used)
+            slots = self.take_oldest(which, min(count, batch.left))
+            taken[which] += slots
+            count -= len(slots)
         return taken
 
     def _move(self, slots: list[int], which: int | None) -> None:

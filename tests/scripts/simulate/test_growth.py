@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvoffload_patch.links import LOAD
-from scripts.simulate import growth, workloads
+from scripts.simulate import growth
 from scripts.simulate.growth import FIRST_SLOTS, GrowingBus, figures
 from scripts.simulate.model import Machine
 
@@ -24,7 +24,7 @@ def test_what_the_gpu_is_about_to_lose_is_kept_while_the_tier_grows() -> None:
 
 def test_the_table_compares_within_a_trace() -> None:
     rows = []
-    for trace in workloads.WORKLOADS:
+    for trace in growth.TRACES:
         for share in growth.SHARES:
             for store in growth.STORES:
                 row = {"trace": trace, "share": share, "store": store, "first_token_mean": 2.0}

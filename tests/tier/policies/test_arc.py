@@ -2,47 +2,17 @@
 
 from __future__ import annotations
 
+from tier.policies.letters import Letters
+
 from kvoffload_patch.tier.policies.arc import ArcPolicy
 
 
-class Tier:
-    """A policy with its slots, named by keys of one letter."""
-
-    def __init__(self, slots: int) -> None:
-        self.key_of = [""] * slots
-        self.policy = ArcPolicy(self.key_of)
-        self.slot_of: dict[str, int] = {}
-
-    def slots(self, keys: str) -> list[int]:
-        return [self.slot_of[key] for key in keys]
-
-    def store(self, keys: str) -> str:
-        """Store these, tail first; returns what is evicted for them."""
-        self.policy.miss(keys)
-        missing = len(keys) + len(self.slot_of) - len(self.key_of)
-        out = self.evict(missing) if missing > 0 else ""
-        free = [slot for slot in range(len(self.key_of)) if slot not in self.slot_of.values()]
-        for key, slot in zip(keys, free):
-            self.key_of[slot] = key
-            self.slot_of[key] = slot
-        self.policy.insert(self.slots(keys))
-        return out
-
-    def evict(self, count: int) -> str:
-        out = "".join(self.key_of[slot] for slot in self.policy.evict(count))
-        for key in out:
-            del self.slot_of[key]
-        return out
-
-    def hit(self, keys: str) -> None:
-        self.policy.hit(self.slots(keys))
-
-    def ended(self, keys: str) -> None:
-        self.policy.regroup(self.slots(keys))
+def arc_tier(slots: int) -> Letters[ArcPolicy]:
+    return Letters(ArcPolicy, slots)
 
 
 def test_what_was_used_once_leaves_before_what_was_used_again() -> None:
-    tier = Tier(8)
+    tier = arc_tier(8)
     tier.store("abcd")
     tier.hit("ab")
     tier.store("efgh")
@@ -52,7 +22,7 @@ def test_what_was_used_once_leaves_before_what_was_used_again() -> None:
 
 
 def test_what_a_request_computes_behind_a_prefix_used_again_counts_as_used_again() -> None:
-    tier = Tier(8)
+    tier = arc_tier(8)
     tier.store("ba")
     tier.store("x")
     tier.hit("ba")
@@ -62,7 +32,7 @@ def test_what_a_request_computes_behind_a_prefix_used_again_counts_as_used_again
 
 
 def test_a_request_that_shares_little_stays_apart_and_leaves_from_its_tail() -> None:
-    tier = Tier(8)
+    tier = arc_tier(8)
     tier.store("a")
     tier.hit("a")
     tier.store("b")
@@ -75,32 +45,32 @@ def test_a_request_that_shares_little_stays_apart_and_leaves_from_its_tail() -> 
 
 
 def test_the_list_that_has_lost_what_comes_again_gets_a_larger_share() -> None:
-    tier = Tier(8)
+    tier = arc_tier(8)
     tier.store("abcdefgh")
     assert tier.store("i") == "a"
     tier.policy.miss("a")
     tier.hit("bcd")
-    assert tier.policy._share == 2
+    assert tier.policy.share == 2
     assert tier.evict(4) == "efgb", "two that were used once stay"
     tier.policy.miss("b")
-    assert tier.policy._share == 1
+    assert tier.policy.share == 1
 
 
 def test_a_list_of_which_fewer_are_remembered_moves_the_share_further() -> None:
-    tier = Tier(24)
+    tier = arc_tier(24)
     tier.store("abcdefghijklmnopqrstuvwx")
     tier.hit("wx")
     assert tier.evict(6) == "abcdef"
-    tier.policy._share = 24.0
+    tier.policy.share = 24.0
     assert tier.evict(2) == "wx"
     tier.policy.miss("w")
-    assert tier.policy._share == 24 - 6 / 2
+    assert tier.policy.share == 24 - 6 / 2
     tier.policy.miss("a")
-    assert tier.policy._share == 24 - 6 / 2 + 1
+    assert tier.policy.share == 24 - 6 / 2 + 1
 
 
 def test_what_comes_again_counts_as_used_again() -> None:
-    tier = Tier(4)
+    tier = arc_tier(4)
     tier.store("abcd")
     assert tier.store("e") == "a"
     tier.store("a")
@@ -109,7 +79,7 @@ def test_what_comes_again_counts_as_used_again() -> None:
 
 
 def test_a_third_as_many_keys_are_remembered_as_there_are_slots() -> None:
-    tier = Tier(12)
+    tier = arc_tier(12)
     for number in range(100):
         tier.store(chr(1000 + number) + chr(2000 + number))
         assert len(tier.policy._lost) <= 4 >= sum(map(len, tier.policy._evictions))
@@ -120,7 +90,7 @@ def test_a_third_as_many_keys_are_remembered_as_there_are_slots() -> None:
 
 
 def test_what_comes_again_and_again_is_not_remembered_many_times() -> None:
-    tier = Tier(6)
+    tier = arc_tier(6)
     tier.store("abcdef")
     for key in 50 * "ghabcdef":
         if key not in tier.slot_of:
@@ -130,7 +100,7 @@ def test_what_comes_again_and_again_is_not_remembered_many_times() -> None:
 
 
 def test_what_comes_again_and_is_never_stored_is_not_remembered_for_ever() -> None:
-    tier = Tier(6)
+    tier = arc_tier(6)
     for number in range(200):
         tier.store(chr(1000 + number))
         tier.policy.miss(map(chr, range(1000, 1000 + number)))
@@ -138,7 +108,7 @@ def test_what_comes_again_and_is_never_stored_is_not_remembered_for_ever() -> No
 
 
 def test_a_pinned_slot_is_not_chosen_and_was_used_again_afterwards() -> None:
-    tier = Tier(4)
+    tier = arc_tier(4)
     tier.store("abcd")
     tier.policy.pin(tier.slots("b"))
     tier.hit("b")
@@ -149,17 +119,17 @@ def test_a_pinned_slot_is_not_chosen_and_was_used_again_afterwards() -> None:
 
 
 def test_a_removed_slot_is_not_chosen() -> None:
-    tier = Tier(4)
+    tier = arc_tier(4)
     tier.store("ab")
     tier.policy.remove(tier.slots("a"))
     assert tier.evict(2) == "b"
 
 
 def test_slots_can_become_usable_later() -> None:
-    tier = Tier(1)
+    tier = arc_tier(1)
     tier.key_of += 7 * [""]
     tier.policy.grow()
-    assert tier.policy._share == 1
+    assert tier.policy.share == 1
     tier.store("ab")
     tier.hit("a")
     assert tier.evict(2) == "ba"

@@ -1,0 +1,179 @@
+"""Recency, or ARC: which one evicts, and what the two models of the tier learn from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+from tier.policies.letters import Letters
+
+from kvoffload_patch.tier.policies import adaptive
+from kvoffload_patch.tier.policies.adaptive import AdaptivePolicy
+from kvoffload_patch.tier.policies.arc import ArcPolicy
+from kvoffload_patch.tier.policies.lru import LRUPolicy
+from kvoffload_patch.tier.policy import EvictionPolicy
+
+
+def letters(slots: int) -> Letters[AdaptivePolicy]:
+    return Letters(AdaptivePolicy, slots)
+
+
+class Numbers:
+    """A tier whose keys are numbers, each of a block that is a whole prompt."""
+
+    def __init__(self, policy: type[EvictionPolicy], slots: int) -> None:
+        self.key_of: list[int] = [-1] * slots
+        self.policy = policy(self.key_of)
+        self._slot_of: dict[int, int] = {}
+
+    def ask(self, key: int) -> int:
+        """Load a block, or compute it and store it; returns how many were computed."""
+        if key in self._slot_of:
+            slots = (self._slot_of[key],)
+            self.policy.pin(slots)
+            self.policy.unpin(slots)
+            return 0
+        self.policy.miss((key,))
+        slot = len(self._slot_of)
+        if slot == len(self.key_of):
+            (slot,) = self.policy.evict(1)
+            del self._slot_of[self.key_of[slot]]
+        self.key_of[slot] = key
+        self._slot_of[key] = slot
+        self.policy.insert((slot,))
+        return 1
+
+    def ask_all(self, keys: Sequence[int]) -> int:
+        return sum(map(self.ask, keys))
+
+
+def favourites(count: int, seed: int = 0, hot: int = 40) -> Iterator[int]:
+    """A few keys over and over, and as many that never come again."""
+    rng = random.Random(seed)
+    for number in range(count):
+        yield rng.randrange(hot) if number % 2 else 1_000_000 * (seed + 1) + number
+
+
+def test_what_was_used_least_recently_leaves_whether_once_or_often() -> None:
+    tier = letters(8)
+    tier.store("abcdefgh")
+    tier.hit("ba")
+    tier.hit("c")
+    assert tier.store("ijkl") == "defg"
+    assert tier.evict(6) == "hijbac", "of six, those used once are named first"
+    assert tier.evict(8) == "kl"
+
+
+def test_prompts_that_never_come_again_are_given_up_once_that_is_seen_to_recompute_less() -> None:
+    tier = Numbers(AdaptivePolicy, 64)
+    keys = list(favourites(4000))
+    tier.ask_all(keys)
+    assert not tier.policy.by_recency
+    later = list(favourites(2000, seed=1))
+    recomputed = {"adaptive": tier.ask_all(later)}
+    for name, policy in (("lru", LRUPolicy), ("arc", ArcPolicy)):
+        other = Numbers(policy, 64)
+        other.ask_all(keys)
+        recomputed[name] = other.ask_all(later)
+    assert recomputed["lru"] > 1.2 * recomputed["adaptive"]
+    assert recomputed["adaptive"] < 1.05 * recomputed["arc"]
+
+
+def test_what_takes_the_place_of_what_was_used_often_is_kept_if_it_fits() -> None:
+    def recomputed(policy: type[EvictionPolicy]) -> int:
+        tier = Numbers(policy, 100)
+        for _ in range(5):
+            tier.ask_all(range(40))
+        tier.ask_all(range(1000, 1090))
+        return tier.ask_all(range(1000, 1090))
+
+    assert recomputed(AdaptivePolicy) == 0 == recomputed(LRUPolicy)
+    assert recomputed(ArcPolicy) > 20
+
+
+def test_recency_comes_back_when_it_recomputes_less() -> None:
+    tier = Numbers(AdaptivePolicy, 64)
+    tier.ask_all(list(favourites(4000)))
+    assert not tier.policy.by_recency
+    tier.policy._lost[5] = 0  # as if it had just been evicted
+    assert tier.policy._lost
+    for _ in range(40):  # more than ARC has learnt to give to what was not used again
+        tier.ask_all(range(2000, 2062))
+    assert tier.policy.by_recency
+    assert not tier.policy._lost and not tier.policy._evictions, "recency remembers no evictions"
+
+
+def test_recency_comes_back_where_both_are_alike_so_that_no_policy_is_stuck_in_its_past() -> None:
+    tier = Numbers(AdaptivePolicy, 64)
+    stuck = Numbers(ArcPolicy, 64)
+    for one in (tier, stuck):
+        one.ask_all(list(favourites(4000)))
+        for key in range(2000, 6000):  # each comes again once, when 30 others have come
+            one.ask_all((key, key - 30))
+    later = [some for key in range(6000, 7000) for some in (key, key - 30)]
+    assert (tier.ask_all(later), stuck.ask_all(later)) == (1000, 2000)
+
+
+def test_the_share_of_what_is_used_once_comes_from_the_model() -> None:
+    tier = Numbers(AdaptivePolicy, 4096)
+    assert tier.policy._one_in == 4096 // adaptive.MODEL_BLOCKS == 4
+    tier.policy._arc_model.policy.share = 100.0
+    tier.policy._count([1])
+    assert tier.policy.share == 400.0
+    tier.policy._lost[7], tier.policy._num_lost = 0, [1, 0]
+    tier.policy.miss([7])
+    assert tier.policy.share == 400.0, "what it loses itself changes nothing"
+
+
+def test_a_sample_of_a_large_tier_is_as_good() -> None:
+    tier = Numbers(AdaptivePolicy, 4 * adaptive.MODEL_BLOCKS)
+    hot = 2 * adaptive.MODEL_BLOCKS
+    tier.ask_all(list(favourites(40_000, hot=hot)))
+    assert not tier.policy.by_recency
+    assert len(tier.policy._lru_model._key_of) == adaptive.MODEL_BLOCKS
+
+
+def test_what_is_hit_on_the_gpu_is_used_but_proves_nothing() -> None:
+    tier = letters(4)
+    tier.store("abcd")
+    tier.policy._tell_stored()
+    before = tier.policy._lead
+    tier.policy._lru_model.use(["w", "x", "y", "z"])  # it has none of the others any more
+    tier.hit("a")
+    assert tier.policy._lead == before
+    assert "a" in tier.policy._lru_model.keys
+    tier.policy.pin(tier.slots("b"))
+    assert tier.policy._lead != before, "a load is one that a tier without it recomputes"
+
+
+@pytest.mark.parametrize("slots", [1, 3, 64, 5000])
+def test_what_is_remembered_is_bounded(slots: int) -> None:
+    tier = Numbers(AdaptivePolicy, slots)
+    for key in range(20_000):
+        tier.ask(key)
+    policy = tier.policy
+    modelled = len(policy._lru_model._key_of)
+    assert modelled == max(1, slots // policy._one_in) <= adaptive.MODEL_BLOCKS
+    assert len(policy._known) <= adaptive.MODEL_MEMORY_TIMES * modelled + len(policy._stored) + 1
+    assert len(policy._stored) < adaptive.MODEL_BATCH_BLOCKS
+
+
+def test_models_grow_with_the_tier_and_begin_again_where_the_sample_changes() -> None:
+    tier = Numbers(AdaptivePolicy, 600)
+    tier.ask_all(range(600))
+    tier.policy._tell_stored()
+    tier.key_of += [-1] * 400
+    tier.policy.grow()
+    assert len(tier.policy._arc_model._key_of) == 1000
+    assert len([*tier.policy._arc_model.keys]) == 600
+    tier.key_of += [-1] * 1000
+    tier.policy.grow()
+    assert tier.policy._one_in == 2 and len(tier.policy._arc_model._key_of) == 1000
+    assert not [*tier.policy._arc_model.keys]
+
+
+def test_a_tier_without_slots_can_be_told_of_misses() -> None:
+    policy = AdaptivePolicy([])
+    policy.miss(["a"] * 100)
+    assert list(policy.evict(3)) == []
