@@ -71,6 +71,28 @@ def test_what_was_loaded_leaves_before_what_only_the_tier_has() -> None:
     assert held(tier) == "ac"
 
 
+class Pins(LRUPolicy):
+    """Remembers the keys of what it is told to pin."""
+
+    pinned = ""
+
+    def pin(self, slots: Sequence[int]) -> None:
+        self.pinned += "".join(str(self._key_of[slot]) for slot in slots)
+        super().pin(slots)
+
+
+def test_a_load_of_what_the_gpu_has_lost_is_a_use_for_the_policy_behind() -> None:
+    tier = OffloadManager(3, Pins, store="auto")
+    plan(tier, a=0, b=1, c=2)
+    lose(tier, [(0, "a"), (1, "b")])
+    tier.begin_load("ba", [5, 6])
+    plan(tier)
+    assert tier._exclusive is not None
+    assert tier._exclusive._others.pinned == "ab"
+    tier.begin_load("ca", [7, 8])
+    assert tier._exclusive._others.pinned == "ab", "the GPU has them"
+
+
 def test_a_copy_stays_once_the_gpu_has_lost_the_block_or_is_about_to() -> None:
     for handed_out in (True, False):
         tier = OffloadManager(3, LRUPolicy, store="auto")
