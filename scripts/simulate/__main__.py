@@ -13,6 +13,7 @@ COMMANDS = {
     "measure": ("measure", "every policy on every generated trace, three seeds each; minutes"),
     "growth": ("growth", "what is kept while the tier grows, on every generated trace; minutes"),
     "loads": ("loads", "load or recompute, and loads ahead of run slots, in figures; minutes"),
+    "scale": ("scale", "what a block costs the engine's thread, up to a million slots"),
     "page": ("page", "write the tables and the picture of docs/policies.md from these"),
 }
 

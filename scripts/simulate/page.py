@@ -15,7 +15,7 @@ from typing import Any
 
 from scripts import ROOT
 from scripts.bench.common import GIB, pyplot, say, table
-from scripts.simulate import growth, loads
+from scripts.simulate import growth, loads, scale
 from scripts.simulate.sides import OPTIMUM, SIDES
 from scripts.simulate.workloads import WORKLOADS
 
@@ -112,6 +112,11 @@ def while_growing(document: dict[str, Any]) -> str:
     return growth.page(json.loads(growth.RESULTS.read_text(encoding="utf-8")))
 
 
+def sizes(document: dict[str, Any]) -> str:
+    """What a block costs in tiers of several sizes; it has a result of its own."""
+    return scale.page(scale.read())
+
+
 def unseen(document: dict[str, Any]) -> str:
     """The same as `short`, of seeds that no number was chosen on."""
     return short(read(UNSEEN))
@@ -147,6 +152,7 @@ TABLES = {
     "short": short,
     "unseen": unseen,
     "growth": while_growing,
+    "scale": sizes,
     "recompute": recompute,
     "ahead": ahead,
     "traces": traces,

@@ -22,6 +22,7 @@ pytestmark = [
 SINCE = {
     "asynchronous": "0.10.2",  # there from 0.10.0 on, and refused before this
     "priorities": "0.9.2",
+    "priorities while loads wait for the bus": "0.9.2",
     "reset with running requests": "0.12.0",
     "invalid blocks": "0.11.1",
     "trap: zeroed blocks": "0.17.1",

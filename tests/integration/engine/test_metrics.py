@@ -18,7 +18,7 @@ from kvoffload_patch.integration.metrics import BY_NAME, FAILED, ON, REFUSED
 
 BLOCK_BYTES = 1000
 ABOUT = {
-    "load_mode": "auto", "store": "auto", "eviction": "arc", "integrity": "off",
+    "load_mode": "auto", "store": "auto", "eviction": "adaptive", "integrity": "off",
     "copies": "by hand",
 }  # fmt: skip
 

@@ -99,7 +99,8 @@ def test_other_releases_are_refused_before_any_source_is_read(version: str) -> N
     with pytest.raises(UnsupportedVersion) as refusal:
         decide(VLLM_ASCEND, POINTS, version, of_vllm.unread, allow_unverified=True)
     assert str(refusal.value) == (
-        f"vllm-ascend {version} is not supported (supported: 0.13.0 to 0.25.1); "
+        f"vllm-ascend {version} is not supported (supported: 0.13.0 to 0.25.1; "
+        "KVOFFLOAD_ALLOW_UNVERIFIED=1 reaches >=0.13.0,<0.27 only); "
         "install one of these, or set KVOFFLOAD_STRICT=0 to serve without the CPU tier."
     )
 
