@@ -114,9 +114,10 @@ class AdaptivePolicy(ArcPolicy):
             self._stored += sampled
             if len(self._stored) >= MODEL_BATCH_BLOCKS:
                 self._tell_stored()
-        share = self.share
-        super().miss(missed)
-        self.share = share  # it is the model's
+        if not self.by_recency:  # else nothing that was evicted is remembered
+            share = self.share
+            super().miss(missed)
+            self.share = share  # it is the model's
 
     def hit(self, slots: Sequence[int]) -> None:
         sampled = self._sampled(slots)

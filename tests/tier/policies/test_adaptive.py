@@ -121,8 +121,10 @@ def test_the_share_of_what_is_used_once_comes_from_the_model() -> None:
     tier.policy._arc_model.policy.share = 100.0
     tier.policy._count([1])
     assert tier.policy.share == 400.0
+    tier.policy.by_recency = False
     tier.policy._lost[7], tier.policy._num_lost = 0, [1, 0]
     tier.policy.miss([7])
+    assert 7 in tier.policy._came_back
     assert tier.policy.share == 400.0, "what it loses itself changes nothing"
 
 
