@@ -86,7 +86,8 @@ def test_a_rank_is_the_worker_below_the_engine_core(tmp_path: Path) -> None:
         assert ranks[0] != ranks[1]
         engine.kill()
         assert signals.wait_until(lambda: signals.engine_of(first.pid) is None, 20) is not None
-        assert len(signals.session_of(first.pid)) == 4, "orphans count as well"
+        orphans = signals.wait_until(lambda: len(signals.session_of(first.pid)) == 4, 20)
+        assert orphans is not None, "orphans count as well; a killed process ends a little later"
         assert signals.aim_of(first.pid, "rank0") is None
     finally:
         os.killpg(first.pid, signal.SIGKILL)
