@@ -11,7 +11,6 @@ import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from kvoffload_patch.tier.exclusive import blocks_ahead
 from kvoffload_patch.tier.plan import TransferResult
 from kvoffload_patch.tier.policies.arc import ArcPolicy
 from scripts import ROOT
-from scripts.bench.common import machine as host
 from scripts.bench.common import table, write_json
-from scripts.simulate import workloads
+from scripts.simulate import parallel, workloads
 from scripts.simulate.bus import Bus
 from scripts.simulate.gpu import GpuPool
 from scripts.simulate.model import Figures, Machine, Model
@@ -118,12 +116,7 @@ def measure(seconds: float, seeds: Sequence[int], stores: Sequence[str]) -> dict
         for seed in seeds
         for side in SIDES
     ]
-    rows = []
-    with ProcessPoolExecutor() as pool:
-        for number, row in enumerate(pool.map(replayed, jobs), 1):
-            rows.append(row)
-            print(f"{number} of {len(jobs)}: {row}", file=sys.stderr, flush=True)
-    return {"machine": host(), "model": Machine()._asdict(), "seconds": seconds, "rows": rows}
+    return parallel.measured(replayed, jobs, seconds)
 
 
 def page(document: dict[str, Any]) -> str:

@@ -15,14 +15,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
-from scripts.bench.common import machine as host
 from scripts.bench.common import quantile, write_json
-from scripts.simulate import sides, workloads
+from scripts.simulate import parallel, sides, workloads
 from scripts.simulate.model import LoadRules, Machine, Model
 
 RESULTS = ROOT / "docs" / "measured" / "loads.json"
@@ -73,13 +71,7 @@ def measure(seconds: float) -> dict[str, Any]:
         for name in TRACES
         for seed in SEEDS
     ]
-    rows = []
-    with ProcessPoolExecutor() as pool:
-        for number, row in enumerate(pool.map(replayed, jobs), 1):
-            rows.append(row)
-            done = f"{number} of {len(jobs)}: {row['question']}, {row['varied']}, {row['trace']}"
-            print(done, file=sys.stderr, flush=True)
-    return {"machine": host(), "model": Machine()._asdict(), "seconds": seconds, "rows": rows}
+    return parallel.measured(replayed, jobs, seconds)
 
 
 def main() -> int:

@@ -11,13 +11,11 @@ import json
 import statistics
 import sys
 from collections.abc import Collection, Iterable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import machine as host
 from scripts.bench.common import quantile, write_json
-from scripts.simulate import sides, workloads
+from scripts.simulate import parallel, sides, workloads
 from scripts.simulate.belady import most_hits
 from scripts.simulate.model import Machine, Model
 from scripts.simulate.page import RESULTS
@@ -57,13 +55,7 @@ def measure(seconds: float, seeds: Iterable[int], names: Iterable[str]) -> dict[
         for side in names
         for seed in seeds
     ]
-    rows = []
-    with ProcessPoolExecutor() as pool:
-        for number, row in enumerate(pool.map(replayed, jobs), 1):
-            rows.append(row)
-            done = f"{number} of {len(jobs)}: {row['trace']}, {row['side']}, seed {row['seed']}"
-            print(done, file=sys.stderr, flush=True)
-    return {"machine": host(), "model": Machine()._asdict(), "seconds": seconds, "rows": rows}
+    return parallel.measured(replayed, jobs, seconds)
 
 
 def kept(path: Path, found: dict[str, Any], names: Collection[str]) -> list[dict[str, Any]]:

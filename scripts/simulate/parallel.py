@@ -1,0 +1,31 @@
+"""Replays on as many cores as there are, and the document that they make."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, TypeVar
+
+from scripts.bench.common import machine
+from scripts.simulate.model import Machine
+
+Job = TypeVar("Job")
+
+
+def measured(
+    replayed: Callable[[Job], dict[str, Any]], jobs: Sequence[Job], seconds: float
+) -> dict[str, Any]:
+    """A row for each job, in their order, with a line on stderr for each as it is done.
+
+    Args:
+        replayed: of a module, so that other processes can call it.
+        jobs: one for each row.
+        seconds: of each trace.
+    """
+    rows = []
+    with ProcessPoolExecutor() as pool:
+        for number, (job, row) in enumerate(zip(jobs, pool.map(replayed, jobs)), 1):
+            rows.append(row)
+            print(f"{number} of {len(jobs)}: {job}", file=sys.stderr, flush=True)
+    return {"machine": machine(), "model": Machine()._asdict(), "seconds": seconds, "rows": rows}
