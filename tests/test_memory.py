@@ -7,10 +7,10 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from cgroups import limited
 
 from kvoffload_patch.config import GIB, ConfigError
 from kvoffload_patch.memory import (
@@ -316,23 +316,9 @@ except MemoryRefused as refusal:
 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
-    """A real one of this machine with a limit of 1 GiB, where tests may make one."""
-    name = f"kvoffload-test-{os.getpid()}"
-    for folder, file in (
-        (Path("/sys/fs/cgroup/memory") / name, "memory.limit_in_bytes"),
-        (Path("/sys/fs/cgroup") / name, "memory.max"),
-    ):
-        with suppress(OSError):
-            folder.mkdir()
-            try:
-                (folder / file).write_text(str(GIB))
-            except OSError:
-                folder.rmdir()
-                continue
-            yield folder
-            folder.rmdir()
-            return
-    pytest.skip("needs a memory cgroup in which groups can be made")
+    """A real one of this machine with a limit of 1 GiB."""
+    with limited(GIB) as folder:
+        yield folder
 
 
 def test_a_real_cgroup_limits_what_is_taken(cgroup: Path) -> None:

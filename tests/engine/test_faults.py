@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from cgroups import limited
 from engine import engines
 from engine.report import assert_same
 
@@ -28,31 +27,9 @@ def test_a_clock_that_is_set_changes_nothing(real, plain):
 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
-    """A real one of this machine with a limit, where tests may make one."""
-    name = f"kvoffload-engine-test-{os.getpid()}"
-    for folder, file in (
-        (Path("/sys/fs/cgroup/memory") / name, "memory.limit_in_bytes"),
-        (Path("/sys/fs/cgroup") / name, "memory.max"),
-    ):
-        with suppress(OSError):
-            folder.mkdir()
-            try:
-                (folder / file).write_text(str(LIMIT_MIB * MIB))
-            except OSError:
-                folder.rmdir()
-                continue
-            yield folder
-            _remove(folder)
-            return
-    pytest.skip("needs a memory cgroup in which groups can be made")
-
-
-def _remove(folder: Path) -> None:
-    for _ in range(100):
-        with suppress(OSError):
-            folder.rmdir()
-            return
-        time.sleep(0.1)
+    """A real one of this machine."""
+    with limited(LIMIT_MIB * MIB) as folder:
+        yield folder
 
 
 def test_an_engine_in_a_tight_cgroup_takes_what_it_has_and_serves(real, plain, cgroup):
