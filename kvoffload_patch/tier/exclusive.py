@@ -206,23 +206,23 @@ class Exclusive:
         """The order in which the GPU loses blocks has grouped them."""
 
     def pin(self, slots: Sequence[int]) -> None:
-        flags = list(map(self._given.__getitem__, slots))
-        if any(flags):
-            self._others.pin(slots if all(flags) else list(compress(slots, flags)))
-        self.remove(slots)
+        self._leave_orders(slots, loaded=True)
 
     def unpin(self, slots: Sequence[int]) -> None:
         self.insert(slots)
 
     def remove(self, slots: Sequence[int]) -> None:
+        self._leave_orders(slots, loaded=False)
+
+    def _leave_orders(self, slots: Sequence[int], loaded: bool) -> None:
         flags = list(map(self._given.__getitem__, slots))
-        if all(flags):
-            self._take_back(slots)
-        elif not any(flags):
-            self._copies.take(slots)
-        else:
+        theirs = slots if all(flags) else list(compress(slots, flags))
+        if theirs:
+            if loaded:
+                self._others.pin(theirs)
+            self._take_back(theirs)
+        if len(theirs) < len(slots):
             self._copies.take([slot for slot, flag in zip(slots, flags) if not flag])
-            self._take_back(list(compress(slots, flags)))
 
     def evict(self, count: int) -> Sequence[int]:
         chosen = self._copies.take_oldest(0, count)

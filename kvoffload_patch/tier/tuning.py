@@ -23,13 +23,13 @@ AHEAD_PARTS = 8
 TRACKED_TIMES = 4
 LEAST_TRACKED_BLOCKS = 1024
 # Slots of the models that choose between two policies, at most; half as many at least, in a tier
-# that has them. Replays recompute as much with 4,096 (docs/policies.md).
+# that has them. Chosen by replays (`scripts/simulate measure --sides lru adaptive`).
 MODEL_BLOCKS = 1024
 # Stored keys that the models are told of at once, at least. Not measured: it bounds what waits.
 MODEL_BATCH_BLOCKS = 16
 # A count fades to a third while the models are told of so many keys for each of their slots. Chosen
-# by replays.
+# by the same replays.
 MODEL_MEMORY_TIMES = 4
 # ARC evicts once its model has recomputed less by one of so many parts of its slots, until it
-# leads by a tenth of that. With 50 and 100 replays recompute as much.
+# leads by a tenth of that. Chosen by the same replays.
 MODEL_LEAD_PARTS = 200

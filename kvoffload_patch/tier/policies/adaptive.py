@@ -120,25 +120,19 @@ class AdaptivePolicy(ArcPolicy):
             self.share = share  # it is the model's
 
     def hit(self, slots: Sequence[int]) -> None:
-        sampled = self._sampled(slots)
-        if sampled:
-            self._tell_stored()
+        if sampled := self._sampled(slots):
             self._lru_model.use(sampled)
             self._arc_model.use(sampled)
         super().hit(slots)
 
     def regroup(self, slots: Sequence[int]) -> None:
-        sampled = self._sampled(slots)
-        if sampled:
-            self._tell_stored()
+        if sampled := self._sampled(slots):
             self._lru_model.ended(sampled)
             self._arc_model.ended(sampled)
         super().regroup(slots)
 
     def pin(self, slots: Sequence[int]) -> None:
-        sampled = self._sampled(slots)
-        if sampled:
-            self._tell_stored()
+        if sampled := self._sampled(slots):
             self._count(sampled)
         super().pin(slots)
 
@@ -168,8 +162,12 @@ class AdaptivePolicy(ArcPolicy):
         self._stored: list[Hashable] = []  # of them, what the models are not told of yet
 
     def _sampled(self, slots: Sequence[int]) -> list[Hashable]:
+        """Keys of these that are sampled; the models know of what was stored before them then."""
         known = self._known
-        return [key for key in map(self._key_of.__getitem__, slots) if key in known]
+        sampled = [key for key in map(self._key_of.__getitem__, slots) if key in known]
+        if sampled:
+            self._tell_stored()
+        return sampled
 
     def _tell_stored(self) -> None:
         if self._stored:
@@ -183,8 +181,9 @@ class AdaptivePolicy(ArcPolicy):
         self._lead += self._lru_model.use(keys) - self._arc_model.use(keys)
         self.share = self._arc_model.policy.share * self._one_in
         enough = slots / MODEL_LEAD_PARTS
-        if self.by_recency != (self._lead < (enough if self.by_recency else enough / 10)):
-            self.by_recency = not self.by_recency
+        arc_leads = self._lead >= (enough if self.by_recency else enough / 10)
+        if arc_leads == self.by_recency:
+            self.by_recency = not arc_leads
             self._forget_all()
         if len(self._known) > MODEL_MEMORY_TIMES * slots:
             self._known = {*self._lru_model.keys, *self._arc_model.keys}
