@@ -7,6 +7,7 @@ results in docs/measured/features.
 from __future__ import annotations
 
 import argparse
+import configparser
 import contextlib
 import shutil
 import sys
@@ -50,7 +51,7 @@ def where(options: argparse.Namespace, installed: str) -> Iterator[Where]:
     folder = (options.work or Path(tempfile.gettempdir())) / f"features-{release}"
     try:
         python, env = _environment(release, folder)
-        _put_start_up_file(folder / "env")
+        _put_as_installed(folder / "env")
         offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         yield Where(python, {**env, **offline}, release, FOLDER / f"{release}.json")
     finally:
@@ -69,10 +70,22 @@ def _environment(release: str, folder: Path) -> tuple[Path, dict[str, str]]:
     return made
 
 
-def _put_start_up_file(env: Path) -> None:
-    """As an installed package has it; the package itself is found by PYTHONPATH."""
+def _put_as_installed(env: Path) -> None:
+    """Start-up file and entry points; the package itself is found by PYTHONPATH.
+
+    Workers that Ray starts arm by the entry point alone.
+    """
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    groups = setup["options.entry_points"]
+    points = "\n".join(f"[{group}]{rows}" for group, rows in groups.items())
     for packages in env.glob("lib/python*/site-packages"):
         shutil.copy(ROOT / "kvoffload_patch.pth", packages)
+        about = packages / "kvoffload_patch-0.dist-info"
+        about.mkdir(exist_ok=True)
+        named = "Metadata-Version: 2.1\nName: kvoffload_patch\nVersion: 0\n"
+        (about / "METADATA").write_text(named, encoding="utf-8")
+        (about / "entry_points.txt").write_text(f"{points}\n", encoding="utf-8")
 
 
 def files() -> dict[str, Path]:

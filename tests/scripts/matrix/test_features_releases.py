@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from kvoffload_patch import _bootstrap
 from scripts import ROOT
 from scripts.matrix import environment, features, features_releases, features_rows
 from scripts.matrix.features_rows import Row
@@ -53,6 +55,15 @@ def test_an_environment_is_made_once_and_kept_as_long_as_asked(
             assert started.read_text() == (ROOT / "kvoffload_patch.pth").read_text()
         assert len(made) == begun
         assert (tmp_path / "features-0.30.0").exists() == keep
+
+
+def test_vllm_finds_the_entry_point_there(made: list[str], tmp_path: Path) -> None:
+    """Workers that Ray starts arm by it alone."""
+    with features_releases.where(options(release="0.30.0", work=tmp_path), "0.32.0") as where:
+        packages = where.python.parents[1] / "lib/python3.12/site-packages"
+        (about,) = metadata.distributions(path=[str(packages)])
+        points = {(point.group, point.name): point.load() for point in about.entry_points}
+    assert points["vllm.general_plugins", "kvoffload"] is _bootstrap.plugin
 
 
 def test_one_that_was_not_finished_is_made_again(
