@@ -144,10 +144,12 @@ def chats() -> str:
 
 
 def conversations() -> str:
-    """The rows of `chats` that say most."""
+    """The rows of `chats` that say most, of the systems as they come."""
     document = read("chats.json")
     if document is None:
         return "not measured"
+    as_they_come = [job for job in document["jobs"] if "+" not in job["mode"]]
+    document = {**document, "jobs": as_they_come}
     titles = {figure.title: figure for figure in (*chats_figures.LATER, *chats_figures.QUIET)}
     words = f"{chats_report.about(document)}; one prompt at a time"
     chosen = [titles[title] for title in CONVERSATIONS]
@@ -243,6 +245,17 @@ def transfer() -> str:
     return report.page(document) + "\n\n" + ran_on(document["machine"])
 
 
+def shapes() -> str:
+    """The same of bigger models' blocks, by the tier's own backend."""
+    document = read("transfer-shapes.json")
+    if document is None:
+        return "not measured"
+    from scripts.bench.transfer import report
+
+    staged = [case for case in document["cases"] if case["backend"] == "staged"]
+    return report.page({**document, "cases": staged}) + "\n\n" + ran_on(document["machine"])
+
+
 def checksums() -> str:
     """How fast copies with checksums are beside copies without."""
     document = read("transfer-checksums.json")
@@ -311,6 +324,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "goals": goals,
     "step": step,
     "transfer": transfer,
+    "transfer shapes": shapes,
     "checksums": checksums,
     "checksums said": checksums_said,
     "ranks": ranks,

@@ -26,6 +26,12 @@ def modes_of(document: dict[str, Any]) -> list[str]:
     return [*known, *(mode for mode in found if mode not in NAMES)]
 
 
+def name_of(mode: str) -> str:
+    """What a mode is called in tables; one that has variables, with these."""
+    name, *variables = mode.split("+")
+    return ", ".join([NAMES.get(name, name), *variables])
+
+
 def tables(document: dict[str, Any]) -> str:
     """One table for each load: turns that come back, first turns, prompts one at a time."""
     parts = [
@@ -53,7 +59,7 @@ def about(document: dict[str, Any]) -> str:
 def chosen(document: dict[str, Any], title: str, rows_of: list[Figure]) -> str:
     """A table of some figures by mode; empty where none of them was measured."""
     modes = modes_of(document)
-    rows = [[title, *(NAMES.get(mode, mode) for mode in modes)]]
+    rows = [[title, *map(name_of, modes)]]
     for figure in rows_of:
         cells = [_cell(shown(document["jobs"], figure, mode)) for mode in modes]
         if set(cells) - {"-"}:

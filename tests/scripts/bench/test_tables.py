@@ -37,19 +37,31 @@ def test_chats_that_ran_otherwise_have_a_table_each(monkeypatch: pytest.MonkeyPa
     assert tables.other_chats() == "not measured"
 
 
-def test_the_page_has_the_rows_on_conversations_that_say_most() -> None:
-    whole = {
-        line.split("|")[1].strip(): _cells(line)
-        for line in tables.chats().splitlines()
-        if "|" in line
-    }
-    few = [line for line in tables.conversations().splitlines() if "|" in line][2:]
-    assert [line.split("|")[1].strip() for line in few] == [*tables.CONVERSATIONS]
-    assert [_cells(line) for line in few] == [whole[title] for title in tables.CONVERSATIONS]
+def test_the_page_has_the_rows_and_systems_of_conversations_that_say_most() -> None:
+    whole, few = _table(tables.chats()), _table(tables.conversations())
+    systems = next(iter(few.values()))
+    assert systems and not [name for name in systems if "KVOFFLOAD_" in name]
+    assert [*few][1:] == [*tables.CONVERSATIONS]
+    for title in tables.CONVERSATIONS:
+        assert few[title] == whole[title][: len(systems)]
+
+
+def _table(text: str) -> dict[str, list[str]]:
+    """Cells of each row of a page's tables, by the first one; dashes between are left out."""
+    lines = [line for line in text.splitlines() if "|" in line and "|--" not in line]
+    return {line.split("|")[1].strip(): _cells(line) for line in lines}
 
 
 def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.split("|")[2:-1]]
+
+
+def test_bigger_models_blocks_are_shown_as_the_tiers_own_backend_copies_them() -> None:
+    rows = [title for title in _table(tables.shapes()) if title.startswith("staged")]
+    assert {kind for title in rows for kind in ("mla", "two_heads", "fp8") if kind in title} == {
+        "mla", "two_heads", "fp8"
+    }  # fmt: skip
+    assert "torch," not in tables.shapes()
 
 
 def test_goals_of_the_step_are_beside_what_each_scheduler_adds() -> None:

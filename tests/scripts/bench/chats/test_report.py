@@ -98,3 +98,9 @@ def test_what_failed_is_said() -> None:
     both = report.text({"jobs": [failed, job("floor", first=turns(FLOOR, 2.0))]})
     assert "simple, round 1: start: no" in both and cells(both, "first turns: first token, p50")
     assert "later turns" not in report.tables({"jobs": [job("floor", first=turns(FLOOR, 2.0))]})
+
+
+def test_a_mode_with_variables_is_named_with_them() -> None:
+    assert report.name_of("ours+KVOFFLOAD_STORE=auto") == "this tier, KVOFFLOAD_STORE=auto"
+    assert report.name_of("simple") == "SimpleCPUOffloadConnector"
+    assert report.name_of("other") == "other"
