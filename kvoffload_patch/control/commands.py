@@ -16,7 +16,8 @@ LIVE: dict[str, Variable] = {
     for row in VARIABLES.values()
     if row.field in ("eviction", "load_mode", "max_stall_ms", "log_interval")
 }
-_ARGUMENTS: dict[str, tuple[str, ...]] = {
+# What can be asked, and which arguments each takes.
+ARGUMENTS: dict[str, tuple[str, ...]] = {
     STATUS: (), PAUSE: (), RESUME: (), EMPTY: (), RESIZE: (GIB,), SET: tuple(LIVE),
 }  # fmt: skip
 _LONGEST = 64  # characters of an argument
@@ -39,15 +40,15 @@ def read_command(message: Mapping[str, Any]) -> Command:
         Refused: it is none; the text has one sentence for each argument that is wrong.
     """
     name = message.get("command")
-    if not isinstance(name, str) or name not in _ARGUMENTS:
-        raise Refused(f"expected one of {', '.join(_ARGUMENTS)}, found {_shown(name)}.")
+    if not isinstance(name, str) or name not in ARGUMENTS:
+        raise Refused(f"expected one of {', '.join(ARGUMENTS)}, found {_shown(name)}.")
     given = {key: text for key, text in message.items() if key != "command"}
-    unknown = [key for key in given if key not in _ARGUMENTS[name]]
+    unknown = [key for key in given if key not in ARGUMENTS[name]]
     if unknown:
-        known = ", ".join(_ARGUMENTS[name]) or "no argument"
+        known = ", ".join(ARGUMENTS[name]) or "no argument"
         raise Refused(f"expected {known} beside {name}, found {_shown(unknown[0])}.")
     if name in (RESIZE, SET) and not given:
-        raise Refused(f"expected {' or '.join(_ARGUMENTS[name])} beside {name}, found none.")
+        raise Refused(f"expected {' or '.join(ARGUMENTS[name])} beside {name}, found none.")
     values, wrong = dict[str, Any](), list[str]()
     for key, text in given.items():
         try:

@@ -3,6 +3,7 @@
 Has atheris make up environments, patch files and control messages, led by the branches that they
 reach. Each must give a value or the one error that its parser documents, within 5 s and 1 GiB.
 Ends with status 1 if one did not; its bytes are then in --out, and its traceback has been printed.
+How many were tried goes to fuzz.json there, for `page`.
 Needs `pip install atheris`; the tests do the same with hypothesis, for a shorter time.
 """
 
@@ -12,19 +13,24 @@ import argparse
 import importlib.util
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+from kvoffload_patch import config as config_of
 from kvoffload_patch.cli import patch_files
 from kvoffload_patch.config import ConfigError, Settings, as_given, is_enabled
 from kvoffload_patch.control import wire
-from kvoffload_patch.control.commands import read_command
+from kvoffload_patch.control.commands import ARGUMENTS, LIVE, read_command
 from kvoffload_patch.control.errors import Refused
 from scripts import ROOT
-from scripts.bench.common import say
+from scripts.bench.common import machine, say, write_json
 
 # Of one input; and of all together, atheris itself included.
 TIMEOUT_S, MOST_MIB, MOST_BYTES = 5, 1024, 8192
@@ -87,6 +93,23 @@ SEEDS: dict[str, list[bytes]] = {
         b"command=set\0eviction=lru\0load_mode=auto\0max_stall_ms=5.5\0log_interval=2",
     ],
 }
+_CHOICES = (*config_of.LOAD_MODES, *config_of.EVICTIONS, *config_of.STORES, *config_of.INTEGRITIES)
+# Parts of inputs that are not come upon by changing bits: names, choices, lines of a patch file.
+WORDS: dict[str, list[str]] = {
+    "config": [
+        *config_of.VARIABLES, *_CHOICES, *config_of.COPY_BACKENDS, "=", "\0", "1e300", "nan",
+    ],
+    "patch": ["# sha256 vllm/a.py ", "--- a/vllm/a.py", "+++ b/vllm/a.py", "@@ -1,0 +2,2 @@", "\n+"],
+    "control": [
+        *ARGUMENTS, *LIVE, *_CHOICES, '"', ": ", "gib", "command", "\\ud800", "1e300", "\0",
+    ],
+}  # fmt: skip
+
+
+def dictionary(words: list[str]) -> str:
+    """Words in the form that libFuzzer reads: one a line, in quotes."""
+    shown = (re.sub(r'[^ -~]|["\\]', lambda c: f"\\x{ord(c[0]):02x}", word) for word in words)
+    return "".join(f'"{word}"\n' for word in shown)
 
 
 def child(target: str, folder: Path, seconds: float) -> list[str]:
@@ -95,11 +118,48 @@ def child(target: str, folder: Path, seconds: float) -> list[str]:
     corpus.mkdir()
     for number, seed in enumerate(SEEDS[target]):
         (corpus / str(number)).write_bytes(seed)
+    (folder / "words").write_text(dictionary(WORDS[target]))
     return [
         sys.executable, "-m", "scripts.soak.fuzz", target, str(corpus),
-        f"-max_total_time={seconds:.0f}", f"-timeout={TIMEOUT_S}", f"-rss_limit_mb={MOST_MIB}",
+        f"-dict={folder}/words", f"-max_total_time={seconds:.0f}", f"-timeout={TIMEOUT_S}",
+        f"-rss_limit_mb={MOST_MIB}",
         f"-max_len={MOST_BYTES}", f"-artifact_prefix={folder}/{target}-", "-print_final_stats=1",
     ]  # fmt: skip
+
+
+def played(target: str, seconds: float, out: Path) -> dict[str, Any]:
+    """Fuzz one target: its exit status, what was found, and what atheris says of it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        process = subprocess.Popen(
+            child(target, folder, seconds), cwd=ROOT, stderr=subprocess.PIPE,
+            text=True, errors="replace",
+        )  # fmt: skip
+        said = figures(_shown(process.stderr or ()))
+        status = process.wait()
+        found = [file for file in folder.glob(f"{target}-*") if file.is_file()]
+        for file in found:
+            shutil.move(file, out / file.name)
+    return {"status": status, "found": [file.name for file in found], **said}
+
+
+def figures(lines: Iterable[str]) -> dict[str, int]:
+    """What `-print_final_stats` says, and the branches that were reached, by the last line."""
+    found = {}
+    for line in lines:
+        stat = re.match(r"stat::(\w+):\s+(\d+)", line)
+        if stat is not None:
+            found[stat[1]] = int(stat[2])
+        reached = re.match(r"#\d+\s+\w+\s+cov: (\d+)", line)
+        if reached is not None:
+            found["branches"] = int(reached[1])
+    return found
+
+
+def _shown(lines: Iterable[str]) -> Iterable[str]:
+    for line in lines:
+        sys.stderr.write(line)
+        yield line
 
 
 def main() -> int:
@@ -117,18 +177,14 @@ def main() -> int:
     if importlib.util.find_spec("atheris") is None:
         parser.error("expected atheris to be installed, found it missing; pip install atheris")
     args.out.mkdir(parents=True, exist_ok=True)
-    bad = []
+    results: dict[str, Any] = {}
+    about = {**machine(), "atheris": metadata.version("atheris"), "minutes": args.minutes}
     for target in targets:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            done = subprocess.run(child(target, folder, 60 * args.minutes), cwd=ROOT, check=False)
-            found = [file for file in folder.glob(f"{target}-*") if file.is_file()]
-            for file in found:
-                file.replace(args.out / file.name)
-        if found or done.returncode:
-            bad.append(target)
-        say(f"{target}: {', '.join(f.name for f in found) or f'status {done.returncode}'}")
-    return 1 if bad else 0
+        one = results[target] = played(target, 60 * args.minutes, args.out)
+        status = f"status {one['status']}"
+        say(f"{target}: {', '.join(one['found']) or status}")
+        write_json(args.out / "fuzz.json", {"machine": about, "fuzzed": results})
+    return 1 if any(one["found"] or one["status"] for one in results.values()) else 0
 
 
 def _fuzz() -> None:

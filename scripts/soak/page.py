@@ -1,7 +1,7 @@
 """python scripts/soak page [RESULT ...]
 
-Writes docs/reliability.md, and a picture of each run, from results of `run` and `signals`; without
-any from all in docs/measured/soak.
+Writes docs/reliability.md, and a picture of each run, from results of `run`, `signals` and `fuzz`;
+without any from all in docs/measured/soak.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from scripts import ROOT
 from scripts.bench.common import pyplot, say, table
-from scripts.soak import signals
+from scripts.soak import fuzz, signals
 from scripts.soak.run import MOST_GROWTH
 from scripts.soak.traffic import TIE
 
@@ -223,6 +223,24 @@ def signals_section(found: dict[str, Any]) -> str:
     )
 
 
+def fuzz_section(found: dict[str, Any]) -> str:
+    """What is said of inputs that atheris made up."""
+    about = found["machine"]
+    rows = [["target", "inputs", "branches", "slowest, s", "RSS, MiB", "found"]]
+    for target, one in found["fuzzed"].items():
+        names = ("number_of_executed_units", "branches", "slowest_unit_time_sec", "peak_rss_mb")
+        rows.append([target, *(f"{one.get(name, 0):,}" for name in names)])
+        rows[-1].append(", ".join(one["found"]) or ("nothing" if not one["status"] else "failed"))
+    return (
+        f"## Made-up input\n\n{about['date'][:10]}, atheris {about['atheris']}, Python "
+        f"{about['python']}, {about['cpu']}, the package of {about['package']}. "
+        f"`python scripts/soak fuzz --minutes {about['minutes']:g}` gave each parser inputs for so "
+        "long, led by the branches that they reached: environments, patch files, control messages. "
+        f"Each must give a value or the parser's own error, within {fuzz.TIMEOUT_S} s and "
+        f"{fuzz.MOST_MIB:,} MiB.\n\n{table(rows)}\n"
+    )
+
+
 def _ranks(found: dict[str, Any]) -> str:
     if not any(name.split()[1] in signals.RANKS for name in found["trials"]):
         return ""
@@ -232,14 +250,15 @@ def _ranks(found: dict[str, Any]) -> str:
 def text(runs: dict[str, dict[str, Any]]) -> str:
     """The page, of results by name."""
     sent = {name: found for name, found in runs.items() if "trials" in found}
-    runs = {name: found for name, found in runs.items() if name not in sent}
+    fuzzed = {name: found for name, found in runs.items() if "fuzzed" in found}
+    runs = {name: found for name, found in runs.items() if name not in {*sent, *fuzzed}}
     limits = _pairs(MOST_GROWTH)
     note = (
         "\nA run is clean if none of this is wrong and nothing grows by more than plain vLLM's and "
         f"{limits}.\n\n"
     )
     parts = [section(name, found) for name, found in runs.items()]
-    parts += map(signals_section, sent.values())
+    parts += [*map(signals_section, sent.values()), *map(fuzz_section, fuzzed.values())]
     rows = "".join(f"| {' | '.join(row)} |\n" for row in FAULTS)
     faults = "## Faults, and what shows them\n\n| Fault | What happens | Deadline | Shown by |\n"
     return (

@@ -85,6 +85,40 @@ def test_each_target_begins_with_its_seeds(tmp_path: Path) -> None:
         assert words[:4] == [sys.executable, "-m", "scripts.soak.fuzz", target]
         assert len(list(Path(words[4]).iterdir())) == len(fuzz.SEEDS[target])
         assert "-max_total_time=30" in words
+        listed = Path(words[5].removeprefix("-dict=")).read_text().splitlines()
+        assert len(listed) == len(fuzz.WORDS[target])
+
+
+def test_words_are_written_as_libfuzzer_reads_them() -> None:
+    assert fuzz.dictionary(['a "b"', "\0", "\\", "\n+"]) == (
+        '"a \\x22b\\x22"\n"\\x00"\n"\\x5c"\n"\\x0a+"\n'
+    )
+
+
+def test_what_atheris_says_in_the_end_is_kept() -> None:
+    said = [
+        "#2\tINITED cov: 10 ft: 11 corp: 1/1b exec/s: 0 rss: 30Mb\n",
+        "#50\tDONE   cov: 43 ft: 125 corp: 32/16Kb lim: 8192 exec/s: 25 rss: 50Mb\n",
+        "Done 50 runs in 2 second(s)\n",
+        "stat::number_of_executed_units: 50\n",
+        "stat::peak_rss_mb:              51\n",
+    ]
+    figures = fuzz.figures(said)
+    assert figures == {"branches": 43, "number_of_executed_units": 50, "peak_rss_mb": 51}
+
+
+def test_a_target_that_fails_is_said_and_what_failed_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = (
+        "import pathlib, sys; pathlib.Path(sys.argv[1], 'patch-crash-1').write_text('x'); "
+        "print('stat::peak_rss_mb: 7', file=sys.stderr); sys.exit(77)"
+    )
+    child = lambda target, folder, seconds: [sys.executable, "-c", text, str(folder)]  # noqa: E731
+    monkeypatch.setattr(fuzz, "child", child)
+    found = fuzz.played("patch", 1, tmp_path)
+    assert found == {"status": 77, "found": ["patch-crash-1"], "peak_rss_mb": 7}
+    assert (tmp_path / "patch-crash-1").read_text() == "x"
 
 
 def test_it_says_that_atheris_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: object) -> None:
