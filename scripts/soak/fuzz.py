@@ -99,7 +99,9 @@ WORDS: dict[str, list[str]] = {
     "config": [
         *config_of.VARIABLES, *_CHOICES, *config_of.COPY_BACKENDS, "=", "\0", "1e300", "nan",
     ],
-    "patch": ["# sha256 vllm/a.py ", "--- a/vllm/a.py", "+++ b/vllm/a.py", "@@ -1,0 +2,2 @@", "\n+"],
+    "patch": [
+        "# sha256 vllm/a.py ", "--- a/vllm/a.py", "+++ b/vllm/a.py", "@@ -1,0 +2,2 @@", "\n+",
+    ],
     "control": [
         *ARGUMENTS, *LIVE, *_CHOICES, '"', ": ", "gib", "command", "\\ud800", "1e300", "\0",
     ],
