@@ -98,6 +98,9 @@ def text(found: Mapping[str, Any]) -> str:
         return f"engine {found['engine']}: {found['error']}"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["since"]))
     dropped, settings = found["dropped_blocks"], found["settings"]
+    # An older engine does not tell.
+    by = ", ".join(f"{number} {kind}" for kind, number in found.get("failed_by", {}).items())
+    why = f" ({by})" if by else ""
     rate = 100 * found["hit_tokens"] / max(1, found["queried_tokens"])
     lines = [
         f"engine {found['engine']}: {_state(found)}, since {since}, model {found['model']}",
@@ -108,7 +111,7 @@ def text(found: Mapping[str, Any]) -> str:
         f"  blocks:    {found['loaded_blocks']} loaded, {found['stored_blocks']} stored, "
         f"{found['evicted_blocks']} evicted, {sum(dropped.values())} not stored",
         f"  speed:     {_speed(found)}",
-        f"  failed:    {found['failed_copies']} copies of {found['failed_blocks']} blocks; "
+        f"  failed:    {found['failed_copies']} copies of {found['failed_blocks']} blocks{why}; "
         f"{found['mismatches']} loads brought other bytes than were stored",
         f"  under way: {found['queued_loads']} loads, {found['queued_stores']} stores, "
         f"{found['parked_requests']} requests parked; last step "

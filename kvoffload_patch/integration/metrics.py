@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+from kvoffload_patch.links import FAILURES
+
 Kind = Literal["counter", "gauge", "histogram"]
 # {"model_name": str, "values": [[name, [label, ...], value], ...]}; plain, as it is serialised.
 # The value of a histogram is a list of what it has seen.
@@ -19,6 +21,7 @@ PREFIX = "kvoffload_"
 COMMON_LABELS = ("model_name", "engine")
 LOADS, STORES = "load", "store"
 DIRECTION = (("direction", (LOADS, STORES)),)
+FAILED_COPY = (*DIRECTION, ("reason", FAILURES))
 # What `tier_state` says: exactly one of these is 1.
 STATES = ON, PAUSED, NOT_NEEDED, REFUSED, FAILED = (
     "on", "paused", "not_needed", "refused", "failed",
@@ -120,9 +123,17 @@ METRICS = (
         (("reason", ("held",)),),
     ),
     Metric("skipped_bytes", "counter", _SAME, (("reason", ("held",)),)),
-    Metric("failed_blocks", "counter", "Blocks whose copy failed.", DIRECTION),
-    Metric("failed_bytes", "counter", _SAME, DIRECTION),
-    Metric("failed_copies", "counter", "Copies that failed, of however many blocks.", DIRECTION),
+    Metric(
+        "failed_blocks",
+        "counter",
+        "Blocks whose copy failed; raised: the device, its driver or the copy itself raised; late: "
+        "it was still queued at its deadline; no_slots: the CPU memory for it could not be had; "
+        "mismatch: it brought other bytes than were stored; not_stored: what it was to load had "
+        "failed to be stored on its rank.",
+        FAILED_COPY,
+    ),
+    Metric("failed_bytes", "counter", _SAME, FAILED_COPY),
+    Metric("failed_copies", "counter", "Copies that failed, of however many blocks.", FAILED_COPY),
     Metric(
         "mismatched_copies",
         "counter",

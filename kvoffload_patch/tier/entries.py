@@ -18,7 +18,7 @@ class LinkTickets:
         last: the last one given out.
         done: the last one known to be done.
         wait: what the next plan's forward pass waits for.
-        failed: those that failed, until a plan says that they are done.
+        failed: why those failed that did, until a plan says that they are done.
         under_way: those not known to be done, with the keys and slots of each.
     """
 
@@ -27,7 +27,7 @@ class LinkTickets:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.last = self.done = self.wait = 0
-        self.failed: set[int] = set()
+        self.failed: dict[int, str] = {}
         self.under_way: deque[tuple[int, Keys, Slots]] = deque()
 
     def give_out(self, keys: Keys, slots: Slots) -> int:
@@ -41,10 +41,10 @@ class LinkTickets:
         if ticket > self.wait:
             self.wait = ticket
 
-    def note_failed(self, ticket: int) -> None:
+    def note_failed(self, ticket: int, reason: str) -> None:
         """A transfer failed; one that is known to be done was taken in then."""
         if ticket > self.done:  # otherwise it is named until a plan shows that
-            self.failed.add(ticket)
+            self.failed[ticket] = reason
 
     def take_done(self, done: int) -> Iterator[tuple[int, Keys, Slots]]:
         """All up to a ticket are done: those not known to be; `done` is as it was until the end."""
@@ -56,7 +56,7 @@ class LinkTickets:
         """A plan was made, with what is waited for and known to be done."""
         self.wait = 0
         if self.failed:
-            self.failed = {ticket for ticket in self.failed if ticket > self.done}
+            self.failed = {t: why for t, why in self.failed.items() if t > self.done}
 
 
 def tickets_of(links: Iterable[LinkTickets]) -> tuple[Tickets, Tickets]:

@@ -236,14 +236,14 @@ class OffloadManager(TierState):
         slots may be the fault.
         """
         readable: list[Hashable] = []
-        for name, ticket in result.failed:
-            self._links[name].note_failed(ticket)
+        for name, ticket, reason in result.failed:
+            self._links[name].note_failed(ticket, reason)
         self.stats.mismatches = max(self.stats.mismatches, result.mismatches)
         for name, done in result.done:
             link = self._links[name]
             for ticket, keys, slots in link.take_done(done):
                 if ticket in link.failed:
-                    self._give_up(link, keys, slots)
+                    self._give_up(link, keys, slots, link.failed[ticket])
                 elif link is self._loads:
                     self._finish_load(keys, slots)
                 else:
@@ -373,9 +373,9 @@ class OffloadManager(TierState):
         self._policy.insert(slots[::-1])
         return keys
 
-    def _give_up(self, link: LinkTickets, keys: Keys, slots: Slots) -> None:
+    def _give_up(self, link: LinkTickets, keys: Keys, slots: Slots, reason: str) -> None:
         """Forget the blocks of a failed transfer."""
-        self.stats.add_failed(len(keys), link is self._loads)
+        self.stats.add_failed(link.link, reason, len(keys))
         for key, slot in zip(keys, slots):
             if self._slot_of.get(key) == slot:
                 self.discard(key)

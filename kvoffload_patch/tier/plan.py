@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvoffload_patch.links import Link, Tickets, ticket_on, tickets_on
+from kvoffload_patch.links import Failure, Link, Tickets, failed_on, ticket_on
 
 
 class Transfer(NamedTuple):
@@ -71,7 +71,7 @@ class TransferResult(NamedTuple):
     """
 
     done: Tickets = ()
-    failed: Tickets = ()
+    failed: tuple[Failure, ...] = ()
     num_slots: int | None = None
     growing: bool = False
     mismatches: int = 0
@@ -83,4 +83,4 @@ class TransferResult(NamedTuple):
 
     def failed_on(self, link: Link) -> tuple[int, ...]:
         """The transfers of a link that failed."""
-        return tickets_on(self.failed, link)
+        return failed_on(self.failed, link)

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvoffload_patch.links import FAILURES, LOAD, STORE, Link
+
+
+class FailedCopies(NamedTuple):
+    """Copies that failed, and the blocks that they were of."""
+
+    copies: int = 0
+    blocks: int = 0
+
+
+def _none_failed() -> dict[tuple[Link, str], FailedCopies]:
+    return {(link, reason): FailedCopies() for link in (LOAD, STORE) for reason in FAILURES}
 
 
 @dataclass
@@ -21,7 +35,7 @@ class TierStats:
         opted_out: blocks that were not stored because their request said so.
         failed: blocks whose copy failed, in either direction.
         failed_copies: copies that failed, of however many blocks.
-        failed_loads, failed_load_copies: of these, loads.
+        failed_by: both, by link and reason; all of `links.FAILURES` are there.
         mismatches: loads that brought other bytes than were stored, on the rank that reports.
     """
 
@@ -36,9 +50,8 @@ class TierStats:
     opted_out: int = 0
     failed: int = 0
     failed_copies: int = 0
-    failed_loads: int = 0
-    failed_load_copies: int = 0
     mismatches: int = 0
+    failed_by: dict[tuple[Link, str], FailedCopies] = field(default_factory=_none_failed)
 
     @property
     def not_stored(self) -> dict[str, int]:
@@ -48,10 +61,9 @@ class TierStats:
             "decode": self.decode, "opted_out": self.opted_out,
         }  # fmt: skip
 
-    def add_failed(self, blocks: int, loaded: bool) -> None:
-        """A copy of so many blocks failed, a load or a store."""
+    def add_failed(self, link: Link, reason: str, blocks: int) -> None:
+        """A copy of so many blocks failed."""
         self.failed += blocks
         self.failed_copies += 1
-        if loaded:
-            self.failed_loads += blocks
-            self.failed_load_copies += 1
+        found = self.failed_by[link, reason]
+        self.failed_by[link, reason] = FailedCopies(found.copies + 1, found.blocks + blocks)

@@ -138,7 +138,7 @@ class CopyEngine:
         self._check_deadlines()
         links = self._all
         done = tuple([(link.link, link.poll()) for link in links])
-        return Progress(done, tuple([(link.link, t) for link in links for t in link.failed()]))
+        return Progress(done, tuple([one for link in links for one in link.failed()]))
 
     def loads_done(self) -> int:
         """The last load done; 0 while one has failed that the other side may not know of."""
@@ -177,9 +177,9 @@ class CopyEngine:
         until a plan shows that the scheduler has heard of it.
         """
         for link, ticket in tickets:
-            reason = self._links[link].queue.failed.get(ticket)
-            if reason is not None:
-                return link, ticket, reason
+            found = self._links[link].queue.failed.get(ticket)
+            if found is not None:
+                return link, ticket, found.text
         return None
 
     def drain(self) -> bool:

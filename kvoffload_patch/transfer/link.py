@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Link, Tickets, ticket_on
+from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Failure, Link, Tickets, ticket_on
 from kvoffload_patch.transfer.backends.base import CopyBackend, Slices, Streams
-from kvoffload_patch.transfer.errors import TransferError
+from kvoffload_patch.transfer.errors import NotStored, TransferError
 from kvoffload_patch.transfer.plans import Transfer
 from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue, failed_up_to, forget
 from kvoffload_patch.transfer.turns import ALONE, Turn
@@ -103,9 +103,13 @@ class LinkCopies:
         self.told = self.queue.poll()
         return self.told
 
-    def failed(self) -> tuple[int, ...]:
+    def failed(self) -> tuple[Failure, ...]:
         """Failures to be told."""
-        return failed_up_to(self.told, self.queue.failed) if self.queue.failed else ()
+        failed = self.queue.failed
+        if not failed:
+            return ()
+        up_to = failed_up_to(self.told, failed)
+        return tuple([Failure(self.link, ticket, failed[ticket].reason) for ticket in up_to])
 
     def forget(self, known_done: int) -> None:
         """Forget the failures that the other side has heard of."""
@@ -122,7 +126,7 @@ class LinkCopies:
         # On several ranks the scheduler does not hear of a copy that failed on this one.
         bad = self._bad.get(self.link[0])
         if bad and not bad.isdisjoint(source_ids):
-            raise TransferError(
+            raise NotStored(
                 f"an earlier copy of some of these blocks to the {self.link[0]} has failed on this "
                 "rank."
             )

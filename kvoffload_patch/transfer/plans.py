@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from kvoffload_patch.links import Link, Tickets, ticket_on, tickets_on
+from kvoffload_patch.links import Failure, Link, Tickets, failed_on, ticket_on
 
 
 class Transfer(Protocol):
@@ -46,7 +46,7 @@ class Progress(NamedTuple):
     """
 
     done: Tickets
-    failed: Tickets = ()
+    failed: tuple[Failure, ...] = ()
 
     def done_on(self, link: Link) -> int:
         """The ticket up to which all of a link are done."""
@@ -54,4 +54,4 @@ class Progress(NamedTuple):
 
     def failed_on(self, link: Link) -> tuple[int, ...]:
         """The transfers of a link that failed."""
-        return tickets_on(self.failed, link)
+        return failed_on(self.failed, link)

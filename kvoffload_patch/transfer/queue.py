@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvoffload_patch.links import MISMATCH
 from kvoffload_patch.transfer.backends.base import Slices, Streams, finish
 from kvoffload_patch.transfer.deadline import Oldest
 from kvoffload_patch.transfer.device import Device
-from kvoffload_patch.transfer.errors import TransferError, one_line
+from kvoffload_patch.transfer.errors import CopyFailed, CopyLate, failed_by
 from kvoffload_patch.transfer.integrity import Verdict
 
 Start = Callable[["Streams | None"], Slices]
@@ -60,7 +61,7 @@ class CopyQueue:
         priority: int = 0,
     ) -> None:
         self.streams = Streams(blocks=device.new_stream(priority), bus=device.new_stream(priority))
-        self.failed: dict[int, str] = {}
+        self.failed: dict[int, CopyFailed] = {}
         self._end = self.streams.bus if ends_on_bus else self.streams.blocks
         self._device = device
         self._lock = lock  # held while a slice is enqueued
@@ -199,7 +200,7 @@ class CopyQueue:
         """
 
         def fail(streams: object) -> Slices:
-            raise TransferError(reason)
+            raise CopyLate(reason)
 
         if not self._lock.acquire(blocking=False):
             return False
@@ -231,7 +232,7 @@ class CopyQueue:
         return job.start(self.streams)
 
     def _fail(self, job: _Job, error: Exception) -> None:
-        self.failed[job.ticket] = one_line(error)
+        self.failed[job.ticket] = failed_by(error)
         # What was enqueued of it, on either stream, ends before its ticket does.
         for stream in (self.streams.blocks, self.streams.bus):
             self._joined.record(stream)
@@ -247,7 +248,7 @@ class CopyQueue:
         ticket, compute, end, verdict = self._under_way.popleft()
         reason = verdict() if verdict is not None else None
         if reason is not None:
-            self.failed[ticket] = reason
+            self.failed[ticket] = CopyFailed(MISMATCH, reason)
         self._done = ticket  # only now: who sees that it is done sees that it has failed
         self._spare += (compute, end)
 
@@ -258,7 +259,7 @@ class SyncCopyQueue:
     queued = under_way = False
 
     def __init__(self) -> None:
-        self.failed: dict[int, str] = {}
+        self.failed: dict[int, CopyFailed] = {}
         self._done = 0
 
     def submit(self, ticket: int, start: Start, behind: object) -> None:
@@ -267,9 +268,9 @@ class SyncCopyQueue:
             verdict = finish(start(None))
             reason = verdict() if verdict is not None else None
             if reason is not None:
-                self.failed[ticket] = reason
+                self.failed[ticket] = CopyFailed(MISMATCH, reason)
         except Exception as error:  # noqa: BLE001 - the tier carries on without this copy
-            self.failed[ticket] = one_line(error)
+            self.failed[ticket] = failed_by(error)
         self._done = ticket
 
     def advance(self) -> bool:
@@ -302,13 +303,13 @@ class SyncCopyQueue:
         """Nothing is ever under way."""
 
 
-def failed_up_to(last: int, failed: dict[int, str]) -> tuple[int, ...]:
+def failed_up_to(last: int, failed: dict[int, CopyFailed]) -> tuple[int, ...]:
     """Tickets of copies that have failed, of those up to ``last``."""
     # Copied in one go: another thread adds to it.
     return tuple(ticket for ticket in list(failed) if ticket <= last)
 
 
-def forget(failed: dict[int, str], acknowledged: int) -> None:
+def forget(failed: dict[int, CopyFailed], acknowledged: int) -> None:
     """Drop the failures that the other side has heard of."""
     for ticket in failed_up_to(acknowledged, failed):
         del failed[ticket]

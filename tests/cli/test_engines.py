@@ -24,7 +24,7 @@ STATUS = {
     "used_bytes": 1 << 28, "loaded_bytes": 5 << 20, "stored_bytes": 6 << 20,
     "evicted_bytes": 7 << 20, "queried_tokens": 200, "hit_tokens": 50,
     "dropped_blocks": {"no_room": 1, "overwritten": 2}, "failed_blocks": 3, "failed_copies": 2,
-    "mismatches": 8,
+    "failed_by": {"load mismatch": 1, "store raised": 1}, "mismatches": 8,
     "parked_requests": 1, "queued_loads": 0, "queued_stores": 4,
     "settings": {"eviction": "arc", "load_mode": "auto"},
 }  # fmt: skip
@@ -163,7 +163,8 @@ def test_status_has_the_engines_that_run(one: Engine, another: Engine, capsys: A
         "  hits:      50 of 200 tokens that the GPU lacked (25.0%)\n",
         "  blocks:    5 loaded, 6 stored, 7 evicted, 3 not stored\n",
         "  speed:     2.1 GB/s when it started, on average 0.5 MB/s loaded, 0.6 MB/s stored since",
-        "  failed:    2 copies of 3 blocks; 8 loads brought other bytes than were stored\n",
+        "  failed:    2 copies of 3 blocks (1 load mismatch, 1 store raised); "
+        "8 loads brought other bytes than were stored\n",
         "  under way: 0 loads, 4 stores, 1 requests parked; last step 0.5 s ago\n",
         "  settings:  eviction arc, load_mode auto\n",
     ):

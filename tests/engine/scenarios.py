@@ -28,14 +28,12 @@ class Stage:
         core = getattr(llm.llm_engine.engine_core, "engine_core", None)
         self.core = core  # the engine core itself where it runs in this process
         breaker = getattr(core.scheduler, "_kvoffload_tier", None) if core else None
-        self.breaker = breaker
-        self.tier = breaker and breaker.tier
+        self.breaker, self.tier = breaker, breaker and breaker.tier
 
     def play(self, prompts: list[Prompt], max_tokens: int = 12, **extra: Any) -> list[Any]:
         """Give prompts all at once; greedy, and exactly ``max_tokens`` long."""
-        sampling = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
-        )
+        greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+        sampling = SamplingParams(max_tokens=max_tokens, **greedy)
         salt = extra.pop("cache_salt", None)
         asked = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
         return self.llm.generate(asked, sampling, use_tqdm=False, **extra)
@@ -57,11 +55,13 @@ class Stage:
             return self.counter("vllm:external_prefix_cache_hits")
         return self.tier_stats()["loaded"] * self.block_size if self.core else None
 
-    def tier_stats(self) -> dict[str, int]:
+    def tier_stats(self) -> dict[str, Any]:
         """Counters of the tier; all 0 where there is none or it is in another process."""
         if self.tier is None:
             return dict.fromkeys(("stored", "loaded", "evicted", "dropped", "failed"), 0)
-        return dict(vars(self.tier._manager.stats))
+        counts = vars(self.tier._manager.stats)
+        by = {" ".join((link[0], why)): n.copies for (link, why), n in counts["failed_by"].items()}
+        return {**counts, "failed_by": by}
 
 
 def prompts(seed: int, count: int, length: int) -> list[Prompt]:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
-from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Link
+from kvoffload_patch.links import CPU, GPU, LOAD, RAISED, STORE, Failure, Link
 from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
 
 BLOCK = 16
@@ -327,7 +327,7 @@ class Device:
 
     def _result(self) -> TransferResult:
         done = tuple((link, queue.poll()) for link, queue in self._queues.items())
-        return TransferResult(done, tuple(self._failed))
+        return TransferResult(done, tuple(Failure(*one, RAISED) for one in self._failed))
 
 
 def _tables(block_ids: Any) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Link, Tickets
+from kvoffload_patch.links import CPU, GPU, LOAD, RAISED, STORE, Failure, Link, Tickets
 from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
 
 
@@ -31,11 +31,12 @@ def a_plan(
 def a_result(
     loads_done: int, stores_done: int, failed_loads: Sequence[int] = (),
     failed_stores: Sequence[int] = (), num_slots: int | None = None, growing: bool = False,
-    sizing: int = 0,
+    sizing: int = 0, reason: str = RAISED,
 ) -> TransferResult:  # fmt: skip
     """As a rank reports it."""
     done = ((LOAD, loads_done), (STORE, stores_done))
-    failed = *_all(LOAD, failed_loads), *_all(STORE, failed_stores)
+    tickets = *_all(LOAD, failed_loads), *_all(STORE, failed_stores)
+    failed = tuple(Failure(link, ticket, reason) for link, ticket in tickets)
     return TransferResult(done, failed, num_slots, growing, sizing=sizing)
 
 

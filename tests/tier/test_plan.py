@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from kvoffload_patch.links import LOAD, STORE
+from kvoffload_patch.links import LATE, LOAD, STORE, Failure
 from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
 
 
@@ -19,7 +19,7 @@ def test_waits_and_what_is_done_are_by_link_and_0_where_there_is_none() -> None:
 def test_plans_and_results_come_out_of_a_pickle_as_they_went_in() -> None:
     load = Transfer(1, *LOAD, source_ids=(5, 6), target_ids=(2, 9))
     plan = TransferPlan((load,), (), ((LOAD, 1),), ((STORE, 4),), ((LOAD, 1),))
-    result = TransferResult(((LOAD, 1),), ((LOAD, 1),), 40, growing=True)
+    result = TransferResult(((LOAD, 1),), (Failure(LOAD, 1, LATE),), 40, growing=True)
     for sent in (plan, result):
         received = pickle.loads(pickle.dumps(sent))
         assert received == sent and type(received) is type(sent)

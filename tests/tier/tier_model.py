@@ -43,7 +43,7 @@ class TierModel:
         self.loads_done = self.stores_done = 0
         self.wait_load = self.wait_store = 0
         self.promised: list[int] = []
-        self.counts = dict.fromkeys(vars(TierStats()), 0)
+        self.counts = vars(TierStats()).copy()
 
     @property
     def under_way(self) -> set[int]:

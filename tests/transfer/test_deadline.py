@@ -14,7 +14,7 @@ import torch
 from exits import TIMES, exits
 from transfer.fake_cuda import FakeCuda
 
-from kvoffload_patch.links import CPU, GPU, LOAD, STORE
+from kvoffload_patch.links import CPU, GPU, LATE, LOAD, STORE
 from kvoffload_patch.tier.plan import Transfer, TransferPlan
 from kvoffload_patch.transfer import deadline
 from kvoffload_patch.transfer.backends.base import Slices, Streams
@@ -126,7 +126,7 @@ def test_a_copy_of_which_nothing_is_enqueued_fails(
     assert "expected copy 1 from cpu to gpu to be done by now, found it queued after 60 s" in said
     rank.cuda.run()
     progress = rank.engine.poll()
-    assert (progress.done_on(LOAD), progress.failed) == (1, ((LOAD, 1),))
+    assert (progress.done_on(LOAD), progress.failed) == (1, ((LOAD, 1, LATE),))
     assert "queued after 60 s" in rank.engine.failed(((LOAD, 1),))[2]
     assert rank.done == [], "it has moved nothing"
     rank.look(LOOKS)  # a deadline of its own for each

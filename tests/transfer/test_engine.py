@@ -13,11 +13,22 @@ from typing import Any, cast
 import pytest
 import torch
 
-from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Link, Tickets, ticket_on
+from kvoffload_patch.links import (
+    CPU,
+    GPU,
+    LOAD,
+    NOT_STORED,
+    RAISED,
+    STORE,
+    Failure,
+    Link,
+    Tickets,
+    ticket_on,
+)
 from kvoffload_patch.tier.plan import Transfer
 from kvoffload_patch.transfer import engine as copy_engine
 from kvoffload_patch.transfer.engine import CopyEngine, Progress
-from kvoffload_patch.transfer.errors import TransferError
+from kvoffload_patch.transfer.errors import CopyFailed, TransferError
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.queue import SyncCopyQueue
 
@@ -63,9 +74,11 @@ class Plan:
 
 
 def progress(
-    loads_done: int, stores_done: int, failed_loads: Ids = (), failed_stores: Ids = ()
-) -> Progress:
-    failed = [(LOAD, t) for t in failed_loads] + [(STORE, t) for t in failed_stores]
+    loads_done: int, stores_done: int, failed_loads: Ids = (), failed_stores: Ids = (),
+    why: str = RAISED,
+) -> Progress:  # fmt: skip
+    failed = [Failure(LOAD, t, why) for t in failed_loads]
+    failed += [Failure(STORE, t, RAISED) for t in failed_stores]
     return Progress(((LOAD, loads_done), (STORE, stores_done)), tuple(failed))
 
 
@@ -425,7 +438,7 @@ def test_a_load_fails_where_the_store_of_one_of_its_slots_has(
     # The scheduler may have heard from another rank only.
     engine.begin_step(Plan([Batch(1, (3, 4), (4, 6)), Batch(2, (3,), (4,))], stores_done=1))
     assert recorder.take() == [("load", (3,), (4,))]
-    assert engine.poll() == progress(2, 1, (1,), (1,))
+    assert engine.poll() == progress(2, 1, (1,), (1,), NOT_STORED)
     assert engine.failed(((LOAD, 1),)) == (
         LOAD,
         1,
@@ -433,7 +446,9 @@ def test_a_load_fails_where_the_store_of_one_of_its_slots_has(
     )
     engine.begin_step(Plan(store=Batch(2, (1,), (6,)), loads_done=2))
     engine.begin_step(Plan([Batch(3, (1,), (6,)), Batch(4, (1,), (5,))], stores_done=2))
-    assert engine.poll() == progress(4, 2, (4,)), "only what was stored again is good again"
+    assert engine.poll() == progress(4, 2, (4,), (), NOT_STORED), (
+        "only what was stored again is good again"
+    )
 
 
 def test_a_load_that_the_step_waits_for_is_known_to_have_failed_when_the_step_begins(
@@ -475,7 +490,7 @@ def test_failures_can_be_read_while_another_thread_adds_to_them(engine: CopyEngi
 
     def add() -> None:
         for ticket in range(20_000):
-            failed[ticket] = ""
+            failed[ticket] = CopyFailed(RAISED, "")
         over.set()
 
     before = sys.getswitchinterval()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transfer.fake_cuda import FakeCuda
 
-from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Link
+from kvoffload_patch.links import CPU, GPU, LOAD, NOT_STORED, RAISED, STORE, Link
 from kvoffload_patch.tier.plan import Transfer, TransferPlan
 from kvoffload_patch.transfer.backends.base import Slices, Streams
 from kvoffload_patch.transfer.engine import CopyEngine
@@ -137,7 +137,7 @@ def test_what_failed_to_come_from_the_disk_is_not_loaded(rank: Rank) -> None:
     rank.step(TransferPlan(before=(Transfer(1, *READ, (9,), (6,)),)))
     rank.step(TransferPlan(before=(Transfer(1, *LOAD, (6,), (2,)),), done=((READ, 1),)))
     rank.drain()
-    assert rank.engine.poll().failed == ((LOAD, 1), (READ, 1))
+    assert rank.engine.poll().failed == ((LOAD, 1, NOT_STORED), (READ, 1, RAISED))
     _, _, reason = rank.engine.failed(((LOAD, 1),))
     assert "copy of some of these blocks to the cpu has failed" in reason
     rank.fails.clear()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transfer.fake_cuda import FakeCuda
 
+from kvoffload_patch.links import MISMATCH, RAISED
 from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue
 
 
@@ -206,7 +207,7 @@ def test_a_copy_whose_bytes_are_wrong_has_failed_when_it_is_done(setup: Setup) -
     while queue.poll() < 1:
         assert not (queue.failed or asked)
         setup.cuda.run_one()
-    assert queue.failed == {1: "it has other bytes"}
+    assert queue.failed == {1: (MISMATCH, "it has other bytes")}
     queue.drain()
     assert queue.poll() == 2 and len(asked) == 1 and asked[0] >= 4
     assert set(queue.failed) == {1}
@@ -223,7 +224,7 @@ def test_a_copy_that_fails_is_done_when_what_there_is_of_it_is(
     setup.submit(queue, 3)
     queue.flush(2)
     wanted = "ValueError" if fail_after == 3 else f"2 failed at {fail_after}"
-    assert queue.failed == {2: wanted}
+    assert queue.failed == {2: (RAISED, wanted)}
     end = queue.streams.blocks if direction == "loads" else queue.streams.bus
     while queue.poll() < 2:  # the other stream is as late as it can be
         setup.cuda.run_one(setup.cuda.streams.index(end))
@@ -242,7 +243,7 @@ def test_a_copy_that_does_not_even_start_fails(setup: Setup) -> None:
     setup.loads.submit(1, start, [(setup.stores, 0)])
     setup.submit(setup.loads, 2)
     setup.loads.drain()
-    assert setup.loads.failed == {1: "no room"}
+    assert setup.loads.failed == {1: (RAISED, "no room")}
     assert setup.loads.poll() == 2
 
 
@@ -338,7 +339,7 @@ def test_the_cpu_device_copies_at_once_and_fails_at_once() -> None:
     assert (queue.poll(), queue.failed, calls) == (1, {}, [False] * 3)
     queue.submit(2, partial(start, True), [(queue, 0)])
     assert queue.poll() == 2
-    assert queue.failed == {2: "not here"}
+    assert queue.failed == {2: (RAISED, "not here")}
     assert not (queue.queued or queue.under_way or queue.advance() or queue.top_up(9))
     assert queue.has_room(1) and not queue.has_queued(9)
 
@@ -352,4 +353,4 @@ def test_the_cpu_device_asks_at_once_whether_bytes_are_right() -> None:
 
     queue.submit(1, partial(start, None), [(queue, 0)])
     queue.submit(2, partial(start, "other bytes"), [(queue, 0)])
-    assert (queue.poll(), queue.failed) == (2, {2: "other bytes"})
+    assert (queue.poll(), queue.failed) == (2, {2: (MISMATCH, "other bytes")})

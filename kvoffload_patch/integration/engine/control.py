@@ -25,6 +25,7 @@ from kvoffload_patch.control.commands import Command
 from kvoffload_patch.control.errors import Refused
 from kvoffload_patch.control.listener import Listener
 from kvoffload_patch.integration.engine.breaker import Breaker
+from kvoffload_patch.integration.engine.metrics import failed_copies
 from kvoffload_patch.integration.engine.tuning import CONTROL_APPLY_S, CONTROL_TAKE_S
 from kvoffload_patch.integration.engine.weights import MIXED
 from kvoffload_patch.integration.engine.workers import RankGroup
@@ -128,6 +129,9 @@ class Desk:
             "dropped_blocks": stats.not_stored,
             "failed_blocks": stats.failed,
             "failed_copies": stats.failed_copies,
+            "failed_by": {
+                " ".join(labels): one.copies for labels, one in failed_copies(stats) if one.copies
+            },
             "mismatches": stats.mismatches,
             "parked_requests": counts.parked_now,
             "queued_loads": manager.num_under_way(LOAD),

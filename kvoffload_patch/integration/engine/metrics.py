@@ -29,13 +29,14 @@ from kvoffload_patch.integration.metrics import (
 from kvoffload_patch.links import LOAD, STORE, Link
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.plan import TransferPlan
-from kvoffload_patch.tier.stats import TierStats
+from kvoffload_patch.tier.stats import FailedCopies, TierStats
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
 # Name, own labels, value.
 Value = tuple[str, tuple[str, ...], Any]
 _LINKS = {LOADS: LOAD, STORES: STORE}  # by direction, as labels name it
+_DIRECTIONS = {link: direction for direction, link in _LINKS.items()}
 
 
 class Outbox:
@@ -307,12 +308,11 @@ class Reporter:
         # A prefix takes one block of each group, whose sizes are the same as a rule.
         sizes = counts.block_sizes
         yield "loaded_tokens", (), round(stats.loaded * sum(sizes) / len(sizes) ** 2)
-        for name, label, number in _not_moved(stats):
-            yield f"{name}_blocks", (label,), number
-            yield f"{name}_bytes", (label,), number * self._block_bytes
-        loads = stats.failed_load_copies
-        yield "failed_copies", (LOADS,), loads
-        yield "failed_copies", (STORES,), stats.failed_copies - loads
+        for name, labels, number in _not_moved(stats):
+            yield f"{name}_blocks", labels, number
+            yield f"{name}_bytes", labels, number * self._block_bytes
+        for labels, failed in failed_copies(stats):
+            yield "failed_copies", labels, failed.copies
         yield "mismatched_copies", (), stats.mismatches
         for direction, link in _LINKS.items():
             yield "copies", (direction,), self._times.ended[direction]
@@ -323,13 +323,19 @@ class Reporter:
         yield "stalled_seconds", (), round(counts.stalled_ms / 1000, 6)
 
 
-def _not_moved(stats: TierStats) -> Iterator[tuple[str, str, int]]:
-    """Blocks that were not moved or in vain: what became of them, reason or direction, how many."""
+def _not_moved(stats: TierStats) -> Iterator[tuple[str, tuple[str, ...], int]]:
+    """Blocks that were not moved or in vain: what became of them, labels, how many."""
     for reason, number in stats.not_stored.items():
-        yield "dropped", reason, number
-    yield "skipped", "held", stats.held
-    yield "failed", LOADS, stats.failed_loads
-    yield "failed", STORES, stats.failed - stats.failed_loads
+        yield "dropped", (reason,), number
+    yield "skipped", ("held",), stats.held
+    for labels, failed in failed_copies(stats):
+        yield "failed", labels, failed.blocks
+
+
+def failed_copies(stats: TierStats) -> Iterator[tuple[tuple[str, str], FailedCopies]]:
+    """Copies that failed, by direction and reason."""
+    for (link, reason), failed in stats.failed_by.items():
+        yield (_DIRECTIONS[link], reason), failed
 
 
 def _vllm_version() -> str:

@@ -21,7 +21,7 @@ from kvoffload_patch.integration.worker.vllm_runner import (
     first_pointer,
     kv_tensors,
 )
-from kvoffload_patch.links import LOAD, STORE, Link, Tickets
+from kvoffload_patch.links import LOAD, STORE, Failure, Link, Tickets
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 
 logger = logging.getLogger("vllm.kvoffload_patch")
@@ -60,7 +60,7 @@ class RankTier:
         self._together = bool(common)
         self._board, self._runner = board, runner
         self._promised: Tickets = ()
-        self._warned: set[tuple[Link, bool]] = set()
+        self._warned: set[tuple[Link, str]] = set()
         layout = block_layout(runner)
         self._tensor = kv_tensors(runner)[0][0]
         self._pointer = self._tensor.data_ptr()
@@ -248,19 +248,18 @@ class RankTier:
             )
             raise RuntimeError(as_given(text))
 
-    def _warn_of_failures(self, failed: Tickets) -> None:
-        """Say why a copy failed: the first of each direction, and the first with wrong bytes."""
-        wrong_bytes = self._checksums.mismatches > 0
-        for link, ticket in failed:
-            kind = link, wrong_bytes
+    def _warn_of_failures(self, failed: tuple[Failure, ...]) -> None:
+        """Say why a copy failed: the first of each direction by each reason."""
+        for link, ticket, reason in failed:
+            kind = link, reason
             found = None if kind in self._warned else self._engine.failed(((link, ticket),))
             if found is not None:
                 self._warned.add(kind)
                 logger.warning(
                     "kvoffload_patch: copy %d from %s to %s has failed (%s); its blocks are "
-                    "recomputed when they are needed, and further failures from %s to %s are only "
-                    "counted.",
-                    ticket, *link, found[2], *link,
+                    "recomputed when they are needed, and further failures from %s to %s by this "
+                    "reason (%s) are only counted.",
+                    ticket, *link, found[2], *link, reason,
                 )  # fmt: skip
 
     def _usable_slots(self) -> tuple[int | None, bool]:

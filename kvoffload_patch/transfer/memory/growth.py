@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvoffload_patch.threads import JoinedThread
 from kvoffload_patch.transfer.device import Registrar
-from kvoffload_patch.transfer.errors import TransferError
+from kvoffload_patch.transfer.errors import NoSlots
 from kvoffload_patch.transfer.memory.mapping import GIB, HostMapping
 from kvoffload_patch.transfer.tuning import (
     GROWTH_PARTS,
@@ -110,10 +110,10 @@ class Growth:
             self._loads_end = max(self._loads_end, self._last_step) + loads_s
 
     def wait(self, num_slots: int) -> None:
-        """Return once that many slots are usable; TransferError if they never will be."""
+        """Return once that many slots are usable; NoSlots if they never will be."""
         self.wait_up_to(num_slots)
         if self.num_ready < num_slots:
-            raise TransferError(
+            raise NoSlots(
                 self.ended or f"expected {num_slots} CPU slots, found {self.num_ready} in all."
             )
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from kvoffload_patch.transfer.device import Registrar, device_of
-from kvoffload_patch.transfer.errors import TransferError
+from kvoffload_patch.transfer.errors import NoSlots
 from kvoffload_patch.transfer.memory.growth import Growth
 from kvoffload_patch.transfer.memory.mapping import HostMapping, no_limit
 from kvoffload_patch.transfer.memory.numa import node_of
@@ -102,12 +102,12 @@ class HostBuffer:
         """Return once ``num_slots`` slots are usable.
 
         Raises:
-            TransferError: they will never be.
+            NoSlots: they will never be.
         """
         if self._growth is not None:
             self._growth.wait(num_slots)
         elif num_slots > self._wanted:
-            raise TransferError(f"expected {num_slots} CPU slots, found {self._wanted} in all.")
+            raise NoSlots(f"expected {num_slots} CPU slots, found {self._wanted} in all.")
 
     def wait_up_to(self, num_slots: int) -> int:
         """Return how many slots are usable, once it is so many or there will be no more."""

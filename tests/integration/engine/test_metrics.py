@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from integration.engine.mini import BLOCK, FakeRanks, Mini
 from kvoffload_patch.integration import carrier
 from kvoffload_patch.integration.engine import metrics
 from kvoffload_patch.integration.metrics import BY_NAME, FAILED, ON, REFUSED
+from kvoffload_patch.links import FAILURES, LATE, LOAD, MISMATCH, STORE
 
 BLOCK_BYTES = 1000
 ABOUT = {
@@ -96,9 +98,9 @@ def test_everything_is_there_before_the_first_request() -> None:
     assert (found["tier_state on"], found["tier_state failed"]) == (1, 0)
     assert found["capacity_blocks"] == 400 and found["capacity_bytes"] == 400 * BLOCK_BYTES
     for metric in BY_NAME.values():
-        for label, known in metric.labels:
-            sent = {labels for name, labels in found.values if name == metric.name}
-            assert not known or sent == {(value,) for value in known}, (metric.name, label)
+        known = [values for _, values in metric.labels]
+        sent = {labels for name, labels in found.values if name == metric.name}
+        assert not known or not all(known) or sent == set(itertools.product(*known)), metric.name
 
 
 @pytest.mark.parametrize("load_mode", ["inline", "parked"])
@@ -132,21 +134,25 @@ def test_what_was_not_moved_is_told_in_blocks_and_in_bytes() -> None:
     found = reported(mini)
     stats = mini.manager.stats
     stats.overwritten, stats.decode, stats.held = 2, 3, 5
-    stats.add_failed(7, loaded=True)
-    stats.add_failed(11, loaded=False)
-    stats.add_failed(13, loaded=False)
+    stats.add_failed(LOAD, MISMATCH, 7)
+    stats.add_failed(STORE, LATE, 11)
+    stats.add_failed(STORE, LATE, 13)
     mini.add(prompt(1, seed=1))
     mini.run()
     expected = {
         "dropped no_room": 0, "dropped overwritten": 2, "dropped few_uses": 0,
-        "dropped decode": 3, "dropped opted_out": 0, "skipped held": 5, "failed load": 7,
-        "failed store": 24,
+        "dropped decode": 3, "dropped opted_out": 0, "skipped held": 5,
+        "failed load mismatch": 7, "failed load late": 0, "failed store late": 24,
     }  # fmt: skip
     for key, number in expected.items():
-        name, label = key.split()
-        assert found[f"{name}_blocks {label}"] == number, key
-        assert found[f"{name}_bytes {label}"] == number * BLOCK_BYTES, key
-    assert (found["failed_copies load"], found["failed_copies store"]) == (1, 2)
+        name, _, labels = key.partition(" ")
+        assert found[f"{name}_blocks {labels}"] == number, key
+        assert found[f"{name}_bytes {labels}"] == number * BLOCK_BYTES, key
+    copies = {labels: n for (name, labels), n in found.values.items() if name == "failed_copies"}
+    assert len(copies) == 2 * len(FAILURES)
+    assert {labels: number for labels, number in copies.items() if number} == {
+        ("load", MISMATCH): 1, ("store", LATE): 2,
+    }  # fmt: skip
 
 
 def test_what_others_wait_for_is_summed() -> None:

@@ -20,7 +20,7 @@ from kvoffload_patch.integration.protocol import RESULT, TIER
 from kvoffload_patch.integration.slot_counts import make_slot_counts
 from kvoffload_patch.integration.worker import rpc
 from kvoffload_patch.integration.worker import tier as rank
-from kvoffload_patch.links import LOAD, STORE
+from kvoffload_patch.links import LOAD, MISMATCH, RAISED, STORE
 from kvoffload_patch.tier.plan import TransferPlan
 from kvoffload_patch.transfer import engine as copy_engine
 from kvoffload_patch.transfer.backends.torch import TorchBackend
@@ -91,9 +91,9 @@ def test_a_load_beside_the_step_may_fail_and_is_told(
     with monkeypatch.context() as broken:
         broken.setattr(TorchBackend, "load", out_of_memory)
         result = step(tier, a_plan((a_load(1, (4,), (0,)),), stores_done=1))
-        assert (result.done_on(LOAD), result.failed) == (1, ((LOAD, 1),))
+        assert (result.done_on(LOAD), result.failed_on(LOAD)) == (1, (1,))
     plan = a_plan((a_load(2, (5,), (1,)),), wait_load=2, promised_loads=(2,))
-    assert step(tier, plan).failed == ((LOAD, 1),)
+    assert step(tier, plan).failed == ((LOAD, 1, RAISED),)
     assert step(tier, a_plan(loads_done=2)).failed == ()
 
 
@@ -104,7 +104,7 @@ def test_a_load_that_failed_on_this_rank_alone_raises_once_it_is_read(
     with monkeypatch.context() as broken:
         broken.setattr(TorchBackend, "load", out_of_memory)
         step(tier, a_plan((a_load(1, (4,), (0,)),), stores_done=1))
-    assert step(tier, None).failed == ((LOAD, 1),)
+    assert step(tier, None).failed_on(LOAD) == (1,)
     with pytest.raises(RuntimeError, match="expected copy 1 "):
         tier.begin_step(a_plan(wait_load=1, promised_loads=(1,), loads_done=1), STEP)
 
@@ -246,7 +246,10 @@ def test_a_load_of_other_bytes_than_were_stored_has_failed_and_is_said_once(
     while results[-1].done_on(LOAD) < 3:
         assert results[-1].failed == ()
         results.append(step(checked, None))
-    assert results[-1].failed == ((LOAD, 2), (LOAD, 3)) and results[-1].mismatches == 2
+    assert (
+        results[-1].failed == ((LOAD, 2, MISMATCH), (LOAD, 3, MISMATCH))
+        and results[-1].mismatches == 2
+    )
     assert (
         len(said) == 1 and "has failed (expected the checksum that the block in CPU slo" in said[0]
     )

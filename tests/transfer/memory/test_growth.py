@@ -12,7 +12,7 @@ import torch
 from transfer.registrars import Registrar, grown
 from transfer.resident import is_mapped, resident_bytes
 
-from kvoffload_patch.transfer.errors import TransferError
+from kvoffload_patch.transfer.errors import NoSlots, TransferError
 from kvoffload_patch.transfer.memory import growth, mapping
 from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
 
@@ -109,7 +109,7 @@ def test_the_constructor_waits_for_the_first_piece_and_for_no_more() -> None:
     assert host.num_ready >= 6
     host.wait_ready(24)
     assert host.num_ready == 24
-    with pytest.raises(TransferError, match="expected 25 CPU slots, found 24"):
+    with pytest.raises(NoSlots, match="expected 25 CPU slots, found 24"):
         host.wait_ready(25)
     host.close()
 
@@ -135,7 +135,7 @@ def test_a_piece_that_is_refused_ends_the_growth_and_leaves_what_is_ready() -> N
 
     registrar = Registrar(refuse_at=3, before=after_touching_all)
     host = grown(100, 2 * MIB, registrar)
-    with pytest.raises(TransferError) as caught:
+    with pytest.raises(NoSlots) as caught:
         host.wait_ready(7)
     host._growth._thread.join(20)  # type: ignore[union-attr]
     assert host.num_ready == 6

@@ -15,7 +15,7 @@ from transfer.layouts import DEVICES
 from transfer.registrars import Registrar, grown
 from transfer.resident import is_mapped, kvoffload_threads, resident_bytes
 
-from kvoffload_patch.transfer.errors import TransferError
+from kvoffload_patch.transfer.errors import NoSlots
 from kvoffload_patch.transfer.memory.host_buffer import HostBuffer, _slots_per_piece, slot_pitch
 from kvoffload_patch.transfer.memory.mapping import HostMapping
 
@@ -56,7 +56,7 @@ def test_on_the_cpu_every_slot_is_usable_at_once() -> None:
     host = HostBuffer(100, 4096, CPU)
     assert (host.num_ready, host.slots_per_piece, host.growth_ended) == (100, 100, "")
     host.wait_ready(100)
-    with pytest.raises(TransferError, match="expected 101 CPU slots, found 100 in all"):
+    with pytest.raises(NoSlots, match="expected 101 CPU slots, found 100 in all"):
         host.wait_ready(101)
     host.close()
 
@@ -267,7 +267,7 @@ def test_fewer_slots_on_the_cpu_give_their_pages_back() -> None:
     host.resize(3)
     assert (host.num_ready, host.growing) == (3, False)
     assert host.slots[:3].all() and not host.slots[3:].any()
-    with pytest.raises(TransferError, match="expected 4 CPU slots, found 3 in all"):
+    with pytest.raises(NoSlots, match="expected 4 CPU slots, found 3 in all"):
         host.wait_ready(4)
     host.resize(8)
     assert host.num_ready == 8 and host.slots[:3].all()
