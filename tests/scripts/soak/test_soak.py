@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -220,6 +221,16 @@ def test_the_page_is_that_of_the_recorded_runs() -> None:
     found = {file: json.loads(file.read_text()) for file in files}
     drawn = [file for file, run_of in found.items() if "samples" in run_of]
     assert drawn and [file for file in drawn if not file.with_suffix(".png").is_file()] == []
+
+
+def test_the_page_has_a_row_for_each_target_that_was_fuzzed() -> None:
+    about = {**CLEAN["machine"], "atheris": "3", "python": "3.11", "minutes": 2.0}
+    good = {"status": 0, "found": [], "number_of_executed_units": 1234, "branches": 5}
+    fuzzed = {"patch": good, "config": {**good, "status": 77, "found": ["config-crash-1"]}}
+    found = page.text({"b": {"machine": about, "fuzzed": fuzzed}})
+    assert re.search(r"\| patch +\| +1,234 \| +5 \|.*\| +nothing \|", found)
+    assert re.search(r"\| config +\|.*\| config-crash-1 \|", found)
+    assert "`python scripts/soak fuzz --minutes 2`" in found
 
 
 def test_the_page_has_a_table_of_signals() -> None:
