@@ -235,6 +235,13 @@ ROWS = (
         f"{_TOKENS}nothing_stale_is_served_after_a_reset",
     ),
     _engine(
+        "sleep",
+        "levels 0, 1 and 2, the same weights and others; the CPU build has no sleep mode, so the "
+        "tests give it one",
+        "test_sleep.py::test_the_tier_survives_sleep_whose_weights_stay",
+        gpu=("sleep",),
+    ),
+    _engine(
         "speculative decoding: n-grams",
         "drafts accepted and refused",
         f"{_DRAFTS}[ngram]",

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 from scenarios import Stage, cached_of, prompts, runner, tokens_of
-from sleeping import sleeps, updates  # noqa: F401
+from sleeping import sleeps, sleeps_twice, updates  # noqa: F401
 from vllm import SamplingParams
 
 _LOST_S = 60.0

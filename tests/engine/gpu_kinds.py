@@ -30,6 +30,10 @@ from typing import Any
 from engine import architectures, drafts, engines, model
 from engine import release as installed
 
+SLEEPS = "sleeps_twice"
+# What the tier keeps through sleep, and what it must not, as the scenario names it.
+KEPT = ("level 1", "level 1, three times", "level 0", "other weights, level 1")
+LOST = ("first", "other weights", "level 2", "reset")
 BLOCKS_KEPT, BLOCKS_FEW = 4096, 288  # GPU blocks of 16 tokens
 EAGER = {"enforce_eager": True}
 GRAPHS = {
@@ -69,7 +73,7 @@ class Kind:
     @property
     def scenarios(self) -> list[str]:
         """What is played on it."""
-        if self.asked == "each_engine":
+        if self.asked in ("each_engine", SLEEPS):
             return [self.asked]
         also = ["batches"] if self.asked == "singles" else []
         return ["setup", "sensitivity", self.asked, *also]
@@ -105,6 +109,7 @@ KINDS = [
     # 288 blocks of two groups have room for 1,152 tokens, says vLLM 0.26.0.
     Kind("graphs, chunks", "chunks", {**GRAPHS, "max_model_len": 1024}, groups=4),
     Kind("mla", "mla", MLA),
+    Kind("sleep", "full", {**GRAPHS, "enable_sleep_mode": True}, asked=SLEEPS),
     _drafts("ngram", runners=("v1",)),
     _drafts("eagle3"),
     _drafts("mtp", target="mtp"),
@@ -177,7 +182,8 @@ def compare(runner: str, kind: Kind, off: dict[str, Any], on: dict[str, Any]) ->
     for side, results in (("off", off), ("on", on)):
         if "error" in results:
             return {**found, **_ended(side, results["error"])}
-    pairs = list(zip(off[kind.asked]["tokens"], on[kind.asked]["tokens"]))
+    pairs = _after_sleep(off, on) if kind.asked == SLEEPS else None
+    pairs = pairs or list(zip(off[kind.asked]["tokens"], on[kind.asked]["tokens"]))
     about = on.get("setup", {})
     last = on[kind.scenarios[-1]]
     found.update(
@@ -195,11 +201,25 @@ def compare(runner: str, kind: Kind, off: dict[str, Any], on: dict[str, Any]) ->
     if "batches" in on:
         batched = list(zip(off["batches"]["tokens"], on["batches"]["tokens"]))
         found.update(batched=len(batched), batched_equal=sum(a == b for a, b in batched))
+    if kind.asked == SLEEPS:
+        cached = on[SLEEPS]["cached"]
+        found["kept"] = [name for name in (*KEPT, *LOST) if cached[name]]
+        told_apart = {str(off[SLEEPS]["tokens"][name]) for name in LOST[:3]}
+        good += [found["kept"] == list(KEPT), len(told_apart) == 3]
     if kind.asked == "guesses_alone":
         accepted = [counted[2] for counted in on[kind.asked]["counted"]]
         found.update(drafts_accepted=accepted)
         good.append(min(accepted) > 0)
     return {**found, "outcome": "passed" if all(good) else "failed"}
+
+
+def _after_sleep(off: dict[str, Any], on: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Answers to compare: what the tier has found, with what plain vLLM answers when it has."""
+    plain, tier = off[SLEEPS]["tokens"], on[SLEEPS]["tokens"]
+    first = [(plain[f"{name}, twice"], tier[name]) for name in KEPT]
+    first += [(plain[name], tier[name]) for name in LOST]
+    again = [(plain[name], tier[name]) for name in tier if name.endswith(", twice")]
+    return [pair for both in (*first, *again) for pair in zip(*both)]
 
 
 # vLLM asks before the tier is attached: nothing of the tier has run then.

@@ -1,4 +1,4 @@
-"""Sleep for the CPU, whose workers have none of their own, and what is played with it.
+"""Sleep for the CPU, whose workers have none of their own, and what is played with it or on a GPU.
 
 As vLLM says it: at level 1 the weights come back as they were, at level 2 they are lost; what the
 KV cache held is gone at both. Lost memory holds numbers that are wrong and not huge.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scenarios import Stage, cached_of, prompts, tokens_of
+from scenarios import Stage, cached_of, prompts, runner, tokens_of
 
 _GONE = 0.75
 _SAVED = "_test_saved_weights"
@@ -48,12 +48,17 @@ def _wake_up(worker: Any, tags: list[str] | None = None) -> None:
 
 
 def retrain(worker: Any, seed: int) -> None:
-    """As a trainer that writes on the model: the weights of a seed, whatever they were."""
+    """As a trainer that writes on the model: the weights of a seed, whatever they were.
+
+    On a GPU all of them are lost at level 2, those of norms included.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     for name, data in _parameters(worker).items():
-        if "norm" not in name and data.numel():
+        if "norm" in name:
+            data.fill_(1.0)
+        elif data.numel():
             gain = 4.0 if "v_proj" in name or "qkv" in name else 1.0
             noise = torch.randn(data.shape, generator=generator)
             data.copy_(gain / data.shape[-1] ** 0.5 * noise)
@@ -64,13 +69,22 @@ def update_weights(worker: Any, seed: int) -> None:
     retrain(worker, seed)
 
 
-def sleeps(stage: Stage) -> dict[str, Any]:
+def sleeps_twice(stage: Stage) -> dict[str, Any]:
+    """`sleeps`, with everything asked twice: the second time the GPU's own cache has it."""
+    played = sleeps(stage, times=2)
+    about = {"tier": stage.tier_stats(), "runner": stage.llm.collective_rpc(runner)[0]}
+    return {**played, **about}
+
+
+def sleeps(stage: Stage, times: int = 1) -> dict[str, Any]:
     """The same prompts, asked again after sleep of all kinds and with other weights."""
     asked, seen = prompts(31, 4, 420), _Seen(stage)
     llm = stage.llm
 
     def again(name: str) -> None:
         seen.play(name, asked)
+        if times == 2:
+            seen.play(f"{name}, twice", asked)
         stage.push_out(310)
 
     def nap(level: int, seed: int | None = None) -> None:

@@ -91,3 +91,46 @@ def test_an_engine_that_vllm_has_no_room_for_was_not_run() -> None:
     assert found["why"] == "vLLM does not start: To serve at least one request with 2048, no."
     other = gpu_kinds.compare("v1", kind, {"error": "RuntimeError: no"}, answered)
     assert (other["outcome"], other["why"]) == ("failed", "off: RuntimeError: no")
+
+
+def slept() -> tuple[dict, dict]:
+    """What is played for the kind with sleep, plain and with the tier, as it is to be."""
+    kind = next(kind for kind in gpu_kinds.KINDS if kind.name == "sleep")
+    moments = (*gpu_kinds.KEPT, *gpu_kinds.LOST)
+    weights = {"other weights": 1, "other weights, level 1": 1, "level 2": 2, "reset": 2}
+    plain = {name: [[weights.get(name, 0), 7]] for name in moments}
+    # Behind a hit the answer may be another one, by its arithmetic: it is that of plain vLLM's hit.
+    hit = {f"{name}, twice": [[*answer[0][:1], 8]] for name, answer in plain.items()}
+    kept = {name: hit[f"{name}, twice"] for name in gpu_kinds.KEPT}
+    cached = {name: 416 * (name in gpu_kinds.KEPT) for name in moments}
+    about = {"runner": "r", "tier": {"loaded": 5}}
+    off = {"tokens": {**plain, **hit}, "cached": {}, **about}
+    on = {"tokens": {**plain, **hit, **kept}, "cached": cached, **about}
+    return (
+        {kind.asked: off, "one_copy": False},
+        {kind.asked: on, "one_copy": False},
+    )
+
+
+def test_what_is_kept_through_sleep_is_compared_with_what_plain_vllm_finds() -> None:
+    kind = next(kind for kind in gpu_kinds.KINDS if kind.name == "sleep")
+    found = gpu_kinds.compare("v1", kind, *slept())
+    assert found["outcome"] == "passed" and found["answers"] == found["answers_equal"] == 16
+    assert found["kept"] == list(gpu_kinds.KEPT)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda on: on["tokens"].update({"level 1": [[0, 9]]}),
+        lambda on: on["tokens"].update({"level 2, twice": [[2, 9]]}),
+        lambda on: on["cached"].update({"level 2": 416}),
+        lambda on: on["cached"].update({"level 1": 0}),
+    ],
+    ids=["another answer", "another one after it", "kept what is wrong", "lost what is right"],
+)
+def test_sleep_has_failed_if_anything_of_it_is_wrong(wrong) -> None:
+    kind = next(kind for kind in gpu_kinds.KINDS if kind.name == "sleep")
+    off, on = slept()
+    wrong(on[kind.asked])
+    assert gpu_kinds.compare("v2", kind, off, on)["outcome"] == "failed"
