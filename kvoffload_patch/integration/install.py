@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvoffload_patch.config import Settings
+from kvoffload_patch.integration import kvcached
 from kvoffload_patch.integration.patch_table.ascend import POINTS as ASCEND_POINTS
 from kvoffload_patch.integration.patch_table.ascend import VLLM_ASCEND
 from kvoffload_patch.integration.patch_table.points import POINTS, VLLM
@@ -74,8 +75,9 @@ def step_hooks(scheduler: Any) -> ObjectHooks:
     """
     decision = _patches[0].decision if _patches else _decide(Settings.from_env())[0]
     manager = scheduler.kv_cache_manager
-    owners = {"Scheduler": scheduler, "KVCacheManager": manager, "BlockPool": manager.block_pool}
-    return ObjectHooks(decision, owners)
+    pool = manager.block_pool
+    owners = {"Scheduler": scheduler, "KVCacheManager": manager, **kvcached.owners_of(pool)}
+    return ObjectHooks(kvcached.with_pool(decision, pool), owners)
 
 
 def describe(settings: Settings | None = None) -> dict[str, Any]:

@@ -83,6 +83,11 @@ class TierState:
         """Whether more slots are to come."""
         return self._growing
 
+    @property
+    def loads_to_plan(self) -> Sequence[Transfer]:
+        """Loads that were begun since the last plan was made."""
+        return self._new_loads
+
     def last_done(self, link: Link) -> int:
         """The last ticket of a link known to be done."""
         return self._links[link].done

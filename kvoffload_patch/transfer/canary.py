@@ -25,7 +25,7 @@ def run_canary(layout: BlockLayout, backend: CopyBackend, slot: int) -> None:
     Raises:
         CanaryFailed: what came back is not what was written, or a neighbour block changed.
     """
-    block = layout.num_blocks - 1
+    block = layout.num_backed - 1
     neighbour = max(0, block - 1)
     before = _read(layout.block_views(block)), _read(layout.block_views(neighbour))
     _write(layout.block_views(block), _random_like(before[0]))

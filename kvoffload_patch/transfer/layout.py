@@ -45,8 +45,10 @@ class BlockLayout:
         block_dim: the dimension that counts blocks, in every tensor, where it is known; found
             by its size otherwise. Its size is ``num_blocks`` or, for backends that split a
             block into kernel blocks, a multiple of it.
+        num_backed: blocks, from the first on, that have memory while nothing runs; None: all.
 
     Attributes:
+        num_backed: as given; only these may be tried while nothing runs.
         rows: ``uint8`` views, each ``[num_blocks, nbytes]`` with unit stride over bytes.
         offsets: where each row starts in a slot of ``block_bytes``.
         block_bytes: bytes of one block on this rank.
@@ -58,11 +60,16 @@ class BlockLayout:
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], num_blocks: int, block_dim: int | None = None
+        self,
+        tensors: Sequence[torch.Tensor],
+        num_blocks: int,
+        block_dim: int | None = None,
+        num_backed: int | None = None,
     ) -> None:
         if not tensors:
             raise LayoutRefused("KV layout not understood: expected KV tensors, found none.")
         self.num_blocks = num_blocks
+        self.num_backed = num_blocks if num_backed is None else min(num_blocks, num_backed)
         self.device = tensors[0].device
         self._tensors = list(tensors)
         self._dims = [_find_block_dim(t, num_blocks, block_dim) for t in tensors]
@@ -98,6 +105,27 @@ class BlockLayout:
             tensor.narrow(dim.dim, block_id * dim.split, dim.split)
             for tensor, dim in zip(self._tensors, self._dims)
         ]
+
+
+def layout_by_bytes(tensors: Sequence[torch.Tensor], nbytes: int, num_backed: int) -> BlockLayout:
+    """The layout of tensors of which the bytes of a block are known, and not how many they have.
+
+    Args:
+        tensors: as `BlockLayout` has them, with as many blocks each.
+        nbytes: of a block in each tensor.
+        num_backed: as `BlockLayout` has it.
+
+    Raises:
+        LayoutRefused: as `BlockLayout`, or no dimension or several could count such blocks.
+    """
+    first = tensors[0]
+    whole = first.numel() * first.element_size()
+    num_blocks = whole // nbytes
+    found = [dim for dim, size in enumerate(first.shape) if nbytes % (whole // size) == 0]
+    if len(found) != 1 or whole % nbytes:
+        why = f"expected one dimension that counts blocks of {nbytes} bytes, found {len(found)}"
+        raise _refused(first, num_blocks, why)
+    return BlockLayout(tensors, num_blocks, found[0], num_backed)
 
 
 def _refused(tensor: torch.Tensor, num_blocks: int, why: str) -> LayoutRefused:

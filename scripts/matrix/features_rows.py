@@ -75,6 +75,7 @@ _CONNECTORS = "test_connectors.py::test_"
 _DRAFTS = "test_features.py::test_drafts_are_accepted_and_what_comes_back_has_their_kv"
 _TOKENS = "test_tokens.py::test_"
 _PROCESSES = "test_processes.py::test_"
+_KVCACHED = tuple(f"beside kvcached, {how}" for how in ("LRU", "ARC", "ARC, synchronous"))
 ROWS = (
     # Cache shapes
     _engine(
@@ -279,7 +280,12 @@ ROWS = (
         (f"{_RANDOM}[0]", f"{_HALF}test_vllm_events.py"),
     ),
     _refused("vLLM's own --kv-offloading-size", "another tier in CPU memory"),
-    _refused("kvcached", "kvcached"),
+    _refused("kvcached", "kvcached")._replace(gpu=_KVCACHED),
+    Row(
+        "kvcached, every step",
+        "vLLM's scheduler over a stand-in for kvcached's pool",
+        (f"{_HALF}test_elastic_tier.py",),
+    ),
     _engine(
         "a KV connector that fails",
         "loads recomputed or failed",

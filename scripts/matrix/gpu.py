@@ -5,8 +5,10 @@
 
 Plays `tests/engine/gpu_kinds.py`, which says what is compared, as a process of its own. Needs a GPU
 and 20 s for each engine; ``--runners v1`` takes one runner only, ``--kinds mla,drafts`` the kinds
-of engines whose name has one of these. Status 1 if anything differs. Kinds that the folder's file
-has and this run has not played stay in it, with their own date and commit.
+of engines whose name has one of these. Kinds beside kvcached are played with ``--kvcached`` only, a
+folder with its source archive, which is then built for the PyTorch that is installed, or its wheel,
+and the wheel of posix_ipc. Status 1 if anything differs. Kinds that the folder's file has and this
+run has not played stay in it, with their own date and commit.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -26,14 +29,27 @@ from scripts.matrix import results
 PROGRAM = ROOT / "tests" / "engine" / "gpu_kinds.py"
 
 
-def play(runners: str, jobs: int, kinds: str) -> dict[str, Any]:
-    """What the program printed.
+def built(packages: Path, folder: Path) -> None:
+    """kvcached, built and installed into a folder, without asking any index.
+
+    Raises:
+        CalledProcessError: pip has failed.
+    """
+    install = [sys.executable, "-m", "pip", "install", "--no-index", "--no-build-isolation"]
+    install += ["--no-deps", "--find-links", str(packages), "--target", str(folder)]
+    subprocess.run([*install, "posix_ipc", "kvcached"], check=True, stdout=sys.stderr)
+
+
+def play(runners: str, jobs: int, kinds: str, kvcached: Path | None = None) -> dict[str, Any]:
+    """What the program printed; ``kvcached``: a folder that `built` has filled.
 
     Raises:
         SystemExit: it ended without a result; its own error is above.
     """
     behind = filter(None, [os.environ.get("PYTHONPATH")])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *behind])}
+    if kvcached is not None:
+        env["TEST_KVCACHED"] = str(kvcached)
     command = [sys.executable, str(PROGRAM), runners, str(jobs), kinds]
     done = subprocess.run(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE)
     if done.returncode:
@@ -55,6 +71,7 @@ def main() -> int:
     parser.add_argument("--runners", default="v1,v2")
     parser.add_argument("--kinds", default="", help="parts of names; the default takes all")
     parser.add_argument("--jobs", type=int, default=4, help="engines side by side")
+    parser.add_argument("--kvcached", type=Path, metavar="DIR", help="its packages")
     parser.add_argument("--commit", default="", help="of the tree, where git is not at hand")
     args = parser.parse_args()
     if args.record:
@@ -70,10 +87,14 @@ def main() -> int:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """What is asked for, on the installed vLLM."""
     began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        if args.kvcached:
+            built(args.kvcached, Path(folder))
+        played = play(args.runners, args.jobs, args.kinds, args.kvcached and Path(folder))
     return {
         "kind": "gpu-engine",
         "python": ".".join(map(str, sys.version_info[:3])),
-        **play(args.runners, args.jobs, args.kinds),
+        **played,
         "seconds": round(time.monotonic() - began),
         **results.provenance(),
         **({"commit": args.commit} if args.commit else {}),

@@ -39,6 +39,7 @@ _REPLACES = {
     "TEST_CANARY_FAULT": "failing_canary",
     "TEST_CLOCK": "jumping_clock",
     "TEST_GROWTH": "slow_growth",
+    "TEST_KVCACHED": "kvcached_here",
     "TEST_MAMBA2_KERNELS": "mamba2_kernels",
     "TEST_SHARDED_ATTENTION": "sharded_attention",
     "TEST_RAY_ON_CPU": "ray_on_cpu",

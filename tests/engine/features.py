@@ -131,6 +131,32 @@ def both_kinds(stage: Stage) -> dict[str, Any]:
     return {"tokens": answers, "cached": cached, "blocks_loaded": loaded, "external": external}
 
 
+def shrunk(stage: Stage, pages: int = 4) -> dict[str, Any]:
+    """Eight prompts in rotation, twice, while kvcached gives the GPU so many pages, if it is there.
+
+    ``cached``: tokens of each that were hits. Of kvcached: its pool, pages that have memory at the
+    end, and of how many.
+    """
+    pool = stage.core.scheduler.kv_cache_manager.block_pool
+    memory = getattr(pool, "kv_cache_manager", None)
+    found: dict[str, Any] = {"pool": type(pool).__name__}
+    if memory is not None:
+        found["pages_before"] = memory.page_allocator.get_num_inuse_pages()
+        memory.resize(pages * memory.page_size)
+    asked, answers, cached = prompts(24, 8, 420), [], []
+    for _ in range(2):
+        for prompt in asked:
+            outputs = stage.play([prompt])
+            answers += tokens_of(outputs)
+            cached += cached_of(outputs)
+    if memory is not None:
+        allocator = memory.page_allocator
+        found["pages"], found["of"] = allocator.get_num_inuse_pages(), memory.mem_size
+        found["of"] //= memory.page_size
+        found["total"] = allocator.get_num_total_pages()
+    return {"tokens": answers, "cached": cached, "tier": stage.tier_stats(), **found}
+
+
 def prefill_side(stage: Stage) -> dict[str, int]:
     """Counters of the tier where prompts are computed for another engine."""
     found: dict[str, int] = stage.llm.prefill_stats()

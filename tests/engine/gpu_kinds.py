@@ -17,12 +17,13 @@ Needs a GPU and 20 s for each engine.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,8 @@ class Kind:
         one_copy: whether its ranks hold the same bytes.
         shards: ranks that each hold a part of every block's tokens.
         asked: the scenario in which one prompt is asked at a time; its answers must be equal.
+        settings: of the tier.
+        kvcached: variables of kvcached, beside which the engine with the tier runs; empty: without.
     """
 
     name: str
@@ -69,6 +72,8 @@ class Kind:
     one_copy: bool = False
     shards: int = 1
     asked: str = "singles"
+    settings: dict[str, str] = field(default_factory=dict)
+    kvcached: dict[str, str] = field(default_factory=dict)
 
     @property
     def scenarios(self) -> list[str]:
@@ -76,6 +81,7 @@ class Kind:
         if self.asked in ("each_engine", SLEEPS):
             return [self.asked]
         also = ["batches"] if self.asked == "singles" else []
+        also += ["shrunk"] if self.kvcached else []
         return ["setup", "sensitivity", self.asked, *also]
 
 
@@ -91,11 +97,32 @@ def _drafts(method: str, target: str = "target", runners: tuple[str, ...] = ("v1
     )
 
 
+def _beside_kvcached(name: str, policy: str, **engine: Any) -> Kind:
+    """Sixteen blocks have their memory together, and lose it at once; sixty unused ones are kept.
+
+    The CPU tier has 384 slots, fewer than there are blocks computed.
+    """
+    return Kind(
+        f"beside kvcached, {name}",
+        "many heads",
+        {**GRAPHS, **engine},
+        runners=("v1",),
+        settings={"KVOFFLOAD_EVICTION": policy, "KVOFFLOAD_CPU_GIB": "0.375"},
+        kvcached={
+            "KVCACHED_MAX_CACHED_TOKENS": "960",
+            "KVCACHED_MIN_RESERVED_PAGES": "0",
+            "KVCACHED_MAX_RESERVED_PAGES": "0",
+            "KVCACHED_PAGE_PREALLOC_ENABLED": "false",
+        },
+    )
+
+
 # Every head has the size that attention kernels for a GPU have; ranks hold different heads.
 _HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
 MODELS: dict[str, Callable[[Path], object]] = {
     "full": partial(model.write_model, heads=2, kv_heads=1, head_dim=128),
     "windows": partial(model.write_model, heads=2, kv_heads=1, head_dim=128, window=256),
+    "many heads": partial(model.write_model, heads=32, kv_heads=32, head_dim=128),
     "two heads": partial(model.write_model, heads=2, kv_heads=2, head_dim=128),
     "chunks": partial(architectures.write, "llama4_text", **_HEADS),
     "experts": partial(architectures.write, "mixtral", **_HEADS),
@@ -110,6 +137,9 @@ KINDS = [
     Kind("graphs, chunks", "chunks", {**GRAPHS, "max_model_len": 1024}, groups=4),
     Kind("mla", "mla", MLA),
     Kind("sleep", "full", {**GRAPHS, "enable_sleep_mode": True}, asked=SLEEPS),
+    _beside_kvcached("LRU", "lru"),
+    _beside_kvcached("ARC", "arc"),
+    _beside_kvcached("ARC, synchronous", "arc", async_scheduling=False),
     _drafts("ngram", runners=("v1",)),
     _drafts("eagle3"),
     _drafts("mtp", target="mtp"),
@@ -161,12 +191,18 @@ def play(folder: Path, runner: str, kind: Kind, tier: bool) -> dict[str, Any]:
     if "speculative_config" in engine:
         config = json.dumps(engine["speculative_config"])
         engine["speculative_config"] = config.replace("{models}", str(folder))
-    settings = {"KVOFFLOAD_CPU_GIB": "1"} if tier else None
+    settings = {"KVOFFLOAD_CPU_GIB": "1", **kind.settings} if tier else None
     asked = {
         "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # its multicast is not for every virtual machine
     }
+    if kind.kvcached and tier:
+        segment = re.sub(r"\W+", "_", kind.name)  # of kvcached's own, which engines must not share
+        asked |= {"KVCACHED_IPC_NAME": segment, "ENABLE_KVCACHED": "true", **kind.kvcached}
+        asked["TEST_KVCACHED"] = os.environ["TEST_KVCACHED"]
+        # Until a run like this one has shown it.
+        asked["KVOFFLOAD_ALLOW_UNVERIFIED"] = "1"
     if kind.asked == "each_engine":
         asked["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     run = engines.run(kind.scenarios, engine, settings, **asked)
@@ -206,6 +242,8 @@ def compare(runner: str, kind: Kind, off: dict[str, Any], on: dict[str, Any]) ->
         found["kept"] = [name for name in (*KEPT, *LOST) if cached[name]]
         told_apart = {str(off[SLEEPS]["tokens"][name]) for name in LOST[:3]}
         good += [found["kept"] == list(KEPT), len(told_apart) == 3]
+    if kind.kvcached:
+        good += _beside(off["shrunk"], on["shrunk"], found)
     if kind.asked == "guesses_alone":
         accepted = [counted[2] for counted in on[kind.asked]["counted"]]
         found.update(drafts_accepted=accepted)
@@ -220,6 +258,34 @@ def _after_sleep(off: dict[str, Any], on: dict[str, Any]) -> list[tuple[Any, Any
     first += [(plain[name], tier[name]) for name in LOST]
     again = [(plain[name], tier[name]) for name in tier if name.endswith(", twice")]
     return [pair for both in (*first, *again) for pair in zip(*both)]
+
+
+def _beside(off: dict[str, Any], on: dict[str, Any], found: dict[str, Any]) -> list[bool]:
+    """What must hold beside kvcached while its memory is limited; what was seen goes to ``found``.
+
+    What was a hit on one side only is cut elsewhere, so its answer says nothing.
+    """
+    seen = zip(off["tokens"], on["tokens"], off["cached"], on["cached"])
+    alike = [(a, b) for a, b, cached, also in seen if cached == also]
+    hits = [cached for cached, also in zip(off["cached"], on["cached"]) if cached == also]
+    stats = on["tier"]
+    found.update(
+        pool=on["pool"],
+        limited=len(alike),
+        limited_equal=sum(a == b for a, b in alike),
+        limited_hits=sum(map(bool, hits)),
+        pages=[on["pages_before"], on["pages"], on["total"], on["of"]],
+        stored=stats["stored"],
+        evicted=stats["evicted"],
+    )
+    return [
+        found["pool"] == "ElasticBlockPool",
+        found["limited_equal"] == len(alike),
+        found["limited_hits"] > 0,
+        on["pages"] < on["of"],
+        stats["stored"] > 0,
+        stats["evicted"] > 0,
+    ]
 
 
 # vLLM asks before the tier is attached: nothing of the tier has run then.
@@ -240,6 +306,7 @@ def chosen(runners: list[str], parts: list[str], gpus: int) -> list[tuple[str, K
         for runner in runners
         for kind in KINDS
         if runner in kind.runners and kind.gpus <= gpus and any(part in kind.name for part in parts)
+        if not kind.kvcached or "TEST_KVCACHED" in os.environ
     ]
 
 

@@ -20,7 +20,7 @@ CHUNK = 128  # tokens; whole blocks of it, whatever size a release gives them
 def write_model(
     folder: Path, heads: int = 8, kv_heads: int = 4, head_dim: int = 32, window: int = 0
 ) -> Path:
-    """Write config and weights; ``heads * head_dim`` must be ``HIDDEN``.
+    """Write config and weights.
 
     With a window, every second layer looks back that many tokens only.
     """
@@ -47,7 +47,7 @@ def write_model(
         config.update(layer_types=kinds, sliding_window=window)
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder)
-    _write_weights(folder / "model.safetensors", kv_heads * head_dim)
+    _write_weights(folder / "model.safetensors", heads * head_dim, kv_heads * head_dim)
     return folder
 
 
@@ -66,7 +66,7 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
-def _write_weights(file: Path, kv_size: int) -> None:
+def _write_weights(file: Path, q_size: int, kv_size: int) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -85,9 +85,9 @@ def _write_weights(file: Path, kv_size: int) -> None:
         weights[base + "input_layernorm.weight"] = torch.ones(HIDDEN)
         weights[base + "post_attention_layernorm.weight"] = torch.ones(HIDDEN)
         # Peaked attention with a strong say: single tokens far back decide the answer.
-        for name, rows, gain in (("q", 256, 2.0), ("k", kv_size, 2.0), ("v", kv_size, 4.0)):
+        for name, rows, gain in (("q", q_size, 2.0), ("k", kv_size, 2.0), ("v", kv_size, 4.0)):
             weights[f"{base}self_attn.{name}_proj.weight"] = matrix(rows, HIDDEN, gain)
-        weights[base + "self_attn.o_proj.weight"] = matrix(HIDDEN, 256, 4.0)
+        weights[base + "self_attn.o_proj.weight"] = matrix(HIDDEN, q_size, 4.0)
         weights[base + "mlp.gate_proj.weight"] = matrix(512, HIDDEN)
         weights[base + "mlp.up_proj.weight"] = matrix(512, HIDDEN)
         weights[base + "mlp.down_proj.weight"] = matrix(HIDDEN, 512)

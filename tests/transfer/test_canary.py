@@ -191,3 +191,18 @@ def test_random_numbers_of_others_do_not_depend_on_it() -> None:
 
 def test_a_failure_is_an_error_of_the_transfer() -> None:
     assert issubclass(CanaryFailed, TransferError)
+
+
+def test_only_blocks_that_have_memory_are_tried() -> None:
+    memory = torch.zeros(7 * 6, dtype=torch.uint8)
+    layout = BlockLayout([memory.view(7, 6)], 7, num_backed=2)
+    tried: list[int] = []
+
+    class Noting(Spoiled):
+        def spoiled_store(self, gpu_block_ids: Ids, cpu_slots: Ids) -> Slices:
+            tried.extend(gpu_block_ids)
+            return super().spoiled_store(gpu_block_ids, cpu_slots)
+
+    run_canary(layout, backend_for(layout, Noting), slot=1)
+    assert tried == [1]
+    assert BlockLayout([memory.view(7, 6)], 7).num_backed == 7

@@ -10,7 +10,7 @@ import torch
 from transfer.layouts import DTYPES, LAYOUTS, SIZES, Sizes, addresses_of, as_bytes, build
 
 from kvoffload_patch.transfer.errors import LayoutRefused, TransferError
-from kvoffload_patch.transfer.layout import BlockLayout
+from kvoffload_patch.transfer.layout import BlockLayout, layout_by_bytes
 
 Refused = Callable[[], BlockLayout]
 
@@ -274,3 +274,37 @@ def test_a_refusal_names_shape_strides_and_blocks() -> None:
     with pytest.raises(LayoutRefused) as refusal:
         BlockLayout([torch.zeros(3, 5)], 7)
     assert "shape (3, 5), strides (5, 1), 7 blocks" in str(refusal.value)
+
+
+# As kvcached makes them, of one allocation for two layers: each block with all layers, K and V of a
+# block apart, blocks of two kernel blocks, and one tensor for K and V together.
+ELASTIC = {
+    "contiguous": [
+        torch.zeros(50, 2, 2, 4, 3, 5)[:, layer].permute(1, 0, 2, 3, 4) for layer in range(2)
+    ],
+    "K and V apart": [torch.zeros(2 * 50, 4, 3, 5).view(2, 50, 4, 3, 5) for _ in range(2)],
+    "kernel blocks": [torch.zeros(100, 2, 2, 3, 5) for _ in range(2)],
+    "latents": [torch.zeros(50, 4, 30) for _ in range(2)],
+}
+
+
+@pytest.mark.parametrize("name", ELASTIC)
+def test_tensors_with_more_blocks_than_are_known_are_laid_out_by_their_bytes(name: str) -> None:
+    tensors = ELASTIC[name]
+    layout = layout_by_bytes(tensors, nbytes=480, num_backed=3)
+    assert (layout.num_blocks, layout.num_backed, layout.block_bytes) == (50, 3, 960)
+    known = BlockLayout(tensors, 50)
+    assert [row.shape for row in layout.rows] == [row.shape for row in known.rows]
+    pairs = zip(layout.rows, known.rows)
+    assert all(a.data_ptr() == b.data_ptr() and a.stride() == b.stride() for a, b in pairs)
+    for block in (0, 49):
+        views = [view.shape for view in layout.block_views(block)]
+        assert views == [view.shape for view in known.block_views(block)]
+
+
+@pytest.mark.parametrize(("nbytes", "found"), [(472, 0), (6000, 2)])
+def test_bytes_that_no_dimension_or_several_could_count_are_refused(
+    nbytes: int, found: int
+) -> None:
+    with pytest.raises(LayoutRefused, match=f"blocks of {nbytes} bytes, found {found}"):
+        layout_by_bytes([torch.zeros(50, 2, 50, 15)], nbytes, 1)

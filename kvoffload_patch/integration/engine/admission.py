@@ -25,6 +25,7 @@ from kvoffload_patch.integration.engine.tuning import (
     LOOK_AHEAD_REQUESTS,
     SCAN_MARGIN_REQUESTS,
 )
+from kvoffload_patch.integration.engine.vllm_pool import NoBlocks
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.tier.manager import OffloadManager
@@ -252,19 +253,36 @@ class Admission:
             return self._defer(request, result, wait, budget)
         if result.keys or result.arriving:
             self._cache.forget(request.request_id)
-            if not self._inline(request, result, budget, stall):
-                self._loads.park(request, result, budget.needed)
-                budget.reserve(budget.needed)
-                stall.add_parked(len(result.keys))
+            try:
+                loaded = self._load(request, result, budget, stall)
+            except NoBlocks:
+                return self._defer(request, result, Wait.ROOM, budget)
+            if loaded is None:
                 return True
-            self.stalled_ms += stall.add_inline(len(result.keys))
-            result = self._loads.load_inline(request, result)
+            result = loaded
         else:
             self._loads.protect(result.gpu_blocks)
         if budget.tokens > 0:
             stall.admit()
         budget.admit(request, result.tokens)
         return True
+
+    def _load(
+        self, request: Any, result: LookupResult, budget: AdmissionBudget, stall: Stall
+    ) -> LookupResult | None:
+        """Begin a load; what the request hits in this step, or None if it is parked.
+
+        Raises:
+            NoBlocks: there are no blocks to load into, whatever was counted.
+        """
+        if self._inline(request, result, budget, stall):
+            loaded = self._loads.load_inline(request, result)
+            self.stalled_ms += stall.add_inline(len(result.keys))
+            return loaded
+        self._loads.park(request, result, budget.needed)
+        budget.reserve(budget.needed)
+        stall.add_parked(len(result.keys))
+        return None
 
     def _wait(self, request: Any, result: LookupResult, budget: AdmissionBudget) -> Wait:
         """What a request waits for before it can be admitted or parked: room, and then the bus."""

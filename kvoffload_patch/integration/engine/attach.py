@@ -16,6 +16,7 @@ from kvoffload_patch import launch_token
 from kvoffload_patch.config import VARIABLES, ConfigError, Settings, as_given, read
 from kvoffload_patch.integration.engine import control, metrics
 from kvoffload_patch.integration.engine.breaker import Breaker
+from kvoffload_patch.integration.engine.elastic_tier import ElasticTier
 from kvoffload_patch.integration.engine.eligibility import check_eligible
 from kvoffload_patch.integration.engine.tier import SchedulerTier
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
@@ -101,7 +102,8 @@ def connect(
     """
     view = SchedulerView(scheduler)
     try:
-        tier = SchedulerTier(view, manager, ranks, settings, now)
+        made = ElasticTier if view.adapter.elastic else SchedulerTier
+        tier = made(view, manager, ranks, settings, now)
         breaker = Breaker(view, manager, tier, ranks, hooks)
         hooks.install(breaker)
     except BaseException:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvoffload_patch.config import Settings
+from kvoffload_patch.integration import kvcached
 from kvoffload_patch.integration.engine.vllm_pool import keeps_state
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import older_than, release_in_use
@@ -28,6 +29,8 @@ _STATES_SHOWN = {
     "0.30.0": ("GDN_ATTN",),
     "0.32.0": ("GDN_ATTN", "MAMBA2"),
 }
+# Releases of vLLM and devices on which answers beside kvcached were compared with plain vLLM's.
+_KVCACHED_SHOWN: tuple[tuple[str, str], ...] = ()
 _REMEDY = "set KVOFFLOAD_STRICT=0 to serve without the CPU tier"
 
 
@@ -104,12 +107,10 @@ def _cache_problem(vllm_config: Any, scheduler: Any) -> str | None:
             "expected one tier in CPU memory, found --kv-offloading-size as well, with which vLLM "
             "keeps the same blocks there once more; leave one of the two out"
         )
-    if type(scheduler.kv_cache_manager.block_pool).__name__ == "ElasticBlockPool":
-        return (
-            "expected vLLM's own block pool, found kvcached's, which takes a block's memory away "
-            "when it is freed, also while a copy reads it; start without kvcached "
-            "(KVCACHED_AUTOPATCH=0), or without this tier"
-        )
+    if kvcached.is_elastic(scheduler.kv_cache_manager.block_pool):
+        problem = _kvcached_problem(vllm_config, scheduler)
+        if problem:
+            return f"beside kvcached: {problem}, or start without it (KVCACHED_AUTOPATCH=0)"
     if vllm_config.model_config.is_encoder_decoder:
         return "expected a decoder-only model, found an encoder-decoder one"
     if getattr(scheduler.kv_cache_manager.coordinator, "enable_partial_hash_hits", False):
@@ -123,6 +124,43 @@ def _cache_problem(vllm_config: Any, scheduler: Any) -> str | None:
         if problem:
             return f"KV cache group {index}: {problem}"
     return None
+
+
+def _kvcached_problem(vllm_config: Any, scheduler: Any) -> str | None:
+    """Why the tier would not be right over kvcached's pool; None if it is."""
+    pool, settings = scheduler.kv_cache_manager.block_pool, Settings.from_env()
+    if not hasattr(pool, "cached_block_hashes_by_block"):
+        return f"expected a pool with vLLM's own keys (vLLM 0.26), found {release_in_use()}"
+    workers = int(getattr(vllm_config.parallel_config, "world_size", 1))
+    if workers > 1:
+        return f"expected one worker, because only one says what it has copied, found {workers}"
+    if settings.store != "eager":
+        return (
+            "expected KVOFFLOAD_STORE=eager, because blocks lose their memory as soon as nobody "
+            f"uses them, found {settings.store}"
+        )
+    if settings.allow_unverified:
+        return None
+    doubt = next(_kvcached_doubts(vllm_config, scheduler), None)
+    return doubt and f"{doubt} (KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it)"
+
+
+def _kvcached_doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
+    """What has not been run over kvcached's pool."""
+    release, device = release_in_use(), vllm_config.device_config.device_type
+    if (release, device) not in _KVCACHED_SHOWN:
+        shown = ", ".join(f"{on} on {where}" for on, where in _KVCACHED_SHOWN) or "none so far"
+        yield f"expected a release that was run ({shown}), found {release} on {device}"
+    yield from kvcached.unknown(scheduler.kv_cache_manager.block_pool)
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    if len(groups) != 1 or _kinds(groups) != {"FullAttentionSpec"}:
+        found = f"{len(groups)} with {', '.join(sorted(_kinds(groups)))}"
+        yield f"expected one KV cache group of full attention, found {found}"
+    for name in ("speculative_config", "kv_transfer_config"):
+        if getattr(vllm_config, name, None) is not None:
+            yield f"expected no {name}, found one"
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        yield "expected no sleep mode, found it on"
 
 
 def _state_problem(vllm_config: Any, scheduler: Any, spec: Any) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 from kvoffload_patch.integration.engine.lookup import LookupResult
 from kvoffload_patch.integration.engine.pace import Pace
 from kvoffload_patch.integration.engine.tuning import PARKED_TIMES
+from kvoffload_patch.integration.engine.vllm_pool import NoBlocks
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 
@@ -131,7 +132,11 @@ class LoadBook:
         self._at_risk.append(blocks)
 
     def load_inline(self, request: Any, found: LookupResult) -> LookupResult:
-        """Load what was found so that this very step can use it; returns what it hits then."""
+        """Load what was found so that this very step can use it; returns what it hits then.
+
+        Raises:
+            NoBlocks: there are no blocks to load into; what is held is given up with the step.
+        """
         self._view.hold(found.gpu_blocks)
         self._held.extend(found.gpu_blocks)
         ticket, blocks, _ = self._begin(found)
@@ -151,12 +156,19 @@ class LoadBook:
             request: the request.
             found: what it hits.
             needed: blocks that it needs in all, held ones included.
+
+        Raises:
+            NoBlocks: as `load_inline`.
         """
         self._view.hold(found.gpu_blocks)
         held = list(found.gpu_blocks)
         ticket, result = max(found.arriving, default=0), None
         if found.keys:
-            ticket, blocks, over_at = self._begin(found)
+            try:
+                ticket, blocks, over_at = self._begin(found)
+            except NoBlocks:
+                self._held.extend(held)
+                raise
             self.num_parked_ever += 1
             if not (found.arriving or found.cut_short):
                 result = found.loaded(blocks)

@@ -13,6 +13,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 
+class NoBlocks(Exception):
+    """There are fewer GPU blocks than were counted; nothing was taken."""
+
+
 class PoolAdapter:
     """One vLLM block pool.
 
@@ -20,11 +24,14 @@ class PoolAdapter:
         pool: a `vllm.v1.core.block_pool.BlockPool`.
 
     Attributes:
+        elastic: whether a block that nobody references can lose its memory.
         on_publish: told of the keys of blocks that entered the prefix cache.
 
     It counts the references that it takes and gives back, so that `free_all` knows what is left
     whatever has become of those who held them.
     """
+
+    elastic = False
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -89,6 +96,9 @@ class PoolAdapter:
 
     def _touch_one_group(self, blocks: Sequence[Any]) -> None:
         self._pool.touch((blocks,))
+
+    def tell_evicted(self, note: Callable[[Any], None]) -> None:
+        """Nothing to tell: vLLM's own pool evicts a block when it hands it out."""
 
     def lookup(self) -> Callable[[Hashable], Any]:
         """What finds the GPU block of a key, or None; until the next reset of the prefix cache."""

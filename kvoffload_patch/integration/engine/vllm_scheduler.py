@@ -14,15 +14,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
+from kvoffload_patch.integration.engine.elastic_pool import adapter_of
 from kvoffload_patch.integration.engine.tuning import SCAN_MARGIN_REQUESTS
 from kvoffload_patch.integration.engine.vllm_events import KVEvents
 from kvoffload_patch.integration.engine.vllm_lookup import PrefixLookup
-from kvoffload_patch.integration.engine.vllm_pool import (
-    PoolAdapter,
-    keeps_state,
-    key_maker,
-    states_held,
-)
+from kvoffload_patch.integration.engine.vllm_pool import keeps_state, key_maker, states_held
 from kvoffload_patch.integration.engine.vllm_stats import PrefixStats
 
 _SESSIONS = "num_waiting_for_streaming_input"
@@ -35,6 +31,7 @@ class SchedulerView:
         scheduler: a `vllm.v1.core.sched.scheduler.Scheduler`, constructed.
 
     Attributes:
+        adapter: of the block pool.
         state_groups: KV cache groups, by index, whose blocks hold a state after their last token,
             and how many of these a request has at once, at most.
         in_order: whether vLLM looks up block after block of a prefix, and stops at the first miss.
@@ -54,7 +51,7 @@ class SchedulerView:
         coordinator = self.manager.coordinator
         managers = coordinator.single_type_managers
         self.key = key_maker()
-        self._adapter = adapter = PoolAdapter(self.pool)
+        self.adapter = adapter = adapter_of(self.pool)
         self.hold, self.take_blocks, self.release = adapter.hold, adapter.take, adapter.free
         self.publish, self.free_after = adapter.publish, adapter.free_after
         self.block_sizes = tuple(int(m.block_size) for m in managers)
@@ -333,7 +330,7 @@ class SchedulerView:
         if not self.pool.enable_kv_cache_events:
             return None
         events = KVEvents(self.pool, needed)
-        self._adapter.on_publish = events.loaded
+        self.adapter.on_publish = events.loaded
         self.undo.append(events.withdraw)
         return events
 
@@ -350,7 +347,7 @@ class SchedulerView:
 
     def gpu_lookup(self) -> Callable[[Hashable], Any]:
         """What finds the GPU block of a key, or None; until the next reset of the prefix cache."""
-        return self._adapter.lookup()
+        return self.adapter.lookup()
 
     def still_cached(self, gpu_block_id: int, key: Hashable) -> bool:
         """Whether a GPU block is in the prefix cache under this key."""
@@ -372,7 +369,7 @@ class SchedulerView:
         self.unpark_all()
         while self.undo:
             self.undo.pop()()
-        self._adapter.free_all()
+        self.adapter.free_all()
         self.prefix_stats.restore()
 
 

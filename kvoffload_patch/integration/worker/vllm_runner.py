@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from kvoffload_patch.integration import kvcached
 from kvoffload_patch.integration.protocol import RESULT
 from kvoffload_patch.tier.plan import TransferResult
 
@@ -91,7 +92,12 @@ def block_layout(runner: Any) -> Any:
     Raises:
         TransferError: it is not understood.
     """
-    from kvoffload_patch.transfer.layout import BlockLayout
+    from kvoffload_patch.transfer.layout import BlockLayout, layout_by_bytes
 
     tensors, block_dim = kv_tensors(runner)
+    if kvcached.has_tensors():
+        # They are made for the whole GPU: they have more blocks than vLLM's configuration says.
+        # Before the first request only those of the null block's page have memory.
+        nbytes = int(runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
+        return layout_by_bytes(tensors, nbytes, max(1, kvcached.page_bytes() // nbytes))
     return BlockLayout(tensors, runner.kv_cache_config.num_blocks, block_dim)

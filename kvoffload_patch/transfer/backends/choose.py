@@ -89,7 +89,7 @@ class _Speed(NamedTuple):
 
 
 def _measure(layout: BlockLayout, backend: CopyBackend, num_slots: int) -> _Speed:
-    count = min(num_slots, layout.num_blocks, max(1, TIMED_BYTES // layout.block_bytes))
+    count = min(num_slots, layout.num_backed, max(1, TIMED_BYTES // layout.block_bytes))
     ids = list(range(count))
     apart = list(range(0, num_slots, 2))[:count]
     streams = new_streams(layout.device)

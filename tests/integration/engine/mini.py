@@ -23,6 +23,7 @@ from scheduler_half.replay import Replay
 
 from kvoffload_patch.config import Settings
 from kvoffload_patch.control.commands import Command
+from kvoffload_patch.integration import kvcached
 from kvoffload_patch.integration.engine.attach import connect
 from kvoffload_patch.integration.engine.control import Asked, Desk
 from kvoffload_patch.integration.patch_table.points import POINTS, VLLM
@@ -197,10 +198,10 @@ class Mini:
         owners = {
             "Scheduler": self.scheduler,
             "KVCacheManager": self.kv_manager,
-            "BlockPool": self.pool,
+            **kvcached.owners_of(self.pool),
         }
         self.before = self.changed()
-        self.hooks = ObjectHooks(Release.decision(), owners)
+        self.hooks = ObjectHooks(kvcached.with_pool(Release.decision(), self.pool), owners)
         self.breaker = connect(
             self.scheduler, self.hooks, self.manager, self.ranks, settings, lambda: self.time
         )

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from kvoffload_patch.integration import kvcached
+from kvoffload_patch.integration.engine import eligibility
 from kvoffload_patch.integration.engine.attach import attach
 from kvoffload_patch.integration.engine.eligibility import (
     _KNOWN_SPECS,
@@ -74,10 +76,13 @@ def states(**changes: Any) -> SimpleNamespace:
     return scheduler(group(), group("MambaSpec", **{**STATE, **changes}), connector=connector)
 
 
-def elastic() -> SimpleNamespace:
+def elastic(*groups: Any, without: str = "") -> SimpleNamespace:
     """A scheduler whose coordinator kvcached has given a pool of its own class."""
-    made = scheduler()
-    made.kv_cache_manager.block_pool = type("ElasticBlockPool", (), {})()
+    made = scheduler(*groups)
+    pool = type("ElasticBlockPool", (), {"__module__": "kvcached.integration.vllm.patches"})()
+    vars(pool).update({"cached_block_hashes_by_block": {}})
+    vars(pool).pop(without, None)
+    made.kv_cache_manager.block_pool = pool
     return made
 
 
@@ -105,7 +110,11 @@ REFUSED = {
     "another tier in CPU memory": (
         config(offloading=4.0), scheduler(), "one tier in CPU memory, found --kv-offloading-size",
     ),
-    "kvcached": (config(), elastic(), "own block pool, found kvcached's"),
+    "kvcached": (config(device="cuda"), elastic(), "beside kvcached: expected a release that was"),
+    "kvcached, keys of its own": (
+        config(), elastic(without="cached_block_hashes_by_block"), "a pool with vLLM's own keys",
+    ),
+    "kvcached, several workers": (config(world_size=2), elastic(), "one worker.* found 2"),
     "encoder-decoder": (config(encoder_decoder=True), scheduler(), "encoder-decoder"),
     "partial hits": (config(), scheduler(enable_partial_hash_hits=True), "partial ones"),
     "unknown spec": (config(), scheduler(group(), group("SinkSpec")), "group 1: .*SinkSpec"),
@@ -196,6 +205,54 @@ def test_another_scheduler_is_refused(
 def test_staying_out_comes_before_refusing() -> None:
     with pytest.raises(TierNotNeeded):
         check_eligible(config(caching=False, encoder_decoder=True), scheduler(group("SinkSpec")))
+
+
+def test_stores_that_wait_are_refused_beside_kvcached(monkeypatch: pytest.MonkeyPatch) -> None:
+    for store in ("lazy", "auto"):
+        monkeypatch.setenv("KVOFFLOAD_STORE", store)
+        monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", "1")
+        with pytest.raises(TierRefused, match=f"KVOFFLOAD_STORE=eager, .* found {store}"):
+            check_eligible(config(), elastic())
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Checks an engine beside the kvcached that was run, on a release and a device that were."""
+    monkeypatch.setattr(kvcached, "unknown", lambda pool: iter(()))
+    monkeypatch.setattr(eligibility, "release_in_use", lambda: "0.26.0")
+    monkeypatch.setattr(eligibility, "_KVCACHED_SHOWN", (("0.26.0", "cuda"),))
+
+    def check(*groups: Any, **changes: Any) -> None:
+        vllm_config = config(device="cuda")
+        vars(vllm_config).update(changes)
+        check_eligible(vllm_config, elastic(*groups))
+
+    return check
+
+
+def test_beside_kvcached_what_was_not_run_is_refused(
+    shown: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown()
+    asleep = SimpleNamespace(is_encoder_decoder=False, enable_sleep_mode=True)
+    with pytest.raises(TierRefused, match="no sleep mode"):
+        shown(model_config=asleep)
+    with pytest.raises(TierRefused, match="no speculative_config"):
+        shown(speculative_config=object())
+    with pytest.raises(TierRefused, match="no kv_transfer_config"):
+        shown(kv_transfer_config=object())
+    with pytest.raises(TierRefused, match="full attention, found 2 with .*SlidingWindowSpec"):
+        shown(group(), group("SlidingWindowSpec"))
+    monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", "1")
+    shown(group(), group("SlidingWindowSpec"))
+
+
+def test_beside_a_kvcached_that_was_not_read_it_is_refused(
+    shown: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvcached, "unknown", lambda pool: iter(["expected kvcached 1, found 2"]))
+    with pytest.raises(TierRefused, match=r"expected kvcached 1, found 2 \(KVOFFLOAD_ALLOW_UNV"):
+        shown()
 
 
 @pytest.mark.parametrize("kind", sorted(_KNOWN_SPECS))

@@ -16,10 +16,12 @@ import torch
 from engine.late_copies import LateQueue
 from tier.plans import a_load, a_plan, a_store
 
+from kvoffload_patch.integration import kvcached
 from kvoffload_patch.integration.protocol import RESULT, TIER
 from kvoffload_patch.integration.slot_counts import make_slot_counts
 from kvoffload_patch.integration.worker import rpc
 from kvoffload_patch.integration.worker import tier as rank
+from kvoffload_patch.integration.worker.vllm_runner import block_layout
 from kvoffload_patch.links import LOAD, MISMATCH, RAISED, STORE
 from kvoffload_patch.tier.plan import TransferPlan
 from kvoffload_patch.transfer import engine as copy_engine
@@ -352,3 +354,25 @@ def test_a_rank_that_is_resized_finishes_its_copies_and_says_what_it_has(
     assert tier.resize(5, sizing=2) == (5, False)
     result = step(tier, None)
     assert (result.num_slots, result.growing, result.sizing) == (5, False, 2)
+
+
+def test_kvcacheds_tensors_are_read_and_tried_only_where_they_have_memory(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvcached, "has_tensors", lambda: True)
+    monkeypatch.setattr(kvcached, "page_bytes", lambda: 200)
+    spec = SimpleNamespace(page_size_bytes=60)
+    runner.kv_cache_config.kv_cache_groups = [SimpleNamespace(kv_cache_spec=spec)]
+    runner.kv_caches = [torch.arange(750.0).reshape(50, 3, 5)]
+    before = runner.kv_caches[0].clone()
+    layout = block_layout(runner)
+    assert (layout.num_blocks, layout.num_backed, layout.block_bytes) == (50, 3, 60)
+    made = rank.RankTier(runner, num_slots=5)
+    step(made, a_plan(store=a_store(1, (41, 42), (0, 1))))
+    runner.kv_caches[0][3] = 0
+    step(made, a_plan([a_load(1, (3,), (0,))], wait_load=1, stores_done=1))
+    made.close()
+    assert torch.equal(runner.kv_caches[0][3], before[41])
+    spec.page_size_bytes = 200  # more than that page has
+    runner.kv_caches = [torch.zeros(50, 10, 5)]
+    assert block_layout(runner).num_backed == 1

@@ -134,3 +134,55 @@ def test_sleep_has_failed_if_anything_of_it_is_wrong(wrong) -> None:
     off, on = slept()
     wrong(on[kind.asked])
     assert gpu_kinds.compare("v2", kind, off, on)["outcome"] == "failed"
+
+
+def test_kinds_beside_kvcached_are_left_out_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TEST_KVCACHED", raising=False)
+    assert gpu_kinds.chosen(["v1", "v2"], ["kvcached"], 1) == []
+    monkeypatch.setenv("TEST_KVCACHED", "/a/folder")
+    names = [(runner, kind.name) for runner, kind in gpu_kinds.chosen(["v1", "v2"], ["cached"], 1)]
+    assert names == [
+        ("v1", "beside kvcached, LRU"),
+        ("v1", "beside kvcached, ARC"),
+        ("v1", "beside kvcached, ARC, synchronous"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome"),
+    [
+        ({}, "passed"),
+        ({"tokens": [[1], [2], [4]]}, "failed"),
+        ({"tokens": [[9], [2], [3]]}, "passed"),  # its first prompt was a hit on one side only
+        ({"pool": "BlockPool"}, "failed"),
+        ({"cached": [0, 16, 0]}, "failed"),
+        ({"pages": 18}, "failed"),
+        ({"tier": {"loaded": 5, "stored": 6, "evicted": 0}}, "failed"),
+    ],
+)
+def test_what_must_hold_beside_kvcached(changes: dict, outcome: str) -> None:
+    kind = next(kind for kind in gpu_kinds.KINDS if kind.name == "beside kvcached, LRU")
+    side = {
+        "setup": {"runner": "v1", "scheduler": "Scheduler", "groups": 1},
+        "sensitivity": {"tokens": [[1], [2], [3], [4]]},
+        "singles": {"tokens": [[1], [2]]},
+        "batches": {"tokens": [[1], [2]]},
+        "one_copy": False,
+    }
+    off = {**side, "shrunk": {"tokens": [[1], [2], [3]], "cached": [16, 0, 32]}}
+    on = {"tokens": [[1], [2], [3]], "cached": [0, 0, 32], "pool": "ElasticBlockPool"}
+    on |= {"pages_before": 9, "pages": 4, "total": 4, "of": 18}
+    on |= {"tier": {"loaded": 5, "stored": 6, "evicted": 7}, **changes}
+    found = gpu_kinds.compare("v1", kind, off, {**side, "shrunk": on})
+    assert found["outcome"] == outcome
+
+
+def test_kvcached_is_installed_into_a_folder_without_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(gpu.subprocess, "run", lambda command, **_: asked.append(command))
+    gpu.built(Path("packages"), tmp_path)
+    (command,) = asked
+    assert {"--no-index", "--no-build-isolation", "--no-deps", "kvcached"} <= set(command)
+    assert command[command.index("--target") + 1] == str(tmp_path)

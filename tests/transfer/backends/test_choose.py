@@ -120,8 +120,9 @@ def measure(
 
     monkeypatch.setattr(backends, "copy_now", copy_now)
     layout = SimpleNamespace(
-        device=torch.device("cpu"), num_blocks=num_blocks, block_bytes=backends.TIMED_BYTES // 64
-    )
+        device=torch.device("cpu"), num_blocks=1 << 20, num_backed=num_blocks,
+        block_bytes=backends.TIMED_BYTES // 64,
+    )  # fmt: skip
     backend = Copying()
     found = backends._measure(cast("BlockLayout", layout), cast("Any", backend), num_slots)
     assert seconds == []
