@@ -79,9 +79,9 @@ FAULTS = (
     ),
     (
         "a rank dies",
-        "vLLM's own error, which names it",
-        "vLLM's; 300 s where the tier waits for a rank's answer",
-        "`tests/engine/test_processes.py`",
+        "vLLM's own error, which names it, and none of the tier's beside it",
+        "60 s for the tier's processes to end; 300 s where the tier waits for a rank's answer",
+        "`tests/engine/test_signals.py`, `tests/engine/test_processes.py`",
     ),
     (
         "`/dev/shm` is full, unwritable, absent or not shared",
@@ -110,15 +110,9 @@ FAULTS = (
     (
         "SIGTERM, SIGINT, SIGKILL of the server, the engine or a worker while starting, "
         "streaming, idle",
-        "as with plain vLLM",
+        "as with plain vLLM; no process, file or socket is left once it has ended, or was killed",
         "30 s: what takes longer hangs, as plain vLLM does in places",
-        '`python scripts/soak signals`: "Signals"',
-    ),
-    (
-        "SIGKILL of a worker",
-        "as a rank that dies",
-        "as there",
-        "`tests/engine/test_processes.py`",
+        '`tests/engine/test_signals.py`; beside plain vLLM `scripts/soak signals`: "Signals"',
     ),
     (
         "weights change, in sleep or by RPC",

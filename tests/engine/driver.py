@@ -50,13 +50,13 @@ _REPLACES = {
 def main() -> None:
     """Play what the command line says, or what comes down the pipe."""
     if sys.argv[1] == "--warm":
-        _warm_up()
+        warm_up()
         spec = serve(int(sys.argv[2]), int(sys.argv[3]))
         _exit(0 if spec is None else _status_of(spec))
     play(json.loads(sys.argv[1]))
 
 
-def _warm_up() -> None:
+def warm_up() -> None:
     """Import all that can be, and leave it out of every later collection of garbage.
 
     A collection looks at each object, of which there are millions by then, and takes a copy of the
@@ -203,13 +203,13 @@ def serve(requests: int, answers: int) -> dict[str, Any] | None:
         for line in lines:
             pid = os.fork()
             if pid == 0:
-                return _become(json.loads(line))
+                return become(json.loads(line))
             print(pid, file=out)
             print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=out)
     return None
 
 
-def _become(asked: dict[str, Any]) -> dict[str, Any]:
+def become(asked: dict[str, Any]) -> dict[str, Any]:
     os.setsid()
     log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
