@@ -237,13 +237,16 @@ def memory_taken_by_others(make: Callable[..., Any]) -> Facts:
         mini = make(limit=40, load_mode=load_mode, blocks=49)
         asked = question(6, 6)
         mini.only_in_cpu(asked)
-        mini.add(question(3, 7), count=9)
-        mini.step()
+        mini.add(asked[: 2 * BLOCK] + question(1, 7), count=20)  # a part of it is on the GPU
+        for _ in range(4):
+            mini.step()
         mini.add(asked, count=3)
         MEMORY.refused, loads = 2, mini.tier._loads  # kvcached asks twice
+        before = loads.num_inline + loads.num_parked_ever
+        assert before
         mini.step()
         assert MEMORY.refused < 2 and not mini.breaker.detached
-        assert not loads.num_inline and not loads.num_parked_ever
+        assert loads.num_inline + loads.num_parked_ever == before
         seen["refused"] += 1
         mini.run()
         mini.check()
