@@ -130,7 +130,8 @@ def page(
         for release, of in (others or {}).items()
     }
     lines += features_releases.table(told_of, others or {})
-    return "\n".join(lines + _moved(found.get(MOVED))) + "\n"
+    lines += _moved(found.get(MOVED)) + _lost(found)
+    return "\n".join(lines) + "\n"
 
 
 def _here(row: Row, found: dict[str, dict[str, Any]]) -> tuple[str, str, str]:
@@ -161,6 +162,7 @@ def _moved(result: dict[str, Any] | None) -> list[str]:
         "Models of two layers: full attention alone, and beside a layer that sees 128 tokens, or",
         "its chunk of 128. A page is what a layer keeps for the 16 tokens of a block. A prompt may",
         "end anywhere, so all pages are stored; a hit loads those that it needs.",
+        f"`python scripts/matrix features --select '{MOVED}'` counts them again.",
         "",
         "| Tokens hit | Beside full attention | Pages stored | Pages loaded | Share |",
         "| --- | --- | --- | --- | --- |",
@@ -170,6 +172,28 @@ def _moved(result: dict[str, Any] | None) -> list[str]:
         beside = row["shape"].replace("full attention", "nothing")
         cells = f"{row['tokens']:,}", beside, row["stored"], row["loaded"], f"{part:.0%}"
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines if rows else []
+
+
+def _lost(found: dict[str, dict[str, Any]]) -> list[str]:
+    """A table of how engines end that have lost one of two nodes, beside plain vLLM."""
+    tests = [test for result in found.values() for test in result["tests"]]
+    rows = [json.loads(test["lost"]) for test in tests if "lost" in test]
+    lines = [
+        "",
+        "## A lost node",
+        "",
+        "An engine of two tensor-parallel ranks, one on each node. All processes of the second",
+        "node are killed at once: the error that the next request, or the one under way, ends in,",
+        "and after how long. `python scripts/matrix features --select 'nodes|Ray'` does it again.",
+        "",
+        "| Executor | When | Plain vLLM | With the tier |",
+        "| --- | --- | --- | --- |",
+    ]
+    when = {"node_lost": "between requests", "node_lost_at_work": "while it answers"}
+    for row in rows:
+        ends = [f"{end['error']}, {end['seconds']:.1f} s" for end in (row["plain"], row["tier"])]
+        lines.append(f"| {row['executor']} | {when[row['when']]} | {' | '.join(ends)} |")
     return lines if rows else []
 
 

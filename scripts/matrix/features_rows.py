@@ -207,7 +207,8 @@ ROWS = (
     ),
     _engine(
         "the Ray executor",
-        "two tensor-parallel workers that Ray starts, which the tests let 0.32.0's CPU platform do",
+        "two tensor-parallel workers that Ray starts, on one node and on two, which the tests let "
+        "the CPU platform do",
         "test_ray.py",
         beside=("Ray",),
     ),

@@ -5,9 +5,12 @@ It has a host name, processes and shared memory of its own, and the network of t
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,18 +20,25 @@ from engine import engines, release
 from kvoffload_patch.cli.bench.server import HOST, free_port
 
 NAME = "second-node"
-_APART = ["unshare", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+_UNSHARE = ["unshare", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child"]
 _ARRIVE = f'hostname {NAME} && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
-_END_S = 10.0
+# What a command begins with that is to run there. Once it is killed, all that it has started ends.
+APART = [*_UNSHARE, "--mount-proc", "sh", "-c", _ARRIVE, "sh"]
+_END_S, _LATER_S = 10.0, 30.0
 
 
 def why_not() -> str:
     """Why there can be no second node here; empty if there can."""
     if "nnodes" not in release.source("config/parallel.py"):
         return "vLLM of this release has one node only, without Ray"
+    return why_no_host()
+
+
+def why_no_host() -> str:
+    """Why there can be nothing here that looks like another host; empty if there can."""
     if shutil.which("unshare") is None:
         return "this system has no unshare"
-    tried = subprocess.run([*_APART, "sh", "-c", _ARRIVE, "sh", "true"], capture_output=True)
+    tried = subprocess.run([*APART, "true"], capture_output=True)
     return "" if tried.returncode == 0 else "this user may make no host name of its own"
 
 
@@ -48,9 +58,8 @@ class SecondNode:
         port = str(free_port())
         through = [sys.executable, "-m", "kvoffload_patch"] if tier is not None else []
         self._command = [
-            *_APART, "sh", "-c", _ARRIVE, "sh",
-            *through, sys.executable, str(Path(__file__).parent / "forked_server.py"), "serve",
-            engine["model"], "--headless", "--node-rank", "1", *_both(port), *_as_driver(),
+            *APART, *through, sys.executable, str(Path(__file__).parent / "forked_server.py"),
+            "serve", engine["model"], "--headless", "--node-rank", "1", *_both(port), *_as_driver(),
         ]  # fmt: skip
         self._env = engines.environment(
             **(tier or {}), VLLM_HOST_IP=HOST, TEST_LATE=str(late), **release.environment(2)
@@ -103,3 +112,33 @@ def _as_driver() -> list[str]:
 def environment() -> dict[str, str]:
     """What the first node's environment has besides."""
     return {"VLLM_HOST_IP": HOST, "TEST_FORK_WORKERS": "1"}
+
+
+def assert_end_alike(
+    record: Callable[[str, str], None], ends: list[dict[str, Any]], **about: str
+) -> None:
+    """A lost node ends both engines with the same error, which is not the tier's, and as soon.
+
+    Args:
+        record: pytest's `record_property`, for docs/features.md.
+        ends: of plain vLLM, and of the one with the tier.
+        about: what was lost, in words.
+    """
+    plain, tiered = ends
+    record("lost", json.dumps({**about, "plain": plain, "tier": tiered}))
+    assert plain["error"] and plain["error"] == tiered["error"], ends
+    assert "kvoffload" not in tiered["said"]
+    assert tiered["seconds"] < plain["seconds"] + _LATER_S, ends
+
+
+def shared_files() -> set[Path]:
+    """The tier's files in shared memory, of every engine of this machine."""
+    return set(Path("/dev/shm").glob("kvoffload-*"))
+
+
+def assert_nothing_is_left(before: set[Path]) -> None:
+    """None but those; another engine has one only while it starts."""
+    until = time.monotonic() + _LATER_S
+    while left := shared_files() - before:
+        assert time.monotonic() < until, left
+        time.sleep(0.1)

@@ -42,15 +42,13 @@ class Stage:
         """Fill the GPU cache with other prompts."""
         self.play(prompts(seed, 8, 420), max_tokens=1)
 
-    def counter(self, name: str) -> int:
-        """One of vLLM's own counters."""
-        return sum(int(m.value) for m in self.llm.get_metrics() if m.name == name)
+    def counter(self, name: str, source: str | None = None) -> int:
+        """One of vLLM's own counters; with a source, what it counts of that one."""
+        found = [m for m in self.llm.get_metrics() if m.name == name]
+        return sum(int(m.value) for m in found if not source or m.labels["source"] == source)
 
     def loaded_tokens(self) -> int | None:
-        """Tokens found beyond the GPU's cache; None where neither vLLM nor the tier can say.
-
-        vLLM counts them from 0.11.1 on; before that the tier's own count is taken.
-        """
+        """Tokens found beyond the GPU's cache: vLLM's count (from 0.11.1 on), else the tier's."""
         if release.counts_external_hits():
             return self.counter("vllm:external_prefix_cache_hits")
         return self.tier_stats()["loaded"] * self.block_size if self.core else None

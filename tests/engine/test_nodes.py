@@ -63,12 +63,15 @@ def test_a_node_without_the_tier_is_refused_by_name(real, tmp_path):
     assert lines[-1].endswith("(start vLLM through kvoffload_patch on every host)")
 
 
-def test_a_node_that_is_lost_ends_the_engine_as_without_the_tier(real, tmp_path):
-    ends = []
+@pytest.mark.parametrize("when", ["node_lost", "node_lost_at_work"])
+def test_a_node_that_is_lost_ends_the_engine_as_without_the_tier(
+    real, tmp_path, record_property, when
+):
+    ends, before = [], nodes.shared_files()
     for tier in (None, TIER):
         with nodes.SecondNode({"model": real.model}, tmp_path / "log", tier) as second:
             lost = {"TEST_LOSE": str(second.pid), **nodes.environment()}
             play = real.off if tier is None else partial(real.on, tier=tier)
-            ends.append(play(["node_lost"], second.first, **lost)["node_lost"]["error"])
-    plain, tiered = (error.partition(":")[0] for error in ends)
-    assert plain and plain == tiered
+            ends.append(play([when], second.first, **lost)[when])
+    nodes.assert_end_alike(record_property, ends, executor="multi-node mp", when=when)
+    nodes.assert_nothing_is_left(before)

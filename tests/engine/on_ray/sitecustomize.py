@@ -1,10 +1,24 @@
-"""In processes that Ray starts: `ray_on_cpu`, as soon as vLLM has its CPU platform."""
+"""In processes that Ray starts: `ray_on_cpu`, as soon as vLLM has its CPU platform.
+
+And ranks on two hosts share no memory: vLLM's CPU build takes them for ranks on one host, because
+it compares what Ray gives both the same. So each names its host, too.
+"""
 
 import os
 
 if "TEST_RAY_ON_CPU" in os.environ:
+    import socket
+
     import wrapt
+
+    def _name_host(module):
+        shared = module._CPUSHMDistributed
+        named = shared.make_group_name
+        shared.make_group_name = staticmethod(lambda it: f"{named(it)}-{socket.gethostname()}")
 
     wrapt.register_post_import_hook(
         lambda module: setattr(module.CpuPlatform, "ray_device_key", "GPU"), "vllm.platforms.cpu"
+    )
+    wrapt.register_post_import_hook(
+        _name_host, "vllm.distributed.device_communicators.cpu_communicator"
     )

@@ -77,3 +77,11 @@ def test_results_that_others_write_meanwhile_are_kept(
 
 def test_what_no_test_runs_is_not_green() -> None:
     assert features.verdict(Row("b", "the checks"), None) == "not shown: no test runs it"
+
+
+def test_how_engines_end_that_have_lost_a_node_is_in_a_table() -> None:
+    ends = {"plain": {"error": "A", "seconds": 0.04}, "tier": {"error": "B", "seconds": 12.0}}
+    lost = json.dumps({"executor": "Ray", "when": "node_lost_at_work", **ends})
+    text = features.page({ROW.name: result({"outcome": "passed", "lost": lost})})
+    assert "| Ray | while it answers | A, 0.0 s | B, 12.0 s |" in text
+    assert "A lost node" not in features.page({ROW.name: result({"outcome": "passed"})})
