@@ -172,6 +172,8 @@ def _unknown(word: str) -> str:
     """The sentence for what is neither ours nor a program, with what may have been meant."""
     near = difflib.get_close_matches(word, _OWN, n=1, cutoff=0.7)
     closest = f"; the closest command of kvoffload is {near[0]}" if near else ""
+    if word == "serve":
+        closest = ", such as `kvoffload vllm serve MODEL`"
     return (
         f"kvoffload_patch: {word!r} is neither beside {sys.executable} nor on PATH, expected a"
         f" program to run{closest}; correct it, or give its path."

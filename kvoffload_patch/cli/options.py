@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from kvoffload_patch.config import VARIABLES, option
+
 EXIT_REFUSED = 2
 
 # argparse's own words for what it refuses, and ours.
@@ -83,6 +85,13 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, word: str) -> str:
         name = word.partition("=")[0]
+        rows = (row for row in VARIABLES.values() if not row.description.startswith("internal"))
+        variable = next((row.name for row in rows if option(row.name) == name), "")
+        if variable:
+            return (
+                f"{name} is not an option of {self.prog}, but a variable has that setting; leave "
+                f"it out, and set {variable} in the environment."
+            )
         near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.5)
         closest = f"the closest one is {near[0]}; " if near and word.startswith("-") else ""
         kind = "an option" if word.startswith("-") else "an argument"

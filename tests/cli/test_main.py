@@ -88,6 +88,8 @@ def test_unknown_command(box: Sandbox) -> None:
     assert last.endswith(" expected a program to run; correct it, or give its path.")
     (line,) = box.run("-m", "kvoffload_patch", "statsu").stderr.splitlines()
     assert "the closest command of kvoffload is status; correct it" in line
+    (line,) = box.run("-m", "kvoffload_patch", "serve", "m").stderr.splitlines()[-1:]
+    assert "expected a program to run, such as `kvoffload vllm serve MODEL`; correct it" in line
 
 
 def test_command_that_cannot_be_executed(box: Sandbox) -> None:

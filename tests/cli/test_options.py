@@ -39,6 +39,9 @@ def refused(argv: list[str], capsys: Any) -> str:
     ("argv", "said"),
     [
         (["--cpu-gb", "4", "vllm"], ["--cpu-gb is not an option of kvoffload", "one is --cpu-gib"]),
+        (["--eviction", "lru", "vllm"],
+         ["--eviction is not an option of kvoffload, but a variable", "set KVOFFLOAD_EVICTION in"]),
+        (["--options", "x"], ["--options is not an option of kvoffload, the closest"]),
         (["--cpu-gib", "--check"], ["--cpu-gib has no value, expected one"]),
         ([], ["expected a COMMAND to run, found none"]),
         (["--json", "status"], ["expected --json beside --check or behind a command"]),
