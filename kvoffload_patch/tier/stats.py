@@ -33,6 +33,7 @@ class TierStats:
         few_uses: blocks that were not stored because they had been used too seldom.
         decode: blocks of answers that were not stored because none are.
         opted_out: blocks that were not stored because their request said so.
+        paused: blocks that were not stored because the tier was paused.
         failed: blocks whose copy failed, in either direction.
         failed_copies: copies that failed, of however many blocks.
         failed_by: both, by link and reason; all of `links.FAILURES` are there.
@@ -48,6 +49,7 @@ class TierStats:
     few_uses: int = 0
     decode: int = 0
     opted_out: int = 0
+    paused: int = 0
     failed: int = 0
     failed_copies: int = 0
     mismatches: int = 0
@@ -58,7 +60,7 @@ class TierStats:
         """Blocks that were not stored, by reason."""
         return {
             "no_room": self.dropped, "overwritten": self.overwritten, "few_uses": self.few_uses,
-            "decode": self.decode, "opted_out": self.opted_out,
+            "decode": self.decode, "opted_out": self.opted_out, "paused": self.paused,
         }  # fmt: skip
 
     def add_failed(self, link: Link, reason: str, blocks: int) -> None:

@@ -215,6 +215,7 @@ class SchedulerTier:
         """GPU blocks by the keys that the step computes in them, as far as that needs no check."""
         computed = self.choice.computed(self.cached, scheduled)
         if self.paused:
+            self._manager.stats.paused += len(computed)
             return {}
         if self._invalid.untrusted:
             self._queue_offered(computed)
@@ -381,9 +382,8 @@ class SchedulerTier:
 
     def counts(self) -> TierCounts:
         """What was counted since start, and what is so now."""
-        report, loads = self._report, self._loads
+        report, loads, sizes = self._report, self._loads, self._view.block_sizes
         begun = loads.num_inline, loads.num_parked_ever
-        sizes = self._view.block_sizes
         return TierCounts(
             report.queried, report.hit, *begun, loads.num_parked, sizes, self._admission.stalled_ms
         )
