@@ -29,9 +29,13 @@ def node(real):
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed; scripts/matrix features installs it")
     with tempfile.TemporaryDirectory(dir="/tmp") as folder, RayNode(Path(folder)) as started:
-        if not vllm.is_default():
-            vllm.must_play(real.off(["setup"], RAY, **started.environment))
+        _must_play(real, started.environment)
         yield started
+
+
+def _must_play(real, environment: dict[str, str]) -> None:
+    if not vllm.is_default():
+        vllm.must_play(real.off(["setup"], RAY, **environment))
 
 
 @contextmanager
@@ -73,6 +77,7 @@ def test_a_ray_worker_without_the_tier_is_refused(real, node):
 @pytest.mark.usefixtures("hosts")
 def test_a_rank_on_another_node_gets_the_settings(real):
     with two_nodes() as (environment, _):
+        _must_play(real, environment)
         _answers_the_same(real, environment)
 
 
@@ -83,6 +88,7 @@ def test_a_node_that_is_lost_ends_the_engine_as_without_the_tier(real, record_pr
     for tier in (None, MODE):
         with two_nodes() as (environment, pid):
             play = real.off if tier is None else partial(real.on, tier=tier)
-            ends.append(play([when], RAY, TEST_LOSE=str(pid), **environment)[when])
+            run = play([when], RAY, TEST_LOSE=str(pid), **environment)
+            ends.append((run if tier else vllm.must_play(run))[when])
     nodes.assert_end_alike(record_property, ends, executor="Ray", when=when)
     nodes.assert_nothing_is_left(before)
