@@ -72,6 +72,9 @@ def chosen(found: Sequence[client.Engine], name: str | None, every: bool) -> lis
         Refused: none runs, none has this name, or there are several and nobody has said which.
     """
     names = ", ".join(engine.name for engine in found)
+    wrong = [] if found else client.not_looked_into()
+    if wrong:
+        raise Refused(" ".join(wrong))
     if not found:
         raise Refused(
             "expected a running engine of this user, found none; start one with the CPU tier, ask "

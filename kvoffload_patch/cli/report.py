@@ -10,6 +10,7 @@ from kvoffload_patch import _bootstrap
 from kvoffload_patch.cli import engines
 from kvoffload_patch.cli.options import Parser
 from kvoffload_patch.config import as_given
+from kvoffload_patch.control import client
 
 EXIT_OK, EXIT_REFUSED = 0, 2
 
@@ -32,7 +33,8 @@ def main(argv: Sequence[str]) -> int:
     if as_json:
         print(json.dumps({**found, "engines": running}, indent=1))
     else:
-        print("\n".join([text(found), *map(engines.text, running)]))
+        hidden = [f"engines:      {one}" for one in client.not_looked_into()]
+        print("\n".join([text(found), *hidden, *map(engines.text, running)]))
     return EXIT_OK if found["verdict"] == "ok" else EXIT_REFUSED
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from kvoffload_patch.control import folder as folders
 from kvoffload_patch.control import wire
 from kvoffload_patch.control.commands import STATUS
-from kvoffload_patch.control.errors import Refused
+from kvoffload_patch.control.errors import Refused, Silent
 
 # A change waits for the step under way, and for copies under way where memory is given back.
 ANSWER_S = 120.0
@@ -43,15 +43,38 @@ def find(environ: Mapping[str, str] | None = None) -> list[Engine]:
     return found
 
 
+def not_looked_into(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Why engines cannot be found in folders that there are, a sentence for each of these."""
+    wrong = []
+    for path in folders.candidates(environ):
+        try:
+            os.close(folders.open_one(path))
+        except Refused as refusal:
+            wrong.append(str(refusal))
+        except OSError:  # there is none
+            continue
+    return wrong
+
+
 def ask(engine: Engine, command: str, **arguments: str) -> dict[str, Any]:
     """The answer of an engine, which is an object of its own for each command.
 
     Raises:
         Refused: it does not answer, or refuses; the text is its own sentence.
     """
+    if command != STATUS:
+        # A change may take long: whether anybody is there at all is known sooner.
+        ask(engine, STATUS)
     seconds = STATUS_S if command == STATUS else ANSWER_S
     try:
         answer = _exchange(engine, {"command": command, **arguments}, seconds)
+    except Silent:
+        pid = engine.name.partition("-")[0]
+        raise Refused(
+            f"expected engine {engine.name} to answer within {seconds:g} s, found that it did not; "
+            f"see by `ps -o stat,time,cmd {pid}` whether its process is stopped (T) or busy, and "
+            "continue it (`kill -CONT`) or restart the server."
+        ) from None
     except OSError as error:
         raise Refused(f"expected engine {engine.name} to answer, found {error}.") from None
     result = answer.get("result")

@@ -80,9 +80,11 @@ def open_one(path: Path) -> int:
     found = os.fstat(folder)
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         os.close(folder)
+        own = found.st_uid == os.geteuid()
         raise Refused(
             f"expected {path} to be open to user {os.geteuid()} alone, found mode "
-            f"{stat.S_IMODE(found.st_mode):o} and owner {found.st_uid}; remove it."
+            f"{stat.S_IMODE(found.st_mode):o} and owner {found.st_uid}; "
+            f"{'set its mode to 700' if own else 'remove it'}."
         )
     return folder
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvoffload_patch.control.errors import Refused
+from kvoffload_patch.control.errors import Refused, Silent
 
 REQUEST_BYTES, ANSWER_BYTES = 4_096, 65_536
 MESSAGE_S = 2.0  # from the first byte that is waited for to the last
@@ -45,7 +45,8 @@ def receive(connection: socket.socket, limit: int, seconds: float = MESSAGE_S) -
     """The message of the other end.
 
     Raises:
-        Refused: it is no message, too long, or does not come in time.
+        Silent: it does not come in time.
+        Refused: it is no message, or too long.
         OSError: the other end is gone.
     """
     until = time.monotonic() + seconds
@@ -58,7 +59,7 @@ def receive(connection: socket.socket, limit: int, seconds: float = MESSAGE_S) -
         except socket.timeout:  # noqa: UP041 - not yet TimeoutError in Python 3.9
             more = None
         if more is None:
-            raise Refused(f"expected a whole message within {seconds:g} s, found {len(data)} bytes")
+            raise Silent(f"expected a whole message within {seconds:g} s, found {len(data)} bytes")
         data += more
         if len(data) > limit:
             raise Refused(f"expected a message of {limit} bytes at most, found more")

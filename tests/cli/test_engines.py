@@ -31,7 +31,7 @@ STATUS = {
 
 
 class Engine:
-    """Answers as an engine, and notes what it is asked."""
+    """Answers as an engine, and notes what it is asked besides its status."""
 
     def __init__(self, **more: Any) -> None:
         self.asked: list[Command] = []
@@ -40,7 +40,8 @@ class Engine:
         self.name = self.listener.name.removesuffix(".sock")
 
     def answer(self, command: Command) -> Mapping[str, Any]:
-        self.asked.append(command)
+        if command.name != "status":
+            self.asked.append(command)
         if command.name == "resize" and command.values["gib"] > 2:
             raise Refused("expected 2.00 GiB at most.")
         return {**STATUS, **self.more}
@@ -74,6 +75,21 @@ def test_every_command_is_known_to_the_command_line_and_has_help(capsys: Any) ->
             main.main([name, "--help"])
         text = capsys.readouterr().out
         assert ended.value.code == 0 and f"example: kvoffload {name}" in text
+
+
+def test_an_engine_in_a_folder_that_others_can_enter_is_not_said_to_be_missing(
+    one: Engine, tmp_path: Path, capsys: Any
+) -> None:
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    folder.chmod(0o777)
+    for argv in (["empty"], ["top", "--once"]):
+        assert main.main(argv) == 2
+        line = capsys.readouterr().err
+        assert f"expected {folder} to be open to user" in line and "set its mode to 700." in line
+    main.main(["status"])
+    assert f"\nengines:      expected {folder} to be open to user" in capsys.readouterr().out
+    folder.chmod(0o700)
+    assert main.main(["empty"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +42,42 @@ def test_a_server_that_does_not_answer_is_not_waited_for_long(
     made = Listener(lambda command: [].append(wire.time.sleep(0.5)) or {}, runtime)
     with pytest.raises(Refused, match="within 0.05 s"):
         client.ask(client.find(runtime)[0], "status")
+    made.close()
+
+
+def test_a_server_that_is_silent_is_not_asked_to_change_anything(
+    runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a process that is stopped: a change is waited for longer than a status."""
+    monkeypatch.setattr(client, "STATUS_S", 0.05)
+    asked = []
+
+    def answer(command: Any) -> dict[str, Any]:
+        asked.append(command.name)
+        wire.time.sleep(0.5)
+        return {}
+
+    made = Listener(answer, runtime)
+    (engine,) = client.find(runtime)
+    with pytest.raises(Refused) as caught:
+        client.ask(engine, "pause")
+    made.close()
+    assert asked == ["status"]
+    said = str(caught.value)
+    assert said.startswith(f"expected engine {engine.name} to answer within 0.05 s, found that")
+    assert f"`ps -o stat,time,cmd {os.getpid()}`" in said and said.endswith("restart the server.")
+
+
+def test_a_folder_that_is_open_to_others_is_named(runtime: dict[str, str]) -> None:
+    made = Listener(dict, runtime)
+    assert client.not_looked_into(runtime) == []
+    (engine,) = client.find(runtime)
+    engine.path.parent.chmod(0o755)
+    assert client.find(runtime) == []
+    (said,) = client.not_looked_into(runtime)
+    assert said.startswith(f"expected {engine.path.parent} to be open to user ")
+    assert said.endswith("; set its mode to 700.")
+    engine.path.parent.chmod(0o700)
     made.close()
 
 
