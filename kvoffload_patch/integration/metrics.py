@@ -95,6 +95,12 @@ METRICS = (
     Metric("queried_tokens", "counter", "Tokens that admitted requests did not find on the GPU."),
     Metric("hit_tokens", "counter", "Of these, the tokens that the tier had."),
     Metric(
+        "recomputed_tokens",
+        "counter",
+        "Queried tokens that the tier did not have either: they were computed, unless a KV "
+        "connector had them.",
+    ),
+    Metric(
         "loaded_tokens",
         "counter",
         "Tokens of the blocks loaded; with several KV cache groups, on average over these. More "

@@ -92,6 +92,8 @@ def test_figures_of_every_engine_are_on_metrics_and_agree(
     # With two engines a prompt comes back to one that has not computed it, at times.
     assert 0 < hit <= 3 * len(asked) * FULL and (num_engines > 1 or hit == 3 * len(asked) * FULL)
     assert found["kvoffload_loaded_tokens_total"] == hit
+    missed = found["kvoffload_queried_tokens_total"] - hit
+    assert found["kvoffload_recomputed_tokens_total"] == missed > 0
     assert found["kvoffload_loaded_blocks_total"] == hit / BLOCK
     assert found["kvoffload_copies_total load"] == found["kvoffload_copy_seconds_count load"] > 0
     on_gpu = found["vllm:prefix_cache_hits_total"]

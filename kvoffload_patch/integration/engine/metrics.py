@@ -305,6 +305,7 @@ class Reporter:
         yield "growing", (), int(manager.growing)
         yield "queried_tokens", (), counts.queried
         yield "hit_tokens", (), counts.hit
+        yield "recomputed_tokens", (), counts.queried - counts.hit
         # A prefix takes one block of each group, whose sizes are the same as a rule.
         sizes = counts.block_sizes
         yield "loaded_tokens", (), round(stats.loaded * sum(sizes) / len(sizes) ** 2)

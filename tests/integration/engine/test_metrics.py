@@ -116,6 +116,7 @@ def test_figures_are_those_of_the_tier_when_the_engine_is_idle(load_mode: str) -
     assert found["loaded_blocks"] == stats.loaded and found["stored_blocks"] == stats.stored
     assert found["stored_bytes"] == stats.stored * BLOCK_BYTES
     assert found["loaded_tokens"] == found["hit_tokens"] == 3 * BLOCK
+    assert found["recomputed_tokens"] == found["queried_tokens"] - found["hit_tokens"] > 0
     assert found["queried_tokens"] == sum(len(p) for p in mini.prompts.values())
     assert found["used_blocks"] == mini.manager.num_used
     assert found[f"loading_requests {load_mode}"] == 1
