@@ -61,6 +61,40 @@ def make_mini(**about: Any) -> Any:
     return ElasticMini(**about)
 
 
+def geometry() -> dict[str, int]:
+    """Kernel blocks and bytes of a block in kvcached's own views, in each of its layouts.
+
+    Every byte of a block is found in the rows of the layout, and no byte of another.
+    """
+    import torch
+    from kvcached.integration.vllm import interfaces
+
+    from kvoffload_patch.transfer.layout import layout_by_bytes
+
+    block, heads, width, layers, blocks, half = 16, 2, 8, 3, 40, 24_576
+    nbytes, seen = 2 * block * heads * width * 2, {}
+    shapes = {
+        "K and V first": (2, 7, block, heads, width), "blocks first": (7, 2, block, heads, width),
+    }  # fmt: skip
+    for name, shape in shapes.items():
+        for contiguous, kernel in ((True, block), (False, block), (False, 8)):
+            interfaces._contiguous_layout = contiguous
+            raw = [torch.zeros(2 * half * layers**contiguous // 2, dtype=torch.int16)]
+            raw *= 1 if contiguous else layers
+            raw = [one.clone() for one in raw]
+            about = shape, block, torch.bfloat16, "MHA", blocks, half, layers, kernel
+            tensors, _ = interfaces.build_kv_views(raw, *about)
+            layout = layout_by_bytes(tensors, nbytes, 3)
+            assert (layout.num_blocks, layout.block_bytes) == (blocks, layers * nbytes)
+            for view in layout.block_views(5):
+                view.fill_(1)
+            for row in layout.rows:
+                assert row[5].view(torch.bfloat16).eq(1).all()
+                assert not row[:5].any() and not row[6:].any()
+            seen[f"{name}, contiguous {contiguous}, kernel blocks of {kernel}"] = len(layout.rows)
+    return seen
+
+
 def main(asked: str, folder: str) -> None:
     release, _, sources = asked.partition("=")
     from scheduler_half.half import use_release
@@ -70,7 +104,7 @@ def main(asked: str, folder: str) -> None:
     from scheduler_half.elastic_mini import SCENARIOS
 
     seen = {name: scenario(make_mini) for name, scenario in SCENARIOS.items()}
-    print(json.dumps(seen))
+    print(json.dumps({**seen, "geometry": geometry()}))
 
 
 if __name__ == "__main__":

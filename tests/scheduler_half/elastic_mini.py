@@ -268,6 +268,26 @@ def memory_limited(make: Callable[..., Any]) -> Facts:
     return {"mapped": most, "loaded": mini.manager.stats.loaded}
 
 
+def one_coordinator(make: Callable[..., Any]) -> Facts:
+    """kvcached gives each coordinator of a process a pool; the tier makes none."""
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+
+    made, init = list[Any](), KVCacheCoordinator.__init__
+
+    def count(self: Any, *args: Any, **kwargs: Any) -> None:
+        made.append(self)
+        init(self, *args, **kwargs)
+
+    KVCacheCoordinator.__init__ = count
+    try:
+        mini = make()
+        talk(mini, 10, turns=2)
+    finally:
+        KVCacheCoordinator.__init__ = init
+    assert made == [mini.kv_manager.coordinator] and mini.manager.stats.loaded
+    return {"made": len(made)}
+
+
 def detached(make: Callable[..., Any]) -> Facts:
     """A tier that fails gives everything back, and the pool evicts as ever."""
     mini = make(limit=10, late=3)
@@ -298,6 +318,7 @@ SCENARIOS = {
         reset_while_storing,
         memory_taken_by_others,
         memory_limited,
+        one_coordinator,
         detached,
         conversations,
     )

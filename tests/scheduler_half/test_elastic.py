@@ -53,6 +53,7 @@ def test_no_copy_outlives_the_memory_of_its_blocks() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["conversations"]["unmaps"] > 0
+    assert set(seen["geometry"].values()) == {1, 6}, "rows: of all layers, or K and V of each"
 
 
 def test_the_tiers_hooks_come_before_kvcacheds() -> None:
