@@ -190,8 +190,8 @@ class Settings:
         _store,
         "one of " + ", ".join(STORES),
         "when blocks are stored: as they are computed (eager), when the GPU is about to lose them "
-        "(lazy), or as they are computed until the tier is full, then lazily (auto); the last two "
-        "recompute less and cost the engine's thread more",
+        "(lazy), or as they are computed, and lazily while that recomputes clearly less (auto); "
+        "storing lazily costs the engine's thread more",
     )
     store_decode: bool = _variable(
         "KVOFFLOAD_STORE_DECODE",

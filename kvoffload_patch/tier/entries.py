@@ -98,6 +98,10 @@ class HeldSlots:
         """Whether a transfer reads a slot."""
         return slot in self._read
 
+    def pinned(self) -> list[int]:
+        """Slots that a transfer reads and whose keys are known."""
+        return list(self._read - self._forgotten)
+
     def end_read(self, keys: Keys, slots: Slots) -> tuple[Keys, Slots]:
         """A transfer has read these slots; returns what no other one reads."""
         if self._read_again:

@@ -64,6 +64,15 @@ class Exclusive:
         self._again: set[Hashable] = set()  # keys that were used again on the GPU
         self._owed = 0  # blocks to be handed out until it tries again
 
+    def begin(self, slots: Iterable[int]) -> None:
+        """The other policy orders these already."""
+        for slot in slots:
+            self._given[slot] = 1
+
+    def end(self) -> None:
+        """The other policy orders all of them from now on. O(copies)."""
+        self._others.insert(self._copies.take_oldest(0, self._copies.sizes[0]))
+
     # What the GPU holds
 
     @property

@@ -57,6 +57,8 @@ class OffloadManager(TierState):
         """A request hits these GPU blocks with these keys, head first, if they are still cached."""
         if self._uses is not None:
             self._uses.count(keys, self.num_slots)
+        if self._gain is not None:
+            self._gain.hit_on_gpu(keys)
         if self._exclusive is not None:
             self._exclusive.hit_on_gpu(gpu_block_ids, keys, cached)
             if not self._exclusive.tight:
@@ -93,6 +95,8 @@ class OffloadManager(TierState):
             self.stats.held += len(computed) - len(missed)
         if self._uses is not None:
             self._uses.count(missed, self.num_slots)
+        if self._gain is not None:
+            self._gain.computed(missed)
         if self._exclusive is not None and computed:
             self._exclusive.filled(tuple(computed), tuple(computed.values()))
             self._policy.miss(reversed(tuple(missed)))
@@ -160,7 +164,7 @@ class OffloadManager(TierState):
         written = self._store_to[slot] > self._stores.done
         if not written:
             self._policy.remove((slot,))
-        elif self._prefixes is not None:
+        else:
             self._prefixes.forget((slot,))
         if written or self._held.is_read(slot):
             self._held.forget((slot,))  # the transfer gives it back when it is done
@@ -179,6 +183,8 @@ class OffloadManager(TierState):
         if max(map(self._store_to.__getitem__, slots), default=0) > self._stores.done:
             raise KeyError(next(key for key in keys if not self.lookup(key)))
         self._policy.pin(slots[::-1])
+        if self._gain is not None:
+            self._gain.loaded(keys)
         if self._exclusive is not None:
             self._exclusive.loaded(keys, gpu_block_ids)
         self._held.read(slots)
@@ -218,6 +224,8 @@ class OffloadManager(TierState):
                 be stored with those queued, and behind them.
             leaving: what `leaving` said since the last block was handed out.
         """
+        if self._gain is not None:
+            self._follow_gain()
         some = computed or leaving or self._queue
         store = self._plan_store(storable, computed, leaving) if some else ()
         waits, done = tickets_of(self._links.values())
@@ -264,13 +272,13 @@ class OffloadManager(TierState):
         self._key_of = [None] * self.num_slots
         self._queue = StoreQueue()
         self._ended = EndedRequests()
-        self._policy = self._make_policy()
+        self._begin_policy()
         self._slots = SlotPool(self.num_slots, reserved=held)
 
     def change_policy(self, policy: Callable[[Sequence[Hashable]], EvictionPolicy]) -> None:
         """Evict by another policy, which is told what there is as stored once; O(slots in use)."""
         self._new_policy = policy
-        self._begin_policy(self.num_slots)
+        self._reorder(self.num_slots)
 
     def resize(self, num_slots: int) -> int:
         """Use no more than so many slots; blocks behind them are forgotten. O(slots in use).
@@ -285,7 +293,7 @@ class OffloadManager(TierState):
             for key in beyond:
                 self.discard(key)
             self._slots.shrink(num_slots)
-            self._begin_policy(num_slots)
+            self._reorder(num_slots)
         return self._sizing
 
     # Inside
@@ -299,13 +307,16 @@ class OffloadManager(TierState):
             self._slots.grow(num_slots, late)
             self._policy.grow()
 
-    def _begin_policy(self, num_slots: int) -> None:
+    def _reorder(self, num_slots: int) -> None:
         """A new policy for so many slots, and for what can be evicted now, in its order."""
-        order = self._prefixes
-        in_order = self._policy.evict(self.num_slots) if order is None else order.take_all()
+        self._be_inclusive()
+        in_order = self._prefixes.take_all()
         self._count_slots(num_slots)
-        self._policy = self._make_policy(order)
-        self._policy.insert(in_order)
+        self._prefixes.policy = self._new_policy(self._key_of)
+        pinned = self._held.pinned()
+        self._prefixes.insert([*in_order, *pinned])
+        self._prefixes.pin(pinned)
+        self._follow_gain()
 
     def _plan_store(
         self,
@@ -382,16 +393,3 @@ class OffloadManager(TierState):
         if link is self._loads:
             keys, slots = self._held.end_read(keys, slots)
         self._let_go(keys, slots)
-
-    def _let_go(self, keys: Keys, slots: Slots) -> tuple[Keys, Slots]:
-        """Nothing uses these slots any more: free those whose keys were forgotten meanwhile.
-
-        Returns:
-            The other keys, and their slots.
-        """
-        forgotten = self._held.take_forgotten(slots)
-        if not forgotten:
-            return keys, slots
-        self._slots.free(slot for slot in forgotten if slot < self.num_slots)
-        kept = [(key, slot) for key, slot in zip(keys, slots) if slot not in forgotten]
-        return [key for key, _ in kept], [slot for _, slot in kept]

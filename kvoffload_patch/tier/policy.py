@@ -41,7 +41,10 @@ class EvictionPolicy(Protocol):
         """
 
     def pin(self, slots: Sequence[int]) -> None:
-        """These are loaded, which is a use, and cannot be evicted until `unpin`."""
+        """These are loaded, which is a use, and cannot be evicted until `unpin`.
+
+        Some may be pinned already, for another load; `unpin` comes once all of them are over.
+        """
 
     def unpin(self, slots: Sequence[int]) -> None:
         """These can be evicted again; their load ends only now."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from kvoffload_patch.links import CPU, LOAD, STORE, Link
-from kvoffload_patch.tier.entries import HeldSlots, LinkTickets
+from kvoffload_patch.tier.entries import HeldSlots, Keys, LinkTickets, Slots
 from kvoffload_patch.tier.exclusive import Exclusive
+from kvoffload_patch.tier.gain import ExclusiveGain
 from kvoffload_patch.tier.plan import Transfer, TransferResult
 from kvoffload_patch.tier.policy import EvictionPolicy
 from kvoffload_patch.tier.prefixes import PrefixOrder
@@ -26,6 +27,8 @@ class TierState:
         store: when blocks are stored: `eager`, as they are computed; `lazy`, when the GPU is about
             to lose them; `auto`, as they are computed while slots are free, then `lazy`.
         min_uses: how often a block must have been computed, or hit on the GPU, to be stored.
+        gpu_blocks: of the GPU's prefix cache. `auto` weighs what they add to the tier, and is as
+            `eager` unless it pays to be lazy; 0: that is not weighed.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class TierState:
         growing: bool = False,
         store: str = "eager",
         min_uses: int = 1,
+        gpu_blocks: int = 0,
     ) -> None:
         self.num_slots = num_slots
         self.stats = TierStats()
@@ -42,6 +46,8 @@ class TierState:
         self.on_left: Callable[[Iterable[Hashable]], None] | None = None
         self._new_policy, self._store_policy = policy, store
         self._stores_ahead = store == "auto"
+        weighed = self._stores_ahead and gpu_blocks > 0
+        self._gain = ExclusiveGain(num_slots, gpu_blocks) if weighed else None
         self._slots = SlotPool(num_slots)
         self._growing, self._sizing = growing, 0
         self._slot_of: dict[Hashable, int] = {}
@@ -56,12 +62,19 @@ class TierState:
         self._new_loads: list[Transfer] = []
         self._promised: list[tuple[Link, int]] = []
         self._ended = EndedRequests()
-        self._policy = self._make_policy()
+        self._exclusive: Exclusive | None = None
+        self._policy: EvictionPolicy
+        self._begin_policy()
 
     @property
     def lazy(self) -> bool:
         """Whether the GPU may hold what is stored only when it is about to lose that."""
         return self._exclusive is not None
+
+    @property
+    def may_look_ahead(self) -> bool:
+        """Whether `looks_ahead` may ever be true."""
+        return self._store_policy != "eager" or self._growing
 
     @property
     def looks_ahead(self) -> bool:
@@ -125,24 +138,53 @@ class TierState:
 
     # Inside
 
-    def _make_policy(self, before: PrefixOrder | None = None) -> EvictionPolicy:
-        """A new policy, behind what knows of prefixes already, if there is such."""
-        policy = self._new_policy(self._key_of)
-        self._exclusive, self._prefixes = None, before
-        if before is not None:
-            before.policy = policy
-            return before
-        if self._store_policy == "eager":
-            self._prefixes = PrefixOrder(policy, self._key_of, self._is_idle)
-            return self._prefixes
-        self._exclusive = Exclusive(policy, self._key_of, self._slot_of)
-        return self._exclusive
+    def _begin_policy(self) -> None:
+        """A new eviction policy, which knows of nothing."""
+        self._prefixes = PrefixOrder(self._new_policy(self._key_of), self._key_of, self._is_idle)
+        self._exclusive, self._policy = None, self._prefixes
+        self._follow_gain()
+
+    def _follow_gain(self) -> None:
+        """Hold other blocks than the GPU if that is wanted, or pays; O(slots in use) if not yet."""
+        lazy = self._store_policy != "eager" if self._gain is None else self._gain.pays
+        if lazy != (self._exclusive is not None):
+            if lazy:
+                self._be_exclusive()
+            else:
+                self._be_inclusive()
+
+    def _be_exclusive(self) -> None:
+        """What the GPU holds as well leaves first from now on, as far as it is told of it."""
+        self._ended = EndedRequests()
+        self._prefixes.remove(self._held.pinned())
+        self._exclusive = self._policy = Exclusive(self._prefixes, self._key_of, self._slot_of)
+        self._exclusive.begin(filter(self._is_idle, self._slot_of.values()))
+
+    def _be_inclusive(self) -> None:
+        """The tier may hold what the GPU holds: the policy alone says what leaves."""
+        if self._exclusive is not None:
+            self._exclusive.end()
+            pinned = self._held.pinned()
+            self._prefixes.insert(pinned)
+            self._prefixes.pin(pinned)
+        self._exclusive, self._policy = None, self._prefixes
 
     def _tell_ended(self) -> None:
         """Tell of prefixes whose copies are done."""
-        if self._prefixes is not None:
-            done = self._stores.done, self._loads.done
-            self._ended.tell(*done, self._slot_of, self._prefixes)
+        self._ended.tell(self._stores.done, self._loads.done, self._slot_of, self._prefixes)
+
+    def _let_go(self, keys: Keys, slots: Slots) -> tuple[Keys, Slots]:
+        """Nothing uses these slots any more: free those whose keys were forgotten meanwhile.
+
+        Returns:
+            The other keys, and their slots.
+        """
+        forgotten = self._held.take_forgotten(slots)
+        if not forgotten:
+            return keys, slots
+        self._slots.free(slot for slot in forgotten if slot < self.num_slots)
+        kept = [(key, slot) for key, slot in zip(keys, slots) if slot not in forgotten]
+        return [key for key, _ in kept], [slot for _, slot in kept]
 
     def _is_idle(self, slot: int) -> bool:
         """Whether no transfer under way uses a slot that holds a block."""
@@ -154,6 +196,8 @@ class TierState:
         del self._key_of[num_slots:], self._store_to[num_slots:]
         self._key_of += [None] * (num_slots - len(self._key_of))
         self._store_to += [0] * (num_slots - len(self._store_to))
+        if self._gain is not None:
+            self._gain.resize(num_slots)
 
     def _often_used(self, blocks: Mapping[Hashable, int]) -> Mapping[Hashable, int]:
         """Those of these, which could be stored now, that were used often enough for it."""

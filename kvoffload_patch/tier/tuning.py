@@ -33,3 +33,7 @@ MODEL_MEMORY_TIMES = 4
 # ARC evicts once its model has recomputed less by one of so many parts of its slots, until it
 # leads by a tenth of that. Chosen by the same replays.
 MODEL_LEAD_PARTS = 200
+# Recomputing a block takes about so many times as long as storing it: `auto` gives up copies of
+# what the GPU holds where that recomputes one block less for so many stores more. 16 tokens of
+# Llama-3.1-8B take an H200 about 0.5 ms, their 2 MiB the bus 0.04 (docs/performance.md).
+RECOMPUTE_TIMES = 16

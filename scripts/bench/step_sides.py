@@ -139,7 +139,7 @@ class TierSim(Sim):
         hooks = step_hooks(self.scheduler)
         self.manager = OffloadManager(
             CPU_SLOTS, policy_named(settings.eviction), store=settings.store,
-            min_uses=settings.store_min_uses,
+            min_uses=settings.store_min_uses, gpu_blocks=blocks,
         )  # fmt: skip
         connect(self.scheduler, hooks, self.manager, Ranks(), settings)
 

@@ -64,6 +64,7 @@ class Rules:
         decode: whether blocks that answers fill are stored.
         min_uses: how often a block must have been used to be stored.
         growing: more slots are to come.
+        gpu_blocks: what `auto` weighs; 0: it does not.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class Rules:
         decode: bool = True,
         min_uses: int = 1,
         growing: bool = False,
+        gpu_blocks: int = 0,
     ) -> None:
-        self.manager = OffloadManager(slots, policy, growing, store, min_uses)
+        self.manager = OffloadManager(slots, policy, growing, store, min_uses, gpu_blocks)
         self._ahead, self._decode = ahead, decode
 
     def may_overwrite(self, gpu: GpuPool, count: int) -> bool:

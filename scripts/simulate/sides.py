@@ -33,7 +33,8 @@ def _this(
 ) -> Callable[[Machine], rules.Rules]:
     def made(machine: Machine) -> rules.Rules:
         ahead = blocks_ahead(machine.gpu_blocks, _step_blocks(machine))
-        return rules.Rules(machine.cpu_blocks, eviction, store, ahead, **more)
+        weighed = {"gpu_blocks": machine.gpu_blocks, **more}
+        return rules.Rules(machine.cpu_blocks, eviction, store, ahead, **weighed)
 
     return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tier.plans import store_of
+from tier.strict import Strict
 
 from kvoffload_patch.tier.exclusive import blocks_ahead
 from kvoffload_patch.tier.manager import OffloadManager
@@ -88,9 +89,9 @@ def test_a_load_of_what_the_gpu_has_lost_is_a_use_for_the_policy_behind() -> Non
     tier.begin_load("ba", [5, 6])
     plan(tier)
     assert tier._exclusive is not None
-    assert tier._exclusive._others.pinned == "ab"
+    assert tier._prefixes.policy.pinned == "ab"
     tier.begin_load("ca", [7, 8])
-    assert tier._exclusive._others.pinned == "ab", "the GPU has them"
+    assert tier._prefixes.policy.pinned == "ab", "the GPU has them"
 
 
 def test_a_copy_stays_once_the_gpu_has_lost_the_block_or_is_about_to() -> None:
@@ -148,7 +149,7 @@ class Told(LRUPolicy):
 
 
 def told(tier: OffloadManager) -> list[tuple[str, str]]:
-    uses: list[tuple[str, str]] = tier._exclusive._others.uses
+    uses: list[tuple[str, str]] = tier._prefixes.policy.uses
     taken = list(uses)
     uses.clear()
     return taken
@@ -189,3 +190,95 @@ def test_what_is_remembered_of_uses_has_a_bound() -> None:
 def test_an_eighth_of_the_gpu_is_looked_at_and_two_steps_at_least() -> None:
     assert blocks_ahead(8000, 100) == 1000
     assert blocks_ahead(800, 100) == 200
+
+
+class Weighed:
+    """Stands for `ExclusiveGain`: the test says whether it pays."""
+
+    pays = False
+
+    def told(self, _: object) -> None:
+        pass
+
+    resize = computed = loaded = hit_on_gpu = told
+
+
+def weighed(slots: int) -> tuple[OffloadManager, Weighed]:
+    tier, gain = OffloadManager(slots, Strict, store="auto", gpu_blocks=8), Weighed()
+    tier._gain = gain  # type: ignore[assignment]
+    return tier, gain
+
+
+def test_auto_is_eager_until_it_pays_to_give_copies_up_and_again_once_it_does_not() -> None:
+    tier, gain = weighed(2)
+    assert plan(tier, a=0, b=1) == "ab" and not tier.lazy
+    assert plan(tier, d=3) == "d" and held(tier) == "ad", "for which the tail of the others leaves"
+    gain.pays = True
+    assert plan(tier, e=4) == "" and tier.lazy and held(tier) == "ad"
+    tier.begin_load("d", [5])
+    plan(tier)
+    assert lose(tier, [(4, "e")]) == "e" and held(tier) == "ae", "d was a copy"
+    gain.pays = False
+    assert plan(tier, f=6) == "f" and not tier.lazy
+    assert not tier.looks_ahead and tier.about_to_lose([0], ["a"]) == 0
+
+
+def test_what_is_loading_while_auto_changes_is_neither_evicted_nor_lost() -> None:
+    for first in (False, True):
+        tier, gain = weighed(2)
+        plan(tier, a=0, b=1)
+        gain.pays = first
+        plan(tier)
+        tier.begin_load("a", [5])
+        tier.make_plan(lambda block, key: True)
+        gain.pays = not first
+        tier.make_plan(lambda block, key: True)
+        assert tier.lazy is not first
+        tier.about_to_lose([7], ["x"])
+        for key, block in (("c", 2), ("d", 3)):
+            tier.make_plan(lambda block, key: True, {key: block})
+        assert "a" in held(tier)
+        tier.apply(tier.drained())
+        gain.pays = False
+        plan(tier, e=4, f=6)
+        assert held(tier) == "ef", "once its load is over it can leave as any other"
+
+
+def test_prefixes_are_kept_in_order_whatever_was_a_copy_before() -> None:
+    tier, gain = weighed(6)
+    plan(tier, a=0, b=1, c=2)
+    tier.request_ended("abc", together=False)
+    gain.pays = True
+    plan(tier)
+    tier.begin_load("abc", [5, 6, 7])
+    plan(tier)
+    gain.pays = False
+    plan(tier)
+    tier.request_ended("abc", together=False)
+    plan(tier, x=10, y=11, z=12)
+    assert plan(tier, p=13) == "p" and held(tier) == "abpxyz", "the tail leaves first"
+
+
+def test_a_reset_or_another_policy_leaves_auto_as_it_was() -> None:
+    for happens in ("clear", "change_policy"):
+        tier, gain = weighed(4)
+        gain.pays = True
+        plan(tier, a=0, b=1)
+        if happens == "clear":
+            tier.clear()
+        else:
+            tier.change_policy(Strict)
+        assert tier.lazy
+        gain.pays = False
+        assert plan(tier, c=2, d=3, e=4, f=5) == "cdef" and not tier.lazy
+
+
+def test_auto_weighs_what_is_computed_loaded_and_hit() -> None:
+    tier = OffloadManager(8, LRUPolicy, store="auto", gpu_blocks=16)
+    for turn in range(40):  # two blocks at a time, of twenty
+        keys = [f"{(2 * turn + n) % 20}" for n in range(2)]
+        found = [key for key in keys if tier.lookup(key)]
+        if found:
+            tier.begin_load(found, list(range(len(found))))
+        plan(tier, **{key: 8 + n for n, key in enumerate(keys) if key not in found})
+    assert tier.lazy, "twenty fit in eight and sixteen"

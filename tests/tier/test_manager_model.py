@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
+from tier.strict import Strict
 from tier.tier_machine import TierMachine
 from tier.tier_traffic import Traffic
 
@@ -31,6 +32,15 @@ def test_random_steps(eviction: str, store: str) -> None:
     run_state_machine_as_test(
         machine_of(eviction, store),
         settings=settings(max_examples=examples, stateful_step_count=60, deadline=None),
+    )
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_policy_is_told_of_slots_what_its_protocol_allows(store: str) -> None:
+    kind = machine_of("strict", store)
+    kind.policies = {"strict": Strict}
+    run_state_machine_as_test(
+        kind, settings=settings(max_examples=100, stateful_step_count=60, deadline=None)
     )
 
 

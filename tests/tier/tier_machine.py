@@ -32,20 +32,35 @@ key_lists = st.lists(keys, max_size=6)
 block_lists = st.lists(blocks, max_size=4, unique=True)
 
 
+class Gain:
+    """Stands for what weighs whether GPU and tier hold different blocks: the machine says it."""
+
+    pays = True
+
+    def told(self, _: object) -> None:
+        pass
+
+    resize = computed = loaded = hit_on_gpu = told
+
+
 class TierMachine(RuleBasedStateMachine):
     """A scheduler's use of the tier, step by step; the first rank is the one that reports."""
 
     new_rank: Callable[[], Rank] = Rank
     eviction = "lru"
     store = "eager"
+    policies: dict[str, Any] = POLICIES
 
     @initialize(capacity=st.integers(1, 6))
     def start(self, capacity: int) -> None:
-        self.tier = OffloadManager(capacity, POLICIES[self.eviction], store=self.store)
+        self.tier = OffloadManager(capacity, self.policies[self.eviction], store=self.store)
+        self.gain = Gain()
+        if self.store == "auto":
+            self.tier._gain = self.gain
         in_order = (self.eviction, self.store) == ("lru", "eager")
-        self.model = TierModel(capacity, in_order, self.store)
-        if self.store != "eager":
-            self.model.tight = lambda: self.tier._exclusive.tight
+        self.model = TierModel(capacity, in_order, self.store == "auto")
+        self.model.is_exclusive = lambda: self.tier.lazy
+        self.model.tight = lambda: self.tier._exclusive.tight
         self.ranks = [type(self).new_rank(), type(self).new_rank()]
         self.epoch = self.sizing = 0
         self.cached: dict[int, int] = {}  # GPU block -> key that it holds after this step
@@ -202,11 +217,18 @@ class TierMachine(RuleBasedStateMachine):
         self._apply(TransferResult(num_slots=capacity, sizing=self.sizing))
         assert self.tier.num_slots == self.model.capacity == capacity
 
-    @rule(eviction=st.sampled_from(sorted(POLICIES)))
-    def change_policy(self, eviction: str) -> None:
+    @rule(data=st.data())
+    def change_policy(self, data: st.DataObject) -> None:
         """What is evicted is checked in its order as long as that is the machine's own."""
-        self.tier.change_policy(POLICIES[eviction])
+        eviction = data.draw(st.sampled_from(sorted(self.policies)))
+        self.tier.change_policy(self.policies[eviction])
         self.model.in_order = self.model.in_order and eviction == self.eviction
+
+    @precondition(lambda self: self.store == "auto")
+    @rule(pays=st.booleans())
+    def weigh(self, pays: bool) -> None:
+        """From the next plan on."""
+        self.gain.pays = pays
 
     @rule(data=st.data())
     def take_in_a_stale_result(self, data: st.DataObject) -> None:

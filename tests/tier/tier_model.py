@@ -25,10 +25,11 @@ class OpenTicket:
 class TierModel:
     """Who is where, who is readable, and who goes next. Nothing here is counted or cached."""
 
-    def __init__(self, capacity: int, in_order: bool, store: str) -> None:
+    def __init__(self, capacity: int, in_order: bool, stores_ahead: bool) -> None:
         self.capacity = capacity
-        self.store = store
-        self.tight: Callable[[], bool] = lambda: False  # whether all is stored as with eager
+        self.stores_ahead = stores_ahead  # while slots are free, if GPU and tier are exclusive
+        self.is_exclusive: Callable[[], bool] = lambda: False
+        self.tight: Callable[[], bool] = lambda: False  # whether all is stored all the same
         self.in_order = in_order  # evicted is what was used least recently
         self.slot_of: dict[Hashable, int] = {}
         self.ready: set[Hashable] = set()
@@ -76,7 +77,7 @@ class TierModel:
         self, prefix: Sequence[tuple[int, Hashable]], cached: Mapping[int, Hashable]
     ) -> None:
         self.touch([key for _, key in prefix])
-        if self.store == "eager" or self.tight():
+        if self._stores_all():
             for block, key in prefix:
                 if cached.get(block) == key:
                     self.queue_store(key, block)
@@ -87,7 +88,7 @@ class TierModel:
         return len(leaving)
 
     def leaving(self, blocks: Sequence[tuple[int, Hashable]]) -> dict[Hashable, int]:
-        if self.store == "eager":
+        if not self.is_exclusive():
             return {}
         last = {key: block for block, key in blocks if key not in self.slot_of}
         return dict(reversed(last.items()))
@@ -134,7 +135,7 @@ class TierModel:
         chosen = [key for key in self.evictable if self.in_order or not holds(key)]
         while len(waiting) > self.capacity - len(self.used) and self.evictable:
             if not chosen:  # what is pinned or written may rest on all that could leave
-                assert not self.in_order and self.store == "eager" and self.under_way
+                assert not (self.in_order or self.is_exclusive()) and self.under_way
                 break
             self._evict(chosen.pop(0))
         fitting = list(waiting)[: self.capacity - len(self.used)]
@@ -186,6 +187,9 @@ class TierModel:
                 if key in self.recency:
                     self.recency.remove(key)
 
+    def _stores_all(self) -> bool:
+        return not self.is_exclusive() or self.tight()
+
     def _regroup_ended(self) -> None:
         while self.ended and self._copied(*self.ended[0][:2]):
             self.touch(self.ended.pop(0)[2])
@@ -196,11 +200,11 @@ class TierModel:
     def _offered(self, computed: Mapping[Hashable, int], others: int) -> Mapping[Hashable, int]:
         """What is stored as it is computed."""
         self.counts["held"] += sum(key in self.slot_of for key in computed)
-        if self.store == "eager" or self.tight():
+        if self._stores_all():
             return computed
         missed = [(key, block) for key, block in computed.items() if key not in self.slot_of]
         room = self.capacity - len(self.used) - len(self.pending) - others
-        return dict(missed[: max(0, room if self.store == "auto" else 0)])
+        return dict(missed[: max(0, room if self.stores_ahead else 0)])
 
     def _to_store(
         self, cached: Mapping[int, Hashable], computed: Mapping[Hashable, int]

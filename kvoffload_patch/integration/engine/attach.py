@@ -131,6 +131,7 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
             ranks.growing,
             settings.store,
             settings.store_min_uses,
+            len(scheduler.kv_cache_manager.block_pool.blocks),
         )
         breaker = connect(scheduler, hooks, manager, ranks, settings)
         if can_keep(vllm_config, scheduler, settings):

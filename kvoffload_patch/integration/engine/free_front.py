@@ -35,11 +35,13 @@ class FreeFront:
 
     def hit(self, gpu_block_ids: Iterable[int]) -> None:
         """Requests have taken these blocks out of the queue, and use what they hold."""
-        self._told.difference_update(gpu_block_ids)
+        if self._told:
+            self._told.difference_update(gpu_block_ids)
 
     def handed_out(self, gpu_block_ids: Iterable[int]) -> None:
         """These blocks will be overwritten."""
-        self._told.difference_update(gpu_block_ids)
+        if self._told:
+            self._told.difference_update(gpu_block_ids)
         if self._refused:
             self._refused.difference_update(gpu_block_ids)
 
@@ -65,6 +67,8 @@ class FreeFront:
         that at the latest. Where it is not enough, this step's plan stores the rest, and a request
         waits for that once; one behind it, whose load needs that as well, waits for its turn.
         """
+        if not self._manager.lazy:
+            return True
         needed = count + self._step_blocks
         if needed <= len(self._told) - self._unplanned or self._waited == request_id:
             return True

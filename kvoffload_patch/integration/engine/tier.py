@@ -71,7 +71,7 @@ class SchedulerTier:
         self._report = Report(manager, settings.log_interval)
         self._hits = HitCounts(view, self._report)
         self._pace = Pace(ranks.load_ms_per_block, now)
-        front = FreeFront(view, manager) if manager.lazy or manager.growing else None
+        front = FreeFront(view, manager) if manager.may_look_ahead else None
         self._front = front
         not_hit, taken = self._hits.forget, self._look_at_handed_out
         self._loads = LoadBook(view, manager, self._pace, not_hit, taken)
@@ -81,7 +81,7 @@ class SchedulerTier:
         self.choice = StoreChoice(manager, self._front, self._recency, settings.store_decode)
         self._admission = Admission(
             view, manager, ranks, self._pace, self._loads, self._lookups, self._hits,
-            self._recency, front if manager.lazy else None, settings,
+            self._recency, front, settings,
         )  # fmt: skip
         self._use(settings)
         self._scheduler = view.scheduler

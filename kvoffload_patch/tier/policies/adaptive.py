@@ -80,6 +80,14 @@ class TierModel(Generic[Policy]):
         self.policy.insert(slots)
 
 
+def sample_of(slots: int) -> int:
+    """One in so many keys is sampled for models of a tier with these slots: a power of two."""
+    one_in = 1
+    while slots > MODEL_BLOCKS * one_in:
+        one_in *= 2
+    return one_in
+
+
 class AdaptivePolicy(ArcPolicy):
     """`ArcPolicy`, but what was used least recently leaves as long as that recomputes no more.
 
@@ -95,11 +103,11 @@ class AdaptivePolicy(ArcPolicy):
         super().__init__(key_of)
         self.by_recency = True
         self._lead = 0.0  # blocks that `arc` would have recomputed fewer
-        self._begin_models(self._sample_of())
+        self._begin_models(sample_of(len(key_of)))
 
     def grow(self) -> None:
         super().grow()
-        one_in = self._sample_of()
+        one_in = sample_of(len(self._key_of))
         if one_in != self._one_in:
             self._begin_models(one_in)
             return
@@ -142,13 +150,6 @@ class AdaptivePolicy(ArcPolicy):
         return sum(self._lists.take_oldest_of_all(count), [])
 
     # The models
-
-    def _sample_of(self) -> int:
-        """One in so many keys is sampled: a power of two."""
-        one_in = 1
-        while len(self._key_of) > MODEL_BLOCKS * one_in:
-            one_in *= 2
-        return one_in
 
     def _model_slots(self) -> int:
         return max(1, len(self._key_of) // self._one_in)

@@ -267,11 +267,9 @@ def test_blocks_are_stored_and_evicted_by_the_policies_that_were_chosen(
     core = engine(mini, Executor())
     attach(core, mini.config)
     manager = getattr(mini.scheduler, TIER).tier._manager
-    policy = manager._policy
-    if store != "eager":
-        assert manager.lazy and manager.offer({"a": 1}) == ({"a": 1} if store == "auto" else {})
-        policy = policy._others
-    else:
-        policy = policy.policy
-    assert type(policy) is POLICIES[eviction]
+    assert type(manager._prefixes.policy) is POLICIES[eviction]
+    assert manager.lazy is (store == "lazy")
+    assert manager.offer({"a": 1}) == ({} if store == "lazy" else {"a": 1})
+    weighed = getattr(manager._gain, "_gpu_blocks", None)
+    assert weighed == (len(mini.pool.blocks) if store == "auto" else None)
     detach(core)

@@ -174,8 +174,7 @@ def test_settings_change_what_the_tier_does(store: str) -> None:
     tokens = prompt(6, seed=1)
     mini.only_in_cpu(tokens)
     asked(mini, "set", eviction="lru", load_mode="parked", log_interval=5.0, max_stall_ms=1.5)
-    policy: Any = mini.manager._policy
-    assert type(policy.policy if store == "eager" else policy._others) is POLICIES["lru"]
+    assert type(mini.manager._prefixes.policy) is POLICIES["lru"]
     assert mini.desk is not None
     assert mini.desk.status()["settings"] == {
         "eviction": "lru", "load_mode": "parked", "log_interval": 5.0, "max_stall_ms": 1.5,

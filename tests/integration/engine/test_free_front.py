@@ -21,6 +21,8 @@ from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 class Told:
     """Stands for the tier: what it is told of."""
 
+    lazy = True
+
     def __init__(self) -> None:
         self.blocks: list[tuple[int, Any]] = []
 
@@ -84,6 +86,16 @@ def test_a_tier_of_full_size_that_stores_eagerly_is_told_nothing() -> None:
     assert grown.offload.looks_ahead, "two blocks wait"
     grown.tier.on_result(grown.offload.drained()._replace(num_slots=8, growing=False))
     assert not grown.offload.looks_ahead
+
+
+def test_a_load_waits_for_no_stores_while_the_tier_holds_what_the_gpu_holds() -> None:
+    world = World(num_blocks=17)
+    front, told = front_of(world, ahead=2)
+    ended(world, 8, seed=1)
+    told.lazy = False
+    assert front.may_overwrite("a", 12) and told.take() == []
+    told.lazy = True
+    assert not front.may_overwrite("a", 12)
 
 
 def test_only_blocks_that_hold_something_are_told_and_each_once() -> None:

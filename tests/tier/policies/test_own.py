@@ -93,7 +93,10 @@ def test_the_model_checks_run_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from tier.tier_traffic import Traffic
 
     known: dict[str, Any] = {**tier_machine.POLICIES, "mine": policy_named("mine")}
-    monkeypatch.setattr(tier_machine, "POLICIES", known)
     for seed, store in enumerate(("eager", "lazy", "auto")):
-        machine = type("own", (tier_machine.TierMachine,), {"eviction": "mine", "store": store})
+        machine = type(
+            "own",
+            (tier_machine.TierMachine,),
+            {"eviction": "mine", "store": store, "policies": known},
+        )
         Traffic(machine(), seed).run(steps=100)

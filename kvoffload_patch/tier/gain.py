@@ -1,0 +1,81 @@
+"""Whether GPU and tier hold different blocks, or the tier what the GPU holds as well."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+from kvoffload_patch.tier.policies.adaptive import TierModel, sample_of
+from kvoffload_patch.tier.policies.lru import LRUPolicy
+from kvoffload_patch.tier.tuning import MODEL_LEAD_PARTS, MODEL_MEMORY_TIMES, RECOMPUTE_TIMES
+
+
+class ExclusiveGain:
+    """What exclusive caching finds more than inclusive caching, beside what it stores more.
+
+    Two models of GPU and tier together say it, of a sample of the keys: one has the tier's slots
+    alone, because those hold what the GPU holds, too; the other has the GPU's blocks besides. What
+    the first would recompute and the second would not is the gain. What is loaded has to be stored
+    again before the GPU loses it, because its copy was given up: that is the cost. Old counts fade.
+
+    Args:
+        slots: of the tier.
+        gpu_blocks: of the GPU's prefix cache.
+
+    Attributes:
+        pays: the gain is larger than the cost.
+    """
+
+    def __init__(self, slots: int, gpu_blocks: int) -> None:
+        self.pays = False
+        self._slots, self._gpu_blocks = slots, gpu_blocks
+        self._lead = self._loaded = 0.0  # blocks of the sample
+        self._begin_models(sample_of(slots))
+
+    def resize(self, slots: int) -> None:
+        """The tier has so many slots from now on."""
+        one_in, grows = sample_of(slots), slots >= self._slots
+        self._slots = slots
+        if one_in == self._one_in and grows:
+            self._inclusive.grow(self._in_small(slots))
+            self._exclusive.grow(self._in_small(slots + self._gpu_blocks))
+        else:
+            self._begin_models(one_in)
+
+    def computed(self, keys: Iterable[Hashable]) -> None:
+        """These were computed, and the tier does not have them."""
+        if sampled := self._sampled(keys):
+            self._count(sampled, 0)
+
+    def loaded(self, keys: Iterable[Hashable]) -> None:
+        """These are loaded."""
+        if sampled := self._sampled(keys):
+            self._count(sampled, len(sampled))
+
+    def hit_on_gpu(self, keys: Iterable[Hashable]) -> None:
+        """These were found on the GPU."""
+        if sampled := self._sampled(keys):
+            self._inclusive.use(sampled)
+            self._exclusive.use(sampled)
+
+    def _count(self, keys: list[Hashable], loaded: int) -> None:
+        slots = self._in_small(self._slots)
+        left = max(0.0, 1 - len(keys) / (MODEL_MEMORY_TIMES * slots))
+        self._loaded = self._loaded * left + loaded
+        self._lead = self._lead * left + self._inclusive.use(keys) - self._exclusive.use(keys)
+        cost = self._loaded / RECOMPUTE_TIMES
+        if self.pays:
+            self.pays = self._lead > cost / 2
+        else:
+            self.pays = self._lead > cost + slots / MODEL_LEAD_PARTS
+
+    def _sampled(self, keys: Iterable[Hashable]) -> list[Hashable]:
+        mask = self._one_in - 1
+        return [key for key in keys if not hash(key) & mask]
+
+    def _in_small(self, blocks: int) -> int:
+        return max(1, blocks // self._one_in)
+
+    def _begin_models(self, one_in: int) -> None:
+        self._one_in = one_in
+        self._inclusive = TierModel(self._in_small(self._slots), LRUPolicy)
+        self._exclusive = TierModel(self._in_small(self._slots + self._gpu_blocks), LRUPolicy)

@@ -1,0 +1,95 @@
+"""Exclusive caching pays where the GPU's blocks besides would keep what is used again."""
+
+from __future__ import annotations
+
+import random
+
+from kvoffload_patch.tier.gain import ExclusiveGain
+from kvoffload_patch.tier.tuning import MODEL_BLOCKS, RECOMPUTE_TIMES
+
+
+def go_round(gain: ExclusiveGain, keys: int, times: int, slots: int) -> None:
+    """Prompts of eight blocks take turns; a tier of so many slots has those used last."""
+    held: dict[str, None] = {}
+    for turn in range(times * keys // 8):
+        prompt = [f"{(8 * turn + block) % keys}" for block in range(8)]
+        gain.loaded([key for key in prompt if key in held])
+        gain.computed([key for key in prompt if key not in held])
+        for key in prompt:
+            held.pop(key, None)
+            held[key] = None
+        for key in list(held)[: max(0, len(held) - slots)]:
+            del held[key]
+
+
+def test_what_fits_in_both_together_and_not_in_the_tier_pays() -> None:
+    gain = ExclusiveGain(64, 32)
+    assert not gain.pays
+    go_round(gain, keys=80, times=3, slots=64)
+    assert gain.pays
+
+
+def test_what_fits_in_the_tier_or_not_even_in_both_does_not_pay() -> None:
+    for keys in (56, 200):
+        gain = ExclusiveGain(64, 32)
+        go_round(gain, keys, times=6, slots=64)
+        assert not gain.pays, keys
+
+
+def test_it_ends_with_the_load_that_it_paid_for() -> None:
+    gain = ExclusiveGain(64, 32)
+    go_round(gain, keys=80, times=3, slots=64)
+    go_round(gain, keys=56, times=3, slots=96)
+    assert gain.pays, "not at once"
+    go_round(gain, keys=56, times=20, slots=96)
+    assert not gain.pays
+
+
+def test_little_gain_for_many_loads_does_not_pay() -> None:
+    """One block that only both together would keep, for so many loads of others."""
+    for often, pays in ((RECOMPUTE_TIMES // 4, True), (4 * RECOMPUTE_TIMES, False)):
+        gain = ExclusiveGain(64, 32)
+        often_used = [f"often-{n}" for n in range(8)]
+        gain.computed(often_used)
+        for turn in range(400):
+            gain.computed([f"seldom-{turn % 80}"])
+            for n in range(often):
+                gain.loaded([often_used[n % 8]])
+        assert gain.pays is pays, often
+
+
+def test_what_the_gpu_has_used_lately_is_kept_longer() -> None:
+    gain, other = ExclusiveGain(8, 4), ExclusiveGain(8, 4)
+    for one in (gain, other):
+        one.computed("abcdefgh")
+    gain.hit_on_gpu("abcd")
+    for one in (gain, other):
+        one.computed("ij")
+        one.loaded("abcd")
+    assert (gain._lead > 0, other._lead > 0) == (False, True), "a and b had left the tier"
+
+
+def test_a_larger_tier_is_modelled_by_a_sample() -> None:
+    rng = random.Random(0)
+    gain = ExclusiveGain(16 * MODEL_BLOCKS, 8 * MODEL_BLOCKS)
+    prompts = [[rng.randbytes(8) for _ in range(64)] for _ in range(20 * MODEL_BLOCKS // 64)]
+    for _ in range(3):
+        for prompt in prompts:
+            gain.computed(prompt)
+    assert gain.pays
+    assert len([*gain._inclusive.keys]) <= MODEL_BLOCKS
+    assert len([*gain._exclusive.keys]) <= 3 * MODEL_BLOCKS // 2
+
+
+def test_a_tier_that_grows_goes_on_and_one_that_shrinks_begins_again() -> None:
+    gain = ExclusiveGain(16, 32)
+    go_round(gain, keys=40, times=2, slots=16)
+    before = {*gain._inclusive.keys}
+    gain.resize(64)
+    assert before <= {*gain._inclusive.keys}
+    go_round(gain, keys=80, times=3, slots=64)
+    assert gain.pays and len({*gain._inclusive.keys}) == 64
+    gain.resize(32)
+    assert not [*gain._inclusive.keys] and gain.pays
+    gain.resize(2 * MODEL_BLOCKS)
+    assert gain._one_in == 2
