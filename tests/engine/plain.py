@@ -20,6 +20,12 @@ def is_default() -> bool:
     return release.version() == default_release()
 
 
+def only_here(what: str) -> None:
+    """Skips the test where another release than the default one is installed."""
+    if not is_default():
+        pytest.skip(f"{what} is played on {default_release()} alone")
+
+
 def must_play(run: engines.Run, even_here: bool = False) -> engines.Run:
     """A run of plain vLLM; skips the test where another release than the default one fails at it.
 

@@ -67,6 +67,7 @@ def test_a_node_without_the_tier_is_refused_by_name(real, tmp_path):
 def test_a_node_that_is_lost_ends_the_engine_as_without_the_tier(
     real, tmp_path, record_property, when
 ):
+    vllm.only_here("a lost node")
     ends, before = [], nodes.shared_files()
     for tier in (None, TIER):
         with nodes.SecondNode({"model": real.model}, tmp_path / "log", tier) as second:
