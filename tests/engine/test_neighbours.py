@@ -33,9 +33,11 @@ def test_kv_handed_over_by_nixl_beside_the_tier_in_both_roles(real, late):
     # Some releases count what a connector has brought as cached, others do not.
     counted = any(bare["both_kinds"]["cached"])
     brought = bare["both_kinds"]["external"] if counted else 0
-    assert sum(bare["both_kinds"]["cached"]) == brought, "the prefix was not pushed out"
+    # A prompt's last token, which is computed again, is not counted by 0.19.
+    again = brought - sum(bare["both_kinds"]["cached"])
+    assert again in (0, 2), "the prefix was not pushed out"
     # Of each prompt the prefix is the tier's, and what the other engine has computed is NIXL's.
     assert on["both_kinds"]["external"] == 2 * 31
-    assert on["both_kinds"]["cached"] == [512 + 31 * counted] * 2
+    assert on["both_kinds"]["cached"] == [512 + 31 * counted - again // 2] * 2
     assert on["both_kinds"]["blocks_loaded"] > 0
     assert on["prefill_side"]["loaded"] > 0, "the tier had no hits where prompts are computed"
