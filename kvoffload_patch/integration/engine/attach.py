@@ -29,6 +29,7 @@ from kvoffload_patch.integration.protocol import TIER, attached, engine_bytes, n
 from kvoffload_patch.patching import ObjectHooks, PatchRefused
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies import policy_named
+from kvoffload_patch.tier.policies.own import PolicyRefused
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
@@ -177,7 +178,7 @@ def _is_strict() -> bool:
 
 
 def _sentence(error: Exception) -> str:
-    if isinstance(error, (TierRefused, PatchRefused)):
+    if isinstance(error, (TierRefused, PatchRefused, PolicyRefused)):
         return str(error)
     return (
         f"expected the CPU tier to be attached, found {type(error).__name__} "

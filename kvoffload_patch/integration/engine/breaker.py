@@ -50,7 +50,8 @@ class Breaker:
         max_failed_copies: so many within FAILED_WINDOW_S detach the tier.
         reporter: tells the front end what the tier does, if anybody asks.
         asked: what is asked over the control socket; `answer_asked` answers all of it.
-        failure: why the tier was detached, in words; empty if it works, or the engine shuts down.
+        failure: why the tier was detached, and what to do, in words; empty if it works, or the
+            engine shuts down.
     """
 
     def __init__(
@@ -245,21 +246,22 @@ class Breaker:
             self._detach(*self._failure, output)
 
     def _detach(self, where: str, cause: Exception, output: Any) -> None:
-        self.failure = f"{where}: {_named(cause)}"
+        why = f"{where}: {_named(cause)}"
+        self.failure = f"{why}; restart the server to have the CPU tier again"
         self._take_off()
         try:
             self._ranks.finish(_take_unsent(self._manager, output))
             self._view.restore()
         except Exception as error:  # noqa: BLE001 - whatever it is, the step lacks what it needs
             raise PromiseBroken(
-                f"kvoffload_patch: the CPU tier failed ({self.failure}) and could not be "
+                f"kvoffload_patch: the CPU tier failed ({why}) and could not be "
                 f"detached ({_named(error)}), so a step may lack bytes that were promised to it; "
                 "restart the server, or set KVOFFLOAD_DISABLE=1 to serve without it."
             ) from cause
         logger.error(
             "kvoffload_patch: the CPU tier failed (%s) and is detached; the engine serves "
             "without it, and what it held is recomputed; restart the server to have it again.",
-            self.failure, exc_info=cause,
+            why, exc_info=cause,
         )  # fmt: skip
         if self.reporter is not None:
             self.reporter.detached(self.failure)

@@ -29,6 +29,7 @@ from kvoffload_patch.integration.worker import rpc
 from kvoffload_patch.patching import ObjectHooks
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies import POLICIES
+from kvoffload_patch.tier.policies.own import PolicyRefused
 
 RANK = RankGeometry(0, "a", 1, 512, 512, 24, "cpu", 1 << 40, 8 << 30, version=__version__)
 OPENED = RankOpened(0, 1, 100, False, 0.5, "by hand")
@@ -254,6 +255,21 @@ def test_what_is_sent_to_a_worker_needs_nothing_of_ours_to_be_read() -> None:
     assert rpc.answering(rpc.rank_here)(
         SimpleNamespace(model_runner=SimpleNamespace(**{TIER: 7})), rpc.this_process()
     ) == (True, 7)
+
+
+def test_a_policy_of_a_users_own_that_is_none_is_no_fault_to_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sentence = "expected an eviction policy behind a:B, found none; correct it."
+
+    def refuse(name: str) -> None:
+        raise PolicyRefused(sentence)
+
+    monkeypatch.setattr(attach_module, "policy_named", refuse)
+    mini = Mini(tier=False)
+    with pytest.raises(TierRefused) as refusal:
+        attach(engine(mini, Executor()), mini.config)
+    assert str(refusal.value) == f"kvoffload_patch: {sentence}"
 
 
 @pytest.mark.parametrize("store", STORES)

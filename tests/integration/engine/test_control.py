@@ -262,6 +262,7 @@ def test_a_fault_is_the_answer_and_the_engine_serves_on_without_the_tier(
     assert "LookupError('made to fail'); the CPU tier is detached" in one.error
     assert "made to fail" in mini.breaker.failure and mini.breaker.detached
     assert mini.desk is not None and mini.desk.status()["state"] == "failed"
+    assert mini.desk.status()["reason"].endswith("; restart the server to have the CPU tier again")
     assert behind.error == "" or "found it detached" in behind.error
     with pytest.raises(Refused, match="found it detached .*made to fail"):
         mini.desk.answer(Command("pause", {}))
