@@ -244,6 +244,7 @@ def compare(runner: str, kind: Kind, off: dict[str, Any], on: dict[str, Any]) ->
         good += [found["kept"] == list(KEPT), len(told_apart) == 3]
     if kind.kvcached:
         good += _beside(off["shrunk"], on["shrunk"], found)
+        good += _in_lots(off["batches"], on["batches"], found)
     if kind.asked == "guesses_alone":
         accepted = [counted[2] for counted in on[kind.asked]["counted"]]
         found.update(drafts_accepted=accepted)
@@ -258,6 +259,21 @@ def _after_sleep(off: dict[str, Any], on: dict[str, Any]) -> list[tuple[Any, Any
     first += [(plain[name], tier[name]) for name in LOST]
     again = [(plain[name], tier[name]) for name in tier if name.endswith(", twice")]
     return [pair for both in (*first, *again) for pair in zip(*both)]
+
+
+def _in_lots(off: dict[str, Any], on: dict[str, Any], found: dict[str, Any]) -> list[bool]:
+    """Of what is asked four at a time, the lots in which all have the same hits on both sides.
+
+    Where the CPU tier has evicted a prefix, it is computed again in one step with the others.
+    """
+    alike = same = 0
+    for at in range(0, len(off["cached"]), 4):
+        lot = slice(at, at + 4)
+        if off["cached"][lot] == on["cached"][lot]:
+            alike += 4
+            same += sum(a == b for a, b in zip(off["tokens"][lot], on["tokens"][lot]))
+    found.update(batched_alike=alike, batched_alike_equal=same)
+    return [same == alike, alike > 0]
 
 
 def _beside(off: dict[str, Any], on: dict[str, Any], found: dict[str, Any]) -> list[bool]:

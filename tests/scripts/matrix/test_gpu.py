@@ -166,7 +166,7 @@ def test_what_must_hold_beside_kvcached(changes: dict, outcome: str) -> None:
         "setup": {"runner": "v1", "scheduler": "Scheduler", "groups": 1},
         "sensitivity": {"tokens": [[1], [2], [3], [4]]},
         "singles": {"tokens": [[1], [2]]},
-        "batches": {"tokens": [[1], [2]]},
+        "batches": {"tokens": [[1], [2], [3], [4]], "cached": [0, 16, 16, 0]},
         "one_copy": False,
     }
     off = {**side, "shrunk": {"tokens": [[1], [2], [3]], "cached": [16, 0, 32]}}
@@ -175,6 +175,8 @@ def test_what_must_hold_beside_kvcached(changes: dict, outcome: str) -> None:
     on |= {"tier": {"loaded": 5, "stored": 6, "evicted": 7}, **changes}
     found = gpu_kinds.compare("v1", kind, off, {**side, "shrunk": on})
     assert found["outcome"] == outcome
+    side["batches"] = {"tokens": [[1], [2], [3], [5]], "cached": [0, 16, 16, 0]}
+    assert gpu_kinds.compare("v1", kind, off, {**side, "shrunk": on})["outcome"] == "failed"
 
 
 def test_kvcached_is_installed_into_a_folder_without_an_index(
