@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from engine import plain as vllm
 from engine import release
 
 ASLEEP = {"enable_sleep_mode": True}
@@ -42,9 +43,8 @@ def check(on, off) -> None:
 )
 def test_the_tier_survives_sleep_whose_weights_stay(real, engine, tier, late, env):
     engine = {**ASLEEP, **engine}
-    off = real.off(
-        ["sleeps"], {**ASLEEP, **{k: engine[k] for k in TP if k in engine}}, **SWITCH, **env
-    )
+    plain = {**ASLEEP, **{k: engine[k] for k in TP if k in engine}}
+    off = vllm.must_play(real.off(["sleeps"], plain, **SWITCH, **env))
     run = real.on(["sleeps"], engine, tier, late, **SWITCH, **env)
     on = run["sleeps"]
     check(on, off["sleeps"])
