@@ -281,7 +281,9 @@ ROWS = (
         (f"{_RANDOM}[0]", f"{_HALF}test_vllm_events.py"),
     ),
     _refused("vLLM's own --kv-offloading-size", "another tier in CPU memory"),
-    _refused("kvcached", "kvcached")._replace(gpu=_KVCACHED),
+    _refused("kvcached", "kvcached")._replace(
+        what="the check at start, on a release and a device on which it was not run", gpu=_KVCACHED
+    ),
     Row(
         "kvcached, every step",
         "vLLM's scheduler over a stand-in for kvcached's pool",

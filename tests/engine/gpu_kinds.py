@@ -201,8 +201,6 @@ def play(folder: Path, runner: str, kind: Kind, tier: bool) -> dict[str, Any]:
         segment = re.sub(r"\W+", "_", kind.name)  # of kvcached's own, which engines must not share
         asked |= {"KVCACHED_IPC_NAME": segment, "ENABLE_KVCACHED": "true", **kind.kvcached}
         asked["TEST_KVCACHED"] = os.environ["TEST_KVCACHED"]
-        # Until a run like this one has shown it.
-        asked["KVOFFLOAD_ALLOW_UNVERIFIED"] = "1"
     if kind.asked == "each_engine":
         asked["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     run = engines.run(kind.scenarios, engine, settings, **asked)

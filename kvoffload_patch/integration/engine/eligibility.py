@@ -30,7 +30,7 @@ _STATES_SHOWN = {
     "0.32.0": ("GDN_ATTN", "MAMBA2"),
 }
 # Releases of vLLM and devices on which answers beside kvcached were compared with plain vLLM's.
-_KVCACHED_SHOWN: tuple[tuple[str, str], ...] = ()
+_KVCACHED_SHOWN: tuple[tuple[str, str], ...] = (("0.26.0", "cuda"),)
 _REMEDY = "set KVOFFLOAD_STRICT=0 to serve without the CPU tier"
 
 
@@ -149,7 +149,7 @@ def _kvcached_doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
     """What has not been run over kvcached's pool."""
     release, device = release_in_use(), vllm_config.device_config.device_type
     if (release, device) not in _KVCACHED_SHOWN:
-        shown = ", ".join(f"{on} on {where}" for on, where in _KVCACHED_SHOWN) or "none so far"
+        shown = ", ".join(f"{on} on {where}" for on, where in _KVCACHED_SHOWN)
         yield f"expected a release that was run ({shown}), found {release} on {device}"
     yield from kvcached.unknown(scheduler.kv_cache_manager.block_pool)
     groups = scheduler.kv_cache_config.kv_cache_groups

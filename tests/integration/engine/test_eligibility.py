@@ -220,7 +220,6 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Checks an engine beside the kvcached that was run, on a release and a device that were."""
     monkeypatch.setattr(kvcached, "unknown", lambda pool: iter(()))
     monkeypatch.setattr(eligibility, "release_in_use", lambda: "0.26.0")
-    monkeypatch.setattr(eligibility, "_KVCACHED_SHOWN", (("0.26.0", "cuda"),))
 
     def check(*groups: Any, **changes: Any) -> None:
         vllm_config = config(device="cuda")
