@@ -12,6 +12,7 @@ import itertools
 import re
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -43,6 +44,7 @@ class Trials:
 
     def __init__(self, folder: Path, runtime: Path, model: Path) -> None:
         self._folder, self._model = folder, model
+        self._choosing, self._ports = threading.Lock(), set[int]()
         before = set(shared_files())
         env = {
             "XDG_RUNTIME_DIR": str(runtime), "KVOFFLOAD_CONTROL": "1",
@@ -65,7 +67,7 @@ class Trials:
     def _trial(self, case: tuple[str, str, str]) -> dict[str, Any]:
         phase, target, kind = case
         name = " ".join(case)
-        server = Server(self._warm, self._model, self._folder / f"{name}.log", ranks=2)
+        server = self._server(self._folder / f"{name}.log")
         server.start()
         try:
             first = "engine" if (phase, target) == ("starting", "server") else target
@@ -79,6 +81,15 @@ class Trials:
             server.kill()
         gone = signals.wait_until(lambda: not signals.session_of(server.pid), LIMIT_S)
         return {**found, "gone": gone is not None}
+
+    def _server(self, log: Path) -> Server:
+        """One with a port that none beside it has; a port is free until a server listens on it."""
+        with self._choosing:
+            while True:
+                server = Server(self._warm, self._model, log, ranks=2)
+                if server.port not in self._ports:
+                    self._ports.add(server.port)
+                    return server
 
     def _send(self, server: Server, target: str, kind: str, name: str) -> dict[str, Any]:
         """A signal, and what has ended of itself then."""
