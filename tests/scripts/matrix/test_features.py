@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,19 @@ def test_how_engines_end_that_have_lost_a_node_is_in_a_table() -> None:
     text = features.page({ROW.name: result({"outcome": "passed", "lost": lost})})
     assert "| Ray | while it answers | A, 0.0 s | B, 12.0 s |" in text
     assert "A lost node" not in features.page({ROW.name: result({"outcome": "passed"})})
+
+
+def test_each_commit_that_was_run_is_in_the_history() -> None:
+    """One of a branch that was put onto another commit since cannot be run again."""
+    if _git("rev-parse", "--is-shallow-repository").strip() != "false":
+        pytest.skip("the history is not here, or not all of it")
+    history = _git("log", "--format=%H").split()
+    for file in (features.FILE, *features_releases.files().values()):
+        for name, found in features.load(file).items():
+            played = found["commit"].removesuffix("+")
+            known = any(commit.startswith(played) for commit in history)
+            assert known, f"{file.name}, {name}: {found['commit']}"
+
+
+def _git(*args: str) -> str:
+    return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True).stdout
