@@ -115,6 +115,12 @@ FAULTS = (
         '`tests/engine/test_signals.py`; beside plain vLLM `scripts/soak signals`: "Signals"',
     ),
     (
+        "an engine ends, and another one begins in its process",
+        "a tier of its own; no thread, descriptor or mapping of the one before is left",
+        "at its end",
+        "`tests/engine/test_restart.py`",
+    ),
+    (
         "weights change, in sleep or by RPC",
         "what was held is forgotten, or waits for a reset",
         "before the next lookup",

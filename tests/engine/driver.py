@@ -152,6 +152,7 @@ def _start(asked: dict[str, Any]) -> Any:
     begin = time.monotonic()
     os.environ.update(release.preloaded_names())
     stage = scenarios.Stage(_engines(engine))
+    stage.arguments = engine  # for one that is to be like it
     print(f"engine up after {time.monotonic() - begin:.0f} s", file=sys.stderr)
     if any(name.startswith(("TEST_FAIL_", "TEST_FLIP_")) for name in os.environ):
         import failing_copies

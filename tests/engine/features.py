@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import psutil
+from restarting import restarts  # noqa: F401
 from scenarios import Stage, cached_of, prompts, runner, tokens_of
 from sleeping import sleeps, sleeps_twice, updates  # noqa: F401
 from vllm import SamplingParams

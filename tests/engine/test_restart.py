@@ -1,0 +1,18 @@
+"""An engine that is ended and started again in one process: a tier of its own, and nothing left."""
+
+from __future__ import annotations
+
+from engine import release
+
+
+def test_each_engine_has_a_tier_of_its_own_and_leaves_nothing(real):
+    off = real.off(["restarts"])["restarts"]["seen"]
+    run = real.on(["restarts"])
+    on, held = run["restarts"]["seen"], run["restarts"]["held"]
+    assert [one["tokens"] for one in on] == [one["tokens"] for one in off]
+    found = 4 * (419 // release.block_size() * release.block_size())
+    assert [one["cached"] for one in on] == [[0, found]] * 3, "of the one before, or not its own"
+    assert not any(sum(one["cached"]) for one in off)
+    assert run.log.count("KV offload: CPU tier of ") == 3
+    assert held[0]["tier's threads"] == held[0]["undumped"] == 0
+    assert held[2] == held[1], "each one more leaves something"
