@@ -1,7 +1,9 @@
 """In processes that Ray starts: `ray_on_cpu`, as soon as vLLM has its CPU platform.
 
 And ranks on two hosts share no memory: vLLM's CPU build takes them for ranks on one host, because
-it compares what Ray gives both the same. So each names its host, too.
+it compares what Ray gives both the same. So each names its host, too, and its cluster: some
+releases take the same port for every engine, and what a killed one has left in /dev/shm has its
+name.
 """
 
 import os
@@ -14,7 +16,8 @@ if "TEST_RAY_ON_CPU" in os.environ:
     def _name_host(module):
         shared = module._CPUSHMDistributed
         named = shared.make_group_name
-        shared.make_group_name = staticmethod(lambda it: f"{named(it)}-{socket.gethostname()}")
+        place = f"{os.environ['RAY_ADDRESS'].rpartition(':')[2]}-{socket.gethostname()}"
+        shared.make_group_name = staticmethod(lambda it: f"{named(it)}-{place}")
 
     wrapt.register_post_import_hook(
         lambda module: setattr(module.CpuPlatform, "ray_device_key", "GPU"), "vllm.platforms.cpu"
