@@ -85,7 +85,8 @@ def figures(
     machine = Machine()
     step_blocks = -(-machine.step_tokens // machine.block_tokens)
     ahead = blocks_ahead(machine.gpu_blocks, step_blocks)
-    rules = SIDES[side](FIRST_SLOTS, ArcPolicy, store, ahead, growing=True)
+    gpu = machine.gpu_blocks
+    rules = SIDES[side](FIRST_SLOTS, ArcPolicy, store, ahead, growing=True, gpu_blocks=gpu)
     trace = workloads.generate(name, seconds, seed)
     return GrowingModel(machine, rules, trace, growing_s).run()
 

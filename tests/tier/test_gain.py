@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from kvoffload_patch.tier.gain import ExclusiveGain
+from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.policies import POLICIES
 from kvoffload_patch.tier.tuning import MODEL_BLOCKS, RECOMPUTE_TIMES
 
 
@@ -93,3 +97,28 @@ def test_a_tier_that_grows_goes_on_and_one_that_shrinks_begins_again() -> None:
     assert not [*gain._inclusive.keys] and gain.pays
     gain.resize(2 * MODEL_BLOCKS)
     assert gain._one_in == 2
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_auto_makes_the_plans_of_eager_until_it_pays(eviction: str) -> None:
+    """Prompts of some blocks come, are loaded and leave; all that is asked of both is the same."""
+    rng, never = random.Random(eviction), ExclusiveGain(24, gpu_blocks=0)
+    auto = OffloadManager(24, POLICIES[eviction], store="auto", gpu_blocks=12)
+    auto._gain, eager = never, OffloadManager(24, POLICIES[eviction])
+    for step in range(300):
+        prompt = [f"{rng.randrange(12)}-{n}" for n in range(rng.randint(1, 5))]
+        found = [key for key in prompt if eager.lookup(key)]
+        blocks = rng.sample(range(40), len(prompt))
+        missed = dict(zip([key for key in prompt if key not in found], blocks))
+        plans = []
+        for tier in (auto, eager):
+            tier.note_new_blocks(blocks)
+            tier.hit_on_gpu(blocks[:1], prompt[:1], lambda block, key: True)
+            if found:
+                tier.begin_load(found, blocks[-len(found) :])
+            plans.append(tier.make_plan(lambda block, key: True, missed))
+            tier.request_ended(prompt, together=step % 2 == 0)
+            tier.apply(tier.drained())
+        assert plans[0] == plans[1]
+        assert not never.pays and not auto.lazy and not auto.looks_ahead
+    assert eager.stats.evicted > 100 < eager.stats.loaded

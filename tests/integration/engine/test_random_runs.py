@@ -31,7 +31,17 @@ def test_random_runs(part: int) -> None:
             raise AssertionError(f"seed {seed}: {describe(seed, MOST)}") from error
         for name, count in outcome.items():
             seen[name] = seen.get(name, 0) + count
-    wanted = ("loaded", "stored", "evicted", "failed", "resumed", "ended", "asked", "given")
+    wanted = (
+        "loaded",
+        "stored",
+        "evicted",
+        "failed",
+        "resumed",
+        "ended",
+        "asked",
+        "given",
+        "changes",
+    )
     # Few runs can keep anything through sleep: not those with events, or a copy that failed.
     for name in (*wanted, "updates", *(("kept",) if part == 3 else ())):
         assert seen[name], f"no run has {name} anything"
