@@ -103,6 +103,9 @@ def main(asked: str, folder: str) -> None:
     use_kvcached(Path(folder).resolve(), release)
     from scheduler_half.elastic_mini import SCENARIOS
 
+    from kvoffload_patch.integration import kvcached
+
+    assert list(kvcached.unknown(make_mini().pool)) == [], "it is not the release that was read"
     seen = {name: scenario(make_mini) for name, scenario in SCENARIOS.items()}
     print(json.dumps({**seen, "geometry": geometry()}))
 
