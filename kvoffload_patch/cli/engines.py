@@ -119,10 +119,18 @@ def text(found: Mapping[str, Any]) -> str:
         f"  under way: {found['queued_loads']} loads, {found['queued_stores']} stores, "
         f"{found['parked_requests']} requests parked; last step "
         f"{found['seconds_since_step']:.1f} s ago",
-        "  settings:  " + ", ".join(f"{name} {value}" for name, value in settings.items()),
+        "  settings:  " + ", ".join(f"{k} {v}" for k, v in {**settings, **_store(found)}.items()),
         f"  copies:    {found['copies']}",
     ]
     return "\n".join(lines)
+
+
+def _store(found: Mapping[str, Any]) -> dict[str, str]:
+    """When blocks are stored, and what `auto` does now; older engines do not tell."""
+    store, lazily = found.get("store"), found.get("stores_lazily")
+    if store == "auto" and lazily is not None:
+        store = f"auto ({'lazily' if lazily else 'as they are computed'} now)"
+    return {"store": store} if store else {}
 
 
 def _speed(found: Mapping[str, Any]) -> str:

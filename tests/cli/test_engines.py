@@ -203,3 +203,18 @@ def test_an_engine_that_is_silent_is_named(one: Engine, monkeypatch: pytest.Monk
     monkeypatch.setattr(engines.client, "ask", silent)
     (found,) = engines.status()
     assert engines.text(found) == f"engine {one.name}: expected a whole message"
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({}, "load_mode auto"),
+        ({"store": "eager", "stores_lazily": False}, "load_mode auto, store eager"),
+        ({"store": "auto", "stores_lazily": True}, "store auto (lazily now)"),
+        ({"store": "auto", "stores_lazily": False}, "store auto (as they are computed now)"),
+        ({"store": "auto"}, "load_mode auto, store auto"),
+    ],
+)
+def test_a_status_says_what_auto_does_now(told: dict[str, Any], said: str) -> None:
+    lines = engines.text({**STATUS, "engine": "one", **told}).splitlines()
+    assert next(line for line in lines if "settings:" in line).endswith(said)

@@ -119,6 +119,7 @@ class Desk:
             "seconds": time.monotonic() - self._began,
             "seconds_since_step": time.monotonic() - self._tier.last_step,
             "growing": manager.growing,
+            "stores_lazily": manager.lazy,
             "block_bytes": size,
             "load_ms_per_block": self._ranks.load_ms_per_block,
             "largest_blocks": self._ranks.num_slots,

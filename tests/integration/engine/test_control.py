@@ -187,6 +187,7 @@ def test_settings_change_what_the_tier_does(store: str) -> None:
     assert hits(mini, tokens) == 6 * BLOCK
     assert (mini.tier.counts().inline, mini.tier.counts().parked) == (1, 1)
     assert mini.desk.status()["settings"]["eviction"] == "lru"
+    assert mini.desk.status()["stores_lazily"] is (store == "auto"), "nothing weighs it here"
 
 
 def test_an_idle_engine_carries_out_what_is_asked_when_it_is_woken() -> None:
