@@ -31,7 +31,7 @@ class PoolAdapter:
     whatever has become of those who held them.
     """
 
-    elastic = False
+    elastic: bool = False
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool

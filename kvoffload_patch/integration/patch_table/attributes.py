@@ -154,6 +154,7 @@ _CACHE = (
             "blocks cached_block_hash_to_block enable_kv_cache_events free_block_queue "
             "kv_event_queue",
         ),
+        (">=0.24", "cached_block_hashes_by_block"),
     ),
     *_has("vllm.distributed.kv_events", "", (_ANY, "BlockStored BlockRemoved")),
     *_has(
@@ -202,6 +203,7 @@ _CACHE = (
     *_has(
         "vllm.v1.kv_cache_interface", "KVCacheTensor", (_ANY, "size"), (">=0.29", "layer_stride")
     ),
+    *_has("vllm.v1.kv_cache_interface", "KVCacheSpec", (_ANY, "page_size_bytes")),
     *_has(
         "vllm.v1.kv_cache_interface",
         "FullAttentionSpec",

@@ -86,6 +86,8 @@ OTHERS |= {
 OTHERS |= {"_parameters", "_buffers", "to", "split", "add_done_callback"}
 OTHERS |= {"co_names", "__code__", "__members__", "name", "__cause__", "elements"}
 OTHERS |= {"fileno", "write", "put_nowait", "kvoffload"}
+# Of kvcached's pool and of the memory behind it, whose sources are compared with a digest.
+OTHERS |= {"_wait_post_init", "null_block", "_remove_cached_block_hashes"}
 # Of msgspec.
 OTHERS |= {"default", "default_factory"}
 # Asked for with a name that is not in the file: a stand-in's, and a function called by name.
