@@ -1,9 +1,8 @@
 """In processes that Ray starts: `ray_on_cpu`, as soon as vLLM has its CPU platform.
 
 And ranks on two hosts share no memory: vLLM's CPU build takes them for ranks on one host, because
-it compares what Ray gives both the same. So each names its host, too, and its cluster: some
-releases take the same port for every engine, and what a killed one has left in /dev/shm has its
-name.
+it compares what Ray gives both the same. So each names its host, too, and its cluster, so that what
+a killed engine has left in /dev/shm has another name than what the next one makes.
 """
 
 import os
