@@ -1,4 +1,4 @@
-"""What one tier keeps, and what can be asked of it without changing it."""
+"""What one tier keeps, which policy orders it, and what can be asked of it."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import Any
 from integration.engine.mini import BLOCK, Mini
 from scheduler_half import parts
 from scheduler_half.device import Device
+from scheduler_half.scenarios import talk
 from scheduler_half.vmm_ops import MEMORY
 
 from kvoffload_patch.integration import kvcached
@@ -95,26 +96,6 @@ class ElasticMini(Mini):
         assert not self.manager.busy and not self.tier._lookups._results
 
 
-def talk(mini: Any, seed: int, turns: int = 4, talks: int = 8, aborts: float = 0.1) -> None:
-    """Conversations that do not fit in the GPU cache together, some with a common beginning."""
-    rng = random.Random(seed)
-    common = [rng.randrange(3, 999) for _ in range(2 * BLOCK)]
-    prompts = []
-    for n in range(talks):
-        own = [rng.randrange(3, 999) for _ in range(rng.randrange(20, 70))]
-        prompts.append([*(common if n % 2 else []), *own])
-    for _ in range(turns):
-        for prompt in prompts:
-            name = mini.add(prompt, count=rng.randrange(1, 6))
-            for _ in range(rng.randrange(3)):
-                mini.step()
-            if rng.random() < aborts and name in mini.scheduler.requests:
-                mini.abort(name)
-            prompt += [rng.randrange(3, 999) for _ in range(rng.randrange(1, 20))]
-        mini.run()
-    mini.check()
-
-
 def conversations(make: Callable[..., Any], runs: int = 60) -> Facts:
     """Random engines and conversations, copies late by none to three steps."""
     seen = dict.fromkeys(("loaded", "stored", "evicted", "unmaps"), 0)
@@ -131,7 +112,7 @@ def conversations(make: Callable[..., Any], runs: int = 60) -> Facts:
             kept=rng.choice([0, 0, 2]),
             step_ms=rng.choice([0, 3, 30]),
         )
-        talk(mini, seed)
+        talk(mini, seed, talks=8)
         stats = mini.manager.stats
         for name in ("loaded", "stored", "evicted"):
             seen[name] += getattr(stats, name)
@@ -281,7 +262,7 @@ def one_coordinator(make: Callable[..., Any]) -> Facts:
     KVCacheCoordinator.__init__ = count
     try:
         mini = make()
-        talk(mini, 10, turns=2)
+        talk(mini, 10, turns=2, talks=8)
     finally:
         KVCacheCoordinator.__init__ = init
     assert made == [mini.kv_manager.coordinator] and mini.manager.stats.loaded
@@ -291,7 +272,7 @@ def one_coordinator(make: Callable[..., Any]) -> Facts:
 def detached(make: Callable[..., Any]) -> Facts:
     """A tier that fails gives everything back, and the pool evicts as ever."""
     mini = make(limit=10, late=3)
-    talk(mini, 8, turns=2)
+    talk(mini, 8, turns=2, talks=8)
     mini.add(question(6, 9), count=3)
     mini.step()
 
