@@ -26,7 +26,8 @@ ANSWER_LIMIT_S = 120.0
 def write_model(folder: Path) -> None:
     """The model of the engine tests, whose answers depend on the whole prompt."""
     script = ROOT / "tests/engine/model.py"
-    subprocess.run([sys.executable, str(script), str(folder)], check=True)
+    head_dim = ["128"] if has_gpu_vllm() else []  # which every attention kernel of a GPU takes
+    subprocess.run([sys.executable, str(script), str(folder), *head_dim], check=True)
 
 
 def _options(block_size: int, gpu_blocks: int, ranks: int) -> list[str]:

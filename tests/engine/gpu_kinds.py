@@ -137,6 +137,7 @@ KINDS = [
     Kind("graphs, chunks", "chunks", {**GRAPHS, "max_model_len": 1024}, groups=4),
     Kind("mla", "mla", MLA),
     Kind("sleep", "full", {**GRAPHS, "enable_sleep_mode": True}, asked=SLEEPS),
+    _beside_kvcached("adaptive", "adaptive"),
     _beside_kvcached("LRU", "lru"),
     _beside_kvcached("ARC", "arc"),
     _beside_kvcached("ARC, synchronous", "arc", async_scheduling=False),

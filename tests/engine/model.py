@@ -1,4 +1,4 @@
-"""A tiny Llama that needs no download; ``python model.py FOLDER`` writes it.
+"""A tiny Llama that needs no download; ``python model.py FOLDER [HEAD_DIM]`` writes it.
 
 Its weights are made so that answers depend on the whole prompt. With vLLM's own dummy weights a
 token depends on the one before it alone, and an engine that lost its KV cache would answer just
@@ -121,4 +121,4 @@ def write_lora(folder: Path, seed: int) -> Path:
 
 
 if __name__ == "__main__":
-    write_model(Path(sys.argv[1]))
+    write_model(Path(sys.argv[1]), head_dim=int(sys.argv[2]) if sys.argv[2:] else 32)
