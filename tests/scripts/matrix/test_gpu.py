@@ -142,6 +142,7 @@ def test_kinds_beside_kvcached_are_left_out_without_it(monkeypatch: pytest.Monke
     monkeypatch.setenv("TEST_KVCACHED", "/a/folder")
     names = [(runner, kind.name) for runner, kind in gpu_kinds.chosen(["v1", "v2"], ["cached"], 1)]
     assert names == [
+        ("v1", "beside kvcached, adaptive"),
         ("v1", "beside kvcached, LRU"),
         ("v1", "beside kvcached, ARC"),
         ("v1", "beside kvcached, ARC, synchronous"),
