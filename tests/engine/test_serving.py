@@ -70,7 +70,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("served"))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("one", marks=pytest.mark.matrix), "several"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", SERVERS)
 def test_figures_of_every_engine_are_on_metrics_and_agree(
     kind: str, model: Path, tmp_path: Path
 ) -> None:

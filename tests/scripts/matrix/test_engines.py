@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from scripts.matrix import engines
+from scripts.matrix import engines, results
 
 GOOD = {
     "release": "0.19.1",
@@ -44,3 +46,28 @@ def test_anything_less_is_red(change):
 
 def test_a_release_without_an_environment_is_red():
     assert engines.verdict({"release": "0.9.2", "why": "`uv` failed"}) == "red"
+
+
+def test_a_part_that_is_well_leaves_the_file_of_all_green_and_one_that_is_not_makes_it_red(
+    tmp_path,
+):
+    whole = {**GOOD, "kind": "cpu-engine", "date": "1", "commit": "old", "verdict": "green"}
+    file = tmp_path / "cpu-0.19.1.json"
+    results.write(tmp_path, whole)
+    none = {"tokens_compared": 0, "tokens_equal": 0, "tokens_loaded": 0}
+    for outcome, status, verdict in (("failed", 1, "red"), ("passed", 0, "green")):
+        tests = [{"name": "s", "outcome": outcome, "why": "E   no"}]
+        part = {**whole, **none, "tests": tests, "pytest_status": status, "commit": "new"}
+        engines.record(part, tmp_path, part=True)
+        kept = json.loads(file.read_text())
+        assert (part["verdict"], kept["verdict"]) == (verdict, verdict)
+        assert [test["name"] for test in kept["tests"]] == ["a", "b", "s"]
+
+
+def test_a_part_that_could_not_be_run_leaves_the_file_as_it_is(tmp_path):
+    whole = {**GOOD, "kind": "cpu-engine", "date": "1", "commit": "old", "verdict": "green"}
+    text = results.write(tmp_path, whole)
+    part = {"kind": "cpu-engine", "release": "0.19.1", "why": "`uv` failed"}
+    engines.record(part, tmp_path, part=True)
+    assert part["verdict"] == "red"
+    assert (tmp_path / "cpu-0.19.1.json").read_text() == text

@@ -40,3 +40,31 @@ def test_a_changed_tree_has_a_plus(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert results.provenance()["commit"] == clean
     (tmp_path / "kvoffload_patch/a.py").write_text("a = 2\n")
     assert results.provenance()["commit"] == f"{clean}+"
+
+
+def _whole(*tests: dict, **other: object) -> dict:
+    about = {"kind": "cpu-engine", "release": "0.26.0", "date": "1", "commit": "old"}
+    return {**about, "tests": list(tests), "pytest_status": 0, **other}
+
+
+def test_some_tests_take_their_places_in_the_file_of_all_with_a_date_of_their_own(tmp_path: Path):
+    results.write(tmp_path, _whole({"name": "a"}, {"name": "b"}, tokens_compared=10))
+    again = [{"name": "a", "outcome": "passed"}, {"name": "c"}]
+    new = _whole(*again, date="2", commit="new", tokens_compared=0)
+    found = results.with_the_rest(new, tmp_path)
+    later = {"date": "2", "commit": "new"}
+    assert found["tests"] == [{**later, **again[0]}, {"name": "b"}, {**later, **again[1]}]
+    assert found["tokens_compared"] == 10 and (found["date"], found["commit"]) == ("1", "old")
+
+
+def test_of_no_file_some_tests_are_all_there_is(tmp_path: Path):
+    assert results.with_the_rest(_whole({"name": "a"}), tmp_path) == _whole({"name": "a"})
+
+
+@pytest.mark.parametrize(("before", "now", "wanted"), [(1, 0, 0), (0, 1, 1), (3, 0, 3)])
+def test_a_run_of_some_tests_mends_what_failed_but_not_a_run_that_broke_off(
+    tmp_path: Path, before: int, now: int, wanted: int
+):
+    results.write(tmp_path, _whole({"name": "a"}, pytest_status=before))
+    found = results.with_the_rest(_whole({"name": "a"}, pytest_status=now), tmp_path)
+    assert found["pytest_status"] == wanted

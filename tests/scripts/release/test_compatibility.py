@@ -93,6 +93,8 @@ def test_a_file_with_tests_of_several_commits_says_how_many_are_of_which():
     earlier = {"name": "c", "outcome": "passed", "date": "2026-11-20", "commit": "old"}
     gpu = {**ENGINE, "kind": "gpu-engine", "commit": "new", "tests": [*tests, earlier]}
     assert "3 passed; CPU; 2 of new, 1 of old |" in compatibility.page([gpu])
+    cpu = {**gpu, "kind": "cpu-engine"}
+    assert "128 loaded; 2 of new, 1 of old |" in compatibility.page([cpu])
     assert "of new" not in compatibility.page([{**gpu, "tests": tests}])
 
 
