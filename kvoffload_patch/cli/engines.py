@@ -101,9 +101,9 @@ def text(found: Mapping[str, Any]) -> str:
         return f"engine {found['engine']}: {found['error']}"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["since"]))
     dropped, settings = found["dropped_blocks"], found["settings"]
-    # An older engine does not tell.
-    by = ", ".join(f"{number} {kind}" for kind, number in found.get("failed_by", {}).items())
-    why = f" ({by})" if by else ""
+    removed = found.get(
+        "removed_blocks", {}
+    )  # an older engine does not tell, nor why copies failed
     rate = 100 * found["hit_tokens"] / max(1, found["queried_tokens"])
     lines = [
         f"engine {found['engine']}: {_state(found)}, since {since}, model {found['model']}",
@@ -112,9 +112,12 @@ def text(found: Mapping[str, Any]) -> str:
         f"  hits:      {found['hit_tokens']} of {found['queried_tokens']} tokens that the GPU "
         f"lacked ({rate:.1f}%)",
         f"  blocks:    {found['loaded_blocks']} loaded, {found['stored_blocks']} stored, "
-        f"{found['evicted_blocks']} evicted, {sum(dropped.values())} not stored",
+        f"{found['evicted_blocks']} evicted, "
+        f"{sum(removed.values())} removed otherwise{_by(removed)}, "
+        f"{sum(dropped.values())} not stored{_by(dropped)}",
         f"  speed:     {_speed(found)}",
-        f"  failed:    {found['failed_copies']} copies of {found['failed_blocks']} blocks{why}; "
+        f"  failed:    {found['failed_copies']} copies of {found['failed_blocks']} blocks"
+        f"{_by(found.get('failed_by', {}))}; "
         f"{found['mismatches']} loads brought other bytes than were stored",
         f"  under way: {found['queued_loads']} loads, {found['queued_stores']} stores, "
         f"{found['parked_requests']} requests parked; last step "
@@ -123,6 +126,12 @@ def text(found: Mapping[str, Any]) -> str:
         f"  copies:    {found['copies']}",
     ]
     return "\n".join(lines)
+
+
+def _by(counts: Mapping[str, int]) -> str:
+    """What a sum consists of, in parentheses; nothing for nothing."""
+    some = ", ".join(f"{number} {kind}" for kind, number in counts.items() if number)
+    return f" ({some})" if some else ""
 
 
 def _store(found: Mapping[str, Any]) -> dict[str, str]:

@@ -29,6 +29,8 @@ STATES = ON, PAUSED, NOT_NEEDED, REFUSED, FAILED = (
 
 # Why blocks are not stored, as labels and counters of the tier name it.
 NOT_STORED = ("no_room", "overwritten", "few_uses", "decode", "opted_out", "paused")
+# Why blocks leave the tier otherwise than to make room, as labels and counters of the tier name it.
+REMOVED = ("reset", "emptied", "weights", "resized", "failed", "invalid")
 
 # Labels of `build_info` besides the versions.
 ABOUT = ("load_mode", "store", "eviction", "integrity", "copies")
@@ -112,6 +114,16 @@ METRICS = (
     Metric("stored_bytes", "counter", _SAME),
     Metric("evicted_blocks", "counter", "Blocks thrown out to make room."),
     Metric("evicted_bytes", "counter", _SAME),
+    Metric(
+        "removed_blocks",
+        "counter",
+        "Blocks that left the tier otherwise, those still being stored included; reset: vLLM's "
+        "prefix cache was, as at sleep; emptied: by command; weights: the model's were updated; "
+        "resized: by command, to less; failed: a copy of them did; invalid: a KV connector had "
+        "not filled the GPU's blocks that they are copies of.",
+        (("reason", REMOVED),),
+    ),
+    Metric("removed_bytes", "counter", _SAME, (("reason", REMOVED),)),
     Metric(
         "dropped_blocks",
         "counter",

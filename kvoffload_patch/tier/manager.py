@@ -14,6 +14,7 @@ from kvoffload_patch.tier.policy import EvictionPolicy
 from kvoffload_patch.tier.queues import Ended, EndedRequests, StoreQueue
 from kvoffload_patch.tier.slots import SlotPool
 from kvoffload_patch.tier.state import TierState
+from kvoffload_patch.tier.stats import RemovedBy
 
 
 class OffloadManager(TierState):
@@ -154,11 +155,12 @@ class OffloadManager(TierState):
         """What was queued and is not planned yet is not stored."""
         self._queue = StoreQueue()
 
-    def discard(self, key: Hashable) -> None:
+    def discard(self, key: Hashable, reason: RemovedBy = "invalid") -> None:
         """What the GPU holds, and may have stored, under ``key`` turned out to be wrong."""
         slot = self._slot_of.pop(key, None)
         if slot is None:
             return
+        self.stats.removed[reason] += 1
         if self.on_left is not None:
             self.on_left((key,))
         written = self._store_to[slot] > self._stores.done
@@ -261,11 +263,12 @@ class OffloadManager(TierState):
         self._tell_ended()
         return readable
 
-    def clear(self) -> None:
+    def clear(self, reason: RemovedBy = "reset") -> None:
         """Forget every key. Slots of transfers under way come back when those are done."""
         under_way = (slots for link in self._links.values() for _, _, slots in link.under_way)
         held = {slot for slots in under_way for slot in slots if slot < self.num_slots}
         self._held.forget(held)
+        self.stats.removed[reason] += len(self._slot_of)
         if self.on_left is not None:
             self.on_left(self._slot_of)
         self._slot_of = {}
@@ -291,7 +294,7 @@ class OffloadManager(TierState):
             if self.on_left is not None:
                 self.on_left(beyond)  # in one event
             for key in beyond:
-                self.discard(key)
+                self.discard(key, "resized")
             self._slots.shrink(num_slots)
             self._reorder(num_slots)
         return self._sizing
@@ -389,7 +392,7 @@ class OffloadManager(TierState):
         self.stats.add_failed(link.link, reason, len(keys))
         for key, slot in zip(keys, slots):
             if self._slot_of.get(key) == slot:
-                self.discard(key)
+                self.discard(key, "failed")
         if link is self._loads:
             keys, slots = self._held.end_read(keys, slots)
         self._let_go(keys, slots)

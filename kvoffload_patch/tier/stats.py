@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from kvoffload_patch.links import FAILURES, LOAD, STORE, Link
+
+# Why a block leaves the tier otherwise than to make room; `TierStats.removed` says what each means.
+RemovedBy = Literal["reset", "emptied", "weights", "resized", "failed", "invalid"]
 
 
 class FailedCopies(NamedTuple):
@@ -17,6 +20,10 @@ class FailedCopies(NamedTuple):
 
 def _none_failed() -> dict[tuple[Link, str], FailedCopies]:
     return {(link, reason): FailedCopies() for link in (LOAD, STORE) for reason in FAILURES}
+
+
+def _none_removed() -> dict[RemovedBy, int]:
+    return dict.fromkeys(get_args(RemovedBy), 0)
 
 
 @dataclass
@@ -34,6 +41,9 @@ class TierStats:
         decode: blocks of answers that were not stored because none are.
         opted_out: blocks that were not stored because their request said so.
         paused: blocks that were not stored because the tier was paused.
+        removed: blocks that left otherwise, those still being written included, by reason. `reset`:
+            vLLM's prefix cache was; `emptied`: by command; `weights`: these changed; `resized`: to
+            less; `failed`: a copy of them did; `invalid`: the GPU turned out to hold other bytes.
         failed: blocks whose copy failed, in either direction.
         failed_copies: copies that failed, of however many blocks.
         failed_by: both, by link and reason; all of `links.FAILURES` are there.
@@ -53,6 +63,7 @@ class TierStats:
     failed: int = 0
     failed_copies: int = 0
     mismatches: int = 0
+    removed: dict[RemovedBy, int] = field(default_factory=_none_removed)
     failed_by: dict[tuple[Link, str], FailedCopies] = field(default_factory=_none_failed)
 
     @property

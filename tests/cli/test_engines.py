@@ -23,7 +23,9 @@ STATUS = {
     "loaded_blocks": 5, "stored_blocks": 6, "evicted_blocks": 7, "capacity_bytes": 1 << 30,
     "used_bytes": 1 << 28, "loaded_bytes": 5 << 20, "stored_bytes": 6 << 20,
     "evicted_bytes": 7 << 20, "queried_tokens": 200, "hit_tokens": 50,
-    "dropped_blocks": {"no_room": 1, "overwritten": 2}, "failed_blocks": 3, "failed_copies": 2,
+    "dropped_blocks": {"no_room": 1, "overwritten": 2},
+    "removed_blocks": {"reset": 4, "emptied": 0, "failed": 1},
+    "failed_blocks": 3, "failed_copies": 2,
     "failed_by": {"load mismatch": 1, "store raised": 1}, "mismatches": 8,
     "parked_requests": 1, "queued_loads": 0, "queued_stores": 4,
     "settings": {"eviction": "arc", "load_mode": "auto"},
@@ -177,7 +179,8 @@ def test_status_has_the_engines_that_run(one: Engine, another: Engine, capsys: A
         f"engine {another.name}: failed (a fault), since ",
         "  size:      0.25 of 1.00 GiB used (25%); at most 2.00 GiB\n",
         "  hits:      50 of 200 tokens that the GPU lacked (25.0%)\n",
-        "  blocks:    5 loaded, 6 stored, 7 evicted, 3 not stored\n",
+        "  blocks:    5 loaded, 6 stored, 7 evicted, 5 removed otherwise (4 reset, 1 failed), "
+        "3 not stored (1 no_room, 2 overwritten)\n",
         "  speed:     2.1 GB/s when it started, on average 0.5 MB/s loaded, 0.6 MB/s stored since",
         "  failed:    2 copies of 3 blocks (1 load mismatch, 1 store raised); "
         "8 loads brought other bytes than were stored\n",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tier.plans import a_result
 
-from kvoffload_patch.links import STORE
+from kvoffload_patch.links import RAISED, STORE
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies.lru import LRUPolicy
 
@@ -115,3 +115,24 @@ def test_a_failed_transfer_gives_its_slots_back_after_clear() -> None:
     plan_store(tier, "abcd")
     tier.apply(tier.drained())
     assert readable(tier, "abcd") == "abcd"
+
+
+def test_what_leaves_the_tier_is_counted_with_the_reason() -> None:
+    tier = stored("abcdef", num_slots=6)
+    ticket = tier.begin_load("ab", [7, 8])
+    tier.apply(a_result(ticket, 1, failed_loads=(ticket,)))
+    plan_store(tier, "x")
+    tier.apply(a_result(ticket, 2, failed_stores=(2,)))
+    tier.discard("c")
+    tier.resize(max(tier._slot_of.values()))  # one of those left
+    plan_store(tier, "y")
+    tier.clear("weights")
+    tier.clear("emptied")
+    tier.discard("never stored")
+    stats = tier.stats
+    assert stats.removed == {
+        "reset": 0, "emptied": 0, "weights": 3, "resized": 1, "failed": 3, "invalid": 1,
+    }  # fmt: skip
+    tier.apply(tier.drained())
+    failed = stats.failed_by[STORE, RAISED].blocks
+    assert stats.stored + failed == stats.evicted + sum(stats.removed.values())

@@ -264,6 +264,7 @@ class TierMachine(RuleBasedStateMachine):
         assert self.tier.num_used == len(self.model.used) <= self.model.capacity
         assert self.tier.busy == bool(self.model.loads or self.model.stores)
         assert vars(self.tier.stats) == self.model.counts
+        self._check_that_all_that_came_is_here_or_was_counted_out()
         assert all(
             self.tier.load_done(t) == (t <= self.model.loads_done)
             for t in range(1, self.model.last_load + 2)
@@ -350,6 +351,11 @@ class TierMachine(RuleBasedStateMachine):
             if key is not None:  # forgotten by clear() otherwise
                 self.cached[block] = key
                 self.reads[block] = (key, self.epoch)
+
+    def _check_that_all_that_came_is_here_or_was_counted_out(self) -> None:
+        stats = self.tier.stats
+        came = stats.stored + sum(len(ticket.keys) for ticket in self.model.stores)
+        assert came == len(self.model.slot_of) + stats.evicted + sum(stats.removed.values())
 
     def _apply(self, result: TransferResult) -> None:
         readable = self.tier.apply(result)

@@ -174,6 +174,7 @@ class TierModel:
         return readable
 
     def clear(self) -> None:
+        self.counts["removed"]["reset"] += len(self.slot_of)
         self.slot_of, self.ready, self.recency, self.pending = {}, set(), [], {}
         self.ended = []
 
@@ -182,6 +183,7 @@ class TierModel:
         self.capacity = min(self.capacity, capacity)
         for key, slot in list(self.slot_of.items()):
             if slot >= capacity:
+                self.counts["removed"]["resized"] += 1
                 del self.slot_of[key]
                 self.ready.discard(key)
                 if key in self.recency:

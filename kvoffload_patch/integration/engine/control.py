@@ -128,6 +128,7 @@ class Desk:
             "queried_tokens": counts.queried,
             "hit_tokens": counts.hit,
             "dropped_blocks": stats.not_stored,
+            "removed_blocks": dict(stats.removed),
             "failed_blocks": stats.failed,
             "failed_copies": stats.failed_copies,
             "failed_by": {

@@ -325,7 +325,9 @@ class Reporter:
 
 
 def _not_moved(stats: TierStats) -> Iterator[tuple[str, tuple[str, ...], int]]:
-    """Blocks that were not moved or in vain: what became of them, labels, how many."""
+    """Blocks that were not moved, in vain, or left: what became of them, labels, how many."""
+    for why, left in stats.removed.items():
+        yield "removed", (why,), left
     for reason, number in stats.not_stored.items():
         yield "dropped", (reason,), number
     yield "skipped", ("held",), stats.held

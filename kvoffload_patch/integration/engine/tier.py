@@ -27,6 +27,7 @@ from kvoffload_patch.links import LOAD
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 from kvoffload_patch.tier.policies import policy_named
+from kvoffload_patch.tier.stats import RemovedBy
 
 
 class SchedulerTier:
@@ -101,7 +102,7 @@ class SchedulerTier:
         """
         self._pace.step_begins()
         if self.weights.doubted and not self._view.is_paused() and self.weights.changed():
-            self.empty()
+            self.empty("weights")
         if self.handed_out:
             self._look_at_handed_out()
         if self.cached:
@@ -292,8 +293,7 @@ class SchedulerTier:
         if self.weights.kept_by_reset() and well:
             forget_gpu(self._manager, self.settings.eviction)
         else:
-            self._manager.clear()
-            self._wipe()
+            self.empty("reset")
         self._lookups.clear()
         self._hits.clear()
         self._recency.clear()
@@ -302,10 +302,6 @@ class SchedulerTier:
             self._front.clear()
         self.cached.clear()
         self.choice.clear()
-
-    def _wipe(self) -> None:
-        if self.settings.wipe:
-            self._ranks.wipe()
 
     def _is_needed(self, key: Hashable) -> bool:
         """Whether anybody has this key, or is about to."""
@@ -338,7 +334,7 @@ class SchedulerTier:
             return
         if self.handed_out:
             self.weights.gpu_filled()
-        self.empty()
+        self.empty("weights")
         self.weights.updated()
         if self.weights.mixed:
             self._stop()
@@ -348,11 +344,12 @@ class SchedulerTier:
         self.weights.gpu_emptied()
         self.paused = self._asked_to_pause
 
-    def empty(self) -> None:
+    def empty(self, reason: RemovedBy = "emptied") -> None:
         """Forget every key. Loads under way are published all the same: their bytes are right."""
-        self._manager.clear()
+        self._manager.clear(reason)
         self._lookups.clear()
-        self._wipe()
+        if self.settings.wipe:
+            self._ranks.wipe()
 
     def resize(self, num_slots: int) -> None:
         """Use so many slots, `RankGroup.num_slots` at most; what does not fit is forgotten."""

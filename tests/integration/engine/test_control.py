@@ -37,6 +37,12 @@ def asked(mini: Mini, name: str, **values: Any) -> Any:
     return one
 
 
+def removed(mini: Mini) -> dict[str, int]:
+    """Blocks that left the tier, not to make room, by reason; as the status says it."""
+    assert mini.desk is not None
+    return {why: n for why, n in mini.desk.status()["removed_blocks"].items() if n}
+
+
 def hits(mini: Mini, tokens: list[int]) -> int:
     """Tokens that a prompt finds cached, its answer being right."""
     name = mini.add(tokens)
@@ -94,6 +100,7 @@ def test_an_emptied_tier_has_nothing_and_what_was_loaded_meanwhile_is_right() ->
     mini.settle()
     assert mini.manager.num_used == 6
     asked(mini, "empty")
+    assert removed(mini) == {"emptied": 12}
     mini.pool.free_blocks(mini.pool.get_new_blocks(mini.pool.get_num_free_blocks()))
     assert hits(mini, tokens) == 0
     nothing_held(mini)
@@ -115,8 +122,10 @@ def test_what_is_forgotten_is_overwritten_if_it_is_to_be(wipe: bool) -> None:
     assert hits(mini, prompt(6, seed=2)) == 0
     mini.settle()
     assert any(map(any, mini.device.slots)), "new blocks are stored again"
+    before = mini.manager.num_used
     mini.scheduler.reset_prefix_cache()
     assert any(map(any, mini.device.slots)) != wipe
+    assert removed(mini) == {"emptied": 6, "reset": before}
     nothing_held(mini)
 
 
@@ -128,6 +137,7 @@ def test_a_smaller_tier_keeps_what_fits_and_grows_again() -> None:
     assert (mini.manager.num_slots, mini.manager.num_used) == (8, 8)
     found = [mini.manager.lookup(key) for key in list(mini.manager._slot_of)]
     assert found == ["cpu"] * 8
+    assert removed(mini) == {"resized": 8}
     hits(mini, first)
     hits(mini, second)
     asked(mini, "resize", gib=20 * SIZE)

@@ -130,6 +130,7 @@ def test_all_that_was_computed_upon_a_failed_load_is_discarded() -> None:
     assert len(mini.queue[-1][0].num_scheduled_tokens) == 2
     end_step(mini, invalid_block_ids=set(connector.filled[name][1:]))
     assert held(mini, own) == held(mini, other) == [True, *[False] * 5]
+    assert mini.manager.stats.removed["invalid"] == 3 + 2 + 2
     connector.known.clear()
     mini.run()
     assert mini.only_right_tokens()

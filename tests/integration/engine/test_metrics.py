@@ -135,6 +135,7 @@ def test_what_was_not_moved_is_told_in_blocks_and_in_bytes() -> None:
     found = reported(mini)
     stats = mini.manager.stats
     stats.overwritten, stats.decode, stats.held = 2, 3, 5
+    stats.removed["resized"] = 17
     stats.add_failed(LOAD, MISMATCH, 7)
     stats.add_failed(STORE, LATE, 11)
     stats.add_failed(STORE, LATE, 13)
@@ -143,6 +144,7 @@ def test_what_was_not_moved_is_told_in_blocks_and_in_bytes() -> None:
     expected = {
         "dropped no_room": 0, "dropped overwritten": 2, "dropped few_uses": 0,
         "dropped decode": 3, "dropped opted_out": 0, "dropped paused": 0, "skipped held": 5,
+        "removed resized": 17, "removed reset": 0,
         "failed load mismatch": 7, "failed load late": 0, "failed store late": 24,
     }  # fmt: skip
     for key, number in expected.items():

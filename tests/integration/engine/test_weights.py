@@ -18,8 +18,10 @@ from kvoffload_patch.integration.engine import hooks, step_hooks
 from kvoffload_patch.integration.engine.weights import can_keep, changes_weights
 from kvoffload_patch.integration.metrics import ON, PAUSED
 from kvoffload_patch.integration.protocol import TIER
+from kvoffload_patch.tier.stats import TierStats
 
 PROMPT = prompt(3, seed=1)
+NONE = TierStats().removed
 
 
 class Ranks(FakeRanks):
@@ -104,6 +106,7 @@ def test_no_other_reset_keeps_anything(level: int) -> None:
     engine = Engine()
     engine.sleep(level)
     assert engine.world.offload.num_used == 0 and engine.found() == 0
+    assert engine.world.offload.stats.removed == {**NONE, "reset": 3}
     engine = Engine()
     engine.sleep(1)
     engine.reset()
@@ -117,6 +120,7 @@ def test_weights_that_were_changed_in_sleep_empty_it(found: tuple[str, ...]) -> 
     assert engine.world.offload.num_used == 3
     engine.ranks.found = found
     assert engine.found() == 0
+    assert engine.world.offload.stats.removed == {**NONE, "weights": 3}
 
 
 def test_weights_that_were_changed_before_sleep_and_back_in_it_empty_it() -> None:
@@ -234,6 +238,7 @@ def test_an_update_empties_the_tier_and_it_waits_for_a_reset(method: Any, fails:
     else:
         engine.call(method)
     assert world.offload.num_used == 0 and world.tier.paused and world.tier.weights.mixed
+    assert world.offload.stats.removed == {**NONE, "weights": 3}
     world.step(world.add(prompt(2, seed=5)))
     world.all_done()
     world.tier.resume()
