@@ -44,7 +44,7 @@ def shutdown(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def sleep(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     """`EngineCore.sleep`: from level 1 on it resets the prefix cache, at once or later."""
-    breaker = attached(instance.scheduler)
+    breaker = _breaker(instance)
     if breaker is None:
         return wrapped(*args, **kwargs)
     weights, later = breaker.tier.weights, None
@@ -61,13 +61,19 @@ def sleep(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def collective_rpc(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     """`EngineCore.collective_rpc`: a user's call of all workers, by which weights are updated."""
-    breaker = attached(instance.scheduler)
+    breaker = _breaker(instance)
     if breaker is None or not changes_weights(_method(*args, **kwargs)):
         return wrapped(*args, **kwargs)
     try:
         return wrapped(*args, **kwargs)
     finally:  # it may have changed some of them before it raised
         breaker.weights_updated()
+
+
+def _breaker(core: Any) -> Any:
+    """The tier of an engine; up to 0.17 vLLM calls its workers before there is a scheduler."""
+    scheduler = getattr(core, "scheduler", None)
+    return None if scheduler is None else attached(scheduler)
 
 
 def _executor_class(vllm_config: Any, executor_class: Any, *_: Any, **__: Any) -> Any:

@@ -318,3 +318,11 @@ def test_the_opt_out_keeps_what_is_held() -> None:
 )
 def test_names_of_calls_that_change_weights(method: Any, changes: bool) -> None:
     assert changes_weights(method) is changes
+
+
+@pytest.mark.parametrize("hook", [hooks.collective_rpc, hooks.sleep])
+def test_an_engine_that_has_no_scheduler_yet_calls_its_workers(hook):
+    """Up to 0.17 vLLM does so while it makes an engine core."""
+    made, called = SimpleNamespace(), []
+    assert hook(lambda *args: called.append(args), made, ("update_weights",), {}) is None
+    assert called == [("update_weights",)]
