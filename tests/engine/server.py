@@ -48,8 +48,8 @@ class Server(server.Server):
         env = engines.environment(**{**sizes, **(tier or {}), **extra})
         super().__init__(command, env, port, log, START_LIMIT_S)
 
-    def ask(self, tokens: list[int], count: int = 4) -> dict[str, Any]:
-        """The completion of a prompt."""
+    def ask(self, tokens: list[int], count: int = 4, **headers: str) -> dict[str, Any]:
+        """The completion of a prompt, asked for with these headers besides."""
         body = {
             "model": MODEL, "prompt": tokens, "max_tokens": count, "temperature": 0,
             "ignore_eos": True, "stream": False,
@@ -57,7 +57,7 @@ class Server(server.Server):
         request = urllib.request.Request(
             f"http://{server.HOST}:{self.port}/v1/completions",
             json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", **headers},
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             found: dict[str, Any] = json.load(answer)
