@@ -78,6 +78,7 @@ def test_figures_of_every_engine_are_on_metrics_and_agree(
     options, asked = SERVERS[kind], prompts(1, 8)
     num_engines = 2 if "--data-parallel-size" in options else 1
     runtime = {"XDG_RUNTIME_DIR": str(tmp_path), "KVOFFLOAD_CONTROL": "1"}
+    runtime |= release.environment(num_engines)  # a rank each
     forked = kind == "several"
     with Server(model, tmp_path / "log", [*SMALL, *options], runtime, forked) as server:
         at_start = wait_for(server, "kvoffload_tier_state on", num_engines)
