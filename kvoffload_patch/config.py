@@ -186,12 +186,12 @@ class Settings:
     )
     store: str = _variable(
         "KVOFFLOAD_STORE",
-        "eager",
+        "auto",
         _store,
         "one of " + ", ".join(STORES),
         "when blocks are stored: as they are computed (eager), when the GPU is about to lose them "
-        "(lazy), or as they are computed, and lazily while that recomputes clearly less (auto); "
-        "storing lazily costs the engine's thread more",
+        "(lazy), or as they are computed, and lazily while that recomputes clearly less (auto; "
+        "never beside kvcached); storing lazily costs the engine's thread more",
     )
     store_decode: bool = _variable(
         "KVOFFLOAD_STORE_DECODE",

@@ -37,7 +37,7 @@ def test_defaults() -> None:
         load_mode="auto",
         eviction="adaptive",
         integrity="sample",
-        store="eager",
+        store="auto",
         store_decode=True,
         store_min_uses=1,
         log_interval=10.0,

@@ -1,7 +1,7 @@
 """python scripts/bench step [--quick] [--json FILE] [--only a,d,...] [--sides plain,tier,...]
 
 What the CPU tier adds to a scheduler step on the host, beside vLLM's own connectors to CPU memory.
-`tier` is as the environment says, `auto` the same with KVOFFLOAD_STORE=auto; `lru`, `arc` and
+`tier` is as the environment says, `eager` the same with KVOFFLOAD_STORE=eager; `lru`, `arc` and
 `s3fifo` are with that KVOFFLOAD_EVICTION.
 
 vLLM's own scheduler, no model, no copies. The schedulers of one scenario take turns, in another
@@ -82,7 +82,7 @@ def prefills(make: Make, quick: bool, tokens: int, prompts: int = 10**6) -> tupl
     return sim, before
 
 
-ALL, OURS = tuple(SIDES), ("plain", "tier", "auto")
+ALL, OURS = tuple(SIDES), ("plain", "tier", "eager")
 # Name: title, what readies it, its options, steps of a turn, sides that take part.
 Scenario = tuple[str, Callable[..., tuple[Sim, Before]], dict[str, Any], int, tuple[str, ...]]
 SCENARIOS: dict[str, Scenario] = {

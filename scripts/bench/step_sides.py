@@ -158,10 +158,10 @@ class TierSim(Sim):
         setattr(output, RESULT, TransferResult(((LOAD, self._done[0]), (STORE, self._done[1]))))
 
 
-class AutoSim(TierSim):
-    """With the CPU tier, and `KVOFFLOAD_STORE=auto`."""
+class EagerSim(TierSim):
+    """With the CPU tier, and `KVOFFLOAD_STORE=eager`."""
 
-    store = "auto"
+    store = "eager"
 
 
 class LruSim(TierSim):
@@ -232,7 +232,7 @@ class OffloadingSim(Sim):
 SIDES: dict[str, type[Sim]] = {
     "plain": Sim,
     "tier": TierSim,
-    "auto": AutoSim,
+    "eager": EagerSim,
     "lru": LruSim,
     "arc": ArcSim,
     "s3fifo": S3FifoSim,

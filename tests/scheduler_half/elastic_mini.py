@@ -49,7 +49,7 @@ class ElasticMini(Mini):
 
     def __init__(self, limit: int = 10, kept: int = 0, **about: Any) -> None:
         self.limit, self.kept = limit, kept
-        super().__init__(**about)
+        super().__init__(**{"store": "eager", **about})
 
     def _make_scheduler(self, blocks: int, windows: Sequence[int | None], lookahead: int) -> None:
         MEMORY.begin(self.kept)

@@ -315,7 +315,7 @@ def _seven_loads(load_mode: str, others: int) -> list[int]:
 
 def behind_stores() -> Facts:
     """A load waits a step for what it would overwrite to be stored; one behind it does not."""
-    mini = Mini(blocks=49, load_mode="parked", store="auto")
+    mini = Mini(blocks=49, load_mode="parked", store="auto", weighs=False)
     old = prompt(14, seed=1)
     mini.only_in_cpu(old)
     mini.manager._stores_ahead = False
@@ -927,7 +927,7 @@ SCENARIOS: dict[str, Callable[[], Facts]] = {
     "many hits at once": many_hits_at_once,
     "conversations inline": partial(conversations, "inline"),
     "conversations parked": partial(conversations, "parked", num_slots=60, store="lazy"),
-    "conversations auto": partial(conversations, "auto", store="auto"),
+    "conversations auto": partial(conversations, "auto", store="auto", weighs=False),
     "a crowd": crowd,
     "demand of running requests": demand_of_running,
     "a load beside a running prompt": running_prompt,

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from kvoffload_patch import launch_token
@@ -24,6 +25,7 @@ from kvoffload_patch.integration.engine.weights import can_keep
 from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import step_hooks
+from kvoffload_patch.integration.kvcached import is_elastic
 from kvoffload_patch.integration.metrics import NOT_NEEDED, REFUSED
 from kvoffload_patch.integration.protocol import TIER, attached, engine_bytes, num_engines
 from kvoffload_patch.patching import ObjectHooks, PatchRefused
@@ -117,9 +119,9 @@ def connect(
 def _attach(engine_core: Any, vllm_config: Any) -> None:
     ranks = RankGroup(engine_core.model_executor)
     try:
-        settings = Settings.from_env()
         scheduler = engine_core.scheduler
         _check_scheduler(scheduler)
+        settings = _chosen(Settings.from_env(), scheduler.kv_cache_manager.block_pool)
         check_eligible(vllm_config, scheduler)
         hooks = step_hooks(scheduler)
         cpu_bytes = engine_bytes(vllm_config, settings)
@@ -151,6 +153,12 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
     metrics.begin(engine_core, breaker, manager, ranks.block_bytes, about)
     if settings.control:
         control.listen(engine_core, breaker, manager, ranks)
+
+
+def _chosen(settings: Settings, pool: Any) -> Settings:
+    """The settings; never lazy over a pool whose blocks lose their memory once nobody uses them."""
+    elastic = settings.store == "auto" and is_elastic(pool)
+    return replace(settings, store="eager") if elastic else settings
 
 
 def _rehearse(scheduler: Any, hooks: ObjectHooks, settings: Settings) -> None:

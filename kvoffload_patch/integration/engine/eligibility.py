@@ -134,10 +134,10 @@ def _kvcached_problem(vllm_config: Any, scheduler: Any) -> str | None:
     workers = int(getattr(vllm_config.parallel_config, "world_size", 1))
     if workers > 1:
         return f"expected one worker, because only one says what it has copied, found {workers}"
-    if settings.store != "eager":
+    if settings.store == "lazy":
         return (
-            "expected KVOFFLOAD_STORE=eager, because blocks lose their memory as soon as nobody "
-            f"uses them, found {settings.store}"
+            "expected KVOFFLOAD_STORE=auto or eager, because blocks lose their memory as soon as "
+            "nobody uses them, found lazy"
         )
     if settings.allow_unverified:
         return None

@@ -132,6 +132,7 @@ class Mini:
         limits: fields of vLLM's scheduler configuration, instead of `_LIMITS`.
         max_failed_copies: more detach the tier; so many that none do, unless told otherwise.
         shards: ranks that each hold a part of every block's tokens.
+        weighs: `auto` weighs whether being lazy pays, as in an engine; or else it always is lazy.
         events: whether vLLM's KV cache events are on; then they are replayed, and compared with
             both caches after every step.
     """
@@ -155,6 +156,7 @@ class Mini:
         asynchronous: bool | None = None,
         events: bool = False,
         shards: int = 1,
+        weighs: bool = True,
         **settings: Any,
     ) -> None:
         self.in_flight = in_flight
@@ -171,6 +173,7 @@ class Mini:
         self.max_failed_copies = max_failed_copies
         self.time, self.step_ms = 0.0, step_ms
         self._grows, self._usable = grows, grows or num_slots
+        self._weighs = weighs
         self._attach(Settings(**settings), tier)
         self._begin_records()
 
@@ -191,7 +194,7 @@ class Mini:
     def _attach(self, settings: Settings, tier: bool) -> None:
         self.manager = OffloadManager(
             self._usable, POLICIES[settings.eviction], bool(self._grows), settings.store,
-            min_uses=settings.store_min_uses,
+            settings.store_min_uses, len(self.pool.blocks) if self._weighs else 0,
         )  # fmt: skip
         if not tier:
             return

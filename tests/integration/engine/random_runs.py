@@ -123,8 +123,9 @@ def run(
     about = describe(seed, most_in_flight, states, policies, shards)
     events = seed % 3 == 0
     mini = Mini(
-        lambda direction, _: rng.random() < rate[direction], ranks=ranks, events=events, **about
-    )
+        lambda direction, _: rng.random() < rate[direction], ranks=ranks, events=events,
+        weighs=False, **about
+    )  # fmt: skip
     gain, stats = _weighed(mini, about, seed), mini.manager.stats
     given = _compare_what_is_given(mini)
     trainer = Trainer(mini, seed)

@@ -289,3 +289,15 @@ def test_blocks_are_stored_and_evicted_by_the_policies_that_were_chosen(
     weighed = getattr(manager._gain, "_gpu_blocks", None)
     assert weighed == (len(mini.pool.blocks) if store == "auto" else None)
     detach(core)
+
+
+def test_nothing_is_stored_late_where_blocks_lose_their_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attach_module, "is_elastic", lambda pool: True)
+    mini = Mini(tier=False)
+    core = engine(mini, Executor())
+    attach(core, mini.config)
+    manager = getattr(mini.scheduler, TIER).tier._manager
+    assert not manager.may_look_ahead and manager._gain is None
+    detach(core)

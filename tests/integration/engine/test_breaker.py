@@ -110,7 +110,7 @@ def test_any_call_of_the_tier_may_raise(part: str, method: str, errors: list[str
     happened = 0
     for seed, (in_flight, load_mode, after) in enumerate(RUNS):
         late = rng.randrange(4)
-        mini = Mini(in_flight=in_flight, late=late, load_mode=load_mode, store="auto")
+        mini = Mini(in_flight=in_flight, late=late, load_mode=load_mode, store="auto", weighs=False)
         raised = inject(mini, part, method, rng.randrange(1, 8), after)
         talk(mini, seed, turns=3, talks=8)
         while method == "reset" and not raised:

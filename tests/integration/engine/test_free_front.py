@@ -215,7 +215,7 @@ def test_a_shared_prefix_in_use_is_stored_before_it_is_lost() -> None:
 
 
 def test_a_load_waits_a_step_for_stores_while_others_run_and_loses_nothing() -> None:
-    mini = Mini(blocks=49, load_mode="parked", store="auto")
+    mini = Mini(blocks=49, load_mode="parked", store="auto", weighs=False)
     old = long_prompt(14, seed=1)
     mini.only_in_cpu(old)
     mini.manager._stores_ahead = False

@@ -24,13 +24,13 @@ PACKAGE = Path(kvoffload_patch.__file__).parent
 # the request lets its blocks be kept.
 LOOKUP_FILES = 11
 # That, and from there to its blocks in vLLM's prefix cache, by a plan and its result; with what is
-# stored first because the load would overwrite it, and with the policy and the two that it chooses
-# between.
-LOAD_FILES = 23
+# stored first because the load would overwrite it, with the policy and the two that it chooses
+# between, and with what `auto` weighs.
+LOAD_FILES = 25
 # From vLLM's prefix cache to the plan, and from the result to what can be looked up; with the
-# policy and the one that it is now, the order of prefixes around it, and vLLM's counters of hits,
-# which the same step's end keeps.
-STORE_FILES = 14
+# policy and the one that it is now, the order of prefixes around it, what `auto` weighs, and vLLM's
+# counters of hits, which the same step's end keeps.
+STORE_FILES = 16
 
 
 @contextmanager
