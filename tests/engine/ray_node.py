@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -54,6 +55,8 @@ class RayNode:
         # 0: any. Ray's own range for workers has ports that `free_port` gives.
         start += ["--min-worker-port", "0", "--max-worker-port", "0"]
         start += ["--object-store-memory", "100000000"]
+        # Ray's own name for a node has another address; vLLM asks for its engine's by this one.
+        start += ["--resources", json.dumps({f"node:{host}": 1})]
         if first:
             self._command = [*nodes.APART, *start, "--address", self.environment["RAY_ADDRESS"]]
         else:

@@ -82,6 +82,7 @@ def setup(stage: Stage) -> dict[str, Any]:
     """What was really started."""
     return {
         "scheduler": type(stage.core.scheduler).__name__,
+        "executor": type(stage.core.model_executor).__name__,
         "in_flight": getattr(stage.core, "batch_queue_size", 1),
         "runner": stage.llm.collective_rpc(runner)[0],
         "groups": len(stage.core.scheduler.kv_cache_config.kv_cache_groups),

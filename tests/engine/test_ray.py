@@ -62,6 +62,7 @@ def test_ray_workers_get_the_settings(real, node):
 def _answers_the_same(real, environment: dict[str, str]) -> engines.Run:
     off = real.off(PLAYED, {"tensor_parallel_size": 2}, TEST_FORK_WORKERS="1")
     on = real.on(PLAYED, RAY, MODE, **environment)
+    assert on["setup"]["executor"].startswith("Ray"), "no worker was started by Ray"
     assert_same(on["conversations"], off["conversations"])
     assert off["conversations"]["cached"] == 0
     assert on["conversations"]["tier"]["loaded"] > 0.9 * engines.evicted_tokens() // 128
