@@ -75,7 +75,9 @@ _CONNECTORS = "test_connectors.py::test_"
 _DRAFTS = "test_features.py::test_drafts_are_accepted_and_what_comes_back_has_their_kv"
 _TOKENS = "test_tokens.py::test_"
 _PROCESSES = "test_processes.py::test_"
-_KVCACHED = tuple(f"beside kvcached, {how}" for how in ("LRU", "ARC", "ARC, synchronous"))
+_KVCACHED = tuple(
+    f"beside kvcached, {how}" for how in ("LRU", "ARC", "ARC, synchronous", "adaptive")
+)
 ROWS = (
     # Cache shapes
     _engine(
