@@ -152,7 +152,9 @@ class PrefixOrder:
 
     def _evict_due(self, count: int) -> list[int]:
         """What is due, from its tails, and then what the policy gives up besides."""
-        chosen, held, due = list[int](), list[int](), self._due
+        chosen: list[int] = []
+        held: list[int] = []
+        due = self._due
         while len(chosen) < count:
             if not due:
                 due.update(dict.fromkeys(self.policy.evict(count - len(chosen))))

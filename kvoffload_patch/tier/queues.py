@@ -61,7 +61,7 @@ class StoreQueue:
             held: keys that are not to be stored any more.
             storable: whether a GPU block still has, and will have computed after this step, a key.
         """
-        taken = dict[Hashable, int]()
+        taken: dict[Hashable, int] = {}
         lost = _take(self._first, len(self._first), taken, held, storable)
         return taken, lost + _take(self._keys, limit, taken, held, storable)
 
@@ -74,7 +74,8 @@ def _take(
     storable: Callable[[int, Hashable], bool],
 ) -> int:
     """Move what is to be stored into ``taken``, up to its limit; returns how much is lost."""
-    looked_at, lost = list[int](), 0
+    looked_at: list[int] = []
+    lost = 0
     for gpu_block_id, key in keys.items():
         if len(taken) >= limit:
             break

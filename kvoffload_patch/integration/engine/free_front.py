@@ -101,7 +101,9 @@ class FreeFront:
 
     def _new(self, count: int) -> tuple[list[int], list[Hashable]]:
         """Those of the first ``count`` of which the tier was not told, in order, and their keys."""
-        told, ids, keys = self._told, list[int](), list[Hashable]()
+        ids: list[int] = []
+        keys: list[Hashable] = []
+        told = self._told
         last = self._last
         if last is not None and (last.ref_cnt or last.block_id not in told):
             last = None  # it has left the queue

@@ -199,7 +199,7 @@ class LoadBook:
             self._held.extend(load.blocks)
             done += load.waiting
         self._unpark(done)
-        ready = list[tuple[str, LookupResult]]()
+        ready: list[tuple[str, LookupResult]] = []
         for parked in done:
             if parked.request and parked.result:
                 ready.append((parked.request.request_id, parked.result))

@@ -171,7 +171,8 @@ class StandInPool:
 
         The result is one that vLLM can be given in place of its own.
         """
-        on_gpu, behind = result.gpu_blocks, list[Any]()
+        on_gpu = result.gpu_blocks
+        behind: list[Any] = []
         find = self._in_order(max_tier_hits, on_gpu, result.keys, behind)
         (blocks,), tokens = self._view.prefix.longest_hit(request, _Ordered(self._real, find))
         result.tokens = result.gpu_tokens = tokens

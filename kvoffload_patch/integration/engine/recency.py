@@ -23,7 +23,7 @@ class Recency:
 
     Attributes:
         used: GPU blocks, and the key of each, of prefixes that were noted.
-        parts: of each request that has not ended: the keys that it hit, loaded, computed in a step.
+        keys: of each request that has not ended and stores: what it hit, loaded and computed.
     """
 
     def __init__(
@@ -33,8 +33,9 @@ class Recency:
         self._manager = manager
         self._front = front
         self.used: list[tuple[list[int], list[Hashable]]] = []
-        self.parts: dict[str, list[Sequence[Hashable]]] = {}
-        self._hit: set[str] = set()  # of the requests in `parts`, those that hit or loaded anything
+        self.keys: dict[str, list[Hashable]] = {}
+        self._at_once: dict[str, int] = {}  # how many of these came first, together
+        self._hit: set[str] = set()  # of the requests in `keys`, those that hit or loaded anything
         self._in_order = view.in_order
 
     def note(self, request_id: str, found: LookupResult) -> None:
@@ -46,30 +47,30 @@ class Recency:
         if blocks:
             ids = [block.block_id for block in blocks]
             self.used.append((ids, [key for key in keys if key is not None]))
-        parts = self.parts[request_id] = [part for part in (keys, found.keys) if part]
-        if parts:
+        self.keys[request_id] = [*keys, *found.keys]
+        if keys or found.keys:
+            self._at_once[request_id] = len(keys or found.keys)
             self._hit.add(request_id)
 
     def computes(self, request_id: str, keys: Sequence[Hashable]) -> None:
         """A request computes the blocks of these keys, behind all that were noted for it."""
-        parts = self.parts.get(request_id)
-        if parts is None:
-            self.parts[request_id] = [keys]
-        else:
-            parts.append(keys)
+        known = self.keys.setdefault(request_id, [])
+        if not known:
+            self._at_once[request_id] = len(keys)
+        known += keys
 
     def ended(self, request_ids: Iterable[str]) -> None:
         """These requests have ended; some may be unknown here."""
         for request_id in request_ids:
-            parts = self.parts.pop(request_id, ())
+            keys = self.keys.pop(request_id, ())
             # What was used or stored at once is together as it is.
-            if len(parts) > 1:
+            if len(keys) > self._at_once.pop(request_id, 0):
                 # Some may have been computed twice, as after a preemption.
-                keys = dict.fromkeys(key for part in parts for key in part)
-                keys.pop(None, None)  # of what another request's load has filled
-                self._manager.request_ended(list(keys), in_order=self._in_order)
-            elif parts and self._in_order and request_id not in self._hit:
-                self._manager.request_ended(parts[0], together=False)
+                once = dict.fromkeys(keys)
+                once.pop(None, None)  # of what another request's load has filled
+                self._manager.request_ended(list(once), in_order=self._in_order)
+            elif keys and self._in_order and request_id not in self._hit:
+                self._manager.request_ended(keys, together=False)
             self._hit.discard(request_id)
 
     def refresh(self) -> None:
@@ -83,5 +84,6 @@ class Recency:
     def clear(self) -> None:
         """Forget what was noted."""
         self.used.clear()
-        self.parts.clear()
+        self.keys.clear()
+        self._at_once.clear()
         self._hit.clear()

@@ -72,8 +72,8 @@ class StoreChoice:
             cached: requests, and blocks of each.
             scheduled: requests of the step, by id.
         """
-        computed = dict[Hashable, int]()
-        parts, computes = self._recency.parts, self._recency.computes
+        computed: dict[Hashable, int] = {}
+        known, computes = self._recency.keys, self._recency.computes
         for request, blocks in cached:
             request_id, sampling = request.request_id, request.sampling_params
             # A request preempted within this very schedule() never computes its blocks.
@@ -81,14 +81,11 @@ class StoreChoice:
                 self._refuse([block.block_id for block in blocks])
             elif sampling is not None and sampling.extra_args and not stores(request):
                 self._leave_out(blocks)
-            elif len(blocks) == 1:  # as a decode does
+            elif len(blocks) == 1 and (before := known.get(request_id)):  # as a decode does
                 (block,) = blocks
                 key = block.block_hash
                 computed[key] = block.block_id
-                if request_id in parts:  # as of all but those that begin: a call less
-                    parts[request_id].append((key,))
-                else:
-                    computes(request_id, (key,))
+                before.append(key)  # as `computes`, a call less
             else:
                 keys = [block.block_hash for block in blocks]
                 computed.update(zip(keys, [block.block_id for block in blocks]))
@@ -98,7 +95,7 @@ class StoreChoice:
 
     def in_place(self, cached: Iterable[tuple[Any, Sequence[Any]]]) -> dict[Hashable, int]:
         """The same of blocks whose bytes are in place."""
-        found = dict[Hashable, int]()
+        found: dict[Hashable, int] = {}
         for request, blocks in cached:
             if stores(request):
                 found.update({b.block_hash: b.block_id for b in blocks if not b.is_null})

@@ -128,7 +128,7 @@ class PoolAdapter:
         else:
             block = queue.free_list_head
         end = getattr(queue, "fake_free_list_tail", None)
-        found = list[Any]()
+        found: list[Any] = []
         while block is not end and block is not None:
             found.append(block)
             if len(found) == count:

@@ -267,11 +267,11 @@ def test_keys_of_requests_that_run_are_forgotten_with_a_reset_and_an_abort() -> 
     names = [mini.add(long_prompt(6, seed=seed), count=50) for seed in (1, 2)]
     mini.step()
     mini.step()
-    assert set(mini.tier._recency.parts) == set(names)
+    assert set(mini.tier._recency.keys) == set(names)
     mini.abort(names[0])
     mini.step()
-    assert set(mini.tier._recency.parts) == {names[1]}
+    assert set(mini.tier._recency.keys) == {names[1]}
     mini.tier.reset()
-    assert not mini.tier._recency.parts
+    assert not mini.tier._recency.keys
     mini.run()
     mini.check()
