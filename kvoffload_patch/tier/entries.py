@@ -52,11 +52,9 @@ class LinkTickets:
             yield self.under_way.popleft()
         self.done = max(self.done, min(done, self.last))
 
-    def planned(self) -> None:
-        """A plan was made, with what is waited for and known to be done."""
-        self.wait = 0
-        if self.failed:
-            self.failed = {t: why for t, why in self.failed.items() if t > self.done}
+    def forget_failed(self) -> None:
+        """A plan was made, with what is known to be done."""
+        self.failed = {t: why for t, why in self.failed.items() if t > self.done}
 
 
 def tickets_of(links: Iterable[LinkTickets]) -> tuple[Tickets, Tickets]:
@@ -76,12 +74,15 @@ class HeldSlots:
 
     A slot is written by one transfer at most, and then nothing else uses it. It may be read by
     several. When its key is forgotten meanwhile, it belongs to no key until the last is done.
+
+    Attributes:
+        forgotten: slots in use whose key is gone.
     """
 
     def __init__(self) -> None:
         self._read: set[int] = set()
         self._read_again: dict[int, int] = {}  # how many read it besides the first
-        self._forgotten: set[int] = set()  # their key is gone
+        self.forgotten: set[int] = set()
 
     def read(self, slots: Slots) -> None:
         """A transfer reads these slots from now on."""
@@ -100,7 +101,7 @@ class HeldSlots:
 
     def pinned(self) -> list[int]:
         """Slots that a transfer reads and whose keys are known."""
-        return list(self._read - self._forgotten)
+        return list(self._read - self.forgotten)
 
     def end_read(self, keys: Keys, slots: Slots) -> tuple[Keys, Slots]:
         """A transfer has read these slots; returns what no other one reads."""
@@ -112,18 +113,16 @@ class HeldSlots:
 
     def forget(self, slots: Iterable[int]) -> None:
         """The keys of these slots are forgotten while a transfer uses them."""
-        self._forgotten.update(slots)
+        self.forgotten.update(slots)
 
     def forgotten_behind(self, num_slots: int) -> list[int]:
         """Slots in use, from this number on, that belong to no key."""
-        return [slot for slot in self._forgotten if slot >= num_slots]
+        return [slot for slot in self.forgotten if slot >= num_slots]
 
     def take_forgotten(self, slots: Slots) -> set[int]:
         """Those of these slots, which nothing uses any more, that belong to no key."""
-        if not self._forgotten:
-            return self._forgotten
-        free = self._forgotten.intersection(slots)
-        self._forgotten -= free
+        free = self.forgotten.intersection(slots)
+        self.forgotten -= free
         return free
 
     def _is_last_reader(self, slot: int) -> bool:

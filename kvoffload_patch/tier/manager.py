@@ -106,7 +106,7 @@ class OffloadManager(TierState):
                 if self._uses is not None and room > 0:
                     missed = self._uses.enough(missed)
                 return dict(islice(missed.items(), max(room, 0)))
-        return self._often_used(missed)
+        return missed if self._uses is None else self._often_used(missed)
 
     def about_to_lose(self, gpu_block_ids: Sequence[int], keys: Keys) -> int:
         """The GPU will hand these blocks out soon, in this order; they hold these keys.
@@ -236,7 +236,9 @@ class OffloadManager(TierState):
         loads, self._new_loads = tuple(self._new_loads), []
         promised, self._promised = tuple(self._promised), []
         for link in self._links.values():
-            link.planned()
+            link.wait = 0
+            if link.failed:
+                link.forget_failed()
         return TransferPlan(loads, store, waits, done, promised)
 
     def apply(self, result: TransferResult) -> list[Hashable]:
@@ -251,7 +253,7 @@ class OffloadManager(TierState):
         self.stats.mismatches = max(self.stats.mismatches, result.mismatches)
         for name, done in result.done:
             link = self._links[name]
-            for ticket, keys, slots in link.take_done(done):
+            for ticket, keys, slots in link.take_done(done) if done > link.done else ():
                 if ticket in link.failed:
                     self._give_up(link, keys, slots, link.failed[ticket])
                 elif link is self._loads:
@@ -260,7 +262,8 @@ class OffloadManager(TierState):
                     readable += self._finish_store(keys, slots)
         if result.num_slots is not None and result.sizing == self._sizing:
             self._grow(result.num_slots, result.growing)
-        self._tell_ended()
+        if self._ended.waiting:
+            self._tell_ended()
         return readable
 
     def clear(self, reason: RemovedBy = "reset") -> None:
@@ -344,7 +347,7 @@ class OffloadManager(TierState):
             return ()
         keys, gpu_block_ids = tuple(wanted), tuple(wanted.values())
         if self._exclusive is None:
-            self._policy.miss(reversed(keys))
+            self._policy.miss(keys[::-1])
         slots = self._take_slots(len(keys))
         if len(slots) < len(keys):
             self.stats.dropped += len(keys) - len(slots)

@@ -43,7 +43,7 @@ class StoreQueue:
 
     def drop(self, gpu_block_ids: Iterable[int]) -> int:
         """These GPU blocks are overwritten; returns how many of them were to be stored."""
-        if not self:
+        if not (self._keys or self._first):
             return 0
         before = len(self)
         for gpu_block_id in gpu_block_ids:
@@ -112,24 +112,28 @@ class Ended(NamedTuple):
 
 
 class EndedRequests:
-    """Keys of requests that have ended, until what was stored and loaded for them is in place."""
+    """Keys of requests that have ended, until what was stored and loaded for them is in place.
+
+    Attributes:
+        waiting: these requests.
+    """
 
     def __init__(self) -> None:
-        self._ended: deque[Ended] = deque()
+        self.waiting: deque[Ended] = deque()
 
     def add(self, ended: Ended) -> None:
         """A request has ended."""
-        self._ended.append(ended)
+        self.waiting.append(ended)
 
     def tell(
         self, stores_done: int, loads_done: int, slot_of: Mapping[Hashable, int], order: PrefixOrder
     ) -> None:
         """Tell of those whose copies are done."""
-        while self._ended:
-            keys, together, in_order, last_store, last_load = self._ended[0]
+        while self.waiting:
+            keys, together, in_order, last_store, last_load = self.waiting[0]
             if last_store > stores_done or last_load > loads_done:
                 return
-            self._ended.popleft()
+            self.waiting.popleft()
             slots: list[Any] = list(map(slot_of.get, keys))
             whole = slots.index(None) if None in slots else len(slots)
             found = [slot for slot in slots if slot is not None] if whole < len(slots) else slots

@@ -47,12 +47,22 @@ class SlotPool:
         if count > self.num_free:
             raise ValueError(f"{count} slots asked for, {self.num_free} are free")
         slots: list[int] = []
-        while len(slots) < count:
-            start, size = self._pop_large_run()
-            used = min(size, count - len(slots))
-            slots.extend(range(start, start + used))
-            self._taken[start : start + used] = b"\x01" * used
-            self._add_run(start + used, size - used)
+        self.num_free -= count
+        while (missing := count - len(slots)) > 0:
+            candidates = next(filter(None, reversed(self._bins)))
+            # Not the first: finding that means passing all that has left the dict's front.
+            start, _ = candidates.popitem()
+            size = self._size_at_start.pop(start)
+            end = start + size
+            if size > missing:
+                size, left = missing, size - missing
+                self._size_at_start[start + size] = left
+                self._start_at_end[end] = start + size
+                self._bins[left.bit_length()][start + size] = None
+            else:
+                del self._start_at_end[end]
+            slots += range(start, start + size)
+            self._taken[start : start + size] = b"\x01" * size
         return slots
 
     def free(self, slots: Iterable[int]) -> None:
@@ -115,17 +125,6 @@ class SlotPool:
     def runs(self) -> dict[int, int]:
         """The free runs, size by first slot (a copy; for tests and diagnostics)."""
         return dict(self._size_at_start)
-
-    def _pop_large_run(self) -> tuple[int, int]:
-        for candidates in reversed(self._bins):
-            if candidates:
-                # Not the first: finding that means passing all that has left the dict's front.
-                start, _ = candidates.popitem()
-                size = self._size_at_start.pop(start)
-                del self._start_at_end[start + size]
-                self.num_free -= size
-                return start, size
-        raise AssertionError("num_free counts slots that are in no run")
 
     def _add_run(self, start: int, size: int) -> None:
         if size <= 0:

@@ -179,7 +179,7 @@ class TierState:
         Returns:
             The other keys, and their slots.
         """
-        forgotten = self._held.take_forgotten(slots)
+        forgotten = self._held.take_forgotten(slots) if self._held.forgotten else None
         if not forgotten:
             return keys, slots
         self._slots.free(slot for slot in forgotten if slot < self.num_slots)

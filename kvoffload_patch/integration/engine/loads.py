@@ -72,6 +72,7 @@ class LoadBook:
         arriving: GPU block of parked loads under way, by key.
         ticket_of: ticket of these loads, by key.
         readers: requests for which this step loads inline.
+        under_way: parked loads that are not done yet.
         num_inline, num_parked_ever: requests for which loads were begun, since start.
         parked_times: seconds that requests were parked for, of the last of them.
         awaited_ms: how long the loads still take that were published in this step before they were
@@ -97,16 +98,11 @@ class LoadBook:
         self.num_inline = self.num_parked_ever = 0
         self.awaited_ms = 0.0
         self.parked_times = deque[float](maxlen=PARKED_TIMES)
-        self._under_way: deque[_ParkedLoad] = deque()
+        self.under_way: deque[_ParkedLoad] = deque()
         self._by_ticket: dict[int, _ParkedLoad] = {}
         self._parked: dict[str, _Parked] = {}
         self._held: list[Any] = []
         self._at_risk: list[Sequence[Any]] = []
-
-    @property
-    def under_way(self) -> bool:
-        """Whether parked loads are not done yet."""
-        return bool(self._under_way)
 
     @property
     def num_parked(self) -> int:
@@ -124,7 +120,7 @@ class LoadBook:
 
     def reserved(self) -> tuple[int, int]:
         """(run slots, blocks) that parked requests will take, besides the blocks held for them."""
-        waiting = [p for load in self._under_way for p in load.waiting if p.request]
+        waiting = [p for load in self.under_way for p in load.waiting if p.request]
         return len(waiting), sum(p.needed for p in waiting)
 
     def protect(self, blocks: Sequence[Any]) -> None:
@@ -173,7 +169,7 @@ class LoadBook:
             if not (found.arriving or found.cut_short):
                 result = found.loaded(blocks)
             load = self._by_ticket[ticket] = _ParkedLoad(ticket, blocks, found, over_at)
-            self._under_way.append(load)
+            self.under_way.append(load)
             self.arriving.update(zip(found.keys, blocks))
             self.ticket_of.update(dict.fromkeys(found.keys, ticket))
         needed = max(0, needed - len(held) - len(found.keys))
@@ -192,8 +188,8 @@ class LoadBook:
             Requests put back, with what they hit.
         """
         done: list[_Parked] = []
-        while self._under_way and self._is_done(self._under_way[0], within_ms):
-            load = self._under_way.popleft()
+        while self.under_way and self._is_done(self.under_way[0], within_ms):
+            load = self.under_way.popleft()
             del self._by_ticket[load.ticket]
             self._end(load)
             self._held.extend(load.blocks)
@@ -240,10 +236,10 @@ class LoadBook:
 
     def drop_all(self) -> None:
         """Give everything up. All loads must be done on every rank."""
-        loads = list(self._under_way)
+        loads = list(self.under_way)
         for load in loads:
             self._view.release(reversed(load.blocks))
-        self._under_way.clear()
+        self.under_way.clear()
         self._by_ticket.clear()
         self.arriving.clear()
         self.ticket_of.clear()

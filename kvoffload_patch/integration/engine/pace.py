@@ -17,12 +17,15 @@ class Pace:
     Args:
         ms_per_block: time that a block takes to load.
         now: seconds on a clock that never goes back.
+
+    Attributes:
+        in_flight: steps that were scheduled and whose output has not come back.
     """
 
     def __init__(self, ms_per_block: float, now: Callable[[], float] = time.monotonic) -> None:
         self._s_per_block = ms_per_block / 1000
         self._now = now
-        self._in_flight = 0  # steps scheduled whose output has not come back
+        self.in_flight = 0
         self._began = 0.0  # the last one was about to be scheduled
         self._steps = (0.0, 0.0)  # seconds between the last three
         self._bus_free_at = 0.0
@@ -33,20 +36,12 @@ class Pace:
         self._steps = self._steps[1], now - self._began
         self._began = now
 
-    def step_scheduled(self) -> None:
-        """`schedule` has returned a step."""
-        self._in_flight += 1
-
-    def step_returned(self) -> None:
-        """The output of a step has come back."""
-        self._in_flight -= 1
-
     def free_ms(self) -> float:
         """For how long the step about to be scheduled will not begin: the shorter of two before it.
 
         0 if no step is under way: the device waits for this one.
         """
-        return 1000 * min(self._steps) if self._in_flight > 0 else 0.0
+        return 1000 * min(self._steps) if self.in_flight > 0 else 0.0
 
     def load_begins(self, num_blocks: int) -> float:
         """A load of so many blocks begins, behind those under way; returns when it will be over."""

@@ -91,7 +91,7 @@ class StoreChoice:
                 computed.update(zip(keys, [block.block_id for block in blocks]))
                 computes(request_id, keys)
         computed.pop(None, None)  # of the null block, or of one that has left the cache since
-        return self._without_answers(computed)
+        return self._without_answers(computed) if self._answers else computed
 
     def in_place(self, cached: Iterable[tuple[Any, Sequence[Any]]]) -> dict[Hashable, int]:
         """The same of blocks whose bytes are in place."""
@@ -102,7 +102,7 @@ class StoreChoice:
             else:
                 self._leave_out(blocks)
         found.pop(None, None)
-        return self._without_answers(found)
+        return self._without_answers(found) if self._answers else found
 
     def clear(self) -> None:
         """What was cached since the last step is not computed."""
@@ -110,8 +110,7 @@ class StoreChoice:
             self._answers.clear()
 
     def _without_answers(self, blocks: dict[Hashable, int]) -> dict[Hashable, int]:
-        if not self._answers:
-            return blocks
+        assert self._answers
         left_out = [block for block in blocks.values() if block in self._answers]
         self._manager.stats.decode += len(left_out)
         self._refuse(left_out)

@@ -156,7 +156,7 @@ class SchedulerTier:
         """Before anything relies on what blocks held that were handed out, and before a plan."""
         gpu_block_ids = [block.block_id for block in self.handed_out]
         self.handed_out.clear()
-        self.weights.gpu_filled()
+        self.weights.gpu_empty = False
         self._manager.note_new_blocks(gpu_block_ids)
         self._lookups.blocks_reused(gpu_block_ids)
         if self._front is not None:
@@ -166,7 +166,7 @@ class SchedulerTier:
 
     def after_schedule(self, output: Any) -> None:
         """Put the plan on the output, and give up what was held for this step only."""
-        self._pace.step_scheduled()
+        self._pace.in_flight += 1
         if self.handed_out:
             # First: what is queued for a block from here on is what the step computes in it.
             self._look_at_handed_out()
@@ -230,7 +230,7 @@ class SchedulerTier:
             PromiseBroken: without what the reporting rank has done. The executor or the runner has
                 lost it, or the runner was never hooked and the step has not got what it reads.
         """
-        self._pace.step_returned()
+        self._pace.in_flight -= 1
         if self._scheduler.connector is not None:
             self._invalid.step_returned(scheduled)
         result = getattr(output, RESULT, None)
@@ -333,7 +333,7 @@ class SchedulerTier:
         if not self.settings.empty_on_update:
             return
         if self.handed_out:
-            self.weights.gpu_filled()
+            self.weights.gpu_empty = False
         self.empty("weights")
         self.weights.updated()
         if self.weights.mixed:

@@ -34,6 +34,9 @@ class PrefixLookup:
 
     Args:
         manager: a `vllm.v1.core.kv_cache_manager.KVCacheManager`.
+
+    Attributes:
+        given: what vLLM finds, until it is cleared.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -43,7 +46,7 @@ class PrefixLookup:
         # From 0.26 on a lookup can tell of the blocks that it finds.
         self._reports_reuse = bool(getattr(manager, "enable_kv_cache_events", False))
         self._search = coordinator.find_longest_cache_hit
-        self._given: dict[int, Found] = {}
+        self.given: dict[int, Found] = {}
         self._searching = False  # for the tier
         self._last: Found | None = None
         coordinator.find_longest_cache_hit = self._find
@@ -74,26 +77,22 @@ class PrefixLookup:
         return found
 
     def give(self, found: Found) -> None:
-        """vLLM finds this for the same request until `give_no_more`; it is vLLM's from now on.
+        """vLLM finds this for the same request until `given` is cleared; it is vLLM's from now on.
 
         Every block must be in the prefix cache, and referenced until then.
         """
-        self._given[id(found.block_hashes)] = found
-
-    def give_no_more(self) -> None:
-        """`schedule` is over, or begins again."""
-        self._given.clear()
+        self.given[id(found.block_hashes)] = found
 
     def restore(self) -> None:
         """The coordinator's search is its own again."""
-        self._given.clear()
+        self.given.clear()
         if is_set_on(self._coordinator, "find_longest_cache_hit"):
             del self._coordinator.find_longest_cache_hit
 
     def _find(self, block_hashes: Any, max_cache_hit_length: int) -> Any:
         """As `KVCacheCoordinator.find_longest_cache_hit`."""
-        if self._given:
-            given = self._given.pop(id(block_hashes), None)
+        if self.given:
+            given = self.given.pop(id(block_hashes), None)
             if given is not None and given.max_cache_hit_length == max_cache_hit_length:
                 return given.result
         result = self._search(block_hashes, max_cache_hit_length)

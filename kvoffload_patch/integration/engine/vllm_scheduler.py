@@ -224,7 +224,7 @@ class SchedulerView:
 
     def schedule_over(self) -> None:
         """Undo `cap_admissions`, `give` and `pass_over`."""
-        self.prefix.give_no_more()
+        self.prefix.given.clear()
         if self._passed_over:
             if self._front:
                 self._put_in_order(self._passed_over[-1])

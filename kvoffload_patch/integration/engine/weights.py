@@ -45,6 +45,7 @@ class Weights:
             be asked before any block is looked up or stored.
         mixed: GPU blocks may be of other weights than their keys stand for: none may be stored, and
             nothing may be loaded behind one.
+        gpu_empty: no GPU block was handed out since vLLM's prefix cache was reset.
     """
 
     def __init__(self, ranks: RankGroup, manager: OffloadManager) -> None:
@@ -52,7 +53,7 @@ class Weights:
         self._manager = manager
         self._watched = self._falls_asleep = self.doubted = self.mixed = False
         self._known: tuple[str, ...] | None = None  # of the tier's blocks
-        self._gpu_empty = True
+        self.gpu_empty = True
 
     def watch(self) -> None:
         """Compare them from now on; nothing is stored yet."""
@@ -76,15 +77,11 @@ class Weights:
 
     def gpu_emptied(self) -> None:
         """vLLM has reset its prefix cache, so that no GPU block holds anything."""
-        self._gpu_empty, self.mixed = True, False
-
-    def gpu_filled(self) -> None:
-        """GPU blocks have been handed out."""
-        self._gpu_empty = False
+        self.gpu_empty, self.mixed = True, False
 
     def updated(self) -> None:
         """The ranks were asked to change their weights; the tier has forgotten all or will."""
-        if not (self._gpu_empty or self.mixed):
+        if not (self.gpu_empty or self.mixed):
             self.mixed = True
             logger.warning("KV offload: paused: %s to have the CPU tier again", MIXED)
 

@@ -166,7 +166,7 @@ def _compare_what_is_given(mini: Any) -> list[int]:
     find, blocks = coordinator.find_longest_cache_hit, list[int]()
 
     def compared(block_hashes: Any, max_cache_hit_length: int) -> Any:
-        given = prefix._given.get(id(block_hashes))
+        given = prefix.given.get(id(block_hashes))
         result = find(block_hashes, max_cache_hit_length)
         if given is not None and result is given.result:
             (hit,), (own,) = result[0], prefix._search(block_hashes, max_cache_hit_length)[0]

@@ -452,7 +452,7 @@ def test_what_crosses_before_the_step_can_begin_or_soon_after_counts_as_done(
     world, requests, loads = parked_beside(1, 3, 3)
     world.tier._promptly = mode == "auto"
     world.tier._max_stall_ms = stall_ms
-    world.tier._pace._in_flight = in_flight
+    world.tier._pace.in_flight = in_flight
     world.tier._pace._steps = (step_ms / 1000, step_ms / 1000)
     world.tier._pace._began = world.time - step_ms / 1000
     world.tier.before_schedule()
