@@ -57,13 +57,14 @@ class LinkTickets:
         self.failed = {t: why for t, why in self.failed.items() if t > self.done}
 
 
-def tickets_of(links: Iterable[LinkTickets]) -> tuple[Tickets, Tickets]:
-    """What the next plan's forward pass waits for, and what is known to be done, by link."""
+def take_tickets(links: Iterable[LinkTickets]) -> tuple[Tickets, Tickets]:
+    """What the next plan's forward pass waits for, once, and what is known to be done, by link."""
     waits: Tickets = ()
     done: Tickets = ()
     for link in links:
         if link.wait:
             waits += ((link.link, link.wait),)
+            link.wait = 0
         if link.done:
             done += ((link.link, link.done),)
     return waits, done

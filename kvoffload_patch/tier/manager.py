@@ -7,7 +7,7 @@ from itertools import islice, repeat
 from types import MappingProxyType
 
 from kvoffload_patch.links import CPU, GPU, LOAD
-from kvoffload_patch.tier.entries import Keys, LinkTickets, Slots, tickets_of
+from kvoffload_patch.tier.entries import Keys, LinkTickets, Slots, take_tickets
 from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
 from kvoffload_patch.tier.policies.batches import fill
 from kvoffload_patch.tier.policy import EvictionPolicy
@@ -230,13 +230,12 @@ class OffloadManager(TierState):
             self._follow_gain()
         some = computed or leaving or self._queue
         store = self._plan_store(storable, computed, leaving) if some else ()
-        waits, done = tickets_of(self._links.values())
+        waits, done = take_tickets(self._links.values())
         if not (store or waits or self._new_loads):
             return None
         loads, self._new_loads = tuple(self._new_loads), []
         promised, self._promised = tuple(self._promised), []
         for link in self._links.values():
-            link.wait = 0
             if link.failed:
                 link.forget_failed()
         return TransferPlan(loads, store, waits, done, promised)
