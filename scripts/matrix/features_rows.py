@@ -96,7 +96,9 @@ ROWS = (
         gpu=("graphs, windows",),
     ),
     *(_states(*one) for one in _STATES),
-    Row("states: linear attention (MiniMax, Bailing, Kimi)", "its kernels are Triton's, for GPUs"),
+    _refused("states: linear attention (MiniMax, Bailing)", "linear attention")._replace(
+        what="the check at start; its kernels are Triton's, for GPUs"
+    ),
     Row(
         "states: one, two and three groups",
         "vLLM's scheduler over a faked model, random runs",

@@ -135,6 +135,9 @@ REFUSED = {
     "states of another kind": (
         config(), states(mamba_type=SimpleNamespace(name="KDA")), "found KDA with",
     ),
+    "linear attention": (
+        config(), states(mamba_type=SimpleNamespace(name="LINEAR")), "found LINEAR with",
+    ),
     "host memory": (
         config(),
         scheduler(SimpleNamespace(kv_cache_spec=spec("FullAttentionSpec"), host_resident=True)),
