@@ -69,7 +69,7 @@ def arm_for_import() -> None:
 def _say_it_once() -> None:
     """A program that ends of a refusal, which has been said, ends with status 2 and says no more.
 
-    Whoever catches the error notices nothing, and a prompt shows it as any other.
+    A program that catches the error notices nothing, and a prompt shows it as any other.
     """
     if _State.hooked:
         return

@@ -162,3 +162,17 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site/comparison.html").is_file()
+
+
+def test_pages_and_modules_are_without_words_that_plain_prose_does_without() -> None:
+    avoided = re.compile("|".join(["who" + "ever", r"(?<![a-z])a" + "new"]), re.IGNORECASE)
+    modules = [
+        file
+        for name in ("kvoffload_patch", "scripts", "tests")
+        for file in (ROOT / name).rglob("*.py")
+    ]
+    assert len(modules) > 300
+    found = [
+        str(f.relative_to(ROOT)) for f in [*DOCUMENTS, *modules] if avoided.search(f.read_text())
+    ]
+    assert found == []

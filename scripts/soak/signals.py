@@ -112,7 +112,7 @@ def aim_of(pid: int, target: str) -> psutil.Process | None:
 
 
 def session_of(pid: int) -> list[int]:
-    """Processes that a server has started, whoever is their parent by now; dead ones left out."""
+    """Processes that a server has started, whatever their parent is by now; dead ones left out."""
     found = []
     for other in psutil.pids():
         with suppress(OSError):

@@ -84,9 +84,9 @@ class FreeFront:
     def clear(self) -> None:
         """vLLM's prefix cache was reset: nothing that was told holds."""
         self._refused.clear()
-        self.look_anew()
+        self.look_again()
 
-    def look_anew(self) -> None:
+    def look_again(self) -> None:
         """What the tier was told it has forgotten, or may have."""
         self._told.clear()
         self._last = self._waited = None

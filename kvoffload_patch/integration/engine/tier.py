@@ -321,7 +321,7 @@ class SchedulerTier:
         self._recency.used.clear()
         self._lookups.clear()
         if self._front is not None:
-            self._front.look_anew()
+            self._front.look_again()
 
     def resume(self) -> None:
         """Load and store again. What was computed meanwhile was not stored."""

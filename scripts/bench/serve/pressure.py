@@ -220,7 +220,7 @@ def preemptions(llm: Any) -> int:
 
 @contextmanager
 def scheduled(scheduler: Any) -> Iterator[list[int]]:
-    """The tokens of each step that is scheduled meanwhile, whoever has hooked the method before."""
+    """The tokens of each step that is scheduled meanwhile, by whatever is called now."""
     schedule, tokens = scheduler.schedule, list[int]()
     own = "schedule" in vars(scheduler)
 

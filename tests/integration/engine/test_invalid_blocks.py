@@ -162,7 +162,7 @@ def test_a_request_that_is_gone_has_computed_upon_it_as_well(event: str) -> None
     assert not any(held(mini, own)), "not even the first is known to be right"
 
 
-def test_what_vllm_leaves_in_its_cache_is_not_stored_again_before_it_is_computed_anew() -> None:
+def test_what_vllm_leaves_in_its_cache_is_not_stored_again_before_it_is_computed_again() -> None:
     """It does not say when, so not before the block is handed out again."""
     mini = Mini(blocks=6)  # all are handed out again in the end
     known = prompt(4, seed=1)

@@ -72,7 +72,7 @@ def test_an_answer_is_found_by_the_request_that_goes_on_from_it() -> None:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_a_preempted_request_begins_anew(side: str) -> None:
+def test_a_preempted_request_begins_again(side: str) -> None:
     machine = MACHINE._replace(preempt=True)
     two = Request(0.0, 7, 8, (1, 2, 3)), Request(0.0, 7, 8, (4, 5, 6))
     found = run(SIDES[side].rules(machine), *two, machine=machine)
