@@ -9,11 +9,10 @@ from types import MappingProxyType
 from kvoffload_patch.links import CPU, GPU, LOAD
 from kvoffload_patch.tier.entries import Keys, LinkTickets, Slots, take_tickets
 from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
-from kvoffload_patch.tier.policies.batches import fill
 from kvoffload_patch.tier.policy import EvictionPolicy
 from kvoffload_patch.tier.queues import Ended, EndedRequests, StoreQueue
 from kvoffload_patch.tier.slots import SlotPool
-from kvoffload_patch.tier.state import TierState
+from kvoffload_patch.tier.state import NO_KEY, TierState
 from kvoffload_patch.tier.stats import RemovedBy
 
 
@@ -68,8 +67,7 @@ class OffloadManager(TierState):
             self.touch(keys)
         if all(map(self._slot_of.__contains__, keys)):
             return
-        blocks = zip(keys, gpu_block_ids)
-        missing = {key: block for key, block in blocks if key not in self._slot_of}
+        missing = {k: block for k, block in zip(keys, gpu_block_ids) if k not in self._slot_of}
         enough = self._often_used(missing)
         for gpu_block_id, key in zip(gpu_block_ids, keys):
             # What has left the GPU cache meanwhile may have made room for another's store.
@@ -168,6 +166,7 @@ class OffloadManager(TierState):
             self._policy.remove((slot,))
         else:
             self._prefixes.forget((slot,))
+        self._key_of[slot] = NO_KEY
         if written or self._held.is_read(slot):
             self._held.forget((slot,))  # the transfer gives it back when it is done
         else:
@@ -181,8 +180,8 @@ class OffloadManager(TierState):
         Raises:
             KeyError: a key is not readable. Nothing has changed then.
         """
-        slots = tuple(map(self._slot_of.__getitem__, keys))
-        if max(map(self._store_to.__getitem__, slots), default=0) > self._stores.done:
+        slots, done = tuple(self._find(keys)), self._stores.done
+        if None in slots or max(map(self._store_to.__getitem__, slots), default=0) > done:
             raise KeyError(next(key for key in keys if not self.lookup(key)))
         self._policy.pin(slots[::-1])
         if self._gain is not None:
@@ -274,7 +273,7 @@ class OffloadManager(TierState):
         if self.on_left is not None:
             self.on_left(self._slot_of)
         self._slot_of = {}
-        self._key_of = [None] * self.num_slots
+        self._key_of = [NO_KEY] * self.num_slots
         self._queue = StoreQueue()
         self._ended = EndedRequests()
         self._begin_policy()
@@ -354,12 +353,10 @@ class OffloadManager(TierState):
                 return ()
             keys, gpu_block_ids = keys[: len(slots)], gpu_block_ids[: len(slots)]
         ticket = self._stores.give_out(keys, slots)
-        slot_of.update(zip(keys, slots))
         self._store_of.update(zip(gpu_block_ids, repeat(ticket)))
-        fill(self._store_to, slots, ticket)
-        key_of = self._key_of
+        key_of, store_to = self._key_of, self._store_to
         for key, slot in zip(keys, slots):
-            key_of[slot] = key
+            slot_of[key], key_of[slot], store_to[slot] = slot, key, ticket
         return (Transfer(ticket, GPU, CPU, gpu_block_ids, slots),)
 
     def _take_slots(self, count: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from kvoffload_patch.tier.entries import Keys
@@ -126,15 +126,19 @@ class EndedRequests:
         self.waiting.append(ended)
 
     def tell(
-        self, stores_done: int, loads_done: int, slot_of: Mapping[Hashable, int], order: PrefixOrder
+        self,
+        stores_done: int,
+        loads_done: int,
+        find: Callable[[Keys], list[Any]],
+        order: PrefixOrder,
     ) -> None:
-        """Tell of those whose copies are done."""
+        """Tell of those whose copies are done; ``find`` gives the slot of each key, or None."""
         while self.waiting:
             keys, together, in_order, last_store, last_load = self.waiting[0]
             if last_store > stores_done or last_load > loads_done:
                 return
             self.waiting.popleft()
-            slots: list[Any] = list(map(slot_of.get, keys))
+            slots = find(keys)
             whole = slots.index(None) if None in slots else len(slots)
             found = [slot for slot in slots if slot is not None] if whole < len(slots) else slots
             if in_order:

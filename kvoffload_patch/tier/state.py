@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import compress, count
+from operator import ne
+from typing import Any
 
 from kvoffload_patch.links import CPU, LOAD, STORE, Link
 from kvoffload_patch.tier.entries import HeldSlots, Keys, LinkTickets, Slots
@@ -14,7 +17,10 @@ from kvoffload_patch.tier.prefixes import PrefixOrder
 from kvoffload_patch.tier.queues import EndedRequests, StoreQueue
 from kvoffload_patch.tier.slots import SlotPool
 from kvoffload_patch.tier.stats import TierStats
+from kvoffload_patch.tier.tuning import NEIGHBOUR_BLOCKS
 from kvoffload_patch.tier.uses import UseCounts
+
+NO_KEY = object()  # in the place of the key of a slot that has none
 
 
 class TierState:
@@ -51,7 +57,7 @@ class TierState:
         self._slots = SlotPool(num_slots)
         self._growing, self._sizing = growing, 0
         self._slot_of: dict[Hashable, int] = {}
-        self._key_of: list[Hashable] = [None] * num_slots  # as it was last, for each slot
+        self._key_of: list[Hashable] = [NO_KEY] * num_slots  # the inverse, or NO_KEY, for each slot
         self._store_to = [0] * num_slots  # ticket of the last store to each slot
         self._held = HeldSlots()
         self._uses = UseCounts(min_uses) if min_uses > 1 else None
@@ -171,7 +177,24 @@ class TierState:
 
     def _tell_ended(self) -> None:
         """Tell of prefixes whose copies are done."""
-        self._ended.tell(self._stores.done, self._loads.done, self._slot_of, self._prefixes)
+        self._ended.tell(self._stores.done, self._loads.done, self._find, self._prefixes)
+
+    def _find(self, keys: Keys) -> list[Any]:
+        """The slot of each key; None where it has none.
+
+        Keys that follow each other are mostly in neighbours: one look at a dict finds them all.
+        """
+        slots: list[Any] = []
+        while rest := keys[len(slots) :]:
+            slot: Any = self._slot_of.get(rest[0])
+            held = () if slot is None else self._key_of[slot : slot + len(rest)]
+            same = len(rest)
+            if held != rest:
+                same = next(compress(count(), map(ne, held, rest)), len(held))
+            if same < NEIGHBOUR_BLOCKS:
+                return slots + list(map(self._slot_of.get, rest))
+            slots += range(slot, slot + same)
+        return slots
 
     def _let_go(self, keys: Keys, slots: Slots) -> tuple[Keys, Slots]:
         """Nothing uses these slots any more: free those whose keys were forgotten meanwhile.
@@ -194,7 +217,7 @@ class TierState:
         """There are so many slots from now on."""
         self.num_slots = num_slots
         del self._key_of[num_slots:], self._store_to[num_slots:]
-        self._key_of += [None] * (num_slots - len(self._key_of))
+        self._key_of += [NO_KEY] * (num_slots - len(self._key_of))
         self._store_to += [0] * (num_slots - len(self._store_to))
         if self._gain is not None:
             self._gain.resize(num_slots)

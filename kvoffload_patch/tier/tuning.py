@@ -37,3 +37,7 @@ MODEL_LEAD_PARTS = 200
 # what the GPU holds where that recomputes one block less for so many stores more. 16 tokens of
 # Llama-3.1-8B take an H200 about 0.5 ms, their 2 MiB the bus 0.04 (docs/performance.md).
 RECOMPUTE_TIMES = 16
+# Keys are found by the neighbours of the first one's slot as long as each look finds so many at
+# least: it takes as long as that many looks at a large dict (0.14 µs each in
+# `scripts/bench step --only d`, of tables that are in no cache).
+NEIGHBOUR_BLOCKS = 8

@@ -633,6 +633,23 @@ def test_a_discarded_key_is_gone_and_its_slot_is_free() -> None:
     assert readable(tier, "abc") == "bc" and tier.stats.evicted == 0
 
 
+@pytest.mark.parametrize("lost", [None, "d", "l"])
+def test_keys_in_neighbouring_slots_are_found_but_for_those_that_left(lost: str | None) -> None:
+    tier = OffloadManager(20, LRUPolicy)
+    keys: list[Any] = [*"abcdefghijkl"]
+    store(tier, keys)
+    if lost is None:
+        keys.append(None)  # a slot that was never used holds no such key
+    else:
+        tier.discard(lost)
+    with pytest.raises(KeyError):
+        tier.begin_load(keys, range(len(keys)))
+    keys.remove(lost)
+    tier.begin_load(keys, range(len(keys)))
+    (load,) = tier.loads_to_plan
+    assert [tier._key_of[slot] for slot in load.source_ids] == keys
+
+
 def test_a_key_discarded_while_it_is_stored_never_becomes_readable() -> None:
     tier = OffloadManager(2, LRUPolicy)
     plan_store(tier, "a")

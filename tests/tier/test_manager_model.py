@@ -12,9 +12,16 @@ from tier.tier_machine import TierMachine
 from tier.tier_traffic import Traffic
 
 from kvoffload_patch.config import EVICTIONS, STORES
+from kvoffload_patch.tier import state
 from kvoffload_patch.tier.policies import POLICIES
 
 KINDS = list(product(POLICIES, STORES))
+
+
+@pytest.fixture(autouse=True)
+def no_run_is_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are short here, and their keys are to be found by their neighbours all the same."""
+    monkeypatch.setattr(state, "NEIGHBOUR_BLOCKS", 1)
 
 
 def machine_of(eviction: str, store: str) -> type[TierMachine]:

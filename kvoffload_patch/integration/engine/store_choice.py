@@ -87,9 +87,12 @@ class StoreChoice:
                 computed[key] = block.block_id
                 before.append(key)  # as `computes`, a call less
             else:
-                keys = [block.block_hash for block in blocks]
-                computed.update(zip(keys, [block.block_id for block in blocks]))
-                computes(request_id, keys)
+                found = {block.block_hash: block.block_id for block in blocks}
+                computes(request_id, list(found))
+                if computed:
+                    computed.update(found)
+                else:
+                    computed = found
         computed.pop(None, None)  # of the null block, or of one that has left the cache since
         return self._without_answers(computed) if self._answers else computed
 

@@ -142,7 +142,7 @@ class BatchLists:
                 (which, next(iter(its.values()))) for which, its in enumerate(self._lists) if its
             ]
             which, batch = min(some, key=lambda one: one[1].used)
-            slots = self.take_oldest(which, min(count, batch.left))
+            slots = self.take_oldest(which, min(count, batch.left) if len(some) > 1 else count)
             taken[which] += slots
             count -= len(slots)
         return taken
