@@ -9,7 +9,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from engine import engines
+from engine import engines, release
 
 from kvoffload_patch.cli.bench import server
 
@@ -44,6 +44,7 @@ class Server(server.Server):
         ]  # fmt: skip
         paths = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
         extra = {"PATH": os.pathsep.join(paths), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        extra.update(release.preloaded_names())  # the loader says that there are none
         sizes = {"KVOFFLOAD_CPU_GIB": "0.25"} if tier is not None else {}
         env = engines.environment(**{**sizes, **(tier or {}), **extra})
         super().__init__(command, env, port, log, START_LIMIT_S)
