@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import json
 import os
 import sys
@@ -57,8 +58,40 @@ exit status: that of COMMAND; 2 refused, in one sentence on standard error.
 """
 
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status unless the command takes this process over."""
+    status = EXIT_OK
+    try:
+        try:
+            status = _run(argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:  # the reader has enough
+        _discard_output()
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        _discard_output()
+        print(
+            f"kvoffload_patch: expected to write {error.filename or 'what was asked for'}, found "
+            f"{error.strerror}; make room there, or have it written elsewhere.",
+            file=sys.stderr,
+        )
+        return EXIT_REFUSED
+    return status
+
+
+def _discard_output() -> None:
+    """What is still to be written is not; Python would try when it ends."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     command: list[str] = arguments.command

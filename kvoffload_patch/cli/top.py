@@ -31,9 +31,6 @@ def main(argv: Sequence[str]) -> int:
         return _watch(asked)
     except KeyboardInterrupt:
         return EXIT_OK
-    except BrokenPipeError:  # the reader has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
 
 
 def rates(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, float]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sandbox import REFUSAL, Sandbox, imported
@@ -262,6 +265,50 @@ def test_status_for_programs(box: Sandbox) -> None:
     assert wrong.returncode == 2
     assert json.loads(wrong.stdout)["verdict"].startswith("--cpu-gib is 'x', expected")
     assert box.run("-m", "kvoffload_patch", "status", "--jsn").returncode == 2
+
+
+WRITES = [["status"], ["status", "--json"], ["--help"], ["--check", "--json"]]
+
+
+def written(
+    box: Sandbox, words: list[str], out: Any, through: str = ""
+) -> subprocess.CompletedProcess[bytes]:
+    """A command whose output goes there; perhaps by a shell."""
+    begin = ["sh", "-c", through, "sh"] if through else [str(box.python)]
+    command = [*begin, "-m", "kvoffload_patch", *words]
+    return subprocess.run(
+        command, env={"PATH": "/usr/bin:/bin"}, cwd=box.root, stdout=out, stderr=subprocess.PIPE
+    )
+
+
+@pytest.mark.parametrize("words", WRITES, ids=" ".join)
+def test_output_that_finds_no_room_ends_with_a_sentence(box: Sandbox, words: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        done = written(box, words, full)
+    said = done.stderr.decode()
+    assert done.returncode == 2
+    assert said.endswith(
+        "kvoffload_patch: expected to write what was asked for, found No space left on device; "
+        "make room there, or have it written elsewhere.\n"
+    )
+    assert "Traceback" not in said and "Exception ignored" not in said
+
+
+@pytest.mark.parametrize("words", WRITES, ids=" ".join)
+def test_a_reader_that_has_enough_is_no_error(box: Sandbox, words: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = written(box, words, write)
+    finally:
+        os.close(write)
+    said = done.stderr.decode()
+    assert done.returncode == 0 and "Traceback" not in said and "Exception ignored" not in said
+
+
+def test_without_standard_output_it_runs(box: Sandbox) -> None:
+    done = written(box, ["status"], None, f"exec '{box.python}' \"$@\" >&-")
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_help_and_version(box: Sandbox) -> None:

@@ -36,6 +36,8 @@ def judge(found: Mapping[str, Any]) -> list[Finding]:
     if not wrapped:
         why = found.get("error", f"nothing of {ENGINE} was wrapped")
         remedy = "start Python here and import vllm to see all of it"
+        if "UnicodeDecodeError" in why:  # PyTorch reads files of its own as the locale says
+            remedy = "set PYTHONUTF8=1, or a locale of UTF-8, such as LC_ALL=C.UTF-8"
         problem = f"a process that imports vLLM's engine was not armed ({why})"
         return [Finding("arming", "engine core", "not armed", False, problem, remedy, refused=True)]
     text = "runs by itself" if found["started"] else "does not run, so start with kvoffload COMMAND"

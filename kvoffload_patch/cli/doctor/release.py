@@ -50,7 +50,8 @@ def _cpu_cache(release: str, find: Callable[[str], Path] = find_source) -> list[
     if given:
         return [Finding("vLLM", "its own cache", f"{given} GiB", given)]
     try:
-        takes_a_share = "gpu_memory_utilization" in find("vllm.v1.worker.cpu_worker").read_text()
+        source = find("vllm.v1.worker.cpu_worker").read_text("utf-8")
+        takes_a_share = "gpu_memory_utilization" in source
     except OSError:
         takes_a_share = False
     if not takes_a_share:  # a release that takes 4 GiB unless it is told otherwise

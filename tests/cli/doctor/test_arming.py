@@ -32,6 +32,11 @@ def test_not_armed_is_a_refusal_that_says_why(found: dict[str, Any], why: str) -
     assert core.refused and why in core.problem and core.remedy
 
 
+def test_a_locale_in_which_pytorch_cannot_be_imported_is_named_as_the_cause() -> None:
+    (core,) = arming.judge({"error": "UnicodeDecodeError: 'ascii' codec can't decode byte 0xe2"})
+    assert core.remedy.startswith("set PYTHONUTF8=1, ")
+
+
 def test_the_child_is_switched_on_whatever_is_set_here(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(arming, "ask", lambda *a, **k: asked.append(k) or {"error": "x"})
