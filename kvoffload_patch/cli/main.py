@@ -64,12 +64,12 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status unless the command takes this process over."""
     status = EXIT_OK
+    _open_streams()
     try:
         try:
             status = _run(argv)
         finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader has enough
         _discard_output()
     except OSError as error:
@@ -87,8 +87,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _discard_output() -> None:
     """What is still to be written is not; Python would try when it ends."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _open_streams() -> None:
+    """Give what was started with `>&-` or `2>&-` the null device there, and so COMMAND as well.
+
+    Without a stream Python has None, which cannot be flushed, and the next file that is opened gets
+    its number and what others write there.
+    """
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_WRONLY)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
 
 
 def _run(argv: Sequence[str] | None) -> int:

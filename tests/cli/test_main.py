@@ -311,6 +311,15 @@ def test_without_standard_output_it_runs(box: Sandbox) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.parametrize("closed", ["2>&-", "<&- 2>&-"])
+def test_without_standard_error_the_command_runs(box: Sandbox, closed: str) -> None:
+    """And what it opens gets no number under which others write errors."""
+    code = "import os; print(os.readlink('/proc/self/fd/2'))"
+    through = f"exec '{box.python}' \"$@\" {closed}"
+    done = written(box, ["python", "-c", code], subprocess.PIPE, through)
+    assert (done.returncode, done.stdout) == (0, b"/dev/null\n")
+
+
 def test_help_and_version(box: Sandbox) -> None:
     done = box.run("-m", "kvoffload_patch", "--help")
     assert done.returncode == 0
