@@ -8,8 +8,9 @@ Two model runners (V1, and V2 where the release has it), and for each every kind
 `KINDS` that the GPUs are enough for. For each, one plain engine whose GPU cache keeps every prefix,
 and one engine with the tier whose GPU cache is too small for that: both compute the same tokens
 behind the same hits, because bf16 answers otherwise depend on where a prompt was cut. Their greedy
-answers must be equal, one prompt at a time, prompts that differ in one block must be answered
-differently, the tier must have loaded blocks, and what else a kind says must hold.
+answers must be equal, one prompt at a time and, with kernels that compute each request as if it
+were alone, also in batches; prompts that differ in one block must be answered differently, the tier
+must have loaded blocks, and what else a kind says must hold.
 
 Needs a GPU and 20 s for each engine.
 """
@@ -61,6 +62,7 @@ class Kind:
         asked: the scenario in which one prompt is asked at a time; its answers must be equal.
         settings: of the tier.
         kvcached: variables of kvcached, beside which the engine with the tier runs; empty: without.
+        exact: vLLM computes a request as if it were alone, so prompts asked together are compared.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Kind:
     asked: str = "singles"
     settings: dict[str, str] = field(default_factory=dict)
     kvcached: dict[str, str] = field(default_factory=dict)
+    exact: bool = False
 
     @property
     def scenarios(self) -> list[str]:
@@ -108,6 +111,7 @@ def _beside_kvcached(name: str, policy: str, **engine: Any) -> Kind:
         {**GRAPHS, **engine},
         runners=("v1",),
         settings={"KVOFFLOAD_EVICTION": policy, "KVOFFLOAD_CPU_GIB": "0.375"},
+        exact=True,
         kvcached={
             "KVCACHED_MAX_CACHED_TOKENS": "960",
             "KVCACHED_MIN_RESERVED_PAGES": "0",
@@ -132,6 +136,7 @@ MODELS: dict[str, Callable[[Path], object]] = {
 KINDS = [
     Kind("no graphs", "full", EAGER),
     Kind("graphs", "full", GRAPHS),
+    Kind("graphs, batch invariant", "full", GRAPHS, exact=True),
     Kind("graphs, windows", "windows", GRAPHS, groups=2),
     # 288 blocks of two groups have room for 1,152 tokens, says vLLM 0.26.0.
     Kind("graphs, chunks", "chunks", {**GRAPHS, "max_model_len": 1024}, groups=4),
@@ -198,6 +203,8 @@ def play(folder: Path, runner: str, kind: Kind, tier: bool) -> dict[str, Any]:
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # its multicast is not for every virtual machine
     }
+    if kind.exact:
+        asked["VLLM_BATCH_INVARIANT"] = "1"
     if kind.kvcached and tier:
         segment = re.sub(r"\W+", "_", kind.name)  # of kvcached's own, which engines must not share
         asked |= {"KVCACHED_IPC_NAME": segment, "ENABLE_KVCACHED": "true", **kind.kvcached}
@@ -236,6 +243,7 @@ def compare(runner: str, kind: Kind, off: dict[str, Any], on: dict[str, Any]) ->
     if "batches" in on:
         batched = list(zip(off["batches"]["tokens"], on["batches"]["tokens"]))
         found.update(batched=len(batched), batched_equal=sum(a == b for a, b in batched))
+        good.append(not kind.exact or found["batched_equal"] == len(batched))
     if kind.asked == SLEEPS:
         cached = on[SLEEPS]["cached"]
         found["kept"] = [name for name in (*KEPT, *LOST) if cached[name]]
@@ -243,7 +251,6 @@ def compare(runner: str, kind: Kind, off: dict[str, Any], on: dict[str, Any]) ->
         good += [found["kept"] == list(KEPT), len(told_apart) == 3]
     if kind.kvcached:
         good += _beside(off["shrunk"], on["shrunk"], found)
-        good += _in_lots(off["batches"], on["batches"], found)
     if kind.asked == "guesses_alone":
         accepted = [counted[2] for counted in on[kind.asked]["counted"]]
         found.update(drafts_accepted=accepted)
@@ -258,21 +265,6 @@ def _after_sleep(off: dict[str, Any], on: dict[str, Any]) -> list[tuple[Any, Any
     first += [(plain[name], tier[name]) for name in LOST]
     again = [(plain[name], tier[name]) for name in tier if name.endswith(", twice")]
     return [pair for both in (*first, *again) for pair in zip(*both)]
-
-
-def _in_lots(off: dict[str, Any], on: dict[str, Any], found: dict[str, Any]) -> list[bool]:
-    """Of what is asked four at a time, the lots in which all have the same hits on both sides.
-
-    Where the CPU tier has evicted a prefix, it is computed again in one step with the others.
-    """
-    alike = same = 0
-    for at in range(0, len(off["cached"]), 4):
-        lot = slice(at, at + 4)
-        if off["cached"][lot] == on["cached"][lot]:
-            alike += 4
-            same += sum(a == b for a, b in zip(off["tokens"][lot], on["tokens"][lot]))
-    found.update(batched_alike=alike, batched_alike_equal=same)
-    return [same == alike, alike > 0]
 
 
 def _beside(off: dict[str, Any], on: dict[str, Any], found: dict[str, Any]) -> list[bool]:
