@@ -50,10 +50,18 @@ async def phases(spec: dict[str, Any], url: str, report: Report) -> None:
         while phase := (await asyncio.to_thread(sys.stdin.readline)).strip():
             began = time.perf_counter()
             with reported(report, phase):
+                before = await client.counted(session, url)
                 result = await player.play(phase)
+                result["tier"] = changes(before, await client.counted(session, url))
             spent = time.perf_counter() - began
             report.say(f"{play.words(phase, result)} ({spent:.1f} s in all)")
             report.event("played", scenario=phase, command=phase, result=result)
+
+
+def changes(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """What has changed of a server's samples, by how much."""
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    return {name: round(value, 6) for name, value in grown.items() if value}
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ the request is sent until its first chunk has come.
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -117,6 +118,20 @@ async def ask(
     if len(made.tokens) != answer:
         raise RuntimeError(f"{name}: expected {answer} tokens, found {len(made.tokens)}")
     return made
+
+
+async def counted(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """The tier's samples in the server's /metrics, without vLLM's own labels; none without one."""
+    async with session.get(f"{url}/metrics") as response:
+        text = await response.text()
+    found = (_sample(line) for line in text.splitlines() if line.startswith("kvoffload_"))
+    return {name: value for name, value in found if "_bucket{" not in name}
+
+
+def _sample(line: str) -> tuple[str, float]:
+    name, _, value = line.rpartition(" ")
+    bare = re.sub(r',?(model_name|engine)="[^"]*"', "", name).replace("{,", "{")
+    return bare.replace("{}", ""), float(value)
 
 
 def session() -> aiohttp.ClientSession:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,6 +26,29 @@ USAGE = line(choices=[], usage={"prompt_tokens_details": {"cached_tokens": 16}})
 DONE = b"data: [DONE]\n\n"
 
 
+def served(
+    method: str, path: str, answer: Callable[[Any], Any], use: Callable[[Any, str], Any]
+) -> Any:
+    """What ``use`` gives of a session and the address of a server that answers so."""
+    from aiohttp import web
+
+    async def run() -> Any:
+        app = web.Application()
+        app.router.add_route(method, path, answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        try:
+            async with client.session() as session:
+                return await use(session, f"http://{host}:{port}")
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
 def asked(chunks: list[bytes | float], answer: int, status: int = 200) -> tuple[Any, Any]:
     """The answer, and what the server was sent; a number waits."""
     from aiohttp import web
@@ -42,21 +66,27 @@ def asked(chunks: list[bytes | float], answer: int, status: int = 200) -> tuple[
                 await response.write(chunk)
         return response
 
-    async def run() -> client.Answer:
-        app = web.Application()
-        app.router.add_post("/v1/completions", complete)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        try:
-            async with client.session() as session:
-                return await client.ask(session, f"http://{host}:{port}", "r", [7, 8, 9], answer)
-        finally:
-            await runner.cleanup()
+    def ask(session: Any, url: str) -> Any:
+        return client.ask(session, url, "r", [7, 8, 9], answer)
 
-    return asyncio.run(run()), seen
+    return served("POST", "/v1/completions", complete, ask), seen
+
+
+def test_the_tiers_samples_are_taken_without_vllms_labels() -> None:
+    from aiohttp import web
+
+    text = """# HELP kvoffload_copies_total Copies.
+kvoffload_copies_total{direction="load",engine="0",model_name="m"} 3.0
+kvoffload_copy_seconds_bucket{engine="0",le="0.001",model_name="m"} 2.0
+kvoffload_used_blocks{engine="0",model_name="m"} 7.0
+vllm:num_requests_running{engine="0",model_name="m"} 1.0
+"""
+
+    async def metrics(_: Any) -> web.Response:
+        return web.Response(text=text)
+
+    found = served("GET", "/metrics", metrics, client.counted)
+    assert found == {'kvoffload_copies_total{direction="load"}': 3, "kvoffload_used_blocks": 7}
 
 
 def test_tokens_are_taken_with_the_time_of_their_chunk() -> None:
