@@ -33,9 +33,10 @@ MODEL_MEMORY_TIMES = 4
 # ARC evicts once its model has recomputed less by one of so many parts of its slots, until it
 # leads by a tenth of that. Chosen by the same replays.
 MODEL_LEAD_PARTS = 200
-# Recomputing a block takes about so many times as long as storing it: `auto` gives up copies of
-# what the GPU holds where that recomputes one block less for so many stores more. 16 tokens of
-# Llama-3.1-8B take an H200 about 0.5 ms, their 2 MiB the bus 0.04 (docs/performance.md).
+# Recomputing a block costs about so many times what storing it does: `auto` gives up copies of what
+# the GPU holds where that recomputes one block less for so many stores more. Measured on an H200 in
+# a crowd of 12: 45 to 100 times; 16 tokens of Llama-3.1-8B alone take it 0.46 ms, and their 2 MiB
+# the bus 0.04 (docs/policies.md, "Which to choose"; docs/performance.md, S2).
 RECOMPUTE_TIMES = 16
 # Keys are found by the neighbours of the first one's slot as long as each look finds so many at
 # least: it takes as long as that many looks at a large dict (0.14 µs each in

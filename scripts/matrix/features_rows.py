@@ -87,7 +87,7 @@ ROWS = (
         f"{_TOKENS}an_evicted_prefix_returns",
         f"{_TOKENS}two_requests_for_the_same_evicted_prefix_load_it_once",
         f"{_TOKENS}a_prompt_of_whole_blocks_has_its_last_one_loaded_too",
-        gpu=("no graphs", "graphs"),
+        gpu=("no graphs", "graphs", "graphs, batch invariant"),
     ),
     _engine(
         "sliding window beside full attention",
