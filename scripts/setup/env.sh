@@ -29,7 +29,7 @@ have_gpu() {
 # find_python CODE: the first python on the PATH (outside $VENV) that runs CODE with status 0.
 find_python() {
     local name path
-    for name in python3 python3.12 python3.11 python3.13 python; do
+    for name in python3 python3.12 python3.11 python3.13 python3.14 python; do
         while read -r path; do
             [[ $path == "$VENV"/* ]] && continue
             if "$path" -c "$1" >/dev/null 2>&1; then
@@ -50,8 +50,8 @@ choose_python() {
         PYTHON=$(find_python "$with_vllm") && MODE=gpu && PURPOSE="gpu $PYTHON" && return
         echo "An NVIDIA GPU is present, but no python on the PATH has vLLM: using vLLM's CPU build."
     fi
-    PYTHON=$(find_python "$usable; assert sys.version_info < (3, 14)") ||
-        die "Python 3.11 to 3.13 with the venv and ensurepip modules is needed, none is on the PATH."
+    PYTHON=$(find_python "$usable; assert sys.version_info < (3, 15)") ||
+        die "Python 3.11 to 3.14 with the venv and ensurepip modules is needed, none is on the PATH."
 }
 
 # wanted_stamp: what the environment depends on, as one hash.
