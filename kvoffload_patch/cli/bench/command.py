@@ -65,7 +65,6 @@ def main(argv: Sequence[str]) -> int:
     try:
         with ended_by(signal.SIGTERM, signal.SIGHUP), ExitStack() as stack:
             logs = asked.out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            logs.mkdir(parents=True, exist_ok=True)
             document = measure(asked, serve, logs)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -189,11 +188,26 @@ def _refusals(asked: argparse.Namespace, serve: Sequence[str]) -> list[str]:
             f"expected no {' and no '.join(taken)} behind --, which bench sets itself; leave out"
             " what it sets."
         )
+    if asked.out is not None and (found := _unwritable(asked.out)):
+        wrong.append(
+            f"--out is {str(asked.out)!r}, expected a folder to write to, found {found}; give "
+            "another one."
+        )
     if not wrong and modes.ON in asked.chosen:
         os.environ["KVOFFLOAD_CPU_GIB"] = f"{asked.gib:g}"
         outcome = preflight.decide()
         wrong += [outcome.line] if outcome.refused or outcome.disabled else []
     return wrong
+
+
+def _unwritable(folder: Path) -> str:
+    """Why a folder cannot be made, or nothing written there; empty if it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return str(error.strerror)
 
 
 def _gib(text: str | None) -> float:

@@ -74,6 +74,8 @@ def test_a_server_that_does_not_start_is_one_mode(fake: Path, capsys: Any) -> No
         (["--modes", "off", "--", "--num_gpu_blocks_override", "2"], "--num-gpu-blocks-override"),
         (["--modes", "off", "--cpu-gib", "1e9"], "--cpu-gib is '1e9', expected a number of GiB"),
         (["--modes", "on", "--cpu-gib", "60000"], "60000"),
+        (["--modes", "off", "--out", "/dev/null/x"], "--out is '/dev/null/x', expected a folder "),
+        (["--modes", "off", "--out", "/proc/self"], "--out is '/proc/self', expected a folder to"),
     ],
 )
 def test_refusals_are_one_sentence(argv: list[str], said: str, fake: Path, capsys: Any) -> None:
