@@ -171,6 +171,8 @@ class StandInPool:
 
         The result is one that vLLM can be given in place of its own.
         """
+        if self._view.hashes_blocks and self._lack_first(request, result):
+            return
         on_gpu = result.gpu_blocks
         behind: list[Any] = []
         find = self._in_order(max_tier_hits, on_gpu, result.keys, behind)
@@ -189,6 +191,16 @@ class StandInPool:
         if result.keys:
             result.gpu_tokens = size * result.positions[0]
             result.found = self._view.prefix.take_found()
+
+    def _lack_first(self, request: Any, result: LookupResult) -> bool:
+        """Whether nobody has a request's first block, as of a prompt that is new: no search."""
+        if not (hashes := request.block_hashes):
+            return False
+        key = self._key(hashes[0], 0)
+        if self._view.gpu_lookup()(key) or key in self._arriving or self._manager.lookup(key):
+            return False
+        result.missing.append(key)
+        return True
 
     def _in_order(
         self, most: int, on_gpu: list[Any], keys: list[Hashable], behind: list[Any]
