@@ -127,6 +127,7 @@ class StandInPool:
         self._result = LookupResult(0)
         self._hits_left = 0
         self._on_gpu = view.gpu_lookup()
+        self._hashes_blocks = view.hashes_blocks()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -171,7 +172,7 @@ class StandInPool:
 
         The result is one that vLLM can be given in place of its own.
         """
-        if self._view.hashes_blocks and self._lack_first(request, result):
+        if self._hashes_blocks and self._lack_first(request, result):
             return
         on_gpu = result.gpu_blocks
         behind: list[Any] = []

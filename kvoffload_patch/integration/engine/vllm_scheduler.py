@@ -35,7 +35,6 @@ class SchedulerView:
         state_groups: KV cache groups, by index, whose blocks hold a state after their last token,
             and how many of these a request has at once, at most.
         in_order: whether vLLM looks up block after block of a prefix, and stops at the first miss.
-        hashes_blocks: if so, whether a request's first hash is that of its first block.
         decode_blocks: blocks that a running request takes for a decode step, at most.
         prefills: running requests of whose prompts a part is computed, by name.
         prefix: vLLM's own prefix lookup.
@@ -60,8 +59,6 @@ class SchedulerView:
         self.state_groups = {i: states_held(s) for i, s in enumerate(specs) if keeps_state(s)}
         self._span_tokens = tuple(map(self._tokens_held, specs))
         self.in_order = [type(m).__name__ for m in managers] == ["FullAttentionManager"]
-        hash_size = getattr(self.pool, "hash_block_size", None)  # from 0.12 on
-        self.hashes_blocks = self.in_order and hash_size == self.block_sizes[0]
         self._parked_status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self._running_status = RequestStatus.RUNNING
         self._open = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -347,6 +344,11 @@ class SchedulerView:
         """The key under which a GPU block is in the prefix cache; None if it is not."""
         key: Hashable = self.pool.blocks[gpu_block_id].block_hash
         return key
+
+    def hashes_blocks(self) -> bool:
+        """Whether a request's first hash is that of its first block; pools say it from 0.12 on."""
+        hash_size = getattr(self.pool, "hash_block_size", None)
+        return self.in_order and hash_size == self.block_sizes[0]
 
     def gpu_lookup(self) -> Callable[[Hashable], Any]:
         """What finds the GPU block of a key, or None; until the next reset of the prefix cache."""

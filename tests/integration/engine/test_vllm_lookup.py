@@ -11,8 +11,6 @@ pytest.importorskip("vllm")
 from integration.engine.mini import BLOCK, Mini
 from scheduler_half.scenarios import prompt
 
-from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
-
 MODES = ["inline", "parked"]
 
 
@@ -68,9 +66,7 @@ def test_a_prompt_whose_first_block_nobody_has_is_not_searched_for(
         pytest.skip("up to 0.11 a pool does not say how many tokens a hash is of")
     if smaller:  # the first hash is of a part of a block then, which may be known as a whole
         monkeypatch.setattr(mini.pool, "hash_block_size", size // 2)
-        other = SchedulerView(mini.scheduler)
-        mini.view.hashes_blocks = other.hashes_blocks
-        other.restore()
+        mini.tier._admission._pool._hashes_blocks = mini.view.hashes_blocks()
         monkeypatch.undo()
     asked: list[Any] = []
     search = mini.view.prefix.longest_hit
