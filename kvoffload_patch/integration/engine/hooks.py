@@ -71,7 +71,11 @@ def collective_rpc(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> A
 
 
 def _breaker(core: Any) -> Any:
-    """The tier of an engine; up to 0.17 vLLM calls its workers before there is a scheduler."""
+    """The tier of an engine, or None.
+
+    Up to 0.17, and for producers of encoder outputs from 0.32 on, vLLM calls its workers before
+    there is a scheduler.
+    """
     scheduler = getattr(core, "scheduler", None)
     return None if scheduler is None else attached(scheduler)
 
