@@ -78,7 +78,8 @@ def chosen(found: Sequence[client.Engine], name: str | None, every: bool) -> lis
     if not found:
         raise Refused(
             "expected a running engine of this user, found none; start one with the CPU tier, ask "
-            "as the user that runs it, or look for `no control socket` in its log."
+            "as the user that runs it, look for `no control socket` in its log, or restart it if "
+            "the folder of its socket was removed, as a logout removes XDG_RUNTIME_DIR."
         )
     if name is not None:
         matching = [e for e in found if name in (e.name, e.name.partition("-")[0])]

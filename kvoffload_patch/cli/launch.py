@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import kvoffload_patch
@@ -61,8 +62,9 @@ def replace_process(command: list[str], watched: bool) -> OSError:
     """
     if watched:
         _watch(command)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a full log is no reason not to serve
+            stream.flush()
     try:
         os.execvpe(command[0], command, os.environ)
     except OSError as error:

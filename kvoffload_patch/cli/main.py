@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from kvoffload_patch import __version__
 from kvoffload_patch._bootstrap import WITHOUT, is_strict, with_name
@@ -76,13 +77,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in _NO_ROOM:
             raise
         _discard_output()
-        print(
+        _tell(
             f"kvoffload_patch: expected to write {error.filename or 'what was asked for'}, found "
-            f"{error.strerror}; make room there, or have it written elsewhere.",
-            file=sys.stderr,
+            f"{error.strerror}; make room there, or have it written elsewhere."
         )
         return EXIT_REFUSED
     return status
+
+
+def _tell(line: str) -> None:
+    """Say it on standard error, if that can be written: a full log is no reason not to serve."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def _discard_output() -> None:
@@ -207,7 +213,7 @@ class _Launch:
     def _say(self, line: str) -> None:
         self._said.append(line)
         if not self._as_json:
-            print(line, file=sys.stderr, flush=True)
+            _tell(line)
 
     def _end(self, refused: bool) -> int:
         if self._as_json:

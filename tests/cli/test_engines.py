@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvoffload_patch.cli import engines, main
+from kvoffload_patch.control import client
 from kvoffload_patch.control.commands import Command
 from kvoffload_patch.control.errors import Refused
 from kvoffload_patch.control.listener import Listener
@@ -133,7 +135,15 @@ def test_where_none_runs_that_is_said(capsys: Any) -> None:
     assert main.main(["pause"]) == 2
     said = capsys.readouterr().err
     assert "expected a running engine of this user, found none" in said
-    assert "or look for `no control socket` in its log." in said
+    assert "look for `no control socket` in its log, or restart it if the folder of its" in said
+
+
+def test_an_engine_whose_folder_was_removed_is_not_found(one: Engine, capsys: Any) -> None:
+    """As a logout does; it goes on, and nobody can ask it."""
+    found = client.find()
+    shutil.rmtree(found[0].path.parent)
+    assert main.main(["empty"]) == 2
+    assert "was removed, as a logout removes XDG_RUNTIME_DIR." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

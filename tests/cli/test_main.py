@@ -294,6 +294,15 @@ def test_output_that_finds_no_room_ends_with_a_sentence(box: Sandbox, words: lis
     assert "Traceback" not in said and "Exception ignored" not in said
 
 
+def test_a_command_whose_log_is_full_runs(box: Sandbox) -> None:
+    done = box.root / "done"
+    code = f"import pathlib; pathlib.Path({str(done)!r}).touch()"
+    through = f"exec '{box.python}' \"$@\" > /dev/full 2>&1"
+    assert written(box, ["python", "-c", code], None, through).returncode == 0
+    assert done.exists()
+    assert written(box, ["status"], None, through).returncode != 0
+
+
 @pytest.mark.parametrize("words", WRITES, ids=" ".join)
 def test_a_reader_that_has_enough_is_no_error(box: Sandbox, words: list[str]) -> None:
     read, write = os.pipe()
