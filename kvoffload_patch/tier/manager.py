@@ -10,7 +10,7 @@ from kvoffload_patch.links import CPU, GPU, LOAD
 from kvoffload_patch.tier.entries import Keys, LinkTickets, Slots, take_tickets
 from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
 from kvoffload_patch.tier.policy import EvictionPolicy
-from kvoffload_patch.tier.queues import Ended, EndedRequests, StoreQueue
+from kvoffload_patch.tier.queues import IN_A_ROW, Ended, EndedRequests, Rests, StoreQueue
 from kvoffload_patch.tier.slots import SlotPool
 from kvoffload_patch.tier.state import NO_KEY, TierState
 from kvoffload_patch.tier.stats import RemovedBy
@@ -32,18 +32,19 @@ class OffloadManager(TierState):
         found = filter(self._slot_of.__contains__, reversed(keys))
         self._policy.hit(list(map(self._slot_of.__getitem__, found)))
 
-    def request_ended(self, keys: Keys, together: bool = True, in_order: bool = True) -> None:
+    def request_ended(self, keys: Keys, together: bool = True, rests: Rests = IN_A_ROW) -> None:
         """A request has ended; what it means is done once its copies are.
 
         Args:
             keys: that it used and stored, head first.
             together: whether in several steps; then they are put together.
-            in_order: whether each is worth nothing without the one before it, so that a tail is
-                evicted before its head from now on, and first of all where its head is missing.
+            rests: each is worth nothing without the one before it, or, of the keys in here, without
+                that one, so that a tail is evicted before its head from now on, and first of all
+                where its head is missing; None: that is not known.
         """
         if self._exclusive is None:
             last = self._stores.last, self._loads.last
-            self._ended.add(Ended(keys, together, in_order, *last))
+            self._ended.add(Ended(keys, together, rests, *last))
             self._tell_ended()
         elif together:
             self._exclusive.ended(keys)

@@ -94,6 +94,12 @@ class PrefixOrder:
             else:
                 self._link(tail, head)
 
+    def rest(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """The first of each two rests on the other, and nothing on it."""
+        for tail, head in pairs:
+            if self._before[tail] != head:
+                self._link(tail, head)
+
     def forget(self, slots: Sequence[int]) -> None:
         """The keys of these are gone; what rests on them rests on nothing from now on."""
         self._path.clear()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from kvoffload_patch.tier.entries import Keys
 from kvoffload_patch.tier.prefixes import PrefixOrder
+
+Rests = Mapping[Hashable, Hashable] | None
+IN_A_ROW: Mapping[Hashable, Hashable] = {}
 
 
 class StoreQueue:
@@ -100,13 +104,13 @@ class Ended(NamedTuple):
     Attributes:
         keys: that it used and stored, head first.
         together: whether in several steps, so that they are put together.
-        in_order: whether each rests on the one before it.
+        rests: keys that do not rest on the one before them, and on which instead; None: none does.
         last_store, last_load: tickets, the last ones planned until then.
     """
 
     keys: Keys
     together: bool
-    in_order: bool
+    rests: Rests
     last_store: int
     last_load: int
 
@@ -134,15 +138,38 @@ class EndedRequests:
     ) -> None:
         """Tell of those whose copies are done; ``find`` gives the slot of each key, or None."""
         while self.waiting:
-            keys, together, in_order, last_store, last_load = self.waiting[0]
+            keys, together, rests, last_store, last_load = self.waiting[0]
             if last_store > stores_done or last_load > loads_done:
                 return
             self.waiting.popleft()
             slots = find(keys)
+            if rests:
+                _tell_groups(dict(zip(keys, slots)), together, rests, order)
+                continue
             whole = slots.index(None) if None in slots else len(slots)
             found = [slot for slot in slots if slot is not None] if whole < len(slots) else slots
-            if in_order:
+            if rests is not None:
                 order.ended(found[:whole], together)
                 order.orphaned(found[whole:][::-1])
             else:
                 order.regroup(found[::-1])
+
+
+def _tell_groups(
+    slot_of: dict[Hashable, int | None],
+    together: bool,
+    rests: Mapping[Hashable, Hashable],
+    order: PrefixOrder,
+) -> None:
+    """Tell of a request some of whose keys rest on another one, which comes before them."""
+    found = {key: slot for key, slot in slot_of.items() if slot is not None}
+    if together:
+        order.regroup([*reversed(found.values())])
+    keys = [key for key in slot_of if key not in rests]
+    prefix = list(takewhile(found.__contains__, keys))
+    whole = set(prefix)
+    pairs = [(slot, found[rests[key]]) for key, slot in found.items() if rests.get(key) in whole]
+    orphans = [slot for key, slot in found.items() if rests.get(key, key) not in whole]
+    order.ended([found[key] for key in prefix], together=False)
+    order.rest(pairs)
+    order.orphaned(orphans[::-1])

@@ -1,7 +1,8 @@
 """Requests that share beginnings, on an `OffloadManager` with any eviction policy.
 
 A block is named by what it and those before it hold, a letter each: "abc" rests on "ab". Requests
-load what the tier has of their prompt, compute the rest in several steps and end in any order.
+load what the tier has of their prompt, compute the rest in several steps and end in any order. With
+a window there are blocks of another group besides, where a step ends: "ABC" rests on "abc".
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ def blocks_of(prompt: str) -> list[str]:
     return [prompt[: end + 1] for end in range(len(prompt))]
 
 
+def base_of(key: str) -> str:
+    """What a block rests on."""
+    return key.lower() if key.isupper() else key[:-1]
+
+
 class Running(NamedTuple):
     """A request, and how many blocks it has found and computed."""
 
@@ -45,6 +51,7 @@ class PrefixMachine(RuleBasedStateMachine):
     """What a request that has ended has left of its prompt leaves from its tail."""
 
     policy: Callable[[Sequence[Hashable]], EvictionPolicy]
+    window = 0  # blocks
 
     @initialize(slots=st.integers(3, 12))
     def start(self, slots: int) -> None:
@@ -70,7 +77,8 @@ class PrefixMachine(RuleBasedStateMachine):
             found += 1
         keys = blocks_of(prompt)[:found]
         if found:
-            self.tier.begin_load(keys, self._new_blocks(found))
+            keys += filter(self.tier.lookup, self._window(keys))
+            self.tier.begin_load(keys, self._new_blocks(len(keys)))
             self.orphans.difference_update(keys)
         self.running.append(Running(prompt, found))
 
@@ -82,6 +90,7 @@ class PrefixMachine(RuleBasedStateMachine):
         request = self.running[number]
         keys = blocks_of(request.prompt)[request.computed : request.computed + count]
         self.running[number] = request._replace(computed=request.computed + len(keys))
+        keys += self._window(keys)
         self._plan(dict(zip(keys, self._new_blocks(len(keys)))))
 
     @precondition(lambda self: self.running)
@@ -92,7 +101,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self._plan({})
         prompt = request.prompt[: request.computed]
         self.ended.append(Ended(prompt, self.planned[1], self.planned[0]))
-        self.tier.request_ended(blocks_of(prompt), together)
+        self._tell(prompt, together)
         self._learn()
 
     @rule(prompt=prompts, cached=st.booleans())
@@ -114,7 +123,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def discard(self, key: str) -> None:
         """A block turns out to be wrong: what rests on it is as good as lost."""
         self.tier.discard(key)
-        self.resting = {other for other in self.resting if other[:-1] != key}
+        self.resting = {other for other in self.resting if base_of(other) != key}
         self._forget_what_left()
 
     @rule()
@@ -127,14 +136,14 @@ class PrefixMachine(RuleBasedStateMachine):
     @invariant()
     def no_head_leaves_before_its_tail(self) -> None:
         for key in self.resting:
-            assert self.tier.holds(key[:-1]), f"{key} is left without {key[:-1]}"
+            assert self.tier.holds(base_of(key)), f"{key} is left without {base_of(key)}"
 
     def teardown(self) -> None:
         if not hasattr(self, "tier"):
             return
         for request in self.running[:]:
             self.running.remove(request)
-            self.tier.request_ended(blocks_of(request.prompt[: request.computed]))
+            self._tell(request.prompt[: request.computed], together=True)
         self._plan({})
         self.tier.apply(self.tier.drained())
         assert not self.tier.busy
@@ -144,6 +153,19 @@ class PrefixMachine(RuleBasedStateMachine):
         assert self.tier.num_used == self.tier.num_slots
 
     # Inside
+
+    def _window(self, keys: list[str]) -> list[str]:
+        """The other group's blocks where a hit of these ends."""
+        return [key.upper() for key in keys[-self.window :]] if self.window else []
+
+    def _tell(self, prompt: str, together: bool) -> None:
+        keys = blocks_of(prompt)
+        if self.window:
+            rests = {key.upper(): key for key in keys}
+            both = [name for key in keys for name in (key, key.upper())]
+            self.tier.request_ended(both, together, rests)
+        else:
+            self.tier.request_ended(keys, together)
 
     def _new_blocks(self, count: int) -> list[int]:
         self.last_block += count
@@ -173,9 +195,10 @@ class PrefixMachine(RuleBasedStateMachine):
             whole = 0
             while whole < len(keys) and self.tier.holds(keys[whole]):
                 whole += 1
-            self.resting.update(keys[1:whole])
-            self.orphans.difference_update(keys[:whole])
-            behind = filter(self.tier.holds, keys[whole:])
+            others = [key.upper() for key in keys] if self.window else []
+            self.resting.update(keys[1:whole], filter(self.tier.holds, others[:whole]))
+            self.orphans.difference_update(keys[:whole], others[:whole])
+            behind = filter(self.tier.holds, [*keys[whole:], *others[whole:]])
             self.orphans.update(key for key in behind if self._is_idle(key))
 
     def _is_idle(self, key: str) -> bool:

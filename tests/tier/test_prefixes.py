@@ -30,20 +30,23 @@ class NewestFirst(LRUPolicy):
 ALL: dict[str, Callable[[Sequence[Hashable]], EvictionPolicy]] = {**POLICIES, "newest": NewestFirst}
 
 
-def machine_of(name: str) -> Any:
-    return type(name, (PrefixMachine,), {"policy": ALL[name]})
+def machine_of(name: str, window: int) -> Any:
+    return type(name, (PrefixMachine,), {"policy": ALL[name], "window": window})
 
 
+@pytest.mark.parametrize("window", [0, 2])
 @pytest.mark.parametrize("name", ALL)
-def test_many_requests_that_share_beginnings(name: str) -> None:
+def test_many_requests_that_share_beginnings(name: str, window: int) -> None:
     for seed in range(40):
-        busy(machine_of(name)(), seed, steps=250)
+        busy(machine_of(name, window)(), seed, steps=250)
 
 
+@pytest.mark.parametrize("window", [0, 2])
 @pytest.mark.parametrize("name", ALL)
-def test_random_requests(name: str) -> None:
+def test_random_requests(name: str, window: int) -> None:
     run_state_machine_as_test(
-        machine_of(name), settings=settings(max_examples=80, stateful_step_count=40, deadline=None)
+        machine_of(name, window),
+        settings=settings(max_examples=80, stateful_step_count=40, deadline=None),
     )
 
 

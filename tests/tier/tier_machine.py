@@ -125,7 +125,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule(prefix=st.lists(keys, max_size=6, unique=True))
     def request_ends(self, prefix: list[int]) -> None:
         # The model knows the order of use alone; `prefix_machine` is about prefixes.
-        self.tier.request_ended(prefix, in_order=not self.model.in_order)
+        self.tier.request_ended(prefix, rests=None if self.model.in_order else {})
         self.model.request_ended(prefix)
 
     @precondition(lambda self: self.model.ready)

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from kvoffload_patch.integration.engine.free_front import FreeFront
 from kvoffload_patch.integration.engine.lookup import LookupResult
+from kvoffload_patch.integration.engine.prefix_groups import PrefixGroups
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 
@@ -37,6 +38,7 @@ class Recency:
         self._at_once: dict[str, int] = {}  # how many of these came first, together
         self._hit: set[str] = set()  # of the requests in `keys`, those that hit or loaded anything
         self._in_order = view.in_order
+        self._groups = PrefixGroups(view.key, view.manager.coordinator.single_type_managers)
 
     def note(self, request_id: str, found: LookupResult) -> None:
         """A request hits this; loads under way may fill some of the GPU blocks."""
@@ -68,10 +70,19 @@ class Recency:
                 # Some may have been computed twice, as after a preemption.
                 once = dict.fromkeys(keys)
                 once.pop(None, None)  # of what another request's load has filled
-                self._manager.request_ended(list(once), in_order=self._in_order)
-            elif keys and self._in_order and request_id not in self._hit:
-                self._manager.request_ended(keys, together=False)
+                self._tell(list(once), together=True)
+            elif keys and request_id not in self._hit:
+                self._tell(keys, together=False)
             self._hit.discard(request_id)
+
+    def _tell(self, keys: list[Hashable], together: bool) -> None:
+        """Of a request that has ended; what is known to be together is told for its order alone."""
+        if self._in_order:
+            self._manager.request_ended(keys, together)
+            return
+        keys, rests = self._groups.in_order(keys)
+        if rests or together:
+            self._manager.request_ended(keys, together, rests or None)
 
     def refresh(self) -> None:
         """Make recent what was noted since the last call."""

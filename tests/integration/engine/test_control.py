@@ -180,7 +180,7 @@ def test_a_size_that_there_is_no_memory_for_is_refused(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("store", ["eager", "auto"])
 def test_settings_change_what_the_tier_does(store: str) -> None:
-    mini = Mini(load_mode="inline", log_interval=1000.0, store=store)
+    mini = Mini(load_mode="inline", log_interval=1000.0, store=store, weighs=False)
     tokens = prompt(6, seed=1)
     mini.only_in_cpu(tokens)
     asked(mini, "set", eviction="lru", load_mode="parked", log_interval=5.0, max_stall_ms=1.5)

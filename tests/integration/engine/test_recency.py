@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -26,12 +27,12 @@ def test_what_was_stored_or_loaded_at_once_is_not_put_together_again(
     mini = Mini(load_mode=load_mode)
     told: list[Any] = []
     monkeypatch.setattr(
-        mini.manager, "request_ended", lambda keys, **how: told.append((len(keys), how))
+        mini.manager, "request_ended", lambda keys, together: told.append((len(keys), together))
     )
     asked = prompt(6, seed=1)
     mini.only_in_cpu(asked)
     mini.step()
-    assert told == [(6, {"together": False})], "but each rests on the one before it"
+    assert told == [(6, False)], "but each rests on the one before it"
     name = mini.add(asked, count=1)
     mini.run()
     mini.step()
@@ -39,19 +40,58 @@ def test_what_was_stored_or_loaded_at_once_is_not_put_together_again(
     mini.add(asked + prompt(2, seed=2), count=1)
     mini.run()
     mini.step()
-    assert told[1:] == [(8, {"in_order": True})]
+    assert told[1:] == [(8, True)]
 
 
-def test_blocks_of_several_groups_do_not_rest_on_each_other(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("windows", [(None, 40), (40, None), (None, 40, None)])
+def test_blocks_of_other_groups_rest_on_those_of_full_attention(
+    windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mini = Mini(windows=(None, 40), blocks=49)
+    mini = Mini(windows=windows, blocks=73)
     told: list[Any] = []
-    monkeypatch.setattr(mini.manager, "request_ended", lambda keys, **how: told.append(how))
+    monkeypatch.setattr(mini.manager, "request_ended", lambda *how: told.append(how))
+    asked = prompt(3, seed=1)
+    name = mini.add(asked, count=40)
+    mini.run()
+    mini.step()
+    ((keys, together, rests),) = told
+    first, others = windows.index(None), {*range(len(windows))} - {windows.index(None)}
+    made_of = hashes(asked + mini.answers[name])[:5]
+    prefix = [mini.view.key(one, first) for one in made_of]
+    assert together and [key for key in keys if key not in rests] == prefix
+    assert rests == {
+        mini.view.key(h, other): mini.view.key(h, first) for h in made_of for other in others
+    }
+    assert all(keys.index(key) > keys.index(on) for key, on in rests.items())
+
+
+def test_windows_alone_rest_on_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    mini = Mini(windows=(40, 24), blocks=73)
+    told: list[Any] = []
+    monkeypatch.setattr(mini.manager, "request_ended", lambda *how: told.append(how[1:]))
     mini.add(prompt(3, seed=1), count=40)
     mini.run()
     mini.step()
-    assert told == [{"in_order": False}]
+    assert told == [(True, None)]
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_a_window_whose_prefix_is_gone_leaves_next(eviction: str) -> None:
+    mini = Mini(eviction=eviction, windows=(None, 40), blocks=49, num_slots=16, store="eager")
+    tier, rng, windows = mini.manager, random.Random(1), 0
+    for _ in range(60):
+        asked = prompt(2, seed=rng.randrange(3))
+        asked += prompt(rng.randrange(1, 4), seed=100 + rng.randrange(6))
+        mini.add(asked, count=rng.randrange(2, 40))
+        mini.run()
+        mini.settle()
+        mini.step()
+        due = {tier._key_of[slot] for slot in tier._prefixes._due}
+        prefixes = {mini.view.key(key[:-4], 1): key for key in tier._slot_of if not key[-1]}
+        others = {key for key in tier._slot_of if key[-1]}
+        assert others - due <= prefixes.keys()
+        windows += len(others)
+    assert windows and tier.stats.evicted
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)

@@ -227,7 +227,7 @@ def test_the_tier_is_told_all_keys_of_a_request_that_has_ended_head_first(
 ) -> None:
     mini = Mini(load_mode=load_mode, limits={"max_num_batched_tokens": 64})  # prompts take steps
     told: list[list[Any]] = []
-    monkeypatch.setattr(mini.manager, "request_ended", lambda keys, **_: told.append(keys))
+    monkeypatch.setattr(mini.manager, "request_ended", lambda keys, *_: told.append(keys))
     mini.add(long_prompt(6, seed=1), count=20)
     mini.run()
     mini.step()
@@ -249,7 +249,7 @@ def test_of_a_preempted_request_that_is_not_looked_up_again_each_key_is_told_onc
 ) -> None:
     mini = Mini()
     told: list[list[Any]] = []
-    monkeypatch.setattr(mini.manager, "request_ended", lambda keys, **_: told.append(keys))
+    monkeypatch.setattr(mini.manager, "request_ended", lambda keys, *_: told.append(keys))
     mini.add(long_prompt(6, seed=1), count=20)
     mini.step()
     mini.scheduler._preempt_request(mini.scheduler.running.pop(), 0.0)
