@@ -22,7 +22,8 @@ TEXT = (ROOT / "SECURITY.md").read_text()
 # All that makes a file, a folder, a socket or memory with a name, by module. What is new here has a
 # mode, an end, and a place in SECURITY.md.
 MAKES = {
-    "cli/bench/command.py": {"TemporaryDirectory", "mkdir", "write_text"},
+    # TemporaryFile: without a name, gone at once; whether the folder can be written to.
+    "cli/bench/command.py": {"TemporaryDirectory", "TemporaryFile", "mkdir", "write_text"},
     "cli/bench/picture.py": {"savefig"},
     "cli/bench/server.py": {"bind", "open"},
     "cli/patch_files.py": {"mkstemp"},
