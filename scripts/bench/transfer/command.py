@@ -29,9 +29,9 @@ from typing import Any
 
 import torch
 
-from scripts.bench.common import GIB, machine, say, write_json
+from scripts.bench.common import GIB, machine, say, summary, write_json
 from scripts.bench.transfer import report, setup
-from scripts.bench.transfer.measure import Matmuls, Memcpy, by_engine, speed
+from scripts.bench.transfer.measure import FIGURES, Matmuls, Memcpy, by_engine, speed
 from scripts.bench.transfer.shapes import BY_BYTES, BY_TOKENS, SHAPES
 
 KINDS = ("store", "load", "inline", "both")
@@ -53,6 +53,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--small", action="store_true", help="every layout, few and small blocks, one repeat")
     add("--gib", type=float, help="bytes of one transfer; default 2, without a GPU 1/64")
     add("--repeats", type=int, default=5)
+    add("--rounds", type=int, default=1, help="how often what is compared takes turns")
     add("--host-only", action="store_true", help="no matmuls: GB/s and host time only")
     add("--time-limit", type=float, default=1e9, metavar="S", help="start no case after that")
     add("--out", type=Path, default=Path("bench-out"))
@@ -134,7 +135,7 @@ class Bench:
             else:
                 movers.append(mover)
         # What is compared is measured side by side.
-        for order in self.args.orders.split(","):
+        for order, _ in product(self.args.orders.split(","), range(self.args.rounds)):
             for mover in movers:
                 if time.monotonic() < self.deadline:
                     self._case(kv, slots, mover, kind, order, count)
@@ -154,7 +155,7 @@ class Bench:
             case["kinds"][kind] = self._measure(
                 by_engine(mover, kind, moves), kind, count * block_bytes
             )
-        self.document["cases"].append(case)
+        keep(self.document["cases"], case)
         write_json(self.args.json, self.document)
         say(report.line(case))
 
@@ -174,6 +175,20 @@ class Bench:
             repeats = max(1, self.args.repeats // 2)
             found["matmul"] = self.matmuls.beside(transfer, found["seconds"]["median"], repeats)
         return found
+
+
+def keep(cases: list[dict[str, Any]], case: dict[str, Any]) -> None:
+    """Add a case, or its samples to those of an earlier round."""
+    same = ("backend", "layout", "block_bytes", "order")
+    for earlier in cases:
+        if all(earlier.get(name) == case[name] for name in same):
+            for kind, found in case["kinds"].items():
+                before = earlier["kinds"][kind]
+                for name in FIGURES:
+                    samples = before[name]["samples"] + found[name]["samples"]
+                    before[name] = summary(samples)
+            return
+    cases.append(case)
 
 
 def main() -> None:

@@ -92,6 +92,9 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
+FIGURES = ("gb_s", "host_us", "cpu_ms", "seconds")  # that `speed` takes
+
+
 def speed(transfer: Transfer, nbytes: int, repeats: int) -> dict[str, Any]:
     """GB/s (all bytes that cross the bus), microseconds that starting takes, CPU milliseconds.
 
@@ -109,10 +112,7 @@ def speed(transfer: Transfer, nbytes: int, repeats: int) -> dict[str, Any]:
             host.append(started.host_s * 1e6)
             cpu.append(busy * 1e3)
             seconds.append(took)
-    return {
-        "gb_s": summary(rates), "host_us": summary(host), "cpu_ms": summary(cpu),
-        "seconds": summary(seconds),
-    }  # fmt: skip
+    return dict(zip(FIGURES, map(summary, (rates, host, cpu, seconds))))
 
 
 class Matmuls:

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from scripts.bench import page, tables
+from scripts.bench.common import summary
 from scripts.bench.transfer import command, report, setup
+from scripts.bench.transfer.command import keep
+from scripts.bench.transfer.measure import FIGURES
 from scripts.bench.transfer.shapes import BY_TOKENS, SHAPES
 
 CPU = torch.device("cpu")
@@ -145,3 +148,18 @@ def test_a_result_with_checksums_fills_the_page(
     text = page.filled("<!-- table: checksums -->\nold\n<!-- end: checksums -->")
     assert "torch, 2 MiB, contiguous" in text and "torch, 2 MiB, fragmented" in text
     assert " of 8 figures are at least 0.99 of those without" in text and "Commit" in text
+
+
+def test_samples_of_a_later_round_are_added_to_those_of_the_first() -> None:
+    def case(rate: float, order: str = "contiguous") -> dict[str, Any]:
+        found = {name: summary([rate]) for name in FIGURES}
+        about = {"backend": "staged full", "layout": "apart", "block_bytes": 512, "order": order}
+        return {**about, "kinds": {"store": {**found, "matmul": 1.5}}}
+
+    cases: list[dict[str, Any]] = []
+    for one in (case(1.0), case(7.0, "fragmented"), case(3.0), case(2.0)):
+        keep(cases, one)
+    assert [one["order"] for one in cases] == ["contiguous", "fragmented"]
+    store = cases[0]["kinds"]["store"]
+    assert store["gb_s"] == {"samples": [1.0, 3.0, 2.0], "median": 2.0, "min": 1.0, "max": 3.0}
+    assert store["matmul"] == 1.5
