@@ -184,14 +184,22 @@ def test_beside_a_connector_the_host_waits_for_loads_given_back_and_not_for_thos
     tier.close()
 
 
-def held() -> tuple[list[str], int, int, list[str]]:
-    """Threads, descriptors, mappings as large as a tier's, and files in shared memory."""
+def held() -> tuple[list[str], list[str], int, list[str]]:
+    """Threads, what descriptors lead to, KiB that a child would not get, files in shared memory.
+
+    Only a tier's mappings are kept from children (`MADV_DONTFORK`, "dc" in proc(5)): others, such
+    as the heap, grow as they like.
+    """
     gc.collect()
     threads = sorted(thread.name for thread in threading.enumerate())
-    spans = re.findall(r"^(\w+)-(\w+) ", Path("/proc/self/maps").read_text(), re.MULTILINE)
-    large = sum(int(end, 16) - int(begin, 16) >= 256 << 20 for begin, end in spans)
+    smaps = Path("/proc/self/smaps").read_text()
+    sizes = re.findall(r"^Size: +(\d+) kB$", smaps, re.MULTILINE)
+    flags = re.findall(r"^VmFlags: (.*)$", smaps, re.MULTILINE)
+    mapped = sum(int(size) for size, flag in zip(sizes, flags, strict=True) if "dc" in flag.split())
+    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    files = sorted(os.readlink(link) for link in links if link.is_symlink())
     shared = sorted(path.name for path in Path("/dev/shm").glob("kvoffload-*"))
-    return threads, len(os.listdir("/proc/self/fd")), large, shared
+    return threads, files, mapped, shared
 
 
 @pytest.mark.parametrize("integrity", ["off", "full"])
@@ -203,7 +211,7 @@ def test_a_rank_that_is_closed_leaves_nothing(runner: Any, integrity: str) -> No
     during = held()
     rpc.close_rank(worker)
     before = held()
-    assert during[2] == before[2] + 1, "is this looking for mappings?"
+    assert during[2] >= before[2] + (256 << 10), "is this looking for mappings?"
     for fails in (False, True, False):
         board = make_slot_counts([0, 1])
         assert board is not None
