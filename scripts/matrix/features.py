@@ -3,12 +3,14 @@
     python scripts/matrix features                   # all rows, then the page
     python scripts/matrix features --select states   # only rows whose name has this; others stay
     python scripts/matrix features --release 0.30.0  # in an environment of that release (CPU)
+    python scripts/matrix features --way v2          # of real engines, with runner V2; see the page
     python scripts/matrix features --page            # the page only, from the results
     python scripts/matrix features --check           # status 1 if it is not what this would write
 
 Packages to test beside (NIXL, Ray) are installed in .neighbours when rows ask for them.
 
-Results are in docs/measured/features.json, and those of other releases in docs/measured/features:
+Results are in docs/measured/features.json, those of other releases in docs/measured/features, and
+those with --way in docs/measured/features_ways:
 for each row the tests that were run, with their outcomes, the release, the date and the commit. A
 refusal is a verdict: its sentence is what the tier says. Status 1 if a test has failed.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import tempfile
 import xml.etree.ElementTree as ElementTree
@@ -27,7 +30,14 @@ from packaging.version import Version
 
 from kvoffload_patch.integration.install import release_in_use
 from scripts import ROOT
-from scripts.matrix import features_gpu, features_in_tree, features_releases, neighbours, results
+from scripts.matrix import (
+    features_gpu,
+    features_in_tree,
+    features_releases,
+    features_ways,
+    neighbours,
+    results,
+)
 from scripts.matrix.features_rows import ENGINE, MOVED, NOT_RUN, ROWS, Row
 
 FILE = ROOT / "docs" / "measured" / "features.json"
@@ -100,6 +110,7 @@ def page(
     found: dict[str, dict[str, Any]],
     others: dict[str, dict[str, dict[str, Any]]] | None = None,
     gpu: list[dict[str, Any]] | None = None,
+    ways: dict[str, dict[str, dict[str, Any]]] | None = None,
 ) -> str:
     """The text of docs/features.md.
 
@@ -107,6 +118,7 @@ def page(
         found: results by row.
         others: by release, then by row.
         gpu: of `scripts/matrix gpu`, the newest release first.
+        ways: by way, then by row.
     """
     lines = [
         "# Features",
@@ -125,13 +137,19 @@ def page(
         lines.append(f"| {row.name} | {row.what.removesuffix(': ')} | {' | '.join(cells)} |")
     lines += features_gpu.table(gpu or [])
     lines += features_in_tree.table()
-    told_of = {
-        release: {row.name: verdict(row, of.get(row.name)) for row in ROWS if row.tests}
-        for release, of in (others or {}).items()
-    }
-    lines += features_releases.table(told_of, others or {})
+    lines += features_releases.table(_told_of(others or {}), others or {})
+    in_ways = [row for row in ROWS if features_ways.is_played(row)]
+    lines += features_ways.table(in_ways, _told_of(ways or {}), ways or {})
     lines += _moved(found.get(MOVED)) + _lost(found)
     return "\n".join(lines) + "\n"
+
+
+def _told_of(found: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, str]]:
+    """By release, or by way, then by row: its verdict."""
+    return {
+        where: {row.name: verdict(row, of.get(row.name)) for row in ROWS if row.tests}
+        for where, of in found.items()
+    }
 
 
 def _here(row: Row, found: dict[str, dict[str, Any]]) -> tuple[str, str, str]:
@@ -217,6 +235,7 @@ def main() -> int:
     parser.add_argument("--select", default="", help="rows whose name has this; A|B: either")
     parser.add_argument("--page", action="store_true", help="write the page only")
     parser.add_argument("--check", action="store_true", help="compare the page only")
+    parser.add_argument("--way", choices=features_ways.WAYS, help="with what is turned off else")
     features_releases.add_arguments(parser)
     options = parser.parse_args()
     if options.check:
@@ -226,6 +245,10 @@ def main() -> int:
         parts = options.select.split("|")
         chosen = [row for row in ROWS if row.tests and any(part in row.name for part in parts)]
         with features_releases.where(options, str(Version(release_in_use()))) as where:
+            if options.way:
+                chosen = [row for row in chosen if features_ways.is_played(row)]
+                env = {**(where.env or os.environ), "TEST_WAY": options.way}
+                where = where._replace(env=env, file=features_ways.file(options.way))
             red = _play(chosen, where)
     PAGE.write_text(whole_page(), encoding="utf-8")
     print(f"{len(ROWS)} rows" + (f"; red: {red}" if red else ""))
@@ -247,4 +270,5 @@ def whole_page() -> str:
     """The page of all results there are."""
     files = features_releases.files()
     others = {release: load(file) for release, file in files.items()}
-    return page(load(), others, features_gpu.load())
+    ways = {way: load(features_ways.file(way)) for way in features_ways.WAYS}
+    return page(load(), others, features_gpu.load(), ways)

@@ -229,7 +229,12 @@ ROWS = (
         gpu=("graphs",),
     ),
     _engine("model runner V1", "", f"{_PROCESSES}both_model_runners[runner-v1]", gpu=("v1",)),
-    _engine("model runner V2", "", f"{_PROCESSES}both_model_runners[runner-v2]", gpu=("v2",)),
+    _engine(
+        "model runner V2",
+        "its kernels on Triton's interpreter; the CPU build has no Triton, and refuses it",
+        f"{_PROCESSES}both_model_runners[runner-v2]",
+        gpu=("v2",),
+    ),
     _engine(
         "preemption", "answers that outgrow the GPU", f"{_TOKENS}preempted_requests_answer_the_same"
     ),

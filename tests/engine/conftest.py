@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from engine import engines, model, report
+from engine import engines, model, report, ways
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -76,9 +77,12 @@ class Engines:
         """End the processes that engines were forked from."""
         self._warm.close()
 
-    def off(self, scenarios: list[str], engine: dict | None = None, **env: str) -> engines.Run:
+    def off(
+        self, scenarios: list[str], engine: dict | None = None, fresh: bool = False, **env: str
+    ) -> engines.Run:
         """Plain vLLM."""
-        return self._run(tuple(scenarios), _items(engine), None, 0, _items(env))
+        asked = (tuple(scenarios), _items(engine), None, 0, _items(env), "command", fresh)
+        return self._run(*asked)
 
     def on(
         self,
@@ -92,7 +96,10 @@ class Engines:
     ) -> engines.Run:
         """vLLM with the tier; ``fresh``: through the whole command, in a process of its own."""
         asked = (tuple(scenarios), _items(engine), _items(tier), late, _items(env), way, fresh)
-        return self._run(*asked)
+        run = self._run(*asked)
+        if ways.chosen():
+            ways.note(run.log)
+        return run
 
     def _run_once(
         self,
@@ -114,6 +121,20 @@ class Engines:
 
 def _items(mapping: dict | None) -> tuple:
     return tuple(sorted((mapping or {}).items()))
+
+
+@pytest.fixture(autouse=True)
+def _how_it_was_played(
+    request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> Iterator[None]:
+    """In a chosen way: how engines with the tier have run, a fixture's for each of its tests."""
+    yield
+    if not ways.chosen():
+        return
+    for value in request.node.funcargs.values():
+        if isinstance(value, engines.Run) and value.tiered:
+            ways.note(value.log)
+    record_property("ways", json.dumps(ways.taken()))
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ import traceback
 from typing import Any
 
 import release
+import ways
 
 # What an engine imports when it is started.
 _LATER = (
@@ -49,11 +50,20 @@ _REPLACES = {
 
 def main() -> None:
     """Play what the command line says, or what comes down the pipe."""
+    before_vllm()
     if sys.argv[1] == "--warm":
         warm_up()
         spec = serve(int(sys.argv[2]), int(sys.argv[3]))
         _exit(0 if spec is None else _status_of(spec))
     play(json.loads(sys.argv[1]))
+
+
+def before_vllm() -> None:
+    """What is to be done before any of vLLM is imported."""
+    if "TEST_TRITON" in os.environ:
+        import triton_on_cpu
+
+        triton_on_cpu.install()
 
 
 def warm_up() -> None:
@@ -101,11 +111,7 @@ def play(spec: dict[str, Any]) -> None:
         if variable in os.environ:
             importlib.import_module(module).install()
     asynchronous = bool(spec["engine"].get("async_scheduling"))
-    if asynchronous:
-        import fake_streams
-
-        fake_streams.install()
-    if asynchronous or "TEST_FORK_WORKERS" in os.environ:
+    if asynchronous or ways.chosen() or "TEST_FORK_WORKERS" in os.environ:
         # Forked workers have the streams, and do not import vLLM again.
         change_platform(asynchronous, fork_workers=True)
     if release.needs_stats_each_step():
@@ -230,15 +236,24 @@ def _leave_the_plugin_alone() -> None:
 
 
 def change_platform(async_scheduling: bool, fork_workers: bool) -> None:
-    """vLLM's CPU platform settles both, whatever is asked for."""
+    """vLLM's CPU platform settles both, whatever is asked for, or vLLM has decided before."""
+    if async_scheduling or ways.chosen():
+        import fake_streams
+
+        fake_streams.install()
     from vllm.platforms.cpu import CpuPlatform
 
     as_made = CpuPlatform.check_and_update_config.__func__
 
     def check(cls: type, vllm_config: object) -> None:
+        decided = getattr(vllm_config.scheduler_config, "async_scheduling", None)
         as_made(cls, vllm_config)
         if async_scheduling:
             vllm_config.scheduler_config.async_scheduling = True
+        elif ways.chosen() and decided is not None:
+            vllm_config.scheduler_config.async_scheduling = decided
+        if ways.chosen():
+            ways.say(bool(vllm_config.scheduler_config.async_scheduling))
         if fork_workers:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 

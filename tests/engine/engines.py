@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine import release
+from engine import release, ways
 from engine.warm import WarmProcess
 
 HERE = Path(__file__).parent
@@ -49,6 +49,7 @@ class Run:
 
     returncode: int
     log: str
+    tiered: bool = False
     results: dict[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, scenario: str) -> Any:
@@ -74,6 +75,7 @@ def environment(**extra: str) -> dict[str, str]:
             [str(ROOT), str(HERE), *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]
         ),
         **release.environment(),
+        **ways.environment(),
         **extra,
     }
 
@@ -120,7 +122,7 @@ def run(
         status, log = done.returncode, done.stdout
     found = [line for line in log.splitlines() if line.startswith("RESULT ")]
     results = json.loads(found[-1][len("RESULT ") :]) if found else {}
-    return Run(status, log, results)
+    return Run(status, log, tier is not None, results)
 
 
 def _command(

@@ -13,6 +13,7 @@ import driver
 
 def main() -> None:
     """Run the command line of this process."""
+    driver.before_vllm()
     late = int(os.environ.get("TEST_LATE", "0"))
     if late:
         import late_copies

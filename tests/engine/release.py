@@ -60,6 +60,11 @@ def _unbound(ranks: int) -> str:
     return "nobind" if has_word else "|".join(["all"] * ranks)
 
 
+def dtype() -> str:
+    """The most exact one that the V1 engine takes: 0.9.1 knows no float32."""
+    return "bfloat16" if "V1_SUPPORTED_DTYPES" in source("engine/arg_utils.py") else "float32"
+
+
 def preloaded_names() -> dict[str, str]:
     """What 0.18 wants to read in LD_PRELOAD: faster libraries, which it does not bring along."""
     wants = 'check_preloaded_libs("libtcmalloc")' in source("v1/worker/cpu_worker.py")

@@ -9,7 +9,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from engine import engines, release
+from engine import engines, release, ways
 
 from kvoffload_patch.cli.bench import server
 
@@ -34,12 +34,14 @@ class Server(server.Server):
         forked: bool = False,
     ) -> None:  # fmt: skip
         port = server.free_port()
+        forked = forked or bool(ways.chosen())
         through = [sys.executable, "-m", "kvoffload_patch"] if tier is not None else []
         vllm = [sys.executable, str(Path(__file__).parent / "forked_server.py")]
         command = [
             *through, *(vllm if forked else ["vllm"]), "serve", str(model),
             "--host", server.HOST, "--port", str(port),
-            "--served-model-name", MODEL, "--dtype", "float32", "--max-model-len", str(MAX_TOKENS),
+            "--served-model-name", MODEL, "--dtype", release.dtype(),
+            "--max-model-len", str(MAX_TOKENS),
             "--enforce-eager", "--enable-prefix-caching", *options,
         ]  # fmt: skip
         paths = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
@@ -48,6 +50,13 @@ class Server(server.Server):
         sizes = {"KVOFFLOAD_CPU_GIB": "0.25"} if tier is not None else {}
         env = engines.environment(**{**sizes, **(tier or {}), **extra})
         super().__init__(command, env, port, log, START_LIMIT_S)
+        self._tiered = tier is not None
+
+    def __exit__(self, *raised: Any) -> None:
+        """End it, and note how its engines have run."""
+        super().__exit__(*raised)
+        if self._tiered and ways.chosen():
+            ways.note(self._log.read_text(encoding="utf-8", errors="replace"))
 
     def ask(self, tokens: list[int], count: int = 4, **headers: str) -> dict[str, Any]:
         """The completion of a prompt, asked for with these headers besides."""

@@ -17,6 +17,7 @@ TP = {"tensor_parallel_size": 2}
 FORKED = {"TEST_FORK_WORKERS": "1"}
 # A worker in a process of its own, below an engine core in a process of its own.
 APART = {"distributed_executor_backend": "mp"}
+INTERPRETED = {"TEST_TRITON": "1"}  # in a process of its own: it is before any import of vLLM
 CORE_APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
@@ -56,9 +57,12 @@ def test_async_scheduling_off(real, conversations):
 def test_both_model_runners(real, conversations, runner):
     if release.no_second_runner():
         pytest.skip(f"{release.no_second_runner()}; every other test has V1")
-    run = real.on(["setup", "conversations"], VLLM_USE_V2_MODEL_RUNNER=runner)
-    if "Model Runner V2 requires Triton" in run.log:
-        pytest.skip(f"vLLM {release.version()} has no Triton for the CPU, and refuses runner V2")
+    second = runner == "1"
+    env = {"VLLM_USE_V2_MODEL_RUNNER": runner, **(INTERPRETED if second else {})}
+    asked = ["setup", "conversations"]
+    if second and not vllm.is_default():
+        vllm.must_play(real.off(asked, fresh=True, **env))
+    run = real.on(asked, fresh=second, **env)
     assert run["setup"]["runner"].endswith("gpu.model_runner") == (runner == "1")
     check(run, conversations)
 

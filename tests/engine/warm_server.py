@@ -25,6 +25,7 @@ _LATER = ("vllm.entrypoints.cli.main", "vllm.entrypoints.cli.serve")
 
 def main(requests: int, answers: int) -> None:
     """Fork for each line; a child becomes a server."""
+    driver.before_vllm()
     driver.change_platform(async_scheduling=False, fork_workers=True)
     for name in _LATER:
         importlib.import_module(name)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from pathlib import Path
 
 import pytest
 
 from scripts.matrix import engines, results
 
 GOOD = {
+    "kind": "cpu-engine",
     "release": "0.19.1",
     "seconds": 90,
     "pytest_status": 0,
@@ -42,6 +45,26 @@ def test_a_run_in_which_all_is_well_is_green():
 )
 def test_anything_less_is_red(change):
     assert engines.verdict({**GOOD, **change}) == "red"
+
+
+def test_a_served_engine_is_green_by_its_tests_alone():
+    served = {**GOOD, "kind": "served-engine", "tokens_compared": 0, "tokens_equal": 0}
+    served["tokens_loaded"] = 0
+    assert engines.verdict(served) == "green"
+    assert engines.verdict({**served, "pytest_status": 1}) == "red"
+    assert engines.verdict({**served, "kind": "cpu-engine"}) == "red"
+
+
+def test_what_was_run_alone_goes_to_the_file_of_all_where_there_is_one(tmp_path):
+    def kind(only: str | None, release: str) -> str:
+        return engines.kind_of(release, argparse.Namespace(only=only, out=tmp_path))
+
+    results.write(tmp_path, {**GOOD, "kind": "cpu-engine"})
+    assert kind("serving", "0.19.1") == kind(None, "0.19.0") == "cpu-engine"
+    assert kind("serving", "0.19.0") == "served-engine"
+    for expression in engines.ONLY.values():
+        file = Path(__file__).parents[2] / "engine" / f"{expression}.py"
+        assert "pytest.mark.matrix" in file.read_text(encoding="utf-8")
 
 
 def test_a_release_without_an_environment_is_red():

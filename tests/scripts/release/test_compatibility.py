@@ -46,11 +46,37 @@ def test_no_minor_release_is_left_out_up_to_the_newest_that_ran_on_a_real_engine
     assert run <= listed
 
 
+def served(*names: str, outcome: str = "passed", **about: object) -> dict[str, object]:
+    """A result of served engines alone."""
+    tests = [{"name": name, "outcome": outcome} for name in names]
+    return {**ENGINE, "kind": "served-engine", "release": "0.19.0", "tests": tests, **about}
+
+
+def cells(*found: dict[str, object]) -> list[str]:
+    """Of each row, what it says of served engines."""
+    rows = [line for line in compatibility.page(found).splitlines() if line.startswith("| 0.")]
+    return [row.split(" | ")[5].strip() for row in rows]
+
+
+def test_served_engines_are_told_of_by_how_many_there_were_and_when():
+    one, several = compatibility.SERVED
+    assert cells(served(one, several)) == ["green, 2026-11-21: one engine, two engines"]
+    later = {"name": one, "outcome": "passed", "date": "2026-11-22", "commit": "later"}
+    whole = {**ENGINE, "tests": [*ENGINE["tests"], later]}
+    assert cells(whole) == ["green, 2026-11-22: one engine"]
+    assert cells(served(one, outcome="failed")) == ["red, 2026-11-21:"]
+    assert cells(served(one, verdict="red")) == ["red, 2026-11-21: one engine"]
+    assert cells(served(release="0.11.0", verdict="red")) == ["not run: no CPU build of it"]
+    why = {"name": several, "outcome": "skipped", "why": "vLLM 0.19.0 ends by itself"}
+    text = compatibility.page([served(tests=[{"name": one, "outcome": "passed"}, why])])
+    assert f"- served-engine, `{several.rpartition('::')[2]}`: vLLM ends by itself. 0.19.0" in text
+
+
 def test_a_row_says_release_torch_python_runner_what_when_and_verdict():
     text = compatibility.page([ENGINE])
     row = (
         "| 0.19.1 | 2.10.0 | 3.12 | V1 |"
-        " green, 2026-11-21: 1 passed; 10 of 10 tokens equal, 128 loaded |  |  |"
+        " green, 2026-11-21: 1 passed; 10 of 10 tokens equal, 128 loaded |  |  |  |"
     )
     assert row in text.splitlines()
 
