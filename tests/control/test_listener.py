@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transfer.resident import files_opened_since, open_files
 
 from kvoffload_patch.control import client, listener, wire
 from kvoffload_patch.control import folder as folders
@@ -139,14 +140,11 @@ def test_a_descriptor_is_not_left_when_it_cannot_be_opened(
     def full(*_: Any, **__: Any) -> None:
         raise OSError("no space")
 
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_files()
     monkeypatch.setattr(listener.os, "chmod", full)
     with pytest.raises(OSError, match="no space"):
         Listener(answer, runtime)
-    until = time.monotonic() + 5  # threads of other tests may open files for a moment
-    while set(os.listdir("/proc/self/fd")) - before and time.monotonic() < until:
-        time.sleep(0.01)
-    assert set(os.listdir("/proc/self/fd")) - before == set()
+    assert not files_opened_since(before)
 
 
 def test_the_socket_of_a_killed_process_is_removed(runtime: dict[str, str]) -> None:

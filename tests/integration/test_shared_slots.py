@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transfer.resident import files_opened_since, open_files
 
 from kvoffload_patch.integration.shared_slots import SharedSlotsFile
 
@@ -69,9 +70,9 @@ def test_another_file_at_the_same_place_is_not_taken_for_it(file: SharedSlotsFil
     """As on another machine, where a process may have the same number and the same descriptor."""
     other = dataclasses.replace(file.address, name="/memfd:kvoffload-0123 (deleted)")
     assert file.address.is_reachable() and not other.is_reachable()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     with pytest.raises(OSError, match="found another file"):
         other.open()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not files_opened_since(before)
     missing = dataclasses.replace(file.address, path="/proc/1/fd/9999999")
     assert not missing.is_reachable()

@@ -1,9 +1,12 @@
-"""What this process has of the machine: pages, mappings, threads."""
+"""What this process has of the machine: pages, mappings, files, threads."""
 
 from __future__ import annotations
 
 import os
+import re
 import threading
+import time
+from collections import Counter
 from pathlib import Path
 
 
@@ -20,6 +23,40 @@ def is_mapped(address: int) -> bool:
         if begin <= address < end:
             return True
     return False
+
+
+def unforked_bytes() -> int:
+    """Bytes of mappings that a child process does not get (`MADV_DONTFORK`, "dc" in proc(5)).
+
+    Only a tier's are such; others, the heap among them, grow and merge as they like.
+    """
+    smaps = Path("/proc/self/smaps").read_text()
+    sizes = re.findall(r"^Size: +(\d+) kB$", smaps, re.MULTILINE)
+    flags = re.findall(r"^VmFlags: (.*)$", smaps, re.MULTILINE)
+    kept = (int(size) for size, flag in zip(sizes, flags, strict=True) if "dc" in flag.split())
+    return sum(kept) << 10
+
+
+def open_files() -> Counter[str]:
+    """What the descriptors of this process lead to."""
+    found: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[os.readlink(f"/proc/self/fd/{name}")] += 1
+        except FileNotFoundError:  # closed meanwhile, as the one that listed them
+            continue
+    return found
+
+
+def files_opened_since(before: Counter[str]) -> Counter[str]:
+    """Which of `open_files` are new, and still there when threads had 30 s to close theirs.
+
+    Sockets, pipes and files of earlier tests may be closed at any time: fewer are no difference.
+    """
+    until = time.monotonic() + 30
+    while (new := open_files() - before) and time.monotonic() < until:
+        time.sleep(0.01)
+    return new
 
 
 def kvoffload_threads() -> list[str]:

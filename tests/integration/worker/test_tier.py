@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +12,12 @@ import pytest
 import torch
 from engine.late_copies import LateQueue
 from tier.plans import a_load, a_plan, a_store
+from transfer.resident import (
+    files_opened_since,
+    kvoffload_threads,
+    open_files,
+    unforked_bytes,
+)
 
 from kvoffload_patch.integration import kvcached
 from kvoffload_patch.integration.protocol import RESULT, TIER
@@ -184,34 +187,16 @@ def test_beside_a_connector_the_host_waits_for_loads_given_back_and_not_for_thos
     tier.close()
 
 
-def held() -> tuple[list[str], list[str], int, list[str]]:
-    """Threads, what descriptors lead to, KiB that a child would not get, files in shared memory.
-
-    Only a tier's mappings are kept from children (`MADV_DONTFORK`, "dc" in proc(5)): others, such
-    as the heap, grow as they like.
-    """
-    gc.collect()
-    threads = sorted(thread.name for thread in threading.enumerate())
-    smaps = Path("/proc/self/smaps").read_text()
-    sizes = re.findall(r"^Size: +(\d+) kB$", smaps, re.MULTILINE)
-    flags = re.findall(r"^VmFlags: (.*)$", smaps, re.MULTILINE)
-    mapped = sum(int(size) for size, flag in zip(sizes, flags, strict=True) if "dc" in flag.split())
-    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    files = sorted(os.readlink(link) for link in links if link.is_symlink())
-    shared = sorted(path.name for path in Path("/dev/shm").glob("kvoffload-*"))
-    return threads, files, mapped, shared
-
-
 @pytest.mark.parametrize("integrity", ["off", "full"])
 def test_a_rank_that_is_closed_leaves_nothing(runner: Any, integrity: str) -> None:
     """Neither does one whose opening fails when all is there."""
     worker = SimpleNamespace(model_runner=runner, rank=0, vllm_config=runner.vllm_config)
     slots = (256 << 20) // 512
     assert rpc.open_rank(worker, slots, integrity=integrity).error == ""
-    during = held()
+    assert unforked_bytes() >= 256 << 20, "is this looking for mappings?"
     rpc.close_rank(worker)
-    before = held()
-    assert during[2] >= before[2] + (256 << 10), "is this looking for mappings?"
+    gc.collect()
+    files, threads, unforked = open_files(), kvoffload_threads(), unforked_bytes()
     for fails in (False, True, False):
         board = make_slot_counts([0, 1])
         assert board is not None
@@ -224,7 +209,10 @@ def test_a_rank_that_is_closed_leaves_nothing(runner: Any, integrity: str) -> No
         if not fails:
             step(runner.__dict__[TIER], a_plan(store=a_store(1, (1,), (0,))))
         rpc.close_rank(worker)
-    assert held() == before
+        gc.collect()
+        assert board.path not in Path("/proc/self/maps").read_text()
+        assert (kvoffload_threads(), unforked_bytes()) == (threads, unforked)
+    assert not files_opened_since(files)
 
 
 def flip(tier: rank.RankTier, slot: int) -> None:

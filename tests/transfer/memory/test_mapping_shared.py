@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from transfer.registrars import Registrar, grown
+from transfer.resident import files_opened_since, open_files
 
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.memory.mapping import HostMapping
@@ -78,15 +79,15 @@ def test_a_rank_with_fewer_slots_gives_back_nothing_that_others_have(shared: Ope
 
 
 def test_a_file_that_is_too_short_is_an_error_and_closed(shared: Opens) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     with pytest.raises(TransferError, match="expected to map"):
         shared(65 * MIB)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not files_opened_since(before)
     host = shared()
     host.close()
     del host
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not files_opened_since(before)
 
 
 def test_one_process_at_a_time_is_alone(shared: Opens) -> None:
