@@ -7,6 +7,7 @@ import logging
 
 import pytest
 from costs import Costs
+from transfer import resident
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +30,12 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     """Python takes everything apart at its end, and libraries complain of what is left."""
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _own_threads() -> None:
+    """What earlier tests have left in this process is not counted by a later one."""
+    resident.leave_out_running_threads()
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 import timeit
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +42,8 @@ def test_off_without_the_variable(box: Sandbox) -> None:
 def test_off_costs_less_than_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVOFFLOAD_ENABLE", "0")
     line = compile((ROOT / "kvoffload_patch.pth").read_text(), "pth", "exec")
-    assert timeit.timeit(lambda: exec(line, {}), number=200) / 200 < 0.001
+    run = timeit.Timer(lambda: exec(line, {}), timer=time.thread_time)
+    assert min(run.repeat(5, number=200)) / 200 < 0.001
 
 
 def test_startup_file_is_one_import_line() -> None:

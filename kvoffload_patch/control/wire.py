@@ -41,14 +41,15 @@ def send(connection: socket.socket, message: Mapping[str, Any], limit: int) -> N
     connection.sendall(data)
 
 
-def receive(connection: socket.socket, limit: int, seconds: float = MESSAGE_S) -> dict[str, Any]:
-    """The message of the other end.
+def receive(connection: socket.socket, limit: int, seconds: float | None = None) -> dict[str, Any]:
+    """The message of the other end, within ``seconds`` (None: `MESSAGE_S`).
 
     Raises:
         Silent: it does not come in time.
         Refused: it is no message, or too long.
         OSError: the other end is gone.
     """
+    seconds = MESSAGE_S if seconds is None else seconds
     until = time.monotonic() + seconds
     data = b""
     while not data.endswith(b"\n"):

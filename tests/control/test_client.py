@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,11 @@ def test_a_server_that_does_not_answer_is_not_waited_for_long(
     runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "STATUS_S", 0.05)
-    made = Listener(lambda command: [].append(wire.time.sleep(0.5)) or {}, runtime)
+    over = threading.Event()
+    made = Listener(lambda command: {"waited": over.wait(60)}, runtime)
     with pytest.raises(Refused, match="within 0.05 s"):
         client.ask(client.find(runtime)[0], "status")
+    over.set()
     made.close()
 
 
@@ -50,17 +53,20 @@ def test_a_server_that_is_silent_is_not_asked_to_change_anything(
 ) -> None:
     """As a process that is stopped: a change is waited for longer than a status."""
     monkeypatch.setattr(client, "STATUS_S", 0.05)
-    asked = []
+    asked: list[str] = []
+    come, over = threading.Event(), threading.Event()
 
     def answer(command: Any) -> dict[str, Any]:
         asked.append(command.name)
-        wire.time.sleep(0.5)
-        return {}
+        come.set()
+        return {"waited": over.wait(60)}
 
     made = Listener(answer, runtime)
     (engine,) = client.find(runtime)
     with pytest.raises(Refused) as caught:
         client.ask(engine, "pause")
+    assert come.wait(60), "also one that is slow reads what it was asked"
+    over.set()
     made.close()
     assert asked == ["status"]
     said = str(caught.value)

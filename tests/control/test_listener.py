@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transfer.resident import files_opened_since, open_files
+from transfer.resident import files_opened_since, kvoffload_threads, open_files
 
 from kvoffload_patch.control import client, listener, wire
 from kvoffload_patch.control import folder as folders
@@ -38,8 +38,8 @@ def opened(runtime: dict[str, str]) -> Iterator[Listener]:
     made = Listener(answer, runtime)
     yield made
     made.close()
-    until = time.monotonic() + 10
-    while any("kvoffload" in thread.name for thread in threading.enumerate()):
+    until = time.monotonic() + 60
+    while kvoffload_threads():
         assert time.monotonic() < until, "a thread is left"
         time.sleep(0.01)
 
@@ -79,8 +79,9 @@ def test_what_is_refused_or_fails_is_the_answer_and_the_next_is_answered(
 
 
 def test_a_silent_client_and_one_that_goes_keep_nobody_waiting(
-    opened: Listener, runtime: dict[str, str]
+    opened: Listener, runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(wire, "MESSAGE_S", 60.0)
     silent = [connection(runtime) for _ in range(AT_A_TIME - 1)]
     gone = connection(runtime)
     gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -51,7 +51,7 @@ def test_one_who_says_nothing_or_too_little_in_time_is_not_waited_for(ends: Any)
     began = time.monotonic()
     with pytest.raises(Refused, match="found 4 bytes"):
         wire.receive(there, 100, 0.05)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     here.shutdown(socket.SHUT_WR)
     with pytest.raises(Refused, match="found its end"):
         wire.receive(there, 100)

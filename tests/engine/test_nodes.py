@@ -22,7 +22,7 @@ FORKED = {"TEST_FORK_WORKERS": "1"}
 def _possible(real, tmp_path_factory):
     if nodes.why_not():
         pytest.skip(nodes.why_not())
-    if not vllm.is_default():
+    if vllm.may_fail():
         log = tmp_path_factory.mktemp("plain") / "log"
         alone = nodes.SecondNode({"model": real.model}, log, None)
         with vllm.must_end(), alone as second:

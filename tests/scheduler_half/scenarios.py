@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import random
-import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +17,7 @@ from integration.engine.mini import BLOCK, FakeRanks, Mini, Release
 from packaging.version import Version
 from scheduler_half import preemptions
 from scheduler_half.device import LoadFailed
+from transfer.resident import kvoffload_threads
 
 from kvoffload_patch.integration.engine.eligibility import check_eligible
 from kvoffload_patch.integration.errors import TierRefused
@@ -70,8 +70,7 @@ def nothing_held(mini: Mini) -> None:
     assert not mini.tier.cached and not manager._queue, "stores of a step that is over"
     if mini.replay is not None:
         mini.replay.check(manager)
-    names = [thread.name for thread in threading.enumerate() if "kvoffload" in thread.name]
-    assert not names, "threads of ours"
+    assert not kvoffload_threads(), "threads of ours"
 
 
 def talk(mini: Mini, seed: int, turns: int = 4, talks: int = 10, aborts: float = 0.1) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import time
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -59,6 +60,16 @@ def files_opened_since(before: Counter[str]) -> Counter[str]:
     return new
 
 
+_of_others: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def leave_out_running_threads() -> None:
+    """What runs now was started before this test, and may end in the middle of it."""
+    _of_others.clear()
+    _of_others.update(threading.enumerate())
+
+
 def kvoffload_threads() -> list[str]:
-    """Our threads that are alive."""
-    return [t.name for t in threading.enumerate() if t.name.startswith("kvoffload-")]
+    """Our threads that this test has started and that are alive."""
+    ours = (t for t in threading.enumerate() if t not in _of_others)
+    return [t.name for t in ours if t.name.startswith("kvoffload-")]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from exits import TIMES, exits
 from transfer.fake_cuda import FakeCuda
+from transfer.resident import kvoffload_threads
 
 from kvoffload_patch.links import CPU, GPU, LATE, LOAD, STORE
 from kvoffload_patch.tier.plan import Transfer, TransferPlan
@@ -236,7 +237,7 @@ def test_a_thread_looks_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> N
     watch.start()
     assert looked.wait(20)
     watch.close()
-    assert not any(t.name == "kvoffload-deadlines" for t in threading.enumerate())
+    assert kvoffload_threads() == []
 
 
 def test_an_engine_of_a_device_watches_its_links_until_it_is_closed(
@@ -247,10 +248,10 @@ def test_an_engine_of_a_device_watches_its_links_until_it_is_closed(
     with FakeCuda():
         backend: Any = SimpleNamespace(load=None, store=None)
         engine: Any = CopyEngine(BlockLayout([torch.zeros(4, 3)], 4), backend)
-        assert {t.name for t in threading.enumerate()} >= ours
+        assert set(kvoffload_threads()) >= ours
         assert set(engine._watch._queues) == {LOAD, STORE}
         engine.close()
-    assert not ours.intersection(t.name for t in threading.enumerate())
+    assert not ours.intersection(kvoffload_threads())
 
 
 @pytest.mark.parametrize("raises", [None, RuntimeError("the device is gone")])

@@ -5,7 +5,6 @@ On the CPU the same tests run without concurrency: what they expect holds there 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -249,9 +248,7 @@ def test_nothing_is_done_before_it_is_and_polling_never_waits(name: str) -> None
     plan = a_plan(loads=(a_load(1, (3,), (2,)),), store=a_store(1, (4,), (5,)))
     machine.engine.begin_step(plan)
     machine.engine.end_step()
-    begin = time.perf_counter()
-    assert machine.engine.poll() == a_result(0, 0)[:2]
-    assert time.perf_counter() - begin < 0.1
+    assert machine.engine.poll() == a_result(0, 0)[:2], "they are done, so this has waited"
     machine.finish()
     assert machine.engine.poll() == a_result(1, 1)[:2]
     machine.engine.close()

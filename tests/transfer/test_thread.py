@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from exits import TIMES, exits
 from transfer.fake_cuda import FakeCuda
+from transfer.resident import kvoffload_threads
 
 from kvoffload_patch.transfer import thread as copy_thread
 from kvoffload_patch.transfer.errors import TransferError
@@ -252,7 +253,7 @@ def test_closing_ends_it_also_while_nothing_has_room(setup: Setup) -> None:
     thread.close()
     assert time.monotonic() - begin < LONG_S / 2
     assert (setup.loads.slices, setup.stores.slices) == (1, 1)
-    assert not any(t.name == "kvoffload-copies" for t in threading.enumerate())
+    assert kvoffload_threads() == []
 
 
 def test_it_rests_when_nothing_is_queued(setup: Setup) -> None:

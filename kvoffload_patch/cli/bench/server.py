@@ -26,20 +26,24 @@ END_S, KILLED_S = 30.0, 10.0
 TAIL_LINES = 20
 # Below those that the system hands to other programs while a server starts.
 PORTS = range(18000, 28000)
+# By this process: those that asked may not listen yet.
+_given: set[int] = set()
 
 _CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 def free_port() -> int:
-    """A port that nobody listens on.
+    """A port that nobody listens on; no other call in this process is given the same.
 
     Raises:
         ServerFailed: there is none.
     """
-    for port in random.sample(PORTS, len(PORTS)):
+    left = [port for port in PORTS if port not in _given]
+    for port in random.sample(left, len(left)):
         with socket.socket() as found, suppress(OSError):
             found.bind((HOST, port))
+            _given.add(port)
             return port
     raise ServerFailed(f"no TCP port between {PORTS[0]} and {PORTS[-1]} is free")
 

@@ -63,6 +63,14 @@ def test_what_it_takes_to_end_is_said_if_it_ends_by_itself(tmp_path: Path) -> No
     assert server.end() is None, "it had ended"
 
 
+def test_two_that_do_not_listen_yet_are_not_given_the_same_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvoffload_patch.cli.bench.server.PORTS", [free_port()])
+    with pytest.raises(ServerFailed, match="is free"):
+        free_port()
+
+
 def test_one_that_does_not_end_is_killed(tmp_path: Path) -> None:
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True)"
     command = [sys.executable, "-c", f"{deaf}; time.sleep(600)"]

@@ -196,7 +196,7 @@ def test_a_rank_that_is_closed_leaves_nothing(runner: Any, integrity: str) -> No
     assert unforked_bytes() >= 256 << 20, "is this looking for mappings?"
     rpc.close_rank(worker)
     gc.collect()
-    files, threads, unforked = open_files(), kvoffload_threads(), unforked_bytes()
+    files, unforked = open_files(), unforked_bytes()
     for fails in (False, True, False):
         board = make_slot_counts([0, 1])
         assert board is not None
@@ -211,7 +211,7 @@ def test_a_rank_that_is_closed_leaves_nothing(runner: Any, integrity: str) -> No
         rpc.close_rank(worker)
         gc.collect()
         assert board.path not in Path("/proc/self/maps").read_text()
-        assert (kvoffload_threads(), unforked_bytes()) == (threads, unforked)
+        assert kvoffload_threads() == [] and unforked_bytes() <= unforked
     assert not files_opened_since(files)
 
 
