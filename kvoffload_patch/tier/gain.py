@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from kvoffload_patch.tier.policies.adaptive import TierModel, sample_of
-from kvoffload_patch.tier.policies.lru import LRUPolicy
+from kvoffload_patch.tier.recency_model import RecencyModel, sample_of
 from kvoffload_patch.tier.tuning import MODEL_LEAD_PARTS, MODEL_MEMORY_TIMES, RECOMPUTE_TIMES
 
 
@@ -36,8 +35,8 @@ class ExclusiveGain:
         one_in, grows = sample_of(slots), slots >= self._slots
         self._slots = slots
         if one_in == self._one_in and grows:
-            self._inclusive.grow(self._in_small(slots))
-            self._exclusive.grow(self._in_small(slots + self._gpu_blocks))
+            self._inclusive.slots = self._in_small(slots)
+            self._exclusive.slots = self._in_small(slots + self._gpu_blocks)
         else:
             self._begin_models(one_in)
 
@@ -77,5 +76,5 @@ class ExclusiveGain:
 
     def _begin_models(self, one_in: int) -> None:
         self._one_in = one_in
-        self._inclusive = TierModel(self._in_small(self._slots), LRUPolicy)
-        self._exclusive = TierModel(self._in_small(self._slots + self._gpu_blocks), LRUPolicy)
+        self._inclusive = RecencyModel(self._in_small(self._slots))
+        self._exclusive = RecencyModel(self._in_small(self._slots + self._gpu_blocks))
