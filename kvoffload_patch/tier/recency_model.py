@@ -1,9 +1,9 @@
-"""A tier in small that gives up what was used least recently: which of the keys it would have."""
+"""Models of the tier in small: which keys they are told of, and what one with `LRUPolicy` has."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from kvoffload_patch.tier.tuning import MODEL_BLOCKS
 
@@ -14,6 +14,31 @@ def sample_of(slots: int) -> int:
     while slots > MODEL_BLOCKS * one_in:
         one_in *= 2
     return one_in
+
+
+class KeySample:
+    """Which of some keys models are told of; those looked at last are not looked at again.
+
+    Of what a step computes both `auto` and `adaptive` want to know it, one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._keys: Iterable[Hashable] = ()
+        self._one_in = 0
+        self._sampled: list[Hashable] = []
+
+    def look(self, keys: Collection[Hashable], one_in: int) -> Sequence[Hashable]:
+        """Those of these that are sampled, one in so many: a power of two."""
+        mask = one_in - 1
+        self._keys, self._one_in = keys, one_in
+        self._sampled = [key for key in keys if not hash(key) & mask]
+        return self._sampled
+
+    def of(self, keys: Collection[Hashable], one_in: int) -> Sequence[Hashable]:
+        """As `look`; if it was asked for the very same object last, that has not changed since."""
+        if keys is self._keys and one_in == self._one_in:
+            return self._sampled
+        return self.look(keys, one_in)
 
 
 class RecencyModel:

@@ -7,10 +7,10 @@ Simulations", 2017). Until they differ, what was used least recently leaves.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from kvoffload_patch.tier.policies.arc import ArcPolicy
-from kvoffload_patch.tier.recency_model import RecencyModel, sample_of
+from kvoffload_patch.tier.recency_model import KeySample, RecencyModel, sample_of
 from kvoffload_patch.tier.tuning import (
     MODEL_BATCH_BLOCKS,
     MODEL_LEAD_PARTS,
@@ -82,11 +82,13 @@ class AdaptivePolicy(ArcPolicy):
     once is the model's, too, so that what is evicted is what was modelled.
 
     Attributes:
+        sample: of the keys that are stored.
         by_recency: what was used least recently leaves.
     """
 
     def __init__(self, key_of: Sequence[Hashable]) -> None:
         super().__init__(key_of)
+        self.sample = KeySample()
         self.by_recency = True
         self._lead = 0.0  # blocks that `arc` would have recomputed fewer
         self._begin_models(sample_of(len(key_of)))
@@ -100,17 +102,16 @@ class AdaptivePolicy(ArcPolicy):
         self._lru_model.slots = self._model_slots()
         self._arc_model.grow(self._model_slots())
 
-    def miss(self, keys: Iterable[Hashable]) -> None:
-        missed, mask = tuple(keys), self._one_in - 1
-        sampled = [key for key in missed if not hash(key) & mask]
+    def miss(self, keys: Collection[Hashable]) -> None:
+        sampled = self.sample.of(keys, self._one_in)
         if sampled:
             self._known.update(sampled)
-            self._stored += sampled
+            self._stored += reversed(sampled)
             if len(self._stored) >= MODEL_BATCH_BLOCKS:
                 self._tell_stored()
         if not self.by_recency:  # else nothing that was evicted is remembered
             share = self.share
-            super().miss(missed)
+            super().miss(keys)
             self.share = share  # it is the model's
 
     def hit(self, slots: Sequence[int]) -> None:
