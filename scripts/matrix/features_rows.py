@@ -54,7 +54,7 @@ def _never_run(name: str) -> Row:
 
 def _states(name: str, kind: str, dtype: str) -> Row:
     what = f"its architecture, {dtype}, prompts of many lengths, preemption"
-    return _engine(f"states: {name}", what, f"{_KEPT}[{kind}]")
+    return _engine(f"states: {name}", what, f"{_KEPT}[{kind}]", gpu=(f"states: {kind}",))
 
 
 _KEPT = "test_states.py::test_a_prefix_comes_back_with_its_state"
@@ -97,7 +97,8 @@ ROWS = (
     ),
     *(_states(*one) for one in _STATES),
     _refused("states: linear attention (MiniMax, Bailing)", "linear attention")._replace(
-        what="the check at start; its kernels are Triton's, for GPUs"
+        what="the check at start; its kernels are Triton's, for GPUs",
+        gpu=("states: linear attention",),
     ),
     Row(
         "states: one, two and three groups",

@@ -141,7 +141,7 @@ def _cache_problem(vllm_config: Any, scheduler: Any) -> str | None:
     for index, group in enumerate(scheduler.kv_cache_config.kv_cache_groups):
         problem = _group_problem(group)
         if problem is None and keeps_state(group.kv_cache_spec):
-            problem = _state_problem(vllm_config, scheduler, group.kv_cache_spec)
+            problem = _state_problem(vllm_config, group.kv_cache_spec)
         if problem:
             return f"KV cache group {index}: {problem}"
     return None
@@ -181,7 +181,7 @@ def _kvcached_doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
         yield "expected no sleep mode, found it on"
 
 
-def _state_problem(vllm_config: Any, scheduler: Any, spec: Any) -> str | None:
+def _state_problem(vllm_config: Any, spec: Any) -> str | None:
     """Why the states of a group cannot be kept; None if they can.
 
     A block is to hold the state behind its last token from the step that computes it until it is
@@ -197,8 +197,6 @@ def _state_problem(vllm_config: Any, scheduler: Any, spec: Any) -> str | None:
             return "expected no speculative decoding beside layers that keep a state, found some"
     if getattr(vllm_config.cache_config, "use_replayssm", False):
         return "expected states that are kept in blocks alone, found --use-replayssm"
-    if scheduler.connector is not None:
-        return "expected no KV connector beside layers that keep a state, found one"
     return None
 
 
