@@ -115,7 +115,17 @@ ROWS = (
     _refused("states at every block (mode all)", "states at every block"),
     _refused("states with speculative decoding", "states of drafts"),
     _refused("states with --use-replayssm", "states outside of blocks"),
-    _refused("states beside a KV connector", "states beside a connector"),
+    _engine(
+        "states beside a KV connector",
+        "Qwen3-Next shape, a connector of the test's own that brings blocks and states beside the "
+        "step",
+        f"{_CONNECTORS}states_that_a_connector_brings_come_back_from_the_tier",
+    ),
+    Row(
+        "a KV connector, with states and without, every token compared",
+        "vLLM's scheduler over a faked model, random runs",
+        (f"{_RANDOM}_beside_a_connector",),
+    ),
     _refused("hits of partial blocks", "partial hits"),
     _refused("encoder-decoder models", "encoder-decoder"),
     _refused("groups kept in host memory", "host memory"),

@@ -73,8 +73,7 @@ STATE = {
 
 def states(**changes: Any) -> SimpleNamespace:
     """A scheduler of full attention beside layers that keep a state."""
-    connector = changes.pop("connector", None)
-    return scheduler(group(), group("MambaSpec", **{**STATE, **changes}), connector=connector)
+    return scheduler(group(), group("MambaSpec", **{**STATE, **changes}))
 
 
 def elastic(*groups: Any, without: str = "") -> SimpleNamespace:
@@ -131,7 +130,6 @@ REFUSED = {
     "states at every block": (config(), states(mamba_cache_mode="all"), "found mode all"),
     "states of drafts": (config(), states(num_speculative_blocks=2), "speculative decoding"),
     "states outside of blocks": (config(replayssm=True), states(), "--use-replayssm"),
-    "states beside a connector": (config(), states(connector=object()), "no KV connector"),
     "states on a GPU": (config(device="cuda"), states(), r"come back \(.* \S+ on cuda"),
     "states of another kind": (
         config(), states(mamba_type=SimpleNamespace(name="KDA")), "found KDA with",
@@ -298,6 +296,12 @@ def test_states_are_approved_where_they_were_shown(
     (doubt,) = check_eligible(config(device="cuda"), asked)
     assert "KV cache group 1: expected states that were shown to come back" in doubt
     assert f"found {kind} with {release} on cuda" in doubt
+
+
+def test_states_are_approved_beside_a_connector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", "0.32.0")
+    asked = scheduler(group(), group("MambaSpec", **STATE), connector=object())
+    assert check_eligible(config(), asked) == ()
 
 
 def test_every_release_whose_states_were_shown_has_results_of_them() -> None:
