@@ -135,7 +135,10 @@ def _cache_problem(vllm_config: Any, scheduler: Any) -> str | None:
     if vllm_config.model_config.is_encoder_decoder:
         return "expected a decoder-only model, found an encoder-decoder one"
     if getattr(scheduler.kv_cache_manager.coordinator, "enable_partial_hash_hits", False):
-        return "expected prefix cache hits of whole blocks, found partial ones enabled"
+        return (
+            "expected prefix cache hits of whole blocks, found partial ones enabled (by a "
+            "--prefix-match-unit smaller than a block)"
+        )
     if is_set_on(scheduler.kv_cache_manager.coordinator, "find_longest_cache_hit"):
         return "expected the coordinator's own find_longest_cache_hit, found one set by others"
     for index, group in enumerate(scheduler.kv_cache_config.kv_cache_groups):
