@@ -126,19 +126,13 @@ def run(
     rate = {"load": rng.choice([0, 0, 0.2, 0.5]), "store": rng.choice([0, 0, 0.3])}
     ranks = FakeRanks(rng.choice([0.1, 1.0, 15.0, 60.0]), here=rng.random() < 0.5)
     about = describe(seed, most_in_flight, states, policies, shards)
-    events = seed % 3 == 0
     mini = Mini(
-        lambda direction, _: rng.random() < rate[direction], ranks=ranks, events=events,
+        lambda direction, _: rng.random() < rate[direction], ranks=ranks, events=seed % 3 == 0,
         weighs=False, **about
     )  # fmt: skip
     gain, stats = _weighed(mini, about, seed), mini.manager.stats
     given = _compare_what_is_given(mini)
-    trainer = Trainer(mini, seed)
-    beside = None
-    if connector:
-        from integration.engine.connectors import RandomConnector
-
-        beside = RandomConnector(mini, seed)
+    trainer, beside = Trainer(mini, seed), _connector(mini, seed) if connector else None
     try:
         asked = _play(mini, rng, commands, trainer, beside)
         mini.run(steps=_MAX_STEPS)
@@ -155,8 +149,14 @@ def run(
         "failed": stats.failed, "resumed": mini.device.resumed, "states": mini.device.states,
         "checkpoints": mini.device.checkpoints, "asked": len(asked), "given": len(given),
         "kept": trainer.kept, "updates": trainer.updates, "changes": gain.changes,
-        "brought": beside.loads if beside else 0,
+        **({"brought": beside.loads} if beside else {}),
     }  # fmt: skip
+
+
+def _connector(mini: Any, seed: int) -> Any:
+    from integration.engine.connectors import RandomConnector
+
+    return RandomConnector(mini, seed)
 
 
 def _weighed(mini: Any, about: dict[str, Any], seed: int) -> Undecided:
