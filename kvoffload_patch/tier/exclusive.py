@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import compress, repeat
 
 from kvoffload_patch.tier.policies.batches import BatchLists
@@ -180,7 +180,7 @@ class Exclusive:
         self._copies.grow(len(self._key_of))
         self._given.extend(bytes(len(self._key_of) - len(self._given)))
 
-    def miss(self, keys: Iterable[Hashable]) -> None:
+    def miss(self, keys: Collection[Hashable]) -> None:
         self._others.miss(keys)
 
     def insert(self, slots: Sequence[int]) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
-from kvoffload_patch.tier.policies.adaptive import TierModel, sample_of
-from kvoffload_patch.tier.policies.lru import LRUPolicy
+from kvoffload_patch.tier.recency_model import KeySample, RecencyModel, sample_of
 from kvoffload_patch.tier.tuning import MODEL_LEAD_PARTS, MODEL_MEMORY_TIMES, RECOMPUTE_TIMES
 
 
@@ -22,10 +21,12 @@ class ExclusiveGain:
         gpu_blocks: of the GPU's prefix cache.
 
     Attributes:
+        sample: of the keys that were computed.
         pays: the gain is larger than the cost.
     """
 
     def __init__(self, slots: int, gpu_blocks: int) -> None:
+        self.sample = KeySample()
         self.pays = False
         self._slots, self._gpu_blocks = slots, gpu_blocks
         self._lead = self._loaded = 0.0  # blocks of the sample
@@ -36,14 +37,14 @@ class ExclusiveGain:
         one_in, grows = sample_of(slots), slots >= self._slots
         self._slots = slots
         if one_in == self._one_in and grows:
-            self._inclusive.grow(self._in_small(slots))
-            self._exclusive.grow(self._in_small(slots + self._gpu_blocks))
+            self._inclusive.slots = self._in_small(slots)
+            self._exclusive.slots = self._in_small(slots + self._gpu_blocks)
         else:
             self._begin_models(one_in)
 
-    def computed(self, keys: Iterable[Hashable]) -> None:
+    def computed(self, keys: Collection[Hashable]) -> None:
         """These were computed, and the tier does not have them."""
-        if sampled := self._sampled(keys):
+        if sampled := self.sample.look(keys, self._one_in):
             self._count(sampled, 0)
 
     def loaded(self, keys: Iterable[Hashable]) -> None:
@@ -57,7 +58,7 @@ class ExclusiveGain:
             self._inclusive.use(sampled)
             self._exclusive.use(sampled)
 
-    def _count(self, keys: list[Hashable], loaded: int) -> None:
+    def _count(self, keys: Sequence[Hashable], loaded: int) -> None:
         slots = self._in_small(self._slots)
         left = max(0.0, 1 - len(keys) / (MODEL_MEMORY_TIMES * slots))
         self._loaded = self._loaded * left + loaded
@@ -77,5 +78,5 @@ class ExclusiveGain:
 
     def _begin_models(self, one_in: int) -> None:
         self._one_in = one_in
-        self._inclusive = TierModel(self._in_small(self._slots), LRUPolicy)
-        self._exclusive = TierModel(self._in_small(self._slots + self._gpu_blocks), LRUPolicy)
+        self._inclusive = RecencyModel(self._in_small(self._slots))
+        self._exclusive = RecencyModel(self._in_small(self._slots + self._gpu_blocks))

@@ -99,7 +99,7 @@ class OffloadManager(TierState):
             self._gain.computed(missed)
         if self._exclusive is not None and computed:
             self._exclusive.filled(tuple(computed), tuple(computed.values()))
-            self._policy.miss(reversed(tuple(missed)))
+            self._policy.miss(missed)
             if not self._exclusive.tight:
                 room = self._slots.num_free - len(self._queue) - others if self._stores_ahead else 0
                 if self._uses is not None and room > 0:
@@ -317,7 +317,7 @@ class OffloadManager(TierState):
         self._be_inclusive()
         in_order = self._prefixes.take_all()
         self._count_slots(num_slots)
-        self._prefixes.policy = self._new_policy(self._key_of)
+        self._prefixes.policy = self._make_policy()
         pinned = self._held.pinned()
         self._prefixes.insert([*in_order, *pinned])
         self._prefixes.pin(pinned)
@@ -346,7 +346,7 @@ class OffloadManager(TierState):
             return ()
         keys, gpu_block_ids = tuple(wanted), tuple(wanted.values())
         if self._exclusive is None:
-            self._policy.miss(keys[::-1])
+            self._policy.miss(wanted)
         slots = self._take_slots(len(keys))
         if len(slots) < len(keys):
             self.stats.dropped += len(keys) - len(slots)

@@ -7,7 +7,7 @@ looking up keys that are in no processor cache.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Protocol
 
 
@@ -23,8 +23,11 @@ class EvictionPolicy(Protocol):
     def grow(self) -> None:
         """The list of keys has become longer: more slots are usable."""
 
-    def miss(self, keys: Iterable[Hashable]) -> None:
-        """These were computed, because the tier did not have them, and are about to be stored."""
+    def miss(self, keys: Collection[Hashable]) -> None:
+        """These were computed, because the tier did not have them, and are about to be stored.
+
+        Each is there once, those of a prefix head first. They are not kept: they may change.
+        """
 
     def insert(self, slots: Sequence[int]) -> None:
         """These hold new keys and can be evicted; their store was their last use."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import compress
 from operator import ne
 
@@ -117,7 +117,7 @@ class PrefixOrder:
         self._behind += more
         self.policy.grow()
 
-    def miss(self, keys: Iterable[Hashable]) -> None:
+    def miss(self, keys: Collection[Hashable]) -> None:
         self.policy.miss(keys)
 
     def insert(self, slots: Sequence[int]) -> None:

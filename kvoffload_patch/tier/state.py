@@ -12,6 +12,7 @@ from kvoffload_patch.tier.entries import HeldSlots, Keys, LinkTickets, Slots
 from kvoffload_patch.tier.exclusive import Exclusive
 from kvoffload_patch.tier.gain import ExclusiveGain
 from kvoffload_patch.tier.plan import Transfer, TransferResult
+from kvoffload_patch.tier.policies.adaptive import AdaptivePolicy
 from kvoffload_patch.tier.policy import EvictionPolicy
 from kvoffload_patch.tier.prefixes import PrefixOrder
 from kvoffload_patch.tier.queues import EndedRequests, StoreQueue
@@ -146,9 +147,15 @@ class TierState:
 
     def _begin_policy(self) -> None:
         """A new eviction policy, which knows of nothing."""
-        self._prefixes = PrefixOrder(self._new_policy(self._key_of), self._key_of, self._is_idle)
+        self._prefixes = PrefixOrder(self._make_policy(), self._key_of, self._is_idle)
         self._exclusive, self._policy = None, self._prefixes
         self._follow_gain()
+
+    def _make_policy(self) -> EvictionPolicy:
+        policy = self._new_policy(self._key_of)
+        if self._gain is not None and isinstance(policy, AdaptivePolicy):
+            policy.sample = self._gain.sample
+        return policy
 
     def _follow_gain(self) -> None:
         """Hold other blocks than the GPU if that is wanted, or pays; O(slots in use) if not yet."""

@@ -457,7 +457,7 @@ def test_a_policy_sees_misses_inserts_hits_pins_and_what_is_forgotten_in_the_ord
     tier.discard("b")
     tier.request_ended("abc")
     assert told == [
-        ("miss", "ba"), ("insert", "ba"), ("hit", "ba"),
+        ("miss", "ab"), ("insert", "ba"), ("hit", "ba"),
         ("pin", "ba"), ("unpin", "ba"), ("remove", "b"), ("regroup", "a"),
     ]  # fmt: skip
 

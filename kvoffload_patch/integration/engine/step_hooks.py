@@ -150,7 +150,8 @@ def cache_full_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Me
             rest = kv_cache_group_id, block_mask, *args
             result = wrapped(request, blocks, begin, end, block_size, *rest, **kwargs)
         if live:
-            note((request, blocks[begin:end]))
+            # Of what decodes it is one block: a tuple is made sooner than a list.
+            note((request, (blocks[begin],) if end - begin == 1 else blocks[begin:end]))
             if more is not None:
                 more(request, blocks, begin, end, block_size)
         return result

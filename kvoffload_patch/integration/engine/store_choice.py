@@ -68,6 +68,8 @@ class StoreChoice:
     ) -> dict[Hashable, int]:
         """GPU blocks by the keys that a step computes in them, of those cached within `schedule`.
 
+        A block's key is read where its property finds it: a call less for each block.
+
         Args:
             cached: requests, and blocks of each.
             scheduled: requests of the step, by id.
@@ -75,19 +77,20 @@ class StoreChoice:
         computed: dict[Hashable, int] = {}
         known, computes = self._recency.keys, self._recency.computes
         for request, blocks in cached:
-            request_id, sampling = request.request_id, request.sampling_params
+            request_id = request.request_id
             # A request preempted within this very schedule() never computes its blocks.
             if request_id not in scheduled:
                 self._refuse([block.block_id for block in blocks])
-            elif sampling is not None and sampling.extra_args and not stores(request):
-                self._leave_out(blocks)
             elif len(blocks) == 1 and (before := known.get(request_id)):  # as a decode does
+                # Known are those alone that store. As `computes`, a call less.
                 (block,) = blocks
-                key = block.block_hash
+                key = block._block_hash
                 computed[key] = block.block_id
-                before.append(key)  # as `computes`, a call less
+                before.append(key)
+            elif not stores(request):
+                self._leave_out(blocks)
             else:
-                found = {block.block_hash: block.block_id for block in blocks}
+                found = {block._block_hash: block.block_id for block in blocks}
                 computes(request_id, list(found))
                 if computed:
                     computed.update(found)

@@ -186,7 +186,7 @@ _CACHE = (
     *_has(
         "vllm.v1.core.kv_cache_utils",
         "KVCacheBlock",
-        (_ANY, "block_id block_hash next_free_block ref_cnt is_null"),
+        (_ANY, "block_id block_hash _block_hash next_free_block ref_cnt is_null"),
     ),
     *_has("vllm.v1.core.kv_cache_utils", "", (_ANY, "BlockHashWithGroupId")),
     *_has(

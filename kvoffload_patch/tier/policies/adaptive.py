@@ -7,37 +7,31 @@ Simulations", 2017). Until they differ, what was used least recently leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from kvoffload_patch.tier.policies.arc import ArcPolicy
-from kvoffload_patch.tier.policies.lru import LRUPolicy
-from kvoffload_patch.tier.policy import EvictionPolicy
+from kvoffload_patch.tier.recency_model import KeySample, RecencyModel, sample_of
 from kvoffload_patch.tier.tuning import (
     MODEL_BATCH_BLOCKS,
-    MODEL_BLOCKS,
     MODEL_LEAD_PARTS,
     MODEL_MEMORY_TIMES,
 )
 
-Policy = TypeVar("Policy", bound=EvictionPolicy)
 
-
-class TierModel(Generic[Policy]):
-    """The tier of one policy in small: which of the sampled keys it would have.
+class ArcModel:
+    """A tier in small with `ArcPolicy`: which of the sampled keys it would have.
 
     Args:
         slots: one at least.
-        policy: makes the policy of the key of each slot.
 
     Attributes:
-        policy: the one that it made.
+        policy: its own.
     """
 
-    def __init__(self, slots: int, policy: Callable[[Sequence[Hashable]], Policy]) -> None:
+    def __init__(self, slots: int) -> None:
         self._key_of: list[Hashable] = [None] * slots
         self._slot_of: dict[Hashable, int] = {}
-        self.policy = policy(self._key_of)
+        self.policy = ArcPolicy(self._key_of)
 
     @property
     def keys(self) -> Iterable[Hashable]:
@@ -80,14 +74,6 @@ class TierModel(Generic[Policy]):
         self.policy.insert(slots)
 
 
-def sample_of(slots: int) -> int:
-    """One in so many keys is sampled for models of a tier with these slots: a power of two."""
-    one_in = 1
-    while slots > MODEL_BLOCKS * one_in:
-        one_in *= 2
-    return one_in
-
-
 class AdaptivePolicy(ArcPolicy):
     """`ArcPolicy`, but what was used least recently leaves as long as that recomputes no more.
 
@@ -96,11 +82,13 @@ class AdaptivePolicy(ArcPolicy):
     once is the model's, too, so that what is evicted is what was modelled.
 
     Attributes:
+        sample: of the keys that are stored.
         by_recency: what was used least recently leaves.
     """
 
     def __init__(self, key_of: Sequence[Hashable]) -> None:
         super().__init__(key_of)
+        self.sample = KeySample()
         self.by_recency = True
         self._lead = 0.0  # blocks that `arc` would have recomputed fewer
         self._begin_models(sample_of(len(key_of)))
@@ -111,20 +99,19 @@ class AdaptivePolicy(ArcPolicy):
         if one_in != self._one_in:
             self._begin_models(one_in)
             return
-        for model in (self._lru_model, self._arc_model):
-            model.grow(self._model_slots())
+        self._lru_model.slots = self._model_slots()
+        self._arc_model.grow(self._model_slots())
 
-    def miss(self, keys: Iterable[Hashable]) -> None:
-        missed, mask = tuple(keys), self._one_in - 1
-        sampled = [key for key in missed if not hash(key) & mask]
+    def miss(self, keys: Collection[Hashable]) -> None:
+        sampled = self.sample.of(keys, self._one_in)
         if sampled:
             self._known.update(sampled)
-            self._stored += sampled
+            self._stored += reversed(sampled)
             if len(self._stored) >= MODEL_BATCH_BLOCKS:
                 self._tell_stored()
         if not self.by_recency:  # else nothing that was evicted is remembered
             share = self.share
-            super().miss(missed)
+            super().miss(keys)
             self.share = share  # it is the model's
 
     def hit(self, slots: Sequence[int]) -> None:
@@ -157,8 +144,8 @@ class AdaptivePolicy(ArcPolicy):
     def _begin_models(self, one_in: int) -> None:
         self._one_in = one_in
         slots = self._model_slots()
-        self._lru_model = TierModel(slots, LRUPolicy)
-        self._arc_model = TierModel(slots, ArcPolicy)
+        self._lru_model = RecencyModel(slots)
+        self._arc_model = ArcModel(slots)
         self._known = set[Hashable]()  # sampled keys that were stored
         self._stored: list[Hashable] = []  # of them, what the models are not told of yet
 

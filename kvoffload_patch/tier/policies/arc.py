@@ -8,7 +8,7 @@ been used again counts as used again, too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from itertools import repeat
 
 from kvoffload_patch.tier.policies.batches import BatchLists
@@ -42,14 +42,13 @@ class ArcPolicy:
         self.share += (len(self._key_of) - len(self._lists.batch_of)) / 8
         self._lists.grow(len(self._key_of))
 
-    def miss(self, keys: Iterable[Hashable]) -> None:
+    def miss(self, keys: Collection[Hashable]) -> None:
         if not self._lost:
             return
-        missed = tuple(keys)
-        if self._lost.keys().isdisjoint(missed):
+        if self._lost.keys().isdisjoint(keys):
             return
         num_once, num_again = self._num_lost
-        found = [key for key in missed if key in self._lost]
+        found = [key for key in keys if key in self._lost]
         if len(self._came_back) > len(self._key_of):
             self._came_back.clear()  # of blocks that found no room, or whose copies failed
         self._came_back.update(found)

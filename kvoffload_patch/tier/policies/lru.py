@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 from kvoffload_patch.tier.policies.batches import BatchLists
 
@@ -17,7 +17,7 @@ class LRUPolicy:
     def grow(self) -> None:
         self._lists.grow(len(self._key_of))
 
-    def miss(self, keys: Iterable[Hashable]) -> None:
+    def miss(self, keys: Collection[Hashable]) -> None:
         """What was evicted is not remembered."""
 
     def insert(self, slots: Sequence[int]) -> None:

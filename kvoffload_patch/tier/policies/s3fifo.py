@@ -6,7 +6,7 @@ S3-FIFO (Yang and others, 2023). It moves nothing when a block is used, and know
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 
 class S3FifoPolicy:
@@ -29,7 +29,7 @@ class S3FifoPolicy:
     def grow(self) -> None:
         """Queues have no size of their own."""
 
-    def miss(self, keys: Iterable[Hashable]) -> None:
+    def miss(self, keys: Collection[Hashable]) -> None:
         """A key that is remembered is looked for when it is stored."""
 
     def insert(self, slots: Sequence[int]) -> None:

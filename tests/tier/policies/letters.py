@@ -23,7 +23,7 @@ class Letters(Generic[Policy]):
 
     def store(self, keys: str) -> str:
         """Store these, tail first; returns what is evicted for them."""
-        self.policy.miss(keys)
+        self.policy.miss(keys[::-1])
         missing = len(keys) + len(self.slot_of) - len(self.key_of)
         out = self.evict(missing) if missing > 0 else ""
         free = [slot for slot in range(len(self.key_of)) if slot not in self.slot_of.values()]

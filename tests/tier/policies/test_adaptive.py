@@ -13,6 +13,7 @@ from kvoffload_patch.tier.policies.adaptive import AdaptivePolicy
 from kvoffload_patch.tier.policies.arc import ArcPolicy
 from kvoffload_patch.tier.policies.lru import LRUPolicy
 from kvoffload_patch.tier.policy import EvictionPolicy
+from kvoffload_patch.tier.tuning import MODEL_BLOCKS
 
 
 def letters(slots: int) -> Letters[AdaptivePolicy]:
@@ -117,7 +118,7 @@ def test_recency_comes_back_where_both_are_alike_so_that_no_policy_is_stuck_in_i
 
 def test_the_share_of_what_is_used_once_comes_from_the_model() -> None:
     tier = Numbers(AdaptivePolicy, 4096)
-    assert tier.policy._one_in == 4096 // adaptive.MODEL_BLOCKS == 4
+    assert tier.policy._one_in == 4096 // MODEL_BLOCKS == 4
     tier.policy._arc_model.policy.share = 100.0
     tier.policy._count([1])
     assert tier.policy.share == 400.0
@@ -129,11 +130,11 @@ def test_the_share_of_what_is_used_once_comes_from_the_model() -> None:
 
 
 def test_a_sample_of_a_large_tier_is_as_good() -> None:
-    tier = Numbers(AdaptivePolicy, 4 * adaptive.MODEL_BLOCKS)
-    hot = 2 * adaptive.MODEL_BLOCKS
+    tier = Numbers(AdaptivePolicy, 4 * MODEL_BLOCKS)
+    hot = 2 * MODEL_BLOCKS
     tier.ask_all(list(favourites(40_000, hot=hot)))
     assert not tier.policy.by_recency
-    assert len(tier.policy._lru_model._key_of) == adaptive.MODEL_BLOCKS
+    assert tier.policy._lru_model.slots == MODEL_BLOCKS
 
 
 def test_what_is_hit_on_the_gpu_is_used_but_proves_nothing() -> None:
@@ -155,8 +156,8 @@ def test_what_is_remembered_is_bounded(slots: int) -> None:
     for key in range(20_000):
         tier.ask(key)
     policy = tier.policy
-    modelled = len(policy._lru_model._key_of)
-    assert modelled == max(1, slots // policy._one_in) <= adaptive.MODEL_BLOCKS
+    modelled = policy._lru_model.slots
+    assert modelled == max(1, slots // policy._one_in) <= MODEL_BLOCKS
     assert len(policy._known) <= adaptive.MODEL_MEMORY_TIMES * modelled + len(policy._stored) + 1
     assert len(policy._stored) < adaptive.MODEL_BATCH_BLOCKS
 

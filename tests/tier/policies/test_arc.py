@@ -103,7 +103,7 @@ def test_what_comes_again_and_is_never_stored_is_not_remembered_for_ever() -> No
     tier = arc_tier(6)
     for number in range(200):
         tier.store(chr(1000 + number))
-        tier.policy.miss(map(chr, range(1000, 1000 + number)))
+        tier.policy.miss([*map(chr, range(1000, 1000 + number))])
         assert len(tier.policy._came_back) <= 6 + 4
 
 

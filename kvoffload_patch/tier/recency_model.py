@@ -1,0 +1,85 @@
+"""Models of the tier in small: which keys they are told of, and what one with `LRUPolicy` has."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Iterable, Sequence
+
+from kvoffload_patch.tier.tuning import MODEL_BLOCKS
+
+
+def sample_of(slots: int) -> int:
+    """One in so many keys is sampled for models of a tier with these slots: a power of two."""
+    one_in = 1
+    while slots > MODEL_BLOCKS * one_in:
+        one_in *= 2
+    return one_in
+
+
+class KeySample:
+    """Which of some keys models are told of; those looked at last are not looked at again.
+
+    Of what a step computes both `auto` and `adaptive` want to know it, one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._keys: Iterable[Hashable] = ()
+        self._one_in = 0
+        self._sampled: list[Hashable] = []
+
+    def look(self, keys: Collection[Hashable], one_in: int) -> Sequence[Hashable]:
+        """Those of these that are sampled, one in so many: a power of two."""
+        mask = one_in - 1
+        self._keys, self._one_in = keys, one_in
+        self._sampled = [key for key in keys if not hash(key) & mask]
+        return self._sampled
+
+    def of(self, keys: Collection[Hashable], one_in: int) -> Sequence[Hashable]:
+        """As `look`; if it was asked for the very same object last, that has not changed since."""
+        if keys is self._keys and one_in == self._one_in:
+            return self._sampled
+        return self.look(keys, one_in)
+
+
+class RecencyModel:
+    """What a tier with `LRUPolicy` would have, were it told of nothing but uses.
+
+    Args:
+        slots: one at least.
+
+    Attributes:
+        slots: as given, or as it has grown.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._order = OrderedDict[Hashable, None]()  # least recent first
+
+    @property
+    def keys(self) -> Iterable[Hashable]:
+        """Those that it has."""
+        return self._order.keys()
+
+    def use(self, keys: Sequence[Hashable]) -> int:
+        """These are used, or stored where they are missing; returns how many are missing.
+
+        What is stored becomes the most recent, the last most of all.
+        """
+        order = self._order
+        before = len(order)
+        missing = [key for key in keys if key not in order]
+        if len(missing) < len(keys):
+            self.ended(keys)
+        for key in missing:
+            order[key] = None
+        missed = len(order) - before
+        for _ in range(len(order) - self.slots):
+            order.popitem(last=False)
+        return missed
+
+    def ended(self, keys: Iterable[Hashable]) -> None:
+        """A request that used these has ended: those that it has are the most recent."""
+        order = self._order
+        for key in keys:
+            if key in order:
+                order.move_to_end(key)

@@ -1,0 +1,108 @@
+"""The model in small has what a tier with `LRUPolicy` would have."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Hashable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.policies.adaptive import AdaptivePolicy
+from kvoffload_patch.tier.policies.lru import LRUPolicy
+from kvoffload_patch.tier.recency_model import KeySample, RecencyModel, sample_of
+from kvoffload_patch.tier.tuning import MODEL_BLOCKS
+
+
+class Tier:
+    """Slots that `LRUPolicy` orders; what is missing is stored behind what is there."""
+
+    def __init__(self, slots: int) -> None:
+        self.key_of: list[object] = [None] * slots
+        self.slot_of: dict[object, int] = {}
+        self.policy = LRUPolicy(self.key_of)
+
+    def use(self, keys: list[str]) -> int:
+        missing = [key for key in dict.fromkeys(keys) if key not in self.slot_of]
+        self.policy.hit([self.slot_of[key] for key in keys if key in self.slot_of])
+        stored = missing[-len(self.key_of) :]
+        used = len(self.slot_of)
+        slots = [*range(used, min(used + len(stored), len(self.key_of)))]
+        for slot in self.policy.evict(len(stored) - len(slots)):
+            del self.slot_of[self.key_of[slot]]
+            slots.append(slot)
+        for key, slot in zip(stored, slots):
+            self.key_of[slot], self.slot_of[key] = key, slot
+        self.policy.insert(slots)
+        return len(missing)
+
+    def grow(self, slots: int) -> None:
+        self.key_of += [None] * (slots - len(self.key_of))
+        self.policy.grow()
+
+
+uses = st.lists(st.lists(st.sampled_from("abcdefghijkl"), min_size=1, max_size=8), max_size=30)
+
+
+@given(st.integers(1, 9), st.integers(0, 4), uses)
+def test_it_has_what_the_policy_keeps(slots: int, more: int, told: list[list[str]]) -> None:
+    model, tier = RecencyModel(slots), Tier(slots)
+    for place, keys in enumerate(told):
+        if place == len(told) // 2:
+            model.slots = slots + more
+            tier.grow(slots + more)
+        if place % 3 == 2:
+            model.ended(keys)
+            tier.policy.regroup([tier.slot_of[key] for key in keys if key in tier.slot_of])
+        assert model.use(keys) == tier.use(keys)
+        assert set(model.keys) == set(tier.slot_of)
+
+
+def test_it_has_no_more_than_its_slots() -> None:
+    model, rng = RecencyModel(5), random.Random(0)
+    for _ in range(100):
+        model.use([f"{rng.randrange(20)}" for _ in range(rng.randrange(1, 12))])
+        assert len([*model.keys]) <= 5
+
+
+@pytest.mark.parametrize("slots", [1, MODEL_BLOCKS, MODEL_BLOCKS + 1, 100 * MODEL_BLOCKS])
+def test_a_sample_leaves_no_more_than_a_model_has(slots: int) -> None:
+    one_in = sample_of(slots)
+    assert slots <= MODEL_BLOCKS * one_in
+    assert one_in == 1 or slots > MODEL_BLOCKS * one_in // 2
+
+
+def test_the_same_keys_are_looked_at_once() -> None:
+    sample, keys = KeySample(), [f"{n}" for n in range(200)]
+    first = sample.look(keys, 4)
+    assert first == [key for key in keys if hash(key) % 4 == 0] and 20 < len(first) < 80
+    assert sample.of(keys, 4) is first
+    assert sample.of([*keys], 4) is not first, "other objects may hold other keys"
+    assert sample.of(keys, 8) == [key for key in keys if hash(key) % 8 == 0]
+    keys.clear()
+    assert sample.look(keys, 8) == []
+
+
+def test_auto_and_adaptive_look_at_what_a_step_computes_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = OffloadManager(1024, AdaptivePolicy, store="auto", gpu_blocks=512)
+    assert tier._gain is not None and isinstance(tier._prefixes.policy, AdaptivePolicy)
+    assert tier._prefixes.policy.sample is tier._gain.sample
+    tier.clear()
+    assert isinstance(tier._prefixes.policy, AdaptivePolicy)
+    assert tier._prefixes.policy.sample is tier._gain.sample
+    told: list[int] = []
+    look = tier._gain.sample.look
+
+    def note(keys: Collection[Hashable], one_in: int) -> Sequence[Hashable]:
+        told.append(len(keys))
+        return look(keys, one_in)
+
+    monkeypatch.setattr(tier._gain.sample, "look", note)
+    plan = tier.make_plan(lambda block, key: True, {f"{n}": n for n in range(64)})
+    assert plan is not None and len(plan.after[0].source_ids) == 64
+    assert told == [64], "once, and not for the policy again"
+    assert len(tier._prefixes.policy._known) == 64, "of a small tier every key is sampled"
