@@ -354,10 +354,10 @@ class OffloadManager(TierState):
                 return ()
             keys, gpu_block_ids = keys[: len(slots)], gpu_block_ids[: len(slots)]
         ticket = self._stores.give_out(keys, slots)
-        self._store_of.update(zip(gpu_block_ids, repeat(ticket)))
-        key_of, store_to = self._key_of, self._store_to
-        for key, slot in zip(keys, slots):
-            slot_of[key], key_of[slot], store_to[slot] = slot, key, ticket
+        key_of, store_to, store_of = self._key_of, self._store_to, self._store_of
+        for key, slot, gpu_block_id in zip(keys, slots, gpu_block_ids):
+            slot_of[key], key_of[slot] = slot, key
+            store_to[slot] = store_of[gpu_block_id] = ticket
         return (Transfer(ticket, GPU, CPU, gpu_block_ids, slots),)
 
     def _take_slots(self, count: int) -> tuple[int, ...]:
@@ -368,12 +368,11 @@ class OffloadManager(TierState):
         # What was stored together is mostly evicted together: sorted, these are neighbours again.
         slots = sorted(self._policy.evict(count - free))
         self.stats.evicted += len(slots)
-        keys = list(map(self._key_of.__getitem__, slots))
+        slot_of, key_of = self._slot_of, self._key_of
         if self.on_left is not None:
-            self.on_left(keys)
-        slot_of = self._slot_of
-        for key in keys:
-            del slot_of[key]
+            self.on_left(list(map(key_of.__getitem__, slots)))
+        for slot in slots:
+            del slot_of[key_of[slot]]
         return (*slots, *self._slots.allocate(free)) if free else tuple(slots)
 
     def _finish_load(self, keys: Keys, slots: Slots) -> None:

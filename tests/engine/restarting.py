@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from scenarios import Stage, cached_of, prompts, tokens_of
 from vllm import LLM
 
 TIMES = 3
+_PATIENCE_S, _STILL_S = 30.0, 1.0
 
 
 def restarts(stage: Stage) -> dict[str, Any]:
@@ -34,8 +36,19 @@ def restarts(stage: Stage) -> dict[str, Any]:
         stage.llm.llm_engine.engine_core.shutdown()
         vars(stage).clear()
         gc.collect()
-        held.append(_held())
+        held.append(_settled(held[-1] if number > 1 else None))
     return {"seen": seen, "held": held}
+
+
+def _settled(before: dict[str, int] | None) -> dict[str, int]:
+    """What is held once it is as it was, or does not change; vLLM's own threads end a bit later."""
+    until, found = time.monotonic() + _PATIENCE_S, _held()
+    while found != before and time.monotonic() < until:
+        time.sleep(_STILL_S)
+        earlier, found = found, _held()
+        if before is None and found == earlier:
+            break
+    return found
 
 
 def _held() -> dict[str, int]:

@@ -21,6 +21,7 @@ from kvoffload_patch.control.errors import Refused
 
 BLOCK = min(32, release.block_size())  # some releases know no other than 16
 PROMPT_TOKENS = 300
+OWN_CACHE = release.prefix_cache_metric()
 PATIENCE_S = 60  # on a loaded machine
 FULL = PROMPT_TOKENS // BLOCK * BLOCK
 # The GPU's cache holds the blocks of one prompt.
@@ -84,7 +85,7 @@ def test_figures_of_every_engine_are_on_metrics_and_agree(
     with Server(model, tmp_path / "log", [*SMALL, *options], runtime, forked) as server:
         at_start = wait_for(server, "kvoffload_tier_state on", num_engines)
         answers = [[server.ask(prompt) for prompt in asked] for _ in range(4)]
-        found = wait_for(server, "vllm:prefix_cache_queries_total", len(asked) * 4 * PROMPT_TOKENS)
+        found = wait_for(server, f"{OWN_CACHE}_queries_total", len(asked) * 4 * PROMPT_TOKENS)
         found = settled(server, found)
         check_commands(server, runtime, num_engines, asked)
     check_nobody_listens(tmp_path / "kvoffload")
@@ -99,8 +100,8 @@ def test_figures_of_every_engine_are_on_metrics_and_agree(
     assert found["kvoffload_recomputed_tokens_total"] == missed > 0
     assert found["kvoffload_loaded_blocks_total"] == hit / BLOCK
     assert found["kvoffload_copies_total load"] == found["kvoffload_copy_seconds_count load"] > 0
-    on_gpu = found["vllm:prefix_cache_hits_total"]
-    assert found["vllm:prefix_cache_queries_total"] == tokens
+    on_gpu = found[f"{OWN_CACHE}_hits_total"]
+    assert found[f"{OWN_CACHE}_queries_total"] == tokens
     if release.counts_external_hits():
         assert found["vllm:external_prefix_cache_hits_total"] == hit
         assert on_gpu <= FULL, "the prefixes are not in the GPU's cache, as a rule"

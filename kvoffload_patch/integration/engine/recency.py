@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable
 
 from kvoffload_patch.integration.engine.free_front import FreeFront
 from kvoffload_patch.integration.engine.lookup import LookupResult
@@ -54,7 +54,7 @@ class Recency:
             self._at_once[request_id] = len(keys or found.keys)
             self._hit.add(request_id)
 
-    def computes(self, request_id: str, keys: Sequence[Hashable]) -> None:
+    def computes(self, request_id: str, keys: Collection[Hashable]) -> None:
         """A request computes the blocks of these keys, behind all that were noted for it."""
         known = self.keys.setdefault(request_id, [])
         if not known:

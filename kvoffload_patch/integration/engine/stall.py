@@ -32,9 +32,8 @@ class Stall:
         self._ms_per_block = ms_per_block
         self._left_ms = limit_ms - requests * max(0.0, awaited_ms - free_ms)
         self._requests = requests
-        free, awaited = (
-            int(ms / ms_per_block) if ms_per_block else 0 for ms in (free_ms, awaited_ms)
-        )
+        free = int(free_ms / ms_per_block) if ms_per_block else 0
+        awaited = int(awaited_ms / ms_per_block) if ms_per_block else 0
         self._ahead = blocks_ahead + awaited
         # Blocks that cross before this step begins, and those that it waits for anyway.
         self._free, self._waited_for = free, max(free, awaited)

@@ -91,7 +91,7 @@ class StoreChoice:
                 self._leave_out(blocks)
             else:
                 found = {block._block_hash: block.block_id for block in blocks}
-                computes(request_id, list(found))
+                computes(request_id, found)
                 if computed:
                     computed.update(found)
                 else:
