@@ -80,7 +80,8 @@ class Recency:
         if self._in_order:
             self._manager.request_ended(keys, together)
             return
-        keys, rests = self._groups.in_order(keys)
+        # Beside a connector vLLM 0.26 tells of states that it has given no key.
+        keys, rests = self._groups.in_order(key for key in keys if key is not None)
         if rests or together:
             self._manager.request_ended(keys, together, rests or None)
 

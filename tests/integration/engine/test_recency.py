@@ -65,6 +65,17 @@ def test_blocks_of_other_groups_rest_on_those_of_full_attention(
     assert all(keys.index(key) > keys.index(on) for key, on in rests.items())
 
 
+def test_blocks_without_a_key_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    mini = Mini(windows=(None, 40), blocks=73)
+    told: list[Any] = []
+    monkeypatch.setattr(mini.manager, "request_ended", lambda *how: told.append(how))
+    (made_of,) = hashes(prompt(1, seed=1, tail=0))
+    full, window = (mini.view.key(made_of, group) for group in (0, 1))
+    mini.tier._recency.computes("a request", [None, window, full])
+    mini.tier._recency.ended(["a request"])
+    assert told == [([full, window], False, {window: full})]
+
+
 def test_windows_alone_rest_on_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     mini = Mini(windows=(40, 24), blocks=73)
     told: list[Any] = []
