@@ -126,6 +126,7 @@ def text(found: Mapping[str, Any]) -> str:
         "  settings:  " + ", ".join(f"{k} {v}" for k, v in {**settings, **_store(found)}.items()),
         f"  copies:    {found['copies']}",
     ]
+    lines += [f"  unverified: {doubt}" for doubt in found.get("unverified", ())]
     return "\n".join(lines)
 
 

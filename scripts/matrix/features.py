@@ -140,7 +140,7 @@ def page(
     lines += features_releases.table(_told_of(others or {}), others or {})
     in_ways = [row for row in ROWS if features_ways.is_played(row)]
     lines += features_ways.table(in_ways, _told_of(ways or {}), ways or {})
-    lines += _moved(found.get(MOVED)) + _lost(found)
+    lines += _moved(found.get(MOVED)) + _padding(found.get(MOVED)) + _lost(found)
     return "\n".join(lines) + "\n"
 
 
@@ -190,6 +190,27 @@ def _moved(result: dict[str, Any] | None) -> list[str]:
         beside = row["shape"].replace("full attention", "nothing")
         cells = f"{row['tokens']:,}", beside, row["stored"], row["loaded"], f"{part:.0%}"
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines if rows else []
+
+
+def _padding(result: dict[str, Any] | None) -> list[str]:
+    """A table of the part of a state's page that is padding, and of all that a hit moves."""
+    tests = result["tests"] if result else []
+    rows = [json.loads(test["padding"]) for test in tests if "padding" in test]
+    lines = [
+        "",
+        "The page of a state is as large as one of attention, which vLLM gives as many tokens as",
+        "that takes, a multiple of 16; the rest is padding. By vLLM's own sizes for published",
+        "models, and of the bytes that a hit of 8,192 tokens moves, which has one state of each",
+        "layer. Pages are copied whole: a block is the same bytes whatever group has it.",
+        "",
+        "| Model | Tokens of a block | Bytes of a page | Of these the state | Padding | Of a hit |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        cells = row["model"], f"{row['tokens']:,}", f"{row['page']:,}", f"{row['state']:,}"
+        shares = f"{1 - row['state'] / row['page']:.1%}", f"{row['of a hit']:.2%}"
+        lines.append(f"| {' | '.join((*cells, *shares))} |")
     return lines if rows else []
 
 

@@ -20,7 +20,6 @@ SAID: dict[str, tuple[str, str]] = {
     "states at every block (mode all)": (_NO_MODE, _NO_MODE),
     "states with speculative decoding": (_TAKEN, _TAKEN),
     "states with --use-replayssm": (_REPLAYSSM, _REPLAYSSM),
-    "states beside a KV connector": ("in MultiConnector", "in MultiConnector"),
     "hits of partial blocks": ("taken, but in lazy mode", "taken for a state's last block"),
     "encoder-decoder models": (
         "off: vLLM turns prefix caching off for them",

@@ -54,7 +54,7 @@ def _never_run(name: str) -> Row:
 
 def _states(name: str, kind: str, dtype: str) -> Row:
     what = f"its architecture, {dtype}, prompts of many lengths, preemption"
-    return _engine(f"states: {name}", what, f"{_KEPT}[{kind}]")
+    return _engine(f"states: {name}", what, f"{_KEPT}[{kind}]", gpu=(f"states: {kind}",))
 
 
 _KEPT = "test_states.py::test_a_prefix_comes_back_with_its_state"
@@ -97,7 +97,8 @@ ROWS = (
     ),
     *(_states(*one) for one in _STATES),
     _refused("states: linear attention (MiniMax, Bailing)", "linear attention")._replace(
-        what="the check at start; its kernels are Triton's, for GPUs"
+        what="the check at start; its kernels are Triton's, for GPUs",
+        gpu=("states: linear attention",),
     ),
     Row(
         "states: one, two and three groups",
@@ -114,7 +115,17 @@ ROWS = (
     _refused("states at every block (mode all)", "states at every block"),
     _refused("states with speculative decoding", "states of drafts"),
     _refused("states with --use-replayssm", "states outside of blocks"),
-    _refused("states beside a KV connector", "states beside a connector"),
+    _engine(
+        "states beside a KV connector",
+        "Qwen3-Next shape, a connector of the test's own that brings blocks and states beside the "
+        "step",
+        f"{_CONNECTORS}states_that_a_connector_brings_come_back_from_the_tier",
+    ),
+    Row(
+        "a KV connector, with states and without, every token compared",
+        "vLLM's scheduler over a faked model, random runs",
+        (f"{_RANDOM}_beside_a_connector",),
+    ),
     _refused("hits of partial blocks", "partial hits"),
     _refused("encoder-decoder models", "encoder-decoder"),
     _refused("groups kept in host memory", "host memory"),

@@ -209,6 +209,15 @@ def test_the_speed_of_a_device_that_does_not_tell_it_is_left_out(one: Engine) ->
     assert "  speed:     on average 0.5 MB/s loaded" in engines.text(found)
 
 
+def test_what_nobody_has_run_is_said(one: Engine) -> None:
+    assert "unverified" not in engines.text(engines.status()[0])
+    one.more["unverified"] = ["expected a GPU, found two", "expected one, found none"]
+    lines = engines.text(engines.status()[0]).splitlines()
+    assert lines[-2:] == [
+        "  unverified: expected a GPU, found two", "  unverified: expected one, found none",
+    ]  # fmt: skip
+
+
 def test_an_engine_that_is_silent_is_named(one: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def silent(*_: Any) -> Any:
         raise Refused("expected a whole message")

@@ -90,10 +90,25 @@ def write(kind: str, folder: Path, **changes: Any) -> Path:
             gain = 1.0 if "embed" in name else _gain(name) / weight.shape[-1] ** 0.5
             weight.copy_(gain * torch.randn(weight.shape, generator=generator))
     model.save_pretrained(folder)
+    if kind == "nemotron_h":
+        _rename(folder / "model.safetensors")
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**settings, "torch_dtype": "float32"}))
     write_tokenizer(folder)
     return folder
+
+
+def _rename(file: Path) -> None:
+    """Give weights of Nemotron-H the names that published ones have, which every vLLM knows."""
+    from safetensors.torch import load_file, save_file
+
+    found = {}
+    for name, weight in load_file(file).items():
+        part = name.removeprefix("model.").removeprefix("backbone.")
+        if part.startswith("embedding"):
+            part = "embeddings.weight"
+        found[part if part.startswith("lm_head") else f"backbone.{part}"] = weight
+    save_file(found, str(file), metadata={"format": "pt"})
 
 
 def _gain(name: str) -> float:

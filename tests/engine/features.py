@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 from restarting import restarts  # noqa: F401
-from scenarios import Stage, cached_of, prompts, runner, tokens_of
+from scenarios import Stage, cached_of, lengths, prompts, runner, tokens_of
 from sleeping import sleeps, sleeps_twice, updates  # noqa: F401
 from vllm import SamplingParams
 
@@ -40,6 +40,37 @@ def guesses(stage: Stage, together: int = 2) -> dict[str, Any]:
 def guesses_alone(stage: Stage) -> dict[str, Any]:
     """The same, one prompt at a time."""
     return guesses(stage, together=1)
+
+
+def lengths_alone(stage: Stage) -> dict[str, Any]:
+    """Prompts that end before, at and behind the end of a block, each asked alone."""
+    return lengths(stage, together=1)
+
+
+def outgrown(stage: Stage) -> dict[str, Any]:
+    """Answers that outgrow the GPU cache together, and how far each token is ahead of the next.
+
+    ``ahead``: the natural log of the ratio of the two likeliest tokens, for each token of each
+    answer. ``late``: copies that `late_copies` has held up on the device.
+    """
+    import late_copies
+
+    before = stage.counter("vllm:num_preemptions")
+    greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": 2}
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts(26, 8, 360)]
+    sampling = SamplingParams(max_tokens=160, **greedy)
+    outputs = stage.llm.generate(asked, sampling, use_tqdm=False)
+    best = [
+        [sorted((one.logprob for one in at.values()), reverse=True) for at in o.outputs[0].logprobs]
+        for o in outputs
+    ]
+    return {
+        "tokens": tokens_of(outputs),
+        "ahead": [[first - second for first, second, *_ in answer] for answer in best],
+        "preemptions": stage.counter("vllm:num_preemptions") - before,
+        "late": late_copies.held_up(),
+        "tier": stage.tier_stats(),
+    }
 
 
 def each_engine(stage: Stage) -> dict[str, Any]:

@@ -9,8 +9,9 @@ Two model runners (V1, and V2 where the release has it), and for each every kind
 and one engine with the tier whose GPU cache is too small for that: both compute the same tokens
 behind the same hits, because bf16 answers otherwise depend on where a prompt was cut. Their greedy
 answers must be equal, one prompt at a time and, with kernels that compute each request as if it
-were alone, also in batches; prompts that differ in one block must be answered differently, the tier
-must have loaded blocks, and what else a kind says must hold.
+were alone, also in batches (for models that keep states see `gpu_states`); prompts that differ in
+one block must be answered differently, the tier must have loaded blocks, and what else a kind says
+must hold.
 
 Needs a GPU and 20 s for each engine.
 """
@@ -29,10 +30,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine import architectures, drafts, engines, model
+from engine import architectures, drafts, engines, gpu_states, model
 from engine import release as installed
 
-SLEEPS = "sleeps_twice"
+SLEEPS, STATES = "sleeps_twice", "lengths_alone"
 # What the tier keeps through sleep, and what it must not, as the scenario names it.
 KEPT = ("level 1", "level 1, three times", "level 0", "other weights, level 1")
 LOST = ("first", "other weights", "level 2", "reset")
@@ -63,6 +64,8 @@ class Kind:
         settings: of the tier.
         kvcached: variables of kvcached, beside which the engine with the tier runs; empty: without.
         exact: vLLM computes a request as if it were alone, so prompts asked together are compared.
+        blocks: of the GPU, without the tier and with it.
+        late: how late the tier's copies are, see `late_copies`.
     """
 
     name: str
@@ -77,10 +80,14 @@ class Kind:
     settings: dict[str, str] = field(default_factory=dict)
     kvcached: dict[str, str] = field(default_factory=dict)
     exact: bool = False
+    blocks: tuple[int, int] = (BLOCKS_KEPT, BLOCKS_FEW)
+    late: str = ""
 
     @property
     def scenarios(self) -> list[str]:
         """What is played on it."""
+        if self.asked == STATES:
+            return gpu_states.SCENARIOS
         if self.asked in ("each_engine", SLEEPS):
             return [self.asked]
         also = ["batches"] if self.asked == "singles" else []
@@ -121,6 +128,20 @@ def _beside_kvcached(name: str, policy: str, **engine: Any) -> Kind:
     )
 
 
+def _states(name: str) -> Kind:
+    """Copies are held up; what nobody has run is asked for, as a user would."""
+    return Kind(
+        f"states: {name}",
+        gpu_states.KINDS[name][0],
+        gpu_states.engine(name),
+        groups=2,
+        asked=STATES,
+        settings={"KVOFFLOAD_ALLOW_UNVERIFIED": "1"},
+        blocks=gpu_states.BLOCKS,
+        late="device",
+    )
+
+
 # Every head has the size that attention kernels for a GPU have; ranks hold different heads.
 _HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
 MODELS: dict[str, Callable[[Path], object]] = {
@@ -132,6 +153,7 @@ MODELS: dict[str, Callable[[Path], object]] = {
     "experts": partial(architectures.write, "mixtral", **_HEADS),
     "mla": partial(architectures.write, "deepseek_v2"),
     "drafts": partial(drafts.write, heads=2),
+    **gpu_states.MODELS,
 }
 KINDS = [
     Kind("no graphs", "full", EAGER),
@@ -141,6 +163,7 @@ KINDS = [
     # 288 blocks of two groups have room for 1,152 tokens, says vLLM 0.26.0.
     Kind("graphs, chunks", "chunks", {**GRAPHS, "max_model_len": 1024}, groups=4),
     Kind("mla", "mla", MLA),
+    *(_states(name) for name in gpu_states.KINDS),
     Kind("sleep", "full", {**GRAPHS, "enable_sleep_mode": True}, asked=SLEEPS),
     _beside_kvcached("adaptive", "adaptive"),
     _beside_kvcached("LRU", "lru"),
@@ -191,7 +214,7 @@ def play(folder: Path, runner: str, kind: Kind, tier: bool) -> dict[str, Any]:
         "block_size": 16,
         "gpu_memory_utilization": 0.1,
         "kv_cache_memory_bytes": 2 << 30,  # not measured: other engines come and go
-        "num_gpu_blocks_override": (BLOCKS_FEW if tier else BLOCKS_KEPT) // kind.shards,
+        "num_gpu_blocks_override": kind.blocks[tier] // kind.shards,
         **kind.engine,
     }
     if "speculative_config" in engine:
@@ -211,7 +234,8 @@ def play(folder: Path, runner: str, kind: Kind, tier: bool) -> dict[str, Any]:
         asked["TEST_KVCACHED"] = os.environ["TEST_KVCACHED"]
     if kind.asked == "each_engine":
         asked["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    run = engines.run(kind.scenarios, engine, settings, **asked)
+    late = kind.late if tier else ""
+    run = engines.run(kind.scenarios, engine, settings, late or 0, **asked)
     if not run.results:
         return {"error": run.log[-3000:]}
     one_copy = "one copy for ranks that hold the same bytes (0 and 1)" in run.log
@@ -223,7 +247,8 @@ def compare(runner: str, kind: Kind, off: dict[str, Any], on: dict[str, Any]) ->
     found: dict[str, Any] = {"name": f"{runner}, {kind.name}"}
     for side, results in (("off", off), ("on", on)):
         if "error" in results:
-            return {**found, **_ended(side, results["error"])}
+            ended = gpu_states.ended if kind.asked == STATES else _ended
+            return {**found, **ended(side, results["error"])}
     pairs = _after_sleep(off, on) if kind.asked == SLEEPS else None
     pairs = pairs or list(zip(off[kind.asked]["tokens"], on[kind.asked]["tokens"]))
     about = on.get("setup", {})
@@ -249,6 +274,8 @@ def compare(runner: str, kind: Kind, off: dict[str, Any], on: dict[str, Any]) ->
         found["kept"] = [name for name in (*KEPT, *LOST) if cached[name]]
         told_apart = {str(off[SLEEPS]["tokens"][name]) for name in LOST[:3]}
         good += [found["kept"] == list(KEPT), len(told_apart) == 3]
+    if kind.asked == STATES:
+        good += gpu_states.judge(off, on, found)
     if kind.kvcached:
         good += _beside(off["shrunk"], on["shrunk"], found)
     if kind.asked == "guesses_alone":
@@ -322,9 +349,9 @@ def main(runners: list[str], jobs: int, parts: list[str]) -> dict[str, Any]:
     import torch
 
     with tempfile.TemporaryDirectory() as scratch:
-        for name, write in MODELS.items():
-            write(Path(scratch) / name)
         kinds = chosen(runners, parts, torch.cuda.device_count())
+        for name in {kind.model.partition("/")[0] for _, kind in kinds}:
+            MODELS[name](Path(scratch) / name)
         with ThreadPoolExecutor(jobs) as pool:
             sides = [
                 [pool.submit(play, Path(scratch), *kind, tier) for tier in (False, True)]

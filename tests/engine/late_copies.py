@@ -1,8 +1,10 @@
-"""Copies that happen as late as the plans allow, on the CPU device.
+"""Copies that happen as late as the plans allow, on the CPU device, or late on a GPU.
 
 The CPU device copies at once, which would hide a missing wait: every order is right if nothing is
 ever under way. These queues keep a copy back until a plan makes a step wait for it, or until
-it has been polled a number of times. A wait that is missing shows as a wrong token.
+it has been polled a number of times. A wait that is missing shows as a wrong token. On a GPU copies
+run beside the forward pass in any case; there each is held up on its own stream for some
+milliseconds, so that nothing is in place by chance.
 """
 
 from __future__ import annotations
@@ -87,18 +89,49 @@ class StreamQueue(LateQueue):
         self.flush(self._due)
 
 
+_HELD_UP_CYCLES = 5_000_000  # of a GPU's clock, about 3 ms on an H100
+_held_up: list[int] = []  # tickets
+
+
 def install(patience: int | str) -> None:
     """Make every `CopyEngine` of the CPU device built from now on a late one.
 
     Args:
-        patience: polls after which a copy is made by itself; ``"stream"``: see `StreamQueue`.
+        patience: polls after which a copy is made by itself; ``"stream"``: see `StreamQueue`;
+            ``"device"``: copies of a GPU are held up on its streams.
     """
+    if patience == "device":
+        _hold_up()
+        return
     if patience == "stream":
         _tell_of_forward_passes()
         copy_engine.SyncCopyQueue = StreamQueue
         return
     LateQueue.patience = int(patience)
     copy_engine.SyncCopyQueue = LateQueue
+
+
+def held_up() -> int:
+    """Copies of a GPU that were held up so far."""
+    return len(_held_up)
+
+
+def _hold_up() -> None:
+    import torch
+
+    from kvoffload_patch.transfer.queue import CopyQueue
+
+    as_made = CopyQueue._begin
+
+    def begin(self: CopyQueue, job: Any) -> Any:
+        slices = as_made(self, job)  # it waits for the steps before; nothing is copied yet
+        with torch.cuda.stream(self.streams.blocks):
+            torch.cuda._sleep(_HELD_UP_CYCLES)
+        self.streams.bus.wait_stream(self.streams.blocks)
+        _held_up.append(job.ticket)
+        return slices
+
+    CopyQueue._begin = begin  # type: ignore[method-assign]
 
 
 def _tell_of_forward_passes() -> None:

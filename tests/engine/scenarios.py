@@ -148,7 +148,7 @@ def singles(stage: Stage) -> dict[str, Any]:
     return {"tokens": answers, "tier": stage.tier_stats()}
 
 
-def lengths(stage: Stage) -> dict[str, Any]:
+def lengths(stage: Stage, together: int = 3) -> dict[str, Any]:
     """Prompts that end before, at and behind the end of a block, three times; they evict others.
 
     Two begin alike for two blocks; answers cross the end of a block, too.
@@ -158,8 +158,8 @@ def lengths(stage: Stage) -> dict[str, Any]:
     asked += [prompts(50 + n, 1, n)[0] for n in (2 * size + size // 2, 3 * size - 3, 4 * size + 1)]
     asked += [asked[4][: 2 * size] + tail for tail in prompts(60, 2, size + 7)]
     for _ in range(3):
-        for at in range(0, len(asked), 3):
-            outputs = stage.play(asked[at : at + 3])
+        for at in range(0, len(asked), together):
+            outputs = stage.play(asked[at : at + together])
             answers += tokens_of(outputs)
             cached += sum(cached_of(outputs))
         stage.push_out(61)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from engine import plain as vllm
@@ -10,12 +11,12 @@ from engine import plain as vllm
 ANSWERS = 48
 
 
-def connector(policy, beside, fail_every=2, **more):
+def connector(policy, beside, fail_every=2, name="FlakyConnector", **more):
     """Arguments of an engine with a connector every second load of which fails."""
     config = {
-        "kv_connector": "FlakyConnector",
+        "kv_connector": name,
         "kv_role": "kv_both",
-        "kv_connector_module_path": "flaky_connector",
+        "kv_connector_module_path": re.sub(r"(?<=.)(?=[A-Z])", "_", name).lower(),
         "kv_connector_extra_config": {"use_async": beside, "fail_every": fail_every, **more},
         "kv_load_failure_policy": policy,
     }
@@ -56,6 +57,28 @@ def test_what_a_failed_load_left_is_not_stored(real, policy, beside, asynchronou
     assert wrong == []
     if policy == "recompute":
         assert None not in on["first"] + on["again"]
+    assert on["blocks_loaded"] > 0, "nothing that was stored was read again"
+
+
+@pytest.mark.features
+def test_states_that_a_connector_brings_come_back_from_the_tier(real):
+    """Compared with plain vLLM whose GPU holds all: each prompt is cut where its hit ends.
+
+    They come beside the step: vLLM's runners copy a state on before loads within the step begin.
+    """
+    with vllm.must_have_model():
+        model = real.architecture("qwen3_next")
+    engine = {"model": model, "enable_prefix_caching": True, "dtype": "bfloat16"}
+    off = real.off(["flaky_connector"], {**engine, "num_gpu_blocks_override": 500})
+    right = vllm.must_play(off)["flaky_connector"]["again"]
+    assert len({tuple(answer) for answer in right}) == len(right) == ANSWERS
+    engine |= connector("fail", True, fail_every=0, name="StateConnector")
+    if not vllm.is_default():
+        vllm.must_play(real.off(["flaky_connector"], {**engine, "num_gpu_blocks_override": 500}))
+    few = {**engine, "num_gpu_blocks_override": 48}
+    on = real.on(["flaky_connector"], few, {}, late=3)["flaky_connector"]
+    assert on["loads"] >= ANSWERS, "the connector has brought nothing"
+    assert on["first"] == right and on["again"] == right
     assert on["blocks_loaded"] > 0, "nothing that was stored was read again"
 
 

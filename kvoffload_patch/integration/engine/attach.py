@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -122,7 +122,7 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
         scheduler = engine_core.scheduler
         _check_scheduler(scheduler)
         settings = _chosen(Settings.from_env(), scheduler.kv_cache_manager.block_pool)
-        check_eligible(vllm_config, scheduler)
+        unverified = check_eligible(vllm_config, scheduler)
         hooks = step_hooks(scheduler)
         cpu_bytes = engine_bytes(vllm_config, settings)
         _rehearse(scheduler, hooks, settings)
@@ -142,17 +142,27 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
     except BaseException:
         ranks.give_back()
         raise
+    _tell(ranks, settings, unverified)
+    about = {"load_mode": settings.load_mode, "eviction": settings.eviction}
+    about |= {"store": settings.store, "integrity": settings.integrity, "copies": ranks.copies}
+    metrics.begin(engine_core, breaker, manager, ranks.block_bytes, about)
+    if settings.control:
+        control.listen(engine_core, breaker, manager, ranks, unverified)
+
+
+def _tell(ranks: RankGroup, settings: Settings, unverified: Sequence[str]) -> None:
+    """Say what the tier is, and what of the engine nobody has run with one."""
     logger.info(
         "KV offload: CPU tier of %d blocks (%s), %d of them usable so far, "
         "loads %s, %.3f ms a block; %s",
         ranks.num_slots, ranks.size, ranks.num_usable,
         settings.load_mode, ranks.load_ms_per_block, ranks.copies,
     )  # fmt: skip
-    about = {"load_mode": settings.load_mode, "eviction": settings.eviction}
-    about |= {"store": settings.store, "integrity": settings.integrity, "copies": ranks.copies}
-    metrics.begin(engine_core, breaker, manager, ranks.block_bytes, about)
-    if settings.control:
-        control.listen(engine_core, breaker, manager, ranks)
+    for doubt in unverified:
+        logger.warning(
+            "kvoffload_patch: KVOFFLOAD_ALLOW_UNVERIFIED uses the tier where it was not run: %s; "
+            "compare its answers with those without it.", doubt,
+        )  # fmt: skip
 
 
 def _chosen(settings: Settings, pool: Any) -> Settings:

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -58,7 +58,7 @@ class Desk:
         breaker: of the tier.
         manager: of the tier.
         ranks: the workers, open.
-        about: what does not change: the model, how blocks are copied.
+        about: what does not change: the model, how blocks are copied, what nobody has run.
         wake: makes an idle engine look at what is asked; may do nothing.
     """
 
@@ -67,7 +67,7 @@ class Desk:
         breaker: Breaker,
         manager: OffloadManager,
         ranks: RankGroup,
-        about: Mapping[str, str],
+        about: Mapping[str, Any],
         wake: Callable[[], None],
     ) -> None:
         self._breaker = breaker
@@ -226,11 +226,25 @@ def _labels(settings: Settings) -> dict[str, str]:
     return {"load_mode": settings.load_mode, "eviction": settings.eviction}
 
 
-def listen(engine_core: Any, breaker: Breaker, manager: OffloadManager, ranks: RankGroup) -> None:
-    """Answer on a socket of this engine core until `close_socket`; without one, say so once."""
+def listen(
+    engine_core: Any,
+    breaker: Breaker,
+    manager: OffloadManager,
+    ranks: RankGroup,
+    unverified: Sequence[str] = (),
+) -> None:
+    """Answer on a socket of this engine core until `close_socket`; without one, say so once.
+
+    Args:
+        engine_core: whose tier it is.
+        breaker: of the tier.
+        manager: slots and tickets.
+        ranks: the workers, open.
+        unverified: what of the configuration nobody has run, in words.
+    """
     try:
         model = str(engine_core.vllm_config.model_config.served_model_name)
-        about = {"model": model, "copies": ranks.copies}
+        about = {"model": model, "copies": ranks.copies, "unverified": list(unverified)}
         desk = Desk(breaker, manager, ranks, about, waker(engine_core))
         setattr(engine_core, CONTROL, Listener(desk.answer))
     except Exception as error:  # noqa: BLE001 - the tier works without it

@@ -22,20 +22,25 @@ _KNOWN_SPECS = {
 }
 # Of these, those whose blocks ranks can hold a part of each of (decode context parallelism).
 _SHARDED_SPECS = {"FullAttentionSpec", "MLAAttentionSpec"}
-# Layers whose state depends on all tokens so far, and by release the kinds of which were shown to
-# come back, on the CPU device.
+# Layers whose state depends on all tokens so far, and by release and device the kinds of which were
+# shown to come back.
 _STATE_SPEC = "MambaSpec"
-_STATES_SHOWN = {
-    "0.30.0": ("GDN_ATTN",),
-    "0.32.0": ("GDN_ATTN", "MAMBA2"),
+_STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
+    ("0.30.0", "cpu"): ("GDN_ATTN",),
+    ("0.32.0", "cpu"): ("GDN_ATTN", "MAMBA2"),
 }
 # Releases of vLLM and devices on which answers beside kvcached were compared with plain vLLM's.
 _KVCACHED_SHOWN: tuple[tuple[str, str], ...] = (("0.26.0", "cuda"),)
 _REMEDY = "set KVOFFLOAD_STRICT=0 to serve without the CPU tier"
+_WITHOUT_KVCACHED = "or start without it (KVCACHED_AUTOPATCH=0)"
+_TRIES = "KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it"
 
 
-def check_eligible(vllm_config: Any, scheduler: Any) -> None:
+def check_eligible(vllm_config: Any, scheduler: Any) -> tuple[str, ...]:
     """Refuse what the tier does not understand.
+
+    Returns:
+        What nobody has run, each in words, where KVOFFLOAD_ALLOW_UNVERIFIED is on; else nothing.
 
     Raises:
         TierNotNeeded: prefix caching is off, or the model has no KV cache.
@@ -50,16 +55,32 @@ def check_eligible(vllm_config: Any, scheduler: Any) -> None:
     for found in (_parallel_problem(vllm_config, groups), _cache_problem(vllm_config, scheduler)):
         if found:
             raise TierRefused(f"{found}; {_REMEDY}.")
+    doubts = tuple(dict.fromkeys(_doubts(vllm_config, scheduler)))
+    if doubts and not Settings.from_env().allow_unverified:
+        raise TierRefused(f"{doubts[0]}; {_REMEDY}.")
+    return doubts
+
+
+def _doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
+    """What nobody has run, though nothing is known to be wrong with it."""
+    prefill = getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1)
+    if prefill > 1:
+        yield (
+            "expected prefill_context_parallel_size 1, with which alone the tier has been run, "
+            f"found {prefill} ({_TRIES})"
+        )
+    if kvcached.is_elastic(scheduler.kv_cache_manager.block_pool):
+        for unseen in _kvcached_doubts(vllm_config, scheduler):
+            yield f"beside kvcached: {unseen} ({_TRIES}), {_WITHOUT_KVCACHED}"
+    for index, group in enumerate(scheduler.kv_cache_config.kv_cache_groups):
+        if keeps_state(group.kv_cache_spec):
+            doubt = _unshown_states(vllm_config, _members(group.kv_cache_spec)[0])
+            if doubt:
+                yield f"KV cache group {index}: {doubt} ({_TRIES})"
 
 
 def _parallel_problem(vllm_config: Any, groups: Sequence[Any]) -> str | None:
     parallel = vllm_config.parallel_config
-    prefill = getattr(parallel, "prefill_context_parallel_size", 1)
-    if prefill > 1 and not Settings.from_env().allow_unverified:
-        return (
-            "expected prefill_context_parallel_size 1, with which alone the tier has been run, "
-            f"found {prefill} (KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it)"
-        )
     decode = getattr(parallel, "decode_context_parallel_size", 1)
     if decode > 1 and not _is_one_sharded_group(groups):
         return (
@@ -110,17 +131,20 @@ def _cache_problem(vllm_config: Any, scheduler: Any) -> str | None:
     if kvcached.is_elastic(scheduler.kv_cache_manager.block_pool):
         problem = _kvcached_problem(vllm_config, scheduler)
         if problem:
-            return f"beside kvcached: {problem}, or start without it (KVCACHED_AUTOPATCH=0)"
+            return f"beside kvcached: {problem}, {_WITHOUT_KVCACHED}"
     if vllm_config.model_config.is_encoder_decoder:
         return "expected a decoder-only model, found an encoder-decoder one"
     if getattr(scheduler.kv_cache_manager.coordinator, "enable_partial_hash_hits", False):
-        return "expected prefix cache hits of whole blocks, found partial ones enabled"
+        return (
+            "expected prefix cache hits of whole blocks, found partial ones enabled (by a "
+            "--prefix-match-unit smaller than a block)"
+        )
     if is_set_on(scheduler.kv_cache_manager.coordinator, "find_longest_cache_hit"):
         return "expected the coordinator's own find_longest_cache_hit, found one set by others"
     for index, group in enumerate(scheduler.kv_cache_config.kv_cache_groups):
         problem = _group_problem(group)
         if problem is None and keeps_state(group.kv_cache_spec):
-            problem = _state_problem(vllm_config, scheduler, group.kv_cache_spec)
+            problem = _state_problem(vllm_config, group.kv_cache_spec)
         if problem:
             return f"KV cache group {index}: {problem}"
     return None
@@ -139,10 +163,7 @@ def _kvcached_problem(vllm_config: Any, scheduler: Any) -> str | None:
             "expected KVOFFLOAD_STORE=auto or eager, because blocks lose their memory as soon as "
             "nobody uses them, found lazy"
         )
-    if settings.allow_unverified:
-        return None
-    doubt = next(_kvcached_doubts(vllm_config, scheduler), None)
-    return doubt and f"{doubt} (KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it)"
+    return None
 
 
 def _kvcached_doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
@@ -163,14 +184,13 @@ def _kvcached_doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
         yield "expected no sleep mode, found it on"
 
 
-def _state_problem(vllm_config: Any, scheduler: Any, spec: Any) -> str | None:
+def _state_problem(vllm_config: Any, spec: Any) -> str | None:
     """Why the states of a group cannot be kept; None if they can.
 
     A block is to hold the state behind its last token from the step that computes it until it is
     handed out again, which vLLM's align mode does, and nothing besides the block is to be needed.
     """
-    members = _members(spec)
-    for member in members:
+    for member in _members(spec):
         if type(member).__name__ != _STATE_SPEC:
             return f"expected states alone, found {type(member).__name__} beside them"
         mode = getattr(member, "mamba_cache_mode", "none")
@@ -180,23 +200,21 @@ def _state_problem(vllm_config: Any, scheduler: Any, spec: Any) -> str | None:
             return "expected no speculative decoding beside layers that keep a state, found some"
     if getattr(vllm_config.cache_config, "use_replayssm", False):
         return "expected states that are kept in blocks alone, found --use-replayssm"
-    if scheduler.connector is not None:
-        return "expected no KV connector beside layers that keep a state, found one"
-    if Settings.from_env().allow_unverified:
-        return None
-    return _unshown_states(vllm_config, members[0])
+    return None
 
 
 def _unshown_states(vllm_config: Any, spec: Any) -> str | None:
     """Why nobody has seen such states come back right where this engine runs."""
     kind = getattr(spec.mamba_type, "name", spec.mamba_type)
     release, device = release_in_use(), vllm_config.device_config.device_type
-    if device == "cpu" and kind in _STATES_SHOWN.get(release, ()):
+    if kind in _STATES_SHOWN.get((release, device), ()):
         return None
-    shown = "; ".join(f"{', '.join(kinds)} with {on}" for on, kinds in _STATES_SHOWN.items())
+    shown = "; ".join(
+        f"{', '.join(kinds)} with {on} on {where}" for (on, where), kinds in _STATES_SHOWN.items()
+    )
     return (
-        f"expected states that were shown to come back on the CPU ({shown}), found {kind} with "
-        f"{release} on {device} (KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it)"
+        f"expected states that were shown to come back ({shown}), found {kind} with {release} on "
+        f"{device}"
     )
 
 

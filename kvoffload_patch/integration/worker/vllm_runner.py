@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from kvoffload_patch.integration import kvcached
@@ -33,7 +34,8 @@ def kv_tensors(runner: Any) -> tuple[list[Any], int | None]:
     """The KV tensors, and the dimension that counts blocks where the release fixes it.
 
     From 0.29 on all layers are views ``[block, head, token, content]`` of one allocation;
-    earlier the backend decides the shape, and the dimension is found by its size.
+    earlier the backend decides the shape, and the dimension is found by its size, and a layer that
+    keeps states has a list of them.
     """
     import torch
 
@@ -57,14 +59,17 @@ def first_pointer(runner: Any) -> int | None:
     tensors = runner.kv_caches
     if not tensors:
         return None
-    first = tensors[0]
-    pointer: int = (first[0] if isinstance(first, tuple) else first).data_ptr()
+    pointer: int = _parts(tensors[0])[0].data_ptr()
     return pointer
 
 
 def _flat(caches: Any) -> list[Any]:
-    """A layer's K and V are one tensor in vLLM, and a tuple of tensors in vllm-ascend."""
-    return [part for layer in caches for part in (layer if isinstance(layer, tuple) else (layer,))]
+    return [part for layer in caches for part in _parts(layer)]
+
+
+def _parts(layer: Any) -> Sequence[Any]:
+    """A layer's K and V are one tensor in vLLM, a tuple in vllm-ascend; its states are a list."""
+    return layer if isinstance(layer, (tuple, list)) else (layer,)
 
 
 def copy_output(output: Any, result: TransferResult) -> Any:

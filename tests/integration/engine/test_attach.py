@@ -112,6 +112,28 @@ def test_the_front_end_is_told_of_a_tier_and_of_a_refusal(
     detach(core)
 
 
+def test_what_nobody_has_run_and_the_user_allows_is_said_in_the_log_and_by_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(attach_module.logger, "warning", lambda t, *a, **_: warned.append(t % a))
+    told: list[Any] = []
+    monkeypatch.setattr(attach_module.control, "listen", lambda *args: told.append(args[-1]))
+    monkeypatch.setenv("KVOFFLOAD_CONTROL", "1")
+    for allowed in ("1", "0"):
+        monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", allowed)
+        mini = Mini(tier=False)
+        core = engine(mini, Executor())
+        if allowed == "1":
+            mini.config.parallel_config.prefill_context_parallel_size = 2
+        attach(core, mini.config)
+        detach(core)
+    (doubt,), nothing = told
+    assert "prefill_context_parallel_size 1" in doubt and nothing == ()
+    (warning,) = [text for text in warned if "ALLOW_UNVERIFIED uses" in text]
+    assert doubt in warning and warning.endswith("compare its answers with those without it.")
+
+
 @pytest.mark.parametrize(("options", "name"), [("", "KVOFFLOAD_CPU_GIB"), (None, "--cpu-gib")])
 def test_a_refusal_names_the_option_where_one_was_given(
     options: str | None, name: str, log: list[str], monkeypatch: pytest.MonkeyPatch

@@ -319,9 +319,11 @@ def core() -> Any:
 def test_an_engine_core_listens_until_it_shuts_down() -> None:
     mini, engine_core = Mini(), core()
     mini.only_in_cpu(prompt(4, seed=1))
-    control.listen(engine_core, mini.breaker, mini.manager, mini.ranks)  # type: ignore[arg-type]
+    parts: Any = (mini.breaker, mini.manager, mini.ranks)
+    control.listen(engine_core, *parts, ["states that nobody has seen"])
     (engine,) = client.find()
     found = client.ask(engine, "status")
+    assert found["unverified"] == ["states that nobody has seen"]
     assert (found["state"], found["model"], found["copies"]) == ("on", "a model", "by hand")
     assert (found["capacity_blocks"], found["used_blocks"], found["stored_blocks"]) == (400, 4, 4)
     assert found["used_bytes"] == 4 * SLOT_BYTES and found["largest_blocks"] == 400

@@ -20,7 +20,8 @@ from kvoffload_patch.integration.engine.eligibility import (
 )
 from kvoffload_patch.integration.engine.hooks import init_v0
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
-from scripts.matrix import features
+from scripts.matrix import features, features_gpu
+from scripts.matrix.features_rows import ROWS
 
 
 def spec(kind: str, **attributes: Any) -> Any:
@@ -72,8 +73,7 @@ STATE = {
 
 def states(**changes: Any) -> SimpleNamespace:
     """A scheduler of full attention beside layers that keep a state."""
-    connector = changes.pop("connector", None)
-    return scheduler(group(), group("MambaSpec", **{**STATE, **changes}), connector=connector)
+    return scheduler(group(), group("MambaSpec", **{**STATE, **changes}))
 
 
 def elastic(*groups: Any, without: str = "") -> SimpleNamespace:
@@ -130,8 +130,7 @@ REFUSED = {
     "states at every block": (config(), states(mamba_cache_mode="all"), "found mode all"),
     "states of drafts": (config(), states(num_speculative_blocks=2), "speculative decoding"),
     "states outside of blocks": (config(replayssm=True), states(), "--use-replayssm"),
-    "states beside a connector": (config(), states(connector=object()), "no KV connector"),
-    "states on a GPU": (config(device="cuda"), states(), r"on the CPU.* \S+ on cuda"),
+    "states on a GPU": (config(device="cuda"), states(), r"come back \(.* \S+ on cuda"),
     "states of another kind": (
         config(), states(mamba_type=SimpleNamespace(name="KDA")), "found KDA with",
     ),
@@ -276,7 +275,8 @@ def test_blocks_of_which_each_rank_has_a_part_are_approved(kind: str) -> None:
 
 def test_what_nobody_has_run_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", "1")
-    check_eligible(config(prefill_context_parallel_size=4), scheduler())
+    (doubt,) = check_eligible(config(prefill_context_parallel_size=4), scheduler())
+    assert doubt.startswith("expected prefill_context_parallel_size 1") and "found 4" in doubt
 
 
 @pytest.mark.parametrize("release", ["0.31.0", "0.32.0", "0.33.0"])
@@ -287,27 +287,40 @@ def test_states_are_approved_where_they_were_shown(
 ) -> None:
     monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", release)
     asked = states(mamba_type=SimpleNamespace(name=kind), num_prefill_checkpoint_blocks=checkpoints)
-    if kind in _STATES_SHOWN.get(release, ()):
-        check_eligible(config(), asked)
+    if kind in _STATES_SHOWN.get((release, "cpu"), ()):
+        assert check_eligible(config(), asked) == ()
     else:
-        with pytest.raises(TierRefused, match=f"on the CPU .*{kind} with {release} on cpu"):
+        with pytest.raises(TierRefused, match=f"come back .*{kind} with {release} on cpu"):
             check_eligible(config(), asked)
     monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", "1")
-    check_eligible(config(device="cuda"), asked)
+    (doubt,) = check_eligible(config(device="cuda"), asked)
+    assert "KV cache group 1: expected states that were shown to come back" in doubt
+    assert f"found {kind} with {release} on cuda" in doubt
+
+
+def test_states_are_approved_beside_a_connector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", "0.32.0")
+    asked = scheduler(group(), group("MambaSpec", **STATE), connector=object())
+    assert check_eligible(config(), asked) == ()
 
 
 def test_every_release_whose_states_were_shown_has_results_of_them() -> None:
     """On each one a row of docs/features.md is green for each kind."""
     kinds = {
         "GDN_ATTN": "gated delta net", "SHORT_CONV": "short convolutions", "MAMBA2": "Mamba 2",
+        "MAMBA1": "Mamba 1", "LINEAR": "linear attention",
     }  # fmt: skip
-    for release, shown in _STATES_SHOWN.items():
-        found = features.results_of(release)
+    for (release, device), shown in _STATES_SHOWN.items():
         for kind in shown:
-            (row,) = [name for name in found if name.startswith(f"states: {kinds[kind]}")]
-            outcomes = [test["outcome"] for test in found[row]["tests"]]
-            refused = [test for test in found[row]["tests"] if "refusal" in test]
-            assert set(outcomes) == {"passed"} and not refused, (release, row)
+            (row,) = [row for row in ROWS if row.name.startswith(f"states: {kinds[kind]}")]
+            if device == "cuda":
+                on_it = [one for one in features_gpu.load() if one["release"] == release]
+                (line,) = features_gpu.lines(row, on_it)
+                assert line.verdict.startswith("green"), (release, row)
+                continue
+            tests = features.results_of(release)[row.name]["tests"]
+            refused = [test for test in tests if "refusal" in test]
+            assert {test["outcome"] for test in tests} == {"passed"} and not refused, (release, row)
 
 
 def test_known_specs_are_vllms() -> None:

@@ -8,90 +8,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from integration.engine.connectors import Connector
 from integration.engine.mini import BLOCK, Mini
-from scheduler_half.device import value_after
 from scheduler_half.scenarios import nothing_held, prompt
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-)
 from vllm.v1.outputs import KVConnectorOutput
-
-WRONG = [7] * BLOCK
-
-
-class Connector(KVConnectorBase_V1):
-    """Knows prompts, and fills the blocks of those who ask for them, within the step or later.
-
-    Args:
-        mini: whose scheduler it is attached to.
-        beside: loads go on beside the step, until `arrive`.
-        known: the prompts.
-    """
-
-    def __init__(self, mini: Mini, beside: bool, *known: list[int]) -> None:
-        self._mini = mini
-        self._beside = beside
-        self.known = list(known)
-        self.fails = False
-        self._loads: dict[str, tuple[list[int], list[int], int]] = {}
-        self.filled: dict[str, list[int]] = {}
-        mini.scheduler.connector = self
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        found = self._blocks_known(request.prompt_token_ids) * BLOCK - num_computed_tokens
-        return max(0, found), self._beside and found > 0
-
-    def _blocks_known(self, tokens: list[int]) -> int:
-        known = [len(one) for one in self.known if tokens[: len(one)] == one]
-        return min(max(known, default=0), len(tokens) - 1) // BLOCK
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if num_external_tokens:
-            tokens = list(request.prompt_token_ids)
-            end = self._blocks_known(tokens)
-            table = list(blocks.get_block_ids()[0])[:end]
-            self._loads[request.request_id] = (tokens, table, end - num_external_tokens // BLOCK)
-
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        if not self._beside:
-            for name in list(self._loads):
-                self.fill(name)
-        return KVConnectorMetadata()
-
-    def fill(self, name: str) -> None:
-        """A load arrives; of one that fails, only the first block is right."""
-        tokens, table, first = self._loads.pop(name)
-        values, value = [], 0
-        for token in tokens:
-            value = value_after(value, token)
-            values.append(value)
-        blocks = range(first, len(table))
-        for at in blocks:
-            wrong = self.fails and at > first
-            right = values[at * BLOCK : (at + 1) * BLOCK]
-            self._mini.device.kv[table[at]] = list(WRONG) if wrong else right
-        self.filled[name] = [table[at] for at in blocks]
-
-    def start_load_kv(self, *_: Any, **__: Any) -> None: ...
-    def wait_for_layer_load(self, *_: Any) -> None: ...
-    def save_kv_layer(self, *_: Any, **__: Any) -> None: ...
-    def wait_for_save(self) -> None: ...
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        return False, None
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return False
-
-    def has_pending_push_work(self) -> bool:
-        return False
-
-    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        return (0,)
-
-    def take_events(self) -> tuple[()]:
-        return ()
 
 
 def end_step(mini: Mini, **said: Any) -> None:

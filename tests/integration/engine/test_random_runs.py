@@ -17,6 +17,7 @@ from kvoffload_patch.integration.install import release_in_use
 SEEDS = range(160)
 STATES = range(24)
 SHARDS = range(24)
+BESIDE = range(24)
 PARTS = 8
 MOST = most_in_flight(release_in_use())
 
@@ -64,6 +65,23 @@ def test_random_runs_of_layers_that_keep_a_state(states: str) -> None:
     assert (seen["checkpoints"] > 0) == (states == CHECKPOINTS)
     groups = {describe(seed, MOST, states)["windows"] for seed in STATES}
     assert groups == {(None, states), (states, None, states), (states,)}
+
+
+@pytest.mark.parametrize("states", [None, STATE, CHECKPOINTS], ids=["none", "state", "checkpoints"])
+def test_random_runs_beside_a_connector(states: str | None) -> None:
+    """It brings blocks of every group, within a step and beside it."""
+    if states and not knows(states):
+        pytest.skip(f"vLLM {release_in_use()} has no {states} that a test can ask for")
+    seen: dict[str, int] = {}
+    for seed in BESIDE:
+        try:
+            outcome = run(seed, MOST, states, connector=True)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {describe(seed, MOST, states)}") from error
+        for name, count in outcome.items():
+            seen[name] = seen.get(name, 0) + count
+    for name in ("loaded", "stored", "evicted", "failed", "resumed", "brought"):
+        assert seen[name], f"no run has {name} anything"
 
 
 def test_random_runs_of_ranks_with_a_part_of_each_block() -> None:

@@ -15,7 +15,11 @@ from tier.plans import a_result
 from kvoffload_patch.integration.engine import hooks as engine_hooks
 from kvoffload_patch.integration.protocol import RESULT, TIER
 from kvoffload_patch.integration.worker.hooks import execute_model
-from kvoffload_patch.integration.worker.vllm_runner import copy_output
+from kvoffload_patch.integration.worker.vllm_runner import (
+    block_layout,
+    copy_output,
+    first_pointer,
+)
 
 DONE = a_result(loads_done=3, stores_done=5)
 
@@ -113,6 +117,24 @@ def test_the_shared_empty_output_is_not_written_to() -> None:
     assert getattr(first, RESULT) == DONE
     assert getattr(second, RESULT) == a_result(4, 6)
     assert isinstance(first, outputs.ModelRunnerOutput) and first.req_ids == []
+
+
+def test_states_of_a_layer_come_as_a_list_up_to_0_28() -> None:
+    """Convolution and state in one page with padding behind them, attention over all of it."""
+    blocks, page = 6, 64  # bytes
+    pages = torch.arange(blocks * page, dtype=torch.int32).to(torch.uint8)
+    conv = pages.view(torch.bfloat16).as_strided((blocks, 3, 2), (page // 2, 2, 1), 0)
+    state = pages.view(torch.float32).as_strided((blocks, 2, 5), (page // 4, 5, 1), 3)
+    keys_and_values = pages.view(torch.bfloat16).view(blocks, 2, 16).transpose(0, 1)
+    alone = pages.clone().view(torch.float32).as_strided((blocks, 10), (page // 4, 1), 3)
+    placed = SimpleNamespace(kv_cache_tensors=[SimpleNamespace()], num_blocks=blocks)
+    runner = SimpleNamespace(
+        kv_caches=[[conv, state], keys_and_values, [alone]], kv_cache_config=placed
+    )
+    layout = block_layout(runner)
+    assert first_pointer(runner) == conv.data_ptr()
+    assert [tuple(row.shape) for row in layout.rows] == [(blocks, page), (blocks, 40)]
+    assert torch.equal(layout.rows[0].flatten(), pages)
 
 
 class Recorded:

@@ -1,0 +1,165 @@
+"""A KV connector for `Mini`: it knows prompts, and fills the blocks of those who ask for them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from integration.engine.mini import BLOCK, Mini
+from scheduler_half.device import _GROUP, CHECKPOINTS, STATE, value_after
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
+from vllm.v1.outputs import KVConnectorOutput
+
+WRONG = [7] * BLOCK
+_MARGIN = 3  # blocks of a group
+
+
+class Connector(KVConnectorBase_V1):
+    """Loads within the step or beside it, for every KV cache group.
+
+    Args:
+        mini: whose scheduler it is attached to.
+        beside: loads go on beside the step, until `fill`.
+        known: the prompts.
+    """
+
+    def __init__(self, mini: Mini, beside: bool, *known: list[int]) -> None:
+        self._mini = mini
+        self._beside = beside
+        self.known = list(known)
+        self.fails = False
+        self._loads: dict[str, tuple[list[int], list[list[int]], int]] = {}
+        self.filled: dict[str, list[int]] = {}
+        mini.scheduler.connector = self
+
+    @property
+    def loading(self) -> list[str]:
+        """Requests whose blocks are not filled yet."""
+        return list(self._loads)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        found = self._blocks_known(request.prompt_token_ids) * BLOCK - num_computed_tokens
+        return max(0, found), self._beside and found > 0
+
+    def _blocks_known(self, tokens: list[int]) -> int:
+        known = [len(one) for one in self.known if tokens[: len(one)] == one]
+        return min(max(known, default=0), len(tokens) - 1) // BLOCK
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            tokens = list(request.prompt_token_ids)
+            end = self._blocks_known(tokens)
+            tables = [list(table)[:end] for table in blocks.get_block_ids()]
+            self._loads[request.request_id] = (tokens, tables, end - num_external_tokens // BLOCK)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        if not self._beside:
+            for name in self.loading:
+                self.fill(name)
+        return KVConnectorMetadata()
+
+    def fill(self, name: str) -> None:
+        """A load arrives; of one that fails, only the first block is right."""
+        tokens, tables, first = self._loads.pop(name)
+        values, value = [], 0
+        for token in tokens:
+            value = value_after(value, token)
+            values.append(value)
+        self.filled[name] = []
+        for group, table in enumerate(tables):
+            keeps_state = self._mini.device._windows[group] in (STATE, CHECKPOINTS)
+            for at in range(first, len(table)):
+                if not table[at]:
+                    continue  # the null block: nobody looks at it
+                right = [one + group * _GROUP for one in values[at * BLOCK : (at + 1) * BLOCK]]
+                right = right[-1:] * BLOCK if keeps_state else right
+                wrong = self.fails and at > first
+                self._mini.device.kv[table[at]] = list(WRONG) if wrong else right
+                self.filled[name].append(table[at])
+
+    def start_load_kv(self, *_: Any, **__: Any) -> None: ...
+    def wait_for_layer_load(self, *_: Any) -> None: ...
+    def save_kv_layer(self, *_: Any, **__: Any) -> None: ...
+    def wait_for_save(self) -> None: ...
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        return False, None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    def has_pending_push_work(self) -> bool:
+        return False
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return (0,)
+
+    def take_events(self) -> tuple[()]:
+        return ()
+
+
+class RandomConnector(Connector, SupportsHMA):
+    """One whose loads beside the step arrive when it likes, and which has what it was shown.
+
+    Blocks are filled when the step has begun: behind the copies that it waits for. It has nothing
+    where the GPU is nearly full. There vLLM's own scheduler ends, with and without a tier, because
+    it does not count the block of a state that a connector brings, and requests that hold what a
+    connector has brought wait for each other.
+
+    Args:
+        mini: whose scheduler it is attached to.
+        seed: of what it does.
+    """
+
+    def __init__(self, mini: Mini, seed: int) -> None:
+        self._rng = random.Random(f"connector {seed}")
+        super().__init__(mini, self._rng.random() < 0.5)
+        self.loads = 0
+        self._prepare, self._begin_step = mini.device._prepare, mini.begin_step
+        mini.device._prepare = self._bring  # type: ignore[method-assign]
+        mini.begin_step = self._say  # type: ignore[method-assign]
+        self._arrived = set[str]()
+
+    def show(self, prompt: list[int]) -> None:
+        """A prompt that it has from now on, or its beginning; often it has nothing of it."""
+        if self._rng.random() < 0.5:
+            blocks = self._rng.randrange(1 + len(prompt) // BLOCK)
+            self.known.append(prompt[: blocks * BLOCK])
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        scheduler, groups = self._mini.scheduler, len(self._mini.device._windows)
+        running = {one.request_id for one in scheduler.running}
+        holding = [
+            one
+            for one in scheduler.requests.values()
+            if one.request_id not in running and one.num_computed_tokens and one is not request
+        ]
+        wanted = sum(groups * (one.num_tokens // BLOCK + _MARGIN) for one in [request, *holding])
+        if self._mini.pool.get_num_free_blocks() < wanted:
+            return 0, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return KVConnectorMetadata()
+
+    def _bring(self, scheduled: Any) -> None:
+        self._prepare(scheduled)
+        for name in self.loading:
+            if not self._beside or self._rng.random() < 0.4:
+                self.fill(name)
+                self.loads += 1
+                self._arrived |= {name} if self._beside else set()
+
+    def _say(self) -> Any:
+        scheduled = self._begin_step()
+        arrived, self._arrived = self._arrived, set()
+        if arrived:
+            self._mini.queue[0][1].kv_connector_output = KVConnectorOutput(finished_recving=arrived)
+        return scheduled
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        return False, None

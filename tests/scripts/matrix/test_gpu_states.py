@@ -1,0 +1,165 @@
+"""What `matrix gpu --kinds states` plays, and what it makes of the answers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine import gpu_kinds, gpu_states
+
+KIND = next(kind for kind in gpu_kinds.KINDS if kind.name == "states: Mamba 2")
+
+
+def side(**outgrown: Any) -> dict[str, Any]:
+    """What an engine has answered."""
+    about = {"runner": "r", "scheduler": "Scheduler", "groups": 2}
+    answers = {
+        "tokens": [[1, 2, 3], [4, 5, 6]], "ahead": [[1.0, 1.0, 1.0], [1.0, 0.05, 1.0]],
+        "preemptions": 0, "late": 0, "tier": {"loaded": 0},
+    }  # fmt: skip
+    return {
+        "setup": about,
+        "sensitivity": {"tokens": [[1], [2], [3], [4]]},
+        "lengths_alone": {"tokens": [[1], [2]], "cached": 640},
+        "outgrown": {**answers, **outgrown},
+        "one_copy": False,
+    }
+
+
+def tier(**outgrown: Any) -> dict[str, Any]:
+    """The same with the tier."""
+    return side(**{"preemptions": 3, "late": 9, "tier": {"loaded": 7}, **outgrown})
+
+
+def test_each_kind_of_state_is_played_with_both_runners() -> None:
+    chosen = gpu_kinds.chosen(["v1", "v2"], ["states"], 1)
+    assert [(runner, kind.name) for runner, kind in chosen] == [
+        (runner, f"states: {name}") for runner in ("v1", "v2") for name in gpu_states.KINDS
+    ]
+    assert len(gpu_states.KINDS) == 5
+
+
+def test_answers_must_be_equal_and_what_was_seen_is_told() -> None:
+    found = gpu_kinds.compare("v1", KIND, side(), tier())
+    assert found["outcome"] == "passed" and found["answers_equal"] == found["answers"] == 2
+    assert (found["blocks_loaded"], found["preemptions"], found["held_up"]) == (7, 3, 9)
+    assert (found["outgrown"], found["outgrown_equal"], found["cached"]) == (2, 2, [640, 640])
+
+
+@pytest.mark.parametrize(
+    ("off", "on", "outcome"),
+    [
+        (side(), tier(tokens=[[1, 2, 3], [4, 9, 9]], ahead=[[1.0] * 3, [1.0, 0.02, 1.0]]), True),
+        (side(), tier(tokens=[[1, 2, 3], [4, 9, 9]], ahead=[[1.0] * 3, [1.0, 0.2, 1.0]]), False),
+        (side(), tier(tokens=[[1, 9, 3], [4, 5, 6]]), False),
+        (side(), tier(preemptions=0), False),
+        (side(preemptions=1), tier(), False),
+        (side(), tier(late=0), False),
+        (side(), tier(tier={"loaded": 0}), False),
+        ({**side(), "lengths_alone": {"tokens": [[1], [2]], "cached": 512}}, tier(), False),
+        (side(), {**tier(), "lengths_alone": {"tokens": [[1], [3]], "cached": 640}}, False),
+    ],
+    ids=[
+        "a tie", "a tie of one side", "another answer", "no preemption", "a full GPU beside it",
+        "nothing held up", "nothing loaded", "other hits", "another answer alone",
+    ],
+)  # fmt: skip
+def test_what_must_hold(off: dict[str, Any], on: dict[str, Any], outcome: bool) -> None:
+    found = gpu_kinds.compare("v2", KIND, off, on)
+    assert found["outcome"] == ("passed" if outcome else "failed")
+
+
+def test_many_ties_are_no_ties() -> None:
+    close = [[0.01] * 3] * 3
+    off = side(tokens=[[1, 2, 3]] * 3, ahead=close)
+    on = tier(tokens=[[1, 2, 4]] * 3, ahead=close)
+    assert gpu_kinds.compare("v1", KIND, off, on)["outcome"] == "failed"
+
+
+def test_that_plain_vllm_ends_is_no_fault_of_the_tier() -> None:
+    log = "x\n(EngineCore pid=7) ValueError: mode align\nRuntimeError: no such kernel\nmore"
+    found = gpu_kinds.compare("v1", KIND, {"error": log}, tier())
+    assert found["outcome"] == "skipped"
+    assert found["why"] == "plain vLLM ends by itself: RuntimeError: no such kernel"
+    found = gpu_kinds.compare("v1", KIND, side(), {"error": log})
+    assert (found["outcome"], found["why"]) == ("failed", f"on: {log}")
+
+
+def test_the_tier_is_asked_to_try_what_nobody_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def run(*given: Any, **_: Any) -> Any:
+        asked.append(given)
+        return SimpleNamespace(results={}, log="")
+
+    monkeypatch.setattr(gpu_kinds.engines, "run", run)
+    for with_tier in (False, True):
+        gpu_kinds.play(Path("/models"), "v1", KIND, with_tier)
+    (scenarios, plain, no_tier, at_once), (_, few, settings, late) = asked
+    assert scenarios == gpu_states.SCENARIOS and (no_tier, at_once) == (None, 0)
+    assert settings["KVOFFLOAD_ALLOW_UNVERIFIED"] == "1" and late == "device"
+    assert plain["mamba_cache_mode"] == "align" and plain["enable_prefix_caching"]
+    blocks = [one["num_gpu_blocks_override"] for one in (plain, few)]
+    assert blocks == list(gpu_states.BLOCKS) and blocks[0] > 8 * blocks[1]
+
+
+def test_the_weights_of_linear_attention_are_those_that_its_configuration_has_room_for(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("torch")
+    from engine import linear_attention
+    from safetensors.torch import load_file
+
+    folder = linear_attention.write(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    layers = [name.split(".")[2] for name in weights if ".query_key_value." in name]
+    assert layers == ["0", "2"] and config["layer_group_size"] == 2
+    inner = config["num_attention_heads"] * config["head_dim"]
+    assert weights["model.layers.0.attention.query_key_value.weight"].shape[0] == 3 * inner
+    latent = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    assert weights["model.layers.1.attention.kv_a_proj_with_mqa.weight"].shape[0] == latent
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_copies_of_a_gpu_are_held_up_on_both_streams(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from engine import late_copies
+    from transfer.fake_cuda import FakeCuda
+
+    from kvoffload_patch.transfer.queue import CopyQueue
+
+    log: list[str] = []
+    on: list[Any] = []
+    monkeypatch.setattr(CopyQueue, "_begin", CopyQueue._begin)  # put back at the end
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(on.append(stream)))
+    monkeypatch.setattr(
+        torch.cuda, "_sleep", lambda _: on[-1].append(partial(log.append, "held")), raising=False
+    )
+    late_copies.install("device")
+    before = late_copies.held_up()
+    with FakeCuda(seed) as cuda:
+        queue = CopyQueue(cuda, threading.RLock(), ends_on_bus=False, slices_ahead=2)
+
+        def copy(streams: Any) -> Any:
+            streams.bus.append(partial(log.append, "bus"))
+            streams.blocks.append(partial(log.append, "blocks"))
+            yield
+
+        for ticket in (1, 2):
+            queue.submit(ticket, copy, [])
+        queue.flush(2)
+        cuda.run()
+    assert late_copies.held_up() - before == 2
+    for stream in ("bus", "blocks"):
+        seen = [entry for entry in log if entry in ("held", stream)]
+        behind = [seen[:at].count("held") for at, entry in enumerate(seen) if entry == stream]
+        assert behind[0] >= 1 and behind[1] == 2, "a copy was not held up"
