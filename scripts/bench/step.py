@@ -2,7 +2,7 @@
 
 What the CPU tier adds to a scheduler step on the host, beside vLLM's own connectors to CPU memory.
 `tier` is as the environment says, `eager` the same with KVOFFLOAD_STORE=eager; `lru`, `arc` and
-`s3fifo` are with that KVOFFLOAD_EVICTION.
+`s3fifo` are with that KVOFFLOAD_EVICTION; `hooks` has its hooks, which do nothing.
 
 vLLM's own scheduler, no model, no copies. The schedulers of one scenario take turns, in another
 order each round: plain, one with a tier attached, one for each connector. A step is `schedule()`
@@ -201,7 +201,8 @@ def report(rows: list[dict[str, Any]]) -> str:
 
 def goals(rows: list[dict[str, Any]]) -> str:
     """What each scheduler adds where the tier has a goal."""
-    names = [side for side in SIDES if side != "plain"]
+    played = set().union(*[row["sides"] for row in rows])
+    names = [side for side in SIDES if side != "plain" and side in played]
     lines = [["added, µs", "goal of the tier", *names]]
     for row in rows:
         if row["name"] in TARGETS:

@@ -141,7 +141,8 @@ class TierSim(Sim):
             CPU_SLOTS, policy_named(settings.eviction), store=settings.store,
             min_uses=settings.store_min_uses, gpu_blocks=blocks,
         )  # fmt: skip
-        connect(self.scheduler, hooks, self.manager, Ranks(), settings)
+        self.breaker = connect(self.scheduler, hooks, self.manager, Ranks(), settings)
+        self.hooks = hooks
 
     def _answer(self, scheduled: Any, output: Any) -> None:
         from kvoffload_patch.integration.protocol import PLAN, RESULT
@@ -156,6 +157,15 @@ class TierSim(Sim):
             self._done[1] = plan.after[-1].ticket
             self.stored += len(plan.after[-1].source_ids)
         setattr(output, RESULT, TransferResult(((LOAD, self._done[0]), (STORE, self._done[1]))))
+
+
+class HooksSim(TierSim):
+    """With the tier's hooks, which find it detached: each calls on at once."""
+
+    def __init__(self, slots: int, blocks: int = 20_000) -> None:
+        super().__init__(slots, blocks)
+        self.breaker.detached = True
+        self.hooks.live.clear()
 
 
 class EagerSim(TierSim):
@@ -231,6 +241,7 @@ class OffloadingSim(Sim):
 
 SIDES: dict[str, type[Sim]] = {
     "plain": Sim,
+    "hooks": HooksSim,
     "tier": TierSim,
     "eager": EagerSim,
     "lru": LruSim,

@@ -80,6 +80,14 @@ def counts_external_hits() -> bool:
     return "vllm:external_prefix_cache_hits" in source("v1/metrics/loggers.py")
 
 
+def keeps_all_on_the_gpu() -> str:
+    """Why nothing leaves the GPU's cache while tests run; empty if it does."""
+    only_said = '"num_gpu_blocks_override=%d", num_blocks, num_gpu_blocks_override)\n    return num'
+    if only_said not in source("v1/core/kv_cache_utils.py"):
+        return ""
+    return f"vLLM {version()} says that it obeys --num-gpu-blocks-override, and does not"
+
+
 def prefix_cache_metric() -> str:
     """How vLLM names its own cache's counters: 0.9.1 says `gpu` in them."""
     new = '"vllm:prefix_cache_queries"' in source("v1/metrics/loggers.py")

@@ -77,6 +77,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_figures_of_every_engine_are_on_metrics_and_agree(
     kind: str, model: Path, tmp_path: Path
 ) -> None:
+    if release.keeps_all_on_the_gpu():
+        pytest.skip(f"{release.keeps_all_on_the_gpu()}, so nothing comes back from the tier")
     options, asked = SERVERS[kind], prompts(1, 8)
     num_engines = 2 if "--data-parallel-size" in options else 1
     runtime = {"XDG_RUNTIME_DIR": str(tmp_path), "KVOFFLOAD_CONTROL": "1"}

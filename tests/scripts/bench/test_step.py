@@ -29,9 +29,23 @@ def answer(sim: Sim, seed: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_a_prompt_that_left_the_gpu_is_loaded_by_all_but_the_plain_scheduler(side: str) -> None:
+def test_a_prompt_that_left_the_gpu_is_loaded_by_all_that_do_anything(side: str) -> None:
     sim = SIDES[side](slots=4, blocks=24)
     for seed in (1, 2, 1):  # of 20 blocks each, one at a time on the GPU
         answer(sim, seed, tokens=20 * 16 + 1)
-    works = side != "plain"
+    works = side not in ("plain", "hooks")
     assert (sim.stored >= 40, sim.loaded >= 18) == (works, works)
+
+
+def test_hooks_that_do_nothing_are_set_and_no_plan_is_made() -> None:
+    sim = SIDES["hooks"](slots=4, blocks=24)
+    assert {"schedule", "update_from_output"} <= vars(sim.scheduler).keys()
+    answer(sim, seed=1, tokens=20 * 16 + 1)
+    assert not sim.stored and not sim.manager.num_used
+
+
+def test_the_goals_name_the_schedulers_that_were_played() -> None:
+    sides = {"plain": step._side([[1.0, 2.0]] * 4, [[1.0, 2.0]] * 4, 0, 0)}
+    sides["hooks"] = step._side([[2.0, 4.0]] * 4, [[1.0, 2.0]] * 4, 0, 0)
+    first = step.goals([{"name": "a", "title": "256 decode", "sides": sides}]).splitlines()[0]
+    assert [cell.strip() for cell in first.split("|")[1:-1]][1:] == ["goal of the tier", "hooks"]
