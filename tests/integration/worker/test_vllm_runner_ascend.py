@@ -107,6 +107,6 @@ def test_tuples_of_tensors_are_taken_apart() -> None:
     assert first_pointer(runner) == parts[0].data_ptr()
     runner.kv_caches = []
     assert first_pointer(runner) is None
-    runner.kv_caches = [[parts[0]]]
-    with pytest.raises(TypeError, match="a tensor for each layer, found list"):
+    runner.kv_caches = [{"k": parts[0]}]
+    with pytest.raises(TypeError, match="a tensor for each layer, found dict"):
         kv_tensors(runner)

@@ -74,6 +74,6 @@ def test_goals_of_the_step_are_beside_what_each_scheduler_adds() -> None:
         "tier",
     ]
     assert [cell.strip() for cell in made[2].split("|")[1:-1]] == [
-        "to a step: decodes", "60", "59.94", *4 * ["-"], "1215", "-",
+        "to a step: decodes", "60", "59.94", "1215",
     ]  # fmt: skip
     assert len(made) == 3
