@@ -175,6 +175,14 @@ class Settings:
         "one of " + ", ".join(LOAD_MODES),
         "load within the step (inline), beside it (parked), or choose per request (auto)",
     )
+    load_by_layer: bool = _variable(
+        "KVOFFLOAD_LOAD_BY_LAYER",
+        False,
+        _boolean,
+        _A_BOOLEAN,
+        "begin a step on its first layers while the KV of later ones is loaded; not measured on a"
+        " GPU yet",
+    )
     eviction: str = _variable(
         "KVOFFLOAD_EVICTION",
         "adaptive",

@@ -67,7 +67,8 @@ class RankOpened:
     """What a rank says when its tier is open.
 
     Slots usable so far, whether they become more while it serves, milliseconds that a block takes
-    to load, and how blocks are copied.
+    to load, how blocks are copied, and which part of a load may be on its way when the step that
+    reads it begins.
     """
 
     rank: int
@@ -76,4 +77,5 @@ class RankOpened:
     growing: bool = False
     load_ms_per_block: float = 0.0
     copies: str = ""
+    overlap: float = 0.0
     error: str = ""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from kvoffload_patch.links import GPU, LOAD, Link, Tickets
 from kvoffload_patch.transfer.backends.base import CopyBackend
@@ -60,6 +61,10 @@ class CopyEngine:
         self._device = device_of(layout.device)
         self._deferred: Plan | None = None  # its transfers after the forward pass are to be taken
         self._stores_deferred = False  # stores were, by the step before
+        self._groups = len(backend.groups)
+        # What the forward pass waits for by layer, and until which load.
+        self._arriving: Sequence[Any] = ()
+        self._last_arriving = 0
         self._thread: CopyThread | None = None
         self._watch: DeadlineWatch | None = None
         lock, bad = threading.RLock(), dict[str, set[int]]()
@@ -77,19 +82,27 @@ class CopyEngine:
         if not self._device.is_host:
             self._start_threads()
 
-    def begin_step(self, plan: Plan | None) -> None:
+    def begin_step(self, plan: Plan | None, by_layer: bool = False) -> bool:
         """Before the forward pass: submit loads, and make it wait for what it needs.
+
+        Args:
+            by_layer: whether `wait_group` can be called for each group of rows before the forward
+                pass reads it, and `wait_all_groups` after it, instead of waiting here.
+
+        Returns:
+            Whether they must be.
 
         Raises:
             TransferError: a plan was lost or came twice, the copy thread has ended, or a copy is
                 past its deadline.
         """
         self._check_deadlines()
+        self.wait_all_groups()  # of a forward pass that did not come to its end
         if self._deferred:  # its step has not ended
             self._submit_after()
         if plan is None:
             self._wake()  # raises if no thread enqueues any more
-            return
+            return False
         for link in self._all:
             wait, done = plan.waits_for(link.link), plan.known_done(link.link)
             link.forget(done)
@@ -98,12 +111,27 @@ class CopyEngine:
         for transfer in plan.before:
             self._link(transfer).submit(transfer, plan.done)
         for link in self._into_gpu:
-            link.queue.hold(None, plan.waits_for(link.link))
+            last = plan.waits_for(link.link)
+            if by_layer and self._comes_by_layer(link, plan):
+                last -= 1
+            link.queue.hold(None, last)
         self._deferred = plan
         for link in self._into_gpu:
             if link.queue.queued and link.queue.has_room(MIN_LOAD_SLICES):
                 link.queue.top_up(THREAD_LOAD_SLICES)
         self._wake()
+        return bool(self._arriving)
+
+    def wait_group(self, group: int) -> None:
+        """Make the current stream wait for a group of rows of what comes by layer."""
+        if self._arriving:
+            self._device.current_stream().wait_event(self._arriving[group])
+
+    def wait_all_groups(self) -> None:
+        """Make the current stream wait for all of it; no `wait_group` is called for it any more."""
+        if self._arriving:
+            self._arriving = ()
+            self._links[LOAD].queue.hold(None, self._last_arriving)
 
     def end_step(self, defer_stores: bool = False) -> None:
         """After the forward pass: submit the stores of the plan begun last.
@@ -202,6 +230,21 @@ class CopyEngine:
                 self._thread.close()
             if self._watch is not None:
                 self._watch.close()
+
+    def _comes_by_layer(self, link: LinkCopies, plan: Plan) -> bool:
+        """Whether the last load that this step waits for is awaited group by group.
+
+        One that it reads may be. Not one whose blocks it writes to: a layer writes its KV before
+        it waits for its group.
+        """
+        last = plan.waits_for(link.link)
+        read = self._groups and (link.link, last) in plan.promised
+        if read and link.link == LOAD and link.queue.poll() < last:
+            self._last_arriving = last
+            arriving = link.queue.arrivals(last)
+            if len(arriving) == self._groups:
+                self._arriving = arriving
+        return bool(self._arriving)
 
     def _submit_after(self) -> None:
         """Submit what goes after the forward pass."""

@@ -16,6 +16,9 @@ import torch
 
 from kvoffload_patch.transfer.errors import LayoutRefused
 
+# The first of some neighbouring rows, and the one behind the last.
+Rows = tuple[int, int]
+
 
 @dataclass(frozen=True)
 class _Span:
@@ -88,12 +91,38 @@ class BlockLayout:
             self.offsets.append(self.block_bytes)
             self.block_bytes += row.shape[1]
         self.spans: list[tuple[int, int]] = []
+        self._last_row: list[int] = []  # of each tensor
         starts = [(m.storage, m.stride, m.start) for m in merged]  # in this order
         for of_tensor in spans:
             rows = [bisect_right(starts, (s.storage, s.stride, s.start)) - 1 for s in of_tensor]
             firsts = [self.offsets[r] + s.start - merged[r].start for r, s in zip(rows, of_tensor)]
             ends = [first + s.nbytes for first, s in zip(firsts, of_tensor)]
             self.spans.append((min(firsts), max(ends)))
+            self._last_row.append(max(rows))
+
+    def cut(self, most: int, min_bytes: int) -> list[Rows]:
+        """Cut a block into groups of whole rows, in their order and of nearly equal size.
+
+        Returns:
+            ``most`` groups at most; if there are several, each has ``min_bytes`` or more.
+        """
+        left = max(1, min(most, self.block_bytes // max(1, min_bytes)))
+        groups: list[Rows] = []
+        first = begin = 0
+        ends = [*self.offsets[1:], self.block_bytes]
+        for row, end in enumerate(ends, 1):
+            enough = max(min_bytes, -(-(self.block_bytes - begin) // left))
+            if end - begin >= enough or row == len(ends):
+                groups.append((first, row))
+                first, begin, left = row, end, max(1, left - 1)
+        if len(groups) > 1 and self.block_bytes - self.offsets[groups[-1][0]] < min_bytes:
+            groups[-2:] = [(groups[-2][0], groups[-1][1])]
+        return groups
+
+    def group_of_tensor(self, index: int, groups: Sequence[Rows]) -> int:
+        """The last of the groups of `cut` that has bytes of a tensor, by its place as given."""
+        row = self._last_row[index]
+        return next(at for at, (first, end) in enumerate(groups) if first <= row < end)
 
     def block_views(self, block_id: int) -> list[torch.Tensor]:
         """The part of every KV tensor that belongs to one block, in the tensor's own dtype.

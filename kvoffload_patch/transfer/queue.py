@@ -22,7 +22,7 @@ Behind = Sequence[tuple["CopyQueue | SyncCopyQueue", int]]
 class _Job:
     """A copy that is queued or partly enqueued."""
 
-    __slots__ = ("behind", "compute", "slices", "start", "ticket")
+    __slots__ = ("arrived", "behind", "compute", "slices", "start", "ticket")
 
     def __init__(self, ticket: int, start: Start, compute: Any, behind: Behind) -> None:
         self.ticket = ticket
@@ -30,6 +30,7 @@ class _Job:
         self.compute = compute
         self.behind = behind
         self.slices: Slices | None = None
+        self.arrived: list[Any] = []  # when each group of its rows was
 
 
 class CopyQueue:
@@ -67,8 +68,8 @@ class CopyQueue:
         self._lock = lock  # held while a slice is enqueued
         self._book = threading.Lock()  # held for moments: what is under way
         self._queue: deque[_Job] = deque()
-        # Last ticket, the compute before it, its end, and what to ask then.
-        self._under_way: deque[tuple[int, Any, Any, Verdict | None]] = deque()
+        # Last ticket, the compute before it, its end, what to ask then, and its groups of rows.
+        self._under_way: deque[tuple[int, Any, Any, Verdict | None, list[Any]]] = deque()
         self._enqueued = 0  # slices so far
         self._spare: list[Any] = []
         self._done = 0
@@ -106,7 +107,7 @@ class CopyQueue:
             try:
                 if job.slices is None:
                     job.slices = self._begin(job)
-                next(job.slices)
+                self._mark(job, next(job.slices))
                 more = True
             except StopIteration as over:
                 verdict = over.value
@@ -120,7 +121,7 @@ class CopyQueue:
                 end = self._new_event()
                 end.record(self._end)
                 with self._book:
-                    self._under_way.append((job.ticket, job.compute, end, verdict))
+                    self._under_way.append((job.ticket, job.compute, end, verdict, job.arrived))
             return True
 
     def has_room(self, ahead: int) -> bool:
@@ -155,10 +156,24 @@ class CopyQueue:
         """The event that no copy up to ``ticket`` is later than; None if all are done."""
         event = None
         with self._book:
-            for number, _, event, _ in self._under_way:  # noqa: B007 - the last, or the first so far
+            for number, _, event, *_ in self._under_way:  # noqa: B007 - the last, or the first so far
                 if number >= ticket:
                     break
         return event
+
+    def arrivals(self, ticket: int) -> Sequence[Any]:
+        """Enqueue a copy, and all before it: events, one for each group of its rows.
+
+        Each is behind these groups and behind every copy before. Fewer if the copy has failed; none
+        if it is done, or brings its rows at once.
+        """
+        with self._lock:
+            self.flush(ticket)
+            with self._book:
+                for number, _, _, _, arrived in self._under_way:
+                    if number == ticket:
+                        return arrived
+        return ()
 
     def flush(self, ticket: int) -> None:
         """Enqueue every copy up to ``ticket``."""
@@ -231,6 +246,14 @@ class CopyQueue:
             other.hold(self.streams.blocks, ticket)
         return job.start(self.streams)
 
+    def _mark(self, job: _Job, arrived: int) -> None:
+        """So many groups of rows are enqueued."""
+        while len(job.arrived) < arrived:
+            # A new one: a forward pass may wait for it when the copy is long done.
+            event = self._device.new_event()
+            event.record(self._end)
+            job.arrived.append(event)
+
     def _fail(self, job: _Job, error: Exception) -> None:
         self.failed[job.ticket] = failed_by(error)
         # What was enqueued of it, on either stream, ends before its ticket does.
@@ -245,7 +268,7 @@ class CopyQueue:
             return self._device.new_event()
 
     def _retire(self) -> None:
-        ticket, compute, end, verdict = self._under_way.popleft()
+        ticket, compute, end, verdict, _ = self._under_way.popleft()
         reason = verdict() if verdict is not None else None
         if reason is not None:
             self.failed[ticket] = CopyFailed(MISMATCH, reason)
@@ -287,6 +310,10 @@ class SyncCopyQueue:
 
     def hold(self, stream: object, ticket: int) -> None:
         """Nothing is ever under way."""
+
+    def arrivals(self, ticket: int) -> Sequence[Any]:
+        """Nothing is ever under way."""
+        return ()
 
     def flush(self, ticket: int) -> None:
         """Nothing is ever queued."""

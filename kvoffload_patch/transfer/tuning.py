@@ -18,6 +18,9 @@ STORE_SLICE_BYTES, STORE_BUFFERS = 32 << 20, 3
 # Blocks made ready for copying at a time: a batch may have tens of thousands, and the bus would be
 # idle until the last of them is (scripts/bench transfer, blocks of 256 KiB).
 READY_BLOCKS = 1024
+# Groups of rows in which a load comes where the forward pass waits for it by layer: enough of them
+# for compute to begin early, each large enough for the bus. Not measured.
+LOAD_GROUPS, LOAD_GROUP_BYTES = 4, 256 << 10
 # What torch's own copies pack before they cross. Not measured: as `STORE_SLICE_BYTES`.
 STAGING_BYTES = 32 << 20
 # What a call of the driver copies of rows of blocks. Not measured: as `STORE_SLICE_BYTES`.

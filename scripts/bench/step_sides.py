@@ -103,6 +103,7 @@ class Ranks:
 
     load_ms_per_block = 0.02
     copies_overlap = True
+    overlap = 0.0
     num_ranks = 1
 
     def loads_done(self) -> int:

@@ -35,6 +35,7 @@ class Ranks:
 
     load_ms_per_block = 0.001
     copies_overlap = False
+    overlap = 0.0
 
     def drain(self) -> None:
         """Nothing is under way."""

@@ -2,9 +2,9 @@
 
 Run in a process of its own, by `engines.run`: ``driver.py SPEC``, where SPEC is JSON with
 ``engine`` (arguments of `vllm.LLM`), ``scenarios`` (names in `scenarios`), ``late`` (how late
-copies happen, see `late_copies`; 0: at once) and ``way`` (see `engines.run`).
-``driver.py --warm IN OUT`` is for `warm`: it imports vLLM, and forks a process for each line of the
-file descriptor IN.
+copies happen, see `late_copies`; 0: at once; ``layers`` or ``deaf to N``: see `late_layers`) and
+``way`` (see `engines.run`). ``driver.py --warm IN OUT`` is for `warm`: it imports vLLM, and forks
+a process for each line of the file descriptor IN.
 """
 
 from __future__ import annotations
@@ -99,14 +99,24 @@ def _exit(status: int) -> None:
     os._exit(status)
 
 
+def _let_copies_be_late(how: int | str) -> None:
+    layers, _, deaf_to = str(how).partition("deaf to ")
+    if deaf_to or layers == "layers":
+        import late_layers
+
+        late_layers.install(int(deaf_to or -1))
+    else:
+        import late_copies
+
+        late_copies.install(how)
+
+
 def play(spec: dict[str, Any]) -> None:
     """Play, and print one line ``RESULT {...}``: a result for each scenario."""
     if spec["way"] == "plugin":
         _leave_the_plugin_alone()
     if spec["late"]:
-        import late_copies
-
-        late_copies.install(spec["late"])
+        _let_copies_be_late(spec["late"])
     for variable, module in _REPLACES.items():
         if variable in os.environ:
             importlib.import_module(module).install()

@@ -98,7 +98,7 @@ def run(
         tier: None for plain vLLM; else KVOFFLOAD_* variables.
         way: ``command``: through ``python -m kvoffload_patch``; ``flag``: KVOFFLOAD_ENABLE alone,
             for the start-up file; ``plugin``: the same, with the start-up file's hook taken out.
-        late: how late copies happen, see `late_copies`.
+        late: how late copies happen, see `late_copies` and `late_layers`.
         warm: processes to fork from; None: start a new one.
         prefix: of the command line of a new one.
         extra: more environment variables.

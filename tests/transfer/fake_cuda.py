@@ -167,7 +167,8 @@ class FakeCuda:
 
     def __enter__(self) -> FakeCuda:
         self._put(devices, _KINDS={"cpu": lambda device: self})
-        self._put(TileMover, move=self._late(TileMover.move))
+        late = {name: self._late(getattr(TileMover, name)) for name in ("move", "clear")}
+        self._put(TileMover, **late)
         self._put(copy_staged, upload_ids=self._late(copy_staged.upload_ids))
         # Or a step would enqueue all there is: copies are small here.
         self._put(
@@ -194,7 +195,7 @@ class FakeDriver:
     """`Driver` on a `FakeCuda`: moves bytes of the CPU, and refuses what a device cannot do.
 
     Attributes:
-        calls: how many copies each call had.
+        calls: how many copies each call had; below 0, rows of as many slots.
         fail_in: raise once so many more copies were enqueued; never if None.
     """
 
@@ -214,6 +215,15 @@ class FakeDriver:
         # A batch has no order within.
         for copy in self._streams.random.sample(copies, len(copies)):
             self._enqueue(*copy, stream)
+
+    def copy_rows(
+        self, target: int, target_pitch: int, source: int, source_pitch: int,
+        nbytes: int, count: int, stream: int,
+    ) -> None:  # fmt: skip
+        self.calls.append(-count)
+        self._check(source, (count - 1) * source_pitch + nbytes)
+        for i in range(count):
+            self._enqueue(target + i * target_pitch, source + i * source_pitch, nbytes, stream)
 
     def _enqueue(self, target: int, source: int, nbytes: int, handle: int) -> None:
         self._check(target, nbytes)

@@ -31,13 +31,13 @@ POISON = 0xA5
 _interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
 _gpu = [pytest.mark.gpu, needs_gpu]
 # Backend and device. "packed" is the torch backend's way on devices, in the CPU's memory; "singles"
-# is the staged one without the driver's batched call.
+# is the staged one without the driver's batched call, "groups" that whose loads come row by row.
 WAYS = [
     ("torch", "cpu"),
     ("packed", "cpu"),
     ("direct", "cpu"),
-    pytest.param("staged", "cpu", marks=_interpreted),
-    *(pytest.param(n, "cuda", marks=_gpu) for n in ("staged", "singles", "torch")),
+    *(pytest.param(n, "cpu", marks=_interpreted) for n in ("staged", "groups")),
+    *(pytest.param(n, "cuda", marks=_gpu) for n in ("staged", "groups", "singles", "torch")),
 ]
 
 
@@ -97,14 +97,15 @@ class Opened:
             self.streams = self._new_streams()
 
     def _open(self, name: str, per_piece: int) -> CopyBackend:
-        if name in ("staged", "singles"):
+        if name in ("staged", "singles", "groups"):
             if self.cuda is None:
                 self.driver = Driver()
                 if name == "singles":
                     self.driver._batch = None
             else:
                 self.driver = FakeDriver(self.cuda, self.slots, per_piece)
-            return StagedBackend(self.layout, self.slots, self.driver, self.every)
+            groups = self.layout.cut(3, 1) if name == "groups" else ()
+            return StagedBackend(self.layout, self.slots, self.driver, self.every, groups)
         if name == "direct":
             assert self.cuda is not None
             self.driver = FakeCopier(self.cuda, self.slots, per_piece)

@@ -68,10 +68,10 @@ class SkipsARowOfLoads(Spoiled):
 
 class DoesNothing(Spoiled):
     def spoiled_store(self, gpu_block_ids: Ids, cpu_slots: Ids) -> Slices:
-        yield
+        yield 0
 
     def spoiled_load(self, gpu_block_ids: Ids, cpu_slots: Ids) -> Slices:
-        yield
+        yield 0
 
 
 class LoadsTheNeighbourSlot(Spoiled):

@@ -33,6 +33,7 @@ class Rank:
     """An engine on the streams of a `FakeCuda`, on which nothing goes on by itself."""
 
     name = "slices"
+    groups = ()
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
@@ -50,12 +51,12 @@ class Rank:
     def store(self, ids: Any, slots: Any, streams: Streams | None = None) -> Slices:
         return self._copy("store", ids, streams)
 
-    def _copy(self, name: str, ids: Any, streams: Streams | None) -> Iterator[None]:
+    def _copy(self, name: str, ids: Any, streams: Streams | None) -> Iterator[int]:
         assert streams is not None
         for _ in ids:
             streams.blocks.append(partial(self.done.append, name))
             streams.bus.wait_stream(streams.blocks)
-            yield
+            yield 0
 
     def begin_loads(self, count: int = 1, slices: int = 1, **more: Any) -> None:
         """Plan loads; nothing of them is enqueued unless the step waits for them."""
@@ -246,7 +247,7 @@ def test_an_engine_of_a_device_watches_its_links_until_it_is_closed(
     monkeypatch.setattr(FakeCuda, "is_host", False)
     ours = {"kvoffload-copies", "kvoffload-deadlines"}
     with FakeCuda():
-        backend: Any = SimpleNamespace(load=None, store=None)
+        backend: Any = SimpleNamespace(load=None, store=None, groups=())
         engine: Any = CopyEngine(BlockLayout([torch.zeros(4, 3)], 4), backend)
         assert set(kvoffload_threads()) >= ours
         assert set(engine._watch._queues) == {LOAD, STORE}

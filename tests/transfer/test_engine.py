@@ -86,20 +86,21 @@ class Recorder:
     """A backend, and two queues, that write down what they are asked."""
 
     name = "recorder"
+    groups = ()
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.fails = False
 
-    def load(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None) -> Iterator[None]:
+    def load(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None) -> Iterator[int]:
         return self._copy("load", gpu_block_ids, cpu_slots)
 
-    def store(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None) -> Iterator[None]:
+    def store(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None) -> Iterator[int]:
         return self._copy("store", gpu_block_ids, cpu_slots)
 
-    def _copy(self, name: str, gpu_block_ids: Ids, cpu_slots: Ids) -> Iterator[None]:
+    def _copy(self, name: str, gpu_block_ids: Ids, cpu_slots: Ids) -> Iterator[int]:
         self.calls.append((name, tuple(gpu_block_ids), tuple(cpu_slots)))
-        yield
+        yield 0
         if self.fails:
             raise OSError("the bus\nis on fire")
 

@@ -34,6 +34,7 @@ class EngineRank(Rank):
     """A rank whose plans go through a `CopyEngine`; it is its own backend, block by block."""
 
     name = "model"
+    groups = ()
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class EngineRank(Rank):
         pairs, size = list(zip(source_ids, target_ids)), self.cuda.random.choice([1, 2, 9])
         for at in range(0, len(pairs), size):
             self._move(pairs[at : at + size], *source, *target)
-            yield
+            yield 0
 
     @staticmethod
     def _move(

@@ -44,7 +44,7 @@ class SlowBackend:
     """Takes its time before every copy, on the stream where the copy begins."""
 
     def __init__(self, backend: CopyBackend, device: torch.device) -> None:
-        self.name = backend.name
+        self.name, self.groups = backend.name, backend.groups
         self.load_cycles = self.store_cycles = 0
         self._backend = backend
         self._device = device

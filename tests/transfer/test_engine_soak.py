@@ -52,14 +52,19 @@ def test_the_cpu_device(build: Build) -> None:
 @interpreted
 @pytest.mark.parametrize("chance", [0.0, 0.2], ids=["all well", "copies fail"])
 @pytest.mark.parametrize("seed", range(2))
-def test_two_ranks_on_fake_streams(build: Build, seed: int, chance: float) -> None:
+@pytest.mark.parametrize("groups", [1, 3], ids=["as a whole", "by layer"])
+def test_two_ranks_on_fake_streams(build: Build, groups: int, seed: int, chance: float) -> None:
     """Only the first rank reports; the other one is later or earlier, and fails by itself."""
-    ranks = [build("fake", "staged", seed=10 * seed + i, chunk=2 + i, every=seed) for i in range(2)]
+    ranks = [
+        build("fake", "staged", seed=10 * seed + i, chunk=2 + i, every=seed, groups=groups)
+        for i in range(2)
+    ]
     for rank in ranks:
         rank.backend.chance = chance
     traffic = Traffic(ranks, seed)
     traffic.run(wanted_moves(250))
     assert traffic.loaded > 30
+    assert (traffic.by_layer > 3) == (groups > 1)
     for rank in ranks:
         assert bool(rank.failed) == bool(chance)
 
@@ -91,9 +96,11 @@ def test_flipped_bits_on_the_cpu_device(build: Build) -> None:
 
 
 @interpreted
-def test_flipped_bits_on_fake_streams(build: Build) -> None:
+@pytest.mark.parametrize("groups", [1, 4], ids=["as a whole", "by layer"])
+def test_flipped_bits_on_fake_streams(build: Build, groups: int) -> None:
     """No load that brings other bytes counts as done, on whichever rank."""
-    traffic = Traffic([build("fake", "staged", seed=i, every=1) for i in range(2)], seed=0)
+    ranks = [build("fake", "staged", seed=i, every=1, groups=groups) for i in range(2)]
+    traffic = Traffic(ranks, seed=0)
     run_with_flips(traffic, 100)
     saw_flips(traffic)
 

@@ -90,6 +90,64 @@ def test_the_span_of_a_tensor_whose_rows_are_given_out_of_order() -> None:
     heads_and_kv = torch.zeros(3, 2, 4, 8, dtype=torch.uint8).transpose(0, 1)
     layout = BlockLayout([torch.zeros(4, 6), heads_and_kv], 4)
     assert layout.spans == [(0, 24), (24, 24 + 48)]
+    assert layout.group_of_tensor(1, layout.cut(99, 1)) == 6
+
+
+CUTS = [(1, 1), (2, 1), (3, 1), (4, 100), (100, 1), (5, 200), (7, 1 << 20)]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_groups_are_whole_rows_in_order_and_large_enough(name: str, cut: tuple[int, int]) -> None:
+    layout = build(name).layout()
+    groups = layout.cut(*cut)
+    rows = [row for first, end in groups for row in range(first, end)]
+    assert rows == list(range(len(layout.rows)))
+    sizes = [sum(layout.rows[r].shape[1] for r in range(*group)) for group in groups]
+    assert len(groups) <= cut[0]
+    assert len(groups) == 1 or min(sizes) >= cut[1]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_tensor_has_no_byte_after_its_group_and_some_in_it(
+    name: str, cut: tuple[int, int]
+) -> None:
+    case = build(name)
+    layout = case.layout()
+    groups = layout.cut(*cut)
+    place = slot_bytes(layout, 1)
+    ends = [layout.offsets[end - 1] + layout.rows[end - 1].shape[1] for _, end in groups]
+    for index, view in enumerate(case.views(1)):
+        last = max(place[a] for a in addresses_of(view))
+        wanted = next(g for g, end in enumerate(ends) if last < end)
+        assert layout.group_of_tensor(index, groups) == wanted
+
+
+@pytest.mark.parametrize(
+    ("rows", "cut", "sizes"),
+    [
+        ([10] * 64, (6, 1), [110, 110, 110, 110, 100, 100]),
+        ([10] * 64, (64, 1), [10] * 64),
+        ([10] * 64, (100, 1), [10] * 64),
+        ([10] * 64, (100, 15), [20] * 32),
+        ([10] * 5, (2, 1), [30, 20]),
+        ([10] * 5, (3, 20), [30, 20]),
+        ([30, 25, 10], (3, 20), [30, 35]),
+        ([10] * 5, (9, 51), [50]),
+        ([1, 1, 30, 1, 1], (3, 1), [32, 1, 1]),
+        ([30, 1, 1, 1, 1], (3, 2), [30, 2, 2]),
+    ],
+)
+def test_groups_are_of_nearly_equal_size(
+    rows: list[int], cut: tuple[int, int], sizes: list[int]
+) -> None:
+    layout = BlockLayout([torch.zeros(4, size, dtype=torch.uint8) for size in rows], 4, 0)
+    groups = layout.cut(*cut)
+    assert [sum(rows[first:end]) for first, end in groups] == sizes
+    assert [layout.group_of_tensor(t, groups) for t in range(len(rows))] == [
+        g for g, (first, end) in enumerate(groups) for _ in range(first, end)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ class Rank:
     """GPU blocks, CPU slots and a disk, a word in each of their blocks; and the copies between."""
 
     name = "words"
+    groups = ()
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
@@ -73,7 +74,7 @@ class Rank:
     def _on(self, link: Link) -> Copy:
         source, target = (self.words[place] for place in link)
 
-        def copy(source_ids: Ids, target_ids: Ids, streams: Streams | None) -> Iterator[None]:
+        def copy(source_ids: Ids, target_ids: Ids, streams: Streams | None) -> Iterator[int]:
             assert streams is not None
             stream = streams.blocks if link[1] == GPU else streams.bus
             if link[0] == GPU:
@@ -82,7 +83,7 @@ class Rank:
                 stream.wait_stream(streams.bus)
             for one, other in zip(source_ids, target_ids):
                 stream.append(lambda o=one, t=other: target.update({t: source.get(o, "nothing")}))
-                yield
+                yield 0
             if link in self.fails:
                 raise OSError("no such file")
 

@@ -35,7 +35,7 @@ class Setup:
                 raise OSError(f"{name} failed\n at {i}")
             streams.bus.wait_stream(streams.blocks)
             streams.blocks.wait_stream(streams.bus)
-            yield
+            yield 0
         if fail_after == slices:
             raise ValueError
 
@@ -253,7 +253,7 @@ def test_polling_does_not_wait_for_a_slice_that_is_being_enqueued(setup: Setup) 
     def start(streams: object) -> Iterator[None]:
         inside.set()
         go_on.wait(20)
-        yield
+        yield 0
 
     setup.submit(queue, 1)
     queue.flush(1)
@@ -331,7 +331,7 @@ def test_the_cpu_device_copies_at_once_and_fails_at_once() -> None:
         assert streams is None
         for _ in range(3):
             calls.append(fails)
-            yield
+            yield 0
         if fails:
             raise OSError("not\nhere")
 
@@ -348,7 +348,7 @@ def test_the_cpu_device_asks_at_once_whether_bytes_are_right() -> None:
     queue = SyncCopyQueue()
 
     def start(reason: str | None, streams: object) -> Iterator[None]:
-        yield
+        yield 0
         return lambda: reason
 
     queue.submit(1, partial(start, None), [(queue, 0)])

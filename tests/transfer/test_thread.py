@@ -320,7 +320,7 @@ class OnStreams:
             last.wait_stream(first)
             last.append(lambda: self.finished.update({name: self.finished[name] + 1}))
             self.enqueued[name] += 1
-            yield
+            yield 0
 
     def under_way(self, name: str) -> int:
         return self.enqueued[name] - self.finished[name]

@@ -48,7 +48,7 @@ class Flaky:
     """
 
     def __init__(self, backend: CopyBackend, rng: random.Random) -> None:
-        self.name = backend.name
+        self.name, self.groups = backend.name, backend.groups
         self.checksums = backend.checksums
         self.chance = 0.0
         self.delay: Callable[[Any], None] = lambda stream: None
@@ -67,7 +67,7 @@ class Flaky:
         left = self._random.randint(0, 4) if self._random.random() < self.chance else -1
         while True:
             try:
-                next(slices)
+                arrived = next(slices)
             except StopIteration as end:
                 if left >= 0:
                     raise OSError("the test lets this copy fail at its end") from None
@@ -75,7 +75,7 @@ class Flaky:
             if left == 0:
                 raise OSError("the test lets this copy fail")
             left -= 1
-            yield
+            yield arrived
 
 
 class Machine:
@@ -86,12 +86,15 @@ class Machine:
         backend: which one.
         chunk: blocks that it moves at once.
         every: one block of so many has a checksum.
+        groups: in so many groups of rows loads come, at most.
     """
 
     def __init__(
-        self, kind: str, backend: str, seed: int = 0, chunk: int = 3, every: int = 0
-    ) -> None:
+        self, kind: str, backend: str, seed: int = 0, chunk: int = 3, every: int = 0,
+        groups: int = 1,
+    ) -> None:  # fmt: skip
         self.kind = kind
+        self.most_groups = groups
         self.every = every
         self.random = random.Random(seed)
         self.device = torch.device("cuda" if kind == "cuda" else "cpu")
@@ -134,9 +137,11 @@ class Machine:
             every = self.every if self.kind == "host" else 0
             return TorchBackend(self.layout, slots, every)
         if self.cuda is None:
-            return StagedBackend(self.layout, slots, Driver(), self.every)
-        driver: Any = FakeDriver(self.cuda, slots, self.host.slots_per_piece)
-        return StagedBackend(self.layout, slots, driver, self.every)
+            driver: Any = Driver()
+        else:
+            driver = FakeDriver(self.cuda, slots, self.host.slots_per_piece)
+        groups = self.layout.cut(self.most_groups, 1) if self.most_groups > 1 else ()
+        return StagedBackend(self.layout, slots, driver, self.every, groups)
 
     def _take_real_queues(self) -> None:
         """Instead of those of the CPU device. What a thread would enqueue, `breathe` does."""
@@ -146,6 +151,7 @@ class Machine:
         self._queues = [CopyQueue(self.cuda, lock, on_bus, ahead) for on_bus in (False, True)]
         for link, queue in zip((LOAD, STORE), self._queues):
             self.engine._links[link].queue = queue
+        self.engine._device = self.cuda
 
     def _warm_up(self) -> None:
         """Kernels are loaded when first used, and that waits for what runs."""
@@ -164,13 +170,16 @@ class Machine:
 
         self._compute(fill)
 
-    def check(self, blocks: Ids, values: Ids, tickets: Ids = ()) -> None:
-        """Compare blocks, unless one of these loads turns out to fail."""
+    def check(
+        self, blocks: Ids, values: Ids, tickets: Ids = (), rows: tuple[int, int] | None = None
+    ) -> None:
+        """Compare blocks, or some rows of them, unless one of these loads turns out to fail."""
         ids, scaled = self._upload(blocks, values)
         bad = torch.zeros((), dtype=torch.int64, device=self.device)
+        part = slice(*(rows or (0, len(self._rows))))
 
         def compare() -> None:
-            for row, words in zip(self._rows, self._words):
+            for row, words in zip(self._rows[part], self._words[part]):
                 bad.add_((row[ids] != scaled + words).sum())
 
         self._compute(compare)
@@ -262,7 +271,7 @@ class Traffic:
         self.last_key = 0
         self.cached: dict[int, int] = {}  # GPU block -> key
         self.loading: dict[int, list[tuple[int, int]]] = {}  # ticket -> destinations and keys
-        self.moves = self.loaded = 0
+        self.moves = self.loaded = self.by_layer = 0
 
     def run(self, moves: int) -> None:
         """Steps with so many block moves."""
@@ -280,10 +289,10 @@ class Traffic:
         if plan is not None:
             self.moves += sum(len(t.source_ids) for t in (*plan.before, *plan.after))
         self.loaded += len(reads.blocks)
-        lazy = self.random.random() < 0.2
+        by_layer, lazy = self.random.random() < 0.7, self.random.random() < 0.2
         for rank in self.ranks:
             with rank.on_device():
-                self._step_on(rank, plan, reads, writes, lazy)
+                self._step_on(rank, plan, reads, writes, by_layer, lazy)
             rank.breathe()
         result = self.ranks[0].poll()
         for rank in self.ranks[1:]:
@@ -293,11 +302,18 @@ class Traffic:
 
     def _step_on(
         self, rank: Machine, plan: TransferPlan | None, reads: Reads, writes: dict[int, int],
-        lazy: bool,
+        by_layer: bool, lazy: bool,
     ) -> None:  # fmt: skip
-        rank.engine.begin_step(plan)
+        by_layer = rank.engine.begin_step(plan, by_layer)
         rank.spend(self.random.choice([0, 0, 0, 100_000, 1_000_000]))
-        if reads.blocks:
+        if by_layer:
+            self.by_layer += 1
+            for group, rows in enumerate(rank.backend.groups):
+                rank.engine.wait_group(group)
+                rank.check(*reads, rows=rows)
+            if self.random.random() < 0.9:  # or the forward pass was given up
+                rank.engine.wait_all_groups()
+        elif reads.blocks:
             rank.check(*reads)
         if writes:
             rank.write(list(writes), list(writes.values()))

@@ -222,6 +222,8 @@ class Admission:
             self._loads.blocks_under_way,
             self._pace.free_ms(),
             self._loads.awaited_ms,
+            self._loads.stalled_ms,
+            self._pace.hidden_ms,
         )
         scans_left = max(0, self._view.free_run_slots()) + SCAN_MARGIN_REQUESTS
         for request in self._view.waiting():

@@ -127,7 +127,7 @@ def _attach(engine_core: Any, vllm_config: Any) -> None:
         cpu_bytes = engine_bytes(vllm_config, settings)
         _rehearse(scheduler, hooks, settings)
         how = settings.copy_backend, num_engines(vllm_config), settings.integrity
-        ranks.open(cpu_bytes, *how)
+        ranks.open(cpu_bytes, *how, by_layer=settings.load_by_layer)
         manager = OffloadManager(
             ranks.num_usable,
             policy_named(settings.eviction),

@@ -77,6 +77,7 @@ class LoadBook:
         parked_times: seconds that requests were parked for, of the last of them.
         awaited_ms: how long the loads still take that were published in this step before they were
             done.
+        stalled_ms: how long that step waits for them after the time when it could begin.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class LoadBook:
         self.ticket_of: dict[Hashable, int] = {}
         self.readers: list[str] = []
         self.num_inline = self.num_parked_ever = 0
-        self.awaited_ms = 0.0
+        self.awaited_ms = self.stalled_ms = 0.0
         self.parked_times = deque[float](maxlen=PARKED_TIMES)
         self.under_way: deque[_ParkedLoad] = deque()
         self._by_ticket: dict[int, _ParkedLoad] = {}
@@ -181,8 +182,9 @@ class LoadBook:
         """Publish the loads that are done, and put the requests that waited back into the queue.
 
         Args:
-            within_ms: a load that will be over in less counts as done; the step about to be
-                scheduled waits for it on the device, and from now on it must not fail. 0: none.
+            within_ms: a load of which what a step needs at its begin will be there in less counts
+                as done; the step about to be scheduled waits for it on the device, and from now on
+                it must not fail. 0: none.
 
         Returns:
             Requests put back, with what they hit.
@@ -208,9 +210,11 @@ class LoadBook:
         if self._manager.load_done(load.ticket):
             return True
         left_ms = self._pace.ms_until(load.over_at)
-        if left_ms >= within_ms:
+        needed_ms = left_ms - self._pace.hidden_ms(len(load.blocks))
+        if not within_ms or needed_ms >= within_ms:
             return False
         self.awaited_ms = left_ms  # the next ones are later
+        self.stalled_ms = max(self.stalled_ms, needed_ms - self._pace.free_ms())
         return True
 
     def abort(self, request_id: str) -> None:
@@ -227,7 +231,7 @@ class LoadBook:
 
     def after_schedule(self) -> None:
         """`schedule` has returned: what it admitted holds its own references."""
-        self.awaited_ms = 0.0
+        self.awaited_ms = self.stalled_ms = 0.0
         self._at_risk.clear()
         self.readers.clear()
         if self._held:

@@ -16,14 +16,21 @@ class Pace:
 
     Args:
         ms_per_block: time that a block takes to load.
+        overlap: which part of a load may be on its way when the step that reads it begins.
         now: seconds on a clock that never goes back.
 
     Attributes:
         in_flight: steps that were scheduled and whose output has not come back.
     """
 
-    def __init__(self, ms_per_block: float, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        ms_per_block: float,
+        overlap: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._s_per_block = ms_per_block / 1000
+        self._overlap = overlap
         self._now = now
         self.in_flight = 0
         self._began = 0.0  # the last one was about to be scheduled
@@ -42,6 +49,15 @@ class Pace:
         0 if no step is under way: the device waits for this one.
         """
         return 1000 * min(self._steps) if self.in_flight > 0 else 0.0
+
+    def hidden_ms(self, num_blocks: int) -> float:
+        """How long so many blocks may still be loading when the step that reads them begins.
+
+        Nobody waits then if a layer's KV is there when its turn comes: as the load brings layer
+        after layer, and so does the step, no longer than either of them takes. The step is taken to
+        compute for as long as the shorter of the two before.
+        """
+        return 1000 * self._overlap * min(*self._steps, self._s_per_block * num_blocks)
 
     def load_begins(self, num_blocks: int) -> float:
         """A load of so many blocks begins, behind those under way; returns when it will be over."""

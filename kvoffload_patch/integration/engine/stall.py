@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+
+def _nothing_hidden(num_blocks: int) -> float:
+    return 0.0
+
 
 class Stall:
     """What the inline loads of a step make its requests wait, in milliseconds over all of them.
@@ -18,6 +24,8 @@ class Stall:
         free_ms: for how long the step will not begin, whatever it waits for.
         awaited_ms: how long loads still take that this step waits for already; they are no part of
             `blocks_ahead`, and cross before these.
+        stalled_ms: how long the step waits for these after the time when it could begin.
+        hidden_ms: how much of the time of so many blocks nobody waits for, as `Pace` says.
     """
 
     def __init__(
@@ -28,15 +36,20 @@ class Stall:
         blocks_ahead: int,
         free_ms: float = 0.0,
         awaited_ms: float = 0.0,
+        stalled_ms: float = 0.0,
+        hidden_ms: Callable[[int], float] = _nothing_hidden,
     ) -> None:
         self._ms_per_block = ms_per_block
-        self._left_ms = limit_ms - requests * max(0.0, awaited_ms - free_ms)
+        self._left_ms = limit_ms - requests * stalled_ms
         self._requests = requests
-        free = int(free_ms / ms_per_block) if ms_per_block else 0
+        self._hidden_ms = hidden_ms
         awaited = int(awaited_ms / ms_per_block) if ms_per_block else 0
         self._ahead = blocks_ahead + awaited
-        # Blocks that cross before this step begins, and those that it waits for anyway.
-        self._free, self._waited_for = free, max(free, awaited)
+        # Blocks that cross before this step can begin, and before it does.
+        self._free = free = int(free_ms / ms_per_block) if ms_per_block else 0
+        self._waited_for = free
+        if stalled_ms and ms_per_block:
+            self._waited_for = int((free_ms + stalled_ms) / ms_per_block)
 
     def allows(self, num_blocks: int) -> bool:
         """Whether a request may load so many blocks inline; `add_inline` then counts it."""
@@ -47,14 +60,15 @@ class Stall:
 
         Where `allows` says yes, that can be so only if nobody else takes part in the step yet.
         """
-        return self._ms_per_block * (self._ahead + num_blocks - self._waited_for) > self._left_ms
+        needed = self._ahead + self._needed(num_blocks) - self._waited_for
+        return self._ms_per_block * needed > self._left_ms
 
     def add_inline(self, num_blocks: int) -> float:
         """A request of this step loads so many blocks inline; what that costs, in milliseconds."""
         cost_ms = self._cost_ms(num_blocks)
         self._left_ms -= cost_ms
+        self._waited_for = max(self._waited_for, self._ahead + self._needed(num_blocks))
         self._ahead += num_blocks
-        self._waited_for = max(self._waited_for, self._ahead)
         return cost_ms
 
     def add_parked(self, num_blocks: int) -> None:
@@ -68,6 +82,12 @@ class Stall:
 
     def _cost_ms(self, num_blocks: int) -> float:
         # The others wait for what they did not have to wait for so far, this one for the rest.
-        added = max(0, self._ahead + num_blocks - self._waited_for)
+        added = max(0, self._ahead + self._needed(num_blocks) - self._waited_for)
         ahead = max(0, self._ahead - self._free)
         return self._ms_per_block * (added * self._requests + ahead)
+
+    def _needed(self, num_blocks: int) -> int:
+        """How many of so many blocks have to be there when the step begins."""
+        if not self._ms_per_block:
+            return num_blocks
+        return num_blocks - int(self._hidden_ms(num_blocks) / self._ms_per_block)

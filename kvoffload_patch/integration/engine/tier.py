@@ -71,7 +71,7 @@ class SchedulerTier:
         self._lookups = LookupCache()
         self._report = Report(manager, settings.log_interval)
         self._hits = HitCounts(view, self._report)
-        self._pace = Pace(ranks.load_ms_per_block, now)
+        self._pace = Pace(ranks.load_ms_per_block, ranks.overlap, now)
         front = FreeFront(view, manager) if manager.may_look_ahead else None
         self._front = front
         not_hit, taken = self._hits.forget, self._look_at_handed_out

@@ -41,12 +41,14 @@ class RankGroup:
         load_ms_per_block: of the slowest rank, once opened.
         copies: how blocks are copied, in words.
         copies_overlap: whether copies run beside the forward pass, or within the step.
+        overlap: which part of a load may be on its way when the step that reads it begins; 0 where
+            the forward pass waits for loads as a whole.
     """
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
         self.num_slots = self.num_usable = self.block_bytes = self.slot_bytes = 0
-        self.load_ms_per_block = 0.0
+        self.load_ms_per_block = self.overlap = 0.0
         self.copies = self.size = ""
         self.copies_overlap = self.growing = False
         self._here: Callable[[], int] | None = None  # asks a rank of this process
@@ -59,6 +61,7 @@ class RankGroup:
         backend: str = "auto",
         engines: int = 1,
         integrity: str = "off",
+        by_layer: bool = False,
     ) -> None:
         """Divide ``cpu_bytes`` over the ranks and open the tier on every one.
 
@@ -67,6 +70,7 @@ class RankGroup:
             backend: how blocks are copied.
             engines: of the server, which share what a host can give.
             integrity: which blocks have checksums.
+            by_layer: whether the forward pass may wait for loads layer by layer.
 
         Raises:
             TierRefused: naming every rank that cannot take part, and why. Some ranks may have taken
@@ -85,7 +89,8 @@ class RankGroup:
             for file in files:
                 member = next(r for r in ranks if r.rank in file.address.ranks)
                 file.resize(self.num_slots * member.slot_bytes)
-            how = self.num_slots, backend, integrity, board, [file.address for file in files]
+            shared = board, [file.address for file in files]
+            how = self.num_slots, backend, integrity, *shared, by_layer
             opened = self._call(worker_side.open_rank, *how, timeout_s=OPEN_TIMEOUT_S)
         _refuse_errors(opened, "failed to open the CPU tier")
         self.num_usable = min(r.num_ready for r in opened)
@@ -93,6 +98,7 @@ class RankGroup:
         slowest = max(opened, key=lambda r: r.load_ms_per_block)
         self.load_ms_per_block, self.copies = slowest.load_ms_per_block, slowest.copies
         self.copies_overlap = ranks[0].device != "cpu"
+        self.overlap = min(r.overlap for r in opened)
         if len(ranks) == 1:
             [rank] = self._call(worker_side.rank_here, worker_side.this_process())
             self._here = rank.loads_done if rank is not None else None

@@ -53,6 +53,7 @@ _SCHEDULER = (
             "scheduled_cached_reqs finished_req_ids",
         ),
         (">=0.17.1", "new_block_ids_to_zero"),
+        (">=0.26", "kv_cache_block_copies"),
     ),
     *_has(
         "vllm.v1.core.sched.output",
@@ -233,7 +234,8 @@ _CONFIG = (
         (
             _ANY,
             "cache_config model_config parallel_config scheduler_config device_config "
-            "kv_transfer_config lora_config speculative_config observability_config",
+            "kv_transfer_config lora_config speculative_config observability_config "
+            "compilation_config",
         ),
     ),
     *_has(
@@ -255,6 +257,7 @@ _CONFIG = (
         (_ANY, "pipeline_parallel_size tensor_parallel_size world_size data_parallel_size"),
         (">=0.10.2", "decode_context_parallel_size"),
         (">=0.12", "prefill_context_parallel_size"),
+        (">=0.14", "use_ubatching"),
         (">=0.17", "enable_elastic_ep"),
     ),
     *_has(
@@ -262,6 +265,12 @@ _CONFIG = (
         "SchedulerConfig",
         (_ANY, "long_prefill_token_threshold enable_chunked_prefill"),
         (">=0.10", "async_scheduling"),
+    ),
+    *_has(
+        "vllm.config",
+        "CompilationConfig",
+        (_ANY, "static_forward_context"),
+        (">=0.10.1", "cudagraph_mode"),
     ),
 )
 
@@ -278,7 +287,15 @@ _WORKER = (
     *_has(
         "vllm.v1.worker.gpu.model_runner",
         "GPUModelRunner",
-        (">=0.12", "kv_caches kv_cache_config vllm_config device get_model"),
+        (">=0.12", "kv_caches kv_cache_config vllm_config device get_model cudagraph_manager"),
+    ),
+    *_has("vllm.attention.backends.abstract", "AttentionBackend", ("<0.14", "get_name")),
+    *_has("vllm.v1.attention.backend", "AttentionBackend", (">=0.14", "get_name")),
+    *_has("vllm.v1.attention.backend", "AttentionImpl", (">=0.14", "forward")),
+    *_has(
+        "vllm.model_executor.layers.attention.attention",
+        "Attention",
+        (">=0.16", "impl kv_cache attn_backend use_direct_call kv_sharing_target_layer_name"),
     ),
     *_has("vllm.model_executor.layers.linear", "QKVParallelLinear", (_ANY, "num_kv_head_replicas")),
     *_has(

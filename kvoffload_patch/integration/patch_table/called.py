@@ -198,4 +198,12 @@ CALLED = (
         Shape(">=0.11.1,<0.13", _RPC, "Any | list[Any] | Future[Any | list[Any]]"),
         Shape(">=0.13", _RPC, "Any"),
     ),
+    *_called(
+        "graphs.mixed_mode",
+        "vllm.config.compilation",
+        "CUDAGraphMode.mixed_mode",
+        "loads come by layer only if prefills are no full CUDA graphs",
+        Shape("<0.10.1", None),
+        Shape(">=0.10.1", ("self",), "CUDAGraphMode"),
+    ),
 )

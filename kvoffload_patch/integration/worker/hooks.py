@@ -31,6 +31,7 @@ def execute_model(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> An
     step = _scheduler_output(*args, **kwargs)
     tier.begin_step(getattr(step, PLAN, None), step)
     output = wrapped(*args, **kwargs)
+    tier.end_forward()
     return output if output is None else tier.end_step(output)
 
 

@@ -97,6 +97,7 @@ def open_rank(
     integrity: str = "off",
     board: SlotCountsAddress | None = None,
     slots: Sequence[SharedSlotsAddress] = (),
+    by_layer: bool = False,
 ) -> RankOpened:
     """Allocate the slots, prove one block's round trip, and take part from the next step on.
 
@@ -113,6 +114,7 @@ def open_rank(
             integrity=integrity,
             common=slots,
             rank=worker.rank,
+            by_layer=by_layer,
         )
         setattr(worker.model_runner, TIER, tier)
         # On a host that has workers only, no engine will say so.
@@ -123,6 +125,7 @@ def open_rank(
             growing=tier.growing,
             load_ms_per_block=tier.load_ms_per_block,
             copies=tier.copies,
+            overlap=tier.overlap,
         )
     except Exception as error:  # noqa: BLE001 - told to the engine, which refuses
         from kvoffload_patch.transfer.errors import one_line

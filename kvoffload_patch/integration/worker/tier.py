@@ -13,6 +13,7 @@ from typing import Any
 from kvoffload_patch.config import as_given
 from kvoffload_patch.integration.shared_slots import SharedSlotsAddress
 from kvoffload_patch.integration.slot_counts import SlotCounts
+from kvoffload_patch.integration.worker.layer_gate import LayerGate
 from kvoffload_patch.integration.worker.memory import open_host
 from kvoffload_patch.integration.worker.tuning import IDLE_WAIT_S, MEASURED_BYTES, SHORT_STEP_TOKENS
 from kvoffload_patch.integration.worker.vllm_runner import (
@@ -40,6 +41,10 @@ class RankTier:
         common: where ranks have their slots in common. If any have, what is done is what all ranks
             have done, as the board says.
         rank: of this runner, among those.
+        by_layer: whether the forward pass waits for loads layer by layer where it can.
+
+    Attributes:
+        overlap: which part of a load may be on its way when the step that reads it begins.
 
     Raises:
         TransferError: the layout, the memory, the copy backend or the canary.
@@ -55,11 +60,13 @@ class RankTier:
         integrity: str = "off",
         common: Sequence[SharedSlotsAddress] = (),
         rank: int = 0,
+        by_layer: bool = False,
     ) -> None:
         shared = next((address for address in common if rank in address.ranks), None)
         self._together = bool(common)
         self._board, self._runner = board, runner
         self._promised: Tickets = ()
+        self._gate: LayerGate | None = None
         self._warned: set[tuple[Link, str]] = set()
         layout = block_layout(runner)
         self._tensor = kv_tensors(runner)[0][0]
@@ -76,29 +83,40 @@ class RankTier:
             measured = MEASURED_BYTES // layout.block_bytes if self._tells_slots else num_slots
             ready = self._host.wait_up_to(measured)
             own = (shared.ranks.index(rank), len(shared.ranks)) if shared else (0, 1)
-            self._open_copies(layout, ready, backend, integrity, own)
+            self._open_copies(layout, ready, backend, integrity, own, by_layer)
         except BaseException:
+            if self._gate is not None:
+                self._gate.close()
             self._host.close()
             raise
 
     def _open_copies(
-        self, layout: Any, ready: int, backend: str, integrity: str, own: tuple[int, int]
+        self,
+        layout: Any,
+        ready: int,
+        backend: str,
+        integrity: str,
+        own: tuple[int, int],
+        by_layer: bool,
     ) -> None:
         """Choose a backend by its speed with the first slots, and prove a block's round trip.
 
         ``own``: as `Turn`, which slots this rank stores to.
         """
-        from kvoffload_patch.transfer.backends.choose import choose_backend
+        from kvoffload_patch.transfer.backends.choose import choose_backend, load_groups
         from kvoffload_patch.transfer.backends.slots import SlotMemory
         from kvoffload_patch.transfer.canary import run_canary
         from kvoffload_patch.transfer.engine import CopyEngine
         from kvoffload_patch.transfer.turns import Turn
 
         slots = SlotMemory(self._host.slots, self._host.slots_per_piece)
+        self._gate = LayerGate(self._runner, layout, load_groups(layout)) if by_layer else None
+        groups = self._gate.groups if self._gate else ()
         with self._host.quiet():
-            chosen = choose_backend(layout, slots, ready, backend, integrity)
+            chosen = choose_backend(layout, slots, ready, backend, integrity, groups)
             run_canary(layout, chosen.backend, slot=ready - 1)
         self.load_ms_per_block, self.copies = chosen.load_ms_per_block, chosen.report
+        self.overlap = 1 - 1 / max(1, len(chosen.backend.groups))
         self._checksums = chosen.backend.checksums
         # What was stored to try it has none: another rank may be the one that stores there.
         self._checksums.forget_all()
@@ -139,13 +157,27 @@ class RankTier:
         if plan is not None:
             self._promised += plan.promised
         self._check_promised()  # what has failed before; the plan may show it as taken in
-        self._engine.begin_step(plan)
+        gate = self._gate
+        awaited = self._engine.begin_step(plan, gate is not None and gate.passes(step))
+        if gate is not None:
+            gate.begin(step, self._engine.wait_group if awaited else None)
         if plan is not None and self._beside_connector:
             self._wait_for_handed_out(plan)
         if self._promised and self._checksums.every == 1:
             # The rank that reported them has them; this one may be behind.
             self._engine.wait_done(self._promised)
         self._check_promised()
+
+    def end_forward(self) -> None:
+        """After the forward pass, before anything reads what it has computed.
+
+        Raises:
+            RuntimeError: a layer has not waited for its load, or a load has failed meanwhile.
+        """
+        if self._gate is not None:
+            self._engine.wait_all_groups()
+            self._gate.end()
+            self._check_promised()
 
     def end_step(self, output: Any) -> Any:
         """After the forward pass and what follows it: submit the store, report what is done."""
@@ -215,6 +247,8 @@ class RankTier:
 
     def close(self) -> None:
         """Drain and free."""
+        if self._gate is not None:
+            self._gate.close()
         self._engine.close()
         del self._engine
         self._host.close()

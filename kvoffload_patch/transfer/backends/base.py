@@ -12,6 +12,7 @@ import torch
 from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.integrity import Checksums, Verdict
+from kvoffload_patch.transfer.layout import Rows
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,10 @@ class Streams:
     bus: Any
 
 
-# Enqueues a copy slice by slice, one for each `next`; see `CopyBackend`. What it returns at its
-# end is to be asked once the copy is done, if it is anything.
-Slices = Generator[None, None, "Verdict | None"]
+# Enqueues a copy slice by slice, one for each `next`, which says how many groups of rows are there
+# then; see `CopyBackend`. What it returns at its end is to be asked once the copy is done, if it is
+# anything.
+Slices = Generator[int, None, "Verdict | None"]
 
 
 class CopyBackend(Protocol):
@@ -47,12 +49,19 @@ class CopyBackend(Protocol):
 
     A load whose bytes are compared with checksums returns a verdict, as the value of its generator.
 
+    A load may bring the rows of its blocks group by group. Its slices say of how many groups
+    everything is on ``streams.blocks``; 0 where it brings all rows at once.
+
     Attributes:
         name: as users choose it.
+        groups: of rows, in the order in which a load brings them; none if it brings all at once.
         checksums: of the slots.
     """
 
     name: str
+
+    @property
+    def groups(self) -> Sequence[Rows]: ...
 
     @property
     def checksums(self) -> Checksums: ...

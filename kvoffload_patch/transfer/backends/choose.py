@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvoffload_patch.transfer.backends.base import CopyBackend, Slices, copy_now, new_streams
@@ -11,8 +11,13 @@ from kvoffload_patch.transfer.backends.torch import TorchBackend
 from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.errors import TransferError, one_line
 from kvoffload_patch.transfer.integrity import EVERY, FULL, OFF, in_words
-from kvoffload_patch.transfer.layout import BlockLayout
-from kvoffload_patch.transfer.tuning import TIMED_BYTES, TIMED_REPEATS
+from kvoffload_patch.transfer.layout import BlockLayout, Rows
+from kvoffload_patch.transfer.tuning import (
+    LOAD_GROUP_BYTES,
+    LOAD_GROUPS,
+    TIMED_BYTES,
+    TIMED_REPEATS,
+)
 
 NAMES = ("staged", "direct", "torch")
 
@@ -36,6 +41,7 @@ def choose_backend(
     num_slots: int,
     choice: str = "auto",
     integrity: str = OFF,
+    groups: Sequence[Rows] = (),
 ) -> Chosen:
     """Open a backend, and measure it; ``auto`` takes the first that works.
 
@@ -46,6 +52,7 @@ def choose_backend(
         slots: the CPU slots; the first ``num_slots`` are usable, and lose what they hold.
         choice: one of `NAMES`, or ``auto``.
         integrity: which blocks have checksums, as `integrity.EVERY` names it.
+        groups: of rows, in which loads are to bring them; a backend may bring all at once.
 
     Raises:
         TransferError: the backend asked for does not work here, or none does.
@@ -65,7 +72,7 @@ def choose_backend(
     reasons: list[str] = []
     for name in names:
         try:
-            backend = _OPEN[name](layout, slots, integrity)
+            backend = _OPEN[name](layout, slots, integrity, groups)
             speed = _measure(layout, backend, num_slots)
         except Exception as error:  # noqa: BLE001 - another one may work
             reasons.append(f"{name} does not work here ({one_line(error)})")
@@ -74,6 +81,11 @@ def choose_backend(
         words = in_words(backend.checksums.every)
         return Chosen(backend, speed.load, f"copies {name} ({said}){words}")
     raise TransferError(f"expected a copy backend that works, found none: {'; '.join(reasons)}.")
+
+
+def load_groups(layout: BlockLayout) -> list[Rows]:
+    """The groups in which loads may bring rows; one if a block has too few bytes for more."""
+    return layout.cut(LOAD_GROUPS, LOAD_GROUP_BYTES)
 
 
 class _Speed(NamedTuple):
@@ -109,20 +121,27 @@ def _measure(layout: BlockLayout, backend: CopyBackend, num_slots: int) -> _Spee
     return _Speed(store, load)
 
 
-def _staged(layout: BlockLayout, slots: SlotMemory, integrity: str) -> CopyBackend:
+def _staged(
+    layout: BlockLayout, slots: SlotMemory, integrity: str, groups: Sequence[Rows]
+) -> CopyBackend:
     from kvoffload_patch.transfer.backends.staged import StagedBackend
 
-    return StagedBackend(layout, slots, device_of(layout.device).copier(), EVERY[integrity])
+    driver = device_of(layout.device).copier()
+    return StagedBackend(layout, slots, driver, EVERY[integrity], groups)
 
 
-def _direct(layout: BlockLayout, slots: SlotMemory, integrity: str) -> CopyBackend:
+def _direct(
+    layout: BlockLayout, slots: SlotMemory, integrity: str, groups: Sequence[Rows]
+) -> CopyBackend:
     from kvoffload_patch.transfer.backends.direct import DirectBackend
 
     _refuse_checksums(layout, integrity)
     return DirectBackend(layout, slots, device_of(layout.device).copier())
 
 
-def _torch(layout: BlockLayout, slots: SlotMemory, integrity: str) -> CopyBackend:
+def _torch(
+    layout: BlockLayout, slots: SlotMemory, integrity: str, groups: Sequence[Rows]
+) -> CopyBackend:
     # Its operations would need memory for checksums, which no copy may take.
     _refuse_checksums(layout, integrity)
     return TorchBackend(layout, slots)
@@ -137,7 +156,7 @@ def _refuse_checksums(layout: BlockLayout, integrity: str) -> None:
         )
 
 
-_OPEN: dict[str, Callable[[BlockLayout, SlotMemory, str], CopyBackend]] = {
+_OPEN: dict[str, Callable[[BlockLayout, SlotMemory, str, Sequence[Rows]], CopyBackend]] = {
     "staged": _staged,
     "direct": _direct,
     "torch": _torch,

@@ -50,6 +50,7 @@ class DirectBackend:
     """
 
     name = "direct"
+    groups = ()
 
     def __init__(self, layout: BlockLayout, slots: SlotMemory, copier: Copier) -> None:
         self._slots, self._copier = slots, copier
@@ -94,7 +95,7 @@ class DirectBackend:
 
     def _copy(
         self, ids: Sequence[int], slots: Sequence[int], streams: Streams, to_device: bool
-    ) -> Iterator[None]:
+    ) -> Iterator[int]:
         """All of it on the stream of the blocks, behind what the bus has."""
         self._joined.record(streams.bus)
         streams.blocks.wait_event(self._joined)
@@ -105,7 +106,7 @@ class DirectBackend:
             sizes = np.tile(self._nbytes, len(ids[own]))
             stream = self._device.handle(streams.blocks)
             self._copier.copy_many(target, source, sizes, stream, to_device)
-            yield
+            yield 0
 
     def _addresses(self, ids: Sequence[int], slots: Sequence[int]) -> tuple[Numbers, Numbers]:
         """Of every row of every block, and of its place in the slot."""

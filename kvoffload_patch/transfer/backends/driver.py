@@ -15,8 +15,27 @@ import numpy as np
 from kvoffload_patch.transfer.backends.slots import Numbers
 from kvoffload_patch.transfer.errors import TransferError
 
+_DEVICE_AND_HOST = 4  # CU_MEMORYTYPE_UNIFIED: the address says which
 _NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+
+
+class _Rectangle(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = [
+        field
+        for end in ("src", "dst")
+        for field in (
+            (f"{end}XInBytes", ctypes.c_size_t),
+            (f"{end}Y", ctypes.c_size_t),
+            (f"{end}MemoryType", ctypes.c_int),
+            (f"{end}Host", ctypes.c_void_p),
+            (f"{end}Device", ctypes.c_uint64),
+            (f"{end}Array", ctypes.c_void_p),
+            (f"{end}Pitch", ctypes.c_size_t),
+        )
+    ] + [("WidthInBytes", ctypes.c_size_t), ("Height", ctypes.c_size_t)]
 
 
 class _Location(ctypes.Structure):
@@ -50,6 +69,8 @@ class Driver:
             ) from error
         self._copy = self._lib.cuMemcpyAsync
         self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+        self._copy_2d = self._lib.cuMemcpy2DAsync_v2
+        self._copy_2d.argtypes = [ctypes.POINTER(_Rectangle), ctypes.c_void_p]
         self._batch, self._reports_index = _batch_call(self._lib)
         self._attributes = _Attributes(srcAccessOrder=_STREAM_ORDER)
         self._first = ctypes.c_size_t(0)
@@ -72,6 +93,18 @@ class Driver:
             self._batch = None  # the driver has it, this device does not
         for copy in zip(targets.tolist(), sources.tolist(), sizes.tolist()):
             self.copy(*copy, stream)
+
+    def copy_rows(
+        self, target: int, target_pitch: int, source: int, source_pitch: int,
+        nbytes: int, count: int, stream: int,
+    ) -> None:  # fmt: skip
+        """``count`` runs of ``nbytes`` each, their starts a pitch apart on either side."""
+        rectangle = _Rectangle(
+            srcMemoryType=_DEVICE_AND_HOST, srcDevice=source, srcPitch=source_pitch,
+            dstMemoryType=_DEVICE_AND_HOST, dstDevice=target, dstPitch=target_pitch,
+            WidthInBytes=nbytes, Height=count,
+        )  # fmt: skip
+        _check(self._copy_2d(ctypes.byref(rectangle), stream), "cuMemcpy2DAsync")
 
     def _copy_batch(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> int:
         arrays = [np.ascontiguousarray(each) for each in (targets, sources, sizes)]

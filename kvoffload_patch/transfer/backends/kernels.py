@@ -23,7 +23,8 @@ def copy_ids(source, target, first, count, SIZE: tl.constexpr):  # type: ignore[
 
 # A number that changes from call to call must not make a new kernel: that costs a compilation.
 _PLAIN = (
-    "num_blocks", "first_block", "num_tiles", "flat_pitch", "first_slot", "first_stored",
+    "num_blocks", "first_block", "num_tiles", "first_tile", "block_tiles", "flat_pitch",
+    "flat_shift", "first_slot", "first_stored", "first_total",
 )  # fmt: skip
 _PLACE = tl.constexpr(PLACE)
 _MIX = tl.constexpr(MIX)
@@ -78,19 +79,22 @@ def _check_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_PLAIN)  # type: ignore[untyped-decorator]
 def move_tiles(  # type: ignore[no-untyped-def] # Triton's own values
-    rows, flat, tiles, block_ids, num_blocks, first_block, num_tiles, flat_pitch,
-    first_slot, first_stored, sums, totals, verdict,
+    rows, flat, tiles, block_ids, num_blocks, first_block, num_tiles, first_tile, block_tiles,
+    flat_pitch, flat_shift, first_slot, first_stored, first_total, sums, totals, verdict,
     TO_FLAT: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
     EVERY: tl.constexpr,
 ):  # fmt: skip
     """Copy ``num_tiles`` tiles of ``num_blocks`` blocks; all sizes and offsets are in words.
+
+    These are the tiles from ``first_tile`` on, of the ``block_tiles`` that a block has.
 
     Checksums are made of what is copied anyway. Each tile adds its part and 1 to its block's total
     in one go; the one that finds by that 1 that it is the last has the checksum.
 
     Args:
         rows: any address; tiles are given relative to it.
-        flat: the k-th block of the call has the entry that begins at ``k * flat_pitch``.
+        flat: the k-th block of the call has the entry that begins at ``k * flat_pitch``, with what
+            is at ``flat_shift`` in a slot.
         tiles: ``int64 [*, 4]``: offset from ``rows`` in block 0, stride over blocks, offset in
             a slot, words.
         block_ids: ``int64 [*]``; the blocks of this call begin at ``first_block``, their slots at
@@ -101,7 +105,8 @@ def move_tiles(  # type: ignore[no-untyped-def] # Triton's own values
         EVERY: one block of so many has a checksum; 0 for none, where what follows is not used.
         first_stored: the number of the first block stored, of which EVERY divides some.
         sums: ``int64``, for each slot its checksum, or 0.
-        totals: ``int64``, one for each block of the call; 0 before it and after it.
+        totals: ``int64``; those of the blocks of the call begin at ``first_total``. 0 before a
+            block's first tile and after its last.
         verdict: ``int64``: where to write a slot that does not match, counted from 1.
     """
     # Packed bytes and their rows are not read again soon. Left in the device's cache, they slow
@@ -110,11 +115,11 @@ def move_tiles(  # type: ignore[no-untyped-def] # Triton's own values
     places = index.to(tl.int64) * _PLACE
     for item in range(tl.program_id(0), num_blocks * num_tiles, tl.num_programs(0)):
         block = item // num_tiles
-        tile = tiles + (item % num_tiles) * 4
+        tile = tiles + (first_tile + item % num_tiles) * 4
         entry = block.to(tl.int64)
         in_slot = tl.load(tile + 2)
         in_rows = tl.load(tile) + tl.load(block_ids + first_block + block) * tl.load(tile + 1)
-        in_flat = entry * flat_pitch + in_slot
+        in_flat = entry * flat_pitch + in_slot - flat_shift
         row = rows + tl.multiple_of(in_rows, ALIGN) + index
         packed = flat + tl.multiple_of(in_flat, ALIGN) + index
         if WHOLE:
@@ -135,6 +140,6 @@ def move_tiles(  # type: ignore[no-untyped-def] # Triton's own values
         if EVERY:
             slot = tl.load(block_ids + first_slot + block)
             _check_tile(
-                words, in_slot, places, totals + block, num_tiles, sums + slot, slot, verdict,
-                first_stored + block, item % num_tiles == 0, TO_FLAT, EVERY,
+                words, in_slot, places, totals + first_total + block, block_tiles, sums + slot,
+                slot, verdict, first_stored + block, item % num_tiles == 0, TO_FLAT, EVERY,
             )  # fmt: skip

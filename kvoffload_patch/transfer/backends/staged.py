@@ -9,6 +9,7 @@ it. The kernel makes and compares checksums of what it moves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,11 @@ import torch
 from kvoffload_patch.transfer.backends.base import Slices, Streams
 from kvoffload_patch.transfer.backends.driver import Driver
 from kvoffload_patch.transfer.backends.ids import IdUploader
-from kvoffload_patch.transfer.backends.slots import Part, SlotMemory, in_slot_order
+from kvoffload_patch.transfer.backends.slots import Numbers, Part, SlotMemory, in_slot_order
 from kvoffload_patch.transfer.backends.tiles import Check, TileMover, upload_ids
 from kvoffload_patch.transfer.device import Device, device_of
 from kvoffload_patch.transfer.integrity import Checksums, Verdicts
-from kvoffload_patch.transfer.layout import BlockLayout
+from kvoffload_patch.transfer.layout import BlockLayout, Rows
 from kvoffload_patch.transfer.tuning import (
     LOAD_BUFFERS,
     LOAD_SLICE_BYTES,
@@ -77,7 +78,7 @@ class _Direction:
     ``count`` staging buffers in turn, each for a slice of ``blocks`` slot pitches (``nbytes`` at
     most, or one), the streams of the slices, and what brings block numbers to the device, beside
     those of their slots where there are checksums. ``totals`` are of the buffer that is packed or
-    unpacked.
+    unpacked, or, by group, of the blocks that were made ready together.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class _Direction:
         pitch: int,
         count: int,
         checked: bool,
+        by_group: bool = False,
     ) -> None:
         device = device_of(layout.device)
         self.blocks = max(1, nbytes // pitch)
@@ -96,10 +98,11 @@ class _Direction:
         self.ids = IdUploader(
             layout.device, numbers * layout.num_blocks, numbers * READY_BLOCKS, upload_ids
         )
-        totals = self.blocks if checked else 0
+        # By group, a block is whole only when all that were made ready with it are.
+        totals = (READY_BLOCKS if by_group else self.blocks) if checked else 0
         self.totals = torch.zeros(totals, dtype=torch.int64, device=layout.device)
-        size = self.blocks * pitch
-        self._buffers = [_Buffer(size, layout.device, device) for _ in range(count)]
+        self.nbytes = self.blocks * pitch  # of a buffer
+        self._buffers = [_Buffer(self.nbytes, layout.device, device) for _ in range(count)]
         self._next = 0
 
     def take(self) -> _Buffer:
@@ -119,6 +122,7 @@ class StagedBackend:
         slots: in CPU memory registered with the driver.
         driver: makes the copies.
         every: one block of so many has a checksum; 0 for none.
+        groups: of rows, in which loads bring them one after the other.
 
     Raises:
         torch.OutOfMemoryError: no room for the staging buffers; later copies take no memory.
@@ -128,14 +132,23 @@ class StagedBackend:
     name = "staged"
 
     def __init__(
-        self, layout: BlockLayout, slots: SlotMemory, driver: Driver, every: int = 0
+        self,
+        layout: BlockLayout,
+        slots: SlotMemory,
+        driver: Driver,
+        every: int = 0,
+        groups: Sequence[Rows] = (),
     ) -> None:
         self._slots = slots
         self._driver = driver
         self._device = device_of(layout.device)
         pitch, checked = self._slots.pitch, every > 0
         self._stores = _Direction(layout, STORE_SLICE_BYTES, pitch, STORE_BUFFERS, checked)
-        self._loads = _Direction(layout, LOAD_SLICE_BYTES, pitch, LOAD_BUFFERS, checked)
+        self.groups = groups
+        self._ends = [*layout.offsets, layout.block_bytes]
+        self._loads = _Direction(
+            layout, LOAD_SLICE_BYTES, pitch, LOAD_BUFFERS, checked, bool(groups)
+        )
         addresses = [*self._stores.addresses(), *self._loads.addresses()]
         self.checksums = Checksums(slots.slots.shape[0] if checked else 0, layout.device, every)
         self._mover = TileMover(layout, pitch, addresses, self.checksums if checked else None)
@@ -160,7 +173,7 @@ class StagedBackend:
             bus.wait_event(buffer.filled)
             self._cross(True, buffer, part, own.turns, bus)
             buffer.free.record(bus)
-            yield
+            yield 0
         return None
 
     def load(
@@ -170,12 +183,13 @@ class StagedBackend:
         streams: Streams | None = None,
     ) -> Slices:
         """Enqueue slots to GPU blocks: each slice is a staging buffer."""
+        load = self._load_groups if self.groups else self._load
         if not self.checksums.every:
-            yield from self._load(gpu_block_ids, cpu_slots, streams, None)
+            yield from load(gpu_block_ids, cpu_slots, streams, None)
             return None
         finds, verdict, give_up = self._verdicts.begin()
         try:
-            yield from self._load(gpu_block_ids, cpu_slots, streams, finds)
+            yield from load(gpu_block_ids, cpu_slots, streams, finds)
         except BaseException:
             give_up()
             raise
@@ -187,7 +201,7 @@ class StagedBackend:
         cpu_slots: Sequence[int],
         streams: Streams | None,
         finds: torch.Tensor | None,
-    ) -> Iterator[None]:
+    ) -> Iterator[int]:
         assert streams is not None
         blocks, bus, own = streams.blocks, streams.bus, self._loads
         for block_ids, slots_at, part in self._parts(gpu_block_ids, cpu_slots, own, blocks):
@@ -196,10 +210,43 @@ class StagedBackend:
             self._cross(False, buffer, part, own.turns, bus)
             buffer.filled.record(bus)
             blocks.wait_event(buffer.filled)
-            check = Check(slots_at, 0, own.totals, finds)
+            check = Check(slots_at, 0, own.totals, 0, finds)
             self._move(False, buffer, block_ids, part, blocks, check)
             buffer.free.record(blocks)
-            yield
+            yield 0
+
+    def _load_groups(
+        self,
+        gpu_block_ids: Sequence[int],
+        cpu_slots: Sequence[int],
+        streams: Streams | None,
+        finds: torch.Tensor | None,
+    ) -> Iterator[int]:
+        """As `_load`, the rows of one group after those of the other; says how many are there."""
+        assert streams is not None
+        blocks, bus, own = streams.blocks, streams.bus, self._loads
+        left = len(cpu_slots)
+        try:
+            for block_ids, slots in self._ready(gpu_block_ids, cpu_slots, own, blocks):
+                left -= len(slots)
+                for arrived, rows in enumerate(self.groups, 1):
+                    nbytes = self._ends[rows[1]] - self._ends[rows[0]]
+                    parts = list(self._slots.parts(slots, own.nbytes // nbytes))
+                    for part in parts:
+                        buffer = own.take()
+                        bus.wait_event(buffer.free)
+                        own.turns.enqueue(bus, partial(self._fetch, buffer, part, rows))
+                        buffer.filled.record(bus)
+                        blocks.wait_event(buffer.filled)
+                        at = len(slots) + part.first
+                        check = Check(at, 0, own.totals, part.first, finds)
+                        self._move(False, buffer, block_ids, part, blocks, check, rows)
+                        buffer.free.record(blocks)
+                        yield 0 if left else arrived - (part is not parts[-1])
+        except BaseException:
+            with self._device.on(blocks):
+                self._mover.clear(own.totals)  # some blocks are not whole
+            raise
 
     def _parts(
         self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int], own: _Direction, stream: Any
@@ -209,13 +256,19 @@ class StagedBackend:
         The slots of a part are in that list, too, from the number in between on, where there are
         checksums.
         """
+        for block_ids, slots in self._ready(gpu_block_ids, cpu_slots, own, stream):
+            for part in self._slots.parts(slots, own.blocks):
+                yield block_ids, len(slots) + part.first, part
+
+    def _ready(
+        self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int], own: _Direction, stream: Any
+    ) -> Iterator[tuple[torch.Tensor, Numbers]]:
+        """Blocks made ready together: the device's list of them, and their slots, ascending."""
         for at in range(0, len(cpu_slots), own.ready_blocks):
             ready = slice(at, at + own.ready_blocks)
             ids, slots = in_slot_order(gpu_block_ids[ready], cpu_slots[ready])
             numbers = np.concatenate((ids, slots)) if self.checksums.every else ids
-            block_ids = own.ids.upload(numbers, stream)
-            for part in self._slots.parts(slots, own.blocks):
-                yield block_ids, len(ids) + part.first, part
+            yield own.ids.upload(numbers, stream), slots
 
     def _move(
         self,
@@ -225,10 +278,29 @@ class StagedBackend:
         part: Part,
         stream: Any,
         check: Check,
+        rows: Rows | None = None,
     ) -> None:
         """Enqueue the packing, or unpacking, of a buffer."""
         with self._device.on(stream):
-            self._mover.move(to_flat, buffer.memory, block_ids, part.first, part.num_slots, check)
+            first, count = part.first, part.num_slots
+            self._mover.move(to_flat, buffer.memory, block_ids, first, count, check, rows)
+
+    def _fetch(self, buffer: _Buffer, part: Part, rows: Rows, stream: Any) -> None:
+        """Enqueue the copies of some rows of slots to a buffer: one call for each run, and one more
+        for all slots that have no neighbour.
+        """
+        offset, handle = self._ends[rows[0]], self._device.handle(stream)
+        nbytes = self._ends[rows[1]] - offset
+        alone = part.size == 1
+        sources = self._slots.address(part.slot[alone]) + offset
+        targets = buffer.address + part.at[alone] * nbytes
+        self._driver.copy_many(targets, sources, np.full_like(targets, nbytes), handle)
+        for run in part.runs():
+            if run.size > 1:
+                source = self._slots.address(run.slot) + offset
+                target = buffer.address + run.at * nbytes
+                pitch = self._slots.pitch
+                self._driver.copy_rows(target, nbytes, source, pitch, nbytes, run.size, handle)
 
     def _cross(
         self, to_slots: bool, buffer: _Buffer, part: Part, turns: AlternatingStreams, bus: Any

@@ -16,7 +16,7 @@ from kvoffload_patch.transfer.backends.kernels import COUNT_BITS, copy_ids, move
 from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.integrity import Checksums, Verdicts
-from kvoffload_patch.transfer.layout import BlockLayout
+from kvoffload_patch.transfer.layout import BlockLayout, Rows
 from kvoffload_patch.transfer.tuning import (
     IDS_PROGRAM_BLOCKS,
     LAUNCHED_PROGRAMS,
@@ -33,13 +33,15 @@ class Check(NamedTuple):
     Attributes:
         first_slot: where the slots of the blocks begin, beside their numbers.
         first_stored: the number of the first block stored.
-        totals: ``int64``, at least as long as there are blocks; zeros.
+        totals: ``int64``; zeros.
+        first_total: where those of the blocks begin in it.
         verdict: of a load: ``int64``, where it writes to.
     """
 
     first_slot: int = 0
     first_stored: int = 0
     totals: torch.Tensor | None = None
+    first_total: int = 0
     verdict: torch.Tensor | None = None
 
 
@@ -75,7 +77,8 @@ class TileMover:
         self._tile = min(TILE_BYTES // self._word, 1 << (longest - 1).bit_length())
         self._base = rows[0].data_ptr()
         self._rows = triton.reinterpret(rows[0], self._dtype)
-        table = self._cut(layout)
+        table, self._tile_of_row = self._cut(layout)
+        self._offsets = [*layout.offsets, layout.block_bytes]
         self._whole = all(words == self._tile for *_, words in table)
         self._tiles = torch.tensor(table, dtype=torch.int64, device=layout.device)
         self._num_tiles = len(table)
@@ -86,17 +89,19 @@ class TileMover:
                 "more than checksums count; set KVOFFLOAD_INTEGRITY=off."
             )
 
-    def _cut(self, layout: BlockLayout) -> list[tuple[int, int, int, int]]:
-        """The table of tiles."""
+    def _cut(self, layout: BlockLayout) -> tuple[list[tuple[int, int, int, int]], list[int]]:
+        """The table of tiles, and in it the begin of each row's and the end of the last one's."""
         base, word = self._base, self._word
         table: list[tuple[int, int, int, int]] = []
+        begins = [0]
         for row, offset in zip(layout.rows, layout.offsets):
             start = (row.data_ptr() - base) // word
             words = row.shape[1] // word
             for at in range(0, words, self._tile):
                 size = min(self._tile, words - at)
                 table.append((start + at, row.stride(0) // word, offset // word + at, size))
-        return table
+            begins.append(len(table))
+        return table, begins
 
     def move(
         self,
@@ -106,14 +111,22 @@ class TileMover:
         first: int,
         count: int,
         check: Check | None = None,
+        rows: Rows | None = None,
     ) -> None:
         """Move ``block_ids[first : first + count]`` to or from entries of ``flat``.
 
         Args:
-            flat: ``uint8``; entries are a slot pitch apart.
+            flat: ``uint8``; entries are a slot pitch apart; given ``rows``, there are no gaps.
             check: how checksums are made or compared, where there are any.
+            rows: only these rows of the blocks, and of their slots.
         """
-        items = count * self._num_tiles
+        first_tile, end_tile, pitch, shift = 0, self._num_tiles, self._pitch, 0
+        if rows is not None:
+            first_tile, end_tile = (self._tile_of_row[row] for row in rows)
+            shift = self._offsets[rows[0]]
+            pitch = self._offsets[rows[1]] - shift
+        num_tiles = end_tile - first_tile
+        items = count * num_tiles
         if items == 0:
             return
         sums, every, check = None, 0, check or Check()
@@ -121,11 +134,17 @@ class TileMover:
             sums, every = self._checksums.sums, self._checksums.every
         move_tiles[(min(items, LAUNCHED_PROGRAMS),)](
             self._rows, triton.reinterpret(flat, self._dtype), self._tiles,
-            block_ids, count, first, self._num_tiles, self._pitch // self._word,
-            check.first_slot, check.first_stored, sums, check.totals, check.verdict,
+            block_ids, count, first, num_tiles, first_tile, self._num_tiles,
+            pitch // self._word, shift // self._word,
+            check.first_slot, check.first_stored, check.first_total, sums, check.totals,
+            check.verdict,
             TO_FLAT=to_flat, TILE=self._tile, ALIGN=self._align, WHOLE=self._whole,
             EVERY=every, num_warps=4,
         )  # fmt: skip
+
+    def clear(self, totals: torch.Tensor) -> None:
+        """Forget the parts of checksums of blocks that were not moved as a whole."""
+        totals.zero_()
 
 
 def upload_ids(pinned: torch.Tensor, target: torch.Tensor, first: int, count: int) -> None:
@@ -154,6 +173,6 @@ def warm_up(device: torch.device, every: int = 0) -> None:
     check = None
     if checksums is not None:
         totals = torch.zeros(2, dtype=torch.int64, device=device)
-        check = Check(2, 0, totals, Verdicts(checksums, 1).begin()[0])
+        check = Check(2, 0, totals, 0, Verdicts(checksums, 1).begin()[0])
     for to_flat in (True, False):
         mover.move(to_flat, flat, numbers, 0, 2, check)

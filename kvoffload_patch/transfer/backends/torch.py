@@ -34,6 +34,7 @@ class TorchBackend:
     """
 
     name = "torch"
+    groups = ()
 
     def __init__(self, layout: BlockLayout, slots: SlotMemory, every: int = 0) -> None:
         self._rows = layout.rows
@@ -78,7 +79,7 @@ class TorchBackend:
                 self._store_chunk(
                     gpu_block_ids[at : at + self._chunk], cpu_slots[at : at + self._chunk]
                 )
-            yield
+            yield 0
         self._join(streams, before=False)
         return None
 
@@ -102,7 +103,7 @@ class TorchBackend:
                 self._load_chunk(
                     gpu_block_ids[at : at + self._chunk], cpu_slots[at : at + self._chunk]
                 )
-            yield
+            yield 0
         return None
 
     def _store_chunk(self, ids: Sequence[int], slots: Sequence[int]) -> None:

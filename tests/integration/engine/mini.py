@@ -56,9 +56,14 @@ class FakeRanks:
     """One rank; its device carries out the plans. ``here``: in the scheduler's process."""
 
     def __init__(
-        self, load_ms_per_block: float = 1.0, copies_overlap: bool = True, here: bool = True
+        self,
+        load_ms_per_block: float = 1.0,
+        copies_overlap: bool = True,
+        here: bool = True,
+        overlap: float = 0.0,
     ) -> None:
         self.load_ms_per_block, self.copies_overlap = load_ms_per_block, copies_overlap
+        self.overlap = overlap
         self.here = here
         self.device: Device | None = None
         self.drains = self.closed = 0

@@ -104,6 +104,14 @@ class Undecided:
     resize = computed = loaded = hit_on_gpu = told
 
 
+def _ranks(rng: random.Random, seed: int) -> Any:
+    """In every other run a step hides three quarters of its loads."""
+    from integration.engine.mini import FakeRanks
+
+    ms_per_block = rng.choice([0.1, 1.0, 15.0, 60.0])
+    return FakeRanks(ms_per_block, here=rng.random() < 0.5, overlap=0.75 * (seed % 2))
+
+
 def run(
     seed: int, most_in_flight: int = 6, states: str | None = None, policies: Policies = POLICIES,
     shards: int = 1, connector: bool = False,
@@ -115,7 +123,7 @@ def run(
     Raises:
         AssertionError: something is wrong, or is left behind.
     """
-    from integration.engine.mini import FakeRanks, Mini
+    from integration.engine.mini import Mini
     from integration.engine.trainer import Trainer
     from scheduler_half.device import LoadFailed
     from scheduler_half.scenarios import nothing_held
@@ -124,7 +132,7 @@ def run(
     # A number that others do not rest on: half of the runs are asked for nothing.
     commands = random.Random(f"commands {seed}") if seed % 16 < 8 else None
     rate = {"load": rng.choice([0, 0, 0.2, 0.5]), "store": rng.choice([0, 0, 0.3])}
-    ranks = FakeRanks(rng.choice([0.1, 1.0, 15.0, 60.0]), here=rng.random() < 0.5)
+    ranks = _ranks(rng, seed)
     about = describe(seed, most_in_flight, states, policies, shards)
     mini = Mini(
         lambda direction, _: rng.random() < rate[direction], ranks=ranks, events=seed % 3 == 0,

@@ -434,25 +434,29 @@ def test_a_request_joins_the_step_that_finds_its_load_done(num_running: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("step_ms", "stall_ms", "in_flight", "mode", "joins"),
+    ("step_ms", "stall_ms", "in_flight", "mode", "overlap", "joins"),
     [
-        (2, 0, 1, "auto", [False, False]),  # 3 blocks take 3 ms, and 6 of them 6 ms
-        (4, 0, 1, "auto", [True, False]),
-        (7, 0, 1, "auto", [True, True]),
-        (2, 1, 1, "auto", [False, False]),  # two others would wait for 1 ms each
-        (2, 3, 1, "auto", [True, False]),
-        (2, 9, 1, "auto", [True, True]),
-        (7, 9, 0, "auto", [False, False]),  # the device waits for the step
-        (7, 9, 1, "parked", [False, False]),  # none is promised before it is done
+        (2, 0, 1, "auto", 0, [False, False]),  # 3 blocks take 3 ms, and 6 of them 6 ms
+        (4, 0, 1, "auto", 0, [True, False]),
+        (7, 0, 1, "auto", 0, [True, True]),
+        (2, 1, 1, "auto", 0, [False, False]),  # two others would wait for 1 ms each
+        (2, 3, 1, "auto", 0, [True, False]),
+        (2, 9, 1, "auto", 0, [True, True]),
+        (7, 9, 0, "auto", 0, [False, False]),  # the device waits for the step
+        (7, 9, 1, "parked", 0, [False, False]),  # none is promised before it is done
+        (2, 0, 1, "auto", 0.75, [True, False]),  # 1.5 ms of each are behind the first layers
+        (4, 0, 1, "auto", 0.75, [True, True]),
+        (7, 9, 0, "auto", 0.75, [False, False]),
     ],
 )
 def test_what_crosses_before_the_step_can_begin_or_soon_after_counts_as_done(
-    step_ms: float, stall_ms: float, in_flight: int, mode: str, joins: list[bool]
+    step_ms: float, stall_ms: float, in_flight: int, mode: str, overlap: float, joins: list[bool]
 ) -> None:
     world, requests, loads = parked_beside(1, 3, 3)
     world.tier._promptly = mode == "auto"
     world.tier._max_stall_ms = stall_ms
     world.tier._pace.in_flight = in_flight
+    world.tier._pace._overlap = overlap
     world.tier._pace._steps = (step_ms / 1000, step_ms / 1000)
     world.tier._pace._began = world.time - step_ms / 1000
     world.tier.before_schedule()

@@ -18,7 +18,7 @@ class Clock:
 def stepped(*seconds: float) -> tuple[Pace, Clock]:
     """One that has seen steps begin so long after one another."""
     clock = Clock()
-    pace = Pace(2.0, clock)
+    pace = Pace(2.0, 0.75, clock)
     pace.step_begins()
     for interval in seconds:
         clock.time += interval
@@ -40,6 +40,13 @@ def test_the_shorter_of_two_steps_says_how_long_one_takes() -> None:
         pace, _ = stepped(*intervals)
         pace.in_flight += 1
         assert pace.free_ms() == pytest.approx(10)
+
+
+def test_what_a_step_hides_is_no_longer_than_the_step_or_the_load() -> None:
+    """Three of four groups of layers may be on their way when it begins."""
+    pace, _ = stepped(0.03, 0.01)
+    assert pace.hidden_ms(2) == pytest.approx(0.75 * 4)
+    assert pace.hidden_ms(9) == pytest.approx(0.75 * 10)
 
 
 def test_loads_cross_one_after_the_other() -> None:

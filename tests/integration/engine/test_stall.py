@@ -34,11 +34,20 @@ def test_loads_under_way_are_waited_for_first_and_once() -> None:
 def test_loads_that_the_step_waits_for_already_cross_first_and_use_the_limit_up() -> None:
     # 4 ms of the 10 ms come after the step could begin: 2 others wait for them, 8 ms of 20.
     stall = Stall(
-        ms_per_block=1.0, limit_ms=20, requests=2, blocks_ahead=0, free_ms=6, awaited_ms=10
+        1.0, limit_ms=20, requests=2, blocks_ahead=0, free_ms=6, awaited_ms=10, stalled_ms=4
     )
     # Each block more is waited for by 2 others, and this one waits for the 4 ms.
     assert stall.allows(4) and not stall.allows(5)
-    assert not Stall(1.0, 20, 2, 3, 6, 10).allows(2), "there are others before it"
+    assert not Stall(1.0, 20, 2, 3, 6, 10, 4).allows(2), "there are others before it"
+
+
+def test_what_a_step_hides_makes_nobody_wait() -> None:
+    """Three of four blocks may still be on their way when the step begins, up to six."""
+    stall = Stall(1.0, 0, 9, 0, free_ms=2, hidden_ms=lambda blocks: min(6, blocks * 3 // 4))
+    assert stall.allows(8) and not stall.allows(9)
+    assert not stall.is_long(8) and stall.is_long(9)
+    assert stall.add_inline(8) == 0
+    assert not stall.allows(1), "the 8 cross before it"
 
 
 def test_a_load_that_nobody_waits_for_yet_can_be_long() -> None:

@@ -64,7 +64,7 @@ def test_several_ranks_are_told_where_they_share_what_they_have() -> None:
     executor = Executor([geometry(0), geometry(3)], [9, 4])
     RankGroup(executor).open(512 * 40)
     (_, asked, _), (_, *told) = executor.calls[-2:]
-    assert asked is told[-2] and asked.ranks == (0, 3)
+    assert asked is told[-3] and asked.ranks == (0, 3)
     assert not asked.is_reachable(), "its name is taken away when all have opened it"
 
 
@@ -73,7 +73,7 @@ def test_ranks_that_share_no_memory_do_not_grow_while_they_serve() -> None:
     executor.answers["can_share"] = [(True, True), (False, True)]
     ranks = RankGroup(executor)
     ranks.open(512 * 40)
-    assert executor.calls[-1][-2:] == (None, [])
+    assert executor.calls[-1][-3:] == (None, [], False)
     assert (ranks.num_usable, ranks.growing) == (4, False)
 
 
@@ -82,7 +82,7 @@ def test_one_rank_shares_with_nobody() -> None:
     ranks = RankGroup(executor)
     ranks.open(512 * 20)
     assert [call[0] for call in executor.calls] == ["describe_rank", "open_rank", "rank_here"]
-    assert executor.calls[1][-2:] == (None, []) and ranks.growing
+    assert executor.calls[1][-3:] == (None, [], False) and ranks.growing
 
 
 def test_a_board_whose_ranks_do_not_answer_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,3 +385,13 @@ def test_a_rank_that_shares_a_board_says_what_all_have_once_all_are_resized(work
     other.exchange(5, False)  # between this rank's answer and its next step
     assert tier._usable_slots() == (5, False)
     rpc.close_rank(worker)
+
+
+def test_what_the_rank_that_overlaps_least_says_is_counted_with() -> None:
+    executor = Executor([geometry(0), geometry(1)], [9, 9])
+    executor.answers["open_rank"] = [
+        RankOpened(rank, rank, 9, overlap=overlap) for rank, overlap in ((0, 0.75), (1, 0.0))
+    ]
+    ranks = RankGroup(executor)
+    ranks.open(512 * 40, by_layer=True)
+    assert ranks.overlap == 0 and executor.calls[-1][-1] is True

@@ -130,6 +130,7 @@ class FakeRanks:
 
     load_ms_per_block = 1.0
     copies_overlap = True
+    overlap = 0.0
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -147,6 +147,10 @@ class Recorded:
         """Before the forward pass."""
         self.calls.append("begin")
 
+    def end_forward(self) -> None:
+        """After the forward pass."""
+        self.calls.append("end of the forward pass")
+
     def end_step(self, output: object) -> object:
         """After the step."""
         self.calls.append("end")
@@ -157,7 +161,7 @@ def test_a_step_goes_through_the_tier() -> None:
     runner = SimpleNamespace(**{TIER: Recorded()})
     step = SimpleNamespace()
     assert execute_model(lambda *_, **__: "output", runner, (step,), {}) == "output"
-    assert getattr(runner, TIER).calls == ["begin", "end"]
+    assert getattr(runner, TIER).calls == ["begin", "end of the forward pass", "end"]
 
 
 @pytest.mark.parametrize("by_name", [True, False])

@@ -22,8 +22,8 @@ _gpu = [pytest.mark.gpu, needs_gpu]
 # Where checksums are made.
 WAYS = [
     ("torch", "cpu"),
-    pytest.param("staged", "cpu", marks=_interpreted),
-    *(pytest.param(n, "cuda", marks=_gpu) for n in ("staged", "singles")),
+    *(pytest.param(n, "cpu", marks=_interpreted) for n in ("staged", "groups")),
+    *(pytest.param(n, "cuda", marks=_gpu) for n in ("staged", "groups", "singles")),
 ]
 every_way = pytest.mark.parametrize(("name", "device"), WAYS)
 SOURCE, SLOTS, TARGET = [5, 0, 3], [8, 2, 3], [1, 6, 2]
@@ -236,3 +236,19 @@ def test_words_for_the_log() -> None:
         ", checksums of all blocks",
         ", checksums of 1 block in 16",
     ]
+
+
+@_interpreted
+@pytest.mark.parametrize("fail_in", range(6))
+def test_a_load_that_was_refused_half_way_leaves_no_parts_of_checksums(
+    opened: Open, fail_in: int
+) -> None:
+    """By group, some blocks are not whole then: the next load's would be added to theirs."""
+    setup = opened("k_and_v_apart", "groups", "cpu", chunk=1, every=1)
+    setup.store(SOURCE, SLOTS)
+    setup.wait()
+    setup.driver.fail_in = fail_in
+    with pytest.raises(TransferError, match="as the test asked"):
+        setup.load(TARGET, SLOTS)
+    setup.wait()
+    assert load(setup, TARGET, SLOTS) is None

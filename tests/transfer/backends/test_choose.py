@@ -22,6 +22,8 @@ from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
 class Timed:
     """A backend that takes so many seconds for each copy, on no device at all."""
 
+    groups = ()
+
     def __init__(self, name: str, seconds: float) -> None:
         self.name, self.seconds = name, seconds
         self.checksums = SimpleNamespace(every=0)
@@ -33,7 +35,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def choose_among(choice: str = "auto", **found: float | str) -> Chosen:
         def opener(name: str) -> Any:
-            def open_one(layout: object, slots: object, integrity: str) -> Any:
+            def open_one(*_: object) -> Any:
                 seconds = found[name]
                 if isinstance(seconds, str):
                     raise RuntimeError(seconds)
@@ -98,6 +100,7 @@ class Copying:
     """A backend that writes down what it is to copy."""
 
     name = "copying"
+    groups = ()
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[int], list[int]]] = []
@@ -195,7 +198,7 @@ def test_torch_makes_no_checksums_on_a_device() -> None:
     ]:
         layout = cast("BlockLayout", SimpleNamespace(device=torch.device(device)))
         with pytest.raises(TransferError, match=f"no checksums on this device; {instead}KVOFF"):
-            backends._OPEN["torch"](layout, slots, "full")
+            backends._OPEN["torch"](layout, slots, "full", ())
 
 
 @pytest.mark.gpu

@@ -44,6 +44,7 @@ class Library:
         self.calls: list[Any] = []
         self.error = self.batch_error = 0
         self.cuMemcpyAsync = Function(self._copy)
+        self.cuMemcpy2DAsync_v2 = Function(self._copy_2d)
         for name in batches:
             setattr(self, name, Function(lambda *args, name=name: self._batch(name, *args)))
 
@@ -51,6 +52,16 @@ class Library:
         self.calls.append(("copy", stream))
         if not self.error:
             ctypes.memmove(target, source, nbytes)
+        return self.error
+
+    def _copy_2d(self, rectangle: Any, stream: int) -> int:
+        r = rectangle._obj
+        assert (r.srcMemoryType, r.dstMemoryType) == (4, 4)  # CU_MEMORYTYPE_UNIFIED
+        assert not (r.srcXInBytes or r.srcY or r.dstXInBytes or r.dstY)
+        self.calls.append(("rows", stream))
+        for i in range(r.Height):
+            target, source = r.dstDevice + i * r.dstPitch, r.srcDevice + i * r.srcPitch
+            ctypes.memmove(target, source, r.WidthInBytes)
         return self.error
 
     def _batch(
@@ -99,8 +110,29 @@ def some_copies(source: torch.Tensor, target: torch.Tensor) -> tuple[list[Triple
     return [(b, a + 9, 1), (b + 50, a, 30), (b + 10, a + 90, 10)], wanted
 
 
-def test_the_attributes_of_a_batch_are_those_of_cudas_headers() -> None:
-    """cuda.h: CUmemcpyAttributes_st, on 64-bit machines."""
+def test_structures_are_those_of_cudas_headers() -> None:
+    """cuda.h: CUDA_MEMCPY2D_st and CUmemcpyAttributes_st, on 64-bit machines."""
+    rectangle: Any = module._Rectangle
+    assert ctypes.sizeof(rectangle) == 128
+    offsets = {name: getattr(rectangle, name).offset for name, _ in rectangle._fields_}
+    assert offsets == {
+        "srcXInBytes": 0,
+        "srcY": 8,
+        "srcMemoryType": 16,
+        "srcHost": 24,
+        "srcDevice": 32,
+        "srcArray": 40,
+        "srcPitch": 48,
+        "dstXInBytes": 56,
+        "dstY": 64,
+        "dstMemoryType": 72,
+        "dstHost": 80,
+        "dstDevice": 88,
+        "dstArray": 96,
+        "dstPitch": 104,
+        "WidthInBytes": 112,
+        "Height": 120,
+    }
     attributes: Any = module._Attributes
     assert ctypes.sizeof(attributes) == 24
     offsets = {name: getattr(attributes, name).offset for name, _ in attributes._fields_}
@@ -169,6 +201,17 @@ def test_one_copy_needs_no_batch_and_none_no_call(use: Any) -> None:
     assert int(target.count_nonzero()) == 5
 
 
+def test_rows_are_a_pitch_apart_on_either_side(use: Any) -> None:
+    driver, library = use()
+    source, target = memory()
+    driver.copy_rows(target.data_ptr() + 1, 10, source.data_ptr() + 5, 30, 4, 3, STREAM)
+    assert library.calls == [("rows", STREAM)]
+    wanted = torch.zeros(100, dtype=torch.uint8)
+    for i in range(3):
+        wanted[1 + 10 * i : 5 + 10 * i] = source[5 + 30 * i : 9 + 30 * i]
+    assert torch.equal(target, wanted)
+
+
 def test_addresses_are_given_whole(use: Any) -> None:
     driver, library = use()
     assert library.cuMemcpyAsync.argtypes == [
@@ -192,6 +235,7 @@ def test_what_the_driver_refuses_is_an_error(use: Any, names: list[str]) -> None
     for what, wanted in [
         (lambda: driver.copy(*copy, STREAM), "cuMemcpyAsync"),
         (lambda: driver.copy_many(*columns(copy, copy), STREAM), call),
+        (lambda: driver.copy_rows(copy[0], 4, copy[1], 4, 1, 1, STREAM), "cuMemcpy2DAsync"),
     ]:
         with pytest.raises(TransferError, match=rf"refused a copy \({wanted} answered 719\)"):
             what()
@@ -222,9 +266,12 @@ def test_the_driver_of_this_machine_moves_bytes(batches: bool) -> None:
     pieces = [(0, 100, 50), (100, 0, 99), (1000, 3000, 1000), (3000, 1001, 1)]
     copies = [(d + t, h + s, n) for t, s, n in pieces]
     driver.copy_many(*columns(*copies), stream.cuda_stream)
+    driver.copy_rows(d + 2100, 70, h + 7, 300, 64, 12, stream.cuda_stream)
     driver.copy(b, d, 4096, stream.cuda_stream)
     stream.synchronize()
     wanted = torch.zeros(4096, dtype=torch.uint8)
     for target, source, nbytes in pieces:
         wanted[target : target + nbytes] = host[source : source + nbytes]
+    for i in range(12):
+        wanted[2100 + 70 * i : 2164 + 70 * i] = host[7 + 300 * i : 71 + 300 * i]
     assert torch.equal(back, wanted)
