@@ -5,7 +5,11 @@ On Triton's interpreter where there is no GPU (`conftest.py`).
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -229,3 +233,17 @@ def test_offsets_beyond_32_bits_on_both_sides() -> None:
     assert bool((rows[5119, :nbytes] == 7).all())
     assert bool((rows[4099, :nbytes] == 9).all())
     assert int(rows.count_nonzero()) == 2 * nbytes
+
+
+def test_the_kernels_are_compiled_for_gpus_without_one() -> None:
+    """Words of all tiles are moved 16 bytes at a time, also where only some rows are."""
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).with_name("compiled.py"))]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = [line.split() for line in ran.stdout.splitlines()]
+    assert [(gpu, name) for gpu, name, *_ in found] == [
+        (gpu, name) for gpu in ("80", "90", "100") for name in ("move_tiles", "copy_ids")
+    ]
+    for _, name, *wide in found:
+        assert name != "move_tiles" or (len(wide) == 12 and min(map(int, wide)) >= 8)
