@@ -90,6 +90,12 @@ ROWS = (
         gpu=("no graphs", "graphs", "graphs, batch invariant"),
     ),
     _engine(
+        "loads awaited layer by layer",
+        "Llama shape",
+        "test_by_layer.py",
+        gpu=("loads by layer, eager prefill", "loads by layer, default graphs"),
+    ),
+    _engine(
         "sliding window beside full attention",
         "Llama shape, two groups",
         "test_windows.py",

@@ -128,6 +128,18 @@ def _beside_kvcached(name: str, policy: str, **engine: Any) -> Kind:
     )
 
 
+def _by_layer(name: str, engine: dict[str, Any]) -> Kind:
+    """Blocks of 1 MiB, in four groups of rows, each of which is held up behind the one before."""
+    return Kind(
+        f"loads by layer, {name}",
+        "many heads",
+        engine,
+        settings={"KVOFFLOAD_LOAD_BY_LAYER": "1"},
+        exact=True,
+        late="device",
+    )
+
+
 def _states(name: str) -> Kind:
     """Copies are held up; what nobody has run is asked for, as a user would."""
     return Kind(
@@ -159,6 +171,8 @@ KINDS = [
     Kind("no graphs", "full", EAGER),
     Kind("graphs", "full", GRAPHS),
     Kind("graphs, batch invariant", "full", GRAPHS, exact=True),
+    _by_layer("eager prefill", GRAPHS),
+    _by_layer("default graphs", {"enforce_eager": False}),
     Kind("graphs, windows", "windows", GRAPHS, groups=2),
     # 288 blocks of two groups have room for 1,152 tokens, says vLLM 0.26.0.
     Kind("graphs, chunks", "chunks", {**GRAPHS, "max_model_len": 1024}, groups=4),
@@ -239,7 +253,7 @@ def play(folder: Path, runner: str, kind: Kind, tier: bool) -> dict[str, Any]:
     if not run.results:
         return {"error": run.log[-3000:]}
     one_copy = "one copy for ranks that hold the same bytes (0 and 1)" in run.log
-    return {**run.results, "one_copy": one_copy}
+    return {**run.results, "one_copy": one_copy, "by_layer": "loads come by layer" in run.log}
 
 
 def compare(runner: str, kind: Kind, off: dict[str, Any], on: dict[str, Any]) -> dict[str, Any]:
@@ -261,6 +275,7 @@ def compare(runner: str, kind: Kind, off: dict[str, Any], on: dict[str, Any]) ->
     )
     good = [found["answers_equal"] == len(pairs), found["blocks_loaded"] > 0]
     good.append(on["one_copy"] == kind.one_copy)
+    good.append(on.get("by_layer", False) == ("KVOFFLOAD_LOAD_BY_LAYER" in kind.settings))
     if about:
         found.update(scheduler=about["scheduler"], groups=about["groups"])
         told_apart = {tuple(answer) for answer in off["sensitivity"]["tokens"]}

@@ -98,7 +98,8 @@ def install(patience: int | str) -> None:
 
     Args:
         patience: polls after which a copy is made by itself; ``"stream"``: see `StreamQueue`;
-            ``"device"``: copies of a GPU are held up on its streams.
+            ``"device"``: copies of a GPU are held up on its streams, and again after each group of
+            rows.
     """
     if patience == "device":
         _hold_up()
@@ -131,7 +132,16 @@ def _hold_up() -> None:
         _held_up.append(job.ticket)
         return slices
 
-    CopyQueue._begin = begin  # type: ignore[method-assign]
+    as_marked = CopyQueue._mark
+
+    def mark(self: CopyQueue, job: Any, arrived: int) -> None:
+        more = arrived > len(job.arrived)
+        as_marked(self, job, arrived)
+        if more:
+            with torch.cuda.stream(self.streams.blocks):
+                torch.cuda._sleep(_HELD_UP_CYCLES)
+
+    CopyQueue._begin, CopyQueue._mark = begin, mark  # type: ignore[method-assign]
 
 
 def _tell_of_forward_passes() -> None:
