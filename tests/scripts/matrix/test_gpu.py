@@ -180,6 +180,20 @@ def test_what_must_hold_beside_kvcached(changes: dict, outcome: str) -> None:
     assert gpu_kinds.compare("v1", kind, off, {**side, "shrunk": on})["outcome"] == "failed"
 
 
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_loads_that_do_not_come_by_layer_are_no_result_of_that_kind(by_layer: bool) -> None:
+    kind = next(kind for kind in gpu_kinds.KINDS if kind.name == "loads by layer, eager prefill")
+    side = {
+        "setup": {"runner": "v1", "scheduler": "Scheduler", "groups": 1},
+        "sensitivity": {"tokens": [[1], [2], [3], [4]]},
+        "singles": {"tokens": [[1], [2]]},
+        "batches": {"tokens": [[1], [2]], "loaded": 320, "cached": [0, 16]},
+        "one_copy": False,
+    }
+    found = gpu_kinds.compare("v1", kind, side, {**side, "by_layer": by_layer})
+    assert found["outcome"] == ("passed" if by_layer else "failed")
+
+
 def test_kvcached_is_installed_into_a_folder_without_an_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

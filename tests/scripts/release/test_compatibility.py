@@ -143,3 +143,12 @@ def test_all_three_kinds_share_a_row():
         if line.startswith("| 0.19.1 ")
     ]
     assert row.count("green") == 3 and "1 passed; a GPU" in row and "2026-11-22: 1 passed" in row
+
+
+def test_every_supported_release_was_served_or_says_why_not() -> None:
+    said = compatibility.page(RESULTS).splitlines()
+    rows = {row.split(" | ")[0].strip("| "): row.split(" | ") for row in said if "| 0." in row}
+    for result in RESULTS:
+        if result["kind"] == "scheduler":
+            served = rows[result["release"]][5]
+            assert served.startswith(("green, ", "not run: ")), (result["release"], served)
