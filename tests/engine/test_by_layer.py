@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from engine import engines
+from engine import engines, ways
 from engine.model import LAYERS
 
 SCENARIOS = ["conversations", "twins", "one_token"]
@@ -31,6 +31,9 @@ def test_tokens_are_right_when_each_layer_arrives_as_late_as_it_may(real, plain)
     check(real.on(SCENARIOS, late="layers", tier=BY_LAYER), plain)
 
 
+@pytest.mark.skipif(
+    ways.chosen() == "v2", reason="Triton's interpreter runs V2 on the CPU, and nothing is compiled"
+)
 def test_a_compiled_pass_comes_by_the_gate_too(real):
     compiled = {"enforce_eager": False}
     run = real.on(SCENARIOS, compiled, late="layers", tier=BY_LAYER)
