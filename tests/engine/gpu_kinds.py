@@ -84,6 +84,11 @@ class Kind:
     late: str = ""
 
     @property
+    def says(self) -> tuple[bool, bool]:
+        """Whether the engine says that loads come by layer, and that ranks keep one copy."""
+        return "KVOFFLOAD_LOAD_BY_LAYER" in self.settings, self.one_copy
+
+    @property
     def scenarios(self) -> list[str]:
         """What is played on it."""
         if self.asked == STATES:
@@ -250,10 +255,13 @@ def play(folder: Path, runner: str, kind: Kind, tier: bool) -> dict[str, Any]:
         asked["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     late = kind.late if tier else ""
     run = engines.run(kind.scenarios, engine, settings, late or 0, **asked)
-    if not run.results:
-        return {"error": run.log[-3000:]}
-    one_copy = "one copy for ranks that hold the same bytes (0 and 1)" in run.log
-    return {**run.results, "one_copy": one_copy, "by_layer": "loads come by layer" in run.log}
+    return {**run.results, **_said(run.log)} if run.results else {"error": run.log[-3000:]}
+
+
+def _said(log: str) -> dict[str, bool]:
+    """What an engine with the tier says of how it runs."""
+    one_copy = "one copy for ranks that hold the same bytes (0 and 1)" in log
+    return {"one_copy": one_copy, "by_layer": "loads come by layer" in log}
 
 
 def compare(runner: str, kind: Kind, off: dict[str, Any], on: dict[str, Any]) -> dict[str, Any]:
@@ -274,8 +282,7 @@ def compare(runner: str, kind: Kind, off: dict[str, Any], on: dict[str, Any]) ->
         blocks_loaded=last["tier"]["loaded"] if "tier" in last else last["loaded"] // 16,
     )
     good = [found["answers_equal"] == len(pairs), found["blocks_loaded"] > 0]
-    good.append(on["one_copy"] == kind.one_copy)
-    good.append(on.get("by_layer", False) == ("KVOFFLOAD_LOAD_BY_LAYER" in kind.settings))
+    good.append((on.get("by_layer", False), on["one_copy"]) == kind.says)
     if about:
         found.update(scheduler=about["scheduler"], groups=about["groups"])
         told_apart = {tuple(answer) for answer in off["sensitivity"]["tokens"]}
