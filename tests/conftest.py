@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Iterator
 
 import pytest
+import replaced
 from costs import Costs
 from transfer import resident
 
@@ -30,6 +32,14 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     """Python takes everything apart at its end, and libraries complain of what is left."""
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _package_as_it_was() -> Iterator[None]:
+    """Tests of another file would have to do with what one of these has replaced."""
+    before = replaced.package()
+    yield
+    assert not replaced.since(before), "a test has replaced this, and did not put it back"
 
 
 @pytest.fixture(autouse=True)

@@ -73,6 +73,7 @@ ACROSS = {
     "test_layers.py",
     "test_mirror.py",
     "test_packaging.py",
+    "test_replaced.py",
     "test_security.py",
     "test_unused.py",
     "transfer/backends/test_backends.py",

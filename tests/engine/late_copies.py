@@ -13,6 +13,7 @@ from collections import deque
 from typing import Any, ClassVar
 
 from kvoffload_patch.transfer import engine as copy_engine
+from kvoffload_patch.transfer.queue import CopyQueue
 
 _SyncCopyQueue = copy_engine.SyncCopyQueue
 
@@ -93,8 +94,31 @@ _HELD_UP_CYCLES = 5_000_000  # of a GPU's clock, about 3 ms on an H100
 _held_up: list[int] = []  # tickets
 
 
+class HeldUpQueue(CopyQueue):
+    """Copies of a GPU that are held up on its streams, and again after each group of rows."""
+
+    def _begin(self, job: Any) -> Any:
+        slices = super()._begin(job)  # it waits for the steps before; nothing is copied yet
+        self._hold_up_blocks()
+        self.streams.bus.wait_stream(self.streams.blocks)
+        _held_up.append(job.ticket)
+        return slices
+
+    def _mark(self, job: Any, arrived: int) -> None:
+        more = arrived > len(job.arrived)
+        super()._mark(job, arrived)
+        if more:
+            self._hold_up_blocks()
+
+    def _hold_up_blocks(self) -> None:
+        import torch
+
+        with torch.cuda.stream(self.streams.blocks):
+            torch.cuda._sleep(_HELD_UP_CYCLES)
+
+
 def install(patience: int | str) -> None:
-    """Make every `CopyEngine` of the CPU device built from now on a late one.
+    """Make every `CopyEngine` built from now on a late one.
 
     Args:
         patience: polls after which a copy is made by itself; ``"stream"``: see `StreamQueue`;
@@ -102,7 +126,7 @@ def install(patience: int | str) -> None:
             rows.
     """
     if patience == "device":
-        _hold_up()
+        copy_engine.CopyQueue = HeldUpQueue  # type: ignore[misc]
         return
     if patience == "stream":
         _tell_of_forward_passes()
@@ -115,33 +139,6 @@ def install(patience: int | str) -> None:
 def held_up() -> int:
     """Copies of a GPU that were held up so far."""
     return len(_held_up)
-
-
-def _hold_up() -> None:
-    import torch
-
-    from kvoffload_patch.transfer.queue import CopyQueue
-
-    as_made = CopyQueue._begin
-
-    def begin(self: CopyQueue, job: Any) -> Any:
-        slices = as_made(self, job)  # it waits for the steps before; nothing is copied yet
-        with torch.cuda.stream(self.streams.blocks):
-            torch.cuda._sleep(_HELD_UP_CYCLES)
-        self.streams.bus.wait_stream(self.streams.blocks)
-        _held_up.append(job.ticket)
-        return slices
-
-    as_marked = CopyQueue._mark
-
-    def mark(self: CopyQueue, job: Any, arrived: int) -> None:
-        more = arrived > len(job.arrived)
-        as_marked(self, job, arrived)
-        if more:
-            with torch.cuda.stream(self.streams.blocks):
-                torch.cuda._sleep(_HELD_UP_CYCLES)
-
-    CopyQueue._begin, CopyQueue._mark = begin, mark  # type: ignore[method-assign]
 
 
 def _tell_of_forward_passes() -> None:

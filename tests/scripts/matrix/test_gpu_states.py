@@ -135,11 +135,11 @@ def test_copies_of_a_gpu_are_held_up_on_both_streams(
     from engine import late_copies
     from transfer.fake_cuda import FakeCuda
 
-    from kvoffload_patch.transfer.queue import CopyQueue
+    from kvoffload_patch.transfer import engine
 
     log: list[str] = []
     on: list[Any] = []
-    monkeypatch.setattr(CopyQueue, "_begin", CopyQueue._begin)  # put back at the end
+    monkeypatch.setattr(engine, "CopyQueue", engine.CopyQueue)  # put back at the end
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(on.append(stream)))
     monkeypatch.setattr(
         torch.cuda, "_sleep", lambda _: on[-1].append(partial(log.append, "held")), raising=False
@@ -147,7 +147,7 @@ def test_copies_of_a_gpu_are_held_up_on_both_streams(
     late_copies.install("device")
     before = late_copies.held_up()
     with FakeCuda(seed) as cuda:
-        queue = CopyQueue(cuda, threading.RLock(), ends_on_bus=False, slices_ahead=2)
+        queue = engine.CopyQueue(cuda, threading.RLock(), ends_on_bus=False, slices_ahead=2)
 
         def copy(streams: Any) -> Any:
             streams.bus.append(partial(log.append, "bus"))
