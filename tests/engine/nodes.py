@@ -9,7 +9,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -129,16 +128,3 @@ def assert_end_alike(
     assert plain["error"] and plain["error"] == tiered["error"], ends
     assert "kvoffload" not in tiered["said"]
     assert tiered["seconds"] < plain["seconds"] + _LATER_S, ends
-
-
-def shared_files() -> set[Path]:
-    """The tier's files in shared memory, of every engine of this machine."""
-    return set(Path("/dev/shm").glob("kvoffload-*"))
-
-
-def assert_nothing_is_left(before: set[Path]) -> None:
-    """None but those; another engine has one only while it starts."""
-    until = time.monotonic() + _LATER_S
-    while left := shared_files() - before:
-        assert time.monotonic() < until, left
-        time.sleep(0.1)

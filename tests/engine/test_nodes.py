@@ -11,6 +11,9 @@ import pytest
 from engine import engines, nodes
 from engine import plain as vllm
 from engine.report import assert_same
+from engine.shared_memory import files_left
+
+from scripts.soak.watch import shared_files
 
 pytestmark = pytest.mark.features
 PLAYED = ["setup", "conversations", "reset"]
@@ -69,11 +72,11 @@ def test_a_node_that_is_lost_ends_the_engine_as_without_the_tier(
     real, tmp_path, record_property, when
 ):
     vllm.only_here("a lost node")
-    ends, before = [], nodes.shared_files()
+    ends, before = [], shared_files()
     for tier in (None, TIER):
         with nodes.SecondNode({"model": real.model}, tmp_path / "log", tier) as second:
             lost = {"TEST_LOSE": str(second.pid), **nodes.environment()}
             play = real.off if tier is None else partial(real.on, tier=tier)
             ends.append(play([when], second.first, **lost)[when])
     nodes.assert_end_alike(record_property, ends, executor="multi-node mp", when=when)
-    nodes.assert_nothing_is_left(before)
+    assert not files_left(before)

@@ -17,6 +17,9 @@ from engine import engines, nodes
 from engine import plain as vllm
 from engine.ray_node import RayNode
 from engine.report import assert_same
+from engine.shared_memory import files_left
+
+from scripts.soak.watch import shared_files
 
 pytestmark = pytest.mark.features
 PLAYED = ["setup", "conversations"]
@@ -86,10 +89,10 @@ def test_a_rank_on_another_node_gets_the_settings(real):
 @pytest.mark.parametrize("when", ["node_lost", "node_lost_at_work"])
 def test_a_node_that_is_lost_ends_the_engine_as_without_the_tier(real, record_property, when):
     vllm.only_here("a lost node")
-    ends, before = [], nodes.shared_files()
+    ends, before = [], shared_files()
     for tier in (None, MODE):
         with two_nodes() as (environment, pid):
             play = real.off if tier is None else partial(real.on, tier=tier)
             ends.append(play([when], RAY, TEST_LOSE=str(pid), **environment)[when])
     nodes.assert_end_alike(record_property, ends, executor="Ray", when=when)
-    nodes.assert_nothing_is_left(before)
+    assert not files_left(before)

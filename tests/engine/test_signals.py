@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from engine.forked_servers import Server, WarmServer
+from engine.shared_memory import files_left
 
 from kvoffload_patch.control import client
 from scripts.soak import signals
@@ -45,7 +46,7 @@ class Trials:
     def __init__(self, folder: Path, runtime: Path, model: Path) -> None:
         self._folder, self._model = folder, model
         self._choosing, self._ports = threading.Lock(), set[int]()
-        before = set(shared_files())
+        before = shared_files()
         env = {
             "XDG_RUNTIME_DIR": str(runtime), "KVOFFLOAD_CONTROL": "1",
             "KVOFFLOAD_CPU_GIB": "0.05", "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -56,9 +57,7 @@ class Trials:
         self.sockets = [path.name for path in runtime.rglob("*.sock")]
         client.find({"XDG_RUNTIME_DIR": str(runtime)})  # as any command of ours
         self.sockets_after_a_command = [path.name for path in runtime.rglob("*.sock")]
-        # Other tests have such files as well, while their ranks open.
-        signals.wait_until(lambda: set(shared_files()) <= before, 20)
-        self.files = set(shared_files()) - before
+        self.files = files_left(before)
 
     def log(self, name: str) -> str:
         """What the server of a trial printed."""
