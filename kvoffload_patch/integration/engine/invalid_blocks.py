@@ -66,11 +66,18 @@ class InvalidBlocks:
                     self._distrust(gpu_block_id, key)
 
     def _from_first(self, request_id: str, gpu_block_ids: Collection[int]) -> Iterator[int]:
-        """The blocks of a request from the first of these on, in every KV cache group."""
-        for table in self._view.block_tables(request_id):
-            first = next((at for at, block in enumerate(table) if block in gpu_block_ids), None)
-            if first is not None:
-                yield from table[first:]
+        """The blocks of a request from the first of these on, in every KV cache group.
+
+        A layer computes upon those before it, whichever group they are of: what one group lacks is
+        in the blocks of all others from the same token on (vLLM 0.30 goes on with several groups).
+        """
+        tables = self._view.block_tables(request_id)
+        begins: list[int] = []  # tokens before the first of these, in each group that has any
+        for table, size in zip(tables, self._view.block_sizes):
+            begins += [at * size for at, block in enumerate(table) if block in gpu_block_ids][:1]
+        if begins:
+            for table, size in zip(tables, self._view.block_sizes):
+                yield from table[min(begins) // size :]
 
     def _distrust(self, gpu_block_id: int, key: Hashable) -> None:
         if key is None:

@@ -23,12 +23,12 @@ def end_step(mini: Mini, **said: Any) -> None:
             sequence.tokens = mini._tokens(name)
 
 
-def keys_of(mini: Mini, tokens: list[int]) -> list[Any]:
+def keys_of(mini: Mini, tokens: list[int], group: int = 0) -> list[Any]:
     """The keys of a prompt's full blocks."""
     from scheduler_half import parts
 
     request = parts.make_request("keys", tokens, 1)
-    return [mini.view.key(block_hash, 0) for block_hash in request.block_hashes]
+    return [mini.view.key(block_hash, group) for block_hash in request.block_hashes]
 
 
 def held(mini: Mini, tokens: list[int]) -> list[bool]:
@@ -129,3 +129,19 @@ def test_what_a_connector_has_received_is_stored_though_its_request_must_wait() 
     mini.run()
     mini.check()
     nothing_held(mini)
+
+
+@pytest.mark.parametrize("failed_in", [0, 1])
+def test_what_other_groups_computed_upon_a_failed_load_is_discarded(failed_in: int) -> None:
+    """A layer computes upon those before it, whichever group they are of."""
+    mini = Mini(windows=(None, 200), blocks=73)  # a window that is wider than the prompt
+    asked = prompt(5, seed=1)
+    name = mini.add(asked, count=8)
+    mini.step()
+    keys = [keys_of(mini, asked, group) for group in (0, 1)]
+    assert all(map(mini.manager.holds, sum(keys, [])))
+    tables = mini.view.block_tables(name)
+    mini.tier.on_invalid({tables[failed_in][2]})
+    left = [[*map(mini.manager.holds, of_group)] for of_group in keys]
+    assert left == [[True] * 2 + [False] * 3] * 2
+    assert mini.tier._invalid.untrusted.keys() == {*tables[0][2:5], *tables[1][2:5]}
