@@ -68,6 +68,7 @@ class TransferResult(NamedTuple):
         growing: more of them are to come, where their number is said.
         mismatches: loads since start that brought other bytes than were stored.
         sizing: which change of the tier's size that number is of, counted from 0, its first size.
+        by_layer: the forward pass waits for loads layer by layer where it can.
     """
 
     done: Tickets = ()
@@ -76,6 +77,7 @@ class TransferResult(NamedTuple):
     growing: bool = False
     mismatches: int = 0
     sizing: int = 0
+    by_layer: bool = False
 
     def done_on(self, link: Link) -> int:
         """The ticket up to which all of a link are done; 0 if none is."""

@@ -234,12 +234,15 @@ class CopyEngine:
     def _comes_by_layer(self, link: LinkCopies, plan: Plan) -> bool:
         """Whether the last load that this step waits for is awaited group by group.
 
-        One that it reads may be. Not one whose blocks it writes to: a layer writes its KV before
-        it waits for its group.
+        One that it reads may be. Not one whose blocks it writes to, because a layer writes its KV
+        before it waits for its group: one that nobody reads, and the last block of a prompt, which
+        the step that loads it computes the last token of.
         """
         last = plan.waits_for(link.link)
         read = self._groups and (link.link, last) in plan.promised
-        if read and link.link == LOAD and link.queue.poll() < last:
+        if not read or any(t.ticket == last and len(t.target_ids) == 1 for t in plan.before):
+            return False
+        if link.link == LOAD and link.queue.poll() < last:
             self._last_arriving = last
             arriving = link.queue.arrivals(last)
             if len(arriving) == self._groups:

@@ -50,7 +50,7 @@ class LateLayers(copy_engine.CopyEngine):
             return False
         self._targets.update({t.ticket: t.target_ids for t in plan.before})
         last = plan.waits_for(LOAD)
-        if not by_layer or (LOAD, last) not in plan.promised:
+        if not by_layer or (LOAD, last) not in plan.promised or len(self._targets[last]) == 1:
             return False
         counts["steps by layer"] += 1
         blocks = torch.tensor(self._targets[last])

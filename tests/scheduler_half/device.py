@@ -327,7 +327,8 @@ class Device:
 
     def _result(self) -> TransferResult:
         done = tuple((link, queue.poll()) for link, queue in self._queues.items())
-        return TransferResult(done, tuple(Failure(*one, RAISED) for one in self._failed))
+        failed = tuple(Failure(*one, RAISED) for one in self._failed)
+        return TransferResult(done, failed, by_layer=True)
 
 
 def _tables(block_ids: Any) -> list[list[int]]:

@@ -57,11 +57,12 @@ class Opened:
         per_piece: slots registered together (on a GPU `HostBuffer` says); 0 for all.
         seed: of the order in which fake streams go on.
         every: one block of so many has a checksum.
+        ready: blocks made ready together; 0: one more than two chunks.
     """
 
     def __init__(
         self, case: Case, name: str, device: str, chunk: int = 2, pad: int = 0,
-        per_piece: int = 0, seed: int = 0, every: int = 0,
+        per_piece: int = 0, seed: int = 0, every: int = 0, ready: int = 0,
     ) -> None:  # fmt: skip
         self.case = case
         self.every = every
@@ -86,7 +87,7 @@ class Opened:
                 (copy_staged, "STORE_SLICE_BYTES", chunk * self.slots.pitch),
                 (copy_staged, "LOAD_SLICE_BYTES", 2 * chunk * self.slots.pitch),
                 (copy_direct, "DIRECT_SLICE_BYTES", chunk * self.slots.pitch),
-                (copy_staged, "READY_BLOCKS", 2 * chunk + 1),
+                (copy_staged, "READY_BLOCKS", ready or 2 * chunk + 1),
                 (copy_torch, "STAGING_BYTES", chunk * self.slots.pitch),
             ]:
                 stack.enter_context(mock.patch.object(module, what, value))

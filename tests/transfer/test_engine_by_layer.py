@@ -21,10 +21,14 @@ from kvoffload_patch.transfer.queue import CopyQueue
 
 
 class Plan(SomePlan):
-    """``read``: loads that the step reads."""
+    """``read``: loads that the step reads, of ``blocks`` each."""
 
-    def __init__(self, *loads: int, wait: int = 0, read: Sequence[int] = ()) -> None:
-        super().__init__([Batch(ticket, [ticket], [ticket]) for ticket in loads], wait_load=wait)
+    def __init__(
+        self, *loads: int, wait: int = 0, read: Sequence[int] = (), blocks: int = 2
+    ) -> None:
+        moved = [[ticket] * blocks for ticket in loads]
+        batches = [Batch(ticket, ids, ids) for ticket, ids in zip(loads, moved)]
+        super().__init__(batches, wait_load=wait)
         self.promised: Tickets = tuple((LOAD, ticket) for ticket in read)
 
 
@@ -71,7 +75,8 @@ class Rank:
             else:
                 assert any(stream.can_go_on() for stream in self.cuda.streams)
                 next(stream for stream in self.cuda.streams if stream.can_go_on()).go_on()
-        return [entry for entry in self.log[: self.log.index(name)] if not isinstance(entry, str)]
+        there = self.log[: self.log.index(name)]
+        return [entry for entry in dict.fromkeys(there) if not isinstance(entry, str)]
 
 
 @pytest.fixture(params=range(2))
@@ -109,6 +114,17 @@ def test_one_that_nobody_reads_is_waited_for_before_anything_is_computed(rank: R
     assert rank.before("layer 0") == [(1, 0), (1, 1)]
 
 
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_the_last_block_of_a_prompt_is_there_before_a_layer_writes_to_it(
+    rank: Rank, blocks: int
+) -> None:
+    """The step that loads it computes the last token of it; such a load has no other block."""
+    by_layer = rank.engine.begin_step(Plan(1, 2, wait=2, read=[1, 2], blocks=blocks), True)
+    assert by_layer == (blocks > 1)
+    rank.compute("layer 0 writes")
+    assert ((2, 0) in rank.before("layer 0 writes")) == (blocks == 1)
+
+
 def test_those_before_the_last_one_are_waited_for_as_a_whole(rank: Rank) -> None:
     assert rank.engine.begin_step(Plan(1, 2, wait=2, read=[1, 2]), True)
     rank.compute("inputs")
@@ -127,6 +143,14 @@ def test_a_forward_pass_that_was_given_up_is_made_up_for(rank: Rank) -> None:
     assert not rank.engine.begin_step(None, True)
     rank.compute("the next one")
     assert rank.before("the next one") == [(1, 0), (1, 1)]
+
+
+def test_the_step_behind_one_by_layer_waits_for_its_own_load(rank: Rank) -> None:
+    assert rank.engine.begin_step(Plan(1, wait=1, read=[1]), True)
+    rank.engine.wait_all_groups()
+    assert not rank.engine.begin_step(Plan(2, wait=2), True)
+    rank.compute("the next one")
+    assert rank.before("the next one")[2:] == [(2, 0), (2, 1)]
 
 
 def test_a_load_that_is_done_is_not_waited_for(rank: Rank) -> None:

@@ -16,11 +16,13 @@ class Pace:
 
     Args:
         ms_per_block: time that a block takes to load.
-        overlap: which part of a load may be on its way when the step that reads it begins.
+        overlap: which part of a load may be on its way when the step that reads it begins, once
+            loads come by layer.
         now: seconds on a clock that never goes back.
 
     Attributes:
         in_flight: steps that were scheduled and whose output has not come back.
+        by_layer: the forward pass waits for loads layer by layer, as the last output has said.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Pace:
         self._overlap = overlap
         self._now = now
         self.in_flight = 0
+        self.by_layer = False
         self._began = 0.0  # the last one was about to be scheduled
         self._steps = (0.0, 0.0)  # seconds between the last three
         self._bus_free_at = 0.0
@@ -57,6 +60,8 @@ class Pace:
         after layer, and so does the step, no longer than either of them takes. The step is taken to
         compute for as long as the shorter of the two before.
         """
+        if not self.by_layer:
+            return 0.0
         return 1000 * self._overlap * min(*self._steps, self._s_per_block * num_blocks)
 
     def load_begins(self, num_blocks: int) -> float:

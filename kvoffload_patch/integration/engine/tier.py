@@ -245,6 +245,7 @@ class SchedulerTier:
 
     def on_result(self, result: TransferResult) -> None:
         """The reporting rank says what is done; one that comes late or twice says nothing new."""
+        self._pace.by_layer = result.by_layer
         readable = self._manager.apply(result)
         if readable:
             self._lookups.keys_stored(readable)

@@ -44,6 +44,7 @@ class LayerGate:
 
     Attributes:
         groups: as given; none once the gate is shut.
+        learnt: a step has come by every layer, and the gate is not shut.
         refused: why loads are not awaited by layer; empty if they may be.
     """
 
@@ -51,7 +52,7 @@ class LayerGate:
         self.refused = ""
         self.groups = groups
         self._undo: list[Any] = []
-        self._watching = self._learnt = False
+        self._watching = self.learnt = False
         self._seen: set[str] = set()  # layers, in the pass that is watched
         self._wait: WaitGroup | None = None
         self._group_of: dict[str, int] = {}  # the last that has KV of a layer
@@ -61,7 +62,7 @@ class LayerGate:
             for name, layer, group in layers:
                 self._stand_before(name, layer.impl, group)
         except Exception as error:  # noqa: BLE001 - loads are waited for as a whole then
-            self._shut(f"{error}" or type(error).__name__)
+            self.shut(f"{error}" or type(error).__name__)
 
     def passes(self, step: Any) -> bool:
         """Whether a step, as the scheduler describes it, is known to come by every layer.
@@ -69,12 +70,12 @@ class LayerGate:
         One request with more than one token keeps the batch out of the graphs for decodes. Blocks
         that vLLM copies before the pass would be read there.
         """
-        return self._learnt and _is_mixed(step)
+        return self.learnt and _is_mixed(step)
 
     def begin(self, step: Any, wait_group: WaitGroup | None) -> None:
         """Before the forward pass: what waits for a group, or None if nothing has to."""
         self._watching = wait_group is not None or (
-            not self._learnt and not self.refused and _is_mixed(step)
+            not self.learnt and not self.refused and _is_mixed(step)
         )
         if self._watching:
             self._seen, self._wait = set(), wait_group
@@ -90,25 +91,26 @@ class LayerGate:
         missing = self._group_of.keys() - self._seen
         waited, self._wait, self._watching = self._wait, None, False
         if missing and waited is None:
-            self._shut(f"{_some(missing)} computes without passing the gate")
+            self.shut(f"{_some(missing)} computes without passing the gate")
         elif missing:
             raise RuntimeError(
                 f"kvoffload_patch: expected every attention layer to wait for its KV, found that "
                 f"{_some(missing)} did not, so this step's tokens may be wrong; report it, and "
                 "set KVOFFLOAD_LOAD_BY_LAYER=0 or KVOFFLOAD_DISABLE=1 until then."
             )
-        elif not self._learnt:
-            self._learnt = True
+        elif not self.learnt:
+            self.learnt = True
             logger.info("kvoffload_patch: loads come by layer, %d of them.", len(self._group_of))
 
     def close(self) -> None:
         """Take the wrappers off."""
-        self._watching = self._learnt = False
+        self._watching = self.learnt = False
         self._wait = None
         while self._undo:
             del self._undo.pop().forward
 
-    def _shut(self, why: str) -> None:
+    def shut(self, why: str) -> None:
+        """Loads are waited for as a whole from now on."""
         self.close()
         self.refused, self.groups = why, ()
         logger.info("kvoffload_patch: loads are waited for as a whole: %s.", why)

@@ -111,12 +111,15 @@ class RankTier:
 
         slots = SlotMemory(self._host.slots, self._host.slots_per_piece)
         self._gate = LayerGate(self._runner, layout, load_groups(layout)) if by_layer else None
-        groups = self._gate.groups if self._gate else ()
+        gate = self._gate
+        groups = gate.groups if gate else ()
         with self._host.quiet():
             chosen = choose_backend(layout, slots, ready, backend, integrity, groups)
             run_canary(layout, chosen.backend, slot=ready - 1)
         self.load_ms_per_block, self.copies = chosen.load_ms_per_block, chosen.report
         self.overlap = 1 - 1 / max(1, len(chosen.backend.groups))
+        if gate is not None and groups and not chosen.backend.groups:
+            gate.shut(f"copies {chosen.backend.name} bring all layers of a block at once")
         self._checksums = chosen.backend.checksums
         # What was stored to try it has none: another rank may be the one that stores there.
         self._checksums.forget_all()
@@ -194,8 +197,9 @@ class RankTier:
             self._warn_of_failures(progress.failed)
         if self._together and self._board is not None:
             progress = progress._replace(done=self._board.exchange_done(progress.done))
+        by_layer = self._gate is not None and self._gate.learnt
         found = self._checksums.mismatches, self._sizing
-        result = TransferResult(*progress, *self._usable_slots(), *found)
+        result = TransferResult(*progress, *self._usable_slots(), *found, by_layer)
         return copy_output(output, result)
 
     def drain(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -222,12 +223,20 @@ class StagedBackend:
         streams: Streams | None,
         finds: torch.Tensor | None,
     ) -> Iterator[int]:
-        """As `_load`, the rows of one group after those of the other; says how many are there."""
+        """As `_load`, the rows of one group after those of the other; says how many are there.
+
+        No group is there before the last blocks that are made ready together are begun, so these
+        are as many as there can be.
+        """
         assert streams is not None
         blocks, bus, own = streams.blocks, streams.bus, self._loads
         left = len(cpu_slots)
+        first = left % own.ready_blocks
         try:
-            for block_ids, slots in self._ready(gpu_block_ids, cpu_slots, own, blocks):
+            for block_ids, slots in chain(
+                self._ready(gpu_block_ids[:first], cpu_slots[:first], own, blocks),
+                self._ready(gpu_block_ids[first:], cpu_slots[first:], own, blocks),
+            ):
                 left -= len(slots)
                 for arrived, rows in enumerate(self.groups, 1):
                     nbytes = self._ends[rows[1]] - self._ends[rows[0]]

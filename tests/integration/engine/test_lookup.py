@@ -26,7 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvoffload_patch.integration.protocol import PLAN
 from kvoffload_patch.links import LOAD, STORE
-from kvoffload_patch.tier.plan import Transfer
+from kvoffload_patch.tier.plan import Transfer, TransferResult
 
 PARKED = RequestStatus.WAITING_FOR_REMOTE_KVS
 WAITING = RequestStatus.WAITING
@@ -457,6 +457,7 @@ def test_what_crosses_before_the_step_can_begin_or_soon_after_counts_as_done(
     world.tier._max_stall_ms = stall_ms
     world.tier._pace.in_flight = in_flight
     world.tier._pace._overlap = overlap
+    world.tier.on_result(TransferResult(by_layer=True))
     world.tier._pace._steps = (step_ms / 1000, step_ms / 1000)
     world.tier._pace._began = world.time - step_ms / 1000
     world.tier.before_schedule()

@@ -19,6 +19,7 @@ def stepped(*seconds: float) -> tuple[Pace, Clock]:
     """One that has seen steps begin so long after one another."""
     clock = Clock()
     pace = Pace(2.0, 0.75, clock)
+    pace.by_layer = True
     pace.step_begins()
     for interval in seconds:
         clock.time += interval
@@ -47,6 +48,12 @@ def test_what_a_step_hides_is_no_longer_than_the_step_or_the_load() -> None:
     pace, _ = stepped(0.03, 0.01)
     assert pace.hidden_ms(2) == pytest.approx(0.75 * 4)
     assert pace.hidden_ms(9) == pytest.approx(0.75 * 10)
+
+
+def test_nothing_is_hidden_while_steps_wait_for_loads_as_a_whole() -> None:
+    pace, _ = stepped(0.03, 0.01)
+    pace.by_layer = False
+    assert pace.hidden_ms(2) == 0
 
 
 def test_loads_cross_one_after_the_other() -> None:

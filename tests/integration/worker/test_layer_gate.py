@@ -213,10 +213,12 @@ def machine_of(gate: LayerGate, machine: Machine) -> Machine:
     return machine
 
 
-def test_layers_on_one_tensor_wait_for_the_last_of_its_bytes() -> None:
+@pytest.mark.parametrize("order", [1, -1])
+def test_layers_on_one_tensor_wait_for_the_last_of_its_bytes(order: int) -> None:
     machine = Machine()
     wide = torch.zeros(2, 5, 16, dtype=torch.uint8)
-    machine.runner.kv_caches = [machine.tensors[0][:1], wide, machine.tensors[0]]
+    shared = [machine.tensors[0][:1], machine.tensors[0]][::order]
+    machine.runner.kv_caches = [shared[0], wide, shared[1]]
     machine.layers = {
         "a": Layer("a", machine.tensors[0], machine.log),
         "b": Layer("b", wide, machine.log),

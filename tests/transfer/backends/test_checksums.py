@@ -63,6 +63,17 @@ def test_what_was_stored_is_right_and_one_flipped_bit_is_not(
 
 
 @every_way
+def test_groups_of_rows_that_come_in_several_slices(opened: Open, name: str, device: str) -> None:
+    """The parts of a block's checksum are found again where its next rows come."""
+    setup = opened("kv_outermost", name, device, chunk=1, ready=7, every=1)
+    setup.store([*range(7)], [*range(7)])
+    setup.wait()
+    assert load(setup, [*range(7)], [6, 5, 4, 3, 2, 1, 0]) is None
+    flip(setup, 5, setup.layout.block_bytes - 1, 3)
+    assert load(setup, [*range(7)], [*range(7)]) is not None
+
+
+@every_way
 def test_every_bit_of_a_block(opened: Open, name: str, device: str) -> None:
     setup = opened("different_dtypes", name, device, torch.uint8, every=1)
     setup.store([1], [4])

@@ -95,3 +95,39 @@ def test_neighbours_are_merged_and_the_rest_goes_to_the_driver_in_one_call(
     setup.store([0, 1, 2, 3], slots)
     setup.load([0, 1, 2, 3], slots)
     assert setup.driver.calls == [copies, copies]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
+@pytest.mark.parametrize(("blocks", "whole"), [(2, 0), (3, 0), (4, 1), (5, 2), (6, 3)])
+def test_the_first_group_is_there_when_as_few_blocks_as_can_be_have_crossed_whole(
+    opened: Open, blocks: int, whole: int
+) -> None:
+    setup = opened("kv_outermost", "groups", "cpu", chunk=1)  # three are made ready together
+    ends = [*setup.layout.offsets, setup.layout.block_bytes]
+    first_group = ends[setup.backend.groups[0][1]]
+    crossed: list[int] = []
+    enqueue = setup.driver._enqueue
+
+    def noted(target: int, source: int, nbytes: int, stream: int) -> None:
+        crossed.append(nbytes)
+        enqueue(target, source, nbytes, stream)
+
+    setup.driver._enqueue = noted
+    assert setup.cuda is not None
+    with setup.cuda:
+        slices = setup.backend.load([*range(blocks)], [*range(blocks)], streams=setup.streams)
+        assert next(there for there in slices if there) == 1
+        so_far = sum(crossed)
+        assert [*slices][-1] == len(setup.backend.groups)
+    setup.wait()
+    assert so_far == whole * setup.layout.block_bytes + (blocks - whole) * first_group
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
+def test_a_group_is_there_with_its_last_slice(opened: Open) -> None:
+    setup = opened("kv_outermost", "groups", "cpu", chunk=1, ready=7)  # four in a slice of a group
+    assert setup.cuda is not None
+    with setup.cuda:
+        slices = setup.backend.load([*range(7)], [*range(7)], streams=setup.streams)
+        assert [*slices] == [0, 1, 1, 2]
+    setup.wait()
