@@ -11,7 +11,6 @@ _TAKEN = "nothing refuses it"
 _REPLAYSSM = "vLLM refuses it beside every KV connector"
 # By row: SimpleCPUOffloadConnector, OffloadingConnector.
 SAID: dict[str, tuple[str, str]] = {
-    "states: linear attention (MiniMax, Bailing)": ("taken beside full attention", "taken"),
     "states of a kind that was not shown to come back": (
         "taken beside full attention",
         "taken",

@@ -77,6 +77,12 @@ _STATES = (
         "Mamba 1",
         "float32 (two kernels that the CPU build lacks are PyTorch's)",
     ),
+    (
+        "linear attention (MiniMax, Bailing)",
+        "linear attention",
+        "float32 (Bailing's, whose kernels are PyTorch's, beside plain heads instead of MLA, with "
+        "which the CPU build turns prefix caching off)",
+    ),
 )
 _DEVICES = "tests/integration/worker/test_devices.py::test_it_is_refused_in_a_sentence"
 _RANDOM = f"{_HALF}test_random_runs.py::test_random_runs"
@@ -112,10 +118,6 @@ ROWS = (
         gpu=("graphs, windows",),
     ),
     *(_states(*one) for one in _STATES),
-    _refused("states: linear attention (MiniMax, Bailing)", "linear attention")._replace(
-        what="the check at start; its kernels are Triton's, for GPUs",
-        gpu=("states: linear attention",),
-    ),
     Row(
         "states: one, two and three groups",
         "vLLM's scheduler over a faked model, random runs",

@@ -57,8 +57,10 @@ class Engines:
 
     def _write_architecture(self, kind: str) -> str:
         """A model of another architecture than Llama's."""
-        from engine import architectures
+        from engine import architectures, linear_attention
 
+        if kind == linear_attention.KIND:
+            return str(linear_attention.write(self._folder / "linear", latent=False))
         return str(architectures.write(kind, self._folder / kind))
 
     def llava(self) -> str:

@@ -42,6 +42,7 @@ _REPLACES = {
     "TEST_GROWTH": "slow_growth",
     "TEST_KVCACHED": "kvcached_here",
     "TEST_STATE_KERNELS": "state_kernels",
+    "TEST_LINEAR_KERNELS": "linear_kernels",
     "TEST_MAMBA2_KERNELS": "mamba2_kernels",
     "TEST_SHARDED_ATTENTION": "sharded_attention",
     "TEST_RAY_ON_CPU": "ray_on_cpu",

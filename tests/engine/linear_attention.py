@@ -1,7 +1,7 @@
 """A tiny Bailing (Ling 2.5): linear attention and MLA take turns, no experts.
 
 transformers has no configuration of its own for it, so it has that of a model with MLA; what vLLM's
-model reads besides is in there, too.
+model reads besides is in there, too. With plain heads instead (see `linear_kernels`) it has Llama's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.model import HIDDEN, LAYERS, VOCABULARY, write_tokenizer
 
+KIND = "bailing"
 _HEADS, _HEAD_DIM, _INNER = 8, 64, 512
 _LATENT, _ROPE, _NOPE, _VALUE, _LOW = 512, 64, 64, 128, 128  # of MLA
 CONFIG: dict[str, Any] = {
@@ -46,13 +47,24 @@ _MLA = {
 }  # fmt: skip
 
 
-def write(folder: Path) -> Path:
-    """Write config and weights, with the names that published weights have."""
+_PLAIN = {
+    name: _LINEAR[name] for name in ("query_key_value", "query_layernorm", "key_layernorm", "dense")
+}
+
+
+def write(folder: Path, latent: bool = True) -> Path:
+    """Write config and weights, with the names that published weights have.
+
+    Args:
+        folder: is made.
+        latent: whether the layers without linear attention have MLA, or else plain heads.
+    """
     import torch
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    about = CONFIG if latent else {**CONFIG, "model_type": "llama", "use_rmsnorm": True}
+    (folder / "config.json").write_text(json.dumps(about))
     write_tokenizer(folder)
     generator = torch.Generator().manual_seed(0)
 
@@ -67,7 +79,7 @@ def write(folder: Path) -> Path:
         "model.norm.weight": torch.ones(HIDDEN),
     }
     for layer in range(LAYERS):
-        attention = _MLA if layer % 2 else _LINEAR
+        attention = (_MLA if latent else _PLAIN) if layer % 2 else _LINEAR
         parts = {**_ALL, **{f"attention.{name}": size for name, size in attention.items()}}
         for name, size in parts.items():
             weights[f"model.layers.{layer}.{name}.weight"] = made(*size)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
+from engine import linear_attention, release
 from engine import plain as vllm
-from engine import release
 from engine.report import assert_same
 
 PLAYED = ["setup", "sensitivity", "lengths", "conversations", "preemption"]
@@ -18,6 +18,7 @@ KINDS = {
     "short convolutions": ("lfm2", "float32", "TEST_STATE_KERNELS"),
     "Mamba 2": ("nemotron_h", "float32", "TEST_MAMBA2_KERNELS"),
     "Mamba 1": ("jamba", "float32", "TEST_STATE_KERNELS"),
+    "linear attention": (linear_attention.KIND, "float32", "TEST_LINEAR_KERNELS"),
 }
 PARAMETERS = [
     pytest.param(kind, id=kind, marks=[] if kind == "gated delta net" else [FEATURE])
@@ -28,6 +29,8 @@ PARAMETERS = [
 def engine_of(real, kind):
     """Arguments of an engine, and what it has of the test's own in the environment."""
     architecture, dtype, kernels = KINDS[kind]
+    if kind == "linear attention":
+        vllm.only_here("linear attention with kernels of the test's own")
     with vllm.must_have_model():
         model = real.architecture(architecture)
     engine = {"model": model, "enable_prefix_caching": True, "dtype": dtype}

@@ -27,7 +27,7 @@ _SHARDED_SPECS = {"FullAttentionSpec", "MLAAttentionSpec"}
 _STATE_SPEC = "MambaSpec"
 _STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.30.0", "cpu"): ("GDN_ATTN",),
-    ("0.32.0", "cpu"): ("GDN_ATTN", "MAMBA1", "MAMBA2", "SHORT_CONV"),
+    ("0.32.0", "cpu"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
 }
 # Releases of vLLM and devices on which answers beside kvcached were compared with plain vLLM's.
 _KVCACHED_SHOWN: tuple[tuple[str, str], ...] = (("0.26.0", "cuda"),)

@@ -132,10 +132,7 @@ REFUSED = {
     "states outside of blocks": (config(replayssm=True), states(), "--use-replayssm"),
     "states on a GPU": (config(device="cuda"), states(), r"come back \(.* \S+ on cuda"),
     "states of another kind": (
-        config(), states(mamba_type=SimpleNamespace(name="KDA")), "found KDA with",
-    ),
-    "linear attention": (
-        config(), states(mamba_type=SimpleNamespace(name="LINEAR")), "found LINEAR with",
+        config(), states(mamba_type=SimpleNamespace(name="CUSTOM")), "found CUSTOM with",
     ),
     "host memory": (
         config(),
