@@ -1,7 +1,8 @@
 """A tiny Bailing (Ling 2.5): linear attention and MLA take turns, no experts.
 
 transformers has no configuration of its own for it, so it has that of a model with MLA; what vLLM's
-model reads besides is in there, too. With plain heads instead (see `linear_kernels`) it has Llama's.
+model reads besides is in there, too. With plain heads instead (see `linear_kernels`) it has that of
+Llama.
 """
 
 from __future__ import annotations
