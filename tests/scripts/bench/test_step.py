@@ -49,3 +49,12 @@ def test_the_goals_name_the_schedulers_that_were_played() -> None:
     sides["hooks"] = step._side([[2.0, 4.0]] * 4, [[1.0, 2.0]] * 4, 0, 0)
     first = step.goals([{"name": "a", "title": "256 decode", "sides": sides}]).splitlines()[0]
     assert [cell.strip() for cell in first.split("|")[1:-1]][1:] == ["goal of the tier", "hooks"]
+
+
+def test_schedulers_are_made_early_and_late_equally_often() -> None:
+    sides = ["plain", "tier", "eager", "simple"]
+    orders = list(step._orders(sides, 8))
+    assert len({tuple(order) for order in orders}) == 8
+    assert {side: sum(order.index(side) for order in orders) for side in sides} == dict.fromkeys(
+        sides, 12
+    )
