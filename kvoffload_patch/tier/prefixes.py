@@ -70,7 +70,7 @@ class PrefixOrder:
         """A request has ended that used these: all of its prefix that the tier has, head first.
 
         Args:
-            slots: each of them once.
+            slots: each of them once; a range, if they are known to be neighbours.
             together: whether to put them together; otherwise they came all at once.
         """
         if together:
@@ -80,11 +80,11 @@ class PrefixOrder:
         before, behind = self._before, self._behind
         first, last = slots[0], slots[-1]
         before[first] = NONE  # so that no block comes to rest on itself
-        if _are_neighbours(slots):
+        if run := _neighbours(slots):
             none = [NONE] * (last - first)
             if before[first + 1 : last + 1] == none and behind[first:last] == none:
-                before[first + 1 : last + 1] = range(first, last)
-                behind[first:last] = range(first + 1, last + 1)
+                before[first + 1 : last + 1] = run[:-1]
+                behind[first:last] = run[1:]
                 return
         tails = slots[1:]
         linked = map(before.__getitem__, tails)
@@ -148,8 +148,9 @@ class PrefixOrder:
     def evict(self, count: int) -> Sequence[int]:
         if not self._due:
             slots = self.policy.evict(count)
-            if self._is_closed(slots):
-                self._clear(slots)
+            run = _neighbours(slots[::-1])  # mostly one prefix, or the end of it
+            if self._is_closed(slots, run):
+                self._clear(slots, run)
                 return slots
             self._due.update(dict.fromkeys(slots))
         return self._evict_due(count)
@@ -192,15 +193,13 @@ class PrefixOrder:
             path.append(tail)
         return path.pop()
 
-    def _is_closed(self, slots: Sequence[int]) -> bool:
+    def _is_closed(self, slots: Sequence[int], run: list[int]) -> bool:
         """Whether nothing but these rests on any of them."""
         behind, before = self._behind, self._before
         if self._others_behind and not self._others_behind.keys().isdisjoint(slots):
             return False
-        if _are_neighbours(slots, -1) and behind[slots[-1] : slots[0] + 1] == [
-            *range(slots[-1] + 1, slots[0] + 1), NONE
-        ]:  # fmt: skip
-            return True  # one prefix, or the end of it
+        if run and behind[run[0] : run[-1] + 1] == [*run[1:], NONE]:
+            return True
         tails = list(map(behind.__getitem__, slots))
         among: set[int] = set()
         # Mostly each rests on the next.
@@ -235,11 +234,11 @@ class PrefixOrder:
                 others.intersection_update([one for one in others if self._before[one] == head])
         self._before[tail], self._behind[head] = head, tail
 
-    def _clear(self, slots: Sequence[int]) -> None:
+    def _clear(self, slots: Sequence[int], run: list[int]) -> None:
         """These leave, and nothing else rests on them."""
-        if _are_neighbours(slots, -1):
-            begin, end = slots[-1], slots[0] + 1
-            self._before[begin:end] = self._behind[begin:end] = [NONE] * len(slots)
+        if run:
+            begin, end = run[0], run[-1] + 1
+            self._before[begin:end] = self._behind[begin:end] = [NONE] * len(run)
             return
         before, behind = self._before, self._behind
         for slot in slots:
@@ -258,8 +257,11 @@ class PrefixOrder:
             self.policy.insert(again)
 
 
-def _are_neighbours(slots: Sequence[int], step: int = 1) -> bool:
-    """Whether each of these is the one before plus ``step``; mostly they came so."""
-    if not slots or slots[-1] - slots[0] != step * (len(slots) - 1):
-        return False
-    return [*slots] == [*range(slots[0], slots[-1] + step, step)]
+def _neighbours(slots: Sequence[int]) -> list[int]:
+    """All of these if each is the one before plus 1, as they mostly came; none otherwise."""
+    if isinstance(slots, range):
+        return list(slots)
+    if not slots or slots[-1] - slots[0] != len(slots) - 1:
+        return []
+    run = list(range(slots[0], slots[-1] + 1))
+    return run if run == list(slots) else []

@@ -133,7 +133,7 @@ class EndedRequests:
         self,
         stores_done: int,
         loads_done: int,
-        find: Callable[[Keys], list[Any]],
+        find: Callable[[Keys], Sequence[Any]],
         order: PrefixOrder,
     ) -> None:
         """Tell of those whose copies are done; ``find`` gives the slot of each key, or None."""
@@ -146,8 +146,10 @@ class EndedRequests:
             if rests:
                 _tell_groups(dict(zip(keys, slots)), together, rests, order)
                 continue
-            whole = slots.index(None) if None in slots else len(slots)
-            found = [slot for slot in slots if slot is not None] if whole < len(slots) else slots
+            found, whole = slots, len(slots)
+            if not isinstance(slots, range) and None in slots:
+                whole = slots.index(None)
+                found = [slot for slot in slots if slot is not None]
             if rests is not None:
                 order.ended(found[:whole], together)
                 order.orphaned(found[whole:][::-1])

@@ -186,10 +186,10 @@ class TierState:
         """Tell of prefixes whose copies are done."""
         self._ended.tell(self._stores.done, self._loads.done, self._find, self._prefixes)
 
-    def _find(self, keys: Keys) -> list[Any]:
-        """The slot of each key; None where it has none.
+    def _find(self, keys: Keys) -> Sequence[Any]:
+        """The slot of each key; None where it has none. A range, if all are in neighbours.
 
-        Keys that follow each other are mostly in neighbours: one look at a dict finds them all.
+        Keys that follow each other mostly are: one look at a dict finds them all.
         """
         slots: list[Any] = []
         while rest := keys[len(slots) :]:
@@ -200,6 +200,8 @@ class TierState:
                 same = next(compress(count(), map(ne, held, rest)), len(held))
             if same < NEIGHBOUR_BLOCKS:
                 return slots + list(map(self._slot_of.get, rest))
+            if same == len(keys):
+                return range(slot, slot + same)
             slots += range(slot, slot + same)
         return slots
 
