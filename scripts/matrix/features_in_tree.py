@@ -1,7 +1,7 @@
 """What vLLM's own two connectors do with the rows of docs/features.md that the tier refuses.
 
-Read in the code of vLLM 0.32.0, and of 0.33.0 for what that has first; not run. A row is to be here
-as long as it is refused, and no longer.
+Read in the code of vLLM 0.32.0; not run. A row is to be here as long as it is refused, and no
+longer.
 """
 
 from __future__ import annotations
@@ -28,10 +28,6 @@ SAID: dict[str, tuple[str, str]] = {
         "vLLM warns that it was not validated",
         "an assertion ends the engine",
     ),
-    "groups with a prefix replay window": (
-        "taken: such groups are not stored, and computed again",
-        "taken: such groups are not stored, and computed again",
-    ),
     "decode context parallelism beside sliding windows": (
         "vLLM refuses it",
         "vLLM refuses it",
@@ -49,8 +45,7 @@ def table() -> list[str]:
         "",
         "## What is refused, and vLLM's own connectors",
         "",
-        "What they do with it was read in the code of vLLM 0.32.0 (prefix replay windows: of",
-        "0.33.0) and not run.",
+        "What they do with it was read in the code of vLLM 0.32.0 and not run.",
         "",
         "| Shape or feature | SimpleCPUOffloadConnector | OffloadingConnector |",
         "| --- | --- | --- |",

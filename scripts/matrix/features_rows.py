@@ -147,7 +147,12 @@ ROWS = (
     _refused("hits of partial blocks", "partial hits"),
     _refused("encoder-decoder models", "encoder-decoder"),
     _refused("groups kept in host memory", "host memory"),
-    _refused("groups with a prefix replay window", "replay"),
+    Row(
+        "groups with a prefix replay window",
+        "vLLM's scheduler over a faked model, random runs: they are computed again behind a hit of "
+        "the tier as behind one of its own; a ring beside them",
+        (f"{_RANDOM}_of_groups_outside_of_the_prefix_cache", f"{_HALF}test_vllm_groups.py"),
+    ),
     Row("MLA", "vLLM's CPU build turns prefix caching off for it", gpu=("mla",)),
     _engine(
         "chunked local attention",

@@ -1,9 +1,11 @@
 """Random runs over vLLM's own scheduler, for as long as is wanted.
 
-Usage: python scripts/matrix random [RELEASE] [--seconds N] [--seed N]
+Usage: python scripts/matrix random [RELEASE] [--shape SHAPE] [--seconds N] [--seed N]
 
-The installed vLLM, or a release from its sources. Prints what the runs have seen, and the seed and
-error of each that failed; `--seed N --seconds 0` repeats one. Status 1 if any failed.
+The installed vLLM, or a release from its sources. Models have full attention, some beside a sliding
+window; a SHAPE of tests/integration/engine/random_runs.py has other layers. Prints what the runs
+have seen, and the seed and error of each that failed; `--seed N --seconds 0` repeats one. Status 1
+if any failed.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ def main() -> int:
     parser.add_argument("release", nargs="?", default="", help="such as 0.22.1")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument("--shape", default="", help="such as state or uncached")
     args = parser.parse_args()
     command = [sys.executable, str(RUNS), str(args.seed), str(args.seconds)]
-    if args.release:
-        command += [args.release, str(fetch(args.release))]
+    command += [args.release, str(fetch(args.release)) if args.release else ""]
+    command += [args.shape] * bool(args.shape)
     # Nothing of the caller's own settings; the tier refuses names that it does not know.
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVOFFLOAD_")}
     env |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}

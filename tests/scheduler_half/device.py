@@ -34,6 +34,17 @@ class Chunk(int):
     """In the place of a group's window: attention within chunks of so many tokens."""
 
 
+class Replay(int):
+    """A window that vLLM keeps out of its prefix cache, and fills again behind a hit."""
+
+
+class Ring(int):
+    """In the place of a group's window: a ring of so many tokens; it reads those of an open pair.
+
+    So it is kept out of the prefix cache, too: pairs are closed where blocks end.
+    """
+
+
 Fails = Callable[[str, int], bool]
 
 
@@ -104,6 +115,7 @@ class _Sequence:
         self.tokens = tokens
         self.tables = tables
         self.values: list[int] = []  # right values of the first tokens
+        self.replay = range(0)  # tokens of its hit that are computed again
 
     def right(self, end: int) -> list[int]:
         """The right values of all tokens up to ``end`` and perhaps more."""
@@ -119,8 +131,8 @@ class Device:
     Args:
         num_blocks: GPU blocks.
         num_slots: CPU slots.
-        windows: for each KV cache group, the tokens that its attention sees; None for all, STATE
-            or CHECKPOINTS.
+        windows: for each KV cache group, the tokens that its attention sees; None for all, STATE,
+            CHECKPOINTS, or one of the classes above.
         late: outputs after which a copy is carried out that nothing waits for.
         fails: called with ("load" or "store", ticket): whether that copy fails.
         shards: ranks that each hold a part of every block's tokens (decode context parallelism), so
@@ -145,6 +157,8 @@ class Device:
         self.states = 0  # steps in which a state has come to another block
         self.checkpoints = 0  # states left behind within a step
         self._windows = windows
+        self.replayed = 0  # tokens of hits that were computed again
+        self._replays = max((one for one in windows if isinstance(one, Replay)), default=0)
         self._fails = fails
         self._queues = {LOAD: CopyQueue(late), STORE: CopyQueue(late)}
         self._blocks_of = {GPU: self.kv, CPU: self.slots}
@@ -222,8 +236,12 @@ class Device:
         for new in scheduled.scheduled_new_reqs:
             # The second runner is told of those that begin again as if they were new.
             self.resumed += new.req_id in self._sequences
-            self._sequences[new.req_id] = _Sequence(tokens_of(new.req_id), _tables(new.block_ids))
-            starts[new.req_id] = new.num_computed_tokens
+            sequence = _Sequence(tokens_of(new.req_id), _tables(new.block_ids))
+            self._sequences[new.req_id] = sequence
+            starts[new.req_id] = start = new.num_computed_tokens
+            if self._replays and start:
+                assert new.replay_start == start, "the end of a hit is not computed again"
+                sequence.replay = range(start, start + self._replays)
         for name, resumed, block_ids, start in _cached(scheduled.scheduled_cached_reqs):
             starts[name] = start
             if resumed:
@@ -238,20 +256,26 @@ class Device:
         end = start + count
         right = sequence.right(end)
         wrong = 0 if self._sees_right(sequence, start) else _WRONG
+        self.replayed += max(0, min(end, sequence.replay.stop) - start)
         for group, table in enumerate(sequence.tables):
             if self._windows[group] in (STATE, CHECKPOINTS):
                 if self._windows[group] == CHECKPOINTS:
                     self._leave_checkpoint(table, start, end, right, group * _GROUP + wrong)
                 self._advance(table, start, end, right[end - 1] + group * _GROUP + wrong)
                 continue
-            for at in range(start, end):
-                block_id = table[at // self.size]
+            ring = self._windows[group] if isinstance(self._windows[group], Ring) else 0
+            for at in range(max(start, self._kept(sequence, group)), end):
+                block_id = table[0 if ring else at // self.size]
                 assert block_id, "a step computes into the null block"
-                self.kv[block_id][at % self.size] = right[at] + group * _GROUP + wrong
+                self.kv[block_id][at % (ring or self.size)] = right[at] + group * _GROUP + wrong
         if end < len(sequence.tokens):
             return []
         sequence.tokens.append((right[end - 1] + wrong) % VOCABULARY)
         return [sequence.tokens[-1]]
+
+    def _kept(self, sequence: _Sequence, group: int) -> int:
+        """Tokens of a hit that are not written: they are in the cache, computed again or not."""
+        return 0 if isinstance(self._windows[group], (Replay, Ring)) else sequence.replay.stop
 
     def _advance(self, table: list[int], start: int, end: int, value: int) -> None:
         """One step of a state: it moves to the block that the step ends in, and changes there."""
@@ -275,23 +299,32 @@ class Device:
 
     def _sees_right(self, sequence: _Sequence, end: int) -> bool:
         """Whether all that a token behind ``end`` ones sees of them is right, in every group."""
-        right = sequence.right(end)
+        right = sequence.right(max(end, sequence.replay.stop))
         for group, (table, window) in enumerate(zip(sequence.tables, self._windows)):
             if window in (STATE, CHECKPOINTS):
                 at = end - 1
                 if end and self.kv[table[at // self.size]][0] != right[at] + group * _GROUP:
                     return False
                 continue
+            added, stop = group * _GROUP, max(end, self._kept(sequence, group))
+            if isinstance(window, Ring):
+                seen = range(max(sequence.replay.start, end // 2 * 2), end)
+                if any(self.kv[table[0]][at % window] != right[at] + added for at in seen):
+                    return False
+                continue
             if isinstance(window, Chunk):
                 at = end // window * window
             else:
                 at = 0 if window is None else max(0, end - window + 1)
-            while at < end:
-                stop = min(end, (at // self.size + 1) * self.size)
-                there = self.kv[table[at // self.size]][at % self.size : at % self.size + stop - at]
-                if there != [value + group * _GROUP for value in right[at:stop]]:
+            if isinstance(window, Replay):
+                at = max(at, sequence.replay.start)
+            while at < stop:
+                up_to = min(stop, (at // self.size + 1) * self.size)
+                there = self.kv[table[at // self.size]]
+                place = at % self.size
+                if there[place : place + up_to - at] != [v + added for v in right[at:up_to]]:
                     return False
-                at = stop
+                at = up_to
         return True
 
     # Copies

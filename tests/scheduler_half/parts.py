@@ -9,7 +9,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from scheduler_half.device import BLOCK, CHECKPOINTS, STATE, Chunk
+from scheduler_half.device import BLOCK, CHECKPOINTS, STATE, Chunk, Replay, Ring
 
 MAX_TOKENS = 256  # of a step
 
@@ -94,7 +94,7 @@ def make_scheduler(config: Any, blocks: int, windows: Sequence[int | str | None]
     made = Scheduler
     if config.scheduler_config.async_scheduling:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler as made
-    return _call(
+    scheduler = _call(
         made,
         Scheduler,
         vllm_config=config,
@@ -105,6 +105,9 @@ def make_scheduler(config: Any, blocks: int, windows: Sequence[int | str | None]
         log_stats=True,
         **more,
     )
+    if any(isinstance(window, Replay) for window in windows):
+        scheduler.use_v2_model_runner = True  # which alone computes the end of a hit again
+    return scheduler
 
 
 def block_size(config: Any) -> int:
@@ -119,7 +122,7 @@ def make_kv_cache_config(blocks: int, windows: Sequence[int | str | None] = (Non
 
     groups = []
     for index, window in enumerate(windows):
-        about = {
+        about: dict[str, Any] = {
             "block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32,
             "use_mla": False,
         }  # fmt: skip
@@ -133,6 +136,12 @@ def make_kv_cache_config(blocks: int, windows: Sequence[int | str | None] = (Non
         elif isinstance(window, Chunk):
             made = kv.ChunkedLocalAttentionSpec
             spec = _call(made, made, **about, attention_chunk_size=int(window))
+        elif isinstance(window, Replay):
+            about |= {"sliding_window": int(window), "bounded_replay": True}
+            spec = _call(kv.SlidingWindowMLASpec, kv.SlidingWindowMLASpec, **about)
+        elif isinstance(window, Ring):
+            about["block_size"] = int(window)
+            spec = _call(kv.CircularBufferSpec, kv.CircularBufferSpec, **about)
         else:
             spec = _call(kv.SlidingWindowSpec, kv.SlidingWindowSpec, **about, sliding_window=window)
         groups.append(kv.KVCacheGroupSpec([f"layers.{index}"], spec))

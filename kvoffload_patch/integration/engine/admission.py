@@ -145,7 +145,8 @@ class AdmissionBudget:
         self.requests -= 1
 
     def _tokens_of(self, request: Any, hit_tokens: int) -> int:
-        return min(max(1, int(request.num_tokens) - hit_tokens), self._tokens_for_one)
+        begins = self._view.groups.computed_from(hit_tokens)
+        return min(max(1, int(request.num_tokens) - begins), self._tokens_for_one)
 
     def _keep_watermark(self) -> None:
         """From the second request on: vLLM leaves these blocks free beside one that runs."""

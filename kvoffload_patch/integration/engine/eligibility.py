@@ -7,7 +7,7 @@ from typing import Any
 
 from kvoffload_patch.config import Settings
 from kvoffload_patch.integration import kvcached
-from kvoffload_patch.integration.engine.vllm_pool import keeps_state
+from kvoffload_patch.integration.engine.vllm_groups import is_cached, keeps_state, members
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import older_than, release_in_use
 from kvoffload_patch.patching import is_set_on
@@ -20,7 +20,10 @@ _KNOWN_SPECS = {
     "SlidingWindowMLASpec",
     "ChunkedLocalAttentionSpec",
 }
-# Of these, those whose blocks ranks can hold a part of each of (decode context parallelism).
+# Specs of groups that may be left out of the prefix cache: vLLM makes their blocks again behind a
+# hit, of tokens that it computes once more, or needs none of them.
+_UNCACHED_SPECS = {"CircularBufferSpec", "SlidingWindowMLASpec"}
+# Of the known ones, those of which ranks can hold a part of each block (decode context parallel).
 _SHARDED_SPECS = {"FullAttentionSpec", "MLAAttentionSpec"}
 # Layers whose state depends on all tokens so far, and by release and device the kinds of which were
 # shown to come back.
@@ -52,6 +55,8 @@ def check_eligible(vllm_config: Any, scheduler: Any) -> tuple[str, ...]:
     if not scheduler.kv_cache_config.kv_cache_groups:
         raise TierNotNeeded("this model has no KV cache; no CPU tier.")
     groups = scheduler.kv_cache_config.kv_cache_groups
+    if not any(is_cached(group.kv_cache_spec) for group in groups):
+        raise TierNotNeeded("this model keeps nothing in the prefix cache; no CPU tier.")
     for found in (_parallel_problem(vllm_config, groups), _cache_problem(vllm_config, scheduler)):
         if found:
             raise TierRefused(f"{found}; {_REMEDY}.")
@@ -74,7 +79,7 @@ def _doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
             yield f"beside kvcached: {unseen} ({_TRIES}), {_WITHOUT_KVCACHED}"
     for index, group in enumerate(scheduler.kv_cache_config.kv_cache_groups):
         if keeps_state(group.kv_cache_spec):
-            doubt = _unshown_states(vllm_config, _members(group.kv_cache_spec)[0])
+            doubt = _unshown_states(vllm_config, members(group.kv_cache_spec)[0])
             if doubt:
                 yield f"KV cache group {index}: {doubt} ({_TRIES})"
 
@@ -101,13 +106,7 @@ def _is_one_sharded_group(groups: Sequence[Any]) -> bool:
 
 
 def _kinds(groups: Sequence[Any]) -> set[str]:
-    return {type(member).__name__ for group in groups for member in _members(group.kv_cache_spec)}
-
-
-def _members(spec: Any) -> list[Any]:
-    """A spec for each kind of layer in a group."""
-    members = getattr(spec, "kv_cache_specs", None)
-    return [spec] if members is None else list(members.values())
+    return {type(member).__name__ for group in groups for member in members(group.kv_cache_spec)}
 
 
 def _empty_step_problem(vllm_config: Any) -> str | None:
@@ -190,7 +189,7 @@ def _state_problem(vllm_config: Any, spec: Any) -> str | None:
     A block is to hold the state behind its last token from the step that computes it until it is
     handed out again, which vLLM's align mode does, and nothing besides the block is to be needed.
     """
-    for member in _members(spec):
+    for member in members(spec):
         if type(member).__name__ != _STATE_SPEC:
             return f"expected states alone, found {type(member).__name__} beside them"
         mode = getattr(member, "mamba_cache_mode", "none")
@@ -221,15 +220,19 @@ def _unshown_states(vllm_config: Any, spec: Any) -> str | None:
 def _group_problem(group: Any) -> str | None:
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
         return "expected a group that lives in device memory, found one kept elsewhere"
-    for member in _members(group.kv_cache_spec):
+    for member in members(group.kv_cache_spec):
         kind = type(member).__name__
         if kind == _STATE_SPEC:
+            continue
+        if not is_cached(member):
+            if kind not in _UNCACHED_SPECS:
+                known = ", ".join(sorted(_UNCACHED_SPECS))
+                return f"expected one of {known} outside of the prefix cache, found {kind}"
             continue
         if kind not in _KNOWN_SPECS:
             return f"expected one of {', '.join(sorted(_KNOWN_SPECS))}, found {kind}"
         if getattr(member, "prefix_replay_tokens", 0):
             return (
-                f"expected {kind} without a prefix replay window, whose blocks are computed again "
-                "and not cached, found one (--no-swa-bounded-replay turns it off)"
+                f"expected a prefix replay window outside of the prefix cache, found {kind} in it"
             )
     return None

@@ -141,6 +141,9 @@ class StandInPool:
         self._hits_left = max_tier_hits
         self._on_gpu = self._view.gpu_lookup()
         groups, tokens = self._view.prefix.longest_hit(request, self)
+        if 0 < tokens <= self._view.groups.replay_tokens:  # vLLM leaves it, and computes all of it
+            result.arriving.clear()
+            return result
         result.tokens = result.gpu_tokens = tokens
         hits: list[tuple[int, Hashable]] = []
         for blocks, block_size in zip(groups, self._view.block_sizes):

@@ -127,7 +127,7 @@ class TierCounts(NamedTuple):
         queried, hit: tokens of admitted requests that the GPU lacked, and that the tier had.
         inline, parked: requests for which loads were begun, within their step and beside it.
         parked_now: requests that wait for a load.
-        block_sizes: tokens of a block, by KV cache group.
+        block_sizes: tokens of a block, by KV cache group in the prefix cache.
         stalled_ms: that inline loads were expected to hold requests up, summed over these.
     """
 

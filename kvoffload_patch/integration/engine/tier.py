@@ -380,7 +380,7 @@ class SchedulerTier:
 
     def counts(self) -> TierCounts:
         """What was counted since start, and what is so now."""
-        report, loads, sizes = self._report, self._loads, self._view.block_sizes
+        report, loads, sizes = self._report, self._loads, self._view.groups.cached_sizes
         begun = loads.num_inline, loads.num_parked_ever
         return TierCounts(
             report.queried, report.hit, *begun, loads.num_parked, sizes, self._admission.stalled_ms

@@ -158,26 +158,6 @@ class PoolAdapter:
             insert(key, block)
 
 
-def keeps_state(spec: Any) -> bool:
-    """Whether a group's blocks hold the state of layers, and not the KV of tokens."""
-    return any(type(one).__name__ == "MambaSpec" for one in _members(spec))
-
-
-def states_held(spec: Any) -> int:
-    """States of such a group that a request has at once, at most.
-
-    That of the token a step begins behind, that of its last one, and from 0.29 on those that a step
-    may leave behind between the two.
-    """
-    more = (getattr(one, "num_prefill_checkpoint_blocks", 0) for one in _members(spec))
-    return 2 + max(map(int, more))
-
-
-def _members(spec: Any) -> list[Any]:
-    members = getattr(spec, "kv_cache_specs", None)
-    return [spec] if members is None else list(members.values())
-
-
 def key_maker() -> Callable[[Any, int], Hashable]:
     """A block's key in the pool, of its hash and its KV cache group."""
     from vllm.v1.core import kv_cache_utils

@@ -17,8 +17,9 @@ from typing import Any
 from kvoffload_patch.integration.engine.elastic_pool import adapter_of
 from kvoffload_patch.integration.engine.tuning import SCAN_MARGIN_REQUESTS
 from kvoffload_patch.integration.engine.vllm_events import KVEvents
+from kvoffload_patch.integration.engine.vllm_groups import CacheGroups
 from kvoffload_patch.integration.engine.vllm_lookup import PrefixLookup
-from kvoffload_patch.integration.engine.vllm_pool import keeps_state, key_maker, states_held
+from kvoffload_patch.integration.engine.vllm_pool import key_maker
 from kvoffload_patch.integration.engine.vllm_stats import PrefixStats
 
 _SESSIONS = "num_waiting_for_streaming_input"
@@ -32,10 +33,9 @@ class SchedulerView:
 
     Attributes:
         adapter: of the block pool.
-        state_groups: KV cache groups, by index, whose blocks hold a state after their last token,
-            and how many of these a request has at once, at most.
+        groups: what its KV cache groups take of the GPU; block_sizes, state_groups, blocks_for,
+            decode_tokens and decode_blocks are theirs.
         in_order: whether vLLM looks up block after block of a prefix, and stops at the first miss.
-        decode_blocks: blocks that a running request takes for a decode step, at most.
         prefills: running requests of whose prompts a part is computed, by name.
         prefix: vLLM's own prefix lookup.
         prefix_stats: vLLM's counters of hits.
@@ -54,10 +54,9 @@ class SchedulerView:
         self.adapter = adapter = adapter_of(self.pool)
         self.hold, self.take_blocks, self.release = adapter.hold, adapter.take, adapter.free
         self.publish, self.free_after = adapter.publish, adapter.free_after
-        self.block_sizes = tuple(int(m.block_size) for m in managers)
-        specs = [m.kv_cache_spec for m in managers]
-        self.state_groups = {i: states_held(s) for i, s in enumerate(specs) if keeps_state(s)}
-        self._span_tokens = tuple(map(self._tokens_held, specs))
+        self.groups = groups = CacheGroups(scheduler, managers)
+        self.block_sizes, self.state_groups = groups.block_sizes, groups.states
+        self.blocks_for, self.decode_blocks = groups.blocks_for, groups.decode_blocks
         self.in_order = [type(m).__name__ for m in managers] == ["FullAttentionManager"]
         self._parked_status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self._running_status = RequestStatus.RUNNING
@@ -77,20 +76,8 @@ class SchedulerView:
         queues = ("kv_holding_waiting", "skipped_waiting", "waiting")
         self._queues = [getattr(scheduler, name) for name in queues if hasattr(scheduler, name)]
         self.splits_prompts = bool(scheduler.scheduler_config.enable_chunked_prefill)
-        # Tokens that a decode step gives to a request, at most, and blocks over all groups.
-        self.decode_tokens = 1 + int(getattr(scheduler, "num_spec_tokens", 0))
-        ahead = self.decode_tokens + int(scheduler.num_lookahead_tokens)
-        self.decode_blocks = sum(-(-ahead // size) for size in self.block_sizes)
+        self.decode_tokens = groups.decode_tokens
         self.prefills: dict[str, Any] = {}  # running, part of the prompt is computed; by name
-
-    def _tokens_held(self, spec: Any) -> int | None:
-        """Tokens whose blocks a request keeps in this group; None where it keeps all."""
-        if keeps_state(spec):
-            return states_held(spec) * int(spec.block_size)
-        window = getattr(spec, "sliding_window", None) or getattr(
-            spec, "attention_chunk_size", None
-        )
-        return None if window is None else window + self.scheduler.max_num_scheduled_tokens
 
     # Queues
 
@@ -264,7 +251,7 @@ class SchedulerView:
                 continue  # preempted or gone since
             todo = min(request.num_tokens - request.num_computed_tokens, limit)
             tokens += todo
-            blocks += self._new_blocks(request, todo)
+            blocks += self.groups.new_blocks(request, todo)
         return tokens, blocks
 
     def prompt_tokens_in_step(self) -> int:
@@ -288,17 +275,8 @@ class SchedulerView:
         for request in self.scheduler.running:
             todo = request.num_tokens_with_spec - request.num_computed_tokens
             todo += getattr(request, "num_output_placeholders", 0)
-            blocks += self._new_blocks(request, min(todo, limit))
+            blocks += self.groups.new_blocks(request, min(todo, limit))
         return blocks
-
-    def _new_blocks(self, request: Any, tokens: int) -> int:
-        """Blocks, over all groups, that a request needs to compute so many tokens more."""
-        done = request.num_computed_tokens
-        end = done + tokens + self.scheduler.num_lookahead_tokens
-        blocks = [-(-end // size) - -(-done // size) for size in self.block_sizes]
-        for group, held in self.state_groups.items():
-            blocks[group] = min(blocks[group], held)
-        return sum(blocks)
 
     def watermark_blocks(self) -> int:
         """Blocks that vLLM keeps free when it admits a request beside others; from 0.24 on."""
@@ -308,16 +286,9 @@ class SchedulerView:
         """Tokens whose blocks must be free for `schedule` to admit a request."""
         if getattr(self.scheduler, "scheduler_reserve_full_isl", False):
             return int(request.num_tokens)
-        first_step = hit_tokens + self.scheduler.max_num_scheduled_tokens
+        begins = self.groups.computed_from(hit_tokens)
+        first_step = begins + self.scheduler.max_num_scheduled_tokens
         return min(int(request.num_tokens), int(first_step))
-
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks, over all groups, that hold this many tokens of one request."""
-        total = 0
-        for block_size, span in zip(self.block_sizes, self._span_tokens):
-            held = tokens if span is None else min(tokens, span)
-            total += -(-held // block_size)
-        return total
 
     # Events
 

@@ -38,7 +38,7 @@ _SCHEDULER = (
         (
             ">=0.31",
             "kv_holding_waiting max_num_active_reqs aux_output_connector "
-            "adaptive_long_prefill_threshold",
+            "adaptive_long_prefill_threshold prefix_replay_tokens",
         ),
     ),
     *_has("vllm.v1.core.sched.scheduler", "", (_ANY, "Scheduler")),
@@ -109,6 +109,7 @@ _REQUEST = (
         (">=0.10.2", "trace_headers"),
         (">=0.26", "num_in_flight_tokens"),
         (">=0.27", "drop_stale_output num_stale_output_tokens"),
+        (">=0.31", "replay_start"),
     ),
     *_has("vllm.sampling_params", "SamplingParams", (_ANY, "extra_args")),
     *_has(
@@ -205,7 +206,12 @@ _CACHE = (
     *_has(
         "vllm.v1.kv_cache_interface", "KVCacheTensor", (_ANY, "size"), (">=0.29", "layer_stride")
     ),
-    *_has("vllm.v1.kv_cache_interface", "KVCacheSpec", (_ANY, "page_size_bytes")),
+    *_has(
+        "vllm.v1.kv_cache_interface",
+        "KVCacheSpec",
+        (_ANY, "page_size_bytes"),
+        (">=0.29", "prefix_cacheable"),
+    ),
     *_has(
         "vllm.v1.kv_cache_interface",
         "FullAttentionSpec",

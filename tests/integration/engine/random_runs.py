@@ -1,11 +1,12 @@
-"""Random runs over vLLM's own scheduler: `python random_runs.py SEED SECONDS [RELEASE SOURCES]`.
+"""Random runs over vLLM's scheduler: `random_runs.py SEED SECONDS [RELEASE SOURCES [SHAPE]]`.
 
 One run is one seed: what the engine is like, who asks for what and when, which copies fail, what is
 aborted, when the prefix cache is reset, and when the engine sleeps or is given other weights. Every
 token that came out must be right, every request must come to its end, vLLM must be given what it
 would find, and nothing may be left behind.
 
-SOURCES is the folder that has the release's `vllm/`. Prints one JSON object; status 1 if a run
+SOURCES is the folder that has the release's `vllm/`; without both it is the installed one. SHAPE is
+STATE, CHECKPOINTS or UNCACHED. Prints one JSON object; status 1 if a run
 failed.
 """
 
@@ -26,6 +27,7 @@ if __name__ == "__main__":
 
 # As in scheduler_half.device, which a release must be chosen before.
 STATE, CHECKPOINTS = "state", "state with checkpoints"
+UNCACHED = "uncached"  # groups beside full attention that take no part in the prefix cache
 Policies = tuple[str, ...]
 POLICIES: Policies = ("fcfs", "fcfs", "priority")
 _MAX_STEPS = 4000
@@ -33,7 +35,7 @@ _MAX_TOKENS = 340  # of a prompt and its answer: more than a step takes, and the
 
 
 def describe(
-    seed: int, most_in_flight: int = 6, states: str | None = None, policies: Policies = POLICIES,
+    seed: int, most_in_flight: int = 6, shape: str | None = None, policies: Policies = POLICIES,
     shards: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
     """What the engine of a seed is like, as arguments of `Mini`.
@@ -41,7 +43,7 @@ def describe(
     Args:
         seed: of the run.
         most_in_flight: steps that the release may have under way at once.
-        states: that some layers keep, STATE or CHECKPOINTS.
+        shape: of the KV cache: what some layers keep, STATE or CHECKPOINTS; or UNCACHED.
         policies: of vLLM's queue, of which one is drawn.
         shards: ranks that each hold a part of every block's tokens; blocks are as many fewer.
     """
@@ -56,8 +58,8 @@ def describe(
         limits["long_prefill_token_threshold"] = rng.choice([20, 100])
     if rng.random() < 0.2:
         limits["watermark"] = 0.1
-    if states:
-        windows = random.Random(seed).choice([(None, states), (states, None, states), (states,)])
+    if shape:
+        windows = random.Random(seed).choice(_groups(shape))
     if shards > 1:
         windows, blocks = (None,), max(14, blocks // shards)
     return {
@@ -78,6 +80,14 @@ def describe(
         "wipe": seed % 5 == 0,
         "grows": (seed % 7 == 3) * (1 + seed % 2),
     }
+
+
+def _groups(shape: str) -> list[tuple[Any, ...]]:
+    if shape != UNCACHED:
+        return [(None, shape), (shape, None, shape), (shape,)]
+    from scheduler_half.device import Replay, Ring
+
+    return [(None, Replay(40)), (Replay(32), None, Ring(8)), (Ring(8), None)]
 
 
 class Undecided:
@@ -113,7 +123,7 @@ def _ranks(rng: random.Random, seed: int) -> Any:
 
 
 def run(
-    seed: int, most_in_flight: int = 6, states: str | None = None, policies: Policies = POLICIES,
+    seed: int, most_in_flight: int = 6, shape: str | None = None, policies: Policies = POLICIES,
     shards: int = 1, connector: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """One random run; returns what happened in it. The arguments are those of `describe`.
@@ -133,7 +143,7 @@ def run(
     commands = random.Random(f"commands {seed}") if seed % 16 < 8 else None
     rate = {"load": rng.choice([0, 0, 0.2, 0.5]), "store": rng.choice([0, 0, 0.3])}
     ranks = _ranks(rng, seed)
-    about = describe(seed, most_in_flight, states, policies, shards)
+    about = describe(seed, most_in_flight, shape, policies, shards)
     mini = Mini(
         lambda direction, _: rng.random() < rate[direction], ranks=ranks, events=seed % 3 == 0,
         weighs=False, **about
@@ -156,8 +166,8 @@ def run(
         "loaded": stats.loaded, "stored": stats.stored, "evicted": stats.evicted,
         "failed": stats.failed, "resumed": mini.device.resumed, "states": mini.device.states,
         "checkpoints": mini.device.checkpoints, "asked": len(asked), "given": len(given),
-        "kept": trainer.kept, "updates": trainer.updates, "changes": gain.changes,
-        **({"brought": beside.loads} if beside else {}),
+        "replayed": mini.device.replayed, "kept": trainer.kept, "updates": trainer.updates,
+        "changes": gain.changes, **({"brought": beside.loads} if beside else {}),
     }  # fmt: skip
 
 
@@ -271,7 +281,9 @@ def _command(mini: Any, rng: random.Random) -> Any:
     return mini.ask(kind, **values)
 
 
-def main(seed: str, seconds: str, release: str = "", folder: str = "") -> int:
+def main(
+    seed: str, seconds: str, release: str = "", folder: str = "", shape: str | None = None
+) -> int:
     """Run seed after seed for so long, and print what came out."""
     most, policies = 6, POLICIES
     if release:
@@ -284,7 +296,7 @@ def main(seed: str, seconds: str, release: str = "", folder: str = "") -> int:
     seen: dict[str, int] = {}
     while not end or time.monotonic() < end:
         try:
-            for name, count in run(at, most, policies=policies).items():
+            for name, count in run(at, most, shape, policies).items():
                 seen[name] = seen.get(name, 0) + count
         except Exception:  # noqa: BLE001 - it is what came out
             failed[str(at)] = "".join(traceback.format_exc().splitlines(True)[-12:])

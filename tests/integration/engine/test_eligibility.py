@@ -16,6 +16,7 @@ from kvoffload_patch.integration.engine.attach import attach
 from kvoffload_patch.integration.engine.eligibility import (
     _KNOWN_SPECS,
     _STATES_SHOWN,
+    _UNCACHED_SPECS,
     check_eligible,
 )
 from kvoffload_patch.integration.engine.hooks import init_v0
@@ -149,7 +150,12 @@ REFUSED = {
     "replay": (
         config(),
         scheduler(group("SlidingWindowSpec", prefix_replay_tokens=8)),
-        "replay window.*--no-swa-bounded-replay",
+        "replay window outside of the prefix cache, found SlidingWindowSpec in it",
+    ),
+    "unknown outside of the prefix cache": (
+        config(),
+        scheduler(group(), group("HiSparseHotSpec", prefix_cacheable=False)),
+        "group 1: expected one of CircularBufferSpec, SlidingWindowMLASpec outside of .*HiSparse",
     ),
 }  # fmt: skip
 
@@ -179,6 +185,22 @@ def test_without_a_kv_cache_it_stays_out() -> None:
     without.kv_cache_config.kv_cache_groups = []
     with pytest.raises(TierNotNeeded, match="no KV cache"):
         check_eligible(config(), without)
+
+
+def test_without_anything_in_the_prefix_cache_it_stays_out() -> None:
+    ring = group("CircularBufferSpec", prefix_cacheable=False)
+    with pytest.raises(TierNotNeeded, match="nothing in the prefix cache"):
+        check_eligible(config(), scheduler(ring))
+
+
+@pytest.mark.parametrize("kind", sorted(_UNCACHED_SPECS))
+def test_groups_outside_of_the_prefix_cache_are_approved(kind: str) -> None:
+    left_out = spec(kind, prefix_cacheable=False, prefix_replay_tokens=8)
+    uniform = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": left_out, "b": left_out})
+    uniform.prefix_cacheable = False
+    for one in (left_out, uniform):
+        asked = scheduler(group(), SimpleNamespace(kv_cache_spec=one))
+        assert check_eligible(config(), asked) == ()
 
 
 def test_another_scheduler_is_refused(
@@ -323,6 +345,8 @@ def test_every_release_whose_states_were_shown_has_results_of_them() -> None:
 def test_known_specs_are_vllms() -> None:
     interface = pytest.importorskip("vllm.v1.kv_cache_interface")
     assert {name for name in _KNOWN_SPECS if not hasattr(interface, name)} == set()
+    if hasattr(interface.KVCacheSpec, "prefix_replay_tokens"):
+        assert {name for name in _UNCACHED_SPECS if not hasattr(interface, name)} == set()
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,13 @@ import kvoffload_patch
 
 PACKAGE = Path(kvoffload_patch.__file__).parent
 
-# Deciding on one request: what it hits, whether it fits, what vLLM is given of that, and whether
-# the request lets its blocks be kept.
-LOOKUP_FILES = 11
+# Deciding on one request: what it hits, what it takes of each KV cache group, whether that fits,
+# what vLLM is given of it, and whether the request lets its blocks be kept.
+LOOKUP_FILES = 12
 # That, and from there to its blocks in vLLM's prefix cache, by a plan and its result; with what is
 # stored first because the load would overwrite it, with the policy and the two that it chooses
 # between, and with what `auto` weighs.
-LOAD_FILES = 25
+LOAD_FILES = 26
 # From vLLM's prefix cache to the plan, and from the result to what can be looked up; with the
 # policy and the one that it is now, the order of prefixes around it, what `auto` weighs, and vLLM's
 # counters of hits, which the same step's end keeps.

@@ -9,7 +9,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from integration.engine.random_runs import CHECKPOINTS, STATE, describe, most_in_flight, run
+from integration.engine.random_runs import (
+    CHECKPOINTS,
+    STATE,
+    UNCACHED,
+    describe,
+    most_in_flight,
+    run,
+)
 
 from kvoffload_patch.config import EVICTIONS, STORES
 from kvoffload_patch.integration.engine.eligibility import _STATES_SHOWN
@@ -18,6 +25,7 @@ from kvoffload_patch.integration.install import release_in_use
 SEEDS = range(160)
 STATES = range(24)
 SHARDS = range(24)
+UNSHARED = range(24)
 BESIDE = range(24)
 PARTS = 8
 MOST = most_in_flight(release_in_use())
@@ -85,6 +93,25 @@ def test_random_runs_beside_a_connector(states: str | None) -> None:
             seen[name] = seen.get(name, 0) + count
     for name in ("loaded", "stored", "evicted", "failed", "resumed", "brought"):
         assert seen[name], f"no run has {name} anything"
+
+
+def test_random_runs_of_groups_outside_of_the_prefix_cache() -> None:
+    """Of windows that vLLM fills again behind a hit, and of rings, nothing is stored or loaded."""
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+    if not hasattr(KVCacheSpec, "prefix_replay_tokens"):
+        pytest.skip(f"vLLM {release_in_use()} has no window that it fills again")
+    seen: dict[str, int] = {}
+    for seed in UNSHARED:
+        try:
+            outcome = run(seed, MOST, UNCACHED)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {describe(seed, MOST, UNCACHED)}") from error
+        for name, count in outcome.items():
+            seen[name] = seen.get(name, 0) + count
+    for name in ("loaded", "stored", "evicted", "failed", "resumed", "replayed"):
+        assert seen[name], f"no run has {name} anything"
+    assert {len(describe(seed, MOST, UNCACHED)["windows"]) for seed in UNSHARED} == {2, 3}
 
 
 def test_random_runs_of_ranks_with_a_part_of_each_block() -> None:

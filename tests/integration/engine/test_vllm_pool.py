@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload_patch.integration.engine.vllm_pool import (
-    PoolAdapter,
-    keeps_state,
-    key_maker,
-    states_held,
-)
+from kvoffload_patch.integration.engine.vllm_pool import PoolAdapter, key_maker
 
 
 class Block:
@@ -214,16 +209,3 @@ def test_a_key_is_made_by_vllm_where_it_has_a_function(monkeypatch: pytest.Monke
 def test_up_to_0_10_1_a_key_is_a_named_tuple(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_hashes(monkeypatch, BlockHashWithGroupId=lambda block_hash, group: (block_hash, group))
     assert key_maker()("hash", 1) == ("hash", 1)
-
-
-def test_a_checkpoint_is_one_state_more() -> None:
-    def spec(kind: str, **fields: Any) -> Any:
-        made = type(kind, (), {})()
-        vars(made).update(fields)
-        return made
-
-    plain, leaves = spec("MambaSpec"), spec("MambaSpec", num_prefill_checkpoint_blocks=1)
-    both = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": plain, "b": leaves})
-    assert [keeps_state(one) for one in (plain, leaves, both)] == [True] * 3
-    assert [states_held(one) for one in (plain, leaves, both)] == [2, 3, 3]
-    assert not keeps_state(spec("FullAttentionSpec"))

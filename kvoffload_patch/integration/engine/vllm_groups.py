@@ -1,0 +1,115 @@
+"""What a request takes of each KV cache group of vLLM's: blocks of tokens, states, rings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class CacheGroups:
+    """The KV cache groups of one scheduler.
+
+    From 0.29 on some take no part in the prefix cache: a ring, of which a request has one block all
+    its life, and from 0.31 on windows that vLLM fills again behind a hit, by computing its last
+    tokens once more. Nothing of these is stored or loaded; they only take room.
+
+    Args:
+        scheduler: a `vllm.v1.core.sched.scheduler.Scheduler`, constructed.
+        managers: vLLM's own, one for each group.
+
+    Attributes:
+        block_sizes: tokens of a block, by group.
+        cached_sizes: of the groups that take part in the prefix cache.
+        states: groups, by index, whose blocks hold a state after their last token, and how many of
+            these a request has at once, at most.
+        replay_tokens: of the end of a hit, that are computed again. A hit of no more is none.
+        decode_tokens: that a decode step gives to a request, at most.
+        decode_blocks: that a running request takes for a decode step, at most.
+    """
+
+    def __init__(self, scheduler: Any, managers: Sequence[Any]) -> None:
+        self._scheduler = scheduler
+        specs = [manager.kv_cache_spec for manager in managers]
+        self.block_sizes = tuple(int(manager.block_size) for manager in managers)
+        self.cached_sizes = tuple(
+            size for size, spec in zip(self.block_sizes, specs) if is_cached(spec)
+        )
+        self.states = {i: states_held(spec) for i, spec in enumerate(specs) if keeps_state(spec)}
+        self.replay_tokens = int(getattr(scheduler, "prefix_replay_tokens", 0))
+        self._spans = tuple(map(self._tokens_held, specs))
+        # Of groups that take blocks as a request grows; by index, which `states` has too.
+        self._growing = {
+            i: size for i, size in enumerate(self.block_sizes) if not is_ring(specs[i])
+        }
+        self.decode_tokens = 1 + int(getattr(scheduler, "num_spec_tokens", 0))
+        ahead = self.decode_tokens + int(scheduler.num_lookahead_tokens)
+        self.decode_blocks = sum(-(-ahead // size) for size in self._growing.values())
+
+    def _tokens_held(self, spec: Any) -> int | None:
+        """Tokens whose blocks a request keeps in this group; None where it keeps all."""
+        first = members(spec)[0]
+        if keeps_state(spec):
+            return states_held(spec) * int(first.block_size)
+        if is_ring(spec):
+            return int(first.block_size)
+        window = getattr(first, "sliding_window", None) or getattr(
+            first, "attention_chunk_size", None
+        )
+        return None if window is None else int(window) + self._scheduler.max_num_scheduled_tokens
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks, over all groups, that hold this many tokens of one request."""
+        total = 0
+        for block_size, span in zip(self.block_sizes, self._spans):
+            held = tokens if span is None else min(tokens, span)
+            total += -(-held // block_size)
+        return total
+
+    def new_blocks(self, request: Any, tokens: int) -> int:
+        """Blocks, over all groups, that a running request needs to compute so many tokens more."""
+        done = request.num_computed_tokens
+        end = done + tokens + self._scheduler.num_lookahead_tokens
+        if self.replay_tokens and request.replay_start:
+            # It has the blocks of its hit, whose end it computes again.
+            done = max(done, request.replay_start + self.replay_tokens)
+            end = max(end, done)
+        total = 0
+        for group, size in self._growing.items():
+            blocks = -(-end // size) - -(-done // size)
+            total += min(blocks, self.states.get(group, blocks))
+        return total
+
+    def computed_from(self, hit_tokens: int) -> int:
+        """The token from which on a request is computed that hits so many."""
+        return max(0, hit_tokens - self.replay_tokens)
+
+
+def is_cached(spec: Any) -> bool:
+    """Whether a group's blocks enter the prefix cache; a spec says it from 0.29 on."""
+    return bool(getattr(spec, "prefix_cacheable", True))
+
+
+def is_ring(spec: Any) -> bool:
+    """Whether a request has one block of a group, whose tokens take the place of earlier ones."""
+    return type(members(spec)[0]).__name__ == "CircularBufferSpec"
+
+
+def keeps_state(spec: Any) -> bool:
+    """Whether a group's blocks hold the state of layers, and not the KV of tokens."""
+    return any(type(one).__name__ == "MambaSpec" for one in members(spec))
+
+
+def states_held(spec: Any) -> int:
+    """States of such a group that a request has at once, at most.
+
+    That of the token a step begins behind, that of its last one, and from 0.29 on those that a step
+    may leave behind between the two.
+    """
+    more = (getattr(one, "num_prefill_checkpoint_blocks", 0) for one in members(spec))
+    return 2 + max(map(int, more))
+
+
+def members(spec: Any) -> list[Any]:
+    """A spec for each kind of layer in a group."""
+    of_layers = getattr(spec, "kv_cache_specs", None)
+    return [spec] if of_layers is None else list(of_layers.values())
