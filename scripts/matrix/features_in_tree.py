@@ -17,7 +17,7 @@ SAID: dict[str, tuple[str, str]] = {
     ),
     "states on another device than the CPU": ("taken beside full attention", "taken"),
     "states at every block (mode all)": (_NO_MODE, _NO_MODE),
-    "states with speculative decoding": (_TAKEN, _TAKEN),
+    "states with speculative decoding that were not shown to come back": (_TAKEN, _TAKEN),
     "states with --use-replayssm": (_REPLAYSSM, _REPLAYSSM),
     "hits of partial blocks": ("taken, but in lazy mode", "taken for a state's last block"),
     "encoder-decoder models": (

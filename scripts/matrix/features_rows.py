@@ -131,7 +131,20 @@ ROWS = (
     _refused("states of a kind that was not shown to come back", "states of another kind"),
     _refused("states on another device than the CPU", "states on a GPU"),
     _refused("states at every block (mode all)", "states at every block"),
-    _refused("states with speculative decoding", "states of drafts"),
+    _engine(
+        "states with speculative decoding",
+        "Qwen3-Next shape with MTP, drafts accepted and refused, lost states (two kernels that the "
+        "CPU build lacks are PyTorch's)",
+        "test_states.py::test_a_prefix_comes_back_with_its_state_beside_drafts",
+    ),
+    Row(
+        "states with speculative decoding, every token compared",
+        "vLLM's scheduler over a faked model, random runs, n-grams and drafting models",
+        (f"{_RANDOM}_of_states_beside_drafts",),
+    ),
+    _refused(
+        "states with speculative decoding that were not shown to come back", "states of drafts"
+    ),
     _refused("states with --use-replayssm", "states outside of blocks"),
     _engine(
         "states beside a KV connector",

@@ -75,6 +75,12 @@ class Engines:
 
         return drafts.write(self._folder / "drafts")
 
+    def guessable_states(self) -> str:
+        """A model half of whose layers keep a state, and that drafts for itself."""
+        from engine import drafts
+
+        return str(drafts.write_states(self._folder / "guessable_states"))
+
     def close(self) -> None:
         """End the processes that engines were forked from."""
         self._warm.close()

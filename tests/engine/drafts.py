@@ -15,6 +15,7 @@ from engine.model import HIDDEN, LAYERS, VOCABULARY, write_model, write_tokenize
 
 _RING = 6
 _SHARE = 4.0  # what a token's embedding adds to its successor's row
+_STATES_SHARE = 0.8  # the same with layers that keep a state
 _ATTENTION = 0.5  # of the gains in `model`: the rest of an answer, the whole prompt's
 
 
@@ -121,3 +122,29 @@ def _save(file: Path, weights: dict[str, Any]) -> None:
     # Copies: a file does not take one tensor under two names.
     own = {name: weight.clone() for name, weight in weights.items()}
     save_file(own, str(file), metadata={"format": "pt"})
+
+
+def write_states(folder: Path) -> Path:
+    """Qwen3-Next, half of whose layers keep a state, with a layer that guesses the successor."""
+    import torch
+    from engine import architectures
+    from safetensors.torch import load_file
+
+    file = architectures.write("qwen3_next", folder) / "model.safetensors"
+    weights = load_file(file)
+    embedded = weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"][_successors()] += _STATES_SHARE / 16 * embedded
+    for name in weights:
+        if name.endswith("A_log"):
+            # States fade slowly: a hit leaves a block of tokens to compute behind them.
+            weights[name].fill_(-6.0)
+    attention = f"model.layers.{LAYERS - 1}."
+    for name in [name for name in weights if name.startswith(attention)]:
+        silent = name.endswith(("o_proj.weight", "down_proj.weight"))
+        made = torch.zeros_like(weights[name]) if silent else weights[name]
+        weights["mtp.layers.0." + name.removeprefix(attention)] = made
+    weights["mtp.fc.weight"] = torch.cat([torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)], dim=1)
+    for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+        weights[f"mtp.{name}.weight"] = torch.zeros(HIDDEN)  # one is added to these
+    _save(file, weights)
+    return folder

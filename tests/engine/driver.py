@@ -37,6 +37,7 @@ _LATER = (
 )
 # What an environment variable has replaced before the engine is started.
 _REPLACES = {
+    "TEST_ALIGNED_DRAFTS": "aligned_drafts",
     "TEST_CANARY_FAULT": "failing_canary",
     "TEST_CLOCK": "jumping_clock",
     "TEST_GROWTH": "slow_growth",

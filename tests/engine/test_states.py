@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -79,6 +80,34 @@ def test_a_state_that_does_not_come_back_is_another_answer(real, kind):
     first = len(pairs) // 3  # of three times the same prompts
     assert all(mine == plain for mine, plain in pairs[:first]), "nothing was loaded yet"
     assert sum(mine != plain for mine, plain in pairs[first:]) > first // 2
+
+
+@FEATURE
+def test_a_prefix_comes_back_with_its_state_beside_drafts(real):
+    """A block for the state behind each drafted token, and MTP's own KV cache group."""
+    vllm.only_here("states beside drafts")
+    drafts = json.dumps({"method": "mtp", "num_speculative_tokens": 2})
+    engine = {"model": real.guessable_states(), "enable_prefix_caching": True, "dtype": "bfloat16"}
+    engine["speculative_config"] = drafts
+    env, played = {"TEST_ALIGNED_DRAFTS": "1"}, [*PLAYED, "guesses"]
+    off = real.off(played, {**engine, "num_gpu_blocks_override": 500}, **env)
+    must_agree_with_itself(off["lengths"]["tokens"])
+    few = {**engine, "num_gpu_blocks_override": 72}
+    on = real.on(played, few, PARKED, late=3, **env)
+    inline = {"KVOFFLOAD_LOAD_MODE": "inline"}
+    fewer = {**engine, "num_gpu_blocks_override": 48}
+    lost = real.on(["lengths"], fewer, inline, TEST_LOSE_STATES="1", **env)
+    assert on["setup"]["groups"] == off["setup"]["groups"] == 3
+    for name in played[1:]:
+        assert_same(on[name], off[name])
+    for name in ("lengths", "conversations"):
+        assert on[name]["cached"] == off[name]["cached"] > 0, "something did not come back"
+    assert on["conversations"]["tier"]["loaded"] > 100
+    assert on["preemption"]["preemptions"] > 0
+    for _, drafted, accepted in on["guesses"]["counted"]:
+        assert 0 < accepted < drafted
+    pairs = list(zip(lost["lengths"]["tokens"], off["lengths"]["tokens"]))
+    assert sum(mine != plain for mine, plain in pairs) > len(pairs) // 6, "nobody misses states"
 
 
 def refused(run):

@@ -4,18 +4,18 @@ The KV value of a token is made of the token and of the value before it; the nex
 of the last value. A step reads every value that attention would read, in the blocks that the
 scheduler's output names; one that is wrong makes the values and the token of that step wrong.
 
-A group of layers that keep a state has one value in a block: that of the last token that the block
-has seen. As vLLM's runner in align mode, a step copies it to the block that the step ends in, and
-advances it there. With checkpoints, a prompt's last step leaves the state at the end of the block
-before in that block, where vLLM's own rule says so.
+A group of layers that keep a state is in `states`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from typing import Any
+
+from scheduler_half.drafts import Drafter, scheduled_drafts, tell
+from scheduler_half.states import KINDS, StateGroups, StateWindow
 
 from kvoffload_patch.links import CPU, GPU, LOAD, RAISED, STORE, Failure, Link
 from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
@@ -25,9 +25,6 @@ VOCABULARY = 30_000
 _MODULUS = (1 << 61) - 1
 _WRONG = 1 << 40
 _GROUP = 1 << 50  # between the values of one token in two KV cache groups
-# In the place of a group's window: layers that keep a state; and such that can also leave the one
-# of an earlier token behind, within a step.
-STATE, CHECKPOINTS = "state", "state with checkpoints"
 
 
 class Chunk(int):
@@ -116,6 +113,8 @@ class _Sequence:
         self.tables = tables
         self.values: list[int] = []  # right values of the first tokens
         self.replay = range(0)  # tokens of its hit that are computed again
+        self.guessed: list[int] = []  # the tokens behind, by a drafter
+        self.window = StateWindow()
 
     def right(self, end: int) -> list[int]:
         """The right values of all tokens up to ``end`` and perhaps more."""
@@ -131,12 +130,13 @@ class Device:
     Args:
         num_blocks: GPU blocks.
         num_slots: CPU slots.
-        windows: for each KV cache group, the tokens that its attention sees; None for all, STATE,
-            CHECKPOINTS, or one of the classes above.
+        windows: for each KV cache group, the tokens that its attention sees; None for all, one of
+            `states.KINDS`, or one of the classes above.
         late: outputs after which a copy is carried out that nothing waits for.
         fails: called with ("load" or "store", ticket): whether that copy fails.
         shards: ranks that each hold a part of every block's tokens (decode context parallelism), so
             that a block has so many times the tokens.
+        drafter: what guesses tokens behind those of a step.
     """
 
     def __init__(
@@ -147,15 +147,17 @@ class Device:
         late: int,
         fails: Fails,
         shards: int = 1,
+        drafter: Drafter | None = None,
     ) -> None:
+        self.drafter = drafter
         self.size = BLOCK * shards  # tokens of a block
         self.kv = [[0] * self.size for _ in range(num_blocks)]
         self.slots = [[0] * self.size for _ in range(num_slots)]
         self.zeroed: list[tuple[int, ...]] = []  # of each step
         self.copied = 0  # blocks, from block to block, as the scheduler wanted
         self.resumed = 0  # requests that began again
-        self.states = 0  # steps in which a state has come to another block
-        self.checkpoints = 0  # states left behind within a step
+        drops = drafter is not None and drafter.use_eagle()
+        self.states = StateGroups(self.kv, self.size, windows, drops)
         self._windows = windows
         self.replayed = 0  # tokens of hits that were computed again
         self._replays = max((one for one in windows if isinstance(one, Replay)), default=0)
@@ -186,7 +188,7 @@ class Device:
         starts = self._take_in(scheduled, tokens_of)
         names = list(scheduled.num_scheduled_tokens)
         sampled = [
-            self._forward(self._sequences[name], starts[name], scheduled.num_scheduled_tokens[name])
+            self._forward(scheduled, name, starts[name], scheduled.num_scheduled_tokens[name])
             for name in names
         ]
         for store in plan.after if plan else ():
@@ -202,6 +204,12 @@ class Device:
         """The plan's loads without a step, and every copy; raises `LoadFailed` as a step does."""
         self._begin(plan)
         self.drain()
+
+    def tell_drafts(self, scheduler: Any, names: Iterable[str]) -> None:
+        """Of these requests; with asynchronous scheduling nobody asks."""
+        if self.drafter is not None and not self.drafter.always:
+            guesses = {name: self._sequences[name].guessed for name in names}
+            tell(scheduler, guesses)
 
     @property
     def failures(self) -> int:
@@ -252,58 +260,50 @@ class Device:
                 table.extend(more or ())
         return starts
 
-    def _forward(self, sequence: _Sequence, start: int, count: int) -> list[int]:
+    def _forward(self, scheduled: Any, name: str, start: int, count: int) -> list[int]:
+        sequence = self._sequences[name]
+        drafted = scheduled_drafts(scheduled, name, sequence.guessed)
+        # With steps under way, vLLM's scheduler takes all their drafts to be accepted.
+        start = min(start, len(sequence.tokens) - 1)
         end = start + count
-        right = sequence.right(end)
+        known = end - len(drafted)
+        values = sequence.right(known)[:known]
+        for token in drafted:
+            values.append(value_after(values[-1], token))
+        self.states.move(sequence, start, end)
         wrong = 0 if self._sees_right(sequence, start) else _WRONG
         self.replayed += max(0, min(end, sequence.replay.stop) - start)
         for group, table in enumerate(sequence.tables):
-            if self._windows[group] in (STATE, CHECKPOINTS):
-                if self._windows[group] == CHECKPOINTS:
-                    self._leave_checkpoint(table, start, end, right, group * _GROUP + wrong)
-                self._advance(table, start, end, right[end - 1] + group * _GROUP + wrong)
+            if self._windows[group] in KINDS:
                 continue
             ring = self._windows[group] if isinstance(self._windows[group], Ring) else 0
             for at in range(max(start, self._kept(sequence, group)), end):
                 block_id = table[0 if ring else at // self.size]
                 assert block_id, "a step computes into the null block"
-                self.kv[block_id][at % (ring or self.size)] = right[at] + group * _GROUP + wrong
-        if end < len(sequence.tokens):
-            return []
-        sequence.tokens.append((right[end - 1] + wrong) % VOCABULARY)
-        return [sequence.tokens[-1]]
+                self.kv[block_id][at % (ring or self.size)] = values[at] + group * _GROUP + wrong
+        self.states.advance(sequence, start, values, len(drafted), lambda g: g * _GROUP + wrong)
+        sampled = [(value + wrong) % VOCABULARY for value in values[known - 1 :]]
+        if known < len(sequence.tokens):
+            sampled = []
+        elif self.drafter is not None:
+            sampled = self.drafter.verify(drafted, sampled)
+        self.states.settle(sequence, known, max(1, len(sampled)))
+        sequence.tokens += sampled
+        if sampled and self.drafter is not None:
+            right = answer(sequence.tokens, self.drafter.num_speculative_tokens)
+            sequence.guessed = self.drafter.draft(right)
+        return sampled
 
     def _kept(self, sequence: _Sequence, group: int) -> int:
         """Tokens of a hit that are not written: they are in the cache, computed again or not."""
         return 0 if isinstance(self._windows[group], (Replay, Ring)) else sequence.replay.stop
 
-    def _advance(self, table: list[int], start: int, end: int, value: int) -> None:
-        """One step of a state: it moves to the block that the step ends in, and changes there."""
-        block_id = table[(end - 1) // self.size]
-        assert block_id, "a step keeps its state in the null block"
-        self.states += start // self.size != end // self.size
-        self.kv[block_id] = [value] * self.size
-
-    def _leave_checkpoint(
-        self, table: list[int], start: int, end: int, right: list[int], added: int
-    ) -> None:
-        """The state at the last end of a block within the step, where vLLM's runner leaves it."""
-        from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
-
-        asked = ([end], [end - start], self.size, self.size, 1, False, self.size)
-        taken = compute_mamba_prefill_checkpoints.__code__.co_argcount  # one less in 0.31
-        (offset,), (column,) = compute_mamba_prefill_checkpoints(*asked[:taken])
-        if offset and table[column]:  # the null block takes what nobody wants
-            self.checkpoints += 1
-            self.kv[table[column]] = [right[start + offset - 1] + added] * self.size
-
     def _sees_right(self, sequence: _Sequence, end: int) -> bool:
         """Whether all that a token behind ``end`` ones sees of them is right, in every group."""
         right = sequence.right(max(end, sequence.replay.stop))
         for group, (table, window) in enumerate(zip(sequence.tables, self._windows)):
-            if window in (STATE, CHECKPOINTS):
-                at = end - 1
-                if end and self.kv[table[at // self.size]][0] != right[at] + group * _GROUP:
+            if window in KINDS:
+                if end and self.states.of(sequence, table) != right[end - 1] + group * _GROUP:
                     return False
                 continue
             added, stop = group * _GROUP, max(end, self._kept(sequence, group))

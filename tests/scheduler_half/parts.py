@@ -9,7 +9,8 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from scheduler_half.device import BLOCK, CHECKPOINTS, STATE, Chunk, Replay, Ring
+from scheduler_half.device import BLOCK, Chunk, Replay, Ring
+from scheduler_half.states import CHECKPOINTS, KINDS
 
 MAX_TOKENS = 256  # of a step
 
@@ -82,10 +83,11 @@ def make_scheduler(config: Any, blocks: int, windows: Sequence[int | str | None]
         windows: a KV cache group for each: its sliding window, None for full attention, a Chunk,
             STATE or CHECKPOINTS.
     """
-    if STATE in windows or CHECKPOINTS in windows:
+    if set(KINDS) & set(windows):
         config.cache_config.mamba_cache_mode = "align"
     config.cache_config.num_gpu_blocks = blocks
-    kv_cache_config, size = make_kv_cache_config(blocks, windows), block_size(config)
+    drafts = getattr(config, "num_speculative_tokens", 0)
+    kv_cache_config, size = make_kv_cache_config(blocks, windows, drafts), block_size(config)
     from vllm.v1.core.sched.scheduler import Scheduler
 
     more: dict[str, Any] = {}
@@ -115,8 +117,10 @@ def block_size(config: Any) -> int:
     return BLOCK * config.parallel_config.decode_context_parallel_size
 
 
-def make_kv_cache_config(blocks: int, windows: Sequence[int | str | None] = (None,)) -> Any:
-    """A `KVCacheConfig` without tensors."""
+def make_kv_cache_config(
+    blocks: int, windows: Sequence[int | str | None] = (None,), drafts: int = 0
+) -> Any:
+    """A `KVCacheConfig` without tensors; of ``drafts`` tokens a step each has a state."""
     import torch
     from vllm.v1 import kv_cache_interface as kv
 
@@ -126,8 +130,9 @@ def make_kv_cache_config(blocks: int, windows: Sequence[int | str | None] = (Non
             "block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32,
             "use_mla": False,
         }  # fmt: skip
-        if window in (STATE, CHECKPOINTS):
+        if window in KINDS:
             about |= {"shapes": ((16,),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+            about |= {"num_speculative_blocks": drafts} if drafts else {}
             if window == CHECKPOINTS:
                 about |= {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
             spec = _call(kv.MambaSpec, kv.MambaSpec, **about)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
+from kvoffload_patch.integration.engine.vllm_groups import leaves_last_out
 from kvoffload_patch.integration.engine.vllm_lookup import Found
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
@@ -41,18 +42,19 @@ class LookupResult:
         arriving: tickets of the loads under way that fill some of `gpu_blocks`.
         cut_short: whether the tier has more of it than there was room for.
         deferred: whether the request did not fit when it was looked up.
+        beyond: of the blocks in `gpu_blocks` and `keys`, those that the request does not take.
         found: what vLLM's own search returned, with stand-ins at ``positions`` for the blocks to
             load; None where that cannot be given back to vLLM.
     """
 
     __slots__ = (
-        "arriving", "cut_short", "deferred", "ends", "found", "gpu_blocks", "gpu_tokens", "keys",
-        "missing", "num_tokens", "positions", "tokens",
+        "arriving", "beyond", "cut_short", "deferred", "ends", "found", "gpu_blocks", "gpu_tokens",
+        "keys", "missing", "num_tokens", "positions", "tokens",
     )  # fmt: skip
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self.tokens = self.gpu_tokens = 0
+        self.tokens = self.gpu_tokens = self.beyond = 0
         self.gpu_blocks: list[Any] = []
         self.keys: list[Hashable] = []
         self.ends: Sequence[int] = ()
@@ -128,6 +130,8 @@ class StandInPool:
         self._hits_left = 0
         self._on_gpu = view.gpu_lookup()
         self._hashes_blocks = view.hashes_blocks()
+        self._leaves_last_out = leaves_last_out(view.manager.coordinator.single_type_managers)
+        self._got: dict[int, list[Any]] = {}  # in order, by group that leaves its last block out
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -140,6 +144,7 @@ class StandInPool:
             return result
         self._hits_left = max_tier_hits
         self._on_gpu = self._view.gpu_lookup()
+        self._got = {group: [] for group in self._leaves_last_out}
         groups, tokens = self._view.prefix.longest_hit(request, self)
         if 0 < tokens <= self._view.groups.replay_tokens:  # vLLM leaves it, and computes all of it
             result.arriving.clear()
@@ -148,6 +153,7 @@ class StandInPool:
         hits: list[tuple[int, Hashable]] = []
         for blocks, block_size in zip(groups, self._view.block_sizes):
             hits += _sort_out(blocks, block_size, result)
+        hits += self._left_out(groups, result)
         hits.sort(key=itemgetter(0))
         result.keys, result.ends = [key for _, key in hits], [end for end, _ in hits]
         return result
@@ -168,7 +174,27 @@ class StandInPool:
                     self._hits_left -= 1
                     block = TierHit(key)
             blocks.append(block)
+            if group_id in self._got:
+                self._got[group_id].append(block)
         return blocks
+
+    def _left_out(
+        self, groups: Sequence[Sequence[Any]], result: LookupResult
+    ) -> Iterator[tuple[int, Hashable]]:
+        """The block behind the hit of each group whose last one vLLM finds and leaves out.
+
+        It is computed again, because a drafting model may have read a token behind it. Where vLLM
+        does not find it, it leaves out the one before.
+        """
+        for group, got in self._got.items():
+            taken = len(groups[group])
+            if not result.tokens or taken >= len(got):
+                continue
+            block, result.beyond = got[taken], result.beyond + 1
+            if block.block_id < 0:
+                yield (taken + 1) * self._view.block_sizes[group], block.block_hash
+            else:
+                result.gpu_blocks.append(block)
 
     def _look_up_in_order(self, request: Any, result: LookupResult, max_tier_hits: int) -> None:
         """The same where vLLM asks for block after block, and for none behind one it does not get.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -37,6 +37,7 @@ class CacheGroups:
         self.states = {i: states_held(spec) for i, spec in enumerate(specs) if keeps_state(spec)}
         self.replay_tokens = int(getattr(scheduler, "prefix_replay_tokens", 0))
         self._spans = tuple(map(self._tokens_held, specs))
+        self._draft_blocks = draft_states_held(specs)
         # Of groups that take blocks as a request grows; by index, which `states` has too.
         self._growing = {
             i: size for i, size in enumerate(self.block_sizes) if not is_ring(specs[i])
@@ -58,8 +59,8 @@ class CacheGroups:
         return None if window is None else int(window) + self._scheduler.max_num_scheduled_tokens
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks, over all groups, that hold this many tokens of one request."""
-        total = 0
+        """Blocks, over all groups, that hold this many tokens of one request, and its drafts."""
+        total = self._draft_blocks
         for block_size, span in zip(self.block_sizes, self._spans):
             held = tokens if span is None else min(tokens, span)
             total += -(-held // block_size)
@@ -107,6 +108,22 @@ def states_held(spec: Any) -> int:
     """
     more = (getattr(one, "num_prefill_checkpoint_blocks", 0) for one in members(spec))
     return 2 + max(map(int, more))
+
+
+def draft_states_held(specs: Iterable[Any]) -> int:
+    """States of drafted tokens, over all groups; a request has a block for each once admitted."""
+    ahead = ([getattr(m, "num_speculative_blocks", 0) for m in members(spec)] for spec in specs)
+    return sum(max(map(int, blocks)) for blocks in ahead)
+
+
+def leaves_last_out(managers: Sequence[Any]) -> list[int]:
+    """Groups of full attention, by index, of which a hit leaves out the last block that is found.
+
+    Beside other groups; that of a drafting model, from 0.23 on, and nothing says so before.
+    """
+    kinds = [type(manager).__name__ for manager in managers]
+    drops = [getattr(manager, "use_eagle", False) for manager in managers]
+    return [at for at, kind in enumerate(kinds) if kind == "FullAttentionManager" and drops[at]]
 
 
 def members(spec: Any) -> list[Any]:

@@ -147,6 +147,7 @@ _CACHE = (
         "vllm.v1.core.single_type_kv_cache_manager",
         "SingleTypeKVCacheManager",
         (_ANY, "block_pool block_size kv_cache_spec"),
+        (">=0.23", "use_eagle"),
     ),
     *_has(
         "vllm.v1.core.block_pool",

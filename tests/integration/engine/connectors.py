@@ -6,7 +6,8 @@ import random
 from typing import Any
 
 from integration.engine.mini import BLOCK, Mini
-from scheduler_half.device import _GROUP, CHECKPOINTS, STATE, value_after
+from scheduler_half.device import _GROUP, value_after
+from scheduler_half.states import KINDS
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -71,7 +72,7 @@ class Connector(KVConnectorBase_V1):
             values.append(value)
         self.filled[name] = []
         for group, table in enumerate(tables):
-            keeps_state = self._mini.device._windows[group] in (STATE, CHECKPOINTS)
+            keeps_state = self._mini.device._windows[group] in KINDS
             for at in range(first, len(table)):
                 if not table[at]:
                     continue  # the null block: nobody looks at it

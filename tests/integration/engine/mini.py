@@ -19,6 +19,7 @@ from typing import Any
 from packaging.version import Version
 from scheduler_half import parts
 from scheduler_half.device import BLOCK, Device, answer
+from scheduler_half.drafts import Drafter
 from scheduler_half.replay import Replay
 
 from kvoffload_patch.config import Settings
@@ -140,6 +141,7 @@ class Mini:
         weighs: `auto` weighs whether being lazy pays, as in an engine; or else it always is lazy.
         events: whether vLLM's KV cache events are on; then they are replayed, and compared with
             both caches after every step.
+        drafter: of tokens; None: each step has only known ones.
     """
 
     def __init__(
@@ -162,10 +164,11 @@ class Mini:
         events: bool = False,
         shards: int = 1,
         weighs: bool = True,
+        drafter: Drafter | None = None,
         **settings: Any,
     ) -> None:
         self.in_flight = in_flight
-        self.device = Device(blocks, num_slots, tuple(windows), late, fails, shards)
+        self.device = Device(blocks, num_slots, tuple(windows), late, fails, shards, drafter)
         self.config = Release.config(1 if asynchronous is False else in_flight, shards)
         for name, value in {**_LIMITS, **(limits or {}), "policy": policy}.items():
             setattr(self.config.scheduler_config, name, value)
@@ -191,8 +194,9 @@ class Mini:
         self.queue: deque[tuple[Any, Any]] = deque()
 
     def _make_scheduler(self, blocks: int, windows: Sequence[int | None], lookahead: int) -> None:
+        self.config.speculative_config = self.device.drafter
         self.scheduler = parts.make_scheduler(self.config, blocks, windows)
-        self.scheduler.num_lookahead_tokens = lookahead
+        self.scheduler.num_lookahead_tokens += lookahead
         self.kv_manager = self.scheduler.kv_cache_manager
         self.pool = self.kv_manager.block_pool
 
@@ -324,7 +328,9 @@ class Mini:
 
     def end_step(self) -> None:
         """Take in the oldest output."""
-        outputs = self.scheduler.update_from_output(*self.queue.pop())
+        scheduled, output = self.queue.pop()
+        outputs = self.scheduler.update_from_output(scheduled, output)
+        self.device.tell_drafts(self.scheduler, scheduled.num_scheduled_tokens)
         for one_client in outputs.values() if isinstance(outputs, dict) else [outputs]:
             for one in one_client.outputs:
                 self.answers[one.request_id].extend(one.new_token_ids)

@@ -25,7 +25,7 @@ _TESTS = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(_TESTS.parent), str(_TESTS)]
 
-# As in scheduler_half.device, which a release must be chosen before.
+# As in scheduler_half.states, which a release must be chosen before.
 STATE, CHECKPOINTS = "state", "state with checkpoints"
 UNCACHED = "uncached"  # groups beside full attention that take no part in the prefix cache
 Policies = tuple[str, ...]
@@ -135,11 +135,11 @@ def _ranks(rng: random.Random, seed: int) -> Any:
 
 def run(
     seed: int, most_in_flight: int = 6, shape: str | None = None, policies: Policies = POLICIES,
-    shards: int = 1, connector: bool = False,
+    shards: int = 1, connector: bool = False, drafts: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """One random run; returns what happened in it. The arguments are those of `describe`.
 
-    Beside a connector weights stay as they are: nothing is kept through sleep there.
+    Beside a connector and with drafts weights stay as they are: nothing is kept through sleep then.
 
     Raises:
         AssertionError: something is wrong, or is left behind.
@@ -153,17 +153,17 @@ def run(
     # A number that others do not rest on: half of the runs are asked for nothing.
     commands = random.Random(f"commands {seed}") if seed % 16 < 8 else None
     rate = {"load": rng.choice([0, 0, 0.2, 0.5]), "store": rng.choice([0, 0, 0.3])}
-    ranks = _ranks(rng, seed)
-    about = describe(seed, most_in_flight, shape, policies, shards)
+    ranks, about = _ranks(rng, seed), describe(seed, most_in_flight, shape, policies, shards)
+    drafter = _drafter(seed, about) if drafts else None
     mini = Mini(
         lambda direction, _: rng.random() < rate[direction], ranks=ranks, events=seed % 3 == 0,
-        weighs=False, **about
+        weighs=False, drafter=drafter, **about
     )  # fmt: skip
     gain, stats = _weighed(mini, about, seed), mini.manager.stats
     given = _compare_what_is_given(mini)
     trainer, beside = Trainer(mini, seed), _connector(mini, seed) if connector else None
     try:
-        asked = _play(mini, rng, commands, trainer, beside)
+        asked = _play(mini, rng, commands, None if connector or drafts else trainer, beside)
         mini.run(steps=_MAX_STEPS)
     except LoadFailed:
         # A load that a step reads is a promise: the engine ends, and no wrong token has come out.
@@ -174,12 +174,31 @@ def run(
     assert not mini.breaker.detached, mini.breaker.failure
     assert [one.error for one in asked if one.error or not one.done.is_set()] == []
     return {
-        "loaded": stats.loaded, "stored": stats.stored, "evicted": stats.evicted,
-        "failed": stats.failed, "resumed": mini.device.resumed, "states": mini.device.states,
-        "checkpoints": mini.device.checkpoints, "asked": len(asked), "given": len(given),
-        "replayed": mini.device.replayed, "kept": trainer.kept, "updates": trainer.updates,
-        "changes": gain.changes, **({"brought": beside.loads} if beside else {}),
+        **_moved(mini), "asked": len(asked), "given": len(given), "kept": trainer.kept,
+        "updates": trainer.updates, "changes": gain.changes, "brought": getattr(beside, "loads", 0),
+        **({"accepted": drafter.accepted, "refused": drafter.refused} if drafter else {}),
     }  # fmt: skip
+
+
+def _moved(mini: Any) -> dict[str, int]:
+    """What the tier and the device have done."""
+    stats, device = mini.manager.stats, mini.device
+    return {
+        "loaded": stats.loaded, "stored": stats.stored, "evicted": stats.evicted,
+        "failed": stats.failed, "resumed": device.resumed, "replayed": device.replayed,
+        "states": device.states.moved, "checkpoints": device.states.checkpoints,
+        "settled": device.states.settled,
+    }  # fmt: skip
+
+
+def _drafter(seed: int, about: dict[str, Any]) -> Any:
+    """What drafts, and an engine that can: one step at a time if it is not asynchronous."""
+    from scheduler_half.drafts import Drafter
+
+    about["blocks"], about["lookahead"] = max(60, about["blocks"]), 0
+    if not about["asynchronous"]:
+        about["in_flight"] = 1
+    return Drafter(1 + seed % 4, seed, seed % 3 > 0, about["asynchronous"])
 
 
 def _connector(mini: Any, seed: int) -> Any:
@@ -255,7 +274,7 @@ def _play(
             if mini.queue or mini.scheduler.has_requests():
                 mini.step()
         _disturb(mini, rng, names, connector)
-        if connector is None:
+        if trainer is not None:
             trainer.disturb()
         if commands is not None and commands.random() < 0.15:
             asked_for.append(_command(mini, commands))

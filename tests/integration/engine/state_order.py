@@ -36,8 +36,8 @@ def states_last(groups: Any, keys: Iterable[Hashable]) -> tuple[list[Hashable], 
 def play(seed: int, order: str) -> dict[str, int]:
     """Conversations that take turns at random, each prompt with all that was said before."""
     from integration.engine.mini import Mini
-    from scheduler_half.device import STATE
     from scheduler_half.scenarios import prompt
+    from scheduler_half.states import STATE
 
     from kvoffload_patch.integration.engine.prefix_groups import PrefixGroups
 

@@ -129,7 +129,11 @@ REFUSED = {
         config(), scheduler(SimpleNamespace(kv_cache_spec=UNIFORM)), "found MLAAttentionSpec",
     ),
     "states at every block": (config(), states(mamba_cache_mode="all"), "found mode all"),
-    "states of drafts": (config(), states(num_speculative_blocks=2), "speculative decoding"),
+    "states of drafts": (
+        config(),
+        states(mamba_type=SimpleNamespace(name="MAMBA2"), num_speculative_blocks=2),
+        "states beside speculative decoding that were shown .* found MAMBA2 with",
+    ),
     "states outside of blocks": (config(replayssm=True), states(), "--use-replayssm"),
     "states on a GPU": (config(device="cuda"), states(), r"come back \(.* \S+ on cuda"),
     "states of another kind": (
@@ -315,6 +319,20 @@ def test_states_are_approved_where_they_were_shown(
     (doubt,) = check_eligible(config(device="cuda"), asked)
     assert "KV cache group 1: expected states that were shown to come back" in doubt
     assert f"found {kind} with {release} on cuda" in doubt
+
+
+def test_states_are_approved_beside_drafts_where_they_were_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", "0.32.0")
+    drafting = states(num_speculative_blocks=2)
+    assert check_eligible(config(), drafting) == ()
+    with pytest.raises(TierRefused, match="beside speculative decoding .* on cuda"):
+        check_eligible(config(device="cuda"), drafting)
+    monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", "0.30.0")
+    assert check_eligible(config(), states()) == ()
+    with pytest.raises(TierRefused, match="beside speculative decoding .* with 0.30.0 on cpu"):
+        check_eligible(config(), drafting)
 
 
 def test_states_are_approved_beside_a_connector(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,14 @@ from integration.engine.world import (
     step_output,
 )
 from scheduler_half import parts
+from scheduler_half.drafts import Drafter
 from scheduler_half.scenarios import prompt as mini_prompt
+from scheduler_half.states import STATE
 from tier.plans import a_result, store_of
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
+from kvoffload_patch.integration.engine.vllm_groups import leaves_last_out
 from kvoffload_patch.integration.protocol import PLAN
 from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.tier.plan import Transfer, TransferResult
@@ -836,3 +839,32 @@ def test_closing_closes_the_ranks() -> None:
     world = World()
     world.tier.close()
     assert world.ranks.calls == ["close"]
+
+
+# Beside a drafting model, of several KV cache groups
+
+
+@pytest.mark.parametrize("load_mode", ["inline", "parked"])
+def test_what_vllm_finds_and_leaves_out_is_loaded_too(load_mode: str) -> None:
+    """Without that block it would leave out the one before, at whose end there is no state."""
+    drafter = Drafter(2, seed=1, reads_layers=True, always=False)
+    mini = Mini(windows=(None, STATE), blocks=60, drafter=drafter, load_mode=load_mode)
+    if not leaves_last_out(mini.kv_manager.coordinator.single_type_managers):
+        pytest.skip("this vLLM does not say which groups leave it out")
+    asked = mini_prompt(6, seed=3)
+    plain = Mini(windows=(None, STATE), blocks=60, drafter=drafter, tier=False)
+    for _ in range(2):
+        plain.add(asked)
+        plain.run()
+    mini.only_in_cpu(asked)
+    name = mini.add(asked)
+    mini.add(mini_prompt(2, seed=4))  # beside it a load in its own time pays
+    mini.run()
+    mini.check()
+    assert mini.hits[name] == plain.hits["request-1"] == 5 * MINI_BLOCK
+    assert mini.view.blocks_for(1) == plain_blocks(1) + 2, "a block for each draft's state"
+
+
+def plain_blocks(tokens: int) -> int:
+    """Blocks that a request of so many tokens is counted with where nothing is drafted."""
+    return Mini(windows=(None, STATE), blocks=60).view.blocks_for(tokens)

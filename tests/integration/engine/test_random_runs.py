@@ -19,7 +19,10 @@ from integration.engine.random_runs import (
 )
 
 from kvoffload_patch.config import EVICTIONS, STORES
-from kvoffload_patch.integration.engine.eligibility import _STATES_SHOWN
+from kvoffload_patch.integration.engine.eligibility import (
+    _STATES_OF_DRAFTS_SHOWN,
+    _STATES_SHOWN,
+)
 from kvoffload_patch.integration.install import release_in_use
 
 SEEDS = range(160)
@@ -27,6 +30,7 @@ STATES = range(24)
 SHARDS = range(24)
 UNSHARED = range(24)
 BESIDE = range(24)
+DRAFTS = range(24)
 PARTS = 8
 MOST = most_in_flight(release_in_use())
 
@@ -74,6 +78,24 @@ def test_random_runs_of_layers_that_keep_a_state(states: str) -> None:
     assert (seen["checkpoints"] > 0) == (states == CHECKPOINTS)
     groups = {describe(seed, MOST, states)["windows"] for seed in STATES}
     assert groups == {(None, states), (states, None, states), (states,)}
+
+
+@pytest.mark.parametrize("states", [STATE, CHECKPOINTS], ids=["state", "checkpoints"])
+def test_random_runs_of_states_beside_drafts(states: str) -> None:
+    """Of which some stand; with n-grams and with drafting models, also asynchronous."""
+    if release_in_use() not in {release for release, _ in _STATES_OF_DRAFTS_SHOWN}:
+        pytest.skip(f"the tier takes no states beside drafts with vLLM {release_in_use()}")
+    seen: dict[str, int] = {}
+    for seed in DRAFTS:
+        try:
+            outcome = run(seed, MOST, states, drafts=True)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {describe(seed, MOST, states)}") from error
+        for name, count in outcome.items():
+            seen[name] = seen.get(name, 0) + count
+    for name in ("loaded", "stored", "evicted", "resumed", "settled", "accepted", "refused"):
+        assert seen[name], f"no run has {name} anything"
+    assert {describe(seed, MOST, states)["asynchronous"] for seed in DRAFTS} == {True, False}
 
 
 @pytest.mark.parametrize("states", [None, STATE, CHECKPOINTS], ids=["none", "state", "checkpoints"])

@@ -16,9 +16,11 @@ from vllm.v1 import kv_cache_interface  # noqa: E402
 
 from kvoffload_patch.integration.engine.vllm_groups import (  # noqa: E402
     CacheGroups,
+    draft_states_held,
     is_cached,
     is_ring,
     keeps_state,
+    leaves_last_out,
     states_held,
 )
 
@@ -56,7 +58,18 @@ def test_a_checkpoint_is_one_state_more() -> None:
     both = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": plain, "b": leaves})
     assert [keeps_state(one) for one in (plain, leaves, both)] == [True] * 3
     assert [states_held(one) for one in (plain, leaves, both)] == [2, 3, 3]
-    assert not keeps_state(spec("FullAttentionSpec"))
+    drafted, attends = spec("MambaSpec", num_speculative_blocks=3), spec("FullAttentionSpec")
+    assert not keeps_state(attends) and draft_states_held([plain, attends]) == 0
+    assert draft_states_held([drafted, attends, drafted]) == 6
+
+
+def test_a_group_of_a_drafting_model_leaves_its_last_block_out() -> None:
+    def manager(kind: str, **fields: Any) -> Any:
+        return type(kind, (), fields)()
+
+    plain, drafting = (manager("FullAttentionManager", use_eagle=on) for on in (False, True))
+    of_windows, older = manager("SlidingWindowManager", use_eagle=True), manager("MambaManager")
+    assert leaves_last_out([plain, drafting, of_windows, older]) == [1]
 
 
 def test_a_ring_takes_one_block_of_a_request_whatever_its_length() -> None:
