@@ -177,11 +177,11 @@ class Settings:
     )
     load_by_layer: bool = _variable(
         "KVOFFLOAD_LOAD_BY_LAYER",
-        False,
+        True,
         _boolean,
         _A_BOOLEAN,
-        "begin a step on its first layers while the KV of later ones is loaded; not measured on a"
-        " GPU yet",
+        "begin a step on its first layers while the KV of later ones is loaded, where the model"
+        " allows it; never beside kvcached",
     )
     eviction: str = _variable(
         "KVOFFLOAD_EVICTION",

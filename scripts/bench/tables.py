@@ -38,6 +38,19 @@ SHORT = (
     ("s3", "60 sessions of 8k tokens, the GPU holds 23; one turn of all, s", 1),
     ("s2", "200 fresh prompts of 2,048 tokens, nothing to find, s", 1),
 )
+# What loads by layer change, of the rows of `bench chats`.
+BY_LAYER = (
+    "later turns: first token, p50, ms",
+    "later turns: first token, p90, ms",
+    "later turns: first token, p99, ms",
+    "later turns: first token, largest, ms",
+    "later turns: per output token, p50, ms",
+    "later turns: between tokens, largest, ms",
+    "later turns: tokens answered a second",
+    "quiet: ends on a block, first token, ms",
+    "quiet: does not end on a block, first token, ms",
+    "quiet: more tokens behind it, first token, ms",
+)
 # Turns that come back, of chats that ran otherwise than those of `chats`.
 OTHER_CHATS = {
     "chats-alone.json": "without prompts before them",
@@ -149,12 +162,24 @@ def conversations() -> str:
     if document is None:
         return "not measured"
     as_they_come = [job for job in document["jobs"] if "+" not in job["mode"]]
-    document = {**document, "jobs": as_they_come}
+    return _conversations({**document, "jobs": as_they_come}, CONVERSATIONS)
+
+
+def _conversations(document: dict[str, Any], chosen: tuple[str, ...]) -> str:
     titles = {figure.title: figure for figure in (*chats_figures.LATER, *chats_figures.QUIET)}
     words = f"{chats_report.about(document)}; one prompt at a time"
-    chosen = [titles[title] for title in CONVERSATIONS]
+    rows = chats_report.chosen(document, words, [titles[title] for title in chosen])
     ran = dict.fromkeys(ran_on(machine) for machine in document["machines"])
-    return "\n\n".join([chats_report.chosen(document, words, chosen), chats_report.EXPLAINED, *ran])
+    return "\n\n".join([rows, chats_report.EXPLAINED, *ran])
+
+
+def by_layer() -> str:
+    """What loads by layer change: conversations over HTTP, and by time in one engine."""
+    document = read("chats-by-layer.json")
+    if document is None:
+        return "not measured"
+    traced = _traced(trace_report.changes, "trace-by-layer.json")
+    return f"{_conversations(document, BY_LAYER)}\n\n{traced}"
 
 
 def other_chats() -> str:
@@ -194,8 +219,8 @@ def slowest() -> str:
     return _traced(trace_report.slowest)
 
 
-def _traced(make: Callable[[dict[str, Any]], str]) -> str:
-    document = read("trace.json")
+def _traced(make: Callable[[dict[str, Any]], str], name: str = "trace.json") -> str:
+    document = read(name)
     if document is None:
         return "not measured"
     return make(document) + "\n\n" + ran_on(document["machine"])
@@ -318,6 +343,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "chats": chats,
     "other chats": other_chats,
     "mechanisms": mechanisms,
+    "by layer": by_layer,
     "trace": trace,
     "bound": bound,
     "slowest": slowest,

@@ -166,9 +166,14 @@ def _tell(ranks: RankGroup, settings: Settings, unverified: Sequence[str]) -> No
 
 
 def _chosen(settings: Settings, pool: Any) -> Settings:
-    """The settings; never lazy over a pool whose blocks lose their memory once nobody uses them."""
-    elastic = settings.store == "auto" and is_elastic(pool)
-    return replace(settings, store="eager") if elastic else settings
+    """The settings; never lazy over a pool whose blocks lose their memory once nobody uses them.
+
+    Nor do loads come by layer there: nobody has run that.
+    """
+    if not is_elastic(pool):
+        return settings
+    store = "eager" if settings.store == "auto" else settings.store
+    return replace(settings, store=store, load_by_layer=False)
 
 
 def _rehearse(scheduler: Any, hooks: ObjectHooks, settings: Settings) -> None:

@@ -7,48 +7,59 @@ from typing import Any
 
 # What is replaced: owner, name and value.
 Change = tuple[Any, str, Any]
+Changes = tuple[Change, ...]
 
 
-def _deferred_stores() -> Change:
+def _deferred_stores() -> Changes:
     from kvoffload_patch.transfer.engine import CopyEngine
 
     end_step = CopyEngine.end_step
-    return CopyEngine, "end_step", lambda self, defer_stores=False: end_step(self, False)
+    return ((CopyEngine, "end_step", lambda self, defer_stores=False: end_step(self, False)),)
 
 
-def _last_block() -> Change:
+def _last_block() -> Changes:
     from kvoffload_patch.integration.engine.full_prompt import FullPromptHits
 
-    return FullPromptHits, "load", lambda self, *args, **kwargs: None
+    return ((FullPromptHits, "load", lambda self, *args, **kwargs: None),)
 
 
-def _rank_asked() -> Change:
+def _rank_asked() -> Changes:
     from kvoffload_patch.integration.engine.workers import RankGroup
 
-    return RankGroup, "loads_done", lambda self: 0
+    return ((RankGroup, "loads_done", lambda self: 0),)
 
 
-def _joining_early() -> Change:
+def _joining_early() -> Changes:
     from kvoffload_patch.integration.engine.tier import SchedulerTier
 
-    return SchedulerTier, "_may_wait_ms", lambda self: 0.0
+    return ((SchedulerTier, "_may_wait_ms", lambda self: 0.0),)
 
 
-def _joining_into_a_stall() -> Change:
+def _joining_into_a_stall() -> Changes:
     from kvoffload_patch.integration.engine.tier import SchedulerTier
 
     def free_ms_only(self: Any) -> float:
         return float(self._pace.free_ms()) if self._promptly else 0.0
 
-    return SchedulerTier, "_may_wait_ms", free_ms_only
+    return ((SchedulerTier, "_may_wait_ms", free_ms_only),)
 
 
-_CHANGES: dict[str, Callable[[], Change]] = {
+def _loads_by_layer() -> Changes:
+    """The engine must have been started with KVOFFLOAD_LOAD_BY_LAYER=1, or there is nothing."""
+    from kvoffload_patch.integration.engine.pace import Pace
+    from kvoffload_patch.integration.worker.layer_gate import LayerGate
+
+    not_hidden = (Pace, "hidden_ms", lambda self, num_blocks: 0.0)
+    return not_hidden, (LayerGate, "passes", lambda self, step: False)
+
+
+_CHANGES: dict[str, Callable[[], Changes]] = {
     "deferred stores": _deferred_stores,
     "last block loaded": _last_block,
     "rank asked before a step": _rank_asked,
     "joining early": _joining_early,
     "joining into a stall": _joining_into_a_stall,
+    "loads by layer": _loads_by_layer,
 }
 MECHANISMS = ("nothing", *_CHANGES)
 
@@ -61,7 +72,7 @@ def switch_off(worker: Any, mechanism: str) -> str:
     while undo:
         setattr(*undo.pop())
     if mechanism != "nothing":
-        owner, name, value = _CHANGES[mechanism]()
-        undo.append((owner, name, vars(owner)[name]))
-        setattr(owner, name, value)
+        for owner, name, value in _CHANGES[mechanism]():
+            undo.append((owner, name, vars(owner)[name]))
+            setattr(owner, name, value)
     return mechanism

@@ -19,14 +19,20 @@ def page(document: dict[str, Any]) -> str:
     figures = document["figures"]
     parts = ["p50 / p90 / p99, ms:", _variants(figures)]
     if figures["changes"]:
-        cycles = figures["cycles"]
-        title = (
-            f"Switched off less on, ms (99 % interval by a bootstrap over {cycles} cycles; bold: "
-        )
-        parts += [f"{title}0 is outside):", _changes(figures)]
+        parts.append(changes(document))
     if figures["steps"]:
         parts += ["Steps with all on, and of the floor, ms:", _steps(figures)]
     return "\n\n".join(parts)
+
+
+def changes(document: dict[str, Any]) -> str:
+    """What switching off changed."""
+    figures = document["figures"]
+    title = (
+        "Switched off less on, ms (99 % interval by a bootstrap over "
+        f"{figures['cycles']} cycles; bold: 0 is outside):"
+    )
+    return f"{title}\n\n{_changes(figures)}"
 
 
 def bound(document: dict[str, Any]) -> str:

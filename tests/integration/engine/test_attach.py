@@ -15,7 +15,7 @@ import cloudpickle
 from integration.engine.mini import Mini
 
 from kvoffload_patch import __version__
-from kvoffload_patch.config import STORES
+from kvoffload_patch.config import STORES, Settings
 from kvoffload_patch.integration.engine import attach as attach_module
 from kvoffload_patch.integration.engine import workers
 from kvoffload_patch.integration.engine.attach import attach, detach
@@ -313,13 +313,15 @@ def test_blocks_are_stored_and_evicted_by_the_policies_that_were_chosen(
     detach(core)
 
 
-def test_nothing_is_stored_late_where_blocks_lose_their_memory(
+def test_nothing_is_stored_late_or_loaded_by_layer_where_blocks_lose_their_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    assert Settings().load_by_layer and Settings().store == "auto"
     monkeypatch.setattr(attach_module, "is_elastic", lambda pool: True)
     mini = Mini(tier=False)
     core = engine(mini, Executor())
     attach(core, mini.config)
     manager = getattr(mini.scheduler, TIER).tier._manager
     assert not manager.may_look_ahead and manager._gain is None
+    assert not attach_module._chosen(Settings(), mini.pool).load_by_layer
     detach(core)
