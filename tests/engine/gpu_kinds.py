@@ -48,6 +48,9 @@ MLA = {**GRAPHS, "attention_backend": "TRITON_MLA"}
 TWO_RANKS = {"tensor_parallel_size": 2}
 
 
+Answers = dict[str, Any]  # of an engine, by scenario; or what was made of two
+
+
 @dataclass(frozen=True)
 class Kind:
     """One way to run an engine.
@@ -66,6 +69,7 @@ class Kind:
         exact: vLLM computes a request as if it were alone, so prompts asked together are compared.
         blocks: of the GPU, without the tier and with it.
         late: how late the tier's copies are, see `late_copies`.
+        by_layer: whether its blocks are large enough for loads that come by layer.
     """
 
     name: str
@@ -82,11 +86,12 @@ class Kind:
     exact: bool = False
     blocks: tuple[int, int] = (BLOCKS_KEPT, BLOCKS_FEW)
     late: str = ""
+    by_layer: bool = False
 
     @property
     def says(self) -> tuple[bool, bool]:
         """Whether the engine says that loads come by layer, and that ranks keep one copy."""
-        return "KVOFFLOAD_LOAD_BY_LAYER" in self.settings, self.one_copy
+        return self.by_layer, self.one_copy
 
     @property
     def scenarios(self) -> list[str]:
@@ -135,14 +140,8 @@ def _beside_kvcached(name: str, policy: str, **engine: Any) -> Kind:
 
 def _by_layer(name: str, engine: dict[str, Any]) -> Kind:
     """Blocks of 1 MiB, in four groups of rows, each of which is held up behind the one before."""
-    return Kind(
-        f"loads by layer, {name}",
-        "many heads",
-        engine,
-        settings={"KVOFFLOAD_LOAD_BY_LAYER": "1"},
-        exact=True,
-        late="device",
-    )
+    how = {"exact": True, "late": "device", "by_layer": True}
+    return Kind(f"loads by layer, {name}", "many heads", engine, **how)
 
 
 def _states(name: str) -> Kind:
@@ -225,15 +224,15 @@ KINDS = [
 ]
 
 
-def play(folder: Path, runner: str, kind: Kind, tier: bool) -> dict[str, Any]:
-    """One engine; what it answered."""
+def play(folder: Path, runner: str, kind: Kind, tier: bool, few: bool) -> dict[str, Any]:
+    """One engine, with as many GPU blocks as hold all prompts or with few; what it answered."""
     engine = {
         "model": str(folder / kind.model),
         "dtype": "bfloat16",
         "block_size": 16,
         "gpu_memory_utilization": 0.1,
         "kv_cache_memory_bytes": 2 << 30,  # not measured: other engines come and go
-        "num_gpu_blocks_override": kind.blocks[tier] // kind.shards,
+        "num_gpu_blocks_override": kind.blocks[few] // kind.shards,
         **kind.engine,
     }
     if "speculative_config" in engine:
@@ -264,15 +263,18 @@ def _said(log: str) -> dict[str, bool]:
     return {"one_copy": one_copy, "by_layer": "loads come by layer" in log}
 
 
-def compare(runner: str, kind: Kind, off: dict[str, Any], on: dict[str, Any]) -> dict[str, Any]:
-    """A plain engine and one with the tier: is every answer the same?"""
+def compare(runner: str, kind: Kind, off: Answers, on: Answers, *few: Answers) -> Answers:
+    """A plain engine and one with the tier: is every answer the same?
+
+    ``few``: of models that keep states, a plain engine with as few blocks as that with the tier.
+    """
     found: dict[str, Any] = {"name": f"{runner}, {kind.name}"}
-    for side, results in (("off", off), ("on", on)):
+    for side, results in (("off", off), *(("off", plain) for plain in few), ("on", on)):
         if "error" in results:
             ended = gpu_states.ended if kind.asked == STATES else _ended
             return {**found, **ended(side, results["error"])}
     pairs = _after_sleep(off, on) if kind.asked == SLEEPS else None
-    pairs = pairs or list(zip(off[kind.asked]["tokens"], on[kind.asked]["tokens"]))
+    pairs = pairs or list(zip(*(side[kind.asked]["tokens"] for side in (off, on))))
     about = on.get("setup", {})
     last = on[kind.scenarios[-1]]
     found.update(
@@ -297,7 +299,7 @@ def compare(runner: str, kind: Kind, off: dict[str, Any], on: dict[str, Any]) ->
         told_apart = {str(off[SLEEPS]["tokens"][name]) for name in LOST[:3]}
         good += [found["kept"] == list(KEPT), len(told_apart) == 3]
     if kind.asked == STATES:
-        good += gpu_states.judge(off, on, found)
+        good += gpu_states.judge(off, on, *few, found)
     if kind.kvcached:
         good += _beside(off["shrunk"], on["shrunk"], found)
     if kind.asked == "guesses_alone":
@@ -366,6 +368,11 @@ def chosen(runners: list[str], parts: list[str], gpus: int) -> list[tuple[str, K
     ]
 
 
+def _sides(kind: Kind) -> list[tuple[bool, bool]]:
+    """Of each engine that is compared: whether it has the tier, and whether it has few blocks."""
+    return [(False, False), (True, True), *([(False, True)] if kind.asked == STATES else [])]
+
+
 def main(runners: list[str], jobs: int, parts: list[str]) -> dict[str, Any]:
     """Compare every runner and kind of engine, ``jobs`` engines side by side."""
     import torch
@@ -376,7 +383,7 @@ def main(runners: list[str], jobs: int, parts: list[str]) -> dict[str, Any]:
             MODELS[name](Path(scratch) / name)
         with ThreadPoolExecutor(jobs) as pool:
             sides = [
-                [pool.submit(play, Path(scratch), *kind, tier) for tier in (False, True)]
+                [pool.submit(play, Path(scratch), *kind, *side) for side in _sides(kind[1])]
                 for kind in kinds
             ]
         runs = [compare(*kind, *(s.result() for s in side)) for kind, side in zip(kinds, sides)]

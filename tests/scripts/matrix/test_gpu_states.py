@@ -37,6 +37,11 @@ def tier(**outgrown: Any) -> dict[str, Any]:
     return side(**{"preemptions": 3, "late": 9, "tier": {"loaded": 7}, **outgrown})
 
 
+def few(**outgrown: Any) -> dict[str, Any]:
+    """Plain vLLM with as few blocks."""
+    return side(**{"preemptions": 2, **outgrown})
+
+
 def test_each_kind_of_state_is_played_with_both_runners() -> None:
     chosen = gpu_kinds.chosen(["v1", "v2"], ["states"], 1)
     assert [(runner, kind.name) for runner, kind in chosen] == [
@@ -46,7 +51,7 @@ def test_each_kind_of_state_is_played_with_both_runners() -> None:
 
 
 def test_answers_must_be_equal_and_what_was_seen_is_told() -> None:
-    found = gpu_kinds.compare("v1", KIND, side(), tier())
+    found = gpu_kinds.compare("v1", KIND, side(), tier(), few())
     assert found["outcome"] == "passed" and found["answers_equal"] == found["answers"] == 2
     assert (found["blocks_loaded"], found["preemptions"], found["held_up"]) == (7, 3, 9)
     assert (found["outgrown"], found["outgrown_equal"], found["cached"]) == (2, 2, [640, 640])
@@ -71,23 +76,39 @@ def test_answers_must_be_equal_and_what_was_seen_is_told() -> None:
     ],
 )  # fmt: skip
 def test_what_must_hold(off: dict[str, Any], on: dict[str, Any], outcome: bool) -> None:
-    found = gpu_kinds.compare("v2", KIND, off, on)
+    found = gpu_kinds.compare("v2", KIND, off, on, few())
     assert found["outcome"] == ("passed" if outcome else "failed")
 
 
-def test_many_ties_are_no_ties() -> None:
+def test_many_ties_are_no_ties_but_where_plain_vllm_has_as_many() -> None:
     close = [[0.01] * 3] * 3
-    off = side(tokens=[[1, 2, 3]] * 3, ahead=close)
+    off, again = (make(tokens=[[1, 2, 3]] * 3, ahead=close) for make in (side, few))
     on = tier(tokens=[[1, 2, 4]] * 3, ahead=close)
-    assert gpu_kinds.compare("v1", KIND, off, on)["outcome"] == "failed"
+    assert gpu_kinds.compare("v1", KIND, off, on, again)["outcome"] == "failed"
+    again["outgrown"]["tokens"] = [[1, 2, 3]] * 2 + [[1, 4, 3]]
+    found = gpu_kinds.compare("v1", KIND, off, on, again)
+    assert found["outcome"] == "passed"
+    assert (found["parted_at"], found["plain_parted_at"]) == ([0.01] * 3, [0.01])
+
+
+def test_an_answer_may_part_where_plain_vllm_has_parted() -> None:
+    on = tier(tokens=[[1, 2, 3], [4, 9, 9]], ahead=[[1.0] * 3, [1.0, 0.2, 1.0]])
+    off = side(ahead=[[1.0] * 3, [1.0, 0.2, 1.0]])
+    for apart, outcome in ((0.2, "passed"), (0.15, "failed")):
+        again = few(tokens=[[1, 2, 3], [4, 8, 8]], ahead=[[1.0] * 3, [1.0, apart, 1.0]])
+        again["outgrown"]["ahead"][1][1] = apart
+        plain = side(ahead=[[1.0] * 3, [1.0, apart, 1.0]])
+        assert gpu_kinds.compare("v1", KIND, plain, on, again)["outcome"] == outcome
+    assert gpu_kinds.compare("v1", KIND, off, on, few(preemptions=0))["outcome"] == "failed"
 
 
 def test_that_plain_vllm_ends_is_no_fault_of_the_tier() -> None:
     log = "x\n(EngineCore pid=7) ValueError: mode align\nRuntimeError: no such kernel\nmore"
-    found = gpu_kinds.compare("v1", KIND, {"error": log}, tier())
-    assert found["outcome"] == "skipped"
+    for off, again in (({"error": log}, few()), (side(), {"error": log})):
+        found = gpu_kinds.compare("v1", KIND, off, tier(), again)
+        assert found["outcome"] == "skipped"
     assert found["why"] == "plain vLLM ends by itself: RuntimeError: no such kernel"
-    found = gpu_kinds.compare("v1", KIND, side(), {"error": log})
+    found = gpu_kinds.compare("v1", KIND, side(), {"error": log}, few())
     assert (found["outcome"], found["why"]) == ("failed", f"on: {log}")
 
 
@@ -99,13 +120,14 @@ def test_the_tier_is_asked_to_try_what_nobody_has_run(monkeypatch: pytest.Monkey
         return SimpleNamespace(results={}, log="")
 
     monkeypatch.setattr(gpu_kinds.engines, "run", run)
-    for with_tier in (False, True):
-        gpu_kinds.play(Path("/models"), "v1", KIND, with_tier)
-    (scenarios, plain, no_tier, at_once), (_, few, settings, late) = asked
+    for which in gpu_kinds._sides(KIND):
+        gpu_kinds.play(Path("/models"), "v1", KIND, *which)
+    (scenarios, plain, no_tier, at_once), (_, pressed, settings, late), control = asked
+    assert control == (scenarios, pressed, no_tier, at_once)
     assert scenarios == gpu_states.SCENARIOS and (no_tier, at_once) == (None, 0)
     assert settings["KVOFFLOAD_ALLOW_UNVERIFIED"] == "1" and late == "device"
     assert plain["mamba_cache_mode"] == "align" and plain["enable_prefix_caching"]
-    blocks = [one["num_gpu_blocks_override"] for one in (plain, few)]
+    blocks = [one["num_gpu_blocks_override"] for one in (plain, pressed)]
     assert blocks == list(gpu_states.BLOCKS) and blocks[0] > 8 * blocks[1]
 
 
