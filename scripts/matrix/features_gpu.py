@@ -44,17 +44,21 @@ def lines(row: Row, found: list[dict[str, Any]]) -> list[Line]:
 
 
 def _line(row: Row, result: dict[str, Any]) -> Line | None:
-    tests = [results.dated(result, test) for test in result["tests"] if _is_of(test["name"], row)]
+    device = {"device": result["device"]}
+    of_row = [test for test in result["tests"] if _is_of(test["name"], row)]
+    tests = [{**device, **results.dated(result, test)} for test in of_row]
     if not tests:
         return None
     played = [test for test in tests if test["outcome"] != "skipped"] or tests
-    told = {field: sorted({test[field] for test in played}) for field in ("date", "commit")}
+    told = {
+        field: sorted({test[field] for test in played}) for field in ("date", "commit", "device")
+    }
     return Line(
         what="; ".join(_kinds([test["name"] for test in played])),
         release=result["release"],
         date=told["date"][-1],
         commit=", ".join(told["commit"]),
-        device=result["device"],
+        device=", ".join(told["device"]),
         verdict=_verdict(tests),
     )
 

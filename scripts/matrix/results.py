@@ -53,15 +53,16 @@ def dated(result: dict[str, Any], test: dict[str, Any]) -> dict[str, Any]:
 def joined(new: dict[str, Any], folder: Path = FOLDER) -> dict[str, Any]:
     """A result with the tests of the file there that it has not played.
 
-    Each keeps the date and the commit that it was played on. So kinds of engines that take other
-    machines are not lost when the rest is played again.
+    Each keeps the date, the commit and the device that it was played on. So kinds of engines that
+    take other machines are not lost when the rest is played again.
     """
     file = file_of(folder, new)
     if not file.exists():
         return new
     old = json.loads(file.read_text(encoding="utf-8"))
     played = {test["name"] for test in new["tests"]}
-    kept = [dated(old, test) for test in old["tests"] if test["name"] not in played]
+    device = {"device": old["device"]} if "device" in old else {}
+    kept = [{**device, **dated(old, t)} for t in old["tests"] if t["name"] not in played]
     return {
         **new,
         "runners": sorted({*old.get("runners", []), *new.get("runners", [])}),

@@ -35,7 +35,7 @@ def test_a_row_adds_up_its_kinds_and_names_each_commit() -> None:
     found = result(
         {"name": "v1, graphs"},
         {"name": "v2, graphs"},
-        {"name": "v1, graphs, windows", "date": "2026-11-20", "commit": "old"},
+        {"name": "v1, graphs, windows", "date": "2026-11-20", "commit": "old", "device": "b"},
         {"name": "v1, mla"},
     )
     (line,) = features_gpu.lines(ROW, [found])
@@ -44,7 +44,7 @@ def test_a_row_adds_up_its_kinds_and_names_each_commit() -> None:
         "0.26.0",
         "2026-11-23",
         "new, old",
-        "a GPU",
+        "a GPU, b",
         "green: 108 of 108 answers equal, 3,000 blocks loaded",
     )
     (of_a_runner,) = features_gpu.lines(Row("V2", "", gpu=("v2",)), [found])

@@ -59,6 +59,7 @@ def test_what_was_written_elsewhere_is_recorded_beside_earlier_kinds(
     def result(commit: str, date: str, **outcomes: str) -> dict:
         tests = [{"name": name, "outcome": outcome} for name, outcome in outcomes.items()]
         head = {"kind": "gpu-engine", "release": "0.26.0", "runners": [commit]}
+        head["device"] = f"the GPU of {commit}"
         return {**head, "tests": tests, "date": date, "commit": commit, "verdict": "green"}
 
     def record(one: dict) -> tuple[int, dict]:
@@ -72,7 +73,8 @@ def test_what_was_written_elsewhere_is_recorded_beside_earlier_kinds(
     assert (kept["commit"], kept["runners"]) == ("new", ["new", "old"])
     assert [one["name"] for one in kept["tests"]] == ["one", "three", "two"]
     assert kept["tests"][2] == {
-        "name": "two", "outcome": "failed", "date": "2026-11-01", "commit": "old"
+        "name": "two", "outcome": "failed", "date": "2026-11-01", "commit": "old",
+        "device": "the GPU of old",
     }  # fmt: skip
     status, kept = record(result("newest", "2026-11-03", two="passed"))
     assert (status, kept["verdict"]) == (0, "green")
