@@ -7,6 +7,7 @@ engine's core, which must also be that of its only worker.
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,16 @@ def request_number(name: str) -> int | None:
 
 
 def observe(owner: type, name: str, before: Note | None = None, after: Note | None = None) -> None:
-    """Call ``before(self, ...)`` and ``after(result, self, ...)`` around each call of a method."""
+    """Call ``before(self, ...)`` and ``after(result, self, ...)`` around each call of a method.
+
+    Raises:
+        TypeError: one of them does not take what the method takes.
+    """
     wrapped = vars(owner)[name]
+    taken = list(inspect.signature(wrapped).parameters)
+    for observer, more in ((before, 0), (after, 1)):
+        if observer is not None:
+            inspect.signature(observer).bind(*[None] * (len(taken) + more))
     first, last = (guarded(f, f"{owner.__name__}.{name}") for f in (before, after))
 
     @functools.wraps(wrapped)
@@ -98,16 +107,19 @@ def observe_loads(recorder: Recorder, book: type) -> None:
 
 
 def observe_worker(recorder: Recorder, rank: type, engine: type) -> None:
-    """Steps on the device: how long each waits for copies, and computes."""
+    """Steps on the device: how long each waits for copies, and computes.
+
+    What is awaited layer by layer is within the time that it computes.
+    """
     clock = recorder.clock
 
     def step_begins(rank: Any, plan: Any, step: Any) -> None:
         recorder.marks = [getattr(step, "bench_step", 0)]
 
-    def begins(engine: Any, plan: Any) -> None:
+    def begins(engine: Any, *_: Any) -> None:
         recorder.marks[1:] = [clock.mark()]
 
-    def held(result: None, engine: Any, plan: Any) -> None:
+    def held(result: bool, engine: Any, *_: Any) -> None:
         recorder.marks.append(clock.mark())
 
     def ends(engine: Any, *_: Any, **__: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from scripts.bench.probes import trace_report
+from scripts.bench.probes import observers, trace_report
 from scripts.bench.probes.observers import observe
 from scripts.bench.probes.recorder import DeviceClock, HostClock, Recorder
 from scripts.bench.probes.trace import document_of
@@ -200,6 +200,32 @@ def test_an_observer_that_raises_does_not_stop_what_it_observes(
     told = capsys.readouterr()
     assert told.out.count("the observer of Own.answer failed") == 3
     assert told.err.count("ValueError: observed") == 3
+
+
+def test_an_observer_takes_what_a_method_takes() -> None:
+    class Own(Watched):
+        answer = Watched.answer
+
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        observe(Own, "answer", before=lambda watched: None)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        observe(Own, "answer", after=lambda watched, value: None)
+
+
+def test_what_is_observed_of_our_classes_is_there_and_takes_what_it_took(tmp_path: Path) -> None:
+    from kvoffload_patch.integration.engine.loads import LoadBook
+    from kvoffload_patch.integration.worker.tier import RankTier
+    from kvoffload_patch.transfer.engine import CopyEngine
+    from kvoffload_patch.transfer.link import LinkCopies
+    from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue
+
+    classes = LoadBook, RankTier, CopyEngine, LinkCopies, CopyQueue, SyncCopyQueue
+    book, *others = (type(kind.__name__, (kind,), dict(vars(kind))) for kind in classes)
+    recorder = Recorder(tmp_path / "events.jsonl", HostClock())
+    observers.observe_loads(recorder, book)
+    observers.observe_worker(recorder, *others[:2])
+    observers.observe_copies(recorder, *others[2:])
+    recorder.close()
 
 
 def test_events_are_written_by_a_thread_and_marks_as_seconds(tmp_path: Path) -> None:
