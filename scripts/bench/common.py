@@ -112,6 +112,19 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
 
 
+def cell(values: Sequence[float], factor: float = 1.0) -> str:
+    """Median, smallest and largest, to three digits."""
+    if not values:
+        return "-"
+    middle, low, high = (factor * f(values) for f in (statistics.median, min, max))
+    return f"{digits(middle)} ({digits(low)} to {digits(high)})"
+
+
+def digits(value: float) -> str:
+    """To three digits; thousands to the last one."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
 def verdict(what: str, value: float | None, limit: float, unit: str = "", most: bool = True) -> str:
     """One line: a value beside its target, which is the most or the least that it may be."""
     target = f"{'at most' if most else 'at least'} {limit:g}{unit}"

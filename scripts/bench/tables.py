@@ -12,7 +12,7 @@ from typing import Any
 
 from scripts.bench.chats import figures as chats_figures
 from scripts.bench.chats import report as chats_report
-from scripts.bench.common import ROOT, table
+from scripts.bench.common import ROOT, cell, digits, table
 from scripts.bench.probes import trace_report
 from scripts.bench.serve import pressed
 from scripts.bench.serve import report as serve
@@ -84,18 +84,6 @@ def read(name: str) -> Any:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def cell(values: list[float], factor: float = 1.0) -> str:
-    """Median, smallest and largest, to three digits."""
-    if not values:
-        return "-"
-    middle, low, high = (factor * f(values) for f in (statistics.median, min, max))
-    return f"{_digits(middle)} ({_digits(low)} to {_digits(high)})"
-
-
-def _digits(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
 def served() -> str:
     """S1 to S3 and the start by mode."""
     document = read("serve.json")
@@ -144,7 +132,7 @@ def short() -> str | None:
 
 
 def _middle(values: list[float], factor: float) -> str:
-    return _digits(factor * statistics.median(values)) if values else "-"
+    return digits(factor * statistics.median(values)) if values else "-"
 
 
 def chats() -> str:
@@ -310,6 +298,15 @@ def pressure() -> str:
     return "\n\n".join([pressed.page(document["jobs"], MODES), *ran])
 
 
+def pressure_on_the_cpu() -> str:
+    """The same on a tiny model, with the connectors' copies on the host."""
+    document = read("pressure-cpu.json")
+    if document is None:
+        return "not measured"
+    ran = dict.fromkeys(ran_on(machine) for machine in document["machines"])
+    return "\n\n".join([pressed.small_page(document["jobs"], MODES), *ran])
+
+
 def ranks() -> str:
     """The same with two ranks."""
     document = read("../2026-11-22-serve-ranks-f05b92d.json")
@@ -355,4 +352,5 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "checksums said": checksums_said,
     "ranks": ranks,
     "pressure": pressure,
+    "pressure on the CPU": pressure_on_the_cpu,
 }

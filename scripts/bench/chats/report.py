@@ -7,7 +7,7 @@ from typing import Any
 from scripts.bench.chats import figures
 from scripts.bench.chats.figures import Figure, Shown, shown
 from scripts.bench.chats.server import FLOOR
-from scripts.bench.common import table, verdict
+from scripts.bench.common import digits, table, verdict
 
 NAMES = {
     FLOOR: "floor",
@@ -75,12 +75,8 @@ def _cell(found: Shown | None) -> str:
     if found.ratio is not None:
         more.append(f"{'' if found.paired else '~'}{found.ratio:.2f}")
     if len(found.values) > 1:
-        more.append(f"{_digits(min(found.values))} to {_digits(max(found.values))}")
-    return _digits(found.median) + (f" ({'; '.join(more)})" if more else "")
-
-
-def _digits(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+        more.append(f"{digits(min(found.values))} to {digits(max(found.values))}")
+    return digits(found.median) + (f" ({'; '.join(more)})" if more else "")
 
 
 EXPLAINED = (

@@ -2,8 +2,8 @@
 
 Run by `process` as ``python -m scripts.bench.serve.child SPEC``. SPEC is a JSON file with
 ``model``, ``engine`` (arguments of `vllm.LLM`), ``sizes``, ``scenarios``, ``floor`` and ``plain``
-(see `load.Bench`), ``side_by_side`` and ``out``, the file that gets one line of JSON for each
-event. What vLLM logs goes to this process's output.
+(see `load.Bench`), ``side_by_side``, ``host_copies`` (see there) and ``out``, the file that gets
+one line of JSON for each event. What vLLM logs goes to this process's output.
 
 Side by side with other engines it plays what its standard input asks for, a line at a time:
 ``s4 prepare``, then ``s4 quiet`` and the like, the name of the scenario being only a name for the
@@ -48,6 +48,11 @@ def main() -> None:
     from scripts.bench.serve import load
     from scripts.bench.serve.sizes import Sizes
 
+    if spec["host_copies"]:
+        from scripts.bench.serve import host_copies
+
+        with reported(report, "start"):
+            host_copies.install()
     imported = time.perf_counter()
     llm = LLM(model=spec["model"], skip_tokenizer_init=True, seed=0, **spec["engine"])
     ready = time.perf_counter()

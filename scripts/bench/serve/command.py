@@ -31,7 +31,8 @@ one phase. Starts beside other engines are not counted as starts.
 
 Results are written to --json as they come. Several runs are put together by naming the earlier
 files with --merge; --modes '' only draws. `--small` runs on a CPU with a tiny model, to see that
-everything works.
+everything works. There vLLM's connectors have copies of the benchmark's own, because theirs
+need CUDA (`host_copies.py`): what is computed again can be compared, seconds cannot.
 """
 
 from __future__ import annotations
@@ -66,7 +67,11 @@ def options() -> argparse.Namespace:
     add("--cpu-gib", type=float, help="size of the tier (OffloadingConnector: 8/9 of it)")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="any field of Sizes")
     add("--engine", type=json.loads, default={}, metavar="JSON", help="arguments of vllm.LLM")
-    add("--small", action="store_true", help="a CPU and a tiny model")
+    add(
+        "--small",
+        action="store_true",
+        help="a CPU and a tiny model; the connectors copy as the benchmark does, not with CUDA",
+    )
     add("--side-by-side", action="store_true", help="S4: all modes' engines alive together")
     add("--warm-up", action="store_true", help="first start one engine that does not count")
     add("--job-timeout", type=float, default=400.0, metavar="S")

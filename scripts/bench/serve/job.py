@@ -141,6 +141,7 @@ def spec_of(job: Job, setup: Setup, events: Path) -> dict[str, Any]:
         "floor": modes.parse(job.mode)[0] in ("off", "ours"),
         "plain": job.mode == "off",
         "side_by_side": bool(job.together),
+        "host_copies": setup.small and modes.parse(job.mode)[0] in modes.CONNECTORS,
         "out": str(events.resolve()),
     }
 

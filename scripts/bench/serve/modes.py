@@ -14,6 +14,8 @@ from scripts import ROOT
 from scripts.bench.serve.sizes import Sizes
 
 NAMES = ("off", "ours", "simple", "offloading", "lmcache")
+# Of vLLM itself; on its CPU build they have the copies of `host_copies`.
+CONNECTORS = ("simple", "offloading")
 CHILD = "scripts.bench.serve.child"
 
 
@@ -87,7 +89,7 @@ def command(mode: str, spec: str) -> list[str]:
 def engine_arguments(mode: str, gib: float) -> dict[str, Any]:
     """What a mode adds to the arguments of `vllm.LLM`."""
     name = parse(mode)[0]
-    if name in ("simple", "offloading"):
+    if name in CONNECTORS:
         return {"kv_offloading_size": gib, "kv_offloading_backend": "native",
                 "disable_hybrid_kv_cache_manager": False}  # fmt: skip
     if name == "lmcache":

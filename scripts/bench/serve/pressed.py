@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from scripts.bench.common import table, verdict
+from scripts.bench.common import cell, table, verdict
 
 OTHERS = ("simple", "offloading", "lmcache")
 ROWS = (
@@ -16,6 +16,14 @@ ROWS = (
     ("preemptions", "pressure, preemptions", 1.0),
     ("first_p50", "pressure, first token, p50 (s)", 1.0),
     ("longest_wait", "pressure, longest wait for a token (s)", 1.0),
+)
+# Of the check of answers. Steps are not seconds: copies that take no time change only the latter.
+SMALL_ROWS = (
+    ("times_the_cache", "KV over the GPU's cache"),
+    ("recomputed", "recomputed, tokens"),
+    ("preemptions", "preemptions"),
+    ("longest_wait_steps", "longest wait for a token, steps"),
+    ("steps", "all steps"),
 )
 Job = dict[str, Any]  # as it is recorded
 
@@ -46,6 +54,24 @@ def page(jobs: list[Job], names: dict[str, str]) -> str:
     return table(rows)
 
 
+def small_page(jobs: list[Job], names: dict[str, str]) -> str:
+    """The table of docs/measurements.md: the same chats on the small model, all rounds.
+
+    Args:
+        names: words for each mode, in the order of the columns.
+    """
+    played = _small(jobs)
+    modes = [mode for mode in names if any(mode == other for other, _ in played)]
+    rows = [["median (smallest to largest)", *(names[mode] for mode in modes)]]
+    for key, title in SMALL_ROWS:
+        found = [[result[key] for other, result in played if other == mode] for mode in modes]
+        rows.append([title, *map(cell, found)])
+    counts = [[n for other, n in _equal_answers(played) if other == mode] for mode in modes]
+    whole = sum(len(chat) for chat in played[0][1]["answers"])
+    rows.append([f"answers equal to one chat at a time's, of {whole}", *map(cell, counts)])
+    return table(rows)
+
+
 def answers(jobs: list[Job]) -> list[str]:
     """Whose greedy answers are those that plain vLLM gives to one chat at a time.
 
@@ -53,18 +79,29 @@ def answers(jobs: list[Job]) -> list[str]:
     difference, and what follows it counts as different. What batches alone change, plain vLLM
     under pressure shows.
     """
+    played = _small(jobs)
+    lines = [
+        f"  {mode}: {equal} of {sum(map(len, result['answers']))} equal,"
+        f" {result['recomputed']:,} tokens recomputed, {result['preemptions']} preemptions"
+        for (mode, result), (_, equal) in zip(played, _equal_answers(played))
+    ]
+    if not lines:
+        return []
+    return ["Answers under pressure, beside plain vLLM's to one chat at a time:", *lines, ""]
+
+
+def _small(jobs: list[Job]) -> list[tuple[str, dict[str, Any]]]:
+    """Mode and result of each job that played on the small model."""
     played = [(job["mode"], job["results"].get("pressure_tokens")) for job in jobs]
-    found = [(mode, result) for mode, result in played if result]
-    alone = next((result["alone"] for _, result in found if "alone" in result), None)
+    return [(mode, result) for mode, result in played if result]
+
+
+def _equal_answers(played: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, int]]:
+    """Mode and count of each; nothing if plain vLLM did not answer one chat at a time."""
+    alone = next((result["alone"] for _, result in played if "alone" in result), None)
     if alone is None:
         return []
-    whole = sum(map(len, alone))
-    lines = [
-        f"  {mode}: {sum(map(_equal, alone, result['answers']))} of {whole} equal,"
-        f" {result['recomputed']:,} tokens recomputed, {result['preemptions']} preemptions"
-        for mode, result in found
-    ]
-    return ["Answers under pressure, beside plain vLLM's to one chat at a time:", *lines, ""]
+    return [(mode, sum(map(_equal, alone, result["answers"]))) for mode, result in played]
 
 
 def _equal(one: list[Any], other: list[Any]) -> int:

@@ -10,6 +10,8 @@ The engine must run in this process (`IN_PROCESS`), because its scheduler is rea
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import time
 from collections.abc import Iterator
@@ -48,14 +50,18 @@ class Crowd:
 
 @dataclass
 class Chat:
-    """A conversation: what was said, and of the turn under way when its tokens came."""
+    """A conversation: what was said, and of the turn under way when its tokens came.
+
+    Attributes:
+        at, steps: when this turn was asked for and its tokens came, in seconds and in steps.
+    """
 
     number: int
     said: Prompt
     lengths: list[int]
     turn: int = 0
-    asked: float = 0.0
     at: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
     answers: list[Prompt] = field(default_factory=list)
 
     @property
@@ -105,6 +111,8 @@ class Player:
         self.chats: list[Chat] = self._waiting[::-1]
         self.first: list[float] = []  # seconds to the first token, of each request
         self.longest: list[float] = []  # seconds, the longest without a token, of each request
+        self.longest_steps: list[int] = []  # the same in steps of the engine
+        self._steps = 0
 
     def play(self) -> float:
         """All turns of all chats; returns seconds."""
@@ -113,13 +121,14 @@ class Player:
             while self._waiting and len(self._under_way) < self._at_once:
                 self._ask(self._waiting.pop())
             outputs = self._engine.step()
+            self._steps += 1
             now = time.perf_counter()
             for output in outputs:
                 self._take(output, now)
         return time.perf_counter() - began
 
     def _ask(self, chat: Chat) -> None:
-        chat.asked, chat.at = time.perf_counter(), []
+        chat.at, chat.steps = [time.perf_counter()], [self._steps]
         chat.answers.append([])
         self._under_way[chat.name] = chat
         ask(self._engine, chat.name, chat.said, chat.lengths[chat.turn])
@@ -130,14 +139,15 @@ class Player:
         if tokens:
             chat.answers[-1] += tokens
             chat.at.append(now)
+            chat.steps.append(self._steps)
         if output.finished:
             del self._under_way[output.request_id]
             self._ended(chat)
 
     def _ended(self, chat: Chat) -> None:
-        times = [chat.asked, *chat.at]
-        self.first.append(times[1] - times[0])
-        self.longest.append(max(b - a for a, b in zip(times, times[1:])))
+        self.first.append(chat.at[1] - chat.at[0])
+        self.longest.append(max(b - a for a, b in zip(chat.at, chat.at[1:])))
+        self.longest_steps.append(max(b - a for a, b in zip(chat.steps, chat.steps[1:])))
         chat.said = chat.said + chat.answers[-1]
         chat.turn += 1
         if chat.turn < self._crowd.turns:
@@ -173,6 +183,8 @@ def play(bench: Bench, crowd: Crowd) -> dict[str, Any]:
         "first_p50": quantile(player.first, 0.5),
         "first_max": max(player.first),
         "longest_wait": max(player.longest),
+        "longest_wait_steps": max(player.longest_steps),
+        "steps": len(steps),
         "answers": [chat.answers for chat in player.chats],
     }
     bench.say(words(found))
@@ -186,7 +198,8 @@ def words(found: dict[str, Any]) -> str:
         f" {found['times_the_cache']:.2f} times the GPU's cache,"
         f" {found['recomputed']:,} tokens recomputed, {found['preemptions']} preemptions,"
         f" first token p50 {found['first_p50']:.2f} s,"
-        f" longest wait for a token {found['longest_wait']:.2f} s"
+        f" longest wait for a token {found['longest_wait']:.2f} s,"
+        f" {found['longest_wait_steps']} of {found['steps']} steps"
     )
 
 
@@ -201,16 +214,23 @@ def pressure_tokens(bench: Bench) -> dict[str, Any]:
 
     Plain vLLM also answers one chat at a time: those are the answers that the others should be
     equal to. Its own under pressure say what batches alone make of them.
+    Answers are given as digests, which is enough to compare them.
     """
     crowd = crowd_of(bench, small_model=True)
     found = play(bench, crowd)
+    found["answers"] = [[digest(answer) for answer in chat] for chat in found["answers"]]
     if bench.plain:
         bench.llm.reset_prefix_cache()
         alone = Player(bench, crowd, 1)
         seconds = alone.play()
-        found["alone"] = [chat.answers for chat in alone.chats]
+        found["alone"] = [[digest(answer) for answer in chat.answers] for chat in alone.chats]
         bench.say(f"the same one at a time: {seconds:.1f} s")
     return found
+
+
+def digest(answer: Prompt) -> str:
+    """Short, and another one for other tokens."""
+    return hashlib.sha256(json.dumps(answer).encode()).hexdigest()[:16]
 
 
 def preemptions(llm: Any) -> int:

@@ -6,11 +6,12 @@ import pytest
 
 from scripts.bench import step as bench_step
 from scripts.bench import tables
+from scripts.bench.common import cell
 
 
 def test_a_cell_has_median_smallest_and_largest() -> None:
-    assert tables.cell([0.0301, 0.02, 0.04], 1000) == "30.1 (20 to 40)"
-    assert tables.cell([]) == "-"
+    assert cell([0.0301, 0.02, 0.04], 1000) == "30.1 (20 to 40)"
+    assert cell([]) == "-"
 
 
 def test_conversations_have_a_table_once_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,15 +122,24 @@ def test_the_longest_wait_is_to_a_first_token_or_between_two(playing, monkeypatc
     found = pressure.play(bench, one)
     # Begun at 1 s, asked for at 2, tokens at 4, 8 and 16.
     assert (found["first_max"], found["longest_wait"], found["seconds"]) == (2.0, 8.0, 31.0)
+    assert found["longest_wait_steps"] == 1, "alone, a request gets a token in every step"
+
+
+def test_the_longest_wait_in_steps_has_those_before_the_first_token(playing):
+    _, bench = playing()
+    found = pressure.play(bench, pressure.Crowd(3, 40, 5, (3, 3), 1, 1000))
+    # Two at a time: the third one's first token comes in the step after their last.
+    assert (found["longest_wait_steps"], found["steps"]) == (4, 6)
 
 
 def test_plain_vllm_alone_answers_one_chat_at_a_time(playing, monkeypatch):
     monkeypatch.setattr(pressure, "crowd_of", lambda bench, small_model: CROWD)
     engine, bench = playing(plain=True)
     found = pressure.pressure_tokens(bench)
-    assert engine.most == 3 and len(found["alone"]) == 3
+    assert engine.most == 3 and found["alone"] == found["answers"]
     engine, bench = playing()
-    assert "alone" not in pressure.pressure_tokens(bench)
+    under = pressure.pressure_tokens(bench)
+    assert "alone" not in under and under["answers"] == found["alone"]
     assert "answers" not in pressure.pressure(bench)
 
 
@@ -208,6 +217,31 @@ def test_answers_count_up_to_the_first_that_differs():
         "  ours: 4 of 6 equal, 1,000 tokens recomputed, 3 preemptions",
     ]
     assert pressed.answers(jobs[1:]) == []
+
+
+def test_answers_are_written_as_digests_that_differ_with_a_token():
+    assert pressure.digest([1, 2]) == pressure.digest([1, 2])
+    others = ([1, 3], [12], [1, 2, 2], [])
+    assert len({pressure.digest([1, 2]), *map(pressure.digest, others)}) == 5
+
+
+def test_the_page_of_the_small_model_has_all_rounds():
+    alone = [["a", "b"], ["c", "d"]]
+    found = dict.fromkeys((key for key, _ in pressed.SMALL_ROWS), 7)
+    jobs = [
+        record("off", pressure_tokens={**found, "answers": alone, "alone": alone}),
+        record("ours", pressure_tokens={**found, "answers": [["a", "b"], ["x", "d"]]}),
+        record("ours", pressure_tokens={**found, "answers": alone, "recomputed": 1500}),
+        record("ours", pressure_tokens={**found, "answers": alone, "recomputed": 20}),
+        record("simple"),
+    ]
+    text = pressed.small_page(jobs, {"off": "no tier", "ours": "this tier", "simple": "Simple"})
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert rows[0][1:] == ["no tier", "this tier"]
+    assert ["recomputed, tokens", "7 (7 to 7)", "20 (7 to 1500)"] in rows
+    assert rows[-1] == [
+        "answers equal to one chat at a time's, of 4", "4 (4 to 4)", "4 (2 to 4)",
+    ]  # fmt: skip
 
 
 def test_the_page_has_the_median_of_each_mode():
