@@ -74,7 +74,12 @@ def make_config(in_flight: int = 1, shards: int = 1) -> Any:
     )
 
 
-def make_scheduler(config: Any, blocks: int, windows: Sequence[int | str | None] = (None,)) -> Any:
+def make_scheduler(
+    config: Any,
+    blocks: int,
+    windows: Sequence[int | str | None] = (None,),
+    retention: int | None = None,
+) -> Any:
     """vLLM's scheduler.
 
     Args:
@@ -87,7 +92,8 @@ def make_scheduler(config: Any, blocks: int, windows: Sequence[int | str | None]
         config.cache_config.mamba_cache_mode = "align"
     config.cache_config.num_gpu_blocks = blocks
     drafts = getattr(config, "num_speculative_tokens", 0)
-    kv_cache_config, size = make_kv_cache_config(blocks, windows, drafts), block_size(config)
+    kv_cache_config = make_kv_cache_config(blocks, windows, drafts, retention)
+    size = block_size(config)
     from vllm.v1.core.sched.scheduler import Scheduler
 
     more: dict[str, Any] = {}
@@ -118,9 +124,16 @@ def block_size(config: Any) -> int:
 
 
 def make_kv_cache_config(
-    blocks: int, windows: Sequence[int | str | None] = (None,), drafts: int = 0
+    blocks: int,
+    windows: Sequence[int | str | None] = (None,),
+    drafts: int = 0,
+    retention: int | None = None,
 ) -> Any:
-    """A `KVCacheConfig` without tensors; of ``drafts`` tokens a step each has a state."""
+    """A `KVCacheConfig` without tensors; of ``drafts`` tokens a step each has a state.
+
+    ``retention``: tokens between blocks of windows and states that vLLM keeps in its prefix cache
+    besides those of a prompt's end, where a release says it; None: it keeps all.
+    """
     import torch
     from vllm.v1 import kv_cache_interface as kv
 
@@ -150,7 +163,10 @@ def make_kv_cache_config(
         else:
             spec = _call(kv.SlidingWindowSpec, kv.SlidingWindowSpec, **about, sliding_window=window)
         groups.append(kv.KVCacheGroupSpec([f"layers.{index}"], spec))
-    return kv.KVCacheConfig(blocks, [], groups)
+    more = {"prefix_cache_retention_interval": retention}
+    known = _parameters(kv.KVCacheConfig)
+    more = {name: value for name, value in more.items() if name in known}
+    return kv.KVCacheConfig(blocks, [], groups, **more)
 
 
 def make_request(

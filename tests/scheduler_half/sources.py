@@ -20,6 +20,7 @@ from typing import Any
 # What the scheduler's side is made of. A name stands for what lies in it, too.
 _REAL = (
     "vllm.envs",
+    "vllm.model_executor.layers.mamba.checkpoint",
     "vllm.pooling_params",
     "vllm.sampling_params",
     "vllm.distributed.kv_events",

@@ -165,6 +165,7 @@ class Mini:
         shards: int = 1,
         weighs: bool = True,
         drafter: Drafter | None = None,
+        retention: int | None = None,
         **settings: Any,
     ) -> None:
         self.in_flight = in_flight
@@ -172,6 +173,7 @@ class Mini:
         self.config = Release.config(1 if asynchronous is False else in_flight, shards)
         for name, value in {**_LIMITS, **(limits or {}), "policy": policy}.items():
             setattr(self.config.scheduler_config, name, value)
+        self.retention = retention
         self._make_scheduler(blocks, windows, lookahead)
         self.replay = Replay(self.scheduler) if events else None
         self.ranks = ranks or FakeRanks()
@@ -195,7 +197,7 @@ class Mini:
 
     def _make_scheduler(self, blocks: int, windows: Sequence[int | None], lookahead: int) -> None:
         self.config.speculative_config = self.device.drafter
-        self.scheduler = parts.make_scheduler(self.config, blocks, windows)
+        self.scheduler = parts.make_scheduler(self.config, blocks, windows, self.retention)
         self.scheduler.num_lookahead_tokens += lookahead
         self.kv_manager = self.scheduler.kv_cache_manager
         self.pool = self.kv_manager.block_pool

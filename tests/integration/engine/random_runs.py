@@ -79,7 +79,17 @@ def describe(
         "store": rng.choice(STORES),
         "wipe": seed % 5 == 0,
         "grows": (seed % 7 == 3) * (1 + seed % 2),
+        "retention": _retention(seed, windows, shape),
     }
+
+
+def _retention(seed: int, windows: tuple[Any, ...], shape: str | None) -> int | None:
+    """Of windows and states vLLM keeps by default (from 0.30 on) those of a prompt's end alone.
+
+    It takes nothing but that and None where a model has neither in its prefix cache.
+    """
+    drawn = random.Random(f"retention {seed}").choice([None, 0, 0, 64])
+    return None if windows == (None,) or shape == UNCACHED else drawn
 
 
 def _queue(rng: random.Random, policies: Policies, shape: str | None) -> str:

@@ -76,7 +76,9 @@ def test_random_runs_of_layers_that_keep_a_state(states: str) -> None:
     for name in ("loaded", "stored", "evicted", "failed", "resumed", "states"):
         assert seen[name], f"no run has {name} anything"
     assert (seen["checkpoints"] > 0) == (states == CHECKPOINTS)
-    groups = {describe(seed, MOST, states)["windows"] for seed in STATES}
+    about = [describe(seed, MOST, states) for seed in STATES]
+    assert {one["retention"] for one in about} == {None, 0, 64}
+    groups = {one["windows"] for one in about}
     assert groups == {(None, states), (states, None, states), (states,)}
 
 

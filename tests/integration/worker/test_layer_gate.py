@@ -190,6 +190,31 @@ def test_a_layer_unseen_in_the_first_step_shuts_the_gate_for_good() -> None:
     assert vars(machine.layers["layers.0.attn"].impl) == {"log": machine.log}
 
 
+@pytest.mark.parametrize("end", [LayerGate.close, lambda gate: gate.shut("for a test")])
+def test_a_gate_that_has_learnt_and_is_taken_off_lets_no_step_wait_by_layer(
+    end: Callable[[LayerGate], None],
+) -> None:
+    machine = Machine()
+    gate = learnt(machine)
+    assert gate.learnt and gate.groups == BlockLayout(machine.tensors, 5).cut(2, 1)
+    gate.begin(step(8), machine.wait)
+    end(gate)
+    assert not gate.learnt and not gate.passes(step(8))
+    assert {kind for kind, _ in machine.forward()} == {"read"}
+    gate.end()  # of the pass under way
+
+
+def test_that_loads_come_by_layer_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="vllm.kvoffload_patch")
+    machine = Machine()
+    gate = learnt(machine)
+    for _ in range(2):
+        gate.begin(step(8), machine.wait)
+        machine.forward()
+        gate.end()
+    assert caplog.messages == ["kvoffload_patch: loads come by layer, 4 of them."]
+
+
 NOT_NOW = {
     "decodes": step(1, 1),
     "no tokens": step(),
