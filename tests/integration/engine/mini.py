@@ -142,6 +142,7 @@ class Mini:
         events: whether vLLM's KV cache events are on; then they are replayed, and compared with
             both caches after every step.
         drafter: of tokens; None: each step has only known ones.
+        retention: as `parts.make_scheduler` has it.
     """
 
     def __init__(
@@ -173,13 +174,11 @@ class Mini:
         self.config = Release.config(1 if asynchronous is False else in_flight, shards)
         for name, value in {**_LIMITS, **(limits or {}), "policy": policy}.items():
             setattr(self.config.scheduler_config, name, value)
-        self.retention = retention
-        self._make_scheduler(blocks, windows, lookahead)
+        self._make_scheduler(blocks, windows, lookahead, retention)
         self.replay = Replay(self.scheduler) if events else None
         self.ranks = ranks or FakeRanks()
         self.ranks.device, self.ranks.num_slots = self.device, num_slots
         self.tier: Any = None
-        self.desk: Desk | None = None
         self.max_failed_copies = max_failed_copies
         self.time, self.step_ms = 0.0, step_ms
         self._grows, self._usable = grows, grows or num_slots
@@ -188,6 +187,7 @@ class Mini:
         self._begin_records()
 
     def _begin_records(self) -> None:
+        self.desk: Desk | None = None
         self.answers: dict[str, list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
         self.counts: dict[str, int] = {}
@@ -195,9 +195,11 @@ class Mini:
         self.hits: dict[str, int] = {}  # tokens cached when a request was admitted, in that order
         self.queue: deque[tuple[Any, Any]] = deque()
 
-    def _make_scheduler(self, blocks: int, windows: Sequence[int | None], lookahead: int) -> None:
+    def _make_scheduler(
+        self, blocks: int, windows: Sequence[int | None], lookahead: int, retention: int | None
+    ) -> None:
         self.config.speculative_config = self.device.drafter
-        self.scheduler = parts.make_scheduler(self.config, blocks, windows, self.retention)
+        self.scheduler = parts.make_scheduler(self.config, blocks, windows, retention)
         self.scheduler.num_lookahead_tokens += lookahead
         self.kv_manager = self.scheduler.kv_cache_manager
         self.pool = self.kv_manager.block_pool
@@ -241,8 +243,7 @@ class Mini:
     def add(self, prompt: list[int], count: int = 4, priority: int = 0) -> str:
         """Ask for ``count`` tokens; returns the request's name."""
         name = f"request-{len(self.prompts)}"
-        size = self.device.size
-        request = parts.make_request(name, list(prompt), count, priority, size)
+        request = parts.make_request(name, list(prompt), count, priority, self.device.size)
         self.prompts[name], self.answers[name], self.counts[name] = list(prompt), [], count
         self.scheduler.add_request(request)
         return name
