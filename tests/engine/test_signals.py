@@ -126,10 +126,13 @@ def test_no_file_and_no_socket_is_left(trials: Trials) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("starting")])
 def test_the_tier_says_nothing_to_it(trials: Trials, name: str) -> None:
-    """No error of its own follows on vLLM's, or hides that."""
+    """No error of its own follows on vLLM's, or hides that.
+
+    In a traceback of vLLM's, as of a rank whose peer has gone, are frames of our hooks, too.
+    """
     ours = [line for line in trials.log(name).splitlines() if "offload" in line]
     assert any("KV offload: CPU tier of " in line for line in ours), "the tier was never on"
-    assert [line for line in ours if not re.search(r"\) INFO \d", line)] == []
+    assert [line for line in ours if not re.search(r'\) INFO \d|\] +File "', line)] == []
 
 
 @pytest.mark.parametrize("phase", ["streaming", "idle"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 
 import pytest
 from engine import linear_attention, release
@@ -55,8 +56,9 @@ def test_a_prefix_comes_back_with_its_state(real, kind, record_property):
     answers = [tuple(answer) for answer in off["sensitivity"]["tokens"]]
     assert len(set(answers)) == len(answers), "a lost state would go unnoticed"
     assert on["setup"]["groups"] == off["setup"]["groups"] >= 2
+    small = partial(real.off, PLAYED, {**engine, "num_gpu_blocks_override": 48}, **env)
     for name in PLAYED[1:]:
-        assert_same(on[name], off[name])
+        assert_as_plain(name, on, off, small)
     for name in ("lengths", "conversations"):
         assert on[name]["cached"] == off[name]["cached"] > 0, "something did not come back"
     assert on["conversations"]["tier"]["loaded"] > 100
@@ -98,8 +100,9 @@ def test_a_prefix_comes_back_with_its_state_beside_drafts(real):
     fewer = {**engine, "num_gpu_blocks_override": 48}
     lost = real.on(["lengths"], fewer, inline, TEST_LOSE_STATES="1", **env)
     assert on["setup"]["groups"] == off["setup"]["groups"] == 3
+    small = partial(real.off, played, few, **env)
     for name in played[1:]:
-        assert_same(on[name], off[name])
+        assert_as_plain(name, on, off, small)
     for name in ("lengths", "conversations"):
         assert on[name]["cached"] == off[name]["cached"] > 0, "something did not come back"
     assert on["conversations"]["tier"]["loaded"] > 100
@@ -108,6 +111,27 @@ def test_a_prefix_comes_back_with_its_state_beside_drafts(real):
         assert 0 < accepted < drafted
     pairs = list(zip(lost["lengths"]["tokens"], off["lengths"]["tokens"]))
     assert sum(mine != plain for mine, plain in pairs) > len(pairs) // 6, "nobody misses states"
+
+
+def assert_as_plain(name, on, off, small):
+    """Answers are plain vLLM's; where these depend on the size of its cache, they are one of both.
+
+    With a smaller cache other requests run together, and sums of bfloat16 numbers in batches of
+    another size round otherwise: on a processor without AVX-512, 2 of 38 answers are others.
+
+    Args:
+        name: of a scenario.
+        on, off: with the tier; plain vLLM whose cache holds everything.
+        small: plays it on plain vLLM with as small a cache as the tier's engine has.
+    """
+    if on[name]["tokens"] == off[name]["tokens"]:
+        assert_same(on[name], off[name])
+        return
+    both = list(zip(off[name]["tokens"], small()[name]["tokens"]))
+    depends = [one != other for one, other in both]
+    assert 4 * sum(depends) <= len(depends), "there is nothing to compare with"
+    expected = [own if own in pair else pair[0] for own, pair in zip(on[name]["tokens"], both)]
+    assert_same(on[name], {"tokens": expected})
 
 
 def refused(run):
