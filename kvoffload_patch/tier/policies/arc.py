@@ -7,11 +7,10 @@ been used again counts as used again, too.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Hashable, Sequence
-from itertools import repeat
 
 from kvoffload_patch.tier.policies.batches import BatchLists
+from kvoffload_patch.tier.policies.lost import LostKeys
 
 ONCE, AGAIN = 0, 1
 
@@ -32,27 +31,23 @@ class ArcPolicy:
         self._key_of = key_of
         self._lists = BatchLists(2, len(key_of))
         self.share = len(key_of) / 8
-        self._lost: dict[Hashable, int] = {}  # evicted keys, and which list they left
-        self._num_lost = [0, 0]  # of each list
+        self._lost = LostKeys(2)
         self._came_back: set[Hashable] = set()  # evicted keys that are being stored again
-        self._evictions: deque[list[Hashable]] = deque()  # keys, in the order in which they were
-        self._num_evictions = 0  # keys in there
 
     def grow(self) -> None:
         self.share += (len(self._key_of) - len(self._lists.batch_of)) / 8
         self._lists.grow(len(self._key_of))
 
     def miss(self, keys: Collection[Hashable]) -> None:
-        if not self._lost:
+        lost = self._lost.of(keys)
+        if not lost:
             return
-        if self._lost.keys().isdisjoint(keys):
-            return
-        num_once, num_again = self._num_lost
-        found = [key for key in keys if key in self._lost]
+        num_once, num_again = self._lost.counts
+        found = [key for key in keys if key in lost]
         if len(self._came_back) > len(self._key_of):
             self._came_back.clear()  # of blocks that found no room, or whose copies failed
         self._came_back.update(found)
-        once, again = self._forget(found)
+        once, again = self._lost.forget(found)
         more = once * max(1.0, num_again / max(1, num_once))
         more -= again * max(1.0, num_once / max(1, num_again))
         self.share = min(max(self.share + more, 0.0), float(len(self._key_of)))
@@ -101,27 +96,8 @@ class ArcPolicy:
         """Nothing evicted is remembered any more."""
         self._lost.clear()
         self._came_back.clear()
-        self._evictions.clear()
-        self._num_lost, self._num_evictions = [0, 0], 0
 
     def _remember(self, slots: Sequence[int], which: int) -> None:
-        """The keys of these slots have left a list; those that left first are forgotten."""
-        if not slots:
-            return
+        """The keys of these slots have left a list."""
         keys = list(map(self._key_of.__getitem__, slots))
-        self._lost.update(dict.fromkeys(keys, which))
-        self._num_lost[which] += len(keys)
-        self._evictions.append(keys)
-        self._num_evictions += len(keys)
-        while 3 * self._num_evictions > len(self._key_of):
-            oldest = self._evictions.popleft()
-            self._num_evictions -= len(oldest)
-            self._forget(oldest)
-
-    def _forget(self, keys: Sequence[Hashable]) -> tuple[int, int]:
-        """Forget that these were evicted; returns how many were, from each list."""
-        gone = list(map(self._lost.pop, keys, repeat(None)))
-        once, again = gone.count(ONCE), gone.count(AGAIN)
-        self._num_lost[ONCE] -= once
-        self._num_lost[AGAIN] -= again
-        return once, again
+        self._lost.add(keys, which, len(self._key_of) // 3)

@@ -5,8 +5,14 @@ S3-FIFO (Yang and others, 2023). It moves nothing when a block is used, and know
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
+from itertools import compress
+
+from kvoffload_patch.tier.policies.batches import BatchLists
+from kvoffload_patch.tier.policies.lost import LostKeys
+
+SMALL, MAIN = 0, 1
+MOST_USES = 3
 
 
 class S3FifoPolicy:
@@ -20,63 +26,80 @@ class S3FifoPolicy:
 
     def __init__(self, key_of: Sequence[Hashable]) -> None:
         self._key_of = key_of
-        self._small: OrderedDict[int, None] = OrderedDict()
-        self._main: OrderedDict[int, None] = OrderedDict()
-        self._uses: dict[int, int] = {}
-        self._lost: OrderedDict[Hashable, None] = OrderedDict()
-        self._pinned: dict[int, int] = {}  # with their uses
+        self._queues = BatchLists(2, len(key_of))
+        self._uses = bytearray(len(key_of))  # by slot; 0 of what is in no queue and not pinned
+        self._lost = LostKeys(1)
 
     def grow(self) -> None:
-        """Queues have no size of their own."""
+        self._queues.grow(len(self._key_of))
+        self._uses.extend(bytes(len(self._key_of) - len(self._uses)))
 
     def miss(self, keys: Collection[Hashable]) -> None:
         """A key that is remembered is looked for when it is stored."""
 
     def insert(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            again = self._key_of[slot] in self._lost
-            self._lost.pop(self._key_of[slot], None)
-            (self._main if again else self._small)[slot] = None
-            self._uses[slot] = 0
+        keys = list(map(self._key_of.__getitem__, slots))
+        lost = self._lost.of(keys)
+        if not lost:
+            self._queues.add(SMALL, slots)
+            return
+        back = [key in lost for key in keys]
+        self._lost.forget(compress(keys, back))
+        self._queues.add(MAIN, list(compress(slots, back)))
+        self._queues.add(SMALL, [slot for slot, again in zip(slots, back) if not again])
 
     def hit(self, slots: Sequence[int]) -> None:
+        uses, queued = self._uses, self._queues.batch_of
         for slot in slots:
-            if slot in self._uses:
-                self._uses[slot] = min(self._uses[slot] + 1, 3)
+            if queued[slot] and uses[slot] < MOST_USES:
+                uses[slot] += 1
 
     def regroup(self, slots: Sequence[int]) -> None:
         """What is stored in one step leaves in its order; what a request used has no other."""
 
     def pin(self, slots: Sequence[int]) -> None:
-        uses = {slot: self._uses[slot] for slot in slots if slot in self._uses}
-        self.remove(slots)
-        self._pinned.update(uses)
+        self._queues.take(slots)
 
     def unpin(self, slots: Sequence[int]) -> None:
+        uses = self._uses
         for slot in slots:
-            self._main[slot] = None
-            self._uses[slot] = min(self._pinned.pop(slot, 0) + 1, 3)
+            if uses[slot] < MOST_USES:
+                uses[slot] += 1
+        self._queues.add(MAIN, slots)
 
     def remove(self, slots: Sequence[int]) -> None:
+        self._queues.take(slots)
         for slot in slots:
-            self._small.pop(slot, None)
-            self._main.pop(slot, None)
-            self._uses.pop(slot, None)
-            self._pinned.pop(slot, None)
+            self._uses[slot] = 0
 
     def evict(self, count: int) -> Sequence[int]:
         evicted: list[int] = []
-        while len(evicted) < count and self._uses:
-            small = len(self._small) * 10 > len(self._key_of) or not self._main
-            slot, _ = (self._small if small else self._main).popitem(last=False)
-            if self._uses[slot]:
-                self._uses[slot] = 0 if small else self._uses[slot] - 1
-                self._main[slot] = None
-                continue
-            del self._uses[slot]
-            evicted.append(slot)
-            if small:
-                self._lost[self._key_of[slot]] = None
-                if len(self._lost) > len(self._key_of):
-                    self._lost.popitem(last=False)
+        while (missing := count - len(evicted)) > 0:
+            chosen, which = self._oldest(missing)
+            if not chosen:
+                break
+            used = list(map(self._uses.__getitem__, chosen))
+            if any(used):
+                self._go_round(chosen, used, which)
+                chosen = [slot for slot, uses in zip(chosen, used) if not uses]
+            if which == SMALL:
+                keys = list(map(self._key_of.__getitem__, chosen))
+                self._lost.add(keys, 0, len(self._key_of))
+            evicted += chosen
         return evicted
+
+    def _oldest(self, count: int) -> tuple[list[int], int]:
+        """Take so many at most that came first, of the queue that is to give some up now."""
+        over = self._queues.sizes[SMALL] - len(self._key_of) // 10
+        if over > 0:
+            return self._queues.take_oldest(SMALL, min(count, over)), SMALL
+        if self._queues.sizes[MAIN]:
+            return self._queues.take_oldest(MAIN, count), MAIN
+        return self._queues.take_oldest(SMALL, 1), SMALL  # if it was used, there is a main queue
+
+    def _go_round(self, slots: Sequence[int], used: Sequence[int], which: int) -> None:
+        """Those of these that were used since go to the end of the main queue."""
+        again = list(compress(slots, used))
+        for slot in again:
+            self._uses[slot] = 0 if which == SMALL else self._uses[slot] - 1
+        self._queues.add(MAIN, again)

@@ -97,12 +97,11 @@ def test_recency_comes_back_when_it_recomputes_less() -> None:
     tier = Numbers(AdaptivePolicy, 64)
     tier.ask_all(list(favourites(4000)))
     assert not tier.policy.by_recency
-    tier.policy._lost[5] = 0  # as if it had just been evicted
-    assert tier.policy._lost
+    tier.policy._lost.add([5], 0, 9)  # as if it had just been evicted
     for _ in range(40):  # more than ARC has learnt to give to what was not used again
         tier.ask_all(range(2000, 2062))
     assert tier.policy.by_recency
-    assert not tier.policy._lost and not tier.policy._evictions, "recency remembers no evictions"
+    assert not len(tier.policy._lost), "recency remembers no evictions"
 
 
 def test_recency_comes_back_where_both_are_alike_so_that_no_policy_is_stuck_in_its_past() -> None:
@@ -123,7 +122,7 @@ def test_the_share_of_what_is_used_once_comes_from_the_model() -> None:
     tier.policy._count([1])
     assert tier.policy.share == 400.0
     tier.policy.by_recency = False
-    tier.policy._lost[7], tier.policy._num_lost = 0, [1, 0]
+    tier.policy._lost.add([7], 0, 9)
     tier.policy.miss([7])
     assert 7 in tier.policy._came_back
     assert tier.policy.share == 400.0, "what it loses itself changes nothing"

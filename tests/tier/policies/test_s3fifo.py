@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from kvoffload_patch.tier.policies.s3fifo import S3FifoPolicy
 
 KEYS = [f"key-{number}" for number in range(20)]
@@ -33,7 +35,7 @@ def test_a_key_that_comes_back_soon_is_not_new() -> None:
     assert list(policy.evict(1)) == [0]
     policy.miss([KEYS[0]])
     policy.insert([0, 2, 3])
-    assert list(policy._small) == [1, 2, 3] and list(policy._main) == [0]
+    assert policy._queues.sizes == [3, 1]
     assert list(policy.evict(3)) == [1, 0, 2]
 
 
@@ -44,7 +46,7 @@ def test_a_pinned_slot_stays_and_its_load_is_a_use() -> None:
     policy.unpin([0])
     policy.insert(range(2, 12))
     assert list(policy.evict(8)) == list(range(2, 10))
-    policy.pin([0])
+    policy.pin([0, 11])
     policy.remove([0])
     policy.unpin([11])
     assert sorted(policy.evict(9)) == [10, 11]
@@ -57,4 +59,79 @@ def test_what_is_remembered_of_evictions_has_a_bound() -> None:
         policy.remove([slot])
         policy.insert([slot])
         policy.evict(rng.randrange(3))
-    assert len(policy._lost) <= 20 and len(policy._uses) <= 20 and not policy._pinned
+        assert len(policy._lost) == sum(policy._lost.counts) <= 20
+    policy.evict(20)
+    assert not any(policy._uses), "what is gone was not used"
+
+
+class OneByOne:
+    """The rule as it is written: one block is looked at after the other."""
+
+    def __init__(self) -> None:
+        self.small: list[int] = []
+        self.main: list[int] = []
+        self.uses: dict[int, int] = {}
+        self.lost: list[str] = []
+
+    def insert(self, slots: list[int]) -> None:
+        for slot in slots:
+            again = KEYS[slot] in self.lost
+            (self.main if again else self.small).append(slot)
+            self.lost = [key for key in self.lost if key != KEYS[slot]]
+            self.uses[slot] = 0
+
+    def hit(self, slots: list[int]) -> None:
+        for slot in slots:
+            if slot in self.small + self.main:
+                self.uses[slot] = min(self.uses[slot] + 1, 3)
+
+    def take(self, slots: list[int]) -> None:
+        self.small = [slot for slot in self.small if slot not in slots]
+        self.main = [slot for slot in self.main if slot not in slots]
+
+    def unpin(self, slots: list[int]) -> None:
+        self.main += slots
+        self.uses.update((slot, min(self.uses[slot] + 1, 3)) for slot in slots)
+
+    def evict(self, count: int) -> list[int]:
+        evicted: list[int] = []
+        while len(evicted) < count and self.small + self.main:
+            small = len(self.small) * 10 > len(KEYS) or not self.main
+            slot = (self.small if small else self.main).pop(0)
+            if self.uses[slot]:
+                self.uses[slot] = 0 if small else self.uses[slot] - 1
+                self.main.append(slot)
+                continue
+            evicted.append(slot)
+            if small:
+                self.lost.append(KEYS[slot])
+        return evicted
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_leave_as_if_looked_at_one_by_one(seed: int) -> None:
+    policy, model, rng = S3FifoPolicy(KEYS), OneByOne(), random.Random(seed)
+    free, pinned = set(range(20)), set[int]()
+    for _ in range(400):
+        there = sorted(set(range(20)) - free - pinned)
+        some = rng.sample(range(20), 4)
+        if what := [slot for slot in some if slot in free]:
+            policy.insert(what)
+            model.insert(what)
+            free -= {*what}
+        policy.hit(some)
+        model.hit(some)
+        loading = rng.sample(there, min(len(there), rng.randrange(3)))
+        policy.pin(loading)
+        model.take(loading)
+        pinned |= {*loading}
+        if rng.randrange(2):
+            over = sorted(pinned)
+            policy.unpin(over)
+            model.unpin(over)
+            pinned = set()
+        count = rng.randrange(8)
+        evicted = list(policy.evict(count))
+        assert evicted == model.evict(count)
+        free |= {*evicted}
+        model.lost = [key for key in model.lost if key in policy._lost]  # whole evictions go
