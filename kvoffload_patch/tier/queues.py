@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 from kvoffload_patch.tier.entries import Keys
@@ -133,28 +133,34 @@ class EndedRequests:
         self,
         stores_done: int,
         loads_done: int,
-        find: Callable[[Keys], Sequence[Any]],
+        find: Callable[[Keys], Sequence[Sequence[Any]]],
         order: PrefixOrder,
     ) -> None:
-        """Tell of those whose copies are done; ``find`` gives the slot of each key, or None."""
+        """Tell of those whose copies are done.
+
+        ``find`` gives the slot of each key, or None, in pieces; one without None may be a range.
+        """
         while self.waiting:
             keys, together, rests, last_store, last_load = self.waiting[0]
             if last_store > stores_done or last_load > loads_done:
                 return
             self.waiting.popleft()
-            slots = find(keys)
+            pieces = find(keys)
             if rests:
+                slots = chain.from_iterable(pieces)
                 _tell_groups(dict(zip(keys, slots)), together, rests, order)
                 continue
-            found, whole = slots, len(slots)
-            if not isinstance(slots, range) and None in slots:
-                whole = slots.index(None)
-                found = [slot for slot in slots if slot is not None]
+            behind: list[int] = []  # of what is missing
+            if pieces and not isinstance(pieces[-1], range) and None in pieces[-1]:
+                *pieces, last = pieces
+                missing = last.index(None)
+                behind = [slot for slot in last[missing:] if slot is not None]
+                pieces += [last[:missing]] if missing else []
             if rests is not None:
-                order.ended(found[:whole], together)
-                order.orphaned(found[whole:][::-1])
+                order.ended_in_pieces(pieces, together)
+                order.orphaned(behind[::-1])
             else:
-                order.regroup(found[::-1])
+                order.regroup([*behind[::-1], *[*chain.from_iterable(pieces)][::-1]])
 
 
 def _tell_groups(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import compress, count
+from itertools import chain, compress, count
 from operator import ne
 from typing import Any
 
@@ -184,26 +184,32 @@ class TierState:
 
     def _tell_ended(self) -> None:
         """Tell of prefixes whose copies are done."""
-        self._ended.tell(self._stores.done, self._loads.done, self._find, self._prefixes)
+        self._ended.tell(self._stores.done, self._loads.done, self._find_pieces, self._prefixes)
 
     def _find(self, keys: Keys) -> Sequence[Any]:
-        """The slot of each key; None where it has none. A range, if all are in neighbours.
+        """The slot of each key; None where it has none. A range, if all are in neighbours."""
+        pieces = self._find_pieces(keys)
+        return pieces[0] if len(pieces) == 1 else list(chain.from_iterable(pieces))
+
+    def _find_pieces(self, keys: Keys) -> list[Sequence[Any]]:
+        """As `_find`: a range for each piece whose keys are in neighbours, and a list of the rest.
 
         Keys that follow each other mostly are: one look at a dict finds them all.
         """
-        slots: list[Any] = []
-        while rest := keys[len(slots) :]:
+        pieces: list[Sequence[Any]] = []
+        done = 0
+        while rest := keys[done:]:
             slot: Any = self._slot_of.get(rest[0])
             held = () if slot is None else self._key_of[slot : slot + len(rest)]
             same = len(rest)
             if held != rest:
                 same = next(compress(count(), map(ne, held, rest)), len(held))
             if same < NEIGHBOUR_BLOCKS:
-                return slots + list(map(self._slot_of.get, rest))
-            if same == len(keys):
-                return range(slot, slot + same)
-            slots += range(slot, slot + same)
-        return slots
+                pieces.append(list(map(self._slot_of.get, rest)))
+                break
+            pieces.append(range(slot, slot + same))
+            done += same
+        return pieces
 
     def _let_go(self, keys: Keys, slots: Slots) -> tuple[Keys, Slots]:
         """Nothing uses these slots any more: free those whose keys were forgotten meanwhile.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Collection, Hashable, Sequence
+from itertools import chain, takewhile
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from tier.prefix_machine import PrefixMachine, busy
 
+from kvoffload_patch.tier import prefixes
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies import POLICIES, LRUPolicy
 from kvoffload_patch.tier.policy import EvictionPolicy
@@ -179,3 +182,89 @@ def lines_a_block(name: str, slots: int) -> float:
         sys.settrace(before)
     assert tier.num_used == slots
     return lines / 2000
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [40], [8, 9, 30], [1, 100], [100, 1], [3, 1, 90, 2]])
+def test_slots_are_told_as_runs_of_neighbours(sizes: list[int]) -> None:
+    runs, begin = [], 5
+    for size in sizes:
+        runs.append(range(begin, begin + size))
+        begin += size + 3
+    assert prefixes.runs_of(list(chain.from_iterable(runs))) == runs
+
+
+def test_many_short_runs_are_told_as_none() -> None:
+    assert prefixes.runs_of(range(0, 64, 2)) == []
+    assert prefixes.runs_of([0, 1, 3, 4, 6, 7, 9, 10, *range(20, 36)]) == []
+
+
+class Asked:
+    """Requests of long prompts that share beginnings, over slots in pieces of many sizes.
+
+    Args:
+        in_runs: whether the order is told of pieces that are neighbours.
+    """
+
+    def __init__(self, in_runs: bool) -> None:
+        key_of = [f"key {slot}" for slot in range(400)]
+        self.busy: set[int] = set()
+        self.order = PrefixOrder(LRUPolicy(key_of), key_of, lambda slot: slot not in self.busy)
+        self.in_runs = in_runs
+        self.free = list(range(400))
+        self.prompts: list[list[int]] = []
+
+    def ask(self, rng: random.Random) -> list[int]:
+        """One request computes some blocks behind a prefix; returns what leaves for them."""
+        shared: list[int] = []
+        if self.prompts and rng.random() < 0.5:
+            shared = rng.choice(self.prompts)
+            shared = shared[: rng.randrange(1, len(shared) + 1)]
+        self.order.hit(shared[::-1])
+        count, evicted = rng.choice([1, 3, 20, 70, 90]), list[int]()
+        if count > len(self.free):
+            evicted = list(self.order.evict(count - len(self.free)))
+            self.free += evicted
+        gone = set(evicted)
+        whole = [[slot for slot in prompt if slot not in gone] for prompt in self.prompts]
+        self.prompts = [prompt for prompt in whole if prompt]
+        new = sorted(self.free[-count:])
+        del self.free[-count:]
+        self.order.insert(new[::-1])
+        kept = list(takewhile(lambda slot: slot not in gone, shared))
+        self.end([*kept, *new])
+        return evicted
+
+    def end(self, prompt: list[int]) -> None:
+        """A request has ended."""
+        self.prompts.append(prompt)
+        pieces: list[Sequence[int]] = [[slot] for slot in prompt]
+        if self.in_runs:
+            pieces = []
+            for slot in prompt:
+                last = pieces[-1] if pieces else range(0)
+                if last and last[-1] + 1 == slot:
+                    pieces[-1] = range(last[0], slot + 1)
+                else:
+                    pieces.append(range(slot, slot + 1))
+        self.order.ended_in_pieces(pieces, together=len(prompt) % 2 == 0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_runs_of_neighbours_leave_as_the_same_blocks_one_by_one(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick, plain = Asked(in_runs=True), Asked(in_runs=False)
+    one, other = random.Random(seed), random.Random(seed)
+    found: list[list[int]] = [[], []]
+    for _ in range(150):
+        found[0] += sorted(quick.ask(one))
+        with monkeypatch.context() as patch:
+            patch.setattr(prefixes, "runs_of", lambda slots: [])
+            found[1] += sorted(plain.ask(other))
+    assert found[0] == found[1] and found[0]
+    heads = [[o.order._before[t] for t in range(400)] for o in (quick, plain)]
+    valid = [
+        [h if h >= 0 and h not in o.free and t not in o.free else None for t, h in enumerate(hs)]
+        for o, hs in zip((quick, plain), heads)
+    ]
+    assert valid[0] == valid[1] and any(valid[0])
