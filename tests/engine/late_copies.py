@@ -9,7 +9,9 @@ milliseconds, so that nothing is in place by chance.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from kvoffload_patch.transfer import engine as copy_engine
@@ -147,8 +149,29 @@ def _tell_of_forward_passes() -> None:
     as_made = GPUModelRunner._model_forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for queue in StreamQueue.made:
-            queue.forward_begins()
+        _forward_begins()
         return as_made(self, *args, **kwargs)
 
     GPUModelRunner._model_forward = forward
+    with contextlib.suppress(ImportError):  # releases without runner V2
+        _tell_of_forward_passes_of_v2()
+
+
+def _tell_of_forward_passes_of_v2() -> None:
+    """Runner V2 tells its connector, or what stands for none, right before each of them."""
+    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector, KVConnector
+
+    def told(as_made: Callable[..., None]) -> Callable[..., None]:
+        def pre_forward(*args: Any, **kwargs: Any) -> None:
+            as_made(*args, **kwargs)
+            _forward_begins()
+
+        return pre_forward
+
+    for connector in (KVConnector, ActiveKVConnector):
+        connector.pre_forward = told(connector.__dict__["pre_forward"])
+
+
+def _forward_begins() -> None:
+    for queue in StreamQueue.made:
+        queue.forward_begins()
