@@ -42,3 +42,6 @@ RECOMPUTE_TIMES = 16
 # least: it takes as long as that many looks at a large dict (0.14 µs each in
 # `scripts/bench step --only d`, of tables that are in no cache).
 NEIGHBOUR_BLOCKS = 8
+# S3-FIFO counts so many uses of a block, for each of which it goes round the main queue once more.
+# As its authors have it (Yang and others, 2023).
+USED_TIMES = 3

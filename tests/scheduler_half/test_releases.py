@@ -1,4 +1,8 @@
-"""The scheduler half on every supported release, from its sources: no release is installed."""
+"""The scheduler half on supported releases, from their sources: no release is installed.
+
+The first one, and the last patch of each minor release; TEST_RELEASES=all: every one, as
+`python scripts/matrix scheduler` plays them.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,12 @@ pytestmark = [
     pytest.mark.releases,
     pytest.mark.skipif(not find_spec("vllm"), reason="what vLLM depends on is not installed"),
 ]
+
+LAST_PATCHES = list(
+    {Version(one).release[:2]: one for one in sorted(RELEASES, key=Version)}.values()
+)
+EVERY = os.environ.get("TEST_RELEASES") == "all"
+PLAYED = [one for one in RELEASES if EVERY or one in (min(RELEASES, key=Version), *LAST_PATCHES)]
 
 # The first release that has what a scenario is about; the others are about what all have.
 SINCE = {
@@ -48,7 +58,7 @@ def outcome_of(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Any]]
     playing.close()
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", PLAYED)
 def test_scheduler_half(outcome_of: Callable[[str], Any], release: str) -> None:
     result, why = outcome_of(release)
     if result is None:

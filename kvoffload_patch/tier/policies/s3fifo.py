@@ -10,9 +10,9 @@ from itertools import compress
 
 from kvoffload_patch.tier.policies.batches import BatchLists
 from kvoffload_patch.tier.policies.lost import LostKeys
+from kvoffload_patch.tier.tuning import USED_TIMES
 
 SMALL, MAIN = 0, 1
-MOST_USES = 3
 
 
 class S3FifoPolicy:
@@ -51,7 +51,7 @@ class S3FifoPolicy:
     def hit(self, slots: Sequence[int]) -> None:
         uses, queued = self._uses, self._queues.batch_of
         for slot in slots:
-            if queued[slot] and uses[slot] < MOST_USES:
+            if queued[slot] and uses[slot] < USED_TIMES:
                 uses[slot] += 1
 
     def regroup(self, slots: Sequence[int]) -> None:
@@ -63,7 +63,7 @@ class S3FifoPolicy:
     def unpin(self, slots: Sequence[int]) -> None:
         uses = self._uses
         for slot in slots:
-            if uses[slot] < MOST_USES:
+            if uses[slot] < USED_TIMES:
                 uses[slot] += 1
         self._queues.add(MAIN, slots)
 
