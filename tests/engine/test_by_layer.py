@@ -31,6 +31,7 @@ def test_tokens_are_right_when_each_layer_arrives_as_late_as_it_may(real, plain)
     check(real.on(SCENARIOS, late="layers", tier=BY_LAYER), plain)
 
 
+@pytest.mark.features
 @pytest.mark.skipif(
     ways.chosen() == "v2", reason="Triton's interpreter runs V2 on the CPU, and nothing is compiled"
 )
