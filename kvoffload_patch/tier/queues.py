@@ -160,7 +160,7 @@ class EndedRequests:
                 order.ended_in_pieces(pieces, together)
                 order.orphaned(behind[::-1])
             else:
-                order.regroup([*behind[::-1], *[*chain.from_iterable(pieces)][::-1]])
+                order.regroup([*chain.from_iterable(pieces), *behind][::-1])
 
 
 def _tell_groups(

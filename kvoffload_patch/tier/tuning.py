@@ -40,7 +40,8 @@ MODEL_LEAD_PARTS = 200
 RECOMPUTE_TIMES = 16
 # Keys are found by the neighbours of the first one's slot as long as each look finds so many at
 # least: it takes as long as that many looks at a large dict (0.14 µs each in
-# `scripts/bench step --only d`, of tables that are in no cache).
+# `scripts/bench step --only d`, of tables that are in no cache). What leaves is taken as runs of
+# neighbours as long as these have about so many slots each. Not measured: it bounds their number.
 NEIGHBOUR_BLOCKS = 8
 # S3-FIFO counts so many uses of a block, for each of which it goes round the main queue once more.
 # As its authors have it (Yang and others, 2023).

@@ -19,7 +19,6 @@ class LostKeys:
 
     def __init__(self, lists: int) -> None:
         self.counts = [0] * lists
-        self._lists = lists
         self._left: dict[Hashable, int] = {}
         self._evictions: deque[list[Hashable]] = deque()
         self._num_evicted = 0  # keys in there
@@ -37,14 +36,16 @@ class LostKeys:
         return self._left
 
     def add(self, keys: Sequence[Hashable], which: int, limit: int) -> None:
-        """These, which are not remembered, have left a list.
+        """These have left a list; one that is remembered already is so of the first that it left.
 
         Beyond so many keys, whole evictions are forgotten, the oldest first.
         """
         if not keys:
             return
-        self._left.update(dict.fromkeys(keys, which))
-        self.counts[which] += len(keys)
+        left, before = self._left, len(self._left)
+        for key in keys:
+            left.setdefault(key, which)
+        self.counts[which] += len(left) - before
         self._evictions.append(list(keys))
         self._num_evicted += len(keys)
         while self._num_evicted > limit:
@@ -55,7 +56,7 @@ class LostKeys:
     def forget(self, keys: Iterable[Hashable]) -> list[int]:
         """Forget that these were evicted; returns how many were, from each list."""
         gone = list(map(self._left.pop, keys, repeat(None)))
-        found = [gone.count(which) for which in range(self._lists)]
+        found = [gone.count(which) for which in range(len(self.counts))]
         self.counts = [count - less for count, less in zip(self.counts, found)]
         return found
 
@@ -63,4 +64,4 @@ class LostKeys:
         """Nothing is remembered any more."""
         self._left.clear()
         self._evictions.clear()
-        self.counts, self._num_evicted = [0] * self._lists, 0
+        self.counts, self._num_evicted = [0] * len(self.counts), 0

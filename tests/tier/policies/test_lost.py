@@ -31,6 +31,14 @@ def test_whole_evictions_are_forgotten_beyond_the_limit_the_oldest_first() -> No
     assert not len(lost) and lost.counts == [0], "more than the limit at once"
 
 
+def test_what_leaves_again_while_it_is_remembered_counts_once() -> None:
+    lost = LostKeys(2)
+    lost.add("ab", 0, 10)
+    lost.add("bc", 1, 10)  # b was stored again by another way than that of what is computed
+    assert lost.counts == [2, 1] and len(lost) == 3
+    assert lost.forget("abc") == [2, 1] and lost.counts == [0, 0]
+
+
 def test_nothing_is_left_of_what_is_cleared() -> None:
     lost = LostKeys(2)
     lost.add("ab", 1, 10)
