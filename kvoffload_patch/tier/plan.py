@@ -69,6 +69,8 @@ class TransferResult(NamedTuple):
         mismatches: loads since start that brought other bytes than were stored.
         sizing: which change of the tier's size that number is of, counted from 0, its first size.
         by_layer: the forward pass waits for loads layer by layer where it can.
+        slowdown: how long loads take lately, in times of what was measured when the tier was
+            opened.
     """
 
     done: Tickets = ()
@@ -78,6 +80,7 @@ class TransferResult(NamedTuple):
     mismatches: int = 0
     sizing: int = 0
     by_layer: bool = False
+    slowdown: float = 1.0
 
     def done_on(self, link: Link) -> int:
         """The ticket up to which all of a link are done; 0 if none is."""

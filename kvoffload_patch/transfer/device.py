@@ -51,8 +51,8 @@ class Device(Protocol):
     def new_stream(self, priority: int = 0) -> Any:
         """A stream; lower priorities are more urgent."""
 
-    def new_event(self) -> Any:
-        """An event."""
+    def new_event(self, timed: bool = False) -> Any:
+        """An event; a timed one has ``elapsed_time``, the milliseconds to another one."""
 
     def current_stream(self) -> Any:
         """The stream of what this thread computes."""

@@ -15,6 +15,10 @@ from __future__ import annotations
 # one more.
 LOAD_SLICE_BYTES, LOAD_BUFFERS = 128 << 20, 2
 STORE_SLICE_BYTES, STORE_BUFFERS = 32 << 20, 3
+# Bytes of loads in which the average of their times comes half way to what they take now: about one
+# prompt of 8,192 tokens. Not measured on a GPU; `scripts/bench modelled` shows what a wrong average
+# costs.
+LOAD_TIMES_BYTES = 1 << 30
 # Blocks made ready for copying at a time: a batch may have tens of thousands, and the bus would be
 # idle until the last of them is (scripts/bench transfer, blocks of 256 KiB).
 READY_BLOCKS = 1024

@@ -22,6 +22,7 @@ COMMANDS = {
     "touch": ("probes.touch", "how fast the kernel gives a process its memory; needs no GPU"),
     "mechanisms": ("probes.mechanisms", "what each mechanism for speed is worth, in one engine"),
     "trace": ("probes.trace", "the same by time in the engine, request by request, with its bound"),
+    "modelled": ("probes.modelled", "loads and steps on vLLM's scheduler over a modelled GPU"),
     "page": ("page", "write the tables of the pages on performance from docs/measured/current"),
     "lmcache": ("serve.lmcache", "pack LMCache for `serve` on a machine without network"),
 }

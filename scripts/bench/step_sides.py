@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count, repeat
 from pathlib import Path
@@ -35,21 +36,25 @@ class Sim:
 
     connector = ""
     connector_options: dict[str, Any] = {}
+    asynchronous = False  # whether a step may be scheduled while the one before it runs
 
     def __init__(self, slots: int, blocks: int = 20_000) -> None:
-        self.scheduler, self._hasher = _scheduler(slots, blocks, self._transfers())
+        self.scheduler, self._hasher = self._made(slots, blocks)
         self.loads_end = True
         self.stored = self.loaded = 0  # blocks so far
         self._ids = count()
 
     def add(self, seed: int, tokens: int, max_tokens: int) -> None:
         """A request whose prompt is its own from the first block on, one for each seed."""
+        prompt = [seed % 32_000, seed // 32_000, *repeat(7, tokens - 2)]
+        self.ask(f"request-{next(self._ids)}", prompt, max_tokens)
+
+    def ask(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
+        """A request with any prompt."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        prompt = [seed % 32_000, seed // 32_000, *repeat(7, tokens - 2)]
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        request_id = f"request-{next(self._ids)}"
         request = Request(request_id, prompt, sampling, None, block_hasher=self._hasher)
         self.scheduler.add_request(request)
 
@@ -82,6 +87,9 @@ class Sim:
             [11] if requests[i].num_computed_tokens >= requests[i].num_tokens else [] for i in ids
         ]
         return ModelRunnerOutput(ids, {i: n for n, i in enumerate(ids)}, tokens)
+
+    def _made(self, slots: int, blocks: int) -> tuple[Any, Any]:
+        return _scheduler(slots, blocks, self._transfers(), self.asynchronous)
 
     def _transfers(self) -> Any:
         """The connector as vLLM's configuration; None without one."""
@@ -117,9 +125,13 @@ class TierSim(Sim):
     Attributes:
         store: when blocks are stored; empty: as the process is told.
         eviction: what leaves a full tier first; empty: as the process is told.
+        ranks: the workers.
+        now: the tier's clock, in seconds.
     """
 
     store = eviction = ""
+    ranks: Any = Ranks()
+    now: Callable[[], float] = time.monotonic
 
     def __init__(self, slots: int, blocks: int = 20_000) -> None:
         super().__init__(slots, blocks)
@@ -142,7 +154,7 @@ class TierSim(Sim):
             CPU_SLOTS, policy_named(settings.eviction), store=settings.store,
             min_uses=settings.store_min_uses, gpu_blocks=blocks,
         )  # fmt: skip
-        self.breaker = connect(self.scheduler, hooks, self.manager, Ranks(), settings)
+        self.breaker = connect(self.scheduler, hooks, self.manager, self.ranks, settings, self.now)
         self.hooks = hooks
 
     def _answer(self, scheduled: Any, output: Any) -> None:
@@ -253,11 +265,12 @@ SIDES: dict[str, type[Sim]] = {
 }
 
 
-def _scheduler(slots: int, blocks: int, transfers: Any) -> tuple[Any, Any]:
+def _scheduler(slots: int, blocks: int, transfers: Any, asynchronous: bool) -> tuple[Any, Any]:
     import torch
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
@@ -267,7 +280,7 @@ def _scheduler(slots: int, blocks: int, transfers: Any) -> tuple[Any, Any]:
         Path(folder, "config.json").write_text(json.dumps(MODEL))
         config = EngineArgs(
             model=folder, skip_tokenizer_init=True, block_size=BLOCK, max_model_len=16_384,
-            max_num_seqs=slots, max_num_batched_tokens=8192, async_scheduling=False,
+            max_num_seqs=slots, max_num_batched_tokens=8192, async_scheduling=asynchronous,
             kv_transfer_config=transfers,
         ).create_engine_config()  # fmt: skip
     config.cache_config.num_gpu_blocks = blocks
@@ -275,7 +288,8 @@ def _scheduler(slots: int, blocks: int, transfers: Any) -> tuple[Any, Any]:
     tensors = _tensors(blocks) if transfers else []
     kv = KVCacheConfig(blocks, tensors, [KVCacheGroupSpec(_LAYERS, spec)])
     grammars = StructuredOutputManager(config)
-    scheduler = Scheduler(config, kv, grammars, block_size=BLOCK, log_stats=True)
+    kind = AsyncScheduler if asynchronous else Scheduler
+    scheduler = kind(config, kv, grammars, block_size=BLOCK, log_stats=True)
     return scheduler, get_request_block_hasher(BLOCK, sha256)
 
 

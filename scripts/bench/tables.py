@@ -322,6 +322,16 @@ def ranks() -> str:
     return table(rows) + "\n\n" + ran_on(document["machines"][-1])
 
 
+def modelled() -> str:
+    """What following the time of loads is worth, over a modelled GPU and bus."""
+    from scripts.bench.probes import modelled as probe  # torch is not needed for the other tables
+
+    document = read("modelled.json")
+    if document is None:
+        return "not measured"
+    return f"{probe.report(document['rows'])}\n\n{ran_on(document['machines'][-1])}"
+
+
 def ran_on(machine: dict[str, Any]) -> str:
     """Commit, date, machine and command of a result."""
     gpu = machine.get("gpu", "none")
@@ -346,6 +356,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "slowest": slowest,
     "goals": goals,
     "step": step,
+    "modelled": modelled,
     "transfer": transfer,
     "transfer shapes": shapes,
     "checksums": checksums,

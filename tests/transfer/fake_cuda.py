@@ -65,10 +65,14 @@ class FakeStream:
         call = self.work.popleft()
         call()
         self.done += 1
+        self._cuda.pieces += 1
 
-    def end(self) -> Callable[[], bool]:
-        """What holds once all that the stream has been given so far is done, waits included."""
-        self.append(int)
+    def end(self, reached: Callable[[], object] = int) -> Callable[[], bool]:
+        """What holds once all that the stream has been given so far is done, waits included.
+
+        ``reached`` is called then.
+        """
+        self.append(reached)
         upto = self.given
         return lambda: self.done >= upto
 
@@ -80,10 +84,19 @@ class FakeEvent:
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
         self.until: Callable[[], bool] | None = None
+        self.at = 0  # pieces of work that the device had done by then
 
     def record(self, stream: FakeStream | None = None) -> FakeEvent:
-        self.until = (stream or self._cuda.current).end()
+        self.until = (stream or self._cuda.current).end(self._reached)
         return self
+
+    def _reached(self) -> None:
+        self.at = self._cuda.pieces
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        """Milliseconds, one for each piece of work."""
+        assert self.query() and end.query(), "it is asked of events that have come"
+        return float(end.at - self.at)
 
     def query(self) -> bool:
         return self.until is None or self.until()
@@ -103,6 +116,7 @@ class FakeCuda:
 
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
+        self.pieces = 0
         self.streams: list[FakeStream] = []
         self.current = self.new_stream()
         self._entered: list[mock._patch[Any]] = []
@@ -112,7 +126,7 @@ class FakeCuda:
         self.streams.append(stream)
         return stream
 
-    def new_event(self) -> FakeEvent:
+    def new_event(self, timed: bool = False) -> FakeEvent:
         return FakeEvent(self)
 
     def current_stream(self) -> FakeStream:

@@ -169,8 +169,8 @@ class Admission:
     Args:
         view: the scheduler.
         manager: of the tier.
-        ranks: how fast loads are, and whether they run beside the step; otherwise all are inline.
-        pace: how long loads can cross before the step begins.
+        ranks: whether loads run beside the step; otherwise all are inline.
+        pace: how long loads take, and how long they can cross before the step begins.
         loads: where loads are begun.
         cache: lookups that need not be repeated.
         hits: counts what is found.
@@ -202,7 +202,6 @@ class Admission:
         self._recency = recency
         self._front = front
         self._pace = pace
-        self._load_ms_per_block = ranks.load_ms_per_block
         self._copies_overlap = ranks.copies_overlap
         self.stalled_ms = 0.0
         self._pool = StandInPool(view, manager, loads.arriving, loads.ticket_of)
@@ -226,7 +225,7 @@ class Admission:
     def _look_up_in_order(self, budget: AdmissionBudget) -> bool:
         """Look waiting requests up, and load what they hit; whether all may be admitted."""
         stall = Stall(
-            self._load_ms_per_block,
+            self._pace.ms_per_block,
             self._settings.max_stall_ms,
             len(self._view.scheduler.running) + self._loads.num_parked,
             self._loads.blocks_under_way,
@@ -306,7 +305,7 @@ class Admission:
             return Wait.ROOM
         if not self._parks and not budget.has_tokens(request, result.tokens):
             return Wait.ROOM
-        ahead_ms = self._load_ms_per_block * self._loads.blocks_under_way
+        ahead_ms = self._pace.ms_per_block * self._loads.blocks_under_way
         if ahead_ms > BUS_AHEAD_MS or not self._may_overwrite(request, len(result.keys)):
             return Wait.LOAD
         return Wait.NOTHING

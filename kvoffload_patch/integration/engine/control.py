@@ -121,7 +121,7 @@ class Desk:
             "growing": manager.growing,
             "stores_lazily": manager.lazy,
             "block_bytes": size,
-            "load_ms_per_block": self._ranks.load_ms_per_block,
+            "load_ms_per_block": self._tier.pace.ms_per_block,
             "largest_blocks": self._ranks.num_slots,
             **{f"{name}_blocks": number for name, number in blocks.items()},
             **{f"{name}_bytes": number * size for name, number in blocks.items()},

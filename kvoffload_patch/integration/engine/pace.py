@@ -15,12 +15,13 @@ class Pace:
     """Estimates from the times of calls; none of them decides what is right.
 
     Args:
-        ms_per_block: time that a block takes to load.
+        ms_per_block: time that a block takes to load, measured when the tier was opened.
         overlap: which part of a load may be on its way when the step that reads it begins, once
             loads come by layer.
         now: seconds on a clock that never goes back.
 
     Attributes:
+        ms_per_block: the same as it is lately: others may use the bus, or the host be late.
         in_flight: steps that were scheduled and whose output has not come back.
         by_layer: the forward pass waits for loads layer by layer, as the last output has said.
     """
@@ -31,7 +32,7 @@ class Pace:
         overlap: float = 0.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._s_per_block = ms_per_block / 1000
+        self.ms_per_block = self._ms_when_opened = ms_per_block
         self._overlap = overlap
         self._now = now
         self.in_flight = 0
@@ -39,6 +40,10 @@ class Pace:
         self._began = 0.0  # the last one was about to be scheduled
         self._steps = (0.0, 0.0)  # seconds between the last three
         self._bus_free_at = 0.0
+
+    def loads_take(self, slowdown: float) -> None:
+        """Loads take so many times what they took when the tier was opened."""
+        self.ms_per_block = self._ms_when_opened * slowdown
 
     def step_begins(self) -> None:
         """`schedule` is about to be called."""
@@ -62,11 +67,14 @@ class Pace:
         """
         if not self.by_layer:
             return 0.0
-        return 1000 * self._overlap * min(*self._steps, self._s_per_block * num_blocks)
+        return self._overlap * min(
+            1000 * self._steps[0], 1000 * self._steps[1], self.ms_per_block * num_blocks
+        )
 
     def load_begins(self, num_blocks: int) -> float:
         """A load of so many blocks begins, behind those under way; returns when it will be over."""
-        self._bus_free_at = max(self._now(), self._bus_free_at) + self._s_per_block * num_blocks
+        takes_s = self.ms_per_block * num_blocks / 1000
+        self._bus_free_at = max(self._now(), self._bus_free_at) + takes_s
         return self._bus_free_at
 
     def ms_until(self, at: float) -> float:

@@ -49,6 +49,7 @@ class SchedulerTier:
             they have been computed.
         handed_out: GPU blocks handed out, not yet looked at: what they held will be overwritten.
         events: vLLM's stream of KV cache events, where that is on.
+        pace: how long steps and loads take.
         paused: nothing is loaded or stored that was not begun before.
         settings: as given, and as changed since.
         choice: which of the blocks of `cached` are stored.
@@ -71,17 +72,17 @@ class SchedulerTier:
         self._lookups = LookupCache()
         self._report = Report(manager, settings.log_interval)
         self._hits = HitCounts(view, self._report)
-        self._pace = Pace(ranks.load_ms_per_block, ranks.overlap, now)
+        self.pace = Pace(ranks.load_ms_per_block, ranks.overlap, now)
         front = FreeFront(view, manager) if manager.may_look_ahead else None
         self._front = front
         not_hit, taken = self._hits.forget, self._look_at_handed_out
-        self._loads = LoadBook(view, manager, self._pace, not_hit, taken)
+        self._loads = LoadBook(view, manager, self.pace, not_hit, taken)
         self._full_prompts = FullPromptHits(view, manager)
         self._invalid = InvalidBlocks(view, manager)
         self._recency = Recency(view, manager, self._front)
         self.choice = StoreChoice(manager, self._front, self._recency, settings.store_decode)
         self._admission = Admission(
-            view, manager, ranks, self._pace, self._loads, self._lookups, self._hits,
+            view, manager, ranks, self.pace, self._loads, self._lookups, self._hits,
             self._recency, front, settings,
         )  # fmt: skip
         self._use(settings)
@@ -100,7 +101,7 @@ class SchedulerTier:
 
         The scheduler's run limit may be lower than it was, until `schedule_over` of the view.
         """
-        self._pace.step_begins()
+        self.pace.step_begins()
         if self.weights.doubted and not self._view.is_paused() and self.weights.changed():
             self.empty("weights")
         if self.handed_out:
@@ -138,7 +139,7 @@ class SchedulerTier:
         up to the limit of the stall. 0: it waits for none, because the device is idle, or because a
         load that fails is recomputed, so that none may be promised before it is done.
         """
-        free_ms = self._pace.free_ms() if self._promptly else 0.0
+        free_ms = self.pace.free_ms() if self._promptly else 0.0
         others = len(self._scheduler.running) + self._loads.num_parked - 1
         return free_ms and free_ms + self._max_stall_ms / max(1, others)
 
@@ -166,7 +167,7 @@ class SchedulerTier:
 
     def after_schedule(self, output: Any) -> None:
         """Put the plan on the output, and give up what was held for this step only."""
-        self._pace.in_flight += 1
+        self.pace.in_flight += 1
         if self.handed_out:
             # First: what is queued for a block from here on is what the step computes in it.
             self._look_at_handed_out()
@@ -230,7 +231,7 @@ class SchedulerTier:
             PromiseBroken: without what the reporting rank has done. The executor or the runner has
                 lost it, or the runner was never hooked and the step has not got what it reads.
         """
-        self._pace.in_flight -= 1
+        self.pace.in_flight -= 1
         if self._scheduler.connector is not None:
             self._invalid.step_returned(scheduled)
         result = getattr(output, RESULT, None)
@@ -245,7 +246,8 @@ class SchedulerTier:
 
     def on_result(self, result: TransferResult) -> None:
         """The reporting rank says what is done; one that comes late or twice says nothing new."""
-        self._pace.by_layer = result.by_layer
+        self.pace.by_layer = result.by_layer
+        self.pace.loads_take(result.slowdown)
         readable = self._manager.apply(result)
         if readable:
             self._lookups.keys_stored(readable)

@@ -120,7 +120,8 @@ class RankTier:
         self.overlap = 1 - 1 / max(1, len(chosen.backend.groups))
         if gate is not None and groups and not chosen.backend.groups:
             gate.shut(f"copies {chosen.backend.name} bring all layers of a block at once")
-        self._checksums = chosen.backend.checksums
+        self._checksums, self._load_times = chosen.backend.checksums, chosen.backend.load_times
+        self._load_ms_per_byte = chosen.load_ms_per_block / layout.block_bytes
         # What was stored to try it has none: another rank may be the one that stores there.
         self._checksums.forget_all()
         wait_ready = self._host.wait_ready
@@ -199,8 +200,14 @@ class RankTier:
             progress = progress._replace(done=self._board.exchange_done(progress.done))
         by_layer = self._gate is not None and self._gate.learnt
         found = self._checksums.mismatches, self._sizing
-        result = TransferResult(*progress, *self._usable_slots(), *found, by_layer)
+        usable = self._usable_slots()
+        result = TransferResult(*progress, *usable, *found, by_layer, self._slowdown())
         return copy_output(output, result)
+
+    def _slowdown(self) -> float:
+        """How long a load takes lately, in times of what it took when the tier was opened."""
+        ms = self._load_times.ms_per_byte() if self._load_times is not None else 0.0
+        return ms / self._load_ms_per_byte if ms and self._load_ms_per_byte else 1.0
 
     def drain(self) -> bool:
         """Return when every copy is done: whether none failed that the engine may not know of."""

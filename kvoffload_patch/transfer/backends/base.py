@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from kvoffload_patch.transfer.backends.load_times import LoadTimes
 from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.integrity import Checksums, Verdict
@@ -56,6 +57,7 @@ class CopyBackend(Protocol):
         name: as users choose it.
         groups: of rows, in the order in which a load brings them; none if it brings all at once.
         checksums: of the slots.
+        load_times: of the loads so far; None where they are not measured.
     """
 
     name: str
@@ -65,6 +67,9 @@ class CopyBackend(Protocol):
 
     @property
     def checksums(self) -> Checksums: ...
+
+    @property
+    def load_times(self) -> LoadTimes | None: ...
 
     def load(
         self,

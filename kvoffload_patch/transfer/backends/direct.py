@@ -50,6 +50,7 @@ class DirectBackend:
     """
 
     name = "direct"
+    load_times = None
     groups = ()
 
     def __init__(self, layout: BlockLayout, slots: SlotMemory, copier: Copier) -> None:

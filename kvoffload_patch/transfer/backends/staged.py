@@ -19,6 +19,7 @@ import torch
 from kvoffload_patch.transfer.backends.base import Slices, Streams
 from kvoffload_patch.transfer.backends.driver import Driver
 from kvoffload_patch.transfer.backends.ids import IdUploader
+from kvoffload_patch.transfer.backends.load_times import LoadTimes
 from kvoffload_patch.transfer.backends.slots import Numbers, Part, SlotMemory, in_slot_order
 from kvoffload_patch.transfer.backends.tiles import Check, TileMover, upload_ids
 from kvoffload_patch.transfer.device import Device, device_of
@@ -153,6 +154,7 @@ class StagedBackend:
         addresses = [*self._stores.addresses(), *self._loads.addresses()]
         self.checksums = Checksums(slots.slots.shape[0] if checked else 0, layout.device, every)
         self._mover = TileMover(layout, pitch, addresses, self.checksums if checked else None)
+        self.load_times = LoadTimes(self._device, LOAD_BUFFERS)
         # A load under way has GPU blocks of its own.
         self._verdicts = Verdicts(self.checksums, layout.num_blocks + 1 if checked else 0)
 
@@ -185,6 +187,7 @@ class StagedBackend:
     ) -> Slices:
         """Enqueue slots to GPU blocks: each slice is a staging buffer."""
         load = self._load_groups if self.groups else self._load
+        self.load_times.begin()
         if not self.checksums.every:
             yield from load(gpu_block_ids, cpu_slots, streams, None)
             return None
@@ -209,12 +212,14 @@ class StagedBackend:
             buffer = own.take()
             bus.wait_event(buffer.free)
             self._cross(False, buffer, part, own.turns, bus)
+            self.load_times.crossed(part.num_slots * self._slots.pitch, bus)
             buffer.filled.record(bus)
             blocks.wait_event(buffer.filled)
             check = Check(slots_at, 0, own.totals, 0, finds)
             self._move(False, buffer, block_ids, part, blocks, check)
             buffer.free.record(blocks)
             yield 0
+        self.load_times.end(bus)
 
     def _load_groups(
         self,
@@ -245,6 +250,7 @@ class StagedBackend:
                         buffer = own.take()
                         bus.wait_event(buffer.free)
                         own.turns.enqueue(bus, partial(self._fetch, buffer, part, rows))
+                        self.load_times.crossed(part.num_slots * nbytes, bus)
                         buffer.filled.record(bus)
                         blocks.wait_event(buffer.filled)
                         at = len(slots) + part.first
@@ -252,6 +258,7 @@ class StagedBackend:
                         self._move(False, buffer, block_ids, part, blocks, check, rows)
                         buffer.free.record(blocks)
                         yield 0 if left else arrived - (part is not parts[-1])
+            self.load_times.end(bus)
         except BaseException:
             with self._device.on(blocks):
                 self._mover.clear(own.totals)  # some blocks are not whole

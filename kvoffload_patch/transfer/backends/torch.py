@@ -34,6 +34,7 @@ class TorchBackend:
     """
 
     name = "torch"
+    load_times = None
     groups = ()
 
     def __init__(self, layout: BlockLayout, slots: SlotMemory, every: int = 0) -> None:

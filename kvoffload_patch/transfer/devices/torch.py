@@ -36,9 +36,9 @@ class TorchDevice:
         """As torch's ``Stream``."""
         return self._torch.Stream(device=self._device, priority=priority)
 
-    def new_event(self) -> Any:
+    def new_event(self, timed: bool = False) -> Any:
         """As torch's ``Event``."""
-        return self._torch.Event()
+        return self._torch.Event(enable_timing=True) if timed else self._torch.Event()
 
     def current_stream(self) -> Any:
         """The stream of what this thread computes."""

@@ -39,7 +39,7 @@ def _joining_into_a_stall() -> Changes:
     from kvoffload_patch.integration.engine.tier import SchedulerTier
 
     def free_ms_only(self: Any) -> float:
-        return float(self._pace.free_ms()) if self._promptly else 0.0
+        return float(self.pace.free_ms()) if self._promptly else 0.0
 
     return ((SchedulerTier, "_may_wait_ms", free_ms_only),)
 

@@ -407,12 +407,15 @@ def test_beside_a_step_a_request_goes_on_as_soon_as_its_load_is_done(look_ups: L
     assert world.pool.get_num_free_blocks() == free
 
 
-def parked_beside(num_running: int, *sizes: int) -> tuple[World, list[Request], list[Any]]:
+def parked_beside(
+    num_running: int, *sizes: int, slowdown: float = 1.0
+) -> tuple[World, list[Request], list[Any]]:
     """Requests whose prefixes of so many blocks are being loaded while others run."""
     world = World(num_blocks=65, load_mode="parked")
     for seed, size in enumerate(sizes):
         world.only_in_cpu(prompt(size, seed=seed))
     world.step(*(world.add(prompt(1, seed=70 + i)) for i in range(num_running)))
+    world.tier.on_result(TransferResult(slowdown=slowdown))
     requests = [world.add(prompt(size, seed=seed)) for seed, size in enumerate(sizes)]
     loads = world.step().before
     assert [request.status for request in requests] == [PARKED] * len(sizes)
@@ -458,17 +461,29 @@ def test_what_crosses_before_the_step_can_begin_or_soon_after_counts_as_done(
     world, requests, loads = parked_beside(1, 3, 3)
     world.tier._promptly = mode == "auto"
     world.tier._max_stall_ms = stall_ms
-    world.tier._pace.in_flight = in_flight
-    world.tier._pace._overlap = overlap
+    world.tier.pace.in_flight = in_flight
+    world.tier.pace._overlap = overlap
     world.tier.on_result(TransferResult(by_layer=True))
-    world.tier._pace._steps = (step_ms / 1000, step_ms / 1000)
-    world.tier._pace._began = world.time - step_ms / 1000
+    world.tier.pace._steps = (step_ms / 1000, step_ms / 1000)
+    world.tier.pace._began = world.time - step_ms / 1000
     world.tier.before_schedule()
     assert parked(requests) == [not joined for joined in joins]
     plan = world.offload.make_plan(lambda *_: False)
     promised = tuple((LOAD, load.ticket) for load, joined in zip(loads, joins) if joined)
     assert (() if plan is None else plan.promised) == promised
     assert plan is None or plan.waits_for(LOAD) == promised[-1][1]
+
+
+@pytest.mark.parametrize(("slowdown", "joins"), [(1.0, True), (2.0, False), (0.5, True)])
+def test_a_load_is_expected_to_take_what_loads_take_lately(slowdown: float, joins: bool) -> None:
+    """3 blocks took 3 ms when the tier was opened, and the step under way takes 4 ms."""
+    world, requests, _ = parked_beside(1, 3, slowdown=slowdown)
+    world.tier._promptly, world.tier._max_stall_ms = True, 0
+    world.tier.pace.in_flight = 1
+    world.tier.pace._steps = (0.004, 0.004)
+    world.tier.pace._began = world.time - 0.004
+    world.tier.before_schedule()
+    assert parked(requests) == [not joins]
 
 
 def test_where_the_rank_is_in_this_process_it_is_asked_at_once(

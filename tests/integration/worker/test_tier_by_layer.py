@@ -62,3 +62,15 @@ def test_copies_that_bring_all_layers_at_once_leave_no_gate(
         assert not said(machine) and not said(machine)
     assert machine.tier.overlap == 0 and caplog.messages == []
     assert machine.tier._gate.refused == "copies torch bring all layers of a block at once"
+
+
+@pytest.mark.parametrize(("ms_per_byte", "slowdown"), [(0.0, 1.0), (3.0, 3.0)])
+def test_it_is_said_how_long_loads_take_lately(
+    machine: Any, ms_per_byte: float, slowdown: float
+) -> None:
+    """In times of what they took when the tier was opened; 1 before any was measured."""
+    machine.tier._load_ms_per_byte = 1.0
+    machine.tier._load_times = SimpleNamespace(ms_per_byte=lambda: ms_per_byte)
+    output = SimpleNamespace(sampled_token_ids=[[1]], req_ids=["a"])
+    machine.tier.begin_step(None, step(1, 1))
+    assert getattr(machine.tier.end_step(output), RESULT).slowdown == slowdown

@@ -131,3 +131,17 @@ def test_a_group_is_there_with_its_last_slice(opened: Open) -> None:
         slices = setup.backend.load([*range(7)], [*range(7)], streams=setup.streams)
         assert [*slices] == [0, 1, 1, 2]
     setup.wait()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
+@pytest.mark.parametrize("name", ["staged", "groups"])
+def test_loads_of_several_slices_are_timed(opened: Open, name: str) -> None:
+    setup = opened("kv_outermost", name, "cpu", chunk=1)
+    times = setup.backend.load_times
+    assert times is not None
+    setup.store([*range(8)], [*range(8)])
+    assert not times.ms_per_byte()
+    setup.load([*range(8)], [*range(8)])
+    assert not times.ms_per_byte(), "it is under way"
+    setup.wait()
+    assert times.ms_per_byte() > 0
