@@ -174,6 +174,12 @@ METRICS = (
         DIRECTION,
         (1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10, 2e10, 3e10, 4e10, 5e10, 6e10, 1e11),
     ),
+    Metric(
+        "load_slowdown",
+        "gauge",
+        "How long loads take lately, in times of what they took when the tier was opened; 1 before "
+        "any was measured. Others may use the bus, or the host be late.",
+    ),
     Metric("queued_copies", "gauge", "Copies planned and not known to be done.", DIRECTION),
     Metric("parked_requests", "gauge", "Requests that wait for a load beside the step."),
     Metric(

@@ -54,6 +54,7 @@ BY_LAYER = (
 # Turns that come back, of chats that ran otherwise than those of `chats`.
 OTHER_CHATS = {
     "chats-alone.json": "without prompts before them",
+    "chats-slow-loads.json": "by layer, loads slower than at the start",
     "chats-tensor.json": "two GPUs, tensor parallel",
     "chats-stages.json": "two GPUs, two pipeline stages",
 }

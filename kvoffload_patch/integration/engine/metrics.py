@@ -318,6 +318,7 @@ class Reporter:
         for direction, link in _LINKS.items():
             yield "copies", (direction,), self._times.ended[direction]
             yield "queued_copies", (direction,), manager.num_under_way(link)
+        yield "load_slowdown", (), round(self._tier.pace.slowdown, 2)
         yield "parked_requests", (), counts.parked_now
         yield "loading_requests", ("inline",), counts.inline
         yield "loading_requests", ("parked",), counts.parked

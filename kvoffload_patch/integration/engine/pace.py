@@ -22,6 +22,7 @@ class Pace:
 
     Attributes:
         ms_per_block: the same as it is lately: others may use the bus, or the host be late.
+        slowdown: that in times of the time when the tier was opened.
         in_flight: steps that were scheduled and whose output has not come back.
         by_layer: the forward pass waits for loads layer by layer, as the last output has said.
     """
@@ -33,6 +34,7 @@ class Pace:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ms_per_block = self._ms_when_opened = ms_per_block
+        self.slowdown = 1.0
         self._overlap = overlap
         self._now = now
         self.in_flight = 0
@@ -43,7 +45,7 @@ class Pace:
 
     def loads_take(self, slowdown: float) -> None:
         """Loads take so many times what they took when the tier was opened."""
-        self.ms_per_block = self._ms_when_opened * slowdown
+        self.slowdown, self.ms_per_block = slowdown, self._ms_when_opened * slowdown
 
     def step_begins(self) -> None:
         """`schedule` is about to be called."""

@@ -120,7 +120,7 @@ def test_figures_are_those_of_the_tier_when_the_engine_is_idle(load_mode: str) -
     assert found["queried_tokens"] == sum(len(p) for p in mini.prompts.values())
     assert found["used_blocks"] == mini.manager.num_used
     assert found[f"loading_requests {load_mode}"] == 1
-    assert found["parked_requests"] == 0
+    assert found["parked_requests"] == 0 and found["load_slowdown"] == 1
     assert found["stalled_seconds"] == 0, "nobody else was there"
     waits = found["parked_seconds"]
     assert len(waits) == (load_mode == "parked") and all(0 < wait < 60 for wait in waits)

@@ -70,7 +70,7 @@ def test_what_loads_take_lately_counts() -> None:
     """Others may use the bus, or the host be late."""
     pace, clock = stepped(0.03, 0.03)
     pace.loads_take(2.5)
-    assert pace.ms_per_block == 5
+    assert (pace.slowdown, pace.ms_per_block) == (2.5, 5)
     assert pace.hidden_ms(2) == pytest.approx(0.75 * 10)
     assert pace.load_begins(4) == pytest.approx(clock.time + 0.02)
     pace.loads_take(1.0)
