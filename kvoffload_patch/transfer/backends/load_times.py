@@ -35,6 +35,9 @@ class LoadTimes:
     def begin(self) -> None:
         """A load begins; one before it that was given up is forgotten."""
         self._slices = self._bytes = 0
+        if self._first is not None:
+            self._spare.append(self._first)
+            self._first = None
 
     def crossed(self, nbytes: int, bus: Any) -> None:
         """All that has to cross for a slice of so many bytes is on the stream of the bus."""
@@ -48,6 +51,7 @@ class LoadTimes:
         """The load's last slice is on the stream."""
         if self._bytes:
             self._under_way.append((self._first, self._recorded(bus), self._bytes))
+            self._first = None
 
     def ms_per_byte(self) -> float:
         """Milliseconds that a byte takes; 0 if nothing was measured. Never waits."""

@@ -1,4 +1,4 @@
-"""python scripts/bench modelled [--seeds N] [--json FILE]
+"""python scripts/bench modelled [--seeds N] [--stall MS,MS] [--json FILE]
 
 Chats on vLLM's own scheduler with the tier, over a modelled GPU and bus (`modelled_engine`): what
 its decisions about loads are worth, on a machine without a GPU, and where loads take longer than
@@ -9,6 +9,7 @@ of `bench chats`: 72 chats, 12 at a time, each back as soon as it is answered.
   start            with the tier, by the time that a load took when the tier was opened
   followed         by what loads take lately, as workers say
   ..., whole       loads awaited as a whole instead of layer by layer
+  stall MS         `followed` with this KVOFFLOAD_MAX_STALL_MS, in place of all but the floor
 
 Times are the model's: compare them with each other.
 """
@@ -16,12 +17,15 @@ Times are the model's: compare them with each other.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import sys
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from scripts.bench.common import machine, quantile, table, write_json
 from scripts.bench.probes.modelled_engine import Engine, TierEngine, output_of, samples
@@ -157,7 +161,8 @@ def report(rows: list[dict[str, Any]]) -> str:
     parts = []
     for slower in dict.fromkeys(row["slower"] for row in rows if row not in floor):
         here = [row for row in rows if row["slower"] == slower and row not in floor]
-        sides = {"floor": floor, **{side: [r for r in here if r["side"] == side] for side in SIDES}}
+        names = dict.fromkeys(row["side"] for row in here)
+        sides = {"floor": floor, **{n: [r for r in here if r["side"] == n] for n in names}}
         lines = [(f"loads take {slower:g} times what they took at the start", *sides)]
         for name, title in ROWS.items():
             middle = [statistics.median(row[name] for row in of) for of in sides.values()]
@@ -170,20 +175,29 @@ def _digits(value: float) -> str:
     return f"{value:.3g}" if 0.5 <= value < 1000 else f"{value:.0f}"
 
 
+def engines(stalls: list[str]) -> Iterator[tuple[str, float, Engine]]:
+    """What is played: a name, how slow loads are, and the engine, made when it is asked for."""
+    yield "floor", 1.0, Engine()
+    for slower in SLOWER:
+        for ms in stalls:
+            with mock.patch.dict(os.environ, {"KVOFFLOAD_MAX_STALL_MS": ms}):
+                yield f"stall {ms}", slower, TierEngine(slower, *SIDES["followed"])
+        for side, how in SIDES.items() if not stalls else ():
+            yield side, slower, TierEngine(slower, *how)
+
+
 def main() -> int:
     """Play every side at every speed; tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--stall", default="", metavar="MS,MS")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     document: dict[str, Any] = {"machines": [machine()], "rows": []}
     for seed in range(args.seeds):
-        made: list[tuple[str, float, Engine]] = [("floor", 1.0, Engine())]
-        for slower in SLOWER:
-            made += [(side, slower, TierEngine(slower, *how)) for side, how in SIDES.items()]
-        for side, slower, engine in made:
+        for side, slower, engine in engines([ms for ms in args.stall.split(",") if ms]):
             found = {"side": side, "slower": slower, "seed": seed, **played(engine, seed)}
             document["rows"].append(found)
             print(f"seed {seed}, {side}, {slower:g}: {found['first_p50']:.1f} ms", file=sys.stderr)

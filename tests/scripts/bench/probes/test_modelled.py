@@ -82,3 +82,9 @@ def test_a_table_for_each_speed_has_the_floor_first() -> None:
         " loads take 3 times what they took at the start ", " floor ", " start "
     ]  # fmt: skip
     assert len(lines) == 2 + len(modelled.ROWS)
+
+
+def test_a_stall_that_is_asked_for_is_the_tiers() -> None:
+    made = {name: engine for name, slower, engine in modelled.engines(["7"]) if slower == 1}
+    assert list(made) == ["floor", "stall 7"]
+    assert made["stall 7"].sim.breaker.tier.settings.max_stall_ms == 7
