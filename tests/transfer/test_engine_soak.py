@@ -1,17 +1,19 @@
 """Many moves of blocks, with copies and compute beside each other: every loaded byte is compared.
 
 ``SOAK_MOVES`` says how many; without it 10^5 for the staged backend on a GPU, fewer for others, and
-few on the CPU, where fake streams take their time.
+few on the CPU, where fake streams take their time, and most runs use kernels in numpy.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from transfer import plain_kernels
 from transfer.allocations import NoAllocations
 from transfer.layouts import needs_gpu
 from transfer.traffic import NUM_SLOTS, Machine, Traffic
@@ -55,6 +57,11 @@ def test_the_cpu_device(build: Build) -> None:
 @pytest.mark.parametrize("groups", [1, 3], ids=["as a whole", "by layer"])
 def test_two_ranks_on_fake_streams(build: Build, groups: int, seed: int, chance: float) -> None:
     """Only the first rank reports; the other one is later or earlier, and fails by itself."""
+    with plain_kernels.used():
+        play_two_ranks(build, groups, seed, chance)
+
+
+def play_two_ranks(build: Build, groups: int, seed: int, chance: float) -> None:
     ranks = [
         build("fake", "staged", seed=10 * seed + i, chunk=2 + i, every=seed, groups=groups)
         for i in range(2)
@@ -99,9 +106,10 @@ def test_flipped_bits_on_the_cpu_device(build: Build) -> None:
 @pytest.mark.parametrize("groups", [1, 4], ids=["as a whole", "by layer"])
 def test_flipped_bits_on_fake_streams(build: Build, groups: int) -> None:
     """No load that brings other bytes counts as done, on whichever rank."""
-    ranks = [build("fake", "staged", seed=i, every=1, groups=groups) for i in range(2)]
-    traffic = Traffic(ranks, seed=0)
-    run_with_flips(traffic, 100)
+    with plain_kernels.used() if groups > 1 else nullcontext():
+        ranks = [build("fake", "staged", seed=i, every=1, groups=groups) for i in range(2)]
+        traffic = Traffic(ranks, seed=0)
+        run_with_flips(traffic, 100)
     saw_flips(traffic)
 
 
@@ -116,7 +124,8 @@ def test_no_step_takes_memory(build: Build, chunk: int) -> None:
     for queue in rank._queues:
         queue.advance = refused.guard(queue.advance)  # type: ignore[method-assign]
     traffic = Traffic([rank], seed=chunk)
-    traffic.run(wanted_moves(250))
+    with plain_kernels.used():  # which take memory of their own, as work on the device may
+        traffic.run(wanted_moves(250))
     assert traffic.loaded > 30
     assert not rank.failed
 
