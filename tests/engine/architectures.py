@@ -69,6 +69,11 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+# For the CPU: numbers of 16 bits are slow on a processor without instructions for them.
+FEWER_LAYERS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"num_hidden_layers": 2, "layer_types": _LINEAR[:2]},
+}
+
 
 def write(kind: str, folder: Path, **changes: Any) -> Path:
     """Write config and weights of a kind of model, with changes to its configuration."""

@@ -61,7 +61,8 @@ class Engines:
 
         if kind == linear_attention.KIND:
             return str(linear_attention.write(self._folder / "linear", latent=False))
-        return str(architectures.write(kind, self._folder / kind))
+        fewer = architectures.FEWER_LAYERS.get(kind, {})
+        return str(architectures.write(kind, self._folder / kind, **fewer))
 
     def llava(self) -> str:
         """A model that sees images."""
