@@ -10,8 +10,12 @@ TIMES = 10
 
 # One process imports what is needed, and its forks end as any process does that Python ends.
 _TRIALS = """
-import os, sys, time
+import gc, os, sys, time
 {imports}
+
+# Else each fork looks through all of torch at its end, and copies the pages that it is on.
+gc.collect()
+gc.freeze()
 
 def trial():
 {trial}
