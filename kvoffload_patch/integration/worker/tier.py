@@ -122,6 +122,8 @@ class RankTier:
             gate.shut(f"copies {chosen.backend.name} bring all layers of a block at once")
         self._checksums, self._load_times = chosen.backend.checksums, chosen.backend.load_times
         self._load_ms_per_byte = chosen.load_ms_per_block / layout.block_bytes
+        if self._load_times is not None:
+            self._load_times.start_from(self._load_ms_per_byte)
         # What was stored to try it has none: another rank may be the one that stores there.
         self._checksums.forget_all()
         wait_ready = self._host.wait_ready

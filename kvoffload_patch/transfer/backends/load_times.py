@@ -32,6 +32,11 @@ class LoadTimes:
         self._spare: list[Any] = []
         self._ms_per_byte = 0.0
 
+    def start_from(self, ms_per_byte: float) -> None:
+        """Take the average for this, and forget the loads so far: kernels were compiled in them."""
+        self._under_way.clear()
+        self._ms_per_byte = ms_per_byte
+
     def begin(self) -> None:
         """A load begins; one before it that was given up is forgotten."""
         self._slices = self._bytes = 0

@@ -190,6 +190,7 @@ class TierEngine(Engine):
         self._by_layer, self._follows = by_layer, follows
         super().__init__()
         self._loads = Bus(self.clock, LOAD_MS * slower)
+        self._loads.measured.start_from(LOAD_MS / BLOCK_BYTES)
         self._stores = Bus(self.clock, LOAD_MS)
 
     def answer(self, step: Any, output: Any) -> None:

@@ -100,6 +100,19 @@ def test_the_average_comes_half_way_with_as_many_bytes_as_it_has_memory_for(
     assert times.ms_per_byte() == pytest.approx(2 / MIB)
 
 
+def test_what_was_loaded_before_the_tier_serves_does_not_count(
+    device: Device, times: LoadTimes
+) -> None:
+    """One late load afterwards is not all there is either."""
+    load(times, device, *[(900.0, MIB)] * 5)
+    times.start_from(1 / MIB)
+    device.now = device.at
+    assert times.ms_per_byte() == 1 / MIB
+    load(times, device, *[(900.0, MIB)] * 4)
+    device.now = device.at
+    assert times.ms_per_byte() == pytest.approx(1 / MIB, rel=1)
+
+
 @pytest.mark.parametrize(("slices", "end"), [(5, True), (3, True), (5, False)])
 def test_events_are_used_again(device: Device, times: LoadTimes, slices: int, end: bool) -> None:
     for _ in range(20):
