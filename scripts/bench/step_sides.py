@@ -39,7 +39,9 @@ class Sim:
     asynchronous = False  # whether a step may be scheduled while the one before it runs
 
     def __init__(self, slots: int, blocks: int = 20_000) -> None:
-        self.scheduler, self._hasher = self._made(slots, blocks)
+        self.scheduler, self._hasher = _scheduler(
+            slots, blocks, self._transfers(), self.asynchronous
+        )
         self.loads_end = True
         self.stored = self.loaded = 0  # blocks so far
         self._ids = count()
@@ -87,9 +89,6 @@ class Sim:
             [11] if requests[i].num_computed_tokens >= requests[i].num_tokens else [] for i in ids
         ]
         return ModelRunnerOutput(ids, {i: n for n, i in enumerate(ids)}, tokens)
-
-    def _made(self, slots: int, blocks: int) -> tuple[Any, Any]:
-        return _scheduler(slots, blocks, self._transfers(), self.asynchronous)
 
     def _transfers(self) -> Any:
         """The connector as vLLM's configuration; None without one."""

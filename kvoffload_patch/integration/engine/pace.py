@@ -69,9 +69,8 @@ class Pace:
         """
         if not self.by_layer:
             return 0.0
-        return self._overlap * min(
-            1000 * self._steps[0], 1000 * self._steps[1], self.ms_per_block * num_blocks
-        )
+        load_s = self.ms_per_block * num_blocks / 1000
+        return 1000 * self._overlap * min(*self._steps, load_s)
 
     def load_begins(self, num_blocks: int) -> float:
         """A load of so many blocks begins, behind those under way; returns when it will be over."""

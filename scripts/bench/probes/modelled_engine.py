@@ -196,7 +196,7 @@ class TierEngine(Engine):
     def answer(self, step: Any, output: Any) -> None:
         """What is done, and how long loads take."""
         took = self._loads.measured.ms_per_byte() * BLOCK_BYTES
-        slowdown = took / LOAD_MS if took and self._follows else 1.0
+        slowdown = took / LOAD_MS if self._follows else 1.0
         done = (LOAD, self._loads.done()), (STORE, self._stores.done())
         result = TransferResult(done, by_layer=self._by_layer, slowdown=slowdown)
         setattr(output, RESULT, result)
@@ -213,7 +213,8 @@ class TierEngine(Engine):
             for part in range(1, parts + 1):
                 there = first + (last - first) * part / parts
                 end = max(end, there + takes * (parts - part + 1) / parts)
-        for store in self._after(step):
+        plan = getattr(step, PLAN, None)
+        for store in plan.after if plan is not None else ():
             self._stores.carry(len(store.source_ids), end)
         return end
 
@@ -228,10 +229,6 @@ class TierEngine(Engine):
         for load in plan.before if plan is not None else ():
             self._loads.carry(len(load.target_ids), self.clock.ms)
         return plan.waits_for(LOAD) if plan is not None else 0
-
-    def _after(self, step: Any) -> tuple[Any, ...]:
-        plan = getattr(step, PLAN, None)
-        return plan.after if plan is not None else ()
 
 
 def _has_prompt(step: Any) -> bool:
