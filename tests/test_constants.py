@@ -37,6 +37,7 @@ FACTS = {
     "_ON_HOST",
     "_PINNED",
     "_SECONDS",
+    "_POINTER",
     "_STREAM_ORDER",
     "_TO_DEVICE",
     "_TO_HOST",

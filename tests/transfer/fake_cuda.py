@@ -181,9 +181,14 @@ class FakeCuda:
 
     def __enter__(self) -> FakeCuda:
         self._put(devices, _KINDS={"cpu": lambda device: self})
-        late = {name: self._late(getattr(TileMover, name)) for name in ("move", "clear")}
-        self._put(TileMover, **late)
-        self._put(copy_staged, upload_ids=self._late(copy_staged.upload_ids))
+        clear = TileMover.clear
+        self._put(
+            TileMover,
+            move=self._late(TileMover.move, 1),
+            clear=lambda *args: self.current.append(partial(clear, *args)),
+        )
+        made = copy_staged.id_copier
+        self._put(copy_staged, id_copier=lambda device: self._late(made(device), 4))
         # Or a step would enqueue all there is: copies are small here.
         self._put(
             copy_engine,
@@ -200,9 +205,9 @@ class FakeCuda:
         patch.start()
         self._entered.append(patch)
 
-    def _late(self, call: Callable[..., None]) -> Callable[..., None]:
-        """A call that takes its turn on the stream that is current when it is made."""
-        return lambda *args, **kwargs: self.current.append(partial(call, *args, **kwargs))
+    def _late(self, call: Callable[..., None], place: int) -> Callable[..., None]:
+        """A call that takes its turn on the stream that its argument in this place is."""
+        return lambda *args: args[place].append(partial(call, *args))
 
 
 class FakeDriver:
@@ -230,14 +235,18 @@ class FakeDriver:
         for copy in self._streams.random.sample(copies, len(copies)):
             self._enqueue(*copy, stream)
 
-    def copy_rows(
-        self, target: int, target_pitch: int, source: int, source_pitch: int,
-        nbytes: int, count: int, stream: int,
+    def copy_runs_of_rows(
+        self, targets: Numbers, sources: Numbers, counts: Numbers, nbytes: int, pitch: int,
+        stream: int,
     ) -> None:  # fmt: skip
-        self.calls.append(-count)
-        self._check(source, (count - 1) * source_pitch + nbytes)
-        for i in range(count):
-            self._enqueue(target + i * target_pitch, source + i * source_pitch, nbytes, stream)
+        columns = (targets, sources, counts)
+        assert all(c.dtype == np.int64 and c.shape == counts.shape for c in columns)
+        runs = list(zip(*(c.tolist() for c in columns)))
+        self.calls += [-count for _, _, count in runs]
+        for target, source, count in self._streams.random.sample(runs, len(runs)):
+            self._check(source, (count - 1) * pitch + nbytes)
+            for i in range(count):
+                self._enqueue(target + i * nbytes, source + i * pitch, nbytes, stream)
 
     def _enqueue(self, target: int, source: int, nbytes: int, handle: int) -> None:
         self._check(target, nbytes)

@@ -40,7 +40,8 @@ def read_beyond() -> None:
     tensor = torch.zeros(7, 48, dtype=torch.uint8, device="cuda")
     flat = torch.zeros(64, dtype=torch.uint8, device="cuda")
     mover = TileMover(BlockLayout([tensor], 7), 48, [flat.data_ptr()])
-    mover.move(True, flat, torch.tensor([7], device="cuda"), 0, 1)
+    stream = torch.cuda.current_stream()
+    mover.move(stream, True, flat, torch.tensor([7], device="cuda"), 0, 1)
     torch.cuda.synchronize()
 
 

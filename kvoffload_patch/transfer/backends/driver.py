@@ -1,8 +1,9 @@
 """Copies by the CUDA driver, through ctypes: no Python object for each copy, and no GIL held.
 
 Only what torch has no call for, or none that is cheap enough: runs of any length at plain
-addresses, rectangles, and many copies in one call. CUDA has that call since 12.8; its signature
-changed in 13.0 (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html).
+addresses, rectangles, and many of either in one call. CUDA has those calls since 12.8; their
+signatures changed in 13.0
+(https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html).
 """
 
 from __future__ import annotations
@@ -18,6 +19,18 @@ from kvoffload_patch.transfer.errors import TransferError
 _DEVICE_AND_HOST = 4  # CU_MEMORYTYPE_UNIFIED: the address says which
 _NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_POINTER = 1  # CU_MEMCPY_OPERAND_TYPE_POINTER
+# CUDA_MEMCPY3D_BATCH_OP, of plain addresses: CUmemcpy3DOperand twice, and the rest.
+_OPERAND = [
+    ("type", "<i8"), ("address", "<u8"), ("row_length", "<u8"), ("layer_height", "<u8"),
+    ("location", "<u8"),
+]  # fmt: skip
+_BATCHED = np.dtype(
+    [
+        ("source", _OPERAND), ("target", _OPERAND), ("width", "<u8"), ("height", "<u8"),
+        ("depth", "<u8"), ("order", "<i4"), ("flags", "<u4"),
+    ]
+)  # fmt: skip
 
 
 class _Rectangle(ctypes.Structure):
@@ -71,7 +84,8 @@ class Driver:
         self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
         self._copy_2d = self._lib.cuMemcpy2DAsync_v2
         self._copy_2d.argtypes = [ctypes.POINTER(_Rectangle), ctypes.c_void_p]
-        self._batch, self._reports_index = _batch_call(self._lib)
+        self._batch, self._reports_index = _batch_call(self._lib, "cuMemcpyBatchAsync")
+        self._batch_3d, self._reports_3d = _batch_call(self._lib, "cuMemcpy3DBatchAsync")
         self._attributes = _Attributes(srcAccessOrder=_STREAM_ORDER)
         self._first = ctypes.c_size_t(0)
 
@@ -106,6 +120,27 @@ class Driver:
         )  # fmt: skip
         _check(self._copy_2d(ctypes.byref(rectangle), stream), "cuMemcpy2DAsync")
 
+    def copy_runs_of_rows(
+        self, targets: Numbers, sources: Numbers, counts: Numbers, nbytes: int, pitch: int,
+        stream: int,
+    ) -> None:  # fmt: skip
+        """Runs of rows in one call, or one by one where the driver has no such call.
+
+        Args:
+            targets: address of each run, whose rows lie there one behind the other.
+            sources: address of each run, whose rows begin ``pitch`` bytes apart.
+            counts: rows of each run.
+            nbytes: of a row.
+        """
+        if len(counts) > 1 and self._batch_3d is not None:
+            error = self._copy_batch_3d(targets, sources, counts, nbytes, pitch, stream)
+            if error != _NOT_SUPPORTED:
+                _check(error, "cuMemcpy3DBatchAsync")
+                return
+            self._batch_3d = None
+        for target, source, count in zip(targets.tolist(), sources.tolist(), counts.tolist()):
+            self.copy_rows(target, nbytes, source, pitch, nbytes, count, stream)
+
     def _copy_batch(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> int:
         arrays = [np.ascontiguousarray(each) for each in (targets, sources, sizes)]
         args = [
@@ -119,11 +154,27 @@ class Driver:
             args.append(ctypes.byref(ctypes.c_size_t(0)))
         return int(self._batch(*args, ctypes.c_void_p(stream)))
 
+    def _copy_batch_3d(
+        self, targets: Numbers, sources: Numbers, counts: Numbers, nbytes: int, pitch: int,
+        stream: int,
+    ) -> int:  # fmt: skip
+        copies = np.zeros(len(counts), _BATCHED)
+        for end, addresses, row in (("source", sources, pitch), ("target", targets, nbytes)):
+            operand = copies[end]
+            operand["type"], operand["address"] = _POINTER, addresses
+            operand["row_length"], operand["layer_height"] = row, counts
+        copies["width"], copies["height"], copies["depth"] = nbytes, counts, 1
+        copies["order"] = _STREAM_ORDER
+        args: list[Any] = [ctypes.c_size_t(len(copies)), ctypes.c_void_p(copies.ctypes.data)]
+        if self._reports_3d:
+            args.append(ctypes.byref(ctypes.c_size_t(0)))
+        return int(self._batch_3d(*args, ctypes.c_ulonglong(0), ctypes.c_void_p(stream)))
 
-def _batch_call(lib: Any) -> tuple[Any, bool]:
-    """The batched copy, and whether it takes a place for the index of a copy that fails."""
-    for name, reports_index in (("cuMemcpyBatchAsync_v2", False), ("cuMemcpyBatchAsync", True)):
-        call = getattr(lib, name, None)
+
+def _batch_call(lib: Any, name: str) -> tuple[Any, bool]:
+    """A batched copy, and whether it takes a place for the index of a copy that fails."""
+    for version, reports_index in ((f"{name}_v2", False), (name, True)):
+        call = getattr(lib, version, None)
         if call is not None:
             return call, reports_index
     return None, False

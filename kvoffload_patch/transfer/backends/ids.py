@@ -23,8 +23,8 @@ class IdUploader:
         device: where to.
         under_way: so many numbers may wait to be read before the host waits for the first of them.
         batch: numbers of an upload at most.
-        copy: enqueues on the current stream a copy of ``count`` numbers; called with their
-            tensor in pinned memory, the one on the device, the first one's place, and ``count``.
+        copy: enqueues a copy of ``count`` numbers; called with their tensor in pinned memory, the
+            one on the device, the first one's place, ``count``, and the stream.
 
     Raises:
         torch.OutOfMemoryError: no room on the device.
@@ -35,7 +35,7 @@ class IdUploader:
         device: torch.device,
         under_way: int,
         batch: int,
-        copy: Callable[[torch.Tensor, torch.Tensor, int, int], None],
+        copy: Callable[[torch.Tensor, torch.Tensor, int, int, Any], None],
     ) -> None:
         self._device = device_of(device)
         self._copy = copy
@@ -63,8 +63,7 @@ class IdUploader:
         if self._stream is not None and stream != self._stream:
             stream.wait_stream(self._stream)
         self._stream = stream
-        with self._device.on(stream):
-            self._copy(self._pinned, self._ids, begin, count)
+        self._copy(self._pinned, self._ids, begin, count, stream)
         event = self._spare.pop() if self._spare else self._device.new_event()
         event.record(stream)
         self._unread.append((self._given, event))

@@ -34,6 +34,11 @@ class Part(NamedTuple):
     slot: Numbers
     size: Numbers
 
+    def slots(self) -> Numbers:
+        """Each slot, in order."""
+        from_slice: Numbers = np.repeat(self.slot - self.at, self.size)
+        return from_slice + np.arange(self.num_slots)
+
     def runs(self) -> Iterator[Run]:
         """The runs one by one."""
         return map(Run._make, zip(self.at.tolist(), self.slot.tolist(), self.size.tolist()))

@@ -21,7 +21,7 @@ from kvoffload_patch.transfer.backends.driver import Driver
 from kvoffload_patch.transfer.backends.ids import IdUploader
 from kvoffload_patch.transfer.backends.load_times import LoadTimes
 from kvoffload_patch.transfer.backends.slots import Numbers, Part, SlotMemory, in_slot_order
-from kvoffload_patch.transfer.backends.tiles import Check, TileMover, upload_ids
+from kvoffload_patch.transfer.backends.tiles import Check, TileMover, id_copier
 from kvoffload_patch.transfer.device import Device, device_of
 from kvoffload_patch.transfer.integrity import Checksums, Verdicts
 from kvoffload_patch.transfer.layout import BlockLayout, Rows
@@ -29,6 +29,7 @@ from kvoffload_patch.transfer.tuning import (
     LOAD_BUFFERS,
     LOAD_SLICE_BYTES,
     READY_BLOCKS,
+    RUN_BLOCKS,
     STORE_BUFFERS,
     STORE_SLICE_BYTES,
 )
@@ -98,7 +99,10 @@ class _Direction:
         self.ready_blocks = READY_BLOCKS
         numbers = 2 if checked else 1  # of each block
         self.ids = IdUploader(
-            layout.device, numbers * layout.num_blocks, numbers * READY_BLOCKS, upload_ids
+            layout.device,
+            numbers * layout.num_blocks,
+            numbers * READY_BLOCKS,
+            id_copier(layout.device),
         )
         # By group, a block is whole only when all that were made ready with it are.
         totals = (READY_BLOCKS if by_group else self.blocks) if checked else 0
@@ -243,9 +247,12 @@ class StagedBackend:
                 self._ready(gpu_block_ids[first:], cpu_slots[first:], own, blocks),
             ):
                 left -= len(slots)
+                cut: dict[int, list[Part]] = {}  # by what a buffer holds, mostly one for all groups
                 for arrived, rows in enumerate(self.groups, 1):
                     nbytes = self._ends[rows[1]] - self._ends[rows[0]]
-                    parts = list(self._slots.parts(slots, own.nbytes // nbytes))
+                    chunk = own.nbytes // nbytes
+                    parts = cut.get(chunk) or list(self._slots.parts(slots, chunk))
+                    cut[chunk] = parts
                     for part in parts:
                         buffer = own.take()
                         bus.wait_event(buffer.free)
@@ -297,26 +304,21 @@ class StagedBackend:
         rows: Rows | None = None,
     ) -> None:
         """Enqueue the packing, or unpacking, of a buffer."""
-        with self._device.on(stream):
-            first, count = part.first, part.num_slots
-            self._mover.move(to_flat, buffer.memory, block_ids, first, count, check, rows)
+        first, count = part.first, part.num_slots
+        self._mover.move(stream, to_flat, buffer.memory, block_ids, first, count, check, rows)
 
     def _fetch(self, buffer: _Buffer, part: Part, rows: Rows, stream: Any) -> None:
-        """Enqueue the copies of some rows of slots to a buffer: one call for each run, and one more
-        for all slots that have no neighbour.
-        """
+        """Enqueue the copies of some rows of slots to a buffer, in one call."""
         offset, handle = self._ends[rows[0]], self._device.handle(stream)
         nbytes = self._ends[rows[1]] - offset
-        alone = part.size == 1
-        sources = self._slots.address(part.slot[alone]) + offset
-        targets = buffer.address + part.at[alone] * nbytes
-        self._driver.copy_many(targets, sources, np.full_like(targets, nbytes), handle)
-        for run in part.runs():
-            if run.size > 1:
-                source = self._slots.address(run.slot) + offset
-                target = buffer.address + run.at * nbytes
-                pitch = self._slots.pitch
-                self._driver.copy_rows(target, nbytes, source, pitch, nbytes, run.size, handle)
+        if part.num_slots < RUN_BLOCKS * part.size.size:
+            sources = self._slots.address(part.slots()) + offset
+            targets = buffer.address + np.arange(part.num_slots) * nbytes
+            self._driver.copy_many(targets, sources, np.full_like(targets, nbytes), handle)
+            return
+        sources = self._slots.address(part.slot) + offset
+        targets, pitch = buffer.address + part.at * nbytes, self._slots.pitch
+        self._driver.copy_runs_of_rows(targets, sources, part.size, nbytes, pitch, handle)
 
     def _cross(
         self, to_slots: bool, buffer: _Buffer, part: Part, turns: AlternatingStreams, bus: Any

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ import triton.language as tl
 
 from kvoffload_patch.transfer.backends.ids import IdUploader
 from kvoffload_patch.transfer.backends.kernels import COUNT_BITS, copy_ids, move_tiles
+from kvoffload_patch.transfer.backends.launches import Launcher, aligned
 from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.integrity import Checksums, Verdicts
@@ -46,7 +47,7 @@ class Check(NamedTuple):
 
 
 class TileMover:
-    """Moves blocks between KV tensors and flat memory on the current stream.
+    """Moves blocks between KV tensors and flat memory.
 
     Args:
         layout: whose blocks are moved.
@@ -82,12 +83,26 @@ class TileMover:
         self._whole = all(words == self._tile for *_, words in table)
         self._tiles = torch.tensor(table, dtype=torch.int64, device=layout.device)
         self._num_tiles = len(table)
-        self._checksums = checksums
         if checksums is not None and self._num_tiles >> COUNT_BITS:
             raise TransferError(
                 f"expected blocks of fewer than {1 << COUNT_BITS} tiles, found {self._num_tiles}, "
                 "more than checksums count; set KVOFFLOAD_INTEGRITY=off."
             )
+
+        self._sums = checksums.sums if checksums is not None else None
+        self._every = checksums.every if checksums is not None else 0
+        device = device_of(layout.device)
+        self._launchers = tuple(
+            Launcher(move_tiles, device, self._constants(to_flat), num_warps=4)
+            for to_flat in (False, True)
+        )
+
+    def _constants(self, to_flat: bool) -> dict[str, Any]:
+        """In the kernel's order."""
+        return {
+            "TO_FLAT": to_flat, "TILE": self._tile, "ALIGN": self._align, "WHOLE": self._whole,
+            "EVERY": self._every,
+        }  # fmt: skip
 
     def _cut(self, layout: BlockLayout) -> tuple[list[tuple[int, int, int, int]], list[int]]:
         """The table of tiles, and in it the begin of each row's and the end of the last one's."""
@@ -105,6 +120,7 @@ class TileMover:
 
     def move(
         self,
+        stream: Any,
         to_flat: bool,
         flat: torch.Tensor,
         block_ids: torch.Tensor,
@@ -129,17 +145,16 @@ class TileMover:
         items = count * num_tiles
         if items == 0:
             return
-        sums, every, check = None, 0, check or Check()
-        if self._checksums is not None:
-            sums, every = self._checksums.sums, self._checksums.every
-        move_tiles[(min(items, LAUNCHED_PROGRAMS),)](
+        check = check or Check()
+        kind = check.totals is None, check.verdict is None
+        self._launchers[to_flat].launch(
+            min(items, LAUNCHED_PROGRAMS), stream,
+            kind if aligned(flat, block_ids, check.totals, check.verdict) else None,
             self._rows, triton.reinterpret(flat, self._dtype), self._tiles,
             block_ids, count, first, num_tiles, first_tile, self._num_tiles,
             pitch // self._word, shift // self._word,
-            check.first_slot, check.first_stored, check.first_total, sums, check.totals,
+            check.first_slot, check.first_stored, check.first_total, self._sums, check.totals,
             check.verdict,
-            TO_FLAT=to_flat, TILE=self._tile, ALIGN=self._align, WHOLE=self._whole,
-            EVERY=every, num_warps=4,
         )  # fmt: skip
 
     def clear(self, totals: torch.Tensor) -> None:
@@ -147,14 +162,20 @@ class TileMover:
         totals.zero_()
 
 
-def upload_ids(pinned: torch.Tensor, target: torch.Tensor, first: int, count: int) -> None:
-    """Copy numbers to the device by a kernel that reads CPU memory; see `IdUploader`.
+def id_copier(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, int, int, Any], None]:
+    """What `IdUploader` copies numbers to the device with: a kernel that reads CPU memory.
 
-    Not by a copy: the copy engine of a direction is one queue for the whole device, so that the
-    few numbers of a store would wait there for a slice of a load.
+    Not a copy: the copy engine of a direction is one queue for the whole device, so that the few
+    numbers of a store would wait there for a slice of a load.
     """
-    grid = (triton.cdiv(count, IDS_PROGRAM_BLOCKS),)
-    copy_ids[grid](pinned, target, first, count, SIZE=IDS_PROGRAM_BLOCKS)
+    launcher = Launcher(copy_ids, device_of(device), {"SIZE": IDS_PROGRAM_BLOCKS})
+
+    def copy(pinned: torch.Tensor, target: torch.Tensor, first: int, count: int, on: Any) -> None:
+        programs = -(-count // IDS_PROGRAM_BLOCKS)
+        kind = "ids" if aligned(pinned, target) else None
+        launcher.launch(programs, on, kind, pinned, target, first, count)
+
+    return copy
 
 
 def warm_up(device: torch.device, every: int = 0) -> None:
@@ -168,11 +189,11 @@ def warm_up(device: torch.device, every: int = 0) -> None:
     checksums = Checksums(2, device, every) if every else None
     mover = TileMover(BlockLayout([tensor], 2), TILE_BYTES, [flat.data_ptr()], checksums)
     numbers = torch.tensor([0, 1, 0, 1], device=device)
-    ids = IdUploader(device, 2, 2, upload_ids)
-    ids.upload(np.array([0, 1]), device_of(device).current_stream())
+    ids, stream = IdUploader(device, 2, 2, id_copier(device)), device_of(device).current_stream()
+    ids.upload(np.array([0, 1]), stream)
     check = None
     if checksums is not None:
         totals = torch.zeros(2, dtype=torch.int64, device=device)
         check = Check(2, 0, totals, 0, Verdicts(checksums, 1).begin()[0])
     for to_flat in (True, False):
-        mover.move(to_flat, flat, numbers, 0, 2, check)
+        mover.move(stream, to_flat, flat, numbers, 0, 2, check)

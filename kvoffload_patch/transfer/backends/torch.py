@@ -199,5 +199,7 @@ def _index(ids: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(np.array(ids, dtype=np.int64))
 
 
-def _upload(pinned: torch.Tensor, target: torch.Tensor, first: int, count: int) -> None:
+def _upload(
+    pinned: torch.Tensor, target: torch.Tensor, first: int, count: int, _current: Any
+) -> None:
     target[:count].copy_(pinned[first : first + count], non_blocking=True)

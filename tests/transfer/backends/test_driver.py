@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,8 @@ class Library:
         self.cuMemcpyAsync = Function(self._copy)
         self.cuMemcpy2DAsync_v2 = Function(self._copy_2d)
         for name in batches:
-            setattr(self, name, Function(lambda *args, name=name: self._batch(name, *args)))
+            batch = self._batch_3d if "3D" in name else self._batch
+            setattr(self, name, Function(partial(batch, name)))
 
     def _copy(self, target: int, source: int, nbytes: int, stream: int) -> int:
         self.calls.append(("copy", stream))
@@ -78,6 +80,48 @@ class Library:
         for copy in () if error else zip(*columns):
             ctypes.memmove(*copy)
         return error
+
+    def _batch_3d(self, name: str, count: Any, copies: Any, *rest: Any) -> int:
+        *place, flags, stream = rest
+        assert len(place) == (0 if name.endswith("_v2") else 1)
+        assert flags.value == 0
+        self.calls.append((name, stream.value))
+        error = self.error or self.batch_error
+        for copy in () if error else (_Copy3D * count.value).from_address(copies.value):
+            assert (copy.src.type, copy.dst.type) == (1, 1)  # CU_MEMCPY_OPERAND_TYPE_POINTER
+            assert (copy.srcAccessOrder, copy.flags, copy.depth) == (1, 0, 1)
+            assert copy.src.layerHeight >= copy.height
+            assert copy.dst.layerHeight >= copy.height
+            for i in range(copy.height):
+                target = copy.dst.ptr + i * copy.dst.rowLength
+                ctypes.memmove(target, copy.src.ptr + i * copy.src.rowLength, copy.width)
+        return error
+
+
+class _Operand(ctypes.Structure):
+    """cuda.h: CUmemcpy3DOperand_st, of a pointer."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("ptr", ctypes.c_uint64),
+        ("rowLength", ctypes.c_size_t),
+        ("layerHeight", ctypes.c_size_t),
+        ("location", ctypes.c_int * 2),
+    ]
+
+
+class _Copy3D(ctypes.Structure):
+    """cuda.h: CUDA_MEMCPY3D_BATCH_OP_st."""
+
+    _fields_ = [
+        ("src", _Operand),
+        ("dst", _Operand),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+        ("depth", ctypes.c_size_t),
+        ("srcAccessOrder", ctypes.c_int),
+        ("flags", ctypes.c_uint),
+    ]
 
 
 @pytest.fixture
@@ -212,6 +256,77 @@ def test_rows_are_a_pitch_apart_on_either_side(use: Any) -> None:
     assert torch.equal(target, wanted)
 
 
+BATCHES_3D = ["cuMemcpy3DBatchAsync", "cuMemcpy3DBatchAsync_v2"]
+
+
+def runs_of_rows(source: torch.Tensor, target: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Rows of 3 bytes, 10 apart: two from byte 40 on, one of byte 7, and what is there then."""
+    runs = np.array([[10, 40, 2], [2, 7, 1]]).T + [
+        [target.data_ptr()],
+        [source.data_ptr()],
+        [0],
+    ]
+    wanted = torch.zeros(100, dtype=torch.uint8)
+    wanted[10:13], wanted[13:16], wanted[2:5] = source[40:43], source[50:53], source[7:10]
+    return runs, wanted
+
+
+@pytest.mark.parametrize(
+    ("names", "called"),
+    [
+        ([], ["rows", "rows"]),
+        (BATCHES_3D[:1], BATCHES_3D[:1]),
+        (BATCHES_3D, BATCHES_3D[1:]),
+    ],
+)
+def test_runs_of_rows_go_in_one_call_where_the_driver_has_it(
+    use: Any, names: list[str], called: list[str]
+) -> None:
+    driver, library = use(*names)
+    source, target = memory()
+    runs, wanted = runs_of_rows(source, target)
+    driver.copy_runs_of_rows(*runs, 3, 10, STREAM)
+    assert library.calls == [(name, STREAM) for name in called]
+    assert torch.equal(target, wanted)
+
+
+@pytest.mark.parametrize("name", BATCHES_3D)
+def test_a_device_without_batches_of_rows_is_asked_once(use: Any, name: str) -> None:
+    driver, library = use(name)
+    library.batch_error = 801  # CUDA_ERROR_NOT_SUPPORTED
+    for asked in ([(name, STREAM)], []):
+        source, target = memory()
+        runs, wanted = runs_of_rows(source, target)
+        driver.copy_runs_of_rows(*runs, 3, 10, STREAM)
+        assert torch.equal(target, wanted)
+        assert library.calls == [*asked, *[("rows", STREAM)] * 2]
+        library.calls.clear()
+
+
+def test_a_batch_of_rows_that_is_refused_is_an_error(use: Any) -> None:
+    driver, library = use("cuMemcpy3DBatchAsync_v2")
+    source, target = memory()
+    runs, wanted = runs_of_rows(source, target)
+    library.batch_error = 719
+    with pytest.raises(TransferError, match=r"\(cuMemcpy3DBatchAsync answered 719\)"):
+        driver.copy_runs_of_rows(*runs, 3, 10, STREAM)
+    library.batch_error = 0
+    driver.copy_runs_of_rows(*runs, 3, 10, STREAM)
+    assert library.calls == [("cuMemcpy3DBatchAsync_v2", STREAM)] * 2
+    assert torch.equal(target, wanted)
+
+
+def test_one_run_of_rows_needs_no_batch_and_none_no_call(use: Any) -> None:
+    driver, library = use("cuMemcpy3DBatchAsync_v2")
+    source, target = memory()
+    runs, _ = runs_of_rows(source, target)
+    driver.copy_runs_of_rows(*runs[:, :0], 3, 10, STREAM)
+    assert library.calls == []
+    driver.copy_runs_of_rows(*runs[:, :1], 3, 10, STREAM)
+    assert library.calls == [("rows", STREAM)]
+    assert int(target.count_nonzero()) == 6
+
+
 def test_addresses_are_given_whole(use: Any) -> None:
     driver, library = use()
     assert library.cuMemcpyAsync.argtypes == [
@@ -256,7 +371,7 @@ def test_no_driver_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_driver_of_this_machine_moves_bytes(batches: bool) -> None:
     driver = Driver()
     if not batches:
-        driver._batch = None
+        driver._batch = driver._batch_3d = None
     host = torch.randint(0, 256, (4096,), dtype=torch.uint8).pin_memory()
     back = torch.zeros_like(host).pin_memory()
     device = torch.zeros(4096, dtype=torch.uint8, device="cuda")
@@ -267,6 +382,8 @@ def test_the_driver_of_this_machine_moves_bytes(batches: bool) -> None:
     copies = [(d + t, h + s, n) for t, s, n in pieces]
     driver.copy_many(*columns(*copies), stream.cuda_stream)
     driver.copy_rows(d + 2100, 70, h + 7, 300, 64, 12, stream.cuda_stream)
+    runs = np.array([[d + 1200, h + 5, 3], [d + 1500, h + 1700, 1], [d + 1600, h + 3000, 2]])
+    driver.copy_runs_of_rows(*runs.T, 40, 500, stream.cuda_stream)
     driver.copy(b, d, 4096, stream.cuda_stream)
     stream.synchronize()
     wanted = torch.zeros(4096, dtype=torch.uint8)
@@ -274,4 +391,8 @@ def test_the_driver_of_this_machine_moves_bytes(batches: bool) -> None:
         wanted[target : target + nbytes] = host[source : source + nbytes]
     for i in range(12):
         wanted[2100 + 70 * i : 2164 + 70 * i] = host[7 + 300 * i : 71 + 300 * i]
+    for t, s, count in ((1200, 5, 3), (1500, 1700, 1), (1600, 3000, 2)):
+        for i in range(count):
+            row = host[s + 500 * i : s + 500 * i + 40]
+            wanted[t + 40 * i : t + 40 * i + 40] = row
     assert torch.equal(back, wanted)

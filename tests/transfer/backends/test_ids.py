@@ -14,7 +14,7 @@ from transfer.layouts import needs_gpu
 
 from kvoffload_patch.transfer.backends import staged as copy_staged
 from kvoffload_patch.transfer.backends.ids import IdUploader
-from kvoffload_patch.transfer.backends.tiles import upload_ids
+from kvoffload_patch.transfer.backends.tiles import id_copier
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
@@ -22,7 +22,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are 
 
 def late_uploader(cuda: FakeCuda, under_way: int, batch: int) -> IdUploader:
     """Its copies are made when their stream's turn comes; `cuda` is entered."""
-    return IdUploader(CPU, under_way, batch, copy_staged.upload_ids)
+    return IdUploader(CPU, under_way, batch, copy_staged.id_copier(CPU))
 
 
 @interpreted
@@ -85,8 +85,8 @@ def test_events_are_used_again() -> None:
 @needs_gpu
 @pytest.mark.parametrize("under_way", [0, 1 << 16])
 def test_numbers_arrive_on_streams_of_a_gpu(under_way: int) -> None:
-    rng = np.random.default_rng(0)
-    uploader = IdUploader(torch.device("cuda"), under_way, 3000, upload_ids)
+    rng, gpu = np.random.default_rng(0), torch.device("cuda")
+    uploader = IdUploader(gpu, under_way, 3000, id_copier(gpu))
     streams = [torch.cuda.Stream() for _ in range(2)]
     sizes = rng.choice([1, 3, 31, 32, 33, 500, 3000], size=60)
     given = [rng.integers(0, 1 << 40, size=int(size)) for size in sizes]

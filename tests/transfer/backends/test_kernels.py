@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,11 @@ def reference(
         at += row.shape[1]
 
 
+def current(device: str) -> Any:
+    """The stream of what this thread computes, on a GPU."""
+    return torch.cuda.current_stream() if device == "cuda" else None
+
+
 def check(
     case: Case, twin: Case, pitch: int, shift: int = 0,
     first: int = 0, count: int = 3,
@@ -80,7 +86,7 @@ def check(
             flat.fill()
             wanted.fill()
         picked = blocks[first:] if to_flat else distinct(blocks[first:])
-        mover.move(to_flat, flat.memory, ids, first, len(picked))
+        mover.move(current(device), to_flat, flat.memory, ids, first, len(picked))
         reference(to_flat, other, wanted.memory, pitch, picked)
         assert torch.equal(flat.all, wanted.all)
         assert equal(case.storages(), twin.storages())
@@ -207,7 +213,7 @@ def test_the_only_block(device: str) -> None:
     layout = BlockLayout([torch.arange(33, dtype=torch.uint8).to(device).view(1, 33)], 1, 0)
     flat = Flat(40, device)
     mover = TileMover(layout, 40, [flat.memory.data_ptr()])
-    mover.move(True, flat.memory, torch.tensor([0]).to(device), 0, 1)
+    mover.move(current(device), True, flat.memory, torch.tensor([0]).to(device), 0, 1)
     assert flat.memory[:33].tolist() == list(range(33))
     assert bool((flat.memory[33:] == POISON).all())
 
@@ -224,12 +230,12 @@ def test_offsets_beyond_32_bits_on_both_sides() -> None:
     ids = torch.arange(num_blocks, device="cuda")
     ids[[4500, 5119, 5118, 4099]] = torch.tensor([5119, 4500, 4099, 5118], device="cuda")
     rows[5119], rows[4099] = 7, 9
-    mover.move(True, flat.view(-1), ids, 0, num_blocks)
+    mover.move(current("cuda"), True, flat.view(-1), ids, 0, num_blocks)
     assert bool((flat[4500, :nbytes] == 7).all())
     assert bool((flat[5118, :nbytes] == 9).all())
     assert int(flat.count_nonzero()) == 2 * nbytes
     rows.zero_()
-    mover.move(False, flat.view(-1), ids, 0, num_blocks)
+    mover.move(current("cuda"), False, flat.view(-1), ids, 0, num_blocks)
     assert bool((rows[5119, :nbytes] == 7).all())
     assert bool((rows[4099, :nbytes] == 9).all())
     assert int(rows.count_nonzero()) == 2 * nbytes

@@ -86,6 +86,7 @@ def test_parts_are_those_that_one_finds_slot_by_slot(seed: int) -> None:
     for part in found:
         assert part.first == len(again)
         assert part.num_slots <= chunk
+        assert part.slots().tolist() == slots[part.first : part.first + part.num_slots]
         for run in part.runs():
             assert part.first + run.at == len(again)
             again += range(run.slot, run.slot + run.size)
