@@ -133,7 +133,7 @@ def page(
         "| --- | --- | --- | --- | --- |",
     ]
     for row in ROWS:
-        cells = _on_a_gpu(row, gpu or []) if row.gpu and not row.tests else _here(row, found)
+        cells = _cells(row, found, gpu or [])
         lines.append(f"| {row.name} | {row.what.removesuffix(': ')} | {' | '.join(cells)} |")
     lines += features_gpu.table(gpu or [])
     lines += features_in_tree.table()
@@ -150,6 +150,20 @@ def _told_of(found: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str,
         where: {row.name: verdict(row, of.get(row.name)) for row in ROWS if row.tests}
         for where, of in found.items()
     }
+
+
+def _cells(
+    row: Row, found: dict[str, dict[str, Any]], gpu: list[dict[str, Any]]
+) -> tuple[str, str, str]:
+    """Release, date and verdict of a row: of a GPU's where its tests could not be run here."""
+    if row.gpu and not row.tests:
+        return _on_a_gpu(row, gpu)
+    here = _here(row, found)
+    if row.gpu and here[2].startswith(NOT_RUN):
+        release, date, said = _on_a_gpu(row, gpu)
+        if not said.startswith(NOT_RUN):
+            return release, date, f"{said}; here {here[2]}"
+    return here
 
 
 def _here(row: Row, found: dict[str, dict[str, Any]]) -> tuple[str, str, str]:

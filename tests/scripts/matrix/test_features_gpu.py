@@ -86,6 +86,23 @@ def test_a_row_that_only_a_gpu_shows_has_its_verdict_in_the_first_table() -> Non
     assert f"| MLA | {mla.what} | none | none | not run: needs a GPU |" in features.page({})
 
 
+def test_a_row_whose_tests_cannot_be_run_here_has_the_verdict_of_a_gpu() -> None:
+    name = "expert parallelism with a fixed set of ranks"
+    row = next(row for row in ROWS if row.name == name)
+    skipped = {"outcome": "skipped", "why": "Skipped: plain vLLM ends", "test": row.tests[0]}
+    here = {"release": "0.32.0", "date": "2026-11-22", "tests": [skipped]}
+    begin = f"| {name} | {row.what} |"
+    assert f"{begin} 0.32.0 | 2026-11-22 | not run: plain vLLM ends |" in features.page(
+        {name: here}
+    )
+    text = features.page({name: here}, gpu=[result({"name": f"v1, {row.gpu[0]}"})])
+    green = "on a GPU: green: 36 of 36 answers equal, 1,000 blocks loaded"
+    assert f"{begin} 0.26.0 | 2026-11-23 | {green}; here not run: plain vLLM ends |" in text
+    passed = {**here, "tests": [{**skipped, "outcome": "passed"}]}
+    text = features.page({name: passed}, gpu=[result({"name": f"v1, {row.gpu[0]}"})])
+    assert f"{begin} 0.32.0 | 2026-11-22 | green: 1 passed |" in text
+
+
 def test_no_cell_of_the_table_is_empty() -> None:
     table = [line for line in features_gpu.table([]) if line.startswith("| ")][2:]
     assert len(table) == sum(bool(row.gpu) for row in ROWS)
