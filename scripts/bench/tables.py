@@ -55,6 +55,8 @@ BY_LAYER = (
 OTHER_CHATS = {
     "chats-alone.json": "without prompts before them",
     "chats-slow-loads.json": "by layer, loads slower than at the start",
+    "chats-followed.json": "by layer, what loads take followed, two servers at a time",
+    "chats-pair.json": "the same, no prompts before them",
     "chats-tensor.json": "two GPUs, tensor parallel",
     "chats-stages.json": "two GPUs, two pipeline stages",
 }
@@ -333,6 +335,23 @@ def modelled() -> str:
     return f"{probe.report(document['rows'])}\n\n{ran_on(document['machines'][-1])}"
 
 
+def enqueued() -> str:
+    """What enqueuing copies costs the host, and chats on two servers at the same time."""
+    sides, chats = (read("enqueue-old.json"), read("enqueue-new.json")), read("chats-enqueue.json")
+    if None in (*sides, chats):
+        return "not measured"
+    commits = [side["machines"][-1]["commit"] for side in sides]
+    head = [f"{what}, {commit}" for what in ("host", "device") for commit in commits]
+    rows = [["ms, median (smallest to largest)", *head]]
+    for pair in zip(*(side["rows"] for side in sides)):
+        found = [one[what] for what in ("host_ms", "device_ms") for one in pair]
+        rows.append([pair[0]["case"], *(cell(values) for values in found)])
+    ran = dict.fromkeys(ran_on(one["machines"][-1]) for one in sides)
+    ran_chats = [ran_on(machine) for machine in chats["machines"]]
+    words = "two servers at the same time, each on a GPU of one host"
+    return "\n\n".join([table(rows), *ran, chats_report.later(chats, words), *ran_chats])
+
+
 def ran_on(machine: dict[str, Any]) -> str:
     """Commit, date, machine and command of a result."""
     gpu = machine.get("gpu", "none")
@@ -358,6 +377,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "goals": goals,
     "step": step,
     "modelled": modelled,
+    "enqueued": enqueued,
     "transfer": transfer,
     "transfer shapes": shapes,
     "checksums": checksums,

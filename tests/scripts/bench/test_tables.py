@@ -26,6 +26,29 @@ def test_conversations_have_a_table_once_they_are_measured(monkeypatch: pytest.M
     assert text.count("Commit abc, 2026-11-22, H200, 16 cores, vLLM 0.26: `bench`") == 1
 
 
+def test_what_enqueuing_costs_is_told_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine: dict[str, object] = {"date": "2026-11-22T10:00", "gpu": "H200, 1", "vllm": "0.26"}
+    machine |= {"cpus": 32, "command": "bench"}
+
+    def read(name: str) -> dict[str, object]:
+        commit, ms = ("abc", 3.0) if "old" in name else ("def", 1.0)
+        row = {"case": "load", "host_ms": [ms, 2 * ms], "device_ms": [9.0]}
+        return {"machines": [{**machine, "commit": commit}], "rows": [row]}
+
+    monkeypatch.setattr(tables, "read", read)
+    monkeypatch.setattr(tables.chats_report, "later", lambda document, words: f"table of {words}")
+    lines = tables.enqueued().splitlines()
+    assert [cell.strip() for cell in lines[0].split("|")[2:-1]] == [
+        "host, abc", "host, def", "device, abc", "device, def",
+    ]  # fmt: skip
+    assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == [
+        "load", "4.5 (3 to 6)", "1.5 (1 to 2)", "9 (9 to 9)", "9 (9 to 9)",
+    ]  # fmt: skip
+    assert "table of two servers at the same time, each on a GPU of one host" in lines
+    monkeypatch.setattr(tables, "read", lambda name: None)
+    assert tables.enqueued() == "not measured"
+
+
 def test_chats_that_ran_otherwise_have_a_table_each(monkeypatch: pytest.MonkeyPatch) -> None:
     machine: dict[str, object] = {"commit": "abc", "date": "2026-11-22T10:00", "gpu": "H200, 1"}
     machine |= {"vllm": "0.26", "cpus": 32, "command": "bench"}
