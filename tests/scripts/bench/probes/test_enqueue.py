@@ -8,18 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
-from transfer import plain_kernels
-from transfer.fake_cuda import FakeCuda, FakeDriver
-
-from scripts.bench.probes import enqueue
-
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
+def enqueue() -> Any:
+    """Imported when a test runs: `tests/transfer` decides what the kernels are, as it is found."""
+    pytest.importorskip("triton")
+    from scripts.bench.probes import enqueue
+
+    return enqueue
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch, enqueue: Any) -> Any:
+    from transfer import plain_kernels
+    from transfer.fake_cuda import FakeCuda, FakeDriver
+
     monkeypatch.setattr(enqueue, "LAYERS", 4)
     monkeypatch.setattr(enqueue, "ROW_BYTES", 48)
     registrar = SimpleNamespace(register=lambda address, nbytes: 0)
@@ -30,7 +35,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield made
 
 
-def test_every_case_is_measured_and_told(memory: enqueue.Memory) -> None:
+def test_every_case_is_measured_and_told(memory: Any, enqueue: Any) -> None:
     rows = [enqueue.measured(memory, case, repeats=2) for case in enqueue.cases(33)]
     assert len({row["case"] for row in rows}) == len(rows) == 8
     assert all(len(row["host_ms"]) == len(row["device_ms"]) == 2 for row in rows)
@@ -39,7 +44,7 @@ def test_every_case_is_measured_and_told(memory: enqueue.Memory) -> None:
     assert "load by layer, 33 blocks, runs of 16" in told[2]
 
 
-def test_runs_and_scattered_slots(memory: enqueue.Memory) -> None:
+def test_runs_and_scattered_slots(memory: Any, enqueue: Any) -> None:
     calls = []
     for scattered in (False, True):
         memory._driver.calls.clear()
@@ -49,7 +54,7 @@ def test_runs_and_scattered_slots(memory: enqueue.Memory) -> None:
     assert set(calls[1]) == {33}, "rows of their own, in one call"
 
 
-def test_a_load_of_other_bytes_ends_it(memory: enqueue.Memory) -> None:
+def test_a_load_of_other_bytes_ends_it(memory: Any) -> None:
     memory.slots.slots.zero_()
     memory.rows[0].fill_(1)
     with pytest.raises(SystemExit, match="block 3 is not what slot 5 holds"):
