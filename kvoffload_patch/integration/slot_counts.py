@@ -1,11 +1,11 @@
-"""What each rank has by now, slots and copies, in memory that the ranks of one engine share.
+"""What each rank has by now, slots and copies, in memory that the ranks of an engine share.
 
 The executor returns one rank's result, and another rank may have fewer slots, or may have failed
 to get more. So that one rank can speak for all, each writes down what it has. Asking the others by
 RPC would hold the engine up for as long as a step takes, and often: a tier of two ranks may grow
 by a tenth of its size in a second.
 
-Where ranks have slots in common (`shared_slots`), one must not read a slot before another has
+Where ranks have slots in common (`shared_files`), one must not read a slot before another has
 stored to it, nor store to it while another reads it. So each writes down the last tickets that it
 has done, and the least of them are what is done.
 """
@@ -14,66 +14,47 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import struct
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 
+from kvoffload_patch.integration.shared_files import SharedFile, SharedFileAddress
 from kvoffload_patch.links import LOAD, STORE, Tickets, ticket_on
 
-# Memory that processes share by name, and that belongs to one machine, which TMPDIR need not.
-_FOLDER = "/dev/shm"
 _LINKS = (LOAD, STORE)
 
 
-@dataclass(frozen=True)
-class SlotCountsAddress:
-    """Where a board is: the path of its file, and the ranks in the order of their cells."""
-
-    path: str
-    ranks: tuple[int, ...]
-
-    def is_reachable(self) -> bool:
-        """Whether this process can use the board; not from another machine or container."""
-        return os.access(self.path, os.R_OK | os.W_OK)
-
-    def remove(self) -> None:
-        """Take the name away; processes that have opened the board keep it."""
-        with suppress(OSError):
-            os.unlink(self.path)
-
-
-def make_slot_counts(ranks: Sequence[int]) -> SlotCountsAddress | None:
+def make_slot_counts(ranks: Sequence[int]) -> SharedFile | None:
     """A new board for these ranks, no rank with any slots yet; None where there can be none."""
     if len(set(ranks)) != len(ranks):
         return None  # a cell has one writer
-    address = SlotCountsAddress(f"{_FOLDER}/kvoffload-{secrets.token_hex(8)}", tuple(ranks))
     try:
-        with open(address.path, "xb", opener=_for_this_user) as file:
-            # Written, not only made that long: memory that is not there is an error here, and
-            # would end a process later.
-            file.write(struct.pack("q", _cell(0, True)) * len(ranks))
-            file.write(struct.pack("q", 0) * len(ranks) * len(_LINKS))
+        file = SharedFile(ranks)
+    except (OSError, AttributeError):
+        return None  # this system has no such files
+    cells = [_cell(0, True)] * len(ranks) + [0] * len(ranks) * len(_LINKS)
+    try:
+        # Written, not only made that long: memory that is not there is an error here, and would
+        # end a process later.
+        file.write(struct.pack(f"{len(cells)}q", *cells))
     except OSError:
-        address.remove()
+        file.close()
         return None
-    return address
+    return file
 
 
 class SlotCounts:
     """One rank's view of the board.
 
     Args:
-        address: made by the engine, not removed yet.
+        address: of the engine's file, which is not closed yet.
         rank: whose cell this process writes.
 
     Raises:
         OSError: the board cannot be opened here.
     """
 
-    def __init__(self, address: SlotCountsAddress, rank: int) -> None:
-        file = os.open(address.path, os.O_RDWR)
+    def __init__(self, address: SharedFileAddress, rank: int) -> None:
+        file = address.open()
         try:
             # A cell is written and read in one piece, so no lock is needed.
             self._cells = memoryview(mmap.mmap(file, 0)).cast("q")
@@ -104,10 +85,6 @@ class SlotCounts:
             self._cells[first + self._own] = ticket_on(done, link)
             found.append((link, min(self._cells[first : first + self._ranks])))
         return tuple(found)
-
-
-def _for_this_user(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _cell(num_ready: int, growing: bool) -> int:

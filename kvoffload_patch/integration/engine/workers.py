@@ -16,8 +16,8 @@ from kvoffload_patch.config import GIB, as_given
 from kvoffload_patch.integration.engine.tuning import OPEN_TIMEOUT_S, RPC_TIMEOUT_S
 from kvoffload_patch.integration.errors import TierRefused
 from kvoffload_patch.integration.protocol import RankGeometry
-from kvoffload_patch.integration.shared_slots import SharedSlotsFile
-from kvoffload_patch.integration.slot_counts import SlotCountsAddress, make_slot_counts
+from kvoffload_patch.integration.shared_files import SharedFile, SharedFileAddress
+from kvoffload_patch.integration.slot_counts import make_slot_counts
 from kvoffload_patch.integration.worker import rpc as worker_side
 from kvoffload_patch.memory import AUTO_PARTS, RESERVE_BYTES, auto_bytes
 from kvoffload_patch.tier.plan import TransferPlan
@@ -209,7 +209,7 @@ class RankGroup:
     @contextmanager
     def _shared(
         self, ranks: Sequence[RankGeometry], integrity: str
-    ) -> Iterator[tuple[SlotCountsAddress | None, list[SharedSlotsFile]]]:
+    ) -> Iterator[tuple[SharedFileAddress | None, list[SharedFile]]]:
         """What several ranks share: a board, and slots where they hold the same bytes.
 
         No board if they have no memory in common, or there is one rank only. Slots only if all
@@ -222,15 +222,15 @@ class RankGroup:
             return
         files = _files_of(ranks) if integrity != "full" else []
         try:
-            reached = self._call(worker_side.can_share, board, [file.address for file in files])
+            addresses = [file.address for file in files]
+            reached = self._call(worker_side.can_share, board.address, addresses)
             has_board = all(found for found, _ in reached)
             has_slots = has_board and all(found for _, found in reached)
             if _alike(ranks) and not (files and has_slots):
                 _say_apart(has_board, integrity)
-            yield board if has_board else None, files if has_slots else []
+            yield board.address if has_board else None, files if has_slots else []
         finally:
-            board.remove()
-            for file in files:
+            for file in (board, *files):
                 file.close()
 
     def _call(
@@ -289,12 +289,12 @@ def _alike(ranks: Sequence[RankGeometry]) -> list[list[int]]:
     return [members for members in found.values() if len(members) > 1]
 
 
-def _files_of(ranks: Sequence[RankGeometry]) -> list[SharedSlotsFile]:
+def _files_of(ranks: Sequence[RankGeometry]) -> list[SharedFile]:
     """Files for the slots that ranks have in common; none where this system has no such files."""
-    files: list[SharedSlotsFile] = []
+    files: list[SharedFile] = []
     with suppress(OSError, AttributeError):
         for members in _alike(ranks):
-            files.append(SharedSlotsFile(members))
+            files.append(SharedFile(members))
     return files
 
 

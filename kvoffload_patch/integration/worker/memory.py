@@ -14,7 +14,7 @@ from typing import Any
 
 from kvoffload_patch.config import GIB, Settings
 from kvoffload_patch.integration.protocol import attached, engine_bytes, num_engines
-from kvoffload_patch.integration.shared_slots import SharedSlotsAddress
+from kvoffload_patch.integration.shared_files import SharedFileAddress
 from kvoffload_patch.integration.worker.devices import why_refused
 from kvoffload_patch.integration.worker.tuning import RANK_STEP_BYTES
 from kvoffload_patch.memory import (
@@ -69,7 +69,7 @@ def drop_early(runner: Any) -> None:
 
 
 def open_host(
-    runner: Any, num_slots: int, layout: Any, shared: SharedSlotsAddress | None = None
+    runner: Any, num_slots: int, layout: Any, shared: SharedFileAddress | None = None
 ) -> Any:
     """The rank's `HostBuffer`, over the memory taken early if there is any.
 
@@ -104,7 +104,7 @@ def open_host(
 
 
 def _map_shared(
-    shared: SharedSlotsAddress, num_slots: int, layout: Any, available: Callable[[], int]
+    shared: SharedFileAddress, num_slots: int, layout: Any, available: Callable[[], int]
 ) -> Any:
     from kvoffload_patch.transfer.device import device_of
     from kvoffload_patch.transfer.memory.host_buffer import slot_pitch

@@ -13,8 +13,8 @@ from typing import Any
 
 from kvoffload_patch import __version__, launch_token
 from kvoffload_patch.integration.protocol import TIER, RankGeometry, RankOpened
-from kvoffload_patch.integration.shared_slots import SharedSlotsAddress
-from kvoffload_patch.integration.slot_counts import SlotCounts, SlotCountsAddress
+from kvoffload_patch.integration.shared_files import SharedFileAddress
+from kvoffload_patch.integration.slot_counts import SlotCounts
 from kvoffload_patch.integration.worker.devices import warn_if_never_run, why_refused
 from kvoffload_patch.integration.worker.memory import drop_early, early_bytes
 from kvoffload_patch.integration.worker.same_bytes import same_bytes
@@ -83,7 +83,7 @@ def describe_rank(worker: Any) -> RankGeometry:
 
 
 def can_share(
-    worker: Any, board: SlotCountsAddress, slots: Sequence[SharedSlotsAddress] = ()
+    worker: Any, board: SharedFileAddress, slots: Sequence[SharedFileAddress] = ()
 ) -> tuple[bool, bool]:
     """Whether this rank reaches the engine's board, and those of the common slots that are its."""
     own = [address for address in slots if worker.rank in address.ranks]
@@ -95,8 +95,8 @@ def open_rank(
     num_slots: int,
     backend: str = "auto",
     integrity: str = "off",
-    board: SlotCountsAddress | None = None,
-    slots: Sequence[SharedSlotsAddress] = (),
+    board: SharedFileAddress | None = None,
+    slots: Sequence[SharedFileAddress] = (),
     by_layer: bool = False,
 ) -> RankOpened:
     """Allocate the slots, prove one block's round trip, and take part from the next step on.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvoffload_patch.config import as_given
-from kvoffload_patch.integration.shared_slots import SharedSlotsAddress
+from kvoffload_patch.integration.shared_files import SharedFileAddress
 from kvoffload_patch.integration.slot_counts import SlotCounts
 from kvoffload_patch.integration.worker.layer_gate import LayerGate
 from kvoffload_patch.integration.worker.memory import open_host
@@ -58,7 +58,7 @@ class RankTier:
         alone: bool = True,
         board: SlotCounts | None = None,
         integrity: str = "off",
-        common: Sequence[SharedSlotsAddress] = (),
+        common: Sequence[SharedFileAddress] = (),
         rank: int = 0,
         by_layer: bool = False,
     ) -> None:

@@ -94,7 +94,7 @@ def test_a_board_whose_ranks_do_not_answer_is_removed(monkeypatch: pytest.Monkey
     del executor.answers["can_share"], executor.answers["open_rank"]
     with pytest.raises(TierRefused, match="expected every worker to answer can_share"):
         RankGroup(executor).open(512 * 40)
-    assert len(made) == 1 and not made[0].is_reachable()
+    assert len(made) == 1 and not made[0].address.is_reachable()
 
 
 def test_memory_taken_early_is_not_counted_twice() -> None:
@@ -185,11 +185,11 @@ def test_one_of_several_ranks_speaks_for_all(worker: Any, monkeypatch: pytest.Mo
     worker.vllm_config.parallel_config.world_size = 2
     board = make_slot_counts([0, 1])
     assert board is not None
-    other = SlotCounts(board, 1)
+    other = SlotCounts(board.address, 1)
     other.exchange(2, True)
-    assert rpc.can_share(worker, board) == (True, True)
-    assert rpc.open_rank(worker, 5, board=board).error == ""
-    board.remove()
+    assert rpc.can_share(worker, board.address) == (True, True)
+    assert rpc.open_rank(worker, 5, board=board.address).error == ""
+    board.close()
     tier = getattr(worker.model_runner, TIER)
 
     def said() -> tuple[int, bool]:
@@ -249,8 +249,8 @@ def test_a_rank_that_is_open_ends_the_watch_of_its_launch(
 def test_a_board_that_cannot_be_opened_is_said(worker: Any) -> None:
     board = make_slot_counts([0, 1])
     assert board is not None
-    board.remove()
-    assert "No such file" in rpc.open_rank(worker, 5, board=board).error
+    board.close()
+    assert "No such file" in rpc.open_rank(worker, 5, board=board.address).error
     assert not hasattr(worker.model_runner, TIER)
 
 
@@ -373,9 +373,9 @@ def test_ranks_that_share_nothing_wait_for_their_slots_when_they_are_resized(wor
 def test_a_rank_that_shares_a_board_says_what_all_have_once_all_are_resized(worker: Any) -> None:
     board = make_slot_counts([worker.rank, worker.rank + 1])
     assert board is not None
-    other = SlotCounts(board, worker.rank + 1)
-    rpc.open_rank(worker, num_slots=6, board=board)
-    board.remove()
+    other = SlotCounts(board.address, worker.rank + 1)
+    rpc.open_rank(worker, num_slots=6, board=board.address)
+    board.close()
     tier = getattr(worker.model_runner, TIER)
     other.exchange(6, False)
     assert tier._usable_slots() == (6, False)

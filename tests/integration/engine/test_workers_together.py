@@ -116,7 +116,7 @@ def test_a_system_without_such_memory_keeps_a_copy_each(monkeypatch: pytest.Monk
     def missing(*_: Any) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(ranks_module.SharedSlotsFile, "__init__", missing)
+    monkeypatch.setattr(ranks_module.SharedFile, "__init__", missing)
     executor = two(**ALIKE)
     ranks = RankGroup(executor)
     ranks.open(1024 * 20)

@@ -13,7 +13,7 @@ from engine.late_copies import LateQueue
 from tier.plans import a_load, a_plan, a_store
 
 from kvoffload_patch.integration.protocol import RESULT
-from kvoffload_patch.integration.shared_slots import SharedSlotsFile
+from kvoffload_patch.integration.shared_files import SharedFile
 from kvoffload_patch.integration.slot_counts import SlotCounts, make_slot_counts
 from kvoffload_patch.integration.worker.tier import RankTier
 from kvoffload_patch.links import LOAD, STORE
@@ -42,7 +42,7 @@ def open_ranks() -> Iterator[Callable[..., Ranks]]:
     opened: Ranks = []
 
     def open_both(monkeypatch: pytest.MonkeyPatch, late: bool = False, slots: int = 8) -> Ranks:
-        board, file = make_slot_counts([3, 5]), SharedSlotsFile([3, 5])
+        board, file = make_slot_counts([3, 5]), SharedFile([3, 5])
         assert board is not None
         file.resize(slots * 512)
         for rank in (3, 5):
@@ -56,11 +56,11 @@ def open_ranks() -> Iterator[Callable[..., Ranks]]:
                 monkeypatch.setattr(copy_engine, "SyncCopyQueue", LateQueue)
             opened.append(
                 RankTier(
-                    runner, slots, alone=False, board=SlotCounts(board, rank),
+                    runner, slots, alone=False, board=SlotCounts(board.address, rank),
                     integrity="sample", common=[file.address], rank=rank,
                 )
             )  # fmt: skip
-        board.remove()
+        board.close()
         file.close()
         return opened
 

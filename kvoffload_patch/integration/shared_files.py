@@ -1,9 +1,10 @@
-"""CPU slots that several ranks of a host map together, because their blocks hold the same bytes.
+"""Files in memory that the ranks of a host map together: what each has, and slots in common.
 
-The engine makes a file in memory that has no name (`memfd_create`), and the ranks open it through
-the engine's own entry in /proc, which only processes of the same user in the same container can.
-Not in /dev/shm, because a container has 64 MiB there. When all have opened it the engine closes
-it, and the memory is gone with the last rank, however that ends.
+The engine makes a file that has no name (`memfd_create`), and the ranks open it through the
+engine's own entry in /proc, which only processes of the same user in the same container can. Not in
+/dev/shm: a container has 64 MiB there, and a name stays if the engine is killed before it takes it
+away. When all have opened it the engine closes it, and the memory is gone with the last rank,
+however that ends.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class SharedSlotsAddress:
-    """Where slots are that ranks have in common.
+class SharedFileAddress:
+    """Where a file is that ranks have in common.
 
     Attributes:
         path: of the file, in the engine's /proc.
         name: what a link to it reads; another machine may have another file at that path.
-        ranks: that map it. Each stores what goes to its own slots, and loads from all.
+        ranks: that map it, in the order of their cells or slots.
     """
 
     path: str
@@ -48,11 +49,11 @@ class SharedSlotsAddress:
         return file
 
 
-class SharedSlotsFile:
+class SharedFile:
     """The engine's side: the file, until every rank has opened it.
 
     Args:
-        ranks: in whose turn slots are stored to.
+        ranks: that map it.
 
     Raises:
         OSError, AttributeError: this system has no such files.
@@ -63,11 +64,19 @@ class SharedSlotsFile:
         self._file = os.memfd_create(name, os.MFD_CLOEXEC)
         os.fchmod(self._file, 0o600)
         path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self.address = SharedSlotsAddress(path, os.readlink(path), tuple(ranks))
+        self.address = SharedFileAddress(path, os.readlink(path), tuple(ranks))
 
     def resize(self, nbytes: int) -> None:
         """Make it so long; it holds no page until one is touched."""
         os.ftruncate(self._file, nbytes)
+
+    def write(self, content: bytes) -> None:
+        """What it holds from its beginning on.
+
+        Raises:
+            OSError: there is no memory for it.
+        """
+        os.pwrite(self._file, content, 0)
 
     def close(self) -> None:
         """Ranks that have opened it keep it."""

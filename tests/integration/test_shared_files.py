@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from transfer.resident import files_opened_since, open_files
 
-from kvoffload_patch.integration.shared_slots import SharedSlotsFile
+from kvoffload_patch.integration.shared_files import SharedFile
 
 OTHER = """
 import mmap, sys
-from kvoffload_patch.integration.shared_slots import SharedSlotsAddress
+from kvoffload_patch.integration.shared_files import SharedFileAddress
 
-address = SharedSlotsAddress(sys.argv[1], sys.argv[2], (0, 1))
+address = SharedFileAddress(sys.argv[1], sys.argv[2], (0, 1))
 print(address.is_reachable(), flush=True)
 memory = mmap.mmap(address.open(), 4096)
 memory[7] = 77
@@ -31,14 +31,14 @@ sys.stdin.readline()
 
 
 @pytest.fixture
-def file() -> Iterator[SharedSlotsFile]:
-    made = SharedSlotsFile([4, 7])
+def file() -> Iterator[SharedFile]:
+    made = SharedFile([4, 7])
     made.resize(4096)
     yield made
     made.close()
 
 
-def test_a_process_that_dies_leaves_the_others_what_it_has_written(file: SharedSlotsFile) -> None:
+def test_a_process_that_dies_leaves_the_others_what_it_has_written(file: SharedFile) -> None:
     memory = mmap.mmap(file.address.open(), 4096)
     other = subprocess.Popen(
         [sys.executable, "-c", OTHER, file.address.path, file.address.name],
@@ -55,7 +55,7 @@ def test_a_process_that_dies_leaves_the_others_what_it_has_written(file: SharedS
 
 
 def test_it_is_this_users_has_no_name_and_is_gone_with_the_last_that_has_it() -> None:
-    file = SharedSlotsFile([0, 1])
+    file = SharedFile([0, 1])
     found = os.stat(file.address.path)
     assert stat.S_IMODE(found.st_mode) == 0o600 and found.st_nlink == 0
     assert file.address.ranks == (0, 1)
@@ -66,7 +66,7 @@ def test_it_is_this_users_has_no_name_and_is_gone_with_the_last_that_has_it() ->
     os.close(own)
 
 
-def test_another_file_at_the_same_place_is_not_taken_for_it(file: SharedSlotsFile) -> None:
+def test_another_file_at_the_same_place_is_not_taken_for_it(file: SharedFile) -> None:
     """As on another machine, where a process may have the same number and the same descriptor."""
     other = dataclasses.replace(file.address, name="/memfd:kvoffload-0123 (deleted)")
     assert file.address.is_reachable() and not other.is_reachable()
