@@ -115,7 +115,7 @@ ALLOWED: dict[str, set[str]] = {
     "integration.metrics": {".links"},
     "integration.protocol": {".config"},
     "integration.shared_files": set(),
-    "integration.slot_counts": {".links"},
+    "integration.slot_counts": {".links", ".integration.shared_files"},
     "integration.errors": set(),
     "patching": {"wrapt", "packaging"},
     "tier": {".links", ".own_policies", ".tier.plan"},

@@ -84,7 +84,7 @@ FAULTS = (
         "`tests/engine/test_signals.py`, `tests/engine/test_processes.py`",
     ),
     (
-        "`/dev/shm` is full, unwritable, absent or not shared",
+        "ranks share no memory: the kernel refuses it, or each has a container",
         "ranks wait for all their slots before the engine serves",
         "at the start",
         "`tests/integration/test_slot_counts.py`",
