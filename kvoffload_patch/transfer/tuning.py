@@ -26,8 +26,8 @@ READY_BLOCKS = 1024
 # for compute to begin early, each large enough for the bus. Not measured.
 LOAD_GROUPS, LOAD_GROUP_BYTES = 4, 256 << 10
 # Blocks of a run of slots, on average, from which on a run is one copy of the driver's where loads
-# come by layer, and not each row of its own: a run costs the host more than a row. Not measured
-# alone; scripts/bench enqueue has whole loads of either kind.
+# come by layer, and not each row of its own. Not measured alone; scripts/bench enqueue has whole
+# loads of either kind.
 RUN_BLOCKS = 2
 # What torch's own copies pack before they cross. Not measured: as `STORE_SLICE_BYTES`.
 STAGING_BYTES = 32 << 20
