@@ -132,6 +132,57 @@ def observe_worker(recorder: Recorder, rank: type, engine: type) -> None:
     observe(engine, "end_step", ends)
 
 
+def observe_host(recorder: Recorder, tier: type, rank: type) -> None:
+    """What the engine's thread does for a step, by the parts of `HOST`.
+
+    To be called after the other observers, whose time then counts as well.
+    """
+    before = after = begun = ended = 0.0  # when the last part began, or ended
+    step = 0
+
+    def note(part: str, number: int, seconds: float) -> None:
+        recorder.note("host", number, part, round(1000 * seconds, 3))
+
+    def looks_up(tier: Any) -> None:
+        nonlocal before
+        before = time.perf_counter()
+
+    def looked_up(result: None, tier: Any) -> None:
+        nonlocal after
+        after = time.perf_counter()
+        note("lookups", recorder.step + 1, after - before)
+
+    def plans(tier: Any, output: Any) -> None:
+        nonlocal before
+        before = time.perf_counter()
+        note("schedule", recorder.step + 1, before - after)
+
+    def planned(result: None, tier: Any, output: Any) -> None:
+        note("plan", recorder.step, time.perf_counter() - before)
+
+    def step_begins(rank: Any, plan: Any, scheduled: Any) -> None:
+        nonlocal begun, step
+        begun, step = time.perf_counter(), getattr(scheduled, "bench_step", 0)
+
+    def step_begun(result: None, rank: Any, plan: Any, scheduled: Any) -> None:
+        nonlocal ended
+        ended = time.perf_counter()
+        note("copies before", step, ended - begun)
+
+    def step_ends(rank: Any, output: Any) -> None:
+        nonlocal begun
+        begun = time.perf_counter()
+        note("launches", step, begun - ended)
+
+    def step_ended(result: Any, rank: Any, output: Any) -> None:
+        note("copies after", step, time.perf_counter() - begun)
+
+    observe(tier, "before_schedule", looks_up, looked_up)
+    observe(tier, "after_schedule", plans, planned)
+    observe(rank, "begin_step", step_begins, step_begun)
+    observe(rank, "end_step", step_ends, step_ended)
+
+
 def observe_copies(recorder: Recorder, link: type, queue: type, host_queue: type) -> None:
     """Copies on the bus, in order of each direction."""
     from kvoffload_patch.links import LOAD
@@ -207,6 +258,7 @@ def attach(worker: Any, path: str) -> dict[str, Any]:
     observe_loads(recorder, LoadBook)
     observe_worker(recorder, RankTier, CopyEngine)
     observe_copies(recorder, LinkCopies, CopyQueue, SyncCopyQueue)
+    observe_host(recorder, SchedulerTier, RankTier)
     kvoffload_patch.__dict__["_bench_recorder"] = recorder
     about = {
         "block_tokens": worker.vllm_config.cache_config.block_size,

@@ -29,6 +29,15 @@ EVENTS = {
     "returned": "step, requests that got a token",
     "bus": "whether to the GPU, ticket, when it was over, bytes",
     "device": "step, milliseconds that it waited for copies, and that it computed",
+    "host": "step, a part of what the engine's thread does for it (`HOST`), its milliseconds",
+}
+HOST = {
+    "lookups": "SchedulerTier.before_schedule: what is done, lookups, loads begun",
+    "schedule": "what vLLM's schedule does between that and the plan",
+    "plan": "SchedulerTier.after_schedule",
+    "copies before": "RankTier.begin_step: loads that the step reads are enqueued",
+    "launches": "the forward pass and sampling",
+    "copies after": "RankTier.end_step: stores and more of the loads are enqueued",
 }
 WRITE_S = 0.05
 ANCHOR_S = 0.5  # clocks drift apart by microseconds a second

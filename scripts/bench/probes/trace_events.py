@@ -73,6 +73,7 @@ class Step:
         joins: whether it computes more than a token for each request, or new ones.
         beside: whether a load crossed the bus meanwhile.
         held_ms, ran_ms: on the device, waiting for copies and computing; None if not measured.
+        host_ms: what the engine's thread did for it, by part.
     """
 
     began: float
@@ -81,6 +82,7 @@ class Step:
     beside: bool = False
     held_ms: float | None = None
     ran_ms: float | None = None
+    host_ms: dict[str, float] = field(default_factory=dict)
 
     @property
     def took_ms(self) -> float:
@@ -130,6 +132,7 @@ class _Reader:
         self.scheduled: dict[int, tuple[float, bool]] = {}
         self.returned: dict[int, float] = {}
         self.device: dict[int, tuple[float, float]] = {}
+        self.host: dict[int, dict[str, float]] = {}
 
     def _request(self, number: int) -> Request:
         return self.requests.setdefault(number, Request(number))
@@ -178,6 +181,9 @@ class _Reader:
     def on_device(self, at: float, step: int, held_ms: float, ran_ms: float) -> None:
         self.device[step] = held_ms, ran_ms
 
+    def on_host(self, at: float, step: int, part: str, took_ms: float) -> None:
+        self.host.setdefault(step, {})[part] = took_ms
+
 
 def read(lines: Iterable[str]) -> Trace:
     """The events of a file, the last line of which may be cut off."""
@@ -211,6 +217,7 @@ def _steps(reader: _Reader, loads: list[tuple[float, float, int]]) -> list[Step]
             next_load = bisect_left(ends, step.began)
             step.beside = next_load < len(loads) and loads[next_load][0] < over
             step.held_ms, step.ran_ms = reader.device.get(number, (None, None))
+            step.host_ms = reader.host.get(number, {})
             steps.append(step)
         before = over
     return steps

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from scripts.bench.common import quantile
+from scripts.bench.probes.recorder import HOST
 from scripts.bench.probes.trace_events import PHASES, Period, Request, Step, Trace
 
 ON, FLOOR = "on", "floor"
@@ -261,4 +262,6 @@ def _by_kind(steps: Sequence[Step]) -> dict[str, Any]:
         found[kind] = {"steps": len(own), "took": quantiles([step.took_ms for step in own])}
         if held and ran:
             found[kind] |= {"held": quantiles(held), "ran": quantiles(ran)}
+        host = {part: [s.host_ms[part] for s in own if part in s.host_ms] for part in HOST}
+        found[kind]["host"] = {part: quantiles(ms) for part, ms in host.items() if ms}
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from scripts.bench.common import table
+from scripts.bench.probes.recorder import HOST
 from scripts.bench.probes.trace_events import PHASES
 from scripts.bench.probes.trace_figures import FIRST, FLOOR, GAP, LONGEST, METRICS, ON, SHARES
 
@@ -22,6 +23,7 @@ def page(document: dict[str, Any]) -> str:
         parts.append(changes(document))
     if figures["steps"]:
         parts += ["Steps with all on, and of the floor, ms:", _steps(figures)]
+        parts += ["What the engine's thread does for them, ms, p50 / p90:", _host(figures)]
     return "\n\n".join(parts)
 
 
@@ -112,6 +114,18 @@ def _steps(figures: dict[str, Any]) -> str:
                 else 3 * ["-"]
             )
             rows.append(row)  # fmt: skip
+    return table(rows)
+
+
+def _host(figures: dict[str, Any]) -> str:
+    rows = [["", *HOST]]
+    for variant, kinds in figures["steps"].items():
+        for kind, found in kinds.items():
+            host = found.get("host", {})  # results of earlier commits have none
+            cells = [
+                f"{host[p]['p50']:.2f} / {host[p]['p90']:.2f}" if p in host else "-" for p in HOST
+            ]
+            rows.append([f"{_title(variant)}: {kind}", *cells])
     return table(rows)
 
 

@@ -57,6 +57,7 @@ class Engine:
         self.events.append([at, "schedule", self.step, at, 1, tokens, new])
         self.events.append([over, "returned", self.step, [self.number]])
         self.events.append([at, "device", self.step, 0.5, 1000 * (over - at) - 0.5])
+        self.events.append([at, "host", self.step, "launches", 2.0 + (tokens > 1)])
 
     def period(self, at: float, cycle: int, variant: str) -> None:
         self.events.append([at, "period", cycle, variant])
@@ -154,6 +155,8 @@ def test_steps_are_told_apart_by_what_they_compute_and_what_crosses() -> None:
         "joins": 24,
     }
     assert found[FLOOR]["joins"]["held"]["p50"] == 0.5
+    host = {kind: row["host"]["launches"]["p50"] for kind, row in found[FLOOR].items()}
+    assert host == {"decodes": 2.0, "joins": 3.0}
     trace = read(engine().lines())
     assert not any(step.beside for step in trace.steps), "each waits for its own load"
     made = Engine()
@@ -176,6 +179,7 @@ def test_a_file_makes_the_tables(tmp_path: Path) -> None:
     document = document_of(file)
     page = trace_report.page(document)
     assert "| without pieces |" in page.replace("  ", "") and "**+5.00 (" in page
+    assert "3.00 / 3.00" in page.partition("engine's thread")[2]
     bound = trace_report.bound(document)
     assert "1.0000 ms (2.0 GB/s)" in bound and "| 2.94 |" in bound
 
@@ -214,17 +218,19 @@ def test_an_observer_takes_what_a_method_takes() -> None:
 
 def test_what_is_observed_of_our_classes_is_there_and_takes_what_it_took(tmp_path: Path) -> None:
     from kvoffload_patch.integration.engine.loads import LoadBook
+    from kvoffload_patch.integration.engine.tier import SchedulerTier
     from kvoffload_patch.integration.worker.tier import RankTier
     from kvoffload_patch.transfer.engine import CopyEngine
     from kvoffload_patch.transfer.link import LinkCopies
     from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue
 
-    classes = LoadBook, RankTier, CopyEngine, LinkCopies, CopyQueue, SyncCopyQueue
-    book, *others = (type(kind.__name__, (kind,), dict(vars(kind))) for kind in classes)
+    classes = SchedulerTier, LoadBook, RankTier, CopyEngine, LinkCopies, CopyQueue, SyncCopyQueue
+    tier, book, *others = (type(kind.__name__, (kind,), dict(vars(kind))) for kind in classes)
     recorder = Recorder(tmp_path / "events.jsonl", HostClock())
     observers.observe_loads(recorder, book)
     observers.observe_worker(recorder, *others[:2])
     observers.observe_copies(recorder, *others[2:])
+    observers.observe_host(recorder, tier, others[0])
     recorder.close()
 
 
