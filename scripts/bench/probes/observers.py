@@ -137,50 +137,42 @@ def observe_host(recorder: Recorder, tier: type, rank: type) -> None:
 
     To be called after the other observers, whose time then counts as well.
     """
-    before = after = begun = ended = 0.0  # when the last part began, or ended
-    step = 0
+    parts = _Parts(recorder)
 
-    def note(part: str, number: int, seconds: float) -> None:
-        recorder.note("host", number, part, round(1000 * seconds, 3))
-
-    def looks_up(tier: Any) -> None:
-        nonlocal before
-        before = time.perf_counter()
-
-    def looked_up(result: None, tier: Any) -> None:
-        nonlocal after
-        after = time.perf_counter()
-        note("lookups", recorder.step + 1, after - before)
-
-    def plans(tier: Any, output: Any) -> None:
-        nonlocal before
-        before = time.perf_counter()
-        note("schedule", recorder.step + 1, before - after)
+    def scheduling(tier: Any) -> None:
+        parts.begin(recorder.step + 1)
 
     def planned(result: None, tier: Any, output: Any) -> None:
-        note("plan", recorder.step, time.perf_counter() - before)
+        parts.end("plan")
 
-    def step_begins(rank: Any, plan: Any, scheduled: Any) -> None:
-        nonlocal begun, step
-        begun, step = time.perf_counter(), getattr(scheduled, "bench_step", 0)
+    def running(rank: Any, plan: Any, step: Any) -> None:
+        parts.begin(getattr(step, "bench_step", 0))
 
-    def step_begun(result: None, rank: Any, plan: Any, scheduled: Any) -> None:
-        nonlocal ended
-        ended = time.perf_counter()
-        note("copies before", step, ended - begun)
+    observe(tier, "before_schedule", scheduling, lambda result, tier: parts.end("lookups"))
+    observe(tier, "after_schedule", lambda tier, output: parts.end("schedule"), planned)
+    observe(rank, "begin_step", running, lambda result, *_: parts.end("copies before"))
+    observe(
+        rank, "end_step",
+        lambda rank, output: parts.end("launches"),
+        lambda result, rank, output: parts.end("copies after"),
+    )  # fmt: skip
 
-    def step_ends(rank: Any, output: Any) -> None:
-        nonlocal begun
-        begun = time.perf_counter()
-        note("launches", step, begun - ended)
 
-    def step_ended(result: Any, rank: Any, output: Any) -> None:
-        note("copies after", step, time.perf_counter() - begun)
+class _Parts:
+    """Notes how long each part of a step took, which begins where the one before it ended."""
 
-    observe(tier, "before_schedule", looks_up, looked_up)
-    observe(tier, "after_schedule", plans, planned)
-    observe(rank, "begin_step", step_begins, step_begun)
-    observe(rank, "end_step", step_ends, step_ended)
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._step, self._since = 0, 0.0
+
+    def begin(self, step: int) -> None:
+        """The first part for a step begins."""
+        self._step, self._since = step, time.perf_counter()
+
+    def end(self, part: str) -> None:
+        """A part is over."""
+        before, self._since = self._since, time.perf_counter()
+        self._recorder.note("host", self._step, part, round(1000 * (self._since - before), 3))
 
 
 def observe_copies(recorder: Recorder, link: type, queue: type, host_queue: type) -> None:
