@@ -54,7 +54,7 @@ def _loads_by_layer() -> Changes:
 
 
 def _staging_ahead() -> Changes:
-    """No more of a load crosses before the step under way is over than fits into 256 MiB."""
+    """No more of a load crosses before the step under way is over than fits into 192 MiB."""
     from kvoffload_patch.transfer.backends.staged import _Direction
 
     def take(self: Any) -> Any:
@@ -66,7 +66,7 @@ def _staging_ahead() -> Changes:
     return ((_Direction, "take", take),)
 
 
-_STAGED_BYTES = 256 << 20
+_STAGED_BYTES = 192 << 20
 _CHANGES: dict[str, Callable[[], Changes]] = {
     "deferred stores": _deferred_stores,
     "last block loaded": _last_block,

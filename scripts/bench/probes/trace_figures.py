@@ -95,7 +95,7 @@ class Figures:
             "cycles": len(self.samples.get(ON, {})),
             "variants": variants,
             "changes": {name: self._changes(name, resamples) for name in switched},
-            "steps": {name: _by_kind(self.steps[name]) for name in (ON, FLOOR) if name in variants},
+            "steps": {name: _by_kind(steps) for name, steps in self.steps.items()},
             "bound": self.bound(),
         }
 

@@ -22,7 +22,7 @@ def page(document: dict[str, Any]) -> str:
     if figures["changes"]:
         parts.append(changes(document))
     if figures["steps"]:
-        parts += ["Steps with all on, and of the floor, ms:", _steps(figures)]
+        parts += ["Steps, ms:", _steps(figures)]
         parts += ["What the engine's thread does for them, ms, p50 / p90:", _host(figures)]
     return "\n\n".join(parts)
 
