@@ -23,7 +23,9 @@ def page(document: dict[str, Any]) -> str:
         parts.append(changes(document))
     if figures["steps"]:
         parts += ["Steps, ms:", _steps(figures)]
-        parts += ["What the engine's thread does for them, ms, p50 / p90:", _host(figures)]
+    host = _host(figures)
+    if host:
+        parts += ["What the engine's thread does for them, ms, p50 / p90:", table(host)]
     return "\n\n".join(parts)
 
 
@@ -117,16 +119,16 @@ def _steps(figures: dict[str, Any]) -> str:
     return table(rows)
 
 
-def _host(figures: dict[str, Any]) -> str:
-    rows = [["", *HOST]]
+def _host(figures: dict[str, Any]) -> list[list[str]]:
+    """None where a trace has none: those of earlier commits."""
+    rows = []
     for variant, kinds in figures["steps"].items():
-        for kind, found in kinds.items():
-            host = found.get("host", {})  # results of earlier commits have none
-            cells = [
-                f"{host[p]['p50']:.2f} / {host[p]['p90']:.2f}" if p in host else "-" for p in HOST
-            ]
-            rows.append([f"{_title(variant)}: {kind}", *cells])
-    return table(rows)
+        for kind, host in ((kind, found.get("host")) for kind, found in kinds.items()):
+            if host:
+                cells = [host.get(part) for part in HOST]
+                texts = [f"{c['p50']:.2f} / {c['p90']:.2f}" if c else "-" for c in cells]
+                rows.append([f"{_title(variant)}: {kind}", *texts])
+    return [["", *HOST], *rows] if rows else []
 
 
 EXPLAINED = (
