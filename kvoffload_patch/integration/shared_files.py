@@ -4,7 +4,8 @@ The engine makes a file that has no name (`memfd_create`), and the ranks open it
 engine's own entry in /proc, which only processes of the same user in the same container can. Not in
 /dev/shm: a container has 64 MiB there, and a name stays if the engine is killed before it takes it
 away. When all have opened it the engine closes it, and the memory is gone with the last rank,
-however that ends.
+however that ends. What /proc calls it begins with the engine's pid: a file is told from those of
+other engines also when its own has ended.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class SharedFile:
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        name = f"kvoffload-{secrets.token_hex(8)}"
+        name = f"kvoffload-{os.getpid()}-{secrets.token_hex(8)}"
         self._file = os.memfd_create(name, os.MFD_CLOEXEC)
         os.fchmod(self._file, 0o600)
         path = f"/proc/{os.getpid()}/fd/{self._file}"

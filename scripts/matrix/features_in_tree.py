@@ -35,6 +35,10 @@ SAID: dict[str, tuple[str, str]] = {
     "prefill context parallelism (PCP)": (_TAKEN, "taken"),
     "elastic expert parallelism": (_TAKEN, _TAKEN),
     "vLLM's own --kv-offloading-size": ("it is what this switches on", "likewise"),
+    "vLLM's own offloading connectors, in --kv-transfer-config": (
+        "it is one of them",
+        "likewise",
+    ),
     "kvcached": ("kvcached says that it was not tested", "kvcached says that it was not tested"),
 }
 

@@ -337,6 +337,10 @@ ROWS = (
         (f"{_RANDOM}[0]", f"{_HALF}test_vllm_events.py"),
     ),
     _refused("vLLM's own --kv-offloading-size", "another tier in CPU memory"),
+    _refused(
+        "vLLM's own offloading connectors, in --kv-transfer-config",
+        "vLLM's own connectors that offload",
+    ),
     _refused("kvcached", "kvcached")._replace(
         what="the check at start, on a release and a device on which it was not run", gpu=_KVCACHED
     ),

@@ -16,7 +16,7 @@ CPU = (
     "the same tests of evicted prefixes, late copies, abort, reset, two ranks and (from 0.11.2 on) "
     "asynchronous scheduling, on real engines on the CPU, model runner V1"
 )
-GPU = "both model runners on one H200, with and without CUDA graphs"
+GPU = "both model runners on one GPU, with and without CUDA graphs"
 SCHEDULER = (
     "its own scheduler with a faked model, and its functions and attributes against the patch table"
 )

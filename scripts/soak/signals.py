@@ -4,11 +4,11 @@ Sends a signal to a process of `vllm serve` while it starts, streams answers or 
 to a new server, plain and with the tier side by side: the server, its engine core, or one of two
 tensor-parallel workers (rank0, rank1; such a server has two of them, the others have one in the
 engine core's process). Says how long it took until all its processes
-had ended, with which status, and what was left: processes, or files in shared memory. Plain vLLM
-is the measure: where that hangs, too, it is not the tier's doing. Results go to signals.json in
---out, and a trial that is there is not made again: with --minutes, after which no further trial is
-begun, all of them can be made in parts. Status 1: one of them is worse with the tier, or some are
-left to be made.
+had ended, with which status, and what was left: processes, or files in memory that ranks share.
+Plain vLLM is the measure: where that hangs, too, it is not the tier's doing. Results go to
+signals.json in --out, and a trial that is there is not made again: with --minutes, after which no
+further trial is begun, all of them can be made in parts. Status 1: one of them is worse with the
+tier, or some are left to be made.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvoffload_patch.control import client
 from scripts.bench.common import machine, say, table, write_json
 from scripts.soak import server as servers
 from scripts.soak.server import Server
-from scripts.soak.watch import is_dead, shared_files
+from scripts.soak.watch import files_left, is_dead
 
 SIDES = ("plain", "tier")
 PHASES = ("starting", "streaming", "idle")
@@ -170,7 +170,7 @@ def phase_of(server: Server, phase: str, target: str) -> Iterator[None]:
 
 def trial(server: Server, phase: str, target: str, number: int) -> dict[str, Any]:
     """One signal, and what comes of it."""
-    before = set(shared_files())
+    before = set(files_left())
     with phase_of(server, phase, target):
         first, aim = server.pid, aim_of(server.pid, target)
         if aim is None:
@@ -186,7 +186,7 @@ def trial(server: Server, phase: str, target: str, number: int) -> dict[str, Any
     pids += left
     return {
         "ended_after_s": took, "status": status, "processes_left": left,
-        "files_left": sorted(set(shared_files()) - before) + sockets_of(pids),
+        "files_left": sorted(set(files_left()) - before) + sockets_of(pids),
     }  # fmt: skip
 
 

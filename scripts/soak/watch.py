@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 EVERY_S = 2.0
-SHARED = Path("/dev/shm")
+# As integration/shared_files.py makes them; the launch token's have an underscore.
+_SHARED = re.compile(r"/memfd:(kvoffload-(\d+)-[0-9a-f]+)")
 
 
 class Watch:
@@ -21,7 +25,7 @@ class Watch:
 
     Attributes:
         samples: of each: seconds since the start, processes, RSS in MiB, threads, descriptors, and
-            the tier's files in shared memory.
+            files in memory that ranks of theirs share.
         pids: of all processes seen.
     """
 
@@ -52,14 +56,16 @@ class Watch:
 
     def _sample(self) -> dict[str, float]:
         totals = {"processes": 0.0, "rss_mib": 0.0, "threads": 0.0, "descriptors": 0.0}
-        for process in (self._first, *self._first.children(recursive=True)):
+        family = [self._first, *self._first.children(recursive=True)]
+        for process in family:
             with suppress(psutil.Error), process.oneshot():
                 found = process.memory_info().rss, process.num_threads(), process.num_fds()
                 self.pids.add(process.pid)
                 for name, value in zip(totals, (1, found[0] / (1 << 20), *found[1:])):
                     totals[name] += value
         at = round(time.monotonic() - self._begin, 1)
-        return {"at_s": at, **totals, "shared_files": float(len(shared_files()))}
+        files = shared_files(process.pid for process in family)
+        return {"at_s": at, **totals, "shared_files": float(len(files))}
 
 
 def is_dead(pid: int) -> bool:
@@ -70,9 +76,31 @@ def is_dead(pid: int) -> bool:
         return True
 
 
-def shared_files() -> list[str]:
-    """Files of the tier in shared memory, of whichever server."""
-    return sorted(path.name for path in SHARED.glob("kvoffload-*"))
+def shared_files(pids: Iterable[int] | None = None) -> list[str]:
+    """Files in memory that ranks share and that one of these processes has open or mapped.
+
+    They have no name in any folder, so processes are what there is to look at.
+
+    Args:
+        pids: the processes; None: all whose entries this user can read.
+    """
+    return sorted({found[1] for found in _shared(psutil.pids() if pids is None else pids)})
+
+
+def files_left() -> list[str]:
+    """Files in memory that some process has although the engine that made them has ended."""
+    return sorted({found[1] for found in _shared(psutil.pids()) if is_dead(int(found[2]))})
+
+
+def _shared(pids: Iterable[int]) -> Iterable[re.Match[str]]:
+    for pid in pids:
+        process = Path(f"/proc/{pid}")
+        with suppress(OSError):
+            yield from _SHARED.finditer((process / "maps").read_text(errors="replace"))
+        with suppress(OSError):
+            for descriptor in (process / "fd").iterdir():
+                with suppress(OSError):
+                    yield from _SHARED.finditer(os.readlink(descriptor))
 
 
 def growth(samples: list[dict[str, float]], name: str) -> float:

@@ -80,6 +80,11 @@ def counts_external_hits() -> bool:
     return "vllm:external_prefix_cache_hits" in source("v1/metrics/loggers.py")
 
 
+def says_where_hits_came_from() -> bool:
+    """Whether vLLM counts cached tokens by the memory that they were in (from 0.32 on)."""
+    return '"vllm:prompt_tokens_cached_by_source"' in source("v1/metrics/loggers.py")
+
+
 def keeps_all_on_the_gpu() -> str:
     """Why nothing leaves the GPU's cache while tests run; empty if it does."""
     only_said = '"num_gpu_blocks_override=%d", num_blocks, num_gpu_blocks_override)\n    return num'

@@ -13,7 +13,7 @@ from engine import plain as vllm
 from engine.report import assert_same
 from engine.shared_memory import files_left
 
-from scripts.soak.watch import shared_files
+from scripts.soak import watch
 
 pytestmark = pytest.mark.features
 PLAYED = ["setup", "conversations", "reset"]
@@ -72,7 +72,7 @@ def test_a_node_that_is_lost_ends_the_engine_as_without_the_tier(
     real, tmp_path, record_property, when
 ):
     vllm.only_here("a lost node")
-    ends, before = [], shared_files()
+    ends, before = [], watch.files_left()
     for tier in (None, TIER):
         with nodes.SecondNode({"model": real.model}, tmp_path / "log", tier) as second:
             lost = {"TEST_LOSE": str(second.pid), **nodes.environment()}

@@ -19,7 +19,7 @@ from engine.ray_node import RayNode
 from engine.report import assert_same
 from engine.shared_memory import files_left
 
-from scripts.soak.watch import shared_files
+from scripts.soak import watch
 
 pytestmark = pytest.mark.features
 PLAYED = ["setup", "conversations"]
@@ -89,7 +89,7 @@ def test_a_rank_on_another_node_gets_the_settings(real):
 @pytest.mark.parametrize("when", ["node_lost", "node_lost_at_work"])
 def test_a_node_that_is_lost_ends_the_engine_as_without_the_tier(real, record_property, when):
     vllm.only_here("a lost node")
-    ends, before = [], shared_files()
+    ends, before = [], watch.files_left()
     for tier in (None, MODE):
         with two_nodes() as (environment, pid):
             play = real.off if tier is None else partial(real.on, tier=tier)

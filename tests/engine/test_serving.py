@@ -22,6 +22,7 @@ from kvoffload_patch.control.errors import Refused
 BLOCK = min(32, release.block_size())  # some releases know no other than 16
 PROMPT_TOKENS = 300
 OWN_CACHE = release.prefix_cache_metric()
+HITS_BY_SOURCE = "vllm:prompt_tokens_cached_by_source_total"
 PATIENCE_S = 60  # on a loaded machine
 FULL = PROMPT_TOKENS // BLOCK * BLOCK
 # The GPU's cache holds the blocks of one prompt.
@@ -117,6 +118,10 @@ def test_figures_of_every_engine_are_on_metrics_and_agree(
         assert by_source["external_kv_transfer"] == hit
         assert by_source["local_cache_hit"] == on_gpu
         assert sum(by_source.values()) == tokens
+    if release.says_where_hits_came_from():
+        rows = f"{HITS_BY_SOURCE} "
+        cached = {name.removeprefix(rows): found[name] for name in found if name.startswith(rows)}
+        assert +Counter(cached) == +Counter({"device": on_gpu, "host": hit})
 
 
 def check_commands(

@@ -1,4 +1,4 @@
-"""Files of engines that have ended are told from those of engines that start meanwhile."""
+"""Files that engines have left are told from those whose ranks are about to end."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from itertools import chain, repeat
 import pytest
 from engine import shared_memory
 
+from scripts.soak import watch
+
 
 @pytest.mark.parametrize(
     ("seen", "left"),
     [
-        ([["old", "starting"], ["old"]], set()),
-        ([["old", "starting"], ["old", "starting", "later"], ["old", "later"]], set()),
-        ([["old", "left", "starting"], ["left"]], {"left"}),
+        ([["old", "ending"], ["old"]], set()),
+        ([["old", "ending"], ["old", "ending", "later"], ["old", "later"]], set()),
+        ([["old", "left", "ending"], ["left"]], {"left"}),
     ],
 )
 def test_files_left(monkeypatch: pytest.MonkeyPatch, seen: list[list[str]], left: set[str]) -> None:
     files = chain(seen, repeat(seen[-1]))
-    monkeypatch.setattr(shared_memory, "shared_files", lambda: next(files))
+    monkeypatch.setattr(watch, "files_left", lambda: next(files))
     monkeypatch.setattr(shared_memory, "LIMIT_S", 0.3)
     assert shared_memory.files_left(["old"]) == left

@@ -24,7 +24,7 @@ from engine.forked_servers import Server, WarmServer
 from engine.shared_memory import files_left
 
 from kvoffload_patch.control import client
-from scripts.soak import signals
+from scripts.soak import signals, watch
 from scripts.soak.watch import is_dead, shared_files
 
 SIDE_BY_SIDE = 8
@@ -46,7 +46,7 @@ class Trials:
     def __init__(self, folder: Path, runtime: Path, model: Path) -> None:
         self._folder, self._model = folder, model
         self._choosing, self._ports = threading.Lock(), set[int]()
-        before = shared_files()
+        before = watch.files_left()
         env = {
             "XDG_RUNTIME_DIR": str(runtime), "KVOFFLOAD_CONTROL": "1",
             "KVOFFLOAD_CPU_GIB": "0.05", "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -91,17 +91,20 @@ class Trials:
                     return server
 
     def _send(self, server: Server, target: str, kind: str, name: str) -> dict[str, Any]:
-        """A signal, and what has ended of itself then."""
+        """A signal, what ranks shared until then, and what has ended of itself then."""
         aim, engine = signals.aim_of(server.pid, target), signals.engine_of(server.pid)
         assert aim is not None and engine is not None
         tiers = [engine.pid, *(rank.pid for rank in signals.ranks_of(server.pid))]
+        shared = shared_files(tiers)
         aim.send_signal(getattr(signal, f"SIG{kind}"))
         asked = LIMIT_S if name in (*ALL_END, *TIERS_END) else ALLOWED_S
         ended = signals.wait_until(lambda: all(map(is_dead, tiers)), asked)
         status = None
         if name in ALL_END:
             status = signals.wait_until(lambda: server.status() is not None, LIMIT_S)
-        return {"tiers_ended": ended is not None, "all_ended": status is not None}
+        return {
+            "shared": shared, "tiers_ended": ended is not None, "all_ended": status is not None,
+        }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +122,8 @@ def test_what_vllm_ends_has_ended_and_no_process_is_left(trials: Trials, name: s
 
 
 def test_no_file_and_no_socket_is_left(trials: Trials) -> None:
+    shared = [trials.found[name]["shared"] for name in NAMES if not name.startswith("starting")]
+    assert all(shared), "ranks share files while they serve, and these are not seen"
     assert trials.files == set()
     assert trials.sockets_after_a_command == []
     assert len(trials.sockets) < len(CASES), "none has taken its own away"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvoffload_patch.config import Settings
@@ -36,6 +36,8 @@ _STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
 _STATES_OF_DRAFTS_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.32.0", "cpu"): ("GDN_ATTN",),
 }
+# vLLM's own connectors that keep blocks in CPU memory (from 0.11.0 and from 0.19 on).
+_OFFLOADERS = {"OffloadingConnector", "SimpleCPUOffloadConnector"}
 # Releases of vLLM and devices on which answers beside kvcached were compared with plain vLLM's.
 _KVCACHED_SHOWN: tuple[tuple[str, str], ...] = (("0.26.0", "cuda"),)
 _REMEDY = "set KVOFFLOAD_STRICT=0 to serve without the CPU tier"
@@ -78,6 +80,9 @@ def _doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
             "expected prefill_context_parallel_size 1, with which alone the tier has been run, "
             f"found {prefill} ({_TRIES})"
         )
+    transfers = getattr(vllm_config, "kv_transfer_config", None)
+    if transfers is not None:
+        yield from _offloaders(transfers.kv_connector, transfers.kv_connector_extra_config)
     if kvcached.is_elastic(scheduler.kv_cache_manager.block_pool):
         for unseen in _kvcached_doubts(vllm_config, scheduler):
             yield f"beside kvcached: {unseen} ({_TRIES}), {_WITHOUT_KVCACHED}"
@@ -86,6 +91,19 @@ def _doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
             doubt = _unshown_states(vllm_config, members(group.kv_cache_spec))
             if doubt:
                 yield f"KV cache group {index}: {doubt} ({_TRIES})"
+
+
+def _offloaders(connector: str | None, extra: Mapping[str, Any]) -> Iterator[str]:
+    """Why nobody has run the tier beside a KV connector, or one that is within it."""
+    if connector in _OFFLOADERS:
+        yield (
+            f"expected one tier beside the GPU's cache, found {connector} in --kv-transfer-config, "
+            f"which keeps the same blocks once more ({_TRIES}); leave one of the two out"
+        )
+    if connector == "MultiConnector":
+        for one in extra.get("connectors", ()):
+            within = one.get("kv_connector_extra_config", {})
+            yield from _offloaders(one.get("kv_connector"), within)
 
 
 def _parallel_problem(vllm_config: Any, groups: Sequence[Any]) -> str | None:

@@ -15,12 +15,14 @@ from kvoffload_patch.integration.engine import eligibility
 from kvoffload_patch.integration.engine.attach import attach
 from kvoffload_patch.integration.engine.eligibility import (
     _KNOWN_SPECS,
+    _OFFLOADERS,
     _STATES_SHOWN,
     _UNCACHED_SPECS,
     check_eligible,
 )
 from kvoffload_patch.integration.engine.hooks import init_v0
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
+from kvoffload_patch.integration.install import older_than
 from scripts.matrix import features, features_gpu
 from scripts.matrix.features_rows import ROWS
 
@@ -39,7 +41,10 @@ def group(kind: str = "FullAttentionSpec", **attributes: Any) -> SimpleNamespace
 
 def config(**changes: Any) -> SimpleNamespace:
     """vLLM's configuration, of which the tier approves but for the changes."""
-    other = ("caching", "encoder_decoder", "async_scheduling", "device", "replayssm", "offloading")
+    other = (
+        "caching", "encoder_decoder", "async_scheduling", "device", "replayssm", "offloading",
+        "connectors",
+    )  # fmt: skip
     parallel = {k: v for k, v in changes.items() if k not in other}
     parallel.setdefault("pipeline_parallel_size", 1)
     return SimpleNamespace(
@@ -52,7 +57,26 @@ def config(**changes: Any) -> SimpleNamespace:
         scheduler_config=SimpleNamespace(async_scheduling=changes.get("async_scheduling", False)),
         model_config=SimpleNamespace(is_encoder_decoder=changes.get("encoder_decoder", False)),
         device_config=SimpleNamespace(device_type=changes.get("device", "cpu")),
+        kv_transfer_config=changes.get("connectors"),
     )
+
+
+def transfers(connector: str | None, *within: Any) -> SimpleNamespace:
+    """A --kv-transfer-config; with others within it, those of a MultiConnector.
+
+    So every release from 0.9.1 to 0.33.0 has it: names, and a MultiConnector's as what a user
+    wrote, which need not be complete.
+    """
+    extra = {"connectors": list(within)} if within else {"cpu_bytes_to_use": 1 << 30}
+    return SimpleNamespace(kv_connector=connector, kv_connector_extra_config=extra)
+
+
+OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+SIMPLE = {
+    "kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
+}  # fmt: skip
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
 
 def scheduler(*groups: Any, connector: Any = None, **coordinator: Any) -> SimpleNamespace:
@@ -110,6 +134,10 @@ REFUSED = {
     "elastic": (config(enable_elastic_ep=True), scheduler(), "elastic expert parallelism"),
     "another tier in CPU memory": (
         config(offloading=4.0), scheduler(), "one tier in CPU memory, found --kv-offloading-size",
+    ),
+    "vLLM's own connectors that offload": (
+        config(connectors=transfers("OffloadingConnector")), scheduler(),
+        r"one tier .* found OffloadingConnector in --kv-transfer-config, .* \(KVOFFLOAD_ALLOW_UNV",
     ),
     "kvcached": (config(device="cuda"), elastic(), "beside kvcached: expected a release that was"),
     "kvcached, keys of its own": (
@@ -266,7 +294,7 @@ def test_beside_kvcached_what_was_not_run_is_refused(
     with pytest.raises(TierRefused, match="no speculative_config"):
         shown(speculative_config=object())
     with pytest.raises(TierRefused, match="no kv_transfer_config"):
-        shown(kv_transfer_config=object())
+        shown(kv_transfer_config=transfers("NixlConnector"))
     with pytest.raises(TierRefused, match="full attention, found 2 with .*SlidingWindowSpec"):
         shown(group(), group("SlidingWindowSpec"))
     monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", "1")
@@ -300,6 +328,69 @@ def test_what_nobody_has_run_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", "1")
     (doubt,) = check_eligible(config(prefill_context_parallel_size=4), scheduler())
     assert doubt.startswith("expected prefill_context_parallel_size 1") and "found 4" in doubt
+
+
+@pytest.mark.parametrize(
+    ("connectors", "found"),
+    [
+        (transfers("OffloadingConnector"), "OffloadingConnector"),  # from 0.11.0 on
+        (transfers("SimpleCPUOffloadConnector"), "SimpleCPUOffloadConnector"),  # from 0.19 on
+        (transfers("MultiConnector", NIXL, OFFLOADING), "OffloadingConnector"),
+        (transfers("MultiConnector", SIMPLE, NIXL), "SimpleCPUOffloadConnector"),
+        (
+            transfers("MultiConnector", NIXL, {
+                "kv_connector": "MultiConnector", "kv_role": "kv_both",
+                "kv_connector_extra_config": {"connectors": [NIXL, SIMPLE]},
+            }),
+            "SimpleCPUOffloadConnector",
+        ),
+    ],
+)  # fmt: skip
+def test_vllms_own_offloading_connectors_can_be_tried(
+    monkeypatch: pytest.MonkeyPatch, connectors: Any, found: str
+) -> None:
+    with pytest.raises(TierRefused, match=f" found {found} in --kv-transfer-config, "):
+        check_eligible(config(connectors=connectors), scheduler(connector=object()))
+    monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", "1")
+    (doubt,) = check_eligible(config(connectors=connectors), scheduler(connector=object()))
+    assert f" found {found} in --kv-transfer-config, " in doubt
+    with pytest.raises(TierRefused, match="found --kv-offloading-size as well"):
+        check_eligible(config(connectors=connectors, offloading=4.0), scheduler())
+
+
+@pytest.mark.parametrize(
+    "connectors",
+    [
+        None, transfers(None), transfers("NixlConnector"), transfers("MultiConnector", NIXL),
+        transfers("MultiConnector", NIXL, {"kv_role": "kv_both"}),
+        # Only a MultiConnector has others within it.
+        transfers("NixlConnector", OFFLOADING),
+    ],
+)  # fmt: skip
+def test_other_connectors_are_approved(connectors: Any) -> None:
+    assert check_eligible(config(connectors=connectors), scheduler(connector=object())) == ()
+
+
+def test_vllms_connectors_and_their_configuration_have_these_names() -> None:
+    """Of the installed release; the table has the fields for every release."""
+    vllm_config = pytest.importorskip("vllm.config")
+    factory = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.factory")
+    known = factory.KVConnectorFactory._registry
+    assert "MultiConnector" in known
+    since = {"OffloadingConnector": "0.11.0", "SimpleCPUOffloadConnector": "0.19.0"}
+    assert set(since) == _OFFLOADERS
+    for name, release in since.items():
+        assert (name in known) == (not older_than(release)), name
+    asked = vllm_config.KVTransferConfig(**OFFLOADING)
+    assert asked.kv_connector_extra_config == {}
+    with pytest.raises(TierRefused, match="found OffloadingConnector in"):
+        check_eligible(config(connectors=asked), scheduler())
+    several = {"connectors": [NIXL, SIMPLE]}
+    asked = vllm_config.KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=several
+    )
+    with pytest.raises(TierRefused, match="found SimpleCPUOffloadConnector in"):
+        check_eligible(config(connectors=asked), scheduler())
 
 
 @pytest.mark.parametrize("release", ["0.31.0", "0.32.0", "0.33.0"])
