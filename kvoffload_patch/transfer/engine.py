@@ -65,6 +65,7 @@ class CopyEngine:
         # What the forward pass waits for by layer, and until which load.
         self._arriving: Sequence[Any] = ()
         self._last_arriving = 0
+        self._waited = set[tuple[Any, int]]()  # by which stream, for which of its groups
         self._thread: CopyThread | None = None
         self._watch: DeadlineWatch | None = None
         lock, bad = threading.RLock(), dict[str, set[int]]()
@@ -123,9 +124,17 @@ class CopyEngine:
         return bool(self._arriving)
 
     def wait_group(self, group: int) -> None:
-        """Make the current stream wait for a group of rows of what comes by layer."""
+        """Make the current stream wait for a group of rows of what comes by layer.
+
+        Once for all layers of the group: each wait costs the host time, while the device waits for
+        what it launches.
+        """
         if self._arriving:
-            self._device.current_stream().wait_event(self._arriving[group])
+            stream = self._device.current_stream()
+            waited = stream, group
+            if waited not in self._waited:
+                self._waited.add(waited)
+                stream.wait_event(self._arriving[group])
 
     def wait_all_groups(self) -> None:
         """Make the current stream wait for all of it; no `wait_group` is called for it any more."""
@@ -247,6 +256,7 @@ class CopyEngine:
             arriving = link.queue.arrivals(last)
             if len(arriving) == self._groups:
                 self._arriving = arriving
+                self._waited.clear()
         return bool(self._arriving)
 
     def _submit_after(self) -> None:

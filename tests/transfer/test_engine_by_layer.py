@@ -98,6 +98,22 @@ def test_each_layer_waits_for_its_group_and_for_no_more(rank: Rank) -> None:
     assert rank.before("layer 1") == rank.before("sampling") == [(1, 0), (1, 1)]
 
 
+def test_a_stream_waits_once_for_the_group_of_several_layers(rank: Rank) -> None:
+    compute, other = rank.cuda.current, rank.cuda.new_stream()
+    for load in (1, 2):  # of two steps
+        assert rank.engine.begin_step(Plan(load, wait=load, read=[load]), True)
+        before = len(compute.work)
+        for group in (0, 0, 1, 1):
+            rank.engine.wait_group(group)
+        assert len(compute.work) == before + 2
+        with rank.cuda.on(other):
+            rank.engine.wait_group(0)
+            rank.engine.wait_group(0)
+        assert len(other.work) == load, "what another stream waited for says nothing"
+        rank.engine.wait_all_groups()
+        rank.engine.end_step()
+
+
 def test_a_load_of_an_earlier_step_comes_by_layer_as_well(rank: Rank) -> None:
     assert not rank.engine.begin_step(Plan(1), True)
     assert rank.engine.begin_step(Plan(wait=1, read=[1]), True)
