@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
+from kvoffload_patch.integration.engine.pace import Pace
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 
@@ -33,10 +34,12 @@ class FullPromptHits:
             tokens of a step: a connector, speculative decoding, several KV cache groups; nor where
             layers keep a state.
         manager: slots and tickets.
+        pace: how long loads take.
     """
 
-    def __init__(self, view: SchedulerView, manager: OffloadManager) -> None:
+    def __init__(self, view: SchedulerView, manager: OffloadManager, pace: Pace) -> None:
         self._scheduler = view.scheduler
+        self._pace = pace
         self._manager = manager
         self._size = view.block_sizes[0]
         self._possible = (
@@ -58,6 +61,8 @@ class FullPromptHits:
         """
         if not self._possible or getattr(output, "new_block_ids_to_zero", None):
             return  # what the runner writes to a block could come after the load
+        if self._pace.awaits_layers():
+            return  # a step that computes the block begins before the loads are over
         blocks_of: dict[str, Sequence[Any]] = {}
         for new in output.scheduled_new_reqs:
             if not self._computes_last_block(new, output):

@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from kvoffload_patch.integration.engine.tuning import LAYERED_LOAD_MS
+
 
 class Pace:
     """Estimates from the times of calls; none of them decides what is right.
@@ -77,6 +79,13 @@ class Pace:
         takes_s = self.ms_per_block * num_blocks / 1000
         self._bus_free_at = max(self._now(), self._bus_free_at) + takes_s
         return self._bus_free_at
+
+    def awaits_layers(self) -> bool:
+        """Whether a step that reads the loads begun so far had better wait for them by layer.
+
+        One of decodes alone waits for them as a whole, and is over sooner after that.
+        """
+        return self.by_layer and self.ms_until(self._bus_free_at) > LAYERED_LOAD_MS
 
     def ms_until(self, at: float) -> float:
         """How long it is until a time; 0 if it has passed."""

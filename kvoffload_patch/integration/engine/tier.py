@@ -77,7 +77,7 @@ class SchedulerTier:
         self._front = front
         not_hit, taken = self._hits.forget, self._look_at_handed_out
         self._loads = LoadBook(view, manager, self.pace, not_hit, taken)
-        self._full_prompts = FullPromptHits(view, manager)
+        self._full_prompts = FullPromptHits(view, manager, self.pace)
         self._invalid = InvalidBlocks(view, manager)
         self._recency = Recency(view, manager, self._front)
         self.choice = StoreChoice(manager, self._front, self._recency, settings.store_decode)

@@ -53,20 +53,6 @@ def _loads_by_layer() -> Changes:
     return not_hidden, (LayerGate, "passes", lambda self, step: False)
 
 
-def _staging_ahead() -> Changes:
-    """No more of a load crosses before the step under way is over than fits into 192 MiB."""
-    from kvoffload_patch.transfer.backends.staged import _Direction
-
-    def take(self: Any) -> Any:
-        used = max(2, _STAGED_BYTES // self.nbytes)
-        buffer = self._buffers[self._next % used]
-        self._next = (self._next + 1) % min(used, len(self._buffers))
-        return buffer
-
-    return ((_Direction, "take", take),)
-
-
-_STAGED_BYTES = 192 << 20
 _CHANGES: dict[str, Callable[[], Changes]] = {
     "deferred stores": _deferred_stores,
     "last block loaded": _last_block,
@@ -74,7 +60,6 @@ _CHANGES: dict[str, Callable[[], Changes]] = {
     "joining early": _joining_early,
     "joining into a stall": _joining_into_a_stall,
     "loads by layer": _loads_by_layer,
-    "staging ahead": _staging_ahead,
 }
 MECHANISMS = ("nothing", *_CHANGES)
 

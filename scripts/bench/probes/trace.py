@@ -37,7 +37,7 @@ from scripts.bench.serve.load import cached, sampling
 
 ENGINE = {
     "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 40_000,
-    "num_gpu_blocks_override": 12_000, "max_num_seqs": 64, "disable_log_stats": True, "seed": 0,
+    "num_gpu_blocks_override": 12_000, "disable_log_stats": True, "seed": 0,
 }  # fmt: skip
 SMALL_ENGINE = {
     "dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 16,

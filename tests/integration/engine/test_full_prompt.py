@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from kvoffload_patch.integration.engine.full_prompt import FullPromptHits
+from kvoffload_patch.integration.engine.pace import Pace
+from kvoffload_patch.integration.engine.tuning import LAYERED_LOAD_MS
 from kvoffload_patch.links import LOAD
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies.lru import LRUPolicy
@@ -51,13 +53,15 @@ def manager() -> OffloadManager:
     return made
 
 
-def changed(step: Any, scheduler: Any, manager: OffloadManager, alone: bool = True) -> bool:
+def changed(
+    step: Any, scheduler: Any, manager: OffloadManager, alone: bool = True, pace: Pace | None = None
+) -> bool:
     """Whether a step is changed; if so, it is as it must be."""
     readers: list[str] = []
     before = vars(step).copy()
     b, a = SimpleNamespace(request_id="b"), SimpleNamespace(request_id="a")
     cached = [(b, [block(8, "x")]), (a, [block(7, "y"), block(9, KEY)])]
-    FullPromptHits(scheduler, manager).load(step, cached, readers, alone)
+    FullPromptHits(scheduler, manager, pace or Pace(1.0)).load(step, cached, readers, alone)
     plan = manager.make_plan(lambda *_: True)
     if plan is None:
         assert vars(step) == before
@@ -75,6 +79,17 @@ def changed(step: Any, scheduler: Any, manager: OffloadManager, alone: bool = Tr
 
 def test_one_token_is_computed_where_the_tier_has_the_last_block(manager: OffloadManager) -> None:
     assert changed(output(), view(), manager)
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("long", [False, True])
+def test_a_step_that_waits_for_a_long_load_by_layer_computes_the_last_block(
+    manager: OffloadManager, by_layer: bool, long: bool
+) -> None:
+    pace = Pace(ms_per_block=1.0, overlap=0.75, now=lambda: 5.0)
+    pace.by_layer = by_layer
+    pace.load_begins(int(LAYERED_LOAD_MS) + long)
+    assert changed(output(), view(), manager, pace=pace) != (by_layer and long)
 
 
 UNCHANGED: dict[str, tuple[Any, Any]] = {
@@ -115,7 +130,7 @@ def test_beside_other_loads_only_who_waits_for_one_anyway(
     manager: OffloadManager,
 ) -> None:
     assert not changed(output(), view(), manager, alone=False)
-    FullPromptHits(view(), manager).load(
+    FullPromptHits(view(), manager, Pace(1.0)).load(
         output(), [(SimpleNamespace(request_id="a"), [block(9, KEY)])], ["a"], alone=False
     )
     assert manager.make_plan(lambda *_: True) is not None
@@ -124,7 +139,7 @@ def test_beside_other_loads_only_who_waits_for_one_anyway(
 def test_older_requests_do_not_count_tokens_in_flight(manager: OffloadManager) -> None:
     shown, step = view(), output()
     shown.scheduler.requests["a"] = SimpleNamespace(num_tokens=64)
-    FullPromptHits(shown, manager).load(
+    FullPromptHits(shown, manager, Pace(1.0)).load(
         step, [(SimpleNamespace(request_id="a"), [block(9, KEY)])], [], alone=True
     )
     assert vars(shown.scheduler.requests["a"]) == {"num_tokens": 64}
