@@ -53,6 +53,7 @@ BY_LAYER = (
 )
 # Turns that come back, of chats that ran otherwise than those of `chats`.
 OTHER_CHATS = {
+    "chats-stores.json": "whole loads, by when blocks are stored",
     "chats-alone.json": "without prompts before them",
     "chats-slow-loads.json": "by layer, loads slower than at the start",
     "chats-followed.json": "by layer, what loads take followed, two servers at a time",
@@ -203,6 +204,15 @@ def trace() -> str:
 def bound() -> str:
     """What an ideal tier would take, from the same trace."""
     return _traced(trace_report.bound)
+
+
+def joins() -> str:
+    """What a request that joins costs the others, and where the host's time goes."""
+
+    def page(document: dict[str, Any]) -> str:
+        return "\n\n".join(trace_report.joins(document))
+
+    return _traced(page, "trace-joins.json")
 
 
 def slowest() -> str:
@@ -372,6 +382,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "mechanisms": mechanisms,
     "by layer": by_layer,
     "trace": trace,
+    "joins": joins,
     "bound": bound,
     "slowest": slowest,
     "goals": goals,

@@ -33,6 +33,7 @@ from scripts.bench.probes.closed_loop import Asked, ClosedLoop
 from scripts.bench.probes.switches import MECHANISMS
 from scripts.bench.probes.trace_events import read
 from scripts.bench.probes.trace_figures import FLOOR, ON, Figures
+from scripts.bench.probes.trace_joins import joins_alone
 from scripts.bench.serve.load import cached, sampling
 
 ENGINE = {
@@ -168,6 +169,7 @@ def document_of(events: Path) -> dict[str, Any]:
         trace = read(lines)
     options = trace.about["options"]
     figures = Figures(trace, options["drop"], options["guard"]).document()
+    figures["alone"] = joins_alone(trace, options["drop"])
     return {**{key: trace.about[key] for key in ("machine", "options")}, "figures": figures}
 
 

@@ -74,6 +74,8 @@ class Step:
         beside: whether a load crossed the bus meanwhile.
         held_ms, ran_ms: on the device, waiting for copies and computing; None if not measured.
         host_ms: what the engine's thread did for it, by part.
+        scheduled: when its `schedule` had returned.
+        new: requests that are in a step for the first time.
     """
 
     began: float
@@ -83,6 +85,8 @@ class Step:
     held_ms: float | None = None
     ran_ms: float | None = None
     host_ms: dict[str, float] = field(default_factory=dict)
+    scheduled: float = 0.0
+    new: list[int] = field(default_factory=list)
 
     @property
     def took_ms(self) -> float:
@@ -129,7 +133,7 @@ class _Reader:
         self.marks: list[tuple[float, int, str]] = []
         self.loads: list[tuple[float, float, int]] = []
         self.by_ticket: dict[int, Request] = {}
-        self.scheduled: dict[int, tuple[float, bool]] = {}
+        self.scheduled: dict[int, tuple[float, float, bool, list[int]]] = {}
         self.returned: dict[int, float] = {}
         self.device: dict[int, tuple[float, float]] = {}
         self.host: dict[int, dict[str, float]] = {}
@@ -160,7 +164,8 @@ class _Reader:
 
     def on_schedule(self, at: float, number: int, began: float, requests: int, tokens: int,
                     new: list[tuple[int, int]]) -> None:  # fmt: skip
-        self.scheduled[number] = began, bool(new) or tokens > requests
+        joins = bool(new) or tokens > requests
+        self.scheduled[number] = at, began, joins, [name for name, _ in new]
         for name, found in new:
             request = self._request(name)
             if request.joined is None:
@@ -212,8 +217,8 @@ def _steps(reader: _Reader, loads: list[tuple[float, float, int]]) -> list[Step]
     before = 0.0
     for number, over in sorted(reader.returned.items()):
         if number in reader.scheduled:
-            at, joins = reader.scheduled[number]
-            step = Step(max(at, before), over, joins)
+            at, began, joins, new = reader.scheduled[number]
+            step = Step(max(began, before), over, joins, scheduled=at, new=new)
             next_load = bisect_left(ends, step.began)
             step.beside = next_load < len(loads) and loads[next_load][0] < over
             step.held_ms, step.ran_ms = reader.device.get(number, (None, None))

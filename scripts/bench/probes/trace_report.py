@@ -12,6 +12,7 @@ from scripts.bench.probes.trace_figures import FIRST, FLOOR, GAP, LONGEST, METRI
 PARTS = tuple(f"p{share}" for share in SHARES)
 WORDS = {GAP: "per output token", LONGEST: "longest step of a period"}
 # Quantiles of a metric that say something with some hundred requests, or some ten periods.
+ALONE = "the cost is what the six steps up to the third one behind it take beyond six of decodes"
 SHOWN = {FIRST: PARTS, GAP: ("p50", "p99"), LONGEST: ("p50",)}
 
 
@@ -23,10 +24,17 @@ def page(document: dict[str, Any]) -> str:
         parts.append(changes(document))
     if figures["steps"]:
         parts += ["Steps, ms:", _steps(figures)]
-    host = _host(figures)
-    if host:
-        parts += ["What the engine's thread does for them, ms, p50 / p90:", table(host)]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *joins(document)])
+
+
+def joins(document: dict[str, Any]) -> list[str]:
+    """What joins cost the others, and where the host's time goes; traces of old have neither."""
+    figures, parts = document["figures"], list[str]()
+    if alone := figures.get("alone"):
+        parts += [f"Requests that join alone, ms, medians ({ALONE}):", _alone(alone)]
+    if host := _host(figures):
+        parts += ["What the engine's thread does for a step, ms, p50 / p90:", table(host)]
+    return parts
 
 
 def changes(document: dict[str, Any]) -> str:
@@ -117,6 +125,17 @@ def _steps(figures: dict[str, Any]) -> str:
             )
             rows.append(row)  # fmt: skip
     return table(rows)
+
+
+def _alone(rows: list[dict[str, Any]]) -> str:
+    found = [["", "requests", "cost", "mean cost", "first token", "launches"]]
+    for row in rows:
+        ahead = row["steps_ahead"]
+        begun = "" if ahead is None else f", steps from its load's begin: {ahead}"
+        values = [row[name] for name in ("cost", "cost_mean", "first", "launches")]
+        cells = ["-" if value is None else _number(value) for value in values]
+        found.append([f"{_title(row['variant'])}{begun}", str(row["joins"]), *cells])
+    return table(found)
 
 
 def _host(figures: dict[str, Any]) -> list[list[str]]:
