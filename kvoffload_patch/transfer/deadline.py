@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from kvoffload_patch.links import Link
-from kvoffload_patch.threads import JoinedThread
+from kvoffload_patch.threads import EXIT_S, JoinedThread
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.tuning import DEADLINE_PERIOD_S, DEADLINE_S
 
@@ -77,7 +77,7 @@ class DeadlineWatch:
         """End the thread."""
         self._closed.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(EXIT_S)  # it may be in a driver that never returns
 
     def look(self) -> None:
         """Look at each queue once; called every `DEADLINE_PERIOD_S`."""

@@ -224,10 +224,14 @@ class CopyEngine:
 
         Returns:
             Whether no copy has failed that the scheduler may not have heard of.
+
+        Raises:
+            TransferError: a copy is past its deadline.
         """
+        self._check_deadlines()
         self._submit_after()
         for link in self._all:
-            link.queue.drain()
+            link.queue.drain(self._check_deadlines)
         return not any(link.queue.failed for link in self._all)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from kvoffload_patch.transfer.deadline import Oldest
 from kvoffload_patch.transfer.device import Device
 from kvoffload_patch.transfer.errors import CopyFailed, CopyLate, failed_by
 from kvoffload_patch.transfer.integrity import Verdict
+from kvoffload_patch.transfer.tuning import POLL_S
 
 Start = Callable[["Streams | None"], Slices]
 # Queues, and which of their tickets to wait for.
@@ -228,15 +230,20 @@ class CopyQueue:
         finally:
             self._lock.release()
 
-    def drain(self) -> None:
-        """Wait, on the host, for every copy submitted."""
+    def drain(self, check: Callable[[], object] = int) -> None:
+        """Wait, on the host, for every copy submitted.
+
+        Args:
+            check: called while a copy is not done; what it raises ends the wait.
+        """
         with self._lock:
             while self.advance():
                 pass
-            self._end.synchronize()
-            with self._book:
-                while self._under_way:
-                    self._retire()
+        self.poll()
+        while self._under_way:
+            check()
+            time.sleep(POLL_S)
+            self.poll()
 
     def _begin(self, job: _Job) -> Slices:
         self.streams.blocks.wait_event(job.compute)
@@ -326,7 +333,7 @@ class SyncCopyQueue:
         """The last ticket done."""
         return self._done
 
-    def drain(self) -> None:
+    def drain(self, check: object = None) -> None:
         """Nothing is ever under way."""
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from kvoffload_patch.threads import JoinedThread
+from kvoffload_patch.threads import EXIT_S, JoinedThread
 from kvoffload_patch.transfer.device import Device
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue
@@ -57,7 +57,7 @@ class CopyThread:
     def close(self) -> None:
         """End the thread; what is queued stays queued."""
         self._end()
-        self._thread.join()
+        self._thread.join(EXIT_S)  # it may be in a driver that never returns
 
     def _end(self) -> None:
         self._closing = True

@@ -66,7 +66,7 @@ STEP_STORE_SLICES = 2
 # When the copy thread enqueues deferred stores, if no step has done so: more than three steps of
 # decodes (5.7 ms). Deferring has a row in docs/mechanisms.md, the time is not measured alone.
 DEFERRED_S = 0.02
-# Between looks at a copy that a step waits for on the host. Not measured.
+# Between looks at a copy that the host waits for. Not measured.
 POLL_S = 0.0001
 # For how long the oldest copy of a link may be due without a slice enqueued or a ticket done. The
 # largest copy that is enqueued at once is a load that a step needs, of some ten GB: 45 GB/s were

@@ -59,7 +59,7 @@ class LateQueue(_SyncCopyQueue):
             self._carry_out()
         return super().poll()
 
-    def drain(self) -> None:
+    def drain(self, check: object = None) -> None:
         while self._waiting:
             self._carry_out()
 

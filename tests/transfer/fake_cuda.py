@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ import numpy as np
 
 from kvoffload_patch.transfer import device as devices
 from kvoffload_patch.transfer import engine as copy_engine
+from kvoffload_patch.transfer import queue as copy_queue
 from kvoffload_patch.transfer.backends import staged as copy_staged
 from kvoffload_patch.transfer.backends.slots import Numbers, SlotMemory
 from kvoffload_patch.transfer.backends.tiles import TileMover
@@ -75,6 +77,9 @@ class FakeStream:
         self.append(reached)
         upto = self.given
         return lambda: self.done >= upto
+
+    def query(self) -> bool:
+        return not self.can_go_on() and not self.work
 
     def synchronize(self) -> None:
         self._cuda.run_until(self.end())
@@ -181,6 +186,8 @@ class FakeCuda:
 
     def __enter__(self) -> FakeCuda:
         self._put(devices, _KINDS={"cpu": lambda device: self})
+        # While the host naps, the device goes on.
+        self._put(copy_queue, time=SimpleNamespace(sleep=lambda seconds: self.run_one()))
         clear = TileMover.clear
         self._put(
             TileMover,
@@ -197,7 +204,7 @@ class FakeCuda:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for _ in range(4):
+        for _ in range(5):
             self._entered.pop().stop()
 
     def _put(self, where: Any, **what: Any) -> None:

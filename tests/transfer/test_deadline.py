@@ -18,6 +18,7 @@ from transfer.resident import kvoffload_threads
 from kvoffload_patch.links import CPU, GPU, LATE, LOAD, STORE
 from kvoffload_patch.tier.plan import Transfer, TransferPlan
 from kvoffload_patch.transfer import deadline
+from kvoffload_patch.transfer import queue as copy_queue
 from kvoffload_patch.transfer.backends.base import Slices, Streams
 from kvoffload_patch.transfer.deadline import DEADLINE_PERIOD_S, DEADLINE_S, DeadlineWatch, Oldest
 from kvoffload_patch.transfer.engine import CopyEngine
@@ -219,6 +220,19 @@ def test_each_link_has_a_deadline(rank: Rank) -> None:
         rank.engine.poll()
 
 
+def test_draining_raises_when_a_copy_is_late(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an engine that a step has ended would wait for it when it is closed."""
+    monkeypatch.setattr(copy_queue.time, "sleep", lambda seconds: rank.look(1))
+    rank.begin_loads(waits=((LOAD, 1),))
+    rank.engine.end_step()
+    for _ in range(2):  # at its deadline, and after it
+        with pytest.raises(TransferError, match="copy 1 from cpu to gpu .* no progress for 60 s"):
+            rank.engine.drain()
+    rank.cuda.run()
+    rank.engine.drain()
+    assert rank.done == ["load"]
+
+
 def test_a_thread_looks_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadline, "DEADLINE_PERIOD_S", 0.001)
     looked, entered = threading.Event(), []
@@ -281,6 +295,22 @@ def test_a_watch_that_cannot_look_says_so_and_leaves_copies_alone(
     assert said == (["kvoffload_patch: deadlines of copies are not watched: the device is gone"]
                     if raises else [])  # fmt: skip
     assert not watch.overdue
+
+
+def test_closing_does_not_wait_for_ever_for_a_driver_that_does_not_return(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deadline, "DEADLINE_PERIOD_S", 0.001)
+    monkeypatch.setattr(deadline, "EXIT_S", 0.01)
+    inside, over = threading.Event(), threading.Event()
+    queue: Any = SimpleNamespace(oldest=lambda: (inside.set(), over.wait(20), None)[-1])
+    watch = DeadlineWatch({LOAD: queue}, lambda: None)
+    watch.start()
+    assert inside.wait(20)
+    watch.close()
+    assert watch._thread.is_alive()
+    over.set()
+    watch._thread.join()
 
 
 def test_a_process_may_end_while_it_looks() -> None:

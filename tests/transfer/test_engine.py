@@ -138,7 +138,7 @@ class RecordingQueue(SyncCopyQueue):
         self._note("submit", ticket, "behind", queue.name, other)
         super().submit(ticket, start, behind)
 
-    def drain(self) -> None:
+    def drain(self, check: object = None) -> None:
         self._note("drain")
 
 
@@ -373,7 +373,7 @@ def test_draining_waits_for_both_directions(recording: CopyEngine, recorder: Rec
 def test_closing_drains_and_then_ends_the_copy_thread_in_any_case(
     recording: CopyEngine, recorder: Recorder, error: Exception | None
 ) -> None:
-    def drain() -> None:
+    def drain(check: object) -> None:
         recorder.calls.append("drain")
         if error is not None:
             raise error

@@ -256,6 +256,28 @@ def test_closing_ends_it_also_while_nothing_has_room(setup: Setup) -> None:
     assert kvoffload_threads() == []
 
 
+def test_closing_does_not_wait_for_ever_for_a_driver_that_does_not_return(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_thread, "EXIT_S", 0.01)
+    inside, over = threading.Event(), threading.Event()
+
+    def advance() -> bool:
+        inside.set()
+        over.wait(LONG_S)
+        return False
+
+    setup.loads.slices, setup.loads.advance = 1, advance  # type: ignore[method-assign]
+    thread = setup.start()
+    thread.wake()
+    inside.wait(LONG_S)
+    begin = time.monotonic()
+    thread.close()
+    assert time.monotonic() - begin < LONG_S / 2 and thread._thread.is_alive()
+    over.set()
+    thread._thread.join()
+
+
 def test_it_rests_when_nothing_is_queued(setup: Setup) -> None:
     setup.loads.slices = 1
     setup.run()

@@ -18,7 +18,7 @@ from kvoffload_patch.integration.slot_counts import SlotCounts
 from kvoffload_patch.integration.worker.devices import warn_if_never_run, why_refused
 from kvoffload_patch.integration.worker.memory import drop_early, early_bytes
 from kvoffload_patch.integration.worker.same_bytes import same_bytes
-from kvoffload_patch.integration.worker.tier import RankTier
+from kvoffload_patch.integration.worker.tier import LostTier, RankTier
 from kvoffload_patch.integration.worker.vllm_runner import block_layout, runner_is_patched
 from kvoffload_patch.integration.worker.weights import weights_digest
 from kvoffload_patch.memory import attainable_memory_bytes, shareable
@@ -155,7 +155,8 @@ def finish_rank(worker: Any, plan: TransferPlan | None) -> None:
     """Carry out the loads that no step will bring, finish every copy and take no more part.
 
     Raises:
-        RuntimeError: a load that is promised has failed, or there is no tier to carry it out.
+        RuntimeError: a load that is promised has failed, a copy is past its deadline, or there is
+            no tier to carry it out. No step begins any more then, if the engine goes on.
     """
     tier = getattr(worker.model_runner, TIER, None)
     if tier is None:
@@ -163,9 +164,13 @@ def finish_rank(worker: Any, plan: TransferPlan | None) -> None:
             raise RuntimeError("expected this rank's tier to be open, found none")
         return
     try:
-        tier.finish(plan)
-    finally:
-        close_rank(worker)
+        try:
+            tier.finish(plan)
+        finally:
+            close_rank(worker)
+    except BaseException as error:
+        setattr(worker.model_runner, TIER, LostTier(error))
+        raise
 
 
 def digest_weights(worker: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from kvoffload_patch.config import as_given
 from kvoffload_patch.integration.shared_files import SharedFileAddress
@@ -259,7 +259,11 @@ class RankTier:
         self._check_promised()
 
     def close(self) -> None:
-        """Drain and free."""
+        """Drain and free.
+
+        Raises:
+            TransferError: a copy is past its deadline; what it may read or write is not freed.
+        """
         if self._gate is not None:
             self._gate.close()
         self._engine.close()
@@ -336,3 +340,27 @@ class RankTier:
 
     def _moved(self) -> bool:
         return bool(first_pointer(self._runner) != self._pointer)
+
+
+class LostTier:
+    """What a rank has in the place of a tier that could not be finished: it begins no step.
+
+    Its blocks may lack bytes that were promised, or a copy may write to them still.
+
+    Args:
+        why: what finishing has raised.
+    """
+
+    def __init__(self, why: BaseException) -> None:
+        self._why = " ".join(f"{why}".split()) or type(why).__name__
+
+    def begin_step(self, plan: object, step: object) -> NoReturn:
+        """Raises RuntimeError."""
+        raise RuntimeError(
+            f"kvoffload_patch: expected the CPU tier of this rank to be finished, found that it "
+            f"could not be ({self._why}), so a step may lack bytes that were promised to it; "
+            "restart the server, or set KVOFFLOAD_DISABLE=1 to serve without it."
+        )
+
+    def close(self) -> None:
+        """Nothing can be given back."""

@@ -29,6 +29,7 @@ from kvoffload_patch.links import LOAD, MISMATCH, RAISED, STORE
 from kvoffload_patch.tier.plan import TransferPlan
 from kvoffload_patch.transfer import engine as copy_engine
 from kvoffload_patch.transfer.backends.torch import TorchBackend
+from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.integrity import EVERY
 
 STEP = SimpleNamespace(total_num_scheduled_tokens=5, num_scheduled_tokens={"a": 5})
@@ -323,7 +324,31 @@ def test_a_rank_that_cannot_keep_a_promise_says_so_and_closes(
             rpc.finish_rank(worker, plan)
     else:
         rpc.finish_rank(worker, plan)  # a parked load that nobody reads
-    assert closed == [1] and not hasattr(runner, TIER)
+    assert closed == [1] and hasattr(runner, TIER) == bool(promised)
+    if promised:  # the engine may go on, after a client's reset say
+        with pytest.raises(
+            RuntimeError, match=r"could not be \(.* copy 1 .*\), so a step may lack"
+        ):
+            getattr(runner, TIER).begin_step(None, STEP)
+        rpc.close_rank(worker)
+        assert not hasattr(runner, TIER)
+
+
+def test_a_rank_whose_copies_never_end_begins_no_step_any_more(
+    tier: rank.RankTier, runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may still write to blocks that others have by then, whatever they do later."""
+
+    def never(check: object) -> None:
+        raise TransferError("copy 1 makes no progress")
+
+    monkeypatch.setattr(tier._engine._all[0].queue, "drain", never)
+    with pytest.raises(TransferError):
+        rpc.finish_rank(worker_of(tier, runner), None)
+    assert tier._host.slots.any(), "nothing was given back"
+    with pytest.raises(RuntimeError, match=r"could not be \(copy 1 makes no progress\)"):
+        getattr(runner, TIER).begin_step(None, STEP)
+    monkeypatch.undo()
 
 
 def test_a_rank_that_is_wiped_has_made_its_copies_and_keeps_nothing(tier: rank.RankTier) -> None:
