@@ -8,6 +8,7 @@ driver. The step reads one attribute.
 | compute before it is not over | nothing: the copy is not due |
 | none of it is enqueued | it fails, and its ticket is done: the device does not know its blocks |
 | some of it is enqueued | the next step raises: the device may still read or write its blocks |
+| no step comes, because what would raise waits for the copy | after `GRACE_S` the process ends |
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from typing import NamedTuple, Protocol
 from kvoffload_patch.links import Link
 from kvoffload_patch.threads import EXIT_S, JoinedThread
 from kvoffload_patch.transfer.errors import TransferError
-from kvoffload_patch.transfer.tuning import DEADLINE_PERIOD_S, DEADLINE_S
+from kvoffload_patch.transfer.tuning import DEADLINE_PERIOD_S, DEADLINE_S, GRACE_S
 
 logger = logging.getLogger("vllm.kvoffload_patch")
+
+_WAY_OUT = "restart the server, or set KVOFFLOAD_DISABLE=1 to serve without it."
 
 
 class Oldest(NamedTuple):
@@ -44,28 +47,42 @@ class Watched(Protocol):
 
     def oldest(self) -> Oldest | None: ...
     def expire(self, ticket: int, reason: str) -> bool: ...
+    def awaited(self) -> bool: ...
 
 
 class DeadlineWatch:
     """Looks at queues in a thread of its own, until it is closed.
 
-    Time counts in looks: a process that was stopped for a while has not looked.
+    Time counts in looks: a process that was stopped for a while has not looked, and each look asks
+    the queues again.
 
     Args:
         queues: by link.
         enter: called first on the thread.
+        busy: whether the step's thread is between two points at which it would raise.
+        end: ends the process. None: it is not to be ended.
 
     Attributes:
         overdue: whether a copy that the device may still carry out is past its deadline.
     """
 
-    def __init__(self, queues: Mapping[Link, Watched], enter: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        queues: Mapping[Link, Watched],
+        enter: Callable[[], object],
+        busy: Callable[[], bool] = bool,
+        end: Callable[[], object] | None = None,
+    ) -> None:
         self.overdue = False
         self._queues = queues
         self._enter = enter
+        self._busy = busy
+        self._end = end
         self._seen: dict[Link, Oldest] = {}
         self._looks: dict[Link, int] = {}  # since there was progress
         self._late: dict[Link, str] = {}
+        self._checked = False  # since the last look
+        self._held_up = 0  # looks at which somebody waited, and nobody has checked
         self._closed = threading.Event()
         self._thread = JoinedThread(self._run, "kvoffload-deadlines", self._closed.set)
 
@@ -90,8 +107,9 @@ class DeadlineWatch:
                 continue
             self._seen[link] = oldest
             self._looks[link] = self._looks.get(link, -1) + 1
-            if self._looks[link] * DEADLINE_PERIOD_S >= DEADLINE_S and link not in self._late:
+            if self._age(link) >= DEADLINE_S and link not in self._late:
                 self._is_late(link, queue, oldest.ticket)
+        self._look_who_waits()
 
     def check(self) -> None:
         """To be called while `overdue`.
@@ -99,6 +117,7 @@ class DeadlineWatch:
         Raises:
             TransferError: a copy that the device may still carry out is past its deadline.
         """
+        self._checked = True
         for link, sentence in list(self._late.items()):
             oldest = self._queues[link].oldest()
             if oldest is not None and oldest == self._seen.get(link):
@@ -110,9 +129,11 @@ class DeadlineWatch:
             logger.warning("kvoffload_patch: copies from %s to %s make progress again.", *link)
             self.overdue = bool(self._late)
 
+    def _age(self, link: Link) -> float:
+        return self._looks[link] * DEADLINE_PERIOD_S
+
     def _is_late(self, link: Link, queue: Watched, ticket: int) -> None:
-        age = self._looks[link] * DEADLINE_PERIOD_S
-        what = f"expected copy {ticket} from {link[0]} to {link[1]} to be done by now, found"
+        age, what = self._age(link), _overdue(link, ticket)
         if queue.expire(ticket, f"{what} it queued after {age:.0f} s, and gave it up."):
             logger.error(
                 "kvoffload_patch: %s it queued after %.0f s; it counts as failed.", what, age
@@ -120,11 +141,38 @@ class DeadlineWatch:
             return
         self._late[link] = (
             f"{what} no progress for {age:.0f} s; the device may still read or write its "
-            "blocks, so the CPU tier stops here: restart the server, or set KVOFFLOAD_DISABLE=1 "
-            "to serve without it."
+            f"blocks, so the CPU tier stops here: {_WAY_OUT}"
         )
         logger.error("kvoffload_patch: %s", self._late[link])
         self.overdue = True
+
+    def _look_who_waits(self) -> None:
+        """Count for how long a late copy has held up what would raise it."""
+        checked, self._checked = self._checked, False
+        before, self._held_up = self._held_up, 0
+        if self._late and not checked and self._somebody_waits():
+            self._held_up = before + 1
+            since = before * DEADLINE_PERIOD_S
+            if since >= GRACE_S > since - DEADLINE_PERIOD_S:
+                self._give_up()
+
+    def _somebody_waits(self) -> bool:
+        return self._busy() or any(queue.awaited() for queue in self._queues.values())
+
+    def _give_up(self) -> None:
+        link = next(iter(self._late))
+        what = (
+            f"{_overdue(link, self._seen[link].ticket)} no progress for {self._age(link):.0f} s, "
+            f"{GRACE_S:.0f} s of which it has held up the step that would raise that"
+        )
+        if self._end is None:
+            logger.error(
+                "kvoffload_patch: %s; this process is not vLLM's own, so it is left to you: end "
+                "it, and %s", what, _WAY_OUT,
+            )  # fmt: skip
+            return
+        logger.error("kvoffload_patch: %s, so this process ends: %s", what, _WAY_OUT)
+        self._end()
 
     def _run(self) -> None:
         try:
@@ -133,3 +181,7 @@ class DeadlineWatch:
                 self.look()
         except Exception as error:  # noqa: BLE001 - the copies themselves may be all right
             logger.warning("kvoffload_patch: deadlines of copies are not watched: %s", error)
+
+
+def _overdue(link: Link, ticket: int) -> str:
+    return f"expected copy {ticket} from {link[0]} to {link[1]} to be done by now, found"

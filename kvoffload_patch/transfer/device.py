@@ -1,9 +1,9 @@
 """Devices: streams, events, registered memory and copies by the driver, behind one interface.
 
 Another kind of device is a module of `devices/`, a row of `_KINDS`, and, where none of the copy
-backends does, one of these. A stream is any object with ``wait_event``, ``wait_stream`` and
-``synchronize``, an event one with ``record``, ``query`` and ``synchronize``, as PyTorch has them;
-an event that was never recorded counts as done.
+backends does, one of these. A stream is any object with ``wait_event``, ``wait_stream``, ``query``
+and ``synchronize``, an event one with ``record``, ``query`` and ``synchronize``, as PyTorch has
+them; an event that was never recorded counts as done.
 """
 
 from __future__ import annotations

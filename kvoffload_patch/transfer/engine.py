@@ -48,6 +48,8 @@ class CopyEngine:
             many are usable, or raises.
         more: what copies on further links.
         turn: to which CPU slots this rank stores.
+        end: ends the process of this rank, when a copy never ends and nobody is left who could
+            raise it. None: that process is not to be ended.
     """
 
     def __init__(
@@ -57,8 +59,11 @@ class CopyEngine:
         wait_ready: Callable[[int], None] | None = None,
         more: Mapping[Link, Copy] | None = None,
         turn: Turn = ALONE,
+        end: Callable[[], object] | None = None,
     ) -> None:
         self._device = device_of(layout.device)
+        self._end = end
+        self._busy = False  # a step has begun and not ended, or copies are waited for
         self._deferred: Plan | None = None  # its transfers after the forward pass are to be taken
         self._stores_deferred = False  # stores were, by the step before
         self._groups = len(backend.groups)
@@ -98,6 +103,7 @@ class CopyEngine:
                 past its deadline.
         """
         self._check_deadlines()
+        self._busy = True
         self.wait_all_groups()  # of a forward pass that did not come to its end
         if self._deferred:  # its step has not ended
             self._submit_after()
@@ -165,6 +171,7 @@ class CopyEngine:
         for link in self._into_gpu:
             link.queue.top_up(STEP_LOAD_SLICES, meanwhile=self._top_up_stores)
         self._wake()
+        self._busy = False
 
     def poll(self) -> Progress:
         """What is done; never waits.
@@ -229,9 +236,13 @@ class CopyEngine:
             TransferError: a copy is past its deadline.
         """
         self._check_deadlines()
-        self._submit_after()
-        for link in self._all:
-            link.queue.drain(self._check_deadlines)
+        self._busy = True
+        try:
+            self._submit_after()
+            for link in self._all:
+                link.queue.drain(self._check_deadlines)
+        finally:
+            self._busy = False
         return not any(link.queue.failed for link in self._all)
 
     def close(self) -> None:
@@ -292,7 +303,7 @@ class CopyEngine:
 
     def _new_watch(self) -> DeadlineWatch:
         queues = {link.link: link.queue for link in self._all if isinstance(link.queue, CopyQueue)}
-        return DeadlineWatch(queues, self._device.use)
+        return DeadlineWatch(queues, self._device.use, lambda: self._busy, self._end)
 
     def _check_deadlines(self) -> None:
         if self._watch is not None and self._watch.overdue:

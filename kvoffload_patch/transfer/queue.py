@@ -75,6 +75,7 @@ class CopyQueue:
         self._enqueued = 0  # slices so far
         self._spare: list[Any] = []
         self._done = 0
+        self._waiter: Any = None  # the stream of compute that was made to wait last
         # The ends of the last slices. An event that was never recorded counts as done.
         self._slice_ends = deque(device.new_event() for _ in range(slices_ahead))
         self._joined = device.new_event()
@@ -151,8 +152,14 @@ class CopyQueue:
             self.flush(ticket)
             event = self._end_of(ticket)
             if event is not None:
-                waiter = self._device.current_stream() if stream is None else stream
-                waiter.wait_event(event)
+                if stream is None:
+                    stream = self._waiter = self._device.current_stream()
+                stream.wait_event(event)
+
+    def awaited(self) -> bool:
+        """Whether compute that was made to wait for a copy is not over; never waits."""
+        waiter = self._waiter
+        return waiter is not None and not waiter.query()
 
     def _end_of(self, ticket: int) -> Any:
         """The event that no copy up to ``ticket`` is later than; None if all are done."""

@@ -72,7 +72,11 @@ POLL_S = 0.0001
 # largest copy that is enqueued at once is a load that a step needs, of some ten GB: 45 GB/s were
 # measured, and 1 GB/s would do. Below the 300 s after which vLLM gives up.
 DEADLINE_S = 60.0
-# Between looks for that: each takes Python from the step, so they are few. Not measured.
+# For how long such a copy may then hold up the step that would raise it, before the process of the
+# rank ends. Steps come by many times in it, and some 90 s in all are well below the 300 s, which
+# vLLM has with several processes only. Not measured.
+GRACE_S = 30.0
+# Between looks for both: each takes Python from the step, so they are few. Not measured.
 DEADLINE_PERIOD_S = 1.0
 
 # --- memory ---

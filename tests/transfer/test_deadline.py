@@ -13,6 +13,7 @@ import pytest
 import torch
 from exits import TIMES, exits
 from transfer.fake_cuda import FakeCuda
+from transfer.hung_process import HungProcess
 from transfer.resident import kvoffload_threads
 
 from kvoffload_patch.links import CPU, GPU, LATE, LOAD, STORE
@@ -25,8 +26,10 @@ from kvoffload_patch.transfer.engine import CopyEngine
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.queue import CopyQueue
+from kvoffload_patch.transfer.tuning import GRACE_S
 
 LOOKS = round(DEADLINE_S / DEADLINE_PERIOD_S)
+GRACE = round(GRACE_S / DEADLINE_PERIOD_S)
 LOGGER = "vllm.kvoffload_patch"
 
 
@@ -39,12 +42,17 @@ class Rank:
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
         self.done: list[str] = []
-        self.engine: Any = CopyEngine(BlockLayout([torch.zeros(4, 3)], 4), self)
+        self.ended = 0
+        layout = BlockLayout([torch.zeros(4, 3)], 4)
+        self.engine: Any = CopyEngine(layout, self, end=self._end)
         lock = threading.RLock()
         for link, copies in self.engine._links.items():
             copies.queue = CopyQueue(cuda, lock, link[1] != GPU, slices_ahead=9)
         self.loads, self.stores = (self.engine._links[link].queue for link in (LOAD, STORE))
         self.watch = self.engine._watch = self.engine._new_watch()
+
+    def _end(self) -> None:
+        self.ended += 1
 
     def load(self, ids: Any, slots: Any, streams: Streams | None = None) -> Slices:
         return self._copy("load", ids, streams)
@@ -220,6 +228,100 @@ def test_each_link_has_a_deadline(rank: Rank) -> None:
         rank.engine.poll()
 
 
+@pytest.mark.parametrize("where", ["on the device", "in the driver"])
+def test_a_copy_that_holds_up_who_would_raise_ends_the_process(
+    where: str, rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stream of compute waits for it, or the thread of the step is within a call."""
+    if where == "on the device":
+        rank.begin_loads(waits=((LOAD, 1),))
+        rank.engine.end_step()
+    else:
+        rank.begin_loads(slices=2)
+        rank.loads.advance()
+    rank.look(LOOKS + GRACE)
+    assert rank.watch.overdue and not rank.ended
+    del caplog.records[:]
+    rank.look(1)
+    assert rank.ended == 1
+    (said,) = [record.message for record in caplog.records]
+    assert (
+        "expected copy 1 from cpu to gpu to be done by now, found no progress for 90 s, 30" in said
+    )
+    assert "so this process ends: restart the server" in said
+    rank.look(3 * GRACE)
+    assert rank.ended == 1 and len(caplog.records) == 1
+
+
+def test_a_process_that_is_not_to_be_ended_is_left_with_a_sentence(
+    rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank.engine._end = None
+    rank.watch = rank.engine._watch = rank.engine._new_watch()
+    rank.begin_loads(waits=((LOAD, 1),))
+    rank.look(LOOKS + GRACE + 9)
+    assert not rank.ended
+    said = [r.message for r in caplog.records if "this process is not vLLM's own" in r.message]
+    assert len(said) == 1 and "copy 1 from cpu to gpu" in said[0]
+
+
+def test_a_step_that_comes_raises_and_the_process_goes_on(rank: Rank) -> None:
+    """Whatever becomes of what it has raised."""
+    rank.begin_loads(waits=((LOAD, 1),))
+    rank.look(LOOKS + 1)
+    for _ in range(5):
+        rank.look(GRACE - 1)
+        with pytest.raises(TransferError, match="no progress for 60 s"):
+            rank.engine.begin_step(None)
+    assert not rank.ended
+    rank.look(GRACE + 2)
+    assert rank.ended, "it has not come again"
+
+
+@pytest.mark.parametrize("link", [LOAD, STORE], ids=["load", "store"])
+def test_a_copy_that_nobody_waits_for_leaves_an_idle_process_as_it_is(
+    link: Any, rank: Rank
+) -> None:
+    """Nothing was promised: it may end yet. The step that comes next raises."""
+    transfer = Transfer(1, *link, (1,), (2,))
+    before, after = ((transfer,), ()) if link == LOAD else ((), (transfer,))
+    rank.engine.begin_step(TransferPlan(before, after))
+    rank.engine.end_step()
+    rank.engine._links[link].queue.flush(1)
+    rank.compute()
+    rank.look(LOOKS + 9 * GRACE)
+    assert rank.watch.overdue and not rank.ended
+    with pytest.raises(TransferError, match="no progress for 60 s"):
+        rank.engine.begin_step(None)
+
+
+def test_a_late_copy_that_goes_on_begins_the_grace_again(rank: Rank) -> None:
+    rank.begin_loads(3, waits=((LOAD, 3),))
+    rank.look(LOOKS + GRACE)
+    while rank.loads.poll() < 1 and rank.loads.streams.blocks.can_go_on():
+        rank.loads.streams.blocks.go_on()
+    rank.look(LOOKS + GRACE)
+    assert not rank.ended
+    rank.look(2)
+    assert rank.ended
+
+
+@pytest.mark.parametrize("goes_on", [True, False], ids=["it ends then", "it never ends"])
+def test_a_process_that_is_stopped_meanwhile_is_not_ended_for_that(goes_on: bool) -> None:
+    """By a debugger, or with its whole machine: copies are given their time once it goes on."""
+    with HungProcess() as process:
+        process.wait_until_overdue()
+        process.stop_for(HungProcess.GRACE_S)
+        if goes_on:
+            assert process.status(0.3) is None, process.log()
+            process.let_copies_go_on()
+            assert process.status(HungProcess.GRACE_S) is None, process.log()
+            assert "make progress again" in process.log()
+        else:
+            assert process.status(20) == HungProcess.STATUS
+            assert "so this process ends" in process.log()
+
+
 def test_draining_raises_when_a_copy_is_late(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else an engine that a step has ended would wait for it when it is closed."""
     monkeypatch.setattr(copy_queue.time, "sleep", lambda seconds: rank.look(1))
@@ -228,6 +330,7 @@ def test_draining_raises_when_a_copy_is_late(rank: Rank, monkeypatch: pytest.Mon
     for _ in range(2):  # at its deadline, and after it
         with pytest.raises(TransferError, match="copy 1 from cpu to gpu .* no progress for 60 s"):
             rank.engine.drain()
+    assert not rank.ended
     rank.cuda.run()
     rank.engine.drain()
     assert rank.done == ["load"]

@@ -19,6 +19,7 @@ from kvoffload_patch.integration.engine import control, metrics
 from kvoffload_patch.integration.engine.breaker import Breaker
 from kvoffload_patch.integration.engine.elastic_tier import ElasticTier
 from kvoffload_patch.integration.engine.eligibility import check_eligible
+from kvoffload_patch.integration.engine.ending import ending
 from kvoffload_patch.integration.engine.tier import SchedulerTier
 from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.weights import can_keep
@@ -117,7 +118,7 @@ def connect(
 
 
 def _attach(engine_core: Any, vllm_config: Any) -> None:
-    ranks = RankGroup(engine_core.model_executor)
+    ranks = RankGroup(engine_core.model_executor, ending(engine_core))
     try:
         scheduler = engine_core.scheduler
         _check_scheduler(scheduler)

@@ -34,6 +34,9 @@ PARKED_TIMES = 1024
 # most, for which vLLM has 300 s.
 OPEN_TIMEOUT_S = 1800.0
 RPC_TIMEOUT_S = 300.0
+# What an engine core's own thread takes to send that it is dead, before its process ends: a moment,
+# unless that thread has no turn at Python. Not measured.
+SENDING_S = 2.0
 # A command is withdrawn if no step has ended by then, which is a step that hangs: vLLM itself waits
 # 300 s for one, which is too long for a user who types a command. Not measured.
 CONTROL_TAKE_S = 30.0

@@ -24,12 +24,16 @@ from kvoffload_patch.tier.plan import TransferPlan
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
+# vLLM's executors that start a process for each rank.
+_HAVE_PROCESSES = ("vllm.v1.executor.multiproc_", "vllm.v1.executor.ray_")
+
 
 class RankGroup:
     """The workers of an executor.
 
     Args:
         executor: vLLM's executor, its workers started.
+        end: ends this process; None: it is not to be ended.
 
     Attributes:
         num_slots: CPU slots on each rank, once opened and grown.
@@ -45,8 +49,9 @@ class RankGroup:
             the forward pass waits for loads as a whole.
     """
 
-    def __init__(self, executor: Any) -> None:
+    def __init__(self, executor: Any, end: Callable[[], object] | None = None) -> None:
         self._executor = executor
+        self._end = end
         self.num_slots = self.num_usable = self.block_bytes = self.slot_bytes = 0
         self.load_ms_per_block = self.overlap = 0.0
         self.copies = self.size = ""
@@ -90,7 +95,7 @@ class RankGroup:
                 member = next(r for r in ranks if r.rank in file.address.ranks)
                 file.resize(self.num_slots * member.slot_bytes)
             shared = board, [file.address for file in files]
-            how = self.num_slots, backend, integrity, *shared, by_layer
+            how = self.num_slots, backend, integrity, *shared, by_layer, self._end_of_ranks()
             opened = self._call(worker_side.open_rank, *how, timeout_s=OPEN_TIMEOUT_S)
         _refuse_errors(opened, "failed to open the CPU tier")
         self.num_usable = min(r.num_ready for r in opened)
@@ -102,6 +107,13 @@ class RankGroup:
         if len(ranks) == 1:
             [rank] = self._call(worker_side.rank_here, worker_side.this_process())
             self._here = rank.loads_done if rank is not None else None
+
+    def _end_of_ranks(self) -> Callable[[], object] | None:
+        """What ends the process of a rank; None where that may be a user's own."""
+        classes = type(self._executor).__mro__
+        if any(c.__module__.startswith(_HAVE_PROCESSES) for c in classes):
+            return worker_side.end_process
+        return self._end if hasattr(self._executor, "driver_worker") else None
 
     def _divide(self, ranks: Sequence[RankGeometry], cpu_bytes: int | None, engines: int) -> None:
         """Find how many slots there are to be."""

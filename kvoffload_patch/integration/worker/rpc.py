@@ -98,10 +98,12 @@ def open_rank(
     board: SharedFileAddress | None = None,
     slots: Sequence[SharedFileAddress] = (),
     by_layer: bool = False,
+    end: Callable[[], object] | None = None,
 ) -> RankOpened:
     """Allocate the slots, prove one block's round trip, and take part from the next step on.
 
     With ``slots`` in common, on some ranks or all, no rank is asked what it alone has done.
+    ``end`` ends the process of the rank; None: that is not to be ended, whatever comes.
     """
     who = {"rank": worker.rank, "pid": os.getpid()}
     try:
@@ -115,6 +117,7 @@ def open_rank(
             common=slots,
             rank=worker.rank,
             by_layer=by_layer,
+            end=end,
         )
         setattr(worker.model_runner, TIER, tier)
         # On a host that has workers only, no engine will say so.
@@ -179,6 +182,11 @@ def digest_weights(worker: Any) -> str:
         return weights_digest(worker.model_runner.get_model())
     except Exception:  # noqa: BLE001 - unknown, so these count as other weights
         return ""
+
+
+def end_process() -> None:
+    """End this process at once: a thread of it is blocked, so it cannot end in order."""
+    os._exit(1)
 
 
 def this_process() -> tuple[str, int]:

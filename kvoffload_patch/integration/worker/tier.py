@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from kvoffload_patch.config import as_given
@@ -42,6 +42,7 @@ class RankTier:
             have done, as the board says.
         rank: of this runner, among those.
         by_layer: whether the forward pass waits for loads layer by layer where it can.
+        end: ends this process, see `CopyEngine`.
 
     Attributes:
         overlap: which part of a load may be on its way when the step that reads it begins.
@@ -61,6 +62,7 @@ class RankTier:
         common: Sequence[SharedFileAddress] = (),
         rank: int = 0,
         by_layer: bool = False,
+        end: Callable[[], object] | None = None,
     ) -> None:
         shared = next((address for address in common if rank in address.ranks), None)
         self._together = bool(common)
@@ -83,7 +85,7 @@ class RankTier:
             measured = MEASURED_BYTES // layout.block_bytes if self._tells_slots else num_slots
             ready = self._host.wait_up_to(measured)
             own = (shared.ranks.index(rank), len(shared.ranks)) if shared else (0, 1)
-            self._open_copies(layout, ready, backend, integrity, own, by_layer)
+            self._open_copies(layout, ready, backend, integrity, own, by_layer, end)
         except BaseException:
             if self._gate is not None:
                 self._gate.close()
@@ -98,6 +100,7 @@ class RankTier:
         integrity: str,
         own: tuple[int, int],
         by_layer: bool,
+        end: Callable[[], object] | None,
     ) -> None:
         """Choose a backend by its speed with the first slots, and prove a block's round trip.
 
@@ -126,8 +129,8 @@ class RankTier:
             self._load_times.start_from(self._load_ms_per_byte)
         # What was stored to try it has none: another rank may be the one that stores there.
         self._checksums.forget_all()
-        wait_ready = self._host.wait_ready
-        self._engine = CopyEngine(layout, chosen.backend, wait_ready, turn=Turn(*own))
+        wait_ready, turn = self._host.wait_ready, Turn(*own)
+        self._engine = CopyEngine(layout, chosen.backend, wait_ready, turn=turn, end=end)
 
     @property
     def num_ready(self) -> int:

@@ -45,11 +45,13 @@ class Executor:
     def __init__(self, fails: str = "", how: Exception | None = None) -> None:
         self.fails, self.how = fails, how
         self.calls: list[str] = []
+        self.told: dict[str, tuple[Any, ...]] = {}
         self.open = False
 
     def collective_rpc(self, function: Any, timeout: float, args: tuple[Any, ...]) -> list[Any]:
         name = function.__name__
         self.calls.append(name)
+        self.told[name] = args
         self.open = (self.open or name == "open_rank") and name != "close_rank"
         if name == self.fails:
             if self.how is not None:
@@ -110,6 +112,20 @@ def test_the_front_end_is_told_of_a_tier_and_of_a_refusal(
     assert found["tier_state", state] == 1
     assert fails or found["capacity_bytes",] == OPENED.num_ready * RANK.block_bytes
     detach(core)
+
+
+@pytest.mark.parametrize("whose", ["vLLM's", "the user's"])
+def test_a_rank_in_the_process_of_the_engine_may_end_that_if_it_is_vllms_own(whose: str) -> None:
+    mini, executor = Mini(tier=False), Executor()
+    executor.driver_worker = object()  # type: ignore[attr-defined]
+    core = engine(mini, executor)
+    if whose == "vLLM's":
+        core.output_queue = queue.Queue()
+        core.vllm_config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
+    attach(core, mini.config)
+    end = executor.told["open_rank"][-1]
+    detach(core)
+    assert callable(end) == (whose == "vLLM's")
 
 
 def test_what_nobody_has_run_and_the_user_allows_is_said_in_the_log_and_by_status(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_several_ranks_are_told_where_they_share_what_they_have() -> None:
     executor = Executor([geometry(0), geometry(3)], [9, 4])
     RankGroup(executor).open(512 * 40)
     (_, asked, _), (_, *told) = executor.calls[-2:]
-    assert asked is told[-3] and asked.ranks == (0, 3)
+    assert asked is told[-4] and asked.ranks == (0, 3)
     assert not asked.is_reachable(), "its name is taken away when all have opened it"
 
 
@@ -73,7 +74,7 @@ def test_ranks_that_share_no_memory_do_not_grow_while_they_serve() -> None:
     executor.answers["can_share"] = [(True, True), (False, True)]
     ranks = RankGroup(executor)
     ranks.open(512 * 40)
-    assert executor.calls[-1][-3:] == (None, [], False)
+    assert executor.calls[-1][-4:-1] == (None, [], False)
     assert (ranks.num_usable, ranks.growing) == (4, False)
 
 
@@ -82,7 +83,7 @@ def test_one_rank_shares_with_nobody() -> None:
     ranks = RankGroup(executor)
     ranks.open(512 * 20)
     assert [call[0] for call in executor.calls] == ["describe_rank", "open_rank", "rank_here"]
-    assert executor.calls[1][-3:] == (None, [], False) and ranks.growing
+    assert executor.calls[1][-4:-1] == (None, [], False) and ranks.growing
 
 
 def test_a_board_whose_ranks_do_not_answer_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,6 +277,47 @@ def test_an_engine_in_the_same_process_asks_its_rank_what_is_done(worker: Any) -
     rpc.close_rank(worker)
 
 
+def executor_of(module: str, **own: Any) -> type[Executor]:
+    """A class of executors that a module of this name defines."""
+    return type("Executor", (Executor,), {"__module__": module, **own})
+
+
+MULTIPROC = executor_of("vllm.v1.executor.multiproc_executor")
+HERE = {"driver_worker": object()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        (MULTIPROC, rpc.end_process),
+        (executor_of("vllm.v1.executor.ray_distributed_executor"), rpc.end_process),
+        (type("Own", (MULTIPROC,), {}), rpc.end_process),
+        (executor_of("vllm.v1.executor.uniproc_executor", **HERE), "this process"),
+        (executor_of("trainer.executor"), None),
+    ],
+    ids=["a process each", "Ray's", "derived from one", "this process", "a user's"],
+)
+def test_a_rank_is_told_how_to_end_its_process_if_that_is_vllms_own(
+    kind: type[Executor], wanted: Any
+) -> None:
+    """This process is the engine core's, or the user's: what attaches the tier knows it."""
+
+    def end() -> None:
+        raise AssertionError
+
+    for own in (end, None):
+        executor = kind([geometry(0)], [9])
+        RankGroup(executor, own).open(512 * 20)
+        assert executor.calls[1][-1] == (own if wanted == "this process" else wanted)
+
+
+def test_the_end_of_a_process_reaches_the_watch_of_its_copies(worker: Any) -> None:
+    assert rpc.open_rank(worker, 5, end=rpc.end_process).error == ""
+    assert getattr(worker.model_runner, TIER)._engine._end is rpc.end_process
+    rpc.close_rank(worker)
+    assert pickle.loads(pickle.dumps(rpc.end_process)) is rpc.end_process, "vLLM sends it so"
+
+
 def test_cpu_memory_that_is_being_registered_is_told_of_each_step(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,4 +436,4 @@ def test_what_the_rank_that_overlaps_least_says_is_counted_with() -> None:
     ]
     ranks = RankGroup(executor)
     ranks.open(512 * 40, by_layer=True)
-    assert ranks.overlap == 0 and executor.calls[-1][-1] is True
+    assert ranks.overlap == 0 and executor.calls[-1][-2] is True

@@ -57,9 +57,9 @@ def test_ranks_with_the_same_bytes_have_twice_the_slots() -> None:
     assert [group.block_bytes for group in groups] == [200, 100]
     assert groups[1].size.endswith(", one copy for ranks that hold the same bytes (0 and 1)")
     asked, opened = together.calls[-2:]
-    assert asked[-1] == opened[-2] and [a.ranks for a in opened[-2]] == [(0, 1)]
-    assert not opened[-2][0].is_reachable(), "the engine has closed it"
-    assert apart.calls[-1][-2] == []
+    assert asked[-1] == opened[-3] and [a.ranks for a in opened[-3]] == [(0, 1)]
+    assert not opened[-3][0].is_reachable(), "the engine has closed it"
+    assert apart.calls[-1][-3] == []
 
 
 def test_slots_in_common_are_checked_against_memory_once() -> None:
@@ -91,7 +91,7 @@ def test_ranks_that_cannot_share_keep_a_copy_each_and_say_so(
     executor = Executor([geometry(r, h, **ALIKE) for r, h in enumerate(hosts)], reached)
     ranks = RankGroup(executor)
     ranks.open(1024 * len(hosts) * 5, integrity=integrity)
-    assert ranks.num_slots == 5 and executor.calls[-1][-2] == []
+    assert ranks.num_slots == 5 and executor.calls[-1][-3] == []
     assert why in said[-1]
     assert ["ranks on 2 hosts" in text for text in said].count(True) == len(set(hosts)) - 1
 
@@ -120,4 +120,4 @@ def test_a_system_without_such_memory_keeps_a_copy_each(monkeypatch: pytest.Monk
     executor = two(**ALIKE)
     ranks = RankGroup(executor)
     ranks.open(1024 * 20)
-    assert ranks.num_slots == 10 and executor.calls[-1][-2] == []
+    assert ranks.num_slots == 10 and executor.calls[-1][-3] == []
