@@ -41,6 +41,7 @@ _REPLACES = {
     "TEST_CANARY_FAULT": "failing_canary",
     "TEST_CLOCK": "jumping_clock",
     "TEST_GROWTH": "slow_growth",
+    "TEST_HANG": "hung_copies",
     "TEST_KVCACHED": "kvcached_here",
     "TEST_STATE_KERNELS": "state_kernels",
     "TEST_LINEAR_KERNELS": "linear_kernels",

@@ -8,6 +8,12 @@ import time
 from typing import Any
 
 import psutil
+from hanging import (  # noqa: F401
+    hangs_while_idle,
+    hangs_while_reset,
+    is_left_hanging,
+    waits_for_a_hung_load,
+)
 from restarting import restarts  # noqa: F401
 from scenarios import Stage, cached_of, lengths, prompts, runner, tokens_of
 from sleeping import sleeps, sleeps_twice, updates  # noqa: F401

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import sys
@@ -72,6 +73,17 @@ class Server(server.Server):
         with urllib.request.urlopen(request, timeout=60) as answer:
             found: dict[str, Any] = json.load(answer)
         return found
+
+    def get_status(self, path: str) -> int | None:
+        """The status of what it answers; None if it does not answer."""
+        connection = http.client.HTTPConnection(server.HOST, self.port, timeout=server.PROBE_S)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
 
     def metrics(self) -> dict[str, float]:
         """/metrics, by name with labels."""
