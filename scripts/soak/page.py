@@ -48,10 +48,13 @@ FAULTS = (
     ),
     (
         "a copy never ends",
-        "it has failed, or the engine ends with a sentence; on the CPU a copy is part of "
-        "its step, and holds it up",
-        "60 s without progress",
-        "`tests/transfer/test_deadline.py`",
+        "it has failed; or the step that comes next raises it; or, where that step waits for it, "
+        "the process of the rank ends with a sentence, and with it the engine, unless it is a "
+        'process of the user\'s ([copies.md](copies.md), "deadline"); on the CPU a copy is part '
+        "of its step, and holds it up",
+        "60 s without progress; 30 s more until the process ends",
+        "`tests/transfer/test_deadline.py`; a real engine and a server: "
+        "`tests/engine/test_hung_copies.py`",
     ),
     (
         "a bit changes, a store never arrived, slots are mixed up",
