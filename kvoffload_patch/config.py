@@ -15,11 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvoffload_patch.policy_names import POLICIES, entry_points
+
 PREFIX = "KVOFFLOAD_"
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
 LOAD_MODES = ("auto", "inline", "parked")
-EVICTIONS = ("adaptive", "arc", "lru", "s3fifo")
+EVICTIONS = tuple(POLICIES)
 STORES = ("auto", "eager", "lazy")
 COPY_BACKENDS = ("auto", "staged", "direct", "torch")
 INTEGRITIES = ("off", "sample", "full")
@@ -81,11 +83,8 @@ def _load_mode(text: str) -> str:
 
 
 def _eviction(text: str) -> str:
-    if text not in EVICTIONS:
-        from kvoffload_patch.own_policies import entry_points  # seldom, and it takes a while
-
-        if not entry_points(text):
-            raise ValueError(text)
+    if text not in EVICTIONS and not entry_points(text):
+        raise ValueError(text)
     return text
 
 
@@ -188,9 +187,8 @@ class Settings:
         "adaptive",
         _eviction,
         f"one of {', '.join(EVICTIONS)} or an entry point of kvoffload_patch.policies",
-        "which blocks leave a full tier first: the least recently used (lru), of those used "
-        "once and those used again whichever are missed less (arc), whichever of these two "
-        "recomputes less (adaptive), or those not used again soon after they were stored (s3fifo)",
+        "which blocks leave a full tier first: "
+        + "; ".join(f"{row.words} ({name})" for name, row in POLICIES.items()),
     )
     store: str = _variable(
         "KVOFFLOAD_STORE",

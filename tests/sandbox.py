@@ -76,7 +76,7 @@ class Sandbox:
     def _add_package(self) -> None:
         self.package = self.site / "kvoffload_patch"
         own = ["__init__", "__main__", "_bootstrap", "config", "launch_token", "memory"]
-        own += ["own_policies"]
+        own += ["policy_names"]
         self.package.mkdir()
         for name in own:
             shutil.copy(ROOT / f"kvoffload_patch/{name}.py", self.package)

@@ -27,7 +27,6 @@ TESTED_BY = {
     "cli/report.py": "cli/test_main.py",
     "cli/patch_files.py": "cli/test_patch.py",
     "control/errors.py": "control/test_wire.py",
-    "own_policies.py": "tier/policies/test_own.py",
     # Hooks are thin: a tier is tested through them, on vLLM's own objects.
     "integration/engine/hooks.py": "integration/engine/test_attach.py",
     "integration/frontend/hooks.py": "integration/test_carrier.py",

@@ -40,6 +40,10 @@ class GpuPool:
             found.append(block)
         return found
 
+    def holds(self, key: Key) -> bool:
+        """Whether a block has this key."""
+        return key in self._block_of
+
     def idle(self, blocks: Iterable[int]) -> int:
         """How many of these blocks nobody uses."""
         uses = self._uses

@@ -24,6 +24,7 @@ from scripts.simulate.bus import Bus
 from scripts.simulate.gpu import GpuPool
 from scripts.simulate.model import Figures, Machine, Model
 from scripts.simulate.rules import Rules
+from scripts.simulate.spread import by_seed, change
 from scripts.simulate.trace import Request
 
 RESULTS = ROOT / "docs" / "measured" / "growth.json"
@@ -132,22 +133,23 @@ def page(document: dict[str, Any]) -> str:
                 rows.append([title, *cells])
     made = document["machine"]
     ran = (
-        f"Commit {made['commit']}, {made['date'][:10]}: `{made['command']}`, means of three seeds."
+        f"Commit {made['commit']}, {made['date'][:10]}: `{made['command']}`, three seeds, in "
+        "brackets the least and the most of one."
     )
     return f"{table(rows)}\n\n{ran}"
 
 
 def _beside(document: dict[str, Any], trace: str, store: str, share: float, figure: str) -> str:
-    def mean(side: str) -> float:
+    def seeds(side: str) -> list[float]:
         wanted = trace, store, share, side
         found = [
-            row[figure]
+            row
             for row in document["rows"]
             if (row["trace"], row["store"], row["share"], row["side"]) == wanted
         ]
-        return statistics.fmean(found)
+        return by_seed(found, figure)
 
-    return f"{100 * (mean('evicts') / mean('waits') - 1):+.0f} %"
+    return change(seeds("evicts"), seeds("waits"), places=0)
 
 
 def main() -> int:

@@ -42,6 +42,7 @@ def replayed(job: tuple[str, str, int, float]) -> dict[str, Any]:
         "again": found.again,
         "stored": found.stored,
         "loaded": found.loaded,
+        "orphans": round(found.orphans, 5),
         "first_token_mean": round(statistics.fmean(found.first_token), 4),
         "first_token_p95": round(quantile(found.first_token, 0.95), 4),
     }

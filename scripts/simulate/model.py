@@ -20,6 +20,7 @@ from typing import NamedTuple
 from kvoffload_patch.links import LOAD, STORE
 from scripts.simulate.bus import Bus
 from scripts.simulate.gpu import GpuPool
+from scripts.simulate.orphans import Orphans
 from scripts.simulate.rules import Rules, Run
 from scripts.simulate.trace import BLOCK_TOKENS, Request
 
@@ -77,6 +78,7 @@ class Figures(NamedTuple):
         lost: full blocks that they had, and had to compute again.
         first_token: seconds from arrival to first token, of each request.
         end: seconds until the last answer.
+        orphans: share of the tier's blocks that no request could hit, now and then looked at.
     """
 
     reusable: int
@@ -90,6 +92,7 @@ class Figures(NamedTuple):
     lost: int
     first_token: list[float]
     end: float
+    orphans: float
 
 
 class Model:
@@ -111,7 +114,7 @@ class Model:
         self._gpu = GpuPool(machine.gpu_blocks)
         block_bytes = machine.token_bytes * machine.block_tokens
         self._bus = Bus(block_bytes, machine.load_gbs, machine.store_gbs)
-        self._waiting = deque(enumerate(trace))
+        self._waiting, self._orphans = deque(enumerate(trace)), Orphans(trace)
         self._now, self._loading = 0.0, list[Run]()
         self._prompts: deque[Run] = deque()
         self._admitted: dict[Run, None] = {}
@@ -136,12 +139,13 @@ class Model:
         """
         while self._waiting or self._admitted:
             self._step()
+            self._orphans.look(self._now, self._manager.holds, self._gpu.holds)
             progress(len(self._waiting))
         counts, stats = self._counts, self._manager.stats
         return Figures(
             counts["reusable"], counts["gpu"], counts["tier"], counts["again"],
             self._bus.moved(STORE), self._bus.moved(LOAD), stats.evicted, counts["preempted"],
-            counts["lost"], list(self._first.values()), self._now,
+            counts["lost"], list(self._first.values()), self._now, self._orphans.share,
         )  # fmt: skip
 
     def _step(self) -> None:

@@ -17,6 +17,7 @@ from scripts import ROOT
 from scripts.bench.common import GIB, pyplot, say, table
 from scripts.simulate import growth, loads, scale
 from scripts.simulate.sides import OPTIMUM, SIDES
+from scripts.simulate.spread import by_seed, change
 from scripts.simulate.workloads import WORKLOADS
 
 RESULTS = ROOT / "docs" / "measured" / "policies.json"
@@ -42,17 +43,20 @@ def mean(document: dict[str, Any], trace: str, side: str, figure: str) -> float:
     return statistics.fmean(row[figure] for row in rows)
 
 
-def beside(document: dict[str, Any], trace: str, side: str, base: str = BASE) -> float:
-    """Tokens recomputed beside those of another side: -0.1 is a tenth fewer."""
-    return mean(document, trace, side, "again") / mean(document, trace, base, "again") - 1
+def again(document: dict[str, Any], trace: str, side: str) -> list[float]:
+    """Blocks recomputed, of each seed."""
+    rows = [r for r in document["rows"] if (r["trace"], r["side"]) == (trace, side)]
+    return by_seed(rows, "again")
 
 
 def _cell(document: dict[str, Any], trace: str, side: str) -> str:
-    """Tokens recomputed beside LRU; where that recomputes none, thousands of them."""
-    if mean(document, trace, BASE, "again"):
-        return f"{100 * beside(document, trace, side):+.1f} %"
-    again = mean(document, trace, side, "again") * document["model"]["block_tokens"]
-    return f"{again / 1000:,.0f} k"
+    """Tokens recomputed beside LRU; where that recomputes none with a seed, thousands of them."""
+    ours, base = again(document, trace, side), again(document, trace, BASE)
+    if all(base):
+        return change(ours, base)
+    thousands = [one * document["model"]["block_tokens"] / 1000 for one in ours]
+    whole = f"{statistics.fmean(thousands):,.0f} k"
+    return f"{whole} ({min(thousands):,.0f} to {max(thousands):,.0f})"
 
 
 def traces(document: dict[str, Any]) -> str:
@@ -75,12 +79,12 @@ def _row(document: dict[str, Any], trace: str, side: str) -> list[str]:
         return mean(document, trace, side, figure)
 
     known = [f"{100 * of('hits') / of('reusable'):.1f}"]
-    again = f"{of('again') * model['block_tokens'] / 1000:,.0f}"
+    tokens = f"{of('again') * model['block_tokens'] / 1000:,.0f}"
     more = _cell(document, trace, side)
     if side == OPTIMUM:
-        return [OPTIMUM, *known, "-", again, more, *["-"] * 4]
+        return [OPTIMUM, *known, "-", tokens, more, *["-"] * 4]
     return [
-        SIDES[side].words, *known, f"{100 * of('hits_tier') / of('reusable'):.1f}", again, more,
+        SIDES[side].words, *known, f"{100 * of('hits_tier') / of('reusable'):.1f}", tokens, more,
         f"{of('stored') * gib:,.0f}", f"{of('loaded') * gib:,.0f}",
         f"{of('first_token_mean'):.2f}", f"{of('first_token_p95'):.2f}",
     ]  # fmt: skip
@@ -90,7 +94,9 @@ def short(document: dict[str, Any]) -> str:
     """Tokens recomputed beside LRU, every side and trace."""
     found = {row["side"] for row in document["rows"]} - {BASE, "none"}
     sides = [side for side in (*SIDES, OPTIMUM) if side in found]
-    rows = [["tokens recomputed, beside this tier, eager, LRU", *WORKLOADS]]
+    rows = [
+        ["tokens recomputed, beside this tier, eager, LRU (least and most of a seed)", *WORKLOADS]
+    ]
     for side in sides:
         words = OPTIMUM if side == OPTIMUM else SIDES[side].words
         rows.append([words, *(_cell(document, t, side) for t in WORKLOADS)])
@@ -103,7 +109,8 @@ def made(document: dict[str, Any]) -> str:
     kept = ", ".join(f"{name} {value}" for name, value in model.items())
     return (
         f"Commit {machine['commit']}, {machine['date'][:10]}: `{machine['command']}`, traces of "
-        f"{document['seconds']:.0f} s, means of three seeds. The model: {kept}."
+        f"{document['seconds']:.0f} s, three seeds; figures without a range are means. "
+        f"The model: {kept}."
     )
 
 
@@ -134,16 +141,16 @@ def ahead(document: dict[str, Any]) -> str:
 
 def _question(name: str, varied: str) -> str:
     rows = [r for r in read(loads.RESULTS)["rows"] if r["question"] == name]
-    lines = [[f"first token, mean s, without and with; {varied}", *loads.TRACES]]
+    title = f"first token, mean s, without and with (least and most of a seed); {varied}"
+    lines = [[title, *loads.TRACES]]
     for value in dict.fromkeys(row["varied"] for row in rows):
         line = [f"{value:g}"]
         for trace in loads.TRACES:
             these = [r for r in rows if (r["varied"], r["trace"]) == (value, trace)]
-            off, on = (
-                statistics.fmean(row[side]["first_token_mean"] for row in these)
-                for side in ("off", "on")
-            )
-            line.append(f"{off:.2f}, {on:.2f} ({100 * (on / off - 1):+.1f} %)")
+            these.sort(key=lambda row: row["seed"])
+            off, on = ([row[side]["first_token_mean"] for row in these] for side in ("off", "on"))
+            means = f"{statistics.fmean(off):.2f}, {statistics.fmean(on):.2f}"
+            line.append(f"{means}: {change(on, off)}")
         lines.append(line)
     return table(lines)
 

@@ -11,7 +11,7 @@ from scripts.simulate.sides import OPTIMUM, SIDES
 
 HEAD = (
     "", "hit rate, %", "of it tier, %", "recomputed, k tokens", "stored, GiB", "loaded, GiB",
-    "first token, mean s", "p95 s", "preempted", "recomputed for that, k tokens",
+    "orphans, %", "first token, mean s", "p95 s", "preempted", "recomputed for that, k tokens",
 )  # fmt: skip
 
 
@@ -29,7 +29,7 @@ def rows(
     if best is not None:
         hits, reusable = best
         again = _thousands((reusable - hits) * machine.block_tokens)
-        lines.append([OPTIMUM, _percent(hits, reusable), "-", again, *["-"] * 6])
+        lines.append([OPTIMUM, _percent(hits, reusable), "-", again, *["-"] * 7])
     return lines
 
 
@@ -48,6 +48,7 @@ def _row(words: str, figures: Figures, machine: Machine) -> list[str]:
         _thousands(figures.again * machine.block_tokens),
         f"{figures.stored * gib:,.0f}",
         f"{figures.loaded * gib:,.0f}",
+        f"{100 * figures.orphans:.1f}",
         f"{statistics.fmean(figures.first_token):.2f}",
         f"{quantile(figures.first_token, 0.95):.2f}",
         str(figures.preempted),

@@ -99,6 +99,12 @@ def prefix_cache_metric() -> str:
     return "vllm:prefix_cache" if new else "vllm:gpu_prefix_cache"
 
 
+def takes_arguments_over_http() -> bool:
+    """Whether a request over HTTP has a field for what plugins read (from 0.9.2 on)."""
+    files = ("entrypoints/openai/completion/protocol.py", "entrypoints/openai/protocol.py")
+    return any("vllm_xargs" in source(file) for file in files)
+
+
 def needs_stats_each_step() -> bool:
     """Whether a step without outputs is an error of vLLM's in-process client (up to 0.11.0)."""
     return "assert outputs.scheduler_stats is not None" in source("v1/engine/llm_engine.py")

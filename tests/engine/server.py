@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,21 @@ class Server(server.Server):
         if self._tiered and ways.chosen():
             ways.note(self._log.read_text(encoding="utf-8", errors="replace"))
 
-    def ask(self, tokens: list[int], count: int = 4, **headers: str) -> dict[str, Any]:
-        """The completion of a prompt, asked for with these headers besides."""
+    def ask(
+        self, tokens: list[int], count: int = 4, arguments: Mapping[str, object] | None = None,
+        **headers: str,
+    ) -> dict[str, Any]:  # fmt: skip
+        """The completion of a prompt.
+
+        Args:
+            tokens: of the prompt.
+            count: of tokens to answer with.
+            arguments: that plugins read, in the request's own field for them.
+            headers: of the request, besides.
+        """
         body = {
             "model": MODEL, "prompt": tokens, "max_tokens": count, "temperature": 0,
-            "ignore_eos": True, "stream": False,
+            "ignore_eos": True, "stream": False, **({"vllm_xargs": arguments} if arguments else {}),
         }  # fmt: skip
         request = urllib.request.Request(
             f"http://{server.HOST}:{self.port}/v1/completions",

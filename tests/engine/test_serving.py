@@ -18,6 +18,7 @@ from engine.server import MAX_TOKENS, Server
 from kvoffload_patch.control import client
 from kvoffload_patch.control import folder as folders
 from kvoffload_patch.control.errors import Refused
+from kvoffload_patch.integration.engine.store_choice import ARGUMENT
 
 BLOCK = min(32, release.block_size())  # some releases know no other than 16
 PROMPT_TOKENS = 300
@@ -138,6 +139,12 @@ def check_commands(
 
     held = sum(one["used_blocks"] for one in told("status"))
     assert held >= len(asked) * FULL // BLOCK
+    if release.takes_arguments_over_http():
+        (private,) = prompts(9, 1)
+        server.ask(private, arguments={ARGUMENT: 0})
+        own = told("status")
+        assert sum(one["used_blocks"] for one in own) == held, "it asked not to be stored"
+        assert sum(one["dropped_blocks"]["opted_out"] for one in own) == FULL // BLOCK
     assert {one["state"] for one in told("pause")} == {"paused"}
     hit = totals(server.metrics())["kvoffload_hit_tokens_total"]
     texts = [server.ask(prompt)["choices"][0]["text"] for prompt in asked[:3]]

@@ -104,7 +104,9 @@ def test_a_preempted_request_loads_its_full_blocks_and_computes_the_rest(real, m
     assert on["times_the_cache"] >= 3 and min(off["preemptions"], on["preemptions"]) > 0
     assert_same(on, off)
     assert on["loaded_tokens"] > 0 and off["loaded_tokens"] == 0
-    assert on["recomputed"] < off["recomputed"]
+    # Each computes its partly filled block again; every full one is stored, or on the GPU.
+    most = on["preemptions"] * release.block_size()
+    assert on["recomputed"] < most < off["recomputed"]
 
 
 def test_cache_salts_are_kept_apart(plain, tiered):

@@ -15,7 +15,7 @@ from typing import Any
 
 from integration.engine.mini import BLOCK, FakeRanks, Mini, Release
 from packaging.version import Version
-from scheduler_half import preemptions
+from scheduler_half import preemptions, recomputed
 from scheduler_half.device import LoadFailed
 from transfer.resident import kvoffload_threads
 
@@ -476,6 +476,39 @@ def preemptions_counted() -> Facts:
     return found
 
 
+def computed_twice() -> Facts:
+    """A preempted request computes its last blocks again, and nothing before them.
+
+    With `lazy` the step that preempts may hand out one that is not stored yet, and otherwise one
+    whose store is under way, or that running requests take in the step that admits it again.
+    """
+    facts: Facts = {}
+    for in_flight in (1, 2) if _schedules_ahead() else (1,):
+        for store, weighs, most in (
+            ("eager", True, 1), ("lazy", True, 2), ("auto", True, 1), ("auto", False, 1),
+        ):  # fmt: skip
+            about: dict[str, Any] = {"in_flight": in_flight, "store": store, "weighs": weighs}
+            modes = "inline", "parked"
+            seen = [recomputed.play(n, load_mode=mode, **about) for n, mode in enumerate(modes)]
+            blocks = [n for one in seen for n in one.blocks]
+            tokens = [n for one in seen for n in one.tokens]
+            lost, preempted = sum(one.lost for one in seen), sum(one.preempted for one in seen)
+            found = f"{in_flight}, {about}: {preempted=}, {lost=}, {blocks=}, {tokens=}"
+            assert preempted >= 10, found
+            assert max(blocks) <= most and sum(blocks) <= preempted / 10, found
+            # With the tokens behind the last full block, those of steps under way included.
+            assert max(tokens) < (most + 1) * BLOCK and sum(tokens) < preempted * BLOCK, found
+            assert lost <= (preempted / 10 if store == "lazy" else 0), found
+            facts[f"{in_flight}, {store}{'' if weighs else ' at once'}"] = sum(tokens) // preempted
+    return facts
+
+
+def _schedules_ahead() -> bool:
+    """Whether the tier takes part in asynchronous scheduling here."""
+    there = importlib.util.find_spec("vllm.v1.core.sched.async_scheduler") is not None
+    return there and not _refusal(Mini(in_flight=2))
+
+
 # One thing at a time
 
 
@@ -932,6 +965,7 @@ SCENARIOS: dict[str, Callable[[], Facts]] = {
     "a load beside a running prompt": running_prompt,
     "a load leaves a block to each": headroom,
     "preemptions beside plain vLLM": preemptions_counted,
+    "what is preempted is computed once": computed_twice,
     "abort while parked": abort_while_parked,
     "abort all while parked": abort_all_while_parked,
     "preemption": preemption,

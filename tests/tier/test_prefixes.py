@@ -15,7 +15,8 @@ from tier.prefix_machine import PrefixMachine, busy
 
 from kvoffload_patch.tier import prefixes
 from kvoffload_patch.tier.manager import OffloadManager
-from kvoffload_patch.tier.policies import POLICIES, LRUPolicy
+from kvoffload_patch.tier.policies import POLICIES
+from kvoffload_patch.tier.policies.lru import LRUPolicy
 from kvoffload_patch.tier.policy import EvictionPolicy
 from kvoffload_patch.tier.prefixes import PrefixOrder
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from importlib import import_module
 
-from kvoffload_patch.tier.policies.adaptive import AdaptivePolicy
-from kvoffload_patch.tier.policies.arc import ArcPolicy
-from kvoffload_patch.tier.policies.lru import LRUPolicy
+from kvoffload_patch import policy_names
 from kvoffload_patch.tier.policies.own import load
-from kvoffload_patch.tier.policies.s3fifo import S3FifoPolicy
 from kvoffload_patch.tier.policy import EvictionPolicy
 
 # By the name that KVOFFLOAD_EVICTION has for it.
 POLICIES: dict[str, Callable[[Sequence[Hashable]], EvictionPolicy]] = {
-    "adaptive": AdaptivePolicy,
-    "arc": ArcPolicy,
-    "lru": LRUPolicy,
-    "s3fifo": S3FifoPolicy,
+    name: getattr(import_module(f"{__name__}.{name}"), row.kind)
+    for name, row in policy_names.POLICIES.items()
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
-from kvoffload_patch.own_policies import GROUP, entry_points
+from kvoffload_patch.policy_names import GROUP, entry_points
 from kvoffload_patch.tier.policy import EvictionPolicy
 
 METHODS = ("grow", "miss", "insert", "hit", "regroup", "pin", "unpin", "remove", "evict")

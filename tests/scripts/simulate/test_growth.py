@@ -28,10 +28,15 @@ def test_the_table_compares_within_a_trace() -> None:
         for share in growth.SHARES:
             for store in growth.STORES:
                 row = {"trace": trace, "share": share, "store": store, "first_token_mean": 2.0}
+                row["seed"] = 0
                 rows += [{**row, "side": "waits", "again": 200}]
                 rows += [{**row, "side": "evicts", "again": 100 if trace == "chat" else 220}]
     machine = {"commit": "abc", "date": "2026-11-23T10:00", "command": "growth"}
     made = growth.page({"machine": machine, "seconds": 1800.0, "rows": rows}).splitlines()
     cells = [cell.strip() for cell in made[2].split("|")[1:-1]]
-    assert cells[:3] == ["eager, grows for 1800 s of 1800: tokens recomputed", "-50 %", "+10 %"]
+    assert cells[:3] == [
+        "eager, grows for 1800 s of 1800: tokens recomputed",
+        "-50 % (-50 to -50)",
+        "+10 % (+10 to +10)",
+    ]
     assert "+0 %" in made[3] and "grows for 450 s" in made[6] and "Commit abc" in made[-1]

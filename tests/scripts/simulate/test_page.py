@@ -45,7 +45,8 @@ def test_the_default_is_as_good_as_lru_auto_better_than_connectors_none_than_the
 
 @pytest.mark.parametrize("trace", ["scan", "mix", "phases"])
 def test_the_default_is_clearly_better_under_scans_and_changes_of_phase(trace: str) -> None:
-    assert page.beside(DOCUMENT, trace, DEFAULT) <= -0.1
+    ours, base = (page.again(DOCUMENT, trace, side) for side in (DEFAULT, "lru"))
+    assert all(one <= 0.9 * other for one, other in zip(ours, base)), "with every seed"
 
 
 def test_the_default_keeps_what_takes_the_place_of_what_was_used_often() -> None:
@@ -55,16 +56,17 @@ def test_the_default_keeps_what_takes_the_place_of_what_was_used_often() -> None
 
 def test_where_lru_recomputes_nothing_tokens_are_given_and_no_ratio() -> None:
     rows = [
-        {"trace": "chat", "side": side, "again": again}
-        for side, again in (("lru", 0), ("arc", 10), ("adaptive", 0))
+        {"trace": "chat", "side": side, "seed": seed, "again": number}
+        for side, numbers in (("lru", (0, 4)), ("arc", (30, 10)), ("adaptive", (0, 0)))
+        for seed, number in enumerate(numbers)
     ]
     document = {"rows": rows, "model": {"block_tokens": 512}}
-    assert page._cell(document, "chat", "arc") == "5 k"
-    assert page._cell(document, "chat", "adaptive") == "0 k"
+    assert page._cell(document, "chat", "arc") == "10 k (5 to 15)"
+    assert page._cell(document, "chat", "adaptive") == "0 k (0 to 0)"
 
 
 def test_a_replay_has_the_figures_of_the_page() -> None:
     row = replayed(("documents", DEFAULT, 0, 60.0))
-    assert set(row) == set(next(r for r in DOCUMENT["rows"] if r["side"] == DEFAULT))
+    assert set(row) >= set(next(r for r in DOCUMENT["rows"] if r["side"] == DEFAULT))
     best = replayed(("documents", OPTIMUM, 0, 60.0))
     assert row["hits"] <= best["hits"] <= best["reusable"]

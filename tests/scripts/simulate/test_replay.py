@@ -40,8 +40,8 @@ def test_a_wrong_trace_ends_with_one_sentence(tmp_path: Path) -> None:
 
 def test_figures_become_tokens_and_bytes() -> None:
     machine = Machine(block_tokens=512, token_bytes=1 << 20)  # half a GiB a block
-    figures = Figures(100, 30, 40, 30, 8, 4, 2, 0, 6, [0.5, 1.5], 20.0)
+    figures = Figures(100, 30, 40, 30, 8, 4, 2, 0, 6, [0.5, 1.5], 20.0, 0.003)
     _, none, best = report.rows({"none": figures}, (90, 100), machine)
-    assert none == ["plain vLLM", "70.0", "40.0", "15", "4", "2", "1.00", "1.50", "0", "3"]
+    assert none == ["plain vLLM", "70.0", "40.0", "15", "4", "2", "0.3", "1.00", "1.50", "0", "3"]
     assert best[:4] == ["optimum", "90.0", "-", "5"]
     assert len(report.rows({"none": figures}, None, machine)) == 2

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvoffload_patch.config import ConfigError, Settings
-from kvoffload_patch.own_policies import GROUP
-from kvoffload_patch.tier.policies import ArcPolicy, policy_named
+from kvoffload_patch.policy_names import GROUP
+from kvoffload_patch.tier.policies import policy_named
+from kvoffload_patch.tier.policies.arc import ArcPolicy
 from kvoffload_patch.tier.policies.own import METHODS, PolicyRefused
 from kvoffload_patch.tier.policy import EvictionPolicy
 
