@@ -78,11 +78,11 @@ def test_a_block_is_readable_only_once_its_store_is_done() -> None:
     plan = tier.make_plan(always)
     assert plan == a_plan(store=a_store(1, (7,), (0,)))
     assert tier.holds("a")
-    assert not tier.lookup("a")
+    assert not tier.lookup("a") and tier.reader()("a") is None
     assert tier.apply(a_result(0, 0)) == []
-    assert not tier.lookup("a")
+    assert not tier.lookup("a") and tier.reader()("a") is None
     assert tier.apply(a_result(0, 1)) == ["a"]
-    assert tier.lookup("a")
+    assert tier.lookup("a") and tier.reader()("a") is not None
 
 
 def test_a_store_of_a_block_that_was_handed_out_again_is_dropped() -> None:
@@ -172,6 +172,18 @@ def test_load_tickets_increase_by_one_and_each_is_planned_once() -> None:
     assert (plan.waits_for(LOAD), plan.known_done(STORE), plan.known_done(LOAD)) == (2, 1, 0)
     assert tier.make_plan(always) is None
     assert tier.begin_load("a", [8]) == 3
+
+
+def test_a_load_that_the_step_reads_is_waited_for_and_promised_and_another_is_waited_for() -> None:
+    tier = OffloadManager(4, LRUPolicy)
+    store(tier, "ab")
+    read, other = tier.begin_load("a", [7]), tier.begin_load("b", [8])
+    tier.expose_load(read)
+    plan = tier.make_plan(always)
+    assert plan is not None
+    assert (plan.waits_for(LOAD), plan.promised) == (read, ((LOAD, read),))
+    tier.await_load(other)
+    assert tier.make_plan(always) == a_plan(wait_load=other, stores_done=1)
 
 
 @pytest.mark.parametrize("missing", ["never stored", "under way"])
@@ -703,6 +715,18 @@ def test_fewer_slots_forget_what_is_behind_them_and_late_copies_do_not_bring_it_
     assert (tier.num_slots, tier.num_used) == (4, 3), "a load still reads one of them"
     tier.apply(a_result(ticket, 1))
     assert tier.num_used == 2 and all(map(tier.lookup, kept))
+
+
+def test_a_slot_behind_the_last_one_does_not_come_back_when_what_used_it_is_done() -> None:
+    tier = OffloadManager(4, LRUPolicy)
+    store(tier, "abcd")
+    lost = next(key for key, slot in tier._slot_of.items() if slot == 3)
+    tier.begin_load([lost], [7])
+    tier.resize(2)
+    tier.apply(tier.drained())
+    assert (tier.num_slots, tier.num_used) == (2, 2)
+    plan = plan_store(tier, "xy", first_block=10)
+    assert store_of(plan) is not None and sorted(store_of(plan).target_ids) == [0, 1]
 
 
 def test_another_policy_evicts_what_the_one_before_would_have() -> None:

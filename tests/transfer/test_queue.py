@@ -193,6 +193,21 @@ def test_a_copy_goes_behind_compute_and_behind_the_other_queue(setup: Setup) -> 
     assert at["compute", 0, ""] < at["2", 0, "blocks"]
 
 
+@pytest.mark.parametrize("direction", ["loads", "stores"])
+def test_a_copy_does_not_begin_before_what_the_step_was_given(setup: Setup, direction: str) -> None:
+    """However late that is: every other stream goes on as far as it can."""
+    setup.cuda.current.append(lambda: setup.log.append("compute"))
+    setup.submit(getattr(setup, direction), 1)
+    getattr(setup, direction).flush(1)
+    others = [stream for stream in setup.cuda.streams if stream is not setup.cuda.current]
+    while late := [stream for stream in others if stream.can_go_on()]:
+        late[0].go_on()
+    assert all(stream == "bus" for _, _, stream in setup.log), "it would read or write blocks"
+    setup.cuda.run()
+    assert setup.log.index("compute") < setup.log.index(("1", 0, "blocks"))
+    assert len(setup.log) == 1 + 4
+
+
 def test_a_copy_whose_bytes_are_wrong_has_failed_when_it_is_done(setup: Setup) -> None:
     """Asked once, and not before; it is never seen done and right."""
     queue, asked = setup.loads, []

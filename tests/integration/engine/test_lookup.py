@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tier.plans import a_result, store_of
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
+from kvoffload_patch.integration.engine import step_hooks
 from kvoffload_patch.integration.engine.vllm_groups import leaves_last_out
 from kvoffload_patch.integration.protocol import PLAN
 from kvoffload_patch.links import LOAD, STORE
@@ -459,8 +461,7 @@ def test_what_crosses_before_the_step_can_begin_or_soon_after_counts_as_done(
     step_ms: float, stall_ms: float, in_flight: int, mode: str, overlap: float, joins: list[bool]
 ) -> None:
     world, requests, loads = parked_beside(1, 3, 3)
-    world.tier._promptly = mode == "auto"
-    world.tier._max_stall_ms = stall_ms
+    world.tier.change(replace(world.tier.settings, load_mode=mode, max_stall_ms=stall_ms))
     world.tier.pace.in_flight = in_flight
     world.tier.pace._overlap = overlap
     world.tier.on_result(TransferResult(by_layer=True))
@@ -478,7 +479,7 @@ def test_what_crosses_before_the_step_can_begin_or_soon_after_counts_as_done(
 def test_a_load_is_expected_to_take_what_loads_take_lately(slowdown: float, joins: bool) -> None:
     """3 blocks took 3 ms when the tier was opened, and the step under way takes 4 ms."""
     world, requests, _ = parked_beside(1, 3, slowdown=slowdown)
-    world.tier._promptly, world.tier._max_stall_ms = True, 0
+    world.tier.change(replace(world.tier.settings, load_mode="auto", max_stall_ms=0))
     world.tier.pace.in_flight = 1
     world.tier.pace._steps = (0.004, 0.004)
     world.tier.pace._began = world.time - 0.004
@@ -711,6 +712,22 @@ def test_what_a_request_that_does_not_run_has_cached_is_not_stored() -> None:
     assert not any(world.offload.holds(key) for key in world.hash_keys(preempted))
 
 
+def test_what_a_schedule_that_raised_has_cached_is_not_stored() -> None:
+    """No step has computed it."""
+    world = World()
+    request = world.add(prompt(3))
+
+    def raises() -> None:
+        world.admit(request)
+        raise MemoryError("no more")
+
+    with pytest.raises(MemoryError, match="no more"):
+        world.step(body=raises)
+    assert all(map(world.view.gpu_lookup(), world.hash_keys(request))), "vLLM has cached it"
+    assert world.step() is None
+    assert not any(map(world.offload.holds, world.hash_keys(request)))
+
+
 def test_a_block_that_is_handed_out_again_is_not_stored() -> None:
     world = World(num_blocks=1 + 5)
     request = world.add(prompt(4))
@@ -837,6 +854,26 @@ def test_a_request_that_waits_for_room_can_finish() -> None:
     world.tier.reset()
     assert parked.status == WAITING and small.status == WAITING
     assert world.pool.get_num_free_blocks() == free
+
+
+@pytest.mark.parametrize("waits_for", ["its load", "room"])
+def test_what_is_kept_of_a_request_goes_with_the_output_that_says_it_has_ended(
+    waits_for: str,
+) -> None:
+    """One that was preempted can end by the output of a step that began before."""
+    world = World(num_blocks=17, load_mode="parked")
+    world.only_in_cpu(prompt(4))
+    if waits_for == "room":
+        world.step(world.add(prompt(13, seed=7)))
+    request = world.add(prompt(4))
+    world.step()
+    assert parked([request]) == [waits_for == "its load"]
+    assert world.tier._loads.num_parked + len(world.tier._lookups) == 1
+    output = step_output({})
+    output.finished_req_ids = {request.request_id}
+    world.scheduler.waiting.remove_request(request)
+    step_hooks.schedule(lambda: output, world.hooks.live, world.breaker)()
+    assert world.tier._loads.num_parked == len(world.tier._lookups) == len(world.tier._hits) == 0
 
 
 def test_an_unknown_request_can_finish() -> None:

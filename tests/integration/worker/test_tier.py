@@ -220,15 +220,29 @@ def flip(tier: rank.RankTier, slot: int) -> None:
     tier._host.slots[slot, 3] ^= 1
 
 
-@pytest.fixture
-def checked(runner: Any) -> Iterator[rank.RankTier]:
-    """The same as `tier`, with checksums of all blocks and copies that take their time."""
+def behind(runner: Any, integrity: str) -> rank.RankTier:
+    """The same as `tier`, with copies that take their time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copy_engine, "SyncCopyQueue", Behind)
         patch.setattr(copy_engine, "POLL_S", 0.0)
-        made = rank.RankTier(runner, num_slots=5, integrity="full")
+        made = rank.RankTier(runner, num_slots=5, integrity=integrity)
     made.begin_step(a_plan(store=a_store(1, (1, 2), (0, 1))), STEP)
     made.drain()
+    return made
+
+
+@pytest.fixture
+def checked(runner: Any) -> Iterator[rank.RankTier]:
+    """That with checksums of all blocks."""
+    made = behind(runner, "full")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def late(runner: Any) -> Iterator[rank.RankTier]:
+    """That without checksums."""
+    made = behind(runner, "off")
     yield made
     made.close()
 
@@ -360,6 +374,26 @@ def test_a_rank_that_is_wiped_has_made_its_copies_and_keeps_nothing(tier: rank.R
     tier.end_step(SimpleNamespace(sampled_token_ids=[[1]], req_ids=["a"]))
     step(tier, a_plan(store=a_store(2, (3,), (0,))))
     assert tier._host.slots[0].any() and not tier._host.slots[1:].any()
+
+
+def test_a_rank_makes_the_copies_under_way_before_it_is_wiped_and_before_it_is_smaller(
+    late: rank.RankTier,
+) -> None:
+    kv = late._runner.kv_caches[0]
+    wanted = kv.clone()
+    late.begin_step(a_plan(store=a_store(2, (2, 3), (2, 4))), STEP)
+    late.drain()
+    late.begin_step(a_plan((a_load(1, (5, 6), (0, 4)),), stores_done=2), STEP)
+    assert torch.equal(kv, wanted), "nothing is loaded yet"
+    late.resize(2, sizing=1)
+    assert torch.equal(kv[5], wanted[1]) and torch.equal(kv[6], wanted[3])
+    plan = a_plan((a_load(2, (4,), (1,)),), store=a_store(3, (3,), (0,)))
+    late.begin_step(plan, STEP)
+    assert torch.equal(kv[4], wanted[4]), "nor this"
+    late.wipe()
+    assert torch.equal(kv[4], wanted[2])
+    late.drain()
+    assert not late._host.slots.any(), "nothing is stored afterwards"
 
 
 def test_a_rank_that_is_resized_finishes_its_copies_and_says_what_it_has(
