@@ -131,11 +131,13 @@ def status() -> dict[str, object]:
 
     found: dict[str, object] = {"release": None, "supported": None, "points": []}
     enabled = False
+    refusal = None if _State.refusal is None else sentence(_State.refusal)
     try:
         enabled = config.is_enabled()
         from kvoffload_patch.integration import install
         from kvoffload_patch.memory import MemoryRefused, check_capacity, settings_that
 
+        refusal = refusal or install.refusal() or None
         too_large = None
         try:
             settings_that(check_capacity)
@@ -147,8 +149,8 @@ def status() -> dict[str, object]:
             found["verdict"] = too_large
     except Exception as error:  # noqa: BLE001 - a report has to say what is wrong, not fail of it
         found["verdict"] = sentence(error)
-    refusal = None if _State.refusal is None else sentence(_State.refusal)
-    own = {"version": kvoffload_patch.__version__, "enabled": enabled, "armed": _State.armed}
+    armed = _State.armed and refusal is None
+    own = {"version": kvoffload_patch.__version__, "enabled": enabled, "armed": armed}
     return {**own, "refusal": refusal, **found}
 
 

@@ -2,7 +2,8 @@
 
 The package's own modules are copied; what decides and patches (`integration`, `patching`) is
 replaced by a few lines that write down each call, so that these tests need no vLLM and see exactly
-what they do. FAKE_ARM chooses what `arm` does: ok, refuse or bug.
+what they do. FAKE_ARM chooses what `arm` does: ok, refuse or bug; FAKE_REFUSAL is what an import
+was refused with since.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ def arm():
     if outcome == "bug":
         raise KeyError("surprise")
     wrapt.register_post_import_hook(patch, "vllm.engine")
+
+def refusal():
+    return os.environ.get("FAKE_REFUSAL", "")
 
 def describe():
     points = [dict(name="engine.step", module="vllm.engine", attribute="Engine.step"),

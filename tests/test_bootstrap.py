@@ -348,6 +348,9 @@ def test_status_reports_without_importing_vllm(box: Sandbox) -> None:
     keys = "; print(s['release'], s['enabled'], s['armed'], s['refusal'], s['verdict'])"
     done = box.run("-c", code + keys, KVOFFLOAD_ENABLE="1")
     assert done.stdout == "False\n9.9.1 True False None ok\n"
+    late = {"KVOFFLOAD_ENABLE": "1", "FAKE_REFUSAL": "refused since."}
+    done = box.run("-c", "import vllm; " + code + keys, **late)
+    assert done.stdout == "True\n9.9.1 True False refused since. ok\n"
     done = box.run("-c", code + keys, KVOFFLOAD_CPU_GIB="-1")
     assert "KVOFFLOAD_CPU_GIB is '-1'" in done.stdout.splitlines()[1]
     done = box.run("-c", code + keys, KVOFFLOAD_CPU_GIB="60000")

@@ -30,7 +30,6 @@ TESTED_BY = {
     # Hooks are thin: a tier is tested through them, on vLLM's own objects.
     "integration/engine/hooks.py": "integration/engine/test_attach.py",
     "integration/frontend/hooks.py": "integration/test_carrier.py",
-    "integration/install.py": "test_bootstrap.py",
     "integration/worker/hooks.py": "integration/worker/test_vllm_runner.py",
     "integration/worker/rpc.py": "integration/engine/test_workers.py",
     # Rows of the table, and what makes one.

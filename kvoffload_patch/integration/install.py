@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from kvoffload_patch.config import Settings
+from kvoffload_patch.config import Settings, as_given
 from kvoffload_patch.integration import kvcached
 from kvoffload_patch.integration.patch_table.ascend import POINTS as ASCEND_POINTS
 from kvoffload_patch.integration.patch_table.ascend import VLLM_ASCEND
@@ -35,24 +38,60 @@ logger = logging.getLogger("vllm.kvoffload_patch")
 def arm() -> None:
     """Decide for all processes' points at once, and install each when its module is imported.
 
+    What cannot be installed by then is raised by that import; with KVOFFLOAD_STRICT off it is a
+    line in the log, vLLM is as it was made, and no engine of this process gets a tier.
+
     Raises:
         PatchRefused: vLLM is not one that the table knows; nothing was touched.
     """
     global _patches
-    decisions = _decide(Settings.from_env())
-    patches: tuple[PatchSet, ...] = ()
-    try:
-        for decision in decisions:
-            patches += (PatchSet(decision),)
-            patches[-1].arm()
-    except PatchRefused:
-        for armed in patches[:-1]:
-            armed.remove()
-        raise
+    settings = Settings.from_env()
+    decisions = _decide(settings)
+    patches = tuple(PatchSet(decision) for decision in decisions)
+    said = threading.Lock()  # is taken once, for good
+    on_refusal = None if settings.strict else partial(_serve_without, patches, said)
+    for each in patches:
+        try:
+            each.arm(on_refusal)
+        except BaseException:
+            said.acquire(blocking=False)  # who has called this says it
+            for other in patches:
+                if other is not each:
+                    other.remove()
+            raise
     _patches = patches
     for decision in decisions:
         if decision.doubts:
             logger.warning("kvoffload_patch: %s", warning(decision.doubts, decision.host.name))
+
+
+def _serve_without(
+    patches: Sequence[PatchSet], said: threading.Lock, refusal: PatchRefused
+) -> None:
+    """One of them was refused while a module was imported: so are the others, and children.
+
+    Workers of an engine that is not patched would wait for it with memory taken in advance.
+    """
+    if not said.acquire(blocking=False):
+        return
+    os.environ["KVOFFLOAD_DISABLE"] = "1"
+    for each in patches:
+        each.give_up(refusal)
+    logger.error("kvoffload_patch: %s Serving without the CPU tier.", as_given(str(refusal)))
+
+
+def keep_installed() -> str:
+    """A tier is about to use what is installed: no later import takes it off.
+
+    Returns:
+        Why no tier can use it, as a sentence that the process has said already; empty if it can.
+    """
+    return next(filter(None, [each.keep() for each in _patches]), "")
+
+
+def refusal() -> str:
+    """Why an import was refused since `arm`, as a sentence; empty if none was."""
+    return next(filter(None, [each.status()["refusal"] for each in _patches]), "")
 
 
 def warning(doubts: Sequence[str], name: str = VLLM.name) -> str:
@@ -107,10 +146,9 @@ def describe(settings: Settings | None = None) -> dict[str, Any]:
     return {**report, "points": listed, "doubts": doubts, "verdict": "ok"}
 
 
-def installed_attributes() -> set[str]:
-    """Full names of the attributes patched in this process."""
-    points = [point for each in _patches for point in each.status()["points"]]
-    return {f"{p['module']}.{p['attribute']}" for p in points if p["installed"]}
+def installed() -> set[tuple[Any, str]]:
+    """Class and attribute of each point that is patched in this process."""
+    return {target for each in _patches for target in each.installed()}
 
 
 def older_than(release: str) -> bool:

@@ -2,7 +2,8 @@
 
 Owns the state, the journal of replaced attributes, and the post-import hooks. Must not choose
 points or know what a hook does. Not covered: a target module that is reloaded, or imported again
-after it was deleted from sys.modules, defines new and therefore unpatched objects.
+after it was deleted from sys.modules, defines new and therefore unpatched objects, none of
+them among `installed`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
@@ -23,6 +25,8 @@ from .point import Decision, PatchPoint
 
 # "armed" means that some target module is still to be imported.
 State = Literal["idle", "armed", "installed", "failed", "removed"]
+# Called with the refusal for each import that goes on in spite of it.
+OnRefusal = Callable[[PatchRefused], None]
 
 _ABSENT = object()
 
@@ -54,17 +58,27 @@ class _Record:
     state: State = "idle"
     refusal: PatchRefused | None = None
     journal: list[_Entry] = field(default_factory=list)
-    effective: set[str] = field(default_factory=set)
     # The truth value of this list opens and closes all wrappers: wrapt tests a list in C, where a
     # callable would cost a Python call each time. Every arm() makes a new one, so that a wrapper
     # that had to stay in place never comes back to life beneath its successor.
     gate: list[bool] = field(default_factory=list)
+    on_refusal: OnRefusal | None = None
+    kept: bool = False
 
     def take_off(self, state: State) -> None:
         self.gate.clear()
         while self.journal:
-            self.journal.pop().restore()
+            with suppress(Exception):  # where its owner forbids it, the closed gate has to do
+                self.journal.pop().restore()
         self.state = state
+
+    def fail(self, refusal: PatchRefused) -> None:
+        """Refuse from now on, and take everything off that is not in use."""
+        if self.kept:
+            self.state = "failed"
+        else:
+            self.take_off("failed")
+        self.refusal = self.refusal or _copy(refusal)
 
 
 _records: dict[str, _Record] = {}
@@ -83,14 +97,19 @@ class PatchSet:
 
     def __init__(self, decision: Decision) -> None:
         self.decision = decision
+        self._arming: int | None = None  # the thread that does
         with _lock:
             self._record = _records.setdefault(decision.host.package, _Record(decision))
 
-    def arm(self) -> None:
+    def arm(self, on_refusal: OnRefusal | None = None) -> None:
         """Install at once in modules already imported, and in the others after their import.
 
-        Does nothing when armed already. An import that cannot be patched raises the refusal, and
-        so does every later one, until `remove` is called.
+        Does nothing when armed already. What fails here is raised, and nothing stays installed.
+
+        Args:
+            on_refusal: called if a module that is imported later cannot be patched, when every
+                original object is back, and again for each further one; the imports go on, and
+                none is patched. None: they raise the refusal, until `remove` is called.
 
         Raises:
             PatchTableError: the host is armed with other points.
@@ -100,6 +119,7 @@ class PatchSet:
                 is just being imported by the calling thread.
         """
         record, decision = self._record, self.decision
+        register = load_wrapt().register_post_import_hook
         modules = list(dict.fromkeys(point.module for point in decision.wrapped))
         for name in modules:
             _finish_loading(decision, name)
@@ -111,9 +131,29 @@ class PatchSet:
                     raise PatchTableError(f"{decision.label} is armed with other points already.")
                 return
             record.decision, record.state = decision, "armed"
-            record.gate, record.effective = [True], set()
-        for name in modules:  # a hook left from an earlier arm() finds the module installed
-            load_wrapt().register_post_import_hook(self._on_import, name)
+            record.gate, record.on_refusal, record.kept = [True], on_refusal, False
+        self._arming = threading.get_ident()
+        try:
+            for name in modules:  # a hook left from an earlier arm() finds the module installed
+                register(self._on_import, name)
+        finally:
+            self._arming = None
+
+    def keep(self) -> str:
+        """What is installed is in use: it stays, also when a module imported later is refused.
+
+        Returns:
+            Why nothing may be put to use; empty if it may.
+        """
+        with _lock:
+            refusal = self._record.refusal
+            self._record.kept = self._record.kept or refusal is None
+        return "" if refusal is None else str(refusal)
+
+    def give_up(self, refusal: PatchRefused) -> None:
+        """Another host that this one goes with was refused, and so is this."""
+        with _lock:
+            self._record.fail(refusal)
 
     def remove(self) -> None:
         """Put every original object back, newest first; later imports stay untouched.
@@ -129,29 +169,19 @@ class PatchSet:
         """Whether hooks run wherever their target module has been imported."""
         return self._record.state in ("armed", "installed")
 
-    def status(self) -> dict[str, Any]:
-        """State, host, version, refusal text or None, and the points as plain data.
+    def installed(self) -> set[tuple[Any, str]]:
+        """Class and attribute of each point: not of one that a reload has made under its name."""
+        with _lock:
+            return {(entry.owner, entry.attribute) for entry in self._record.journal}
 
-        A point is "effective" once its hook has been called since the points were armed.
-        """
+    def status(self) -> dict[str, Any]:
+        """State, refusal text or None, and the names of the points that are installed."""
         record = self._record
         with _lock:
-            installed = {entry.point.name for entry in record.journal}
-            points = [
-                {
-                    **{key: getattr(point, key) for key in ("name", "role", "module", "attribute")},
-                    "wrapped": bool(point.hook),
-                    "installed": point.name in installed,
-                    "effective": point.name in record.effective,
-                }
-                for point in record.decision.points
-            ]
             return {
                 "state": record.state,
-                "host": record.decision.host.name,
-                "version": record.decision.version,
                 "refusal": str(record.refusal) if record.refusal else None,
-                "points": points,
+                "installed": [entry.point.name for entry in record.journal],
             }
 
     def _on_import(self, module: ModuleType) -> None:
@@ -162,7 +192,12 @@ class PatchSet:
                 raise _copy(record.refusal)
             if self.enabled():
                 _install(record, module)
-        except BaseException:
+        except BaseException as error:
+            # While this thread arms, the refusal is that of `arm`; an interrupt is none.
+            if record.on_refusal and record.refusal and self._arming != threading.get_ident():
+                record.on_refusal(_copy(record.refusal))
+                if isinstance(error, Exception):
+                    return
             if _is_loading(module):
                 # wrapt forgets a hook that raised, and registers another only for a module that
                 # is not in sys.modules; the failing import would take it out in any case.
@@ -188,17 +223,31 @@ def _install(record: _Record, module: ModuleType) -> None:
             if len(record.journal) == len(decision.wrapped):
                 record.state = "installed"
     except BaseException as error:
-        own = "reinstall kvoffload_patch, or " * isinstance(error, ImportError)
-        refusal = InstallFailed(
-            f"{decision.label} cannot be patched: installing in {name} raised "
-            f"{type(error).__name__} ({error}). Nothing stays patched; {own}{decision.host.remedy}."
-        )
         with _lock:
-            record.take_off("failed")
-            record.refusal = _copy(error) if isinstance(error, PatchRefused) else refusal
-        if isinstance(error, PatchRefused) or not isinstance(error, Exception):
+            refusal = _refusal(record, name, error)
+            record.fail(refusal)
+        if refusal is error or not isinstance(error, Exception):
             raise
-        raise _copy(refusal) from error
+        raise refusal from error
+
+
+def _refusal(record: _Record, module: str, error: BaseException) -> PatchRefused:
+    """What is said of an error while points of `module` were installed: itself, or a sentence."""
+    decision, kept = record.decision, record.kept
+    if isinstance(error, PatchRefused) and not kept:
+        return error
+    own = "reinstall kvoffload_patch, or " * isinstance(error, ImportError)
+    stays = "What is in use already stays patched" if kept else "Nothing stays patched"
+    return InstallFailed(
+        f"{decision.label} cannot be patched: installing in {module} raised "
+        f"{type(error).__name__} ({_text(error)}). {stays}; {own}{decision.host.remedy}."
+    )
+
+
+def _text(error: BaseException) -> str:
+    with suppress(Exception):  # another package's may fail to say what it is
+        return str(error)
+    return "without a text"
 
 
 def _prepare(
@@ -212,22 +261,11 @@ def _prepare(
         except AttributeError:
             text = f"{point.name} not found in the imported {module.__name__}"
             raise mismatch(record.decision, [text]) from None
-        wrapper = load_wrapt().FunctionWrapper(target, _tracked(point, hook, record), record.gate)
+        wrapper = load_wrapt().FunctionWrapper(target, hook, record.gate)
         original = vars(owner).get(attribute, _ABSENT)
         entries.append((_Entry(point, owner, attribute, original, wrapper), target))
     check_live(record.decision, [(entry.point, module, target) for entry, target in entries])
     return [entry for entry, _ in entries]
-
-
-def _tracked(point: PatchPoint, hook: Callable[..., Any], record: _Record) -> Callable[..., Any]:
-    """`hook`, noting that it was called; 40 ns beside the 500 ns of the wrapper itself."""
-    name, note = point.name, record.effective.add
-
-    def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        note(name)
-        return hook(wrapped, instance, args, kwargs)
-
-    return call
 
 
 def _load_hook(point: PatchPoint) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from kvoffload_patch.config import Settings
 from kvoffload_patch.integration.engine.attach import connect
 from kvoffload_patch.integration.engine.eligibility import check_eligible
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
-from kvoffload_patch.integration.install import installed_attributes, step_hooks
+from kvoffload_patch.integration.install import installed, step_hooks
 from kvoffload_patch.integration.protocol import RESULT
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies import POLICIES
@@ -87,7 +87,7 @@ class Report:
             json.dumps(
                 {
                     "tests": self.tests,
-                    "hooks": len(installed_attributes()),
+                    "hooks": len(installed()),
                     "tiers": len(self.tiers),
                     "without": dict(self.without),
                     "stored": sum(one.stored for one in stats),

@@ -46,6 +46,7 @@ _REPLACES = {
     "TEST_STATE_KERNELS": "state_kernels",
     "TEST_LINEAR_KERNELS": "linear_kernels",
     "TEST_MAMBA2_KERNELS": "mamba2_kernels",
+    "TEST_REPLACED": "replaced_points",
     "TEST_SHARDED_ATTENTION": "sharded_attention",
     "TEST_RAY_ON_CPU": "ray_on_cpu",
     "TEST_SLEEP": "sleeping",

@@ -132,6 +132,31 @@ def test_a_failed_canary_without_strict_serves_plain_vllm(real, conversations):
     assert "Serving without the CPU tier." in run.log
 
 
+OPEN = {"KVOFFLOAD_STRICT": "0"}
+RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model"
+REPLACED = {
+    # The engine core's own process is not told of it but by its parent.
+    "engine core": ("vllm.v1.engine.core:EngineCore.__init__", {}, CORE_APART),
+    "runner, while the engine core starts": (RUNNER, {}, {}),
+    "runner, in workers alone": (f"children:{RUNNER}", TP, FORKED),
+}
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_a_function_that_others_have_replaced_without_strict_serves_plain_vllm(
+    real, conversations, what
+):
+    target, engine, env = REPLACED[what]
+    how = {"fresh": True, "TEST_REPLACED": target, **env}
+    run = real.on(["conversations"], engine, OPEN, **how)
+    assert_same(run["conversations"], conversations)
+    assert run["conversations"]["cached"] == 0
+    assert "Nothing was patched; set KVOFFLOAD_STRICT=0" in run.log
+    # A worker says it, and the engine, which hears of it from the workers, says whose it is.
+    said = 3 if engine else 1
+    assert run.log.count("Serving without the CPU tier.") == said, run.log[-3000:]
+
+
 def test_prefix_caching_off_is_said_and_the_tier_stays_out(real, conversations):
     run = real.on(["conversations"], {"enable_prefix_caching": False})
     assert "prefix caching is off, so there is nothing to keep; no CPU tier" in run.log

@@ -72,7 +72,7 @@ def load(name):
     return importlib.import_module(name)
 
 def installed(patch_set):
-    return {p["name"] for p in patch_set.status()["points"] if p["installed"]}
+    return set(patch_set.status()["installed"])
 """,
 }
 

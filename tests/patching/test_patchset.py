@@ -447,29 +447,23 @@ def test_other_points_for_an_armed_host_are_refused(host):
     )
 
 
-def test_status_is_plain_data_and_tells_installed_from_effective(host):
+def test_status_is_plain_data_and_tells_what_is_installed(host):
     host.run(
         """
         import json
         p = patches()
         p.arm()
         alpha = load("fakehost.alpha")
-        alpha.Engine().step(1)
-        load("fakehost.beta")
-        status = json.loads(json.dumps(p.status()))
-        assert status == {
-            "state": "installed", "host": "FakeHost", "version": "1.2.3", "refusal": None,
-            "points": [
-                {"name": "scheduler.step", "role": "scheduler", "module": "fakehost.alpha",
-                 "attribute": "Engine.step", "wrapped": True, "installed": True, "effective": True},
-                {"name": "worker.execute", "role": "worker", "module": "fakehost.beta",
-                 "attribute": "Worker.execute", "wrapped": True, "installed": True,
-                 "effective": False},
-            ],
-        }, status
+        assert p.status() == {
+            "state": "armed", "refusal": None, "installed": ["scheduler.step"]
+        }, p.status()
+        beta = load("fakehost.beta")
+        assert json.loads(json.dumps(p.status())) == {
+            "state": "installed", "refusal": None, "installed": ["scheduler.step", "worker.execute"]
+        }, p.status()
+        assert p.installed() == {(alpha.Engine, "step"), (beta.Worker, "execute")}
         p.remove()
-        p.arm()
-        assert [q["effective"] for q in p.status()["points"]] == [False, False]
+        assert p.installed() == set() and p.status()["installed"] == []
         """
     )
 

@@ -18,8 +18,9 @@ started = "kvoffload_patch._bootstrap" in sys.modules
 import kvoffload_patch
 kvoffload_patch.enable()
 importlib.import_module({ENGINE!r})
-from kvoffload_patch.integration.install import installed_attributes
-found = dict(started=started, installed=sorted(installed_attributes()))
+from kvoffload_patch.integration.install import installed
+names = [f"{{owner.__module__}}.{{owner.__qualname__}}.{{name}}" for owner, name in installed()]
+found = dict(started=started, installed=sorted(names))
 print({MARK!r} + json.dumps(found), flush=True)
 """
 _SWITCHES = {"KVOFFLOAD_ENABLE": "1", "KVOFFLOAD_DISABLE": "", "KVOFFLOAD_STRICT": "1"}

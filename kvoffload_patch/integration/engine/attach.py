@@ -25,7 +25,7 @@ from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.weights import can_keep
 from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
-from kvoffload_patch.integration.install import step_hooks
+from kvoffload_patch.integration.install import keep_installed, step_hooks
 from kvoffload_patch.integration.kvcached import is_elastic
 from kvoffload_patch.integration.metrics import NOT_NEEDED, REFUSED
 from kvoffload_patch.integration.protocol import TIER, attached, engine_bytes, num_engines
@@ -44,11 +44,12 @@ def attach(engine_core: Any, vllm_config: Any) -> None:
         TierRefused: there can be no tier here, and KVOFFLOAD_STRICT is on. With it off that is a
             line in the log, whatever has failed, and the engine is as vLLM made it.
     """
-    scheduler = getattr(engine_core, "scheduler", None)
-    if scheduler is not None and attached(scheduler) is not None:
-        return
+    said = keep_installed()
     try:
-        _attach(engine_core, vllm_config)
+        scheduler = getattr(engine_core, "scheduler", None)
+        if scheduler is not None and attached(scheduler) is not None:
+            return
+        _attach(engine_core, vllm_config, said)
     except TierNotNeeded as reason:
         logger.warning("kvoffload_patch: %s", reason)
         metrics.tell_off(engine_core, NOT_NEEDED, str(reason))
@@ -57,7 +58,8 @@ def attach(engine_core: Any, vllm_config: Any) -> None:
         if _is_strict():
             launch_token.tell(f"kvoffload_patch: {refusal}")
             raise TierRefused(f"kvoffload_patch: {refusal}") from error
-        logger.error("kvoffload_patch: %s Serving without the CPU tier.", refusal)
+        if not said:
+            logger.error("kvoffload_patch: %s Serving without the CPU tier.", refusal)
         metrics.tell_off(engine_core, REFUSED, refusal)
     launch_token.confirm(launch_token.ATTACHED)
 
@@ -117,9 +119,11 @@ def connect(
     return breaker
 
 
-def _attach(engine_core: Any, vllm_config: Any) -> None:
+def _attach(engine_core: Any, vllm_config: Any, refused: str) -> None:
     ranks = RankGroup(engine_core.model_executor, ending(engine_core))
     try:
+        if refused:  # by an import since `EngineCore.__init__` was called, which was hooked then
+            raise TierRefused(refused)
         scheduler = engine_core.scheduler
         _check_scheduler(scheduler)
         settings = _chosen(Settings.from_env(), scheduler.kv_cache_manager.block_pool)

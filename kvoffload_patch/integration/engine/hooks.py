@@ -18,7 +18,10 @@ Wrapped = Callable[..., Any]
 
 def init(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> None:
     """`EngineCore.__init__`: when it returns, executor, KV caches and scheduler exist."""
-    pass_variables_on(_executor_class(*args, **kwargs))
+    try:
+        pass_variables_on(_executor_class(*args, **kwargs))
+    except Exception as error:  # noqa: BLE001 - workers that lack them say so when asked
+        logger.warning("kvoffload_patch: Ray's workers do not get our variables: %s", error)
     wrapped(*args, **kwargs)
     attach(instance, instance.vllm_config)
 

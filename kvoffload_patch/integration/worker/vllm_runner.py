@@ -12,20 +12,26 @@ from kvoffload_patch.tier.plan import TransferResult
 
 
 def runner_is_patched(runner: Any) -> str:
-    """Why plans would not be carried out by this runner; empty if they will be."""
-    from kvoffload_patch.integration.install import installed_attributes
+    """Why plans would not be carried out by this runner; empty if they will be, from now on.
 
-    patched = installed_attributes()
+    A class that a reload has made is another than the one that was patched under its name.
+    """
+    from kvoffload_patch.integration.install import installed, keep_installed
+
+    refused = keep_installed()
+    if refused:
+        return refused
+    patched = installed()
     for method in ("execute_model", "sample_tokens"):
         owner = next((c for c in type(runner).__mro__ if method in vars(c)), None)
         if owner is None and method == "sample_tokens":
             continue  # up to 0.11.0 execute_model samples
-        name = f"{owner.__module__}.{owner.__qualname__}.{method}" if owner else method
-        if name not in patched:
+        if (owner, method) not in patched:
+            name = f"{owner.__module__}.{owner.__qualname__}.{method}" if owner else method
             return (
                 f"expected {method} of {type(runner).__name__} to be patched, found {name} as "
-                "vLLM made it, so this worker did not see the switch when it started (start vLLM "
-                "through kvoffload_patch on every host)"
+                "vLLM made it, so this worker did not see the switch when it started, or loaded "
+                "its module once more since (start vLLM through kvoffload_patch on every host)"
             )
     return ""
 

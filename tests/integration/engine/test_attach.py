@@ -17,7 +17,7 @@ from integration.engine.mini import Mini
 from kvoffload_patch import __version__
 from kvoffload_patch.config import STORES, Settings
 from kvoffload_patch.integration.engine import attach as attach_module
-from kvoffload_patch.integration.engine import workers
+from kvoffload_patch.integration.engine import hooks, workers
 from kvoffload_patch.integration.engine.attach import attach, detach
 from kvoffload_patch.integration.engine.breaker import Breaker
 from kvoffload_patch.integration.engine.tier import SchedulerTier
@@ -207,6 +207,46 @@ def test_whatever_raises_is_a_refusal(
     assert "(something that has another name); report it" in text and "\n" not in text
     assert "open_rank" not in executor.calls, "memory was taken before this was tried"
     untouched(mini, before, executor)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_an_import_was_refused_with_is_not_said_again(
+    strict: bool, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's `__init__` was hooked when it was called, and nothing is any more."""
+    mini, executor = Mini(tier=False), Executor()
+    before = mini.changed()
+    monkeypatch.setenv("KVOFFLOAD_STRICT", str(int(strict)))
+    monkeypatch.setattr(attach_module, "keep_installed", lambda: "the runner was replaced.")
+    confirmed: list[str] = []
+    monkeypatch.setattr(attach_module.launch_token, "confirm", confirmed.append)
+    core = engine(mini, executor)
+    core.output_queue = queue.Queue()
+    core.vllm_config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
+    if strict:
+        with pytest.raises(TierRefused, match="the runner was replaced"):
+            attach(core, mini.config)
+    else:
+        attach(core, mini.config)
+        sent = core.output_queue.get_nowait()[1].scheduler_stats.kvoffload["values"]
+        assert ("tier_off_info", ("the runner was replaced.",), 1) in [
+            (name, tuple(labels), value) for name, labels, value in sent
+        ]
+        assert confirmed == [attach_module.launch_token.ATTACHED]
+    assert log == [] and executor.calls == ["close_rank"], "memory was taken in advance"
+    untouched(mini, before, executor)
+
+
+def test_variables_that_cannot_be_passed_on_end_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("environment")
+
+    seen: list[str] = []
+    monkeypatch.setattr(hooks, "pass_variables_on", fail)
+    monkeypatch.setattr(hooks, "attach", lambda *_: seen.append("attached"))
+    core = SimpleNamespace(vllm_config=None)
+    hooks.init(lambda *_: seen.append("started"), core, (None, object), {})
+    assert seen == ["started", "attached"]
 
 
 @pytest.mark.parametrize("nth", [2])

@@ -126,14 +126,14 @@ try:
 except ImportError as refusal:
     print(refusal)
     raise SystemExit
-from kvoffload_patch.integration.install import disarm, installed_attributes
+from kvoffload_patch.integration.install import disarm, installed
 from kvoffload_patch.integration.worker.vllm_runner import runner_is_patched
-before = installed_attributes()
+before = installed()
 import {RUNNER} as runners
-print(sorted(installed_attributes() - before))
+print(sorted(".".join((c.__module__, c.__name__, name)) for c, name in installed() - before))
 print(repr(runner_is_patched(runners.NPUModelRunner())))
 disarm()
-print(sorted(installed_attributes()))
+print(sorted(installed()))
 """
 
 
