@@ -15,7 +15,7 @@ SAID: dict[str, tuple[str, str]] = {
         "taken beside full attention",
         "taken",
     ),
-    "states on another device than the CPU": ("taken beside full attention", "taken"),
+    "states on a device on which they were not shown": ("taken beside full attention", "taken"),
     "states at every block (mode all)": (_NO_MODE, _NO_MODE),
     "states with speculative decoding that were not shown to come back": (_TAKEN, _TAKEN),
     "states with --use-replayssm": (_REPLAYSSM, _REPLAYSSM),

@@ -118,6 +118,17 @@ ROWS = (
         gpu=("graphs, windows",),
     ),
     *(_states(*one) for one in _STATES),
+    _engine(
+        "states: models of the sizes that are played on a GPU",
+        "all but linear attention, which is beside MLA there; each answers otherwise when the "
+        "states of loads are lost",
+        "test_states.py::test_models_of_the_sizes_played_on_a_gpu_miss_their_states",
+    ),
+    _engine(
+        "states on two tensor-parallel ranks",
+        "two worker processes; all kinds above but linear attention",
+        "test_states.py::test_each_of_two_ranks_brings_its_own_states_back",
+    ),
     Row(
         "states: one, two and three groups",
         "vLLM's scheduler over a faked model, random runs",
@@ -129,7 +140,7 @@ ROWS = (
         (f"{_RANDOM}_of_layers_that_keep_a_state[state with checkpoints]",),
     ),
     _refused("states of a kind that was not shown to come back", "states of another kind"),
-    _refused("states on another device than the CPU", "states on a GPU"),
+    _refused("states on a device on which they were not shown", "states on a GPU"),
     _refused("states at every block (mode all)", "states at every block"),
     _engine(
         "states with speculative decoding",

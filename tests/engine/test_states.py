@@ -7,7 +7,7 @@ import re
 from functools import partial
 
 import pytest
-from engine import linear_attention, release
+from engine import gpu_states, linear_attention, release
 from engine import plain as vllm
 from engine.report import assert_same
 
@@ -26,6 +26,11 @@ PARAMETERS = [
     pytest.param(kind, id=kind, marks=[] if kind == "gated delta net" else [FEATURE])
     for kind in KINDS
 ]
+
+
+# The tiny model of linear attention has one group of its norm, which vLLM divides by ranks; beside
+# MLA, as it is played on a GPU, the CPU build turns prefix caching off.
+WITHOUT_LINEAR = [kind for kind in KINDS if kind != "linear attention"]
 
 
 def engine_of(real, kind):
@@ -82,6 +87,47 @@ def test_a_state_that_does_not_come_back_is_another_answer(real, kind):
     first = len(pairs) // 3  # of three times the same prompts
     assert all(mine == plain for mine, plain in pairs[:first]), "nothing was loaded yet"
     assert sum(mine != plain for mine, plain in pairs[first:]) > first // 2
+
+
+@FEATURE
+@pytest.mark.parametrize("kind", WITHOUT_LINEAR)
+def test_models_of_the_sizes_played_on_a_gpu_miss_their_states(real, kind, tmp_path):
+    """Else the equal answers there (`gpu_states`) would show nothing of states."""
+    engine, env = engine_of(real, kind)
+    with vllm.must_have_model():
+        gpu_states.MODELS[gpu_states.KINDS[kind][0]](tmp_path / "model")
+    engine["model"] = str(tmp_path / "model")
+    off = real.off(["lengths_alone"], {**engine, "num_gpu_blocks_override": 500}, **env)
+    vllm.must_play(off)
+    few = {**engine, "num_gpu_blocks_override": 48}
+    inline = {"KVOFFLOAD_LOAD_MODE": "inline"}
+    lost = real.on(["lengths_alone"], few, inline, TEST_LOSE_STATES="1", **env)
+    if refused(lost):
+        pytest.skip("the tier takes no such states")
+    assert lost["lengths_alone"]["cached"] == off["lengths_alone"]["cached"] > 0
+    pairs = list(zip(lost["lengths_alone"]["tokens"], off["lengths_alone"]["tokens"]))
+    third = len(pairs) // 3  # of three times the same prompts
+    assert all(mine == plain for mine, plain in pairs[:third]), "nothing was loaded yet"
+    assert sum(mine != plain for mine, plain in pairs[third:]) > third // 2
+
+
+@FEATURE
+@pytest.mark.parametrize("kind", WITHOUT_LINEAR)
+def test_each_of_two_ranks_brings_its_own_states_back(real, kind):
+    """Of half the heads each, by the same numbers of blocks."""
+    engine, env = engine_of(real, kind)
+    engine["tensor_parallel_size"], env["TEST_FORK_WORKERS"] = 2, "1"
+    played = ["setup", "sensitivity", "lengths_alone"]
+    off = real.off(played, {**engine, "num_gpu_blocks_override": 500}, **env)
+    vllm.must_play(off)
+    on = real.on(played, {**engine, "num_gpu_blocks_override": 48}, PARKED, late=3, **env)
+    if refused(on):
+        pytest.skip("the tier takes no such states")
+    assert on["setup"]["groups"] == off["setup"]["groups"] >= 2
+    for name in played[1:]:
+        assert_same(on[name], off[name])
+    assert on["lengths_alone"]["cached"] == off["lengths_alone"]["cached"] > 0
+    assert on["lengths_alone"]["tier"]["loaded"] > 50
 
 
 @FEATURE

@@ -29,6 +29,7 @@ _SHARDED_SPECS = {"FullAttentionSpec", "MLAAttentionSpec"}
 # shown to come back.
 _STATE_SPEC = "MambaSpec"
 _STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
+    ("0.26.0", "cuda"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
     ("0.30.0", "cpu"): ("GDN_ATTN",),
     ("0.32.0", "cpu"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
 }
@@ -88,8 +89,7 @@ def _doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
             yield f"beside kvcached: {unseen} ({_TRIES}), {_WITHOUT_KVCACHED}"
     for index, group in enumerate(scheduler.kv_cache_config.kv_cache_groups):
         if keeps_state(group.kv_cache_spec):
-            doubt = _unshown_states(vllm_config, members(group.kv_cache_spec))
-            if doubt:
+            for doubt in _state_doubts(vllm_config, scheduler, members(group.kv_cache_spec)):
                 yield f"KV cache group {index}: {doubt} ({_TRIES})"
 
 
@@ -222,9 +222,38 @@ def _state_problem(vllm_config: Any, spec: Any) -> str | None:
     return None
 
 
-def _unshown_states(vllm_config: Any, of_layers: Sequence[Any]) -> str | None:
-    """Why nobody has seen such states come back right where this engine runs."""
-    kind = getattr(of_layers[0].mamba_type, "name", of_layers[0].mamba_type)
+def _state_doubts(vllm_config: Any, scheduler: Any, of_layers: Sequence[Any]) -> Iterator[str]:
+    """Why nobody has seen the states of a group come back right where this engine runs."""
+    kind = str(getattr(of_layers[0].mamba_type, "name", of_layers[0].mamba_type))
+    unshown = _unshown_states(vllm_config, of_layers, kind)
+    if unshown:
+        yield unshown
+    if vllm_config.device_config.device_type != "cpu":
+        yield from _unplayed_on_a_gpu(vllm_config, scheduler, kind)
+
+
+def _unplayed_on_a_gpu(vllm_config: Any, scheduler: Any, kind: str) -> Iterator[str]:
+    """What has not been played with states on a GPU and can come out otherwise than without it.
+
+    Several tensor-parallel ranks were not either: each copies its own tensors, by block numbers
+    that are the same on all, whatever a block holds; states on two ranks were played on the CPU.
+    """
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1:
+        yield f"expected one pipeline stage beside states on a GPU, found {stages}"
+    if getattr(scheduler, "connector", None) is not None:
+        yield "expected no KV connector beside states on a GPU, found one"
+    if kind == "GDN_ATTN" and "MLAAttentionSpec" in _kinds(
+        scheduler.kv_cache_config.kv_cache_groups
+    ):
+        yield (
+            "expected gated delta nets beside plain attention on a GPU, found MLA, beside which "
+            "delta attention (Kimi-Linear) has their name"
+        )
+
+
+def _unshown_states(vllm_config: Any, of_layers: Sequence[Any], kind: str) -> str | None:
+    """Why nobody has seen such states on this release and device."""
     release, device = release_in_use(), vllm_config.device_config.device_type
     drafted = any(one.num_speculative_blocks for one in of_layers)
     beside = " beside speculative decoding" if drafted else ""

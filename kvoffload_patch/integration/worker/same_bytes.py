@@ -13,6 +13,7 @@ from typing import Any
 
 # Its blocks hold what every rank computes alike, from weights that every rank has.
 _LATENT = "MLAAttentionSpec"
+_STATE = "MambaSpec"
 
 
 def same_bytes(worker: Any, layout: Any) -> str:
@@ -55,6 +56,8 @@ def _layers(kv_cache_config: Any) -> Iterator[tuple[str, Any]]:
 def _of_layer(name: str, spec: Any, modules: Mapping[str, Any], ranks: int) -> int:
     if type(spec).__name__ == _LATENT:
         return ranks
+    if type(spec).__name__ == _STATE:
+        return 1  # each rank has the states of its own heads, whatever is beside them
     # `model.layers.0.self_attn.attn`: beside it is what its keys and values come from. A layer of
     # a drafting model is not found in the model.
     projection = modules.get(f"{name.rpartition('.')[0]}.qkv_proj")

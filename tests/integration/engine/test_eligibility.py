@@ -163,7 +163,7 @@ REFUSED = {
         "states beside speculative decoding that were shown .* found MAMBA2 with",
     ),
     "states outside of blocks": (config(replayssm=True), states(), "--use-replayssm"),
-    "states on a GPU": (config(device="cuda"), states(), r"come back \(.* \S+ on cuda"),
+    "states on a GPU": (config(device="xpu"), states(), r"come back \(.* \S+ on xpu"),
     "states of another kind": (
         config(), states(mamba_type=SimpleNamespace(name="CUSTOM")), "found CUSTOM with",
     ),
@@ -412,6 +412,64 @@ def test_states_are_approved_where_they_were_shown(
     assert f"found {kind} with {release} on cuda" in doubt
 
 
+ON_CUDA = ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV")
+
+
+@pytest.mark.parametrize("kind", [*ON_CUDA, "CUSTOM"])
+@pytest.mark.parametrize("release", ["0.25.1", "0.26.0", "0.27.0", "0.32.0"])
+def test_states_are_approved_on_a_gpu_where_they_were_played(
+    monkeypatch: pytest.MonkeyPatch, release: str, kind: str
+) -> None:
+    """Not on its neighbours: of what vLLM does with states no digest is kept."""
+    monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", release)
+    asked = states(mamba_type=SimpleNamespace(name=kind))
+    if release == "0.26.0" and kind in ON_CUDA:
+        assert check_eligible(config(device="cuda"), asked) == ()
+        assert check_eligible(config(device="cuda", tensor_parallel_size=2), asked) == ()
+    else:
+        with pytest.raises(TierRefused, match=f"come back .*{kind} with {release} on cuda"):
+            check_eligible(config(device="cuda"), asked)
+
+
+UNPLAYED = {
+    "drafts": (config(device="cuda"), states(num_speculative_blocks=1), "beside speculative deco"),
+    "stages": (
+        config(device="cuda", pipeline_parallel_size=2), states(), "one pipeline stage .* found 2",
+    ),
+    "a connector": (
+        config(device="cuda"),
+        scheduler(group(), group("MambaSpec", **STATE), connector=object()),
+        "no KV connector beside states on a GPU, found one",
+    ),
+    "delta attention": (
+        config(device="cuda"),
+        scheduler(group("MLAAttentionSpec"), group("MambaSpec", **STATE)),
+        "beside plain attention on a GPU, found MLA",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", UNPLAYED)
+def test_what_was_not_played_with_states_on_a_gpu_is_refused_and_can_be_tried(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", "0.26.0")
+    vllm_config, asked, found = UNPLAYED[what]
+    with pytest.raises(TierRefused, match=f"KV cache group 1: .*{found}") as refusal:
+        check_eligible(vllm_config, asked)
+    assert str(refusal.value).count("KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it") == 1
+    monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", "1")
+    (doubt,) = check_eligible(vllm_config, asked)
+    assert re.search(found, doubt)
+
+
+def test_linear_attention_was_played_on_a_gpu_beside_mla(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", "0.26.0")
+    linear = {**STATE, "mamba_type": SimpleNamespace(name="LINEAR")}
+    asked = scheduler(group("MLAAttentionSpec"), group("MambaSpec", **linear))
+    assert check_eligible(config(device="cuda"), asked) == ()
+
+
 def test_states_are_approved_beside_drafts_where_they_were_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -445,6 +503,7 @@ def test_every_release_whose_states_were_shown_has_results_of_them() -> None:
                 on_it = [one for one in features_gpu.load() if one["release"] == release]
                 (line,) = features_gpu.lines(row, on_it)
                 assert line.verdict.startswith("green"), (release, row)
+                assert "(V1, V2)" in line.what, "one of the runners was not played"
                 continue
             tests = features.results_of(release)[row.name]["tests"]
             refused = [test for test in tests if "refusal" in test]

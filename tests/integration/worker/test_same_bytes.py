@@ -20,6 +20,10 @@ class FullAttentionSpec:
     pass
 
 
+class MambaSpec:
+    pass
+
+
 class Projection(torch.nn.Module):
     def __init__(self, replicas: int) -> None:
         super().__init__()
@@ -72,6 +76,15 @@ def test_kv_heads_are_on_neighbouring_ranks() -> None:
 def test_a_latent_is_on_all_ranks() -> None:
     said = told(3, [group({"a.attn": MLAAttentionSpec()})], {})
     assert said[0] and len(set(said)) == 1
+
+
+@pytest.mark.parametrize("attention", [MLAAttentionSpec(), FullAttentionSpec()])
+def test_states_are_each_ranks_own(attention: Any) -> None:
+    """Also of a layer that is built as one of attention whose heads are on several ranks."""
+    groups = [group({"a.attn": attention}), group({"b.attn": MambaSpec()})]
+    assert told(2, groups[:1], {"a": 2})[0]
+    assert told(2, groups, {"a": 2, "b": 2}) == ["", ""]
+    assert told(2, groups[1:], {"b": 2}) == ["", ""]
 
 
 def test_with_decode_context_parallelism_none_are_the_same() -> None:
