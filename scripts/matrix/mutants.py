@@ -126,7 +126,7 @@ class Copies:
         tests = sorted({test for mutant in mutants for test in mutant.tests})
         with self.one() as copy:
             status, said = _test(copy, tests, timeout_s=ALL_TIMEOUT_S)
-        failed = [test for test, _ in _FAILED.findall(said)]
+        failed = [f"{test}: {why}" for test, why in _FAILED.findall(said)]
         return {"status": status, "failed": failed, "said": _last(said)}
 
 

@@ -89,7 +89,7 @@ def test_a_test_that_fails_in_any_case_notices_nothing(
     (tree / "tests/test_sums.py").write_text(TESTS.replace("== 5", "== 6"))
     assert main(monkeypatch, listed=(MINUS,)) == 1
     said = capsys.readouterr().out
-    assert "fails without a fault: tests/test_sums.py::test_sums\n" in said
+    assert "fails without a fault: tests/test_sums.py::test_sums: assert 5 == 6\n" in said
 
 
 def test_a_part_is_not_recorded(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
