@@ -266,6 +266,13 @@ WORKER = (
         ("integration/worker/test_same_bytes.py",),
     ),
     Mutant(
+        "ranks share blocks that hold states",
+        _WORKER + "same_bytes.py",
+        "type(spec).__name__ == _STATE",
+        "False",
+        ("integration/worker/test_same_bytes.py",),
+    ),
+    Mutant(
         "a layer does not wait for its KV",
         _WORKER + "layer_gate.py",
         "self._wait(group)",
@@ -299,9 +306,23 @@ PATCHING = (
     Mutant(
         "points stay installed when one cannot be",
         "patching/patchset.py",
-        'record.take_off("failed")',
-        'record.state = "failed"',
+        'self.take_off("failed")',
+        'self.state = "failed"',
         ("patching/test_patchset.py",),
+    ),
+    Mutant(
+        "what a tier uses is taken off when a later module cannot be patched",
+        "patching/patchset.py",
+        "if self.kept:",
+        "if False:",
+        ("patching/test_patchset_refused_imports.py",),
+    ),
+    Mutant(
+        "an import ends of a refusal with KVOFFLOAD_STRICT off",
+        "integration/install.py",
+        "None if settings.strict else partial(_serve_without, patches, said)",
+        "None",
+        ("integration/test_install.py",),
     ),
     Mutant(
         "a function that others have replaced is accepted",
