@@ -11,6 +11,7 @@ COMMANDS = {
     "replay": ("replay", "every policy on a trace, from a file or generated, beside the optimum"),
     "generate": ("generate", "write a generated trace as JSON lines"),
     "measure": ("measure", "every policy on every generated trace, three seeds each; minutes"),
+    "public": ("public", "every policy on a published trace, from its file; minutes"),
     "growth": ("growth", "what is kept while the tier grows, on every generated trace; minutes"),
     "loads": ("loads", "load or recompute, and loads ahead of run slots, in figures; minutes"),
     "scale": ("scale", "what a block costs the engine's thread, up to a million slots"),

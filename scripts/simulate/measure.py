@@ -33,9 +33,13 @@ def replayed(job: tuple[str, str, int, float]) -> dict[str, Any]:
         room = machine.gpu_blocks + machine.cpu_blocks
         hits, reusable = most_hits(trace, room, machine.block_tokens)
         return {**row, "reusable": reusable, "hits": hits, "again": reusable - hits}
-    found = Model(machine, sides.SIDES[side].rules(machine), trace).run()
+    return {**row, **figures(Model(machine, sides.SIDES[side].rules(machine), trace))}
+
+
+def figures(model: Model) -> dict[str, Any]:
+    """What comes of a replay, blocks as counted."""
+    found = model.run()
     return {
-        **row,
         "reusable": found.reusable,
         "hits": found.hits_gpu + found.hits_tier,
         "hits_tier": found.hits_tier,

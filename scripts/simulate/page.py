@@ -27,7 +27,7 @@ PICTURE = ROOT / "docs" / "policies.png"
 BASE = "lru"
 COLUMNS = (
     "hit rate, %", "of it tier, %", "recomputed, k tokens", "beside LRU", "stored, GiB",
-    "loaded, GiB", "first token, mean s", "p95 s",
+    "loaded, GiB", "orphans, %", "first token, mean s", "p95 s",
 )  # fmt: skip
 
 
@@ -82,10 +82,10 @@ def _row(document: dict[str, Any], trace: str, side: str) -> list[str]:
     tokens = f"{of('again') * model['block_tokens'] / 1000:,.0f}"
     more = _cell(document, trace, side)
     if side == OPTIMUM:
-        return [OPTIMUM, *known, "-", tokens, more, *["-"] * 4]
+        return [OPTIMUM, *known, "-", tokens, more, *["-"] * 5]
     return [
         SIDES[side].words, *known, f"{100 * of('hits_tier') / of('reusable'):.1f}", tokens, more,
-        f"{of('stored') * gib:,.0f}", f"{of('loaded') * gib:,.0f}",
+        f"{of('stored') * gib:,.0f}", f"{of('loaded') * gib:,.0f}", f"{100 * of('orphans'):.1f}",
         f"{of('first_token_mean'):.2f}", f"{of('first_token_p95'):.2f}",
     ]  # fmt: skip
 
@@ -184,7 +184,7 @@ def draw(document: dict[str, Any]) -> None:
         return
     figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
     sides = [side for side in (*SIDES, OPTIMUM) if side != "none"]
-    width = 0.85 / len(sides)
+    width, colours = 0.85 / len(sides), plt.get_cmap("tab20")  # one for each
     for number, side in enumerate(sides):
         places = [group - 0.425 + width * (number + 0.5) for group in range(len(WORKLOADS))]
         heights = [
@@ -192,7 +192,7 @@ def draw(document: dict[str, Any]) -> None:
             for t in WORKLOADS
         ]
         words = OPTIMUM if side == OPTIMUM else SIDES[side].words
-        axes.bar(places, heights, width * 0.95, label=words, color=f"C{number}")
+        axes.bar(places, heights, width * 0.95, label=words, color=colours(number))
     axes.set_xticks(range(len(WORKLOADS)), WORKLOADS)
     axes.set_ylabel("recomputed, % of what could be found")
     axes.spines[["top", "right"]].set_visible(False)

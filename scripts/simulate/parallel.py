@@ -14,18 +14,22 @@ Job = TypeVar("Job")
 
 
 def measured(
-    replayed: Callable[[Job], dict[str, Any]], jobs: Sequence[Job], seconds: float
+    replayed: Callable[[Job], dict[str, Any]],
+    jobs: Sequence[Job],
+    seconds: float | None,
+    model: Machine = Machine(),  # noqa: B008 - it cannot be changed
 ) -> dict[str, Any]:
     """A row for each job, in their order, with a line on stderr for each as it is done.
 
     Args:
         replayed: of a module, so that other processes can call it.
         jobs: one for each row.
-        seconds: of each trace.
+        seconds: of each generated trace.
+        model: what they are replayed on, unless a row says otherwise.
     """
     rows = []
     with ProcessPoolExecutor() as pool:
         for number, (job, row) in enumerate(zip(jobs, pool.map(replayed, jobs)), 1):
             rows.append(row)
             print(f"{number} of {len(jobs)}: {job}", file=sys.stderr, flush=True)
-    return {"machine": machine(), "model": Machine()._asdict(), "seconds": seconds, "rows": rows}
+    return {"machine": machine(), "model": model._asdict(), "seconds": seconds, "rows": rows}

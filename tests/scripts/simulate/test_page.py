@@ -34,10 +34,12 @@ def test_every_side_was_replayed_on_every_trace_with_three_seeds() -> None:
 def test_the_default_is_as_good_as_lru_auto_better_than_connectors_none_than_the_optimum(
     trace: str,
 ) -> None:
-    again = {side: page.mean(DOCUMENT, trace, side, "again") for side in SIDES}
-    assert again[DEFAULT] <= 1.001 * again["lru"]  # a block or two of a chaotic replay
-    for connector in CONNECTORS:
-        assert again["auto-adaptive"] < again[connector] or not again["auto-adaptive"]
+    again = {side: page.again(DOCUMENT, trace, side) for side in SIDES}
+    assert sum(again[DEFAULT]) <= sum(again["lru"])
+    for nth, ours in enumerate(again[DEFAULT]):
+        assert ours <= 1.02 * again["lru"][nth], "with every seed, or nearly"
+        for connector in CONNECTORS:
+            assert ours < again[connector][nth] or not ours
     for side in SIDES:
         hits = page.mean(DOCUMENT, trace, side, "hits")
         assert hits <= page.mean(DOCUMENT, trace, OPTIMUM, "hits")
@@ -47,6 +49,12 @@ def test_the_default_is_as_good_as_lru_auto_better_than_connectors_none_than_the
 def test_the_default_is_clearly_better_under_scans_and_changes_of_phase(trace: str) -> None:
     ours, base = (page.again(DOCUMENT, trace, side) for side in (DEFAULT, "lru"))
     assert all(one <= 0.9 * other for one, other in zip(ours, base)), "with every seed"
+
+
+def test_hardly_any_block_of_the_tier_is_worth_nothing() -> None:
+    rows = [row for row in DOCUMENT["rows"] if row["side"] not in (OPTIMUM, *CONNECTORS)]
+    eager = [row["orphans"] for row in rows if not row["side"].startswith(("auto", "lazy"))]
+    assert max(eager) < 0.001 and max(row["orphans"] for row in rows) < 0.01
 
 
 def test_the_default_keeps_what_takes_the_place_of_what_was_used_often() -> None:
@@ -67,6 +75,6 @@ def test_where_lru_recomputes_nothing_tokens_are_given_and_no_ratio() -> None:
 
 def test_a_replay_has_the_figures_of_the_page() -> None:
     row = replayed(("documents", DEFAULT, 0, 60.0))
-    assert set(row) >= set(next(r for r in DOCUMENT["rows"] if r["side"] == DEFAULT))
+    assert set(row) == set(next(r for r in DOCUMENT["rows"] if r["side"] == DEFAULT))
     best = replayed(("documents", OPTIMUM, 0, 60.0))
     assert row["hits"] <= best["hits"] <= best["reusable"]
