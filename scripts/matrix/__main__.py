@@ -15,6 +15,7 @@ COMMANDS = {
     "features": ("features", "every shape and feature on the installed release"),
     "pythons": ("pythons", "every Python: install the source archive, and run its tests there"),
     "gpu": ("gpu", "the installed release on a GPU"),
+    "mutants": ("mutants", "small faults in a copy of the package: does a test notice each?"),
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the matrix's commands write: one JSON file for each release and kind of run."""
+"""What the matrix's commands write: one JSON file for each release and kind of run, and mutants."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ KINDS = {
     "scheduler": "scheduler",
     "own-tests": "own",
 }
+MUTANTS = "mutants.json"  # beside them: it is of this package's own tests
 _TESTS_FAILED = 1  # pytest's status
 
 
-def provenance() -> dict[str, str]:
-    """When a result was made, and of which commit; with a plus if what is run differs from it."""
-    played = ("kvoffload_patch", "tests/engine", "tests/scheduler_half")
+def provenance(*more: str) -> dict[str, str]:
+    """When a result was made, and of which commit; with a plus if what is run differs from it.
+
+    ``more``: what is run besides the package and tests of releases.
+    """
+    played = ("kvoffload_patch", "tests/engine", "tests/scheduler_half", *more)
     changed = "+" if _git("status", "--porcelain", "--", *played) else ""
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
@@ -43,6 +47,11 @@ def write(folder: Path, result: dict[str, Any]) -> str:
     text = json.dumps(result, indent=1) + "\n"
     file_of(folder, result).write_text(text, encoding="utf-8")
     return text
+
+
+def files(folder: Path = FOLDER) -> list[Path]:
+    """Those of releases, in the order of their names."""
+    return [file for file in sorted(folder.glob("*.json")) if file.name != MUTANTS]
 
 
 def dated(result: dict[str, Any], test: dict[str, Any]) -> dict[str, Any]:

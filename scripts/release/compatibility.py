@@ -5,7 +5,7 @@
 
 Results are one JSON file for each release and kind, as `scripts/matrix` writes them:
 `engines` (cpu-engine, and served-engine with `--only serving`), `gpu` (gpu-engine), `scheduler` and
-`own` (own-tests).
+`own` (own-tests). What `mutants` writes there is of no release, and left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
-from scripts.matrix.results import FOLDER, KINDS, dated
+from scripts.matrix.results import FOLDER, KINDS, dated, files
 from scripts.release.known import with_cpu_build
 
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -77,7 +77,7 @@ be the same; those that need a model's files or a GPU fail each time.
 
 def load(folder: Path = FOLDER) -> list[dict[str, Any]]:
     """All results; an unknown kind is an error."""
-    found = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(folder.glob("*.json"))]
+    found = [json.loads(f.read_text(encoding="utf-8")) for f in files(folder)]
     for result in found:
         if result.get("kind") not in KINDS:
             raise SystemExit(

@@ -20,11 +20,18 @@ def test_a_result_goes_to_the_file_of_its_kind(tmp_path: Path, kind: str, name: 
 
 
 def test_kept_results_have_the_names_of_their_kinds() -> None:
-    files = sorted(results.FOLDER.glob("*.json"))
+    files = results.files()
+    assert len(files) > 50
     kept = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     assert [file.stem for file in files] == [
         f"{results.KINDS[one['kind']]}-{one['release']}" for one in kept
     ]
+
+
+def test_what_mutants_have_found_is_of_no_release(tmp_path: Path) -> None:
+    results.write(tmp_path, {"kind": "scheduler", "release": "0.26.0"})
+    (tmp_path / results.MUTANTS).write_text("{}")
+    assert [file.name for file in results.files(tmp_path)] == ["scheduler-0.26.0.json"]
 
 
 def test_a_changed_tree_has_a_plus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +45,7 @@ def test_a_changed_tree_has_a_plus(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert clean and not clean.endswith("+")
     (tmp_path / "README").write_text("of no effect on a run\n")
     assert results.provenance()["commit"] == clean
+    assert results.provenance("README")["commit"] == f"{clean}+"
     (tmp_path / "kvoffload_patch/a.py").write_text("a = 2\n")
     assert results.provenance()["commit"] == f"{clean}+"
 

@@ -1,0 +1,175 @@
+"""The faults of `scripts/matrix mutants` on the engine's side, as `mutants_list.py` has the others.
+
+Nearly all of their tests import vLLM, which takes most of their time.
+"""
+
+from __future__ import annotations
+
+from scripts.matrix.mutants_list import Mutant
+
+_FILES = "integration/engine/"
+_ADMISSION = "integration/engine/test_admission.py::"
+_LOOKUP = "integration/engine/test_lookup.py::"
+
+ENGINE = (
+    Mutant(
+        "running prompts are left out of the bound on blocks",
+        _FILES + "vllm_scheduler.py",
+        "blocks += self.groups.new_blocks(request, todo)",
+        "blocks += 0",
+        (_ADMISSION + "test_a_load_leaves_running_prompts_their_blocks",),
+    ),
+    Mutant(
+        "the watermark is 0",
+        _FILES + "vllm_scheduler.py",
+        'int(getattr(self.manager, "watermark_blocks", 0))',
+        "0",
+        (_ADMISSION + "test_a_load_leaves_vllm_its_watermark",),
+    ),
+    Mutant(
+        "lookahead tokens of a decode take no blocks",
+        _FILES + "vllm_groups.py",
+        "self.decode_tokens + int(scheduler.num_lookahead_tokens)",
+        "self.decode_tokens",
+        (_FILES + "test_vllm_scheduler.py::test_the_bound_on_blocks_for_running_requests_holds",),
+    ),
+    Mutant(
+        "lookahead tokens of a prompt take no blocks",
+        _FILES + "vllm_groups.py",
+        "done + tokens + self._scheduler.num_lookahead_tokens",
+        "done + tokens",
+        (_FILES + "test_vllm_scheduler.py::test_the_bound_on_blocks_for_running_requests_holds",),
+    ),
+    Mutant(
+        "a sliding window is as long as the prompt",
+        _FILES + "vllm_groups.py",
+        "None if window is None else int(window) + self._scheduler.max_num_scheduled_tokens",
+        "None",
+        (_FILES + "test_vllm_groups.py::test_a_window_of_many_layers_is_that_of_one",),
+    ),
+    Mutant(
+        "hits of several groups are not in the order of the prefix",
+        _FILES + "lookup.py",
+        "hits.sort(key=itemgetter(0))",
+        "pass",
+        (_LOOKUP + "test_blocks_of_several_groups_are_loaded_in_prefix_order",),
+    ),
+    Mutant(
+        "a plan stores a block under a key that it has lost",
+        _FILES + "tier.py",
+        "else self._view.still_cached",
+        "else lambda *_: True",
+        (_LOOKUP + "test_a_block_is_not_stored_under_a_key_that_it_has_lost",),
+    ),
+    Mutant(
+        "a hit is stored again from a block that has lost its key",
+        _FILES + "recency.py",
+        "keys, self._view.still_cached)",
+        "keys, lambda *_: True)",
+        (_LOOKUP + "test_a_hit_that_has_left_the_gpu_since_leaves_the_store_of_its_block_alone",),
+    ),
+    Mutant(
+        "a parked load is published before it is done",
+        _FILES + "loads.py",
+        "if self._manager.load_done(load.ticket):",
+        "if True:",
+        (_LOOKUP + "test_a_parked_load_is_published_when_its_ticket_is_done",),
+    ),
+    Mutant(
+        "parked mode promises loads that are not done",
+        _FILES + "tier.py",
+        'settings.load_mode != "parked"',
+        "True",
+        (_LOOKUP + "test_what_crosses_before_the_step_can_begin_or_soon_after_counts_as_done",),
+    ),
+    Mutant(
+        "a parked load that failed is published",
+        _FILES + "loads.py",
+        "if self._manager.load_failed(load.ticket):",
+        "if False:",
+        (_FILES + "test_tier.py::test_a_parked_load_that_failed_is_not_published",),
+    ),
+    Mutant(
+        "a parked request takes tokens of the step",
+        _FILES + "admission.py",
+        "budget.reserve(budget.needed)",
+        "budget.admit(request, result.tokens)",
+        (_FILES + "test_tier.py::test_a_parked_request_takes_none_of_the_steps_tokens",),
+    ),
+    Mutant(
+        "the cap on admissions stays when schedule raises",
+        _FILES + "breaker.py",
+        "self._view.schedule_over()\n        self.tier.schedule_raised()",
+        "self.tier.schedule_raised()",
+        (_ADMISSION + "test_the_limit_is_back_when_schedule_is_over",),
+    ),
+    Mutant(
+        "what a schedule that raised has cached is stored",
+        _FILES + "tier.py",
+        '"""No step computes what was cached within it."""\n        self.cached.clear()',
+        "",
+        (_LOOKUP + "test_what_a_schedule_that_raised_has_cached_is_not_stored",),
+    ),
+    Mutant(
+        "a lookup is kept though a block that it rests on was handed out",
+        _FILES + "lookup.py",
+        "if self._by_block:",
+        "if False:",
+        (_FILES + "test_lookup_cache.py",),
+    ),
+    Mutant(
+        "a request that ends by the output of an earlier step leaves its load behind",
+        _FILES + "tier.py",
+        "self.on_finish(output.finished_req_ids)",
+        "pass",
+        (_LOOKUP + "test_what_is_kept_of_a_request_goes_with_the_output_that_says_it_has_ended",),
+    ),
+    Mutant(
+        "an output without what is done is taken in",
+        _FILES + "tier.py",
+        "if result is None:\n            raise PromiseBroken(",
+        "if result is None:\n            return\n            raise PromiseBroken(",
+        (_FILES + "test_tier.py::test_an_output_without_what_is_done_ends_the_engine",),
+    ),
+    Mutant(
+        "a detached tier forgets the loads of the step that is about to run",
+        _FILES + "breaker.py",
+        "return plan._replace(after=())",
+        "return None",
+        (
+            _FILES
+            + "test_breaker.py::test_a_plan_that_is_on_the_output_already_is_carried_out_once",
+        ),
+    ),
+    Mutant(
+        "the key of a block that a connector did not fill is kept",
+        _FILES + "invalid_blocks.py",
+        "self._manager.discard(key)",
+        "pass",
+        (
+            _FILES
+            + "test_invalid_blocks.py::test_all_that_was_computed_upon_a_failed_load_is_discarded",
+        ),
+    ),
+    Mutant(
+        "a state is loaded a token too early",
+        _FILES + "full_prompt.py",
+        "and not view.state_groups",
+        "and True",
+        (_FILES + "test_full_prompt.py",),
+    ),
+    Mutant(
+        "what is forgotten is not wiped",
+        _FILES + "tier.py",
+        "if self.settings.wipe:",
+        "if False:",
+        (_FILES + "test_control.py::test_what_is_forgotten_is_overwritten_if_it_is_to_be",),
+    ),
+    Mutant(
+        "digests of weights are not compared",
+        _FILES + "weights.py",
+        "all(found) and found == self._known",
+        "all(found)",
+        (_FILES + "test_weights.py::test_weights_that_were_changed_in_sleep_empty_it",),
+    ),
+)

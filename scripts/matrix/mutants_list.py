@@ -1,0 +1,320 @@
+"""The faults of `scripts/matrix mutants`: what each breaks, where, and which tests notice it.
+
+Those of the engine's side are in `mutants_engine.py`.
+
+Each would give a wrong token, leave something behind, hang, or refuse wrongly or not at all. Tests
+are the narrowest file that is to notice it; of a file that takes long, or imports vLLM, one test.
+A fault that no test notices stays in the list, and a test is written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """A fault.
+
+    Attributes:
+        name: what is broken.
+        file: below the package.
+        text: in that file, once.
+        instead: what is there then.
+        tests: files of tests below tests/, or single tests of them.
+    """
+
+    name: str
+    file: str
+    text: str
+    instead: str
+    tests: tuple[str, ...]
+
+
+_WORKER = "integration/worker/"
+_MANAGER = ("tier/test_manager.py",)
+_RANK = ("integration/worker/test_tier.py",)
+
+TIER = (
+    Mutant(
+        "a store is not waited for when its block is handed out again",
+        "tier/manager.py",
+        "if self._store_of and gpu_block_ids:",
+        "if False:",
+        _MANAGER,
+    ),
+    Mutant(
+        "a block is readable before its store is done",
+        "tier/state.py",
+        "slot is not None and self._store_to[slot] <= self._stores.done",
+        "slot is not None",
+        _MANAGER,
+    ),
+    Mutant(
+        "a prefix is found in slots that are being written",
+        "tier/state.py",
+        "self.lookup if self._stores.under_way else self._slot_of.get",
+        "self._slot_of.get",
+        _MANAGER,
+    ),
+    Mutant(
+        "a failed store's slot is readable",
+        "tier/manager.py",
+        "if ticket in link.failed:",
+        "if link is self._loads and ticket in link.failed:",
+        ("tier/test_manager_failures.py",),
+    ),
+    Mutant(
+        "a slot is free while a load reads it",
+        "tier/manager.py",
+        "if written or self._held.is_read(slot):",
+        "if written:",
+        _MANAGER,
+    ),
+    Mutant(
+        "a slot is evicted while a load reads it",
+        "tier/manager.py",
+        "self._policy.pin(slots[::-1])",
+        "pass",
+        _MANAGER,
+    ),
+    Mutant(
+        "a slot that two loads read is given up by the first",
+        "tier/entries.py",
+        "if self._read_again:",
+        "if not slots:",
+        _MANAGER,
+    ),
+    Mutant(
+        "a reset frees slots that copies under way use",
+        "tier/manager.py",
+        "SlotPool(self.num_slots, reserved=held)",
+        "SlotPool(self.num_slots)",
+        _MANAGER,
+    ),
+    Mutant(
+        "a load that the step reads is not promised",
+        "tier/manager.py",
+        "self._promised.append((LOAD, ticket))",
+        "pass",
+        _MANAGER,
+    ),
+    Mutant(
+        "a load that failed is not waited for where its blocks are handed out",
+        "tier/manager.py",
+        'may still write there.\n        """\n        self._loads.wait_for(ticket)',
+        'may still write there.\n        """',
+        _MANAGER,
+    ),
+    Mutant(
+        "a slot of a tier that is smaller now comes back",
+        "tier/state.py",
+        "slot for slot in forgotten if slot < self.num_slots",
+        "forgotten",
+        _MANAGER,
+    ),
+    Mutant(
+        "what ranks said of slots before a change of size counts",
+        "tier/manager.py",
+        "result.num_slots is not None and result.sizing == self._sizing",
+        "result.num_slots is not None",
+        _MANAGER,
+    ),
+)
+
+TRANSFER = (
+    Mutant(
+        "no link goes behind another",
+        "transfer/link.py",
+        "return other != link and (fills or reads)",
+        "return False",
+        ("transfer/test_link.py",),
+    ),
+    Mutant(
+        "a ticket may be missing",
+        "transfer/link.py",
+        "if transfer.ticket != self.last + 1:",
+        "if transfer.ticket <= self.last:",
+        ("transfer/test_engine.py",),
+    ),
+    Mutant(
+        "a slot is loaded whose store has failed on this rank",
+        "transfer/link.py",
+        "if bad and not bad.isdisjoint(source_ids):",
+        "if False:",
+        ("transfer/test_engine.py",),
+    ),
+    Mutant(
+        "a failure is forgotten that this rank has not told",
+        "transfer/link.py",
+        "min(known_done, self.told)",
+        "known_done",
+        ("transfer/test_engine.py",),
+    ),
+    Mutant(
+        "the forward pass does not wait for loads",
+        "transfer/engine.py",
+        "link.queue.hold(None, last)",
+        "link.queue.hold(None, 0)",
+        ("transfer/test_engine.py",),
+    ),
+    Mutant(
+        "the forward pass does not wait for stores",
+        "transfer/engine.py",
+        "link.queue.hold(None, wait)",
+        "link.queue.hold(None, 0)",
+        ("transfer/test_engine.py",),
+    ),
+    Mutant(
+        "a prompt's last block comes by layer",
+        "transfer/engine.py",
+        "t.ticket == last and len(t.target_ids) == 1",
+        "False",
+        ("transfer/test_engine_by_layer.py",),
+    ),
+    Mutant(
+        "a load that failed is said to be done",
+        "transfer/engine.py",
+        "return 0 if loads.failed else done",
+        "return done",
+        ("transfer/test_engine.py",),
+    ),
+    Mutant(
+        "copies do not wait for what was computed before them",
+        "transfer/queue.py",
+        "self.streams.blocks.wait_event(job.compute)",
+        "pass",
+        ("transfer/test_queue.py",),
+    ),
+    Mutant(
+        "a copy past its deadline fails though the device has a part of it",
+        "transfer/queue.py",
+        "job.ticket != ticket or job.slices is not None",
+        "job.ticket != ticket",
+        ("transfer/test_deadline.py",),
+    ),
+    Mutant(
+        "checksums are compared with those of other slots",
+        "transfer/backends/staged.py",
+        "check = Check(slots_at, 0, own.totals, 0, finds)",
+        "check = Check(0, 0, own.totals, 0, finds)",
+        ("transfer/backends/test_checksums.py",),
+    ),
+)
+
+WORKER = (
+    Mutant(
+        "KV tensors that were replaced are read",
+        _WORKER + "tier.py",
+        "return bool(first_pointer(self._runner) != self._pointer)",
+        "return False",
+        _RANK,
+    ),
+    Mutant(
+        "a step begins though what it reads has failed",
+        _WORKER + "tier.py",
+        "if found is not None:\n            (source",
+        "if False:\n            (source",
+        _RANK,
+    ),
+    Mutant(
+        "with checksums of all blocks a step begins before they are compared",
+        _WORKER + "tier.py",
+        "if self._promised and self._checksums.every == 1:",
+        "if False:",
+        _RANK,
+    ),
+    Mutant(
+        "beside a connector the host does not wait for blocks that are handed out",
+        _WORKER + "tier.py",
+        "if plan is not None and self._beside_connector:",
+        "if False:",
+        _RANK,
+    ),
+    Mutant(
+        "slots are wiped before copies under way are made",
+        _WORKER + "tier.py",
+        "self._engine.drain()\n        self._host.wipe()",
+        "self._host.wipe()",
+        _RANK,
+    ),
+    Mutant(
+        "memory is given back before copies under way are made",
+        _WORKER + "tier.py",
+        "self._engine.drain()\n        self._host.resize(num_slots)",
+        "self._host.resize(num_slots)",
+        _RANK,
+    ),
+    Mutant(
+        "of ranks with slots in common each says what it alone has done",
+        _WORKER + "tier.py",
+        "self._board.exchange_done(progress.done)",
+        "progress.done",
+        ("integration/worker/test_tier_together.py",),
+    ),
+    Mutant(
+        "checksums of the round trip at start are kept",
+        _WORKER + "tier.py",
+        "self._checksums.forget_all()",
+        "pass",
+        ("integration/worker/test_tier_together.py",),
+    ),
+    Mutant(
+        "ranks with other tokens of a block share its slot",
+        _WORKER + "same_bytes.py",
+        'getattr(parallel, "decode_context_parallel_size", 1) > 1',
+        "False",
+        ("integration/worker/test_same_bytes.py",),
+    ),
+    Mutant(
+        "a layer does not wait for its KV",
+        _WORKER + "layer_gate.py",
+        "self._wait(group)",
+        "pass",
+        ("integration/worker/test_layer_gate.py",),
+    ),
+    Mutant(
+        "the empty output that steps share is written to",
+        _WORKER + "vllm_runner.py",
+        "if not output.req_ids:",
+        "if False:",
+        ("integration/worker/test_vllm_runner.py",),
+    ),
+)
+
+PATCHING = (
+    Mutant(
+        "digests of function bodies are not compared",
+        "patching/check.py",
+        "if point.target in found and found[point.target] not in digests.get(point.target, ()):",
+        "if False:",
+        ("patching/test_check_verified.py",),
+    ),
+    Mutant(
+        "a new parameter without a default is accepted",
+        "patching/check.py",
+        "(named if point.exact else required)",
+        "(named if point.exact else ())",
+        ("patching/test_check.py",),
+    ),
+    Mutant(
+        "points stay installed when one cannot be",
+        "patching/patchset.py",
+        'record.take_off("failed")',
+        'record.state = "failed"',
+        ("patching/test_patchset.py",),
+    ),
+    Mutant(
+        "a function that others have replaced is accepted",
+        "patching/live.py",
+        "if type(target) is not FunctionType or not _is_at_home(target, homes):",
+        "if False:",
+        ("patching/test_patchset.py",),
+    ),
+    Mutant(
+        "a function that a derived class overrides is accepted",
+        "patching/objects.py",
+        "if defined not in known[0].__mro__:",
+        "if False:",
+        ("patching/test_objects.py",),
+    ),
+)
