@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import quantile, write_json
-from scripts.simulate import parallel, sides, workloads
+from scripts.bench.common import write_json
+from scripts.simulate import parallel, report, sides, workloads
 from scripts.simulate.belady import most_hits
 from scripts.simulate.model import Machine, Model
 from scripts.simulate.page import RESULTS
@@ -33,23 +32,7 @@ def replayed(job: tuple[str, str, int, float]) -> dict[str, Any]:
         room = machine.gpu_blocks + machine.cpu_blocks
         hits, reusable = most_hits(trace, room, machine.block_tokens)
         return {**row, "reusable": reusable, "hits": hits, "again": reusable - hits}
-    return {**row, **figures(Model(machine, sides.SIDES[side].rules(machine), trace))}
-
-
-def figures(model: Model) -> dict[str, Any]:
-    """What comes of a replay, blocks as counted."""
-    found = model.run()
-    return {
-        "reusable": found.reusable,
-        "hits": found.hits_gpu + found.hits_tier,
-        "hits_tier": found.hits_tier,
-        "again": found.again,
-        "stored": found.stored,
-        "loaded": found.loaded,
-        "orphans": round(found.orphans, 5),
-        "first_token_mean": round(statistics.fmean(found.first_token), 4),
-        "first_token_p95": round(quantile(found.first_token, 0.95), 4),
-    }
+    return {**row, **report.figures(Model(machine, sides.SIDES[side].rules(machine), trace))}
 
 
 def measure(seconds: float, seeds: Iterable[int], names: Iterable[str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from scripts import ROOT
 from scripts.bench.common import GIB, pyplot, say, table
-from scripts.simulate import growth, loads, scale
+from scripts.simulate import growth, loads, public, scale
 from scripts.simulate.sides import OPTIMUM, SIDES
 from scripts.simulate.spread import by_seed, change
 from scripts.simulate.workloads import WORKLOADS
@@ -129,6 +129,11 @@ def unseen(document: dict[str, Any]) -> str:
     return short(read(UNSEEN))
 
 
+def published(document: dict[str, Any]) -> str:
+    """Each side on a trace that is not in this tree; it has a result of its own."""
+    return public.page(read(public.RESULTS))
+
+
 def recompute(document: dict[str, Any]) -> str:
     """A prefix computed where its load takes longer, at each speed of the bus."""
     return _question("recompute", "GB/s each way")
@@ -158,6 +163,7 @@ def _question(name: str, varied: str) -> str:
 TABLES = {
     "short": short,
     "unseen": unseen,
+    "public": published,
     "growth": while_growing,
     "scale": sizes,
     "recompute": recompute,

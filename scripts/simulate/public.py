@@ -15,7 +15,7 @@ from typing import Any
 
 from scripts import ROOT
 from scripts.bench.common import table, write_json
-from scripts.simulate import measure, parallel, sides, trace
+from scripts.simulate import parallel, report, sides, trace
 from scripts.simulate.belady import most_hits
 from scripts.simulate.model import Machine, Model
 
@@ -53,7 +53,7 @@ def replayed(job: tuple[str, str, int]) -> dict[str, Any]:
     if side == sides.OPTIMUM:
         hits, reusable = most_hits(requests, machine.gpu_blocks + blocks, machine.block_tokens)
         return {**row, "reusable": reusable, "hits": hits, "again": reusable - hits}
-    return {**row, **measure.figures(Model(machine, sides.SIDES[side].rules(machine), requests))}
+    return {**row, **report.figures(Model(machine, sides.SIDES[side].rules(machine), requests))}
 
 
 def page(document: dict[str, Any]) -> str:

@@ -1,12 +1,13 @@
-"""The figures of a replay as a table."""
+"""The figures of a replay, as results have them and as a table."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from typing import Any
 
 from scripts.bench.common import GIB, quantile, table
-from scripts.simulate.model import Figures, Machine
+from scripts.simulate.model import Figures, Machine, Model
 from scripts.simulate.sides import OPTIMUM, SIDES
 
 HEAD = (
@@ -36,6 +37,22 @@ def rows(
 def as_table(found: Mapping[str, Figures], best: tuple[int, int] | None, machine: Machine) -> str:
     """The rows as Markdown."""
     return table(rows(found, best, machine))
+
+
+def figures(model: Model) -> dict[str, Any]:
+    """What comes of a replay, blocks as counted."""
+    found = model.run()
+    return {
+        "reusable": found.reusable,
+        "hits": found.hits_gpu + found.hits_tier,
+        "hits_tier": found.hits_tier,
+        "again": found.again,
+        "stored": found.stored,
+        "loaded": found.loaded,
+        "orphans": round(found.orphans, 5),
+        "first_token_mean": round(statistics.fmean(found.first_token), 4),
+        "first_token_p95": round(quantile(found.first_token, 0.95), 4),
+    }
 
 
 def _row(words: str, figures: Figures, machine: Machine) -> list[str]:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.simulate import measure, public, sides, trace
+from scripts.simulate import measure, page, public, sides, trace
 from scripts.simulate.workloads import generate
+
+DOCUMENT = page.read(public.RESULTS)
 
 
 def test_another_trace_is_refused_in_one_sentence(tmp_path: Path) -> None:
@@ -17,11 +19,22 @@ def test_another_trace_is_refused_in_one_sentence(tmp_path: Path) -> None:
         public.checked(path)
 
 
-def test_a_replay_has_the_figures_of_one_of_a_generated_trace(tmp_path: Path) -> None:
+def test_the_results_have_every_side_and_size_of_the_trace() -> None:
+    rows = DOCUMENT["rows"]
+    assert {(row["side"], row["cpu_blocks"]) for row in rows} == {
+        (side, blocks) for side in public.SIDES for blocks in public.TIERS
+    }
+    assert {row["requests"] for row in rows} == {12_031}
+    assert DOCUMENT["model"] == public.MACHINE._asdict()
+
+
+def test_a_replay_has_the_figures_of_the_results(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     requests = generate("documents", seconds=60)
     trace.write(path, requests)
     rows = {side: public.replayed((str(path), side, 300)) for side in ("lru", sides.OPTIMUM)}
+    for side, row in rows.items():
+        assert set(row) == set(next(r for r in DOCUMENT["rows"] if r["side"] == side))
     assert rows["lru"]["cpu_blocks"] == 300 and rows["lru"]["requests"] == len(requests)
     assert rows["lru"]["hits"] <= rows[sides.OPTIMUM]["hits"]
     assert set(rows["lru"]) - {"cpu_blocks"} < set(measure.replayed(("chat", "lru", 0, 30.0)))
