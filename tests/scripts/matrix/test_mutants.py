@@ -1,4 +1,4 @@
-"""`matrix mutants` on a made-up package; that its list fits this tree."""
+"""`matrix mutants` on a made-up package; that its list fits this tree, and what it found last."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import ROOT
-from scripts.matrix import mutants
+from scripts.matrix import mutants, results
 from scripts.matrix.mutants_list import Mutant
 
 SOURCE = """\
@@ -132,3 +132,10 @@ def test_every_text_is_in_the_tree_once() -> None:
     assert mutants.wrong(mutants.MUTANTS, ROOT) == []
     folders = {str(Path(mutant.file).parent) for mutant in mutants.MUTANTS}
     assert {"tier", "transfer", "integration/engine", "integration/worker", "patching"} <= folders
+
+
+def test_each_was_noticed_when_they_were_run_last() -> None:
+    """A fault that is new, or has another name, is run and recorded."""
+    found = json.loads((results.FOLDER / results.MUTANTS).read_text(encoding="utf-8"))
+    assert [one["name"] for one in found["mutants"]] == [m.name for m in mutants.MUTANTS]
+    assert mutants.verdict(found)[0]
