@@ -18,7 +18,7 @@ BUS_AHEAD_MS = 150.0
 LOOK_AHEAD_REQUESTS = 16
 # Loads that take longer are better awaited by layer, in a step that computes a prompt's last block,
 # than as a whole, in one that loads it and computes a token: a load of t ms ends these about
-# max(t + 3, 11 + t / 4) and t + 6 ms later, with steps of 11 and 6 ms (docs/measurements.md).
+# max(t + 3, 11 + t / 4) and t + 6 ms later, with steps of 11 and 6 ms. Reckoned, not measured.
 LAYERED_LOAD_MS = 7.0
 # Copies do not fail on a sound machine, and each that does costs a recomputation: so many within
 # so many seconds are a device or driver that has gone bad, and not an accident. Not measured.
