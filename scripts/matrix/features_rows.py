@@ -379,6 +379,7 @@ ROWS = (
     Row(
         "LMCache",
         'LMCacheConnectorV1 of 0.5.6 does nothing on the CPU: "No supported cpu connector found"',
+        gpu=("beside LMCache",),
     ),
     _engine(
         "hits of the tier on /metrics beside a KV connector",

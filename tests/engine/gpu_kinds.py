@@ -18,6 +18,7 @@ Needs a GPU and 20 s for each engine.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -46,6 +47,7 @@ GRAPHS = {
 # Takes every size of a latent; FlashAttention's kernels for it are a large part of a release.
 MLA = {**GRAPHS, "attention_backend": "TRITON_MLA"}
 TWO_RANKS = {"tensor_parallel_size": 2}
+LMCACHE = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
 
 Answers = dict[str, Any]  # of an engine, by scenario; or what was made of two
 
@@ -65,6 +67,7 @@ class Kind:
         asked: the scenario in which one prompt is asked at a time; its answers must be equal.
         settings: of the tier.
         kvcached: variables of kvcached, beside which the engine with the tier runs; empty: without.
+        lmcache: its variables, where the engine with the tier has its connector; empty: without.
         exact: vLLM computes a request as if it were alone, so prompts asked together are compared.
         blocks: of the GPU, without the tier and with it.
         late: how late the tier's copies are, see `late_copies`.
@@ -82,6 +85,7 @@ class Kind:
     asked: str = "singles"
     settings: dict[str, str] = field(default_factory=dict)
     kvcached: dict[str, str] = field(default_factory=dict)
+    lmcache: dict[str, str] = field(default_factory=dict)
     exact: bool = False
     blocks: tuple[int, int] = (BLOCKS_KEPT, BLOCKS_FEW)
     late: str = ""
@@ -133,6 +137,25 @@ def _beside_kvcached(name: str, policy: str, **engine: Any) -> Kind:
             "KVCACHED_MIN_RESERVED_PAGES": "0",
             "KVCACHED_MAX_RESERVED_PAGES": "0",
             "KVCACHED_PAGE_PREALLOC_ENABLED": "false",
+        },
+    )
+
+
+def _beside_lmcache() -> Kind:
+    """The tier has 192 slots for 324 blocks, LMCache room for all of them."""
+    return Kind(
+        "beside LMCache",
+        "full",
+        GRAPHS,
+        asked="hits_of_both",
+        settings={"KVOFFLOAD_CPU_GIB": "0.005859375"},
+        exact=True,
+        lmcache={
+            "LMCACHE_LOCAL_CPU": "True",
+            "LMCACHE_MAX_LOCAL_CPU_SIZE": "1",
+            "LMCACHE_CHUNK_SIZE": "64",
+            "LMCACHE_TRACK_USAGE": "false",
+            "PYTHONHASHSEED": "0",
         },
     )
 
@@ -193,6 +216,7 @@ KINDS = [
     _beside_kvcached("LRU", "lru"),
     _beside_kvcached("ARC", "arc"),
     _beside_kvcached("ARC, synchronous", "arc", async_scheduling=False),
+    _beside_lmcache(),
     _drafts("ngram", runners=("v1",)),
     _drafts("eagle3"),
     _drafts("mtp", target="mtp"),
@@ -244,6 +268,9 @@ def play(folder: Path, runner: str, kind: Kind, tier: bool, few: bool) -> dict[s
         segment = re.sub(r"\W+", "_", kind.name)  # of kvcached's own, which engines must not share
         asked |= {"KVCACHED_IPC_NAME": segment, "ENABLE_KVCACHED": "true", **kind.kvcached}
         asked["TEST_KVCACHED"] = os.environ["TEST_KVCACHED"]
+    if kind.lmcache and tier:
+        engine["kv_transfer_config"] = LMCACHE
+        asked |= kind.lmcache
     if kind.asked == "each_engine":
         asked["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     late = kind.late if tier else ""
@@ -296,6 +323,9 @@ def compare(runner: str, kind: Kind, off: Answers, on: Answers, *few: Answers) -
         good += gpu_states.judge(off, on, *few, found)
     if kind.kvcached:
         good += _beside(off["shrunk"], on["shrunk"], found)
+    if kind.lmcache:
+        found["hits_of_both"] = on[kind.asked]["both"]
+        good.append(found["hits_of_both"] > 0)
     if kind.asked == "guesses_alone":
         accepted = [counted[2] for counted in on[kind.asked]["counted"]]
         found.update(drafts_accepted=accepted)
@@ -359,6 +389,7 @@ def chosen(runners: list[str], parts: list[str], gpus: int) -> list[tuple[str, K
         for kind in KINDS
         if runner in kind.runners and kind.gpus <= gpus and any(part in kind.name for part in parts)
         if not kind.kvcached or "TEST_KVCACHED" in os.environ
+        if not kind.lmcache or importlib.util.find_spec("lmcache")
     ]
 
 
