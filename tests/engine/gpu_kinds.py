@@ -269,7 +269,7 @@ def play(folder: Path, runner: str, kind: Kind, tier: bool, few: bool) -> dict[s
         asked |= {"KVCACHED_IPC_NAME": segment, "ENABLE_KVCACHED": "true", **kind.kvcached}
         asked["TEST_KVCACHED"] = os.environ["TEST_KVCACHED"]
     if kind.lmcache and tier:
-        engine["kv_transfer_config"] = LMCACHE
+        engine["kv_transfer_config"] = json.dumps(LMCACHE)
         asked |= kind.lmcache
     if kind.asked == "each_engine":
         asked["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from functools import partial
 
 import pytest
@@ -54,7 +53,7 @@ def test_a_prefix_comes_back_with_its_state(real, kind, record_property):
     vllm.must_play(off)
     must_agree_with_itself(off["lengths"]["tokens"])
     on = real.on(PLAYED, {**engine, "num_gpu_blocks_override": 48}, PARKED, late=3, **env)
-    refusal = refused(on)
+    refusal = vllm.refused(on)
     if refusal:
         record_property("refusal", refusal.group())
         return
@@ -80,7 +79,7 @@ def test_a_state_that_does_not_come_back_is_another_answer(real, kind):
     must_agree_with_itself(off["lengths"]["tokens"])
     few = {**engine, "num_gpu_blocks_override": 48}
     on = real.on(["lengths"], few, {"KVOFFLOAD_LOAD_MODE": "inline"}, TEST_LOSE_STATES="1", **env)
-    if refused(on):
+    if vllm.refused(on):
         pytest.skip("the tier takes no such states")
     assert on["lengths"]["cached"] == off["lengths"]["cached"], "there are other hits"
     pairs = list(zip(on["lengths"]["tokens"], off["lengths"]["tokens"]))
@@ -102,7 +101,7 @@ def test_models_of_the_sizes_played_on_a_gpu_miss_their_states(real, kind, tmp_p
     few = {**engine, "num_gpu_blocks_override": 48}
     inline = {"KVOFFLOAD_LOAD_MODE": "inline"}
     lost = real.on(["lengths_alone"], few, inline, TEST_LOSE_STATES="1", **env)
-    if refused(lost):
+    if vllm.refused(lost):
         pytest.skip("the tier takes no such states")
     assert lost["lengths_alone"]["cached"] == off["lengths_alone"]["cached"] > 0
     pairs = list(zip(lost["lengths_alone"]["tokens"], off["lengths_alone"]["tokens"]))
@@ -121,7 +120,7 @@ def test_each_of_two_ranks_brings_its_own_states_back(real, kind):
     off = real.off(played, {**engine, "num_gpu_blocks_override": 500}, **env)
     vllm.must_play(off)
     on = real.on(played, {**engine, "num_gpu_blocks_override": 48}, PARKED, late=3, **env)
-    if refused(on):
+    if vllm.refused(on):
         pytest.skip("the tier takes no such states")
     assert on["setup"]["groups"] == off["setup"]["groups"] >= 2
     for name in played[1:]:
@@ -178,12 +177,6 @@ def assert_as_plain(name, on, off, small):
     assert 4 * sum(depends) <= len(depends), "there is nothing to compare with"
     expected = [own if own in pair else pair[0] for own, pair in zip(on[name]["tokens"], both)]
     assert_same(on[name], {"tokens": expected})
-
-
-def refused(run):
-    """What the tier says where it takes no such states, on another release than the default one."""
-    said = re.search(r"KV cache group \d+: expected states .+ without the CPU tier\.", run.log)
-    return None if vllm.is_default() else said
 
 
 def must_agree_with_itself(answers):
