@@ -53,6 +53,7 @@ BY_LAYER = (
 )
 # Turns that come back, of chats that ran otherwise than those of `chats`.
 OTHER_CHATS = {
+    "chats-before.json": "one system after the other",
     "chats-stores.json": "whole loads, by when blocks are stored",
     "chats-alone.json": "without prompts before them",
     "chats-slow-loads.json": "by layer, loads slower than at the start",

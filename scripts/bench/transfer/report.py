@@ -191,16 +191,22 @@ def checksums(document: dict[str, Any]) -> str:
 
 def checksums_said(document: dict[str, Any]) -> str:
     """How near copies with checksums of all blocks come to those without; empty: not measured."""
-    rates = _by_integrity(document).values()
-    full = [found["full"] / found["off"] for found in rates if "full" in found]
-    if not full:
+    shares: dict[bool, list[float]] = {False: [], True: []}
+    for (*_, kind), found in _by_integrity(document).items():
+        if "full" in found:
+            shares[kind == "both"].append(found["full"] / found["off"])
+    words = {False: "with copies one way", True: "with copies both ways at once"}
+    said = [f"{words[both]} {_reached(full)}" for both, full in shares.items() if full]
+    if not said:
         return ""
-    reached = sum(share >= LEAST for share in full)
-    return (
-        f"With checksums of all blocks {reached} of {len(full)} figures are at"
-        f" least {LEAST:g} of those without; the median is {statistics.median(full):.3f},"
-        f" the least {min(full):.3f}."
-    )
+    return f"Figures with checksums of all blocks beside those without: {'; '.join(said)}."
+
+
+def _reached(shares: list[float]) -> str:
+    reached = sum(share >= LEAST for share in shares)
+    middle, least = statistics.median(shares), min(shares)
+    of = f"{reached} of {len(shares)} are at least {LEAST:g} of them"
+    return f"{of}, the median is {middle:.3f}, the least {least:.3f}"
 
 
 def _shares(found: dict[str, float]) -> str:
