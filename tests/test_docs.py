@@ -21,6 +21,7 @@ PAGES = [
         "docs/architecture.md",
         "docs/start.md",
         "docs/copies.md",
+        "docs/admission.md",
         "docs/policies.md",
         "docs/quick-start.md",
     )
