@@ -22,6 +22,7 @@ PAGES = [
         "docs/start.md",
         "docs/copies.md",
         "docs/admission.md",
+        "docs/failures.md",
         "docs/policies.md",
         "docs/quick-start.md",
     )
