@@ -22,7 +22,9 @@ PAGES = [
         "docs/start.md",
         "docs/copies.md",
         "docs/admission.md",
+        "docs/shapes.md",
         "docs/failures.md",
+        "docs/limits.md",
         "docs/policies.md",
         "docs/quick-start.md",
     )
