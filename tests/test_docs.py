@@ -23,6 +23,7 @@ PAGES = [
         "docs/copies.md",
         "docs/admission.md",
         "docs/shapes.md",
+        "docs/neighbours.md",
         "docs/failures.md",
         "docs/limits.md",
         "docs/policies.md",
