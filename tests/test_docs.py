@@ -21,6 +21,11 @@ PAGES = [
         "docs/architecture.md",
         "docs/start.md",
         "docs/copies.md",
+        "docs/admission.md",
+        "docs/shapes.md",
+        "docs/neighbours.md",
+        "docs/failures.md",
+        "docs/limits.md",
         "docs/policies.md",
         "docs/quick-start.md",
     )
