@@ -207,13 +207,18 @@ def bound() -> str:
     return _traced(trace_report.bound)
 
 
-def joins() -> str:
+def joins(name: str = "trace-joins.json") -> str:
     """What a request that joins costs the others, and where the host's time goes."""
 
     def page(document: dict[str, Any]) -> str:
         return "\n\n".join(trace_report.joins(document))
 
-    return _traced(page, "trace-joins.json")
+    return _traced(page, name)
+
+
+def joins_since() -> str:
+    """The same with a stream that waits once for a group of a load by layer."""
+    return joins("trace-joins-h100.json")
 
 
 def slowest() -> str:
@@ -384,6 +389,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "by layer": by_layer,
     "trace": trace,
     "joins": joins,
+    "joins since": joins_since,
     "bound": bound,
     "slowest": slowest,
     "goals": goals,
