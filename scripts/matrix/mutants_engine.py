@@ -10,42 +10,43 @@ from scripts.matrix.mutants_list import Mutant
 _FILES = "integration/engine/"
 _ADMISSION = "integration/engine/test_admission.py::"
 _LOOKUP = "integration/engine/test_lookup.py::"
+_SCHEDULER = "integration/engine/adapters/test_vllm_scheduler.py::"
 
 ENGINE = (
     Mutant(
         "running prompts are left out of the bound on blocks",
-        _FILES + "vllm_scheduler.py",
+        _FILES + "adapters/vllm_scheduler.py",
         "blocks += self.groups.new_blocks(request, todo)",
         "blocks += 0",
         (_ADMISSION + "test_a_load_leaves_running_prompts_their_blocks",),
     ),
     Mutant(
         "the watermark is 0",
-        _FILES + "vllm_scheduler.py",
+        _FILES + "adapters/vllm_scheduler.py",
         'int(getattr(self.manager, "watermark_blocks", 0))',
         "0",
         (_ADMISSION + "test_a_load_leaves_vllm_its_watermark",),
     ),
     Mutant(
         "lookahead tokens of a decode take no blocks",
-        _FILES + "vllm_groups.py",
+        _FILES + "adapters/vllm_groups.py",
         "self.decode_tokens + int(scheduler.num_lookahead_tokens)",
         "self.decode_tokens",
-        (_FILES + "test_vllm_scheduler.py::test_the_bound_on_blocks_for_running_requests_holds",),
+        (_SCHEDULER + "test_the_bound_on_blocks_for_running_requests_holds",),
     ),
     Mutant(
         "lookahead tokens of a prompt take no blocks",
-        _FILES + "vllm_groups.py",
+        _FILES + "adapters/vllm_groups.py",
         "done + tokens + self._scheduler.num_lookahead_tokens",
         "done + tokens",
-        (_FILES + "test_vllm_scheduler.py::test_the_bound_on_blocks_for_running_requests_holds",),
+        (_SCHEDULER + "test_the_bound_on_blocks_for_running_requests_holds",),
     ),
     Mutant(
         "a sliding window is as long as the prompt",
-        _FILES + "vllm_groups.py",
+        _FILES + "adapters/vllm_groups.py",
         "None if window is None else int(window) + self._scheduler.max_num_scheduled_tokens",
         "None",
-        (_FILES + "test_vllm_groups.py::test_a_window_of_many_layers_is_that_of_one",),
+        (_FILES + "adapters/test_vllm_groups.py::test_a_window_of_many_layers_is_that_of_one",),
     ),
     Mutant(
         "hits of several groups are not in the order of the prefix",

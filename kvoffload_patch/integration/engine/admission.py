@@ -8,6 +8,8 @@ from itertools import islice
 from typing import Any
 
 from kvoffload_patch.config import Settings
+from kvoffload_patch.integration.engine.adapters.vllm_pool import NoBlocks
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.free_front import FreeFront
 from kvoffload_patch.integration.engine.loads import LoadBook
 from kvoffload_patch.integration.engine.lookup import (
@@ -25,8 +27,6 @@ from kvoffload_patch.integration.engine.tuning import (
     LOOK_AHEAD_REQUESTS,
     SCAN_MARGIN_REQUESTS,
 )
-from kvoffload_patch.integration.engine.vllm_pool import NoBlocks
-from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.tier.manager import OffloadManager
 

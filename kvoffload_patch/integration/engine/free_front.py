@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
-from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.exclusive import blocks_ahead
 from kvoffload_patch.tier.manager import OffloadManager
 

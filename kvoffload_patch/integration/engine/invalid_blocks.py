@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
-from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 
 _Cached = tuple[str, int, Hashable]  # request, GPU block id, key

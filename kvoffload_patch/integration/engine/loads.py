@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from kvoffload_patch.integration.engine.adapters.vllm_pool import NoBlocks
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.lookup import LookupResult
 from kvoffload_patch.integration.engine.pace import Pace
 from kvoffload_patch.integration.engine.tuning import PARKED_TIMES
-from kvoffload_patch.integration.engine.vllm_pool import NoBlocks
-from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 
 

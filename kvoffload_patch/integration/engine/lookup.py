@@ -6,9 +6,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
-from kvoffload_patch.integration.engine.vllm_groups import leaves_last_out
-from kvoffload_patch.integration.engine.vllm_lookup import Found
-from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
+from kvoffload_patch.integration.engine.adapters.vllm_groups import leaves_last_out
+from kvoffload_patch.integration.engine.adapters.vllm_lookup import Found
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 
 

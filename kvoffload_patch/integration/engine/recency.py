@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable
 
+from kvoffload_patch.integration.engine.adapters.prefix_groups import PrefixGroups
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.free_front import FreeFront
 from kvoffload_patch.integration.engine.lookup import LookupResult
-from kvoffload_patch.integration.engine.prefix_groups import PrefixGroups
-from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 
 

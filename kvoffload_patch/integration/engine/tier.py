@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from typing import Any
 
 from kvoffload_patch.config import Settings
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.admission import Admission
 from kvoffload_patch.integration.engine.free_front import FreeFront
 from kvoffload_patch.integration.engine.full_prompt import FullPromptHits
@@ -18,7 +19,6 @@ from kvoffload_patch.integration.engine.pace import Pace
 from kvoffload_patch.integration.engine.recency import Recency
 from kvoffload_patch.integration.engine.stats import HitCounts, Report
 from kvoffload_patch.integration.engine.store_choice import StoreChoice
-from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.weights import Weights, forget_gpu
 from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.errors import PromiseBroken

@@ -14,8 +14,8 @@ from integration.engine.world import World, make_request, prompt
 from scheduler_half.scenarios import prompt as long_prompt
 from tier.plans import store_of
 
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.free_front import FreeFront
-from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 
 
 class Told:

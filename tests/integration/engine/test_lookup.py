@@ -28,7 +28,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
 from kvoffload_patch.integration.engine import step_hooks
-from kvoffload_patch.integration.engine.vllm_groups import leaves_last_out
+from kvoffload_patch.integration.engine.adapters.vllm_groups import leaves_last_out
 from kvoffload_patch.integration.protocol import PLAN
 from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.tier.plan import Transfer, TransferResult

@@ -14,7 +14,7 @@ from scheduler_half.device import Replay, Ring  # noqa: E402
 from scheduler_half.scenarios import prompt  # noqa: E402
 from vllm.v1 import kv_cache_interface  # noqa: E402
 
-from kvoffload_patch.integration.engine.vllm_groups import (  # noqa: E402
+from kvoffload_patch.integration.engine.adapters.vllm_groups import (  # noqa: E402
     CacheGroups,
     draft_states_held,
     is_cached,

@@ -15,7 +15,7 @@ import msgspec
 from integration.engine.mini import BLOCK, Mini
 from scheduler_half.scenarios import prompt
 
-from kvoffload_patch.integration.engine.vllm_events import KVEvents
+from kvoffload_patch.integration.engine.adapters.vllm_events import KVEvents
 
 COMMON = [
     ("block_hashes", list), ("parent_block_hash", Any), ("token_ids", list), ("block_size", int),

@@ -1,9 +1,9 @@
 """Which leaves the tier first, the last state of a prefix or its blocks.
 
-`python tests/integration/engine/state_order.py SEED COUNT` plays conversations on vLLM's own
-scheduler over a model half of whose layers keep a state, with a tier too small for them, in both
-orders. Prints one JSON object: prompt tokens that were hits, and blocks that were stored, of COUNT
-seeds from SEED on.
+`python tests/integration/engine/adapters/state_order.py SEED COUNT` plays conversations on vLLM's
+own scheduler over a model half of whose layers keep a state, with a tier too small for them, in
+both orders. Prints one JSON object: prompt tokens that were hits, and blocks that were stored, of
+COUNT seeds from SEED on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import Any
 
-_TESTS = Path(__file__).resolve().parents[2]
+_TESTS = Path(__file__).resolve().parents[3]
 if __name__ == "__main__":
     sys.path[:0] = [str(_TESTS.parent), str(_TESTS)]
 
@@ -26,7 +26,7 @@ _TALKS, _TURNS, _SLOTS = 12, 5, (60, 120, 180)
 
 def states_last(groups: Any, keys: Iterable[Hashable]) -> tuple[list[Hashable], dict[Any, Any]]:
     """The other order: all blocks of attention rest on the states, and the last state on none."""
-    from kvoffload_patch.integration.engine.prefix_groups import _split
+    from kvoffload_patch.integration.engine.adapters.prefix_groups import _split
 
     given = list(keys)
     states = [key for key in given if _split(key)[1] != groups._first]
@@ -39,7 +39,7 @@ def play(seed: int, order: str) -> dict[str, int]:
     from scheduler_half.scenarios import prompt
     from scheduler_half.states import STATE
 
-    from kvoffload_patch.integration.engine.prefix_groups import PrefixGroups
+    from kvoffload_patch.integration.engine.adapters.prefix_groups import PrefixGroups
 
     as_made, rng = PrefixGroups.in_order, random.Random(seed)
     if order == STATES_LAST:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvoffload_patch.integration.engine.prefix_groups import PrefixGroups
+from kvoffload_patch.integration.engine.adapters.prefix_groups import PrefixGroups
 
 FullAttentionManager = type("FullAttentionManager", (), {})
 SlidingWindowManager = type("SlidingWindowManager", (), {})
@@ -65,7 +65,7 @@ def test_a_prefix_whose_last_state_leaves_last_has_no_more_hits() -> None:
     What differs is which of two prefixes lost a block at a time: a hundredth either way.
     """
     pytest.importorskip("vllm")
-    from integration.engine.state_order import AS_IT_IS, STATES_LAST, play
+    from integration.engine.adapters.state_order import AS_IT_IS, STATES_LAST, play
 
     hits = {
         order: sum(play(seed, order)["hits"] for seed in range(12))

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from kvoffload_patch.integration.engine.vllm_pool import NoBlocks, PoolAdapter
+from kvoffload_patch.integration.engine.adapters.vllm_pool import NoBlocks, PoolAdapter
 from kvoffload_patch.integration.kvcached import is_elastic
 from kvoffload_patch.links import GPU, Link
 from kvoffload_patch.tier.plan import Transfer

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvoffload_patch.integration.engine.elastic_pool import (
+from kvoffload_patch.integration.engine.adapters.elastic_pool import (
     ElasticPoolAdapter,
     TransferRefs,
     adapter_of,
 )
-from kvoffload_patch.integration.engine.vllm_pool import NoBlocks, PoolAdapter
+from kvoffload_patch.integration.engine.adapters.vllm_pool import NoBlocks, PoolAdapter
 from kvoffload_patch.links import CPU, GPU, LOAD, STORE
 from kvoffload_patch.tier.plan import Transfer
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView, _heap_order
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView, _heap_order
 
 pytest.importorskip("vllm")
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
-from kvoffload_patch.integration.engine.elastic_pool import adapter_of
+from kvoffload_patch.integration.engine.adapters.elastic_pool import adapter_of
+from kvoffload_patch.integration.engine.adapters.vllm_events import KVEvents
+from kvoffload_patch.integration.engine.adapters.vllm_groups import CacheGroups
+from kvoffload_patch.integration.engine.adapters.vllm_lookup import PrefixLookup
+from kvoffload_patch.integration.engine.adapters.vllm_pool import key_maker
+from kvoffload_patch.integration.engine.adapters.vllm_stats import PrefixStats
 from kvoffload_patch.integration.engine.tuning import SCAN_MARGIN_REQUESTS
-from kvoffload_patch.integration.engine.vllm_events import KVEvents
-from kvoffload_patch.integration.engine.vllm_groups import CacheGroups
-from kvoffload_patch.integration.engine.vllm_lookup import PrefixLookup
-from kvoffload_patch.integration.engine.vllm_pool import key_maker
-from kvoffload_patch.integration.engine.vllm_stats import PrefixStats
 
 _SESSIONS = "num_waiting_for_streaming_input"
 

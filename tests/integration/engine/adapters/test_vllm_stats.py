@@ -91,7 +91,7 @@ def test_no_more_is_counted_than_vllm_has_found() -> None:
 def test_a_connectors_counters_are_left_alone() -> None:
     mini = Mini(tier=False)
     mini.scheduler.connector, mini.scheduler.connector_prefix_cache_stats = object(), "its own"
-    from kvoffload_patch.integration.engine.vllm_stats import PrefixStats
+    from kvoffload_patch.integration.engine.adapters.vllm_stats import PrefixStats
 
     stats = PrefixStats(mini.scheduler)
     stats.enable()

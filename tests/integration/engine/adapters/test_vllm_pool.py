@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload_patch.integration.engine.vllm_pool import PoolAdapter, key_maker
+from kvoffload_patch.integration.engine.adapters.vllm_pool import PoolAdapter, key_maker
 
 
 class Block:
