@@ -18,6 +18,7 @@ from kvoffload_patch.integration.engine.lookup import (
     StandInPool,
 )
 from kvoffload_patch.integration.engine.pace import Pace
+from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 from kvoffload_patch.integration.engine.recency import Recency
 from kvoffload_patch.integration.engine.stall import Stall
 from kvoffload_patch.integration.engine.stats import HitCounts
@@ -27,7 +28,6 @@ from kvoffload_patch.integration.engine.tuning import (
     LOOK_AHEAD_REQUESTS,
     SCAN_MARGIN_REQUESTS,
 )
-from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.tier.manager import OffloadManager
 
 

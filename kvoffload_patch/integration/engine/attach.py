@@ -20,10 +20,10 @@ from kvoffload_patch.integration.engine.adapters.vllm_scheduler import Scheduler
 from kvoffload_patch.integration.engine.breaker import Breaker
 from kvoffload_patch.integration.engine.elastic_tier import ElasticTier
 from kvoffload_patch.integration.engine.eligibility import check_eligible
-from kvoffload_patch.integration.engine.ending import ending
+from kvoffload_patch.integration.engine.ranks.ending import ending
+from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 from kvoffload_patch.integration.engine.tier import SchedulerTier
 from kvoffload_patch.integration.engine.weights import can_keep
-from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import keep_installed, step_hooks
 from kvoffload_patch.integration.kvcached import is_elastic

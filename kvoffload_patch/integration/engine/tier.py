@@ -16,11 +16,11 @@ from kvoffload_patch.integration.engine.loads import LoadBook
 from kvoffload_patch.integration.engine.lookup import LookupCache
 from kvoffload_patch.integration.engine.metrics import TierCounts
 from kvoffload_patch.integration.engine.pace import Pace
+from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 from kvoffload_patch.integration.engine.recency import Recency
 from kvoffload_patch.integration.engine.stats import HitCounts, Report
 from kvoffload_patch.integration.engine.store_choice import StoreChoice
 from kvoffload_patch.integration.engine.weights import Weights, forget_gpu
-from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.errors import PromiseBroken
 from kvoffload_patch.integration.protocol import PLAN, RESULT
 from kvoffload_patch.links import LOAD

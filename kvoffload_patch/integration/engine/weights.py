@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvoffload_patch.config import Settings
-from kvoffload_patch.integration.engine.workers import RankGroup
+from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies import policy_named
 

@@ -24,7 +24,7 @@ def _last_block() -> Changes:
 
 
 def _rank_asked() -> Changes:
-    from kvoffload_patch.integration.engine.workers import RankGroup
+    from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 
     return ((RankGroup, "loads_done", lambda self: 0),)
 

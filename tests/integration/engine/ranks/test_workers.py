@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 from tier.plans import a_load, a_plan, a_store  # noqa: E402
 
 from kvoffload_patch import __version__, launch_token  # noqa: E402
-from kvoffload_patch.integration.engine import workers as ranks_module  # noqa: E402
-from kvoffload_patch.integration.engine.workers import RankGroup  # noqa: E402
+from kvoffload_patch.integration.engine.ranks import workers as ranks_module  # noqa: E402
+from kvoffload_patch.integration.engine.ranks.workers import RankGroup  # noqa: E402
 from kvoffload_patch.integration.errors import TierRefused  # noqa: E402
 from kvoffload_patch.integration.protocol import RESULT, TIER, RankGeometry, RankOpened  # noqa: E402  # noqa: E402
 from kvoffload_patch.integration.slot_counts import SlotCounts, make_slot_counts  # noqa: E402

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.engine.core import EngineCoreProc
 
-from kvoffload_patch.integration.engine import ending
+from kvoffload_patch.integration.engine.ranks import ending
 
 
 @pytest.fixture

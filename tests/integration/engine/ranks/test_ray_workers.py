@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvoffload_patch.integration.engine import hooks, ray_workers
-from kvoffload_patch.integration.engine.ray_workers import PREFIXES, pass_variables_on
+from kvoffload_patch.integration.engine import hooks
+from kvoffload_patch.integration.engine.ranks import ray_workers
+from kvoffload_patch.integration.engine.ranks.ray_workers import PREFIXES, pass_variables_on
 
 RAY = type("RayExecutorV2", (), {"__module__": "vllm.v1.executor.ray_executor_v2"})
 OTHER = type("MultiprocExecutor", (), {"__module__": "vllm.v1.executor.multiproc_executor"})

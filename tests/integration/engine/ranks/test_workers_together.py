@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvoffload_patch import __version__  # noqa: E402
-from kvoffload_patch.integration.engine import workers as ranks_module  # noqa: E402
-from kvoffload_patch.integration.engine.workers import RankGroup  # noqa: E402
+from kvoffload_patch.integration.engine.ranks import workers as ranks_module  # noqa: E402
+from kvoffload_patch.integration.engine.ranks.workers import RankGroup  # noqa: E402
 from kvoffload_patch.integration.errors import TierRefused  # noqa: E402
 from kvoffload_patch.integration.protocol import RankGeometry, RankOpened  # noqa: E402
 
