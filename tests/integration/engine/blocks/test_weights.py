@@ -15,7 +15,7 @@ from integration.engine.world import FakeRanks, World, prompt
 
 from kvoffload_patch.config import Settings
 from kvoffload_patch.integration.engine import hooks, step_hooks
-from kvoffload_patch.integration.engine.weights import can_keep, changes_weights
+from kvoffload_patch.integration.engine.blocks.weights import can_keep, changes_weights
 from kvoffload_patch.integration.metrics import ON, PAUSED
 from kvoffload_patch.integration.protocol import TIER
 from kvoffload_patch.tier.stats import TierStats

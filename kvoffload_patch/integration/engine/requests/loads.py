@@ -9,8 +9,8 @@ from typing import Any
 
 from kvoffload_patch.integration.engine.adapters.vllm_pool import NoBlocks
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
-from kvoffload_patch.integration.engine.lookup import LookupResult
-from kvoffload_patch.integration.engine.pace import Pace
+from kvoffload_patch.integration.engine.requests.lookup import LookupResult
+from kvoffload_patch.integration.engine.requests.pace import Pace
 from kvoffload_patch.integration.engine.tuning import PARKED_TIMES
 from kvoffload_patch.tier.manager import OffloadManager
 

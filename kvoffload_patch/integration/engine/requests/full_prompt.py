@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
-from kvoffload_patch.integration.engine.pace import Pace
+from kvoffload_patch.integration.engine.requests.pace import Pace
 from kvoffload_patch.tier.manager import OffloadManager
 
 _Cached = tuple[Any, Sequence[Any]]  # request, blocks

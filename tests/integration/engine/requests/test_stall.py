@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvoffload_patch.integration.engine.stall import Stall
+from kvoffload_patch.integration.engine.requests.stall import Stall
 
 
 def test_a_stall_counts_everybody_who_waits() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload_patch.integration.engine.pace import Pace
+from kvoffload_patch.integration.engine.requests.pace import Pace
 
 
 class Clock:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvoffload_patch.integration.engine.full_prompt import FullPromptHits
-from kvoffload_patch.integration.engine.pace import Pace
+from kvoffload_patch.integration.engine.requests.full_prompt import FullPromptHits
+from kvoffload_patch.integration.engine.requests.pace import Pace
 from kvoffload_patch.integration.engine.tuning import LAYERED_LOAD_MS
 from kvoffload_patch.links import LOAD
 from kvoffload_patch.tier.manager import OffloadManager

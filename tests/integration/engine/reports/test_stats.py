@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload_patch.integration.engine.stats import Report
+from kvoffload_patch.integration.engine.reports.stats import Report
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies.lru import LRUPolicy
 

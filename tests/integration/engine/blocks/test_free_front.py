@@ -15,7 +15,7 @@ from scheduler_half.scenarios import prompt as long_prompt
 from tier.plans import store_of
 
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
-from kvoffload_patch.integration.engine.free_front import FreeFront
+from kvoffload_patch.integration.engine.blocks.free_front import FreeFront
 
 
 class Told:

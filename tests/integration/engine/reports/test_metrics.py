@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from integration.engine.mini import BLOCK, FakeRanks, Mini
 
 from kvoffload_patch.integration import carrier
-from kvoffload_patch.integration.engine import metrics
+from kvoffload_patch.integration.engine.reports import metrics
 from kvoffload_patch.integration.metrics import BY_NAME, FAILED, ON, REFUSED
 from kvoffload_patch.links import FAILURES, LATE, LOAD, MISMATCH, STORE
 

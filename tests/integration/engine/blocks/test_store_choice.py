@@ -13,7 +13,7 @@ from integration.engine.mini import BLOCK, Mini
 from scheduler_half.scenarios import prompt
 
 from kvoffload_patch.config import STORES
-from kvoffload_patch.integration.engine.store_choice import ARGUMENT, stores
+from kvoffload_patch.integration.engine.blocks.store_choice import ARGUMENT, stores
 
 
 def request(arguments: Any) -> Any:

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvoffload_patch.integration.engine import spans
+from kvoffload_patch.integration.engine.reports import spans
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADERS = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
@@ -102,7 +102,7 @@ def test_an_engine_without_an_endpoint_makes_none(exporter: InMemorySpanExporter
 def test_off_it_imports_nothing() -> None:
     code = (
         "import sys; from types import SimpleNamespace as N\n"
-        "from kvoffload_patch.integration.engine.spans import spans_of\n"
+        "from kvoffload_patch.integration.engine.reports.spans import spans_of\n"
         "off = N(vllm_config=N(observability_config=N(otlp_traces_endpoint=None)))\n"
         "assert spans_of(off) is None and spans_of(N()) is None\n"
         "assert not [m for m in sys.modules if m.startswith(('opentelemetry', 'vllm'))]\n"

@@ -6,8 +6,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvoffload_patch.config import FALSE
-from kvoffload_patch.integration.engine.free_front import FreeFront
-from kvoffload_patch.integration.engine.recency import Recency
+from kvoffload_patch.integration.engine.blocks.free_front import FreeFront
+from kvoffload_patch.integration.engine.blocks.recency import Recency
 from kvoffload_patch.tier.manager import OffloadManager
 
 # In `SamplingParams.extra_args`, which is `vllm_xargs` over HTTP (from 0.9.2 on).

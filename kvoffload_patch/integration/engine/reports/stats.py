@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
-from kvoffload_patch.integration.engine.lookup import LookupResult
-from kvoffload_patch.integration.engine.spans import spans_of
+from kvoffload_patch.integration.engine.reports.spans import spans_of
+from kvoffload_patch.integration.engine.requests.lookup import LookupResult
 from kvoffload_patch.tier.manager import OffloadManager
 
 # A child of vLLM's logger: its handlers, format and level are the user's choice already.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvoffload_patch.integration.engine.lookup import LookupCache, LookupResult
+from kvoffload_patch.integration.engine.requests.lookup import LookupCache, LookupResult
 
 
 @dataclass(frozen=True)

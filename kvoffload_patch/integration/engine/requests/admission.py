@@ -10,19 +10,19 @@ from typing import Any
 from kvoffload_patch.config import Settings
 from kvoffload_patch.integration.engine.adapters.vllm_pool import NoBlocks
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
-from kvoffload_patch.integration.engine.free_front import FreeFront
-from kvoffload_patch.integration.engine.loads import LoadBook
-from kvoffload_patch.integration.engine.lookup import (
+from kvoffload_patch.integration.engine.blocks.free_front import FreeFront
+from kvoffload_patch.integration.engine.blocks.recency import Recency
+from kvoffload_patch.integration.engine.blocks.store_choice import stores
+from kvoffload_patch.integration.engine.ranks.workers import RankGroup
+from kvoffload_patch.integration.engine.reports.stats import HitCounts
+from kvoffload_patch.integration.engine.requests.loads import LoadBook
+from kvoffload_patch.integration.engine.requests.lookup import (
     LookupCache,
     LookupResult,
     StandInPool,
 )
-from kvoffload_patch.integration.engine.pace import Pace
-from kvoffload_patch.integration.engine.ranks.workers import RankGroup
-from kvoffload_patch.integration.engine.recency import Recency
-from kvoffload_patch.integration.engine.stall import Stall
-from kvoffload_patch.integration.engine.stats import HitCounts
-from kvoffload_patch.integration.engine.store_choice import stores
+from kvoffload_patch.integration.engine.requests.pace import Pace
+from kvoffload_patch.integration.engine.requests.stall import Stall
 from kvoffload_patch.integration.engine.tuning import (
     BUS_AHEAD_MS,
     LOOK_AHEAD_REQUESTS,

@@ -6,8 +6,8 @@ from collections.abc import Collection, Hashable, Iterable
 
 from kvoffload_patch.integration.engine.adapters.prefix_groups import PrefixGroups
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
-from kvoffload_patch.integration.engine.free_front import FreeFront
-from kvoffload_patch.integration.engine.lookup import LookupResult
+from kvoffload_patch.integration.engine.blocks.free_front import FreeFront
+from kvoffload_patch.integration.engine.requests.lookup import LookupResult
 from kvoffload_patch.tier.manager import OffloadManager
 
 
