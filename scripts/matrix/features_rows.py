@@ -175,7 +175,10 @@ ROWS = (
         "groups with a prefix replay window",
         "vLLM's scheduler over a faked model, random runs: they are computed again behind a hit of "
         "the tier as behind one of its own; a ring beside them",
-        (f"{_RANDOM}_of_groups_outside_of_the_prefix_cache", f"{_HALF}test_vllm_groups.py"),
+        (
+            f"{_RANDOM}_of_groups_outside_of_the_prefix_cache",
+            f"{_HALF}adapters/test_vllm_groups.py",
+        ),
     ),
     Row("MLA", "vLLM's CPU build turns prefix caching off for it", gpu=("mla",)),
     _engine(
@@ -345,7 +348,7 @@ ROWS = (
     Row(
         "KV cache events, every step",
         "vLLM's scheduler over a faked model, random runs",
-        (f"{_RANDOM}[0]", f"{_HALF}test_vllm_events.py"),
+        (f"{_RANDOM}[0]", f"{_HALF}adapters/test_vllm_events.py"),
     ),
     _refused("vLLM's own --kv-offloading-size", "another tier in CPU memory"),
     _refused(

@@ -8,48 +8,50 @@ from __future__ import annotations
 from scripts.matrix.mutants_list import Mutant
 
 _FILES = "integration/engine/"
-_ADMISSION = "integration/engine/test_admission.py::"
-_LOOKUP = "integration/engine/test_lookup.py::"
+_ADMISSION = "integration/engine/requests/test_admission.py::"
+_LOOKUP = "integration/engine/requests/test_lookup.py::"
+_SCHEDULER = "integration/engine/adapters/test_vllm_scheduler.py::"
+_INVALID = "integration/engine/blocks/test_invalid_blocks.py::"
 
 ENGINE = (
     Mutant(
         "running prompts are left out of the bound on blocks",
-        _FILES + "vllm_scheduler.py",
+        _FILES + "adapters/vllm_scheduler.py",
         "blocks += self.groups.new_blocks(request, todo)",
         "blocks += 0",
         (_ADMISSION + "test_a_load_leaves_running_prompts_their_blocks",),
     ),
     Mutant(
         "the watermark is 0",
-        _FILES + "vllm_scheduler.py",
+        _FILES + "adapters/vllm_scheduler.py",
         'int(getattr(self.manager, "watermark_blocks", 0))',
         "0",
         (_ADMISSION + "test_a_load_leaves_vllm_its_watermark",),
     ),
     Mutant(
         "lookahead tokens of a decode take no blocks",
-        _FILES + "vllm_groups.py",
+        _FILES + "adapters/vllm_groups.py",
         "self.decode_tokens + int(scheduler.num_lookahead_tokens)",
         "self.decode_tokens",
-        (_FILES + "test_vllm_scheduler.py::test_the_bound_on_blocks_for_running_requests_holds",),
+        (_SCHEDULER + "test_the_bound_on_blocks_for_running_requests_holds",),
     ),
     Mutant(
         "lookahead tokens of a prompt take no blocks",
-        _FILES + "vllm_groups.py",
+        _FILES + "adapters/vllm_groups.py",
         "done + tokens + self._scheduler.num_lookahead_tokens",
         "done + tokens",
-        (_FILES + "test_vllm_scheduler.py::test_the_bound_on_blocks_for_running_requests_holds",),
+        (_SCHEDULER + "test_the_bound_on_blocks_for_running_requests_holds",),
     ),
     Mutant(
         "a sliding window is as long as the prompt",
-        _FILES + "vllm_groups.py",
+        _FILES + "adapters/vllm_groups.py",
         "None if window is None else int(window) + self._scheduler.max_num_scheduled_tokens",
         "None",
-        (_FILES + "test_vllm_groups.py::test_a_window_of_many_layers_is_that_of_one",),
+        (_FILES + "adapters/test_vllm_groups.py::test_a_window_of_many_layers_is_that_of_one",),
     ),
     Mutant(
         "hits of several groups are not in the order of the prefix",
-        _FILES + "lookup.py",
+        _FILES + "requests/lookup.py",
         "hits.sort(key=itemgetter(0))",
         "pass",
         (_LOOKUP + "test_blocks_of_several_groups_are_loaded_in_prefix_order",),
@@ -63,14 +65,14 @@ ENGINE = (
     ),
     Mutant(
         "a hit is stored again from a block that has lost its key",
-        _FILES + "recency.py",
+        _FILES + "blocks/recency.py",
         "keys, self._view.still_cached)",
         "keys, lambda *_: True)",
         (_LOOKUP + "test_a_hit_that_has_left_the_gpu_since_leaves_the_store_of_its_block_alone",),
     ),
     Mutant(
         "a parked load is published before it is done",
-        _FILES + "loads.py",
+        _FILES + "requests/loads.py",
         "if self._manager.load_done(load.ticket):",
         "if True:",
         (_LOOKUP + "test_a_parked_load_is_published_when_its_ticket_is_done",),
@@ -84,14 +86,14 @@ ENGINE = (
     ),
     Mutant(
         "a parked load that failed is published",
-        _FILES + "loads.py",
+        _FILES + "requests/loads.py",
         "if self._manager.load_failed(load.ticket):",
         "if False:",
         (_FILES + "test_tier.py::test_a_parked_load_that_failed_is_not_published",),
     ),
     Mutant(
         "a parked request takes tokens of the step",
-        _FILES + "admission.py",
+        _FILES + "requests/admission.py",
         "budget.reserve(budget.needed)",
         "budget.admit(request, result.tokens)",
         (_FILES + "test_tier.py::test_a_parked_request_takes_none_of_the_steps_tokens",),
@@ -112,10 +114,10 @@ ENGINE = (
     ),
     Mutant(
         "a lookup is kept though a block that it rests on was handed out",
-        _FILES + "lookup.py",
+        _FILES + "requests/lookup.py",
         "if self._by_block:",
         "if False:",
-        (_FILES + "test_lookup_cache.py",),
+        (_FILES + "requests/test_lookup_cache.py",),
     ),
     Mutant(
         "a request that ends by the output of an earlier step leaves its load behind",
@@ -143,20 +145,17 @@ ENGINE = (
     ),
     Mutant(
         "the key of a block that a connector did not fill is kept",
-        _FILES + "invalid_blocks.py",
+        _FILES + "blocks/invalid_blocks.py",
         "self._manager.discard(key)",
         "pass",
-        (
-            _FILES
-            + "test_invalid_blocks.py::test_all_that_was_computed_upon_a_failed_load_is_discarded",
-        ),
+        (_INVALID + "test_all_that_was_computed_upon_a_failed_load_is_discarded",),
     ),
     Mutant(
         "a state is loaded a token too early",
-        _FILES + "full_prompt.py",
+        _FILES + "requests/full_prompt.py",
         "and not view.state_groups",
         "and True",
-        (_FILES + "test_full_prompt.py",),
+        (_FILES + "requests/test_full_prompt.py",),
     ),
     Mutant(
         "what is forgotten is not wiped",
@@ -167,9 +166,9 @@ ENGINE = (
     ),
     Mutant(
         "digests of weights are not compared",
-        _FILES + "weights.py",
+        _FILES + "blocks/weights.py",
         "all(found) and found == self._known",
         "all(found)",
-        (_FILES + "test_weights.py::test_weights_that_were_changed_in_sleep_empty_it",),
+        (_FILES + "blocks/test_weights.py::test_weights_that_were_changed_in_sleep_empty_it",),
     ),
 )

@@ -18,7 +18,7 @@ from engine.server import MAX_TOKENS, Server
 from kvoffload_patch.control import client
 from kvoffload_patch.control import folder as folders
 from kvoffload_patch.control.errors import Refused
-from kvoffload_patch.integration.engine.store_choice import ARGUMENT
+from kvoffload_patch.integration.engine.blocks.store_choice import ARGUMENT
 
 BLOCK = min(32, release.block_size())  # some releases know no other than 16
 PROMPT_TOKENS = 300

@@ -15,15 +15,16 @@ from typing import Any
 
 from kvoffload_patch import launch_token
 from kvoffload_patch.config import VARIABLES, ConfigError, Settings, as_given, read
-from kvoffload_patch.integration.engine import control, metrics
+from kvoffload_patch.integration.engine import control
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
+from kvoffload_patch.integration.engine.blocks.weights import can_keep
 from kvoffload_patch.integration.engine.breaker import Breaker
 from kvoffload_patch.integration.engine.elastic_tier import ElasticTier
 from kvoffload_patch.integration.engine.eligibility import check_eligible
-from kvoffload_patch.integration.engine.ending import ending
+from kvoffload_patch.integration.engine.ranks.ending import ending
+from kvoffload_patch.integration.engine.ranks.workers import RankGroup
+from kvoffload_patch.integration.engine.reports import metrics
 from kvoffload_patch.integration.engine.tier import SchedulerTier
-from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
-from kvoffload_patch.integration.engine.weights import can_keep
-from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import keep_installed, step_hooks
 from kvoffload_patch.integration.kvcached import is_elastic

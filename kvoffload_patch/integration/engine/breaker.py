@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from kvoffload_patch.integration.engine.metrics import Reporter
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
+from kvoffload_patch.integration.engine.ranks.workers import RankGroup
+from kvoffload_patch.integration.engine.reports.metrics import Reporter
 from kvoffload_patch.integration.engine.tier import SchedulerTier
 from kvoffload_patch.integration.engine.tuning import FAILED_COPIES, FAILED_WINDOW_S
-from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
-from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.errors import PromiseBroken
 from kvoffload_patch.integration.metrics import ON, PAUSED
 from kvoffload_patch.integration.protocol import PLAN, TIER

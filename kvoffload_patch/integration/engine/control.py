@@ -24,11 +24,11 @@ from kvoffload_patch.control import commands
 from kvoffload_patch.control.commands import Command
 from kvoffload_patch.control.errors import Refused
 from kvoffload_patch.control.listener import Listener
+from kvoffload_patch.integration.engine.blocks.weights import MIXED
 from kvoffload_patch.integration.engine.breaker import Breaker
-from kvoffload_patch.integration.engine.metrics import failed_copies
+from kvoffload_patch.integration.engine.ranks.workers import RankGroup
+from kvoffload_patch.integration.engine.reports.metrics import failed_copies
 from kvoffload_patch.integration.engine.tuning import CONTROL_APPLY_S, CONTROL_TAKE_S
-from kvoffload_patch.integration.engine.weights import MIXED
-from kvoffload_patch.integration.engine.workers import RankGroup
 from kvoffload_patch.integration.errors import TierRefused
 from kvoffload_patch.integration.metrics import FAILED, ON, PAUSED
 from kvoffload_patch.integration.protocol import CONTROL

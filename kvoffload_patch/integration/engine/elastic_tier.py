@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from kvoffload_patch.integration.engine.elastic_pool import TransferRefs
+from kvoffload_patch.integration.engine.adapters.elastic_pool import TransferRefs
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.tier import SchedulerTier
-from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 

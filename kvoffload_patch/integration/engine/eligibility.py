@@ -7,7 +7,7 @@ from typing import Any
 
 from kvoffload_patch.config import Settings
 from kvoffload_patch.integration import kvcached
-from kvoffload_patch.integration.engine.vllm_groups import is_cached, keeps_state, members
+from kvoffload_patch.integration.engine.adapters.vllm_groups import is_cached, keeps_state, members
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import older_than, release_in_use
 from kvoffload_patch.patching import is_set_on

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvoffload_patch.integration.engine.attach import attach, detach, refuse_v0
-from kvoffload_patch.integration.engine.ray_workers import pass_variables_on
-from kvoffload_patch.integration.engine.weights import changes_weights
+from kvoffload_patch.integration.engine.blocks.weights import changes_weights
+from kvoffload_patch.integration.engine.ranks.ray_workers import pass_variables_on
 from kvoffload_patch.integration.protocol import attached
 
 logger = logging.getLogger("vllm.kvoffload_patch")

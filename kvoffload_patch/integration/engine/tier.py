@@ -7,20 +7,20 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from typing import Any
 
 from kvoffload_patch.config import Settings
-from kvoffload_patch.integration.engine.admission import Admission
-from kvoffload_patch.integration.engine.free_front import FreeFront
-from kvoffload_patch.integration.engine.full_prompt import FullPromptHits
-from kvoffload_patch.integration.engine.invalid_blocks import InvalidBlocks
-from kvoffload_patch.integration.engine.loads import LoadBook
-from kvoffload_patch.integration.engine.lookup import LookupCache
-from kvoffload_patch.integration.engine.metrics import TierCounts
-from kvoffload_patch.integration.engine.pace import Pace
-from kvoffload_patch.integration.engine.recency import Recency
-from kvoffload_patch.integration.engine.stats import HitCounts, Report
-from kvoffload_patch.integration.engine.store_choice import StoreChoice
-from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
-from kvoffload_patch.integration.engine.weights import Weights, forget_gpu
-from kvoffload_patch.integration.engine.workers import RankGroup
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
+from kvoffload_patch.integration.engine.blocks.free_front import FreeFront
+from kvoffload_patch.integration.engine.blocks.invalid_blocks import InvalidBlocks
+from kvoffload_patch.integration.engine.blocks.recency import Recency
+from kvoffload_patch.integration.engine.blocks.store_choice import StoreChoice
+from kvoffload_patch.integration.engine.blocks.weights import Weights, forget_gpu
+from kvoffload_patch.integration.engine.ranks.workers import RankGroup
+from kvoffload_patch.integration.engine.reports.metrics import TierCounts
+from kvoffload_patch.integration.engine.reports.stats import HitCounts, Report
+from kvoffload_patch.integration.engine.requests.admission import Admission
+from kvoffload_patch.integration.engine.requests.full_prompt import FullPromptHits
+from kvoffload_patch.integration.engine.requests.loads import LoadBook
+from kvoffload_patch.integration.engine.requests.lookup import LookupCache
+from kvoffload_patch.integration.engine.requests.pace import Pace
 from kvoffload_patch.integration.errors import PromiseBroken
 from kvoffload_patch.integration.protocol import PLAN, RESULT
 from kvoffload_patch.links import LOAD

@@ -229,7 +229,7 @@ def attach(worker: Any, path: str) -> dict[str, Any]:
     from vllm.v1.engine.core import EngineCore
 
     import kvoffload_patch
-    from kvoffload_patch.integration.engine.loads import LoadBook
+    from kvoffload_patch.integration.engine.requests.loads import LoadBook
     from kvoffload_patch.integration.engine.tier import SchedulerTier
     from kvoffload_patch.integration.protocol import attached
     from kvoffload_patch.integration.worker.tier import RankTier

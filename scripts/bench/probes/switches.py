@@ -18,13 +18,13 @@ def _deferred_stores() -> Changes:
 
 
 def _last_block() -> Changes:
-    from kvoffload_patch.integration.engine.full_prompt import FullPromptHits
+    from kvoffload_patch.integration.engine.requests.full_prompt import FullPromptHits
 
     return ((FullPromptHits, "load", lambda self, *args, **kwargs: None),)
 
 
 def _rank_asked() -> Changes:
-    from kvoffload_patch.integration.engine.workers import RankGroup
+    from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 
     return ((RankGroup, "loads_done", lambda self: 0),)
 
@@ -46,7 +46,7 @@ def _joining_into_a_stall() -> Changes:
 
 def _loads_by_layer() -> Changes:
     """The engine must have been started with KVOFFLOAD_LOAD_BY_LAYER=1, or there is nothing."""
-    from kvoffload_patch.integration.engine.pace import Pace
+    from kvoffload_patch.integration.engine.requests.pace import Pace
     from kvoffload_patch.integration.worker.layer_gate import LayerGate
 
     not_hidden = (Pace, "hidden_ms", lambda self, num_blocks: 0.0)

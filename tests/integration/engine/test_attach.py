@@ -17,12 +17,13 @@ from integration.engine.mini import Mini
 from kvoffload_patch import __version__
 from kvoffload_patch.config import STORES, Settings
 from kvoffload_patch.integration.engine import attach as attach_module
-from kvoffload_patch.integration.engine import hooks, workers
+from kvoffload_patch.integration.engine import hooks
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
+from kvoffload_patch.integration.engine.adapters.vllm_stats import PrefixStats
 from kvoffload_patch.integration.engine.attach import attach, detach
 from kvoffload_patch.integration.engine.breaker import Breaker
+from kvoffload_patch.integration.engine.ranks import workers
 from kvoffload_patch.integration.engine.tier import SchedulerTier
-from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
-from kvoffload_patch.integration.engine.vllm_stats import PrefixStats
 from kvoffload_patch.integration.errors import TierRefused
 from kvoffload_patch.integration.protocol import TIER, RankGeometry, RankOpened
 from kvoffload_patch.integration.worker import rpc

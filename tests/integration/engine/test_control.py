@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from integration.engine.mini import BLOCK, SLOT_BYTES, FakeRanks, Mini
-from integration.engine.test_metrics import reported
+from integration.engine.reports.test_metrics import reported
 from scheduler_half.scenarios import nothing_held, prompt
 
 from kvoffload_patch.config import GIB

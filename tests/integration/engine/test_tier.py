@@ -14,7 +14,7 @@ from scheduler_half.scenarios import prompt as long_prompt
 from tier.plans import a_result, store_of
 from vllm.v1.request import Request, RequestStatus
 
-from kvoffload_patch.integration.engine import admission
+from kvoffload_patch.integration.engine.requests import admission
 from kvoffload_patch.integration.errors import PromiseBroken
 from kvoffload_patch.integration.protocol import RESULT
 from kvoffload_patch.links import LOAD, STORE

@@ -26,10 +26,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvoffload_patch.config import Settings
 from kvoffload_patch.integration.engine import step_hooks
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.breaker import Breaker
-from kvoffload_patch.integration.engine.lookup import StandInPool
+from kvoffload_patch.integration.engine.requests.lookup import StandInPool
 from kvoffload_patch.integration.engine.tier import SchedulerTier
-from kvoffload_patch.integration.engine.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.patch_table.points import POINTS, VLLM
 from kvoffload_patch.integration.protocol import PLAN, TIER
 from kvoffload_patch.patching import Decision, ObjectHooks, decide, installed_version

@@ -26,7 +26,7 @@ PACKAGE = Path(__file__).resolve().parents[3] / "kvoffload_patch"
 INTEGRATION = PACKAGE / "integration"
 FILES = sorted(
     [
-        *INTEGRATION.glob("engine/*.py"),
+        *INTEGRATION.glob("engine/**/*.py"),
         *INTEGRATION.glob("frontend/*.py"),
         *INTEGRATION.glob("worker/*.py"),
         INTEGRATION / "carrier.py",

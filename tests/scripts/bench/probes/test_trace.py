@@ -217,7 +217,7 @@ def test_an_observer_takes_what_a_method_takes() -> None:
 
 
 def test_what_is_observed_of_our_classes_is_there_and_takes_what_it_took(tmp_path: Path) -> None:
-    from kvoffload_patch.integration.engine.loads import LoadBook
+    from kvoffload_patch.integration.engine.requests.loads import LoadBook
     from kvoffload_patch.integration.engine.tier import SchedulerTier
     from kvoffload_patch.integration.worker.tier import RankTier
     from kvoffload_patch.transfer.engine import CopyEngine

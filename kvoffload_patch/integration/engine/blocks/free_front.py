@@ -1,0 +1,127 @@
+"""Which free GPU blocks vLLM hands out next, told to the tier before they are overwritten."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
+from kvoffload_patch.tier.exclusive import blocks_ahead
+from kvoffload_patch.tier.manager import OffloadManager
+
+
+class FreeFront:
+    """The front of vLLM's queue of free blocks, as far as the tier has been told of it.
+
+    A step costs O(blocks that came to the front since the last). A block that leaves the queue
+    unnoticed counts as looked at until it is handed out: then the tier is told of one block less.
+
+    Args:
+        view: the scheduler.
+        manager: of the tier.
+    """
+
+    def __init__(self, view: SchedulerView, manager: OffloadManager) -> None:
+        self._view = view
+        self._manager = manager
+        self._step_blocks = view.blocks_for(int(view.scheduler.max_num_scheduled_tokens))
+        self._ahead = blocks_ahead(len(view.pool.blocks), self._step_blocks)
+        self._told: set[int] = set()
+        self._last: Any = None  # block that was looked at last
+        self._unplanned = 0  # of these, how many the tier was told of since the last plan
+        self._waited: str | None = None  # request that has waited for stores
+        self._asked = False  # it was told to wait since the last plan
+        self._refused: set[int] = set()  # blocks that are not stored until they are handed out
+
+    def hit(self, gpu_block_ids: Iterable[int]) -> None:
+        """Requests have taken these blocks out of the queue, and use what they hold."""
+        if self._told:
+            self._told.difference_update(gpu_block_ids)
+
+    def handed_out(self, gpu_block_ids: Iterable[int]) -> None:
+        """These blocks will be overwritten."""
+        if self._told:
+            self._told.difference_update(gpu_block_ids)
+        if self._refused:
+            self._refused.difference_update(gpu_block_ids)
+
+    def refuse(self, gpu_block_ids: Iterable[int]) -> None:
+        """These blocks are not to be stored, until they hold something else."""
+        self._refused.update(gpu_block_ids)
+
+    def look(self) -> Mapping[Hashable, int]:
+        """Tell the tier what will be handed out soon; right before a plan is made.
+
+        Returns:
+            GPU blocks, by key, of what this plan is to store.
+        """
+        leaving = self._manager.leaving(*self._new(self._ahead))
+        self._unplanned = 0
+        self._asked = False
+        return leaving
+
+    def may_overwrite(self, request_id: str, count: int) -> bool:
+        """Whether a load can be given so many blocks without loss of what only they hold.
+
+        Besides what this step fills. What the tier was told of before the last plan is stored with
+        that at the latest. Where it is not enough, this step's plan stores the rest, and a request
+        waits for that once; one behind it, whose load needs that as well, waits for its turn.
+        """
+        if not self._manager.lazy:
+            return True
+        needed = count + self._step_blocks
+        if needed <= len(self._told) - self._unplanned or self._waited == request_id:
+            return True
+        if self._asked:
+            return False
+        self._store_first(needed)
+        if not self._unplanned:
+            return True  # there is nothing more that only the GPU holds
+        self._store_first(count + self._ahead)  # until it is looked up again others take some
+        self._waited, self._asked = request_id, True
+        return False
+
+    def clear(self) -> None:
+        """vLLM's prefix cache was reset: nothing that was told holds."""
+        self._refused.clear()
+        self.look_again()
+
+    def look_again(self) -> None:
+        """What the tier was told it has forgotten, or may have."""
+        self._told.clear()
+        self._last = self._waited = None
+        self._unplanned, self._asked = 0, False
+
+    def _store_first(self, count: int) -> None:
+        """Tell the tier of the first ``count``: the next plan stores what it lacks of them."""
+        before = len(self._told)
+        gpu_block_ids, keys = self._new(count)
+        if keys and self._manager.about_to_lose(gpu_block_ids, keys):
+            self._unplanned += len(self._told) - before
+
+    def _new(self, count: int) -> tuple[list[int], list[Hashable]]:
+        """Those of the first ``count`` of which the tier was not told, in order, and their keys."""
+        ids: list[int] = []
+        keys: list[Hashable] = []
+        told = self._told
+        last = self._last
+        if last is not None and (last.ref_cnt or last.block_id not in told):
+            last = None  # it has left the queue
+        while (missing := count - len(told)) > 0:
+            blocks = self._view.free_after(last, missing)
+            if not blocks:
+                break
+            last = blocks[-1]
+            found = [block.block_id for block in blocks]
+            if not told.isdisjoint(found):
+                blocks = [block for block in blocks if block.block_id not in told]
+                found = [block.block_id for block in blocks]
+            told.update(found)
+            ids += found
+            keys += [block.block_hash for block in blocks]
+        self._last = last
+        if not all(keys) or self._refused:
+            pairs = zip(ids, keys)
+            held = [(i, key) for i, key in pairs if key is not None and i not in self._refused]
+            ids, keys = [i for i, _ in held], [key for _, key in held]
+        return ids, keys

@@ -1,0 +1,102 @@
+"""Blocks that a KV connector failed to fill, and what was computed upon them.
+
+Blocks of a synchronous load are in the prefix cache, and are stored, in the step that loads them;
+that the load has failed comes back with that step's output. vLLM then recomputes them in place and
+leaves them in the prefix cache, or it fails the requests and takes them out of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
+from kvoffload_patch.tier.manager import OffloadManager
+
+_Cached = tuple[str, int, Hashable]  # request, GPU block id, key
+
+
+class InvalidBlocks:
+    """Takes out of the tier what a connector's failed load has left there.
+
+    Args:
+        view: the scheduler.
+        manager: of the tier.
+
+    Attributes:
+        untrusted: key of each GPU block that was cached when it was said to be wrong. vLLM does not
+            say when it has recomputed it, so it is not stored until it is handed out again.
+    """
+
+    def __init__(self, view: SchedulerView, manager: OffloadManager) -> None:
+        self._view = view
+        self._manager = manager
+        self._in_flight: deque[tuple[Any, tuple[_Cached, ...]]] = deque()
+        self.untrusted: dict[int, Hashable] = {}
+
+    def step_scheduled(self, output: Any, cached: Iterable[tuple[Any, Sequence[Any]]]) -> None:
+        """A step is scheduled, and these blocks were cached for it."""
+        if self._view.scheduler.connector is not None:
+            blocks = [(one.request_id, block) for one, blocks in cached for block in blocks]
+            keyed = [(name, block.block_id, block.block_hash) for name, block in blocks]
+            self._in_flight.append((output, tuple(keyed)))
+
+    def step_returned(self, output: Any) -> None:
+        """A step's output is about to be taken in: steps before it are over."""
+        while self._in_flight and self._in_flight[0][0] is not output:
+            self._in_flight.popleft()
+
+    def discard(self, gpu_block_ids: Collection[int]) -> None:
+        """These GPU blocks were not filled in the step whose output is being taken in, or since.
+
+        Of a running request that has one of them, all keys from the first of them on are
+        discarded. A request that runs no more may have cached blocks that it computed upon them,
+        and has no list of blocks left: all that it has cached since that step is discarded.
+        """
+        running = {request.request_id for request in self._view.scheduler.running}
+        for gpu_block_id in gpu_block_ids:
+            self._distrust(gpu_block_id, self._view.cached_key(gpu_block_id))
+        for request_id in running:
+            for gpu_block_id in self._from_first(request_id, gpu_block_ids):
+                self._distrust(gpu_block_id, self._view.cached_key(gpu_block_id))
+        for _, cached in self._in_flight:
+            for request_id, gpu_block_id, key in cached:
+                if request_id not in running:
+                    self._distrust(gpu_block_id, key)
+
+    def _from_first(self, request_id: str, gpu_block_ids: Collection[int]) -> Iterator[int]:
+        """The blocks of a request from the first of these on, in every KV cache group.
+
+        A layer computes upon those before it, whichever group they are of: what one group lacks is
+        in the blocks of all others from the same token on (vLLM 0.30 goes on with several groups).
+        """
+        tables = self._view.block_tables(request_id)
+        begins: list[int] = []  # tokens before the first of these, in each group that has any
+        for table, size in zip(tables, self._view.block_sizes):
+            begins += [at * size for at, block in enumerate(table) if block in gpu_block_ids][:1]
+        if begins:
+            for table, size in zip(tables, self._view.block_sizes):
+                yield from table[min(begins) // size :]
+
+    def _distrust(self, gpu_block_id: int, key: Hashable) -> None:
+        if key is None:
+            return
+        self._manager.discard(key)
+        if self._view.still_cached(gpu_block_id, key):
+            self.untrusted[gpu_block_id] = key
+
+    def storable(self, gpu_block_id: int, key: Hashable) -> bool:
+        """Whether a GPU block has, as far as is known, what the prefix cache says."""
+        if self.untrusted.get(gpu_block_id) == key:
+            return False
+        return self._view.still_cached(gpu_block_id, key)
+
+    def blocks_reused(self, gpu_block_ids: Iterable[int]) -> None:
+        """These GPU blocks were handed out: what they held is gone."""
+        for gpu_block_id in gpu_block_ids:
+            self.untrusted.pop(gpu_block_id, None)
+
+    def clear(self) -> None:
+        """The prefix cache is empty."""
+        self.untrusted.clear()

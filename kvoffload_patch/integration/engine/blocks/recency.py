@@ -1,0 +1,101 @@
+"""Keeping what requests use on the GPU recent in the tier, and together when they have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable
+
+from kvoffload_patch.integration.engine.adapters.prefix_groups import PrefixGroups
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
+from kvoffload_patch.integration.engine.blocks.free_front import FreeFront
+from kvoffload_patch.integration.engine.requests.lookup import LookupResult
+from kvoffload_patch.tier.manager import OffloadManager
+
+
+class Recency:
+    """Keeps what requests hit on the GPU recent in the tier, and stores what it has lost since.
+
+    One step later: admitting a request makes a step slow on the host as it is. What a request has
+    used and stored at several times is told to the tier once more when it has ended, all together.
+
+    Args:
+        view: the scheduler.
+        manager: of the tier.
+        front: of the free blocks, among which what is hit may have been; None: nobody asks.
+
+    Attributes:
+        used: GPU blocks, and the key of each, of prefixes that were noted.
+        keys: of each request that has not ended and stores: what it hit, loaded and computed.
+    """
+
+    def __init__(
+        self, view: SchedulerView, manager: OffloadManager, front: FreeFront | None
+    ) -> None:
+        self._view = view
+        self._manager = manager
+        self._front = front
+        self.used: list[tuple[list[int], list[Hashable]]] = []
+        self.keys: dict[str, list[Hashable]] = {}
+        self._at_once: dict[str, int] = {}  # how many of these came first, together
+        self._hit: set[str] = set()  # of the requests in `keys`, those that hit or loaded anything
+        self._in_order = view.in_order
+        self._groups = PrefixGroups(view.key, view.manager.coordinator.single_type_managers)
+
+    def note(self, request_id: str, found: LookupResult) -> None:
+        """A request hits this; loads under way may fill some of the GPU blocks."""
+        blocks = found.gpu_blocks
+        keys = [block.block_hash for block in blocks]
+        if not all(keys):  # loads under way fill some
+            blocks = [block for block, key in zip(blocks, keys) if key is not None]
+        if blocks:
+            ids = [block.block_id for block in blocks]
+            self.used.append((ids, [key for key in keys if key is not None]))
+        self.keys[request_id] = [*keys, *found.keys]
+        if keys or found.keys:
+            self._at_once[request_id] = len(keys or found.keys)
+            self._hit.add(request_id)
+
+    def computes(self, request_id: str, keys: Collection[Hashable]) -> None:
+        """A request computes the blocks of these keys, behind all that were noted for it."""
+        known = self.keys.setdefault(request_id, [])
+        if not known:
+            self._at_once[request_id] = len(keys)
+        known += keys
+
+    def ended(self, request_ids: Iterable[str]) -> None:
+        """These requests have ended; some may be unknown here."""
+        for request_id in request_ids:
+            keys = self.keys.pop(request_id, ())
+            # What was used or stored at once is together as it is.
+            if len(keys) > self._at_once.pop(request_id, 0):
+                # Some may have been computed twice, as after a preemption.
+                once = dict.fromkeys(keys)
+                once.pop(None, None)  # of what another request's load has filled
+                self._tell(list(once), together=True)
+            elif keys and request_id not in self._hit:
+                self._tell(keys, together=False)
+            self._hit.discard(request_id)
+
+    def _tell(self, keys: list[Hashable], together: bool) -> None:
+        """Of a request that has ended; what is known to be together is told for its order alone."""
+        if self._in_order:
+            self._manager.request_ended(keys, together)
+            return
+        # Beside a connector vLLM 0.26 tells of states that it has given no key.
+        keys, rests = self._groups.in_order(key for key in keys if key is not None)
+        if rests or together:
+            self._manager.request_ended(keys, together, rests or None)
+
+    def refresh(self) -> None:
+        """Make recent what was noted since the last call."""
+        for gpu_block_ids, keys in self.used:
+            self._manager.hit_on_gpu(gpu_block_ids, keys, self._view.still_cached)
+            if self._front is not None:
+                self._front.hit(gpu_block_ids)
+        self.used.clear()
+
+    def clear(self) -> None:
+        """Forget what was noted."""
+        self.used.clear()
+        self.keys.clear()
+        self._at_once.clear()
+        self._hit.clear()

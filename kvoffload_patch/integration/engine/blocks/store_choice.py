@@ -1,0 +1,136 @@
+"""Which blocks of a request are not stored: it asked for that, or answers are not stored."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from kvoffload_patch.config import FALSE
+from kvoffload_patch.integration.engine.blocks.free_front import FreeFront
+from kvoffload_patch.integration.engine.blocks.recency import Recency
+from kvoffload_patch.tier.manager import OffloadManager
+
+# In `SamplingParams.extra_args`, which is `vllm_xargs` over HTTP (from 0.9.2 on).
+ARGUMENT = "kvoffload_store"
+
+
+def stores(request: Any) -> bool:
+    """Whether a request lets its blocks be stored; one that says something else does.
+
+    Args:
+        request: a `vllm.v1.request.Request`.
+    """
+    sampling = request.sampling_params  # None where it pools
+    arguments = sampling.extra_args if sampling is not None else None
+    if not arguments:
+        return True
+    asked = arguments.get(ARGUMENT)
+    if isinstance(asked, (bool, int, float)):
+        return bool(asked)
+    return not (isinstance(asked, str) and asked.strip().lower() in FALSE)
+
+
+class StoreChoice:
+    """Which of the blocks that were cached for requests are stored; what is not is counted.
+
+    Args:
+        manager: of the tier.
+        front: of the free blocks, where blocks are stored before the GPU loses them; None: nowhere.
+        recency: told of what requests compute.
+        decode: whether blocks that answers fill are stored.
+
+    Attributes:
+        decode: the same; only if not, `note_answers` is to be called.
+    """
+
+    def __init__(
+        self, manager: OffloadManager, front: FreeFront | None, recency: Recency, decode: bool
+    ) -> None:
+        self._manager = manager
+        self._front = front
+        self._recency = recency
+        self.decode = decode
+        self._answers: set[int] | None = None if decode else set()  # GPU blocks
+
+    def note_answers(
+        self, request: Any, blocks: Any, num_cached_blocks: int, num_full_blocks: int, size: int
+    ) -> None:
+        """Blocks are cached, as `BlockPool.cache_full_blocks` is told, of so many tokens each.
+
+        A block that a prompt and its answer share is the answer's.
+        """
+        if self._answers is not None:
+            first = max(num_cached_blocks, request.num_prompt_tokens // size)
+            self._answers.update([block.block_id for block in blocks[first:num_full_blocks]])
+
+    def computed(
+        self, cached: Iterable[tuple[Any, Sequence[Any]]], scheduled: Mapping[str, int]
+    ) -> dict[Hashable, int]:
+        """GPU blocks by the keys that a step computes in them, of those cached within `schedule`.
+
+        A block's key is read where its property finds it: a call less for each block.
+
+        Args:
+            cached: requests, and blocks of each.
+            scheduled: requests of the step, by id.
+        """
+        computed: dict[Hashable, int] = {}
+        known, computes = self._recency.keys, self._recency.computes
+        for request, blocks in cached:
+            request_id = request.request_id
+            # A request preempted within this very schedule() never computes its blocks.
+            if request_id not in scheduled:
+                self._refuse([block.block_id for block in blocks])
+            elif len(blocks) == 1 and (before := known.get(request_id)):  # as a decode does
+                # Known are those alone that store. As `computes`, a call less.
+                (block,) = blocks
+                key = block._block_hash
+                computed[key] = block.block_id
+                before.append(key)
+            elif not stores(request):
+                self._leave_out(blocks)
+            else:
+                found = {block._block_hash: block.block_id for block in blocks}
+                computes(request_id, found)
+                if computed:
+                    computed.update(found)
+                else:
+                    computed = found
+        computed.pop(None, None)  # of the null block, or of one that has left the cache since
+        return self._without_answers(computed) if self._answers else computed
+
+    def in_place(self, cached: Iterable[tuple[Any, Sequence[Any]]]) -> dict[Hashable, int]:
+        """The same of blocks whose bytes are in place."""
+        found: dict[Hashable, int] = {}
+        for request, blocks in cached:
+            if stores(request):
+                found.update({b.block_hash: b.block_id for b in blocks if not b.is_null})
+            else:
+                self._leave_out(blocks)
+        found.pop(None, None)
+        return self._without_answers(found) if self._answers else found
+
+    def clear(self) -> None:
+        """What was cached since the last step is not computed."""
+        if self._answers:
+            self._answers.clear()
+
+    def _without_answers(self, blocks: dict[Hashable, int]) -> dict[Hashable, int]:
+        assert self._answers
+        left_out = [block for block in blocks.values() if block in self._answers]
+        self._manager.stats.decode += len(left_out)
+        self._refuse(left_out)
+        kept = {key: block for key, block in blocks.items() if block not in self._answers}
+        self._answers.clear()
+        return kept
+
+    def _leave_out(self, blocks: Iterable[Any]) -> None:
+        """A request does not let these be stored."""
+        gpu_block_ids = [block.block_id for block in blocks if not block.is_null]
+        self._manager.stats.opted_out += len(gpu_block_ids)
+        self._refuse(gpu_block_ids)
+
+    def _refuse(self, gpu_block_ids: Iterable[int]) -> None:
+        """These are not stored before the GPU loses them either."""
+        if self._front is not None:
+            self._front.refuse(gpu_block_ids)

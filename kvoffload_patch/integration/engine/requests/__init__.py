@@ -1,0 +1,1 @@
+"""Which waiting requests are looked up, loaded for, deferred; not how their blocks are stored."""

@@ -1,0 +1,354 @@
+"""Which waiting requests a step looks up, loads for, and lets vLLM admit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from itertools import islice
+from typing import Any
+
+from kvoffload_patch.config import Settings
+from kvoffload_patch.integration.engine.adapters.vllm_pool import NoBlocks
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
+from kvoffload_patch.integration.engine.blocks.free_front import FreeFront
+from kvoffload_patch.integration.engine.blocks.recency import Recency
+from kvoffload_patch.integration.engine.blocks.store_choice import stores
+from kvoffload_patch.integration.engine.ranks.workers import RankGroup
+from kvoffload_patch.integration.engine.reports.stats import HitCounts
+from kvoffload_patch.integration.engine.requests.loads import LoadBook
+from kvoffload_patch.integration.engine.requests.lookup import (
+    LookupCache,
+    LookupResult,
+    StandInPool,
+)
+from kvoffload_patch.integration.engine.requests.pace import Pace
+from kvoffload_patch.integration.engine.requests.stall import Stall
+from kvoffload_patch.integration.engine.tuning import (
+    BUS_AHEAD_MS,
+    LOOK_AHEAD_REQUESTS,
+    SCAN_MARGIN_REQUESTS,
+)
+from kvoffload_patch.tier.manager import OffloadManager
+
+
+class Wait(Enum):
+    """What a request must wait for, if anything."""
+
+    NOTHING = "nothing"
+    ROOM = "run slots, tokens or blocks"  # those behind it wait as well, as in vLLM
+    LOAD = "the bus, or stores of what its load overwrites"  # nobody else waits for that
+
+
+class AdmissionBudget:
+    """What this step can still admit, as vLLM will count it.
+
+    The blocks that running requests take first are bounded without a look at each of them; they
+    are counted, once, only when the bound leaves it open whether a request fits.
+
+    Args:
+        view: the scheduler.
+        parked: parked requests, each of which will take a run slot.
+        reserved_blocks: blocks that they will need besides those that are held for them.
+
+    Attributes:
+        requests: run slots left.
+        tokens: of the step that are left.
+        blocks: left on the GPU before running requests take theirs.
+        admissible: requests that `schedule` may admit so far, parked ones not included.
+        reserved: whether some of the room is kept for requests that wait, of which vLLM knows not.
+        needed: blocks that the request asked for last needs.
+    """
+
+    def __init__(self, view: SchedulerView, parked: int = 0, reserved_blocks: int = 0) -> None:
+        self._view = view
+        self._exact = False
+        self.requests = view.free_run_slots() - parked
+        tokens, self._for_running = view.demand_of_running()
+        self._headroom = self._for_running
+        self.tokens = int(view.scheduler.max_num_scheduled_tokens) - tokens
+        self.blocks = view.num_free_blocks() - reserved_blocks
+        self._tokens_for_one = view.prompt_tokens_in_step()
+        self._watermark = view.watermark_blocks()
+        if view.scheduler.running:
+            self._keep_watermark()
+        self._ahead = LOOK_AHEAD_REQUESTS
+        self.needed = 0
+        self.admissible = 0
+        self.reserved = parked > 0
+
+    @property
+    def full(self) -> bool:
+        """Whether run slots or blocks are used up."""
+        return self.requests <= 0 or self.blocks <= 0
+
+    def out_of_tokens(self, look_ahead: bool) -> bool:
+        """Whether no further request is looked up for want of tokens.
+
+        Args:
+            look_ahead: whether requests may be parked behind the step's last token, some of them.
+        """
+        return self.tokens <= 0 and not (look_ahead and self._ahead)
+
+    def has_tokens(self, request: Any, hit_tokens: int) -> bool:
+        """Whether `schedule` has tokens for a request: one, or all if it may not split prompts."""
+        needed = 1 if self._view.splits_prompts else self._tokens_of(request, hit_tokens)
+        return needed <= self.tokens
+
+    def fits(
+        self, request: Any, hit_tokens: int, gpu_blocks: Sequence[Any], beyond: int = 0
+    ) -> bool:
+        """Whether a request can be admitted; `admit` or `reserve` then takes what it needs.
+
+        Args:
+            request: of vLLM.
+            hit_tokens: that need not be computed.
+            gpu_blocks: that it hits.
+            beyond: blocks that are held for it besides its own while it is admitted.
+        """
+        # It may not take in its later steps what is kept for others.
+        tokens = int(request.num_tokens)
+        if not self.reserved:
+            tokens = self._view.tokens_to_fit(request, hit_tokens)
+        self.needed = self._view.blocks_for(tokens) + beyond
+        if self.needed > self.blocks - self._for_running:
+            self.needed -= sum(1 for block in gpu_blocks if block.ref_cnt)
+        return self.requests > 0 and self.has(self.needed)
+
+    def leaves_headroom(self) -> bool:
+        """Whether running requests find a block each besides what `fits` was asked for last.
+
+        If not in this step, each takes one in one of the next, while a load is under way.
+        """
+        return self.needed <= self.blocks - self._headroom
+
+    def has(self, num_blocks: int) -> bool:
+        """Whether so many blocks are left."""
+        open_yet = self.blocks - self._for_running < num_blocks <= self.blocks
+        if open_yet and not self._exact:
+            self._exact = True
+            self._for_running = self._view.count_blocks_for_running()
+        return num_blocks <= self.blocks - self._for_running
+
+    def admit(self, request: Any, hit_tokens: int) -> None:
+        """Admit the request that `fits` was asked for last."""
+        # Beside reserved room it leaves the head-room that it asks for once it runs.
+        self._take(self.needed + self._view.decode_blocks * self.reserved)
+        self.admissible += 1
+        self.tokens -= self._tokens_of(request, hit_tokens)
+        self._keep_watermark()
+
+    def reserve(self, num_blocks: int) -> None:
+        """A request waits for a load: it takes blocks and a run slot, but none of the tokens."""
+        self.reserved = True
+        self._take(num_blocks)
+
+    def pass_over(self) -> None:
+        """The request that `fits` was asked for last waits; it keeps its room and head-room."""
+        self.reserve(self.needed + self._headroom)
+        self._headroom = self._view.decode_blocks  # of this one, beside the next
+
+    def _take(self, num_blocks: int) -> None:
+        if self.tokens <= 0:
+            self._ahead -= 1
+        self.blocks -= num_blocks
+        self.requests -= 1
+
+    def _tokens_of(self, request: Any, hit_tokens: int) -> int:
+        begins = self._view.groups.computed_from(hit_tokens)
+        return min(max(1, int(request.num_tokens) - begins), self._tokens_for_one)
+
+    def _keep_watermark(self) -> None:
+        """From the second request on: vLLM leaves these blocks free beside one that runs."""
+        self.blocks -= self._watermark
+        self._watermark = 0
+
+
+class Admission:
+    """Looks up the requests that a step could admit, and no further.
+
+    Args:
+        view: the scheduler.
+        manager: of the tier.
+        ranks: whether loads run beside the step; otherwise all are inline.
+        pace: how long loads take, and how long they can cross before the step begins.
+        loads: where loads are begun.
+        cache: lookups that need not be repeated.
+        hits: counts what is found.
+        recency: keeps what is hit on the GPU recent.
+        front: which blocks a load would overwrite; None if their stores need no time.
+        settings: of the process.
+
+    Attributes:
+        stalled_ms: that inline loads were expected to hold requests up since start, over all.
+    """
+
+    def __init__(
+        self,
+        view: SchedulerView,
+        manager: OffloadManager,
+        ranks: RankGroup,
+        pace: Pace,
+        loads: LoadBook,
+        cache: LookupCache,
+        hits: HitCounts,
+        recency: Recency,
+        front: FreeFront | None,
+        settings: Settings,
+    ) -> None:
+        self._view = view
+        self._loads = loads
+        self._cache = cache
+        self._hits = hits
+        self._recency = recency
+        self._front = front
+        self._pace = pace
+        self._copies_overlap = ranks.copies_overlap
+        self.stalled_ms = 0.0
+        self._pool = StandInPool(view, manager, loads.arriving, loads.ticket_of)
+        self.use(settings)
+
+    def use(self, settings: Settings) -> None:
+        """Load by these settings from the next step on."""
+        self._settings = settings
+        mode = settings.load_mode
+        self._parks = mode == "parked" or (mode == "auto" and self._copies_overlap)
+
+    def look_up_waiting(self) -> None:
+        """Begin the loads of this step, and cap what `schedule` admits if lookups end early."""
+        budget = AdmissionBudget(self._view, *self._loads.reserved())
+        if self._look_up_in_order(budget):
+            return
+        if budget.admissible or self._view.scheduler.running or self._loads.under_way:
+            # What was not looked up must not be admitted without what the tier has for it.
+            self._view.cap_admissions(budget.admissible)
+
+    def _look_up_in_order(self, budget: AdmissionBudget) -> bool:
+        """Look waiting requests up, and load what they hit; whether all may be admitted."""
+        stall = Stall(
+            self._pace.ms_per_block,
+            self._settings.max_stall_ms,
+            len(self._view.scheduler.running) + self._loads.num_parked,
+            self._loads.blocks_under_way,
+            self._pace.free_ms(),
+            self._loads.awaited_ms,
+            self._loads.stalled_ms,
+            self._pace.hidden_ms,
+        )
+        scans_left = max(0, self._view.free_run_slots()) + SCAN_MARGIN_REQUESTS
+        for request in self._view.waiting():
+            if scans_left <= 0:
+                return True  # What blocks so many must not keep those behind waiting.
+            scans_left -= 1
+            if not self._view.needs_lookup(request):
+                budget.admissible += self._view.resumes_without_lookup(request)
+                continue
+            if budget.full or budget.out_of_tokens(self._parks):
+                return False
+            if not self._look_up(request, budget, stall):
+                return False
+        return True
+
+    def _look_up(self, request: Any, budget: AdmissionBudget, stall: Stall) -> bool:
+        """Look a request up and load what it hits; False if those behind it must wait."""
+        result = self._cache.get(request.request_id, request.num_tokens)
+        wait = Wait.NOTHING if result is None else self._wait(request, result, budget)
+        if result is None or not (result.settled or wait != Wait.NOTHING):
+            result = self._pool.look_up(request, max_tier_hits=max(1, budget.blocks))
+            wait = self._wait(request, result, budget)
+            result.deferred = wait != Wait.NOTHING
+            self._cache.put(request.request_id, result)
+            self._hits.note(request, result)
+            if not result.deferred and stores(request):
+                self._recency.note(request.request_id, result)
+        if wait != Wait.NOTHING:
+            return self._defer(request, result, wait, budget)
+        if result.keys or result.arriving:
+            self._cache.forget(request.request_id)
+            try:
+                loaded = self._load(request, result, budget, stall)
+            except NoBlocks:
+                return self._defer(request, result, Wait.ROOM, budget)
+            if loaded is None:
+                return True
+            result = loaded
+        else:
+            self._loads.protect(result.gpu_blocks)
+        if budget.tokens > 0:
+            stall.admit()
+        budget.admit(request, result.tokens)
+        return True
+
+    def _load(
+        self, request: Any, result: LookupResult, budget: AdmissionBudget, stall: Stall
+    ) -> LookupResult | None:
+        """Begin a load; what the request hits in this step, or None if it is parked.
+
+        Raises:
+            NoBlocks: there are no blocks to load into, whatever was counted.
+        """
+        if self._inline(request, result, budget, stall):
+            loaded = self._loads.load_inline(request, result)
+            self.stalled_ms += stall.add_inline(len(result.keys))
+            return loaded
+        self._loads.park(request, result, budget.needed)
+        budget.reserve(budget.needed)
+        stall.add_parked(len(result.keys))
+        return None
+
+    def _wait(self, request: Any, result: LookupResult, budget: AdmissionBudget) -> Wait:
+        """What a request waits for before it can be admitted or parked: room, and then the bus."""
+        if not budget.fits(request, result.tokens, result.gpu_blocks, result.beyond):
+            return Wait.ROOM
+        if not result.keys:
+            return Wait.NOTHING
+        if not budget.leaves_headroom():
+            return Wait.ROOM
+        if not self._parks and not budget.has_tokens(request, result.tokens):
+            return Wait.ROOM
+        ahead_ms = self._pace.ms_per_block * self._loads.blocks_under_way
+        if ahead_ms > BUS_AHEAD_MS or not self._may_overwrite(request, len(result.keys)):
+            return Wait.LOAD
+        return Wait.NOTHING
+
+    def _may_overwrite(self, request: Any, blocks: int) -> bool:
+        """Whether so many blocks can be loaded before others are stored, which takes a step."""
+        if self._front is None or not (self._view.scheduler.running or self._loads.under_way):
+            return True
+        return self._front.may_overwrite(request.request_id, blocks)
+
+    def _defer(
+        self, request: Any, result: LookupResult, wait: Wait, budget: AdmissionBudget
+    ) -> bool:
+        """A request must wait; False if those behind it must wait as well.
+
+        For the bus only it waits: it keeps its place and its room, and `schedule` passes over it.
+        """
+        if wait == Wait.LOAD:
+            budget.pass_over()
+            self._view.pass_over(request)
+            return True
+        if not (result.keys or result.arriving or budget.reserved):
+            budget.admissible += 1  # vLLM may find room for it after all
+        return False
+
+    def _inline(
+        self, request: Any, result: LookupResult, budget: AdmissionBudget, stall: Stall
+    ) -> bool:
+        """Whether a request loads within this step; if not, it is parked."""
+        if result.arriving:
+            return False
+        if not self._parks:
+            return True
+        if self._settings.load_mode == "parked" or not budget.has_tokens(request, result.tokens):
+            return False
+        blocks = len(result.keys)
+        return stall.allows(blocks) and not (stall.is_long(blocks) and self._one_needs_no_load())
+
+    def _one_needs_no_load(self) -> bool:
+        """Whether a request behind the first has nothing to load; nothing runs, and none is parked.
+
+        It would join the step of the first, and wait for what that loads.
+        """
+        behind = islice(self._view.waiting(), 1, 1 + LOOK_AHEAD_REQUESTS)
+        asked = filter(self._view.needs_lookup, behind)
+        return not all(self._pool.look_up(one, max_tier_hits=1).keys for one in asked)

@@ -1,0 +1,391 @@
+"""vLLM's own prefix lookup over the GPU's blocks and the tier's: its result and its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from operator import itemgetter
+from typing import Any
+
+from kvoffload_patch.integration.engine.adapters.vllm_groups import leaves_last_out
+from kvoffload_patch.integration.engine.adapters.vllm_lookup import Found
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
+from kvoffload_patch.tier.manager import OffloadManager
+
+
+class TierHit:
+    """Stands for a block that only the tier has, in the place of vLLM's block."""
+
+    __slots__ = ("block_hash",)
+
+    block_id = -1
+    is_null = False
+    ref_cnt = 0
+
+    def __init__(self, key: Hashable) -> None:
+        self.block_hash = key
+
+
+STAND_IN = TierHit(None)  # for any of them, where their order says which
+
+
+class LookupResult:
+    """What a request could hit.
+
+    Attributes:
+        num_tokens: the request's length at the lookup.
+        tokens: length of the prefix found.
+        gpu_tokens: length of what is found before the first block that the GPU lacks.
+        gpu_blocks: vLLM's blocks of the prefix, those that loads under way fill included.
+        keys: of the blocks to load, in prefix order.
+        ends: tokens of the prefix that ends with each of them.
+        missing: keys that were looked for and found nowhere; any could make a longer hit possible.
+        arriving: tickets of the loads under way that fill some of `gpu_blocks`.
+        cut_short: whether the tier has more of it than there was room for.
+        deferred: whether the request did not fit when it was looked up.
+        beyond: of the blocks in `gpu_blocks` and `keys`, those that the request does not take.
+        found: what vLLM's own search returned, with stand-ins at ``positions`` for the blocks to
+            load; None where that cannot be given back to vLLM.
+    """
+
+    __slots__ = (
+        "arriving", "beyond", "cut_short", "deferred", "ends", "found", "gpu_blocks", "gpu_tokens",
+        "keys", "missing", "num_tokens", "positions", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.tokens = self.gpu_tokens = self.beyond = 0
+        self.gpu_blocks: list[Any] = []
+        self.keys: list[Hashable] = []
+        self.ends: Sequence[int] = ()
+        self.missing: list[Hashable] = []
+        self.arriving: set[int] = set()
+        self.cut_short = self.deferred = False
+        self.found: Found | None = None
+        self.positions: Sequence[int] = ()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the request fitted, and all that it hits is on the GPU.
+
+        Otherwise it is looked up again once it fits: the tier may have evicted what is to be
+        loaded.
+        """
+        return not (self.deferred or self.keys or self.arriving or self.cut_short)
+
+    def loaded(self, blocks: Sequence[Any]) -> LookupResult:
+        """What the request hits once these GPU blocks hold its `keys`; none may arrive yet."""
+        result = LookupResult(self.num_tokens)
+        result.tokens = result.gpu_tokens = self.tokens
+        result.gpu_blocks = [*self.gpu_blocks, *blocks]
+        result.missing = self.missing
+        if self.found is not None:
+            result.found = self.found
+            (hit,), at = self.found.groups, self.positions
+            if isinstance(at, range):
+                hit[at.start : at.stop] = blocks
+            else:
+                for position, block in zip(at, blocks):
+                    hit[position] = block
+        return result
+
+
+class _Ordered:
+    """A block pool for one lookup: the real one, but for `get_cached_block`."""
+
+    def __init__(self, real: Any, get_cached_block: Callable[..., list[Any] | None]) -> None:
+        self._real = real
+        self.get_cached_block = get_cached_block
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+class StandInPool:
+    """A block pool for lookups: what the real one has, then loads under way, then the tier.
+
+    Everything but `get_cached_block` is the real pool's.
+
+    Args:
+        view: the scheduler.
+        manager: of the tier.
+        arriving: GPU block that a load under way fills, by key.
+        ticket_of: ticket of that load, by key.
+    """
+
+    def __init__(
+        self,
+        view: SchedulerView,
+        manager: OffloadManager,
+        arriving: dict[Hashable, Any],
+        ticket_of: dict[Hashable, int],
+    ) -> None:
+        self._view = view
+        self._real = view.pool
+        self._manager = manager
+        self._arriving = arriving
+        self._ticket_of = ticket_of
+        self._key = view.key
+        self._result = LookupResult(0)
+        self._hits_left = 0
+        self._on_gpu = view.gpu_lookup()
+        self._hashes_blocks = view.hashes_blocks()
+        self._leaves_last_out = leaves_last_out(view.manager.coordinator.single_type_managers)
+        self._got: dict[int, list[Any]] = {}  # in order, by group that leaves its last block out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def look_up(self, request: Any, max_tier_hits: int) -> LookupResult:
+        """Find the longest prefix of a request, with ``max_tier_hits`` blocks to load at most."""
+        result = self._result = LookupResult(int(request.num_tokens))
+        if self._view.in_order:
+            self._look_up_in_order(request, result, max_tier_hits)
+            return result
+        self._hits_left = max_tier_hits
+        self._on_gpu = self._view.gpu_lookup()
+        self._got = {group: [] for group in self._leaves_last_out}
+        groups, tokens = self._view.prefix.longest_hit(request, self)
+        if 0 < tokens <= self._view.groups.replay_tokens:  # vLLM leaves it, and computes all of it
+            result.arriving.clear()
+            return result
+        result.tokens = result.gpu_tokens = tokens
+        hits: list[tuple[int, Hashable]] = []
+        for blocks, block_size in zip(groups, self._view.block_sizes):
+            hits += _sort_out(blocks, block_size, result)
+        hits += self._left_out(groups, result)
+        hits.sort(key=itemgetter(0))
+        result.keys, result.ends = [key for _, key in hits], [end for end, _ in hits]
+        return result
+
+    def get_cached_block(
+        self, block_hash: Hashable, kv_cache_group_ids: list[int]
+    ) -> list[Any] | None:
+        """As vLLM's: one block for each group, or None if any group lacks it."""
+        blocks = []
+        for group_id in kv_cache_group_ids:
+            key = self._key(block_hash, group_id)
+            block = self._on_gpu(key)
+            if block is None:
+                block = self._otherwise(key, self._hits_left > 0)
+                if block is None:
+                    return None
+                if block is STAND_IN:
+                    self._hits_left -= 1
+                    block = TierHit(key)
+            blocks.append(block)
+            if group_id in self._got:
+                self._got[group_id].append(block)
+        return blocks
+
+    def _left_out(
+        self, groups: Sequence[Sequence[Any]], result: LookupResult
+    ) -> Iterator[tuple[int, Hashable]]:
+        """The block behind the hit of each group whose last one vLLM finds and leaves out.
+
+        It is computed again, because a drafting model may have read a token behind it. Where vLLM
+        does not find it, it leaves out the one before.
+        """
+        for group, got in self._got.items():
+            taken = len(groups[group])
+            if not result.tokens or taken >= len(got):
+                continue
+            block, result.beyond = got[taken], result.beyond + 1
+            if block.block_id < 0:
+                yield (taken + 1) * self._view.block_sizes[group], block.block_hash
+            else:
+                result.gpu_blocks.append(block)
+
+    def _look_up_in_order(self, request: Any, result: LookupResult, max_tier_hits: int) -> None:
+        """The same where vLLM asks for block after block, and for none behind one it does not get.
+
+        The result is one that vLLM can be given in place of its own.
+        """
+        if self._hashes_blocks and self._lack_first(request, result):
+            return
+        on_gpu = result.gpu_blocks
+        behind: list[Any] = []
+        find = self._in_order(max_tier_hits, on_gpu, result.keys, behind)
+        (blocks,), tokens = self._view.prefix.longest_hit(request, _Ordered(self._real, find))
+        result.tokens = result.gpu_tokens = tokens
+        size, begin, end = self._view.block_sizes[0], len(on_gpu), len(blocks)
+        if behind:  # blocks of the GPU behind some that it has lost
+            result.positions = [at for at, block in enumerate(blocks) if block is STAND_IN]
+            result.ends = [size * (at + 1) for at in result.positions]
+            on_gpu[:] = [block for block in blocks if block is not STAND_IN]
+        else:
+            result.positions = range(begin, end)
+            result.ends = range(size * (begin + 1), size * (end + 1), size)
+        # vLLM may leave out the last ones.
+        del on_gpu[end:], result.keys[len(result.positions) :]
+        if result.keys:
+            result.gpu_tokens = size * result.positions[0]
+            result.found = self._view.prefix.take_found()
+
+    def _lack_first(self, request: Any, result: LookupResult) -> bool:
+        """Whether nobody has a request's first block, as of a prompt that is new: no search."""
+        if not (hashes := request.block_hashes):
+            return False
+        key = self._key(hashes[0], 0)
+        if self._view.gpu_lookup()(key) or key in self._arriving or self._manager.lookup(key):
+            return False
+        result.missing.append(key)
+        return True
+
+    def _in_order(
+        self, most: int, on_gpu: list[Any], keys: list[Hashable], behind: list[Any]
+    ) -> Callable[[Hashable, list[int]], list[Any] | None]:
+        """What stands for `get_cached_block`, for one lookup.
+
+        Args:
+            most: blocks to load.
+            on_gpu: takes what is found on the GPU before the first block to load.
+            keys: takes the keys of blocks to load.
+            behind: takes what is found on the GPU behind the first of them.
+        """
+        # In the way of the step, hundreds of times in a lookup.
+        key_of, gpu_block, otherwise = self._key, self._view.gpu_lookup(), self._otherwise
+        slot, arriving, stand_in = self._manager.reader(), self._arriving, [STAND_IN]
+
+        def get_cached_block(block_hash: Hashable, _: list[int]) -> list[Any] | None:
+            key = key_of(block_hash, 0)
+            block = gpu_block(key)
+            if block is None:
+                if len(keys) < most and key not in arriving and slot(key) is not None:
+                    keys.append(key)
+                    return stand_in
+                block = otherwise(key, False)
+                if block is None:
+                    return None
+            (behind if keys else on_gpu).append(block)
+            return [block]
+
+        return get_cached_block
+
+    def _otherwise(self, key: Hashable, room: bool) -> Any:
+        """A block that the GPU lacks: one that a load fills, or a stand-in; None if it is missed.
+
+        Args:
+            key: of the block.
+            room: whether one more can be loaded.
+        """
+        if key in self._arriving:
+            self._result.arriving.add(self._ticket_of[key])
+            return self._arriving[key]
+        if not self._manager.lookup(key):
+            self._result.missing.append(key)
+            return None
+        if room:
+            return STAND_IN
+        self._result.cut_short = True
+        return None
+
+
+def _sort_out(
+    blocks: Sequence[Any], block_size: int, result: LookupResult
+) -> Iterator[tuple[int, Hashable]]:
+    """Blocks of one group, in prefix order: which are vLLM's, and which the tier's.
+
+    Yields:
+        Tokens of the prefix that ends with a block to load, and its key.
+    """
+    end = 0
+    for block in blocks:
+        end += block_size
+        if block.block_id < 0:
+            yield end, block.block_hash
+            result.gpu_tokens = min(result.gpu_tokens, end - block_size)
+        elif not block.is_null:
+            result.gpu_blocks.append(block)
+
+
+class LookupCache:
+    """Lookups by request, dropped when a block they rest on is reused or a key they lack stored.
+
+    Most requests that are looked up are admitted in the same step. So a lookup costs O(1) until
+    `end_step`, and O(1) for each of its blocks and keys then, if its request still waits.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[str, LookupResult] = {}
+        self._by_block: dict[int, set[str]] = {}
+        self._by_key: dict[Hashable, set[str]] = {}
+        self._new: dict[str, LookupResult] = {}  # of this step, not in the indexes yet
+        self._rests = False  # one of these rests on GPU blocks
+        self._reused: set[int] = set()  # GPU blocks handed out since the first that does
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._new or request_id in self._results
+
+    def __len__(self) -> int:
+        return len(self._results) + len(self._new)
+
+    def get(self, request_id: str, num_tokens: int) -> LookupResult | None:
+        """What a request of this length was found to hit, if it still holds."""
+        result = self._new.get(request_id) or self._results.get(request_id)
+        return result if result is not None and result.num_tokens == num_tokens else None
+
+    def put(self, request_id: str, result: LookupResult) -> None:
+        """Remember a lookup of this step, in place of an older one."""
+        self.forget(request_id)
+        self._new[request_id] = result
+        if result.gpu_blocks:
+            self._rests = True
+
+    def end_step(self) -> None:
+        """What is left of this step's lookups is kept, unless a block was handed out meanwhile."""
+        if not (self._new or self._reused):
+            return
+        for request_id, result in self._new.items():
+            if self._reused and any(b.block_id in self._reused for b in result.gpu_blocks):
+                continue
+            self._results[request_id] = result
+            for block in result.gpu_blocks:
+                self._by_block.setdefault(block.block_id, set()).add(request_id)
+            for key in result.missing:
+                self._by_key.setdefault(key, set()).add(request_id)
+        self._new.clear()
+        self._reused.clear()
+        self._rests = False
+
+    def forget(self, request_id: str) -> None:
+        """The request no longer waits, or must be looked up again."""
+        self._new.pop(request_id, None)
+        result = self._results.pop(request_id, None)
+        if result is None:
+            return
+        for block in result.gpu_blocks:
+            _discard(self._by_block, block.block_id, request_id)
+        for key in result.missing:
+            _discard(self._by_key, key, request_id)
+
+    def blocks_reused(self, gpu_block_ids: Iterable[int]) -> None:
+        """These GPU blocks were handed out: what they held is gone."""
+        if self._rests:
+            self._reused.update(gpu_block_ids)
+        if self._by_block:
+            for gpu_block_id in gpu_block_ids:
+                for request_id in tuple(self._by_block.get(gpu_block_id, ())):
+                    self.forget(request_id)
+
+    def keys_stored(self, keys: Iterable[Hashable]) -> None:
+        """These keys can now be loaded from the tier; to be called between steps."""
+        if self._by_key:
+            for key in keys:
+                for request_id in tuple(self._by_key.get(key, ())):
+                    self.forget(request_id)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for index in (self._results, self._by_block, self._by_key, self._new):
+            index.clear()
+        self._reused.clear()
+        self._rests = False
+
+
+def _discard(index: dict, item: Hashable, request_id: str) -> None:  # type: ignore[type-arg]
+    waiting = index.get(item)
+    if waiting is not None:
+        waiting.discard(request_id)
+        if not waiting:
+            del index[item]

@@ -1,0 +1,206 @@
+"""The tier's own KV cache events: what is in them, in every release's shape."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Hashable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import msgspec
+from integration.engine.mini import BLOCK, Mini
+from scheduler_half.scenarios import prompt
+
+from kvoffload_patch.integration.engine.adapters.vllm_events import KVEvents
+
+COMMON = [
+    ("block_hashes", list), ("parent_block_hash", Any), ("token_ids", list), ("block_size", int),
+    ("lora_id", Any),
+]  # fmt: skip
+# Fields as they came, release by release.
+OLDEST: list[Any] = []
+MEDIUM = [("medium", Any)]
+EXTRA = [*MEDIUM, ("lora_name", Any), ("extra_keys", Any, None)]
+LATEST = [
+    *EXTRA, ("group_idx", Any, None), ("locality", Any, None), ("session_id", Any, None),
+    ("lookahead_token_ids", Any, None),
+]  # fmt: skip
+REMOVED = {"medium", "group_idx", "locality"}
+
+
+class World:
+    """A pool with events of one era, and the tier's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fields: list[Any]) -> None:
+        about = [field for field in fields if field[0] in REMOVED]
+        self.stored = msgspec.defstruct("BlockStored", [*COMMON, *fields])
+        self.removed = msgspec.defstruct("BlockRemoved", [COMMON[0], *about])
+        module = types.ModuleType("vllm.distributed.kv_events")
+        module.BlockStored, module.BlockRemoved = self.stored, self.removed  # type: ignore[attr-defined]
+        import vllm.distributed
+
+        monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
+        monkeypatch.setattr(vllm.distributed, "kv_events", module, raising=False)
+        self.pool = SimpleNamespace(kv_event_queue=[])
+        self.held: set[Hashable] = set()
+        self.events = KVEvents(self.pool, self.held.__contains__)
+
+    def cache(self, names: str, parent: str | None = None, **more: Any) -> None:
+        """vLLM caches blocks of two tokens; a dash is one that a window has left."""
+        keys = [None if name == "-" else name for name in names]
+        hashes = [f"hash {key}" for key in keys if key]
+        tokens = [f"{name}{n}" for name in names for n in (1, 2)]
+        known = set(self.stored.__struct_fields__)
+        given = {"medium": "GPU", "lora_name": None, **more}
+        event = self.stored(
+            block_hashes=hashes, parent_block_hash=parent, token_ids=tokens, block_size=2,
+            lora_id=7, **{name: value for name, value in given.items() if name in known},
+        )  # fmt: skip
+        self.pool.kv_event_queue.append(event)
+        self.events.cached([SimpleNamespace(block_hash=key) for key in keys])
+        self.events.take_in()
+
+    def take(self) -> list[Any]:
+        """What has been said since the last call."""
+        queue, self.pool.kv_event_queue = self.pool.kv_event_queue, []
+        return [msgspec.structs.asdict(event) for event in queue]
+
+
+def test_a_stored_block_has_all_that_vllm_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, LATEST)
+    world.cache(
+        "abc", parent="hash 0", extra_keys=[("salt",), None, None], group_idx=1, session_id="one",
+        lookahead_token_ids=[[1], [2], [3]],
+    )  # fmt: skip
+    world.take()
+    world.events.stored(["b", "c"])
+    assert world.take() == [
+        {
+            "block_hashes": ["hash b", "hash c"], "parent_block_hash": "hash a",
+            "token_ids": ["b1", "b2", "c1", "c2"], "block_size": 2, "lora_id": 7, "medium": "CPU",
+            "lora_name": None, "extra_keys": [None, None], "group_idx": 1, "locality": "LOCAL",
+            "session_id": None, "lookahead_token_ids": [[2], [3]],
+        }
+    ]  # fmt: skip
+    world.events.left(["b", "never stored"])
+    assert world.take() == [
+        {"block_hashes": ["hash b"], "medium": "CPU", "group_idx": 1, "locality": "LOCAL"}
+    ]
+    world.events.withdraw()
+    assert [event["block_hashes"] for event in world.take()] == [["hash c"]]
+
+
+def test_a_loaded_block_is_told_of_as_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, EXTRA)
+    world.held.update("ab")
+    world.cache("ab", parent=None)
+    world.cache("cd", parent="hash b")
+    world.take()
+    world.events.loaded(["a", "b", "c"])
+    first, second = world.take()
+    assert (first["block_hashes"], first["parent_block_hash"]) == (["hash a", "hash b"], None)
+    assert (second["block_hashes"], second["token_ids"]) == (["hash c"], ["c1", "c2"])
+    assert second["parent_block_hash"] == "hash b" and second["medium"] == "GPU"
+
+
+def test_without_a_medium_only_loads_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, OLDEST)
+    world.cache("ab")
+    world.take()
+    world.events.stored(["a", "b"])
+    world.events.left(["a"])
+    assert world.take() == []
+    world.events.loaded(["b"])
+    assert [event["block_hashes"] for event in world.take()] == [["hash b"]]
+
+
+def test_a_block_behind_one_that_a_window_left_is_told_of_without_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch, MEDIUM)
+    world.cache("a-bc")
+    world.take()
+    world.events.stored(["a", "b", "c"])
+    whole, behind = world.take()
+    assert whole["token_ids"] == ["a1", "a2"]
+    # Its parent has no hash in the stream: as vLLM's connectors tell of such blocks.
+    assert behind["block_hashes"] == ["hash b", "hash c"]
+    assert (behind["token_ids"], behind["block_size"]) == ([], 0)
+    world.events.loaded(["c"])
+    (last,) = world.take()
+    assert (last["parent_block_hash"], last["token_ids"]) == ("hash b", ["c1", "c2"])
+
+
+def test_what_nobody_has_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, MEDIUM)
+    world.held.update("AB")
+    world.cache("AB")
+    for nth in range(400):
+        world.cache(chr(1000 + nth))
+    assert len(world.events._told) < 10
+    world.events.loaded(["A", "B"])
+    assert len(world.take()) == 401 + 1
+
+
+def test_a_block_that_was_forgotten_leaves_under_the_name_it_came_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch, LATEST)
+    world.cache("abc", group_idx=1)
+    world.events.stored(["a", "b", "c"])
+    world.take()
+    for nth in range(10):  # nobody is said to need a, b and c
+        world.cache(chr(1000 + nth))
+    assert not {"a", "b", "c"} & set(world.events._told)
+    world.take()
+    world.events.left(["b"])
+    world.events.withdraw()
+    assert [(event["block_hashes"], event["group_idx"]) for event in world.take()] == [
+        (["hash b"], 1),
+        (["hash a", "hash c"], 1),
+    ]
+
+
+def test_blocks_that_vllm_has_not_told_of_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, MEDIUM)
+    world.cache("abc")
+    world.take()
+    world.events.stored(["x", "a", "y", "c"])
+    world.events.loaded(["b", "x", "c", "y"])
+    assert [event["block_hashes"] for event in world.take()] == [
+        *(["hash a"], ["hash c"]),
+        ["hash b", "hash c"],
+    ]
+    world.events.left(["x", "y", "a", "b", "c"])
+    assert [event["block_hashes"] for event in world.take()] == [["hash a", "hash c"]]
+
+
+def test_an_event_of_other_blocks_is_not_taken_for_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, MEDIUM)
+    world.cache("a")
+    world.events.cached([SimpleNamespace(block_hash=key) for key in "bc"])  # of which none told
+    world.pool.kv_event_queue.append(world.removed(block_hashes=["hash z"], medium="GPU"))
+    world.events.cached([SimpleNamespace(block_hash="d")])
+    world.events.take_in()
+    world.take()
+    world.events.stored(["a", "b", "c", "d"])
+    assert [event["block_hashes"] for event in world.take()] == [["hash a"]]
+
+
+def test_looking_up_tells_nobody_of_what_it_finds() -> None:
+    mini = Mini(events=True)
+    asked = prompt(4, seed=1)
+    mini.only_in_cpu(asked)
+    mini.add(asked)
+    request = next(iter(mini.scheduler.waiting))
+    request.kv_cache_report_mode = "full"  # from 0.26 on vLLM then tells of what a request reuses
+    mini.pool.kv_event_queue.clear()
+    mini.view.prefix.longest_hit(request, mini.pool)
+    found = mini.tier._admission._pool.look_up(request, 100)
+    assert len(found.keys) * BLOCK == found.tokens == 4 * BLOCK
+    assert mini.pool.kv_event_queue == []
+    assert getattr(mini.kv_manager, "enable_kv_cache_events", True)  # from 0.26 on it has one

@@ -1,0 +1,199 @@
+"""What a request takes of each KV cache group, those outside of the prefix cache included."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from integration.engine.mini import BLOCK, Mini  # noqa: E402
+from scheduler_half.device import Replay, Ring  # noqa: E402
+from scheduler_half.scenarios import prompt  # noqa: E402
+from vllm.v1 import kv_cache_interface  # noqa: E402
+
+from kvoffload_patch.integration.engine.adapters.vllm_groups import (  # noqa: E402
+    CacheGroups,
+    draft_states_held,
+    is_cached,
+    is_ring,
+    keeps_state,
+    leaves_last_out,
+    states_held,
+)
+
+WINDOW = 40
+SHAPES = [(None, Replay(WINDOW)), (Replay(WINDOW), None, Ring(8))]
+replays = pytest.mark.skipif(
+    not hasattr(kv_cache_interface.KVCacheSpec, "prefix_replay_tokens"),
+    reason="this vLLM has no window that it fills again behind a hit",
+)
+
+
+def spec(kind: str, **fields: Any) -> Any:
+    """A KV cache spec of a class with this name."""
+    made = type(kind, (), {})()
+    vars(made).update(fields)
+    return made
+
+
+def groups(*specs: Any, steps_of: int = 64, **scheduler: Any) -> CacheGroups:
+    """Those of a scheduler that gives a step so many tokens."""
+    about = {"num_lookahead_tokens": 0, "max_num_scheduled_tokens": steps_of, **scheduler}
+    managers = [SimpleNamespace(kv_cache_spec=one, block_size=one.block_size) for one in specs]
+    return CacheGroups(SimpleNamespace(**about), managers)
+
+
+def mini_of(windows: tuple[Any, ...], **more: Any) -> Mini:
+    return Mini(
+        load_mode="inline", store="eager", windows=windows,
+        **{"blocks": 120, "num_slots": 400, **more},
+    )  # fmt: skip
+
+
+def test_a_checkpoint_is_one_state_more() -> None:
+    plain, leaves = spec("MambaSpec"), spec("MambaSpec", num_prefill_checkpoint_blocks=1)
+    both = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": plain, "b": leaves})
+    assert [keeps_state(one) for one in (plain, leaves, both)] == [True] * 3
+    assert [states_held(one) for one in (plain, leaves, both)] == [2, 3, 3]
+    drafted, attends = spec("MambaSpec", num_speculative_blocks=3), spec("FullAttentionSpec")
+    assert not keeps_state(attends) and draft_states_held([plain, attends]) == 0
+    assert draft_states_held([drafted, attends, drafted]) == 6
+
+
+def test_a_group_of_a_drafting_model_leaves_its_last_block_out() -> None:
+    def manager(kind: str, **fields: Any) -> Any:
+        return type(kind, (), fields)()
+
+    plain, drafting = (manager("FullAttentionManager", use_eagle=on) for on in (False, True))
+    of_windows, older = manager("SlidingWindowManager", use_eagle=True), manager("MambaManager")
+    assert leaves_last_out([plain, drafting, of_windows, older]) == [1]
+
+
+def test_a_ring_takes_one_block_of_a_request_whatever_its_length() -> None:
+    ring = spec("CircularBufferSpec", block_size=8, prefix_cacheable=False)
+    many = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": ring}, block_size=8)
+    full = spec("FullAttentionSpec", block_size=BLOCK)
+    assert is_ring(ring) and is_ring(many) and not is_ring(full)
+    assert is_cached(full) and not is_cached(ring)
+    for one in (ring, many):
+        both = groups(full, one)
+        assert both.cached_sizes == (BLOCK, 8)[: 1 + is_cached(one)]
+        assert both.blocks_for(1) == 2 and both.blocks_for(20 * BLOCK) == 21
+        assert both.decode_blocks == 1
+        begun = SimpleNamespace(num_computed_tokens=BLOCK)
+        assert both.new_blocks(begun, 3 * BLOCK) == 3
+
+
+def test_a_window_of_many_layers_is_that_of_one() -> None:
+    window = spec("SlidingWindowSpec", sliding_window=32, block_size=BLOCK)
+    many = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": window}, block_size=BLOCK)
+    for one in (window, many):
+        assert groups(one).blocks_for(50 * BLOCK) == (32 + 64) // BLOCK
+
+
+def test_what_is_computed_again_takes_tokens_of_the_step_and_no_blocks() -> None:
+    full = spec("FullAttentionSpec", block_size=BLOCK)
+    window = spec("SlidingWindowMLASpec", block_size=BLOCK, sliding_window=2 * BLOCK)
+    both = groups(full, window, prefix_replay_tokens=2 * BLOCK)
+    assert both.computed_from(0) == 0 and both.computed_from(5 * BLOCK) == 3 * BLOCK
+    again = SimpleNamespace(num_computed_tokens=3 * BLOCK, replay_start=3 * BLOCK)
+    assert both.new_blocks(again, BLOCK) == 0  # it ends within what the hit has brought
+    assert both.new_blocks(again, 3 * BLOCK) == 2
+    first = SimpleNamespace(num_computed_tokens=3 * BLOCK, replay_start=0)
+    assert both.new_blocks(first, BLOCK) == 2
+
+
+@replays
+@pytest.mark.parametrize("windows", SHAPES)
+@pytest.mark.parametrize("step", [0, 24])
+def test_a_hit_of_the_tier_leaves_what_a_hit_of_vllms_own_leaves(
+    windows: tuple[Any, ...], step: int
+) -> None:
+    """The same tokens computed again, from the same one on; the same blocks, the same keys."""
+    own, tier = (_hit(windows, step, lose) for lose in (False, True))
+    assert own.pop("loaded") == 0 and tier.pop("loaded") == 20
+    assert own.pop("stored") == tier.pop("stored") == 20 + 2, "those of the cached group alone"
+    assert own == tier
+    assert own["replay_start"] == own["steps"][0][0] == 20 * BLOCK - WINDOW
+
+
+def _hit(windows: tuple[Any, ...], step: int, lose: bool) -> dict[str, Any]:
+    """What a request with a hit of 20 blocks looks like, in each of its steps."""
+    mini = mini_of(windows, limits={"long_prefill_token_threshold": step})
+    asked = prompt(20, seed=1, tail=3)
+    mini.add(asked, count=1)
+    mini.run()
+    mini.settle()
+    if lose:
+        mini.pool.free_blocks(mini.pool.get_new_blocks(mini.pool.get_num_free_blocks()))
+    name = mini.add([*asked, *prompt(2, seed=2)], count=3)
+    request, steps = mini.scheduler.requests[name], list[Any]()
+    while name in mini.scheduler.requests:
+        before = request.num_computed_tokens
+        scheduled = mini.begin_step()
+        tokens = scheduled.num_scheduled_tokens[name]
+        tables = mini.kv_manager.get_blocks(name).blocks
+        seen = [[block.is_null or block.block_hash for block in table] for table in tables]
+        start = request.num_computed_tokens - tokens
+        steps.append((start if before == 0 else before, tokens, seen))
+        mini.end_step()
+    mini.settle()
+    mini.check()
+    return {
+        "steps": steps, "replay_start": request.replay_start, "again": mini.device.replayed,
+        "loaded": mini.manager.stats.loaded, "stored": mini.manager.stats.stored,
+    }  # fmt: skip
+
+
+@replays
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_a_hit_that_vllm_would_compute_again_is_not_loaded(blocks: int) -> None:
+    mini = mini_of((None, Replay(2 * BLOCK)))
+    mini.only_in_cpu(prompt(blocks, seed=1, tail=3))
+    name = mini.add(prompt(blocks, seed=1, tail=3), count=2)
+    mini.run()
+    mini.check()
+    counts, hit = mini.tier.counts(), blocks * BLOCK if blocks > 2 else 0
+    assert mini.manager.stats.loaded == hit // BLOCK and counts.hit == hit
+    assert mini.hits[name] == max(0, hit - 2 * BLOCK)
+
+
+@replays
+def test_room_is_asked_for_what_a_request_keeps_and_a_ring_is_one_block() -> None:
+    """The prompt's 37 blocks, those of a window and a step, and one of the ring: no more than 60.
+
+    So vLLM admits it, and a tier that asks for a ring as long as the prompt would let it be
+    computed.
+    """
+    windows = (None, Replay(2 * BLOCK), Ring(8))
+    mini = mini_of(windows, blocks=80, limits={"long_prefill_token_threshold": BLOCK})
+    mini.only_in_cpu(prompt(36, seed=1))
+    taken = mini.pool.get_new_blocks(mini.pool.get_num_free_blocks() - 60)
+    name = mini.add(prompt(36, seed=1), count=3)
+    while mini.scheduler.has_unfinished_requests() or mini.queue:
+        free, exact = mini.pool.get_num_free_blocks(), mini.view.count_blocks_for_running()
+        running = len(mini.scheduler.running)
+        mini.step()
+        if running and mini.scheduler.running:
+            assert free - mini.pool.get_num_free_blocks() <= exact
+    mini.check()
+    mini.pool.free_blocks(taken)
+    assert mini.hits[name] == 34 * BLOCK
+
+
+@replays
+def test_what_is_computed_again_is_reckoned_with_the_tokens_of_a_step() -> None:
+    """Each of three hits leaves 3 tokens, and takes 43: a step of 64 has room for two."""
+    mini = mini_of((None, Replay(WINDOW)), limits={"max_num_batched_tokens": 64})
+    prompts = [prompt(5, seed=seed, tail=3) for seed in range(3)]
+    mini.only_in_cpu(*prompts)
+    names = [mini.add(one, count=2) for one in prompts]
+    scheduled = mini.begin_step()
+    assert set(scheduled.num_scheduled_tokens) == set(names[:2])
+    assert mini.tier.counts().inline == 2, "a load of whom the step does not compute"
+    mini.end_step()
+    mini.run()
+    mini.check()

@@ -1,0 +1,99 @@
+"""vLLM's own figures: every token of a prompt is counted once, wherever it came from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from integration.engine.mini import BLOCK, Mini
+
+MODES = ["inline", "parked"]
+
+
+class Figures:
+    """What vLLM's front end is told of prompts and hits, from now on."""
+
+    def __init__(self, mini: Mini) -> None:
+        self.queried = self.on_gpu = self.external = self.host = 0
+        self.local_prompt = self.external_prompt = self.computed = 0
+        update = mini.scheduler.update_from_output
+
+        def counted(*args: Any) -> Any:
+            outputs = update(*args)
+            for one in outputs.values():
+                self._take(one)
+            return outputs
+
+        mini.scheduler.update_from_output = counted
+
+    def _take(self, outputs: Any) -> None:
+        stats = outputs.scheduler_stats
+        if stats is not None:
+            self.queried += stats.prefix_cache_stats.queries
+            self.on_gpu += stats.prefix_cache_stats.hits
+            beyond = stats.connector_prefix_cache_stats
+            self.external += beyond.hits if beyond is not None else 0
+            self.host += sum(getattr(beyond, "hits_by_source", {}).values())
+        for one in outputs.outputs:
+            prefill = getattr(one, "prefill_stats", None)
+            if prefill is not None:
+                self.local_prompt += prefill.num_local_cached_tokens
+                self.external_prompt += prefill.num_external_cached_tokens
+                self.computed += prefill.num_computed_tokens
+
+
+def prompt(blocks: int, seed: int) -> list[int]:
+    return list(range(1000 * seed, 1000 * seed + blocks * BLOCK + 1))
+
+
+@pytest.mark.parametrize("load_mode", MODES)
+def test_hits_on_the_gpu_hits_beyond_it_and_tokens_computed_are_the_prompts(load_mode: str) -> None:
+    mini = Mini(load_mode=load_mode)
+    mini.only_in_cpu(prompt(3, seed=1), prompt(2, seed=2))
+    mini.add(prompt(2, seed=3), count=1)
+    mini.run()  # on the GPU, and in the tier
+    figures = Figures(mini)
+    asked = [prompt(3, seed=1), prompt(2, seed=2), prompt(2, seed=3), prompt(2, seed=4)]
+    for each in asked:
+        mini.add(each, count=2)
+    mini.run()
+    mini.check()
+    tokens = sum(map(len, asked))
+    assert figures.external == figures.host == 5 * BLOCK, "loaded for two of them"
+    assert figures.on_gpu == 2 * BLOCK
+    assert figures.queried == tokens
+    assert figures.external_prompt == figures.external
+    assert figures.local_prompt == figures.on_gpu
+    assert figures.on_gpu + figures.external + figures.computed == tokens
+
+
+def test_a_load_that_two_wait_for_is_the_first_ones_hit() -> None:
+    mini = Mini(load_mode="parked")
+    mini.only_in_cpu(prompt(3, seed=1))
+    figures = Figures(mini)
+    for _ in range(2):
+        mini.add(prompt(3, seed=1), count=1)
+    mini.run()
+    assert (figures.external, figures.on_gpu) == (3 * BLOCK, 3 * BLOCK)
+
+
+def test_no_more_is_counted_than_vllm_has_found() -> None:
+    mini = Mini()
+    request = mini.scheduler.requests[mini.add(prompt(3, seed=1))]
+    mini.begin_step()
+    counted = mini.view.prefix_stats.count(request, queried=100, hit=50)
+    assert counted == 0
+
+
+def test_a_connectors_counters_are_left_alone() -> None:
+    mini = Mini(tier=False)
+    mini.scheduler.connector, mini.scheduler.connector_prefix_cache_stats = object(), "its own"
+    from kvoffload_patch.integration.engine.adapters.vllm_stats import PrefixStats
+
+    stats = PrefixStats(mini.scheduler)
+    stats.enable()
+    stats.restore()
+    assert mini.scheduler.connector_prefix_cache_stats == "its own"

@@ -1,0 +1,236 @@
+"""The front of vLLM's queue of free blocks: what the tier is told of it, and when."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from integration.engine.mini import Mini
+from integration.engine.world import World, make_request, prompt
+from scheduler_half.scenarios import prompt as long_prompt
+from tier.plans import store_of
+
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
+from kvoffload_patch.integration.engine.blocks.free_front import FreeFront
+
+
+class Told:
+    """Stands for the tier: what it is told of."""
+
+    lazy = True
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[int, Any]] = []
+
+    def about_to_lose(self, gpu_block_ids: list[int], keys: list[Any]) -> int:
+        return len(self.leaving(gpu_block_ids, keys))
+
+    def leaving(self, gpu_block_ids: list[int], keys: list[Any]) -> dict[Any, int]:
+        self.blocks += zip(gpu_block_ids, keys)
+        return dict(zip(keys, gpu_block_ids))
+
+    def take(self) -> list[int]:
+        taken, self.blocks = self.blocks, []
+        return [block for block, _ in taken]
+
+
+def front_of(world: World, ahead: int) -> tuple[FreeFront, Told]:
+    told = Told()
+    front = FreeFront(SchedulerView(world.scheduler), told)  # type: ignore[arg-type]
+    front._ahead, front._step_blocks = ahead, 0
+    return front, told
+
+
+def free_ids(world: World) -> list[int]:
+    return [block.block_id for block in world.pool.free_block_queue.get_all_free_blocks()]
+
+
+def ended(world: World, blocks: int, seed: int) -> None:
+    request = world.add(prompt(blocks, seed=seed))
+    world.step(request)
+    world.end(request)
+
+
+@pytest.mark.parametrize("store", ["eager", "auto"])
+def test_while_the_tier_grows_what_the_gpu_is_about_to_lose_evicts(store: str) -> None:
+    world = World(num_blocks=1 + 12, num_slots=4, store=store, growing=True)
+    assert world.tier._front is not None
+    world.tier._front._ahead = 8
+    first, second, third = (
+        world.hash_keys(make_request(prompt(4, seed=seed))) for seed in (1, 2, 3)
+    )
+
+    def held(keys: list[Any]) -> int:
+        return sum(map(world.offload.holds, keys))
+
+    ended(world, 4, seed=1)
+    ended(world, 4, seed=2)
+    assert (held(first), held(second)) == (4, 0), "nothing is evicted while the GPU has it"
+    world.tier.on_result(world.offload.drained())
+    ended(world, 4, seed=3)
+    assert (held(first), held(second), held(third)) == (0, 4, 0)
+    world.tier.on_result(world.offload.drained()._replace(num_slots=8, growing=True))
+    world.step()
+    assert held(second) == 4 and (held(third) == 4 or store == "auto")
+    assert (world.offload.stats.overwritten, world.offload.stats.evicted) == (0, 4)
+
+
+def test_a_tier_of_full_size_that_stores_eagerly_is_told_nothing() -> None:
+    assert World(store="eager").tier._front is None
+    grown = World(num_slots=4, store="eager", growing=True)
+    ended(grown, 6, seed=1)
+    assert grown.offload.looks_ahead, "two blocks wait"
+    grown.tier.on_result(grown.offload.drained()._replace(num_slots=8, growing=False))
+    assert not grown.offload.looks_ahead
+
+
+def test_a_load_waits_for_no_stores_while_the_tier_holds_what_the_gpu_holds() -> None:
+    world = World(num_blocks=17)
+    front, told = front_of(world, ahead=2)
+    ended(world, 8, seed=1)
+    told.lazy = False
+    assert front.may_overwrite("a", 12) and told.take() == []
+    told.lazy = True
+    assert not front.may_overwrite("a", 12)
+
+
+def test_only_blocks_that_hold_something_are_told_and_each_once() -> None:
+    world = World(num_blocks=17)
+    front, told = front_of(world, ahead=12)
+    ended(world, 3, seed=1)
+    front.look()
+    assert told.take() == [], "the first 12 are empty"
+    ended(world, 3, seed=2)
+    front, told = front_of(world, ahead=16)
+    front.look()
+    assert len(told.take()) == 6
+    front.look()
+    assert told.take() == []
+
+
+def test_the_tier_is_told_in_the_order_in_which_blocks_are_handed_out() -> None:
+    world = World(num_blocks=9)
+    ended(world, 3, seed=1)
+    ended(world, 3, seed=2)
+    front, told = front_of(world, ahead=8)
+    front.look()
+    keys = [world.pool.blocks[block].block_hash for block in free_ids(world)]
+    assert told.take() == [b for b, key in zip(free_ids(world), keys) if key is not None]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_in_front_has_been_told_whatever_comes_and_goes(seed: int) -> None:
+    rng, world = random.Random(seed), World(num_blocks=40)
+    ahead = rng.choice([3, 8, 16])
+    front, told = front_of(world, ahead)
+    known: set[int] = set()
+    running: list[list[Any]] = []
+    for number in range(400):
+        free = world.pool.get_num_free_blocks()
+        if rng.random() < 0.5 and free:
+            blocks = world.pool.get_new_blocks(rng.randint(1, min(free, 6)))
+            for block in blocks:
+                block.set_block_hash(f"key-{number}-{block.block_id}".encode(), 4)
+            front.handed_out([block.block_id for block in blocks])
+            known.difference_update(block.block_id for block in blocks)
+            running.append(blocks)
+        elif rng.random() < 0.3 and free:
+            hit = [world.pool.blocks[rng.choice(free_ids(world))]]
+            world.pool.touch(hit)
+            front.hit([block.block_id for block in hit])
+            known.difference_update(block.block_id for block in hit)
+            running.append(hit)
+        elif running:
+            world.pool.free_blocks(reversed(running.pop(rng.randrange(len(running)))))
+        front.look()
+        known.update(told.take())
+        first = [world.pool.blocks[block] for block in free_ids(world)[:ahead]]
+        assert {b.block_id for b in first if b.block_hash is not None} <= known
+        assert len(front._told) <= ahead + 6
+
+
+def test_what_is_refused_is_not_told_until_it_was_handed_out() -> None:
+    world = World(num_blocks=9)
+    ended(world, 3, seed=1)
+    front, told = front_of(world, ahead=8)
+    first = [b for b in free_ids(world) if world.pool.blocks[b].block_hash is not None]
+    front.refuse(first[:2])
+    front.look()
+    assert told.take() == first[2:]
+    front.handed_out(free_ids(world))
+    front.look()
+    assert told.take() == first
+
+
+def test_a_request_waits_once_for_what_its_load_would_overwrite() -> None:
+    world = World(num_blocks=9)
+    ended(world, 6, seed=1)
+    front, told = front_of(world, ahead=2)
+    assert not front.may_overwrite("a", 4)
+    assert told.take()
+    assert front.may_overwrite("a", 6)
+    assert told.take() == []
+    front.clear()
+    assert not front.may_overwrite("b", 6)
+
+
+def test_a_load_does_not_wait_for_what_was_stored_with_an_earlier_plan() -> None:
+    world = World(num_blocks=17)
+    ended(world, 8, seed=1)
+    ended(world, 8, seed=2)
+    front, told = front_of(world, ahead=6)
+    assert front.look() and len(front._told) == 6
+    told.take()
+    front._step_blocks = 2
+    assert front.may_overwrite("a", 4)
+    assert told.take() == []
+    front.handed_out(free_ids(world)[:2])
+    assert not front.may_overwrite("b", 3), "one block more than is stored"
+    assert len(told.take()) == 5, "as far as it is looked at when the request comes again"
+    assert not front.may_overwrite("c", 3), "nothing was planned since"
+    front.look()
+    assert front.may_overwrite("c", 3)
+
+
+def test_a_shared_prefix_in_use_is_stored_before_it_is_lost() -> None:
+    mini = Mini(blocks=33, store="lazy")
+    mini.tier._front._ahead = 12
+    shared = long_prompt(6, seed=1)
+    for seed in (2, 3):  # the second one hits it on the GPU
+        mini.add(shared + long_prompt(2, seed=seed), count=2)
+        mini.run()
+    assert not mini.manager.stats.stored, "all of it is far from being overwritten"
+    for seed in range(4, 12):
+        mini.add(long_prompt(6, seed=seed), count=1)
+        mini.run()
+    again = mini.add(shared + long_prompt(1, seed=12), count=2)
+    mini.run()
+    mini.check()
+    assert mini.hits[again] >= len(shared) - 1
+    assert mini.manager.stats.loaded >= 6 and not mini.manager.stats.overwritten
+
+
+def test_a_load_waits_a_step_for_stores_while_others_run_and_loses_nothing() -> None:
+    mini = Mini(blocks=49, load_mode="parked", store="auto", weighs=False)
+    old = long_prompt(14, seed=1)
+    mini.only_in_cpu(old)
+    mini.manager._stores_ahead = False
+    mini.tier._front._ahead = 0
+    runs = mini.add(long_prompt(1, seed=2), count=40)
+    for seed in (3, 4, 5):
+        mini.add(long_prompt(14, seed=seed), count=1)
+    while len(mini.scheduler.running) + len(mini.scheduler.waiting) > 1:
+        mini.step()
+    lost = mini.manager.stats.overwritten
+    again = mini.add(old, count=1)
+    mini.begin_step()
+    assert store_of(mini.plans[-1]) is not None and not mini.plans[-1].before
+    mini.end_step()
+    mini.run()
+    mini.check()
+    assert mini.hits[again] and mini.manager.stats.overwritten == lost
+    assert mini.answers[runs]

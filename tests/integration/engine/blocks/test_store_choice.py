@@ -1,0 +1,95 @@
+"""Requests that ask for it, and answers if nobody wants them, leave nothing in the tier."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from integration.engine.mini import BLOCK, Mini
+from scheduler_half.scenarios import prompt
+
+from kvoffload_patch.config import STORES
+from kvoffload_patch.integration.engine.blocks.store_choice import ARGUMENT, stores
+
+
+def request(arguments: Any) -> Any:
+    return SimpleNamespace(sampling_params=SimpleNamespace(extra_args=arguments))
+
+
+@pytest.mark.parametrize("value", [0, 0.0, False, "0", "false", "Off", " no "])
+def test_a_request_can_opt_out(value: Any) -> None:
+    assert not stores(request({ARGUMENT: value}))
+
+
+@pytest.mark.parametrize("value", [1, True, "1", "on", "", "whatever", None, [], {"a": 0}])
+def test_anything_else_changes_nothing(value: Any) -> None:
+    assert stores(request({ARGUMENT: value}))
+
+
+def test_a_request_without_arguments_or_without_sampling_stores() -> None:
+    assert stores(request(None)) and stores(request({})) and stores(request({"another": 0}))
+    assert stores(SimpleNamespace(sampling_params=None))
+
+
+def asked(mini: Mini, tokens: list[int], count: int, opts_out: bool = False) -> str:
+    name = mini.add(tokens, count)
+    mini.scheduler.requests[name].sampling_params.extra_args = {ARGUMENT: 0} if opts_out else None
+    mini.run()
+    return name
+
+
+def lose_all(mini: Mini) -> None:
+    """Other requests take the whole GPU, so that all that is stored late is stored."""
+    for seed in range(50, 56):
+        asked(mini, prompt(5, seed=seed), count=1)
+    mini.settle()
+
+
+def held(mini: Mini, tokens: list[int]) -> int:
+    """Blocks of these that the tier and the GPU have."""
+    name = asked(mini, tokens, count=1, opts_out=True)
+    return mini.hits[name] // BLOCK
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("store", STORES)
+def test_nothing_of_a_request_that_opts_out_is_stored(store: str, in_flight: int) -> None:
+    mini = Mini(store=store, in_flight=in_flight)
+    private, other = prompt(4, seed=1), prompt(4, seed=2)
+    asked(mini, private, count=2 * BLOCK, opts_out=True)
+    assert mini.manager.stats.not_stored["opted_out"] >= 4
+    asked(mini, other, count=1)
+    lose_all(mini)
+    assert held(mini, [*private, 7]) == 0 and held(mini, [*other, 7]) == 4
+    mini.check()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_request_that_opts_out_does_not_store_what_it_hits_either(store: str) -> None:
+    mini = Mini(store=store)
+    private = prompt(4, seed=1)
+    for _ in range(3):
+        asked(mini, [*private, 7], count=1, opts_out=True)
+    lose_all(mini)
+    assert held(mini, [*private, 7]) == 0
+    mini.check()
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("decode", [True, False])
+def test_blocks_of_answers_are_stored_unless_that_is_off(
+    decode: bool, store: str, in_flight: int
+) -> None:
+    mini = Mini(store=store, store_decode=decode, in_flight=in_flight)
+    tokens = prompt(3, seed=1)[: 3 * BLOCK - 2]  # the prompt's last block ends with the answer
+    name = asked(mini, tokens, count=3 * BLOCK)
+    whole = [*tokens, *mini.answers[name]]
+    lose_all(mini)
+    assert held(mini, whole) == (5 if decode else 2)
+    assert bool(mini.manager.stats.not_stored["decode"]) != decode
+    mini.check()
