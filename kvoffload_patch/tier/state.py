@@ -127,6 +127,16 @@ class TierState:
         """What `lookup` would say of any key is not None; until a plan is made."""
         return self.lookup if self._stores.under_way else self._slot_of.get
 
+    def num_readable(self, keys: Keys) -> int:
+        """How many of these keys, from the first on, `lookup` finds."""
+        slots: list[Any] = list(map(self._slot_of.get, keys))
+        if None in slots:
+            del slots[slots.index(None) :]
+        if self._stores.under_way:
+            late = map(self._stores.done.__lt__, map(self._store_to.__getitem__, slots))
+            return next(compress(count(), late), len(slots))
+        return len(slots)
+
     def holds(self, key: Hashable) -> bool:
         """Whether ``key`` has a slot, readable or still being written."""
         return key in self._slot_of

@@ -85,6 +85,16 @@ def test_a_block_is_readable_only_once_its_store_is_done() -> None:
     assert tier.lookup("a") and tier.reader()("a") is not None
 
 
+def test_many_keys_are_readable_up_to_the_first_that_is_not() -> None:
+    tier = OffloadManager(8, LRUPolicy)
+    store(tier, "abc")
+    assert [tier.num_readable(keys) for keys in ("", "abc", "abxc", "xab")] == [0, 3, 2, 0]
+    plan_store(tier, "de", first_block=5)
+    assert tier.num_readable("abdc") == 2, "a store of it is under way"
+    tier.apply(tier.drained())
+    assert tier.num_readable("abdce") == 5
+
+
 def test_a_store_of_a_block_that_was_handed_out_again_is_dropped() -> None:
     tier = OffloadManager(4, LRUPolicy)
     tier.queue_store("a", 1)

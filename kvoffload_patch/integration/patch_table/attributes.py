@@ -160,6 +160,7 @@ _CACHE = (
         (">=0.12", "hash_block_size"),
         (">=0.24", "cached_block_hashes_by_block"),
     ),
+    *_has("vllm.v1.core.block_pool", "BlockHashToBlockMap", (">=0.11", "_cache")),
     *_has("vllm.distributed.kv_events", "", (_ANY, "BlockStored BlockRemoved")),
     *_has(
         "vllm.distributed.kv_events",

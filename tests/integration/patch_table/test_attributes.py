@@ -91,7 +91,7 @@ OTHERS |= {"_wait_post_init", "null_block", "_remove_cached_block_hashes"}
 # Of msgspec.
 OTHERS |= {"default", "default_factory"}
 # Asked for with a name that is not in the file: a stand-in's, and a function called by name.
-ANY_NAME = {("lookup.py", "(name)"), ("rpc.py", "(name)")}
+ANY_NAME = {(file, "(name)") for file in ("lookup.py", "vllm_lookup.py", "rpc.py")}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvoffload_patch.patching import is_set_on
@@ -23,6 +23,17 @@ class Found(NamedTuple):
         """Blocks by KV cache group, the very lists that vLLM is given."""
         groups: Sequence[list[Any]] = self.result[0]
         return groups
+
+
+class OrderedPool:
+    """A block pool for one lookup: the real one, but for `get_cached_block`."""
+
+    def __init__(self, real: Any, get_cached_block: Callable[..., list[Any] | None]) -> None:
+        self._real = real
+        self.get_cached_block = get_cached_block
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
 
 
 class PrefixLookup:

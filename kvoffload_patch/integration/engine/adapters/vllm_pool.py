@@ -113,6 +113,12 @@ class PoolAdapter:
 
         return first
 
+    def lacks(self, keys: Iterable[Hashable]) -> bool:
+        """Whether none of these keys is in the prefix cache; false where that is not known."""
+        cached = self._pool.cached_block_hash_to_block
+        by_key = getattr(cached, "_cache", cached)
+        return isinstance(by_key, dict) and by_key.keys().isdisjoint(keys)
+
     def free_after(self, block: Any, count: int) -> list[Any]:
         """So many blocks that nobody uses, or all that are left, in the order of being handed out.
 
@@ -168,6 +174,21 @@ def key_maker() -> Callable[[Any, int], Hashable]:
     if made is None:
         made = kv_cache_utils.BlockHashWithGroupId
     return made
+
+
+def keys_maker(key: Callable[[Any, int], Any]) -> Callable[[Sequence[Any]], list[Hashable]]:
+    """What makes the keys of many blocks of the first KV cache group.
+
+    From 0.10.2 on a key is its hash and the bytes of its group, in this order: then no function
+    is called for each.
+
+    Args:
+        key: what makes one, as `key_maker` says.
+    """
+    end, some = key(b"", 0), b"a hash"
+    if isinstance(end, bytes) and key(some, 0) == some + end:
+        return lambda hashes: [block_hash + end for block_hash in hashes]
+    return lambda hashes: [key(block_hash, 0) for block_hash in hashes]
 
 
 def _split(blocks: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -18,7 +18,7 @@ from kvoffload_patch.integration.engine.adapters.elastic_pool import adapter_of
 from kvoffload_patch.integration.engine.adapters.vllm_events import KVEvents
 from kvoffload_patch.integration.engine.adapters.vllm_groups import CacheGroups
 from kvoffload_patch.integration.engine.adapters.vllm_lookup import PrefixLookup
-from kvoffload_patch.integration.engine.adapters.vllm_pool import key_maker
+from kvoffload_patch.integration.engine.adapters.vllm_pool import key_maker, keys_maker
 from kvoffload_patch.integration.engine.adapters.vllm_stats import PrefixStats
 from kvoffload_patch.integration.engine.tuning import SCAN_MARGIN_REQUESTS
 
@@ -51,9 +51,11 @@ class SchedulerView:
         coordinator = self.manager.coordinator
         managers = coordinator.single_type_managers
         self.key = key_maker()
+        self.keys_of = keys_maker(self.key)
         self.adapter = adapter = adapter_of(self.pool)
         self.hold, self.take_blocks, self.release = adapter.hold, adapter.take, adapter.free
         self.publish, self.free_after = adapter.publish, adapter.free_after
+        self.gpu_lacks = adapter.lacks
         self.groups = groups = CacheGroups(scheduler, managers)
         self.block_sizes, self.state_groups = groups.block_sizes, groups.states
         self.blocks_for, self.decode_blocks = groups.blocks_for, groups.decode_blocks

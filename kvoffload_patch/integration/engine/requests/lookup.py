@@ -7,7 +7,7 @@ from operator import itemgetter
 from typing import Any
 
 from kvoffload_patch.integration.engine.adapters.vllm_groups import leaves_last_out
-from kvoffload_patch.integration.engine.adapters.vllm_lookup import Found
+from kvoffload_patch.integration.engine.adapters.vllm_lookup import Found, OrderedPool
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 
@@ -88,17 +88,6 @@ class LookupResult:
                 for position, block in zip(at, blocks):
                     hit[position] = block
         return result
-
-
-class _Ordered:
-    """A block pool for one lookup: the real one, but for `get_cached_block`."""
-
-    def __init__(self, real: Any, get_cached_block: Callable[..., list[Any] | None]) -> None:
-        self._real = real
-        self.get_cached_block = get_cached_block
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
 
 
 class StandInPool:
@@ -203,10 +192,10 @@ class StandInPool:
         """
         if self._hashes_blocks and self._lack_first(request, result):
             return
-        on_gpu = result.gpu_blocks
-        behind: list[Any] = []
-        find = self._in_order(max_tier_hits, on_gpu, result.keys, behind)
-        (blocks,), tokens = self._view.prefix.longest_hit(request, _Ordered(self._real, find))
+        on_gpu, behind = result.gpu_blocks, list[Any]()
+        hashes = request.block_hashes if self._hashes_blocks else ()  # what vLLM asks for
+        find = self._in_order(result, hashes, max_tier_hits, behind)
+        (blocks,), tokens = self._view.prefix.longest_hit(request, OrderedPool(self._real, find))
         result.tokens = result.gpu_tokens = tokens
         size, begin, end = self._view.block_sizes[0], len(on_gpu), len(blocks)
         if behind:  # blocks of the GPU behind some that it has lost
@@ -233,26 +222,34 @@ class StandInPool:
         return True
 
     def _in_order(
-        self, most: int, on_gpu: list[Any], keys: list[Hashable], behind: list[Any]
+        self, result: LookupResult, hashes: Sequence[Hashable], most: int, behind: list[Any]
     ) -> Callable[[Hashable, list[int]], list[Any] | None]:
         """What stands for `get_cached_block`, for one lookup.
 
-        Args:
-            most: blocks to load.
-            on_gpu: takes what is found on the GPU before the first block to load.
-            keys: takes the keys of blocks to load.
-            behind: takes what is found on the GPU behind the first of them.
+        ``result`` takes what is found on the GPU before the first block to load, and the keys of
+        those to load, ``most`` at most; ``behind`` takes what is found on the GPU behind that.
         """
+        on_gpu, keys = result.gpu_blocks, result.keys
         # In the way of the step, hundreds of times in a lookup.
         key_of, gpu_block, otherwise = self._key, self._view.gpu_lookup(), self._otherwise
         slot, arriving, stand_in = self._manager.reader(), self._arriving, [STAND_IN]
+        run: Iterator[tuple[Hashable, Hashable]] = iter(())
 
         def get_cached_block(block_hash: Hashable, _: list[int]) -> list[Any] | None:
+            nonlocal run
+            for expected, key in run:
+                if expected is block_hash:
+                    keys.append(key)
+                    return stand_in
+                run = iter(())  # vLLM asks in another order: each block is looked for by itself
+                break
             key = key_of(block_hash, 0)
             block = gpu_block(key)
             if block is None:
                 if len(keys) < most and key not in arriving and slot(key) is not None:
                     keys.append(key)
+                    if len(keys) == 1:
+                        run = self._run_behind(hashes, len(on_gpu), most)
                     return stand_in
                 block = otherwise(key, False)
                 if block is None:
@@ -261,6 +258,18 @@ class StandInPool:
             return [block]
 
         return get_cached_block
+
+    def _run_behind(self, hashes: Sequence[Hashable], at: int, most: int) -> Iterator[Any]:
+        """Hashes and keys of the blocks to load right behind this one, looked for all at once.
+
+        None where it is not known that all of them have to be loaded: some may be on the GPU.
+        """
+        rest = hashes[at + 1 : at + most]
+        keys = self._view.keys_of(rest)
+        keys = keys[: self._manager.num_readable(keys)]
+        if not self._view.gpu_lacks(keys) or not self._arriving.keys().isdisjoint(keys):
+            return iter(())
+        return zip(rest, keys)
 
     def _otherwise(self, key: Hashable, room: bool) -> Any:
         """A block that the GPU lacks: one that a load fills, or a stand-in; None if it is missed.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload_patch.integration.engine.adapters.vllm_pool import PoolAdapter, key_maker
+from kvoffload_patch.integration.engine.adapters.vllm_pool import PoolAdapter, key_maker, keys_maker
 
 
 class Block:
@@ -139,6 +139,19 @@ def test_a_lookup_finds_what_the_gpu_has_under_a_key(kind: type[Any]) -> None:
     assert getattr(find("key"), "block_id", find("key")) == 7 and find("other") is None
 
 
+def test_what_is_not_in_the_cache_is_said_of_many_keys_at_once() -> None:
+    pool = PoolOfDicts()
+    adapter = PoolAdapter(pool)
+    adapter.publish(*HIT, [Block(7)])
+    assert adapter.lacks(["other", "another"]) and not adapter.lacks(["other", "key"])
+    pool.reset()
+    assert adapter.lacks(["key"])
+    mapped = PoolOfMap()
+    assert not PoolAdapter(mapped).lacks(["key"]), "nothing is known of what is in there"
+    mapped.cached_block_hash_to_block._cache = {"key": Block(7)}
+    assert PoolAdapter(mapped).lacks(["other"]) and not PoolAdapter(mapped).lacks(["key"])
+
+
 def test_the_newest_is_told_the_length_of_the_prefix() -> None:
     block = Block(7)
     PoolAdapter(PoolOfMethod()).publish(*HIT, [block])
@@ -209,3 +222,15 @@ def test_a_key_is_made_by_vllm_where_it_has_a_function(monkeypatch: pytest.Monke
 def test_up_to_0_10_1_a_key_is_a_named_tuple(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_hashes(monkeypatch, BlockHashWithGroupId=lambda block_hash, group: (block_hash, group))
     assert key_maker()("hash", 1) == ("hash", 1)
+
+
+def test_keys_of_many_blocks_are_those_made_one_by_one() -> None:
+    def behind(block_hash: bytes, group: int) -> bytes:
+        return block_hash + group.to_bytes(4, "big")
+
+    def before(block_hash: bytes, group: int) -> bytes:
+        return group.to_bytes(4, "big") + block_hash
+
+    for key in (behind, before, lambda block_hash, group: (block_hash, group)):
+        hashes = [b"one", b"two"]
+        assert keys_maker(key)(hashes) == [key(block_hash, 0) for block_hash in hashes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvoffload_patch.integration.engine import step_hooks
 from kvoffload_patch.integration.engine.adapters.vllm_groups import leaves_last_out
+from kvoffload_patch.integration.engine.requests.lookup import LookupResult
 from kvoffload_patch.integration.protocol import PLAN
 from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.tier.plan import Transfer, TransferResult
@@ -320,6 +322,61 @@ def test_what_the_gpu_lacks_is_loaded_wherever_it_is_in_the_prefix(on_gpu: Any) 
     mini.settle()
     mini.check()
     assert (mini.hits[name], mini.manager.stats.loaded) == (4 * MINI_BLOCK, 2)
+
+
+def places(mini: Mini, asked: list[int], seed: int) -> None:
+    """Each block of a prompt goes somewhere else: GPU and tier, tier alone, GPU alone, nowhere."""
+    mini.add(asked, count=1)
+    mini.run()
+    mini.settle()
+    rng, find = random.Random(seed), mini.view.gpu_lookup()
+    for key in keys_of_groups(mini, asked)[0]:
+        where = rng.choices(("both", "tier", "gpu", "none"), (4, 12, 2, 1))[0]
+        if where in ("tier", "none"):
+            mini.pool._maybe_evict_cached_block(find(key))
+        if where in ("gpu", "none"):
+            mini.manager.discard(key)
+
+
+def said(result: Any) -> tuple[Any, ...]:
+    """What a lookup has found."""
+    found, at = result.found and result.found.groups, list(result.positions)
+    return result.tokens, result.gpu_tokens, result.gpu_blocks, result.keys, list(result.ends), (
+        result.missing, result.cut_short, found, at
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_blocks_that_are_looked_for_at_once_are_those_found_one_by_one(seed: int) -> None:
+    mini, asked = Mini(load_mode="inline"), mini_prompt(9, seed=seed)
+    places(mini, asked, seed)
+    request, pool = parts.make_request("asked", asked, 1), mini.tier._admission._pool
+    for most in (1, 2, 5, 20):
+        at_once = pool.look_up(request, most)
+        mini.view.gpu_lacks = lambda keys: False
+        assert said(pool.look_up(request, most)) == said(at_once)
+        mini.view.gpu_lacks = mini.view.adapter.lacks
+
+
+def test_a_prefix_that_the_tier_alone_has_is_looked_for_at_once() -> None:
+    mini, asked = Mini(load_mode="inline"), mini_prompt(9, seed=1)
+    mini.only_in_cpu(asked)
+    pool, made = mini.tier._admission._pool, []
+    pool._key, key = lambda *of: made.append(of) or key(*of), pool._key
+    result = pool.look_up(parts.make_request("asked", asked, 1), 20)
+    assert len(result.keys) >= 8 and len(made) <= 2, "keys were made one by one"
+
+
+def test_where_vllm_asks_in_another_order_each_block_is_looked_for_by_itself() -> None:
+    mini, asked = Mini(load_mode="inline"), mini_prompt(4, seed=1)
+    mini.only_in_cpu(asked)
+    request, pool = parts.make_request("asked", asked, 1), mini.tier._admission._pool
+    result, hashes = LookupResult(0), request.block_hashes
+    find = pool._in_order(result, hashes, 20, [])
+    for at in (0, 2, 1, 3):
+        assert find(hashes[at], [0])
+    keys = keys_of_groups(mini, asked)[0]
+    assert result.keys == [keys[at] for at in (0, 2, 1, 3)]
 
 
 @pytest.mark.parametrize("load_mode", ["inline", "parked"])
