@@ -144,9 +144,10 @@ ROWS = (
     _refused("states at every block (mode all)", "states at every block"),
     _engine(
         "states with speculative decoding",
-        "Qwen3-Next shape with MTP, drafts accepted and refused, lost states (two kernels that the "
-        "CPU build lacks are PyTorch's)",
+        "Qwen3-Next shape with MTP, drafts accepted and refused, states of prompts and of answers, "
+        "lost states (two kernels that the CPU build lacks are PyTorch's)",
         "test_states.py::test_a_prefix_comes_back_with_its_state_beside_drafts",
+        "test_states.py::test_states_that_answers_leave_come_back_beside_drafts",
     ),
     Row(
         "states with speculative decoding, every token compared",
