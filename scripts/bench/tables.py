@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from scripts.bench.chats import figures as chats_figures
@@ -209,16 +210,7 @@ def bound() -> str:
 
 def joins(name: str = "trace-joins.json") -> str:
     """What a request that joins costs the others, and where the host's time goes."""
-
-    def page(document: dict[str, Any]) -> str:
-        return "\n\n".join(trace_report.joins(document))
-
-    return _traced(page, name)
-
-
-def joins_since() -> str:
-    """The same with a stream that waits once for a group of a load by layer."""
-    return joins("trace-joins-h100.json")
+    return _traced(lambda found: "\n\n".join(trace_report.joins(found)), name)
 
 
 def slowest() -> str:
@@ -389,7 +381,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "by layer": by_layer,
     "trace": trace,
     "joins": joins,
-    "joins since": joins_since,
+    "joins since": partial(joins, "trace-joins-h100.json"),  # one wait for a group
     "bound": bound,
     "slowest": slowest,
     "goals": goals,

@@ -33,11 +33,8 @@ from typing import Any
 
 from engine import architectures, drafts, engines, gpu_states, model
 from engine import release as installed
+from engine.gpu_answers import SLEEPS, STATES, compare
 
-SLEEPS, STATES = "sleeps_twice", "lengths_alone"
-# What the tier keeps through sleep, and what it must not, as the scenario names it.
-KEPT = ("level 1", "level 1, three times", "level 0", "other weights, level 1")
-LOST = ("first", "other weights", "level 2", "reset")
 BLOCKS_KEPT, BLOCKS_FEW = 4096, 288  # GPU blocks of 16 tokens
 EAGER = {"enforce_eager": True}
 GRAPHS = {
@@ -48,8 +45,6 @@ GRAPHS = {
 MLA = {**GRAPHS, "attention_backend": "TRITON_MLA"}
 TWO_RANKS = {"tensor_parallel_size": 2}
 LMCACHE = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
-
-Answers = dict[str, Any]  # of an engine, by scenario; or what was made of two
 
 
 @dataclass(frozen=True)
@@ -282,103 +277,6 @@ def _said(log: str) -> dict[str, bool]:
     """What an engine with the tier says of how it runs."""
     one_copy = "one copy for ranks that hold the same bytes (0 and 1)" in log
     return {"one_copy": one_copy, "by_layer": "loads come by layer" in log}
-
-
-def compare(runner: str, kind: Kind, off: Answers, on: Answers, *few: Answers) -> Answers:
-    """A plain engine and one with the tier: is every answer the same?
-
-    ``few``: of models that keep states, a plain engine with as few blocks as that with the tier.
-    """
-    found: dict[str, Any] = {"name": f"{runner}, {kind.name}"}
-    for side, results in (("off", off), *(("off", plain) for plain in few), ("on", on)):
-        if "error" in results:
-            ended = gpu_states.ended if kind.asked == STATES else _ended
-            return {**found, **ended(side, results["error"])}
-    pairs = _after_sleep(off, on) if kind.asked == SLEEPS else None
-    pairs = pairs or list(zip(*(side[kind.asked]["tokens"] for side in (off, on))))
-    about = on.get("setup", {})
-    last = on[kind.scenarios[-1]]
-    found.update(
-        runner=(about or last)["runner"],
-        answers=len(pairs),
-        answers_equal=sum(a == b for a, b in pairs),
-        blocks_loaded=last["tier"]["loaded"] if "tier" in last else last["loaded"] // 16,
-    )
-    good = [found["answers_equal"] == len(pairs), found["blocks_loaded"] > 0]
-    good.append((on.get("by_layer", False), on["one_copy"]) == kind.says)
-    if about:
-        found.update(scheduler=about["scheduler"], groups=about["groups"])
-        told_apart = {tuple(answer) for answer in off["sensitivity"]["tokens"]}
-        good += [found["groups"] == kind.groups, len(told_apart) == 4]
-    if "batches" in on:
-        batched = list(zip(off["batches"]["tokens"], on["batches"]["tokens"]))
-        found.update(batched=len(batched), batched_equal=sum(a == b for a, b in batched))
-        good.append(not kind.exact or found["batched_equal"] == len(batched))
-    if kind.asked == SLEEPS:
-        cached = on[SLEEPS]["cached"]
-        found["kept"] = [name for name in (*KEPT, *LOST) if cached[name]]
-        told_apart = {str(off[SLEEPS]["tokens"][name]) for name in LOST[:3]}
-        good += [found["kept"] == list(KEPT), len(told_apart) == 3]
-    if kind.asked == STATES:
-        good += gpu_states.judge(off, on, *few, found)
-    if kind.kvcached:
-        good += _beside(off["shrunk"], on["shrunk"], found)
-    if kind.lmcache:
-        found["hits_of_both"] = on[kind.asked]["both"]
-        good.append(found["hits_of_both"] > 0)
-    if kind.asked == "guesses_alone":
-        accepted = [counted[2] for counted in on[kind.asked]["counted"]]
-        found.update(drafts_accepted=accepted)
-        good.append(min(accepted) > 0)
-    return {**found, "outcome": "passed" if all(good) else "failed"}
-
-
-def _after_sleep(off: dict[str, Any], on: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Answers to compare: what the tier has found, with what plain vLLM answers when it has."""
-    plain, tier = off[SLEEPS]["tokens"], on[SLEEPS]["tokens"]
-    first = [(plain[f"{name}, twice"], tier[name]) for name in KEPT]
-    first += [(plain[name], tier[name]) for name in LOST]
-    again = [(plain[name], tier[name]) for name in tier if name.endswith(", twice")]
-    return [pair for both in (*first, *again) for pair in zip(*both)]
-
-
-def _beside(off: dict[str, Any], on: dict[str, Any], found: dict[str, Any]) -> list[bool]:
-    """What must hold beside kvcached while its memory is limited; what was seen goes to ``found``.
-
-    What was a hit on one side only is cut elsewhere, so its answer says nothing.
-    """
-    seen = zip(off["tokens"], on["tokens"], off["cached"], on["cached"])
-    alike = [(a, b) for a, b, cached, also in seen if cached == also]
-    hits = [cached for cached, also in zip(off["cached"], on["cached"]) if cached == also]
-    stats = on["tier"]
-    found.update(
-        pool=on["pool"],
-        limited=len(alike),
-        limited_equal=sum(a == b for a, b in alike),
-        limited_hits=sum(map(bool, hits)),
-        pages=[on["pages_before"], on["pages"], on["total"], on["of"]],
-        stored=stats["stored"],
-        evicted=stats["evicted"],
-    )
-    return [
-        found["pool"] == "ElasticBlockPool",
-        found["limited_equal"] == len(alike),
-        found["limited_hits"] > 0,
-        on["pages"] < on["of"],
-        stats["stored"] > 0,
-        stats["evicted"] > 0,
-    ]
-
-
-# vLLM asks before the tier is attached: nothing of the tier has run then.
-_NO_ROOM = re.compile(r"ValueError: (To serve at least one request with .*?) Try increasing")
-
-
-def _ended(side: str, log: str) -> dict[str, Any]:
-    """An engine that has not answered, the plain one ("off") or that with the tier ("on")."""
-    if no_room := _NO_ROOM.search(log):
-        return {"outcome": "skipped", "why": f"vLLM does not start: {no_room.group(1)}"}
-    return {"outcome": "failed", "why": f"{side}: {log}"}
 
 
 def chosen(runners: list[str], parts: list[str], gpus: int) -> list[tuple[str, Kind]]:

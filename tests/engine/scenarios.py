@@ -12,6 +12,7 @@ import signal
 from typing import Any
 
 import release
+from both_tiers import hits_of_both  # noqa: F401
 from model import CHUNK, VOCABULARY
 from pressure import under_pressure  # noqa: F401
 from vllm import SamplingParams
@@ -146,18 +147,6 @@ def singles(stage: Stage) -> dict[str, Any]:
     for prompt in 3 * asked:
         answers += tokens_of(stage.play([prompt]))
     return {"tokens": answers, "tier": stage.tier_stats()}
-
-
-def hits_of_both(stage: Stage) -> dict[str, Any]:
-    """As `singles`; and for how many prompts both the tier and a KV connector loaded blocks."""
-    asked, answers, both = prompts(14, 12, 420), [], 0
-    for prompt in 3 * asked:
-        before = stage.tier_stats()["loaded"], stage.loaded_tokens()
-        answers += tokens_of(stage.play([prompt]))
-        # With a connector, vLLM's count is the connector's alone.
-        after = stage.tier_stats()["loaded"], stage.loaded_tokens()
-        both += before[0] < after[0] and before[1] < after[1]
-    return {"tokens": answers, "both": both, "tier": stage.tier_stats()}
 
 
 def lengths(stage: Stage, together: int = 3) -> dict[str, Any]:

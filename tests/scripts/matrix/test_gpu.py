@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine import gpu_kinds
+from engine import gpu_answers, gpu_kinds
 
 from scripts.matrix import gpu, results
 
@@ -88,23 +88,23 @@ def test_a_result_of_skipped_kinds_alone_is_not_green() -> None:
 def test_an_engine_that_vllm_has_no_room_for_was_not_run() -> None:
     kind, answered = gpu_kinds.KINDS[0], {"one_copy": False}
     log = "ValueError: To serve at least one request with 2048, no. Try increasing `a`\nmore"
-    found = gpu_kinds.compare("v1", kind, answered, {"error": log})
+    found = gpu_answers.compare("v1", kind, answered, {"error": log})
     assert found["outcome"] == "skipped"
     assert found["why"] == "vLLM does not start: To serve at least one request with 2048, no."
-    other = gpu_kinds.compare("v1", kind, {"error": "RuntimeError: no"}, answered)
+    other = gpu_answers.compare("v1", kind, {"error": "RuntimeError: no"}, answered)
     assert (other["outcome"], other["why"]) == ("failed", "off: RuntimeError: no")
 
 
 def slept() -> tuple[dict, dict]:
     """What is played for the kind with sleep, plain and with the tier, as it is to be."""
     kind = next(kind for kind in gpu_kinds.KINDS if kind.name == "sleep")
-    moments = (*gpu_kinds.KEPT, *gpu_kinds.LOST)
+    moments = (*gpu_answers.KEPT, *gpu_answers.LOST)
     weights = {"other weights": 1, "other weights, level 1": 1, "level 2": 2, "reset": 2}
     plain = {name: [[weights.get(name, 0), 7]] for name in moments}
     # Behind a hit the answer may be another one, by its arithmetic: it is that of plain vLLM's hit.
     hit = {f"{name}, twice": [[*answer[0][:1], 8]] for name, answer in plain.items()}
-    kept = {name: hit[f"{name}, twice"] for name in gpu_kinds.KEPT}
-    cached = {name: 416 * (name in gpu_kinds.KEPT) for name in moments}
+    kept = {name: hit[f"{name}, twice"] for name in gpu_answers.KEPT}
+    cached = {name: 416 * (name in gpu_answers.KEPT) for name in moments}
     about = {"runner": "r", "tier": {"loaded": 5}}
     off = {"tokens": {**plain, **hit}, "cached": {}, **about}
     on = {"tokens": {**plain, **hit, **kept}, "cached": cached, **about}
@@ -116,9 +116,9 @@ def slept() -> tuple[dict, dict]:
 
 def test_what_is_kept_through_sleep_is_compared_with_what_plain_vllm_finds() -> None:
     kind = next(kind for kind in gpu_kinds.KINDS if kind.name == "sleep")
-    found = gpu_kinds.compare("v1", kind, *slept())
+    found = gpu_answers.compare("v1", kind, *slept())
     assert found["outcome"] == "passed" and found["answers"] == found["answers_equal"] == 16
-    assert found["kept"] == list(gpu_kinds.KEPT)
+    assert found["kept"] == list(gpu_answers.KEPT)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_sleep_has_failed_if_anything_of_it_is_wrong(wrong) -> None:
     kind = next(kind for kind in gpu_kinds.KINDS if kind.name == "sleep")
     off, on = slept()
     wrong(on[kind.asked])
-    assert gpu_kinds.compare("v2", kind, off, on)["outcome"] == "failed"
+    assert gpu_answers.compare("v2", kind, off, on)["outcome"] == "failed"
 
 
 def test_kinds_beside_kvcached_are_left_out_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,10 +176,10 @@ def test_what_must_hold_beside_kvcached(changes: dict, outcome: str) -> None:
     on = {"tokens": [[1], [2], [3]], "cached": [0, 0, 32], "pool": "ElasticBlockPool"}
     on |= {"pages_before": 9, "pages": 4, "total": 4, "of": 18}
     on |= {"tier": {"loaded": 5, "stored": 6, "evicted": 7}, **changes}
-    found = gpu_kinds.compare("v1", kind, off, {**side, "shrunk": on})
+    found = gpu_answers.compare("v1", kind, off, {**side, "shrunk": on})
     assert found["outcome"] == outcome
     side["batches"] = {"tokens": [[1], [2], [3], [5]], "cached": [0, 16, 16, 0]}
-    assert gpu_kinds.compare("v1", kind, off, {**side, "shrunk": on})["outcome"] == "failed"
+    assert gpu_answers.compare("v1", kind, off, {**side, "shrunk": on})["outcome"] == "failed"
 
 
 @pytest.mark.parametrize("by_layer", [True, False])
@@ -192,7 +192,7 @@ def test_loads_that_do_not_come_by_layer_are_no_result_of_that_kind(by_layer: bo
         "batches": {"tokens": [[1], [2]], "loaded": 320, "cached": [0, 16]},
         "one_copy": False,
     }
-    found = gpu_kinds.compare("v1", kind, side, {**side, "by_layer": by_layer})
+    found = gpu_answers.compare("v1", kind, side, {**side, "by_layer": by_layer})
     assert found["outcome"] == ("passed" if by_layer else "failed")
 
 

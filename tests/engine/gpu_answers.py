@@ -1,0 +1,120 @@
+"""What engines of `gpu_kinds` have answered, plain ones and one with the tier: is it the same?"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from engine import gpu_states
+
+if TYPE_CHECKING:
+    from engine.gpu_kinds import Kind
+
+SLEEPS, STATES = "sleeps_twice", "lengths_alone"
+# What the tier keeps through sleep, and what it must not, as the scenario names it.
+KEPT = ("level 1", "level 1, three times", "level 0", "other weights, level 1")
+LOST = ("first", "other weights", "level 2", "reset")
+Answers = dict[str, Any]  # of an engine, by scenario; or what was made of two
+
+
+def compare(runner: str, kind: Kind, off: Answers, on: Answers, *few: Answers) -> Answers:
+    """A plain engine and one with the tier: is every answer the same?
+
+    ``few``: of models that keep states, a plain engine with as few blocks as that with the tier.
+    """
+    found: dict[str, Any] = {"name": f"{runner}, {kind.name}"}
+    for side, results in (("off", off), *(("off", plain) for plain in few), ("on", on)):
+        if "error" in results:
+            ended = gpu_states.ended if kind.asked == STATES else _ended
+            return {**found, **ended(side, results["error"])}
+    pairs = _after_sleep(off, on) if kind.asked == SLEEPS else None
+    pairs = pairs or list(zip(*(side[kind.asked]["tokens"] for side in (off, on))))
+    about = on.get("setup", {})
+    last = on[kind.scenarios[-1]]
+    found.update(
+        runner=(about or last)["runner"],
+        answers=len(pairs),
+        answers_equal=sum(a == b for a, b in pairs),
+        blocks_loaded=last["tier"]["loaded"] if "tier" in last else last["loaded"] // 16,
+    )
+    good = [found["answers_equal"] == len(pairs), found["blocks_loaded"] > 0]
+    good.append((on.get("by_layer", False), on["one_copy"]) == kind.says)
+    if about:
+        found.update(scheduler=about["scheduler"], groups=about["groups"])
+        told_apart = {tuple(answer) for answer in off["sensitivity"]["tokens"]}
+        good += [found["groups"] == kind.groups, len(told_apart) == 4]
+    if "batches" in on:
+        batched = list(zip(off["batches"]["tokens"], on["batches"]["tokens"]))
+        found.update(batched=len(batched), batched_equal=sum(a == b for a, b in batched))
+        good.append(not kind.exact or found["batched_equal"] == len(batched))
+    if kind.asked == SLEEPS:
+        cached = on[SLEEPS]["cached"]
+        found["kept"] = [name for name in (*KEPT, *LOST) if cached[name]]
+        told_apart = {str(off[SLEEPS]["tokens"][name]) for name in LOST[:3]}
+        good += [found["kept"] == list(KEPT), len(told_apart) == 3]
+    if kind.asked == STATES:
+        good += gpu_states.judge(off, on, *few, found)
+    good += _of_its_own(kind, off, on, found)
+    return {**found, "outcome": "passed" if all(good) else "failed"}
+
+
+def _of_its_own(kind: Kind, off: Answers, on: Answers, found: Answers) -> list[bool]:
+    """What must hold of a kind besides; what was seen goes to ``found``."""
+    if kind.kvcached:
+        return _beside(off["shrunk"], on["shrunk"], found)
+    if kind.lmcache:
+        found["hits_of_both"] = on[kind.asked]["both"]
+        return [found["hits_of_both"] > 0]
+    if kind.asked == "guesses_alone":
+        accepted = [counted[2] for counted in on[kind.asked]["counted"]]
+        found.update(drafts_accepted=accepted)
+        return [min(accepted) > 0]
+    return []
+
+
+def _after_sleep(off: dict[str, Any], on: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Answers to compare: what the tier has found, with what plain vLLM answers when it has."""
+    plain, tier = off[SLEEPS]["tokens"], on[SLEEPS]["tokens"]
+    first = [(plain[f"{name}, twice"], tier[name]) for name in KEPT]
+    first += [(plain[name], tier[name]) for name in LOST]
+    again = [(plain[name], tier[name]) for name in tier if name.endswith(", twice")]
+    return [pair for both in (*first, *again) for pair in zip(*both)]
+
+
+def _beside(off: dict[str, Any], on: dict[str, Any], found: dict[str, Any]) -> list[bool]:
+    """What must hold beside kvcached while its memory is limited; what was seen goes to ``found``.
+
+    What was a hit on one side only is cut elsewhere, so its answer says nothing.
+    """
+    seen = zip(off["tokens"], on["tokens"], off["cached"], on["cached"])
+    alike = [(a, b) for a, b, cached, also in seen if cached == also]
+    hits = [cached for cached, also in zip(off["cached"], on["cached"]) if cached == also]
+    stats = on["tier"]
+    found.update(
+        pool=on["pool"],
+        limited=len(alike),
+        limited_equal=sum(a == b for a, b in alike),
+        limited_hits=sum(map(bool, hits)),
+        pages=[on["pages_before"], on["pages"], on["total"], on["of"]],
+        stored=stats["stored"],
+        evicted=stats["evicted"],
+    )
+    return [
+        found["pool"] == "ElasticBlockPool",
+        found["limited_equal"] == len(alike),
+        found["limited_hits"] > 0,
+        on["pages"] < on["of"],
+        stats["stored"] > 0,
+        stats["evicted"] > 0,
+    ]
+
+
+# vLLM asks before the tier is attached: nothing of the tier has run then.
+_NO_ROOM = re.compile(r"ValueError: (To serve at least one request with .*?) Try increasing")
+
+
+def _ended(side: str, log: str) -> dict[str, Any]:
+    """An engine that has not answered, the plain one ("off") or that with the tier ("on")."""
+    if no_room := _NO_ROOM.search(log):
+        return {"outcome": "skipped", "why": f"vLLM does not start: {no_room.group(1)}"}
+    return {"outcome": "failed", "why": f"{side}: {log}"}
