@@ -8,7 +8,7 @@ and 20 s for each engine; ``--runners v1`` takes one runner only, ``--kinds mla,
 of engines whose name has one of these. Kinds beside kvcached are played with ``--kvcached`` only, a
 folder with its source archive, which is then built for the PyTorch that is installed, or its wheel,
 and the wheel of posix_ipc. Status 1 if anything differs. Kinds that the folder's file has and this
-run has not played stay in it, with their own date and commit.
+run has not played stay in it, with their own date and commit. The file is written after each kind.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +41,31 @@ def built(packages: Path, folder: Path) -> None:
     subprocess.run([*install, "posix_ipc", "kvcached"], check=True, stdout=sys.stderr)
 
 
-def play(runners: str, jobs: int, kinds: str, kvcached: Path | None = None) -> dict[str, Any]:
-    """What the program printed; ``kvcached``: a folder that `built` has filled.
+def play(
+    runners: str, jobs: int, kinds: str, kvcached: Path | None = None
+) -> Iterator[dict[str, Any]]:
+    """What the program has found, after each kind; ``kvcached``: a folder that `built` has filled.
 
     Raises:
-        SystemExit: it ended without a result; its own error is above.
+        SystemExit: it ended with an error, or without a result; its own error is above.
     """
     behind = filter(None, [os.environ.get("PYTHONPATH")])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *behind])}
     if kvcached is not None:
         env["TEST_KVCACHED"] = str(kvcached)
     command = [sys.executable, str(PROGRAM), runners, str(jobs), kinds]
-    done = subprocess.run(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE)
-    if done.returncode:
+    found = False
+    with subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        for line in program.stdout:
+            if line.startswith("{"):
+                found = True
+                yield dict(json.loads(line))
+    if program.returncode or not found:
         raise SystemExit(
-            f"error: expected a result of {PROGRAM.name}, found status {done.returncode};"
+            f"error: expected a result of {PROGRAM.name}, found status {program.returncode};"
             " see its message above."
         )
-    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def main() -> int:
@@ -75,30 +83,35 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="of the tree, where git is not at hand")
     args = parser.parse_args()
     if args.record:
-        result, folder = json.loads(args.record.read_text(encoding="utf-8")), results.FOLDER
+        found: Iterable[dict[str, Any]] = [json.loads(args.record.read_text(encoding="utf-8"))]
     else:
-        result, folder = run(args), args.out
-    result = results.joined(result, folder)
-    result["verdict"] = _verdict(result["tests"])
-    print(results.write(folder, result), end="")
-    return int(result["verdict"] != "green")
+        found = run(args)
+    folder = results.FOLDER if args.record else args.out
+    text, verdict = "", ""
+    for result in found:
+        result = results.joined(result, folder)
+        result["verdict"] = verdict = _verdict(result["tests"])
+        text = results.write(folder, result)
+    print(text, end="")
+    return int(verdict != "green")
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """What is asked for, on the installed vLLM."""
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What is asked for, on the installed vLLM: the result after each kind."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         if args.kvcached:
             built(args.kvcached, Path(folder))
-        played = play(args.runners, args.jobs, args.kinds, args.kvcached and Path(folder))
-    return {
-        "kind": "gpu-engine",
-        "python": ".".join(map(str, sys.version_info[:3])),
-        **played,
-        "seconds": round(time.monotonic() - began),
-        **results.provenance(),
-        **({"commit": args.commit} if args.commit else {}),
-    }
+        packages = args.kvcached and Path(folder)
+        for played in play(args.runners, args.jobs, args.kinds, packages):
+            yield {
+                "kind": "gpu-engine",
+                "python": ".".join(map(str, sys.version_info[:3])),
+                **played,
+                "seconds": round(time.monotonic() - began),
+                **results.provenance(),
+                **({"commit": args.commit} if args.commit else {}),
+            }
 
 
 def _verdict(tests: list[dict[str, Any]]) -> str:

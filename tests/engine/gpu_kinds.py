@@ -1,8 +1,9 @@
-"""Plays the installed vLLM on a GPU with the tier and without; prints one JSON object at its end.
+"""Plays the installed vLLM on a GPU with the tier and without; prints what it has found so far.
 
 `scripts/matrix gpu` runs it as ``python tests/engine/gpu_kinds.py RUNNERS JOBS KINDS``, such as
 ``v1,v2 4 mla,drafts``, with the root and tests/ on PYTHONPATH, and adds when and on which commit.
-KINDS are parts of names in `KINDS`; an empty one takes all.
+KINDS are parts of names in `KINDS`; an empty one takes all. It prints one JSON object after each
+kind, with those before it: what has been compared is not lost if the run is ended.
 
 Two model runners (V1, and V2 where the release has it), and for each every kind of engine in
 `KINDS` that the GPUs are enough for. For each, one plain engine whose GPU cache keeps every prefix,
@@ -24,7 +25,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -237,8 +238,11 @@ KINDS = [
 ]
 
 
-def play(folder: Path, runner: str, kind: Kind, tier: bool, few: bool) -> dict[str, Any]:
-    """One engine, with as many GPU blocks as hold all prompts or with few; what it answered."""
+def play(folder: Path, gpu: int, runner: str, kind: Kind, tier: bool, few: bool) -> dict[str, Any]:
+    """One engine, with as many GPU blocks as hold all prompts or with few; what it answered.
+
+    It sees every GPU from ``gpu`` on.
+    """
     engine = {
         "model": str(folder / kind.model),
         "dtype": "bfloat16",
@@ -256,6 +260,7 @@ def play(folder: Path, runner: str, kind: Kind, tier: bool, few: bool) -> dict[s
         "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # its multicast is not for every virtual machine
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpu, gpu + kind.gpus))),
     }
     if kind.exact:
         asked["VLLM_BATCH_INVARIANT"] = "1"
@@ -296,28 +301,34 @@ def _sides(kind: Kind) -> list[tuple[bool, bool]]:
     return [(False, False), (True, True), *([(False, True)] if kind.asked == STATES else [])]
 
 
-def main(runners: list[str], jobs: int, parts: list[str]) -> dict[str, Any]:
-    """Compare every runner and kind of engine, ``jobs`` engines side by side."""
+def main(runners: list[str], jobs: int, parts: list[str]) -> Iterator[dict[str, Any]]:
+    """Compare every runner and kind of engine, ``jobs`` engines side by side.
+
+    Engines of one GPU are spread over all. Yields the result after each kind.
+    """
     import torch
 
-    with tempfile.TemporaryDirectory() as scratch:
-        kinds = chosen(runners, parts, torch.cuda.device_count())
-        for name in {kind.model.partition("/")[0] for _, kind in kinds}:
-            MODELS[name](Path(scratch) / name)
-        with ThreadPoolExecutor(jobs) as pool:
-            sides = [
-                [pool.submit(play, Path(scratch), *kind, *side) for side in _sides(kind[1])]
-                for kind in kinds
-            ]
-        runs = [compare(*kind, *(s.result() for s in side)) for kind, side in zip(kinds, sides)]
-    return {
+    gpus = torch.cuda.device_count()
+    result: dict[str, Any] = {
         "release": installed.version(),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(),
-        "runners": sorted({r["runner"] for r in runs if "runner" in r}),
-        "tests": runs,
     }
+    runs: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(jobs) as pool:
+        kinds = chosen(runners, parts, gpus)
+        for name in {kind.model.partition("/")[0] for _, kind in kinds}:
+            MODELS[name](Path(scratch) / name)
+        played = []
+        for n, (runner, kind) in enumerate(kinds):
+            where = Path(scratch), n % (gpus + 1 - kind.gpus), runner, kind
+            played.append([pool.submit(play, *where, *side) for side in _sides(kind)])
+        for kind, sides in zip(kinds, played):
+            runs.append(compare(*kind, *(side.result() for side in sides)))
+            names = sorted({run["runner"] for run in runs if "runner" in run})
+            yield {**result, "runners": names, "tests": [*runs]}
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1].split(","), int(sys.argv[2]), sys.argv[3].split(","))))
+    for found in main(sys.argv[1].split(","), int(sys.argv[2]), sys.argv[3].split(",")):
+        print(json.dumps(found), flush=True)

@@ -51,6 +51,41 @@ def test_a_program_that_fails_leaves_no_result(argv: list[str], tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
+def test_what_was_compared_before_the_program_failed_is_kept(
+    argv: list[str], tmp_path: Path
+) -> None:
+    stops = PROGRAM.format(outcomes=["passed"]) + "raise SystemExit(3)"
+    (tmp_path / "program.py").write_text(stops)
+    with pytest.raises(SystemExit, match="found status 3"):
+        gpu.main()
+    result = json.loads((tmp_path / "out/gpu-0.26.0.json").read_text())
+    assert (result["verdict"], len(result["tests"])) == ("green", 1)
+
+
+def test_engines_are_spread_over_gpus_and_each_kind_is_told_when_it_is_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def play(_: Path, gpu: int, runner: str, kind: gpu_kinds.Kind, *side: bool) -> dict:
+        seen.append((f"{runner} {kind.name}", gpu))
+        return {}
+
+    def compare(runner: str, kind: gpu_kinds.Kind, *sides: dict) -> dict:
+        return {"runner": runner, "name": kind.name}
+
+    monkeypatch.setattr(gpu_kinds, "play", play)
+    monkeypatch.setattr(gpu_kinds, "compare", compare)
+    monkeypatch.setattr(gpu_kinds, "MODELS", dict.fromkeys(gpu_kinds.MODELS, lambda folder: None))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    told = list(gpu_kinds.main(["v1"], 1, ["graphs"]))
+    names = [run["name"] for run in told[-1]["tests"]]
+    assert len(names) > 5 and [len(one["tests"]) for one in told] == [*range(1, len(names) + 1)]
+    alone = {gpu for name, gpu in seen if "two" not in name}
+    assert alone == {0, 1} and {gpu for name, gpu in seen if "two" in name} == {0}
+
+
 def test_what_was_written_elsewhere_is_recorded_beside_earlier_kinds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
