@@ -23,6 +23,7 @@ import importlib.util
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -63,7 +64,8 @@ class Kind:
         asked: the scenario in which one prompt is asked at a time; its answers must be equal.
         settings: of the tier.
         kvcached: variables of kvcached, beside which the engine with the tier runs; empty: without.
-        lmcache: its variables, where the engine with the tier has its connector; empty: without.
+        lmcache: its variables, where the engines with few blocks have its connector, one of them
+            without the tier; empty: without.
         exact: vLLM computes a request as if it were alone, so prompts asked together are compared.
         blocks: of the GPU, without the tier and with it.
         late: how late the tier's copies are, see `late_copies`.
@@ -268,13 +270,18 @@ def play(folder: Path, gpu: int, runner: str, kind: Kind, tier: bool, few: bool)
         segment = re.sub(r"\W+", "_", kind.name)  # of kvcached's own, which engines must not share
         asked |= {"KVCACHED_IPC_NAME": segment, "ENABLE_KVCACHED": "true", **kind.kvcached}
         asked["TEST_KVCACHED"] = os.environ["TEST_KVCACHED"]
-    if kind.lmcache and tier:
+    if kind.lmcache and few:
         engine["kv_transfer_config"] = json.dumps(LMCACHE)
-        asked |= kind.lmcache
+        asked |= {"TEST_LEAVES_THREADS": "1", **kind.lmcache}
     if kind.asked == "each_engine":
         asked["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     late = kind.late if tier else ""
-    run = engines.run(kind.scenarios, engine, settings, late or 0, **asked)
+    try:
+        run = engines.run(kind.scenarios, engine, settings, late or 0, **asked)
+    except subprocess.TimeoutExpired as late_end:
+        # Also with text=True what was read until then is bytes.
+        said = bytes(late_end.stdout or b"").decode(errors="replace")
+        return {"error": f"no end within {late_end.timeout:.0f} s: {said[-3000:]}"}
     return {**run.results, **_said(run.log)} if run.results else {"error": run.log[-3000:]}
 
 
@@ -298,7 +305,8 @@ def chosen(runners: list[str], parts: list[str], gpus: int) -> list[tuple[str, K
 
 def _sides(kind: Kind) -> list[tuple[bool, bool]]:
     """Of each engine that is compared: whether it has the tier, and whether it has few blocks."""
-    return [(False, False), (True, True), *([(False, True)] if kind.asked == STATES else [])]
+    control = kind.asked == STATES or kind.lmcache
+    return [(False, False), (True, True), *([(False, True)] if control else [])]
 
 
 def main(runners: list[str], jobs: int, parts: list[str]) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -84,6 +85,40 @@ def test_engines_are_spread_over_gpus_and_each_kind_is_told_when_it_is_compared(
     assert len(names) > 5 and [len(one["tests"]) for one in told] == [*range(1, len(names) + 1)]
     alone = {gpu for name, gpu in seen if "two" not in name}
     assert alone == {0, 1} and {gpu for name, gpu in seen if "two" in name} == {0}
+
+
+def test_an_engine_that_does_not_end_has_failed_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def hangs(*_: object, **__: object) -> None:
+        program = "import time; print('begun', flush=True); time.sleep(60)"
+        command = [sys.executable, "-c", program]
+        subprocess.run(command, text=True, stdout=subprocess.PIPE, timeout=2)
+
+    monkeypatch.setattr(gpu_kinds.engines, "run", hangs)
+    played = gpu_kinds.play(Path("/models"), 0, "v1", gpu_kinds.KINDS[0], True, True)
+    assert played == {"error": "no end within 2 s: begun\n"}
+
+
+@pytest.mark.parametrize(
+    ("alone", "with_tier", "outcome"),
+    [([1, 2], [1, 2], "passed"), ([1, 3], [1, 3], "skipped"), ([1, 2], [1, 3], "failed")],
+)
+def test_beside_lmcache_the_tier_is_judged_where_lmcache_alone_is_right(
+    alone: list[int], with_tier: list[int], outcome: str
+) -> None:
+    kind = next(kind for kind in gpu_kinds.KINDS if kind.lmcache)
+    assert gpu_kinds._sides(kind) == [(False, False), (True, True), (False, True)]
+    about = {"setup": {"runner": "r", "scheduler": "s", "groups": 1}, "one_copy": False}
+
+    def answered(tokens: list[int]) -> dict:
+        apart = {"tokens": [[n] for n in range(4)]}
+        asked = {"tokens": [[n] for n in tokens], "both": 1, "tier": {"loaded": 5}}
+        return {**about, "sensitivity": apart, kind.asked: asked}
+
+    found = gpu_answers.compare("v2", kind, *map(answered, ([1, 2], with_tier, alone)))
+    assert found["outcome"] == outcome
+    assert ("1 of 2 answers" in found.get("why", "")) == (outcome == "skipped")
 
 
 def test_what_was_written_elsewhere_is_recorded_beside_earlier_kinds(
