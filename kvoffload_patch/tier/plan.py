@@ -71,6 +71,8 @@ class TransferResult(NamedTuple):
         by_layer: the forward pass waits for loads layer by layer where it can.
         slowdown: how long loads take lately, in times of what was measured when the tier was
             opened.
+        broken: why no token of the step that brings this may be given away, where that was found
+            only after it was computed; empty: nothing was.
     """
 
     done: Tickets = ()
@@ -81,6 +83,7 @@ class TransferResult(NamedTuple):
     sizing: int = 0
     by_layer: bool = False
     slowdown: float = 1.0
+    broken: str = ""
 
     def done_on(self, link: Link) -> int:
         """The ticket up to which all of a link are done; 0 if none is."""

@@ -136,8 +136,7 @@ class SchedulerTier:
         """How soon a load has to be over for the step about to be scheduled to wait for it.
 
         Until that step can begin nobody waits, and after that all that could compute meanwhile do,
-        up to the limit of the stall. 0: it waits for none, because the device is idle, or because a
-        load that fails is recomputed, so that none may be promised before it is done.
+        up to the limit of the stall. 0: for none, as the device is idle, or none may be promised.
         """
         free_ms = self.pace.free_ms() if self._promptly else 0.0
         others = len(self._scheduler.running) + self._loads.num_parked - 1
@@ -228,8 +227,7 @@ class SchedulerTier:
         """A step's output is about to be taken in.
 
         Raises:
-            PromiseBroken: without what the reporting rank has done. The executor or the runner has
-                lost it, or the runner was never hooked and the step has not got what it reads.
+            PromiseBroken: it has read wrong bytes, or lacks what the reporting rank has done.
         """
         self.pace.in_flight -= 1
         if self._scheduler.connector is not None:
@@ -246,6 +244,8 @@ class SchedulerTier:
 
     def on_result(self, result: TransferResult) -> None:
         """The reporting rank says what is done; one that comes late or twice says nothing new."""
+        if result.broken:
+            raise PromiseBroken(result.broken)
         self.pace.by_layer = result.by_layer
         self.pace.loads_take(result.slowdown)
         readable = self._manager.apply(result)

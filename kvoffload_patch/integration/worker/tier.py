@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from kvoffload_patch.config import as_given
@@ -18,6 +19,7 @@ from kvoffload_patch.integration.worker.memory import open_host
 from kvoffload_patch.integration.worker.tuning import IDLE_WAIT_S, MEASURED_BYTES, SHORT_STEP_TOKENS
 from kvoffload_patch.integration.worker.vllm_runner import (
     block_layout,
+    check_when_taken,
     copy_output,
     first_pointer,
     kv_tensors,
@@ -207,7 +209,10 @@ class RankTier:
         found = self._checksums.mismatches, self._sizing
         usable = self._usable_slots()
         result = TransferResult(*progress, *usable, *found, by_layer, self._slowdown())
-        return copy_output(output, result)
+        output = copy_output(output, result)
+        if self._promised:
+            check_when_taken(output, partial(self._broken, self._promised))
+        return output
 
     def _slowdown(self) -> float:
         """How long a load takes lately, in times of what it took when the tier was opened."""
@@ -291,16 +296,24 @@ class RankTier:
         if not self._promised:
             return
         promised, self._promised = self._promised, self._engine.under_way(self._promised)
+        broken = self._broken(promised)
+        if broken:
+            raise RuntimeError(broken)
+
+    def _broken(self, promised: Tickets) -> str:
+        """Which of these copies has failed, and what to do; empty if none is known to have."""
+        self._engine.under_way(promised)  # what is wrong with bytes is known when that is asked
         found = self._engine.failed(promised)
-        if found is not None:
-            (source, target), ticket, reason = found
-            text = (
-                f"kvoffload_patch: expected copy {ticket} from {source} to {target} to arrive for "
-                f"the step that reads it, found that it failed ({reason}); restart the server, and "
-                "set KVOFFLOAD_LOAD_MODE=parked if it happens again, so that such a load is "
-                "recomputed."
-            )
-            raise RuntimeError(as_given(text))
+        if found is None:
+            return ""
+        (source, target), ticket, reason = found
+        text = (
+            f"kvoffload_patch: expected copy {ticket} from {source} to {target} to arrive for "
+            f"the step that reads it, found that it failed ({reason}); restart the server, and "
+            "set KVOFFLOAD_LOAD_MODE=parked if it happens again, so that such a load is "
+            "recomputed."
+        )
+        return as_given(text)
 
     def _warn_of_failures(self, failed: tuple[Failure, ...]) -> None:
         """Say why a copy failed: the first of each direction by each reason."""

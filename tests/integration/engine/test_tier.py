@@ -203,6 +203,19 @@ def test_an_output_without_what_is_done_ends_the_engine() -> None:
     )
 
 
+def test_no_token_leaves_of_a_step_that_has_read_wrong_bytes() -> None:
+    """As a rank finds once an asynchronous step is computed."""
+    mini = Mini(load_mode="inline")
+    mini.only_in_cpu(long_prompt(6, seed=1))
+    name = mini.add(long_prompt(6, seed=1), count=3)
+    mini.begin_step()
+    output = mini.queue[-1][1]
+    setattr(output, RESULT, getattr(output, RESULT)._replace(broken="a block is wrong"))
+    with pytest.raises(PromiseBroken, match="^a block is wrong$"):
+        mini.end_step()
+    assert mini.scheduler.requests[name].num_output_tokens == 0
+
+
 def test_results_that_come_late_or_twice_say_nothing_new() -> None:
     mini = Mini(load_mode="parked", late=0, ranks=FakeRanks(here=False))
     mini.only_in_cpu(long_prompt(6, seed=1))

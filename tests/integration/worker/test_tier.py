@@ -301,6 +301,37 @@ def test_a_promise_is_kept_in_mind_until_its_load_is_known_to_be_right(
     tier.close()
 
 
+@pytest.mark.parametrize("flipped", [True, False])
+def test_tokens_that_come_later_are_not_given_away_if_their_step_read_wrong_bytes(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, flipped: bool
+) -> None:
+    """With asynchronous scheduling a step returns before its loads are known to be right."""
+    monkeypatch.setattr(copy_engine, "SyncCopyQueue", Behind)
+    monkeypatch.setitem(EVERY, "sample", 2)
+    tier = rank.RankTier(runner, num_slots=5, integrity="sample")
+    tier.begin_step(a_plan(store=a_store(1, (1, 2), (0, 1))), STEP)
+    tier.drain()
+    if flipped:
+        flip(tier, 0)
+        flip(tier, 1)
+    load = a_plan((a_load(1, (4, 5), (0, 1)),), stores_done=1, promised_loads=(1,))
+    tier.begin_step(load, STEP)
+    answer = SimpleNamespace(sampled_token_ids=[[1]], req_ids=["a"])
+
+    def when_the_device_is_done() -> Any:
+        for link in tier._engine._all:
+            link.queue.drain()
+        return answer
+
+    output = SimpleNamespace(_model_runner_output=answer, get_output=when_the_device_is_done)
+    assert tier.end_step(output) is output
+    assert (getattr(answer, RESULT).failed, getattr(answer, RESULT).broken) == ((), "")
+    broken = getattr(output.get_output(), RESULT).broken
+    assert broken.startswith("kvoffload_patch: expected copy 1 from cpu to gpu " if flipped else "")
+    assert bool(broken) == flipped
+    tier.close()
+
+
 def worker_of(tier: rank.RankTier, runner: Any) -> Any:
     setattr(runner, TIER, tier)
     return SimpleNamespace(model_runner=runner)

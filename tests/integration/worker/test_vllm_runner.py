@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ from kvoffload_patch.integration.protocol import RESULT, TIER
 from kvoffload_patch.integration.worker.hooks import execute_model
 from kvoffload_patch.integration.worker.vllm_runner import (
     block_layout,
+    check_when_taken,
     copy_output,
     first_pointer,
 )
@@ -80,17 +80,43 @@ def made(kind: type, known: dict[str, Any]) -> Any:
     return kind(**arguments)
 
 
-@pytest.mark.parametrize("make", [first_runners_output, second_runners_output])
-def test_an_asynchronous_output_carries_it_inside(
-    make: Callable[[Any, Any], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(params=[first_runners_output, second_runners_output])
+def asynchronous(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An output of one of vLLM's runners, whose tokens come later."""
     outputs = pytest.importorskip("vllm.v1.outputs")
     for name in ("Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, Stream)
     for name in ("stream", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
     inner = outputs.ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
-    output = make(inner, torch.tensor([[7]]))
+    return request.param(inner, torch.tensor([[7]]))
+
+
+@pytest.mark.parametrize("broken", ["", "a block is wrong"])
+def test_an_asynchronous_output_is_checked_when_its_tokens_are_there(
+    asynchronous: Any, broken: str
+) -> None:
+    asked: list[Any] = []
+
+    def check() -> str:
+        asked.append(asynchronous)
+        return broken
+
+    check_when_taken(copy_output(asynchronous, DONE), check)
+    assert not asked
+    taken = asynchronous.get_output()
+    assert len(asked) == 1 and taken.sampled_token_ids == [[7]]
+    assert getattr(taken, RESULT) == DONE._replace(broken=broken)
+
+
+def test_an_output_that_is_whole_already_is_not_checked_again() -> None:
+    output = copy_output(SimpleNamespace(sampled_token_ids=[[7]], req_ids=["a"]), DONE)
+    check_when_taken(output, lambda: "not asked")
+    assert getattr(output, RESULT) == DONE and not hasattr(output, "get_output")
+
+
+def test_an_asynchronous_output_carries_it_inside(asynchronous: Any) -> None:
+    output = asynchronous
     assert copy_output(output, DONE) is output
     assert not hasattr(output, RESULT)
     taken = output.get_output()
