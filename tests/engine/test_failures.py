@@ -71,6 +71,17 @@ def test_a_flipped_bit_in_a_load_that_its_step_reads_ends_the_engine(real):
     assert "set KVOFFLOAD_LOAD_MODE=parked" in run.log
 
 
+def test_tokens_of_an_asynchronous_step_that_read_a_flipped_bit_do_not_leave(plain, real):
+    """What it has read is known when its output is taken, which is before its tokens are."""
+    late = {"engine": ASYNC, "late": "taken"}
+    on = real.on(["conversations"], tier={}, **late)["conversations"]
+    assert on["tokens"] == plain["conversations"]["tokens"] and on["tier"]["loaded"] > 0
+    run = real.on(["conversations"], tier={}, TEST_FLIP_STORES="1", **late)
+    assert run.returncode != 0 and not run.results
+    said = "to arrive for the step that reads it, found that it failed (expected the checksum"
+    assert said in run.log and "in on_result" in run.log, run.log[-3000:]
+
+
 @pytest.mark.parametrize(("where", "at"), [("statistics", "3"), ("plan", "60"), ("cached", "8")])
 def test_a_tier_that_raises_is_detached_and_the_engine_serves_on(plain, real, where, at):
     run = real.on(
