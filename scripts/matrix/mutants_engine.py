@@ -144,6 +144,13 @@ ENGINE = (
         ),
     ),
     Mutant(
+        "tokens of a step that has read wrong bytes are taken in",
+        _FILES + "tier.py",
+        "if result.broken:",
+        "if False:",
+        (_FILES + "test_tier.py::test_no_token_leaves_of_a_step_that_has_read_wrong_bytes",),
+    ),
+    Mutant(
         "the key of a block that a connector did not fill is kept",
         _FILES + "blocks/invalid_blocks.py",
         "self._manager.discard(key)",

@@ -212,8 +212,15 @@ WORKER = (
     Mutant(
         "a step begins though what it reads has failed",
         _WORKER + "tier.py",
-        "if found is not None:\n            (source",
-        "if False:\n            (source",
+        'if found is None:\n            return ""',
+        'return ""',
+        _RANK,
+    ),
+    Mutant(
+        "the output of an asynchronous step is not asked for what it has read",
+        _WORKER + "tier.py",
+        "if self._promised:\n            check_when_taken",
+        "if False:\n            check_when_taken",
         _RANK,
     ),
     Mutant(

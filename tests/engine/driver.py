@@ -147,7 +147,9 @@ def play(spec: dict[str, Any]) -> None:
         begin = time.monotonic()
         results[name] = (getattr(scenarios, name, None) or getattr(features, name))(stage)
         print(f"{name}: {time.monotonic() - begin:.1f} s", file=sys.stderr)
-    print("RESULT " + json.dumps(results), flush=True)
+    # In one write: another process may log between two, to the same pipe.
+    sys.stdout.write(f"RESULT {json.dumps(results)}\n")
+    sys.stdout.flush()
 
 
 def _start(asked: dict[str, Any]) -> Any:
