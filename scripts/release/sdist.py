@@ -57,19 +57,23 @@ def unpack(archive: bytes, folder: Path) -> None:
 
 
 def _locate(release: str) -> tuple[str, str]:
-    """URL and SHA-256 of the source distribution, as pip tells when it is asked to be verbose."""
+    """URL of the source distribution, and its SHA-256, as pip tells when it is asked to be verbose.
+
+    Not every index says that with the URL; empty then.
+    """
     command = [sys.executable, "-m", "pip", "index", "versions", "-vv", "vllm"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     name = re.escape(f"vllm-{release}.tar.gz")
-    found = re.search(rf"Found link (\S+/{name})#sha256=([0-9a-f]{{64}})", done.stdout)
+    digest = r"(?:#sha256=([0-9a-f]{64}))?(?!\S)"
+    found = re.search(rf"Found link (\S+/{name}){digest}", done.stdout)
     if found is None:
         raise NotFetched(f"pip names no source distribution of vLLM {release}.")
-    return found[1], found[2]
+    return found[1], found[2] or ""
 
 
 def _download(url: str, digest: str) -> bytes:
     with opener().open(url, timeout=TIMEOUT) as answer:
         data = bytes(answer.read())
-    if hashlib.sha256(data).hexdigest() != digest:
+    if digest and hashlib.sha256(data).hexdigest() != digest:
         raise OSError(f"{len(data)} bytes that are not those of its index")
     return data
