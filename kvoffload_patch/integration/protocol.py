@@ -28,6 +28,16 @@ def num_engines(vllm_config: Any) -> int:
     return max(1, getattr(vllm_config.parallel_config, "data_parallel_size", 1))
 
 
+def is_told_apart(vllm_config: Any) -> bool:
+    """Whether this is not the first engine of a server whose engines are told that each is alone.
+
+    So they are from vLLM 0.14 on where the model has no experts. How many they are is not said.
+    """
+    parallel = vllm_config.parallel_config
+    local = getattr(parallel, "data_parallel_rank_local", None)
+    return bool(local) and num_engines(vllm_config) == 1
+
+
 def engine_bytes(vllm_config: Any, settings: Settings) -> int | None:
     """What one engine's ranks hold together: the server's size over its data-parallel engines.
 

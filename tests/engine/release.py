@@ -80,6 +80,11 @@ def counts_external_hits() -> bool:
     return "vllm:external_prefix_cache_hits" in source("v1/metrics/loggers.py")
 
 
+def tells_engines_apart() -> bool:
+    """Whether data-parallel engines of a dense model are told that each is alone (from 0.14 on)."""
+    return "parallel_config.data_parallel_index = dp_rank" in source("v1/engine/core.py")
+
+
 def says_where_hits_came_from() -> bool:
     """Whether vLLM counts cached tokens by the memory that they were in (from 0.32 on)."""
     return '"vllm:prompt_tokens_cached_by_source"' in source("v1/metrics/loggers.py")

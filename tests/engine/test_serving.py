@@ -93,6 +93,8 @@ def test_figures_of_every_engine_are_on_metrics_and_agree(
         found = settled(server, found)
         check_commands(server, runtime, num_engines, asked)
     check_nobody_listens(tmp_path / "kvoffload")
+    whole = (tmp_path / "log").read_text().count("divide KVOFFLOAD_CPU_GIB by their number")
+    assert whole == (num_engines - 1 if release.tells_engines_apart() else 0)
     assert at_start["kvoffload_tier_state failed"] == at_start["kvoffload_hit_tokens_total"] == 0
     texts = [[answer["choices"][0]["text"] for answer in turn] for turn in answers]
     assert all(turn == texts[0] for turn in texts)

@@ -29,7 +29,13 @@ from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import keep_installed, step_hooks
 from kvoffload_patch.integration.kvcached import is_elastic
 from kvoffload_patch.integration.metrics import NOT_NEEDED, REFUSED
-from kvoffload_patch.integration.protocol import TIER, attached, engine_bytes, num_engines
+from kvoffload_patch.integration.protocol import (
+    TIER,
+    attached,
+    engine_bytes,
+    is_told_apart,
+    num_engines,
+)
 from kvoffload_patch.patching import ObjectHooks, PatchRefused
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies import policy_named
@@ -149,6 +155,8 @@ def _attach(engine_core: Any, vllm_config: Any, refused: str) -> None:
         ranks.give_back()
         raise
     _tell(ranks, settings, unverified)
+    if cpu_bytes is not None and is_told_apart(vllm_config):
+        _tell_whole(ranks)
     about = {"load_mode": settings.load_mode, "eviction": settings.eviction}
     about |= {"store": settings.store, "integrity": settings.integrity, "copies": ranks.copies}
     metrics.begin(engine_core, breaker, manager, ranks.block_bytes, about)
@@ -169,6 +177,16 @@ def _tell(ranks: RankGroup, settings: Settings, unverified: Sequence[str]) -> No
             "kvoffload_patch: KVOFFLOAD_ALLOW_UNVERIFIED uses the tier where it was not run: %s; "
             "compare its answers with those without it.", doubt,
         )  # fmt: skip
+
+
+def _tell_whole(ranks: RankGroup) -> None:
+    """Say that engines of one server have each taken what is meant for all of them."""
+    text = (
+        "kvoffload_patch: expected one engine, found several data-parallel ones, each of which "
+        "vLLM tells that it is the only one, so each has taken the whole CPU tier (%s); divide "
+        "KVOFFLOAD_CPU_GIB by their number."
+    )
+    logger.warning(as_given(text), ranks.size)
 
 
 def _chosen(settings: Settings, pool: Any) -> Settings:

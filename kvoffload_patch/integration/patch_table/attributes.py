@@ -264,6 +264,7 @@ _CONFIG = (
         "vllm.config",
         "ParallelConfig",
         (_ANY, "pipeline_parallel_size tensor_parallel_size world_size data_parallel_size"),
+        (_ANY, "data_parallel_rank_local"),
         (">=0.10.2", "decode_context_parallel_size"),
         (">=0.12", "prefill_context_parallel_size"),
         (">=0.14", "use_ubatching"),

@@ -151,6 +151,24 @@ def test_what_nobody_has_run_and_the_user_allows_is_said_in_the_log_and_by_statu
     assert doubt in warning and warning.endswith("compare its answers with those without it.")
 
 
+@pytest.mark.parametrize(
+    ("local", "engines", "gib", "said"),
+    [(1, 1, "0.1", 1), (0, 1, "0.1", 0), (None, 1, "0.1", 0), (1, 2, "0.1", 0), (1, 1, "auto", 0)],
+)
+def test_engines_that_each_take_the_size_of_the_whole_server_are_told(
+    local: int | None, engines: int, gib: str, said: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(attach_module.logger, "warning", lambda t, *a, **_: warned.append(t % a))
+    monkeypatch.setenv("KVOFFLOAD_CPU_GIB", gib)
+    mini = Mini(tier=False)
+    core, parallel = engine(mini, Executor()), mini.config.parallel_config
+    parallel.data_parallel_rank_local, parallel.data_parallel_size = local, engines
+    attach(core, mini.config)
+    detach(core)
+    assert sum("divide KVOFFLOAD_CPU_GIB by their number" in text for text in warned) == said
+
+
 @pytest.mark.parametrize(("options", "name"), [("", "KVOFFLOAD_CPU_GIB"), (None, "--cpu-gib")])
 def test_a_refusal_names_the_option_where_one_was_given(
     options: str | None, name: str, log: list[str], monkeypatch: pytest.MonkeyPatch
