@@ -169,3 +169,24 @@ def pyplot() -> Any:
     from matplotlib import pyplot as plt
 
     return plt
+
+
+def visible_gpus(count: int) -> list[str]:
+    """Names of the first devices that this process may see.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name for name in listed.split(",") if name] if listed else _all_gpus()
+    if len(names) < count:
+        raise ValueError(f"expected {count} GPUs that this process may see, found {len(names)}")
+    return names[:count]
+
+
+def _all_gpus() -> list[str]:
+    try:
+        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+    except OSError:
+        return []
+    return [str(number) for number, _ in enumerate(found.stdout.splitlines())]

@@ -212,7 +212,7 @@ WORKER = (
     Mutant(
         "a step begins though what it reads has failed",
         _WORKER + "tier.py",
-        'if found is None:\n            return ""',
+        'if found is None:\n        return ""',
         'return ""',
         _RANK,
     ),

@@ -37,6 +37,8 @@ from engine import architectures, drafts, engines, gpu_states, model
 from engine import release as installed
 from engine.gpu_answers import SLEEPS, STATES, compare
 
+from scripts.bench.common import visible_gpus
+
 BLOCKS_KEPT, BLOCKS_FEW = 4096, 288  # GPU blocks of 16 tokens
 EAGER = {"enforce_eager": True}
 GRAPHS = {
@@ -240,10 +242,10 @@ KINDS = [
 ]
 
 
-def play(folder: Path, gpu: int, runner: str, kind: Kind, tier: bool, few: bool) -> dict[str, Any]:
+def play(folder: Path, gpus: str, runner: str, kind: Kind, tier: bool, few: bool) -> dict[str, Any]:
     """One engine, with as many GPU blocks as hold all prompts or with few; what it answered.
 
-    It sees every GPU from ``gpu`` on.
+    It sees the GPUs of these names alone.
     """
     engine = {
         "model": str(folder / kind.model),
@@ -262,7 +264,7 @@ def play(folder: Path, gpu: int, runner: str, kind: Kind, tier: bool, few: bool)
         "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # its multicast is not for every virtual machine
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpu, gpu + kind.gpus))),
+        "CUDA_VISIBLE_DEVICES": gpus,
     }
     if kind.exact:
         asked["VLLM_BATCH_INVARIANT"] = "1"
@@ -316,7 +318,7 @@ def main(runners: list[str], jobs: int, parts: list[str]) -> Iterator[dict[str, 
     """
     import torch
 
-    gpus = torch.cuda.device_count()
+    gpus = visible_gpus(torch.cuda.device_count())
     result: dict[str, Any] = {
         "release": installed.version(),
         "torch": torch.__version__,
@@ -324,12 +326,13 @@ def main(runners: list[str], jobs: int, parts: list[str]) -> Iterator[dict[str, 
     }
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(jobs) as pool:
-        kinds = chosen(runners, parts, gpus)
+        kinds = chosen(runners, parts, len(gpus))
         for name in {kind.model.partition("/")[0] for _, kind in kinds}:
             MODELS[name](Path(scratch) / name)
         played = []
         for n, (runner, kind) in enumerate(kinds):
-            where = Path(scratch), n % (gpus + 1 - kind.gpus), runner, kind
+            first = n % (len(gpus) + 1 - kind.gpus)
+            where = Path(scratch), ",".join(gpus[first : first + kind.gpus]), runner, kind
             played.append([pool.submit(play, *where, *side) for side in _sides(kind)])
         for kind, sides in zip(kinds, played):
             runs.append(compare(*kind, *(side.result() for side in sides)))

@@ -211,7 +211,7 @@ class RankTier:
         result = TransferResult(*progress, *usable, *found, by_layer, self._slowdown())
         output = copy_output(output, result)
         if self._promised:
-            check_when_taken(output, partial(self._broken, self._promised))
+            check_when_taken(output, partial(_broken_by_now, self._engine, self._promised))
         return output
 
     def _slowdown(self) -> float:
@@ -296,24 +296,9 @@ class RankTier:
         if not self._promised:
             return
         promised, self._promised = self._promised, self._engine.under_way(self._promised)
-        broken = self._broken(promised)
+        broken = _broken(self._engine, promised)
         if broken:
             raise RuntimeError(broken)
-
-    def _broken(self, promised: Tickets) -> str:
-        """Which of these copies has failed, and what to do; empty if none is known to have."""
-        self._engine.under_way(promised)  # what is wrong with bytes is known when that is asked
-        found = self._engine.failed(promised)
-        if found is None:
-            return ""
-        (source, target), ticket, reason = found
-        text = (
-            f"kvoffload_patch: expected copy {ticket} from {source} to {target} to arrive for "
-            f"the step that reads it, found that it failed ({reason}); restart the server, and "
-            "set KVOFFLOAD_LOAD_MODE=parked if it happens again, so that such a load is "
-            "recomputed."
-        )
-        return as_given(text)
 
     def _warn_of_failures(self, failed: tuple[Failure, ...]) -> None:
         """Say why a copy failed: the first of each direction by each reason."""
@@ -356,6 +341,25 @@ class RankTier:
 
     def _moved(self) -> bool:
         return bool(first_pointer(self._runner) != self._pointer)
+
+
+def _broken(engine: Any, promised: Tickets) -> str:
+    """Which of these copies has failed, and what to do; empty if none is known to have."""
+    found = engine.failed(promised)
+    if found is None:
+        return ""
+    (source, target), ticket, reason = found
+    return as_given(
+        f"kvoffload_patch: expected copy {ticket} from {source} to {target} to arrive for the step "
+        f"that reads it, found that it failed ({reason}); restart the server, and set "
+        "KVOFFLOAD_LOAD_MODE=parked if it happens again, so that such a load is recomputed."
+    )
+
+
+def _broken_by_now(engine: Any, promised: Tickets) -> str:
+    """The same of copies that are over; also when the rank's tier was closed meanwhile."""
+    engine.under_way(promised)  # what is wrong with bytes is known once that was asked
+    return _broken(engine, promised)
 
 
 class LostTier:

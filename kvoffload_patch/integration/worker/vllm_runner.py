@@ -106,8 +106,8 @@ def check_when_taken(output: Any, check: Callable[[], str]) -> None:
     Args:
         output: of the runner, with a result on it.
         check: why no token of it may be given away; empty if they may. Called by the thread on
-            which vLLM takes the output. What it finds is told with the result: an exception there
-            ends a thread of vLLM's that others wait for.
+            which vLLM takes the output. What it finds, or raises, is told with the result: an
+            exception there ends a thread of vLLM's that others wait for.
     """
     take = getattr(output, "get_output", None)
     if take is None:
@@ -116,7 +116,16 @@ def check_when_taken(output: Any, check: Callable[[], str]) -> None:
     def get_output() -> Any:
         taken = take()
         result: Any = getattr(taken, RESULT, None)
-        broken = check() if result is not None else ""
+        if result is None:
+            return taken  # the scheduler raises for that
+        try:
+            broken = check()
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody vouches for the tokens
+            broken = (
+                "kvoffload_patch: expected to know whether the copies that a step has read are "
+                f"right, found {type(error).__name__} ({error}); restart the server, and set "
+                "KVOFFLOAD_DISABLE=1 to serve without the CPU tier."
+            )
         if broken:
             setattr(taken, RESULT, result._replace(broken=broken))
         return taken

@@ -34,7 +34,7 @@ from scripts.bench.chats import job as job_of
 from scripts.bench.chats import report, server
 from scripts.bench.chats.load import SMALL, Load
 from scripts.bench.chats.play import PHASES
-from scripts.bench.common import say, write_json
+from scripts.bench.common import say, visible_gpus, write_json
 from scripts.bench.serve.command import split
 from scripts.bench.serve.process import Process
 from scripts.bench.serve.sizes import with_changes
@@ -97,7 +97,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     document: dict[str, Any] = {"machines": [], "jobs": []}
     jobs.merge(document, args.merge)
-    gpus = server.visible_gpus(args.gpus) if args.side_by_side and names else []
+    gpus = visible_gpus(args.gpus) if args.side_by_side and names else []
     planned = job_of.jobs(names, args.rounds, time.strftime("%Y-%m-%dT%H:%M:%S%z"), gpus)
     if planned:
         jobs.note_machine(document)

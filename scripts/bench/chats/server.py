@@ -8,7 +8,6 @@ tokens were found, said with each answer.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -173,24 +172,3 @@ class Server:
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
-
-
-def visible_gpus(count: int) -> list[str]:
-    """Names of the first devices that this process may see.
-
-    Raises:
-        ValueError: there are fewer.
-    """
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name for name in listed.split(",") if name] if listed else _all_gpus()
-    if len(names) < count:
-        raise ValueError(f"--side-by-side: expected {count} GPUs, found {len(names)}")
-    return names[:count]
-
-
-def _all_gpus() -> list[str]:
-    try:
-        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
-    except OSError:
-        return []
-    return [str(number) for number, _ in enumerate(found.stdout.splitlines())]

@@ -282,54 +282,54 @@ def test_no_step_begins_before_what_it_reads_is_known_to_be_right(
         checked.begin_step(a_plan((load,), wait_load=2, promised_loads=(2,)), STEP)
 
 
+@pytest.fixture
+def sampled(runner: Any, monkeypatch: pytest.MonkeyPatch) -> rank.RankTier:
+    """That with a checksum of every other block."""
+    monkeypatch.setitem(EVERY, "sample", 2)
+    return behind(runner, "sample")
+
+
+PROMISED = a_plan((a_load(1, (4, 5), (0, 1)),), stores_done=1, promised_loads=(1,))
+
+
 def test_a_promise_is_kept_in_mind_until_its_load_is_known_to_be_right(
-    runner: Any, monkeypatch: pytest.MonkeyPatch
+    sampled: rank.RankTier,
 ) -> None:
     """With `sample` a step does not wait for its loads: they are done some steps later."""
-
-    monkeypatch.setattr(copy_engine, "SyncCopyQueue", Behind)
-    monkeypatch.setitem(EVERY, "sample", 2)
-    tier = rank.RankTier(runner, num_slots=5, integrity="sample")
-    tier.begin_step(a_plan(store=a_store(1, (1, 2), (0, 1))), STEP)
-    tier.drain()
-    flip(tier, 0)
-    flip(tier, 1)
-    loads = a_plan((a_load(1, (4, 5), (0, 1)),), stores_done=1, promised_loads=(1,))
+    flip(sampled, 0)
+    flip(sampled, 1)
     with pytest.raises(RuntimeError, match="expected copy 1 .* set KVOFFLOAD_INTEGRITY=full"):
-        for plan in (loads, *[None] * 9):
-            assert step(tier, plan).failed == ()
-    tier.close()
+        for plan in (PROMISED, *[None] * 9):
+            assert step(sampled, plan).failed == ()
+    sampled.close()
 
 
+@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed meanwhile"])
 @pytest.mark.parametrize("flipped", [True, False])
 def test_tokens_that_come_later_are_not_given_away_if_their_step_read_wrong_bytes(
-    runner: Any, monkeypatch: pytest.MonkeyPatch, flipped: bool
+    sampled: rank.RankTier, flipped: bool, closed: bool
 ) -> None:
     """With asynchronous scheduling a step returns before its loads are known to be right."""
-    monkeypatch.setattr(copy_engine, "SyncCopyQueue", Behind)
-    monkeypatch.setitem(EVERY, "sample", 2)
-    tier = rank.RankTier(runner, num_slots=5, integrity="sample")
-    tier.begin_step(a_plan(store=a_store(1, (1, 2), (0, 1))), STEP)
-    tier.drain()
     if flipped:
-        flip(tier, 0)
-        flip(tier, 1)
-    load = a_plan((a_load(1, (4, 5), (0, 1)),), stores_done=1, promised_loads=(1,))
-    tier.begin_step(load, STEP)
-    answer = SimpleNamespace(sampled_token_ids=[[1]], req_ids=["a"])
+        flip(sampled, 0)
+        flip(sampled, 1)
+    sampled.begin_step(PROMISED, STEP)
+    answer, links = SimpleNamespace(sampled_token_ids=[[1]], req_ids=["a"]), sampled._engine._all
 
     def when_the_device_is_done() -> Any:
-        for link in tier._engine._all:
+        for link in links:
             link.queue.drain()
         return answer
 
     output = SimpleNamespace(_model_runner_output=answer, get_output=when_the_device_is_done)
-    assert tier.end_step(output) is output
+    assert sampled.end_step(output) is output
     assert (getattr(answer, RESULT).failed, getattr(answer, RESULT).broken) == ((), "")
+    if closed:  # as a tier that is detached
+        sampled.close()
     broken = getattr(output.get_output(), RESULT).broken
-    assert broken.startswith("kvoffload_patch: expected copy 1 from cpu to gpu " if flipped else "")
-    assert bool(broken) == flipped
-    tier.close()
+    assert ("expected copy 1 from cpu to gpu" in broken, bool(broken)) == (flipped, flipped)
+    if not closed:
+        sampled.close()
 
 
 def worker_of(tier: rank.RankTier, runner: Any) -> Any:

@@ -109,6 +109,12 @@ def test_an_asynchronous_output_is_checked_when_its_tokens_are_there(
     assert getattr(taken, RESULT) == DONE._replace(broken=broken)
 
 
+def test_a_check_that_raises_ends_no_thread_of_vllms(asynchronous: Any) -> None:
+    check_when_taken(copy_output(asynchronous, DONE), lambda: str(1 // 0))
+    taken = asynchronous.get_output()
+    assert "found ZeroDivisionError (integer division" in getattr(taken, RESULT).broken
+
+
 def test_an_output_that_is_whole_already_is_not_checked_again() -> None:
     output = copy_output(SimpleNamespace(sampled_token_ids=[[7]], req_ids=["a"]), DONE)
     check_when_taken(output, lambda: "not asked")

@@ -66,10 +66,10 @@ def test_what_was_compared_before_the_program_failed_is_kept(
 def test_engines_are_spread_over_gpus_and_each_kind_is_told_when_it_is_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: list[tuple[str, int]] = []
+    seen: list[tuple[str, str]] = []
 
-    def play(_: Path, gpu: int, runner: str, kind: gpu_kinds.Kind, *side: bool) -> dict:
-        seen.append((f"{runner} {kind.name}", gpu))
+    def play(_: Path, gpus: str, runner: str, kind: gpu_kinds.Kind, *side: bool) -> dict:
+        seen.append((f"{runner} {kind.name}", gpus))
         return {}
 
     def compare(runner: str, kind: gpu_kinds.Kind, *sides: dict) -> dict:
@@ -78,13 +78,14 @@ def test_engines_are_spread_over_gpus_and_each_kind_is_told_when_it_is_compared(
     monkeypatch.setattr(gpu_kinds, "play", play)
     monkeypatch.setattr(gpu_kinds, "compare", compare)
     monkeypatch.setattr(gpu_kinds, "MODELS", dict.fromkeys(gpu_kinds.MODELS, lambda folder: None))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     told = list(gpu_kinds.main(["v1"], 1, ["graphs"]))
     names = [run["name"] for run in told[-1]["tests"]]
     assert len(names) > 5 and [len(one["tests"]) for one in told] == [*range(1, len(names) + 1)]
     alone = {gpu for name, gpu in seen if "two" not in name}
-    assert alone == {0, 1} and {gpu for name, gpu in seen if "two" in name} == {0}
+    assert alone == {"4", "6"} and {gpu for name, gpu in seen if "two" in name} == {"4,6"}
 
 
 def test_an_engine_that_does_not_end_has_failed_and_the_others_go_on(
@@ -96,7 +97,7 @@ def test_an_engine_that_does_not_end_has_failed_and_the_others_go_on(
         subprocess.run(command, text=True, stdout=subprocess.PIPE, timeout=2)
 
     monkeypatch.setattr(gpu_kinds.engines, "run", hangs)
-    played = gpu_kinds.play(Path("/models"), 0, "v1", gpu_kinds.KINDS[0], True, True)
+    played = gpu_kinds.play(Path("/models"), "0", "v1", gpu_kinds.KINDS[0], True, True)
     assert played == {"error": "no end within 2 s: begun\n"}
 
 

@@ -121,7 +121,7 @@ def test_the_tier_is_asked_to_try_what_nobody_has_run(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(gpu_kinds.engines, "run", run)
     for which in gpu_kinds._sides(KIND):
-        gpu_kinds.play(Path("/models"), 0, "v1", KIND, *which)
+        gpu_kinds.play(Path("/models"), "0", "v1", KIND, *which)
     (scenarios, plain, no_tier, at_once), (_, pressed, settings, late), control = asked
     assert control == (scenarios, pressed, no_tier, at_once)
     assert scenarios == gpu_states.SCENARIOS and (no_tier, at_once) == (None, 0)
