@@ -65,6 +65,8 @@ def _wrong_alone(kind: Kind, off: Answers, alone: Answers) -> str:
     """Why answers beside LMCache say nothing of the tier; empty if they do."""
     plain, its = (side[kind.asked]["tokens"] for side in (off, alone))
     equal = sum(a == b for a, b in zip(plain, its))
+    if not alone[kind.asked]["brought"]:
+        return "LMCache by itself, without the tier, brings nothing back"
     if equal == len(plain):
         return ""
     return (
@@ -78,6 +80,7 @@ def _of_its_own(kind: Kind, off: Answers, on: Answers, found: Answers) -> list[b
         return _beside(off["shrunk"], on["shrunk"], found)
     if kind.lmcache:
         found["hits_of_both"] = on[kind.asked]["both"]
+        found["tokens_brought"] = on[kind.asked]["brought"]
         return [found["hits_of_both"] > 0]
     if kind.asked == "guesses_alone":
         accepted = [counted[2] for counted in on[kind.asked]["counted"]]

@@ -142,11 +142,11 @@ def _beside_kvcached(name: str, policy: str, **engine: Any) -> Kind:
 
 
 def _beside_lmcache() -> Kind:
-    """The tier has 192 slots for 324 blocks, LMCache room for all of them."""
+    """The tier has 192 slots for 324 blocks and the GPU 96, LMCache room for all of them."""
     return Kind(
         "beside LMCache",
         "full",
-        GRAPHS,
+        {**GRAPHS, "max_model_len": 1024},
         asked="hits_of_both",
         settings={"KVOFFLOAD_CPU_GIB": "0.005859375"},
         exact=True,
@@ -157,6 +157,7 @@ def _beside_lmcache() -> Kind:
             "LMCACHE_TRACK_USAGE": "false",
             "PYTHONHASHSEED": "0",
         },
+        blocks=(BLOCKS_KEPT, 96),
     )
 
 
