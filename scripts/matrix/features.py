@@ -176,8 +176,9 @@ def _here(row: Row, found: dict[str, dict[str, Any]]) -> tuple[str, str, str]:
 
 
 def _on_a_gpu(row: Row, gpu: list[dict[str, Any]]) -> tuple[str, str, str]:
-    """The same of a row that is shown there alone."""
-    line = features_gpu.lines(row, gpu)[0]
+    """The same of a row that is shown there alone: of the newest release on which it was played."""
+    lines = features_gpu.lines(row, gpu)
+    line = next((one for one in lines if not one.verdict.startswith(NOT_RUN)), lines[0])
     played = "" if line.verdict.startswith(NOT_RUN) else "on a GPU: "
     return line.release, line.date, f"{played}{line.verdict}"
 

@@ -86,6 +86,18 @@ def test_a_row_that_only_a_gpu_shows_has_its_verdict_in_the_first_table() -> Non
     assert f"| MLA | {mla.what} | none | none | not run: needs a GPU |" in features.page({})
 
 
+def test_a_row_that_is_left_out_on_the_newest_release_has_the_verdict_of_another() -> None:
+    row = next(row for row in ROWS if row.name == "LMCache")
+    skipped = {"name": f"v1, {row.gpu[0]}", "outcome": "skipped", "why": "wrong by itself"}
+    begin = f"| LMCache | {row.what} |"
+    for outcome, said in (("passed", "green"), ("failed", "**red**")):
+        older = result({"name": f"v1, {row.gpu[0]}", "outcome": outcome}, release="0.25.1")
+        text = features.page({}, gpu=[result(skipped), older])
+        assert f"{begin} 0.25.1 | 2026-11-23 | on a GPU: {said}" in text
+    text = features.page({}, gpu=[result(skipped), result(skipped, release="0.25.1")])
+    assert f"{begin} 0.26.0 | 2026-11-23 | not run: wrong by itself |" in text
+
+
 def test_a_row_whose_tests_cannot_be_run_here_has_the_verdict_of_a_gpu() -> None:
     name = "expert parallelism with a fixed set of ranks"
     row = next(row for row in ROWS if row.name == name)

@@ -102,11 +102,16 @@ def test_an_engine_that_does_not_end_has_failed_and_the_others_go_on(
 
 
 @pytest.mark.parametrize(
-    ("alone", "with_tier", "outcome"),
-    [([1, 2], [1, 2], "passed"), ([1, 3], [1, 3], "skipped"), ([1, 2], [1, 3], "failed")],
+    ("alone", "brought", "with_tier", "outcome", "why"),
+    [
+        ([1, 2], 64, [1, 2], "passed", ""),
+        ([1, 3], 64, [1, 3], "skipped", "gives 1 of 2 answers"),
+        ([1, 2], 0, [1, 2], "skipped", "brings nothing back"),
+        ([1, 2], 64, [1, 3], "failed", ""),
+    ],
 )
 def test_beside_lmcache_the_tier_is_judged_where_lmcache_alone_is_right(
-    alone: list[int], with_tier: list[int], outcome: str
+    alone: list[int], brought: int, with_tier: list[int], outcome: str, why: str
 ) -> None:
     kind = next(kind for kind in gpu_kinds.KINDS if kind.lmcache)
     assert gpu_kinds._sides(kind) == [(False, False), (True, True), (False, True)]
@@ -115,11 +120,11 @@ def test_beside_lmcache_the_tier_is_judged_where_lmcache_alone_is_right(
     def answered(tokens: list[int]) -> dict:
         apart = {"tokens": [[n] for n in range(4)]}
         asked = {"tokens": [[n] for n in tokens], "both": 1, "tier": {"loaded": 5}}
-        return {**about, "sensitivity": apart, kind.asked: asked}
+        return {**about, "sensitivity": apart, kind.asked: {**asked, "brought": brought}}
 
     found = gpu_answers.compare("v2", kind, *map(answered, ([1, 2], with_tier, alone)))
     assert found["outcome"] == outcome
-    assert ("1 of 2 answers" in found.get("why", "")) == (outcome == "skipped")
+    assert why in found.get("why", "") and ("why" in found) == bool(why)
 
 
 def test_what_was_written_elsewhere_is_recorded_beside_earlier_kinds(
