@@ -314,6 +314,11 @@ ROWS = (
         "test_sleep.py::test_the_tier_survives_sleep_whose_weights_stay",
         gpu=("sleep",),
     ),
+    Row(
+        "a bit that changes in a block",
+        "checksums, made beside the copy; on the CPU by `tests/engine/test_failures.py`",
+        gpu=("flipped bits, all blocks checked", "flipped bits, in a step that does not wait"),
+    ),
     _engine(
         "speculative decoding: n-grams",
         "drafts accepted and refused",

@@ -1,6 +1,7 @@
 """vLLM's command line whose engine cores are forked: ``python forked_server.py serve MODEL ...``.
 
-Each would be spawned, and import vLLM once more. API servers are: vLLM leaves no choice there.
+Each would be spawned, and import vLLM once more. API servers are: vLLM leaves no choice there, and
+they import this module first.
 TEST_LATE: how late copies happen, see `late_copies`. TEST_HANG: see `hung_copies`.
 """
 
@@ -10,10 +11,11 @@ import os
 
 import driver
 
+driver.before_vllm()
+
 
 def main() -> None:
     """Run the command line of this process."""
-    driver.before_vllm()
     late = int(os.environ.get("TEST_LATE", "0"))
     if late:
         import late_copies

@@ -10,7 +10,7 @@ from engine import gpu_states
 if TYPE_CHECKING:
     from engine.gpu_kinds import Kind
 
-SLEEPS, STATES = "sleeps_twice", "lengths_alone"
+SLEEPS, STATES, FLIPPED = "sleeps_twice", "lengths_alone", "flipped_bits"
 # What the tier keeps through sleep, and what it must not, as the scenario names it.
 KEPT = ("level 1", "level 1, three times", "level 0", "other weights, level 1")
 LOST = ("first", "other weights", "level 2", "reset")
@@ -82,11 +82,23 @@ def _of_its_own(kind: Kind, off: Answers, on: Answers, found: Answers) -> list[b
         found["hits_of_both"] = on[kind.asked]["both"]
         found["tokens_brought"] = on[kind.asked]["brought"]
         return [found["hits_of_both"] > 0]
+    if kind.asked == FLIPPED:
+        return _flipped(kind, off[FLIPPED], on[FLIPPED], found)
     if kind.asked == "guesses_alone":
         accepted = [counted[2] for counted in on[kind.asked]["counted"]]
         found.update(drafts_accepted=accepted)
         return [min(accepted) > 0]
     return []
+
+
+def _flipped(kind: Kind, off: Answers, on: Answers, found: Answers) -> list[bool]:
+    """No answer leaves that read a block whose bit has changed: the engine ends, or computes it."""
+    ended, mismatches = on["ended"], on["tier"]["mismatches"]
+    if kind.ends:
+        found["ended"] = "expected the checksum" in ended
+        return [found["ended"], len(on["tokens"]) == len(off["tokens"]) // 2]
+    found["mismatches"] = mismatches
+    return [not ended, len(on["tokens"]) == len(off["tokens"]), mismatches > 0]
 
 
 def _after_sleep(off: dict[str, Any], on: dict[str, Any]) -> list[tuple[Any, Any]]:

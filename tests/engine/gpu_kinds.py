@@ -35,7 +35,7 @@ from typing import Any
 
 from engine import architectures, drafts, engines, gpu_states, model
 from engine import release as installed
-from engine.gpu_answers import SLEEPS, STATES, compare
+from engine.gpu_answers import FLIPPED, SLEEPS, STATES, compare
 
 from scripts.bench.common import visible_gpus
 
@@ -71,6 +71,7 @@ class Kind:
         exact: vLLM computes a request as if it were alone, so prompts asked together are compared.
         blocks: of the GPU, without the tier and with it.
         late: how late the tier's copies are, see `late_copies`.
+        ends: the engine with the tier ends, and what it has answered before is compared.
         by_layer: whether its blocks are large enough for loads that come by layer.
     """
 
@@ -90,6 +91,7 @@ class Kind:
     blocks: tuple[int, int] = (BLOCKS_KEPT, BLOCKS_FEW)
     late: str = ""
     by_layer: bool = False
+    ends: bool = False
 
     @property
     def says(self) -> tuple[bool, bool]:
@@ -212,6 +214,14 @@ KINDS = [
     Kind("graphs, chunks", "chunks", {**GRAPHS, "max_model_len": 1024}, groups=4),
     Kind("mla", "mla", MLA),
     *(_states(name) for name in gpu_states.KINDS),
+    Kind(
+        "flipped bits, all blocks checked",
+        "full",
+        GRAPHS,
+        asked=FLIPPED,
+        settings={"KVOFFLOAD_INTEGRITY": "full"},
+    ),
+    Kind("flipped bits, in a step that does not wait", "full", GRAPHS, asked=FLIPPED, ends=True),
     Kind("sleep", "full", {**GRAPHS, "enable_sleep_mode": True}, asked=SLEEPS),
     _beside_kvcached("adaptive", "adaptive"),
     _beside_kvcached("LRU", "lru"),

