@@ -107,7 +107,7 @@ def served() -> str:
 
 
 def pairs() -> str:
-    """S1, S3 and the start beside the commit before, each pair at once on two GPUs of one host."""
+    """S1 to S3 and the start beside the commit before, each pair at once on two GPUs of one host."""
     words = {"graphs": "default graphs", "eager": "eager prefill"}
     sides = [(graphs, side) for graphs in words for side in ("new", "old")]
     documents = [read(f"pair-{graphs}-{side}.json") for graphs, side in sides]
@@ -115,7 +115,7 @@ def pairs() -> str:
         return "not measured"
     rows = [["median (smallest to largest)"]]
     rows[0] += [f"{words[g]}, {MODES['ours']}{'' if s == 'new' else BEFORE}" for g, s in sides]
-    for key, what, factor in (SERVED[0], SERVED[1], SERVED[3]):
+    for key, what, factor in SERVED:
         found = [serve.figures(document).get(key, {}) for document in documents]
         samples = [by_mode["ours"]["samples"] if by_mode else [] for by_mode in found]
         rows.append([what, *(cell(values, factor) for values in samples)])
