@@ -171,8 +171,8 @@ def test_editable_wheel_points_at_the_source(editable: Path) -> None:
 
 # What a checkout has and nobody ships.
 NOT_SHIPPED = shutil.ignore_patterns(
-    ".git", ".venv*", ".kit", ".vllm-sources", ".*_cache", ".hypothesis", "__pycache__",
-    "*.egg-info", "build", "dist", "*-out",
+    ".git", ".venv*", ".kit", ".neighbours", ".vllm-sources", ".*_cache", ".hypothesis",
+    "__pycache__", "*.egg-info", "build", "dist", "*-out",
 )  # fmt: skip
 
 

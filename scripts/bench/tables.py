@@ -107,7 +107,7 @@ def served() -> str:
 
 
 def pairs() -> str:
-    """S1 to S3 and the start beside the commit before, each pair at once on two GPUs of one host."""
+    """S1 to S3 and the start beside the commit before, both at once on two GPUs of one host."""
     words = {"graphs": "default graphs", "eager": "eager prefill"}
     sides = [(graphs, side) for graphs in words for side in ("new", "old")]
     documents = [read(f"pair-{graphs}-{side}.json") for graphs, side in sides]
