@@ -74,7 +74,7 @@ def _kinds(names: list[str]) -> list[str]:
     for name in names:
         runner, _, kind = name.partition(", ")
         runners.setdefault(kind, []).append(runner.upper())
-    return [f"{kind} ({', '.join(of)})" for kind, of in runners.items()]
+    return [f"{kind} ({', '.join(sorted(of))})" for kind, of in runners.items()]
 
 
 def _verdict(tests: list[dict[str, Any]]) -> str:
