@@ -159,7 +159,7 @@ class CopyQueue:
     def awaited(self) -> bool:
         """Whether compute that was made to wait for a copy is not over; never waits."""
         waiter = self._waiter
-        return waiter is not None and not waiter.query()
+        return waiter is not None and not self._device.is_over(waiter)
 
     def _end_of(self, ticket: int) -> Any:
         """The event that no copy up to ``ticket`` is later than; None if all are done."""

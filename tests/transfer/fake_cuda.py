@@ -134,6 +134,9 @@ class FakeCuda:
     def new_event(self, timed: bool = False) -> FakeEvent:
         return FakeEvent(self)
 
+    def is_over(self, stream: FakeStream) -> bool:
+        return stream.query()
+
     def current_stream(self) -> FakeStream:
         return self.current
 

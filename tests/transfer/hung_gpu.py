@@ -9,6 +9,7 @@ goes on.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import sys
 import time
@@ -28,6 +29,7 @@ from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
 STATUS = 7
 DEADLINE_S, GRACE_S, PERIOD_S = 0.5, 1.0, 0.05
 NUM_BLOCKS, NUM_SLOTS = 8, 4
+STUCK_S = 60.0  # by then it has ended: what compiles kernels is part of it
 LAUNCHES = 200_000  # more than any driver keeps
 
 
@@ -52,6 +54,7 @@ class Word:
 
 def main(how: str) -> None:
     """Begin a load that hangs, have the current stream wait for it, and wait for that."""
+    faulthandler.dump_traceback_later(STUCK_S)  # does not need Python's lock
     deadline.DEADLINE_S, deadline.GRACE_S = DEADLINE_S, GRACE_S
     deadline.DEADLINE_PERIOD_S = PERIOD_S
     kv = torch.arange(NUM_BLOCKS * 4096, dtype=torch.int32, device="cuda").view(NUM_BLOCKS, 4096)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvoffload_patch.transfer.devices.cuda import CudaDevice
+from kvoffload_patch.transfer.devices.torch import TorchDevice
 
 
 class RocmDevice(CudaDevice):
@@ -18,6 +19,8 @@ class RocmDevice(CudaDevice):
 
     backends: tuple[str, ...] = ("torch",)
     not_run = "ROCm"
+    new_event = TorchDevice.new_event
+    is_over = TorchDevice.is_over
 
     def copier(self) -> Any:
         """None."""
