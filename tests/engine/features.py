@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 from closeness import behind_the_best, long_answers  # noqa: F401
+from commanded import commanded  # noqa: F401
 from flipped import flipped_bits  # noqa: F401
 from hanging import (  # noqa: F401
     hangs_while_idle,

@@ -11,9 +11,13 @@ if TYPE_CHECKING:
     from engine.gpu_kinds import Kind
 
 SLEEPS, STATES, FLIPPED = "sleeps_twice", "lengths_alone", "flipped_bits"
+COMMANDED = "commanded"
 # What the tier keeps through sleep, and what it must not, as the scenario names it.
 KEPT = ("level 1", "level 1, three times", "level 0", "other weights, level 1")
 LOST = ("first", "other weights", "level 2", "reset")
+# What the tier has when it was told something, and what it must not have.
+HAD = ("stored", "resumed", "larger, stored", "emptied, stored")
+NOT_HAD = ("first", "paused", "emptied")
 Answers = dict[str, Any]  # of an engine, by scenario; or what was made of two
 
 
@@ -30,8 +34,8 @@ def compare(runner: str, kind: Kind, off: Answers, on: Answers, *few: Answers) -
             return {**found, **ended(side, results["error"])}
     if kind.lmcache and (why := _wrong_alone(kind, off, *few)):
         return {**found, "outcome": "skipped", "why": why}
-    pairs = _after_sleep(off, on) if kind.asked == SLEEPS else None
-    pairs = pairs or list(zip(*(side[kind.asked]["tokens"] for side in (off, on))))
+    of_its_own = {SLEEPS: _after_sleep, COMMANDED: _after_commands}.get(kind.asked)
+    pairs = of_its_own(off, on) if of_its_own else _alike(kind, off, on)
     about = on.get("setup", {})
     last = on[kind.scenarios[-1]]
     found.update(
@@ -61,6 +65,10 @@ def compare(runner: str, kind: Kind, off: Answers, on: Answers, *few: Answers) -
     return {**found, "outcome": "passed" if all(good) else "failed"}
 
 
+def _alike(kind: Kind, off: Answers, on: Answers) -> list[tuple[Any, Any]]:
+    return list(zip(*(side[kind.asked]["tokens"] for side in (off, on))))
+
+
 def _wrong_alone(kind: Kind, off: Answers, alone: Answers) -> str:
     """Why answers beside LMCache say nothing of the tier; empty if they do."""
     plain, its = (side[kind.asked]["tokens"] for side in (off, alone))
@@ -84,6 +92,8 @@ def _of_its_own(kind: Kind, off: Answers, on: Answers, found: Answers) -> list[b
         return [found["hits_of_both"] > 0]
     if kind.asked == FLIPPED:
         return _flipped(kind, off[FLIPPED], on[FLIPPED], found)
+    if kind.asked == COMMANDED:
+        return _commanded(on[COMMANDED], found)
     if kind.asked == "guesses_alone":
         accepted = [counted[2] for counted in on[kind.asked]["counted"]]
         found.update(drafts_accepted=accepted)
@@ -108,6 +118,38 @@ def _after_sleep(off: dict[str, Any], on: dict[str, Any]) -> list[tuple[Any, Any
     first += [(plain[name], tier[name]) for name in LOST]
     again = [(plain[name], tier[name]) for name in tier if name.endswith(", twice")]
     return [pair for both in (*first, *again) for pair in zip(*both)]
+
+
+def _after_commands(off: dict[str, Any], on: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Answers to compare: those to prompts of which all was found, or nothing, with plain vLLM's.
+
+    What was found in part is cut elsewhere, so its answer says nothing.
+    """
+    plain, tier = off[COMMANDED], on[COMMANDED]
+    like = [
+        {plain["cached"][name][at]: plain["tokens"][name][at] for name in ("first", "first, twice")}
+        for at in range(len(plain["tokens"]["first"]))
+    ]
+    return [
+        (like[at][cached], tier["tokens"][name][at])
+        for name, of_each in tier["cached"].items()
+        for at, cached in enumerate(of_each)
+        if cached in like[at]
+    ]
+
+
+def _commanded(on: dict[str, Any], found: Answers) -> list[bool]:
+    """The tier has done as it was told; what was seen goes to ``found``."""
+    cached, (_, before, smaller, larger, _) = on["cached"], on["capacities"]
+    full = cached["first, twice"]
+    found["had"] = [name for name in (*HAD, *NOT_HAD) if cached[name] == full]
+    found.update(states=on["states"], capacities=on["capacities"])
+    return [
+        found["had"] == list(HAD),
+        not any(tokens for name in NOT_HAD for tokens in cached[name]),
+        on["states"] == ["paused", *["on"] * 4],
+        0 < smaller < before == larger,
+    ]
 
 
 def _beside(off: dict[str, Any], on: dict[str, Any], found: dict[str, Any]) -> list[bool]:

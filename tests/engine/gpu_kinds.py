@@ -35,7 +35,7 @@ from typing import Any
 
 from engine import architectures, drafts, engines, gpu_states, model
 from engine import release as installed
-from engine.gpu_answers import FLIPPED, SLEEPS, STATES, compare
+from engine.gpu_answers import COMMANDED, FLIPPED, SLEEPS, STATES, compare
 
 from scripts.bench.common import visible_gpus
 
@@ -103,7 +103,7 @@ class Kind:
         """What is played on it."""
         if self.asked == STATES:
             return gpu_states.SCENARIOS
-        if self.asked in ("each_engine", SLEEPS):
+        if self.asked in ("each_engine", SLEEPS, COMMANDED):
             return [self.asked]
         also = ["batches"] if self.asked == "singles" else []
         also += ["shrunk"] if self.kvcached else []
@@ -223,6 +223,14 @@ KINDS = [
     ),
     Kind("flipped bits, in a step that does not wait", "full", GRAPHS, asked=FLIPPED, ends=True),
     Kind("sleep", "full", {**GRAPHS, "enable_sleep_mode": True}, asked=SLEEPS),
+    Kind(
+        "paused, resized and emptied",
+        "full",
+        GRAPHS,
+        asked=COMMANDED,
+        settings={"KVOFFLOAD_CONTROL": "1"},
+        blocks=(BLOCKS_KEPT, 216),  # as many as others take between two moments
+    ),
     _beside_kvcached("adaptive", "adaptive"),
     _beside_kvcached("LRU", "lru"),
     _beside_kvcached("ARC", "arc"),

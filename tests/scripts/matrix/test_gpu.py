@@ -244,6 +244,53 @@ def test_sleep_has_failed_if_anything_of_it_is_wrong(wrong) -> None:
     assert gpu_answers.compare("v2", kind, off, on)["outcome"] == "failed"
 
 
+def commanded() -> tuple[dict, dict]:
+    """What is played for the kind that is told things, plain and with the tier, as it is to be."""
+    moments = ["first", "stored", "paused", "resumed", "smaller", "larger", "larger, stored"]
+    moments += ["emptied", "emptied, stored"]
+    hits = {**dict.fromkeys(moments, [416, 416]), "first": [0, 0], "first, twice": [416, 416]}
+    had = {name: 416 * (name not in gpu_answers.NOT_HAD) for name in hits}
+    cached = {**{name: [tokens] * 2 for name, tokens in had.items()}, "smaller": [0, 32]}
+    about = {"runner": "r", "tier": {"loaded": 5}}
+
+    def side(cached: dict) -> dict:
+        # Behind a hit the answer may be another one, by its arithmetic.
+        tokens = {name: [[n, n and 1] for n in of_each] for name, of_each in cached.items()}
+        return {"tokens": tokens, "cached": cached, **about}
+
+    said = {"states": ["paused", *["on"] * 4], "capacities": [64, 64, 9, 64, 64]}
+    return (
+        {"commanded": side(hits), "one_copy": False},
+        {"commanded": {**side(cached), **said}, "one_copy": False},
+    )
+
+
+def test_what_was_found_in_part_is_not_compared_after_commands() -> None:
+    kind = next(kind for kind in gpu_kinds.KINDS if kind.asked == gpu_answers.COMMANDED)
+    found = gpu_answers.compare("v1", kind, *commanded())
+    assert found["outcome"] == "passed" and found["answers"] == found["answers_equal"] == 19
+    assert found["had"] == list(gpu_answers.HAD)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda on: on["tokens"]["resumed"].__setitem__(0, [0, 9]),
+        lambda on: on["tokens"]["paused"].__setitem__(1, [0, 9]),
+        lambda on: on["cached"].update({"paused": [0, 416]}),
+        lambda on: on["cached"].update({"emptied, stored": [416, 0]}),
+        lambda on: on.update(capacities=[64, 64, 64, 64, 64]),
+        lambda on: on.update(states=["on"] * 5),
+    ],
+    ids=["another answer", "another one of nothing", "found", "lost", "no smaller", "not paused"],
+)
+def test_commands_have_failed_if_anything_of_them_is_wrong(wrong) -> None:
+    kind = next(kind for kind in gpu_kinds.KINDS if kind.asked == gpu_answers.COMMANDED)
+    off, on = commanded()
+    wrong(on[kind.asked])
+    assert gpu_answers.compare("v2", kind, off, on)["outcome"] == "failed"
+
+
 def test_kinds_beside_kvcached_are_left_out_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEST_KVCACHED", raising=False)
     assert gpu_kinds.chosen(["v1", "v2"], ["kvcached"], 1) == []
