@@ -3,7 +3,8 @@
 Another kind of device is a module of `devices/`, a row of `_KINDS`, and, where none of the copy
 backends does, one of these. A stream is any object with ``wait_event``, ``wait_stream`` and
 ``synchronize``, an event one with ``record``, ``query`` and ``synchronize``, as PyTorch has them;
-an event that was never recorded counts as done.
+an event that was never recorded counts as done. No stream is asked whether it is done: where a
+launch waits for room on the device, that question waits as well, and torch keeps the GIL.
 """
 
 from __future__ import annotations
@@ -53,9 +54,6 @@ class Device(Protocol):
 
     def new_event(self, timed: bool = False) -> Any:
         """An event; a timed one has ``elapsed_time``, the milliseconds to another one."""
-
-    def is_over(self, stream: Any) -> bool:
-        """Whether all is done that a stream was given; never waits."""
 
     def current_stream(self) -> Any:
         """The stream of what this thread computes."""

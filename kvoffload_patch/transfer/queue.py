@@ -75,7 +75,7 @@ class CopyQueue:
         self._enqueued = 0  # slices so far
         self._spare: list[Any] = []
         self._done = 0
-        self._waiter: Any = None  # the stream of compute that was made to wait last
+        self._passed = device.new_event()  # compute that was made to wait last no longer waits
         # The ends of the last slices. An event that was never recorded counts as done.
         self._slice_ends = deque(device.new_event() for _ in range(slices_ahead))
         self._joined = device.new_event()
@@ -151,15 +151,20 @@ class CopyQueue:
         with self._lock:
             self.flush(ticket)
             event = self._end_of(ticket)
-            if event is not None:
-                if stream is None:
-                    stream = self._waiter = self._device.current_stream()
+            if event is not None and stream is not None:
                 stream.wait_event(event)
+            elif event is not None:
+                compute = self._device.current_stream()
+                compute.wait_event(event)
+                self._passed.record(compute)
 
     def awaited(self) -> bool:
-        """Whether compute that was made to wait for a copy is not over; never waits."""
-        waiter = self._waiter
-        return waiter is not None and not self._device.is_over(waiter)
+        """Whether compute that was made to wait for a copy still waits; never waits itself.
+
+        An event says it and not the stream: asking a stream that a launch waits for, because the
+        device has no room for it, waits as well.
+        """
+        return not self._passed.query()
 
     def _end_of(self, ticket: int) -> Any:
         """The event that no copy up to ``ticket`` is later than; None if all are done."""

@@ -308,6 +308,12 @@ ROWS = (
         f"{_TOKENS}nothing_stale_is_served_after_a_reset",
     ),
     _engine(
+        "paused, resized and emptied while it serves",
+        "commands between prompts",
+        "test_commanded.py::test_answers_are_those_of_plain_vllm_whatever_the_tier_is_told",
+        gpu=("paused, resized and emptied",),
+    ),
+    _engine(
         "sleep",
         "levels 0, 1 and 2, the same weights and others; the CPU build has no sleep mode, so the "
         "tests give it one",

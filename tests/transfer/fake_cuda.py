@@ -78,9 +78,6 @@ class FakeStream:
         upto = self.given
         return lambda: self.done >= upto
 
-    def query(self) -> bool:
-        return not self.can_go_on() and not self.work
-
     def synchronize(self) -> None:
         self._cuda.run_until(self.end())
 
@@ -133,9 +130,6 @@ class FakeCuda:
 
     def new_event(self, timed: bool = False) -> FakeEvent:
         return FakeEvent(self)
-
-    def is_over(self, stream: FakeStream) -> bool:
-        return stream.query()
 
     def current_stream(self) -> FakeStream:
         return self.current

@@ -1,9 +1,9 @@
 """A load on a GPU whose stream waits for a word in pinned memory: ``python hung_gpu.py HOW``.
 
 HOW is what the main thread does, whose stream waits for the load: ``synchronize`` with that stream;
-``launch`` kernels until the driver has no room for another one; or ``release`` the word when the
-load is late, and see that all goes on. Ends with STATUS once the watch ends it, and with 0 where it
-goes on.
+``launch`` kernels within the step until the driver has no room for another one; ``launch-behind``
+it; or ``release`` the word when the load is late, and see that all goes on. Ends with STATUS once
+the watch ends it, and with 0 where it goes on.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class Word:
 def main(how: str) -> None:
     """Begin a load that hangs, have the current stream wait for it, and wait for that."""
     faulthandler.dump_traceback_later(STUCK_S)  # does not need Python's lock
-    deadline.DEADLINE_S, deadline.GRACE_S = DEADLINE_S, GRACE_S
     deadline.DEADLINE_PERIOD_S = PERIOD_S
     kv = torch.arange(NUM_BLOCKS * 4096, dtype=torch.int32, device="cuda").view(NUM_BLOCKS, 4096)
     layout = BlockLayout([kv], NUM_BLOCKS)
@@ -73,15 +72,18 @@ def main(how: str) -> None:
     engine.drain()
     torch.cuda.synchronize()
 
+    deadline.DEADLINE_S, deadline.GRACE_S = DEADLINE_S, GRACE_S  # loading kernels takes longer
     word.hold_up(engine._links[LOAD].queue.streams.bus)
     engine.begin_step(a_plan((a_load(2, (3,), (0,)),), wait_load=2))
     computed.add_(1)
-    engine.end_step()
     print("hangs", flush=True)
-    if how == "launch":
+    if how == "launch-behind":
+        engine.end_step()
+    if how.startswith("launch"):
         for _ in range(LAUNCHES):
             computed.add_(1)
-    elif how == "release":
+    engine.end_step()
+    if how == "release":
         time.sleep(DEADLINE_S + GRACE_S / 2)
         assert engine._watch is not None and engine._watch.overdue
         word.release()

@@ -20,7 +20,12 @@ ENDING_S = 10.0
 
 @pytest.mark.parametrize(
     ("how", "status"),
-    [("synchronize", hung_gpu.STATUS), ("launch", hung_gpu.STATUS), ("release", 0)],
+    [
+        ("synchronize", hung_gpu.STATUS),
+        ("launch", hung_gpu.STATUS),
+        ("launch-behind", hung_gpu.STATUS),
+        ("release", 0),
+    ],
 )
 def test_a_load_that_never_ends_ends_its_process_in_time(how: str, status: int) -> None:
     with subprocess.Popen(

@@ -22,11 +22,10 @@ from kvoffload_patch.transfer.devices.xpu import XpuDevice
 from kvoffload_patch.transfer.errors import TransferError
 
 PACKAGE = Path(kvoffload_patch.__file__).parent
-# The registry of kinds, the device, its events and its variant, and the driver's copies under it.
+# The registry of kinds, the device and its variant, and the driver's copies, which lie under it.
 OF_CUDA = {
     "transfer/device.py",
     "transfer/devices/cuda.py",
-    "transfer/devices/cuda_events.py",
     "transfer/devices/rocm.py",
     "transfer/backends/driver.py",
 }

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvoffload_patch.transfer.devices.cuda_events import CudaEvent, EventCalls
 from kvoffload_patch.transfer.devices.torch import TorchDevice
 
 if TYPE_CHECKING:
@@ -20,14 +18,6 @@ class CudaDevice(TorchDevice):
 
     backends: tuple[str, ...] = ("staged", "torch")
     module = "cuda"
-
-    def new_event(self, timed: bool = False) -> Any:
-        """One of the driver's, which does not keep the GIL."""
-        return CudaEvent(self._events, timed)
-
-    def is_over(self, stream: Any) -> bool:
-        """As ``cuStreamQuery``."""
-        return self._events.stream_over(self.handle(stream))
 
     def handle(self, stream: Any) -> int:
         """Its ``CUstream``."""
@@ -57,10 +47,6 @@ class CudaDevice(TorchDevice):
     def shares_memory(self) -> bool:
         """Whether the device is one of the CPU's chip."""
         return bool(getattr(torch.cuda.get_device_properties(self._device), "is_integrated", False))
-
-    @cached_property
-    def _events(self) -> EventCalls:
-        return EventCalls()
 
 
 class CudaRegistrar:

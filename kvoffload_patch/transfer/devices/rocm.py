@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 from kvoffload_patch.transfer.devices.cuda import CudaDevice
-from kvoffload_patch.transfer.devices.torch import TorchDevice
 
 
 class RocmDevice(CudaDevice):
@@ -19,8 +18,6 @@ class RocmDevice(CudaDevice):
 
     backends: tuple[str, ...] = ("torch",)
     not_run = "ROCm"
-    new_event = TorchDevice.new_event
-    is_over = TorchDevice.is_over
 
     def copier(self) -> Any:
         """None."""

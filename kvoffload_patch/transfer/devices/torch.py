@@ -40,10 +40,6 @@ class TorchDevice:
         """As torch's ``Event``."""
         return self._torch.Event(enable_timing=True) if timed else self._torch.Event()
 
-    def is_over(self, stream: Any) -> bool:
-        """As the stream's ``query``."""
-        return bool(stream.query())
-
     def current_stream(self) -> Any:
         """The stream of what this thread computes."""
         return self._torch.current_stream(self._device)

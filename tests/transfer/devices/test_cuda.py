@@ -21,6 +21,7 @@ def test_a_cuda_device_asks_torch_for_what_it_says(monkeypatch: pytest.MonkeyPat
     assert cuda.mock_calls == [], "nothing is asked before it is needed"
     device.use()
     device.new_stream(-1)
+    device.new_event()
     device.current_stream()
     device.on("stream")
     device.synchronize()
@@ -28,6 +29,7 @@ def test_a_cuda_device_asks_torch_for_what_it_says(monkeypatch: pytest.MonkeyPat
     assert [call for call in cuda.mock_calls if "__" not in call[0]] == [
         mock.call.set_device(on),
         mock.call.Stream(device=on, priority=-1),
+        mock.call.Event(),
         mock.call.current_stream(on),
         mock.call.stream("stream"),
         mock.call.synchronize(on),
