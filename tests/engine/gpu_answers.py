@@ -18,6 +18,7 @@ LOST = ("first", "other weights", "level 2", "reset")
 # What the tier has when it was told something, and what it must not have.
 HAD = ("stored", "resumed", "larger, stored", "emptied, stored")
 NOT_HAD = ("first", "paused", "emptied")
+DIFFERING = 6  # of answers that differ so many are told: plain vLLM's and the tier's
 Answers = dict[str, Any]  # of an engine, by scenario; or what was made of two
 
 
@@ -44,6 +45,8 @@ def compare(runner: str, kind: Kind, off: Answers, on: Answers, *few: Answers) -
         answers_equal=sum(a == b for a, b in pairs),
         blocks_loaded=last["tier"]["loaded"] if "tier" in last else last["loaded"] // 16,
     )
+    if other := [(at, a, b) for at, (a, b) in enumerate(pairs) if a != b]:
+        found["differ"] = other[:DIFFERING]
     good = [found["answers_equal"] == len(pairs), found["blocks_loaded"] > 0 or kind.ends]
     good.append((on.get("by_layer", False), on["one_copy"]) == kind.says)
     if about:

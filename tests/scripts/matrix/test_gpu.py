@@ -291,6 +291,14 @@ def test_commands_have_failed_if_anything_of_them_is_wrong(wrong) -> None:
     assert gpu_answers.compare("v2", kind, off, on)["outcome"] == "failed"
 
 
+def test_answers_that_differ_are_told_as_they_are() -> None:
+    kind = next(kind for kind in gpu_kinds.KINDS if kind.asked == gpu_answers.COMMANDED)
+    off, on = commanded()
+    assert "differ" not in gpu_answers.compare("v2", kind, off, on)
+    on["commanded"]["tokens"]["first"][1] = [7, 7]
+    assert gpu_answers.compare("v2", kind, off, on)["differ"] == [(1, [0, 0], [7, 7])]
+
+
 def test_kinds_beside_kvcached_are_left_out_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEST_KVCACHED", raising=False)
     assert gpu_kinds.chosen(["v1", "v2"], ["kvcached"], 1) == []
