@@ -38,6 +38,10 @@ def _engine(
     return Row(name, f"real engine: {what}", played, gpu, gpus, beside)
 
 
+def _random(name: str, case: str) -> Row:
+    return Row(name, "vLLM's scheduler over a faked model, random runs", (f"{_RANDOM}{case}",))
+
+
 def _refused(name: str, case: str) -> Row:
     return Row(name, "the check at start", (f"{_REFUSED}[{case}]",))
 
@@ -129,15 +133,10 @@ ROWS = (
         "two worker processes; all kinds above but linear attention",
         "test_states.py::test_each_of_two_ranks_brings_its_own_states_back",
     ),
-    Row(
-        "states: one, two and three groups",
-        "vLLM's scheduler over a faked model, random runs",
-        (f"{_RANDOM}_of_layers_that_keep_a_state[state]",),
-    ),
-    Row(
+    _random("states: one, two and three groups", "_of_layers_that_keep_a_state[state]"),
+    _random(
         "states with checkpoints within a step",
-        "vLLM's scheduler over a faked model, random runs",
-        (f"{_RANDOM}_of_layers_that_keep_a_state[state with checkpoints]",),
+        "_of_layers_that_keep_a_state[state with checkpoints]",
     ),
     _refused("states of a kind that was not shown to come back", "states of another kind"),
     _refused("states on a device on which they were not shown", "states on a GPU"),
@@ -164,11 +163,7 @@ ROWS = (
         "step",
         f"{_CONNECTORS}states_that_a_connector_brings_come_back_from_the_tier",
     ),
-    Row(
-        "a KV connector, with states and without, every token compared",
-        "vLLM's scheduler over a faked model, random runs",
-        (f"{_RANDOM}_beside_a_connector",),
-    ),
+    _random("a KV connector, with states and without, every token compared", "_beside_a_connector"),
     _refused("hits of partial blocks", "partial hits"),
     _refused("encoder-decoder models", "encoder-decoder"),
     _refused("groups kept in host memory", "host memory"),
@@ -237,10 +232,8 @@ ROWS = (
         ),
         gpus=2,
     ),
-    Row(
-        "decode context parallelism, every token compared",
-        "vLLM's scheduler over a faked model, random runs",
-        (f"{_RANDOM}_of_ranks_with_a_part_of_each_block",),
+    _random(
+        "decode context parallelism, every token compared", "_of_ranks_with_a_part_of_each_block"
     ),
     _refused(
         "decode context parallelism beside sliding windows", "decode context parallel, windows"

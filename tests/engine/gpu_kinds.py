@@ -72,6 +72,7 @@ class Kind:
         blocks: of the GPU, without the tier and with it.
         late: how late the tier's copies are, see `late_copies`.
         ends: the engine with the tier ends, and what it has answered before is compared.
+        refused: the tier refuses it, unless it is told to try what nobody has shown.
         by_layer: whether its blocks are large enough for loads that come by layer.
     """
 
@@ -92,6 +93,7 @@ class Kind:
     late: str = ""
     by_layer: bool = False
     ends: bool = False
+    refused: bool = False
 
     @property
     def says(self) -> tuple[bool, bool]:
@@ -185,6 +187,7 @@ def _states(name: str) -> Kind:
         settings={"KVOFFLOAD_ALLOW_UNVERIFIED": "1"},
         blocks=gpu_states.BLOCKS,
         late="device",
+        refused=name in gpu_states.REFUSED,
     )
 
 

@@ -40,6 +40,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "short convolutions": ("conv", _EXACT),
     "linear attention": ("linear", {"attention_backend": "TRITON_MLA"}),
 }
+REFUSED = ("linear attention",)  # docs/shapes.md, "Linear attention on a GPU"
 MODELS: dict[str, Callable[[Path], object]] = {
     # Two heads of values to each of keys: with one, the kernel for a GPU refuses its inputs.
     "gdn": partial(architectures.write, "qwen3_next", linear_num_value_heads=4),
