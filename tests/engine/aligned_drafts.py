@@ -1,8 +1,9 @@
-"""States beside drafted tokens on the CPU: two kernels that the build lacks, in PyTorch.
+"""States beside drafted tokens on the CPU: kernels that the build lacks, in PyTorch.
 
 With drafts a step leaves a state behind each of its tokens, and it is known only then which of them
 stand. From 0.29 on vLLM has a Triton kernel that copies states before the forward pass, and one
-that leaves the state at the end of a block in that block after it. Plain vLLM plays with the same.
+that leaves the state at the end of a block in that block after it. Triton's interpreter, on which
+runner V2 plays, would take minutes for them. Plain vLLM plays with the same.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ def install() -> None:
 
     as_made = Context.initialize_from_forward_context
 
-    def initialize(self: Any, config: Any, layers: Any, kinds: Any, tables: Any) -> None:
+    def initialize(
+        self: Any, config: Any, layers: Any, kinds: Any, tables: Any, *of_the_batch: Any
+    ) -> None:
         if not self.is_initialized:
-            as_made(self, config, layers, kinds, tables)
+            as_made(self, config, layers, kinds, tables, *of_the_batch)
             # Rows of all requests; what is given has those of this step.
             self.tables = [table if table._base is None else table._base for table in tables]
             self.states = list(_states(self.mamba_group_ids, config, layers))
@@ -26,6 +29,7 @@ def install() -> None:
     Context.initialize_from_forward_context = initialize
     Context.run_fused_precopy = _before
     Context.run_fused_postprocess = _after
+    Context.run_fused_postprocess_align = _after_by_slots
 
 
 def _states(groups: list[int], config: Any, layers: Any) -> Any:
@@ -40,11 +44,17 @@ def _before(
     idx_mapping: Any,
 ) -> None:  # fmt: skip
     """The last state that stands begins the window of states of this step."""
-    assert idx_mapping is None
-    given = zip(src_col_gpu.tolist(), state_idx_gpu.tolist(), token_bias_gpu.tolist())
-    for row, (source, target, passed) in enumerate(list(given)[:num_reqs]):
+    for row in _rows(num_reqs, idx_mapping):
+        source, target = int(src_col_gpu[row]), int(state_idx_gpu[row])
         if source not in (-1, target):
-            _copy(self, row, source, target, passed)
+            _copy(self, row, source, target, int(token_bias_gpu[row]))
+
+
+def _rows(num_reqs: int, slots: Any) -> list[int]:
+    """Where the step's requests are: in its order with runner V1, each in its slot with V2."""
+    return (
+        list(range(num_reqs)) if slots is None else [s for s in slots[:num_reqs].tolist() if s >= 0]
+    )
 
 
 def _after(
@@ -66,6 +76,24 @@ def _after(
             continue
         if source == target:
             self.num_accepted_tokens_out[row] = 1
+        if (source, end) != (target, first):
+            _copy(self, row, source, target, end - first)
+
+
+def _after_by_slots(
+    self: Any, num_reqs: int, num_accepted_tokens_gpu: Any, state_idx_gpu: Any,
+    new_num_computed_tokens_gpu: Any, idx_mapping: Any,
+) -> None:  # fmt: skip
+    """The same with runner V2, which knows what is computed then, and writes in place."""
+    for row in _rows(num_reqs, idx_mapping):
+        accepted, source = int(num_accepted_tokens_gpu[row]), int(state_idx_gpu[row])
+        computed = int(new_num_computed_tokens_gpu[row])
+        first, end = computed - accepted + 1, computed // self.block_size * self.block_size
+        target = end // self.block_size - 1
+        if end < first:
+            continue
+        if source == target:
+            num_accepted_tokens_gpu[row] = 1
         if (source, end) != (target, first):
             _copy(self, row, source, target, end - first)
 
