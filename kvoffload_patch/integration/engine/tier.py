@@ -73,14 +73,14 @@ class SchedulerTier:
         self._report = Report(manager, settings.log_interval)
         self._hits = HitCounts(view, self._report)
         self.pace = Pace(ranks.load_ms_per_block, ranks.overlap, now)
-        front = FreeFront(view, manager) if manager.may_look_ahead else None
-        self._front = front
+        front = self._front = FreeFront(view, manager) if manager.may_look_ahead else None
         not_hit, taken = self._hits.forget, self._look_at_handed_out
         self._loads = LoadBook(view, manager, self.pace, not_hit, taken)
         self._full_prompts = FullPromptHits(view, manager, self.pace)
         self._invalid = InvalidBlocks(view, manager)
         self._recency = Recency(view, manager, self._front)
-        self.choice = StoreChoice(manager, self._front, self._recency, settings.store_decode)
+        uncache, decode = view.adapter.uncache, settings.store_decode
+        self.choice = StoreChoice(manager, uncache, front, self._recency, decode)
         self._admission = Admission(
             view, manager, ranks, self.pace, self._loads, self._lookups, self._hits,
             self._recency, front, settings,

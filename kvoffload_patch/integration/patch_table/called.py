@@ -121,6 +121,13 @@ CALLED = (
         Shape(_ANY, ("self", "ordered_blocks"), "None"),
     ),
     *_called(
+        "pool.evict_cached_block",
+        _POOL,
+        "BlockPool._maybe_evict_cached_block",
+        "keys of blocks that no step computes are taken out of the prefix cache",
+        Shape(_ANY, ("self", "block"), "bool"),
+    ),
+    *_called(
         "pool.get_num_free_blocks",
         _POOL,
         "BlockPool.get_num_free_blocks",

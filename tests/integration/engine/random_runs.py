@@ -70,7 +70,7 @@ def describe(
         "late": rng.randrange(4),
         "blocks": max(49, blocks) if len(windows) > 1 else blocks,
         "num_slots": rng.choice([6, 30, 100, 400]),
-        "policy": _queue(rng, policies, shape),
+        "policy": rng.choice(policies),
         "windows": windows,
         "lookahead": rng.choice([0, 0, 0, 5]),
         "step_ms": rng.choice([0, 0, 3, 30]),
@@ -90,17 +90,6 @@ def _retention(seed: int, windows: tuple[Any, ...], shape: str | None) -> int | 
     """
     drawn = random.Random(f"retention {seed}").choice([None, 0, 0, 64])
     return None if windows == (None,) or shape == UNCACHED else drawn
-
-
-def _queue(rng: random.Random, policies: Policies, shape: str | None) -> str:
-    """The policy of vLLM's queue; not that of priorities with UNCACHED.
-
-    Where vLLM preempts a request that the same step has scheduled already, as priorities let it, it
-    leaves the keys of blocks that nobody computes in its prefix cache. Windows that are filled
-    again make that common: of 318 runs without a tier five had a wrong token.
-    """
-    drawn = rng.choice(policies)
-    return "fcfs" if shape == UNCACHED else drawn
 
 
 def _groups(shape: str) -> list[tuple[Any, ...]]:

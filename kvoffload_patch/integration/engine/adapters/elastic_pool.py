@@ -57,6 +57,12 @@ class ElasticPoolAdapter(PoolAdapter):
         """None: the pool has no order in which it hands blocks out."""
         return []
 
+    def uncache(self, blocks: Iterable[Any]) -> None:
+        """As for vLLM's pool; of these nobody is told, or they would be stored."""
+        forget = getattr(type(self._pool), _FORGET)
+        for block in blocks:
+            forget(self._pool, block)
+
     def tell_evicted(self, note: Callable[[Any], None]) -> None:
         """Call ``note`` with each block that the pool evicts; until `free_all`."""
         forget = getattr(self._pool, _FORGET)

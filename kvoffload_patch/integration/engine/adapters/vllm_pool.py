@@ -97,6 +97,11 @@ class PoolAdapter:
     def _touch_one_group(self, blocks: Sequence[Any]) -> None:
         self._pool.touch((blocks,))
 
+    def uncache(self, blocks: Iterable[Any]) -> None:
+        """Take blocks out of the prefix cache that do not hold what their keys say."""
+        for block in blocks:
+            self._pool._maybe_evict_cached_block(block)
+
     def tell_evicted(self, note: Callable[[Any], None]) -> None:
         """Nothing to tell: vLLM's own pool evicts a block when it hands it out."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvoffload_patch.config import FALSE
@@ -35,6 +35,7 @@ class StoreChoice:
 
     Args:
         manager: of the tier.
+        uncache: takes GPU blocks out of vLLM's prefix cache.
         front: of the free blocks, where blocks are stored before the GPU loses them; None: nowhere.
         recency: told of what requests compute.
         decode: whether blocks that answers fill are stored.
@@ -44,9 +45,15 @@ class StoreChoice:
     """
 
     def __init__(
-        self, manager: OffloadManager, front: FreeFront | None, recency: Recency, decode: bool
+        self,
+        manager: OffloadManager,
+        uncache: Callable[[list[Any]], None],
+        front: FreeFront | None,
+        recency: Recency,
+        decode: bool,
     ) -> None:
         self._manager = manager
+        self._uncache = uncache
         self._front = front
         self._recency = recency
         self.decode = decode
@@ -78,9 +85,8 @@ class StoreChoice:
         known, computes = self._recency.keys, self._recency.computes
         for request, blocks in cached:
             request_id = request.request_id
-            # A request preempted within this very schedule() never computes its blocks.
             if request_id not in scheduled:
-                self._refuse([block.block_id for block in blocks])
+                self._not_computed(request, blocks)
             elif len(blocks) == 1 and (before := known.get(request_id)):  # as a decode does
                 # Known are those alone that store. As `computes`, a call less.
                 (block,) = blocks
@@ -123,6 +129,17 @@ class StoreChoice:
         kept = {key: block for key, block in blocks.items() if block not in self._answers}
         self._answers.clear()
         return kept
+
+    def _not_computed(self, request: Any, blocks: Sequence[Any]) -> None:
+        """No step computes blocks of a request that was preempted within this very `schedule`.
+
+        vLLM leaves their keys in its prefix cache, and the next request that hits them, that one
+        itself mostly, reads what was there before. So they are taken out; not blocks that are in
+        use, which were handed out since, nor those that a connector has filled.
+        """
+        self._refuse([block.block_id for block in blocks])
+        if not request.num_computed_tokens:
+            self._uncache([block for block in blocks if not block.ref_cnt])
 
     def _leave_out(self, blocks: Iterable[Any]) -> None:
         """A request does not let these be stored."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -104,6 +105,17 @@ def test_what_is_evicted_is_told_until_everything_is_given_back() -> None:
     adapter.free_all()
     assert "_remove_cached_block_hashes" not in vars(pool)
     assert not any(block.ref_cnt for block in pool.blocks)
+
+
+def test_of_what_is_taken_out_of_the_prefix_cache_nobody_is_told() -> None:
+    pool, told, forgotten = ElasticBlockPool(), list[Any](), list[Any]()
+    adapter = ElasticPoolAdapter(pool)
+    adapter.tell_evicted(told.append)
+    with mock.patch.object(
+        ElasticBlockPool, "_remove_cached_block_hashes", lambda self, block: forgotten.append(block)
+    ):
+        adapter.uncache(pool.blocks[2:4])
+    assert forgotten == pool.blocks[2:4] and not told
 
 
 def test_blocks_of_copies_are_referenced_until_they_are_done_and_once() -> None:

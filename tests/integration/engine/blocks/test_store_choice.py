@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from integration.engine.mini import BLOCK, Mini
-from scheduler_half.scenarios import prompt
+from scheduler_half.scenarios import nothing_held, prompt
 
 from kvoffload_patch.config import STORES
 from kvoffload_patch.integration.engine.blocks.store_choice import ARGUMENT, stores
@@ -93,3 +93,27 @@ def test_blocks_of_answers_are_stored_unless_that_is_off(
     assert held(mini, whole) == (5 if decode else 2)
     assert bool(mini.manager.stats.not_stored["decode"]) != decode
     mini.check()
+
+
+@pytest.mark.parametrize("later", ["as it is", "paused"])
+def test_keys_of_blocks_that_no_step_computes_leave_vllms_cache(later: str) -> None:
+    """Priorities let vLLM preempt a request that the same step has scheduled already."""
+    mini = Mini(blocks=16, policy="priority", limits={"long_prefill_token_threshold": 48})
+    mini.scheduler.adaptive_long_prefill_threshold = False
+    tokens = prompt(12, seed=1, tail=8)
+    mini.add(prompt(0, seed=3, tail=2), count=12)
+    low = mini.add(tokens, count=2, priority=5)
+    mini.step()
+    mini.add(prompt(1, seed=2, tail=15), count=8)
+    if later == "paused":
+        mini.tier.pause()
+    while mini.device.resumed == 0 and mini.scheduler.has_unfinished_requests():
+        mini.step()
+    assert mini.device.resumed == 1, "this test shows nothing"
+    mini.run()
+    mini.check()
+    again = mini.add(tokens, count=2)
+    mini.run()
+    mini.check()
+    assert mini.hits[low] == 0 and mini.hits[again] > 0
+    nothing_held(mini)
