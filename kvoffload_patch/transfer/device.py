@@ -3,8 +3,8 @@
 Another kind of device is a module of `devices/`, a row of `_KINDS`, and, where none of the copy
 backends does, one of these. A stream is any object with ``wait_event``, ``wait_stream`` and
 ``synchronize``, an event one with ``record``, ``query`` and ``synchronize``, as PyTorch has them;
-an event that was never recorded counts as done. No stream is asked whether it is done: where a
-launch waits for room on the device, that question waits as well, and torch keeps the GIL.
+an event that was never recorded counts as done. No stream is asked whether it is done, because
+that may wait (`CopyQueue.awaited`).
 """
 
 from __future__ import annotations

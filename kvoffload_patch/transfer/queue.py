@@ -161,8 +161,8 @@ class CopyQueue:
     def awaited(self) -> bool:
         """Whether compute that was made to wait for a copy still waits; never waits itself.
 
-        An event says it and not the stream: asking a stream that a launch waits for, because the
-        device has no room for it, waits as well.
+        An event says it and not the stream: where a launch waits for room on the device, asking its
+        stream did not return (docs/copies.md).
         """
         return not self._passed.query()
 

@@ -70,14 +70,7 @@ def _after(
     rows = zip(*(column[:num_reqs].tolist() for column in columns))
     for row, (accepted, source, scheduled, computed, drafted) in enumerate(rows):
         first = computed + scheduled - drafted
-        end = (first + accepted - 1) // self.block_size * self.block_size
-        target = end // self.block_size - 1
-        if end < first:
-            continue
-        if source == target:
-            self.num_accepted_tokens_out[row] = 1
-        if (source, end) != (target, first):
-            _copy(self, row, source, target, end - first)
+        _leave(self, row, source, first, first + accepted - 1, self.num_accepted_tokens_out)
 
 
 def _after_by_slots(
@@ -86,16 +79,24 @@ def _after_by_slots(
 ) -> None:  # fmt: skip
     """The same with runner V2, which knows what is computed then, and writes in place."""
     for row in _rows(num_reqs, idx_mapping):
-        accepted, source = int(num_accepted_tokens_gpu[row]), int(state_idx_gpu[row])
-        computed = int(new_num_computed_tokens_gpu[row])
-        first, end = computed - accepted + 1, computed // self.block_size * self.block_size
-        target = end // self.block_size - 1
-        if end < first:
-            continue
-        if source == target:
-            num_accepted_tokens_gpu[row] = 1
-        if (source, end) != (target, first):
-            _copy(self, row, source, target, end - first)
+        computed, source = int(new_num_computed_tokens_gpu[row]), int(state_idx_gpu[row])
+        first = computed - int(num_accepted_tokens_gpu[row]) + 1
+        _leave(self, row, source, first, computed, num_accepted_tokens_gpu)
+
+
+def _leave(self: Any, row: int, source: int, first: int, computed: int, accepted: Any) -> None:
+    """Leave the state at the last end of a block up to ``computed`` in that block.
+
+    ``first``: tokens behind which the window of states begins; nothing is left before it.
+    """
+    end = computed // self.block_size * self.block_size
+    target = end // self.block_size - 1
+    if end < first:
+        return
+    if source == target:
+        accepted[row] = 1
+    if (source, end) != (target, first):
+        _copy(self, row, source, target, end - first)
 
 
 def _copy(self: Any, row: int, source: int, target: int, passed: int) -> None:

@@ -6,7 +6,7 @@ import os
 from threading import Thread
 from typing import Any
 
-PROMPTS, LENGTH, OTHERS = 6, 420, 8
+PROMPTS, LENGTH = 6, 420
 
 
 def commanded(stage: Any) -> dict[str, Any]:

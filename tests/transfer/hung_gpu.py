@@ -52,6 +52,12 @@ class Word:
         self._word[0] = 1
 
 
+def launch_on(computed: torch.Tensor) -> None:
+    """Launch until the driver has no room for another one."""
+    for _ in range(LAUNCHES):
+        computed.add_(1)
+
+
 def main(how: str) -> None:
     """Begin a load that hangs, have the current stream wait for it, and wait for that."""
     faulthandler.dump_traceback_later(STUCK_S)  # does not need Python's lock
@@ -77,13 +83,12 @@ def main(how: str) -> None:
     engine.begin_step(a_plan((a_load(2, (3,), (0,)),), wait_load=2))
     computed.add_(1)
     print("hangs", flush=True)
-    if how == "launch-behind":
-        engine.end_step()
-    if how.startswith("launch"):
-        for _ in range(LAUNCHES):
-            computed.add_(1)
+    if how == "launch":
+        launch_on(computed)
     engine.end_step()
-    if how == "release":
+    if how == "launch-behind":
+        launch_on(computed)
+    elif how == "release":
         time.sleep(DEADLINE_S + GRACE_S / 2)
         assert engine._watch is not None and engine._watch.overdue
         word.release()
