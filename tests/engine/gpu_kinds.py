@@ -72,7 +72,7 @@ class Kind:
         blocks: of the GPU, without the tier and with it.
         late: how late the tier's copies are, see `late_copies`.
         ends: the engine with the tier ends, and what it has answered before is compared.
-        refused: the tier refuses it, unless it is told to try what nobody has shown.
+        unsteady: first answers that are not compared, see `gpu_states.UNSTEADY`.
         by_layer: whether its blocks are large enough for loads that come by layer.
     """
 
@@ -93,7 +93,7 @@ class Kind:
     late: str = ""
     by_layer: bool = False
     ends: bool = False
-    refused: bool = False
+    unsteady: int = 0
 
     @property
     def says(self) -> tuple[bool, bool]:
@@ -187,7 +187,7 @@ def _states(name: str) -> Kind:
         settings={"KVOFFLOAD_ALLOW_UNVERIFIED": "1"},
         blocks=gpu_states.BLOCKS,
         late="device",
-        refused=name in gpu_states.REFUSED,
+        unsteady=gpu_states.UNSTEADY.get(name, 0),
     )
 
 

@@ -29,7 +29,7 @@ _SHARDED_SPECS = {"FullAttentionSpec", "MLAAttentionSpec"}
 # shown to come back.
 _STATE_SPEC = "MambaSpec"
 _STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
-    ("0.26.0", "cuda"): ("GDN_ATTN", "MAMBA1", "MAMBA2", "SHORT_CONV"),
+    ("0.26.0", "cuda"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
     ("0.30.0", "cpu"): ("GDN_ATTN",),
     ("0.32.0", "cpu"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
 }

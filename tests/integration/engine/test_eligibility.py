@@ -412,10 +412,10 @@ def test_states_are_approved_where_they_were_shown(
     assert f"found {kind} with {release} on cuda" in doubt
 
 
-ON_CUDA = ("GDN_ATTN", "MAMBA1", "MAMBA2", "SHORT_CONV")
+ON_CUDA = ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV")
 
 
-@pytest.mark.parametrize("kind", [*ON_CUDA, "LINEAR", "CUSTOM"])
+@pytest.mark.parametrize("kind", [*ON_CUDA, "CUSTOM"])
 @pytest.mark.parametrize("release", ["0.25.1", "0.26.0", "0.27.0", "0.32.0"])
 def test_states_are_approved_on_a_gpu_where_they_were_played(
     monkeypatch: pytest.MonkeyPatch, release: str, kind: str
@@ -461,6 +461,13 @@ def test_what_was_not_played_with_states_on_a_gpu_is_refused_and_can_be_tried(
     monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", "1")
     (doubt,) = check_eligible(vllm_config, asked)
     assert re.search(found, doubt)
+
+
+def test_linear_attention_was_played_on_a_gpu_beside_mla(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", "0.26.0")
+    linear = {**STATE, "mamba_type": SimpleNamespace(name="LINEAR")}
+    asked = scheduler(group("MLAAttentionSpec"), group("MambaSpec", **linear))
+    assert check_eligible(config(device="cuda"), asked) == ()
 
 
 def test_states_are_approved_beside_drafts_where_they_were_shown(

@@ -56,7 +56,6 @@ def test_a_row_adds_up_its_kinds_and_names_each_commit() -> None:
     [
         ([{"outcome": "failed"}, {}], "**red**: v1, graphs failed"),
         ([{"outcome": "skipped", "why": "no room"}], "not run: no room"),
-        ([{"outcome": "skipped", "why": "refused; 1 of 2 equal"}], "refused; 1 of 2 equal"),
         (
             [{}, {"name": "v1, graphs, windows", "outcome": "skipped", "why": "no room"}],
             "green: 36 of 36 answers equal, 1,000 blocks loaded; v1, graphs, windows not run",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -290,13 +289,6 @@ def test_commands_have_failed_if_anything_of_them_is_wrong(wrong) -> None:
     off, on = commanded()
     wrong(on[kind.asked])
     assert gpu_answers.compare("v2", kind, off, on)["outcome"] == "failed"
-
-
-def test_what_the_tier_refuses_is_tried_and_neither_good_nor_bad() -> None:
-    played = next(kind for kind in gpu_kinds.KINDS if kind.asked == gpu_answers.COMMANDED)
-    found = gpu_answers.compare("v1", replace(played, refused=True), *commanded())
-    assert found["outcome"] == "skipped"
-    assert found["why"] == "refused by the tier; tried, 19 of 19 answers are plain vLLM's"
 
 
 def test_answers_that_differ_are_told_as_they_are() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,6 +79,29 @@ def test_answers_must_be_equal_and_what_was_seen_is_told() -> None:
 def test_what_must_hold(off: dict[str, Any], on: dict[str, Any], outcome: bool) -> None:
     found = gpu_kinds.compare("v2", KIND, off, on, few())
     assert found["outcome"] == ("passed" if outcome else "failed")
+
+
+@pytest.mark.parametrize(
+    ("other", "compared", "first"),
+    [((), (2, 2), 1), ((0,), (2, 2), 0), ((2,), (2, 1), 1)],
+    ids=["all equal", "one of the first", "a later one"],
+)
+def test_first_answers_are_counted_where_plain_vllm_does_not_repeat_them(
+    monkeypatch: pytest.MonkeyPatch, other: tuple[int, ...], compared: tuple[int, int], first: int
+) -> None:
+    """Of three answers one is of the first round."""
+    kind = next(kind for kind in gpu_kinds.KINDS if kind.name == "states: linear attention")
+    assert kind.unsteady == gpu_states.ROUND
+    monkeypatch.setattr(gpu_states, "ROUND", 1)
+    sides = side(), tier(), few()
+    for one in sides:
+        one["lengths_alone"] = {"tokens": [[1], [2], [3]], "cached": 640}
+    for at in other:
+        sides[1]["lengths_alone"]["tokens"][at] = [9]
+    found = gpu_kinds.compare("v1", replace(kind, unsteady=1), *sides)
+    assert found["outcome"] == ("passed" if compared == (2, 2) else "failed")
+    assert (found["answers"], found["answers_equal"]) == compared
+    assert (found["first"], found["plain_first_equal"], found["first_equal"]) == (1, 1, first)
 
 
 def test_many_ties_are_no_ties_but_where_plain_vllm_has_as_many() -> None:
