@@ -170,9 +170,18 @@ def make_kv_cache_config(
 
 
 def make_request(
-    name: str, prompt: list[int], count: int, priority: int = 0, size: int = BLOCK
+    name: str,
+    prompt: list[int],
+    count: int,
+    priority: int = 0,
+    size: int = BLOCK,
+    salt: str | None = None,
+    **sampling: Any,
 ) -> Any:
-    """A request for ``count`` tokens, with whatever hashes its blocks of ``size`` tokens."""
+    """A request for ``count`` tokens, with whatever hashes its blocks of ``size`` tokens.
+
+    ``salt`` is of its prefix; ``sampling`` are more arguments of `SamplingParams`.
+    """
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
@@ -181,7 +190,8 @@ def make_request(
         Request,
         request_id=name,
         prompt_token_ids=prompt,
-        sampling_params=SamplingParams(max_tokens=count, ignore_eos=True),
+        sampling_params=SamplingParams(max_tokens=count, ignore_eos=True, **sampling),
+        cache_salt=salt,
         block_hasher=hasher(size),
         priority=priority,
         arrival_time=time.time(),

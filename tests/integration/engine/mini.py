@@ -240,10 +240,10 @@ class Mini:
 
     # What a user does
 
-    def add(self, prompt: list[int], count: int = 4, priority: int = 0) -> str:
-        """Ask for ``count`` tokens; returns the request's name."""
+    def add(self, prompt: list[int], count: int = 4, priority: int = 0, **more: Any) -> str:
+        """Ask for ``count`` tokens; returns the request's name. ``more``: of `make_request`."""
         name = f"request-{len(self.prompts)}"
-        request = parts.make_request(name, list(prompt), count, priority, self.device.size)
+        request = parts.make_request(name, list(prompt), count, priority, self.device.size, **more)
         self.prompts[name], self.answers[name], self.counts[name] = list(prompt), [], count
         self.scheduler.add_request(request)
         return name

@@ -144,16 +144,18 @@ def run(
         AssertionError: something is wrong, or is left behind.
     """
     from integration.engine.mini import Mini
+    from integration.engine.random_users import Users
     from integration.engine.trainer import Trainer
     from scheduler_half.device import LoadFailed
     from scheduler_half.scenarios import nothing_held
 
-    rng = random.Random(seed)
+    rng, users = random.Random(seed), Users(seed)
     # A number that others do not rest on: half of the runs are asked for nothing.
-    commands = random.Random(f"commands {seed}") if seed % 16 < 8 else None
+    commands = random.Random(f"commands {seed}") if seed % 16 < 8 and not users.alone else None
     rate = {"load": rng.choice([0, 0, 0.2, 0.5]), "store": rng.choice([0, 0, 0.3])}
     ranks, about = _ranks(rng, seed), describe(seed, most_in_flight, shape, policies, shards)
     drafter = _drafter(seed, about) if drafts else None
+    about = users.settings(about)
     mini = Mini(
         lambda direction, _: rng.random() < rate[direction], ranks=ranks, events=seed % 3 == 0,
         weighs=False, drafter=drafter, **about
@@ -161,8 +163,9 @@ def run(
     gain, stats = _weighed(mini, about, seed), mini.manager.stats
     given = _compare_what_is_given(mini)
     trainer, beside = Trainer(mini, seed), _connector(mini, seed) if connector else None
+    taught = None if connector or drafts or users.alone else trainer
     try:
-        asked = _play(mini, rng, commands, None if connector or drafts else trainer, beside)
+        asked = _play(mini, rng, users, commands, taught, beside)
         mini.run(steps=_MAX_STEPS)
     except LoadFailed:
         # A load that a step reads is a promise: the engine ends, and no wrong token has come out.
@@ -173,10 +176,14 @@ def run(
     assert not mini.breaker.detached, mini.breaker.failure
     assert [one.error for one in asked if one.error or not one.done.is_set()] == []
     return {
-        **_moved(mini), "asked": len(asked), "given": len(given), "kept": trainer.kept,
-        "updates": trainer.updates, "changes": gain.changes, "brought": getattr(beside, "loads", 0),
-        **({"accepted": drafter.accepted, "refused": drafter.refused} if drafter else {}),
+        **_moved(mini), **users.seen(), **_drafted(drafter), "asked": len(asked),
+        "given": len(given), "kept": trainer.kept, "updates": trainer.updates,
+        "changes": gain.changes, "brought": getattr(beside, "loads", 0),
     }  # fmt: skip
+
+
+def _drafted(drafter: Any) -> dict[str, int]:
+    return {} if drafter is None else {"accepted": drafter.accepted, "refused": drafter.refused}
 
 
 def _moved(mini: Any) -> dict[str, int]:
@@ -240,16 +247,14 @@ def _compare_what_is_given(mini: Any) -> list[int]:
 
 
 def _play(
-    mini: Any, rng: random.Random, commands: random.Random | None, trainer: Any, connector: Any
-) -> list[Any]:
+    mini: Any, rng: random.Random, users: Any, commands: random.Random | None, trainer: Any,
+    connector: Any,
+) -> list[Any]:  # fmt: skip
     """Forty requests, most of which begin like another one; returns what was asked meanwhile."""
     from integration.engine.mini import BLOCK
     from scheduler_half.scenarios import prompt
 
-    beginnings = [
-        prompt(rng.randrange(7), seed=rng.randrange(10**6), tail=rng.choice([0, 1, 5])) or [1, 2]
-        for _ in range(6)
-    ]
+    beginnings = _beginnings(rng)
     names, asked_for = list[str](), list[Any]()
     # Long answers outgrow the GPU, so that requests are preempted.
     counts = rng.choice([[1, 2, 5, 20, 40], [10, 30, 50, 60]])
@@ -266,18 +271,29 @@ def _play(
             asked = asked + prompt(14, seed=rng.randrange(10**6))
         count, priority = rng.choice(counts), rng.randrange(3)
         asked = asked[: _MAX_TOKENS - count] or [3]
-        names.append(mini.add(asked, count, priority))
+        names.append(users.add(mini, asked, count, priority))
         if connector is not None:
             connector.show(asked)
         for _ in range(rng.choice([0, 0, 1, 2, 5])):
             if mini.queue or mini.scheduler.has_requests():
                 mini.step()
         _disturb(mini, rng, names, connector)
+        users.disturb(mini)
         if trainer is not None:
             trainer.disturb()
         if commands is not None and commands.random() < 0.15:
             asked_for.append(_command(mini, commands))
+    users.end(mini)
     return asked_for
+
+
+def _beginnings(rng: random.Random) -> list[list[int]]:
+    from scheduler_half.scenarios import prompt
+
+    return [
+        prompt(rng.randrange(7), seed=rng.randrange(10**6), tail=rng.choice([0, 1, 5])) or [1, 2]
+        for _ in range(6)
+    ]
 
 
 def _disturb(mini: Any, rng: random.Random, names: list[str], connector: Any) -> None:

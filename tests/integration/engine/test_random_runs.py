@@ -26,17 +26,19 @@ from kvoffload_patch.integration.engine.eligibility import (
 from kvoffload_patch.integration.install import release_in_use
 
 SEEDS = range(160)
-STATES = range(24)
-SHARDS = range(24)
-UNSHARED = range(24)
-BESIDE = range(24)
-DRAFTS = range(24)
+STATES = range(20, 44)
+SHARDS = range(20, 44)
+UNSHARED = range(20, 44)
+BESIDE = range(20, 44)
+DRAFTS = range(20, 44)
 PARTS = 8
 MOST = most_in_flight(release_in_use())
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_runs(part: int) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
     seen: dict[str, int] = {}
     for seed in SEEDS[part::PARTS]:
         try:
@@ -55,9 +57,14 @@ def test_random_runs(part: int) -> None:
         "asked",
         "given",
         "changes",
+        "stopped",
+        "unread",
+        "private",
+        "crowds",
     )
     # Few runs can keep anything through sleep: not those with events, or a copy that failed.
-    for name in (*wanted, "updates", *(("kept",) if part == 3 else ())):
+    pauses = ("pauses",) if hasattr(Scheduler, "set_pause_state") else ()
+    for name in (*wanted, *pauses, "updates", *(("kept",) if part == 3 else ())):
         assert seen[name], f"no run has {name} anything"
 
 
