@@ -155,13 +155,11 @@ def run(
     rate = {"load": rng.choice([0, 0, 0.2, 0.5]), "store": rng.choice([0, 0, 0.3])}
     ranks, about = _ranks(rng, seed), describe(seed, most_in_flight, shape, policies, shards)
     drafter = _drafter(seed, about) if drafts else None
-    about = users.settings(about)
     mini = Mini(
         lambda direction, _: rng.random() < rate[direction], ranks=ranks, events=seed % 3 == 0,
-        weighs=False, drafter=drafter, **about
+        weighs=False, drafter=drafter, **users.settings(about)
     )  # fmt: skip
-    gain, stats = _weighed(mini, about, seed), mini.manager.stats
-    given = _compare_what_is_given(mini)
+    gain, given = _weighed(mini, about, seed), _compare_what_is_given(mini)
     trainer, beside = Trainer(mini, seed), _connector(mini, seed) if connector else None
     taught = None if connector or drafts or users.alone else trainer
     try:
@@ -170,6 +168,7 @@ def run(
     except LoadFailed:
         # A load that a step reads is a promise: the engine ends, and no wrong token has come out.
         assert rate["load"] and mini.only_right_tokens()
+        stats = mini.manager.stats
         return {"loaded": stats.loaded, "failed": stats.failed, "ended": 1}
     mini.check()
     nothing_held(mini)
