@@ -11,6 +11,7 @@ _FILES = "integration/engine/"
 _ADMISSION = "integration/engine/requests/test_admission.py::"
 _LOOKUP = "integration/engine/requests/test_lookup.py::"
 _SCHEDULER = "integration/engine/adapters/test_vllm_scheduler.py::"
+_CHOICE = "integration/engine/blocks/test_store_choice.py::"
 _INVALID = "integration/engine/blocks/test_invalid_blocks.py::"
 
 ENGINE = (
@@ -62,6 +63,13 @@ ENGINE = (
         "else self._view.still_cached",
         "else lambda *_: True",
         (_LOOKUP + "test_a_block_is_not_stored_under_a_key_that_it_has_lost",),
+    ),
+    Mutant(
+        "keys of blocks that nobody computes stay in vLLM's prefix cache",
+        _FILES + "blocks/store_choice.py",
+        "self._uncache([block for block in blocks if not block.ref_cnt])",
+        "pass",
+        (_CHOICE + "test_keys_of_blocks_that_no_step_computes_leave_vllms_cache",),
     ),
     Mutant(
         "a hit is stored again from a block that has lost its key",
