@@ -176,11 +176,15 @@ def make_request(
     priority: int = 0,
     size: int = BLOCK,
     salt: str | None = None,
+    resumable: bool = False,
     **sampling: Any,
 ) -> Any:
     """A request for ``count`` tokens, with whatever hashes its blocks of ``size`` tokens.
 
-    ``salt`` is of its prefix; ``sampling`` are more arguments of `SamplingParams`.
+    Args:
+        salt: of its prefix.
+        resumable: it is a session that may go on.
+        sampling: more arguments of `SamplingParams`.
     """
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
@@ -192,6 +196,7 @@ def make_request(
         prompt_token_ids=prompt,
         sampling_params=SamplingParams(max_tokens=count, ignore_eos=True, **sampling),
         cache_salt=salt,
+        resumable=resumable,
         block_hasher=hasher(size),
         priority=priority,
         arrival_time=time.time(),

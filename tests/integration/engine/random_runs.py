@@ -157,7 +157,7 @@ def run(
     drafter = _drafter(seed, about) if drafts else None
     mini = Mini(
         lambda direction, _: rng.random() < rate[direction], ranks=ranks, events=seed % 3 == 0,
-        weighs=False, drafter=drafter, **users.settings(about)
+        weighs=False, drafter=drafter, **users.settings(about, drafts)
     )  # fmt: skip
     gain, given = _weighed(mini, about, seed), _compare_what_is_given(mini)
     trainer, beside = Trainer(mini, seed), _connector(mini, seed) if connector else None
@@ -167,22 +167,24 @@ def run(
         mini.run(steps=_MAX_STEPS)
     except LoadFailed:
         # A load that a step reads is a promise: the engine ends, and no wrong token has come out.
+        users.check(mini, whole=False)
         assert rate["load"] and mini.only_right_tokens()
-        stats = mini.manager.stats
-        return {"loaded": stats.loaded, "failed": stats.failed, "ended": 1}
+        return {**_moved(mini), "ended": 1}
+    users.check(mini)
     mini.check()
     nothing_held(mini)
     assert not mini.breaker.detached, mini.breaker.failure
     assert [one.error for one in asked if one.error or not one.done.is_set()] == []
     return {
-        **_moved(mini), **users.seen(), **_drafted(drafter), "asked": len(asked),
-        "given": len(given), "kept": trainer.kept, "updates": trainer.updates,
-        "changes": gain.changes, "brought": getattr(beside, "loads", 0),
+        **_moved(mini), **users.seen(), **_beside(drafter, beside), "asked": len(asked),
+        "given": len(given), "changes": gain.changes, **trainer.seen(),
     }  # fmt: skip
 
 
-def _drafted(drafter: Any) -> dict[str, int]:
-    return {} if drafter is None else {"accepted": drafter.accepted, "refused": drafter.refused}
+def _beside(drafter: Any, connector: Any) -> dict[str, int]:
+    drafted = ("accepted", "refused") if drafter is not None else ()
+    brought = {"brought": connector.loads} if connector is not None else {"brought": 0}
+    return {**{name: getattr(drafter, name) for name in drafted}, **brought}
 
 
 def _moved(mini: Any) -> dict[str, int]:
@@ -302,13 +304,7 @@ def _disturb(mini: Any, rng: random.Random, names: list[str], connector: Any) ->
     if rng.random() < 0.03 and not mini.queue:
         from integration.engine.trainer import reset
 
-        try:
-            emptied = reset(mini)
-        except RuntimeError as error:  # vLLM's own, while it holds blocks for a connector's load
-            if connector is None or "remote KV transfer" not in str(error):
-                raise
-            emptied = False
-        if emptied:
+        if reset(mini):
             mini.device.scramble()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from integration.engine.random_sessions import Sessions, has_sessions
 from scheduler_half.device import answer
 
 from kvoffload_patch.integration.engine.blocks.store_choice import ARGUMENT
@@ -27,16 +28,23 @@ class Users:
         self._ask = seed // 32 % 2 == 1
         self.alone = self._ask and seed // 16 % 2 == 1
         self._paused = False
+        self._seed = seed
+        self._sessions: Sessions | None = None
         self.stopped = self.unread = self.private = self.pauses = self.crowds = 0
 
-    def settings(self, about: dict[str, Any]) -> dict[str, Any]:
+    def settings(self, about: dict[str, Any], drafts: bool) -> dict[str, Any]:
         """Arguments of `Mini`, with settings of the tier and of vLLM's scheduler besides.
 
-        With more steps under way than run slots vLLM itself may not come to an end.
+        With more steps under way than run slots vLLM itself may not come to an end, and with more
+        than two it forgets tokens of sessions. These are asked where all groups are attention: the
+        device knows no other request that begins within a block.
         """
         rng = self._rng
         if not self._ask:
             return about
+        plain = all(window is None or type(window) is int for window in about["windows"])
+        if plain and not drafts and about["in_flight"] <= 2 and has_sessions():
+            self._sessions = Sessions(self._seed)
         limits = {**about["limits"], "scheduler_reserve_full_isl": rng.random() < 0.5}
         slots = rng.choice([8, 8, 8, 2, 4])
         if slots >= about["in_flight"]:
@@ -70,6 +78,8 @@ class Users:
         """Perhaps pause vLLM's scheduler, or let it go on; or let others have the free blocks."""
         if not self._ask:
             return
+        if self._sessions is not None:
+            self._sessions.disturb(mini)
         free = mini.pool.get_num_free_blocks()
         if free and self._rng.random() < (0.4 if self.alone else 0.15):
             mini.pool.free_blocks(mini.pool.get_new_blocks(self._rng.randint(1, free)))
@@ -80,7 +90,7 @@ class Users:
 
         if self._paused:
             if self._rng.random() < 0.5:
-                self.end(mini)
+                self._unpause(mini)
         elif self._rng.random() < 0.08:
             states = PauseState.PAUSED_NEW, PauseState.PAUSED_ALL
             mini.scheduler.set_pause_state(self._rng.choice(states))
@@ -90,10 +100,21 @@ class Users:
     def seen(self) -> dict[str, int]:
         """What has happened."""
         names = "stopped", "unread", "private", "pauses", "crowds"
-        return {name: getattr(self, name) for name in names}
+        goes_on = self._sessions.goes_on if self._sessions is not None else 0
+        return {**{name: getattr(self, name) for name in names}, "goes on": goes_on}
+
+    def check(self, mini: Any, whole: bool = True) -> None:
+        """What sessions were answered is right, and all of it unless the engine has ended."""
+        if self._sessions is not None:
+            self._sessions.check(mini, whole)
 
     def end(self, mini: Any) -> None:
-        """Nothing is paused."""
+        """Nothing is paused, and sessions end."""
+        if self._sessions is not None:
+            self._sessions.over(mini)
+        self._unpause(mini)
+
+    def _unpause(self, mini: Any) -> None:
         if self._paused:
             from vllm.v1.core.sched.interface import PauseState
 
