@@ -106,6 +106,8 @@ class SchedulerTier:
             self.empty("weights")
         if self.handed_out:
             self._look_at_handed_out()
+        if self._invalid.untrusted:
+            self._invalid.take_out()
         if self.cached:
             self._queue_stores(self.cached)
             self.cached.clear()
@@ -144,9 +146,8 @@ class SchedulerTier:
 
     def _queue_stores(self, cached: Iterable[tuple[Any, Sequence[Any]]]) -> None:
         """The bytes of these blocks are in place."""
-        if self.paused:
-            return
-        self._queue_offered(self.choice.in_place(cached))
+        if not self.paused:
+            self._queue_offered(self.choice.in_place(cached))
 
     def _queue_offered(self, computed: Mapping[Hashable, int]) -> None:
         for key, gpu_block_id in self._manager.offer(computed).items():
@@ -335,8 +336,7 @@ class SchedulerTier:
         """The ranks were asked to change their weights: what is held is of those before."""
         if not self.settings.empty_on_update:
             return
-        if self.handed_out:
-            self.weights.gpu_empty = False
+        self.weights.gpu_empty &= not self.handed_out
         self.empty("weights")
         self.weights.updated()
         if self.weights.mixed:

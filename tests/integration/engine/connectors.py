@@ -111,15 +111,27 @@ class RandomConnector(Connector, SupportsHMA):
     it does not count the block of a state that a connector brings, and requests that hold what a
     connector has brought wait for each other.
 
+    Of one KV cache group it fails to fill some, and says so with the output of that step. What vLLM
+    does then is the seed's: it computes them again, or it ends the requests.
+
     Args:
         mini: whose scheduler it is attached to.
         seed: of what it does.
+
+    Attributes:
+        loads: of which blocks were filled.
+        failed: of these, how many were filled in part.
     """
 
     def __init__(self, mini: Mini, seed: int) -> None:
         self._rng = random.Random(f"connector {seed}")
         super().__init__(mini, self._rng.random() < 0.5)
-        self.loads = 0
+        self.loads = self.failed = 0
+        self._ends = seed % 2 == 0
+        self._may_fail = _can_fail(mini, self._ends)
+        self._invalid = set[int]()
+        self._end_step = mini.end_step
+        mini.end_step = self._forget  # type: ignore[method-assign]
         self._prepare, self._begin_step = mini.device._prepare, mini.begin_step
         mini.device._prepare = self._bring  # type: ignore[method-assign]
         mini.begin_step = self._say  # type: ignore[method-assign]
@@ -151,16 +163,47 @@ class RandomConnector(Connector, SupportsHMA):
         self._prepare(scheduled)
         for name in self.loading:
             if not self._beside or self._rng.random() < 0.4:
+                self.fails = self._may_fail and self._rng.random() < 0.3
                 self.fill(name)
                 self.loads += 1
                 self._arrived |= {name} if self._beside else set()
+                if self.fails:
+                    self._invalid |= set(self.filled[name][1:])
+                    self.failed += 1
 
     def _say(self) -> Any:
         scheduled = self._begin_step()
         arrived, self._arrived = self._arrived, set()
-        if arrived:
-            self._mini.queue[0][1].kv_connector_output = KVConnectorOutput(finished_recving=arrived)
+        invalid, self._invalid = self._invalid, set()
+        if arrived or invalid:
+            said = KVConnectorOutput(finished_recving=arrived or None, invalid_block_ids=invalid)
+            self._mini.queue[0][1].kv_connector_output = said
+            if invalid and self._ends:  # vLLM ends requests that it has not answered
+                self._mini.counts = dict.fromkeys(self._mini.counts, 0)
         return scheduled
+
+    def _forget(self) -> None:
+        """Take in the oldest output; tokens that vLLM has dropped are not the model's."""
+        self._end_step()
+        if self._may_fail and not self._ends:
+            for name, sequence in self._mini.device._sequences.items():
+                if name in self._mini.scheduler.requests:
+                    sequence.tokens = self._mini._tokens(name)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         return False, None
+
+
+def _can_fail(mini: Mini, ends: bool) -> bool:
+    """Whether the release takes blocks that were not filled, as the run has it do.
+
+    vLLM answers wrongly by itself, without a tier as well, where it preempts a request before it is
+    told, which takes several steps under way, and where a request goes on upon blocks that another
+    one computes again in several steps.
+    """
+    can = hasattr(mini.scheduler, "recompute_kv_load_failures")
+    at_once = not mini.config.scheduler_config.long_prefill_token_threshold
+    can = can and mini.in_flight == 1 and (ends or at_once)
+    if can:
+        mini.scheduler.recompute_kv_load_failures = not ends
+    return can and len(mini.device._windows) == 1 and mini.device._windows[0] not in KINDS

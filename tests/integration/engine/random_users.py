@@ -32,18 +32,18 @@ class Users:
         self._sessions: Sessions | None = None
         self.stopped = self.unread = self.private = self.pauses = self.crowds = 0
 
-    def settings(self, about: dict[str, Any], drafts: bool) -> dict[str, Any]:
+    def settings(self, about: dict[str, Any], sessions: bool) -> dict[str, Any]:
         """Arguments of `Mini`, with settings of the tier and of vLLM's scheduler besides.
 
         With more steps under way than run slots vLLM itself may not come to an end, and with more
-        than two it forgets tokens of sessions. These are asked where all groups are attention: the
-        device knows no other request that begins within a block.
+        than two it forgets tokens of sessions. These are asked, if at all, where all groups are
+        attention: the device knows no other request that begins within a block.
         """
         rng = self._rng
         if not self._ask:
             return about
         plain = all(window is None or type(window) is int for window in about["windows"])
-        if plain and not drafts and about["in_flight"] <= 2 and has_sessions():
+        if sessions and plain and about["in_flight"] <= 2 and has_sessions():
             self._sessions = Sessions(self._seed)
         limits = {**about["limits"], "scheduler_reserve_full_isl": rng.random() < 0.5}
         slots = rng.choice([8, 8, 8, 2, 4])
@@ -103,10 +103,10 @@ class Users:
         goes_on = self._sessions.goes_on if self._sessions is not None else 0
         return {**{name: getattr(self, name) for name in names}, "goes on": goes_on}
 
-    def check(self, mini: Any, whole: bool = True) -> None:
-        """What sessions were answered is right, and all of it unless the engine has ended."""
+    def check(self, mini: Any) -> None:
+        """What sessions were answered is right."""
         if self._sessions is not None:
-            self._sessions.check(mini, whole)
+            self._sessions.check(mini)
 
     def end(self, mini: Any) -> None:
         """Nothing is paused, and sessions end."""

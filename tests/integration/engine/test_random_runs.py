@@ -122,7 +122,7 @@ def test_random_runs_beside_a_connector(states: str | None) -> None:
             raise AssertionError(f"seed {seed}: {describe(seed, MOST, states)}") from error
         for name, count in outcome.items():
             seen[name] = seen.get(name, 0) + count
-    for name in ("loaded", "stored", "evicted", "failed", "resumed", "brought"):
+    for name in ("loaded", "stored", "evicted", "failed", "resumed", "connector loads"):
         assert seen[name], f"no run has {name} anything"
 
 

@@ -151,9 +151,12 @@ def test_nothing_passes_one_that_waits_for_room() -> None:
 
 def test_what_a_step_computes_in_new_blocks_is_stored_while_others_are_not_trusted() -> None:
     world = World()
-    request = world.add(prompt(3))
-    world.tier._invalid.untrusted[99] = "a block that a connector did not fill"
+    running, request = world.add(prompt(1, seed=1)), world.add(prompt(3))
+    world.step(running)
+    (block,) = [block for block in world.pool.blocks if block.block_hash is not None]
+    world.tier._invalid.untrusted[block.block_id] = block.block_hash
     assert len(store_of(world.step(request)).source_ids) == 3
+    assert world.tier._invalid.untrusted and block.ref_cnt
 
 
 def test_a_parked_load_that_failed_is_not_published() -> None:

@@ -26,7 +26,8 @@ class InvalidBlocks:
 
     Attributes:
         untrusted: key of each GPU block that was cached when it was said to be wrong. vLLM does not
-            say when it has recomputed it, so it is not stored until it is handed out again.
+            say when it has recomputed it, so it is not stored until it is handed out again, and
+            leaves the prefix cache when nobody uses it any more.
     """
 
     def __init__(self, view: SchedulerView, manager: OffloadManager) -> None:
@@ -85,6 +86,21 @@ class InvalidBlocks:
         self._manager.discard(key)
         if self._view.still_cached(gpu_block_id, key):
             self.untrusted[gpu_block_id] = key
+
+    def take_out(self) -> None:
+        """Take out of vLLM's prefix cache what nobody uses any more; before a step is scheduled.
+
+        vLLM takes out blocks of the first request that has them, if it does not compute them again.
+        It leaves those of a request that has ended meanwhile, and what others computed upon them.
+        What is in use is computed again, or its request is about to end.
+        """
+        blocks = self._view.pool.blocks
+        for gpu_block_id, key in list(self.untrusted.items()):
+            block = blocks[gpu_block_id]
+            if not block.ref_cnt and block.block_hash == key:
+                self._view.adapter.uncache([block])
+            if block.block_hash != key:
+                del self.untrusted[gpu_block_id]
 
     def storable(self, gpu_block_id: int, key: Hashable) -> bool:
         """Whether a GPU block has, as far as is known, what the prefix cache says."""

@@ -82,8 +82,35 @@ def test_a_request_that_is_gone_has_computed_upon_it_as_well(event: str) -> None
     assert not any(held(mini, own)), "not even the first is known to be right"
 
 
+@pytest.mark.parametrize("gone", [True, False], ids=["aborted", "ended by vLLM"])
+def test_nobody_hits_what_was_computed_upon_a_failed_load(gone: bool) -> None:
+    """vLLM leaves in its cache what a request that is gone has loaded, and what others computed."""
+    mini = Mini(blocks=60)
+    mini.scheduler.recompute_kv_load_failures = False
+    known = prompt(3, seed=1, tail=0)
+    connector = Connector(mini, False, known)
+    connector.fails = True
+    other = known + prompt(2, seed=3)
+    name = mini.add(known + prompt(1, seed=2), count=3)
+    if not gone:
+        mini.add(other, count=3)
+    mini.begin_step()
+    if gone:
+        mini.abort(name)
+    invalid = set(connector.filled[name][1:])
+    connector.known.clear()
+    end_step(mini, invalid_block_ids=invalid)
+    mini.counts = dict.fromkeys(mini.counts, 0)
+    again = mini.add(other, count=3)
+    mini.run()
+    mini.check()
+    assert mini.hits[again] == (0 if gone else BLOCK)
+    assert not mini.tier._invalid.untrusted
+    nothing_held(mini)
+
+
 def test_what_vllm_leaves_in_its_cache_is_not_stored_again_before_it_is_computed_again() -> None:
-    """It does not say when, so not before the block is handed out again."""
+    """It does not say when, so once nobody uses it, it leaves that cache."""
     mini = Mini(blocks=6)  # all are handed out again in the end
     known = prompt(4, seed=1)
     connector = Connector(mini, False, known[: 4 * BLOCK])
@@ -94,16 +121,14 @@ def test_what_vllm_leaves_in_its_cache_is_not_stored_again_before_it_is_computed
     connector.known.clear()
     mini.run()
     mini.settle()
-    other = mini.add(known, count=2)  # it hits them on the GPU
+    assert held(mini, known) == [True, False, False, False]
+    other = mini.add(known, count=2)
     mini.run()
     mini.settle()
-    assert mini.hits[other] == 4 * BLOCK and held(mini, known) == [True, False, False, False]
-    mini.pool.free_blocks(mini.pool.get_new_blocks(mini.pool.get_num_free_blocks()))
-    mini.add(known, count=2)
-    mini.run()
-    mini.settle()
+    assert mini.hits[other] == BLOCK
     assert all(held(mini, known)), "computed in blocks handed out since, they are right"
     mini.check()
+    assert not mini.tier._invalid.untrusted
 
 
 def test_what_a_connector_has_received_is_stored_though_its_request_must_wait() -> None:
