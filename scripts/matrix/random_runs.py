@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("release", nargs="?", default="", help="such as 0.22.1")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
-    parser.add_argument("--shape", default="", help="such as state or uncached")
+    parser.add_argument("--shape", default="", help="such as state, uncached or connector")
     args = parser.parse_args()
     command = [sys.executable, str(RUNS), str(args.seed), str(args.seconds)]
     command += [args.release, str(fetch(args.release)) if args.release else ""]

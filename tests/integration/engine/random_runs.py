@@ -6,8 +6,8 @@ token that came out must be right, every request must come to its end, vLLM must
 would find, and nothing may be left behind.
 
 SOURCES is the folder that has the release's `vllm/`; without both it is the installed one. SHAPE is
-STATE, CHECKPOINTS, CHUNKS or UNCACHED. Prints one JSON object; status 1 if a run
-failed.
+STATE, CHECKPOINTS, CHUNKS or UNCACHED; or CONNECTOR, for the installed one. Prints one JSON object;
+status 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ if __name__ == "__main__":
 # As in scheduler_half.states, which a release must be chosen before.
 STATE, CHECKPOINTS = "state", "state with checkpoints"
 CHUNKS = "chunks"  # attention within chunks
+CONNECTOR = "connector"  # none of these: beside a KV connector
 UNCACHED = "uncached"  # groups beside full attention that take no part in the prefix cache
 Policies = tuple[str, ...]
 POLICIES: Policies = ("fcfs", "fcfs", "priority")
@@ -332,6 +333,7 @@ def main(
 ) -> int:
     """Run seed after seed for so long, and print what came out."""
     most, policies = 6, POLICIES
+    connector, shape = shape == CONNECTOR, None if shape == CONNECTOR else shape
     if release:
         from scheduler_half import half
 
@@ -342,7 +344,7 @@ def main(
     seen: dict[str, int] = {}
     while not end or time.monotonic() < end:
         try:
-            for name, count in run(at, most, shape, policies).items():
+            for name, count in run(at, most, shape, policies, connector=connector).items():
                 seen[name] = seen.get(name, 0) + count
         except Exception:  # noqa: BLE001 - it is what came out
             failed[str(at)] = "".join(traceback.format_exc().splitlines(True)[-12:])

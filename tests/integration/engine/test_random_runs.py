@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 
 from integration.engine.random_runs import (
     CHECKPOINTS,
+    CHUNKS,
     STATE,
     UNCACHED,
     describe,
@@ -29,6 +30,7 @@ SEEDS = range(160)
 STATES = range(20, 44)
 SHARDS = range(20, 44)
 UNSHARED = range(20, 44)
+CHUNKED = range(24, 40)
 BESIDE = range(20, 44)
 DRAFTS = range(20, 44)
 PARTS = 8
@@ -124,6 +126,7 @@ def test_random_runs_beside_a_connector(states: str | None) -> None:
             seen[name] = seen.get(name, 0) + count
     for name in ("loaded", "stored", "evicted", "failed", "resumed", "connector loads"):
         assert seen[name], f"no run has {name} anything"
+    assert (seen["connector failed"] > 0) == (states is None)
 
 
 def test_random_runs_of_groups_outside_of_the_prefix_cache() -> None:
@@ -143,6 +146,22 @@ def test_random_runs_of_groups_outside_of_the_prefix_cache() -> None:
     for name in ("loaded", "stored", "evicted", "failed", "resumed", "replayed"):
         assert seen[name], f"no run has {name} anything"
     assert {len(describe(seed, MOST, UNCACHED)["windows"]) for seed in UNSHARED} == {2, 3}
+
+
+def test_random_runs_of_attention_within_chunks() -> None:
+    seen: dict[str, int] = {}
+    for seed in CHUNKED:
+        try:
+            outcome = run(seed, MOST, CHUNKS)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {describe(seed, MOST, CHUNKS)}") from error
+        for name, count in outcome.items():
+            seen[name] = seen.get(name, 0) + count
+    for name in ("loaded", "stored", "evicted", "failed", "resumed"):
+        assert seen[name], f"no run has {name} anything"
+    assert {describe(seed, MOST, CHUNKS)["windows"] for seed in CHUNKED} == {
+        (None, 64), (32, None), (48,)
+    }  # fmt: skip
 
 
 def test_random_runs_of_ranks_with_a_part_of_each_block() -> None:
