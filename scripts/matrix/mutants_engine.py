@@ -72,6 +72,13 @@ ENGINE = (
         (_CHOICE + "test_keys_of_blocks_that_no_step_computes_leave_vllms_cache",),
     ),
     Mutant(
+        "what a connector failed to fill stays in vLLM's prefix cache",
+        _FILES + "blocks/invalid_blocks.py",
+        "self._view.adapter.uncache([block])",
+        "pass",
+        (_INVALID + "test_nobody_hits_what_was_computed_upon_a_failed_load",),
+    ),
+    Mutant(
         "a hit is stored again from a block that has lost its key",
         _FILES + "blocks/recency.py",
         "keys, self._view.still_cached)",

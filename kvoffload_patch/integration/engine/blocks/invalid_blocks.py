@@ -92,7 +92,8 @@ class InvalidBlocks:
 
         vLLM takes out blocks of the first request that has them, if it does not compute them again.
         It leaves those of a request that has ended meanwhile, and what others computed upon them.
-        What is in use is computed again, or its request is about to end.
+        What is in use is computed again, or its request is about to end. O(blocks that were named
+        by a failure and are in use since).
         """
         blocks = self._view.pool.blocks
         for gpu_block_id, key in list(self.untrusted.items()):
