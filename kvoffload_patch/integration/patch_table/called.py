@@ -124,7 +124,7 @@ CALLED = (
         "pool.evict_cached_block",
         _POOL,
         "BlockPool._maybe_evict_cached_block",
-        "keys of blocks that no step computes are taken out of the prefix cache",
+        "keys of blocks that hold something else are taken out of the prefix cache",
         Shape(_ANY, ("self", "block"), "bool"),
     ),
     *_called(

@@ -197,9 +197,9 @@ class RandomConnector(Connector, SupportsHMA):
 def _can_fail(mini: Mini, ends: bool) -> bool:
     """Whether the release takes blocks that were not filled, as the run has it do.
 
-    vLLM answers wrongly by itself, without a tier as well, where it preempts a request before it is
-    told, which takes several steps under way, and where a request goes on upon blocks that another
-    one computes again in several steps.
+    vLLM answers wrongly by itself where it preempts a request before it is told, which takes
+    several steps under way, and where a request goes on upon blocks that another one computes again
+    in several steps.
     """
     can = hasattr(mini.scheduler, "recompute_kv_load_failures")
     at_once = not mini.config.scheduler_config.long_prefill_token_threshold

@@ -180,7 +180,7 @@ class Mini:
         self.ranks.device, self.ranks.num_slots = self.device, num_slots
         self.tier: Any = None
         self.max_failed_copies = max_failed_copies
-        self.time, self.step_ms = 0.0, step_ms
+        self.time, self.step_ms, self.resets = 0.0, step_ms, 0
         self._grows, self._usable = grows, grows or num_slots
         self._weighs = weighs
         self._attach(Settings(**settings), tier)

@@ -171,7 +171,7 @@ def run(
         mini.run(steps=_MAX_STEPS)
     except LoadFailed:
         # A load that a step reads is a promise: the engine ends, and no wrong token has come out.
-        users.check(mini)
+        users.check(mini, ended=True)
         assert rate["load"] and mini.only_right_tokens()
         return {**_moved(mini), "ended": 1}
     users.check(mini)

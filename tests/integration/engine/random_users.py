@@ -103,10 +103,10 @@ class Users:
         goes_on = self._sessions.goes_on if self._sessions is not None else 0
         return {**{name: getattr(self, name) for name in names}, "goes on": goes_on}
 
-    def check(self, mini: Any) -> None:
-        """What sessions were answered is right."""
+    def check(self, mini: Any, ended: bool = False) -> None:
+        """What sessions were answered is right; ``ended``: the engine has, before its time."""
         if self._sessions is not None:
-            self._sessions.check(mini)
+            self._sessions.check(mini, ended)
 
     def end(self, mini: Any) -> None:
         """Nothing is paused, and sessions end."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -37,18 +40,23 @@ PARTS = 8
 MOST = most_in_flight(release_in_use())
 
 
+def played(seeds: Iterable[int], shape: str | None = None, **more: Any) -> Counter[str]:
+    """What has happened in the runs of some seeds; ``more``: of `run`."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            seen.update(run(seed, MOST, shape, **more))
+        except Exception as error:
+            about = describe(seed, MOST, shape, shards=more.get("shards", 1))
+            raise AssertionError(f"seed {seed}: {about}") from error
+    return seen
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_runs(part: int) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    seen: dict[str, int] = {}
-    for seed in SEEDS[part::PARTS]:
-        try:
-            outcome = run(seed, MOST)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {describe(seed, MOST)}") from error
-        for name, count in outcome.items():
-            seen[name] = seen.get(name, 0) + count
+    seen = played(SEEDS[part::PARTS])
     wanted = (
         "loaded",
         "stored",
@@ -74,14 +82,7 @@ def test_random_runs(part: int) -> None:
 def test_random_runs_of_layers_that_keep_a_state(states: str) -> None:
     if not knows(states):
         pytest.skip(f"vLLM {release_in_use()} has no {states} that a test can ask for")
-    seen: dict[str, int] = {}
-    for seed in STATES:
-        try:
-            outcome = run(seed, MOST, states)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {describe(seed, MOST, states)}") from error
-        for name, count in outcome.items():
-            seen[name] = seen.get(name, 0) + count
+    seen = played(STATES, states)
     for name in ("loaded", "stored", "evicted", "failed", "resumed", "states"):
         assert seen[name], f"no run has {name} anything"
     assert (seen["checkpoints"] > 0) == (states == CHECKPOINTS)
@@ -96,14 +97,7 @@ def test_random_runs_of_states_beside_drafts(states: str) -> None:
     """Of which some stand; with n-grams and with drafting models, also asynchronous."""
     if release_in_use() not in {release for release, _ in _STATES_OF_DRAFTS_SHOWN}:
         pytest.skip(f"the tier takes no states beside drafts with vLLM {release_in_use()}")
-    seen: dict[str, int] = {}
-    for seed in DRAFTS:
-        try:
-            outcome = run(seed, MOST, states, drafts=True)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {describe(seed, MOST, states)}") from error
-        for name, count in outcome.items():
-            seen[name] = seen.get(name, 0) + count
+    seen = played(DRAFTS, states, drafts=True)
     for name in ("loaded", "stored", "evicted", "resumed", "settled", "accepted", "refused"):
         assert seen[name], f"no run has {name} anything"
     assert {describe(seed, MOST, states)["asynchronous"] for seed in DRAFTS} == {True, False}
@@ -116,14 +110,7 @@ def test_random_runs_beside_a_connector(states: str | None) -> None:
         pytest.skip(f"vLLM {release_in_use()} has no {states} that a test can ask for")
     if states and (release_in_use(), "cpu") not in _STATES_SHOWN:
         pytest.skip(f"the tier takes no states beside a connector with vLLM {release_in_use()}")
-    seen: dict[str, int] = {}
-    for seed in BESIDE:
-        try:
-            outcome = run(seed, MOST, states, connector=True)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {describe(seed, MOST, states)}") from error
-        for name, count in outcome.items():
-            seen[name] = seen.get(name, 0) + count
+    seen = played(BESIDE, states, connector=True)
     for name in ("loaded", "stored", "evicted", "failed", "resumed", "connector loads"):
         assert seen[name], f"no run has {name} anything"
     assert (seen["connector failed"] > 0) == (states is None)
@@ -135,28 +122,14 @@ def test_random_runs_of_groups_outside_of_the_prefix_cache() -> None:
 
     if not hasattr(KVCacheSpec, "prefix_replay_tokens"):
         pytest.skip(f"vLLM {release_in_use()} has no window that it fills again")
-    seen: dict[str, int] = {}
-    for seed in UNSHARED:
-        try:
-            outcome = run(seed, MOST, UNCACHED)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {describe(seed, MOST, UNCACHED)}") from error
-        for name, count in outcome.items():
-            seen[name] = seen.get(name, 0) + count
+    seen = played(UNSHARED, UNCACHED)
     for name in ("loaded", "stored", "evicted", "failed", "resumed", "replayed"):
         assert seen[name], f"no run has {name} anything"
     assert {len(describe(seed, MOST, UNCACHED)["windows"]) for seed in UNSHARED} == {2, 3}
 
 
 def test_random_runs_of_attention_within_chunks() -> None:
-    seen: dict[str, int] = {}
-    for seed in CHUNKED:
-        try:
-            outcome = run(seed, MOST, CHUNKS)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {describe(seed, MOST, CHUNKS)}") from error
-        for name, count in outcome.items():
-            seen[name] = seen.get(name, 0) + count
+    seen = played(CHUNKED, CHUNKS)
     for name in ("loaded", "stored", "evicted", "failed", "resumed"):
         assert seen[name], f"no run has {name} anything"
     assert {describe(seed, MOST, CHUNKS)["windows"] for seed in CHUNKED} == {
@@ -165,14 +138,7 @@ def test_random_runs_of_attention_within_chunks() -> None:
 
 
 def test_random_runs_of_ranks_with_a_part_of_each_block() -> None:
-    seen: dict[str, int] = {}
-    for seed in SHARDS:
-        try:
-            outcome = run(seed, MOST, shards=2)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {describe(seed, MOST, shards=2)}") from error
-        for name, count in outcome.items():
-            seen[name] = seen.get(name, 0) + count
+    seen = played(SHARDS, shards=2)
     for name in ("loaded", "stored", "evicted", "failed", "resumed", "given"):
         assert seen[name], f"no run has {name} anything"
 

@@ -75,12 +75,18 @@ class Trainer:
 
 def reset(mini: Any) -> bool:
     """Reset the prefix cache, with what runs where the release can; whether it is empty then."""
+    mini.resets += 1
     try:
         return bool(mini.scheduler.reset_prefix_cache(reset_running_requests=True))
     except TypeError:  # up to 0.11
         return bool(mini.scheduler.reset_prefix_cache())
     except RuntimeError as error:
-        # vLLM's own: a connector's load, or a session that waits for input, holds blocks.
-        if "Failed to reset KV cache" not in str(error):
+        if not _others_hold(mini.scheduler) or "Failed to reset KV cache" not in str(error):
             raise
         return False
+
+
+def _others_hold(scheduler: Any) -> bool:
+    """Whether a connector's load may hold blocks, or a session that waits for input."""
+    sessions = (getattr(one, "resumable", False) for one in scheduler.requests.values())
+    return scheduler.connector is not None or any(sessions)

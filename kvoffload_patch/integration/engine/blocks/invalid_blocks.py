@@ -95,13 +95,13 @@ class InvalidBlocks:
         What is in use is computed again, or its request is about to end. O(blocks that were named
         by a failure and are in use since).
         """
-        blocks = self._view.pool.blocks
         for gpu_block_id, key in list(self.untrusted.items()):
-            block = blocks[gpu_block_id]
-            if not block.ref_cnt and block.block_hash == key:
+            if self._view.still_cached(gpu_block_id, key):
+                block = self._view.pool.blocks[gpu_block_id]
+                if block.ref_cnt:
+                    continue
                 self._view.adapter.uncache([block])
-            if block.block_hash != key:
-                del self.untrusted[gpu_block_id]
+            del self.untrusted[gpu_block_id]
 
     def storable(self, gpu_block_id: int, key: Hashable) -> bool:
         """Whether a GPU block has, as far as is known, what the prefix cache says."""
