@@ -140,7 +140,8 @@ def page(
     lines += features_releases.table(_told_of(others or {}), others or {})
     in_ways = [row for row in ROWS if features_ways.is_played(row)]
     lines += features_ways.table(in_ways, _told_of(ways or {}), ways or {})
-    lines += _moved(found.get(MOVED)) + _padding(found.get(MOVED)) + _lost(found)
+    lines += _moved(found.get(MOVED)) + _padding(found.get(MOVED))
+    lines += _lost(found, gpu or [])
     return "\n".join(lines) + "\n"
 
 
@@ -229,18 +230,20 @@ def _padding(result: dict[str, Any] | None) -> list[str]:
     return lines if rows else []
 
 
-def _lost(found: dict[str, dict[str, Any]]) -> list[str]:
+def _lost(found: dict[str, dict[str, Any]], gpu: list[dict[str, Any]]) -> list[str]:
     """A table of how engines end that have lost one of two nodes, beside plain vLLM."""
     tests = [test for result in found.values() for test in result["tests"]]
     rows = [json.loads(test["lost"]) for test in tests if "lost" in test]
+    rows += features_gpu.lost(gpu)
     lines = [
         "",
         "## A lost node",
         "",
-        "An engine of two tensor-parallel ranks, one on each node. All processes of the second",
-        "node are killed at once, before a request or half a second into it: the error that it",
-        "ends in, and how long after it came. This does it again:",
-        "`python scripts/matrix features --select 'nodes|Ray'`.",
+        "An engine of two ranks, one on each node: tensor parallel, or two pipeline stages where",
+        "that is said. All processes of the second node are killed at once, before a request or",
+        "half a second into it: the error that it ends in, and how long after it came. On the CPU",
+        "this does it again: `python scripts/matrix features --select 'nodes|Ray'`; on two GPUs",
+        "`python scripts/matrix gpu --kinds 'a node lost' --out DIR`, where a step may take 60 s.",
         "",
         "| Executor | When | Plain vLLM | With the tier |",
         "| --- | --- | --- | --- |",

@@ -63,6 +63,17 @@ def _line(row: Row, result: dict[str, Any]) -> Line | None:
     )
 
 
+def lost(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How engines end that have lost one of two nodes, with the runner and the device."""
+    return [
+        {**ends, "executor": f"{ends['executor']}, runner {runner.upper()}, {device}"}
+        for result in found
+        for test in result["tests"]
+        if (ends := test.get("lost"))
+        for runner, device in [(test["name"].partition(", ")[0], {**result, **test}["device"])]
+    ]
+
+
 def _is_of(name: str, row: Row) -> bool:
     runner, _, kind = name.partition(", ")
     return kind in row.gpu or runner in row.gpu

@@ -71,21 +71,23 @@ def _environment(release: str, folder: Path) -> tuple[Path, dict[str, str]]:
 
 
 def _put_as_installed(env: Path) -> None:
-    """Start-up file and entry points; the package itself is found by PYTHONPATH.
+    """Start-up file and entry points; the package itself is found by PYTHONPATH."""
+    for packages in env.glob("lib/python*/site-packages"):
+        shutil.copy(ROOT / "kvoffload_patch.pth", packages)
+        name_entry_points(packages)
 
-    Workers that Ray starts arm by the entry point alone.
-    """
+
+def name_entry_points(packages: Path) -> None:
+    """In a folder that Python looks at: workers that Ray starts arm by vLLM's entry point alone."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     groups = setup["options.entry_points"]
     points = "\n".join(f"[{group}]{rows}" for group, rows in groups.items())
-    for packages in env.glob("lib/python*/site-packages"):
-        shutil.copy(ROOT / "kvoffload_patch.pth", packages)
-        about = packages / "kvoffload_patch-0.dist-info"
-        about.mkdir(exist_ok=True)
-        named = "Metadata-Version: 2.1\nName: kvoffload_patch\nVersion: 0\n"
-        (about / "METADATA").write_text(named, encoding="utf-8")
-        (about / "entry_points.txt").write_text(f"{points}\n", encoding="utf-8")
+    about = packages / "kvoffload_patch-0.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    named = "Metadata-Version: 2.1\nName: kvoffload_patch\nVersion: 0\n"
+    (about / "METADATA").write_text(named, encoding="utf-8")
+    (about / "entry_points.txt").write_text(f"{points}\n", encoding="utf-8")
 
 
 def files() -> dict[str, Path]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from scripts.matrix.features_kinds import BY_RAY, KVCACHED
+
 ENGINE = "tests/engine/"
 NOT_RUN = "not run"  # how a verdict begins, or ends, where there is no result
 _HALF = "tests/integration/engine/"
@@ -95,9 +97,6 @@ _CONNECTORS = "test_connectors.py::test_"
 _DRAFTS = "test_features.py::test_drafts_are_accepted_and_what_comes_back_has_their_kv"
 _TOKENS = "test_tokens.py::test_"
 _PROCESSES = "test_processes.py::test_"
-_KVCACHED = tuple(
-    f"beside kvcached, {how}" for how in ("LRU", "ARC", "ARC, synchronous", "adaptive")
-)
 ROWS = (
     # Cache shapes
     _engine(
@@ -269,6 +268,8 @@ ROWS = (
         "two tensor-parallel workers that Ray starts, on one node and on two, which the tests let "
         "the CPU platform do",
         "test_ray.py",
+        gpu=BY_RAY,
+        gpus=2,
         beside=("Ray",),
     ),
     # The engine
@@ -361,7 +362,7 @@ ROWS = (
         "vLLM's own connectors that offload",
     ),
     _refused("kvcached", "kvcached")._replace(
-        what="the check at start, on a release and a device on which it was not run", gpu=_KVCACHED
+        what="the check at start, on a release and a device on which it was not run", gpu=KVCACHED
     ),
     Row(
         "kvcached, every step",

@@ -7,8 +7,10 @@ Plays `tests/engine/gpu_kinds.py`, which says what is compared, as a process of 
 and 20 s for each engine; ``--runners v1`` takes one runner only, ``--kinds mla,drafts`` the kinds
 of engines whose name has one of these. Kinds beside kvcached are played with ``--kvcached`` only, a
 folder with its source archive, which is then built for the PyTorch that is installed, or its wheel,
-and the wheel of posix_ipc. Status 1 if anything differs. Kinds that the folder's file has and this
-run has not played stay in it, with their own date and commit. The file is written after each kind.
+and the wheel of posix_ipc. Kinds beside LMCache, and by Ray, are left out where that cannot be
+imported, the latter also where nothing can look like a second host; a line says so. Status 1 if
+anything differs. Kinds that the folder's file has and this run has not played stay in it, with
+their own date and commit. The file is written after each kind.
 """
 
 from __future__ import annotations

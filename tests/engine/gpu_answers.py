@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from engine import gpu_states
+from engine import gpu_nodes, gpu_states
 
 if TYPE_CHECKING:
     from engine.gpu_kinds import Kind
@@ -35,6 +35,8 @@ def compare(runner: str, kind: Kind, off: Answers, on: Answers, *few: Answers) -
             return {**found, **ended(side, results["error"])}
     if kind.lmcache and (why := _wrong_alone(kind, off, *few)):
         return {**found, "outcome": "skipped", "why": why}
+    if kind.asked in gpu_nodes.LOST:
+        return {**found, **gpu_nodes.judge(kind.name, kind.asked, off, on)}
     of_its_own = {SLEEPS: _after_sleep, COMMANDED: _after_commands}.get(kind.asked)
     pairs = of_its_own(off, on) if of_its_own else _alike(kind, off, on)[kind.unsteady :]
     about = on.get("setup", {})
@@ -101,7 +103,7 @@ def _of_its_own(kind: Kind, off: Answers, on: Answers, found: Answers) -> list[b
         accepted = [counted[2] for counted in on[kind.asked]["counted"]]
         found.update(drafts_accepted=accepted)
         return [min(accepted) > 0]
-    return []
+    return gpu_nodes.judge_answers(off, on, found) if kind.ray else []
 
 
 def _flipped(kind: Kind, off: Answers, on: Answers, found: Answers) -> list[bool]:

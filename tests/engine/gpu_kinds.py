@@ -28,12 +28,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine import architectures, drafts, engines, gpu_states, model
+from engine import architectures, drafts, engines, gpu_nodes, gpu_states, model
 from engine import release as installed
 from engine.gpu_answers import COMMANDED, FLIPPED, SLEEPS, STATES, compare
 
@@ -66,6 +67,7 @@ class Kind:
         asked: the scenario in which one prompt is asked at a time; its answers must be equal.
         settings: of the tier.
         kvcached: variables of kvcached, beside which the engine with the tier runs; empty: without.
+        ray: whether Ray starts its ranks, on two nodes with a GPU each, see `gpu_nodes`.
         lmcache: its variables, where the engines with few blocks have its connector, one of them
             without the tier; empty: without.
         exact: vLLM computes a request as if it were alone, so prompts asked together are compared.
@@ -88,6 +90,7 @@ class Kind:
     settings: dict[str, str] = field(default_factory=dict)
     kvcached: dict[str, str] = field(default_factory=dict)
     lmcache: dict[str, str] = field(default_factory=dict)
+    ray: bool = False
     exact: bool = False
     blocks: tuple[int, int] = (BLOCKS_KEPT, BLOCKS_FEW)
     late: str = ""
@@ -107,6 +110,8 @@ class Kind:
             return gpu_states.SCENARIOS
         if self.asked in ("each_engine", SLEEPS, COMMANDED):
             return [self.asked]
+        if self.asked in gpu_nodes.LOST:
+            return ["setup", self.asked]
         also = ["batches"] if self.asked == "singles" else []
         also += ["shrunk"] if self.kvcached else []
         return ["setup", "sensitivity", self.asked, *also]
@@ -163,6 +168,11 @@ def _beside_lmcache() -> Kind:
         },
         blocks=(BLOCKS_KEPT, 96),
     )
+
+
+def _by_ray(name: str) -> Kind:
+    written, engine, asked = gpu_nodes.KINDS[name]
+    return Kind(f"by Ray, {name}", written, {**GRAPHS, **engine}, gpus=2, asked=asked, ray=True)
 
 
 def _by_layer(name: str, engine: dict[str, Any]) -> Kind:
@@ -248,6 +258,7 @@ KINDS = [
     _in_parts("graphs", "one KV head", GRAPHS),
     _in_parts("mla", "mla", MLA),
     Kind("graphs, two stages", "full", {**GRAPHS, "pipeline_parallel_size": 2}, gpus=2),
+    *(_by_ray(name) for name in gpu_nodes.KINDS),
     Kind(
         "expert parallel, two ranks",
         "experts",
@@ -281,7 +292,25 @@ def play(folder: Path, gpus: str, runner: str, kind: Kind, tier: bool, few: bool
     if "speculative_config" in engine:
         config = json.dumps(engine["speculative_config"])
         engine["speculative_config"] = config.replace("{models}", str(folder))
+    if kind.lmcache and few:
+        engine["kv_transfer_config"] = json.dumps(LMCACHE)
     settings = {"KVOFFLOAD_CPU_GIB": "1", **kind.settings} if tier else None
+    late = kind.late if tier else ""
+    env = _environment(gpus, runner, kind, tier, few)
+    beside = gpu_nodes.started(gpus, env, kind.asked) if kind.ray else nullcontext(env)
+    try:
+        with beside as asked:
+            run = engines.run(kind.scenarios, engine, settings, late or 0, **asked)
+    except subprocess.TimeoutExpired as late_end:
+        # Also with text=True what was read until then is bytes.
+        said = bytes(late_end.stdout or b"").decode(errors="replace")
+        return {"error": f"no end within {late_end.timeout:.0f} s: {said[-3000:]}"}
+    except TimeoutError as no_node:
+        return {"error": str(no_node)}
+    return {**run.results, **_said(run.log)} if run.results else {"error": run.log[-3000:]}
+
+
+def _environment(gpus: str, runner: str, kind: Kind, tier: bool, few: bool) -> dict[str, str]:
     asked = {
         "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -295,18 +324,10 @@ def play(folder: Path, gpus: str, runner: str, kind: Kind, tier: bool, few: bool
         asked |= {"KVCACHED_IPC_NAME": segment, "ENABLE_KVCACHED": "true", **kind.kvcached}
         asked["TEST_KVCACHED"] = os.environ["TEST_KVCACHED"]
     if kind.lmcache and few:
-        engine["kv_transfer_config"] = json.dumps(LMCACHE)
         asked |= {"TEST_LEAVES_THREADS": "1", **kind.lmcache}
     if kind.asked == "each_engine":
         asked["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    late = kind.late if tier else ""
-    try:
-        run = engines.run(kind.scenarios, engine, settings, late or 0, **asked)
-    except subprocess.TimeoutExpired as late_end:
-        # Also with text=True what was read until then is bytes.
-        said = bytes(late_end.stdout or b"").decode(errors="replace")
-        return {"error": f"no end within {late_end.timeout:.0f} s: {said[-3000:]}"}
-    return {**run.results, **_said(run.log)} if run.results else {"error": run.log[-3000:]}
+    return asked
 
 
 def _said(log: str) -> dict[str, bool]:
@@ -322,9 +343,17 @@ def chosen(runners: list[str], parts: list[str], gpus: int) -> list[tuple[str, K
         for runner in runners
         for kind in KINDS
         if runner in kind.runners and kind.gpus <= gpus and any(part in kind.name for part in parts)
-        if not kind.kvcached or "TEST_KVCACHED" in os.environ
-        if not kind.lmcache or importlib.util.find_spec("lmcache")
+        if not _why_not(kind)
     ]
+
+
+def _why_not(kind: Kind) -> str:
+    """What a kind needs besides GPUs and is not here; empty if nothing is missing."""
+    if kind.kvcached and "TEST_KVCACHED" not in os.environ:
+        return "--kvcached was not given"
+    if kind.lmcache and not importlib.util.find_spec("lmcache"):
+        return "LMCache is not importable"
+    return gpu_nodes.why_not() if kind.ray else ""
 
 
 def _sides(kind: Kind) -> list[tuple[bool, bool]]:
@@ -349,6 +378,9 @@ def main(runners: list[str], jobs: int, parts: list[str]) -> Iterator[dict[str, 
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(jobs) as pool:
         kinds = chosen(runners, parts, len(gpus))
+        for kind in KINDS:
+            if (why := _why_not(kind)) and any(part in kind.name for part in parts):
+                print(f"{kind.name}: left out, because {why}", file=sys.stderr)
         for name in {kind.model.partition("/")[0] for _, kind in kinds}:
             MODELS[name](Path(scratch) / name)
         played = []

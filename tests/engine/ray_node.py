@@ -1,4 +1,4 @@
-"""Nodes of Ray on this machine, each of which is told that it has devices."""
+"""Nodes of Ray on this machine: told that they have devices, or with a GPU each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,8 @@ from kvoffload_patch.cli.bench.server import HOST, free_port
 # Ray takes the address of this machine for 127.0.0.1; each of its nodes needs another one.
 OTHER_HOST = "127.0.0.2"
 START_LIMIT_S, ASK_LIMIT_S, END_S = 240.0, 45.0, 30.0
+# Of processes that are told that they have devices, and where Python looks for what these need.
+ON_CPU = {"TEST_RAY_ON_CPU": "1"}, Path(__file__).parent / "on_ray"
 _STARTED = "Ray runtime started."
 _COUNT = (
     "import ray; ray.init(log_to_driver=False);"
@@ -32,24 +35,30 @@ class RayNode:
         folder: for what it writes; its path is short, because sockets lie below it.
         devices: how many it is told it has.
         first: the node that it joins, on what looks like a host of its own; None: it is the first.
+        how: more variables of its processes, and a folder in which their Python looks first.
 
     Attributes:
         environment: what an engine's environment has besides to use it.
     """
 
-    def __init__(self, folder: Path, devices: int = 2, first: RayNode | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        devices: int = 2,
+        first: RayNode | None = None,
+        how: tuple[Mapping[str, str], Path] = ON_CPU,
+    ) -> None:
         self._log, self._first = folder / f"node{int(first is not None)}.log", first
         self._port: int = first._port if first else free_port()
         host = OTHER_HOST if first else HOST
         self.environment = {
             "RAY_ADDRESS": f"{HOST}:{self._port}",
             "RAY_USAGE_STATS_ENABLED": "0",
-            "TEST_RAY_ON_CPU": "1",
             "VLLM_HOST_IP": host,
+            **how[0],
         }
         env = engines.environment(**self.environment)
-        found = [str(Path(__file__).parent / "on_ray"), env["PYTHONPATH"]]
-        self._env = {**env, "PYTHONPATH": os.pathsep.join(found)}
+        self._env = {**env, "PYTHONPATH": os.pathsep.join([str(how[1]), env["PYTHONPATH"]])}
         start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
         start += ["--node-ip-address", host, "--num-cpus", "2", "--num-gpus", str(devices)]
         # 0: any. Ray's own range for workers has ports that `free_port` gives.

@@ -88,6 +88,17 @@ def test_how_engines_end_that_have_lost_a_node_is_in_a_table() -> None:
     assert "A lost node" not in features.page({ROW.name: result({"outcome": "passed"})})
 
 
+def test_a_node_lost_on_gpus_is_in_the_same_table() -> None:
+    ends = {"plain": {"error": "A", "seconds": 0.04}, "tier": {"error": "B", "seconds": 12.0}}
+    lost = {"executor": "Ray, two ranks", "when": "node_lost", **ends}
+    counted = {"answers": 0, "answers_equal": 0, "blocks_loaded": 0, "outcome": "passed"}
+    test = {"name": "v2, by Ray, two ranks, a node lost between requests", "lost": lost, **counted}
+    head = {"release": "0.26.0", "device": "a GPU", "date": "2026-11-25", "commit": "abc"}
+    text = features.page({}, None, [{**head, "tests": [test]}])
+    said = "| Ray, two ranks, runner V2, a GPU | between requests | A, 0.0 s | B, 12.0 s |"
+    assert said in text
+
+
 def test_each_commit_that_was_run_is_in_the_history() -> None:
     """One of a branch that was put onto another commit since cannot be run again."""
     if _git("rev-parse", "--is-shallow-repository").strip() != "false":
