@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,9 +121,18 @@ def run(
             check=False,
         )
         status, log = done.returncode, done.stdout
+    if "TEST_LOGS" in os.environ:
+        _keep(log, f"{'plain' if tier is None else 'tier'}-{scenarios[-1]}-")
     found = [line for line in log.splitlines() if line.startswith("RESULT ")]
     results = json.loads(found[-1][len("RESULT ") :]) if found else {}
     return Run(status, log, tier is not None, results)
+
+
+def _keep(log: str, begins: str) -> None:
+    """In the folder TEST_LOGS, to look for the cause of a failure."""
+    handle, _ = tempfile.mkstemp(".log", begins, os.environ["TEST_LOGS"])
+    with open(handle, "w", encoding="utf-8") as file:
+        file.write(log)
 
 
 def _command(

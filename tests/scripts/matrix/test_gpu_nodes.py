@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine import gpu_answers, gpu_kinds, gpu_nodes
+from engine import engines, gpu_answers, gpu_kinds, gpu_nodes
 
 KINDS = {kind.name: kind for kind in gpu_kinds.KINDS if kind.ray}
 TWO_RANKS = KINDS["by Ray, two ranks on two nodes"]
@@ -147,3 +147,12 @@ def test_ray_has_started_the_ranks_whose_answers_are_compared(executor: str, out
     side |= {name: {"tokens": [[1], [2]], "tier": {"loaded": 5}} for name in ("singles", "batches")}
     found = gpu_answers.compare("v1", TWO_RANKS, side, side)
     assert (found["outcome"], found["executor"]) == (outcome, executor)
+
+
+def test_an_engines_log_is_kept_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TEST_LOGS", str(tmp_path))
+    engines._keep("what it said", "plain-singles-")
+    (kept,) = tmp_path.glob("plain-singles-*.log")
+    assert kept.read_text() == "what it said"
