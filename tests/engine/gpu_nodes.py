@@ -18,6 +18,7 @@ from typing import Any
 from engine import nodes
 from engine.ray_node import RayNode
 
+from kvoffload_patch.cli.bench.server import free_port
 from scripts.matrix.features_releases import name_entry_points
 
 LOST = ("node_lost", "node_lost_at_work")
@@ -67,8 +68,11 @@ def started(gpus: str, asked: dict[str, str], scenario: str) -> Iterator[dict[st
         ]
         first = stack.enter_context(RayNode(folder, 1, None, ways[0]))
         second = stack.enter_context(RayNode(folder, 1, first, ways[1]))
-        lost = {"TEST_LOSE": str(second.pid)} if scenario in LOST else {}
-        yield {**first.environment, "CUDA_VISIBLE_DEVICES": gpus, **lost}
+        more = {"TEST_LOSE": str(second.pid)} if scenario in LOST else {}
+        # vLLM 0.26 looks for the port of its ranks from the 100th behind this one on, which is 0 by
+        # default: engines that start at the same time would take the same.
+        more["VLLM_DP_MASTER_PORT"] = str(free_port())
+        yield {**first.environment, "CUDA_VISIBLE_DEVICES": gpus, **more}
 
 
 def judge(name: str, when: str, off: dict[str, Any], on: dict[str, Any]) -> dict[str, Any]:

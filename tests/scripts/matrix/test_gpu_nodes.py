@@ -60,6 +60,16 @@ def test_an_engine_that_is_to_lose_a_node_is_told_which_and_waits_a_minute_at_mo
         assert environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] == "60"
 
 
+def test_engines_that_start_at_the_same_time_look_for_ports_in_different_places(
+    told: list[Any],
+) -> None:
+    ports = set()
+    for _ in range(2):
+        with gpu_nodes.started("0,1", {}, "singles") as environment:
+            ports.add(environment["VLLM_DP_MASTER_PORT"])
+    assert len(ports) == 2
+
+
 def test_the_engine_is_played_between_the_nodes_start_and_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
