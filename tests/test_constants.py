@@ -25,6 +25,7 @@ FACTS = {
     "ONCE",
     "PLACE",
     "SMALL",
+    "_ALARM",
     "_ALIGNMENT",
     "_HUGE_PAGE",
     "_LAST_KERNEL_WITHOUT",

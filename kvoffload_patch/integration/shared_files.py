@@ -10,6 +10,7 @@ other engines also when its own has ended.
 
 from __future__ import annotations
 
+import mmap
 import os
 import secrets
 from collections.abc import Sequence
@@ -78,6 +79,14 @@ class SharedFile:
             OSError: there is no memory for it.
         """
         os.pwrite(self._file, content, 0)
+
+    def map(self) -> mmap.mmap:
+        """Its memory, which stays when it is closed.
+
+        Raises:
+            OSError: it cannot be mapped.
+        """
+        return mmap.mmap(self._file, 0)
 
     def close(self) -> None:
         """Ranks that have opened it keep it."""

@@ -8,6 +8,9 @@ by a tenth of its size in a second.
 Where ranks have slots in common (`shared_files`), one must not read a slot before another has
 stored to it, nor store to it while another reads it. So each writes down the last tickets that it
 has done, and the least of them are what is done.
+
+A rank whose result nobody sees cannot say that bytes of a load are wrong. Its device writes that
+down here (`alarm`), before it computes upon them, and the engine looks before it gives tokens away.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from kvoffload_patch.integration.shared_files import SharedFile, SharedFileAddre
 from kvoffload_patch.links import LOAD, STORE, Tickets, ticket_on
 
 _LINKS = (LOAD, STORE)
+_ALARM = 2  # cells: a kernel is compiled for the alignment of what it is given
 
 
 def make_slot_counts(ranks: Sequence[int]) -> SharedFile | None:
@@ -31,7 +35,8 @@ def make_slot_counts(ranks: Sequence[int]) -> SharedFile | None:
         file = SharedFile(ranks)
     except (OSError, AttributeError):
         return None  # this system has no such files
-    cells = [_cell(0, True)] * len(ranks) + [0] * len(ranks) * len(_LINKS)
+    first = _alarms_at(len(ranks))
+    cells = [_cell(0, True)] * len(ranks) + [0] * (first - len(ranks) + _ALARM * len(ranks))
     try:
         # Written, not only made that long: memory that is not there is an error here, and would
         # end a process later.
@@ -49,6 +54,9 @@ class SlotCounts:
         address: of the engine's file, which is not closed yet.
         rank: whose cell this process writes.
 
+    Attributes:
+        memory: the board.
+
     Raises:
         OSError: the board cannot be opened here.
     """
@@ -57,9 +65,10 @@ class SlotCounts:
         file = address.open()
         try:
             # A cell is written and read in one piece, so no lock is needed.
-            self._cells = memoryview(mmap.mmap(file, 0)).cast("q")
+            self.memory = mmap.mmap(file, 0)
         finally:
             os.close(file)
+        self._cells = memoryview(self.memory).cast("q")
         self._own, self._ranks = address.ranks.index(rank), len(address.ranks)
 
     def exchange(self, num_ready: int, growing: bool) -> tuple[int, bool]:
@@ -85,6 +94,40 @@ class SlotCounts:
             self._cells[first + self._own] = ticket_on(done, link)
             found.append((link, min(self._cells[first : first + self._ranks])))
         return tuple(found)
+
+    def alarm_at(self) -> tuple[int, int]:
+        """Where this rank's alarm begins in the board, and how long it is, in bytes."""
+        size = _ALARM * self._cells.itemsize
+        return _alarms_at(self._ranks) * self._cells.itemsize + self._own * size, size
+
+
+class Alarms:
+    """The engine's view of all alarms.
+
+    Args:
+        file: of the board, not closed yet.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
+
+    def __init__(self, file: SharedFile) -> None:
+        self._ranks = file.address.ranks
+        first = _alarms_at(len(self._ranks))
+        cells = memoryview(file.map()).cast("q")
+        self._cells = cells[first : first + _ALARM * len(self._ranks)]
+
+    def first(self) -> tuple[int, int] | None:
+        """(rank, CPU slot) of a load whose bytes a rank has found wrong; None: of none."""
+        if not any(self._cells):
+            return None
+        found = zip(self._ranks, self._cells[::_ALARM])
+        return next((rank, word - 1) for rank, word in found if word)
+
+
+def _alarms_at(ranks: int) -> int:
+    """Cells before the alarms: an even number of them."""
+    return -(-ranks * (1 + len(_LINKS)) // _ALARM) * _ALARM
 
 
 def _cell(num_ready: int, growing: bool) -> int:

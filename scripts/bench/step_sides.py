@@ -117,6 +117,10 @@ class Ranks:
         """What is done comes with a step's output."""
         return 0
 
+    def wrong_bytes(self) -> str:
+        """No copy is made."""
+        return ""
+
 
 class TierSim(Sim):
     """With the CPU tier, attached to this scheduler.

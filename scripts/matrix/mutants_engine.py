@@ -161,9 +161,27 @@ ENGINE = (
     Mutant(
         "tokens of a step that has read wrong bytes are taken in",
         _FILES + "tier.py",
-        "if result.broken:",
-        "if False:",
+        "result.broken or self._ranks.wrong_bytes()",
+        "self._ranks.wrong_bytes()",
         (_FILES + "test_tier.py::test_no_token_leaves_of_a_step_that_has_read_wrong_bytes",),
+    ),
+    Mutant(
+        "nobody asks for what a rank that reports nothing has found wrong",
+        _FILES + "tier.py",
+        "result.broken or self._ranks.wrong_bytes()",
+        "result.broken",
+        (
+            _FILES
+            + "test_tier.py"
+            + "::test_no_token_leaves_of_a_step_in_which_another_rank_has_read_wrong_bytes",
+        ),
+    ),
+    Mutant(
+        "a rank that reports nothing has no alarm",
+        "integration/worker/rpc.py",
+        "shared is not None and not reports(worker)",
+        "False",
+        ("integration/worker/test_tier.py::test_a_rank_whose_result_nobody_gets_has_an_alarm",),
     ),
     Mutant(
         "the key of a block that a connector did not fill is kept",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 
 from kvoffload_patch.integration import slot_counts as growth_board
 from kvoffload_patch.integration.shared_files import SharedFile, SharedFileAddress
-from kvoffload_patch.integration.slot_counts import SlotCounts, make_slot_counts
+from kvoffload_patch.integration.slot_counts import Alarms, SlotCounts, make_slot_counts
 from kvoffload_patch.links import LOAD, STORE
 from scripts.soak.watch import shared_files
 
@@ -32,7 +33,7 @@ for line in sys.stdin:
 # The engine's side, killed before it has told anyone.
 KILLED = """
 import os, signal
-from kvoffload_patch.integration.slot_counts import SlotCounts, make_slot_counts
+from kvoffload_patch.integration.slot_counts import Alarms, SlotCounts, make_slot_counts
 
 board = make_slot_counts([0, 1])
 SlotCounts(board.address, 0).exchange(3, True)
@@ -138,3 +139,25 @@ def test_what_is_done_is_what_all_ranks_have_done(address: SharedFileAddress) ->
     assert four.exchange_done(((LOAD, 8), (STORE, 9))) == ((LOAD, 8), (STORE, 5))
     assert seven.exchange(6, False) == (0, True), "slots and copies have cells of their own"
     assert four.exchange(6, False) == (6, False)
+
+
+@pytest.mark.parametrize("ranks", [(4, 7), (0, 1, 2), tuple(range(8))])
+def test_the_engine_sees_each_ranks_alarm_after_it_has_closed_the_board(
+    ranks: tuple[int, ...],
+) -> None:
+    file = make_slot_counts(ranks)
+    assert file is not None
+    alarms, boards = Alarms(file), [SlotCounts(file.address, rank) for rank in ranks]
+    file.close()
+    for board in boards:
+        board.exchange(9, False)
+        board.exchange_done(((LOAD, 3), (STORE, 9)))
+    assert alarms.first() is None, "slots and copies have cells of their own"
+    places = {rank: board.alarm_at() for rank, board in zip(ranks, boards)}
+    assert all(at % 16 == 0 and size == 16 for at, size in places.values())
+    assert len({at for at, _ in places.values()}) == len(ranks)
+    at, size = places[ranks[-1]]
+    boards[-1].memory[at : at + size] = struct.pack("2q", 1 + 12, 0)
+    assert alarms.first() == (ranks[-1], 12)
+    assert boards[0].exchange(9, False) == (9, False)
+    assert boards[0].exchange_done(((LOAD, 3), (STORE, 9))) == ((LOAD, 3), (STORE, 9))

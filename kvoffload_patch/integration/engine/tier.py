@@ -245,8 +245,8 @@ class SchedulerTier:
 
     def on_result(self, result: TransferResult) -> None:
         """The reporting rank says what is done; one that comes late or twice says nothing new."""
-        if result.broken:
-            raise PromiseBroken(result.broken)
+        if broken := result.broken or self._ranks.wrong_bytes():
+            raise PromiseBroken(broken)
         self.pace.by_layer = result.by_layer
         self.pace.loads_take(result.slowdown)
         readable = self._manager.apply(result)

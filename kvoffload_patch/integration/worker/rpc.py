@@ -15,6 +15,7 @@ from kvoffload_patch import __version__, launch_token
 from kvoffload_patch.integration.protocol import TIER, RankGeometry, RankOpened
 from kvoffload_patch.integration.shared_files import SharedFileAddress
 from kvoffload_patch.integration.slot_counts import SlotCounts
+from kvoffload_patch.integration.worker.alarm import reports
 from kvoffload_patch.integration.worker.devices import warn_if_never_run, why_refused
 from kvoffload_patch.integration.worker.memory import drop_early, early_bytes
 from kvoffload_patch.integration.worker.same_bytes import same_bytes
@@ -107,19 +108,16 @@ def open_rank(
     """
     who = {"rank": worker.rank, "pid": os.getpid()}
     try:
+        shared = SlotCounts(board, worker.rank) if board is not None else None
         tier = RankTier(
-            worker.model_runner,
-            num_slots,
-            backend=backend,
+            worker.model_runner, num_slots, backend=backend,
             alone=worker.vllm_config.parallel_config.world_size == 1,
-            board=SlotCounts(board, worker.rank) if board is not None else None,
-            integrity=integrity,
-            common=slots,
-            rank=worker.rank,
-            by_layer=by_layer,
-            end=end,
-        )
+            board=shared, integrity=integrity, common=slots, rank=worker.rank,
+            by_layer=by_layer, end=end,
+        )  # fmt: skip
         setattr(worker.model_runner, TIER, tier)
+        if shared is not None and not reports(worker):
+            tier.open_alarm(shared)
         # On a host that has workers only, no engine will say so.
         launch_token.confirm(launch_token.ATTACHED)
         return RankOpened(

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from kvoffload_patch.config import as_given
 from kvoffload_patch.integration.shared_files import SharedFileAddress
 from kvoffload_patch.integration.slot_counts import SlotCounts
+from kvoffload_patch.integration.worker.alarm import Alarm, open_alarm
 from kvoffload_patch.integration.worker.layer_gate import LayerGate
 from kvoffload_patch.integration.worker.memory import open_host
 from kvoffload_patch.integration.worker.tuning import IDLE_WAIT_S, MEASURED_BYTES, SHORT_STEP_TOKENS
@@ -52,6 +53,8 @@ class RankTier:
     Raises:
         TransferError: the layout, the memory, the copy backend or the canary.
     """
+
+    _alarm: Alarm | None = None
 
     def __init__(
         self,
@@ -133,6 +136,10 @@ class RankTier:
         self._checksums.forget_all()
         wait_ready, turn = self._host.wait_ready, Turn(*own)
         self._engine = CopyEngine(layout, chosen.backend, wait_ready, turn=turn, end=end)
+
+    def open_alarm(self, board: SlotCounts) -> None:
+        """The engine gets no result of this rank: the board is to say if a load is wrong."""
+        self._alarm = open_alarm(board, self._tensor.device, self._checksums)
 
     @property
     def num_ready(self) -> int:
@@ -276,6 +283,8 @@ class RankTier:
             self._gate.close()
         self._engine.close()
         del self._engine
+        if self._alarm is not None:
+            self._alarm.close()
         self._host.close()
 
     def _wait_for_handed_out(self, plan: TransferPlan) -> None:

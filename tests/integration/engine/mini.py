@@ -72,6 +72,7 @@ class FakeRanks:
         self.num_slots = 400  # that the tier was opened with
         self.copies = "by hand"
         self.asleep, self.version = False, 0  # of the weights
+        self.wrong_bytes = str  # nothing is wrong
 
     def check_room(self, more: int) -> None:
         """There is room for everything."""
@@ -110,7 +111,6 @@ class FakeRanks:
             self.device.finish(plan)
 
     def close(self) -> None:
-        """The engine shuts down."""
         self.closed += 1
 
     def loads_done(self) -> int:

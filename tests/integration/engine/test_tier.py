@@ -219,6 +219,17 @@ def test_no_token_leaves_of_a_step_that_has_read_wrong_bytes() -> None:
     assert mini.scheduler.requests[name].num_output_tokens == 0
 
 
+def test_no_token_leaves_of_a_step_in_which_another_rank_has_read_wrong_bytes() -> None:
+    mini = Mini(load_mode="inline")
+    mini.only_in_cpu(long_prompt(6, seed=1))
+    name = mini.add(long_prompt(6, seed=1), count=3)
+    mini.begin_step()
+    mini.ranks.wrong_bytes = lambda: "a block is wrong on rank 1"
+    with pytest.raises(PromiseBroken, match="^a block is wrong on rank 1$"):
+        mini.end_step()
+    assert mini.scheduler.requests[name].num_output_tokens == 0
+
+
 def test_results_that_come_late_or_twice_say_nothing_new() -> None:
     mini = Mini(load_mode="parked", late=0, ranks=FakeRanks(here=False))
     mini.only_in_cpu(long_prompt(6, seed=1))

@@ -142,6 +142,9 @@ class FakeRanks:
     def loads_done(self) -> int:
         return 0
 
+    def wrong_bytes(self) -> str:
+        return ""
+
     def close(self) -> None:
         self.calls.append("close")
 

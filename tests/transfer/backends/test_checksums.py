@@ -214,6 +214,22 @@ def test_a_load_that_is_given_up_gives_its_place_back() -> None:
     assert verdicts.begin()[1]() is None, "what an earlier one has found counts no more"
 
 
+@pytest.mark.parametrize(("name", "device"), WAYS[1:])
+def test_what_a_load_finds_stays_in_the_alarm_of_a_rank_that_reports_nothing(
+    opened: Open, name: str, device: str
+) -> None:
+    setup = opened("kv_outermost", name, device, every=1)
+    alarm = torch.zeros(2, dtype=torch.int64, pin_memory=device == "cuda")
+    setup.backend.checksums.alarm = alarm
+    setup.store([1, 2], [4, 6])
+    setup.wait()
+    assert load(setup, [3, 5], [4, 6]) is None and alarm[0] == 0
+    flip(setup, 4, 0, 0)
+    assert "CPU slot 4 " in str(load(setup, [3], [4])) and alarm[0] == 1 + 4
+    assert "CPU slot 4 " in str(load(setup, [5], [6])), "no later load takes it away"
+    assert alarm[0] == 1 + 4
+
+
 @_interpreted
 @pytest.mark.parametrize("fail_in", [0, 1, 3])
 def test_loads_that_fail_part_way_leave_no_trace(opened: Open, fail_in: int) -> None:

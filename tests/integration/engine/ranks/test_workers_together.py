@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from kvoffload_patch.integration.engine.ranks import workers as ranks_module  # 
 from kvoffload_patch.integration.engine.ranks.workers import RankGroup  # noqa: E402
 from kvoffload_patch.integration.errors import TierRefused  # noqa: E402
 from kvoffload_patch.integration.protocol import RankGeometry, RankOpened  # noqa: E402
+from kvoffload_patch.integration.slot_counts import SlotCounts  # noqa: E402
 
 GIB = 1 << 30
 ALIKE = {"same_bytes": "stage 0, part 0 of 1"}
@@ -121,3 +123,31 @@ def test_a_system_without_such_memory_keeps_a_copy_each(monkeypatch: pytest.Monk
     ranks = RankGroup(executor)
     ranks.open(1024 * 20)
     assert ranks.num_slots == 10 and executor.calls[-1][-3] == []
+
+
+def test_the_engine_hears_of_wrong_bytes_on_a_rank_that_reports_nothing() -> None:
+    executor = two()
+    group = RankGroup(executor)
+    assert group.wrong_bytes() == ""
+    found: list[SlotCounts] = []
+    answer = executor.collective_rpc
+
+    def collective_rpc(function: Any, timeout: float, args: tuple[Any, ...]) -> Any:
+        if function.__name__ == "open_rank":
+            found.extend(SlotCounts(args[3], rank) for rank in (0, 1))
+        return answer(function, timeout, args)
+
+    executor.collective_rpc = collective_rpc  # type: ignore[method-assign]
+    group.open(1024 * 40)
+    assert group.wrong_bytes() == ""
+    at, size = found[1].alarm_at()
+    found[1].memory[at : at + size] = struct.pack("2q", 1 + 12, 0)
+    said = group.wrong_bytes()
+    assert said.startswith("kvoffload_patch: expected on rank 1 ") and "CPU slot 12, " in said
+
+
+def test_ranks_that_share_no_memory_have_no_alarm() -> None:
+    executor = Executor([geometry(rank) for rank in (0, 1)], [(True, True), (False, True)])
+    group = RankGroup(executor)
+    group.open(1024 * 40)
+    assert group.wrong_bytes() == ""

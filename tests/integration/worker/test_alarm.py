@@ -1,0 +1,103 @@
+"""What a rank's device writes to when a load brings wrong bytes, where the engine sees it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvoffload_patch.integration.shared_files import SharedFile
+from kvoffload_patch.integration.slot_counts import Alarms, SlotCounts, make_slot_counts
+from kvoffload_patch.integration.worker.alarm import Alarm, open_alarm, reports
+from kvoffload_patch.transfer import device as devices
+from kvoffload_patch.transfer.integrity import Checksums
+
+CPU = torch.device("cpu")
+
+
+class Device:
+    """Takes memory that is registered, or refuses it with an error."""
+
+    is_host = False
+
+    def __init__(self, error: int = 0) -> None:
+        self.error, self.registered = error, dict[int, int]()
+
+    def registrar(self) -> Device:
+        return self
+
+    def register(self, address: int, nbytes: int) -> int:
+        if not self.error:
+            self.registered[address] = nbytes
+        return self.error
+
+    def unregister(self, address: int) -> int:
+        return 0 * self.registered.pop(address)
+
+
+@pytest.fixture
+def file() -> Iterator[SharedFile]:
+    made = make_slot_counts([3, 5])
+    assert made is not None
+    yield made
+    made.close()
+
+
+def test_what_is_written_there_is_seen_by_the_engine(file: SharedFile) -> None:
+    device, board = Device(), SlotCounts(file.address, 5)
+    made = Alarm(board, device)
+    assert made.word is not None and made.word.tolist() == [0, 0]
+    [(address, nbytes)] = device.registered.items()
+    assert nbytes == len(board.memory) and address % 4096 == 0
+    assert address < made.word.data_ptr() < address + nbytes
+    made.word[0] = 1 + 30
+    assert Alarms(file).first() == (5, 30)
+    made.close()
+    assert device.registered == {} and made.word is None
+    made.close()
+
+
+def test_where_the_device_cannot_write_there_is_no_alarm(
+    file: SharedFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        made = Alarm(SlotCounts(file.address, 5), Device(error=801))
+    assert made.word is None and "error 801" in caplog.text
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("every", "is_host", "has_one"), [(16, False, True), (0, False, False), (16, True, False)]
+)
+def test_there_is_one_where_a_device_compares(
+    file: SharedFile, monkeypatch: pytest.MonkeyPatch, every: int, is_host: bool, has_one: bool
+) -> None:
+    device = Device()
+    monkeypatch.setattr(device, "is_host", is_host, raising=False)
+    monkeypatch.setattr(devices, "device_of", lambda on: device)
+    checksums = Checksums(4, CPU, every)
+    made = open_alarm(SlotCounts(file.address, 3), CPU, checksums)
+    assert (made is not None) == (checksums.alarm is not None) == has_one
+    if made is not None:
+        assert checksums.alarm is made.word
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "reporting"),
+    [
+        ({"world_size": 2, "tensor_parallel_size": 2}, 0),
+        ({"world_size": 2, "tensor_parallel_size": 1}, 1),
+        ({"world_size": 8, "tensor_parallel_size": 4}, 4),
+        ({"world_size": 4, "tensor_parallel_size": 2, "prefill_context_parallel_size": 2}, 0),
+    ],
+)
+def test_one_rank_reports_of_the_last_stage(parallel: dict[str, Any], reporting: int) -> None:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel))
+    ranks = range(parallel["world_size"])
+    found = [reports(SimpleNamespace(vllm_config=config, rank=rank)) for rank in ranks]
+    assert [rank for rank in ranks if found[rank]] == [reporting]
