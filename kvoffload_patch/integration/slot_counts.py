@@ -117,12 +117,18 @@ class Alarms:
         cells = memoryview(file.map()).cast("q")
         self._cells = cells[first : first + _ALARM * len(self._ranks)]
 
-    def first(self) -> tuple[int, int] | None:
-        """(rank, CPU slot) of a load whose bytes a rank has found wrong; None: of none."""
+    def said(self) -> str:
+        """Which rank has found the bytes of a load wrong, and what to do; empty: none has."""
         if not any(self._cells):
-            return None
+            return ""
         found = zip(self._ranks, self._cells[::_ALARM])
-        return next((rank, word - 1) for rank, word in found if word)
+        rank, word = next((rank, word) for rank, word in found if word)
+        return (
+            f"kvoffload_patch: expected on rank {rank} the bytes that were stored in CPU slot "
+            f"{word - 1}, found others, so its KV is wrong; look for memory errors in the kernel's "
+            "log, restart the server, and set KVOFFLOAD_INTEGRITY=full to check all blocks before "
+            "they are used."
+        )
 
 
 def _alarms_at(ranks: int) -> int:

@@ -59,7 +59,7 @@ class RankGroup:
         self._here: Callable[[], int] | None = None  # asks a rank of this process
         self._common: tuple[tuple[int, ...], ...] = ()  # ranks that have slots in common
         self._silent = False  # a rank has not answered in time
-        self._alarms: Alarms | None = None  # of ranks that report nothing
+        self._alarms: Alarms | None = None
 
     def open(
         self,
@@ -146,19 +146,12 @@ class RankGroup:
         return self._here() if self._here is not None else 0
 
     def wrong_bytes(self) -> str:
-        """Why no token may be given away: a rank that reports nothing has found wrong bytes.
+        """Why no token of a step may be given away: a rank that reports nothing found wrong bytes.
 
-        To be asked when a step's output is whole. Empty if none has, or they share no memory.
+        Asked when its output is whole. Empty if none did, or they share no memory.
         """
-        found = self._alarms.first() if self._alarms is not None else None
-        if found is None:
-            return ""
-        return as_given(
-            "kvoffload_patch: expected on rank {} the bytes that were stored in CPU slot {}, found "
-            "others, so its KV is wrong; look for memory errors in the kernel's log, restart the "
-            "server, and set KVOFFLOAD_INTEGRITY=full to check all blocks before they are "
-            "used.".format(*found)
-        )
+        said = self._alarms.said() if self._alarms is not None else ""
+        return as_given(said) if said else ""
 
     def drain(self) -> bool:
         """Return when no rank has a copy under way; plans sent before are carried out first.
@@ -256,7 +249,9 @@ class RankGroup:
             has_slots = has_board and all(found for _, found in reached)
             if _alike(ranks) and not (files and has_slots):
                 _say_apart(has_board, integrity)
-            self._alarms = Alarms(board) if has_board else None
+            if has_board:
+                with suppress(OSError):  # as where they share no memory
+                    self._alarms = Alarms(board)
             yield board.address if has_board else None, files if has_slots else []
         finally:
             for file in (board, *files):
