@@ -10,7 +10,7 @@ stored to it, nor store to it while another reads it. So each writes down the la
 has done, and the least of them are what is done.
 
 A rank whose result nobody sees cannot say that bytes of a load are wrong. Its device writes that
-down here (`alarm`), before it computes upon them, and the engine looks before it gives tokens away.
+down here before it computes upon them, and the engine looks before it gives tokens away (`Alarms`).
 """
 
 from __future__ import annotations

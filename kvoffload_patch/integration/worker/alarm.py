@@ -66,7 +66,11 @@ def open_alarm(board: SlotCounts, on: Any, checksums: Any) -> Alarm | None:
 
 
 def reports(worker: Any) -> bool:
-    """Whether the engine gets this rank's result: of the last stage's ranks, the first one's."""
+    """Whether the engine gets this rank's result: of the last stage's ranks, the first one's.
+
+    As vLLM has it in `MultiprocExecutor._get_output_rank`. Of an executor that takes another one's,
+    a mismatch on that rank ends the engine, and is no miss.
+    """
     parallel = worker.vllm_config.parallel_config
     in_stage = getattr(parallel, "tensor_parallel_size", 1)
     in_stage *= getattr(parallel, "prefill_context_parallel_size", 1)

@@ -138,7 +138,7 @@ def test_the_engine_hears_of_wrong_bytes_on_a_rank_that_reports_nothing() -> Non
         return answer(function, timeout, args)
 
     executor.collective_rpc = collective_rpc  # type: ignore[method-assign]
-    group.open(1024 * 40)
+    group.open(1024 * 40, integrity="sample")
     assert group.wrong_bytes() == ""
     at, size = found[1].alarm_at()
     found[1].memory[at : at + size] = struct.pack("2q", 1 + 12, 0)
@@ -146,8 +146,13 @@ def test_the_engine_hears_of_wrong_bytes_on_a_rank_that_reports_nothing() -> Non
     assert said.startswith("kvoffload_patch: expected on rank 1 ") and "CPU slot 12, " in said
 
 
-def test_ranks_that_share_no_memory_have_no_alarm() -> None:
-    executor = Executor([geometry(rank) for rank in (0, 1)], [(True, True), (False, True)])
-    group = RankGroup(executor)
-    group.open(1024 * 40)
-    assert group.wrong_bytes() == ""
+@pytest.mark.parametrize(("reached", "integrity"), [(False, "sample"), (True, "off")])
+def test_nobody_looks_where_ranks_share_no_memory_or_make_no_checksums(
+    monkeypatch: pytest.MonkeyPatch, reached: bool, integrity: str
+) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(ranks_module, "Alarms", made.append)
+    for at_all, how in ((True, "sample"), (reached, integrity)):
+        executor = Executor([geometry(rank) for rank in (0, 1)], [(True, True), (at_all, True)])
+        RankGroup(executor).open(1024 * 40, integrity=how)
+    assert len(made) == 1, "of the first alone"
