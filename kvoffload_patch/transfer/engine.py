@@ -10,7 +10,7 @@ from typing import Any
 from kvoffload_patch.links import GPU, LOAD, Link, Tickets
 from kvoffload_patch.transfer.backends.base import CopyBackend
 from kvoffload_patch.transfer.deadline import DeadlineWatch
-from kvoffload_patch.transfer.device import Device, device_of
+from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.link import Copy, LinkCopies, copies_of
@@ -23,6 +23,8 @@ from kvoffload_patch.transfer.tuning import (
     POLL_S,
     STEP_LOAD_SLICES,
     STEP_STORE_SLICES,
+    STEPS_TOGETHER,
+    STORES_TOGETHER_BYTES,
     THREAD_LOAD_SLICES,
     THREAD_STORE_SLICES,
 )
@@ -66,6 +68,7 @@ class CopyEngine:
         self._busy = False  # a step has begun and not ended, or copies are waited for
         self._deferred: Plan | None = None  # its transfers after the forward pass are to be taken
         self._stores_deferred = False  # stores were, by the step before
+        self._steps_deferred = 0  # in a row
         self._groups = len(backend.groups)
         # What the forward pass waits for by layer, and until which load.
         self._arriving: Sequence[Any] = ()
@@ -76,7 +79,12 @@ class CopyEngine:
         lock, bad = threading.RLock(), dict[str, set[int]]()
         self._links = {
             link: LinkCopies(
-                link, copy, _new_queue(self._device, link, lock), bad, wait_ready, turn
+                link,
+                copy,
+                self._new_queue(link, lock, layout.block_bytes),
+                bad,
+                wait_ready,
+                turn,
             )
             for link, copy in {**copies_of(backend), **(more or {})}.items()
         }
@@ -156,14 +164,13 @@ class CopyEngine:
 
         Args:
             defer_stores: the device is waiting for the host, so stores are enqueued by the next
-                step; not twice in a row.
+                step; not twice in a row. Few blocks are put off for more of them.
 
         Raises:
             TransferError: a plan was lost or came twice, or the copy thread has ended.
         """
         self._submit_after()
-        queued = any(link.queue.queued for link in self._out_of_gpu)
-        self._stores_deferred = defer_stores and not self._stores_deferred and queued
+        self._defer_stores(defer_stores)
         if self._stores_deferred and self._thread is not None:
             self._thread.wake(DEFERRED_S)
         self._top_up_stores()
@@ -281,6 +288,15 @@ class CopyEngine:
             for transfer in plan.after:
                 self._link(transfer).submit(transfer, plan.done)
 
+    def _defer_stores(self, asked: bool) -> None:
+        """Choose whether stores wait for the next step."""
+        queues = [link.queue for link in self._out_of_gpu if link.queue.queued]
+        most = int(asked)
+        if queues and all([queue.few for queue in queues]):
+            most = STEPS_TOGETHER - 1
+        self._stores_deferred = bool(queues) and self._steps_deferred < most
+        self._steps_deferred = self._steps_deferred + 1 if self._stores_deferred else 0
+
     def _top_up_stores(self) -> None:
         if not self._stores_deferred:
             for link in self._out_of_gpu:
@@ -317,11 +333,15 @@ class CopyEngine:
                 self._thread.wake()
                 return
 
-
-def _new_queue(device: Device, link: Link, lock: threading.RLock) -> CopyQueue | SyncCopyQueue:
-    if device.is_host:
-        return SyncCopyQueue()
-    if link[1] == GPU:
-        # What a request waits for; the others can take their time.
-        return CopyQueue(device, lock, False, STEP_LOAD_SLICES, priority=-1)
-    return CopyQueue(device, lock, True, THREAD_STORE_SLICES)
+    def _new_queue(
+        self, link: Link, lock: threading.RLock, block_bytes: int
+    ) -> CopyQueue | SyncCopyQueue:
+        device = self._device
+        if device.is_host:
+            return SyncCopyQueue()
+        if link[1] == GPU:
+            # What a request waits for; the others can take their time.
+            groups = self._groups if link == LOAD else 0
+            return CopyQueue(device, lock, False, STEP_LOAD_SLICES, groups, priority=-1)
+        together = STORES_TOGETHER_BYTES // block_bytes
+        return CopyQueue(device, lock, True, THREAD_STORE_SLICES, together=together)

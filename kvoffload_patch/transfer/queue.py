@@ -22,13 +22,13 @@ Behind = Sequence[tuple["CopyQueue | SyncCopyQueue", int]]
 
 
 class _Job:
-    """A copy that is queued or partly enqueued."""
+    """A copy that is queued or partly enqueued, or several as one: their tickets follow."""
 
-    __slots__ = ("arrived", "behind", "compute", "slices", "start", "ticket")
+    __slots__ = ("arrived", "behind", "compute", "first", "slices", "start", "ticket")
 
     def __init__(self, ticket: int, start: Start, compute: Any, behind: Behind) -> None:
-        self.ticket = ticket
-        self.start = start
+        self.first = self.ticket = ticket
+        self.start: Any = start
         self.compute = compute
         self.behind = behind
         self.slices: Slices | None = None
@@ -48,6 +48,10 @@ class CopyQueue:
         lock: shared by the queues of a device, which may wait for each other.
         ends_on_bus: whether the end of a copy is on the bus stream, or on that of the blocks.
         slices_ahead: the most that `has_room` and `top_up` are asked for.
+        groups: of rows, in which copies come.
+        together: copies that are queued are enqueued as one while they have so many blocks at most,
+            which saves the host launches and calls of the driver. Each is a `BlockCopy` then. 0:
+            each is enqueued by itself.
         priority: stream priority, as `Device.new_stream` takes it.
 
     Attributes:
@@ -61,12 +65,15 @@ class CopyQueue:
         lock: threading.RLock,
         ends_on_bus: bool,
         slices_ahead: int,
+        groups: int = 0,
+        together: int = 0,
         priority: int = 0,
     ) -> None:
         self.streams = Streams(blocks=device.new_stream(priority), bus=device.new_stream(priority))
         self.failed: dict[int, CopyFailed] = {}
         self._end = self.streams.bus if ends_on_bus else self.streams.blocks
-        self._device = device
+        self._device, self._groups, self._together = device, groups, together
+        self._submitted = self._taken = 0  # blocks, where copies are enqueued together
         self._lock = lock  # held while a slice is enqueued
         self._book = threading.Lock()  # held for moments: what is under way
         self._queue: deque[_Job] = deque()
@@ -86,6 +93,11 @@ class CopyQueue:
         return bool(self._queue)
 
     @property
+    def few(self) -> bool:
+        """Whether there is room for more blocks beside those queued, if they come together."""
+        return self._submitted - self._taken < self._together
+
+    @property
     def under_way(self) -> bool:
         """Whether any enqueued copy is not known to be done."""
         return bool(self._under_way)
@@ -98,7 +110,10 @@ class CopyQueue:
         """
         compute = self._new_event()
         compute.record(self._device.current_stream())
-        self._queue.append(_Job(ticket, start, compute, behind))
+        job = _Job(ticket, start, compute, behind)
+        if self._together:
+            self._submitted += len(job.start)
+        self._queue.append(job)
 
     def advance(self) -> bool:
         """Enqueue the next slice; False if there is none."""
@@ -109,11 +124,13 @@ class CopyQueue:
             more, verdict = False, None
             try:
                 if job.slices is None:
+                    self._take_along(job)
                     job.slices = self._begin(job)
                 self._mark(job, next(job.slices))
                 more = True
             except StopIteration as over:
                 verdict = over.value
+                self._mark(job, self._groups)
             except Exception as error:  # noqa: BLE001 - the tier carries on without this copy
                 self._fail(job, error)
             self._enqueued += 1
@@ -121,6 +138,8 @@ class CopyQueue:
             self._slice_ends.rotate(-1)
             if not more:
                 self._queue.popleft()
+                if self._together:
+                    self._taken += len(job.start)
                 end = self._new_event()
                 end.record(self._end)
                 with self._book:
@@ -198,7 +217,7 @@ class CopyQueue:
     def has_queued(self, ticket: int) -> bool:
         """Whether any copy up to ``ticket`` is not wholly enqueued."""
         with self._lock:
-            return bool(self._queue) and self._queue[0].ticket <= ticket
+            return bool(self._queue) and self._queue[0].first <= ticket
 
     def poll(self) -> int:
         """The last ticket done; never waits."""
@@ -228,7 +247,8 @@ class CopyQueue:
         It does not wait for a slice that is being enqueued.
         """
 
-        def fail(streams: object) -> Slices:
+        def fail() -> Slices:
+            yield from ()
             raise CopyLate(reason)
 
         if not self._lock.acquire(blocking=False):
@@ -237,7 +257,7 @@ class CopyQueue:
             job = self._queue[0] if self._queue and not self._under_way else None
             if job is None or job.ticket != ticket or job.slices is not None:
                 return False
-            job.start, job.behind = fail, ()
+            job.slices = fail()  # it waits for nothing
             return self.advance()
         finally:
             self._lock.release()
@@ -257,13 +277,31 @@ class CopyQueue:
             time.sleep(POLL_S)
             self.poll()
 
+    def _take_along(self, job: _Job) -> None:
+        """Enqueue what is queued behind a copy of few blocks with it."""
+        while len(self._queue) > 1 and self._together:
+            more = self._queue[1]
+            if len(job.start) + len(more.start) > self._together:
+                return
+            # What it goes behind could be a copy that goes behind this one.
+            if any([other.poll() < ticket for other, ticket in more.behind]):
+                return
+            if job.start.shares_targets(more.start):
+                return
+            del self._queue[1]
+            self.streams.blocks.wait_event(job.compute)
+            self._spare.append(job.compute)
+            job.start.join(more.start)
+            job.ticket, job.compute = more.ticket, more.compute
+
     def _begin(self, job: _Job) -> Slices:
         self.streams.blocks.wait_event(job.compute)
         for other, ticket in job.behind:
             other.hold(self.streams.bus, ticket)
             # What packs a store notes its checksums, which a load of the same slots compares.
             other.hold(self.streams.blocks, ticket)
-        return job.start(self.streams)
+        slices: Slices = job.start(self.streams)
+        return slices
 
     def _mark(self, job: _Job, arrived: int) -> None:
         """So many groups of rows are enqueued."""
@@ -274,7 +312,8 @@ class CopyQueue:
             job.arrived.append(event)
 
     def _fail(self, job: _Job, error: Exception) -> None:
-        self.failed[job.ticket] = failed_by(error)
+        for ticket in range(job.first, job.ticket + 1):
+            self.failed[ticket] = failed_by(error)
         # What was enqueued of it, on either stream, ends before its ticket does.
         for stream in (self.streams.blocks, self.streams.bus):
             self._joined.record(stream)
@@ -298,7 +337,7 @@ class CopyQueue:
 class SyncCopyQueue:
     """The same for the CPU device, where a copy is done when `submit` returns."""
 
-    queued = under_way = False
+    queued = under_way = few = False
 
     def __init__(self) -> None:
         self.failed: dict[int, CopyFailed] = {}

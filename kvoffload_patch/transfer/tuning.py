@@ -61,8 +61,11 @@ THREAD_SLEEP_S = 0.002
 STEP_LOAD_SLICES = 12
 # With fewer than so many, the bus would be idle before the step has been launched. Not measured.
 MIN_LOAD_SLICES = 1
-# Slices of stores that a step enqueues itself: small ones need no thread. Not measured alone.
-STEP_STORE_SLICES = 2
+# Slices of stores that a step enqueues itself, the thread's as well: beside the thread, each step
+# takes longer (docs/mechanisms.md, "Stores of several steps").
+STEP_STORE_SLICES = THREAD_STORE_SLICES
+# Stores are enqueued as one: those of so many steps, and of so many bytes, at most (the same).
+STEPS_TOGETHER, STORES_TOGETHER_BYTES = 4, 128 << 20
 # When the copy thread enqueues deferred stores, if no step has done so: more than three steps of
 # decodes (5.7 ms). Deferring has a row in docs/mechanisms.md, the time is not measured alone.
 DEFERRED_S = 0.02

@@ -129,7 +129,7 @@ class Opened:
                     next(slices)
                 except StopIteration as end:
                     self.verdict = end.value
-                    return count
+                    return count + 1
                 count += 1
 
     def store(self, ids: list[int], slots: list[int]) -> int:

@@ -95,6 +95,7 @@ class Machine:
     ) -> None:  # fmt: skip
         self.kind = kind
         self.most_groups = groups
+        self.together = 5 * (seed % 2)
         self.every = every
         self.random = random.Random(seed)
         self.device = torch.device("cuda" if kind == "cuda" else "cpu")
@@ -148,7 +149,10 @@ class Machine:
         assert self.cuda is not None
         lock = threading.RLock()
         ahead = copy_engine.STEP_LOAD_SLICES
-        self._queues = [CopyQueue(self.cuda, lock, on_bus, ahead) for on_bus in (False, True)]
+        self._queues = [
+            CopyQueue(self.cuda, lock, False, ahead, groups=len(self.backend.groups)),
+            CopyQueue(self.cuda, lock, True, ahead, together=self.together),
+        ]
         for link, queue in zip((LOAD, STORE), self._queues):
             self.engine._links[link].queue = queue
         self.engine._device = self.cuda

@@ -30,9 +30,9 @@ class Streams:
     bus: Any
 
 
-# Enqueues a copy slice by slice, one for each `next`, which says how many groups of rows are there
-# then; see `CopyBackend`. What it returns at its end is to be asked once the copy is done, if it is
-# anything.
+# Enqueues a copy slice by slice, one for each `next`: between two of them it says how many groups
+# of rows are there; see `CopyBackend`. The last slice ends it. What it returns then is to be asked
+# once the copy is done, if it is anything.
 Slices = Generator[int, None, "Verdict | None"]
 
 
@@ -43,15 +43,16 @@ class CopyBackend(Protocol):
     because the device is full. The copies of a direction are enqueued one after another: one
     begins when the one before is exhausted or given up.
 
-    Each `next` on what `load` and `store` return enqueues one slice. When they are exhausted,
-    the end of a load is behind everything on ``streams.blocks``, and the end of a store behind
-    everything on ``streams.bus``. A backend for the CPU device copies at once, and ignores the
-    streams.
+    Each `next` on what `load` and `store` return enqueues one slice, and the one that enqueues the
+    last slice exhausts them: each costs the host time. Then the end of a load is behind everything
+    on ``streams.blocks``, and the end of a store behind everything on ``streams.bus``. A backend
+    for the CPU device copies at once, and ignores the streams.
 
     A load whose bytes are compared with checksums returns a verdict, as the value of its generator.
 
     A load may bring the rows of its blocks group by group. Its slices say of how many groups
-    everything is on ``streams.blocks``; 0 where it brings all rows at once.
+    everything is on ``streams.blocks``, and its end says it of all; 0 where it brings all rows at
+    once.
 
     Attributes:
         name: as users choose it.

@@ -101,13 +101,14 @@ class DirectBackend:
         self._joined.record(streams.bus)
         streams.blocks.wait_event(self._joined)
         for at in range(0, len(ids), self._blocks):
+            if at:
+                yield 0
             own = slice(at, at + self._blocks)
             blocks, host = self._addresses(ids[own], slots[own])
             target, source = (blocks, host) if to_device else (host, blocks)
             sizes = np.tile(self._nbytes, len(ids[own]))
             stream = self._device.handle(streams.blocks)
             self._copier.copy_many(target, source, sizes, stream, to_device)
-            yield 0
 
     def _addresses(self, ids: Sequence[int], slots: Sequence[int]) -> tuple[Numbers, Numbers]:
         """Of every row of every block, and of its place in the slot."""

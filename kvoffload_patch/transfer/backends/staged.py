@@ -171,7 +171,10 @@ class StagedBackend:
         """Enqueue GPU blocks to slots: each slice is a staging buffer."""
         assert streams is not None
         blocks, bus, own = streams.blocks, streams.bus, self._stores
-        for block_ids, slots_at, part in self._parts(gpu_block_ids, cpu_slots, own, blocks):
+        parts = self._parts(gpu_block_ids, cpu_slots, own, blocks)
+        for number, (block_ids, slots_at, part) in enumerate(parts):
+            if number:
+                yield 0
             buffer = own.take()
             blocks.wait_event(buffer.free)
             stored = self.checksums.next_stored(part.num_slots)
@@ -180,7 +183,6 @@ class StagedBackend:
             bus.wait_event(buffer.filled)
             self._cross(True, buffer, part, own.turns, bus)
             buffer.free.record(bus)
-            yield 0
         return None
 
     def load(
@@ -212,7 +214,10 @@ class StagedBackend:
     ) -> Iterator[int]:
         assert streams is not None
         blocks, bus, own = streams.blocks, streams.bus, self._loads
-        for block_ids, slots_at, part in self._parts(gpu_block_ids, cpu_slots, own, blocks):
+        parts = self._parts(gpu_block_ids, cpu_slots, own, blocks)
+        for number, (block_ids, slots_at, part) in enumerate(parts):
+            if number:
+                yield 0
             buffer = own.take()
             bus.wait_event(buffer.free)
             self._cross(False, buffer, part, own.turns, bus)
@@ -222,7 +227,6 @@ class StagedBackend:
             check = Check(slots_at, 0, own.totals, 0, finds)
             self._move(False, buffer, block_ids, part, blocks, check)
             buffer.free.record(blocks)
-            yield 0
         self.load_times.end(bus)
 
     def _load_groups(
@@ -264,7 +268,8 @@ class StagedBackend:
                         check = Check(at, 0, own.totals, part.first, finds)
                         self._move(False, buffer, block_ids, part, blocks, check, rows)
                         buffer.free.record(blocks)
-                        yield 0 if left else arrived - (part is not parts[-1])
+                        if left or arrived < len(self.groups) or part is not parts[-1]:
+                            yield 0 if left else arrived - (part is not parts[-1])
             self.load_times.end(bus)
         except BaseException:
             with self._device.on(blocks):

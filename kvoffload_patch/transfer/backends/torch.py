@@ -76,11 +76,12 @@ class TorchBackend:
             return None
         self._join(streams, before=True)
         for at in range(0, len(gpu_block_ids), self._chunk):
+            if at:
+                yield 0
             with self._on(streams):
                 self._store_chunk(
                     gpu_block_ids[at : at + self._chunk], cpu_slots[at : at + self._chunk]
                 )
-            yield 0
         self._join(streams, before=False)
         return None
 
@@ -100,11 +101,12 @@ class TorchBackend:
             return None
         self._join(streams, before=True)
         for at in range(0, len(gpu_block_ids), self._chunk):
+            if at:
+                yield 0
             with self._on(streams):
                 self._load_chunk(
                     gpu_block_ids[at : at + self._chunk], cpu_slots[at : at + self._chunk]
                 )
-            yield 0
         return None
 
     def _store_chunk(self, ids: Sequence[int], slots: Sequence[int]) -> None:

@@ -11,6 +11,8 @@ of them alike. A round plays what users do:
   decodes  many short prompts with long answers: milliseconds of a decode step
   arrivals sessions that come back at a fixed rate beside running decodes: time between tokens
   chats    so many sessions at a time, each asked again with a new message when one is answered
+  crowd    short prompts with answers of many lengths, so many at a time, nothing of which is found
+           again: milliseconds until twice as many are answered
 
 The tier must be armed: `python -m kvoffload_patch --cpu-gib 72 python scripts/bench mechanisms`.
 """
@@ -76,6 +78,15 @@ class Load:
         return (self.generate(prompts, self.options.decode_tokens) - short) / (
             self.options.decode_tokens - 2
         )
+
+    def crowd(self) -> float:
+        """Milliseconds of short prompts with answers of many lengths, the same ones each time."""
+        count, lengths = 2 * self.options.crowd, random.Random(self.options.seed)
+        prompts = [{"prompt_token_ids": self.tokens(128)} for _ in range(count)]
+        answers = [sampling(lengths.randrange(64, 448)) for _ in range(count)]
+        began = time.perf_counter()
+        self.llm.generate(prompts, answers, use_tqdm=False)
+        return 1000 * (time.perf_counter() - began)
 
     def arrivals(self) -> dict[str, float]:
         """Milliseconds between the tokens of running decodes while sessions come back."""
@@ -181,6 +192,8 @@ def play(load: Load, mechanism: str) -> dict[str, Any]:
         found.update(load.arrivals())
     if "chats" in parts:
         found.update(load.chats())
+    if "crowd" in parts:
+        found["crowd"] = load.crowd()
     return found
 
 
@@ -214,6 +227,7 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--answer", type=int, default=32)
     parser.add_argument("--decodes", type=int, default=64)
     parser.add_argument("--decode-tokens", type=int, default=96)
+    parser.add_argument("--crowd", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=12000)
     parser.add_argument("--at-once", type=int, default=12)
     parser.add_argument("--rate", type=float, default=5.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,27 @@ def _loads_by_layer() -> Changes:
     return not_hidden, (LayerGate, "passes", lambda self, step: False)
 
 
+def _stores_of_several_steps() -> Changes:
+    from kvoffload_patch.transfer import engine
+
+    return ((engine, "STEPS_TOGETHER", 1),)
+
+
+def _stores_by_the_step() -> Changes:
+    """As until it enqueued more than the copy of a step of decodes."""
+    from kvoffload_patch.transfer import engine
+
+    return (engine, "STEPS_TOGETHER", 1), (engine, "STEP_STORE_SLICES", 2)
+
+
+def _tier() -> Changes:
+    """Paused: its hooks are called, and it neither loads nor stores."""
+    from kvoffload_patch.integration.engine.tier import SchedulerTier
+
+    tiers = [found for found in gc.get_objects() if isinstance(found, SchedulerTier)]
+    return tuple((tier, "paused", True) for tier in tiers)
+
+
 _CHANGES: dict[str, Callable[[], Changes]] = {
     "deferred stores": _deferred_stores,
     "last block loaded": _last_block,
@@ -60,6 +82,9 @@ _CHANGES: dict[str, Callable[[], Changes]] = {
     "joining early": _joining_early,
     "joining into a stall": _joining_into_a_stall,
     "loads by layer": _loads_by_layer,
+    "stores of several steps": _stores_of_several_steps,
+    "stores by the step": _stores_by_the_step,
+    "the tier": _tier,
 }
 MECHANISMS = ("nothing", *_CHANGES)
 

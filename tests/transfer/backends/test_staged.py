@@ -118,7 +118,7 @@ def test_the_first_group_is_there_when_as_few_blocks_as_can_be_have_crossed_whol
         slices = setup.backend.load([*range(blocks)], [*range(blocks)], streams=setup.streams)
         assert next(there for there in slices if there) == 1
         so_far = sum(crossed)
-        assert [*slices][-1] == len(setup.backend.groups)
+        assert {*slices} <= {*range(1, len(setup.backend.groups))}
     setup.wait()
     assert so_far == whole * setup.layout.block_bytes + (blocks - whole) * first_group
 
@@ -129,7 +129,7 @@ def test_a_group_is_there_with_its_last_slice(opened: Open) -> None:
     assert setup.cuda is not None
     with setup.cuda:
         slices = setup.backend.load([*range(7)], [*range(7)], streams=setup.streams)
-        assert [*slices] == [0, 1, 1, 2]
+        assert [*slices] == [0, 1, 1]  # and all at its end
     setup.wait()
 
 
