@@ -23,10 +23,10 @@ from kvoffload_patch.transfer.tuning import (
     POLL_S,
     STEP_LOAD_SLICES,
     STEP_STORE_SLICES,
-    STEPS_TOGETHER,
-    STORES_TOGETHER_BYTES,
     THREAD_LOAD_SLICES,
     THREAD_STORE_SLICES,
+    TOGETHER_BYTES,
+    TOGETHER_STEPS,
 )
 from kvoffload_patch.transfer.turns import ALONE, Turn
 
@@ -76,16 +76,9 @@ class CopyEngine:
         self._waited = set[tuple[Any, int]]()  # by which stream, for which of its groups
         self._thread: CopyThread | None = None
         self._watch: DeadlineWatch | None = None
-        lock, bad = threading.RLock(), dict[str, set[int]]()
+        lock, bad, size = threading.RLock(), dict[str, set[int]](), layout.block_bytes
         self._links = {
-            link: LinkCopies(
-                link,
-                copy,
-                self._new_queue(link, lock, layout.block_bytes),
-                bad,
-                wait_ready,
-                turn,
-            )
+            link: LinkCopies(link, copy, self._new_queue(link, lock, size), bad, wait_ready, turn)
             for link, copy in {**copies_of(backend), **(more or {})}.items()
         }
         self._all = list(self._links.values())
@@ -293,7 +286,7 @@ class CopyEngine:
         queues = [link.queue for link in self._out_of_gpu if link.queue.queued]
         most = int(asked)
         if queues and all([queue.few for queue in queues]):
-            most = STEPS_TOGETHER - 1
+            most = TOGETHER_STEPS - 1
         self._stores_deferred = bool(queues) and self._steps_deferred < most
         self._steps_deferred = self._steps_deferred + 1 if self._stores_deferred else 0
 
@@ -343,5 +336,5 @@ class CopyEngine:
             # What a request waits for; the others can take their time.
             groups = self._groups if link == LOAD else 0
             return CopyQueue(device, lock, False, STEP_LOAD_SLICES, groups, priority=-1)
-        together = STORES_TOGETHER_BYTES // block_bytes
+        together = TOGETHER_BYTES // block_bytes
         return CopyQueue(device, lock, True, THREAD_STORE_SLICES, together=together)

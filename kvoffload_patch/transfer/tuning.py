@@ -65,7 +65,7 @@ MIN_LOAD_SLICES = 1
 # takes longer (docs/mechanisms.md, "Stores of several steps").
 STEP_STORE_SLICES = THREAD_STORE_SLICES
 # Stores are enqueued as one: those of so many steps, and of so many bytes, at most (the same).
-STEPS_TOGETHER, STORES_TOGETHER_BYTES = 4, 128 << 20
+TOGETHER_STEPS, TOGETHER_BYTES = 4, 128 << 20
 # When the copy thread enqueues deferred stores, if no step has done so: more than three steps of
 # decodes (5.7 ms). Deferring has a row in docs/mechanisms.md, the time is not measured alone.
 DEFERRED_S = 0.02

@@ -79,6 +79,7 @@ MECHANISMS = {
     "mechanisms-ahead.json": "default graphs, 12 sessions at a time, beside a second server",
     "mechanisms-arrivals.json": "default graphs, 14 sessions a second beside 12 decodes",
     "mechanisms-chats.json": "default graphs, 12 sessions at a time, each back at once",
+    "mechanisms-crowd.json": "Llama-3.2-1B's shape, 256 long answers at a time, two runs",
     "mechanisms-default.json": "default graphs, 60 sessions in turns",
     "mechanisms-quiet.json": "eager prefill, quiet engine",
     "mechanisms-s3.json": "eager prefill, 60 sessions in turns",

@@ -306,10 +306,10 @@ def test_few_blocks_wait_for_those_of_some_steps(recording: CopyEngine, recorder
     recording._links[STORE].queue = Few("stores", recorder)
     recording._thread = cast("Any", SimpleNamespace(wake=lambda after_s=0.0: None))
     topped_up = []
-    for _ in range(3 * copy_engine.STEPS_TOGETHER):
+    for _ in range(3 * copy_engine.TOGETHER_STEPS):
         recording.end_step()
         topped_up.append(("stores", "top up", copy_engine.STEP_STORE_SLICES) in recorder.take())
-    assert topped_up == [*[False] * (copy_engine.STEPS_TOGETHER - 1), True] * 3
+    assert topped_up == [*[False] * (copy_engine.TOGETHER_STEPS - 1), True] * 3
 
 
 def test_stores_do_not_run_dry_while_a_long_load_is_enqueued(

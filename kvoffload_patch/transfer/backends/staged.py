@@ -264,8 +264,7 @@ class StagedBackend:
                         self.load_times.crossed(part.num_slots * nbytes, bus)
                         buffer.filled.record(bus)
                         blocks.wait_event(buffer.filled)
-                        at = len(slots) + part.first
-                        check = Check(at, 0, own.totals, part.first, finds)
+                        check = Check(len(slots) + part.first, 0, own.totals, part.first, finds)
                         self._move(False, buffer, block_ids, part, blocks, check, rows)
                         buffer.free.record(blocks)
                         if left or arrived < len(self.groups) or part is not parts[-1]:

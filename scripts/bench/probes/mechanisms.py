@@ -12,7 +12,8 @@ of them alike. A round plays what users do:
   arrivals sessions that come back at a fixed rate beside running decodes: time between tokens
   chats    so many sessions at a time, each asked again with a new message when one is answered
   crowd    short prompts with answers of many lengths, so many at a time, nothing of which is found
-           again: milliseconds until twice as many are answered
+           again: milliseconds until twice as many are answered, and how many of these the engine's
+           thread and the copy thread took to enqueue copies
 
 The tier must be armed: `python -m kvoffload_patch --cpu-gib 72 python scripts/bench mechanisms`.
 """
@@ -25,6 +26,7 @@ import json
 import os
 import random
 import statistics
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -79,14 +81,21 @@ class Load:
             self.options.decode_tokens - 2
         )
 
-    def crowd(self) -> float:
+    def crowd(self) -> dict[str, float]:
         """Milliseconds of short prompts with answers of many lengths, the same ones each time."""
         count, lengths = 2 * self.options.crowd, random.Random(self.options.seed)
         prompts = [{"prompt_token_ids": self.tokens(128)} for _ in range(count)]
         answers = [sampling(lengths.randrange(64, 448)) for _ in range(count)]
+        self.llm.collective_rpc(enqueuing_took)
         began = time.perf_counter()
         self.llm.generate(prompts, answers, use_tqdm=False)
-        return 1000 * (time.perf_counter() - began)
+        took = 1000 * (time.perf_counter() - began)
+        [(engine, others)] = self.llm.collective_rpc(enqueuing_took)
+        return {
+            "crowd": took,
+            "crowd, enqueuing by the engine": engine,
+            "crowd, enqueuing by the thread": others,
+        }
 
     def arrivals(self) -> dict[str, float]:
         """Milliseconds between the tokens of running decodes while sessions come back."""
@@ -163,6 +172,28 @@ class Load:
         }
 
 
+def enqueuing_took(worker: Any) -> tuple[float, float]:
+    """In the engine's process: milliseconds since the last call, of its thread and of others."""
+    import kvoffload_patch
+    from kvoffload_patch.transfer.queue import CopyQueue
+
+    advance, took = CopyQueue.advance, kvoffload_patch.__dict__.get("_bench_enqueuing")
+    if took is None:
+        took = kvoffload_patch.__dict__["_bench_enqueuing"] = [0.0, 0.0]
+
+        def timed(queue: CopyQueue) -> bool:
+            began = time.perf_counter()
+            found = advance(queue)
+            other = threading.current_thread() is not threading.main_thread()
+            took[other] += 1000 * (time.perf_counter() - began)
+            return found
+
+        CopyQueue.advance = timed  # type: ignore[method-assign]
+    engine, others = took
+    took[:] = 0.0, 0.0
+    return engine, others
+
+
 def note(outputs: Any, last: dict[str, float], gaps: list[float], asked: dict[str, float],
          waits: list[float]) -> None:  # fmt: skip
     """Note when tokens came."""
@@ -193,7 +224,7 @@ def play(load: Load, mechanism: str) -> dict[str, Any]:
     if "chats" in parts:
         found.update(load.chats())
     if "crowd" in parts:
-        found["crowd"] = load.crowd()
+        found.update(load.crowd())
     return found
 
 

@@ -57,14 +57,14 @@ def _loads_by_layer() -> Changes:
 def _stores_of_several_steps() -> Changes:
     from kvoffload_patch.transfer import engine
 
-    return ((engine, "STEPS_TOGETHER", 1),)
+    return ((engine, "TOGETHER_STEPS", 1),)
 
 
 def _stores_by_the_step() -> Changes:
     """As until it enqueued more than the copy of a step of decodes."""
     from kvoffload_patch.transfer import engine
 
-    return (engine, "STEPS_TOGETHER", 1), (engine, "STEP_STORE_SLICES", 2)
+    return (engine, "TOGETHER_STEPS", 1), (engine, "STEP_STORE_SLICES", 2)
 
 
 def _tier() -> Changes:
