@@ -21,6 +21,7 @@ from kvoffload_patch.transfer.tuning import (
     DEFERRED_S,
     MIN_LOAD_SLICES,
     POLL_S,
+    PRESSED_STEPS,
     STEP_LOAD_SLICES,
     STEP_STORE_SLICES,
     THREAD_LOAD_SLICES,
@@ -69,6 +70,7 @@ class CopyEngine:
         self._deferred: Plan | None = None  # its transfers after the forward pass are to be taken
         self._stores_deferred = False  # stores were, by the step before
         self._steps_deferred = 0  # in a row
+        self._steps_at_once = 0  # in so many to come, few blocks are not put off
         self._groups = len(backend.groups)
         # What the forward pass waits for by layer, and until which load.
         self._arriving: Sequence[Any] = ()
@@ -115,7 +117,7 @@ class CopyEngine:
             wait, done = plan.waits_for(link.link), plan.known_done(link.link)
             link.forget(done)
             if link.link[0] == GPU:
-                link.queue.hold(None, wait)
+                self._wait_for_reads(link.queue, wait)
         for transfer in plan.before:
             self._link(transfer).submit(transfer, plan.done)
         for link in self._into_gpu:
@@ -157,7 +159,8 @@ class CopyEngine:
 
         Args:
             defer_stores: the device is waiting for the host, so stores are enqueued by the next
-                step; not twice in a row. Few blocks are put off for more of them.
+                step; not twice in a row. Few blocks are put off for more of them, unless a step
+                has had to wait for such lately.
 
         Raises:
             TransferError: a plan was lost or came twice, or the copy thread has ended.
@@ -281,11 +284,19 @@ class CopyEngine:
             for transfer in plan.after:
                 self._link(transfer).submit(transfer, plan.done)
 
+    def _wait_for_reads(self, queue: CopyQueue | SyncCopyQueue, ticket: int) -> None:
+        """Make the forward pass wait for copies that read what it may overwrite."""
+        if self._stores_deferred and queue.has_queued(ticket):
+            self._steps_at_once = PRESSED_STEPS
+        queue.hold(None, ticket)
+
     def _defer_stores(self, asked: bool) -> None:
         """Choose whether stores wait for the next step."""
         queues = [link.queue for link in self._out_of_gpu if link.queue.queued]
         most = int(asked)
-        if queues and all([queue.few for queue in queues]):
+        if self._steps_at_once:
+            self._steps_at_once -= 1
+        elif queues and all([queue.few for queue in queues]):
             most = TOGETHER_STEPS - 1
         self._stores_deferred = bool(queues) and self._steps_deferred < most
         self._steps_deferred = self._steps_deferred + 1 if self._stores_deferred else 0
