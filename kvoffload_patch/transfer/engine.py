@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvoffload_patch.links import GPU, LOAD, Link, Tickets
+from kvoffload_patch.links import GPU, LOAD, STORE, Link, Tickets
 from kvoffload_patch.transfer.backends.base import CopyBackend
 from kvoffload_patch.transfer.deadline import DeadlineWatch
 from kvoffload_patch.transfer.device import device_of
@@ -347,5 +347,5 @@ class CopyEngine:
             # What a request waits for; the others can take their time.
             groups = self._groups if link == LOAD else 0
             return CopyQueue(device, lock, False, STEP_LOAD_SLICES, groups, priority=-1)
-        together = TOGETHER_BYTES // block_bytes
+        together = TOGETHER_BYTES // block_bytes if link == STORE else 0
         return CopyQueue(device, lock, True, THREAD_STORE_SLICES, together=together)

@@ -49,9 +49,8 @@ class CopyQueue:
         ends_on_bus: whether the end of a copy is on the bus stream, or on that of the blocks.
         slices_ahead: the most that `has_room` and `top_up` are asked for.
         groups: of rows, in which copies come.
-        together: copies that are queued are enqueued as one while they have so many blocks at most,
-            which saves the host launches and calls of the driver. Each is a `BlockCopy` then. 0:
-            each is enqueued by itself.
+        together: copies that are queued, each a `BlockCopy`, are enqueued as one while they have so
+            many blocks at most: fewer launches and calls of the driver. 0: each by itself.
         priority: stream priority, as `Device.new_stream` takes it.
 
     Attributes:
@@ -288,11 +287,12 @@ class CopyQueue:
                 return
             if job.start.shares_targets(more.start):
                 return
-            del self._queue[1]
             self.streams.blocks.wait_event(job.compute)
-            self._spare.append(job.compute)
             job.start.join(more.start)
+            # It keeps its place until nothing can be raised any more.
+            self._spare.append(job.compute)
             job.ticket, job.compute = more.ticket, more.compute
+            del self._queue[1]
 
     def _begin(self, job: _Job) -> Slices:
         self.streams.blocks.wait_event(job.compute)

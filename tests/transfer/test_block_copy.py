@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 from transfer.fake_cuda import FakeCuda
@@ -129,3 +130,16 @@ def test_they_wait_for_every_stream_that_computed_their_blocks(together: Togethe
     together.stores.drain()
     assert together.begun == [(1, 2)]
     assert together.slots == {1: "1 of 1", 2: "2 of 2"}
+
+
+def test_a_copy_that_cannot_be_taken_along_is_made_by_itself(together: Together) -> None:
+    """Its ticket would pass for done otherwise, because later ones are."""
+    together.store(1, [1], [1])
+    together.store(2, [2], [2])
+    with mock.patch.object(BlockCopy, "join", side_effect=MemoryError("no room")):
+        together.stores.advance()
+    together.store(3, [3], [3])
+    together.stores.drain()
+    assert together.stores.poll() == 3
+    assert together.stores.failed == {1: (RAISED, "no room")}
+    assert together.slots == {2: "2 of 2", 3: "3 of 3"}

@@ -63,7 +63,7 @@ class Rank:
         self.engine: Any = CopyEngine(layout, self, more=more)
         lock = threading.RLock()
         for link, copies in self.engine._links.items():
-            together = 0 if link[1] == GPU else 3
+            together = 3 if link == STORE else 0
             copies.queue = CopyQueue(cuda, lock, link[1] != GPU, slices_ahead=4, together=together)
 
     def load(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None) -> Slices:
