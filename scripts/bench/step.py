@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -82,6 +83,22 @@ def prefills(make: Make, quick: bool, tokens: int, prompts: int = 10**6) -> tupl
     return sim, before
 
 
+def crowd(make: Make, quick: bool) -> tuple[Sim, Before]:
+    """256 running with answers of 64 to 448 tokens: each that ends makes room for another one."""
+    sim, lengths, seeds = make(slots=256, blocks=12_000), random.Random(0), count()
+
+    def fill_up() -> Before:
+        while True:
+            while len(sim.scheduler.requests) < 257:
+                sim.add(next(seeds), 128, lengths.randrange(64, 448))
+            yield
+
+    before = fill_up()
+    for _ in islice(before, 300 if quick else 800):
+        sim.step()
+    return sim, before
+
+
 ALL, OURS = tuple(SIDES), ("plain", "tier", "eager")
 # Name: title, what readies it, its options, steps of a turn, sides that take part.
 Scenario = tuple[str, Callable[..., tuple[Sim, Before]], dict[str, Any], int, tuple[str, ...]]
@@ -98,6 +115,7 @@ SCENARIOS: dict[str, Scenario] = {
           prefills, {"tokens": 2065, "prompts": 300}, 15, ALL),
     "e-full": ("prompt of 2,064 tokens, 129 blocks loaded",
                prefills, {"tokens": 2064, "prompts": 300}, 15, ALL),
+    "f": ("256 run, about one ends and another begins", crowd, {}, 60, ALL),
 }  # fmt: skip
 TIMES_MADE = 8  # of the schedulers of a scenario
 # Microseconds added: to a step of 256 decodes; for a block stored and one evicted; for one loaded.
