@@ -187,14 +187,11 @@ def observe_copies(recorder: Recorder, link: type, queue: type, host_queue: type
         recorder.bytes[to_gpu, transfer.ticket] = len(transfer.source_ids) * recorder.block_bytes
 
     def is_over(queue: Any, first: int, ticket: int) -> None:
-        """Copies that were enqueued as one are done as one."""
         if (began := begun.pop((id(queue), ticket), None)) is None:
             return
         to_gpu = recorder.to_gpu.get(id(queue), False)
         end = clock.mark(getattr(queue, "_end", None))
-        tickets = range(first, ticket + 1)
-        nbytes = sum(recorder.bytes.pop((to_gpu, each), 0) for each in tickets)
-        recorder.note("bus", began, end, to_gpu, ticket, nbytes)
+        recorder.note("bus", began, end, to_gpu, ticket, recorder.bytes_of(to_gpu, first, ticket))
 
     def begins(result: Any, queue: Any, job: Any) -> None:
         begun[id(queue), job.ticket] = clock.mark(queue.streams.bus)
