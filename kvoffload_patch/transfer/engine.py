@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvoffload_patch.links import GPU, LOAD, STORE, Link, Tickets
+from kvoffload_patch.links import GPU, LOAD, Link, Tickets
 from kvoffload_patch.transfer.backends.base import CopyBackend
 from kvoffload_patch.transfer.deadline import DeadlineWatch
 from kvoffload_patch.transfer.device import device_of
@@ -21,13 +21,10 @@ from kvoffload_patch.transfer.tuning import (
     DEFERRED_S,
     MIN_LOAD_SLICES,
     POLL_S,
-    PRESSED_STEPS,
     STEP_LOAD_SLICES,
     STEP_STORE_SLICES,
     THREAD_LOAD_SLICES,
     THREAD_STORE_SLICES,
-    TOGETHER_BYTES,
-    TOGETHER_STEPS,
 )
 from kvoffload_patch.transfer.turns import ALONE, Turn
 
@@ -69,8 +66,6 @@ class CopyEngine:
         self._busy = False  # a step has begun and not ended, or copies are waited for
         self._deferred: Plan | None = None  # its transfers after the forward pass are to be taken
         self._stores_deferred = False  # stores were, by the step before
-        self._steps_deferred = 0  # in a row
-        self._steps_at_once = 0  # in so many to come, few blocks are not put off
         self._groups = len(backend.groups)
         # What the forward pass waits for by layer, and until which load.
         self._arriving: Sequence[Any] = ()
@@ -78,9 +73,9 @@ class CopyEngine:
         self._waited = set[tuple[Any, int]]()  # by which stream, for which of its groups
         self._thread: CopyThread | None = None
         self._watch: DeadlineWatch | None = None
-        lock, bad, size = threading.RLock(), dict[str, set[int]](), layout.block_bytes
+        lock, bad = threading.RLock(), dict[str, set[int]]()
         self._links = {
-            link: LinkCopies(link, copy, self._new_queue(link, lock, size), bad, wait_ready, turn)
+            link: LinkCopies(link, copy, self._new_queue(link, lock), bad, wait_ready, turn)
             for link, copy in {**copies_of(backend), **(more or {})}.items()
         }
         self._all = list(self._links.values())
@@ -117,7 +112,7 @@ class CopyEngine:
             wait, done = plan.waits_for(link.link), plan.known_done(link.link)
             link.forget(done)
             if link.link[0] == GPU:
-                self._wait_for_reads(link.queue, wait)
+                link.queue.hold(None, wait)
         for transfer in plan.before:
             self._link(transfer).submit(transfer, plan.done)
         for link in self._into_gpu:
@@ -159,14 +154,14 @@ class CopyEngine:
 
         Args:
             defer_stores: the device is waiting for the host, so stores are enqueued by the next
-                step; not twice in a row. Few blocks are put off for more of them, unless a step
-                has had to wait for such lately.
+                step; not twice in a row.
 
         Raises:
             TransferError: a plan was lost or came twice, or the copy thread has ended.
         """
         self._submit_after()
-        self._defer_stores(defer_stores)
+        queued = any(link.queue.queued for link in self._out_of_gpu)
+        self._stores_deferred = defer_stores and not self._stores_deferred and queued
         if self._stores_deferred and self._thread is not None:
             self._thread.wake(DEFERRED_S)
         self._top_up_stores()
@@ -284,23 +279,6 @@ class CopyEngine:
             for transfer in plan.after:
                 self._link(transfer).submit(transfer, plan.done)
 
-    def _wait_for_reads(self, queue: CopyQueue | SyncCopyQueue, ticket: int) -> None:
-        """Make the forward pass wait for copies that read what it may overwrite."""
-        if self._stores_deferred and queue.has_queued(ticket):
-            self._steps_at_once = PRESSED_STEPS
-        queue.hold(None, ticket)
-
-    def _defer_stores(self, asked: bool) -> None:
-        """Choose whether stores wait for the next step."""
-        queues = [link.queue for link in self._out_of_gpu if link.queue.queued]
-        most = int(asked)
-        if self._steps_at_once:
-            self._steps_at_once -= 1
-        elif queues and all([queue.few for queue in queues]):
-            most = TOGETHER_STEPS - 1
-        self._stores_deferred = bool(queues) and self._steps_deferred < most
-        self._steps_deferred = self._steps_deferred + 1 if self._stores_deferred else 0
-
     def _top_up_stores(self) -> None:
         if not self._stores_deferred:
             for link in self._out_of_gpu:
@@ -337,9 +315,7 @@ class CopyEngine:
                 self._thread.wake()
                 return
 
-    def _new_queue(
-        self, link: Link, lock: threading.RLock, block_bytes: int
-    ) -> CopyQueue | SyncCopyQueue:
+    def _new_queue(self, link: Link, lock: threading.RLock) -> CopyQueue | SyncCopyQueue:
         device = self._device
         if device.is_host:
             return SyncCopyQueue()
@@ -347,5 +323,4 @@ class CopyEngine:
             # What a request waits for; the others can take their time.
             groups = self._groups if link == LOAD else 0
             return CopyQueue(device, lock, False, STEP_LOAD_SLICES, groups, priority=-1)
-        together = TOGETHER_BYTES // block_bytes if link == STORE else 0
-        return CopyQueue(device, lock, True, THREAD_STORE_SLICES, together=together)
+        return CopyQueue(device, lock, True, THREAD_STORE_SLICES)

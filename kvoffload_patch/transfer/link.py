@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Failure, Link, Tickets, ticket_on
 from kvoffload_patch.transfer.backends.base import CopyBackend, Slices, Streams
-from kvoffload_patch.transfer.block_copy import BlockCopy
 from kvoffload_patch.transfer.errors import NotStored, TransferError
 from kvoffload_patch.transfer.plans import Transfer
 from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue, failed_up_to, forget
@@ -94,9 +94,9 @@ class LinkCopies:
                 "vouch for its bytes."
             )
         self.last = transfer.ticket
-        own = self._turn.own(transfer.source_ids, transfer.target_ids)
+        start = partial(self._start, *self._turn.own(transfer.source_ids, transfer.target_ids))
         behind = [(other.queue, ticket_on(done, other.link)) for other in self._behind]
-        self.queue.submit(transfer.ticket, BlockCopy(self._start, *own), behind)
+        self.queue.submit(transfer.ticket, start, behind)
 
     def poll(self) -> int:
         """The last ticket done; never waits. Its failures are told after this."""

@@ -22,13 +22,13 @@ Behind = Sequence[tuple["CopyQueue | SyncCopyQueue", int]]
 
 
 class _Job:
-    """A copy that is queued or partly enqueued, or several as one: their tickets follow."""
+    """A copy that is queued or partly enqueued."""
 
-    __slots__ = ("arrived", "behind", "compute", "first", "slices", "start", "ticket")
+    __slots__ = ("arrived", "behind", "compute", "slices", "start", "ticket")
 
     def __init__(self, ticket: int, start: Start, compute: Any, behind: Behind) -> None:
-        self.first = self.ticket = ticket
-        self.start: Any = start
+        self.ticket = ticket
+        self.start = start
         self.compute = compute
         self.behind = behind
         self.slices: Slices | None = None
@@ -49,8 +49,6 @@ class CopyQueue:
         ends_on_bus: whether the end of a copy is on the bus stream, or on that of the blocks.
         slices_ahead: the most that `has_room` and `top_up` are asked for.
         groups: of rows, in which copies come.
-        together: copies that are queued, each a `BlockCopy`, are enqueued as one while they have so
-            many blocks at most: fewer launches and calls of the driver. 0: each by itself.
         priority: stream priority, as `Device.new_stream` takes it.
 
     Attributes:
@@ -65,14 +63,12 @@ class CopyQueue:
         ends_on_bus: bool,
         slices_ahead: int,
         groups: int = 0,
-        together: int = 0,
         priority: int = 0,
     ) -> None:
         self.streams = Streams(blocks=device.new_stream(priority), bus=device.new_stream(priority))
         self.failed: dict[int, CopyFailed] = {}
         self._end = self.streams.bus if ends_on_bus else self.streams.blocks
-        self._device, self._groups, self._together = device, groups, together
-        self._submitted = self._taken = 0  # blocks, where copies are enqueued together
+        self._device, self._groups = device, groups
         self._lock = lock  # held while a slice is enqueued
         self._book = threading.Lock()  # held for moments: what is under way
         self._queue: deque[_Job] = deque()
@@ -92,11 +88,6 @@ class CopyQueue:
         return bool(self._queue)
 
     @property
-    def few(self) -> bool:
-        """Whether there is room for more blocks beside those queued, if they come together."""
-        return self._submitted - self._taken < self._together
-
-    @property
     def under_way(self) -> bool:
         """Whether any enqueued copy is not known to be done."""
         return bool(self._under_way)
@@ -109,10 +100,7 @@ class CopyQueue:
         """
         compute = self._new_event()
         compute.record(self._device.current_stream())
-        job = _Job(ticket, start, compute, behind)
-        if self._together:
-            self._submitted += len(job.start)
-        self._queue.append(job)
+        self._queue.append(_Job(ticket, start, compute, behind))
 
     def advance(self) -> bool:
         """Enqueue the next slice; False if there is none."""
@@ -123,7 +111,6 @@ class CopyQueue:
             more, verdict = False, None
             try:
                 if job.slices is None:
-                    self._take_along(job)
                     job.slices = self._begin(job)
                 self._mark(job, next(job.slices))
                 more = True
@@ -137,8 +124,6 @@ class CopyQueue:
             self._slice_ends.rotate(-1)
             if not more:
                 self._queue.popleft()
-                if self._together:
-                    self._taken += len(job.start)
                 end = self._new_event()
                 end.record(self._end)
                 with self._book:
@@ -216,7 +201,7 @@ class CopyQueue:
     def has_queued(self, ticket: int) -> bool:
         """Whether any copy up to ``ticket`` is not wholly enqueued."""
         with self._lock:
-            return bool(self._queue) and self._queue[0].first <= ticket
+            return bool(self._queue) and self._queue[0].ticket <= ticket
 
     def poll(self) -> int:
         """The last ticket done; never waits."""
@@ -246,8 +231,7 @@ class CopyQueue:
         It does not wait for a slice that is being enqueued.
         """
 
-        def fail() -> Slices:
-            yield from ()
+        def fail(streams: object) -> Slices:
             raise CopyLate(reason)
 
         if not self._lock.acquire(blocking=False):
@@ -256,7 +240,7 @@ class CopyQueue:
             job = self._queue[0] if self._queue and not self._under_way else None
             if job is None or job.ticket != ticket or job.slices is not None:
                 return False
-            job.slices = fail()  # it waits for nothing
+            job.start, job.behind = fail, ()
             return self.advance()
         finally:
             self._lock.release()
@@ -276,32 +260,13 @@ class CopyQueue:
             time.sleep(POLL_S)
             self.poll()
 
-    def _take_along(self, job: _Job) -> None:
-        """Enqueue what is queued behind a copy of few blocks with it."""
-        while len(self._queue) > 1 and self._together:
-            more = self._queue[1]
-            if len(job.start) + len(more.start) > self._together:
-                return
-            # What it goes behind could be a copy that goes behind this one.
-            if any([other.poll() < ticket for other, ticket in more.behind]):
-                return
-            if job.start.shares_targets(more.start):
-                return
-            self.streams.blocks.wait_event(job.compute)
-            job.start.join(more.start)
-            # It keeps its place until nothing can be raised any more.
-            self._spare.append(job.compute)
-            job.ticket, job.compute = more.ticket, more.compute
-            del self._queue[1]
-
     def _begin(self, job: _Job) -> Slices:
         self.streams.blocks.wait_event(job.compute)
         for other, ticket in job.behind:
             other.hold(self.streams.bus, ticket)
             # What packs a store notes its checksums, which a load of the same slots compares.
             other.hold(self.streams.blocks, ticket)
-        slices: Slices = job.start(self.streams)
-        return slices
+        return job.start(self.streams)
 
     def _mark(self, job: _Job, arrived: int) -> None:
         """So many groups of rows are enqueued."""
@@ -312,8 +277,7 @@ class CopyQueue:
             job.arrived.append(event)
 
     def _fail(self, job: _Job, error: Exception) -> None:
-        for ticket in range(job.first, job.ticket + 1):
-            self.failed[ticket] = failed_by(error)
+        self.failed[job.ticket] = failed_by(error)
         # What was enqueued of it, on either stream, ends before its ticket does.
         for stream in (self.streams.blocks, self.streams.bus):
             self._joined.record(stream)
@@ -337,7 +301,7 @@ class CopyQueue:
 class SyncCopyQueue:
     """The same for the CPU device, where a copy is done when `submit` returns."""
 
-    queued = under_way = few = False
+    queued = under_way = False
 
     def __init__(self) -> None:
         self.failed: dict[int, CopyFailed] = {}

@@ -35,7 +35,7 @@ class CopyThread:
         self._queues = [*loads, *stores]
         self._wake = threading.Event()
         self._closing = False
-        self._not_before, self._rests = 0.0, False
+        self._not_before = 0.0
         self._error: BaseException | None = None
         self._thread = JoinedThread(self._run, "kvoffload-copies", self._end)
         self._thread.start()
@@ -52,8 +52,7 @@ class CopyThread:
                 "restart the server."
             ) from self._error
         self._not_before = time.monotonic() + after_s if after_s else 0.0
-        if not (after_s and self._rests):  # else it looks again before it enqueues anything
-            self._wake.set()
+        self._wake.set()
 
     def close(self) -> None:
         """End the thread; what is queued stays queued."""
@@ -73,10 +72,8 @@ class CopyThread:
                 while not self._closing and any([queue.queued for queue in self._queues]):
                     wait_s = self._not_before - time.monotonic()
                     if wait_s > 0:
-                        self._rests = True
                         self._wake.wait(wait_s)  # or until it is woken for more
                         self._wake.clear()
-                        self._rests = False
                     else:
                         self._advance()
         except BaseException as error:  # noqa: BLE001 - said by the next `wake`

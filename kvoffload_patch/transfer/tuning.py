@@ -61,15 +61,9 @@ THREAD_SLEEP_S = 0.002
 STEP_LOAD_SLICES = 12
 # With fewer than so many, the bus would be idle before the step has been launched. Not measured.
 MIN_LOAD_SLICES = 1
-# Slices of stores that a step enqueues itself, the thread's as well: beside the thread, each step
-# takes longer (docs/mechanisms.md, "Stores of several steps").
+# Slices of stores that a step enqueues itself, as many as the thread: with 2 the thread enqueued
+# most stores of decodes, beside steps that were late (docs/mechanisms.md, "Stores of decodes").
 STEP_STORE_SLICES = THREAD_STORE_SLICES
-# Stores are enqueued as one: those of so many steps, and of so many bytes, at most (the same).
-TOGETHER_STEPS, TOGETHER_BYTES = 4, 128 << 20
-# A step that overwrites blocks of stores that were put off waits for all of them to cross the bus.
-# After it, in so many steps none are: then such waits, 2.4 ms at most, are below 1 % of decodes of
-# 5.7 ms. Not measured.
-PRESSED_STEPS = 64
 # When the copy thread enqueues deferred stores, if no step has done so: more than three steps of
 # decodes (5.7 ms). Deferring has a row in docs/mechanisms.md, the time is not measured alone.
 DEFERRED_S = 0.02

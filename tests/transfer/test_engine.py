@@ -299,47 +299,6 @@ def test_stores_of_a_step_that_the_device_waits_for_are_deferred_once(
     assert recorder.take() == at_once
 
 
-def test_few_blocks_wait_for_those_of_some_steps(recording: CopyEngine, recorder: Recorder) -> None:
-    class Few(RecordingQueue):
-        queued = few = True
-
-    recording._links[STORE].queue = Few("stores", recorder)
-    recording._thread = cast("Any", SimpleNamespace(wake=lambda after_s=0.0: None))
-    topped_up = []
-    for _ in range(3 * copy_engine.TOGETHER_STEPS):
-        recording.end_step()
-        topped_up.append(("stores", "top up", copy_engine.STEP_STORE_SLICES) in recorder.take())
-    assert topped_up == [*[False] * (copy_engine.TOGETHER_STEPS - 1), True] * 3
-
-
-def test_few_blocks_are_not_put_off_where_steps_overwrite_them(
-    recording: CopyEngine, recorder: Recorder
-) -> None:
-    """A step that waits for such stores waits for the bus: few GPU blocks are free then."""
-    overwritten = [False]
-
-    class Few(RecordingQueue):
-        queued = few = True
-
-        def has_queued(self, ticket: int) -> bool:
-            return overwritten[0]
-
-    recording._links[STORE].queue = Few("stores", recorder)
-    recording._thread = cast("Any", SimpleNamespace(wake=lambda after_s=0.0: None))
-
-    def deferred() -> bool:
-        recording.begin_step(Plan([], None, 0, 0, 0, 0))
-        recording.end_step()
-        return recording._stores_deferred
-
-    assert [deferred() for _ in range(3)] == [True] * 3
-    overwritten[0] = True
-    assert not deferred()
-    overwritten[0] = False
-    assert not any(deferred() for _ in range(copy_engine.PRESSED_STEPS - 1))
-    assert deferred()
-
-
 def test_stores_do_not_run_dry_while_a_long_load_is_enqueued(
     recording: CopyEngine, recorder: Recorder
 ) -> None:

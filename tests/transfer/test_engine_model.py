@@ -44,10 +44,7 @@ class EngineRank(Rank):
         with self.cuda:
             self.engine = CopyEngine(BlockLayout([torch.zeros(2, 1)], 2), self)
             self.loads = CopyQueue(self.cuda, lock, ends_on_bus=False, slices_ahead=2)
-            together = self.cuda.random.choice([0, 3, 9])
-            self.stores = CopyQueue(
-                self.cuda, lock, ends_on_bus=True, slices_ahead=2, together=together
-            )
+            self.stores = CopyQueue(self.cuda, lock, ends_on_bus=True, slices_ahead=2)
         for link, queue in ((LOAD, self.loads), (STORE, self.stores)):
             self.engine._links[link].queue = queue
 

@@ -63,8 +63,7 @@ class Rank:
         self.engine: Any = CopyEngine(layout, self, more=more)
         lock = threading.RLock()
         for link, copies in self.engine._links.items():
-            together = 3 if link == STORE else 0
-            copies.queue = CopyQueue(cuda, lock, link[1] != GPU, slices_ahead=4, together=together)
+            copies.queue = CopyQueue(cuda, lock, link[1] != GPU, slices_ahead=4)
 
     def load(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None) -> Slices:
         return self._on(LOAD)(cpu_slots, gpu_block_ids, streams)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 from exits import TIMES, exits
@@ -187,18 +186,6 @@ def test_others_may_enqueue_first_for_as_long_as_it_was_told(setup: Setup) -> No
     setup.on_nap = lambda number: None
     setup.stores.slices = 2
     assert setup.run() == ["nap", "store", "store"], "woken at once, it goes on at once"
-
-
-def test_it_is_not_woken_to_be_told_that_it_has_longer(setup: Setup) -> None:
-    """Each time it wakes, it takes Python from the step."""
-    setup.start()
-    setup.stores.slices = 1
-    setup.on_nap = lambda number: wait(lambda: setup.stores.slices == 0)
-    setup.thread.wake(0.5)
-    wait(lambda: bool(setup.naps))
-    with mock.patch.object(setup.thread._wake, "set", side_effect=AssertionError):
-        setup.thread.wake(LONG_S)
-    setup.stores.slices = 0
 
 
 def test_what_nobody_has_enqueued_by_then_it_enqueues(setup: Setup) -> None:

@@ -95,7 +95,6 @@ class Machine:
     ) -> None:  # fmt: skip
         self.kind = kind
         self.most_groups = groups
-        self.together = 5 * (seed % 2)
         self.every = every
         self.random = random.Random(seed)
         self.device = torch.device("cuda" if kind == "cuda" else "cpu")
@@ -151,7 +150,7 @@ class Machine:
         ahead = copy_engine.STEP_LOAD_SLICES
         self._queues = [
             CopyQueue(self.cuda, lock, False, ahead, groups=len(self.backend.groups)),
-            CopyQueue(self.cuda, lock, True, ahead, together=self.together),
+            CopyQueue(self.cuda, lock, True, ahead),
         ]
         for link, queue in zip((LOAD, STORE), self._queues):
             self.engine._links[link].queue = queue

@@ -82,6 +82,7 @@ class Backend:
     """Copies that take time, and nothing else: a slice for each block."""
 
     name = "timed"
+    groups = ()
 
     def load(self, ids: Any, _: Any, streams: Any) -> Iterator[None]:
         """Slices of a load."""

@@ -186,12 +186,12 @@ def observe_copies(recorder: Recorder, link: type, queue: type, host_queue: type
         to_gpu = recorder.to_gpu[id(link.queue)] = link.link == LOAD
         recorder.bytes[to_gpu, transfer.ticket] = len(transfer.source_ids) * recorder.block_bytes
 
-    def is_over(queue: Any, first: int, ticket: int) -> None:
+    def is_over(queue: Any, ticket: int) -> None:
         if (began := begun.pop((id(queue), ticket), None)) is None:
             return
         to_gpu = recorder.to_gpu.get(id(queue), False)
         end = clock.mark(getattr(queue, "_end", None))
-        recorder.note("bus", began, end, to_gpu, ticket, recorder.bytes_of(to_gpu, first, ticket))
+        recorder.note("bus", began, end, to_gpu, ticket, recorder.bytes.pop((to_gpu, ticket), 0))
 
     def begins(result: Any, queue: Any, job: Any) -> None:
         begun[id(queue), job.ticket] = clock.mark(queue.streams.bus)
@@ -203,14 +203,14 @@ def observe_copies(recorder: Recorder, link: type, queue: type, host_queue: type
             job = self._queue[0] if self._queue else None
             found = bool(advanced(self))
             if job is not None and (not self._queue or self._queue[0] is not job):
-                over(self, job.first, job.ticket)
+                over(self, job.ticket)
             return found
 
     def host_begins(queue: Any, ticket: int, *_: Any) -> None:
         begun[id(queue), ticket] = clock.mark()
 
     def host_ends(result: None, queue: Any, ticket: int, *_: Any) -> None:
-        is_over(queue, ticket, ticket)
+        is_over(queue, ticket)
 
     observe(link, "submit", submitted)
     observe(queue, "_begin", after=begins)

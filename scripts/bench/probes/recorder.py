@@ -137,10 +137,6 @@ class Recorder:
         self._thread = JoinedThread(self._run, "trace", self._ended.set)
         self._thread.start()
 
-    def bytes_of(self, to_gpu: bool, first: int, last: int) -> int:
-        """Of copies that are done as one, as which they were enqueued; they are told once."""
-        return sum(self.bytes.pop((to_gpu, ticket), 0) for ticket in range(first, last + 1))
-
     def note(self, kind: str, *fields: Any) -> None:
         """An event, now. A field may be a mark."""
         self._events.append((time.perf_counter(), kind, fields))

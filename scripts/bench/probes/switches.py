@@ -54,17 +54,11 @@ def _loads_by_layer() -> Changes:
     return not_hidden, (LayerGate, "passes", lambda self, step: False)
 
 
-def _stores_of_several_steps() -> Changes:
-    from kvoffload_patch.transfer import engine
-
-    return ((engine, "TOGETHER_STEPS", 1),)
-
-
 def _stores_by_the_step() -> Changes:
-    """As until it enqueued more than the copy of a step of decodes."""
+    """Of more slices than 2; the thread enqueues the others."""
     from kvoffload_patch.transfer import engine
 
-    return (engine, "TOGETHER_STEPS", 1), (engine, "STEP_STORE_SLICES", 2)
+    return ((engine, "STEP_STORE_SLICES", 2),)
 
 
 def _tier() -> Changes:
@@ -82,7 +76,6 @@ _CHANGES: dict[str, Callable[[], Changes]] = {
     "joining early": _joining_early,
     "joining into a stall": _joining_into_a_stall,
     "loads by layer": _loads_by_layer,
-    "stores of several steps": _stores_of_several_steps,
     "stores by the step": _stores_by_the_step,
     "the tier": _tier,
 }
