@@ -1,4 +1,4 @@
-"""The probe of what enqueuing copies costs a step: its device and backend are those of an engine."""
+"""The probe of what enqueuing copies costs a step plays each of its kinds of steps."""
 
 from __future__ import annotations
 
