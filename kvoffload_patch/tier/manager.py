@@ -43,7 +43,8 @@ class OffloadManager(TierState):
                 where its head is missing; None: that is not known.
         """
         if self._exclusive is None:
-            last = self._stores.last, self._loads.last
+            # Some of what it stored may wait for the next plan.
+            last = self._stores.last + self._queue.waiting, self._loads.last
             self._ended.add(Ended(keys, together, rests, *last))
             self._tell_ended()
         elif together:
@@ -216,6 +217,7 @@ class OffloadManager(TierState):
         storable: Callable[[int, Hashable], bool],
         computed: Mapping[Hashable, int] = MappingProxyType({}),
         leaving: Mapping[Hashable, int] = MappingProxyType({}),
+        can_wait: bool = False,
     ) -> TransferPlan | None:
         """Freeze this step's plan; None when there is nothing to move and to wait for.
 
@@ -225,11 +227,13 @@ class OffloadManager(TierState):
             computed: GPU blocks by the keys that this step's forward pass computes in them. To
                 be stored with those queued, and behind them.
             leaving: what `leaving` said since the last block was handed out.
+            can_wait: whether what is computed may be stored with that of some steps to come.
         """
         if self._gain is not None:
             self._follow_gain()
         some = computed or leaving or self._queue
-        store = self._plan_store(storable, computed, leaving) if some else ()
+        can_wait = can_wait and self._exclusive is None and not self._growing
+        store = self._plan_store(storable, computed, leaving, can_wait) if some else ()
         waits, done = take_tickets(self._links.values())
         if not (store or waits or self._new_loads):
             return None
@@ -328,20 +332,13 @@ class OffloadManager(TierState):
         storable: Callable[[int, Hashable], bool],
         computed: Mapping[Hashable, int],
         leaving: Mapping[Hashable, int],
+        can_wait: bool,
     ) -> tuple[Transfer, ...]:
         wanted, slot_of = self.offer(computed, len(leaving)), self._slot_of
         if leaving:
             wanted = {**leaving, **wanted}
-        if self._queue or self._growing:
-            for key, gpu_block_id in wanted.items():
-                self._queue.add(key, gpu_block_id)
-            limit = len(self._queue)
-            if self._growing:
-                # What finds no room waits, and nothing is evicted for it until the GPU loses it.
-                self._queue.hurry(tuple(leaving.values())[::-1], tuple(leaving)[::-1])
-                limit = self._slots.num_free
-            wanted, lost = self._queue.take(limit, slot_of, storable)
-            self.stats.overwritten += lost
+        if self._queue or self._growing or can_wait:
+            wanted = self._through_queue(wanted, storable, leaving, can_wait)
         if not wanted:
             return ()
         keys, gpu_block_ids = tuple(wanted), tuple(wanted.values())
@@ -360,20 +357,26 @@ class OffloadManager(TierState):
             store_to[slot] = store_of[gpu_block_id] = ticket
         return (Transfer(ticket, GPU, CPU, gpu_block_ids, slots),)
 
-    def _take_slots(self, count: int) -> tuple[int, ...]:
-        """Slots to be written, so many or as many as there can be, after evicting for them."""
-        free = self._slots.num_free
-        if count <= free:
-            return tuple(self._slots.allocate(count))
-        # What was stored together is mostly evicted together: sorted, these are neighbours again.
-        slots = sorted(self._policy.evict(count - free))
-        self.stats.evicted += len(slots)
-        slot_of, key_of = self._slot_of, self._key_of
-        if self.on_left is not None:
-            self.on_left(list(map(key_of.__getitem__, slots)))
-        for slot in slots:
-            del slot_of[key_of[slot]]
-        return (*slots, *self._slots.allocate(free)) if free else tuple(slots)
+    def _through_queue(
+        self,
+        wanted: Mapping[Hashable, int],
+        storable: Callable[[int, Hashable], bool],
+        leaving: Mapping[Hashable, int],
+        can_wait: bool,
+    ) -> Mapping[Hashable, int]:
+        """What of this, and of what was queued before, is stored now."""
+        for key, gpu_block_id in wanted.items():
+            self._queue.add(key, gpu_block_id)
+        if can_wait and self._queue.waits():
+            return {}
+        limit = len(self._queue)
+        if self._growing:
+            # What finds no room waits, and nothing is evicted for it until the GPU loses it.
+            self._queue.hurry(tuple(leaving.values())[::-1], tuple(leaving)[::-1])
+            limit = self._slots.num_free
+        taken, lost = self._queue.take(limit, self._slot_of, storable)
+        self.stats.overwritten += lost
+        return taken
 
     def _finish_load(self, keys: Keys, slots: Slots) -> None:
         self.stats.loaded += len(keys)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from kvoffload_patch.tier.entries import Keys
 from kvoffload_patch.tier.prefixes import PrefixOrder
+from kvoffload_patch.tier.tuning import TOGETHER_BLOCKS, TOGETHER_STEPS
 
 Rests = Mapping[Hashable, Hashable] | None
 IN_A_ROW: Mapping[Hashable, Hashable] = {}
@@ -20,9 +21,24 @@ class StoreQueue:
     def __init__(self) -> None:
         self._keys: dict[int, Hashable] = {}
         self._first: dict[int, Hashable] = {}  # what the GPU is about to lose
+        self._steps = 0  # that the first of them has waited
 
     def __len__(self) -> int:
         return len(self._keys) + len(self._first)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything waits, as `waits` has said."""
+        return self._steps > 0
+
+    def waits(self) -> bool:
+        """Whether what was added waits for what the next step adds; asked once a step.
+
+        If not, `take` is to follow. What is taken together is one plan's, and one copy.
+        """
+        self._steps += 1
+        few = 0 < len(self._keys) < TOGETHER_BLOCKS and not self._first
+        return few and self._steps < TOGETHER_STEPS
 
     def add(self, key: Hashable, gpu_block_id: int) -> None:
         """This GPU block holds, or will hold after this step, the block of a key."""
@@ -53,7 +69,10 @@ class StoreQueue:
         for gpu_block_id in gpu_block_ids:
             self._keys.pop(gpu_block_id, None)
             self._first.pop(gpu_block_id, None)
-        return before - len(self)
+        left = len(self)
+        if not left:
+            self._steps = 0
+        return before - left
 
     def take(
         self, limit: int, held: Container[Hashable], storable: Callable[[int, Hashable], bool]
@@ -66,6 +85,7 @@ class StoreQueue:
             storable: whether a GPU block still has, and will have computed after this step, a key.
         """
         taken: dict[Hashable, int] = {}
+        self._steps = 0
         lost = _take(self._first, len(self._first), taken, held, storable)
         return taken, lost + _take(self._keys, limit, taken, held, storable)
 

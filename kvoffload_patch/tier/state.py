@@ -194,7 +194,10 @@ class TierState:
 
     def _tell_ended(self) -> None:
         """Tell of prefixes whose copies are done."""
-        self._ended.tell(self._stores.done, self._loads.done, self._find_pieces, self._prefixes)
+        done = self._stores.done
+        if done == self._stores.last and not self._queue.waiting:
+            done += 1  # what waited for the next plan is not stored any more
+        self._ended.tell(done, self._loads.done, self._find_pieces, self._prefixes)
 
     def _find(self, keys: Keys) -> Sequence[Any]:
         """The slot of each key; None where it has none. A range, if all are in neighbours."""
@@ -220,6 +223,21 @@ class TierState:
             pieces.append(range(slot, slot + same))
             done += same
         return pieces
+
+    def _take_slots(self, count: int) -> tuple[int, ...]:
+        """Slots to be written, so many or as many as there can be, after evicting for them."""
+        free = self._slots.num_free
+        if count <= free:
+            return tuple(self._slots.allocate(count))
+        # What was stored together is mostly evicted together: sorted, these are neighbours again.
+        slots = sorted(self._policy.evict(count - free))
+        self.stats.evicted += len(slots)
+        slot_of, key_of = self._slot_of, self._key_of
+        if self.on_left is not None:
+            self.on_left(list(map(key_of.__getitem__, slots)))
+        for slot in slots:
+            del slot_of[key_of[slot]]
+        return (*slots, *self._slots.allocate(free)) if free else tuple(slots)
 
     def _let_go(self, keys: Keys, slots: Slots) -> tuple[Keys, Slots]:
         """Nothing uses these slots any more: free those whose keys were forgotten meanwhile.

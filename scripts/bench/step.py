@@ -7,8 +7,9 @@ What the CPU tier adds to a scheduler step on the host, beside vLLM's own connec
 vLLM's own scheduler, no model, no copies. The schedulers of one scenario take turns, in another
 order each round: plain, one with a tier attached, one for each connector. A step is `schedule()`
 and `update_from_output()`, timed in CPU time of the thread; what stands for the model in between
-is in `step_sides`. "Added" is the median over rounds of the difference between a side's median
-step and plain's in the same round. Needs an installed vLLM that the tier accepts.
+is in `step_sides`. "Added" is the median over rounds of the difference between a side's mean step
+and plain's in the same round: a step may do what others have put off. Needs an installed vLLM that
+the tier accepts.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ def _side(
     times: list[list[float]], plain: list[list[float]], stored: float, loaded: float
 ) -> dict[str, Any]:
     every = [t for turn in times for t in turn]
-    added = [statistics.median(a) - statistics.median(b) for a, b in zip(times, plain)]
+    added = [statistics.fmean(a) - statistics.fmean(b) for a, b in zip(times, plain)]
     low, middle, high = statistics.quantiles(added, n=4)
     return {
         "median": statistics.median(every),

@@ -17,6 +17,7 @@ from kvoffload_patch.tier.plan import TransferPlan
 from kvoffload_patch.tier.policies import POLICIES
 from kvoffload_patch.tier.policies.lru import LRUPolicy
 from kvoffload_patch.tier.stats import TierStats
+from kvoffload_patch.tier.tuning import TOGETHER_BLOCKS, TOGETHER_STEPS
 
 
 def always(block: int, key: object) -> bool:
@@ -529,6 +530,84 @@ def test_what_a_step_computes_is_stored_without_asking_for_it() -> None:
     assert tier.stats.dropped == 1
     tier.note_new_blocks([8])
     assert tier.make_plan(always).waits_for(STORE) == 1  # type: ignore[union-attr]
+
+
+def wait_for_more(tier: OffloadManager, key: str, block: int) -> TransferPlan | None:
+    """The plan of a step that computes one block, which may wait for those of steps to come."""
+    return tier.make_plan(always, {key: block}, can_wait=True)
+
+
+def test_few_blocks_of_some_steps_are_stored_as_one() -> None:
+    tier = OffloadManager(100, LRUPolicy)
+    for step in range(TOGETHER_STEPS - 2):
+        assert wait_for_more(tier, f"{step}", step) is None
+    assert tier.make_plan(always, can_wait=True) is None, "a step that computes no block"
+    plan = wait_for_more(tier, "last", 50)
+    assert store_of(plan).source_ids == (*range(TOGETHER_STEPS - 2), 50)  # type: ignore[union-attr]
+    assert wait_for_more(tier, "next", 51) is None, "it begins again"
+
+
+def test_many_blocks_wait_for_nothing() -> None:
+    tier = OffloadManager(100, LRUPolicy)
+    assert wait_for_more(tier, "first", 99) is None
+    many = {f"{n}": n for n in range(TOGETHER_BLOCKS - 1)}
+    plan = tier.make_plan(always, many, can_wait=True)
+    assert store_of(plan).source_ids == (99, *many.values())  # type: ignore[union-attr]
+
+
+def test_what_waited_is_stored_by_the_first_step_whose_blocks_cannot_wait() -> None:
+    tier = OffloadManager(100, LRUPolicy)
+    assert wait_for_more(tier, "first", 1) is None
+    assert store_of(tier.make_plan(always)).source_ids == (1,)  # type: ignore[union-attr]
+
+
+def test_what_waited_and_is_handed_out_is_not_stored() -> None:
+    tier = OffloadManager(100, LRUPolicy)
+    assert wait_for_more(tier, "first", 1) is None
+    assert wait_for_more(tier, "second", 2) is None
+    tier.note_new_blocks([1])
+    assert tier.stats.overwritten == 1
+    assert store_of(tier.make_plan(always)).source_ids == (2,)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("store", "growing"), [("lazy", False), ("eager", True)])
+def test_nothing_waits_where_blocks_are_stored_before_the_gpu_loses_them(
+    store: str, growing: bool
+) -> None:
+    tier = OffloadManager(100, LRUPolicy, growing, store)
+    leaving = tier.leaving([1], ["a"])
+    computed = {} if leaving else {"a": 1}
+    plan = tier.make_plan(always, computed, leaving, can_wait=True)
+    assert store_of(plan).source_ids == (1,)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("lost", ["the queue", "the block"])
+def test_a_request_that_has_ended_is_told_of_when_what_waited_is_stored_or_lost(lost: str) -> None:
+    """Whose keys are not kept either if no store comes any more."""
+    tier = OffloadManager(4, LRUPolicy)
+    store(tier, "ab")
+    wait_for_more(tier, "c", 1)
+    tier.request_ended("abc")
+    assert tier._ended.waiting
+    if lost == "the queue":
+        tier.drop_queued()
+    else:
+        tier.note_new_blocks([1])
+    tier.apply(tier.drained())
+    assert not tier._ended.waiting
+    tier.request_ended("ab")
+    assert not tier._ended.waiting
+
+
+def test_the_tail_of_a_request_leaves_before_its_head_though_it_waited() -> None:
+    tier = OffloadManager(3, LRUPolicy)
+    store(tier, "ab")
+    wait_for_more(tier, "c", 1)
+    tier.request_ended("abc")
+    assert tier._ended.waiting
+    tier.make_plan(always)
+    tier.apply(tier.drained())
+    assert evict_in_order(tier, "abc") == "cba"
 
 
 def test_what_a_step_computes_waits_for_slots_of_a_growing_tier() -> None:

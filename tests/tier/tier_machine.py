@@ -155,8 +155,8 @@ class TierMachine(RuleBasedStateMachine):
             with pytest.raises(KeyError, match=f"{missing}"):
                 self.tier.begin_load(readable, list(range(len(readable))))
 
-    @rule(wanted=block_lists)
-    def end_step(self, wanted: Sequence[int] = ()) -> None:
+    @rule(wanted=block_lists, can_wait=st.booleans())
+    def end_step(self, wanted: Sequence[int] = (), can_wait: bool = False) -> None:
         """These blocks are free, and handed out next, but not before the plan is made."""
         computed = {key: block for block, key in self.computed.items()}
         free = self._free(wanted)
@@ -166,8 +166,8 @@ class TierMachine(RuleBasedStateMachine):
         def storable(block: int, key: int) -> bool:
             return self.cached.get(block) == key
 
-        plan = self.tier.make_plan(storable, computed, leaving)
-        self.model.take_plan(plan, self.cached, computed, leaving, self.tier.holds)
+        plan = self.tier.make_plan(storable, computed, leaving, can_wait)
+        self.model.take_plan(plan, self.cached, computed, leaving, self.tier.holds, can_wait)
         stored: tuple[Any, ...] = ()
         if plan is not None and store_of(plan) is not None:
             stored = tuple((self.cached[b], self.epoch) for b in store_of(plan).source_ids)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tier.plans import a_load, store_of
 
 from kvoffload_patch.links import CPU, GPU, LOAD, STORE
+from kvoffload_patch.tier import queues
 from kvoffload_patch.tier.plan import Transfer, TransferPlan
 from kvoffload_patch.tier.stats import TierStats
 
@@ -35,6 +36,7 @@ class TierModel:
         self.ready: set[Hashable] = set()
         self.recency: list[Hashable] = []  # readable keys, least recently used first
         self.pending: dict[int, Hashable] = {}
+        self.steps_waited = 0  # by some of these
         self.ended: list[tuple[int, int, Sequence[Hashable]]] = []  # with the last copies then
         self.store_of: dict[int, int] = {}  # GPU block -> its last store since it was handed out
         self.loads: list[OpenTicket] = []
@@ -66,7 +68,7 @@ class TierModel:
                 self.recency.append(key)
 
     def request_ended(self, keys: Sequence[Hashable]) -> None:
-        self.ended.append((self.last_store, self.last_load, keys))
+        self.ended.append((self.last_store + (self.steps_waited > 0), self.last_load, keys))
         self._regroup_ended()
 
     def queue_store(self, key: Hashable, gpu_block_id: int) -> None:
@@ -98,6 +100,8 @@ class TierModel:
             self.counts["overwritten"] += self.pending.pop(block, None) is not None
             # Waited for even when it is known to be done: another rank may be behind.
             self.wait_store = max(self.wait_store, self.store_of.pop(block, 0))
+        if not self.pending:
+            self.steps_waited = 0
 
     def begin_load(self, keys: Sequence[Hashable], gpu_block_ids: Sequence[int]) -> int:
         self.last_load += 1
@@ -121,17 +125,19 @@ class TierModel:
         computed: Mapping[Hashable, int],
         leaving: Mapping[Hashable, int],
         holds: Callable[[Hashable], bool],
+        can_wait: bool = False,
     ) -> None:
         """Check a plan against what must be in it, and follow it.
 
         Args:
             plan: what the manager made.
             cached: GPU block id -> the key that it holds after this step.
-            computed, leaving: as the manager was given them.
+            computed, leaving, can_wait: as the manager was given them.
             holds: whether the tier still has a key.
         """
         offered = self._offered(computed, len(leaving))
-        waiting = self._to_store(cached, {**leaving, **offered})
+        waits = self._waits(offered, can_wait and not self.is_exclusive())
+        waiting = {} if waits else self._to_store(cached, {**leaving, **offered})
         chosen = [key for key in self.evictable if self.in_order or not holds(key)]
         while len(waiting) > self.capacity - len(self.used) and self.evictable:
             if not chosen:  # what is pinned or written may rest on all that could leave
@@ -176,7 +182,7 @@ class TierModel:
     def clear(self) -> None:
         self.counts["removed"]["reset"] += len(self.slot_of)
         self.slot_of, self.ready, self.recency, self.pending = {}, set(), [], {}
-        self.ended = []
+        self.ended, self.steps_waited = [], 0
 
     def resize(self, capacity: int) -> None:
         """Slots from ``capacity`` on are given up, if there are any."""
@@ -192,12 +198,24 @@ class TierModel:
     def _stores_all(self) -> bool:
         return not self.is_exclusive() or self.tight()
 
+    def _waits(self, offered: Mapping[Hashable, int], can_wait: bool) -> bool:
+        """Whether what is offered waits, with all that is pending, for what steps to come offer."""
+        if not can_wait:
+            return False
+        for key, block in offered.items():
+            if key not in self.slot_of:
+                self.pending[block] = key
+        self.steps_waited += bool(self.pending)
+        few = 0 < len(self.pending) < queues.TOGETHER_BLOCKS
+        return few and self.steps_waited < queues.TOGETHER_STEPS
+
     def _regroup_ended(self) -> None:
         while self.ended and self._copied(*self.ended[0][:2]):
             self.touch(self.ended.pop(0)[2])
 
     def _copied(self, store: int, load: int) -> bool:
-        return store <= self.stores_done and load <= self.loads_done
+        over = self.stores_done == self.last_store and not self.steps_waited
+        return store <= self.stores_done + over and load <= self.loads_done
 
     def _offered(self, computed: Mapping[Hashable, int], others: int) -> Mapping[Hashable, int]:
         """What is stored as it is computed."""
@@ -222,7 +240,7 @@ class TierModel:
         for key, block in computed.items():
             if key not in self.slot_of:
                 waiting.setdefault(key, block)
-        self.pending = {}
+        self.pending, self.steps_waited = {}, 0
         return waiting
 
     def _take_store(self, store: Transfer | None, keys: list[Hashable], blocks: list[int]) -> None:

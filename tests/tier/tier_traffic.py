@@ -18,13 +18,15 @@ class Traffic:
         self.machine = machine
         self.random = random.Random(seed)
         self.publishes = self.random.choice([0.1, 0.3, 0.7])
+        self.waits = self.random.choice([0.0, 0.5, 0.9])  # its stores for those of steps to come
         self.favourites = [0, 0]  # which queue goes first on each rank, for a while
         machine.start(capacity=[1, 2, 3, 5, 6][seed % 5])
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self._schedule()
-            self.machine.end_step(self.random.sample(BLOCKS, self.random.choice([0, 0, 2])))
+            wanted = self.random.sample(BLOCKS, self.random.choice([0, 0, 2]))
+            self.machine.end_step(wanted, can_wait=self._chance(self.waits))
             self.machine.the_state_is_that_of_the_model()
             for which in range(2):
                 self._work(which)

@@ -201,7 +201,7 @@ class SchedulerTier:
                     manager.queue_store(key, gpu_block_id)
                 leaving = {}
         trusts = self._invalid.storable if untrusted else self._view.still_cached
-        return manager.make_plan(trusts, computed, leaving)
+        return manager.make_plan(trusts, computed, leaving, self._view.can_wait(len(computed)))
 
     def _after_admissions(self, output: Any) -> None:
         """Requests may have been admitted: count their hits, give up what was held for them."""

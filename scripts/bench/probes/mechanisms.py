@@ -12,8 +12,8 @@ of them alike. A round plays what users do:
   arrivals sessions that come back at a fixed rate beside running decodes: time between tokens
   chats    so many sessions at a time, each asked again with a new message when one is answered
   crowd    short prompts with answers of many lengths, so many at a time, nothing of which is found
-           again: milliseconds until twice as many are answered, and how many of these the engine's
-           thread and the copy thread took to enqueue copies
+           again: milliseconds until twice as many are answered, and microseconds that the tier's
+           calls took of a step, and enqueuing copies in these, and the copy thread for that
 
 The tier must be armed: `python -m kvoffload_patch --cpu-gib 72 python scripts/bench mechanisms`.
 """
@@ -26,7 +26,6 @@ import json
 import os
 import random
 import statistics
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from typing import Any
 from scripts.bench.common import machine, quantile, say, write_json
 from scripts.bench.probes.closed_loop import Asked, ClosedLoop, add
 from scripts.bench.probes.switches import MECHANISMS, switch_off
+from scripts.bench.probes.tier_calls import tier_took
 from scripts.bench.serve.load import sampling
 
 
@@ -86,15 +86,16 @@ class Load:
         count, lengths = 2 * self.options.crowd, random.Random(self.options.seed)
         prompts = [{"prompt_token_ids": self.tokens(128)} for _ in range(count)]
         answers = [sampling(lengths.randrange(64, 448)) for _ in range(count)]
-        self.llm.collective_rpc(enqueuing_took)
+        self.llm.collective_rpc(tier_took)
         began = time.perf_counter()
         self.llm.generate(prompts, answers, use_tqdm=False)
         took = 1000 * (time.perf_counter() - began)
-        [(engine, others)] = self.llm.collective_rpc(enqueuing_took)
+        [(calls, enqueuing, others)] = self.llm.collective_rpc(tier_took)
         return {
             "crowd": took,
-            "crowd, enqueuing by the engine": engine,
-            "crowd, enqueuing by the thread": others,
+            "crowd, µs a step": calls,
+            "crowd, µs a step, enqueuing": enqueuing,
+            "crowd, µs a step, enqueuing by the thread": others,
         }
 
     def arrivals(self) -> dict[str, float]:
@@ -170,28 +171,6 @@ class Load:
             for name, values in found.items()
             for share in (50, 90)
         }
-
-
-def enqueuing_took(worker: Any) -> tuple[float, float]:
-    """In the engine's process: milliseconds since the last call, of its thread and of others."""
-    import kvoffload_patch
-    from kvoffload_patch.transfer.queue import CopyQueue
-
-    advance, took = CopyQueue.advance, kvoffload_patch.__dict__.get("_bench_enqueuing")
-    if took is None:
-        took = kvoffload_patch.__dict__["_bench_enqueuing"] = [0.0, 0.0]
-
-        def timed(queue: CopyQueue) -> bool:
-            began = time.perf_counter()
-            found = advance(queue)
-            other = threading.current_thread() is not threading.main_thread()
-            took[other] += 1000 * (time.perf_counter() - began)
-            return found
-
-        CopyQueue.advance = timed  # type: ignore[method-assign]
-    engine, others = took
-    took[:] = 0.0, 0.0
-    return engine, others
 
 
 def note(outputs: Any, last: dict[str, float], gaps: list[float], asked: dict[str, float],

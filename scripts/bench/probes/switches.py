@@ -54,6 +54,12 @@ def _loads_by_layer() -> Changes:
     return not_hidden, (LayerGate, "passes", lambda self, step: False)
 
 
+def _stores_of_several_steps() -> Changes:
+    from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
+
+    return ((SchedulerView, "can_wait", lambda self, num_blocks: False),)
+
+
 def _stores_by_the_step() -> Changes:
     """Of more slices than 2; the thread enqueues the others."""
     from kvoffload_patch.transfer import engine
@@ -76,6 +82,7 @@ _CHANGES: dict[str, Callable[[], Changes]] = {
     "joining early": _joining_early,
     "joining into a stall": _joining_into_a_stall,
     "loads by layer": _loads_by_layer,
+    "stores of several steps": _stores_of_several_steps,
     "stores by the step": _stores_by_the_step,
     "the tier": _tier,
 }

@@ -261,6 +261,8 @@ class Mini:
         for prompt in prompts:
             self.add(prompt, count=1)
             self.run()
+        while self.scheduler.has_requests():  # ranks are to hear of the last one that ended
+            self.step()
         self.settle()
         self.pool.free_blocks(self.pool.get_new_blocks(self.pool.get_num_free_blocks()))
 

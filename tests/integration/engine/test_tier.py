@@ -18,6 +18,7 @@ from kvoffload_patch.integration.engine.requests import admission
 from kvoffload_patch.integration.errors import PromiseBroken
 from kvoffload_patch.integration.protocol import RESULT
 from kvoffload_patch.links import LOAD, STORE
+from kvoffload_patch.tier.tuning import TOGETHER_BLOCKS, TOGETHER_STEPS
 
 PARKED = RequestStatus.WAITING_FOR_REMOTE_KVS
 WAITING = RequestStatus.WAITING
@@ -301,4 +302,22 @@ def test_keys_of_requests_that_run_are_forgotten_with_a_reset_and_an_abort() -> 
     mini.tier.reset()
     assert not mini.tier._recency.keys
     mini.run()
+    mini.check()
+
+
+def test_blocks_that_decodes_fill_are_stored_by_one_plan_for_several_steps() -> None:
+    mini = Mini(blocks=101)
+    for seed in range(6):
+        mini.add(prompt(1, seed=seed, tail=seed), count=60)
+    steps = 0
+    while mini.scheduler.has_requests():
+        mini.step()
+        steps += 1
+        waiting = len(mini.manager._queue)
+        assert waiting < TOGETHER_BLOCKS
+    cached = [block for block in mini.pool.blocks if block.block_hash is not None]
+    stored = [len(one.source_ids) for one in map(store_of, mini.plans) if one is not None]
+    assert sum(stored) == len(cached) > 20
+    assert len(stored) <= steps / TOGETHER_STEPS + 2
+    assert not mini.manager._queue, "the step after the last request's end leaves none behind"
     mini.check()
