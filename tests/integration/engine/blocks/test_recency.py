@@ -31,7 +31,6 @@ def test_what_was_stored_or_loaded_at_once_is_not_put_together_again(
     )
     asked = prompt(6, seed=1)
     mini.only_in_cpu(asked)
-    mini.step()
     assert told == [(6, False)], "but each rests on the one before it"
     name = mini.add(asked, count=1)
     mini.run()
