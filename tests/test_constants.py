@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "kvoffload_patch"
 LAYERS = [PACKAGE / "integration", PACKAGE / "transfer", PACKAGE / "tier"]
 TUNING = sorted(PACKAGE.rglob("tuning.py"))
 UNITS = ("BYTES", "S", "MS", "BLOCKS", "TOKENS", "REQUESTS", "SLICES", "COPIES", "BUFFERS")
-UNITS += ("THREADS", "PROGRAMS", "REPEATS", "PARTS", "PIECES", "TIMES", "WORDS", "GROUPS")
+UNITS += ("THREADS", "PROGRAMS", "REPEATS", "PARTS", "PIECES", "TIMES", "WORDS", "GROUPS", "STEPS")
 # Numbers of other modules: they say what is so, or how it is shown, and tune nothing.
 FACTS = {
     "AGAIN",

@@ -79,7 +79,8 @@ MECHANISMS = {
     "mechanisms-ahead.json": "default graphs, 12 sessions at a time, beside a second server",
     "mechanisms-arrivals.json": "default graphs, 14 sessions a second beside 12 decodes",
     "mechanisms-chats.json": "default graphs, 12 sessions at a time, each back at once",
-    "mechanisms-crowd.json": "Llama-3.2-1B's shape, 256 long answers at a time, two runs",
+    "mechanisms-crowd.json": "Llama-3.2-1B's shape, 256 long answers at a time",
+    "mechanisms-crowd-8b.json": "Llama-3.1-8B's shape, 256 long answers at a time",
     "mechanisms-default.json": "default graphs, 60 sessions in turns",
     "mechanisms-quiet.json": "eager prefill, quiet engine",
     "mechanisms-s3.json": "eager prefill, 60 sessions in turns",
@@ -339,8 +340,7 @@ def modelled() -> str:
     """What following the time of loads is worth, over a modelled GPU and bus."""
     from scripts.bench.probes import modelled as probe  # torch is not needed for the other tables
 
-    document = read("modelled.json")
-    if document is None:
+    if (document := read("modelled.json")) is None:
         return "not measured"
     return f"{probe.report(document['rows'])}\n\n{ran_on(document['machines'][-1])}"
 

@@ -65,6 +65,20 @@ ENGINE = (
         (_LOOKUP + "test_a_block_is_not_stored_under_a_key_that_it_has_lost",),
     ),
     Mutant(
+        "what is computed waits to be stored where a connector may take it back",
+        _FILES + "blocks/store_choice.py",
+        "not view.adapter.elastic and scheduler.connector is None",
+        "not view.adapter.elastic",
+        (_CHOICE + "test_nothing_waits_where_no_step_is_sure_to_come_or_a_connector_is",),
+    ),
+    Mutant(
+        "stores wait for a step that does not come",
+        _FILES + "blocks/store_choice.py",
+        "0 < running >= num_blocks",
+        "running >= num_blocks",
+        (_CHOICE + "test_nothing_waits_where_no_step_is_sure_to_come_or_a_connector_is",),
+    ),
+    Mutant(
         "keys of blocks that nobody computes stay in vLLM's prefix cache",
         _FILES + "blocks/store_choice.py",
         "self._uncache([block for block in blocks if not block.ref_cnt])",

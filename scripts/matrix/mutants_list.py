@@ -43,6 +43,20 @@ TIER = (
         _MANAGER,
     ),
     Mutant(
+        "what waits to be stored is kept when its block is handed out",
+        "tier/queues.py",
+        "for gpu_block_id in gpu_block_ids:\n            self._keys.pop(gpu_block_id, None)",
+        "for gpu_block_id in gpu_block_ids:",
+        _MANAGER,
+    ),
+    Mutant(
+        "a request that has ended is told of while blocks of it wait to be stored",
+        "tier/manager.py",
+        "self._stores.last + self._queue.waiting",
+        "self._stores.last",
+        _MANAGER,
+    ),
+    Mutant(
         "a block is readable before its store is done",
         "tier/state.py",
         "slot is not None and self._store_to[slot] <= self._stores.done",

@@ -79,8 +79,7 @@ class SchedulerTier:
         self._full_prompts = FullPromptHits(view, manager, self.pace)
         self._invalid = InvalidBlocks(view, manager)
         self._recency = Recency(view, manager, self._front)
-        uncache, decode = view.adapter.uncache, settings.store_decode
-        self.choice = StoreChoice(manager, uncache, front, self._recency, decode)
+        self.choice = StoreChoice(view, manager, front, self._recency, settings.store_decode)
         self._admission = Admission(
             view, manager, ranks, self.pace, self._loads, self._lookups, self._hits,
             self._recency, front, settings,
@@ -201,7 +200,7 @@ class SchedulerTier:
                     manager.queue_store(key, gpu_block_id)
                 leaving = {}
         trusts = self._invalid.storable if untrusted else self._view.still_cached
-        return manager.make_plan(trusts, computed, leaving, self._view.can_wait(len(computed)))
+        return manager.make_plan(trusts, computed, leaving, self.choice.can_wait(len(computed)))
 
     def _after_admissions(self, output: Any) -> None:
         """Requests may have been admitted: count their hits, give up what was held for them."""

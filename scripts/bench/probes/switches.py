@@ -55,9 +55,9 @@ def _loads_by_layer() -> Changes:
 
 
 def _stores_of_several_steps() -> Changes:
-    from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
+    from kvoffload_patch.integration.engine.blocks.store_choice import StoreChoice
 
-    return ((SchedulerView, "can_wait", lambda self, num_blocks: False),)
+    return ((StoreChoice, "can_wait", lambda self, num_blocks: False),)
 
 
 def _stores_by_the_step() -> Changes:

@@ -227,8 +227,7 @@ class Mini:
 
     def changed(self) -> dict[str, Any]:
         """What a tier changes of vLLM's objects, but for blocks and requests."""
-        scheduler = self.scheduler
-        coordinator = self.kv_manager.coordinator
+        scheduler, coordinator = self.scheduler, self.kv_manager.coordinator
         names = "max_num_running_reqs", "max_num_active_reqs", "connector_prefix_cache_stats"
         holders = [coordinator, *coordinator.single_type_managers]
         return {
@@ -260,9 +259,8 @@ class Mini:
         """Compute prompts, store them, and lose them on the GPU."""
         for prompt in prompts:
             self.add(prompt, count=1)
-            self.run()
-        while self.scheduler.has_requests():  # ranks are to hear of the last one that ended
-            self.step()
+            while self.scheduler.has_requests() or self.queue:  # also to tell that it has ended
+                self.step()
         self.settle()
         self.pool.free_blocks(self.pool.get_new_blocks(self.pool.get_num_free_blocks()))
 

@@ -163,7 +163,7 @@ def run(
         lambda direction, _: rng.random() < rate[direction], ranks=ranks, events=seed % 3 == 0,
         weighs=False, drafter=drafter, **users.settings(about, not (drafts or connector))
     )  # fmt: skip
-    gain, given = _weighed(mini, about, seed), _compare_what_is_given(mini)
+    gain, (given, waited) = _weighed(mini, about, seed), _looked_at(mini, seed)
     trainer, beside = Trainer(mini, seed), _connector(mini, seed) if connector else None
     taught = None if connector or drafts or users.alone else trainer
     try:
@@ -181,7 +181,7 @@ def run(
     assert [one.error for one in asked if one.error or not one.done.is_set()] == []
     return {
         **_moved(mini), **users.seen(), **_beside(drafter, beside), "asked": len(asked),
-        "given": len(given), "changes": gain.changes, **trainer.seen(),
+        "given": len(given), "changes": gain.changes, "waited": len(waited), **trainer.seen(),
     }  # fmt: skip
 
 
@@ -229,29 +229,11 @@ def _weighed(mini: Any, about: dict[str, Any], seed: int) -> Undecided:
     return gain
 
 
-def _compare_what_is_given(mini: Any) -> list[int]:
-    """Compare each result of a search that vLLM is given with what it would find at that moment.
+def _looked_at(mini: Any, seed: int) -> tuple[list[int], list[int]]:
+    """Searches that vLLM is given, and stores that wait, as `random_looks` has them."""
+    from integration.engine.random_looks import compare, let_stores_wait
 
-    Returns:
-        The number of blocks of each.
-    """
-    coordinator, prefix = mini.kv_manager.coordinator, mini.view.prefix
-    find, blocks = coordinator.find_longest_cache_hit, list[int]()
-
-    def compared(block_hashes: Any, max_cache_hit_length: int) -> Any:
-        given = prefix.given.get(id(block_hashes))
-        result = find(block_hashes, max_cache_hit_length)
-        if given is not None and result is given.result:
-            (hit,), (own,) = result[0], prefix._search(block_hashes, max_cache_hit_length)[0]
-            keys = [block.block_hash for block in hit]
-            # More may have been cached since by another request of the same step.
-            assert keys == [block.block_hash for block in own][: len(keys)] and None not in keys
-            assert all(block.ref_cnt for block in hit), "it could be handed out"
-            blocks.append(len(hit))
-        return result
-
-    coordinator.find_longest_cache_hit = compared
-    return blocks
+    return compare(mini), let_stores_wait(mini, seed)
 
 
 def _play(

@@ -71,6 +71,7 @@ def test_random_runs(part: int) -> None:
         "unread",
         "private",
         "crowds",
+        "waited",
     )
     # Few runs can keep anything through sleep: not those with events, or a copy that failed.
     pauses = ("pauses",) if hasattr(Scheduler, "set_pause_state") else ()

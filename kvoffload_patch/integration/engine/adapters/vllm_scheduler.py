@@ -21,7 +21,6 @@ from kvoffload_patch.integration.engine.adapters.vllm_lookup import PrefixLookup
 from kvoffload_patch.integration.engine.adapters.vllm_pool import key_maker, keys_maker
 from kvoffload_patch.integration.engine.adapters.vllm_stats import PrefixStats
 from kvoffload_patch.integration.engine.tuning import SCAN_MARGIN_REQUESTS
-from kvoffload_patch.tier.exclusive import blocks_ahead
 
 _SESSIONS = "num_waiting_for_streaming_input"
 
@@ -61,9 +60,6 @@ class SchedulerView:
         self.block_sizes, self.state_groups = groups.block_sizes, groups.states
         self.blocks_for, self.decode_blocks = groups.blocks_for, groups.decode_blocks
         self.in_order = [type(m).__name__ for m in managers] == ["FullAttentionManager"]
-        self._can_wait = self.in_order and not adapter.elastic and scheduler.connector is None
-        step_blocks = self.blocks_for(int(scheduler.max_num_scheduled_tokens))
-        self._blocks_ahead = blocks_ahead(len(self.pool.blocks), step_blocks)
         self._parked_status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self._running_status = RequestStatus.RUNNING
         self._open = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -316,17 +312,6 @@ class SchedulerView:
     def num_free_blocks(self) -> int:
         """Free GPU blocks, cached ones that may be evicted included."""
         return int(self.pool.get_num_free_blocks())
-
-    def can_wait(self, num_blocks: int) -> bool:
-        """Whether so many blocks, which a step computes, may be stored some steps later.
-
-        They are few, as decodes fill them, more are to come, and none is handed out meanwhile even
-        if its request ends: enough others are free. Not states, which are written to, nor what a
-        connector may take back, nor where a block loses its memory once its request has ended.
-        """
-        running = len(self.scheduler.running)
-        few = self._can_wait and 0 < running >= num_blocks
-        return few and self.num_free_blocks() > self._blocks_ahead
 
     def cached_key(self, gpu_block_id: int) -> Hashable:
         """The key under which a GPU block is in the prefix cache; None if it is not."""

@@ -1,13 +1,15 @@
-"""Which blocks of a request are not stored: it asked for that, or answers are not stored."""
+"""Which blocks of a request are not stored, as it asked or answers are not, and which wait."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvoffload_patch.config import FALSE
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.blocks.free_front import FreeFront
 from kvoffload_patch.integration.engine.blocks.recency import Recency
+from kvoffload_patch.tier.exclusive import blocks_ahead
 from kvoffload_patch.tier.manager import OffloadManager
 
 # In `SamplingParams.extra_args`, which is `vllm_xargs` over HTTP (from 0.9.2 on).
@@ -34,8 +36,8 @@ class StoreChoice:
     """Which of the blocks that were cached for requests are stored; what is not is counted.
 
     Args:
+        view: the scheduler.
         manager: of the tier.
-        uncache: takes GPU blocks out of vLLM's prefix cache.
         front: of the free blocks, where blocks are stored before the GPU loses them; None: nowhere.
         recency: told of what requests compute.
         decode: whether blocks that answers fill are stored.
@@ -46,18 +48,23 @@ class StoreChoice:
 
     def __init__(
         self,
+        view: SchedulerView,
         manager: OffloadManager,
-        uncache: Callable[[list[Any]], None],
         front: FreeFront | None,
         recency: Recency,
         decode: bool,
     ) -> None:
+        self._view = view
         self._manager = manager
-        self._uncache = uncache
+        self._uncache = view.adapter.uncache
         self._front = front
         self._recency = recency
         self.decode = decode
         self._answers: set[int] | None = None if decode else set()  # GPU blocks
+        scheduler = view.scheduler
+        self._any_waits = view.in_order and not view.adapter.elastic and scheduler.connector is None
+        step_blocks = view.blocks_for(int(scheduler.max_num_scheduled_tokens))
+        self._blocks_ahead = blocks_ahead(len(view.pool.blocks), step_blocks)
 
     def note_answers(
         self, request: Any, blocks: Any, num_cached_blocks: int, num_full_blocks: int, size: int
@@ -104,6 +111,17 @@ class StoreChoice:
                     computed = found
         computed.pop(None, None)  # of the null block, or of one that has left the cache since
         return self._without_answers(computed) if self._answers else computed
+
+    def can_wait(self, num_blocks: int) -> bool:
+        """Whether so many blocks, which a step computes, may be stored some steps later.
+
+        They are few, as decodes fill them, more are to come, and none is handed out meanwhile even
+        if its request ends: enough others are free. Not states, which are written to, nor what a
+        connector may take back, nor where a block loses its memory once its request has ended.
+        """
+        running = len(self._view.scheduler.running)
+        few = self._any_waits and 0 < running >= num_blocks
+        return few and self._view.num_free_blocks() > self._blocks_ahead
 
     def in_place(self, cached: Iterable[tuple[Any, Sequence[Any]]]) -> dict[Hashable, int]:
         """The same of blocks whose bytes are in place."""

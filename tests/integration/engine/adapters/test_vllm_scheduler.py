@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvoffload_patch.integration.engine.adapters.vllm_pool import PoolAdapter
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView, _heap_order
 
 pytest.importorskip("vllm")
 
-from integration.engine.mini import Mini
 from integration.engine.world import BLOCK, FakeScheduler, make_manager, make_request, prompt
 from scheduler_half.scenarios import demand_of_running
 from vllm.v1.request import RequestStatus
@@ -220,48 +218,3 @@ def test_a_probe_leaves_pools_and_statistics_as_they_were() -> None:
     assert view.manager.log_stats is True
     managers = view.manager.coordinator.single_type_managers
     assert [m.block_pool for m in (view.manager.coordinator, *managers)] == [view.pool, view.pool]
-
-
-def waiting_view(**changes: Any) -> SchedulerView:
-    """A view of a scheduler with four running requests, a step of 64 tokens and 100 free blocks."""
-    scheduler = FakeScheduler(make_manager(101))
-    scheduler.max_num_scheduled_tokens = 64
-    scheduler.running = [object()] * 4
-    for name, value in changes.items():
-        setattr(scheduler, name, value)
-    return SchedulerView(scheduler)
-
-
-def test_few_blocks_of_running_requests_can_wait() -> None:
-    view = waiting_view()
-    assert view.can_wait(0)
-    assert view.can_wait(4)
-    assert not view.can_wait(5), "a prompt's blocks"
-
-
-@pytest.mark.parametrize("changes", [{"running": []}, {"connector": object()}])
-def test_nothing_waits_where_no_step_is_sure_to_come_or_a_connector_may_take_it_back(
-    changes: dict[str, Any],
-) -> None:
-    assert not waiting_view(**changes).can_wait(0)
-
-
-def test_nothing_waits_where_free_blocks_are_about_to_be_handed_out() -> None:
-    view = waiting_view()
-    ahead = max(2 * view.blocks_for(64), 101 // 8)
-    view.pool.get_new_blocks(view.num_free_blocks() - ahead - 1)
-    assert view.can_wait(4)
-    view.pool.get_new_blocks(1)
-    assert not view.can_wait(4)
-
-
-def test_blocks_that_lose_their_memory_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PoolAdapter, "elastic", True)
-    assert not waiting_view().can_wait(1)
-
-
-@pytest.mark.parametrize(("windows", "waits"), [((None,), True), ((None, 64), False)])
-def test_only_blocks_of_full_attention_wait(windows: tuple[int | None, ...], waits: bool) -> None:
-    mini = Mini(blocks=101, windows=windows)
-    mini.scheduler.running = [object()] * 4
-    assert mini.view.can_wait(1) is waits

@@ -10,10 +10,15 @@ import pytest
 pytest.importorskip("vllm")
 
 from integration.engine.mini import BLOCK, Mini
+from scheduler_half.parts import MAX_TOKENS
 from scheduler_half.scenarios import nothing_held, prompt
 
 from kvoffload_patch.config import STORES
-from kvoffload_patch.integration.engine.blocks.store_choice import ARGUMENT, stores
+from kvoffload_patch.integration.engine.blocks.store_choice import (
+    ARGUMENT,
+    StoreChoice,
+    stores,
+)
 
 
 def request(arguments: Any) -> Any:
@@ -117,3 +122,44 @@ def test_keys_of_blocks_that_no_step_computes_leave_vllms_cache(later: str) -> N
     mini.check()
     assert mini.hits[low] == 0 and mini.hits[again] > 0
     nothing_held(mini)
+
+
+def choice_of(mini: Mini, running: int = 4) -> StoreChoice:
+    """A choice made of a scheduler as it is now, with so many running requests."""
+    mini.scheduler.running = [object()] * running
+    return StoreChoice(mini.view, mini.manager, None, mini.tier._recency, decode=True)
+
+
+def test_few_blocks_of_running_requests_can_wait() -> None:
+    choice = choice_of(Mini(blocks=101))
+    assert choice.can_wait(0)
+    assert choice.can_wait(4)
+    assert not choice.can_wait(5), "a prompt's blocks"
+
+
+def test_nothing_waits_where_no_step_is_sure_to_come_or_a_connector_is() -> None:
+    mini = Mini(blocks=101)
+    assert not choice_of(mini, running=0).can_wait(0)
+    mini.scheduler.connector = object()
+    assert not choice_of(mini).can_wait(1)
+
+
+def test_nothing_waits_where_free_blocks_are_about_to_be_handed_out() -> None:
+    mini = Mini(blocks=101)
+    choice, view = choice_of(mini), mini.view
+    ahead = max(2 * view.blocks_for(MAX_TOKENS), 101 // 8)
+    mini.pool.get_new_blocks(view.num_free_blocks() - ahead - 1)
+    assert choice.can_wait(4)
+    mini.pool.get_new_blocks(1)
+    assert not choice.can_wait(4)
+
+
+def test_blocks_that_lose_their_memory_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    mini = Mini(blocks=101)
+    monkeypatch.setattr(mini.view.adapter, "elastic", True)
+    assert not choice_of(mini).can_wait(1)
+
+
+@pytest.mark.parametrize(("windows", "waits"), [((None,), True), ((None, 64), False)])
+def test_only_blocks_of_full_attention_wait(windows: tuple[int | None, ...], waits: bool) -> None:
+    assert choice_of(Mini(blocks=101, windows=windows)).can_wait(1) is waits
