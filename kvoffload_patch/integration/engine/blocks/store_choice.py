@@ -115,9 +115,9 @@ class StoreChoice:
     def can_wait(self, num_blocks: int) -> bool:
         """Whether so many blocks, which a step computes, may be stored some steps later.
 
-        They are few, as decodes fill them, more are to come, and none is handed out meanwhile even
-        if its request ends: enough others are free. Not states, which are written to, nor what a
-        connector may take back, nor where a block loses its memory once its request has ended.
+        They are few, as decodes fill them, more are to come, and hardly any is handed out meanwhile
+        even if its request ends: enough others are free. Not states, which are written to, nor what
+        a connector may take back, nor where a block loses its memory once its request has ended.
         """
         running = len(self._view.scheduler.running)
         few = self._any_waits and 0 < running >= num_blocks
