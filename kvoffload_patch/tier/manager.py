@@ -232,7 +232,7 @@ class OffloadManager(TierState):
         if self._gain is not None:
             self._follow_gain()
         some = computed or leaving or self._queue
-        can_wait = can_wait and self._exclusive is None and not self._growing
+        can_wait = can_wait and self._exclusive is None and not (leaving or self._growing)
         store = self._plan_store(storable, computed, leaving, can_wait) if some else ()
         waits, done = take_tickets(self._links.values())
         if not (store or waits or self._new_loads):

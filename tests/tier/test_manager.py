@@ -581,6 +581,19 @@ def test_nothing_waits_where_blocks_are_stored_before_the_gpu_loses_them(
     assert store_of(plan).source_ids == (1,)  # type: ignore[union-attr]
 
 
+def test_what_the_gpu_is_about_to_lose_does_not_wait_when_being_lazy_ends() -> None:
+    """With the very plan that stores it."""
+    tier = OffloadManager(100, LRUPolicy, store="auto", gpu_blocks=10)
+    assert tier._gain is not None
+    tier._gain.pays = True
+    assert tier.make_plan(always) is None and tier.lazy
+    leaving = tier.leaving([1], ["a"])
+    tier._gain.pays = False
+    plan = tier.make_plan(always, {}, leaving, can_wait=True)
+    assert not tier.lazy
+    assert store_of(plan).source_ids == (1,)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("lost", ["the queue", "the block"])
 def test_a_request_that_has_ended_is_told_of_when_what_waited_is_stored_or_lost(lost: str) -> None:
     """Whose keys are not kept either if no store comes any more."""

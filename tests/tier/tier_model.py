@@ -136,7 +136,7 @@ class TierModel:
             holds: whether the tier still has a key.
         """
         offered = self._offered(computed, len(leaving))
-        waits = self._waits(offered, can_wait and not self.is_exclusive())
+        waits = self._waits(offered, can_wait and not (leaving or self.is_exclusive()))
         waiting = {} if waits else self._to_store(cached, {**leaving, **offered})
         chosen = [key for key in self.evictable if self.in_order or not holds(key)]
         while len(waiting) > self.capacity - len(self.used) and self.evictable:
