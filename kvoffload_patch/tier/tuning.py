@@ -18,9 +18,9 @@ AHEAD_TIMES = 2
 # And one of so many parts of the GPU at least, for loads, which take more at once than a step.
 # Chosen by the same replays.
 AHEAD_PARTS = 8
-# Blocks that decodes fill are stored once they are those of so many steps, or so many: a plan, and
-# the copy that it asks for, cost a step of a crowd more than the bytes do (docs/mechanisms.md,
-# "Stores of decodes").
+# Blocks that decodes fill are stored once they are those of so many steps, or so many: fewer plans,
+# and fewer copies to be enqueued, are a third of the tier's calls in a step of 256 decodes
+# (docs/mechanisms.md, "Stores of decodes"). Other numbers were not measured.
 TOGETHER_STEPS, TOGETHER_BLOCKS = 8, 64
 # Keys whose uses are counted where a block needs several before it is stored: so many for each slot
 # of the tier, and so many at least, while it is small. Not measured: they bound the memory.

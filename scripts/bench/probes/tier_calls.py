@@ -7,11 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# What a step calls of the tier; all that it does for a step is within these.
-_CALLS = {
-    "SchedulerTier": ("before_schedule", "after_schedule", "on_output"),
-    "RankTier": ("begin_step", "end_forward", "end_step"),
-}
+# What a step calls of the tier, once each; what its hooks on the block pool note is not in these.
+SCHEDULER_CALLS = ("before_schedule", "after_schedule", "on_output")
+RANK_CALLS = ("begin_step", "end_forward", "end_step")
 
 
 class TierCalls:
@@ -30,11 +28,11 @@ class TierCalls:
         from kvoffload_patch.transfer.queue import CopyQueue
 
         self.begin()
-        for owner in (SchedulerTier, RankTier):
-            for name in _CALLS[owner.__name__]:
-                setattr(owner, name, self._timed(getattr(owner, name), self._add_call))
-        self._timed_steps(SchedulerTier)
-        CopyQueue.advance = self._timed(CopyQueue.advance, self._add_enqueuing)  # type: ignore[method-assign]
+        for owner, names in ((SchedulerTier, SCHEDULER_CALLS), (RankTier, RANK_CALLS)):
+            for name in names:
+                add = self._add_step if name == "before_schedule" else self._add_call
+                setattr(owner, name, self._timed(getattr(owner, name), add))
+        setattr(CopyQueue, "advance", self._timed(CopyQueue.advance, self._add_enqueuing))  # noqa: B010
 
     def begin(self) -> None:
         """Count from now on."""
@@ -43,19 +41,12 @@ class TierCalls:
 
     def us_a_step(self) -> tuple[float, float, float]:
         """Microseconds a step, in the attributes' order."""
-        return tuple(
-            1e6 * seconds / max(1, self.steps)
-            for seconds in (self.engine_s, self.enqueuing_s, self.thread_s)
-        )  # type: ignore[return-value]
+        us = 1e6 / max(1, self.steps)
+        return us * self.engine_s, us * self.enqueuing_s, us * self.thread_s
 
-    def _timed_steps(self, owner: Any) -> None:
-        before = owner.before_schedule
-
-        def counted(tier: Any) -> None:
-            self.steps += 1
-            before(tier)
-
-        owner.before_schedule = counted
+    def _add_step(self, seconds: float) -> None:
+        self.steps += 1
+        self._add_call(seconds)
 
     def _add_call(self, seconds: float) -> None:
         self.engine_s += seconds

@@ -10,6 +10,16 @@ from kvoffload_patch.tier.exclusive import blocks_ahead
 from kvoffload_patch.tier.manager import OffloadManager
 
 
+def step_blocks(view: SchedulerView) -> int:
+    """Blocks that a step fills at most."""
+    return view.blocks_for(int(view.scheduler.max_num_scheduled_tokens))
+
+
+def ahead_of(view: SchedulerView) -> int:
+    """How many free blocks are about to be handed out, as `blocks_ahead` has it."""
+    return blocks_ahead(len(view.pool.blocks), step_blocks(view))
+
+
 class FreeFront:
     """The front of vLLM's queue of free blocks, as far as the tier has been told of it.
 
@@ -24,8 +34,8 @@ class FreeFront:
     def __init__(self, view: SchedulerView, manager: OffloadManager) -> None:
         self._view = view
         self._manager = manager
-        self._step_blocks = view.blocks_for(int(view.scheduler.max_num_scheduled_tokens))
-        self._ahead = blocks_ahead(len(view.pool.blocks), self._step_blocks)
+        self._step_blocks = step_blocks(view)
+        self._ahead = ahead_of(view)
         self._told: set[int] = set()
         self._last: Any = None  # block that was looked at last
         self._unplanned = 0  # of these, how many the tier was told of since the last plan

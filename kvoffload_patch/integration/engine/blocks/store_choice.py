@@ -7,9 +7,8 @@ from typing import Any
 
 from kvoffload_patch.config import FALSE
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
-from kvoffload_patch.integration.engine.blocks.free_front import FreeFront
+from kvoffload_patch.integration.engine.blocks.free_front import FreeFront, ahead_of
 from kvoffload_patch.integration.engine.blocks.recency import Recency
-from kvoffload_patch.tier.exclusive import blocks_ahead
 from kvoffload_patch.tier.manager import OffloadManager
 
 # In `SamplingParams.extra_args`, which is `vllm_xargs` over HTTP (from 0.9.2 on).
@@ -63,8 +62,7 @@ class StoreChoice:
         self._answers: set[int] | None = None if decode else set()  # GPU blocks
         scheduler = view.scheduler
         self._any_waits = view.in_order and not view.adapter.elastic and scheduler.connector is None
-        step_blocks = view.blocks_for(int(scheduler.max_num_scheduled_tokens))
-        self._blocks_ahead = blocks_ahead(len(view.pool.blocks), step_blocks)
+        self._blocks_ahead = ahead_of(view)
 
     def note_answers(
         self, request: Any, blocks: Any, num_cached_blocks: int, num_full_blocks: int, size: int

@@ -15,14 +15,14 @@ from integration.engine.world import prompt
 from kvoffload_patch.integration.engine.tier import SchedulerTier
 from kvoffload_patch.integration.worker.tier import RankTier
 from kvoffload_patch.transfer.queue import CopyQueue
-from scripts.bench.probes.tier_calls import _CALLS, TierCalls
+from scripts.bench.probes.tier_calls import RANK_CALLS, SCHEDULER_CALLS, TierCalls
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> TierCalls:
     """Put back what it replaces."""
-    for owner in (SchedulerTier, RankTier):
-        for name in _CALLS[owner.__name__]:
+    for owner, names in ((SchedulerTier, SCHEDULER_CALLS), (RankTier, RANK_CALLS)):
+        for name in names:
             monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(CopyQueue, "advance", lambda queue: True)
     return TierCalls()
