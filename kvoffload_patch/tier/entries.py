@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from kvoffload_patch.links import Link, Tickets
 
 Keys = Sequence[Hashable]
 Slots = Sequence[int]
+Blocks = Mapping[Hashable, int]  # GPU blocks, by the key of what each holds
+# Whether a GPU block still has, and will have computed after this step, the block of a key.
+Storable = Callable[[int, Hashable], bool]
 
 
 class LinkTickets:

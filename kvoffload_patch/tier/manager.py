@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import islice, repeat
 from types import MappingProxyType
 
 from kvoffload_patch.links import CPU, GPU, LOAD
-from kvoffload_patch.tier.entries import Keys, LinkTickets, Slots, take_tickets
+from kvoffload_patch.tier.entries import Blocks, Keys, LinkTickets, Slots, Storable, take_tickets
 from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
 from kvoffload_patch.tier.policy import EvictionPolicy
-from kvoffload_patch.tier.queues import IN_A_ROW, Ended, EndedRequests, Rests, StoreQueue
+from kvoffload_patch.tier.queues import IN_A_ROW, Ended, EndedRequests, Rests
 from kvoffload_patch.tier.slots import SlotPool
 from kvoffload_patch.tier.state import NO_KEY, TierState
 from kvoffload_patch.tier.stats import RemovedBy
@@ -44,7 +44,7 @@ class OffloadManager(TierState):
         """
         if self._exclusive is None:
             # Some of what it stored may wait for the next plan.
-            last = self._stores.last + self._queue.waiting, self._loads.last
+            last = self._stores.last + bool(self._waiting), self._loads.last
             self._ended.add(Ended(keys, together, rests, *last))
             self._tell_ended()
         elif together:
@@ -83,7 +83,7 @@ class OffloadManager(TierState):
         if key not in self._slot_of:
             self._queue.add(key, gpu_block_id)
 
-    def offer(self, computed: Mapping[Hashable, int], others: int = 0) -> Mapping[Hashable, int]:
+    def offer(self, computed: Blocks, others: int = 0) -> Blocks:
         """GPU blocks by the keys that are computed in them: which to store at once.
 
         Args:
@@ -121,7 +121,7 @@ class OffloadManager(TierState):
             add(key, gpu_block_id)
         return len(leaving)
 
-    def leaving(self, gpu_block_ids: Sequence[int], keys: Keys) -> Mapping[Hashable, int]:
+    def leaving(self, gpu_block_ids: Sequence[int], keys: Keys) -> Blocks:
         """As `about_to_lose`, but nothing is queued.
 
         Returns:
@@ -144,7 +144,7 @@ class OffloadManager(TierState):
         A store of theirs that is not planned is dropped; the last one that was planned is waited
         for by the next plan's forward pass, known to be done or not: another rank may be behind.
         """
-        dropped = self._queue.drop(gpu_block_ids)
+        dropped = self._queue.drop(gpu_block_ids) + self._waiting.drop(gpu_block_ids)
         self.stats.overwritten += dropped
         if self._exclusive is not None:
             self._exclusive.handed_out(gpu_block_ids, dropped)
@@ -152,8 +152,9 @@ class OffloadManager(TierState):
             self._stores.wait_for(max(map(self._store_of.pop, gpu_block_ids, repeat(0))))
 
     def drop_queued(self) -> None:
-        """What was queued and is not planned yet is not stored."""
-        self._queue = StoreQueue()
+        """What was queued, or waits, and is not planned yet is not stored."""
+        self._queue.clear()
+        self._waiting.clear()
 
     def discard(self, key: Hashable, reason: RemovedBy = "invalid") -> None:
         """What the GPU holds, and may have stored, under ``key`` turned out to be wrong."""
@@ -214,9 +215,9 @@ class OffloadManager(TierState):
 
     def make_plan(
         self,
-        storable: Callable[[int, Hashable], bool],
-        computed: Mapping[Hashable, int] = MappingProxyType({}),
-        leaving: Mapping[Hashable, int] = MappingProxyType({}),
+        storable: Storable,
+        computed: Blocks = MappingProxyType({}),
+        leaving: Blocks = MappingProxyType({}),
         can_wait: bool = False,
     ) -> TransferPlan | None:
         """Freeze this step's plan; None when there is nothing to move and to wait for.
@@ -231,9 +232,15 @@ class OffloadManager(TierState):
         """
         if self._gain is not None:
             self._follow_gain()
-        some = computed or leaving or self._queue
-        can_wait = can_wait and self._exclusive is None and not (leaving or self._growing)
-        store = self._plan_store(storable, computed, leaving, can_wait) if some else ()
+        hurries = leaving or self._queue or self._growing or self._exclusive is not None
+        store: tuple[Transfer, ...] = ()
+        if not can_wait or hurries or not self._waiting.add(computed):
+            if self._waiting:
+                waited, lost = self._waiting.take(storable)
+                self.stats.overwritten += lost
+                computed = {**waited, **computed}
+            if computed or leaving or self._queue:
+                store = self._plan_store(storable, computed, leaving)
         waits, done = take_tickets(self._links.values())
         if not (store or waits or self._new_loads):
             return None
@@ -279,7 +286,7 @@ class OffloadManager(TierState):
             self.on_left(self._slot_of)
         self._slot_of = {}
         self._key_of = [NO_KEY] * self.num_slots
-        self._queue = StoreQueue()
+        self.drop_queued()
         self._ended = EndedRequests()
         self._begin_policy()
         self._slots = SlotPool(self.num_slots, reserved=held)
@@ -328,17 +335,13 @@ class OffloadManager(TierState):
         self._follow_gain()
 
     def _plan_store(
-        self,
-        storable: Callable[[int, Hashable], bool],
-        computed: Mapping[Hashable, int],
-        leaving: Mapping[Hashable, int],
-        can_wait: bool,
+        self, storable: Storable, computed: Blocks, leaving: Blocks
     ) -> tuple[Transfer, ...]:
         wanted, slot_of = self.offer(computed, len(leaving)), self._slot_of
         if leaving:
             wanted = {**leaving, **wanted}
-        if self._queue or self._growing or can_wait:
-            wanted = self._through_queue(wanted, storable, leaving, can_wait)
+        if self._queue or self._growing:
+            wanted = self._through_queue(wanted, storable, leaving)
         if not wanted:
             return ()
         keys, gpu_block_ids = tuple(wanted), tuple(wanted.values())
@@ -357,18 +360,10 @@ class OffloadManager(TierState):
             store_to[slot] = store_of[gpu_block_id] = ticket
         return (Transfer(ticket, GPU, CPU, gpu_block_ids, slots),)
 
-    def _through_queue(
-        self,
-        wanted: Mapping[Hashable, int],
-        storable: Callable[[int, Hashable], bool],
-        leaving: Mapping[Hashable, int],
-        can_wait: bool,
-    ) -> Mapping[Hashable, int]:
+    def _through_queue(self, wanted: Blocks, storable: Storable, leaving: Blocks) -> Blocks:
         """What of this, and of what was queued before, is stored now."""
         for key, gpu_block_id in wanted.items():
             self._queue.add(key, gpu_block_id)
-        if can_wait and self._queue.waits():
-            return {}
         limit = len(self._queue)
         if self._growing:
             # What finds no room waits, and nothing is evicted for it until the GPU loses it.

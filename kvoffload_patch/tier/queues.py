@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
-from kvoffload_patch.tier.entries import Keys
+from kvoffload_patch.tier.entries import Blocks, Keys, Storable
 from kvoffload_patch.tier.prefixes import PrefixOrder
 from kvoffload_patch.tier.tuning import TOGETHER_BLOCKS, TOGETHER_STEPS
 
@@ -21,24 +21,9 @@ class StoreQueue:
     def __init__(self) -> None:
         self._keys: dict[int, Hashable] = {}
         self._first: dict[int, Hashable] = {}  # what the GPU is about to lose
-        self._steps = 0  # that the first of them has waited
 
     def __len__(self) -> int:
         return len(self._keys) + len(self._first)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether anything waits, as `waits` has said."""
-        return self._steps > 0
-
-    def waits(self) -> bool:
-        """Whether what was added waits for what the next step adds; asked once a step.
-
-        If not, `take` is to follow. What is taken together is one plan's, and one copy.
-        """
-        self._steps += 1
-        few = 0 < len(self._keys) < TOGETHER_BLOCKS and not self._first
-        return few and self._steps < TOGETHER_STEPS
 
     def add(self, key: Hashable, gpu_block_id: int) -> None:
         """This GPU block holds, or will hold after this step, the block of a key."""
@@ -61,33 +46,77 @@ class StoreQueue:
             if self._keys.get(gpu_block_id) == key:
                 self.add_first(key, gpu_block_id)
 
-    def drop(self, gpu_block_ids: Iterable[int]) -> int:
+    def drop(self, gpu_block_ids: Sequence[int]) -> int:
         """These GPU blocks are overwritten; returns how many of them were to be stored."""
-        if not (self._keys or self._first):
-            return 0
-        before = len(self)
-        for gpu_block_id in gpu_block_ids:
-            self._keys.pop(gpu_block_id, None)
-            self._first.pop(gpu_block_id, None)
-        left = len(self)
-        if not left:
-            self._steps = 0
-        return before - left
+        return _drop(self._keys, gpu_block_ids) + _drop(self._first, gpu_block_ids)
+
+    def clear(self) -> None:
+        """Nothing is to be stored."""
+        self._keys.clear()
+        self._first.clear()
 
     def take(
-        self, limit: int, held: Container[Hashable], storable: Callable[[int, Hashable], bool]
+        self, limit: int, held: Container[Hashable], storable: Storable
     ) -> tuple[dict[Hashable, int], int]:
         """What is to be stored now, and from which GPU block, and how much is lost.
 
         Args:
             limit: so many at most, but for those that cannot wait.
             held: keys that are not to be stored any more.
-            storable: whether a GPU block still has, and will have computed after this step, a key.
+            storable: of what was added.
         """
         taken: dict[Hashable, int] = {}
-        self._steps = 0
         lost = _take(self._first, len(self._first), taken, held, storable)
         return taken, lost + _take(self._keys, limit, taken, held, storable)
+
+
+class WaitingBlocks:
+    """What some steps have computed, by GPU block, until enough of it is stored by one plan."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int, Hashable] = {}
+        self._steps = 0  # that the first of them has waited
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, computed: Blocks) -> bool:
+        """Add what a step computes; returns whether all of it waits for what the next one does.
+
+        If not, `take` is to follow. What is taken together is one plan's, and one copy.
+        """
+        self._keys.update(zip(computed.values(), computed))
+        self._steps += bool(self._keys)
+        return 0 < len(self._keys) < TOGETHER_BLOCKS and self._steps < TOGETHER_STEPS
+
+    def drop(self, gpu_block_ids: Sequence[int]) -> int:
+        """As `StoreQueue.drop`."""
+        dropped = _drop(self._keys, gpu_block_ids)
+        if not self._keys:
+            self._steps = 0
+        return dropped
+
+    def clear(self) -> None:
+        """Nothing waits."""
+        self._keys.clear()
+        self._steps = 0
+
+    def take(self, storable: Storable) -> tuple[dict[Hashable, int], int]:
+        """As `StoreQueue.take`, all of it, whether it is held by now or not."""
+        taken = [(key, block) for block, key in self._keys.items() if storable(block, key)]
+        lost = len(self._keys) - len(taken)
+        self.clear()
+        return dict(taken), lost
+
+
+def _drop(keys: dict[int, Hashable], gpu_block_ids: Sequence[int]) -> int:
+    """Forget what is overwritten; returns how many that are. Mostly none of them."""
+    if keys.keys().isdisjoint(gpu_block_ids):
+        return 0
+    before = len(keys)
+    for gpu_block_id in gpu_block_ids:
+        keys.pop(gpu_block_id, None)
+    return before - len(keys)
 
 
 def _take(
@@ -95,7 +124,7 @@ def _take(
     limit: int,
     taken: dict[Hashable, int],
     held: Container[Hashable],
-    storable: Callable[[int, Hashable], bool],
+    storable: Storable,
 ) -> int:
     """Move what is to be stored into ``taken``, up to its limit; returns how much is lost."""
     looked_at: list[int] = []

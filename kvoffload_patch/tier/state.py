@@ -15,7 +15,7 @@ from kvoffload_patch.tier.plan import Transfer, TransferResult
 from kvoffload_patch.tier.policies.adaptive import AdaptivePolicy
 from kvoffload_patch.tier.policy import EvictionPolicy
 from kvoffload_patch.tier.prefixes import PrefixOrder
-from kvoffload_patch.tier.queues import EndedRequests, StoreQueue
+from kvoffload_patch.tier.queues import EndedRequests, StoreQueue, WaitingBlocks
 from kvoffload_patch.tier.slots import SlotPool
 from kvoffload_patch.tier.stats import TierStats
 from kvoffload_patch.tier.tuning import NEIGHBOUR_BLOCKS
@@ -62,7 +62,7 @@ class TierState:
         self._store_to = [0] * num_slots  # ticket of the last store to each slot
         self._held = HeldSlots()
         self._uses = UseCounts(min_uses) if min_uses > 1 else None
-        self._queue = StoreQueue()
+        self._queue, self._waiting = StoreQueue(), WaitingBlocks()
         self._loads, self._stores = LinkTickets(LOAD), LinkTickets(STORE)
         self._links = {LOAD: self._loads, STORE: self._stores}
         self._store_of: dict[int, int] = {}  # GPU block id -> ticket of its last store
@@ -195,7 +195,7 @@ class TierState:
     def _tell_ended(self) -> None:
         """Tell of prefixes whose copies are done."""
         done = self._stores.done
-        if done == self._stores.last and not self._queue.waiting:
+        if done == self._stores.last and not self._waiting:
             done += 1  # what waited for the next plan is not stored any more
         self._ended.tell(done, self._loads.done, self._find_pieces, self._prefixes)
 

@@ -45,14 +45,14 @@ TIER = (
     Mutant(
         "what waits to be stored is kept when its block is handed out",
         "tier/queues.py",
-        "for gpu_block_id in gpu_block_ids:\n            self._keys.pop(gpu_block_id, None)",
-        "for gpu_block_id in gpu_block_ids:",
+        "dropped = _drop(self._keys, gpu_block_ids)\n        if not",
+        "dropped = 0\n        if not",
         _MANAGER,
     ),
     Mutant(
         "a request that has ended is told of while blocks of it wait to be stored",
         "tier/manager.py",
-        "self._stores.last + self._queue.waiting",
+        "self._stores.last + bool(self._waiting)",
         "self._stores.last",
         _MANAGER,
     ),

@@ -36,6 +36,7 @@ class TierModel:
         self.ready: set[Hashable] = set()
         self.recency: list[Hashable] = []  # readable keys, least recently used first
         self.pending: dict[int, Hashable] = {}
+        self.waiting: dict[int, Hashable] = {}  # GPU blocks that wait to be stored
         self.steps_waited = 0  # by some of these
         self.ended: list[tuple[int, int, Sequence[Hashable]]] = []  # with the last copies then
         self.store_of: dict[int, int] = {}  # GPU block -> its last store since it was handed out
@@ -97,10 +98,11 @@ class TierModel:
 
     def note_new_blocks(self, gpu_block_ids: Iterable[int]) -> None:
         for block in gpu_block_ids:
-            self.counts["overwritten"] += self.pending.pop(block, None) is not None
+            for kept in (self.pending, self.waiting):
+                self.counts["overwritten"] += kept.pop(block, None) is not None
             # Waited for even when it is known to be done: another rank may be behind.
             self.wait_store = max(self.wait_store, self.store_of.pop(block, 0))
-        if not self.pending:
+        if not self.waiting:
             self.steps_waited = 0
 
     def begin_load(self, keys: Sequence[Hashable], gpu_block_ids: Sequence[int]) -> int:
@@ -135,9 +137,12 @@ class TierModel:
             computed, leaving, can_wait: as the manager was given them.
             holds: whether the tier still has a key.
         """
-        offered = self._offered(computed, len(leaving))
-        waits = self._waits(offered, can_wait and not (leaving or self.is_exclusive()))
-        waiting = {} if waits else self._to_store(cached, {**leaving, **offered})
+        hurries = leaving or self.pending or self.is_exclusive()
+        waiting: dict[Hashable, int] = {}
+        if not can_wait or hurries or not self._waits(computed):
+            computed = {**self._waited(cached), **computed}
+            offered = self._offered(computed, len(leaving))
+            waiting = self._to_store(cached, {**leaving, **offered})
         chosen = [key for key in self.evictable if self.in_order or not holds(key)]
         while len(waiting) > self.capacity - len(self.used) and self.evictable:
             if not chosen:  # what is pinned or written may rest on all that could leave
@@ -182,7 +187,7 @@ class TierModel:
     def clear(self) -> None:
         self.counts["removed"]["reset"] += len(self.slot_of)
         self.slot_of, self.ready, self.recency, self.pending = {}, set(), [], {}
-        self.ended, self.steps_waited = [], 0
+        self.ended, self.waiting, self.steps_waited = [], {}, 0
 
     def resize(self, capacity: int) -> None:
         """Slots from ``capacity`` on are given up, if there are any."""
@@ -198,16 +203,19 @@ class TierModel:
     def _stores_all(self) -> bool:
         return not self.is_exclusive() or self.tight()
 
-    def _waits(self, offered: Mapping[Hashable, int], can_wait: bool) -> bool:
-        """Whether what is offered waits, with all that is pending, for what steps to come offer."""
-        if not can_wait:
-            return False
-        for key, block in offered.items():
-            if key not in self.slot_of:
-                self.pending[block] = key
-        self.steps_waited += bool(self.pending)
-        few = 0 < len(self.pending) < queues.TOGETHER_BLOCKS
+    def _waits(self, computed: Mapping[Hashable, int]) -> bool:
+        """Whether what is computed waits, with what does, for what steps to come compute."""
+        self.waiting.update({block: key for key, block in computed.items()})
+        self.steps_waited += bool(self.waiting)
+        few = 0 < len(self.waiting) < queues.TOGETHER_BLOCKS
         return few and self.steps_waited < queues.TOGETHER_STEPS
+
+    def _waited(self, cached: Mapping[int, Hashable]) -> dict[Hashable, int]:
+        """What waits no more, as far as its blocks still hold it."""
+        waited = [(key, block) for block, key in self.waiting.items() if cached.get(block) == key]
+        self.counts["overwritten"] += len(self.waiting) - len(waited)
+        self.waiting, self.steps_waited = {}, 0
+        return dict(waited)
 
     def _regroup_ended(self) -> None:
         while self.ended and self._copied(*self.ended[0][:2]):
@@ -240,7 +248,7 @@ class TierModel:
         for key, block in computed.items():
             if key not in self.slot_of:
                 waiting.setdefault(key, block)
-        self.pending, self.steps_waited = {}, 0
+        self.pending = {}
         return waiting
 
     def _take_store(self, store: Transfer | None, keys: list[Hashable], blocks: list[int]) -> None:

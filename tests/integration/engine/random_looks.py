@@ -18,7 +18,8 @@ def let_stores_wait(mini: Any, seed: int) -> list[int]:
 
     def planned(*args: Any) -> Any:
         plan = make_plan(*args)
-        waited.extend([len(manager._queue)] * manager._queue.waiting)
+        if manager._waiting:
+            waited.append(len(manager._waiting))
         return plan
 
     manager.make_plan = planned
