@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable
 from itertools import repeat
 
 
@@ -35,10 +35,10 @@ class LostKeys:
             return ()
         return self._left
 
-    def add(self, keys: Sequence[Hashable], which: int, limit: int) -> None:
+    def add(self, keys: list[Hashable], which: int, limit: int) -> None:
         """These have left a list; one that is remembered already is so of the first that it left.
 
-        Beyond so many keys, whole evictions are forgotten, the oldest first.
+        The very list is kept. Beyond so many keys, whole evictions are forgotten, oldest first.
         """
         if not keys:
             return
@@ -46,7 +46,7 @@ class LostKeys:
         for key in keys:
             left.setdefault(key, which)
         self.counts[which] += len(left) - before
-        self._evictions.append(list(keys))
+        self._evictions.append(keys)
         self._num_evicted += len(keys)
         while self._num_evicted > limit:
             oldest = self._evictions.popleft()

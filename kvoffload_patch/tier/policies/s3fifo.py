@@ -38,11 +38,11 @@ class S3FifoPolicy:
         """A key that is remembered is looked for when it is stored."""
 
     def insert(self, slots: Sequence[int]) -> None:
-        keys = list(map(self._key_of.__getitem__, slots))
-        lost = self._lost.of(keys)
+        lost = self._lost.of(map(self._key_of.__getitem__, slots))
         if not lost:
             self._queues.add(SMALL, slots)
             return
+        keys = list(map(self._key_of.__getitem__, slots))
         back = [key in lost for key in keys]
         self._lost.forget(compress(keys, back))
         self._queues.add(MAIN, list(compress(slots, back)))
@@ -78,10 +78,8 @@ class S3FifoPolicy:
             chosen, which = self._oldest(missing)
             if not chosen:
                 break
-            used = list(map(self._uses.__getitem__, chosen))
-            if any(used):
-                self._go_round(chosen, used, which)
-                chosen = [slot for slot, uses in zip(chosen, used) if not uses]
+            if any(map(self._uses.__getitem__, chosen)):
+                chosen = self._go_round(chosen, which)
             if which == SMALL:
                 keys = list(map(self._key_of.__getitem__, chosen))
                 self._lost.add(keys, 0, len(self._key_of))
@@ -97,9 +95,12 @@ class S3FifoPolicy:
             return self._queues.take_oldest(MAIN, count), MAIN
         return self._queues.take_oldest(SMALL, 1), SMALL  # if it was used, there is a main queue
 
-    def _go_round(self, slots: Sequence[int], used: Sequence[int], which: int) -> None:
-        """Those of these that were used since go to the end of the main queue."""
-        again = list(compress(slots, used))
+    def _go_round(self, slots: Sequence[int], which: int) -> list[int]:
+        """Those of these that were used since go to the end of the main queue; returns the rest."""
+        uses = self._uses
+        again = [slot for slot in slots if uses[slot]]
+        rest = [slot for slot in slots if not uses[slot]]
         for slot in again:
-            self._uses[slot] = 0 if which == SMALL else self._uses[slot] - 1
+            uses[slot] = 0 if which == SMALL else uses[slot] - 1
         self._queues.add(MAIN, again)
+        return rest
