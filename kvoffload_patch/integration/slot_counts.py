@@ -6,11 +6,13 @@ RPC would hold the engine up for as long as a step takes, and often: a tier of t
 by a tenth of its size in a second.
 
 Where ranks have slots in common (`shared_files`), one must not read a slot before another has
-stored to it, nor store to it while another reads it. So each writes down the last tickets that it
-has done, and the least of them are what is done.
+stored to it, nor store to it while another reads it. Where all blocks have checksums, no block is
+given to a request before every rank has compared its part. So each rank writes down the last
+tickets that it has done, and which of them has failed; the least of them are what is done.
 
-A rank whose result nobody sees cannot say that bytes of a load are wrong. Its device writes that
-down here before it computes upon them, and the engine looks before it gives tokens away (`Alarms`).
+Elsewhere a rank whose result nobody sees cannot say that bytes of a load are wrong. Its device
+writes that down here before it computes upon them, and the engine looks before it gives tokens away
+(`Alarms`).
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ import struct
 from collections.abc import Sequence
 
 from kvoffload_patch.integration.shared_files import SharedFile, SharedFileAddress
-from kvoffload_patch.links import LOAD, STORE, Tickets, ticket_on
+from kvoffload_patch.links import FAILURES, LOAD, STORE, Failure, Tickets, ticket_on
 
 _LINKS = (LOAD, STORE)
 _ALARM = 2  # cells: a kernel is compiled for the alignment of what it is given
+_REASONS = 1 << len(FAILURES).bit_length()  # why the ticket in a cell has failed, or 0
 
 
 def make_slot_counts(ranks: Sequence[int]) -> SharedFile | None:
@@ -86,14 +89,32 @@ class SlotCounts:
         fewest = min(self._cells[: self._ranks])
         return fewest >> 1, bool(fewest & 1)
 
-    def exchange_done(self, done: Tickets) -> Tickets:
-        """Write down the last tickets that this rank has done, per link, and read what all have."""
-        found = []
+    def exchange_done(
+        self, done: Tickets, failed: tuple[Failure, ...] = ()
+    ) -> tuple[Tickets, tuple[Failure, ...]]:
+        """Write down what this rank has done, per link, and read what all have.
+
+        A rank stays at the first ticket of a link that has failed on it, until that is known and
+        named no more: so nobody sees that it is done without seeing that it has failed.
+
+        Args:
+            done: the last ticket of each link.
+            failed: those up to there that the scheduler may not know of.
+
+        Returns:
+            The last ticket of each link that all ranks have done; what has failed on any.
+        """
+        tickets, failures = [], list[Failure]()
         for at, link in enumerate(_LINKS, start=1):
-            first = at * self._ranks
-            self._cells[first + self._own] = ticket_on(done, link)
-            found.append((link, min(self._cells[first : first + self._ranks])))
-        return tuple(found)
+            own = [one for one in failed if one.link == link]
+            cells = self._cells[at * self._ranks : (at + 1) * self._ranks]
+            cells[self._own] = _done_cell(ticket_on(done, link), own)
+            found = cells.tolist()
+            tickets.append((link, min(found) // _REASONS))
+            for cell in found:
+                if why := cell % _REASONS:
+                    failures.append(Failure(link, cell // _REASONS, FAILURES[why - 1]))
+        return tuple(tickets), tuple(failures)
 
     def alarm_at(self) -> tuple[int, int]:
         """Where this rank's alarm begins in the board, and how long it is, in bytes."""
@@ -134,6 +155,14 @@ class Alarms:
 def _alarms_at(ranks: int) -> int:
     """Cells before the alarms: an even number of them."""
     return -(-ranks * (1 + len(_LINKS)) // _ALARM) * _ALARM
+
+
+def _done_cell(done: int, failed: Sequence[Failure]) -> int:
+    """The last ticket done, or the first that has failed, and why."""
+    if not failed:
+        return done * _REASONS
+    first = min(failed, key=lambda one: one.ticket)
+    return first.ticket * _REASONS + FAILURES.index(first.reason) + 1
 
 
 def _cell(num_ready: int, growing: bool) -> int:

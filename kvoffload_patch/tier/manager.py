@@ -242,13 +242,13 @@ class OffloadManager(TierState):
             if computed or leaving or self._queue:
                 store = self._plan_store(storable, computed, leaving)
         waits, done = take_tickets(self._links.values())
-        if not (store or waits or self._new_loads):
+        failed = [link for link in self._links.values() if link.failed]  # ranks name it until told
+        if not (store or waits or self._new_loads or failed):
             return None
         loads, self._new_loads = tuple(self._new_loads), []
         promised, self._promised = tuple(self._promised), []
-        for link in self._links.values():
-            if link.failed:
-                link.forget_failed()
+        for link in failed:
+            link.forget_failed()
         return TransferPlan(loads, store, waits, done, promised)
 
     def apply(self, result: TransferResult) -> list[Hashable]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
-from kvoffload_patch.links import FAILURES, LOAD, STORE, Link
+from kvoffload_patch.links import FAILURES, LOAD, MISMATCH, STORE, Link
 
 # Why a block leaves the tier otherwise than to make room; `TierStats.removed` says what each means.
 RemovedBy = Literal["reset", "emptied", "weights", "resized", "failed", "invalid"]
@@ -79,4 +79,7 @@ class TierStats:
         self.failed += blocks
         self.failed_copies += 1
         found = self.failed_by[link, reason]
+        if reason == MISMATCH:
+            # A result counts those of its own rank.
+            self.mismatches = max(self.mismatches, found.copies + 1)
         self.failed_by[link, reason] = FailedCopies(found.copies + 1, found.blocks + blocks)

@@ -19,3 +19,8 @@ BY_RAY = tuple(
         "stages, a node lost while it answers",
     )
 )
+FLIPPED = tuple(
+    f"flipped bits{where}, {how}"
+    for where in ("", " on another rank")
+    for how in ("all blocks checked", "in a step that does not wait")
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from scripts.matrix.features_kinds import BY_RAY, KVCACHED
+from scripts.matrix.features_kinds import BY_RAY, FLIPPED, KVCACHED
 
 ENGINE = "tests/engine/"
 NOT_RUN = "not run"  # how a verdict begins, or ends, where there is no result
@@ -317,7 +317,7 @@ ROWS = (
     Row(
         "a bit that changes in a block",
         "checksums, made beside the copy; on the CPU by `tests/engine/test_failures.py`",
-        gpu=("flipped bits, all blocks checked", "flipped bits, in a step that does not wait"),
+        gpu=FLIPPED,
     ),
     _engine(
         "speculative decoding: n-grams",

@@ -191,6 +191,27 @@ ENGINE = (
         ),
     ),
     Mutant(
+        "a copy that has failed on a rank is said to be done and no more",
+        "integration/slot_counts.py",
+        "if not failed:",
+        "if True:",
+        ("integration/test_slot_counts.py",),
+    ),
+    Mutant(
+        "with checksums of all blocks a load is done when one rank has compared it",
+        "integration/worker/tier.py",
+        'bool(common) or integrity == "full"',
+        "bool(common)",
+        ("integration/worker/test_tier_together.py",),
+    ),
+    Mutant(
+        "a failure that is known is not told to the ranks",
+        "tier/manager.py",
+        "or self._new_loads or failed):",
+        "or self._new_loads):",
+        ("tier/test_manager_failures.py",),
+    ),
+    Mutant(
         "a rank that reports nothing has no alarm",
         "integration/worker/rpc.py",
         "shared is not None and not reports(worker)",

@@ -183,6 +183,8 @@ def _start(asked: dict[str, Any]) -> Any:
         import failing_copies
 
         failing_copies.install()
+        if asked.get("tensor_parallel_size", 1) > 1:
+            stage.core.model_executor.collective_rpc(failing_copies.install)
     if "TEST_BREAK" in os.environ and stage.breaker is not None:
         import breaking_tier
 

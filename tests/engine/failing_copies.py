@@ -1,7 +1,8 @@
 """Copies that fail, on the CPU device: every n-th, after having left garbage where it should copy.
 
 TEST_FAIL_LOADS and TEST_FAIL_STORES say which: ``3`` is every third. Without a variable, none.
-After every n-th store of TEST_FLIP_STORES one bit of each of its blocks is another one.
+After every n-th store of TEST_FLIP_STORES one bit of each of its blocks is another one; with
+TEST_FLIP_RANK on that rank only.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
+
 from kvoffload_patch.transfer.backends.torch import TorchBackend
 
 # A byte that makes finite floats, so that only those who read it are disturbed.
 _GARBAGE = 0x3F
 
 
-def install() -> None:
-    """Make copies of this process fail from now on, as the environment says."""
+def install(worker: Any = None) -> None:
+    """Make copies of this process, or of a worker's, fail from now on, as the environment says."""
     for direction in ("load", "store"):
         every = int(os.environ.get(f"TEST_FAIL_{direction.upper()}S", "0"))
         if every:
@@ -26,13 +29,13 @@ def install() -> None:
 
 
 def _flip_after_stores(every: int) -> None:
-    as_made, calls = TorchBackend.store, 0
+    as_made, calls, only = TorchBackend.store, 0, os.environ.get("TEST_FLIP_RANK", "")
 
     def store(self: TorchBackend, gpu_block_ids: Any, cpu_slots: Any, *args: Any, **kw: Any) -> Any:
         nonlocal calls
         yield from as_made(self, gpu_block_ids, cpu_slots, *args, **kw)
         calls += 1
-        if calls % every == 0:
+        if calls % every == 0 and only in ("", str(torch.distributed.get_rank())):
             # The highest bit of a float's exponent, of what is attended to and not of a key, which
             # may be attended to less then: the answer is another one.
             self._slots[list(cpu_slots), self._slots.shape[1] // 4 * 3 + 3] ^= 0x40

@@ -129,6 +129,14 @@ def _drafts(method: str, target: str = "target", runners: tuple[str, ...] = ("v1
     )
 
 
+def _flipped(ranks: dict[str, Any], ends: bool) -> Kind:
+    where, of, gpus = (" on another rank", "two heads", 2) if ranks else ("", "full", 1)
+    full = "all blocks checked", {"KVOFFLOAD_INTEGRITY": "full"}
+    how, settings = ("in a step that does not wait", {}) if ends else full
+    name, engine = f"flipped bits{where}, {how}", {**GRAPHS, **ranks}
+    return Kind(name, of, engine, gpus, asked=FLIPPED, settings=settings, ends=ends)
+
+
 def _beside_kvcached(name: str, policy: str, **engine: Any) -> Kind:
     """Sixteen blocks have their memory together, and lose it at once; sixty unused ones are kept.
 
@@ -227,14 +235,7 @@ KINDS = [
     Kind("graphs, chunks", "chunks", {**GRAPHS, "max_model_len": 1024}, groups=4),
     Kind("mla", "mla", MLA),
     *(_states(name) for name in gpu_states.KINDS),
-    Kind(
-        "flipped bits, all blocks checked",
-        "full",
-        GRAPHS,
-        asked=FLIPPED,
-        settings={"KVOFFLOAD_INTEGRITY": "full"},
-    ),
-    Kind("flipped bits, in a step that does not wait", "full", GRAPHS, asked=FLIPPED, ends=True),
+    *(_flipped(ranks, ends) for ranks in ({}, TWO_RANKS) for ends in (False, True)),
     Kind("sleep", "full", {**GRAPHS, "enable_sleep_mode": True}, asked=SLEEPS),
     Kind(
         "paused, resized and emptied",

@@ -64,6 +64,20 @@ def test_a_flipped_bit_is_a_miss_if_all_blocks_are_checked(plain, real):
     assert "checksums of all blocks" in run.log and "loads parked" in run.log
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_flipped_bit_on_any_rank_is_a_miss_if_all_blocks_are_checked(plain, real, rank):
+    """The engine gets the result of one of them only."""
+    ranks, forked = {"tensor_parallel_size": 2, **ASYNC}, {"TEST_FORK_WORKERS": "1"}
+    off = real.off(["conversations"], ranks, **forked)
+    full = {"KVOFFLOAD_INTEGRITY": "full"}
+    run = real.on(["conversations"], ranks, full, **forked, TEST_FLIP_RANK=rank, **FLIPS)
+    on = run["conversations"]
+    assert on["tokens"] == off["conversations"]["tokens"]
+    assert on["tier"]["mismatches"] == on["tier"]["failed_by"]["cpu mismatch"] > 0
+    assert on["tier"]["loaded"] > 0
+    assert run.log.count("(expected the checksum that the block in CPU slot ") == 1, run.log[-3000:]
+
+
 def test_a_flipped_bit_in_a_load_that_its_step_reads_ends_the_engine(real):
     run = real.on(["conversations"], tier={}, TEST_FLIP_STORES="1")
     assert run.returncode != 0 and not run.results

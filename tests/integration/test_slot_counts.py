@@ -17,7 +17,7 @@ import pytest
 from kvoffload_patch.integration import slot_counts as growth_board
 from kvoffload_patch.integration.shared_files import SharedFile, SharedFileAddress
 from kvoffload_patch.integration.slot_counts import Alarms, SlotCounts, make_slot_counts
-from kvoffload_patch.links import LOAD, STORE
+from kvoffload_patch.links import FAILURES, LOAD, MISMATCH, RAISED, STORE, Failure
 from scripts.soak.watch import shared_files
 
 WRITER = """
@@ -134,11 +134,40 @@ def test_ranks_of_one_number_have_no_board() -> None:
 
 def test_what_is_done_is_what_all_ranks_have_done(address: SharedFileAddress) -> None:
     four, seven = SlotCounts(address, 4), SlotCounts(address, 7)
-    assert four.exchange_done(((LOAD, 3), (STORE, 9))) == ((LOAD, 0), (STORE, 0))
-    assert seven.exchange_done(((STORE, 5), (LOAD, 8))) == ((LOAD, 3), (STORE, 5))
-    assert four.exchange_done(((LOAD, 8), (STORE, 9))) == ((LOAD, 8), (STORE, 5))
+    assert four.exchange_done(((LOAD, 3), (STORE, 9))) == (((LOAD, 0), (STORE, 0)), ())
+    assert seven.exchange_done(((STORE, 5), (LOAD, 8))) == (((LOAD, 3), (STORE, 5)), ())
+    assert four.exchange_done(((LOAD, 8), (STORE, 9))) == (((LOAD, 8), (STORE, 5)), ())
     assert seven.exchange(6, False) == (0, True), "slots and copies have cells of their own"
     assert four.exchange(6, False) == (6, False)
+
+
+def test_nobody_sees_that_a_failed_copy_is_done_without_that_it_has_failed(
+    address: SharedFileAddress,
+) -> None:
+    four, seven = SlotCounts(address, 4), SlotCounts(address, 7)
+    done = ((LOAD, 9), (STORE, 9))
+    four.exchange_done(done)
+    failed = tuple(Failure(LOAD, n, why) for n, why in ((8, MISMATCH), (6, RAISED)))
+    for reader in (seven, four):
+        reader.exchange_done(done)
+        seen = seven.exchange_done(done, failed)
+        assert seen == (((LOAD, 6), (STORE, 9)), (Failure(LOAD, 6, RAISED),)), "the first of them"
+        assert four.exchange_done(done) == seen
+    seen = seven.exchange_done(done, failed[:1])
+    assert seen == (((LOAD, 8), (STORE, 9)), (Failure(LOAD, 8, MISMATCH),)), "that one is known"
+    four.exchange_done(((LOAD, 7), (STORE, 9)))
+    assert seven.exchange_done(done, failed[:1])[0] == ((LOAD, 7), (STORE, 9))
+    assert seven.exchange_done(done)[1] == ()
+
+
+@pytest.mark.parametrize("reason", FAILURES)
+def test_the_board_says_why_a_copy_failed(address: SharedFileAddress, reason: str) -> None:
+    four, seven = SlotCounts(address, 4), SlotCounts(address, 7)
+    four.exchange_done(((STORE, 5),), (Failure(STORE, 2, reason),))
+    assert seven.exchange_done(((STORE, 5),)) == (
+        ((LOAD, 0), (STORE, 2)),
+        (Failure(STORE, 2, reason),),
+    )
 
 
 @pytest.mark.parametrize("ranks", [(4, 7), (0, 1, 2), tuple(range(8))])
@@ -162,4 +191,4 @@ def test_the_engine_sees_each_ranks_alarm_after_it_has_closed_the_board(
     assert said.startswith(f"kvoffload_patch: expected on rank {ranks[-1]} the bytes that were ")
     assert " in CPU slot 12, found others" in said
     assert boards[0].exchange(9, False) == (9, False)
-    assert boards[0].exchange_done(((LOAD, 3), (STORE, 9))) == ((LOAD, 3), (STORE, 9))
+    assert boards[0].exchange_done(((LOAD, 3), (STORE, 9))) == (((LOAD, 3), (STORE, 9)), ())

@@ -6,6 +6,7 @@ from tier.plans import a_result
 
 from kvoffload_patch.links import RAISED, STORE
 from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.plan import TransferPlan
 from kvoffload_patch.tier.policies.lru import LRUPolicy
 
 
@@ -103,6 +104,16 @@ def test_what_failed_is_not_remembered_for_ever() -> None:
     assert len(tier._loads.failed) <= 1 and len(tier._stores.failed) <= 1
     plan_store(tier, "b")
     assert not (tier._loads.failed or tier._stores.failed)
+
+
+def test_ranks_hear_that_a_failure_is_known_though_nothing_moves() -> None:
+    """Each names it until then, and one of several says no more of what it has done."""
+    tier = OffloadManager(4, LRUPolicy)
+    plan_store(tier, "ab")
+    tier.apply(a_result(0, 1, failed_stores=(1,)))
+    assert tier.make_plan(always) == TransferPlan(done=((STORE, 1),))
+    tier.apply(a_result(0, 1, failed_stores=(1,)))
+    assert tier.make_plan(always) is None, "once"
 
 
 def test_a_failed_transfer_gives_its_slots_back_after_clear() -> None:

@@ -52,13 +52,13 @@ def open_alarm(board: SlotCounts, on: Any, checksums: Any) -> Alarm | None:
         checksums: its `kvoffload_patch.transfer.integrity.Checksums`.
 
     Returns:
-        What is to be closed; None where no device compares, or where a load is compared before the
-        step that reads it begins.
+        What is to be closed; None where no device compares, or where all ranks have compared a
+        load before any request gets it.
     """
     from kvoffload_patch.transfer.device import device_of
 
     device = device_of(on)
-    if device.is_host or not checksums.every:
+    if device.is_host or checksums.every <= 1:  # none has one, or all have
         return None
     alarm = Alarm(board, device)
     checksums.alarm = alarm.word
@@ -69,7 +69,7 @@ def reports(worker: Any) -> bool:
     """Whether the engine gets this rank's result: of the last stage's ranks, the first one's.
 
     As vLLM has it in `MultiprocExecutor._get_output_rank`. Of an executor that takes another one's,
-    a mismatch on that rank ends the engine, and is no miss.
+    a mismatch on that rank ends the engine, and is no miss, but for checksums of all blocks.
     """
     parallel = worker.vllm_config.parallel_config
     in_stage = getattr(parallel, "tensor_parallel_size", 1)

@@ -40,9 +40,9 @@ class RankTier:
         backend: copy backend, or ``auto``.
         alone: this is the only rank, so what it can use is what all can.
         board: what several ranks share; without one they wait here until no rank grows any more.
-        integrity: which blocks have checksums. If all, no step begins before its loads are checked.
-        common: where ranks have their slots in common. If any have, what is done is what all ranks
-            have done, as the board says.
+        integrity: which blocks have checksums. If all, no step begins before its loads are checked,
+            and what is done is what all ranks have done, as the board says.
+        common: where ranks have their slots in common. If any have, the same is done.
         rank: of this runner, among those.
         by_layer: whether the forward pass waits for loads layer by layer where it can.
         end: ends this process, see `CopyEngine`.
@@ -70,7 +70,7 @@ class RankTier:
         end: Callable[[], object] | None = None,
     ) -> None:
         shared = next((address for address in common if rank in address.ranks), None)
-        self._together = bool(common)
+        self._together = bool(common) or integrity == "full"
         self._board, self._runner = board, runner
         self._promised: Tickets = ()
         self._gate: LayerGate | None = None
@@ -211,7 +211,8 @@ class RankTier:
             self._check_promised()
             self._warn_of_failures(progress.failed)
         if self._together and self._board is not None:
-            progress = progress._replace(done=self._board.exchange_done(progress.done))
+            done, failed = self._board.exchange_done(progress.done, progress.failed)
+            progress = progress._replace(done=done, failed=failed)
         by_layer = self._gate is not None and self._gate.learnt
         found = self._checksums.mismatches, self._sizing
         usable = self._usable_slots()

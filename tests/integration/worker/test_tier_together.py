@@ -16,7 +16,7 @@ from kvoffload_patch.integration.protocol import RESULT
 from kvoffload_patch.integration.shared_files import SharedFile
 from kvoffload_patch.integration.slot_counts import SlotCounts, make_slot_counts
 from kvoffload_patch.integration.worker.tier import RankTier
-from kvoffload_patch.links import LOAD, STORE
+from kvoffload_patch.links import LOAD, MISMATCH, STORE, Failure
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 from kvoffload_patch.transfer import engine as copy_engine
 from kvoffload_patch.transfer.backends.torch import TorchBackend
@@ -39,10 +39,15 @@ def kv(rank: RankTier) -> torch.Tensor:
 
 @pytest.fixture
 def open_ranks() -> Iterator[Callable[..., Ranks]]:
-    """Opens two ranks of seven blocks each that hold the same; the second as late as is asked."""
+    """Opens two ranks of seven blocks each that hold the same; the second as late as is asked.
+
+    With checksums of ``every`` block each has its own slots.
+    """
     opened: Ranks = []
 
-    def open_both(monkeypatch: pytest.MonkeyPatch, late: bool = False, slots: int = 8) -> Ranks:
+    def open_both(
+        monkeypatch: pytest.MonkeyPatch, late: bool = False, slots: int = 8, every: bool = False
+    ) -> Ranks:
         board, file = make_slot_counts([3, 5]), SharedFile([3, 5])
         assert board is not None
         file.resize(slots * 512)
@@ -58,7 +63,8 @@ def open_ranks() -> Iterator[Callable[..., Ranks]]:
             opened.append(
                 RankTier(
                     runner, slots, alone=False, board=SlotCounts(board.address, rank),
-                    integrity="sample", common=[file.address], rank=rank,
+                    integrity="full" if every else "sample",
+                    common=[] if every else [file.address], rank=rank,
                 )
             )  # fmt: skip
         board.close()
@@ -128,7 +134,7 @@ def test_a_store_of_no_slot_of_its_own_is_done_at_once(
 def test_a_store_that_fails_on_one_rank_is_never_read(
     failing: int, open_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank that reports says so; of another's, a step that reads the slot does not begin."""
+    """Each says so, and there, should it be read all the same, no step that reads it begins."""
     ranks = open_ranks(monkeypatch)
     plan = a_plan(store=a_store(1, (1, 2), (0, 1)))
 
@@ -139,8 +145,10 @@ def test_a_store_that_fails_on_one_rank_is_never_read(
         with monkeypatch.context() as one:
             if at == failing:
                 one.setattr(TorchBackend, "store", broken)
-            said = step(rank, plan)
-            assert said.failed_on(STORE) == ((1,) if at == failing else ())
+            step(rank, plan)
+    for rank in ranks:
+        said = step(rank)
+        assert (said.done_on(STORE), said.failed_on(STORE)) == (1, (1,))
     load = a_plan((a_load(1, (4, 5), (0, 1)),), stores_done=1, wait_load=1, promised_loads=[1])
     step(ranks[1 - failing], load)
     with pytest.raises(RuntimeError, match="an earlier copy of some of these blocks"):
@@ -160,6 +168,29 @@ def test_bytes_that_change_in_common_memory_are_found_by_the_rank_that_stored_th
     load = a_plan((a_load(1, (4, 5), (0, 1)),), stores_done=1)
     said = [step(rank, load) for rank in ranks]
     assert [result.mismatches for result in said] == [1, 0]
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize("late", [False, True])
+def test_bytes_that_change_on_any_rank_are_a_miss_if_all_blocks_are_checked(
+    wrong: int, late: bool, open_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever rank the engine gets the result of, it hears of that before it hears of the end."""
+    ranks = open_ranks(monkeypatch, every=True, late=late)
+    for rank in ranks:
+        step(rank, a_plan(store=a_store(1, (1, 2, 3), (0, 1, 2))))
+        rank.drain()
+    ranks[wrong]._host.slots[0, 3] ^= 1
+    loads = a_load(1, (4,), (0,)), a_load(2, (5,), (1,))
+    said = [step(rank, a_plan(loads, stores_done=1)) for rank in ranks]
+    for _ in range(LateQueue.patience + 2):
+        said += [step(rank) for rank in ranks]
+    assert said[-1].done_on(LOAD) == said[-2].done_on(LOAD) == 1, "it is held back at the first"
+    for result in said:
+        if result.done_on(LOAD) == 1:
+            assert result.failed == (Failure(LOAD, 1, MISMATCH),)
+    told = [step(rank, a_plan(loads_done=1, stores_done=1)) for _ in (1, 2) for rank in ranks]
+    assert [(one.done_on(LOAD), one.failed) for one in told[2:]] == [(2, ())] * 2
 
 
 def test_no_rank_has_a_checksum_of_what_was_stored_to_prove_a_round_trip(

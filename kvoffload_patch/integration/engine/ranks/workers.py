@@ -249,7 +249,7 @@ class RankGroup:
             has_slots = has_board and all(found for _, found in reached)
             if _alike(ranks) and not (files and has_slots):
                 _say_apart(has_board, integrity)
-            if has_board and integrity != "off":
+            if has_board and integrity == "sample":
                 with suppress(OSError):  # as where they share no memory
                     self._alarms = Alarms(board)
             yield board.address if has_board else None, files if has_slots else []
