@@ -10,9 +10,9 @@ stored to it, nor store to it while another reads it. Where all blocks have chec
 given to a request before every rank has compared its part. So each rank writes down the last
 tickets that it has done, and which of them has failed; the least of them are what is done.
 
-Elsewhere a rank whose result nobody sees cannot say that bytes of a load are wrong. Its device
-writes that down here before it computes upon them, and the engine looks before it gives tokens away
-(`Alarms`).
+A rank whose result nobody sees cannot say that a step reads what has not arrived. It would be
+waited for if it raised, so it writes that down here, and goes on; if bytes are wrong, its device
+does, before it computes upon them. The engine looks before it gives tokens away (`Alarms`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kvoffload_patch.links import FAILURES, LOAD, STORE, Failure, Tickets, ticke
 
 _LINKS = (LOAD, STORE)
 _ALARM = 2  # cells: a kernel is compiled for the alignment of what it is given
+COPY_FAILED = -1  # in an alarm; otherwise a slot with wrong bytes, counted from 1
 _REASONS = 1 << len(FAILURES).bit_length()  # why the ticket in a cell has failed, or 0
 
 
@@ -139,11 +140,18 @@ class Alarms:
         self._cells = cells[first : first + _ALARM * len(self._ranks)]
 
     def said(self) -> str:
-        """Which rank has found the bytes of a load wrong, and what to do; empty: none has."""
+        """Which rank's step reads what is wrong or has not come, what to do; empty: none does."""
         if not any(self._cells):
             return ""
         found = zip(self._ranks, self._cells[::_ALARM])
         rank, word = next((rank, word) for rank, word in found if word)
+        if word == COPY_FAILED:
+            return (
+                f"kvoffload_patch: expected the copies that a step reads to arrive on rank {rank}, "
+                "found that one has failed, which that rank's own message names; restart the "
+                "server, and set KVOFFLOAD_LOAD_MODE=parked if it happens again, so that such a "
+                "load is recomputed."
+            )
         return (
             f"kvoffload_patch: expected on rank {rank} the bytes that were stored in CPU slot "
             f"{word - 1}, found others, so its KV is wrong; look for memory errors in the kernel's "

@@ -49,7 +49,7 @@ class Checksums:
         every: as given.
         sums: ``int64 [num_slots]`` on the device. 0: the block in that slot has none.
         mismatches: loads so far that brought other bytes than were stored.
-        alarm: ``int64 [2]`` that every load writes to from the device, in place of a word of its
+        alarm: ``int64 [2]`` that every load writes to, from the device in place of a word of its
             own, when it finds a mismatch; it stays. None: each has its own.
 
     Raises:

@@ -212,6 +212,23 @@ ENGINE = (
         ("tier/test_manager_failures.py",),
     ),
     Mutant(
+        "a rank says what nobody sees in place of raising",
+        "integration/engine/ranks/workers.py",
+        "all(found for found, _ in reached) and self._sees(board)",
+        "all(found for found, _ in reached) and (self._sees(board) or True)",
+        (
+            "integration/engine/ranks/test_workers_together.py"
+            "::test_ranks_say_nothing_in_memory_that_the_engine_does_not_see",
+        ),
+    ),
+    Mutant(
+        "a tier is detached though a rank has said that a step reads what is not there",
+        "integration/worker/tier.py",
+        "self._alarm.check()",
+        "pass",
+        ("integration/worker/test_tier_together.py",),
+    ),
+    Mutant(
         "a rank that reports nothing has no alarm",
         "integration/worker/rpc.py",
         "shared is not None and not reports(worker)",

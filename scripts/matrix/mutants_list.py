@@ -268,8 +268,8 @@ WORKER = (
     Mutant(
         "of ranks with slots in common each says what it alone has done",
         _WORKER + "tier.py",
-        "self._board.exchange_done(progress.done, progress.failed)",
-        "progress.done, progress.failed",
+        "self._board.exchange_done(*progress)",
+        "progress",
         ("integration/worker/test_tier_together.py",),
     ),
     Mutant(

@@ -1,8 +1,8 @@
 """Copies that fail, on the CPU device: every n-th, after having left garbage where it should copy.
 
 TEST_FAIL_LOADS and TEST_FAIL_STORES say which: ``3`` is every third. Without a variable, none.
-After every n-th store of TEST_FLIP_STORES one bit of each of its blocks is another one; with
-TEST_FLIP_RANK on that rank only.
+After every n-th store of TEST_FLIP_STORES one bit of each of its blocks is another one. With
+TEST_FAIL_RANK or TEST_FLIP_RANK on that rank only.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ def install(worker: Any = None) -> None:
         _flip_after_stores(flips)
 
 
+def _is_on(only: str) -> bool:
+    return only in ("", str(torch.distributed.get_rank()))
+
+
 def _flip_after_stores(every: int) -> None:
     as_made, calls, only = TorchBackend.store, 0, os.environ.get("TEST_FLIP_RANK", "")
 
@@ -35,7 +39,7 @@ def _flip_after_stores(every: int) -> None:
         nonlocal calls
         yield from as_made(self, gpu_block_ids, cpu_slots, *args, **kw)
         calls += 1
-        if calls % every == 0 and only in ("", str(torch.distributed.get_rank())):
+        if calls % every == 0 and _is_on(only):
             # The highest bit of a float's exponent, of what is attended to and not of a key, which
             # may be attended to less then: the answer is another one.
             self._slots[list(cpu_slots), self._slots.shape[1] // 4 * 3 + 3] ^= 0x40
@@ -45,12 +49,12 @@ def _flip_after_stores(every: int) -> None:
 
 def _failing(direction: str, every: int) -> Any:
     as_made = getattr(TorchBackend, direction)
-    calls = 0
+    calls, only = 0, os.environ.get("TEST_FAIL_RANK", "")
 
     def copy(self: TorchBackend, gpu_block_ids: Any, cpu_slots: Any, *args: Any, **kw: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls % every:
+        if calls % every or not _is_on(only):
             return as_made(self, gpu_block_ids, cpu_slots, *args, **kw)
         if direction == "store":
             self._slots[list(cpu_slots)] = _GARBAGE

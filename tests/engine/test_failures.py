@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 PARKED = {"KVOFFLOAD_LOAD_MODE": "parked"}
@@ -76,6 +78,28 @@ def test_a_flipped_bit_on_any_rank_is_a_miss_if_all_blocks_are_checked(plain, re
     assert on["tier"]["mismatches"] == on["tier"]["failed_by"]["cpu mismatch"] > 0
     assert on["tier"]["loaded"] > 0
     assert run.log.count("(expected the checksum that the block in CPU slot ") == 1, run.log[-3000:]
+
+
+@pytest.mark.parametrize("mode", ["auto", "parked"])
+def test_a_flipped_bit_on_a_rank_that_does_not_report_ends_the_engine_at_once(real, mode):
+    """By its step's output, which comes only if that rank computes its part."""
+    ranks, forked = {"tensor_parallel_size": 2}, {"TEST_FORK_WORKERS": "1"}
+    tier, flips = {"KVOFFLOAD_LOAD_MODE": mode}, {"TEST_FLIP_RANK": "1", "TEST_FLIP_STORES": "1"}
+    begun = time.monotonic()
+    run = real.on(["conversations"], ranks, tier, **forked, **flips)
+    assert run.returncode != 0 and not run.results
+    assert "expected on rank 1 the bytes that were stored in CPU slot" in run.log, run.log[-3000:]
+    assert time.monotonic() - begun < 120, "vLLM waits 300 s for a rank"
+
+
+def test_a_load_that_fails_on_a_rank_that_does_not_report_ends_the_engine_at_once(real):
+    ranks, forked = {"tensor_parallel_size": 2}, {"TEST_FORK_WORKERS": "1"}
+    fails, begun = {"TEST_FAIL_RANK": "1", "TEST_FAIL_LOADS": "3"}, time.monotonic()
+    run = real.on(["conversations"], ranks, {}, **forked, **fails)
+    assert run.returncode != 0 and not run.results
+    assert "expected the copies that a step reads to arrive on rank 1" in run.log, run.log[-3000:]
+    assert "(load 3 is made to fail)" in run.log
+    assert time.monotonic() - begun < 120, "vLLM waits 300 s for a rank"
 
 
 def test_a_flipped_bit_in_a_load_that_its_step_reads_ends_the_engine(real):

@@ -1,11 +1,11 @@
-"""Where a rank's device says that a load brought wrong bytes, for the engine to see."""
+"""Where a rank whose result nobody gets says that a step reads wrong bytes, for the engine."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from kvoffload_patch.integration.slot_counts import SlotCounts
+from kvoffload_patch.integration.slot_counts import COPY_FAILED, SlotCounts
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
@@ -15,52 +15,69 @@ class Alarm:
 
     Args:
         board: the rank's view of it, registered with the device until `close`.
-        device: a `kvoffload_patch.transfer.device.Device` with memory of its own.
+        device: a `kvoffload_patch.transfer.device.Device` that says there which bytes are wrong;
+            None: none does.
 
     Attributes:
-        word: ``int64 [2]``, zeros; None where the device cannot write there.
+        word: ``int64 [2]``, zeros; None where the device does not write there.
     """
 
-    def __init__(self, board: SlotCounts, device: Any) -> None:
+    def __init__(self, board: SlotCounts, device: Any = None) -> None:
         import torch
 
         whole = torch.frombuffer(board.memory, dtype=torch.uint8)
         first, size = board.alarm_at()
-        self.word: Any = whole[first : first + size].view(torch.int64)
-        self._address, self._registrar = whole.data_ptr(), device.registrar()
-        error = self._registrar.register(self._address, whole.numel())
+        own = whole[first : first + size].view(torch.int64)
+        self._own, self._address = own, whole.data_ptr()
+        self.word: Any = None if device is None else own
+        self._registrar = None if device is None or device.is_host else device.registrar()
+        error = self._registrar.register(self._address, whole.numel()) if self._registrar else 0
         if error:
-            self.word = None
+            self.word = self._registrar = None
             logger.warning(
                 "kvoffload_patch: expected memory in which this rank's device can say that a load "
                 "brought wrong bytes, found error %d when it was registered; what this rank finds "
                 "wrong is known one step later.", error,
             )  # fmt: skip
 
+    def ring(self, why: str) -> None:
+        """A copy that a step reads has failed."""
+        logger.error("%s", why)
+        if not self._own[0]:
+            self._own[0] = COPY_FAILED
+
+    def check(self) -> None:
+        """Raises RuntimeError if anything was said, which the engine may not have seen."""
+        if self._own[0]:
+            raise RuntimeError(
+                "kvoffload_patch: expected what a step of this rank reads to be there, found that "
+                "a copy had failed or had brought wrong bytes; restart the server."
+            )
+
     def close(self) -> None:
         """No copy is under way any more."""
-        if self.word is not None:
+        if self._registrar is not None:
             self._registrar.unregister(self._address)
-            self.word = None
+            self._registrar = None
+        self.word = None
 
 
-def open_alarm(board: SlotCounts, on: Any, checksums: Any) -> Alarm | None:
+def open_alarm(board: SlotCounts, on: Any, checksums: Any) -> Alarm:
     """Have all loads of a rank that reports nothing write to its alarm what they find wrong.
+
+    They do not where no block has a checksum, or all have: then ranks compare a load before any
+    request gets it.
 
     Args:
         on: the `torch.device` of its KV tensors.
         checksums: its `kvoffload_patch.transfer.integrity.Checksums`.
 
     Returns:
-        What is to be closed; None where no device compares, or where all ranks have compared a
-        load before any request gets it.
+        What is to be closed.
     """
     from kvoffload_patch.transfer.device import device_of
 
-    device = device_of(on)
-    if device.is_host or checksums.every <= 1:  # none has one, or all have
-        return None
-    alarm = Alarm(board, device)
+    alarm = Alarm(board, device_of(on) if checksums.every > 1 else None)
     checksums.alarm = alarm.word
     return alarm
 

@@ -138,7 +138,7 @@ class RankTier:
         self._engine = CopyEngine(layout, chosen.backend, wait_ready, turn=turn, end=end)
 
     def open_alarm(self, board: SlotCounts) -> None:
-        """The engine gets no result of this rank: the board is to say if a load is wrong."""
+        """The engine gets no result of this rank: the board is to say what goes wrong."""
         self._alarm = open_alarm(board, self._tensor.device, self._checksums)
 
     @property
@@ -211,11 +211,9 @@ class RankTier:
             self._check_promised()
             self._warn_of_failures(progress.failed)
         if self._together and self._board is not None:
-            done, failed = self._board.exchange_done(progress.done, progress.failed)
-            progress = progress._replace(done=done, failed=failed)
-        by_layer = self._gate is not None and self._gate.learnt
+            progress = type(progress)(*self._board.exchange_done(*progress))
+        usable, by_layer = self._usable_slots(), self._gate is not None and self._gate.learnt
         found = self._checksums.mismatches, self._sizing
-        usable = self._usable_slots()
         result = TransferResult(*progress, *usable, *found, by_layer, self._slowdown())
         output = copy_output(output, result)
         if self._promised:
@@ -269,10 +267,12 @@ class RankTier:
         """
         if plan is not None:
             self._promised += plan.promised
-        self._check_promised()
+        self._check_promised(heard=True)
         self._engine.begin_step(plan)
         self._engine.drain()
-        self._check_promised()
+        self._check_promised(heard=True)
+        if self._alarm is not None:
+            self._alarm.check()
 
     def close(self) -> None:
         """Drain and free.
@@ -298,16 +298,20 @@ class RankTier:
         given_back = min(plan.waits_for(LOAD), plan.known_done(LOAD))
         self._engine.wait_done(((STORE, plan.waits_for(STORE)), (LOAD, given_back)))
 
-    def _check_promised(self) -> None:
+    def _check_promised(self, heard: bool = False) -> None:
         """A step that reads a load which has failed must not give any token away.
 
         Bytes that are wrong are known once the load is done: a promise is kept in mind until then.
+        Of a rank with an alarm nobody hears an error, if it is not asked by RPC, and the others
+        would wait for it: the engine sees the alarm, and ends, with this step's output.
         """
         if not self._promised:
             return
         promised, self._promised = self._promised, self._engine.under_way(self._promised)
         broken = _broken(self._engine, promised)
-        if broken:
+        if broken and self._alarm is not None and not heard:
+            self._alarm.ring(broken)
+        elif broken:
             raise RuntimeError(broken)
 
     def _warn_of_failures(self, failed: tuple[Failure, ...]) -> None:

@@ -177,6 +177,8 @@ class HostChecksums(Checksums):
         picked = ((noted != 0) | (self.every == 1)).nonzero()[0]
         wrong = self._of(block_ids[torch.from_numpy(picked)]) != noted[picked]
         found = slots.numpy()[picked[wrong]].tolist()
+        if found and self.alarm is not None:
+            self.alarm[0] = found[0] + 1
         return lambda: self.found(found[0]) if found else None
 
     def _of(self, block_ids: torch.Tensor) -> Numbers:

@@ -71,9 +71,10 @@ def test_where_the_device_cannot_write_there_is_no_alarm(
 
 
 @pytest.mark.parametrize(
-    ("every", "is_host", "has_one"), [(16, False, True), (0, False, False), (16, True, False)]
+    ("every", "is_host", "has_one"),
+    [(16, False, True), (0, False, False), (1, False, False), (16, True, True)],
 )
-def test_there_is_one_where_a_device_compares(
+def test_there_is_one_where_some_blocks_are_compared(
     file: SharedFile, monkeypatch: pytest.MonkeyPatch, every: int, is_host: bool, has_one: bool
 ) -> None:
     device = Device()
@@ -81,10 +82,26 @@ def test_there_is_one_where_a_device_compares(
     monkeypatch.setattr(devices, "device_of", lambda on: device)
     checksums = Checksums(4, CPU, every)
     made = open_alarm(SlotCounts(file.address, 3), CPU, checksums)
-    assert (made is not None) == (checksums.alarm is not None) == has_one
-    if made is not None:
-        assert checksums.alarm is made.word
-        made.close()
+    assert (made.word is not None) == (checksums.alarm is not None) == has_one
+    assert bool(device.registered) == (has_one and not is_host)
+    assert checksums.alarm is made.word
+    made.check()
+    made.ring("why")
+    assert "copies that a step reads to arrive on rank 3, found that one" in Alarms(file).said()
+    with pytest.raises(RuntimeError, match="a copy had failed or had brought wrong bytes"):
+        made.check()
+    made.close()
+    assert device.registered == {}
+
+
+def test_a_slot_with_wrong_bytes_is_named_rather_than_a_copy_that_has_failed(
+    file: SharedFile,
+) -> None:
+    made = Alarm(SlotCounts(file.address, 3), Device())
+    made.word[0] = 1 + 30
+    made.ring("why")
+    assert "in CPU slot 30, found others" in Alarms(file).said()
+    made.close()
 
 
 @pytest.mark.parametrize(

@@ -245,17 +245,22 @@ class RankGroup:
         try:
             addresses = [file.address for file in files]
             reached = self._call(worker_side.can_share, board.address, addresses)
-            has_board = all(found for found, _ in reached)
+            has_board = all(found for found, _ in reached) and self._sees(board)
             has_slots = has_board and all(found for _, found in reached)
             if _alike(ranks) and not (files and has_slots):
                 _say_apart(has_board, integrity)
-            if has_board and integrity == "sample":
-                with suppress(OSError):  # as where they share no memory
-                    self._alarms = Alarms(board)
             yield board.address if has_board else None, files if has_slots else []
         finally:
             for file in (board, *files):
                 file.close()
+
+    def _sees(self, board: SharedFile) -> bool:
+        """Whether this process sees what ranks say there: one that does not raise relies on it."""
+        try:
+            self._alarms = Alarms(board)
+        except OSError:
+            return False
+        return True
 
     def _call(
         self, function: Callable[..., Any], *args: Any, timeout_s: float = RPC_TIMEOUT_S

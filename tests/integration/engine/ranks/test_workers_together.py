@@ -146,13 +146,36 @@ def test_the_engine_hears_of_wrong_bytes_on_a_rank_that_reports_nothing() -> Non
     assert said.startswith("kvoffload_patch: expected on rank 1 ") and "CPU slot 12, " in said
 
 
-@pytest.mark.parametrize(("reached", "integrity"), [(False, "sample"), (True, "off")])
-def test_nobody_looks_where_ranks_share_no_memory_or_make_no_checksums(
-    monkeypatch: pytest.MonkeyPatch, reached: bool, integrity: str
-) -> None:
+def test_nobody_looks_where_ranks_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
     monkeypatch.setattr(ranks_module, "Alarms", made.append)
-    for at_all, how in ((True, "sample"), (reached, integrity)):
-        executor = Executor([geometry(rank) for rank in (0, 1)], [(True, True), (at_all, True)])
-        RankGroup(executor).open(1024 * 40, integrity=how)
+    for reached in (True, False):
+        executor = Executor([geometry(rank) for rank in (0, 1)], [(True, True), (reached, True)])
+        RankGroup(executor).open(1024 * 40)
     assert len(made) == 1, "of the first alone"
+
+
+@pytest.mark.parametrize("maps", [True, False])
+def test_ranks_say_nothing_in_memory_that_the_engine_does_not_see(
+    monkeypatch: pytest.MonkeyPatch, maps: bool
+) -> None:
+    """They raise then. What they say and do not raise would be lost."""
+
+    def alarms(board: object) -> object:
+        if maps:
+            return board
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(ranks_module, "Alarms", alarms)
+    executor = Executor([geometry(rank) for rank in (0, 1)], [(True, True), (True, True)])
+    boards: list[object] = []
+    as_made = executor.collective_rpc
+
+    def collective_rpc(method: Any, timeout: Any = None, args: Any = ()) -> Any:
+        if len(args) > 3:
+            boards.append(args[3])
+        return as_made(method, timeout, args)
+
+    executor.collective_rpc = collective_rpc  # type: ignore[method-assign]
+    RankGroup(executor).open(1024 * 40)
+    assert [board is not None for board in boards] == [maps]
