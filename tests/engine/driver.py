@@ -182,9 +182,7 @@ def _start(asked: dict[str, Any]) -> Any:
     if any(name.startswith(("TEST_FAIL_", "TEST_FLIP_")) for name in os.environ):
         import failing_copies
 
-        failing_copies.install()
-        if asked.get("tensor_parallel_size", 1) > 1:
-            stage.core.model_executor.collective_rpc(failing_copies.install)
+        failing_copies.install_on(stage)
     if "TEST_BREAK" in os.environ and stage.breaker is not None:
         import breaking_tier
 

@@ -18,6 +18,14 @@ from kvoffload_patch.transfer.backends.torch import TorchBackend
 _GARBAGE = 0x3F
 
 
+def install_on(stage: Any) -> None:
+    """Make copies of an engine's ranks fail, wherever they run."""
+    install()
+    executor = getattr(stage.core, "model_executor", None)
+    if executor is not None and executor.parallel_config.world_size > 1:
+        executor.collective_rpc(install)
+
+
 def install(worker: Any = None) -> None:
     """Make copies of this process, or of a worker's, fail from now on, as the environment says."""
     for direction in ("load", "store"):
