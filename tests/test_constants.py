@@ -26,6 +26,7 @@ FACTS = {
     "PLACE",
     "SMALL",
     "_ALARM",
+    "_REASONS",
     "_ALIGNMENT",
     "_HUGE_PAGE",
     "_LAST_KERNEL_WITHOUT",

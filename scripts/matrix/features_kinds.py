@@ -19,8 +19,6 @@ BY_RAY = tuple(
         "stages, a node lost while it answers",
     )
 )
-FLIPPED = tuple(
-    f"flipped bits{where}, {how}"
-    for where in ("", " on another rank")
-    for how in ("all blocks checked", "in a step that does not wait")
-)
+_FLIPPED = "all blocks checked", "in a step that does not wait"
+FLIPPED = tuple(f"flipped bits, {how}" for how in _FLIPPED)
+FLIPPED_APART = tuple(f"flipped bits on another rank, {how}" for how in _FLIPPED)

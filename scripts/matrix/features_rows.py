@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from scripts.matrix.features_kinds import BY_RAY, FLIPPED, KVCACHED
+from scripts.matrix.features_kinds import BY_RAY, FLIPPED, FLIPPED_APART, KVCACHED
 
 ENGINE = "tests/engine/"
 NOT_RUN = "not run"  # how a verdict begins, or ends, where there is no result
@@ -319,6 +319,7 @@ ROWS = (
         "checksums, made beside the copy; on the CPU by `tests/engine/test_failures.py`",
         gpu=FLIPPED,
     ),
+    Row("the same on a rank that does not report", "as above", gpu=FLIPPED_APART, gpus=2),
     _engine(
         "speculative decoding: n-grams",
         "drafts accepted and refused",
