@@ -111,7 +111,7 @@ class WaitingBlocks:
 
 def _drop(keys: dict[int, Hashable], gpu_block_ids: Sequence[int]) -> int:
     """Forget what is overwritten; returns how many that are. Mostly none of them."""
-    if keys.keys().isdisjoint(gpu_block_ids):
+    if not keys or keys.keys().isdisjoint(gpu_block_ids):
         return 0
     before = len(keys)
     for gpu_block_id in gpu_block_ids:
