@@ -214,8 +214,8 @@ ENGINE = (
     Mutant(
         "a rank says what nobody sees in place of raising",
         "integration/engine/ranks/workers.py",
-        "all(found for found, _ in reached) and self._sees(board)",
-        "all(found for found, _ in reached) and (self._sees(board) or True)",
+        "all(found for found, _ in reached) and self._watch(board)",
+        "all(found for found, _ in reached) and (self._watch(board) or True)",
         (
             "integration/engine/ranks/test_workers_together.py"
             "::test_ranks_say_nothing_in_memory_that_the_engine_does_not_see",

@@ -329,7 +329,7 @@ class SchedulerView:
 
     def still_cached(self, gpu_block_id: int, key: Hashable) -> bool:
         """Whether a GPU block is in the prefix cache under this key."""
-        return bool(self.pool.blocks[gpu_block_id]._block_hash == key)
+        return self.cached_key(gpu_block_id) == key
 
     def block_tables(self, request_id: str) -> tuple[list[int], ...]:
         """The GPU blocks of a running request, in order, for each KV cache group."""

@@ -245,7 +245,7 @@ class RankGroup:
         try:
             addresses = [file.address for file in files]
             reached = self._call(worker_side.can_share, board.address, addresses)
-            has_board = all(found for found, _ in reached) and self._sees(board)
+            has_board = all(found for found, _ in reached) and self._watch(board)
             has_slots = has_board and all(found for _, found in reached)
             if _alike(ranks) and not (files and has_slots):
                 _say_apart(has_board, integrity)
@@ -254,8 +254,8 @@ class RankGroup:
             for file in (board, *files):
                 file.close()
 
-    def _sees(self, board: SharedFile) -> bool:
-        """Whether this process sees what ranks say there: one that does not raise relies on it."""
+    def _watch(self, board: SharedFile) -> bool:
+        """See what ranks say there, on which one that does not raise relies; False: it cannot."""
         try:
             self._alarms = Alarms(board)
         except OSError:
