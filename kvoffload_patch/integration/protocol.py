@@ -54,7 +54,8 @@ class RankGeometry:
     A block takes ``slot_bytes`` of CPU memory. ``available_bytes`` are without the
     ``early_bytes`` that the rank has taken already, and so are ``shareable_bytes``, of which an
     automatic tier takes a share. Ranks with the same ``same_bytes``, unless that is empty, hold
-    the same bytes in every block. ``version`` is that of this package where the rank runs.
+    the same bytes in every block. Of ``of_ranks``, itself included, it carries out each step
+    together with the others. ``version`` is that of this package where the rank runs.
     """
 
     rank: int
@@ -68,6 +69,7 @@ class RankGeometry:
     shareable_bytes: int = 0
     early_bytes: int = 0
     same_bytes: str = ""
+    of_ranks: int = 1
     version: str = ""
     error: str = ""
 

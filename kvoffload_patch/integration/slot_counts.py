@@ -10,9 +10,9 @@ stored to it, nor store to it while another reads it. Where all blocks have chec
 given to a request before every rank has compared its part. So each rank writes down the last
 tickets that it has done, and which of them has failed; the least of them are what is done.
 
-A rank whose result nobody sees cannot say that a step reads what has not arrived. It would be
-waited for if it raised, so it writes that down here, and goes on; if bytes are wrong, its device
-does, before it computes upon them. The engine looks before it gives tokens away (`Alarms`).
+A rank whose result nobody sees cannot say that it could not carry out a step. It would be waited
+for if it raised, so it writes that down here, and goes on; if bytes are wrong, its device does,
+before it computes upon them. The engine looks before it gives tokens away (`Alarms`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvoffload_patch.links import FAILURES, LOAD, STORE, Failure, Tickets, ticke
 
 _LINKS = (LOAD, STORE)
 _ALARM = 2  # cells: a kernel is compiled for the alignment of what it is given
-COPY_FAILED = -1  # in an alarm; otherwise a slot with wrong bytes, counted from 1
+STEP_FAILED = -1  # in an alarm; otherwise a slot with wrong bytes, counted from 1
 _REASONS = 1 << len(FAILURES).bit_length()  # why the ticket in a cell has failed, or 0
 
 
@@ -140,17 +140,16 @@ class Alarms:
         self._cells = cells[first : first + _ALARM * len(self._ranks)]
 
     def said(self) -> str:
-        """Which rank's step reads what is wrong or has not come, what to do; empty: none does."""
+        """Which rank has not carried out its step, or not right, what to do; empty: all have."""
         if not any(self._cells):
             return ""
         found = zip(self._ranks, self._cells[::_ALARM])
         rank, word = next((rank, word) for rank, word in found if word)
-        if word == COPY_FAILED:
+        if word == STEP_FAILED:
             return (
-                f"kvoffload_patch: expected the copies that a step reads to arrive on rank {rank}, "
-                "found that one has failed, which that rank's own message names; restart the "
-                "server, and set KVOFFLOAD_LOAD_MODE=parked if it happens again, so that such a "
-                "load is recomputed."
+                f"kvoffload_patch: expected rank {rank} to carry out its part of each step, found "
+                "that it could not, for the reason that its own message names; restart the server, "
+                "and do what that message says."
             )
         return (
             f"kvoffload_patch: expected on rank {rank} the bytes that were stored in CPU slot "

@@ -13,6 +13,7 @@ _LOOKUP = "integration/engine/requests/test_lookup.py::"
 _SCHEDULER = "integration/engine/adapters/test_vllm_scheduler.py::"
 _CHOICE = "integration/engine/blocks/test_store_choice.py::"
 _INVALID = "integration/engine/blocks/test_invalid_blocks.py::"
+_UNHEARD = "integration/worker/test_unheard.py"
 
 ENGINE = (
     Mutant(
@@ -222,18 +223,32 @@ ENGINE = (
         ),
     ),
     Mutant(
-        "a tier is detached though a rank has said that a step reads what is not there",
-        "integration/worker/tier.py",
+        "a tier is detached though a rank has said that a step of it has failed",
+        "integration/worker/unheard.py",
         "self._alarm.check()",
         "pass",
-        ("integration/worker/test_tier_together.py",),
+        (_UNHEARD,),
     ),
     Mutant(
-        "a rank that reports nothing has no alarm",
+        "a rank that reports nothing raises",
         "integration/worker/rpc.py",
-        "shared is not None and not reports(worker)",
-        "False",
-        ("integration/worker/test_tier.py::test_a_rank_whose_result_nobody_gets_has_an_alarm",),
+        "RankTier if reports(worker) else UnheardRank",
+        "RankTier",
+        (_UNHEARD,),
+    ),
+    Mutant(
+        "a step that has failed on a rank that reports nothing is not said",
+        "integration/worker/unheard.py",
+        "self._alarm.ring()",
+        "pass",
+        (_UNHEARD,),
+    ),
+    Mutant(
+        "ranks with a scheduler each have a tier each",
+        "integration/engine/ranks/checks.py",
+        "together != len(ranks)",
+        "together < len(ranks)",
+        ("integration/engine/ranks/test_checks.py",),
     ),
     Mutant(
         "the key of a block that a connector did not fill is kept",

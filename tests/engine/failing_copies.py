@@ -1,8 +1,8 @@
 """Copies that fail, on the CPU device: every n-th, after having left garbage where it should copy.
 
 TEST_FAIL_LOADS and TEST_FAIL_STORES say which: ``3`` is every third. Without a variable, none.
-After every n-th store of TEST_FLIP_STORES one bit of each of its blocks is another one. With
-TEST_FAIL_RANK or TEST_FLIP_RANK on that rank only.
+After every n-th store of TEST_FLIP_STORES one bit of each of its blocks is another one. The step
+TEST_FAIL_STEP raises. With TEST_FAIL_RANK or TEST_FLIP_RANK on that rank only.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvoffload_patch.transfer.backends.torch import TorchBackend
+from kvoffload_patch.transfer.engine import CopyEngine
 
 # A byte that makes finite floats, so that only those who read it are disturbed.
 _GARBAGE = 0x3F
@@ -32,12 +33,27 @@ def install(worker: Any = None) -> None:
         every = int(os.environ.get(f"TEST_FAIL_{direction.upper()}S", "0"))
         if every:
             setattr(TorchBackend, direction, _failing(direction, every))
+    if step := int(os.environ.get("TEST_FAIL_STEP", "0")):
+        _fail_in(step)
     if flips := int(os.environ.get("TEST_FLIP_STORES", "0")):
         _flip_after_stores(flips)
 
 
 def _is_on(only: str) -> bool:
     return only in ("", str(torch.distributed.get_rank()))
+
+
+def _fail_in(step: int) -> None:
+    as_made, calls, only = CopyEngine.begin_step, 0, os.environ.get("TEST_FAIL_RANK", "")
+
+    def begin_step(self: CopyEngine, *args: Any) -> bool:
+        nonlocal calls
+        calls += 1
+        if calls == step and _is_on(only):
+            raise RuntimeError(f"step {step} is made to fail")
+        return as_made(self, *args)
+
+    CopyEngine.begin_step = begin_step  # type: ignore[method-assign]
 
 
 def _flip_after_stores(every: int) -> None:

@@ -92,13 +92,15 @@ def test_a_flipped_bit_on_a_rank_that_does_not_report_ends_the_engine_at_once(re
     assert time.monotonic() - begun < 120, "vLLM waits 300 s for a rank"
 
 
-def test_a_load_that_fails_on_a_rank_that_does_not_report_ends_the_engine_at_once(real):
+@pytest.mark.parametrize("what", ["load", "step"])
+def test_what_fails_on_a_rank_that_does_not_report_ends_the_engine_at_once(real, what):
     ranks, forked = {"tensor_parallel_size": 2}, {"TEST_FORK_WORKERS": "1"}
-    fails, begun = {"TEST_FAIL_RANK": "1", "TEST_FAIL_LOADS": "3"}, time.monotonic()
+    variable, at = {"load": ("TEST_FAIL_LOADS", "3"), "step": ("TEST_FAIL_STEP", "20")}[what]
+    fails, begun = {"TEST_FAIL_RANK": "1", variable: at}, time.monotonic()
     run = real.on(["conversations"], ranks, {}, **forked, **fails)
     assert run.returncode != 0 and not run.results
-    assert "expected the copies that a step reads to arrive on rank 1" in run.log, run.log[-3000:]
-    assert "(load 3 is made to fail)" in run.log
+    assert "expected rank 1 to carry out its part of each step" in run.log, run.log[-3000:]
+    assert f"({what} {at} is made to fail)" in run.log or f": {what} {at} is made to" in run.log
     assert time.monotonic() - begun < 120, "vLLM waits 300 s for a rank"
 
 

@@ -1,11 +1,11 @@
-"""Where a rank whose result nobody gets says that a step reads wrong bytes, for the engine."""
+"""Where a rank whose result nobody gets says, for the engine, that a step of it has gone wrong."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from kvoffload_patch.integration.slot_counts import COPY_FAILED, SlotCounts
+from kvoffload_patch.integration.slot_counts import STEP_FAILED, SlotCounts
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
@@ -40,18 +40,17 @@ class Alarm:
                 "wrong is known one step later.", error,
             )  # fmt: skip
 
-    def ring(self, why: str) -> None:
-        """A copy that a step reads has failed."""
-        logger.error("%s", why)
+    def ring(self) -> None:
+        """No token of the step under way may leave; nothing is changed if that was said already."""
         if not self._own[0]:
-            self._own[0] = COPY_FAILED
+            self._own[0] = STEP_FAILED
 
     def check(self) -> None:
         """Raises RuntimeError if anything was said, which the engine may not have seen."""
         if self._own[0]:
             raise RuntimeError(
-                "kvoffload_patch: expected what a step of this rank reads to be there, found that "
-                "a copy had failed or had brought wrong bytes; restart the server."
+                "kvoffload_patch: expected all steps of this rank to be carried out with the bytes "
+                "that they read, found that one was not; restart the server."
             )
 
     def close(self) -> None:
@@ -82,13 +81,24 @@ def open_alarm(board: SlotCounts, on: Any, checksums: Any) -> Alarm:
     return alarm
 
 
+def ranks_of_stage(worker: Any) -> int:
+    """Ranks in one pipeline stage of an engine."""
+    parallel = worker.vllm_config.parallel_config
+    in_stage = getattr(parallel, "tensor_parallel_size", 1)
+    return int(in_stage * getattr(parallel, "prefill_context_parallel_size", 1))
+
+
+def ranks_of_engine(worker: Any) -> int:
+    """Ranks that carry out one step together, of one scheduler or of one each."""
+    stages = getattr(worker.vllm_config.parallel_config, "pipeline_parallel_size", 1)
+    return ranks_of_stage(worker) * int(stages)
+
+
 def reports(worker: Any) -> bool:
     """Whether the engine gets this rank's result: of the last stage's ranks, the first one's.
 
     As vLLM has it in `MultiprocExecutor._get_output_rank`. Of an executor that takes another one's,
-    a mismatch on that rank ends the engine, and is no miss, but for checksums of all blocks.
+    what fails on that rank ends the engine.
     """
-    parallel = worker.vllm_config.parallel_config
-    in_stage = getattr(parallel, "tensor_parallel_size", 1)
-    in_stage *= getattr(parallel, "prefill_context_parallel_size", 1)
-    return bool(worker.rank == parallel.world_size - in_stage)
+    ranks = ranks_of_engine(worker)
+    return bool(ranks == 1 or worker.rank == ranks - ranks_of_stage(worker))

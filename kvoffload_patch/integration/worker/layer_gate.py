@@ -123,14 +123,22 @@ class LayerGate:
 
         def gate(*args: Any, **kwargs: Any) -> Any:
             if self._watching:
-                self._seen.add(name)
-                if self._wait is not None:
-                    # Each time: the layers need not all run on one stream.
-                    self._wait(group)
+                self._come_by(name, group)
             return wrapped(*args, **kwargs)
 
         impl.forward = gate
         self._undo.append(impl)
+
+    def _come_by(self, name: str, group: int) -> None:
+        """A layer is about to read its KV. What is raised is left to `end`: the pass is vLLM's."""
+        try:
+            if self._wait is not None:
+                # Each time: the layers need not all run on one stream.
+                self._wait(group)
+        except Exception:
+            logger.exception("kvoffload_patch: %s has not waited for its KV.", name)
+        else:
+            self._seen.add(name)
 
 
 def _is_mixed(step: Any) -> bool:

@@ -15,11 +15,12 @@ from kvoffload_patch import __version__, launch_token
 from kvoffload_patch.integration.protocol import TIER, RankGeometry, RankOpened
 from kvoffload_patch.integration.shared_files import SharedFileAddress
 from kvoffload_patch.integration.slot_counts import SlotCounts
-from kvoffload_patch.integration.worker.alarm import reports
+from kvoffload_patch.integration.worker.alarm import ranks_of_engine, reports
 from kvoffload_patch.integration.worker.devices import warn_if_never_run, why_refused
 from kvoffload_patch.integration.worker.memory import drop_early, early_bytes
 from kvoffload_patch.integration.worker.same_bytes import same_bytes
 from kvoffload_patch.integration.worker.tier import LostTier, RankTier
+from kvoffload_patch.integration.worker.unheard import UnheardRank
 from kvoffload_patch.integration.worker.vllm_runner import block_layout, runner_is_patched
 from kvoffload_patch.integration.worker.weights import weights_digest
 from kvoffload_patch.memory import attainable_memory_bytes, shareable
@@ -76,6 +77,7 @@ def describe_rank(worker: Any) -> RankGeometry:
             shareable_bytes=shareable().nbytes,
             early_bytes=early_bytes(runner),
             same_bytes=same_bytes(worker, layout),
+            of_ranks=ranks_of_engine(worker),
         )
     except Exception as error:  # noqa: BLE001 - told to the engine, which refuses
         from kvoffload_patch.transfer.errors import one_line
@@ -109,15 +111,13 @@ def open_rank(
     who = {"rank": worker.rank, "pid": os.getpid()}
     try:
         shared = SlotCounts(board, worker.rank) if board is not None else None
-        tier = RankTier(
-            worker.model_runner, num_slots, backend=backend,
-            alone=worker.vllm_config.parallel_config.world_size == 1,
+        made = RankTier if reports(worker) else UnheardRank
+        tier = made(
+            worker.model_runner, num_slots, backend=backend, alone=ranks_of_engine(worker) == 1,
             board=shared, integrity=integrity, common=slots, rank=worker.rank,
             by_layer=by_layer, end=end,
         )  # fmt: skip
         setattr(worker.model_runner, TIER, tier)
-        if shared is not None and not reports(worker):
-            tier.open_alarm(shared)
         # On a host that has workers only, no engine will say so.
         launch_token.confirm(launch_token.ATTACHED)
         return RankOpened(

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 from kvoffload_patch.config import as_given
 from kvoffload_patch.integration.shared_files import SharedFileAddress
 from kvoffload_patch.integration.slot_counts import SlotCounts
-from kvoffload_patch.integration.worker.alarm import Alarm, open_alarm
 from kvoffload_patch.integration.worker.layer_gate import LayerGate
 from kvoffload_patch.integration.worker.memory import open_host
 from kvoffload_patch.integration.worker.tuning import IDLE_WAIT_S, MEASURED_BYTES, SHORT_STEP_TOKENS
@@ -53,8 +52,6 @@ class RankTier:
     Raises:
         TransferError: the layout, the memory, the copy backend or the canary.
     """
-
-    _alarm: Alarm | None = None
 
     def __init__(
         self,
@@ -136,10 +133,6 @@ class RankTier:
         self._checksums.forget_all()
         wait_ready, turn = self._host.wait_ready, Turn(*own)
         self._engine = CopyEngine(layout, chosen.backend, wait_ready, turn=turn, end=end)
-
-    def open_alarm(self, board: SlotCounts) -> None:
-        """The engine gets no result of this rank: the board is to say what goes wrong."""
-        self._alarm = open_alarm(board, self._tensor.device, self._checksums)
 
     @property
     def num_ready(self) -> int:
@@ -267,12 +260,10 @@ class RankTier:
         """
         if plan is not None:
             self._promised += plan.promised
-        self._check_promised(heard=True)
+        self._check_promised()
         self._engine.begin_step(plan)
         self._engine.drain()
-        self._check_promised(heard=True)
-        if self._alarm is not None:
-            self._alarm.check()
+        self._check_promised()
 
     def close(self) -> None:
         """Drain and free.
@@ -284,8 +275,6 @@ class RankTier:
             self._gate.close()
         self._engine.close()
         del self._engine
-        if self._alarm is not None:
-            self._alarm.close()
         self._host.close()
 
     def _wait_for_handed_out(self, plan: TransferPlan) -> None:
@@ -298,20 +287,16 @@ class RankTier:
         given_back = min(plan.waits_for(LOAD), plan.known_done(LOAD))
         self._engine.wait_done(((STORE, plan.waits_for(STORE)), (LOAD, given_back)))
 
-    def _check_promised(self, heard: bool = False) -> None:
+    def _check_promised(self) -> None:
         """A step that reads a load which has failed must not give any token away.
 
         Bytes that are wrong are known once the load is done: a promise is kept in mind until then.
-        Of a rank with an alarm nobody hears an error, if it is not asked by RPC, and the others
-        would wait for it: the engine sees the alarm, and ends, with this step's output.
         """
         if not self._promised:
             return
         promised, self._promised = self._promised, self._engine.under_way(self._promised)
         broken = _broken(self._engine, promised)
-        if broken and self._alarm is not None and not heard:
-            self._alarm.ring(broken)
-        elif broken:
+        if broken:
             raise RuntimeError(broken)
 
     def _warn_of_failures(self, failed: tuple[Failure, ...]) -> None:

@@ -192,7 +192,7 @@ FAILING = {
     "tier": (SchedulerTier, "__init__"),
     "breaker": (Breaker, "__init__"),
     "hooks": (ObjectHooks, "install"),
-    "board": (workers, "_check_size"),
+    "board": (workers, "check_size"),
 }
 
 

@@ -12,7 +12,12 @@ import torch
 
 from kvoffload_patch.integration.shared_files import SharedFile
 from kvoffload_patch.integration.slot_counts import Alarms, SlotCounts, make_slot_counts
-from kvoffload_patch.integration.worker.alarm import Alarm, open_alarm, reports
+from kvoffload_patch.integration.worker.alarm import (
+    Alarm,
+    open_alarm,
+    ranks_of_engine,
+    reports,
+)
 from kvoffload_patch.transfer import device as devices
 from kvoffload_patch.transfer.integrity import Checksums
 
@@ -86,35 +91,43 @@ def test_there_is_one_where_some_blocks_are_compared(
     assert bool(device.registered) == (has_one and not is_host)
     assert checksums.alarm is made.word
     made.check()
-    made.ring("why")
-    assert "copies that a step reads to arrive on rank 3, found that one" in Alarms(file).said()
-    with pytest.raises(RuntimeError, match="a copy had failed or had brought wrong bytes"):
+    made.ring()
+    assert "rank 3 to carry out its part of each step, found that it" in Alarms(file).said()
+    with pytest.raises(RuntimeError, match="expected all steps of this rank to be carried out"):
         made.check()
     made.close()
     assert device.registered == {}
 
 
-def test_a_slot_with_wrong_bytes_is_named_rather_than_a_copy_that_has_failed(
+def test_a_slot_with_wrong_bytes_is_named_rather_than_a_step_that_has_failed(
     file: SharedFile,
 ) -> None:
     made = Alarm(SlotCounts(file.address, 3), Device())
     made.word[0] = 1 + 30
-    made.ring("why")
+    made.ring()
     assert "in CPU slot 30, found others" in Alarms(file).said()
     made.close()
 
 
 @pytest.mark.parametrize(
-    ("parallel", "reporting"),
+    ("parallel", "ranks", "reporting"),
     [
-        ({"world_size": 2, "tensor_parallel_size": 2}, 0),
-        ({"world_size": 2, "tensor_parallel_size": 1}, 1),
-        ({"world_size": 8, "tensor_parallel_size": 4}, 4),
-        ({"world_size": 4, "tensor_parallel_size": 2, "prefill_context_parallel_size": 2}, 0),
+        ({"tensor_parallel_size": 2}, 2, 0),
+        ({"pipeline_parallel_size": 2}, 2, 1),
+        ({"tensor_parallel_size": 4, "pipeline_parallel_size": 2}, 8, 4),
+        ({"tensor_parallel_size": 2, "prefill_context_parallel_size": 2}, 4, 0),
     ],
 )
-def test_one_rank_reports_of_the_last_stage(parallel: dict[str, Any], reporting: int) -> None:
+def test_one_rank_reports_of_the_last_stage(
+    parallel: dict[str, Any], ranks: int, reporting: int
+) -> None:
     config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel))
-    ranks = range(parallel["world_size"])
-    found = [reports(SimpleNamespace(vllm_config=config, rank=rank)) for rank in ranks]
-    assert [rank for rank in ranks if found[rank]] == [reporting]
+    workers = [SimpleNamespace(vllm_config=config, rank=rank) for rank in range(ranks)]
+    assert [ranks_of_engine(worker) for worker in workers] == [ranks] * ranks
+    assert [worker.rank for worker in workers if reports(worker)] == [reporting]
+
+
+def test_the_only_rank_of_an_engine_reports_whatever_its_number() -> None:
+    """With data parallel engines that a launcher of the user's starts, ranks count over all."""
+    parallel = SimpleNamespace(tensor_parallel_size=1, world_size=2)
+    assert reports(SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel), rank=1))

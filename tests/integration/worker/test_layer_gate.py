@@ -162,6 +162,24 @@ def test_a_pass_in_which_no_layer_comes_by_raises() -> None:
         gate.end()
 
 
+def test_a_wait_that_raises_ends_no_pass_and_is_said_after_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An exception within the pass would be vLLM's, which nobody hears of on some ranks."""
+    machine = Machine()
+    gate = learnt(machine)
+
+    def wait(group: int) -> None:
+        if group:
+            raise OSError("no such device")
+
+    gate.begin(step(8), wait)
+    assert machine.forward() == [("read", f"layers.{i}.attn") for i in range(LAYERS)]
+    with pytest.raises(RuntimeError, match=r"found that layers.2.attn and 1 more did not"):
+        gate.end()
+    assert "layers.2.attn has not waited for its KV" in caplog.text
+
+
 def test_a_pass_that_died_leaves_nothing_behind() -> None:
     machine = Machine()
     gate = learnt(machine)

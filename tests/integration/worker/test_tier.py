@@ -216,23 +216,6 @@ def test_a_rank_that_is_closed_leaves_nothing(runner: Any, integrity: str) -> No
     assert not files_opened_since(files)
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_rank_whose_result_nobody_gets_has_an_alarm(
-    runner: Any, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(rank.RankTier, "open_alarm", lambda tier, board: asked.append(board))
-    parallel = SimpleNamespace(world_size=2, tensor_parallel_size=2)
-    config = SimpleNamespace(parallel_config=parallel)
-    worker = SimpleNamespace(model_runner=runner, rank=number, vllm_config=config)
-    board = make_slot_counts([0, 1])
-    assert board is not None
-    opened = rpc.open_rank(worker, 8, integrity="sample", board=board.address)
-    board.close()
-    assert opened.error == "" and len(asked) == number
-    rpc.close_rank(worker)
-
-
 def flip(tier: rank.RankTier, slot: int) -> None:
     tier._host.slots[slot, 3] ^= 1
 

@@ -14,7 +14,7 @@ from tier.plans import a_load, a_plan, a_store
 
 from kvoffload_patch.integration.protocol import RESULT
 from kvoffload_patch.integration.shared_files import SharedFile
-from kvoffload_patch.integration.slot_counts import COPY_FAILED, SlotCounts, make_slot_counts
+from kvoffload_patch.integration.slot_counts import SlotCounts, make_slot_counts
 from kvoffload_patch.integration.worker.tier import RankTier
 from kvoffload_patch.links import LOAD, MISMATCH, STORE, Failure
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
@@ -191,30 +191,6 @@ def test_bytes_that_change_on_any_rank_are_a_miss_if_all_blocks_are_checked(
             assert result.failed == (Failure(LOAD, 1, MISMATCH),)
     told = [step(rank, a_plan(loads_done=1, stores_done=1)) for _ in (1, 2) for rank in ranks]
     assert [(one.done_on(LOAD), one.failed) for one in told[2:]] == [(2, ())] * 2
-
-
-def test_a_rank_of_which_nobody_hears_says_that_a_promised_load_has_failed_and_goes_on(
-    open_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others would wait for it otherwise. Who asks it by RPC hears of it."""
-    first, second = open_ranks(monkeypatch)
-    plan = a_plan(store=a_store(1, (1, 2), (0, 1)))
-    for rank in (first, second):
-        step(rank, plan)
-    second.open_alarm(second._board)  # type: ignore[arg-type]
-    monkeypatch.setattr(TorchBackend, "load", raises)
-    load = a_plan((a_load(1, (4, 5), (0, 1)),), stores_done=1, wait_load=1, promised_loads=[1])
-    with pytest.raises(RuntimeError, match="expected copy 1 from cpu to gpu to arrive"):
-        first.begin_step(load, STEP)
-    first._promised = ()
-    step(second, load)
-    assert second._alarm is not None and second._alarm._own.tolist() == [COPY_FAILED, 0]
-    with pytest.raises(RuntimeError, match="a copy had failed or had brought wrong bytes"):
-        second.finish(None)
-
-
-def raises(*_: Any, **__: Any) -> Any:
-    raise OSError("no such device")
 
 
 def test_no_rank_has_a_checksum_of_what_was_stored_to_prove_a_round_trip(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,8 +10,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from kvoffload_patch import __version__ as VERSION
 from kvoffload_patch.config import GIB, as_given
+from kvoffload_patch.integration.engine.ranks.checks import (
+    by_host,
+    check_size,
+    check_together,
+    refuse_errors,
+)
 from kvoffload_patch.integration.engine.tuning import OPEN_TIMEOUT_S, RPC_TIMEOUT_S
 from kvoffload_patch.integration.errors import TierRefused
 from kvoffload_patch.integration.protocol import RankGeometry
@@ -83,11 +87,7 @@ class RankGroup:
                 memory: `give_back`.
         """
         ranks = self._call(worker_side.describe_rank)
-        _refuse_errors(ranks, "cannot take part")
-        _refuse_other_versions(ranks)
-        if len({(r.num_blocks, r.device) for r in ranks}) != 1:
-            found = ", ".join(f"rank {r.rank}: {r.num_blocks} on {r.device}" for r in ranks)
-            raise TierRefused(f"expected the same KV blocks on every rank, found {found}.")
+        check_together(ranks)
         _say_hosts(ranks)
         with self._shared(ranks, integrity) as (board, files):
             self._common = tuple(file.address.ranks for file in files)
@@ -98,7 +98,7 @@ class RankGroup:
             shared = board, [file.address for file in files]
             how = self.num_slots, backend, integrity, *shared, by_layer, self._end_of_ranks()
             opened = self._call(worker_side.open_rank, *how, timeout_s=OPEN_TIMEOUT_S)
-        _refuse_errors(opened, "failed to open the CPU tier")
+        refuse_errors(opened, "failed to open the CPU tier")
         self.num_usable = min(r.num_ready for r in opened)
         self.growing = any(r.growing for r in opened)
         slowest = max(opened, key=lambda r: r.load_ms_per_block)
@@ -119,14 +119,14 @@ class RankGroup:
     def _divide(self, ranks: Sequence[RankGeometry], cpu_bytes: int | None, engines: int) -> None:
         """Find how many slots there are to be."""
         counted, why = self._counted(ranks), ""
-        hosts = _hosts(counted)
+        hosts = by_host(counted)
         self.block_bytes = sum(r.block_bytes for r in counted)
         self.slot_bytes = slot_bytes = sum(r.slot_bytes for r in counted)
         if cpu_bytes is None:
             self.num_slots, why = _automatic(hosts, engines)
         else:
             self.num_slots = cpu_bytes // slot_bytes
-        _check_size(hosts, cpu_bytes, self.num_slots, slot_bytes)
+        check_size(hosts, cpu_bytes, self.num_slots, slot_bytes)
         self.size = f"{self.num_slots * slot_bytes / GIB:.2f} GiB over all ranks{why}"
         if self._common:
             held = ", ".join(" and ".join(map(str, members)) for members in self._common)
@@ -179,8 +179,8 @@ class RankGroup:
     def check_room(self, more: int) -> None:
         """Raises TierRefused unless every host has memory for so many more slots."""
         ranks = self._call(worker_side.describe_rank)
-        _refuse_errors(ranks, "cannot say what memory it has")
-        for host, members in _hosts(self._counted(ranks)).items():
+        refuse_errors(ranks, "cannot say what memory it has")
+        for host, members in by_host(self._counted(ranks)).items():
             needed = more * sum(r.slot_bytes for r in members) + RESERVE_BYTES
             found = min(r.available_bytes for r in members)
             if needed > found:
@@ -285,30 +285,6 @@ class RankGroup:
         return [answer for _, answer in answers]
 
 
-def _refuse_errors(answers: Sequence[Any], what: str) -> None:
-    failed = [
-        f"rank {a.rank} (pid {a.pid}{_on_host(a)}) {what}: {a.error}" for a in answers if a.error
-    ]
-    if failed:
-        raise TierRefused("; ".join(failed))
-
-
-def _refuse_other_versions(ranks: Sequence[RankGeometry]) -> None:
-    """Plans are read by the workers' package, and hosts are installed one by one."""
-    others = [f"{r.version} for rank {r.rank}{_on_host(r)}" for r in ranks if r.version != VERSION]
-    if others:
-        raise TierRefused(
-            f"expected kvoffload_patch {VERSION} wherever a worker runs, found "
-            f"{', '.join(others)}; install the same version on every host."
-        )
-
-
-def _on_host(answer: Any) -> str:
-    """Where a rank is, if not on the engine's own host."""
-    host = getattr(answer, "host", "")
-    return f" on {host}" if host not in ("", os.uname().nodename) else ""
-
-
 def _alike(ranks: Sequence[RankGeometry]) -> list[list[int]]:
     """Ranks of one host that hold the same bytes, together."""
     found: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -354,13 +330,6 @@ def _say_hosts(ranks: Sequence[RankGeometry]) -> None:
         )
 
 
-def _hosts(ranks: Sequence[RankGeometry]) -> dict[str, list[RankGeometry]]:
-    found: dict[str, list[RankGeometry]] = defaultdict(list)
-    for r in ranks:
-        found[r.host].append(r)
-    return found
-
-
 def _automatic(hosts: Mapping[str, Sequence[RankGeometry]], engines: int) -> tuple[int, str]:
     """Slots that take their share of the host that can give least, and why so many."""
     num_slots, why = sys.maxsize, ""
@@ -374,27 +343,3 @@ def _automatic(hosts: Mapping[str, Sequence[RankGeometry]], engines: int) -> tup
                 f"can give, {RESERVE_BYTES / GIB:.0f} GiB of which stay free"
             )
     return num_slots, why
-
-
-def _check_size(
-    hosts: Mapping[str, Sequence[RankGeometry]],
-    cpu_bytes: int | None,
-    num_slots: int,
-    slot_bytes: int,
-) -> None:
-    for host, members in hosts.items():
-        needed = max(1, num_slots) * sum(r.slot_bytes for r in members)
-        room = min(r.available_bytes for r in members) + sum(r.early_bytes for r in members)
-        if needed + RESERVE_BYTES > room:
-            fits = max(0, room - RESERVE_BYTES) / GIB
-            raise TierRefused(
-                f"the CPU tier would take {needed / GIB:.1f} GiB on {host}, where {fits:.1f} GiB "
-                f"fit: {room / GIB:.1f} GiB are available, of which {RESERVE_BYTES / GIB:.0f} GiB "
-                "stay free; lower KVOFFLOAD_CPU_GIB, or free memory."
-            )
-    if num_slots < 1:
-        found = "auto" if cpu_bytes is None else f"{cpu_bytes / GIB:.3g}"
-        raise TierRefused(
-            f"expected KVOFFLOAD_CPU_GIB to hold at least one block of "
-            f"{slot_bytes / GIB:.3g} GiB over all ranks, found {found}; raise it."
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from typing import Any
 
@@ -31,7 +32,7 @@ class Executor:
 
     def __init__(self, ranks: list[RankGeometry], reached: list[tuple[bool, bool]]) -> None:
         self.answers: dict[str, list[Any]] = {
-            "describe_rank": ranks,
+            "describe_rank": [dataclasses.replace(r, of_ranks=len(ranks)) for r in ranks],
             "can_share": reached,
             "open_rank": [RankOpened(r.rank, r.pid, 9) for r in ranks],
             "drain_rank": [None for _ in ranks],

@@ -1,0 +1,84 @@
+"""The tier of a rank whose result and whose errors the engine does not get."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kvoffload_patch.config import as_given
+from kvoffload_patch.integration.worker.alarm import Alarm, open_alarm
+from kvoffload_patch.integration.worker.tier import RankTier
+from kvoffload_patch.tier.plan import TransferPlan
+
+logger = logging.getLogger("vllm.kvoffload_patch")
+
+
+class UnheardRank(RankTier):
+    """Raises nothing within a step: vLLM would leave the other ranks, and the engine, waiting.
+
+    It says in the board that its step has failed, and lets it go on. The engine sees that before
+    it gives the step's tokens away, and ends. Without a board the process of this rank ends, which
+    vLLM notices; where that is not to be ended, the error is raised as on any other rank.
+    """
+
+    _alarm: Alarm | None = None
+
+    def __init__(self, runner: Any, num_slots: int, **how: Any) -> None:
+        super().__init__(runner, num_slots, **how)
+        self._end: Callable[[], object] | None = how.get("end")
+        try:
+            if self._board is not None:
+                self._alarm = open_alarm(self._board, self._tensor.device, self._checksums)
+        except BaseException:
+            self.close()
+            raise
+
+    def begin_step(self, plan: TransferPlan | None, step: Any) -> None:
+        """As `RankTier.begin_step`, but for what it raises."""
+        try:
+            super().begin_step(plan, step)
+        except Exception as error:  # noqa: BLE001 - told to the engine
+            self._say(error)
+
+    def end_forward(self) -> None:
+        """As `RankTier.end_forward`, but for what it raises."""
+        try:
+            super().end_forward()
+        except Exception as error:  # noqa: BLE001 - told to the engine
+            self._say(error)
+
+    def end_step(self, output: Any) -> Any:
+        """As `RankTier.end_step`, but for what it raises: then the output is vLLM's own."""
+        try:
+            return super().end_step(output)
+        except Exception as error:  # noqa: BLE001 - told to the engine
+            self._say(error)
+            return output
+
+    def finish(self, plan: TransferPlan | None) -> None:
+        """As `RankTier.finish`, which an RPC calls, so it is heard.
+
+        Raises:
+            RuntimeError: as there, or something was said that the engine may not have seen.
+        """
+        super().finish(plan)
+        if self._alarm is not None:
+            self._alarm.check()
+
+    def close(self) -> None:
+        """As `RankTier.close`."""
+        super().close()
+        if self._alarm is not None:
+            self._alarm.close()
+
+    def _say(self, error: Exception) -> None:
+        why = as_given(f"{error}" or type(error).__name__).removeprefix("kvoffload_patch: ")
+        text = "kvoffload_patch: this rank could not carry out its part of a step: %s"
+        logger.error(text, why, exc_info=error)
+        if self._alarm is not None:
+            self._alarm.ring()
+        elif self._end is not None:
+            self._end()
+        else:
+            raise error

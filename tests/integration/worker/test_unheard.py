@@ -1,0 +1,169 @@
+"""A rank of which the engine gets neither a result nor an error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tier.plans import a_load, a_plan, a_store
+
+from kvoffload_patch.integration.engine.ranks import checks
+from kvoffload_patch.integration.protocol import RESULT, TIER
+from kvoffload_patch.integration.shared_files import SharedFile
+from kvoffload_patch.integration.slot_counts import Alarms, make_slot_counts
+from kvoffload_patch.integration.worker import rpc
+from kvoffload_patch.integration.worker.hooks import execute_model
+from kvoffload_patch.integration.worker.tier import RankTier
+from kvoffload_patch.integration.worker.unheard import UnheardRank
+from kvoffload_patch.transfer.backends.torch import TorchBackend
+
+STEP = SimpleNamespace(total_num_scheduled_tokens=5, num_scheduled_tokens={"a": 5})
+SAYS = "this rank could not carry out its part of a step: "
+STORE = a_plan(store=a_store(1, (1, 2), (0, 1)))
+LOAD = a_plan((a_load(1, (4, 5), (0, 1)),), stores_done=1, wait_load=1, promised_loads=[1])
+Board = tuple[SharedFile, Alarms]
+
+
+@pytest.fixture
+def worker() -> Iterator[Any]:
+    """The second of two tensor-parallel ranks."""
+    placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[])
+    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
+    runner = SimpleNamespace(
+        kv_caches=[torch.arange(105.0).reshape(7, 3, 5)], kv_cache_config=placed,
+        vllm_config=config,
+    )  # fmt: skip
+    made = SimpleNamespace(model_runner=runner, rank=1, vllm_config=config)
+    yield made
+    rpc.close_rank(made)
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    file = make_slot_counts([0, 1])
+    assert file is not None
+    yield file, Alarms(file)
+    file.close()
+
+
+def opened(worker: Any, board: Board | None = None, **how: Any) -> Any:
+    address = board[0].address if board is not None else None
+    said = rpc.open_rank(worker, 8, integrity="sample", board=address, **how)
+    assert said.error == ""
+    return getattr(worker.model_runner, TIER)
+
+
+def step(worker: Any, plan: Any = None) -> Any:
+    """A whole step, as the hook has it; vLLM's output, which it ends with."""
+    described = SimpleNamespace(**vars(STEP), kvoffload_plan=plan)
+    output = SimpleNamespace(sampled_token_ids=[[1]], req_ids=["a"])
+    return execute_model(lambda _: output, worker.model_runner, (described,), {})
+
+
+def raises(*_: Any, **__: Any) -> Any:
+    raise OSError("no such device")
+
+
+@pytest.mark.parametrize(("rank", "kind"), [(0, RankTier), (1, UnheardRank)])
+def test_the_engine_gets_the_result_of_one_rank_of_several(
+    worker: Any, board: Board, rank: int, kind: type
+) -> None:
+    worker.rank = rank
+    assert type(opened(worker, board)) is kind
+
+
+def lost_plan(worker: Any, tier: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return a_plan(store=a_store(3, (1, 2), (0, 1)))
+
+
+def replaced_tensors(worker: Any, tier: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    worker.model_runner.kv_caches = [torch.zeros(7, 3, 5)]
+    return STORE
+
+
+def failed_load(worker: Any, tier: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    step(worker, STORE)
+    monkeypatch.setattr(TorchBackend, "load", raises)
+    return LOAD
+
+
+def failed_forward(worker: Any, tier: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(RankTier, "end_forward", raises)
+
+
+def failed_end(worker: Any, tier: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(tier._engine, "poll", raises)
+
+
+FAULTS = {
+    lost_plan: "expected ticket 1 from gpu to cpu, found 3",
+    replaced_tensors: "the KV tensors of this rank were replaced",
+    failed_load: "expected copy 1 from cpu to gpu to arrive",
+    failed_forward: "no such device",
+    failed_end: "no such device",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_step_that_fails_on_it_goes_on_and_the_engine_sees_that(
+    worker: Any, board: Board, fault: Any, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """The others would wait for it otherwise."""
+    tier = opened(worker, board)
+    plan = fault(worker, tier, monkeypatch)
+    assert board[1].said() == ""
+    with caplog.at_level(logging.ERROR):
+        output = step(worker, plan)
+    assert output.sampled_token_ids == [[1]]
+    assert "expected rank 1 to carry out its part of each step" in board[1].said()
+    [found, *_] = [r for r in caplog.records if SAYS in r.getMessage()]
+    assert found.exc_info and FAULTS[fault] in found.getMessage()
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="expected all steps of this rank to be carried out|arr"):
+        tier.finish(None)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_without_a_board_its_process_ends(
+    worker: Any, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on several hosts: vLLM notices that, and hears nothing else of it."""
+    ended: list[str] = []
+    tier = opened(worker, end=lambda: ended.append("this process"))
+    step(worker, fault(worker, tier, monkeypatch))
+    assert ended and set(ended) == {"this process"}
+
+
+def test_where_its_process_is_not_to_be_ended_it_raises(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = lost_plan(worker, opened(worker), monkeypatch)
+    with pytest.raises(RuntimeError, match="found 3"):
+        step(worker, plan)
+
+
+def test_a_step_that_is_carried_out_says_nothing_and_has_a_result(
+    worker: Any, board: Board
+) -> None:
+    opened(worker, board)
+    for plan in (STORE, LOAD, None):
+        assert hasattr(step(worker, plan), RESULT)
+    assert board[1].said() == ""
+
+
+def test_its_memory_is_given_back_if_it_cannot_open_its_alarm(
+    worker: Any, board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Any] = []
+    monkeypatch.setattr("kvoffload_patch.integration.worker.unheard.open_alarm", raises)
+    close = UnheardRank.close
+    monkeypatch.setattr(UnheardRank, "close", lambda tier: closed.append(tier) or close(tier))
+    said = rpc.open_rank(worker, 8, integrity="sample", board=board[0].address)
+    assert said.error == "no such device" and len(closed) == 1
+    with pytest.raises(checks.TierRefused, match="failed to open: no such device"):
+        checks.refuse_errors([said], "failed to open")
