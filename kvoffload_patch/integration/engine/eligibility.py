@@ -81,6 +81,11 @@ def _doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
             "expected prefill_context_parallel_size 1, with which alone the tier has been run, "
             f"found {prefill} ({_TRIES})"
         )
+    if getattr(vllm_config.model_config, "is_diffusion", False):
+        yield (
+            "expected tokens that are computed once, found a diffusion model, which computes those "
+            f"of a canvas again and again ({_TRIES})"
+        )
     transfers = getattr(vllm_config, "kv_transfer_config", None)
     if transfers is not None:
         yield from _offloaders(transfers.kv_connector, transfers.kv_connector_extra_config)
@@ -116,6 +121,11 @@ def _parallel_problem(vllm_config: Any, groups: Sequence[Any]) -> str | None:
         )
     if getattr(parallel, "enable_elastic_ep", False):
         return "expected a fixed set of workers, found elastic expert parallelism"
+    if getattr(parallel, "enable_fault_tolerance", False):
+        return (
+            "expected an engine that ends with a step that fails, found enable_fault_tolerance, "
+            "with which it goes on with the prefix cache of steps that nobody has carried out"
+        )
     return _empty_step_problem(vllm_config)
 
 

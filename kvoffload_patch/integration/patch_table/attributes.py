@@ -259,6 +259,7 @@ _CONFIG = (
         "vllm.config",
         "ModelConfig",
         (_ANY, "is_encoder_decoder served_model_name use_mla enable_sleep_mode quantization"),
+        (">=0.24", "is_diffusion"),
     ),
     *_has(
         "vllm.config",
@@ -269,6 +270,7 @@ _CONFIG = (
         (">=0.12", "prefill_context_parallel_size"),
         (">=0.14", "use_ubatching"),
         (">=0.17", "enable_elastic_ep"),
+        (">=0.27", "enable_fault_tolerance"),
     ),
     *_has(
         "vllm.config",

@@ -17,9 +17,10 @@ from kvoffload_patch.integration.shared_files import SharedFileAddress
 from kvoffload_patch.integration.slot_counts import SlotCounts
 from kvoffload_patch.integration.worker.alarm import ranks_of_engine, reports
 from kvoffload_patch.integration.worker.devices import warn_if_never_run, why_refused
+from kvoffload_patch.integration.worker.lost import LostTier
 from kvoffload_patch.integration.worker.memory import drop_early, early_bytes
 from kvoffload_patch.integration.worker.same_bytes import same_bytes
-from kvoffload_patch.integration.worker.tier import LostTier, RankTier
+from kvoffload_patch.integration.worker.tier import RankTier
 from kvoffload_patch.integration.worker.unheard import UnheardRank
 from kvoffload_patch.integration.worker.vllm_runner import block_layout, runner_is_patched
 from kvoffload_patch.integration.worker.weights import weights_digest
@@ -170,7 +171,7 @@ def finish_rank(worker: Any, plan: TransferPlan | None) -> None:
         finally:
             close_rank(worker)
     except BaseException as error:
-        setattr(worker.model_runner, TIER, LostTier(error))
+        setattr(worker.model_runner, TIER, LostTier(error, tier.ends))
         raise
 
 

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from kvoffload_patch.config import as_given
 from kvoffload_patch.integration.shared_files import SharedFileAddress
@@ -48,10 +48,14 @@ class RankTier:
 
     Attributes:
         overlap: which part of a load may be on its way when the step that reads it begins.
+        ends: as ``end``, where nobody hears what this rank raises within a step.
 
     Raises:
         TransferError: the layout, the memory, the copy backend or the canary.
     """
+
+    ends: Callable[[], object] | None = None
+    _lost: Exception | None = None  # what a step has failed with: none begins any more
 
     def __init__(
         self,
@@ -152,8 +156,41 @@ class RankTier:
         """Before the forward pass of a step, as vLLM's scheduler describes it.
 
         Raises:
-            RuntimeError: a load that the step reads has failed, or the KV tensors were replaced.
+            RuntimeError: a load that the step reads has failed, the KV tensors were replaced, or a
+                step before has failed: who goes on after that has its blocks in the prefix cache.
         """
+        self._check_not_lost()
+        try:
+            self._begin_step(plan, step)
+        except Exception as error:
+            self._lost = error
+            raise
+
+    def end_forward(self) -> None:
+        """After the forward pass, before anything reads what it has computed.
+
+        Raises:
+            RuntimeError: a layer has not waited for its load, or a load has failed meanwhile.
+        """
+        if self._gate is None:
+            return
+        try:
+            self._engine.wait_all_groups()
+            self._gate.end()
+            self._check_promised()
+        except Exception as error:
+            self._lost = error
+            raise
+
+    def end_step(self, output: Any) -> Any:
+        """After the forward pass and what follows it: submit the store, report what is done."""
+        try:
+            return self._end_step(output)
+        except Exception as error:
+            self._lost = error
+            raise
+
+    def _begin_step(self, plan: TransferPlan | None, step: Any) -> None:
         if not self._growth_told:
             self._tell_growth(plan)
         if plan is not None and self._moved():
@@ -179,19 +216,7 @@ class RankTier:
             self._engine.wait_done(self._promised)
         self._check_promised()
 
-    def end_forward(self) -> None:
-        """After the forward pass, before anything reads what it has computed.
-
-        Raises:
-            RuntimeError: a layer has not waited for its load, or a load has failed meanwhile.
-        """
-        if self._gate is not None:
-            self._engine.wait_all_groups()
-            self._gate.end()
-            self._check_promised()
-
-    def end_step(self, output: Any) -> Any:
-        """After the forward pass and what follows it: submit the store, report what is done."""
+    def _end_step(self, output: Any) -> Any:
         self._engine.end_step(self._host_bound)
         if self._idle:
             # Nothing else can go on until a load has arrived or a request comes in.
@@ -256,8 +281,9 @@ class RankTier:
         """Carry out the loads of a plan that comes without a step, and wait for every copy.
 
         Raises:
-            RuntimeError: a load that is promised has failed.
+            RuntimeError: a load that is promised has failed, or a step before.
         """
+        self._check_not_lost()
         if plan is not None:
             self._promised += plan.promised
         self._check_promised()
@@ -286,6 +312,14 @@ class RankTier:
         """
         given_back = min(plan.waits_for(LOAD), plan.known_done(LOAD))
         self._engine.wait_done(((STORE, plan.waits_for(STORE)), (LOAD, given_back)))
+
+    def _check_not_lost(self) -> None:
+        if self._lost is not None:
+            raise RuntimeError(
+                "kvoffload_patch: expected no more steps after one that has failed on this rank "
+                f"({self._lost}), found one, which may read what that one lacked; restart the "
+                "server."
+            ) from self._lost
 
     def _check_promised(self) -> None:
         """A step that reads a load which has failed must not give any token away.
@@ -359,27 +393,3 @@ def _broken_by_now(engine: Any, promised: Tickets) -> str:
     """The same of copies that are over; also when the rank's tier was closed meanwhile."""
     engine.under_way(promised)  # what is wrong with bytes is known once that was asked
     return _broken(engine, promised)
-
-
-class LostTier:
-    """What a rank has in the place of a tier that could not be finished: it begins no step.
-
-    Its blocks may lack bytes that were promised, or a copy may write to them still.
-
-    Args:
-        why: what finishing has raised.
-    """
-
-    def __init__(self, why: BaseException) -> None:
-        self._why = " ".join(f"{why}".split()) or type(why).__name__
-
-    def begin_step(self, plan: object, step: object) -> NoReturn:
-        """Raises RuntimeError."""
-        raise RuntimeError(
-            f"kvoffload_patch: expected the CPU tier of this rank to be finished, found that it "
-            f"could not be ({self._why}), so a step may lack bytes that were promised to it; "
-            "restart the server, or set KVOFFLOAD_DISABLE=1 to serve without it."
-        )
-
-    def close(self) -> None:
-        """Nothing can be given back."""

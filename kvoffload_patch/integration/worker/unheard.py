@@ -26,7 +26,7 @@ class UnheardRank(RankTier):
 
     def __init__(self, runner: Any, num_slots: int, **how: Any) -> None:
         super().__init__(runner, num_slots, **how)
-        self._end: Callable[[], object] | None = how.get("end")
+        self.ends: Callable[[], object] | None = how.get("end")
         try:
             if self._board is not None:
                 self._alarm = open_alarm(self._board, self._tensor.device, self._checksums)
@@ -78,7 +78,7 @@ class UnheardRank(RankTier):
         logger.error(text, why, exc_info=error)
         if self._alarm is not None:
             self._alarm.ring()
-        elif self._end is not None:
-            self._end()
+        elif self.ends is not None:
+            self.ends()
         else:
             raise error

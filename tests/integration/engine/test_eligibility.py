@@ -43,7 +43,7 @@ def config(**changes: Any) -> SimpleNamespace:
     """vLLM's configuration, of which the tier approves but for the changes."""
     other = (
         "caching", "encoder_decoder", "async_scheduling", "device", "replayssm", "offloading",
-        "connectors",
+        "connectors", "diffusion",
     )  # fmt: skip
     parallel = {k: v for k, v in changes.items() if k not in other}
     parallel.setdefault("pipeline_parallel_size", 1)
@@ -55,7 +55,10 @@ def config(**changes: Any) -> SimpleNamespace:
         ),
         parallel_config=SimpleNamespace(**parallel),
         scheduler_config=SimpleNamespace(async_scheduling=changes.get("async_scheduling", False)),
-        model_config=SimpleNamespace(is_encoder_decoder=changes.get("encoder_decoder", False)),
+        model_config=SimpleNamespace(
+            is_encoder_decoder=changes.get("encoder_decoder", False),
+            is_diffusion=changes.get("diffusion", False),
+        ),
         device_config=SimpleNamespace(device_type=changes.get("device", "cpu")),
         kv_transfer_config=changes.get("connectors"),
     )
@@ -132,6 +135,13 @@ REFUSED = {
         config(prefill_context_parallel_size=4), scheduler(), "prefill_context_parallel_size 1",
     ),
     "elastic": (config(enable_elastic_ep=True), scheduler(), "elastic expert parallelism"),
+    "an engine that goes on": (
+        config(enable_fault_tolerance=True), scheduler(), "ends with a step that fails, found",
+    ),
+    "diffusion": (
+        config(diffusion=True), scheduler(),
+        r"computed once, found a diffusion model, .* \(KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it\)",
+    ),
     "another tier in CPU memory": (
         config(offloading=4.0), scheduler(), "one tier in CPU memory, found --kv-offloading-size",
     ),

@@ -216,6 +216,26 @@ def test_a_rank_that_is_closed_leaves_nothing(runner: Any, integrity: str) -> No
     assert not files_opened_since(files)
 
 
+@pytest.mark.parametrize("where", ["_begin_step", "_check_promised", "_end_step"])
+def test_no_step_begins_after_one_that_has_failed(
+    tier: rank.RankTier, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who catches that and goes on, as an engine in the user's process can, reads wrong KV."""
+    if where == "_check_promised":
+        tier._gate = SimpleNamespace(end=int, close=int, learnt=False, passes=bool)  # type: ignore[assignment]
+        tier.begin_step = lambda plan, step: None  # type: ignore[method-assign]
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, where, out_of_memory)
+        with pytest.raises(OSError, match="out of memory"):
+            tier.begin_step(None, STEP)
+            tier.end_forward()
+            tier.end_step(SimpleNamespace(sampled_token_ids=[[1]], req_ids=["a"]))
+    for again in (lambda: rank.RankTier.begin_step(tier, None, STEP), lambda: tier.finish(None)):
+        with pytest.raises(RuntimeError, match=r"after one that has failed .* \(out of memory\)"):
+            again()
+    tier._lost = None
+
+
 def flip(tier: rank.RankTier, slot: int) -> None:
     tier._host.slots[slot, 3] ^= 1
 

@@ -92,7 +92,9 @@ def failed_load(worker: Any, tier: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def failed_forward(worker: Any, tier: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(RankTier, "end_forward", raises)
+    made = {"begin": lambda *_: None, "close": int, "passes": bool}
+    gate = SimpleNamespace(end=raises, learnt=False, **made)
+    monkeypatch.setattr(tier, "_gate", gate)
 
 
 def failed_end(worker: Any, tier: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -124,7 +126,7 @@ def test_a_step_that_fails_on_it_goes_on_and_the_engine_sees_that(
     [found, *_] = [r for r in caplog.records if SAYS in r.getMessage()]
     assert found.exc_info and FAULTS[fault] in found.getMessage()
     monkeypatch.undo()
-    with pytest.raises(RuntimeError, match="expected all steps of this rank to be carried out|arr"):
+    with pytest.raises(RuntimeError, match="expected no more steps after one that has failed"):
         tier.finish(None)
 
 
@@ -145,6 +147,22 @@ def test_where_its_process_is_not_to_be_ended_it_raises(
     plan = lost_plan(worker, opened(worker), monkeypatch)
     with pytest.raises(RuntimeError, match="found 3"):
         step(worker, plan)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tier_that_cannot_be_finished_ends_the_process_of_a_rank_that_nobody_hears(
+    worker: Any, board: Board, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its next step, if the engine goes on; the other rank raises then."""
+    worker.rank = rank
+    ended: list[str] = []
+    tier = opened(worker, board, end=lambda: ended.append("this process"))
+    monkeypatch.setattr(tier._engine, "drain", raises)
+    with pytest.raises(OSError, match="no such device"):
+        rpc.finish_rank(worker, None)
+    with pytest.raises(RuntimeError, match="expected the CPU tier of this rank to be finished"):
+        step(worker)
+    assert ended == ["this process"] * rank
 
 
 def test_a_step_that_is_carried_out_says_nothing_and_has_a_result(

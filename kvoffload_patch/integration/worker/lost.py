@@ -1,0 +1,37 @@
+"""What a rank has in the place of a tier that could not be finished."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NoReturn
+
+logger = logging.getLogger("vllm.kvoffload_patch")
+
+
+class LostTier:
+    """It begins no step: blocks may lack bytes that were promised, or copies may write to them.
+
+    Args:
+        why: what finishing has raised.
+        end: ends this process, of which nobody hears an error; None: it is heard, or not to end.
+    """
+
+    def __init__(self, why: BaseException, end: Callable[[], object] | None = None) -> None:
+        self._why = " ".join(f"{why}".split()) or type(why).__name__
+        self._end = end
+
+    def begin_step(self, plan: object, step: object) -> NoReturn:
+        """Raises RuntimeError, or ends this process."""
+        text = (
+            f"kvoffload_patch: expected the CPU tier of this rank to be finished, found that it "
+            f"could not be ({self._why}), so a step may lack bytes that were promised to it; "
+            "restart the server, or set KVOFFLOAD_DISABLE=1 to serve without it."
+        )
+        if self._end is not None:
+            logger.error("%s", text)
+            self._end()
+        raise RuntimeError(text)
+
+    def close(self) -> None:
+        """Nothing can be given back."""
