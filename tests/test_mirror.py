@@ -31,6 +31,7 @@ TESTED_BY = {
     "integration/engine/hooks.py": "integration/engine/test_attach.py",
     "integration/frontend/hooks.py": "integration/test_carrier.py",
     "integration/worker/hooks.py": "integration/worker/test_vllm_runner.py",
+    "integration/worker/lost.py": "integration/worker/test_unheard.py",
     "integration/worker/rpc.py": "integration/engine/ranks/test_workers.py",
     # Rows of the table, and what makes one.
     "integration/patch_table/called.py": "integration/patch_table/test_points.py",
