@@ -18,7 +18,7 @@ def test_up_to_0_13_an_engine_with_only_parked_work_would_spin(
 ) -> None:
     """Its loop does not sleep, so a rank waits in steps without tokens, and only in those."""
     alone = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
-    placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[])
+    placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[], kv_cache_groups=[])
     runner = SimpleNamespace(
         kv_caches=[torch.zeros(7, 3, 5)], kv_cache_config=placed, vllm_config=alone
     )

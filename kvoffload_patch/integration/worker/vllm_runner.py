@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvoffload_patch.integration import kvcached
@@ -41,11 +41,13 @@ def kv_tensors(runner: Any) -> tuple[list[Any], int | None]:
 
     From 0.29 on all layers are views ``[block, head, token, content]`` of one allocation;
     earlier the backend decides the shape, and the dimension is found by its size, and a layer that
-    keeps states has a list of them.
+    keeps states has a list of them. Up to 0.14 the runner's list has one layer of each index, so
+    that the indexers of DeepSeek-V3.2 are not in it: what it leaves out comes behind it.
     """
     import torch
 
     tensors = _flat(runner.kv_caches)
+    tensors += _left_out(runner, tensors)
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
@@ -71,6 +73,29 @@ def first_pointer(runner: Any) -> int | None:
 
 def _flat(caches: Any) -> list[Any]:
     return [part for layer in caches for part in _parts(layer)]
+
+
+def _left_out(runner: Any, listed: Sequence[Any]) -> list[Any]:
+    """KV tensors of layers in the KV cache groups that are not in the runner's list."""
+    known = {tensor.data_ptr() for tensor in listed if hasattr(tensor, "data_ptr")}
+    left: dict[int, Any] = {}
+    for group in runner.kv_cache_config.kv_cache_groups:
+        for name in group.layer_names:
+            layers = runner.vllm_config.compilation_config.static_forward_context
+            held = getattr(layers.get(name), "kv_cache", ())  # other stages' layers are not here
+            for tensor in _tensors(held):
+                if tensor.numel() and tensor.data_ptr() not in known:
+                    left.setdefault(tensor.data_ptr(), tensor)
+    return list(left.values())
+
+
+def _tensors(held: Any) -> Iterator[Any]:
+    """A layer's tensors: one, a list with one for each stage that runs it, or with all states."""
+    if isinstance(held, (tuple, list)):
+        for one in held:
+            yield from _tensors(one)
+    elif hasattr(held, "data_ptr"):
+        yield held
 
 
 def _parts(layer: Any) -> Sequence[Any]:

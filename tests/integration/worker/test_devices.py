@@ -23,7 +23,7 @@ XPU = torch.device("xpu", 0)
 
 def worker() -> Any:
     """One whose KV tensors would be found on the CPU, were it not refused before."""
-    placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[])
+    placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[], kv_cache_groups=[])
     alone = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=1),
         cache_config=SimpleNamespace(enable_prefix_caching=True),

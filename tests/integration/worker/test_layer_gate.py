@@ -339,6 +339,11 @@ def unclaimed_tensor(machine: Machine) -> None:
     machine.runner.kv_caches.append(torch.zeros(2, 5, 16, dtype=torch.uint8))
 
 
+def foreign_kv(machine: Machine) -> None:
+    machine.runner.kv_cache_config.kv_cache_groups[0].layer_names.remove("layers.2.attn")
+    machine.layers["layers.2.attn"].kv_cache = torch.ones(9)
+
+
 def layer_without_kv(machine: Machine) -> None:
     machine.runner.kv_cache_config.kv_cache_groups[0].layer_names.append("layers.9.mixer")
 
@@ -362,7 +367,7 @@ REFUSALS: dict[str, tuple[Callable[[Machine], None], str]] = {
     "one implementation for two layers": (one_impl_for_two, "forward of layers.3.attn"),
     "no opaque op": (with_layer(use_direct_call=True), "layers.2.attn is not called as an opaque"),
     "two tensors": (with_layer(kv_cache=[1, 2]), "the KV of layers.2.attn is not one tensor"),
-    "foreign KV": (with_layer(kv_cache=torch.ones(9)), "layers.2.attn is none of the KV tensors"),
+    "foreign KV": (foreign_kv, "layers.2.attn is none of the KV tensors"),
     "a tensor of nobody": (unclaimed_tensor, "1 KV tensors belong to no attention layer"),
     "KV of no layer": (layer_without_kv, "layers.9.mixer has KV and is not an attention layer"),
     "sharing unseen": (hidden_sharing, "layers.4.attn reads the KV of another layer"),

@@ -38,7 +38,7 @@ STEP = SimpleNamespace(total_num_scheduled_tokens=5, num_scheduled_tokens={"a": 
 @pytest.fixture
 def runner() -> Any:
     """Seven blocks of KV in one layer."""
-    placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[])
+    placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[], kv_cache_groups=[])
     alone = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
     return SimpleNamespace(
         kv_caches=[torch.arange(105.0).reshape(7, 3, 5)], kv_cache_config=placed, vllm_config=alone
@@ -468,7 +468,8 @@ def test_kvcacheds_tensors_are_read_and_tried_only_where_they_have_memory(
     monkeypatch.setattr(kvcached, "has_tensors", lambda: True)
     monkeypatch.setattr(kvcached, "page_bytes", lambda: 200)
     spec = SimpleNamespace(page_size_bytes=60)
-    runner.kv_cache_config.kv_cache_groups = [SimpleNamespace(kv_cache_spec=spec)]
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=[])
+    runner.kv_cache_config.kv_cache_groups = [group]
     runner.kv_caches = [torch.arange(750.0).reshape(50, 3, 5)]
     before = runner.kv_caches[0].clone()
     layout = block_layout(runner)

@@ -52,7 +52,7 @@ def open_ranks() -> Iterator[Callable[..., Ranks]]:
         assert board is not None
         file.resize(slots * 512)
         for rank in (3, 5):
-            placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[])
+            placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[], kv_cache_groups=[])
             config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
             runner = SimpleNamespace(
                 kv_caches=[torch.arange(105.0).reshape(7, 3, 5)], kv_cache_config=placed,

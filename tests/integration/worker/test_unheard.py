@@ -31,7 +31,7 @@ Board = tuple[SharedFile, Alarms]
 @pytest.fixture
 def worker() -> Iterator[Any]:
     """The second of two tensor-parallel ranks."""
-    placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[])
+    placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[], kv_cache_groups=[])
     config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
     runner = SimpleNamespace(
         kv_caches=[torch.arange(105.0).reshape(7, 3, 5)], kv_cache_config=placed,

@@ -19,6 +19,7 @@ from kvoffload_patch.integration.worker.vllm_runner import (
     check_when_taken,
     copy_output,
     first_pointer,
+    kv_tensors,
 )
 
 DONE = a_result(loads_done=3, stores_done=5)
@@ -151,6 +152,34 @@ def test_the_shared_empty_output_is_not_written_to() -> None:
     assert isinstance(first, outputs.ModelRunnerOutput) and first.req_ids == []
 
 
+def held(*tensors: Any, in_list: bool = True) -> Any:
+    """A layer, as up to 0.19 with a list, of one tensor or of all states."""
+    return SimpleNamespace(kv_cache=list(tensors) if in_list else tensors[0])
+
+
+@pytest.mark.parametrize("in_list", [False, True])
+def test_tensors_that_the_runners_list_leaves_out_are_taken_from_the_layers(in_list: bool) -> None:
+    """Up to 0.14 it has one layer of each index: not the indexers of DeepSeek-V3.2."""
+    latent, keys, state = (torch.arange(6 * n).reshape(6, n) for n in (8, 2, 3))
+    layers = {
+        "layers.0.attn": held(latent, in_list=in_list),
+        "layers.0.indexer.k_cache": held(keys, in_list=in_list),
+        "layers.1.attn": held(keys, in_list=in_list),  # shares the one before
+        "layers.2.mixer": SimpleNamespace(kv_cache=[(state,)]),
+        "layers.3.attn": SimpleNamespace(kv_cache=[torch.tensor([])]),  # not bound
+        "layers.4.mlp": SimpleNamespace(),
+    }
+    names = [*layers, "layers.9.attn"]  # the last one is another stage's
+    groups = [SimpleNamespace(layer_names=names[:3]), SimpleNamespace(layer_names=names[3:])]
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    placed = SimpleNamespace(num_blocks=6, kv_cache_tensors=[], kv_cache_groups=groups)
+    runner = SimpleNamespace(kv_caches=[latent], kv_cache_config=placed, vllm_config=config)
+    layout = block_layout(runner)
+    assert layout.block_bytes == 8 * (8 + 2 + 3)
+    found, _ = kv_tensors(runner)
+    assert len(found) == 3 and all(map(torch.equal, found, (latent, keys, state)))
+
+
 def test_states_of_a_layer_come_as_a_list_up_to_0_28() -> None:
     """Convolution and state in one page with padding behind them, attention over all of it."""
     blocks, page = 6, 64  # bytes
@@ -159,7 +188,9 @@ def test_states_of_a_layer_come_as_a_list_up_to_0_28() -> None:
     state = pages.view(torch.float32).as_strided((blocks, 2, 5), (page // 4, 5, 1), 3)
     keys_and_values = pages.view(torch.bfloat16).view(blocks, 2, 16).transpose(0, 1)
     alone = pages.clone().view(torch.float32).as_strided((blocks, 10), (page // 4, 1), 3)
-    placed = SimpleNamespace(kv_cache_tensors=[SimpleNamespace()], num_blocks=blocks)
+    placed = SimpleNamespace(
+        kv_cache_tensors=[SimpleNamespace()], num_blocks=blocks, kv_cache_groups=[]
+    )
     runner = SimpleNamespace(
         kv_caches=[[conv, state], keys_and_values, [alone]], kv_cache_config=placed
     )

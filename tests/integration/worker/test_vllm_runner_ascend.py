@@ -34,7 +34,9 @@ class Runner:
         self.kv_caches = [
             (torch.zeros(NUM_BLOCKS, 128), torch.zeros(NUM_BLOCKS, 64)) for _ in range(2)
         ]
-        self.kv_cache_config = SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_tensors=[])
+        self.kv_cache_config = SimpleNamespace(
+            num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=[]
+        )
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
         self.seen: list[Any] = []
 
@@ -100,7 +102,7 @@ def test_tuples_of_tensors_are_taken_apart() -> None:
     parts = [torch.zeros(2, 3) for _ in range(4)]
     runner: Any = SimpleNamespace(
         kv_caches=[(parts[0], parts[1]), (parts[2], parts[3])],
-        kv_cache_config=SimpleNamespace(kv_cache_tensors=[]),
+        kv_cache_config=SimpleNamespace(kv_cache_tensors=[], kv_cache_groups=[]),
     )
     tensors, dim = kv_tensors(runner)
     assert all(a is b for a, b in zip(tensors, parts)) and dim is None

@@ -158,7 +158,7 @@ def test_giving_back_asks_every_rank_and_forgives_those_that_do_not_answer() -> 
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker on the CPU with seven blocks of KV."""
     monkeypatch.setattr(rpc, "runner_is_patched", lambda runner: "")
-    placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[])
+    placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[], kv_cache_groups=[])
     alone = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
     runner = SimpleNamespace(
         kv_caches=[torch.zeros(7, 3, 5)], kv_cache_config=placed, vllm_config=alone,
