@@ -244,6 +244,27 @@ ENGINE = (
         (_UNHEARD,),
     ),
     Mutant(
+        "a step begins after one that has failed",
+        "integration/worker/tier.py",
+        "if self._lost is not None:",
+        "if False:",
+        ("integration/worker/test_tier.py::test_no_step_begins_after_one_that_has_failed",),
+    ),
+    Mutant(
+        "KV tensors that the runner's list leaves out are not moved",
+        "integration/worker/vllm_runner.py",
+        "tensors += _left_out(runner, tensors)",
+        "pass",
+        ("integration/worker/test_vllm_runner.py",),
+    ),
+    Mutant(
+        "an engine that goes on after a failed step is taken",
+        _FILES + "eligibility.py",
+        'getattr(parallel, "enable_fault_tolerance", False)',
+        "False",
+        (_FILES + "test_eligibility.py::test_what_the_tier_cannot_vouch_for_is_refused",),
+    ),
+    Mutant(
         "ranks with a scheduler each have a tier each",
         "integration/engine/ranks/checks.py",
         "together != len(ranks)",

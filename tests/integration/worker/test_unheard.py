@@ -165,6 +165,18 @@ def test_a_tier_that_cannot_be_finished_ends_the_process_of_a_rank_that_nobody_h
     assert ended == ["this process"] * rank
 
 
+def test_a_tier_whose_device_has_found_wrong_bytes_is_not_detached(
+    worker: Any, board: Board
+) -> None:
+    """The rank has raised nothing, and the engine may not have looked since."""
+    tier = opened(worker, board)
+    step(worker, STORE)
+    tier._alarm._own[0] = 1 + 5  # as a device writes it
+    with pytest.raises(RuntimeError, match="expected all steps of this rank to be carried out"):
+        tier.finish(None)
+    assert "in CPU slot 5, found others" in board[1].said()
+
+
 def test_a_step_that_is_carried_out_says_nothing_and_has_a_result(
     worker: Any, board: Board
 ) -> None:
