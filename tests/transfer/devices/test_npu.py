@@ -30,6 +30,8 @@ from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
 
+AHEAD = 8  # steps
+
 pytestmark = needs_compiler
 Use = Callable[..., StandinNpu]
 
@@ -45,7 +47,7 @@ class NpuMachine(Machine):
     """A rank on the stand-in; its compute is done late, by a thread of the stand-in."""
 
     def __init__(self, npu: StandinNpu, seed: int, chunk: int) -> None:
-        self.npu, self._slice = npu, chunk
+        self.npu, self._slice, self.steps = npu, chunk, 0
         super().__init__("npu", "direct", seed)
 
     def _open(self, name: str, slots: SlotMemory) -> CopyBackend:
@@ -58,6 +60,12 @@ class NpuMachine(Machine):
 
     def _compute(self, call: Callable[[], None]) -> None:
         self.npu.compute(call)
+
+    def breathe(self) -> None:
+        """The host is a few steps ahead at most: else steps without copies come up for ever."""
+        self.steps += 1
+        if self.steps % AHEAD == 0:
+            self.npu.current.synchronize()
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["batches", "older CANN"])
