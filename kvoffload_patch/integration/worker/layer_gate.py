@@ -54,6 +54,7 @@ class LayerGate:
         self._undo: list[Any] = []
         self._watching = self.learnt = False
         self._seen: set[str] = set()  # layers, in the pass that is watched
+        self._raised: Exception | None = None  # by a wait in it
         self._wait: WaitGroup | None = None
         self._group_of: dict[str, int] = {}  # the last that has KV of a layer
         try:
@@ -78,7 +79,7 @@ class LayerGate:
             not self.learnt and not self.refused and _is_mixed(step)
         )
         if self._watching:
-            self._seen, self._wait = set(), wait_group
+            self._seen, self._wait, self._raised = set(), wait_group, None
 
     def end(self) -> None:
         """After the forward pass, before anything that it computed is used.
@@ -97,7 +98,7 @@ class LayerGate:
                 f"kvoffload_patch: expected every attention layer to wait for its KV, found that "
                 f"{_some(missing)} did not, so this step's tokens may be wrong; report it, and "
                 "set KVOFFLOAD_LOAD_BY_LAYER=0 or KVOFFLOAD_DISABLE=1 until then."
-            )
+            ) from self._raised
         elif not self.learnt:
             self.learnt = True
             logger.info("kvoffload_patch: loads come by layer, %d of them.", len(self._group_of))
@@ -135,8 +136,8 @@ class LayerGate:
             if self._wait is not None:
                 # Each time: the layers need not all run on one stream.
                 self._wait(group)
-        except Exception:
-            logger.exception("kvoffload_patch: %s has not waited for its KV.", name)
+        except Exception as error:  # noqa: BLE001 - the cause of what `end` raises
+            self._raised = error
         else:
             self._seen.add(name)
 

@@ -159,12 +159,11 @@ class RankTier:
             RuntimeError: a load that the step reads has failed, the KV tensors were replaced, or a
                 step before has failed: who goes on after that has its blocks in the prefix cache.
         """
-        self._check_not_lost()
         try:
+            self._check_not_lost()
             self._begin_step(plan, step)
-        except Exception as error:
-            self._lost = error
-            raise
+        except Exception as error:  # noqa: BLE001 - raised again, or told to the engine
+            self._failed(error)
 
     def end_forward(self) -> None:
         """After the forward pass, before anything reads what it has computed.
@@ -172,23 +171,21 @@ class RankTier:
         Raises:
             RuntimeError: a layer has not waited for its load, or a load has failed meanwhile.
         """
-        if self._gate is None:
-            return
         try:
-            self._engine.wait_all_groups()
-            self._gate.end()
-            self._check_promised()
-        except Exception as error:
-            self._lost = error
-            raise
+            if self._gate is not None:
+                self._engine.wait_all_groups()
+                self._gate.end()
+                self._check_promised()
+        except Exception as error:  # noqa: BLE001 - raised again, or told to the engine
+            self._failed(error)
 
     def end_step(self, output: Any) -> Any:
         """After the forward pass and what follows it: submit the store, report what is done."""
         try:
             return self._end_step(output)
-        except Exception as error:
-            self._lost = error
-            raise
+        except Exception as error:  # noqa: BLE001 - raised again, or told to the engine
+            self._failed(error)
+            return output
 
     def _begin_step(self, plan: TransferPlan | None, step: Any) -> None:
         if not self._growth_told:
@@ -313,12 +310,20 @@ class RankTier:
         given_back = min(plan.waits_for(LOAD), plan.known_done(LOAD))
         self._engine.wait_done(((STORE, plan.waits_for(STORE)), (LOAD, given_back)))
 
+    def _failed(self, error: Exception) -> None:
+        """A part of a step has raised this: no step begins any more."""
+        if self._lost is None:
+            self._lost = error
+        self._tell(error)
+
+    def _tell(self, error: Exception) -> None:
+        raise error
+
     def _check_not_lost(self) -> None:
         if self._lost is not None:
             raise RuntimeError(
-                "kvoffload_patch: expected no more steps after one that has failed on this rank "
-                f"({self._lost}), found one, which may read what that one lacked; restart the "
-                "server."
+                "kvoffload_patch: expected no step after one that has failed on this rank "
+                f"({self._lost}), found one that may read what it lacked; restart the server."
             ) from self._lost
 
     def _check_promised(self) -> None:

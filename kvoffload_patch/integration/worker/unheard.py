@@ -34,28 +34,6 @@ class UnheardRank(RankTier):
             self.close()
             raise
 
-    def begin_step(self, plan: TransferPlan | None, step: Any) -> None:
-        """As `RankTier.begin_step`, but for what it raises."""
-        try:
-            super().begin_step(plan, step)
-        except Exception as error:  # noqa: BLE001 - told to the engine
-            self._say(error)
-
-    def end_forward(self) -> None:
-        """As `RankTier.end_forward`, but for what it raises."""
-        try:
-            super().end_forward()
-        except Exception as error:  # noqa: BLE001 - told to the engine
-            self._say(error)
-
-    def end_step(self, output: Any) -> Any:
-        """As `RankTier.end_step`, but for what it raises: then the output is vLLM's own."""
-        try:
-            return super().end_step(output)
-        except Exception as error:  # noqa: BLE001 - told to the engine
-            self._say(error)
-            return output
-
     def finish(self, plan: TransferPlan | None) -> None:
         """As `RankTier.finish`, which an RPC calls, so it is heard.
 
@@ -72,7 +50,8 @@ class UnheardRank(RankTier):
         if self._alarm is not None:
             self._alarm.close()
 
-    def _say(self, error: Exception) -> None:
+    def _tell(self, error: Exception) -> None:
+        """The step goes on, and ends with vLLM's own output."""
         why = as_given(f"{error}" or type(error).__name__).removeprefix("kvoffload_patch: ")
         text = "kvoffload_patch: this rank could not carry out its part of a step: %s"
         logger.error(text, why, exc_info=error)

@@ -78,15 +78,16 @@ def _flat(caches: Any) -> list[Any]:
 def _left_out(runner: Any, listed: Sequence[Any]) -> list[Any]:
     """KV tensors of layers in the KV cache groups that are not in the runner's list."""
     known = {tensor.data_ptr() for tensor in listed if hasattr(tensor, "data_ptr")}
-    left: dict[int, Any] = {}
-    for group in runner.kv_cache_config.kv_cache_groups:
-        for name in group.layer_names:
-            layers = runner.vllm_config.compilation_config.static_forward_context
-            held = getattr(layers.get(name), "kv_cache", ())  # other stages' layers are not here
-            for tensor in _tensors(held):
-                if tensor.numel() and tensor.data_ptr() not in known:
-                    left.setdefault(tensor.data_ptr(), tensor)
-    return list(left.values())
+    left = []
+    groups = runner.kv_cache_config.kv_cache_groups
+    for name in [name for group in groups for name in group.layer_names]:
+        layers = runner.vllm_config.compilation_config.static_forward_context
+        held = getattr(layers.get(name), "kv_cache", ())  # other stages' layers are not here
+        for tensor in _tensors(held):
+            if tensor.numel() and tensor.data_ptr() not in known:
+                known.add(tensor.data_ptr())
+                left.append(tensor)
+    return left
 
 
 def _tensors(held: Any) -> Iterator[Any]:

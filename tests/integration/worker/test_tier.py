@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine.late_copies import LateQueue
+from integration.worker.runners import small_runner
 from tier.plans import a_load, a_plan, a_store
 from transfer.resident import (
     files_opened_since,
@@ -38,11 +39,7 @@ STEP = SimpleNamespace(total_num_scheduled_tokens=5, num_scheduled_tokens={"a": 
 @pytest.fixture
 def runner() -> Any:
     """Seven blocks of KV in one layer."""
-    placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[], kv_cache_groups=[])
-    alone = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
-    return SimpleNamespace(
-        kv_caches=[torch.arange(105.0).reshape(7, 3, 5)], kv_cache_config=placed, vllm_config=alone
-    )
+    return small_runner()
 
 
 @pytest.fixture

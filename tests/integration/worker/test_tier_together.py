@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine.late_copies import LateQueue
+from integration.worker.runners import small_runner
 from tier.plans import a_load, a_plan, a_store
 
 from kvoffload_patch.integration.protocol import RESULT
@@ -52,12 +53,7 @@ def open_ranks() -> Iterator[Callable[..., Ranks]]:
         assert board is not None
         file.resize(slots * 512)
         for rank in (3, 5):
-            placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[], kv_cache_groups=[])
-            config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
-            runner = SimpleNamespace(
-                kv_caches=[torch.arange(105.0).reshape(7, 3, 5)], kv_cache_config=placed,
-                vllm_config=config,
-            )  # fmt: skip
+            runner = small_runner(tensor_parallel_size=2)
             if late and rank == 5:
                 monkeypatch.setattr(copy_engine, "SyncCopyQueue", LateQueue)
             opened.append(

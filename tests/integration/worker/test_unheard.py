@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from integration.worker.runners import small_runner
 from tier.plans import a_load, a_plan, a_store
 
 from kvoffload_patch.integration.engine.ranks import checks
@@ -31,13 +32,8 @@ Board = tuple[SharedFile, Alarms]
 @pytest.fixture
 def worker() -> Iterator[Any]:
     """The second of two tensor-parallel ranks."""
-    placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[], kv_cache_groups=[])
-    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
-    runner = SimpleNamespace(
-        kv_caches=[torch.arange(105.0).reshape(7, 3, 5)], kv_cache_config=placed,
-        vllm_config=config,
-    )  # fmt: skip
-    made = SimpleNamespace(model_runner=runner, rank=1, vllm_config=config)
+    runner = small_runner(tensor_parallel_size=2)
+    made = SimpleNamespace(model_runner=runner, rank=1, vllm_config=runner.vllm_config)
     yield made
     rpc.close_rank(made)
 
@@ -126,7 +122,7 @@ def test_a_step_that_fails_on_it_goes_on_and_the_engine_sees_that(
     [found, *_] = [r for r in caplog.records if SAYS in r.getMessage()]
     assert found.exc_info and FAULTS[fault] in found.getMessage()
     monkeypatch.undo()
-    with pytest.raises(RuntimeError, match="expected no more steps after one that has failed"):
+    with pytest.raises(RuntimeError, match="expected no step after one that has failed"):
         tier.finish(None)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from integration.worker.runners import small_runner  # noqa: E402
 from tier.plans import a_load, a_plan, a_store  # noqa: E402
 
 from kvoffload_patch import __version__, launch_token  # noqa: E402
@@ -158,13 +159,8 @@ def test_giving_back_asks_every_rank_and_forgives_those_that_do_not_answer() -> 
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker on the CPU with seven blocks of KV."""
     monkeypatch.setattr(rpc, "runner_is_patched", lambda runner: "")
-    placed = SimpleNamespace(num_blocks=7, kv_cache_tensors=[], kv_cache_groups=[])
-    alone = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
-    runner = SimpleNamespace(
-        kv_caches=[torch.zeros(7, 3, 5)], kv_cache_config=placed, vllm_config=alone,
-        device=torch.device("cpu"),
-    )  # fmt: skip
-    return SimpleNamespace(rank=0, model_runner=runner, vllm_config=alone)
+    runner = small_runner()
+    return SimpleNamespace(rank=0, model_runner=runner, vllm_config=runner.vllm_config)
 
 
 def output() -> Any:
