@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from engine import gpu_nodes, gpu_states
 
 if TYPE_CHECKING:
-    from engine.gpu_kinds import Kind
+    from engine.gpu_kind import Kind
 
 SLEEPS, STATES, FLIPPED = "sleeps_twice", "lengths_alone", "flipped_bits"
 COMMANDED = "commanded"
@@ -18,6 +18,7 @@ LOST = ("first", "other weights", "level 2", "reset")
 # What the tier has when it was told something, and what it must not have.
 HAD = ("stored", "resumed", "larger, stored", "emptied, stored")
 NOT_HAD = ("first", "paused", "emptied")
+_WRONG_BYTES = re.compile(r"expected the checksum|expected on rank \d+ the by")
 DIFFERING = 6  # of answers that differ so many are told: plain vLLM's and the tier's
 Answers = dict[str, Any]  # of an engine, by scenario; or what was made of two
 
@@ -110,7 +111,7 @@ def _flipped(kind: Kind, off: Answers, on: Answers, found: Answers) -> list[bool
     """No answer leaves that read a block whose bit has changed: the engine ends, or computes it."""
     ended, mismatches = on["ended"], on["tier"]["mismatches"]
     if kind.ends:
-        found["ended"] = "expected the checksum" in ended or "expected on rank 1 the by" in ended
+        found["ended"] = bool(_WRONG_BYTES.search(ended))
         return [found["ended"], len(on["tokens"]) == len(off["tokens"]) // 2]
     found["mismatches"] = mismatches
     return [not ended, len(on["tokens"]) == len(off["tokens"]), mismatches > 0]

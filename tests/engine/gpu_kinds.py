@@ -29,92 +29,19 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine import architectures, drafts, engines, gpu_nodes, gpu_states, model
+from engine import architectures, drafts, engines, gpu_nodes, gpu_ranks, gpu_states, model
 from engine import release as installed
-from engine.gpu_answers import COMMANDED, FLIPPED, SLEEPS, STATES, compare
+from engine.gpu_answers import COMMANDED, SLEEPS, STATES, compare
+from engine.gpu_kind import BLOCKS_KEPT, EAGER, GRAPHS, HEADS, MLA, Kind
 
 from scripts.bench.common import visible_gpus
 
-BLOCKS_KEPT, BLOCKS_FEW = 4096, 288  # GPU blocks of 16 tokens
-EAGER = {"enforce_eager": True}
-GRAPHS = {
-    "enforce_eager": False,
-    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-}
-# Takes every size of a latent; FlashAttention's kernels for it are a large part of a release.
-MLA = {**GRAPHS, "attention_backend": "TRITON_MLA"}
-TWO_RANKS = {"tensor_parallel_size": 2}
 LMCACHE = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One way to run an engine.
-
-    Attributes:
-        model: a folder that one of `MODELS` writes.
-        engine: arguments of `vllm.LLM`; ``{models}`` in a text is where the models are.
-        gpus: that it takes.
-        runners: that have it.
-        groups: of layers with their own blocks.
-        one_copy: whether its ranks hold the same bytes.
-        shards: ranks that each hold a part of every block's tokens.
-        asked: the scenario in which one prompt is asked at a time; its answers must be equal.
-        settings: of the tier.
-        kvcached: variables of kvcached, beside which the engine with the tier runs; empty: without.
-        ray: whether Ray starts its ranks, on two nodes with a GPU each, see `gpu_nodes`.
-        lmcache: its variables, where the engines with few blocks have its connector, one of them
-            without the tier; empty: without.
-        exact: vLLM computes a request as if it were alone, so prompts asked together are compared.
-        blocks: of the GPU, without the tier and with it.
-        late: how late the tier's copies are, see `late_copies`.
-        ends: the engine with the tier ends, and what it has answered before is compared.
-        unsteady: first answers that are not compared, see `gpu_states.UNSTEADY`.
-        by_layer: whether its blocks are large enough for loads that come by layer.
-    """
-
-    name: str
-    model: str
-    engine: dict[str, Any]
-    gpus: int = 1
-    runners: tuple[str, ...] = ("v1", "v2")
-    groups: int = 1
-    one_copy: bool = False
-    shards: int = 1
-    asked: str = "singles"
-    settings: dict[str, str] = field(default_factory=dict)
-    kvcached: dict[str, str] = field(default_factory=dict)
-    lmcache: dict[str, str] = field(default_factory=dict)
-    ray: bool = False
-    exact: bool = False
-    blocks: tuple[int, int] = (BLOCKS_KEPT, BLOCKS_FEW)
-    late: str = ""
-    by_layer: bool = False
-    ends: bool = False
-    unsteady: int = 0
-
-    @property
-    def says(self) -> tuple[bool, bool]:
-        """Whether the engine says that loads come by layer, and that ranks keep one copy."""
-        return self.by_layer, self.one_copy
-
-    @property
-    def scenarios(self) -> list[str]:
-        """What is played on it."""
-        if self.asked == STATES:
-            return gpu_states.SCENARIOS
-        if self.asked in ("each_engine", SLEEPS, COMMANDED):
-            return [self.asked]
-        if self.asked in gpu_nodes.LOST:
-            return ["setup", self.asked]
-        also = ["batches"] if self.asked == "singles" else []
-        also += ["shrunk"] if self.kvcached else []
-        return ["setup", "sensitivity", self.asked, *also]
+_ONE_COPY = re.compile(r"one copy for ranks that hold the same bytes \((.*?)\)")
 
 
 def _drafts(method: str, target: str = "target", runners: tuple[str, ...] = ("v1", "v2")) -> Kind:
@@ -127,14 +54,6 @@ def _drafts(method: str, target: str = "target", runners: tuple[str, ...] = ("v1
     return Kind(
         f"drafts, {method}", f"drafts/{target}", engine, runners=runners, asked="guesses_alone"
     )
-
-
-def _flipped(ranks: dict[str, Any], ends: bool) -> Kind:
-    where, of, gpus = (" on another rank", "two heads", 2) if ranks else ("", "full", 1)
-    full = "all blocks checked", {"KVOFFLOAD_INTEGRITY": "full"}
-    how, settings = ("in a step that does not wait", {}) if ends else full
-    name, engine = f"flipped bits{where}, {how}", {**GRAPHS, **ranks}
-    return Kind(name, of, engine, gpus, asked=FLIPPED, settings=settings, ends=ends)
 
 
 def _beside_kvcached(name: str, policy: str, **engine: Any) -> Kind:
@@ -189,17 +108,13 @@ def _by_layer(name: str, engine: dict[str, Any]) -> Kind:
     return Kind(f"loads by layer, {name}", "many heads", engine, **how)
 
 
-def _in_parts(name: str, written: str, engine: dict[str, Any]) -> Kind:
-    engine = {**engine, **TWO_RANKS, "decode_context_parallel_size": 2}
-    return Kind(f"{name}, two ranks with a part of each block", written, engine, 2, shards=2)
-
-
-def _states(name: str) -> Kind:
+def _states(name: str, ranks: int = 1) -> Kind:
     """Copies are held up; what nobody has run is asked for, as a user would."""
     return Kind(
-        f"states: {name}",
+        f"states: {name}{', two ranks' if ranks > 1 else ''}",
         gpu_states.KINDS[name][0],
-        gpu_states.engine(name),
+        {**gpu_states.engine(name), "tensor_parallel_size": ranks},
+        gpus=ranks,
         groups=2,
         asked=STATES,
         settings={"KVOFFLOAD_ALLOW_UNVERIFIED": "1"},
@@ -209,19 +124,13 @@ def _states(name: str) -> Kind:
     )
 
 
-# Every head has the size that attention kernels for a GPU have; ranks hold different heads.
-_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
 MODELS: dict[str, Callable[[Path], object]] = {
     "full": partial(model.write_model, heads=2, kv_heads=1, head_dim=128),
     "windows": partial(model.write_model, heads=2, kv_heads=1, head_dim=128, window=256),
-    # vLLM 0.26.0 cannot put the parts of an answer together where a rank has one query head.
-    "one KV head": partial(model.write_model, heads=8, kv_heads=1, head_dim=128),
     "many heads": partial(model.write_model, heads=32, kv_heads=32, head_dim=128),
-    "two heads": partial(model.write_model, heads=2, kv_heads=2, head_dim=128),
-    "chunks": partial(architectures.write, "llama4_text", **_HEADS),
-    "experts": partial(architectures.write, "mixtral", **_HEADS),
-    "mla": partial(architectures.write, "deepseek_v2"),
+    "chunks": partial(architectures.write, "llama4_text", **HEADS),
     "drafts": partial(drafts.write, heads=2),
+    **gpu_ranks.MODELS,
     **gpu_states.MODELS,
 }
 KINDS = [
@@ -235,7 +144,9 @@ KINDS = [
     Kind("graphs, chunks", "chunks", {**GRAPHS, "max_model_len": 1024}, groups=4),
     Kind("mla", "mla", MLA),
     *(_states(name) for name in gpu_states.KINDS),
-    *(_flipped(ranks, ends) for ranks in ({}, TWO_RANKS) for ends in (False, True)),
+    _states("gated delta net", ranks=2),
+    _states("Mamba 2", ranks=2),
+    *gpu_ranks.flipped("", "full", {}),
     Kind("sleep", "full", {**GRAPHS, "enable_sleep_mode": True}, asked=SLEEPS),
     Kind(
         "paused, resized and emptied",
@@ -253,26 +164,8 @@ KINDS = [
     _drafts("ngram", runners=("v1",)),
     _drafts("eagle3"),
     _drafts("mtp", target="mtp"),
-    Kind("graphs, two ranks", "two heads", {**GRAPHS, **TWO_RANKS}, gpus=2),
-    Kind("graphs, two ranks that hold the same", "full", {**GRAPHS, **TWO_RANKS}, 2, one_copy=True),
-    Kind("mla, two ranks that hold the same", "mla", {**MLA, **TWO_RANKS}, 2, one_copy=True),
-    _in_parts("graphs", "one KV head", GRAPHS),
-    _in_parts("mla", "mla", MLA),
-    Kind("graphs, two stages", "full", {**GRAPHS, "pipeline_parallel_size": 2}, gpus=2),
+    *gpu_ranks.KINDS,
     *(_by_ray(name) for name in gpu_nodes.KINDS),
-    Kind(
-        "expert parallel, two ranks",
-        "experts",
-        {**EAGER, **TWO_RANKS, "enable_expert_parallel": True},
-        gpus=2,
-    ),
-    Kind(
-        "data and expert parallel, two engines",
-        "experts",
-        {**EAGER, "data_parallel_size": 2, "enable_expert_parallel": True},
-        gpus=2,
-        asked="each_engine",
-    ),
 ]
 
 
@@ -331,10 +224,10 @@ def _environment(gpus: str, runner: str, kind: Kind, tier: bool, few: bool) -> d
     return asked
 
 
-def _said(log: str) -> dict[str, bool]:
+def _said(log: str) -> dict[str, Any]:
     """What an engine with the tier says of how it runs."""
-    one_copy = "one copy for ranks that hold the same bytes (0 and 1)" in log
-    return {"one_copy": one_copy, "by_layer": "loads come by layer" in log}
+    held = _ONE_COPY.search(log)
+    return {"one_copy": held.group(1) if held else "", "by_layer": "loads come by layer" in log}
 
 
 def chosen(runners: list[str], parts: list[str], gpus: int) -> list[tuple[str, Kind]]:

@@ -115,7 +115,7 @@ def test_beside_lmcache_the_tier_is_judged_where_lmcache_alone_is_right(
 ) -> None:
     kind = next(kind for kind in gpu_kinds.KINDS if kind.lmcache)
     assert gpu_kinds._sides(kind) == [(False, False), (True, True), (False, True)]
-    about = {"setup": {"runner": "r", "scheduler": "s", "groups": 1}, "one_copy": False}
+    about = {"setup": {"runner": "r", "scheduler": "s", "groups": 1}, "one_copy": ""}
 
     def answered(tokens: list[int]) -> dict:
         apart = {"tokens": [[n] for n in range(4)]}
@@ -144,7 +144,7 @@ def test_no_answer_may_leave_that_read_a_flipped_bit(
     ends: bool, tokens: list[int], error: str, mismatches: int, outcome: str
 ) -> None:
     kind = next(k for k in gpu_kinds.KINDS if k.asked == gpu_answers.FLIPPED and k.ends == ends)
-    about = {"setup": {"runner": "r", "scheduler": "s", "groups": 1}, "one_copy": False}
+    about = {"setup": {"runner": "r", "scheduler": "s", "groups": 1}, "one_copy": ""}
     about["sensitivity"] = {"tokens": [[n] for n in range(4)]}
 
     def answered(tokens: list[int], ended: str, mismatches: int) -> dict:
@@ -192,7 +192,7 @@ def test_a_result_of_skipped_kinds_alone_is_not_green() -> None:
 
 
 def test_an_engine_that_vllm_has_no_room_for_was_not_run() -> None:
-    kind, answered = gpu_kinds.KINDS[0], {"one_copy": False}
+    kind, answered = gpu_kinds.KINDS[0], {"one_copy": ""}
     log = "ValueError: To serve at least one request with 2048, no. Try increasing `a`\nmore"
     found = gpu_answers.compare("v1", kind, answered, {"error": log})
     assert found["outcome"] == "skipped"
@@ -215,8 +215,8 @@ def slept() -> tuple[dict, dict]:
     off = {"tokens": {**plain, **hit}, "cached": {}, **about}
     on = {"tokens": {**plain, **hit, **kept}, "cached": cached, **about}
     return (
-        {kind.asked: off, "one_copy": False},
-        {kind.asked: on, "one_copy": False},
+        {kind.asked: off, "one_copy": ""},
+        {kind.asked: on, "one_copy": ""},
     )
 
 
@@ -260,8 +260,8 @@ def commanded() -> tuple[dict, dict]:
 
     said = {"states": ["paused", *["on"] * 4], "capacities": [64, 64, 9, 64, 64]}
     return (
-        {"commanded": side(hits), "one_copy": False},
-        {"commanded": {**side(cached), **said}, "one_copy": False},
+        {"commanded": side(hits), "one_copy": ""},
+        {"commanded": {**side(cached), **said}, "one_copy": ""},
     )
 
 
@@ -331,7 +331,7 @@ def test_what_must_hold_beside_kvcached(changes: dict, outcome: str) -> None:
         "sensitivity": {"tokens": [[1], [2], [3], [4]]},
         "singles": {"tokens": [[1], [2]]},
         "batches": {"tokens": [[1], [2], [3], [4]], "cached": [0, 16, 16, 0]},
-        "one_copy": False,
+        "one_copy": "",
     }
     off = {**side, "shrunk": {"tokens": [[1], [2], [3]], "cached": [16, 0, 32]}}
     on = {"tokens": [[1], [2], [3]], "cached": [0, 0, 32], "pool": "ElasticBlockPool"}
@@ -351,7 +351,7 @@ def test_loads_that_do_not_come_by_layer_are_no_result_of_that_kind(by_layer: bo
         "sensitivity": {"tokens": [[1], [2], [3], [4]]},
         "singles": {"tokens": [[1], [2]]},
         "batches": {"tokens": [[1], [2]], "loaded": 320, "cached": [0, 16]},
-        "one_copy": False,
+        "one_copy": "",
     }
     found = gpu_answers.compare("v1", kind, side, {**side, "by_layer": by_layer})
     assert found["outcome"] == ("passed" if by_layer else "failed")

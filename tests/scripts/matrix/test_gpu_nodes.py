@@ -120,7 +120,7 @@ def ended(slots: int, **changes: Any) -> dict[str, Any]:
     end = {"error": "RuntimeError", "said": "a rank is gone", "seconds": 1.0}
     setup = {"runner": "r", "scheduler": "s", "executor": "RayExecutorV2", "slots": slots}
     kept = {name: changes.pop(name) for name in list(changes) if name in setup}
-    return {"setup": {**setup, **kept}, LOST.asked: {**end, **changes}, "one_copy": False}
+    return {"setup": {**setup, **kept}, LOST.asked: {**end, **changes}, "one_copy": ""}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_an_engine_that_answers_without_its_node_has_failed() -> None:
 )
 def test_ray_has_started_the_ranks_whose_answers_are_compared(executor: str, outcome: str) -> None:
     setup = {"runner": "r", "scheduler": "s", "groups": 1, "executor": executor}
-    side = {"setup": setup, "one_copy": False, "sensitivity": {"tokens": [[n] for n in range(4)]}}
+    side = {"setup": setup, "one_copy": "", "sensitivity": {"tokens": [[n] for n in range(4)]}}
     side |= {name: {"tokens": [[1], [2]], "tier": {"loaded": 5}} for name in ("singles", "batches")}
     found = gpu_answers.compare("v1", TWO_RANKS, side, side)
     assert (found["outcome"], found["executor"]) == (outcome, executor)

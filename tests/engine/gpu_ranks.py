@@ -1,0 +1,113 @@
+"""Kinds of engines of `gpu_kinds` with several ranks, each on a GPU of one host.
+
+Tensor-parallel ranks, pipeline stages, both at once, ranks that hold the same bytes or a part of
+each block, experts, and engines side by side. `gpu_nodes` has those of several hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine import architectures, model
+from engine.gpu_answers import FLIPPED
+from engine.gpu_kind import EAGER, GRAPHS, HEADS, MLA, Kind
+
+_WORDS = {2: "two", 4: "four"}
+_STAGES = {"pipeline_parallel_size": 2}
+
+
+def _ranks(count: int) -> dict[str, Any]:
+    return {"tensor_parallel_size": count}
+
+
+def flipped(where: str, written: str, engine: dict[str, Any], gpus: int = 1) -> list[Kind]:
+    """Bits change in slots of the last rank; of several, the engine gets another one's result."""
+    name, engine = f"flipped bits{where}", {**GRAPHS, **engine}
+    full, not_waiting = f"{name}, all blocks checked", f"{name}, in a step that does not wait"
+    return [
+        Kind(full, written, engine, gpus, asked=FLIPPED, settings={"KVOFFLOAD_INTEGRITY": "full"}),
+        Kind(not_waiting, written, engine, gpus, asked=FLIPPED, ends=True),
+    ]
+
+
+def _in_parts(name: str, written: str, engine: dict[str, Any], count: int = 2) -> Kind:
+    engine = {**engine, **_ranks(count), "decode_context_parallel_size": count}
+    name = f"{name}, {_WORDS[count]} ranks with a part of each block"
+    return Kind(name, written, engine, count, shards=count)
+
+
+def _same(name: str, written: str, engine: dict[str, Any], count: int, held: str) -> Kind:
+    engine = {**engine, **_ranks(count)}
+    return Kind(name, written, engine, count, one_copy=held)
+
+
+MODELS: dict[str, Callable[[Path], object]] = {
+    # vLLM 0.26.0 cannot put the parts of an answer together where a rank has one query head.
+    "one KV head": partial(model.write_model, heads=8, kv_heads=1, head_dim=128),
+    "two heads": partial(model.write_model, heads=2, kv_heads=2, head_dim=128),
+    "four heads": partial(model.write_model, heads=4, kv_heads=4, head_dim=128),
+    "two KV heads": partial(model.write_model, heads=4, kv_heads=2, head_dim=128),
+    "experts": partial(architectures.write, "mixtral", **HEADS),
+    "mla": partial(architectures.write, "deepseek_v2"),
+    "mla eight heads": partial(
+        architectures.write, "deepseek_v2", num_attention_heads=8, num_key_value_heads=8
+    ),
+}
+_TWO = [
+    *flipped(" on another rank", "two heads", _ranks(2), gpus=2),
+    Kind("graphs, two ranks", "two heads", {**GRAPHS, **_ranks(2)}, gpus=2),
+    _same("graphs, two ranks that hold the same", "full", GRAPHS, 2, "0 and 1"),
+    _same("mla, two ranks that hold the same", "mla", MLA, 2, "0 and 1"),
+    _in_parts("graphs", "one KV head", GRAPHS),
+    _in_parts("mla", "mla", MLA),
+    Kind("graphs, two stages", "full", {**GRAPHS, **_STAGES}, gpus=2),
+    Kind(
+        "expert parallel, two ranks",
+        "experts",
+        {**EAGER, **_ranks(2), "enable_expert_parallel": True},
+        gpus=2,
+    ),
+    Kind(
+        "data and expert parallel, two engines",
+        "experts",
+        {**EAGER, "data_parallel_size": 2, "enable_expert_parallel": True},
+        gpus=2,
+        asked="each_engine",
+    ),
+]
+_FOUR = [
+    Kind("graphs, four ranks", "four heads", {**GRAPHS, **_ranks(4)}, gpus=4),
+    _same("graphs, four ranks, two of each KV head", "two KV heads", GRAPHS, 4, "0 and 1, 2 and 3"),
+    _same("mla, four ranks that hold the same", "mla eight heads", MLA, 4, "0 and 1 and 2 and 3"),
+    _in_parts("graphs", "one KV head", GRAPHS, 4),
+    _in_parts("mla", "mla eight heads", MLA, 4),
+    Kind(
+        "mla, four ranks, two with each part of a block",
+        "mla eight heads",
+        {**MLA, **_ranks(4), "decode_context_parallel_size": 2},
+        gpus=4,
+        shards=2,
+        one_copy="0 and 2, 1 and 3",
+    ),
+    Kind("graphs, four stages", "full", {**GRAPHS, "pipeline_parallel_size": 4}, gpus=4),
+    Kind("graphs, two stages of two ranks", "two heads", {**GRAPHS, **_ranks(2), **_STAGES}, 4),
+    Kind(
+        "graphs, two stages of two ranks that hold the same",
+        "full",
+        {**GRAPHS, **_ranks(2), **_STAGES},
+        gpus=4,
+        one_copy="0 and 1, 2 and 3",
+    ),
+    Kind(
+        "graphs, two engines of two ranks",
+        "two heads",
+        {**GRAPHS, **_ranks(2), "data_parallel_size": 2},
+        gpus=4,
+        asked="each_engine",
+    ),
+    *flipped(" on one of two stages of two ranks", "two heads", {**_ranks(2), **_STAGES}, gpus=4),
+]
+KINDS = [*_TWO, *_FOUR]
