@@ -1,8 +1,9 @@
 """Which ranks hold the same bytes in every block of KV.
 
 Tensor-parallel ranks do where there is nothing to divide: MLA keeps one latent for all heads, and a
-model with fewer KV heads than ranks has each head on several. Read from what was built, layer by
-layer, because one model may have layers of several kinds; what is not understood is not the same.
+model with fewer KV heads than ranks has each head on several. Where such ranks hold a part of each
+block's tokens, those with the same part do. Read from what was built, layer by layer, because one
+model may have layers of several kinds; what is not understood is not the same.
 """
 
 from __future__ import annotations
@@ -23,17 +24,21 @@ def same_bytes(worker: Any, layout: Any) -> str:
         layout: the rank's `BlockLayout`; ranks whose blocks are laid out in another way differ.
     """
     parallel = worker.vllm_config.parallel_config
-    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
-        return ""  # ranks with the same heads have other tokens of each block
     ranks = getattr(parallel, "tensor_parallel_size", 1)
-    replicas = _replicas(worker.model_runner, ranks) if ranks > 1 else 1
-    if replicas < 2:
+    if ranks < 2 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        return ""
+    # With decode context parallelism, ranks with the same heads take turns: each has so many'th
+    # of a block's tokens (`_DCP` in vllm/distributed/parallel_state.py is of neighbours).
+    parts = getattr(parallel, "decode_context_parallel_size", 1)
+    replicas = _replicas(worker.model_runner, ranks)
+    if replicas <= parts or replicas % parts:
         return ""
     # A rank's number counts pipeline stages, and within one the tensor-parallel ranks.
     stage, rank = divmod(worker.rank, ranks)
     shape = repr([(offset, tuple(row.shape)) for offset, row in zip(layout.offsets, layout.rows)])
     digest = hashlib.sha256(shape.encode()).hexdigest()[:16]
-    return f"stage {stage}, part {rank // replicas} of {ranks // replicas}, {digest}"
+    heads = f"part {rank // replicas} of {ranks // replicas}"
+    return f"stage {stage}, {heads}, tokens {rank % parts} of {parts}, {digest}"
 
 
 def _replicas(runner: Any, ranks: int) -> int:

@@ -87,10 +87,32 @@ def test_states_are_each_ranks_own(attention: Any) -> None:
     assert told(2, groups[1:], {"b": 2}) == ["", ""]
 
 
-def test_with_decode_context_parallelism_none_are_the_same() -> None:
-    latent = [group({"a.attn": MLAAttentionSpec()})]
-    assert same_bytes(worker(0, 4, latent, {}), layout())
-    assert same_bytes(worker(0, 4, latent, {}, shards=2), layout()) == ""
+@pytest.mark.parametrize(
+    ("ranks", "shards", "replicas", "alike"),
+    [
+        (4, 2, 4, [[0, 2], [1, 3]]),
+        (8, 2, 4, [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        (4, 4, 4, []),
+        (4, 2, 2, []),
+        (6, 2, 3, []),  # ranks of two heads would have a part together
+    ],
+)
+def test_with_decode_context_parallelism_those_with_the_same_tokens_are(
+    ranks: int, shards: int, replicas: int, alike: list[list[int]]
+) -> None:
+    of = [group(FULL)], {"a": replicas, "b": replicas}
+    latent = [group({"a.attn": MLAAttentionSpec()})], {}
+    for groups, heads in (of, latent) if replicas == ranks else (of,):
+        said = [same_bytes(worker(r, ranks, groups, heads, shards), layout()) for r in range(ranks)]
+        found = [[r for r in range(ranks) if said[r] == text] for text in dict.fromkeys(said)]
+        assert (found if said[0] else []) == alike
+
+
+def test_with_prefill_context_parallelism_none_are_the_same() -> None:
+    one = worker(0, 4, [group(FULL)], {"a": 2, "b": 2})
+    assert same_bytes(one, layout())
+    one.vllm_config.parallel_config.prefill_context_parallel_size = 2
+    assert same_bytes(one, layout()) == ""
 
 
 @pytest.mark.parametrize(
