@@ -60,10 +60,8 @@ def outgrown(stage: Stage) -> dict[str, Any]:
     """Answers that outgrow the GPU cache together, and how far each token is ahead of the next.
 
     ``ahead``: the natural log of the ratio of the two likeliest tokens, for each token of each
-    answer. ``late``: copies that `late_copies` has held up on the device.
+    answer. ``late``: copies that `late_copies` has held up on the devices.
     """
-    import late_copies
-
     before = stage.counter("vllm:num_preemptions")
     greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": 2}
     asked = [{"prompt_token_ids": prompt} for prompt in prompts(26, 8, 360)]
@@ -77,9 +75,16 @@ def outgrown(stage: Stage) -> dict[str, Any]:
         "tokens": tokens_of(outputs),
         "ahead": [[first - second for first, second, *_ in answer] for answer in best],
         "preemptions": stage.counter("vllm:num_preemptions") - before,
-        "late": late_copies.held_up(),
+        "late": sum(stage.core.model_executor.collective_rpc(_held_up)),
         "tier": stage.tier_stats(),
     }
+
+
+def _held_up(_: Any) -> int:
+    """Runs on each worker."""
+    import late_copies
+
+    return late_copies.held_up()
 
 
 def each_engine(stage: Stage) -> dict[str, Any]:
