@@ -111,7 +111,7 @@ def _by_layer(name: str, engine: dict[str, Any]) -> Kind:
 def _states(name: str, ranks: int = 1) -> Kind:
     """Copies are held up; what nobody has run is asked for, as a user would."""
     return Kind(
-        f"states: {name}{', two ranks' if ranks > 1 else ''}",
+        f"states{' on two ranks' if ranks > 1 else ''}: {name}",
         gpu_states.KINDS[name][0],
         {**gpu_states.engine(name), "tensor_parallel_size": ranks},
         gpus=ranks,
