@@ -19,6 +19,64 @@ BY_RAY = tuple(
         "stages, a node lost while it answers",
     )
 )
+# Of a row each: what it is, the kind, and how it is played on the CPU.
+STATES = (
+    ("gated delta net (Qwen3-Next)", "gated delta net", "bfloat16"),
+    (
+        "short convolutions (LFM2)",
+        "short convolutions",
+        "float32 (the test gives the CPU build's rotation the shape that it takes)",
+    ),
+    (
+        "Mamba 2 (Nemotron-H)",
+        "Mamba 2",
+        "float32 (two kernels that the CPU build lacks from 0.32 on are PyTorch's)",
+    ),
+    (
+        "Mamba 1 (Jamba)",
+        "Mamba 1",
+        "float32 (two kernels that the CPU build lacks are PyTorch's)",
+    ),
+    (
+        "linear attention (MiniMax, Bailing)",
+        "linear attention",
+        "float32 (Bailing's, whose kernels are PyTorch's, beside plain heads instead of MLA, with "
+        "which the CPU build turns prefix caching off)",
+    ),
+)
+STATES_ON_TWO = tuple(f"states on two ranks: {of}" for of in ("gated delta net", "Mamba 2"))
 _FLIPPED = "all blocks checked", "in a step that does not wait"
 FLIPPED = tuple(f"flipped bits, {how}" for how in _FLIPPED)
 FLIPPED_APART = tuple(f"flipped bits on another rank, {how}" for how in _FLIPPED)
+# A row, and the kinds that show it; all of them take four GPUs.
+FOUR_GPUS = (
+    (
+        "four tensor-parallel ranks",
+        (
+            "graphs, four ranks",
+            "graphs, four ranks, two of each KV head",
+            "mla, four ranks that hold the same",
+        ),
+    ),
+    (
+        "DCP with four ranks, of two parts and of four",
+        (
+            "graphs, four ranks with a part of each block",
+            "mla, four ranks with a part of each block",
+            "mla, four ranks, two with each part of a block",
+        ),
+    ),
+    ("four pipeline stages", ("graphs, four stages",)),
+    (
+        "two pipeline stages of two ranks",
+        (
+            "graphs, two stages of two ranks",
+            "graphs, two stages of two ranks that hold the same",
+        ),
+    ),
+    ("two data-parallel engines of two ranks", ("graphs, two engines of two ranks",)),
+    (
+        "a bit that changes on a rank of two stages of two ranks",
+        tuple(f"flipped bits on one of two stages of two ranks, {how}" for how in _FLIPPED),
+    ),
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from scripts.matrix.features_kinds import BY_RAY, FLIPPED, FLIPPED_APART, KVCACHED
+from scripts.matrix import features_kinds as kinds
 
 ENGINE = "tests/engine/"
 NOT_RUN = "not run"  # how a verdict begins, or ends, where there is no result
@@ -66,30 +66,6 @@ def _states(name: str, kind: str, dtype: str) -> Row:
 
 _KEPT = "test_states.py::test_a_prefix_comes_back_with_its_state"
 _LOST = "test_states.py::test_a_state_that_does_not_come_back_is_another_answer"
-_STATES = (
-    ("gated delta net (Qwen3-Next)", "gated delta net", "bfloat16"),
-    (
-        "short convolutions (LFM2)",
-        "short convolutions",
-        "float32 (the test gives the CPU build's rotation the shape that it takes)",
-    ),
-    (
-        "Mamba 2 (Nemotron-H)",
-        "Mamba 2",
-        "float32 (two kernels that the CPU build lacks from 0.32 on are PyTorch's)",
-    ),
-    (
-        "Mamba 1 (Jamba)",
-        "Mamba 1",
-        "float32 (two kernels that the CPU build lacks are PyTorch's)",
-    ),
-    (
-        "linear attention (MiniMax, Bailing)",
-        "linear attention",
-        "float32 (Bailing's, whose kernels are PyTorch's, beside plain heads instead of MLA, with "
-        "which the CPU build turns prefix caching off)",
-    ),
-)
 _DEVICES = "tests/integration/worker/test_devices.py::test_it_is_refused_in_a_sentence"
 _RANDOM = f"{_HALF}test_random_runs.py::test_random_runs"
 MOVED = "bytes moved for a hit"
@@ -120,7 +96,7 @@ ROWS = (
         "test_windows.py",
         gpu=("graphs, windows",),
     ),
-    *(_states(*one) for one in _STATES),
+    *(_states(*one) for one in kinds.STATES),
     _engine(
         "states: models of the sizes that are played on a GPU",
         "all but linear attention, which is beside MLA there; each answers otherwise when the "
@@ -131,6 +107,8 @@ ROWS = (
         "states on two tensor-parallel ranks",
         "two worker processes; all kinds above but linear attention",
         "test_states.py::test_each_of_two_ranks_brings_its_own_states_back",
+        gpu=kinds.STATES_ON_TWO,
+        gpus=2,
     ),
     _random("states: one, two and three groups", "_of_layers_that_keep_a_state[state]"),
     _random(
@@ -257,6 +235,7 @@ ROWS = (
         gpu=("data and expert parallel, two engines",),
         gpus=2,
     ),
+    *(Row(name, "needs four GPUs", (), of, 4) for name, of in kinds.FOUR_GPUS),
     _engine(
         "two nodes (multi-node mp executor)",
         "a tensor-parallel rank on each; the second has a host name, processes and shared memory "
@@ -268,7 +247,7 @@ ROWS = (
         "two tensor-parallel workers that Ray starts, on one node and on two, which the tests let "
         "the CPU platform do",
         "test_ray.py",
-        gpu=BY_RAY,
+        gpu=kinds.BY_RAY,
         gpus=2,
         beside=("Ray",),
     ),
@@ -317,9 +296,9 @@ ROWS = (
     Row(
         "a bit that changes in a block",
         "checksums, made beside the copy; on the CPU by `tests/engine/test_failures.py`",
-        gpu=FLIPPED,
+        gpu=kinds.FLIPPED,
     ),
-    Row("the same on a rank that does not report", "as above", gpu=FLIPPED_APART, gpus=2),
+    Row("the same on a rank that does not report", "as above", gpu=kinds.FLIPPED_APART, gpus=2),
     _engine(
         "speculative decoding: n-grams",
         "drafts accepted and refused",
@@ -363,7 +342,8 @@ ROWS = (
         "vLLM's own connectors that offload",
     ),
     _refused("kvcached", "kvcached")._replace(
-        what="the check at start, on a release and a device on which it was not run", gpu=KVCACHED
+        what="the check at start, on a release and a device on which it was not run",
+        gpu=kinds.KVCACHED,
     ),
     Row(
         "kvcached, every step",

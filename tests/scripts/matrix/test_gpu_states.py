@@ -29,7 +29,7 @@ def side(**outgrown: Any) -> dict[str, Any]:
         "sensitivity": {"tokens": [[1], [2], [3], [4]]},
         "lengths_alone": {"tokens": [[1], [2]], "cached": 640},
         "outgrown": {**answers, **outgrown},
-        "one_copy": False,
+        "one_copy": "",
     }
 
 
