@@ -282,8 +282,8 @@ WORKER = (
     Mutant(
         "ranks with other tokens of a block share its slot",
         _WORKER + "same_bytes.py",
-        'getattr(parallel, "decode_context_parallel_size", 1) > 1',
-        "False",
+        "tokens {rank % parts}",
+        "tokens {0}",
         ("integration/worker/test_same_bytes.py",),
     ),
     Mutant(

@@ -64,7 +64,11 @@ def check_eligible(vllm_config: Any, scheduler: Any) -> tuple[str, ...]:
     groups = scheduler.kv_cache_config.kv_cache_groups
     if not any(is_cached(group.kv_cache_spec) for group in groups):
         raise TierNotNeeded("this model keeps nothing in the prefix cache; no CPU tier.")
-    for found in (_parallel_problem(vllm_config, groups), _cache_problem(vllm_config, scheduler)):
+    for found in (
+        _parallel_problem(vllm_config, groups),
+        _model_problem(vllm_config),
+        _cache_problem(vllm_config, scheduler),
+    ):
         if found:
             raise TierRefused(f"{found}; {_REMEDY}.")
     doubts = tuple(dict.fromkeys(_doubts(vllm_config, scheduler)))
@@ -153,6 +157,30 @@ def _empty_step_problem(vllm_config: Any) -> str | None:
     return None
 
 
+def _model_problem(vllm_config: Any) -> str | None:
+    if vllm_config.model_config.is_encoder_decoder:
+        return "expected a decoder-only model, found an encoder-decoder one"
+    if _returns_routed_experts(vllm_config):
+        return (
+            "expected nothing of a prefix besides its blocks, found --enable-return-routed-experts,"
+            " whose data of each token vLLM keeps apart from blocks, so that the tier would bring "
+            "these back without; leave one of the two out"
+        )
+    return None
+
+
+def _returns_routed_experts(vllm_config: Any) -> bool:
+    """Whether answers tell which experts computed each token, those of a hit included.
+
+    Up to 0.30 the scheduler has them by the numbers of GPU blocks, later by keys, of which it keeps
+    about as many as the GPU has blocks.
+    """
+    outputs = getattr(vllm_config, "aux_output_config", None)
+    if outputs is not None and outputs.enabled:
+        return True
+    return bool(getattr(vllm_config.model_config, "enable_return_routed_experts", False))
+
+
 def _cache_problem(vllm_config: Any, scheduler: Any) -> str | None:
     if getattr(vllm_config.cache_config, "kv_offloading_size", None) is not None:
         return (
@@ -163,8 +191,6 @@ def _cache_problem(vllm_config: Any, scheduler: Any) -> str | None:
         problem = _kvcached_problem(vllm_config, scheduler)
         if problem:
             return f"beside kvcached: {problem}, {_WITHOUT_KVCACHED}"
-    if vllm_config.model_config.is_encoder_decoder:
-        return "expected a decoder-only model, found an encoder-decoder one"
     if getattr(scheduler.kv_cache_manager.coordinator, "enable_partial_hash_hits", False):
         return (
             "expected prefix cache hits of whole blocks, found partial ones enabled (by a "

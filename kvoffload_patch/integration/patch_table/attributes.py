@@ -245,7 +245,9 @@ _CONFIG = (
             "kv_transfer_config lora_config speculative_config observability_config "
             "compilation_config",
         ),
+        (">=0.31", "aux_output_config"),
     ),
+    *_has("vllm.config.aux_output", "AuxOutputConfig", (">=0.31", "enabled")),
     *_has(
         "vllm.config",
         "CacheConfig",
@@ -259,6 +261,7 @@ _CONFIG = (
         "vllm.config",
         "ModelConfig",
         (_ANY, "is_encoder_decoder served_model_name use_mla enable_sleep_mode quantization"),
+        (">=0.14,<0.31", "enable_return_routed_experts"),
         (">=0.24", "is_diffusion"),
     ),
     *_has(

@@ -43,7 +43,7 @@ def config(**changes: Any) -> SimpleNamespace:
     """vLLM's configuration, of which the tier approves but for the changes."""
     other = (
         "caching", "encoder_decoder", "async_scheduling", "device", "replayssm", "offloading",
-        "connectors", "diffusion",
+        "connectors", "diffusion", "routed_experts", "outputs",
     )  # fmt: skip
     parallel = {k: v for k, v in changes.items() if k not in other}
     parallel.setdefault("pipeline_parallel_size", 1)
@@ -58,7 +58,9 @@ def config(**changes: Any) -> SimpleNamespace:
         model_config=SimpleNamespace(
             is_encoder_decoder=changes.get("encoder_decoder", False),
             is_diffusion=changes.get("diffusion", False),
+            enable_return_routed_experts=changes.get("routed_experts", False),
         ),
+        aux_output_config=changes.get("outputs", SimpleNamespace(enabled=False)),
         device_config=SimpleNamespace(device_type=changes.get("device", "cpu")),
         kv_transfer_config=changes.get("connectors"),
     )
@@ -141,6 +143,12 @@ REFUSED = {
     "diffusion": (
         config(diffusion=True), scheduler(),
         r"computed once, found a diffusion model, .* \(KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it\)",
+    ),
+    "experts of each token, by GPU block": (
+        config(routed_experts=True), scheduler(), "besides its blocks, found --enable-return-rou",
+    ),
+    "experts of each token, by key": (
+        config(outputs=SimpleNamespace(enabled=True)), scheduler(), "leave one of the two out; ",
     ),
     "another tier in CPU memory": (
         config(offloading=4.0), scheduler(), "one tier in CPU memory, found --kv-offloading-size",
