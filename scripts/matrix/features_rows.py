@@ -276,6 +276,11 @@ ROWS = (
     _engine("cache salts", "kept apart", f"{_TOKENS}cache_salts_are_kept_apart"),
     _engine("LoRA adapters", "kept apart", f"{_PROCESSES}adapters_are_kept_apart"),
     _engine(
+        "LoRA adapters that are loaded again",
+        "other weights under the same name, in place or from another path",
+        f"{_PROCESSES}an_adapter_that_is_loaded_again_gets_nothing_of_the_one_before",
+    ),
+    _engine(
         "reset of the prefix cache",
         "other weights",
         f"{_TOKENS}nothing_stale_is_served_after_a_reset",

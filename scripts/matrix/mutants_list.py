@@ -280,6 +280,20 @@ WORKER = (
         ("integration/worker/test_tier_together.py",),
     ),
     Mutant(
+        "an adapter that was loaded again gets KV of the one before",
+        "integration/engine/requests/admission.py",
+        "if self._view.is_stale(request):",
+        "if False:",
+        ("integration/engine/blocks/test_lora.py",),
+    ),
+    Mutant(
+        "an adapter that is loaded in place counts as the one before",
+        "integration/engine/blocks/lora.py",
+        'getattr(lora, "load_inplace", False)',
+        "False",
+        ("integration/engine/blocks/test_lora.py",),
+    ),
+    Mutant(
         "ranks with other tokens of a block share its slot",
         _WORKER + "same_bytes.py",
         "tokens {rank % parts}",

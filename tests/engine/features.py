@@ -80,6 +80,35 @@ def outgrown(stage: Stage) -> dict[str, Any]:
     }
 
 
+def adapter_loaded_again(stage: Stage) -> dict[str, Any]:
+    """An evicted prompt under one adapter, and under another that is loaded under its name.
+
+    As a trainer does it where a release has that, in place: other weights are written to the same
+    folder. Else as a user: from another folder, under another number.
+    """
+    import shutil
+
+    from vllm.lora.request import LoRARequest
+
+    first, second = os.environ["TEST_LORAS"].split(os.pathsep)
+    folder, prompt, answers, cached = f"{first}-again", prompts(6, 1, 500), [], []
+    shutil.copytree(first, folder)
+    named = LoRARequest("again", 1, folder)
+    for turn in range(6):
+        if turn == 2 and hasattr(named, "load_inplace"):
+            shutil.copytree(second, folder, dirs_exist_ok=True)
+            stage.llm.llm_engine.add_lora(LoRARequest("again", 1, folder, load_inplace=True))
+        elif turn == 2:
+            named = LoRARequest("again", 2, second)
+        elif turn == 4:
+            stage.llm.reset_prefix_cache()
+        outputs = stage.play(prompt, lora_request=named)
+        answers += tokens_of(outputs)
+        cached += cached_of(outputs)
+        stage.push_out(60 + turn)
+    return {"tokens": answers, "cached": cached}
+
+
 def _held_up(_: Any) -> int:
     """Runs on each worker."""
     import late_copies

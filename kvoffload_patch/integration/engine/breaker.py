@@ -15,11 +15,13 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
+from kvoffload_patch.integration.engine.blocks.lora import LoraNames
 from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 from kvoffload_patch.integration.engine.reports.metrics import Reporter
 from kvoffload_patch.integration.engine.tier import SchedulerTier
 from kvoffload_patch.integration.engine.tuning import FAILED_COPIES, FAILED_WINDOW_S
 from kvoffload_patch.integration.errors import PromiseBroken
+from kvoffload_patch.integration.install import older_than
 from kvoffload_patch.integration.metrics import ON, PAUSED
 from kvoffload_patch.integration.protocol import PLAN, TIER
 from kvoffload_patch.patching import ObjectHooks
@@ -77,6 +79,7 @@ class Breaker:
         self._depth = 0  # calls of vLLM's that are within ours
         self._failed_copies = 0
         self._failed_at: deque[float] = deque()
+        self._loras = LoraNames(view, not older_than("0.31"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a scheduler that has a CPU tier attached cannot be copied or pickled")
@@ -158,6 +161,7 @@ class Breaker:
     def reset_done(self) -> None:
         """`reset_prefix_cache` has succeeded."""
         self.tier.gpu_emptied()
+        self._loras.gpu_emptied()
         self._tell_state()
 
     def weights_updated(self) -> None:
@@ -165,6 +169,12 @@ class Breaker:
         self._call("weights_updated", self.tier.weights_updated)
         self._settle()
         self._tell_state()
+
+    def lora_named(self, lora: Any) -> None:
+        """A request that arrives names a LoRA adapter, or one was loaded."""
+        if self.tier.settings.empty_on_update:
+            self._call("lora_named", self._loras.named, lora)
+            self._settle()
 
     # Inner hooks; those of blocks only note what the tier is to look at
 

@@ -73,6 +73,17 @@ def collective_rpc(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> A
         breaker.weights_updated()
 
 
+def add_lora(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
+    """`EngineCore.add_lora`: a LoRA adapter is loaded before a request names it, or again."""
+    breaker = _breaker(instance)
+    if breaker is None:
+        return wrapped(*args, **kwargs)
+    try:
+        return wrapped(*args, **kwargs)
+    finally:  # some ranks may have it before another raises
+        breaker.lora_named(_lora_request(*args, **kwargs))
+
+
 def _breaker(core: Any) -> Any:
     """The tier of an engine, or None.
 
@@ -89,6 +100,10 @@ def _executor_class(vllm_config: Any, executor_class: Any, *_: Any, **__: Any) -
 
 def _level(level: int = 1, *_: Any, **__: Any) -> int:
     return level
+
+
+def _lora_request(lora_request: Any) -> Any:
+    return lora_request
 
 
 def _method(method: Any, *_: Any, **__: Any) -> Any:

@@ -51,6 +51,17 @@ def update_from_output(wrapped: Method, live: list[bool], breaker: Breaker) -> M
     return hook
 
 
+def add_request(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
+    """`Scheduler.add_request`: between two steps."""
+
+    def hook(request: Any, *args: Any, **kwargs: Any) -> Any:
+        if live and request.lora_request is not None:
+            breaker.lora_named(request.lora_request)
+        return wrapped(request, *args, **kwargs)
+
+    return hook
+
+
 def finish_requests(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`Scheduler.finish_requests`: it removes a request from the queue its status names."""
 

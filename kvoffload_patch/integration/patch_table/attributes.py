@@ -93,12 +93,18 @@ _SCHEDULER = (
 
 _REQUEST = (
     *_has(
+        "vllm.lora.request",
+        "LoRARequest",
+        (_ANY, "lora_name lora_path"),
+        (">=0.15", "load_inplace"),
+    ),
+    *_has(
         "vllm.v1.request",
         "Request",
         (
             _ANY,
             "request_id status num_tokens num_computed_tokens num_tokens_with_spec "
-            "structured_output_request sampling_params num_prompt_tokens",
+            "structured_output_request sampling_params num_prompt_tokens lora_request",
         ),
         (">=0.10", "num_output_placeholders"),
         (">=0.10.1", "block_hashes"),

@@ -74,6 +74,16 @@ _ENGINE = (
         Shape(_ANY, ("self", "method", "timeout", "args", "kwargs"), "list[_R]"),
     ),
     *row(
+        "scheduler",
+        "engine.add_lora",
+        (_CORE, "EngineCore.add_lora"),
+        "engine.hooks:add_lora",
+        "an adapter that is loaded again has the keys of the one before it; up to 0.11.0 they have "
+        "its number, which none has twice",
+        Shape("<0.11.1", ("self", "lora_request"), "bool", hook=""),
+        Shape(">=0.11.1", ("self", "lora_request"), "bool"),
+    ),
+    *row(
         "frontend",
         "frontend.decoder",
         ("vllm.v1.serial_utils", "MsgpackDecoder.__init__"),
@@ -118,6 +128,16 @@ _SCHEDULING = (
             ("self", "scheduler_output", "model_runner_output"),
             "dict[int, EngineCoreOutputs]",
         ),
+        on="object",
+    ),
+    *row(
+        "scheduler",
+        "scheduler.add_request",
+        (_SCHEDULER, "Scheduler.add_request"),
+        "engine.step_hooks:add_request",
+        "requests name the adapter that their keys stand for",
+        Shape("<0.11.1", ("self", "request"), "None", hook=""),
+        Shape(">=0.11.1", ("self", "request"), "None"),
         on="object",
     ),
     *row(

@@ -254,9 +254,9 @@ class World:
         """Everything that the GPU's prefix cache has and nobody uses is overwritten."""
         self.pool.free_blocks(self.pool.get_new_blocks(self.pool.get_num_free_blocks()))
 
-    def only_in_cpu(self, tokens: list[int]) -> None:
+    def only_in_cpu(self, tokens: list[int], **more: Any) -> None:
         """Compute a prompt, store it, and lose it on the GPU."""
-        request = self.add(tokens)
+        request = self.add(tokens, **more)
         self.step(request)
         self.all_done()
         self.end(request)

@@ -39,6 +39,7 @@ class SchedulerView:
         prefills: running requests of whose prompts a part is computed, by name.
         prefix: vLLM's own prefix lookup.
         prefix_stats: vLLM's counters of hits.
+        stale_loras: names of adapters whose keys may stand for KV of other weights.
         undo: called by `restore`, to put back what others have changed of vLLM's objects.
     """
 
@@ -70,6 +71,7 @@ class SchedulerView:
         self.prefix = PrefixLookup(self.manager)
         self.undo: list[Callable[[], None]] = [self.prefix.restore]
         self.prefix_stats = PrefixStats(scheduler)
+        self.stale_loras: set[str] = set()
         self._run_limit = "max_num_active_reqs" if active else "max_num_running_reqs"
         self._counts_sessions = _SESSIONS in type(scheduler).schedule.__code__.co_names
         self._parked: dict[str, tuple[Any, Any]] = {}  # (request, status to restore) by name
@@ -120,6 +122,11 @@ class SchedulerView:
         if request.status != self._grammar or not structured:
             return False
         return bool(structured.grammar) and not isinstance(structured.grammar, Exception)
+
+    def is_stale(self, request: Any) -> bool:
+        """Whether what the tier has by a request's keys may be of other weights."""
+        lora = request.lora_request if self.stale_loras else None
+        return lora is not None and lora.lora_name in self.stale_loras
 
     def resumes_without_lookup(self, request: Any) -> bool:
         """Whether `schedule` admits a request, if it can, that is past its lookup."""

@@ -29,6 +29,7 @@ from kvoffload_patch.integration.engine.tuning import (
     SCAN_MARGIN_REQUESTS,
 )
 from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.policies import policy_named
 
 
 class Wait(Enum):
@@ -205,6 +206,7 @@ class Admission:
         self._copies_overlap = ranks.copies_overlap
         self.stalled_ms = 0.0
         self._pool = StandInPool(view, manager, loads.arriving, loads.ticket_of)
+        self._gpu_alone: StandInPool | None = None  # for those that the tier is not used for
         self.use(settings)
 
     def use(self, settings: Settings) -> None:
@@ -251,9 +253,12 @@ class Admission:
     def _look_up(self, request: Any, budget: AdmissionBudget, stall: Stall) -> bool:
         """Look a request up and load what it hits; False if those behind it must wait."""
         result = self._cache.get(request.request_id, request.num_tokens)
+        pool = self._pool
+        if self._view.is_stale(request):
+            pool, result = self._without_tier(), None
         wait = Wait.NOTHING if result is None else self._wait(request, result, budget)
         if result is None or not (result.settled or wait != Wait.NOTHING):
-            result = self._pool.look_up(request, max_tier_hits=max(1, budget.blocks))
+            result = pool.look_up(request, max_tier_hits=max(1, budget.blocks))
             wait = self._wait(request, result, budget)
             result.deferred = wait != Wait.NOTHING
             self._cache.put(request.request_id, result)
@@ -277,6 +282,13 @@ class Admission:
             stall.admit()
         budget.admit(request, result.tokens)
         return True
+
+    def _without_tier(self) -> StandInPool:
+        """A pool for lookups that finds what the GPU has, and no more."""
+        if self._gpu_alone is None:
+            empty = OffloadManager(1, policy_named("lru"))
+            self._gpu_alone = StandInPool(self._view, empty, {}, {})
+        return self._gpu_alone
 
     def _load(
         self, request: Any, result: LookupResult, budget: AdmissionBudget, stall: Stall

@@ -38,7 +38,7 @@ class FullPromptHits:
     """
 
     def __init__(self, view: SchedulerView, manager: OffloadManager, pace: Pace) -> None:
-        self._scheduler = view.scheduler
+        self._scheduler, self._view = view.scheduler, view
         self._pace = pace
         self._manager = manager
         self._size = view.block_sizes[0]
@@ -84,7 +84,8 @@ class FullPromptHits:
             return False
         if any(getattr(new, name, None) is not None for name in _OBJECTS):
             return False
-        return bool(self._scheduler.requests[request_id].num_tokens == done + self._size)
+        request = self._scheduler.requests[request_id]
+        return bool(request.num_tokens == done + self._size) and not self._view.is_stale(request)
 
     def _load(self, new: Any, output: Any, block: int, key: Hashable) -> None:
         ticket = self._manager.begin_load([key], [block])

@@ -22,7 +22,7 @@ def view(**more: Any) -> Any:
     requests = {name: SimpleNamespace(num_tokens=64, num_in_flight_tokens=20) for name in "ab"}
     scheduler = SimpleNamespace(connector=None, requests=requests)
     shown = {"scheduler": scheduler, "block_sizes": (SIZE,), "decode_tokens": 1}
-    shown |= {"state_groups": frozenset(), **more}
+    shown |= {"state_groups": frozenset(), "is_stale": lambda request: False, **more}
     return SimpleNamespace(**shown)
 
 
@@ -106,6 +106,7 @@ UNCHANGED: dict[str, tuple[Any, Any]] = {
     "a draft model": (output(), view(decode_tokens=3)),
     "a state": (output(), view(state_groups=frozenset({0}))),
     "several groups": (output(), view(block_sizes=(SIZE, SIZE))),
+    "its adapter was loaded again": (output(), view(is_stale=lambda request: True)),
     "connector": (output(), view()),
     "aux_output_connector": (output(), view()),
     "ec_connector": (output(), view()),

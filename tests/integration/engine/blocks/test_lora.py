@@ -1,0 +1,161 @@
+"""An adapter that is loaded again under its name gets nothing of the one before from the tier."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from integration.engine.world import World, prompt
+from vllm.lora.request import LoRARequest
+
+from kvoffload_patch.integration.engine import hooks, step_hooks
+from kvoffload_patch.integration.engine.blocks.lora import LoraNames
+from kvoffload_patch.integration.protocol import TIER
+
+PROMPT = prompt(3, seed=1)
+
+
+def lora(path: str = "/a", name: str = "x", in_place: bool = False) -> LoRARequest:
+    made = LoRARequest(name, 1, path)
+    if in_place:
+        if not hasattr(made, "load_inplace"):
+            pytest.skip("no adapter is loaded in place before 0.15")
+        made.load_inplace = True
+    return made
+
+
+@pytest.mark.parametrize(
+    ("path_in_keys", "then", "stale"),
+    [
+        (False, {}, False),
+        (False, {"path": "/b"}, True),
+        (False, {"path": "/b", "name": "y"}, False),
+        (False, {"in_place": True}, True),
+        (True, {"path": "/b"}, False),
+        (True, {"path": "/b", "in_place": True}, False),
+        (True, {"in_place": True}, True),
+    ],
+)
+@pytest.mark.parametrize("first_in_place", [False, True])
+def test_what_is_loaded_again_may_have_the_keys_of_other_weights(
+    path_in_keys: bool, then: dict[str, Any], stale: bool, first_in_place: bool
+) -> None:
+    view: Any = SimpleNamespace(stale_loras=set())
+    names = LoraNames(view, path_in_keys)
+    names.named(lora(in_place=first_in_place))
+    assert not view.stale_loras
+    names.named(lora(**then))
+    assert view.stale_loras == ({"x"} if stale else set())
+
+
+def test_after_a_reset_its_keys_are_of_the_adapter_that_is_there() -> None:
+    view: Any = SimpleNamespace(stale_loras=set())
+    names = LoraNames(view, path_in_keys=False)
+    for path in "abc":
+        names.named(lora(path))
+    names.gpu_emptied()
+    names.named(lora("c"))
+    assert not view.stale_loras
+    names.named(lora("d"))
+    assert view.stale_loras == {"x"}
+
+
+class Engine:
+    """An engine core that loads adapters, and whose scheduler takes requests."""
+
+    def __init__(self) -> None:
+        self.world = World(store="eager")
+        setattr(self.world.scheduler, TIER, self.world.breaker)
+        self.core = SimpleNamespace(scheduler=self.world.scheduler)
+        self.breaker = self.world.breaker
+        self.breaker._loras = LoraNames(self.world.view, path_in_keys=False)
+
+    def load(self, adapter: LoRARequest) -> None:
+        assert hooks.add_lora(lambda lora_request: True, self.core, (adapter,), {})
+
+    def add(self, adapter: LoRARequest | None) -> Any:
+        taken: list[Any] = []
+        request = self.world.add(PROMPT, lora_request=adapter)
+        step_hooks.add_request(taken.append, self.world.hooks.live, self.breaker)(request)
+        assert taken == [request]
+        return request
+
+    def loaded(self, adapter: LoRARequest | None) -> int:
+        """Blocks loaded for a request that names this adapter, or none."""
+        request = self.add(adapter)
+        plan = self.world.step(request)
+        self.world.all_done()
+        self.world.end(request)
+        self.world.flush_gpu()
+        self.world.step()
+        return len(plan.before[0].source_ids) if plan is not None and plan.before else 0
+
+    def reset(self) -> None:
+        pool = self.world.pool
+        step_hooks.reset_prefix_cache(pool.reset_prefix_cache, [True], self.breaker)()
+
+
+def test_the_tier_is_not_used_for_an_adapter_that_was_loaded_again() -> None:
+    engine = Engine()
+    engine.load(lora())
+    for adapter in (lora(), lora(name="y"), None):
+        engine.world.only_in_cpu(PROMPT, lora_request=adapter)
+    assert engine.loaded(lora()) == 3
+    engine.load(lora(in_place=True))
+    assert [engine.loaded(it) for it in (lora(), lora(name="y"), None)] == [0, 3, 3]
+    assert engine.loaded(lora()) == 0, "its blocks have the keys of the one before"
+    engine.reset()
+    assert [engine.loaded(lora()) for _ in range(2)] == [0, 3]
+
+
+def test_a_request_that_names_another_path_is_enough() -> None:
+    engine = Engine()
+    engine.world.only_in_cpu(PROMPT, lora_request=lora())
+    assert [engine.loaded(lora(path)) for path in ("/a", "/b", "/a")] == [3, 0, 0]
+
+
+def test_what_a_waiting_request_was_found_to_hit_is_not_loaded() -> None:
+    engine = Engine()
+    engine.world.only_in_cpu(PROMPT, lora_request=lora())
+    blocks = engine.world.pool.get_new_blocks(engine.world.pool.get_num_free_blocks())
+    waits = engine.add(lora())
+    assert engine.world.step() is None, "there is no room for it"
+    engine.load(lora())
+    engine.load(lora(in_place=True))
+    engine.world.pool.free_blocks(blocks)
+    plan = engine.world.step(waits)
+    assert plan is None or not plan.before
+
+
+def test_updates_that_a_user_vouches_for_change_nothing() -> None:
+    engine = Engine()
+    engine.world.tier.settings = replace(engine.world.tier.settings, empty_on_update=False)
+    engine.world.only_in_cpu(PROMPT, lora_request=lora())
+    engine.load(lora())
+    engine.load(lora(in_place=True))
+    assert engine.loaded(lora()) == 3
+
+
+def test_an_adapter_that_some_ranks_may_have_counts() -> None:
+    engine = Engine()
+    engine.load(lora())
+
+    def fails(lora_request: Any) -> None:
+        raise RuntimeError("a rank has no room")
+
+    with pytest.raises(RuntimeError, match="no room"):
+        hooks.add_lora(fails, engine.core, (lora("/b"),), {})
+    assert engine.world.view.stale_loras == {"x"}
+
+
+def test_without_a_tier_vllm_is_called_and_nothing_else() -> None:
+    core = SimpleNamespace(scheduler=SimpleNamespace())
+    assert hooks.add_lora(lambda lora_request: "loaded", core, (), {"lora_request": lora()})
+    taken: list[Any] = []
+    step_hooks.add_request(taken.append, [], SimpleNamespace())("a request")  # type: ignore[arg-type]
+    assert taken == ["a request"]
