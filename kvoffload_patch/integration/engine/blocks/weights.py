@@ -23,6 +23,9 @@ from kvoffload_patch.tier.policies import policy_named
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
+# In names of functions that change weights: of vLLM's workers, and of trainers' own extensions of
+# them, such as TRL's `update_named_param` and ROLL's `update_parameter`.
+_CHANGE = ("weight", "param", "load_model")
 # Functions of vLLM's workers that leave weights as they are.
 _NO_CHANGE = {
     "compute_weight_checksums",
@@ -111,7 +114,7 @@ def changes_weights(method: str | Callable[..., Any]) -> bool:
         method: as `collective_rpc` gets it: the name of a method, or a function.
     """
     name = method if isinstance(method, str) else getattr(method, "__name__", "")
-    return "weight" in name.lower() and name not in _NO_CHANGE
+    return name not in _NO_CHANGE and any(part in name.lower() for part in _CHANGE)
 
 
 def forget_gpu(manager: OffloadManager, eviction: str) -> None:
