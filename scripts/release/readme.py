@@ -48,6 +48,7 @@ def _run(results: list[dict[str, Any]], kind: str) -> dict[str, dict[str, Any]]:
 
 _MORE = (
     ("two ranks", "on two GPUs"),
+    ("four ranks", "on four"),
     ("windows", "with sliding windows"),
     ("mla", "with MLA"),
     ("eagle3", "with drafts"),
