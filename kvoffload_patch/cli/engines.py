@@ -126,6 +126,9 @@ def text(found: Mapping[str, Any]) -> str:
         "  settings:  " + ", ".join(f"{k} {v}" for k, v in {**settings, **_store(found)}.items()),
         f"  copies:    {found['copies']}",
     ]
+    if stale := found.get("stale_loras"):
+        why = "LoRA adapters that were loaded again, until the prefix cache is reset"
+        lines.append(f"  left out:  {why}: {', '.join(stale)}")
     lines += [f"  unverified: {doubt}" for doubt in found.get("unverified", ())]
     return "\n".join(lines)
 

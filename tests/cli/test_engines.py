@@ -218,6 +218,15 @@ def test_what_nobody_has_run_is_said(one: Engine) -> None:
     ]  # fmt: skip
 
 
+def test_adapters_that_the_tier_is_not_used_for_are_named(one: Engine) -> None:
+    assert "left out" not in engines.text(engines.status()[0])  # as of an older engine
+    one.more["stale_loras"] = []
+    assert "left out" not in engines.text(engines.status()[0])
+    one.more["stale_loras"] = ["sql", "tone"]
+    why = "LoRA adapters that were loaded again, until the prefix cache is reset"
+    assert f"  left out:  {why}: sql, tone" in engines.text(engines.status()[0])
+
+
 def test_an_engine_that_is_silent_is_named(one: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def silent(*_: Any) -> Any:
         raise Refused("expected a whole message")

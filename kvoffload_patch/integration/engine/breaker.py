@@ -176,6 +176,11 @@ class Breaker:
             self._call("lora_named", self._loras.named, lora)
             self._settle()
 
+    @property
+    def stale_loras(self) -> list[str]:
+        """Names of LoRA adapters that the tier is not used for until the prefix cache is reset."""
+        return sorted(self._view.stale_loras)
+
     # Inner hooks; those of blocks only note what the tier is to look at
 
     def on_invalid(self, gpu_block_ids: Any) -> None:

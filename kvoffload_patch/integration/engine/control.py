@@ -135,6 +135,7 @@ class Desk:
                 " ".join(labels): one.copies for labels, one in failed_copies(stats) if one.copies
             },
             "mismatches": stats.mismatches,
+            "stale_loras": self._breaker.stale_loras,
             "parked_requests": counts.parked_now,
             "queued_loads": manager.num_under_way(LOAD),
             "queued_stores": manager.num_under_way(STORE),
