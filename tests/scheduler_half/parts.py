@@ -177,6 +177,7 @@ def make_request(
     size: int = BLOCK,
     salt: str | None = None,
     resumable: bool = False,
+    lora_request: Any = None,
     **sampling: Any,
 ) -> Any:
     """A request for ``count`` tokens, with whatever hashes its blocks of ``size`` tokens.
@@ -184,6 +185,7 @@ def make_request(
     Args:
         salt: of its prefix.
         resumable: it is a session that may go on.
+        lora_request: the adapter that it names.
         sampling: more arguments of `SamplingParams`.
     """
     from vllm.sampling_params import SamplingParams
@@ -197,6 +199,7 @@ def make_request(
         sampling_params=SamplingParams(max_tokens=count, ignore_eos=True, **sampling),
         cache_salt=salt,
         resumable=resumable,
+        lora_request=lora_request,
         block_hasher=hasher(size),
         priority=priority,
         arrival_time=time.time(),

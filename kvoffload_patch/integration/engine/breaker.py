@@ -161,7 +161,8 @@ class Breaker:
     def reset_done(self) -> None:
         """`reset_prefix_cache` has succeeded."""
         self.tier.gpu_emptied()
-        self._loras.gpu_emptied()
+        if not self._manager.num_used:  # as through sleep
+            self._loras.all_forgotten()
         self._tell_state()
 
     def weights_updated(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from integration.engine.random_adapters import Adapters, can_load_again
 from integration.engine.random_sessions import Sessions, has_sessions
 from scheduler_half.device import answer
 
@@ -30,6 +31,7 @@ class Users:
         self._paused = False
         self._seed = seed
         self._sessions: Sessions | None = None
+        self._adapters: Adapters | None = None
         self.stopped = self.unread = self.private = self.pauses = self.crowds = 0
 
     def settings(self, about: dict[str, Any], sessions: bool) -> dict[str, Any]:
@@ -49,6 +51,8 @@ class Users:
         slots = rng.choice([8, 8, 8, 2, 4])
         if slots >= about["in_flight"]:
             limits["max_num_seqs"] = slots
+        if sessions and can_load_again():
+            self._adapters = Adapters(self._seed)
         decode, uses = rng.random() < 0.7, rng.choice([1, 1, 2])
         return {**about, "limits": limits, "store_decode": decode, "store_min_uses": uses}
 
@@ -69,7 +73,10 @@ class Users:
             sampling["extra_args"] = {ARGUMENT: rng.choice([0, "no"])}
             self.private += 1
         salt = rng.choice([None, None, None, "salt"])
-        name = str(mini.add(prompt, count, priority, salt=salt, **sampling))
+        adapter = self._adapters.name() if self._adapters is not None else {}
+        name = str(mini.add(prompt, count, priority, salt=salt, **adapter, **sampling))
+        if self._adapters is not None:
+            self._adapters.asked(mini.scheduler.requests[name])
         if stop is not None:
             mini.counts[name] = tokens.index(stop) + 1
         return name
@@ -80,6 +87,8 @@ class Users:
             return
         if self._sessions is not None:
             self._sessions.disturb(mini)
+        if self._adapters is not None:
+            self._adapters.disturb(mini)
         free = mini.pool.get_num_free_blocks()
         if free and self._rng.random() < (0.4 if self.alone else 0.15):
             mini.pool.free_blocks(mini.pool.get_new_blocks(self._rng.randint(1, free)))
@@ -101,7 +110,9 @@ class Users:
         """What has happened."""
         names = "stopped", "unread", "private", "pauses", "crowds"
         goes_on = self._sessions.goes_on if self._sessions is not None else 0
-        return {**{name: getattr(self, name) for name in names}, "goes on": goes_on}
+        again = self._adapters.again if self._adapters is not None else 0
+        told = {name: getattr(self, name) for name in names}
+        return {**told, "goes on": goes_on, "loaded again": again}
 
     def check(self, mini: Any, ended: bool = False) -> None:
         """What sessions were answered is right; ``ended``: the engine has, before its time."""

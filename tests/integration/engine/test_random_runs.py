@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from integration.engine.random_adapters import can_load_again
 from integration.engine.random_runs import (
     CHECKPOINTS,
     CHUNKS,
@@ -75,7 +76,8 @@ def test_random_runs(part: int) -> None:
     )
     # Few runs can keep anything through sleep: not those with events, or a copy that failed.
     pauses = ("pauses",) if hasattr(Scheduler, "set_pause_state") else ()
-    for name in (*wanted, *pauses, "updates", *(("kept",) if part == 3 else ())):
+    adapters = ("loaded again",) if can_load_again() else ()
+    for name in (*wanted, *pauses, *adapters, "updates", *(("kept",) if part == 3 else ())):
         assert seen[name], f"no run has {name} anything"
 
 

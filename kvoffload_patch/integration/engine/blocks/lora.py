@@ -26,7 +26,7 @@ class LoraNames:
     """
 
     def __init__(self, view: SchedulerView, path_in_keys: bool) -> None:
-        self._stale = view.stale_loras
+        self._scheduler, self._stale = view.scheduler, view.stale_loras
         self._paths: dict[Hashable, str] = {}  # by what keys have of an adapter
         self._path_in_keys = path_in_keys
 
@@ -50,6 +50,13 @@ class LoraNames:
                 name,
             )
 
-    def gpu_emptied(self) -> None:
-        """vLLM has reset its prefix cache, and the tier is empty: no key stands for anything."""
+    def all_forgotten(self) -> None:
+        """vLLM has reset its prefix cache, and the tier is empty: no key stands for anything.
+
+        But those of requests that were preempted for it, which compute again.
+        """
         self._stale.clear()
+        self._paths.clear()
+        for request in self._scheduler.requests.values():
+            if request.lora_request is not None:
+                self.named(request.lora_request)

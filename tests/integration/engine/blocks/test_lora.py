@@ -29,6 +29,10 @@ def lora(path: str = "/a", name: str = "x", in_place: bool = False) -> LoRAReque
     return made
 
 
+def view() -> Any:
+    return SimpleNamespace(stale_loras=set(), scheduler=SimpleNamespace(requests={}))
+
+
 @pytest.mark.parametrize(
     ("path_in_keys", "then", "stale"),
     [
@@ -45,24 +49,34 @@ def lora(path: str = "/a", name: str = "x", in_place: bool = False) -> LoRAReque
 def test_what_is_loaded_again_may_have_the_keys_of_other_weights(
     path_in_keys: bool, then: dict[str, Any], stale: bool, first_in_place: bool
 ) -> None:
-    view: Any = SimpleNamespace(stale_loras=set())
-    names = LoraNames(view, path_in_keys)
+    shown = view()
+    names = LoraNames(shown, path_in_keys)
     names.named(lora(in_place=first_in_place))
-    assert not view.stale_loras
+    assert not shown.stale_loras
     names.named(lora(**then))
-    assert view.stale_loras == ({"x"} if stale else set())
+    assert shown.stale_loras == ({"x"} if stale else set())
 
 
-def test_after_a_reset_its_keys_are_of_the_adapter_that_is_there() -> None:
-    view: Any = SimpleNamespace(stale_loras=set())
-    names = LoraNames(view, path_in_keys=False)
+def test_after_a_reset_only_what_is_computed_again_has_keys() -> None:
+    shown = view()
+    names = LoraNames(shown, path_in_keys=False)
     for path in "abc":
         names.named(lora(path))
-    names.gpu_emptied()
-    names.named(lora("c"))
-    assert not view.stale_loras
-    names.named(lora("d"))
-    assert view.stale_loras == {"x"}
+    names.all_forgotten()
+    names.named(lora("d", in_place=True))
+    assert not shown.stale_loras, "nothing was computed since"
+    names.named(lora("e"))
+    assert shown.stale_loras == {"x"}
+    for name in "yz":
+        names.named(lora("c", name))
+    shown.scheduler.requests = {
+        "one": SimpleNamespace(lora_request=lora("c", "y")),
+        "another": SimpleNamespace(lora_request=None),
+    }
+    names.all_forgotten()
+    for name in "yz":
+        names.named(lora("d", name))
+    assert shown.stale_loras == {"y"}, "it computes what it had again, with the adapter before"
 
 
 class Engine:
