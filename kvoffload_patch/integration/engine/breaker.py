@@ -161,7 +161,7 @@ class Breaker:
     def reset_done(self) -> None:
         """`reset_prefix_cache` has succeeded."""
         self.tier.gpu_emptied()
-        if not self._manager.num_used:  # as through sleep
+        if not self._manager.num_used:  # otherwise it was kept, as through sleep
             self._loras.all_forgotten()
         self._tell_state()
 
