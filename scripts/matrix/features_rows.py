@@ -273,6 +273,7 @@ ROWS = (
     _engine(
         "preemption", "answers that outgrow the GPU", f"{_TOKENS}preempted_requests_answer_the_same"
     ),
+    _refused("experts of each token in answers", "experts of each token, by GPU block"),
     _engine("cache salts", "kept apart", f"{_TOKENS}cache_salts_are_kept_apart"),
     _engine("LoRA adapters", "kept apart", f"{_PROCESSES}adapters_are_kept_apart"),
     _engine(
