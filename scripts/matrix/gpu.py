@@ -4,7 +4,7 @@
     python scripts/matrix gpu --record FILE   # one that was written elsewhere, to docs/measured
 
 Plays `tests/engine/gpu_kinds.py`, which says what is compared, as a process of its own. Needs a GPU
-and 20 s for each engine; ``--runners v1`` takes one runner only, ``--kinds mla,drafts`` the kinds
+and 20 s for each engine; ``--runners v1`` takes one runner only, ``--kinds "mla|drafts"`` the kinds
 of engines whose name has one of these. Kinds beside kvcached are played with ``--kvcached`` only, a
 folder with its source archive, which is then built for the PyTorch that is installed, or its wheel,
 and the wheel of posix_ipc. Kinds beside LMCache, and by Ray, are left out where that cannot be
@@ -79,7 +79,7 @@ def main() -> int:
     to.add_argument("--out", type=Path, metavar="DIR")
     to.add_argument("--record", type=Path, metavar="FILE")
     parser.add_argument("--runners", default="v1,v2")
-    parser.add_argument("--kinds", default="", help="parts of names; the default takes all")
+    parser.add_argument("--kinds", default="", help="those whose name has this; A|B: either")
     parser.add_argument("--jobs", type=int, default=4, help="engines side by side")
     parser.add_argument("--kvcached", type=Path, metavar="DIR", help="its packages")
     parser.add_argument("--commit", default="", help="of the tree, where git is not at hand")

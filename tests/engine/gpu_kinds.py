@@ -1,7 +1,7 @@
 """Plays the installed vLLM on a GPU with the tier and without; prints what it has found so far.
 
 `scripts/matrix gpu` runs it as ``python tests/engine/gpu_kinds.py RUNNERS JOBS KINDS``, such as
-``v1,v2 4 mla,drafts``, with the root and tests/ on PYTHONPATH, and adds when and on which commit.
+``v1,v2 4 "mla|drafts"``, with the root and tests/ on PYTHONPATH, and adds when and on which commit.
 KINDS are parts of names in `KINDS`; an empty one takes all. It prints one JSON object after each
 kind, with those before it: what has been compared is not lost if the run is ended.
 
@@ -230,6 +230,11 @@ def _said(log: str) -> dict[str, Any]:
     return {"one_copy": held.group(1) if held else "", "by_layer": "loads come by layer" in log}
 
 
+def parts_of(kinds: str) -> list[str]:
+    """The parts of names in A|B; names themselves have commas."""
+    return kinds.split("|")
+
+
 def chosen(runners: list[str], parts: list[str], gpus: int) -> list[tuple[str, Kind]]:
     """The kinds whose name has one of these parts, for each runner."""
     return [
@@ -289,5 +294,5 @@ def main(runners: list[str], jobs: int, parts: list[str]) -> Iterator[dict[str, 
 
 
 if __name__ == "__main__":
-    for found in main(sys.argv[1].split(","), int(sys.argv[2]), sys.argv[3].split(",")):
+    for found in main(sys.argv[1].split(","), int(sys.argv[2]), parts_of(sys.argv[3])):
         print(json.dumps(found), flush=True)

@@ -45,6 +45,19 @@ def test_the_result_has_a_verdict(
     assert result["tests"][0] == {"name": "['v1', '4', 'mla']", "outcome": "passed"}
 
 
+def test_a_kind_is_chosen_by_its_whole_name_or_by_parts_of_several() -> None:
+    parts = gpu_kinds.parts_of("graphs, two stages|states on two")
+    names = {kind.name for _, kind in gpu_kinds.chosen(["v1", "v2"], parts, 4)}
+    assert names == {
+        "graphs, two stages",
+        "graphs, two stages of two ranks",
+        "graphs, two stages of two ranks that hold the same",
+        "states on two ranks: gated delta net",
+        "states on two ranks: Mamba 2",
+    }
+    assert len(gpu_kinds.chosen(["v1"], gpu_kinds.parts_of(""), 1)) > 10
+
+
 def test_a_program_that_fails_leaves_no_result(argv: list[str], tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("raise SystemExit(3)")
     with pytest.raises(SystemExit, match=r"expected a result of program\.py, found status 3"):
