@@ -287,6 +287,13 @@ WORKER = (
         ("integration/engine/blocks/test_lora.py",),
     ),
     Mutant(
+        "what is loaded for an adapter that is loaded again meanwhile is published",
+        "integration/engine/requests/loads.py",
+        " or self._view.is_stale(load.owner)",
+        "",
+        ("integration/engine/blocks/test_lora.py",),
+    ),
+    Mutant(
         "an adapter that is loaded in place counts as the one before",
         "integration/engine/blocks/lora.py",
         'getattr(lora, "load_inplace", False)',

@@ -16,16 +16,19 @@ from kvoffload_patch.tier.manager import OffloadManager
 
 
 class _ParkedLoad:
-    """A parked load: GPU blocks to publish, and the requests that wait.
+    """A parked load: GPU blocks to publish, the request that began it, and those that wait.
 
     ``blocks[i]`` is to hold ``keys[i]``, with which a prefix of ``ends[i]`` tokens ends, about at
     the time ``over_at``.
     """
 
-    __slots__ = ("blocks", "ends", "keys", "over_at", "ticket", "waiting")
+    __slots__ = ("blocks", "ends", "keys", "over_at", "owner", "ticket", "waiting")
 
-    def __init__(self, ticket: int, blocks: list[Any], found: LookupResult, over_at: float) -> None:
+    def __init__(
+        self, ticket: int, blocks: list[Any], found: LookupResult, over_at: float, owner: Any
+    ) -> None:
         self.ticket = ticket
+        self.owner = owner
         self.over_at = over_at
         self.blocks = blocks
         self.keys, self.ends = found.keys, found.ends
@@ -169,7 +172,7 @@ class LoadBook:
             self.num_parked_ever += 1
             if not (found.arriving or found.cut_short):
                 result = found.loaded(blocks)
-            load = self._by_ticket[ticket] = _ParkedLoad(ticket, blocks, found, over_at)
+            load = self._by_ticket[ticket] = _ParkedLoad(ticket, blocks, found, over_at, request)
             self.under_way.append(load)
             self.arriving.update(zip(found.keys, blocks))
             self.ticket_of.update(dict.fromkeys(found.keys, ticket))
@@ -261,10 +264,10 @@ class LoadBook:
         return ticket, blocks, self._pace.load_begins(len(blocks))
 
     def _end(self, load: _ParkedLoad) -> None:
-        """A parked load is done, or as good as done, or has failed."""
+        """A parked load is done, or as good as done; or it has failed, or is of other weights."""
         for key in load.keys:
             del self.arriving[key], self.ticket_of[key]
-        if self._manager.load_failed(load.ticket):
+        if self._manager.load_failed(load.ticket) or self._view.is_stale(load.owner):
             self._manager.await_load(load.ticket)
             self._view.release(reversed(load.blocks))
             load.blocks = []

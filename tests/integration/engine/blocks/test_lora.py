@@ -82,8 +82,8 @@ def test_after_a_reset_only_what_is_computed_again_has_keys() -> None:
 class Engine:
     """An engine core that loads adapters, and whose scheduler takes requests."""
 
-    def __init__(self) -> None:
-        self.world = World(store="eager")
+    def __init__(self, load_mode: str = "inline") -> None:
+        self.world = World(store="eager", load_mode=load_mode)
         setattr(self.world.scheduler, TIER, self.world.breaker)
         self.core = SimpleNamespace(scheduler=self.world.scheduler)
         self.breaker = self.world.breaker
@@ -144,6 +144,22 @@ def test_what_a_waiting_request_was_found_to_hit_is_not_loaded() -> None:
     engine.world.pool.free_blocks(blocks)
     plan = engine.world.step(waits)
     assert plan is None or not plan.before
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_load_under_way_is_not_published(again: bool) -> None:
+    engine = Engine(load_mode="parked")
+    engine.load(lora())
+    engine.world.only_in_cpu(PROMPT, lora_request=lora())
+    waits = engine.add(lora())
+    assert len(engine.world.step().before[0].source_ids) == 3
+    if again:
+        engine.load(lora(in_place=True))
+    engine.world.all_done()
+    hits: list[int] = []
+    engine.world.step(waits, body=lambda: hits.append(engine.world.gpu_hit(waits)))
+    assert hits == [0 if again else 12]
+    assert waits.status.name == "RUNNING" and not engine.world.tier._loads.num_parked
 
 
 def test_updates_that_a_user_vouches_for_change_nothing() -> None:
