@@ -1,6 +1,6 @@
-"""Names of the kinds of engines on a GPU that show a row of `features_rows`, where there are many.
+"""What rows of `features_rows` are made of where there are many: states, and kinds on a GPU.
 
-They are those of `tests/engine/gpu_kinds.py`.
+Names of kinds are those of `tests/engine/gpu_kinds.py`.
 """
 
 from __future__ import annotations

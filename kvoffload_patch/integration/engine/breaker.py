@@ -15,13 +15,11 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
-from kvoffload_patch.integration.engine.blocks.lora import LoraNames
 from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 from kvoffload_patch.integration.engine.reports.metrics import Reporter
 from kvoffload_patch.integration.engine.tier import SchedulerTier
 from kvoffload_patch.integration.engine.tuning import FAILED_COPIES, FAILED_WINDOW_S
 from kvoffload_patch.integration.errors import PromiseBroken
-from kvoffload_patch.integration.install import older_than
 from kvoffload_patch.integration.metrics import ON, PAUSED
 from kvoffload_patch.integration.protocol import PLAN, TIER
 from kvoffload_patch.patching import ObjectHooks
@@ -79,7 +77,6 @@ class Breaker:
         self._depth = 0  # calls of vLLM's that are within ours
         self._failed_copies = 0
         self._failed_at: deque[float] = deque()
-        self._loras = LoraNames(view, not older_than("0.31"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a scheduler that has a CPU tier attached cannot be copied or pickled")
@@ -162,7 +159,7 @@ class Breaker:
         """`reset_prefix_cache` has succeeded."""
         self.tier.gpu_emptied()
         if not self._manager.num_used:  # otherwise it was kept, as through sleep
-            self._loras.all_forgotten()
+            self._view.loras.all_forgotten()
         self._tell_state()
 
     def weights_updated(self) -> None:
@@ -174,13 +171,13 @@ class Breaker:
     def lora_named(self, lora: Any) -> None:
         """A request that arrives names a LoRA adapter, or one was loaded."""
         if self.tier.settings.empty_on_update:
-            self._call("lora_named", self._loras.named, lora)
+            self._call("lora_named", self._view.loras.named, lora)
             self._settle()
 
     @property
     def stale_loras(self) -> list[str]:
         """Names of LoRA adapters that the tier is not used for until the prefix cache is reset."""
-        return sorted(self._view.stale_loras)
+        return sorted(self._view.loras.stale)
 
     # Inner hooks; those of blocks only note what the tier is to look at
 

@@ -34,10 +34,9 @@ _SCHEDULER = (
         (">=0.17", "pause_state"),
         (">=0.18,<0.31", "skipped_waiting"),
         (">=0.19", "scheduler_reserve_full_isl"),
-        (">=0.22,<0.31", "enable_return_routed_experts"),
         (
             ">=0.31",
-            "kv_holding_waiting max_num_active_reqs aux_output_connector "
+            "kv_holding_waiting max_num_active_reqs "
             "adaptive_long_prefill_threshold prefix_replay_tokens",
         ),
     ),
@@ -198,7 +197,9 @@ _CACHE = (
         "KVCacheBlock",
         (_ANY, "block_id block_hash _block_hash next_free_block ref_cnt is_null"),
     ),
-    *_has("vllm.v1.core.kv_cache_utils", "", (_ANY, "BlockHashWithGroupId")),
+    *_has(
+        "vllm.v1.core.kv_cache_utils", "", (_ANY, "BlockHashWithGroupId _gen_lora_extra_hash_keys")
+    ),
     *_has(
         "vllm.v1.kv_cache_interface",
         "KVCacheConfig",

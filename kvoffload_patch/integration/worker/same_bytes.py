@@ -27,8 +27,8 @@ def same_bytes(worker: Any, layout: Any) -> str:
     ranks = getattr(parallel, "tensor_parallel_size", 1)
     if ranks < 2 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         return ""
-    # With decode context parallelism, ranks with the same heads take turns: each has so many'th
-    # of a block's tokens (`_DCP` in vllm/distributed/parallel_state.py is of neighbours).
+    # With decode context parallelism, neighbours with the same heads have a part of each block's
+    # tokens each (`_DCP` in vllm/distributed/parallel_state.py).
     parts = getattr(parallel, "decode_context_parallel_size", 1)
     replicas = _replicas(worker.model_runner, ranks)
     if replicas <= parts or replicas % parts:

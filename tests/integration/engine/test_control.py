@@ -329,7 +329,7 @@ def test_an_engine_core_listens_until_it_shuts_down() -> None:
     assert found["used_bytes"] == 4 * SLOT_BYTES and found["largest_blocks"] == 400
     assert found["load_ms_per_block"] == mini.ranks.load_ms_per_block
     assert found["stale_loras"] == []
-    mini.view.stale_loras.update("ba")
+    mini.view.loras.stale.update("ba")
     assert client.ask(engine, "status")["stale_loras"] == ["a", "b"]
     control.close_socket(engine_core)
     control.close_socket(engine_core)

@@ -18,6 +18,7 @@ from kvoffload_patch.integration.engine.adapters.elastic_pool import adapter_of
 from kvoffload_patch.integration.engine.adapters.vllm_events import KVEvents
 from kvoffload_patch.integration.engine.adapters.vllm_groups import CacheGroups
 from kvoffload_patch.integration.engine.adapters.vllm_lookup import PrefixLookup
+from kvoffload_patch.integration.engine.adapters.vllm_lora import LoraNames
 from kvoffload_patch.integration.engine.adapters.vllm_pool import key_maker, keys_maker
 from kvoffload_patch.integration.engine.adapters.vllm_stats import PrefixStats
 from kvoffload_patch.integration.engine.tuning import SCAN_MARGIN_REQUESTS
@@ -39,7 +40,7 @@ class SchedulerView:
         prefills: running requests of whose prompts a part is computed, by name.
         prefix: vLLM's own prefix lookup.
         prefix_stats: vLLM's counters of hits.
-        stale_loras: names of adapters whose keys may stand for KV of other weights.
+        loras: the LoRA adapters that requests have named.
         undo: called by `restore`, to put back what others have changed of vLLM's objects.
     """
 
@@ -71,7 +72,7 @@ class SchedulerView:
         self.prefix = PrefixLookup(self.manager)
         self.undo: list[Callable[[], None]] = [self.prefix.restore]
         self.prefix_stats = PrefixStats(scheduler)
-        self.stale_loras: set[str] = set()
+        self.loras = LoraNames(scheduler)
         self._run_limit = "max_num_active_reqs" if active else "max_num_running_reqs"
         self._counts_sessions = _SESSIONS in type(scheduler).schedule.__code__.co_names
         self._parked: dict[str, tuple[Any, Any]] = {}  # (request, status to restore) by name
@@ -125,8 +126,8 @@ class SchedulerView:
 
     def is_stale(self, request: Any) -> bool:
         """Whether what the tier has by a request's keys may be of other weights."""
-        lora = request.lora_request if self.stale_loras else None
-        return lora is not None and lora.lora_name in self.stale_loras
+        lora = request.lora_request if self.loras.stale else None
+        return lora is not None and lora.lora_name in self.loras.stale
 
     def resumes_without_lookup(self, request: Any) -> bool:
         """Whether `schedule` admits a request, if it can, that is past its lookup."""

@@ -24,7 +24,7 @@ from kvoffload_patch.tier.policies import policy_named
 logger = logging.getLogger("vllm.kvoffload_patch")
 
 # In names of functions that change weights: of vLLM's workers, and of trainers' own extensions of
-# them, such as TRL's `update_named_param` and ROLL's `update_parameter`.
+# them, such as TRL's `update_named_param` and ROLL's `broadcast_parameter`.
 _CHANGE = ("weight", "param", "load_model")
 # Functions of vLLM's workers that leave weights as they are.
 _NO_CHANGE = {

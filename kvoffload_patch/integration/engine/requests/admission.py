@@ -253,11 +253,9 @@ class Admission:
     def _look_up(self, request: Any, budget: AdmissionBudget, stall: Stall) -> bool:
         """Look a request up and load what it hits; False if those behind it must wait."""
         result = self._cache.get(request.request_id, request.num_tokens)
-        pool = self._pool
-        if self._view.is_stale(request):
-            pool, result = self._without_tier(), None
         wait = Wait.NOTHING if result is None else self._wait(request, result, budget)
         if result is None or not (result.settled or wait != Wait.NOTHING):
+            pool = self._pool_for(request)
             result = pool.look_up(request, max_tier_hits=max(1, budget.blocks))
             wait = self._wait(request, result, budget)
             result.deferred = wait != Wait.NOTHING
@@ -283,8 +281,10 @@ class Admission:
         budget.admit(request, result.tokens)
         return True
 
-    def _without_tier(self) -> StandInPool:
-        """A pool for lookups that finds what the GPU has, and no more."""
+    def _pool_for(self, request: Any) -> StandInPool:
+        """What a request may hit: not the tier's blocks, where these may be of other weights."""
+        if not self._view.is_stale(request):
+            return self._pool
         if self._gpu_alone is None:
             empty = OffloadManager(1, policy_named("lru"))
             self._gpu_alone = StandInPool(self._view, empty, {}, {})
@@ -363,4 +363,4 @@ class Admission:
         """
         behind = islice(self._view.waiting(), 1, 1 + LOOK_AHEAD_REQUESTS)
         asked = filter(self._view.needs_lookup, behind)
-        return not all(self._pool.look_up(one, max_tier_hits=1).keys for one in asked)
+        return not all(self._pool_for(one).look_up(one, max_tier_hits=1).keys for one in asked)

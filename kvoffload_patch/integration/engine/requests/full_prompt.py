@@ -20,7 +20,7 @@ from kvoffload_patch.tier.manager import OffloadManager
 _Cached = tuple[Any, Sequence[Any]]  # request, blocks
 
 # Who else counts the tokens of a step, or takes KV from it.
-_OTHERS = ("connector", "aux_output_connector", "ec_connector", "enable_return_routed_experts")
+_OTHERS = ("connector", "ec_connector")
 # What a request may have besides tokens, or want of more than the last, by any release's name.
 _LISTS = ("mm_features", "mm_kwargs", "mm_inputs")
 _OBJECTS = ("prompt_embeds", "pooling_params")
@@ -38,7 +38,7 @@ class FullPromptHits:
     """
 
     def __init__(self, view: SchedulerView, manager: OffloadManager, pace: Pace) -> None:
-        self._scheduler, self._view = view.scheduler, view
+        self._scheduler, self._is_stale = view.scheduler, view.is_stale
         self._pace = pace
         self._manager = manager
         self._size = view.block_sizes[0]
@@ -85,7 +85,7 @@ class FullPromptHits:
         if any(getattr(new, name, None) is not None for name in _OBJECTS):
             return False
         request = self._scheduler.requests[request_id]
-        return bool(request.num_tokens == done + self._size) and not self._view.is_stale(request)
+        return bool(request.num_tokens == done + self._size) and not self._is_stale(request)
 
     def _load(self, new: Any, output: Any, block: int, key: Hashable) -> None:
         ticket = self._manager.begin_load([key], [block])

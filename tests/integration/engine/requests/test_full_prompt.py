@@ -108,9 +108,7 @@ UNCHANGED: dict[str, tuple[Any, Any]] = {
     "several groups": (output(), view(block_sizes=(SIZE, SIZE))),
     "its adapter was loaded again": (output(), view(is_stale=lambda request: True)),
     "connector": (output(), view()),
-    "aux_output_connector": (output(), view()),
     "ec_connector": (output(), view()),
-    "enable_return_routed_experts": (output(), view()),
 }
 
 

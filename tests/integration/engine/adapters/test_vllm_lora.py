@@ -14,7 +14,7 @@ from integration.engine.world import World, prompt
 from vllm.lora.request import LoRARequest
 
 from kvoffload_patch.integration.engine import hooks, step_hooks
-from kvoffload_patch.integration.engine.blocks.lora import LoraNames
+from kvoffload_patch.integration.engine.adapters.vllm_lora import LoraNames
 from kvoffload_patch.integration.protocol import TIER
 
 PROMPT = prompt(3, seed=1)
@@ -29,8 +29,20 @@ def lora(path: str = "/a", name: str = "x", in_place: bool = False) -> LoRAReque
     return made
 
 
-def view() -> Any:
-    return SimpleNamespace(stale_loras=set(), scheduler=SimpleNamespace(requests={}))
+def names_of(path_in_keys: bool = False) -> LoraNames:
+    """Of a scheduler without requests, as if the release had keys with or without the path."""
+    names = LoraNames(SimpleNamespace(requests={}))
+    names._path_in_keys = path_in_keys
+    return names
+
+
+def test_what_keys_have_of_an_adapter_is_found_out() -> None:
+    from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
+
+    keys = [
+        _gen_lora_extra_hash_keys(SimpleNamespace(lora_request=lora(path))) for path in ("/a", "/b")
+    ]
+    assert LoraNames(None)._path_in_keys is (keys[0] != keys[1])
 
 
 @pytest.mark.parametrize(
@@ -49,34 +61,32 @@ def view() -> Any:
 def test_what_is_loaded_again_may_have_the_keys_of_other_weights(
     path_in_keys: bool, then: dict[str, Any], stale: bool, first_in_place: bool
 ) -> None:
-    shown = view()
-    names = LoraNames(shown, path_in_keys)
+    names = names_of(path_in_keys)
     names.named(lora(in_place=first_in_place))
-    assert not shown.stale_loras
+    assert not names.stale
     names.named(lora(**then))
-    assert shown.stale_loras == ({"x"} if stale else set())
+    assert names.stale == ({"x"} if stale else set())
 
 
 def test_after_a_reset_only_what_is_computed_again_has_keys() -> None:
-    shown = view()
-    names = LoraNames(shown, path_in_keys=False)
+    names = names_of()
     for path in "abc":
         names.named(lora(path))
     names.all_forgotten()
     names.named(lora("d", in_place=True))
-    assert not shown.stale_loras, "nothing was computed since"
+    assert not names.stale, "nothing was computed since"
     names.named(lora("e"))
-    assert shown.stale_loras == {"x"}
+    assert names.stale == {"x"}
     for name in "yz":
         names.named(lora("c", name))
-    shown.scheduler.requests = {
+    names._scheduler.requests = {
         "one": SimpleNamespace(lora_request=lora("c", "y")),
         "another": SimpleNamespace(lora_request=None),
     }
     names.all_forgotten()
     for name in "yz":
         names.named(lora("d", name))
-    assert shown.stale_loras == {"y"}, "it computes what it had again, with the adapter before"
+    assert names.stale == {"y"}, "it computes what it had again, with the adapter before"
 
 
 class Engine:
@@ -87,7 +97,7 @@ class Engine:
         setattr(self.world.scheduler, TIER, self.world.breaker)
         self.core = SimpleNamespace(scheduler=self.world.scheduler)
         self.breaker = self.world.breaker
-        self.breaker._loras = LoraNames(self.world.view, path_in_keys=False)
+        self.world.view.loras._path_in_keys = False
 
     def load(self, adapter: LoRARequest) -> None:
         assert hooks.add_lora(lambda lora_request: True, self.core, (adapter,), {})
@@ -180,7 +190,7 @@ def test_an_adapter_that_some_ranks_may_have_counts() -> None:
 
     with pytest.raises(RuntimeError, match="no room"):
         hooks.add_lora(fails, engine.core, (lora("/b"),), {})
-    assert engine.world.view.stale_loras == {"x"}
+    assert engine.world.view.loras.stale == {"x"}
 
 
 def test_without_a_tier_vllm_is_called_and_nothing_else() -> None:

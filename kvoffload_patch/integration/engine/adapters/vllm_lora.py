@@ -12,8 +12,6 @@ import logging
 from collections.abc import Hashable
 from typing import Any
 
-from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
-
 logger = logging.getLogger("vllm.kvoffload_patch")
 
 
@@ -21,14 +19,20 @@ class LoraNames:
     """The adapters that requests have named, and which of them the tier is not to be used for.
 
     Args:
-        view: the scheduler, whose ``stale_loras`` are kept here.
-        path_in_keys: whether vLLM's keys have an adapter's path, and not its name alone.
+        scheduler: a `vllm.v1.core.sched.scheduler.Scheduler`.
+
+    Attributes:
+        stale: names of adapters whose keys may stand for KV of other weights.
     """
 
-    def __init__(self, view: SchedulerView, path_in_keys: bool) -> None:
-        self._scheduler, self._stale = view.scheduler, view.stale_loras
+    def __init__(self, scheduler: Any) -> None:
+        from vllm.v1.core import kv_cache_utils
+
+        self.stale: set[str] = set()
+        self._scheduler = scheduler
         self._paths: dict[Hashable, str] = {}  # by what keys have of an adapter
-        self._path_in_keys = path_in_keys
+        reads = kv_cache_utils._gen_lora_extra_hash_keys.__code__.co_names
+        self._path_in_keys = "lora_path" in reads
 
     def named(self, lora: Any) -> None:
         """A request names an adapter, or one is loaded.
@@ -42,8 +46,8 @@ class LoraNames:
         if before == path and not getattr(lora, "load_inplace", False):
             return
         self._paths[known] = path
-        if before is not None and name not in self._stale:
-            self._stale.add(name)
+        if before is not None and name not in self.stale:
+            self.stale.add(name)
             logger.warning(
                 "KV offload: LoRA adapter %s was loaded again under its name, so its blocks may be "
                 "of other weights: reset the prefix cache to have the CPU tier for it again",
@@ -55,7 +59,7 @@ class LoraNames:
 
         But those of requests that were preempted for it, which compute again.
         """
-        self._stale.clear()
+        self.stale.clear()
         self._paths.clear()
         for request in self._scheduler.requests.values():
             if request.lora_request is not None:
