@@ -33,7 +33,7 @@ SAID: dict[str, tuple[str, str]] = {
         "vLLM refuses it",
         "vLLM refuses it",
     ),
-    "prefill context parallelism (PCP)": (_TAKEN, "taken"),
+    "prefill context parallelism on another release or device": (_TAKEN, "taken"),
     "elastic expert parallelism": (_TAKEN, _TAKEN),
     "experts of each token in answers": (_EXPERTS, _EXPERTS),
     "vLLM's own --kv-offloading-size": ("it is what this switches on", "likewise"),

@@ -66,6 +66,10 @@ FOUR_GPUS = (
             "mla, four ranks, two with each part of a block",
         ),
     ),
+    (
+        "PCP with four ranks, and with two tensor-parallel ones each",
+        ("mla, four ranks that divide a prompt", "mla, two pairs that divide a prompt"),
+    ),
     ("four pipeline stages", ("graphs, four stages",)),
     (
         "two pipeline stages of two ranks",

@@ -215,7 +215,15 @@ ROWS = (
     _refused(
         "decode context parallelism beside sliding windows", "decode context parallel, windows"
     ),
-    _refused("prefill context parallelism (PCP)", "prefill context parallel"),
+    Row(
+        "prefill context parallelism (PCP), MLA",
+        "vLLM has it on GPUs alone",
+        gpu=("mla, two ranks that divide a prompt",),
+        gpus=2,
+    ),
+    _refused(
+        "prefill context parallelism on another release or device", "prefill context parallel"
+    ),
     _refused("elastic expert parallelism", "elastic"),
     _engine(
         "experts, tensor parallel",

@@ -15,6 +15,11 @@ from engine import architectures, model
 from engine.gpu_answers import FLIPPED
 from engine.gpu_kind import EAGER, GRAPHS, HEADS, MLA, Kind
 
+# vLLM 0.26.0 divides prompts with runner V2 and MLA alone, and without full graphs. With runner V1
+# each rank computes all of a prompt. Where ranks have a part of each block as well, its plain engine
+# hangs as it warms up.
+_DIVIDED = {**EAGER, "attention_backend": MLA["attention_backend"]}
+
 _WORDS = {2: "two", 4: "four"}
 _STAGES = {"pipeline_parallel_size": 2}
 
@@ -44,6 +49,13 @@ def _same(name: str, written: str, engine: dict[str, Any], count: int, held: str
     return Kind(name, written, engine, count, one_copy=held)
 
 
+def _divided(name: str, ranks: int, held: str = "", **parallel: int) -> Kind:
+    """Ranks that divide a prompt between them (prefill context parallelism)."""
+    written = "mla" if ranks == 2 else "mla eight heads"
+    engine = {**_DIVIDED, "prefill_context_parallel_size": 2, **parallel}
+    return Kind(f"mla, {name} that divide a prompt", written, engine, ranks, one_copy=held)
+
+
 MODELS: dict[str, Callable[[Path], object]] = {
     # vLLM 0.26.0 cannot put the parts of an answer together where a rank has one query head.
     "one KV head": partial(model.write_model, heads=8, kv_heads=1, head_dim=128),
@@ -63,6 +75,7 @@ _TWO = [
     _same("mla, two ranks that hold the same", "mla", MLA, 2, "0 and 1"),
     _in_parts("graphs", "one KV head", GRAPHS),
     _in_parts("mla", "mla", MLA),
+    _divided("two ranks", 2),
     Kind("graphs, two stages", "full", {**GRAPHS, **_STAGES}, gpus=2),
     Kind(
         "expert parallel, two ranks",
@@ -92,6 +105,8 @@ _FOUR = [
         shards=2,
         one_copy="0 and 2, 1 and 3",
     ),
+    _divided("four ranks", 4, prefill_context_parallel_size=4),
+    _divided("two pairs", 4, held="0 and 1, 2 and 3", **_ranks(2)),
     Kind("graphs, four stages", "full", {**GRAPHS, "pipeline_parallel_size": 4}, gpus=4),
     Kind("graphs, two stages of two ranks", "two heads", {**GRAPHS, **_ranks(2), **_STAGES}, 4),
     Kind(

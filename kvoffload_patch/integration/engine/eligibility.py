@@ -37,6 +37,8 @@ _STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
 _STATES_OF_DRAFTS_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.32.0", "cpu"): ("GDN_ATTN",),
 }
+# Releases of vLLM and devices on which prompts that ranks divided between them came back.
+_PREFILL_SHOWN: tuple[tuple[str, str], ...] = (("0.26.0", "cuda"),)
 # vLLM's own connectors that keep blocks in CPU memory (from 0.11.0 and from 0.19 on).
 _OFFLOADERS = {"OffloadingConnector", "SimpleCPUOffloadConnector"}
 # Releases of vLLM and devices on which answers beside kvcached were compared with plain vLLM's.
@@ -79,12 +81,7 @@ def check_eligible(vllm_config: Any, scheduler: Any) -> tuple[str, ...]:
 
 def _doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
     """What nobody has run, though nothing is known to be wrong with it."""
-    prefill = getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1)
-    if prefill > 1:
-        yield (
-            "expected prefill_context_parallel_size 1, with which alone the tier has been run, "
-            f"found {prefill} ({_TRIES})"
-        )
+    yield from _divided_prompts(vllm_config)
     if getattr(vllm_config.model_config, "is_diffusion", False):
         yield (
             "expected tokens that are computed once, found a diffusion model, which computes those "
@@ -100,6 +97,30 @@ def _doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
         if keeps_state(group.kv_cache_spec):
             for doubt in _state_doubts(vllm_config, scheduler, members(group.kv_cache_spec)):
                 yield f"KV cache group {index}: {doubt} ({_TRIES})"
+
+
+def _divided_prompts(vllm_config: Any) -> Iterator[str]:
+    """What has not been run where ranks divide a prompt between them."""
+    parallel = vllm_config.parallel_config
+    prefill = getattr(parallel, "prefill_context_parallel_size", 1)
+    if prefill == 1:
+        return
+    release, device = release_in_use(), vllm_config.device_config.device_type
+    if (release, device) not in _PREFILL_SHOWN:
+        yield (
+            "expected prefill_context_parallel_size 1, or a release with which more were run "
+            f"({_shown(_PREFILL_SHOWN)}), found {prefill} with {release} on {device} ({_TRIES})"
+        )
+    decode = getattr(parallel, "decode_context_parallel_size", 1)
+    if decode > 1:
+        yield (
+            f"expected decode_context_parallel_size 1 beside prefill_context_parallel_size "
+            f"{prefill}, found {decode} ({_TRIES})"
+        )
+
+
+def _shown(runs: Sequence[tuple[str, str]]) -> str:
+    return ", ".join(f"{release} on {device}" for release, device in runs)
 
 
 def _offloaders(connector: str | None, extra: Mapping[str, Any]) -> Iterator[str]:
@@ -227,8 +248,10 @@ def _kvcached_doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
     """What has not been run over kvcached's pool."""
     release, device = release_in_use(), vllm_config.device_config.device_type
     if (release, device) not in _KVCACHED_SHOWN:
-        shown = ", ".join(f"{on} on {where}" for on, where in _KVCACHED_SHOWN)
-        yield f"expected a release that was run ({shown}), found {release} on {device}"
+        yield (
+            f"expected a release that was run ({_shown(_KVCACHED_SHOWN)}), found {release} on "
+            f"{device}"
+        )
     yield from kvcached.unknown(scheduler.kv_cache_manager.block_pool)
     groups = scheduler.kv_cache_config.kv_cache_groups
     if len(groups) != 1 or _kinds(groups) != {"FullAttentionSpec"}:

@@ -2,8 +2,10 @@
 
 Tensor-parallel ranks do where there is nothing to divide: MLA keeps one latent for all heads, and a
 model with fewer KV heads than ranks has each head on several. Where such ranks hold a part of each
-block's tokens, those with the same part do. Read from what was built, layer by layer, because one
-model may have layers of several kinds; what is not understood is not the same.
+block's tokens, those with the same part do. Ranks that divide a prompt between them (prefill context
+parallelism) do not: each computes the KV of its answers in steps of its own shape, so the last bits
+may differ. Read from what was built, layer by layer, because one model may have layers of several
+kinds; what is not understood is not the same.
 """
 
 from __future__ import annotations
@@ -25,15 +27,18 @@ def same_bytes(worker: Any, layout: Any) -> str:
     """
     parallel = worker.vllm_config.parallel_config
     ranks = getattr(parallel, "tensor_parallel_size", 1)
-    if ranks < 2 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+    if ranks < 2:
         return ""
     # With decode context parallelism, neighbours with the same heads have a part of each block's
-    # tokens each (`_DCP` in vllm/distributed/parallel_state.py).
-    parts = getattr(parallel, "decode_context_parallel_size", 1)
+    # tokens each, after the ranks that divide a prompt (`_DCP` in
+    # vllm/distributed/parallel_state.py).
+    prefill = getattr(parallel, "prefill_context_parallel_size", 1)
+    parts = max(1, getattr(parallel, "decode_context_parallel_size", 1) // prefill)
     replicas = _replicas(worker.model_runner, ranks)
     if replicas <= parts or replicas % parts:
         return ""
-    # A rank's number counts pipeline stages, and within one the tensor-parallel ranks.
+    # A rank's number counts pipeline stages, within one those that divide a prompt, and within one
+    # of these the tensor-parallel ranks.
     stage, rank = divmod(worker.rank, ranks)
     shape = repr([(offset, tuple(row.shape)) for offset, row in zip(layout.offsets, layout.rows)])
     digest = hashlib.sha256(shape.encode()).hexdigest()[:16]

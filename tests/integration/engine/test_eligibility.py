@@ -134,7 +134,8 @@ REFUSED = {
         config(decode_context_parallel_size=2), scheduler(group("SlidingWindowSpec")), "found 1",
     ),
     "prefill context parallel": (
-        config(prefill_context_parallel_size=4), scheduler(), "prefill_context_parallel_size 1",
+        config(prefill_context_parallel_size=4), scheduler(),
+        r"prefill_context_parallel_size 1, or .* run \(0.26.0 on cuda\), found 4 with ",
     ),
     "elastic": (config(enable_elastic_ep=True), scheduler(), "elastic expert parallelism"),
     "an engine that goes on": (
@@ -346,6 +347,19 @@ def test_what_nobody_has_run_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", "1")
     (doubt,) = check_eligible(config(prefill_context_parallel_size=4), scheduler())
     assert doubt.startswith("expected prefill_context_parallel_size 1") and "found 4" in doubt
+
+
+def test_prompts_that_ranks_divide_are_taken_where_they_were_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(eligibility, "release_in_use", lambda: "0.26.0")
+    of_gpus = config(device="cuda", prefill_context_parallel_size=2)
+    assert check_eligible(of_gpus, scheduler(group("MLAAttentionSpec"))) == ()
+    with pytest.raises(TierRefused, match="found 2 with 0.26.0 on cpu"):
+        check_eligible(config(prefill_context_parallel_size=2), scheduler())
+    of_gpus.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(TierRefused, match="expected decode_context_parallel_size 1 beside pref"):
+        check_eligible(of_gpus, scheduler(group("MLAAttentionSpec")))
 
 
 @pytest.mark.parametrize(

@@ -108,11 +108,26 @@ def test_with_decode_context_parallelism_those_with_the_same_tokens_are(
         assert (found if said[0] else []) == alike
 
 
-def test_with_prefill_context_parallelism_none_are_the_same() -> None:
-    one = worker(0, 4, [group(FULL)], {"a": 2, "b": 2})
-    assert same_bytes(one, layout())
-    one.vllm_config.parallel_config.prefill_context_parallel_size = 2
-    assert same_bytes(one, layout()) == ""
+@pytest.mark.parametrize(
+    ("tensor", "prefill", "shards", "alike"),
+    [
+        (1, 2, 1, []),
+        (2, 2, 1, [[0, 1], [2, 3]]),
+        (2, 2, 2, [[0, 1], [2, 3]]),  # a part of each block for each of those that divide a prompt
+        (2, 2, 4, []),
+    ],
+)
+def test_ranks_that_divide_a_prompt_are_not_the_same(
+    tensor: int, prefill: int, shards: int, alike: list[list[int]]
+) -> None:
+    """Those that compute the same part of it are."""
+    groups, said = [group({"a.attn": MLAAttentionSpec()})], []
+    for rank in range(tensor * prefill):
+        one = worker(rank, tensor, groups, {}, shards)
+        one.vllm_config.parallel_config.prefill_context_parallel_size = prefill
+        said.append(same_bytes(one, layout()))
+    found = [[r for r, text in enumerate(said) if text == one] for one in dict.fromkeys(said)]
+    assert (found if said[0] else []) == alike
 
 
 @pytest.mark.parametrize(
