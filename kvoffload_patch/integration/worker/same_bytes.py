@@ -2,10 +2,10 @@
 
 Tensor-parallel ranks do where there is nothing to divide: MLA keeps one latent for all heads, and a
 model with fewer KV heads than ranks has each head on several. Where such ranks hold a part of each
-block's tokens, those with the same part do. Ranks that divide a prompt between them (prefill context
-parallelism) do not: each computes the KV of its answers in steps of its own shape, so the last bits
-may differ. Read from what was built, layer by layer, because one model may have layers of several
-kinds; what is not understood is not the same.
+block's tokens, those with the same part do. Ranks that divide a prompt between them (prefill
+context parallelism) do not: each computes the KV of its answers in steps of its own shape, so the
+last bits may differ. Read from what was built, layer by layer, because one model may have layers of
+several kinds; what is not understood is not the same.
 """
 
 from __future__ import annotations
