@@ -287,6 +287,20 @@ WORKER = (
         ("integration/engine/adapters/test_vllm_lora.py",),
     ),
     Mutant(
+        "blocks of a session whose keys may be wrong are stored",
+        "integration/engine/blocks/store_choice.py",
+        "if view.misnames_sessions and request.resumable:",
+        "if False:",
+        ("integration/engine/blocks/test_store_choice.py",),
+    ),
+    Mutant(
+        "a session is given what its wrong keys stand for",
+        "integration/engine/adapters/vllm_scheduler.py",
+        "if self.misnames_sessions and request.resumable:",
+        "if False:",
+        ("integration/engine/blocks/test_store_choice.py",),
+    ),
+    Mutant(
         "what is loaded for an adapter that is loaded again meanwhile is published",
         "integration/engine/requests/loads.py",
         " or self._view.is_stale(load.owner)",

@@ -41,6 +41,7 @@ class SchedulerView:
         prefix: vLLM's own prefix lookup.
         prefix_stats: vLLM's counters of hits.
         loras: the LoRA adapters that requests have named.
+        misnames_sessions: whether blocks of requests that are `resumable` may get wrong keys.
         undo: called by `restore`, to put back what others have changed of vLLM's objects.
     """
 
@@ -75,6 +76,7 @@ class SchedulerView:
         self.loras = LoraNames(scheduler)
         self._run_limit = "max_num_active_reqs" if active else "max_num_running_reqs"
         self._counts_sessions = _SESSIONS in type(scheduler).schedule.__code__.co_names
+        self.misnames_sessions = _misnames_sessions(type(scheduler))
         self._parked: dict[str, tuple[Any, Any]] = {}  # (request, status to restore) by name
         self._passed_over, self._front = list[str](), list[Any]()  # see `pass_over`
         self._uncapped_limit: int | None = None  # while admissions are capped
@@ -125,7 +127,9 @@ class SchedulerView:
         return bool(structured.grammar) and not isinstance(structured.grammar, Exception)
 
     def is_stale(self, request: Any) -> bool:
-        """Whether what the tier has by a request's keys may be of other weights."""
+        """Whether what the tier has by a request's keys may be of other tokens or weights."""
+        if self.misnames_sessions and request.resumable:
+            return True
         lora = request.lora_request if self.loras.stale else None
         return lora is not None and lora.lora_name in self.loras.stale
 
@@ -357,6 +361,15 @@ class SchedulerView:
             self.undo.pop()()
         self.adapter.free_all()
         self.prefix_stats.restore()
+
+
+def _misnames_sessions(scheduler: type) -> bool:
+    """Whether a session that goes on has the key of a block that its last token has ended.
+
+    It forgets that token, so its block ends with another one; up to 0.31 the key stays.
+    """
+    goes_on = getattr(scheduler, "_update_request_as_session", None)  # from 0.15 on
+    return goes_on is not None and "hash_block_size" not in goes_on.__code__.co_names
 
 
 def _heap_order(heap: Sequence[Any]) -> Iterator[Any]:

@@ -15,12 +15,21 @@ from kvoffload_patch.tier.manager import OffloadManager
 ARGUMENT = "kvoffload_store"
 
 
-def stores(request: Any) -> bool:
-    """Whether a request lets its blocks be stored; one that says something else does.
+def stores(view: SchedulerView, request: Any) -> bool:
+    """Whether blocks of a request are stored.
+
+    Not where they may get keys of other tokens, nor if it does not let them be.
 
     Args:
         request: a `vllm.v1.request.Request`.
     """
+    if view.misnames_sessions and request.resumable:
+        return False
+    return allows(request)
+
+
+def allows(request: Any) -> bool:
+    """Whether a request lets its blocks be stored; one that says something else does."""
     sampling = request.sampling_params  # None where it pools
     arguments = sampling.extra_args if sampling is not None else None
     if not arguments:
@@ -98,8 +107,8 @@ class StoreChoice:
                 key = block._block_hash
                 computed[key] = block.block_id
                 before.append(key)
-            elif not stores(request):
-                self._leave_out(blocks)
+            elif not stores(self._view, request):
+                self._leave_out(request, blocks)
             else:
                 found = {block._block_hash: block.block_id for block in blocks}
                 computes(request_id, found)
@@ -125,10 +134,10 @@ class StoreChoice:
         """The same of blocks whose bytes are in place."""
         found: dict[Hashable, int] = {}
         for request, blocks in cached:
-            if stores(request):
+            if stores(self._view, request):
                 found.update({b.block_hash: b.block_id for b in blocks if not b.is_null})
             else:
-                self._leave_out(blocks)
+                self._leave_out(request, blocks)
         found.pop(None, None)
         return self._without_answers(found) if self._answers else found
 
@@ -157,10 +166,13 @@ class StoreChoice:
         if not request.num_computed_tokens:
             self._uncache([block for block in blocks if not block.ref_cnt])
 
-    def _leave_out(self, blocks: Iterable[Any]) -> None:
-        """A request does not let these be stored."""
+    def _leave_out(self, request: Any, blocks: Iterable[Any]) -> None:
+        """These of a request that does not store are counted, and not stored later either."""
         gpu_block_ids = [block.block_id for block in blocks if not block.is_null]
-        self._manager.stats.opted_out += len(gpu_block_ids)
+        if allows(request):
+            self._manager.stats.session += len(gpu_block_ids)
+        else:
+            self._manager.stats.opted_out += len(gpu_block_ids)
         self._refuse(gpu_block_ids)
 
     def _refuse(self, gpu_block_ids: Iterable[int]) -> None:
