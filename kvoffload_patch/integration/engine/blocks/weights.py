@@ -24,12 +24,19 @@ from kvoffload_patch.tier.policies import policy_named
 logger = logging.getLogger("vllm.kvoffload_patch")
 
 # In names of functions that change weights: of vLLM's workers, and of trainers' own extensions of
-# them, such as TRL's `update_named_param` and ROLL's `broadcast_parameter`.
-_CHANGE = ("weight", "param", "load_model")
+# them, such as TRL's `update_named_param` and `receive_lora_update`, ROLL's `broadcast_bucket` and
+# `load_states`.
+_CHANGE = (
+    "weight", "param", "load_model", "load_state", "state_dict", "lora", "adapter", "bucket",
+    "refit",
+)  # fmt: skip
 # Functions of vLLM's workers that leave weights as they are.
 _NO_CHANGE = {
     "compute_weight_checksums",
     "init_weight_transfer_engine",
+    "list_loras",
+    "pin_lora",
+    "remove_lora",
     "shutdown_weight_transfer_engine",
     "supports_draft_weight_updates",
 }
