@@ -37,6 +37,10 @@ class NoSlots(TransferError):
     reason = NO_SLOTS
 
 
+class CannotRegister(TransferError):
+    """No memory can be registered with the driver, however little."""
+
+
 class NotStored(TransferError):
     """What a copy reads was never stored on this rank."""
 

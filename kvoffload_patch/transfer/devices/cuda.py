@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvoffload_patch.transfer.devices.torch import TorchDevice
+from kvoffload_patch.transfer.errors import CannotRegister
 
 if TYPE_CHECKING:
     from kvoffload_patch.transfer.backends.driver import Driver
+
+_NOT_SUPPORTED = 801  # cudaErrorNotSupported
 
 
 class CudaDevice(TorchDevice):
@@ -61,8 +64,19 @@ class CudaRegistrar:
         torch.cuda.set_device(self._index)
 
     def register(self, address: int, nbytes: int) -> int:
-        """As `cudaHostRegister`."""
-        return int(self._driver.cudaHostRegister(address, nbytes, 0))
+        """As `cudaHostRegister`.
+
+        Raises:
+            CannotRegister: the driver has no such call here, as in confidential computing.
+        """
+        error = int(self._driver.cudaHostRegister(address, nbytes, 0))
+        if error == _NOT_SUPPORTED:
+            raise CannotRegister(
+                "expected a driver that registers CPU memory, found that this one does not (error "
+                f"{error}, as under NVIDIA's confidential computing); set KVOFFLOAD_STRICT=0 to "
+                "serve without the CPU tier."
+            )
+        return error
 
     def unregister(self, address: int) -> int:
         """As `cudaHostUnregister`."""

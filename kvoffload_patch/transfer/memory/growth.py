@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvoffload_patch.threads import JoinedThread
 from kvoffload_patch.transfer.device import Registrar
-from kvoffload_patch.transfer.errors import NoSlots
+from kvoffload_patch.transfer.errors import CannotRegister, NoSlots
 from kvoffload_patch.transfer.memory.mapping import GIB, HostMapping
 from kvoffload_patch.transfer.tuning import (
     GROWTH_PARTS,
@@ -143,9 +143,12 @@ class Growth:
         return min(len(self._registered) * self._per_piece, self._all)
 
     def _run(self) -> None:
+        why = ""
         try:
             why = self._register_all()
             self.ended = self._sentence(why) if why else ""
+        except CannotRegister as error:
+            self.ended = why = str(error)
         finally:
             with self._changed:
                 self._over = True
@@ -162,6 +165,8 @@ class Growth:
             while not why and not self._stopping and self.num_ready < self._wanted:
                 why = self._next_piece()
             return why
+        except CannotRegister:
+            raise
         except Exception as error:  # noqa: BLE001 - said with the rest; nobody else sees it
             return f"expected to register more CPU memory, found {error}"
 

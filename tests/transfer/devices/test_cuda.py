@@ -10,6 +10,7 @@ import torch
 
 from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.devices.cuda import CudaDevice
+from kvoffload_patch.transfer.errors import CannotRegister
 
 
 def test_a_cuda_device_asks_torch_for_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,3 +55,6 @@ def test_memory_is_registered_by_the_runtime_of_the_device(
     cuda.cudart().cudaHostRegister.assert_called_once_with(4096, 100, 0)
     assert registrar.unregister(4096) == 0
     cuda.cudart().cudaHostUnregister.assert_called_once_with(4096)
+    cuda.cudart().cudaHostRegister.return_value = 801  # cudaErrorNotSupported
+    with pytest.raises(CannotRegister, match="does not .error 801, as under NVIDIA's confid"):
+        registrar.register(4096, 100)

@@ -12,7 +12,7 @@ import torch
 from transfer.registrars import Registrar, grown
 from transfer.resident import is_mapped, resident_bytes
 
-from kvoffload_patch.transfer.errors import NoSlots, TransferError
+from kvoffload_patch.transfer.errors import CannotRegister, NoSlots, TransferError
 from kvoffload_patch.transfer.memory import growth, mapping
 from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
 
@@ -150,6 +150,13 @@ def test_a_piece_that_is_refused_ends_the_growth_and_leaves_what_is_ready() -> N
     host.close()
     assert registrar.held == {}
 
+
+def test_a_driver_that_registers_nothing_is_an_error_that_blames_no_size() -> None:
+    def refuse(index: int) -> None:
+        raise CannotRegister("expected a driver that registers, found one that does not")
+
+    with pytest.raises(NoSlots, match="^expected a driver that registers, found one that does n"):
+        grown(24, 2 * MIB, Registrar(before=refuse))
 
 def test_a_refusal_of_the_first_piece_is_an_error_and_leaves_nothing() -> None:
     registrar = Registrar(refuse_at=0)
