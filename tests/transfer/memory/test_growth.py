@@ -158,6 +158,7 @@ def test_a_driver_that_registers_nothing_is_an_error_that_blames_no_size() -> No
     with pytest.raises(NoSlots, match="^expected a driver that registers, found one that does n"):
         grown(24, 2 * MIB, Registrar(before=refuse))
 
+
 def test_a_refusal_of_the_first_piece_is_an_error_and_leaves_nothing() -> None:
     registrar = Registrar(refuse_at=0)
     with pytest.raises(TransferError, match=r"MiB more, found error 2 .*; lower KVOFF") as caught:
