@@ -17,6 +17,7 @@ COMMANDS = {
     "step": ("step", "what the tier adds to a scheduler step on the host; needs no GPU"),
     "transfer": ("transfer.command", "speed of the copy backends, and what they cost matmuls"),
     "copy_queue": ("probes.copy_queue", "how long a copy waits behind others on a CUDA GPU"),
+    "long": ("probes.long", "long prompts from CPU memory, quiet and beside answers"),
     "beside": ("probes.beside", "what a step takes longer while a load crosses the bus"),
     "copy_thread": ("probes.copy_thread", "what enqueuing copies costs a step; needs no GPU"),
     "enqueue": ("probes.enqueue", "what enqueuing copies costs the host, on a CUDA GPU"),
