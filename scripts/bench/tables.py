@@ -5,6 +5,7 @@ Each is made from results in docs/measured/current, and says from which commit, 
 
 from __future__ import annotations
 
+import importlib
 import json
 import statistics
 from collections.abc import Callable
@@ -336,12 +337,11 @@ def ranks() -> str:
     return table(rows) + "\n\n" + ran_on(document["machines"][-1])
 
 
-def modelled() -> str:
-    """What following the time of loads is worth, over a modelled GPU and bus."""
-    from scripts.bench.probes import modelled as probe  # torch is not needed for the other tables
-
-    if (document := read("modelled.json")) is None:
+def probed(name: str) -> str:
+    """The table of a probe, as it makes it itself; imported here, as the others need no torch."""
+    if (document := read(f"{name}.json")) is None:
         return "not measured"
+    probe = importlib.import_module(f"scripts.bench.probes.{name}")
     return f"{probe.report(document['rows'])}\n\n{ran_on(document['machines'][-1])}"
 
 
@@ -388,7 +388,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "slowest": slowest,
     "goals": goals,
     "step": step,
-    "modelled": modelled,
+    **{name: partial(probed, name) for name in ("modelled", "long")},
     "enqueued": enqueued,
     "transfer": transfer,
     "transfer shapes": shapes,

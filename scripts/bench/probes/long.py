@@ -171,9 +171,8 @@ def run(mode: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     raise RuntimeError(f"{mode}: expected a result, found status {process.returncode}: {said}")
 
 
-def text(document: dict[str, Any]) -> str:
+def report(found: dict[str, list[dict[str, Any]]]) -> str:
     """A table: for each length the floor, and what comes back in each mode; milliseconds."""
-    found = document["modes"]
     names = list(found)
     lines = [["median (smallest to largest), ms", "floor", *(MODES[name] for name in names)]]
     rows = {name: {(r["tokens"], r["beside"]): r for r in found[name]} for name in names}
@@ -216,12 +215,12 @@ def main() -> int:
     if options.child:
         child(options.child)
         return 0
-    document: dict[str, Any] = {"machine": machine(), "modes": {}}
+    document: dict[str, Any] = {"machines": [machine()], "rows": {}}
     for mode in options.modes:
         say(f"{mode}:")
-        document["modes"][mode] = run(mode, options)
+        document["rows"][mode] = run(mode, options)
         write_json(options.json, document)
-    say(f"\n{text(document)}")
+    say(f"\n{report(document['rows'])}")
     return 0
 
 
