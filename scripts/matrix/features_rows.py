@@ -286,7 +286,7 @@ ROWS = (
     _engine("LoRA adapters", "kept apart", f"{_PROCESSES}adapters_are_kept_apart"),
     _engine(
         "LoRA adapters that are loaded again",
-        "other weights under the same name, in place or from another path",
+        "other weights under the same name: in place, after it was unloaded, or from another path",
         f"{_PROCESSES}an_adapter_that_is_loaded_again_gets_nothing_of_the_one_before",
     ),
     _engine(

@@ -308,6 +308,13 @@ WORKER = (
         ("integration/engine/adapters/test_vllm_lora.py",),
     ),
     Mutant(
+        "an adapter that was unloaded counts as the one before",
+        "integration/engine/adapters/vllm_lora.py",
+        "(files and files == self._files.get(before) and not in_place)",
+        "not in_place",
+        ("integration/engine/adapters/test_vllm_lora.py",),
+    ),
+    Mutant(
         "an adapter that is loaded in place counts as the one before",
         "integration/engine/adapters/vllm_lora.py",
         'getattr(lora, "load_inplace", False)',

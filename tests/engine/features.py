@@ -80,11 +80,12 @@ def outgrown(stage: Stage) -> dict[str, Any]:
     }
 
 
-def adapter_loaded_again(stage: Stage) -> dict[str, Any]:
+def adapter_loaded_again(stage: Stage, unloaded: bool = False) -> dict[str, Any]:
     """An evicted prompt under one adapter, and under another that is loaded under its name.
 
     As a trainer does it where a release has that, in place: other weights are written to the same
-    folder. Else as a user: from another folder, under another number.
+    folder. Else as a user: from another folder, under another number. If it was ``unloaded``: from
+    the same folder, under another number, as vLLM's API server loads it then.
     """
     import shutil
 
@@ -95,7 +96,10 @@ def adapter_loaded_again(stage: Stage) -> dict[str, Any]:
     shutil.copytree(first, folder)
     named = LoRARequest("again", 1, folder)
     for turn in range(6):
-        if turn == 2 and hasattr(named, "load_inplace"):
+        if turn == 2 and unloaded:
+            shutil.copytree(second, folder, dirs_exist_ok=True)
+            named = LoRARequest("again", 2, folder)
+        elif turn == 2 and hasattr(named, "load_inplace"):
             shutil.copytree(second, folder, dirs_exist_ok=True)
             stage.llm.llm_engine.add_lora(LoRARequest("again", 1, folder, load_inplace=True))
         elif turn == 2:
@@ -107,6 +111,11 @@ def adapter_loaded_again(stage: Stage) -> dict[str, Any]:
         cached += cached_of(outputs)
         stage.push_out(60 + turn)
     return {"tokens": answers, "cached": cached}
+
+
+def adapter_unloaded(stage: Stage) -> dict[str, Any]:
+    """The same with one that was unloaded before its files were written again."""
+    return adapter_loaded_again(stage, unloaded=True)
 
 
 def _held_up(_: Any) -> int:

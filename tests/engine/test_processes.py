@@ -110,19 +110,20 @@ def test_adapters_are_kept_apart(real):
 
 
 @pytest.mark.features
-def test_an_adapter_that_is_loaded_again_gets_nothing_of_the_one_before(real, tmp_path):
+@pytest.mark.parametrize("how", ["adapter_loaded_again", "adapter_unloaded"])
+def test_an_adapter_that_is_loaded_again_gets_nothing_of_the_one_before(how, real, tmp_path):
     import os
     import shutil
 
     folders = [str(shutil.copytree(lora, tmp_path / f"{n}")) for n, lora in enumerate(real.loras)]
     env = {"TEST_LORAS": os.pathsep.join(folders)}
-    off = vllm.must_play(real.off(["adapter_loaded_again"], LORA, **env))["adapter_loaded_again"]
+    off = vllm.must_play(real.off([how], LORA, **env))[how]
     shutil.rmtree(f"{folders[0]}-again", ignore_errors=True)
-    on = real.on(["adapter_loaded_again"], LORA, **env)
+    on = real.on([how], LORA, **env)
     assert off["tokens"][0] != off["tokens"][2], "the adapters answer the same"
-    assert on["adapter_loaded_again"]["tokens"] == off["tokens"]
+    assert on[how]["tokens"] == off["tokens"]
     found = 499 // release.block_size() * release.block_size()
-    assert on["adapter_loaded_again"]["cached"] == [0, found, 0, 0, 0, found]
+    assert on[how]["cached"] == [0, found, 0, 0, 0, found]
     assert "LoRA adapter again was loaded again under its name" in on.log
 
 

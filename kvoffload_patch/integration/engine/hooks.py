@@ -78,10 +78,9 @@ def add_lora(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     breaker = _breaker(instance)
     if breaker is None:
         return wrapped(*args, **kwargs)
-    try:
-        return wrapped(*args, **kwargs)
-    finally:  # some ranks may have it before another raises
-        breaker.lora_named(_lora_request(*args, **kwargs))
+    # Before: its files may be written meanwhile, and some ranks may have it before one raises.
+    breaker.lora_named(_lora_request(*args, **kwargs))
+    return wrapped(*args, **kwargs)
 
 
 def _breaker(core: Any) -> Any:

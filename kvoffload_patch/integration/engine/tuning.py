@@ -29,6 +29,9 @@ FAILED_WINDOW_S = 60.0
 METRICS_INTERVAL_S = 1.0
 # How long requests were parked is kept for so many of them, where nobody asks. Not measured.
 PARKED_TIMES = 1024
+# So many adapters' files are remembered as they were when these were loaded, a few hundred bytes of
+# each: a trainer loads one every few seconds for weeks. Not measured.
+REMEMBERED_ADAPTERS = 4096
 # What a worker may take to answer. Opening touches and registers memory, closing gives it back,
 # both at some GiB a second (scripts/bench touch: 1.4 to 8.2); anything else waits behind a step at
 # most, for which vLLM has 300 s.

@@ -94,7 +94,7 @@ _REQUEST = (
     *_has(
         "vllm.lora.request",
         "LoRARequest",
-        (_ANY, "lora_name lora_path"),
+        (_ANY, "lora_name lora_path lora_int_id"),
         (">=0.15", "load_inplace"),
     ),
     *_has(

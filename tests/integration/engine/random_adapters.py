@@ -10,7 +10,7 @@ from kvoffload_patch.integration.install import older_than
 
 
 class Adapters:
-    """Names adapters for requests, and loads them again in place, as the seed says.
+    """Names adapters for requests, and loads them again, as the seed says: in place, or unloaded.
 
     Attributes:
         again: times that one was loaded again while the tier had blocks of it.
@@ -19,13 +19,15 @@ class Adapters:
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(f"adapters {seed}")
         self._requests: dict[str, list[Any]] = {"x": [], "y": []}
+        self._numbers = {"x": 1, "y": 2}
         self.again = 0
 
     def name(self) -> dict[str, Any]:
         """What a request is made with besides."""
         if self._rng.random() < 0.5:
             return {}
-        return {"lora_request": _adapter(self._rng.choice([*self._requests]))}
+        name = self._rng.choice([*self._requests])
+        return {"lora_request": _adapter(name, self._numbers[name])}
 
     def asked(self, request: Any) -> None:
         """A request was made so."""
@@ -43,7 +45,10 @@ class Adapters:
         for slot in lost:
             mini.device.slots[slot][:] = [7] * mini.device.size
         self.again += bool(lost)
-        mini.breaker.lora_named(_adapter(name, load_inplace=True))
+        in_place = self._rng.random() < 0.5
+        if not in_place:  # as vLLM's API server has it
+            self._numbers[name] += 2
+        mini.breaker.lora_named(_adapter(name, self._numbers[name], in_place))
 
     def _keys(self, mini: Any, name: str) -> set[Any]:
         groups = range(len(mini.view.block_sizes))
@@ -56,14 +61,17 @@ def can_load_again() -> bool:
     return not older_than("0.11.1")
 
 
-def _adapter(name: str, load_inplace: bool = False) -> Any:
-    """What vLLM's scheduler and the tier read of a `LoRARequest`, which needs vLLM's models."""
-    number, path = 1 + ord(name), f"/adapters/{name}"
+def _adapter(name: str, number: int, load_inplace: bool = False) -> Any:
+    """What vLLM's scheduler and the tier read of a `LoRARequest`, which needs vLLM's models.
+
+    Events have one number for each name: they tell of one key, which is to be described alike.
+    """
+    path = f"/adapters/{name}"
     return SimpleNamespace(
         lora_name=name,
         name=name,
         lora_int_id=number,
-        adapter_id=number,
+        adapter_id=ord(name),
         lora_path=path,
         load_inplace=load_inplace,
     )

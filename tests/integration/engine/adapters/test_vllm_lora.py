@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +16,15 @@ from integration.engine.world import World, prompt
 from vllm.lora.request import LoRARequest
 
 from kvoffload_patch.integration.engine import hooks, step_hooks
+from kvoffload_patch.integration.engine.adapters import vllm_lora
 from kvoffload_patch.integration.engine.adapters.vllm_lora import LoraNames
 from kvoffload_patch.integration.protocol import TIER
 
 PROMPT = prompt(3, seed=1)
 
 
-def lora(path: str = "/a", name: str = "x", in_place: bool = False) -> LoRARequest:
-    made = LoRARequest(name, 1, path)
+def lora(path: str = "/a", name: str = "x", in_place: bool = False, number: int = 1) -> LoRARequest:
+    made = LoRARequest(name, number, path)
     if in_place:
         if not hasattr(made, "load_inplace"):
             pytest.skip("no adapter is loaded in place before 0.15")
@@ -55,6 +58,9 @@ def test_what_keys_have_of_an_adapter_is_found_out() -> None:
         (True, {"path": "/b"}, False),
         (True, {"path": "/b", "in_place": True}, False),
         (True, {"in_place": True}, True),
+        (False, {"number": 2}, True),
+        (True, {"number": 2}, True),
+        (True, {"number": 2, "path": "/b"}, False),
     ],
 )
 @pytest.mark.parametrize("first_in_place", [False, True])
@@ -66,6 +72,63 @@ def test_what_is_loaded_again_may_have_the_keys_of_other_weights(
     assert not names.stale
     names.named(lora(**then))
     assert names.stale == ({"x"} if stale else set())
+
+
+def write(folder: Path, weights: str) -> str:
+    """An adapter's files; other weights of the same length are told by when they were written."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).write_text(weights)
+        os.utime(folder / name, ns=(0, sum(map(ord, weights))))
+    return str(folder)
+
+
+@pytest.mark.parametrize("path_in_keys", [False, True])
+@pytest.mark.parametrize(("weights", "stale"), [("a", set()), ("b", {"x"})])
+def test_what_was_unloaded_is_the_same_if_its_files_are(
+    path_in_keys: bool, weights: str, stale: set[str], tmp_path: Path
+) -> None:
+    """vLLM's API server gives it another number."""
+    names = names_of(path_in_keys)
+    names.named(lora(write(tmp_path, "a")))
+    names.named(lora(write(tmp_path, weights), number=2))
+    assert names.stale == stale
+
+
+def test_one_that_was_loaded_before_its_files_were_written_is_another(tmp_path: Path) -> None:
+    names = names_of()
+    names.named(lora(write(tmp_path, "a")))
+    names.named(lora(write(tmp_path, "b"), number=2))
+    names.all_forgotten()
+    names.named(lora(str(tmp_path), number=2))
+    names.named(lora(str(tmp_path), number=1))
+    assert names.stale == {"x"}, "its files are those of the second one, its weights are not"
+    names._scheduler.requests = {
+        number: SimpleNamespace(lora_request=lora(str(tmp_path), number=number))
+        for number in (2, 1)
+    }
+    names.all_forgotten()
+    assert names.stale == {"x"}, "both compute again"
+
+
+def test_files_are_looked_at_when_it_is_loaded_and_not_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, path = names_of(), write(tmp_path, "a")
+    names.named(lora(path))
+    write(tmp_path, "b")
+    monkeypatch.setattr(vllm_lora.os, "stat", None)
+    names.named(lora(path))
+    names.all_forgotten()
+    names.named(lora(path))
+    assert not names.stale
+
+
+def test_not_all_adapters_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_lora, "REMEMBERED_ADAPTERS", 2)
+    names = names_of()
+    for number in range(1, 6):
+        names.named(lora(number=number))
+    assert [loaded.number for loaded in names._files] == [4, 5]
 
 
 def test_after_a_reset_only_what_is_computed_again_has_keys() -> None:
