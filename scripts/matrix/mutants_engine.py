@@ -14,6 +14,7 @@ _SCHEDULER = "integration/engine/adapters/test_vllm_scheduler.py::"
 _CHOICE = "integration/engine/blocks/test_store_choice.py::"
 _INVALID = "integration/engine/blocks/test_invalid_blocks.py::"
 _UNHEARD = "integration/worker/test_unheard.py"
+_LORA = "integration/engine/adapters/test_vllm_lora.py"
 
 ENGINE = (
     Mutant(
@@ -298,5 +299,47 @@ ENGINE = (
         "all(found) and found == self._known",
         "all(found)",
         (_FILES + "blocks/test_weights.py::test_weights_that_were_changed_in_sleep_empty_it",),
+    ),
+    Mutant(
+        "an adapter that was loaded again gets KV of the one before",
+        _FILES + "requests/admission.py",
+        "if not self._view.is_stale(request):",
+        "if True:",
+        (_LORA,),
+    ),
+    Mutant(
+        "blocks of a session whose keys may be wrong are stored",
+        _FILES + "blocks/store_choice.py",
+        "if view.misnames_sessions and request.resumable:",
+        "if False:",
+        (_CHOICE.removesuffix("::"),),
+    ),
+    Mutant(
+        "a session is given what its wrong keys stand for",
+        _FILES + "adapters/vllm_scheduler.py",
+        "if self.misnames_sessions and request.resumable:",
+        "if False:",
+        (_CHOICE.removesuffix("::"),),
+    ),
+    Mutant(
+        "what is loaded for an adapter that is loaded again meanwhile is published",
+        _FILES + "requests/loads.py",
+        " or self._view.is_stale(load.owner)",
+        "",
+        (_LORA,),
+    ),
+    Mutant(
+        "an adapter that was unloaded counts as the one before",
+        _FILES + "adapters/vllm_lora.py",
+        "(files and files == self._files.get(before) and not in_place)",
+        "not in_place",
+        (_LORA,),
+    ),
+    Mutant(
+        "an adapter that is loaded in place counts as the one before",
+        _FILES + "adapters/vllm_lora.py",
+        'getattr(lora, "load_inplace", False)',
+        "False",
+        (_LORA,),
     ),
 )

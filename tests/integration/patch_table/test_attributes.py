@@ -13,6 +13,7 @@ import builtins
 import collections
 import dataclasses
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,6 +239,7 @@ def python() -> set[str]:
         logging.Logger,
         threading.Event,
         threading.Thread,
+        os.stat_result,
         type(python),
     ]
     return {name for kind in kinds for name in dir(kind)} | OTHERS
