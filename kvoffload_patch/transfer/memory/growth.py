@@ -149,6 +149,9 @@ class Growth:
             self.ended = self._sentence(why) if why else ""
         except CannotRegister as error:
             self.ended = why = str(error)
+        except Exception as error:  # noqa: BLE001 - said with the rest; nobody else sees it
+            why = f"expected to register more CPU memory, found {error}"
+            self.ended = self._sentence(why)
         finally:
             with self._changed:
                 self._over = True
@@ -159,16 +162,11 @@ class Growth:
 
     def _register_all(self) -> str:
         """Register piece after piece; why not all, or nothing."""
-        try:
-            self._registrar.enter()
-            why = ""
-            while not why and not self._stopping and self.num_ready < self._wanted:
-                why = self._next_piece()
-            return why
-        except CannotRegister:
-            raise
-        except Exception as error:  # noqa: BLE001 - said with the rest; nobody else sees it
-            return f"expected to register more CPU memory, found {error}"
+        self._registrar.enter()
+        why = ""
+        while not why and not self._stopping and self.num_ready < self._wanted:
+            why = self._next_piece()
+        return why
 
     def _next_piece(self) -> str:
         """Register the next piece; why not, or nothing."""

@@ -113,14 +113,28 @@ def test_one_that_was_loaded_before_its_files_were_written_is_another(tmp_path: 
 def test_files_are_looked_at_when_it_is_loaded_and_not_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names, path = names_of(), write(tmp_path, "a")
-    names.named(lora(path))
-    write(tmp_path, "b")
-    monkeypatch.setattr(vllm_lora.os, "stat", None)
-    names.named(lora(path))
+    looked: list[str] = []
+    monkeypatch.setattr(vllm_lora, "_stamps", looked.append)
+    names, path = names_of(), str(tmp_path)
+    for _ in range(2):
+        names.named(lora(path))
+        names.named(lora(path))
+        names.all_forgotten()
+    assert looked == [path]
+    names.named(lora(path, number=2))
+    names.named(lora(path, number=1))
+    assert looked == [path, path], "it is loaded with what was there before"
+
+
+def test_files_are_looked_at_again_when_it_is_loaded_in_place(tmp_path: Path) -> None:
+    names = names_of()
+    names.named(lora(write(tmp_path, "a")))
+    names.named(lora(write(tmp_path, "b"), in_place=True))
+    assert names.stale == {"x"}
     names.all_forgotten()
-    names.named(lora(path))
-    assert not names.stale
+    names.named(lora(str(tmp_path)))
+    names.named(lora(str(tmp_path), number=2))
+    assert not names.stale, "both have the weights that were written last"
 
 
 def test_not_all_adapters_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
