@@ -341,8 +341,8 @@ def probed(name: str) -> str:
     """The table of a probe, as it makes it itself; imported here, as the others need no torch."""
     if (document := read(f"{name}.json")) is None:
         return "not measured"
-    probe = importlib.import_module(f"scripts.bench.probes.{name}")
-    return f"{probe.report(document['rows'])}\n\n{ran_on(document['machines'][-1])}"
+    probe = importlib.import_module(f"scripts.bench.probes.{name.partition('-')[0]}")
+    return "\n\n".join([probe.report(document["rows"]), *map(ran_on, document["machines"])])
 
 
 def enqueued() -> str:
@@ -388,7 +388,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "slowest": slowest,
     "goals": goals,
     "step": step,
-    **{name: partial(probed, name) for name in ("modelled", "long")},
+    **{name: partial(probed, name) for name in ("modelled", "long", "long-eager")},
     "enqueued": enqueued,
     "transfer": transfer,
     "transfer shapes": shapes,
