@@ -54,6 +54,11 @@ class JoinedThread(threading.Thread):
                 _running.discard(self)
             raise
 
+    def join(self, timeout: float | None = None) -> None:
+        """As any thread's; one that could not be started has ended."""
+        if self.ident is not None:
+            super().join(timeout)
+
     def run(self) -> None:
         """Run the target."""
         try:

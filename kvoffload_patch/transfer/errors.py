@@ -54,7 +54,7 @@ class CopyFailed(NamedTuple):
     text: str
 
 
-def failed_by(error: Exception) -> CopyFailed:
+def failed_by(error: BaseException) -> CopyFailed:
     """What a copy that raised has failed by."""
     reason = error.reason if isinstance(error, TransferError) else RAISED
     return CopyFailed(reason, one_line(error))

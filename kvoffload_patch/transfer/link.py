@@ -94,9 +94,12 @@ class LinkCopies:
                 "vouch for its bytes."
             )
         self.last = transfer.ticket
-        start = partial(self._start, *self._turn.own(transfer.source_ids, transfer.target_ids))
+        source_ids, target_ids = self._turn.own(transfer.source_ids, transfer.target_ids)
+        start = partial(self._start, source_ids, target_ids)
         behind = [(other.queue, ticket_on(done, other.link)) for other in self._behind]
-        self.queue.submit(transfer.ticket, start, behind)
+        # GPU blocks are vLLM's: what is wrong in one is its request's, and told with the failure.
+        lost = int if self.link[1] == GPU else partial(self._lose, target_ids)
+        self.queue.submit(transfer.ticket, start, behind, lost)
 
     def poll(self) -> int:
         """The last ticket done; never waits. Its failures are told after this."""
@@ -141,17 +144,17 @@ class LinkCopies:
     ) -> Slices:
         # A slot that another rank has and this one has not yet is waited for with the queues'
         # lock held, so that a step with loads of its own waits as well. That is rare and ends.
-        bad = self._bad.setdefault(self.link[1], set())
-        try:
-            if self._wait_ready is not None:
-                self._wait_ready(max(target_ids) + 1)
-            verdict = yield from self._copy(source_ids, target_ids, streams)
-        except BaseException:
-            bad.update(target_ids)
-            raise
+        if self._wait_ready is not None:
+            self._wait_ready(max(target_ids) + 1)
+        verdict = yield from self._copy(source_ids, target_ids, streams)
+        bad = self._bad.get(self.link[1])
         if bad:
             bad.difference_update(target_ids)
         return verdict
+
+    def _lose(self, target_ids: Sequence[int]) -> None:
+        """A copy into these blocks has failed: no other one may bring what they hold."""
+        self._bad.setdefault(self.link[1], set()).update(target_ids)
 
 
 def _nothing() -> Slices:

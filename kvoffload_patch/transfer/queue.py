@@ -17,6 +17,8 @@ from kvoffload_patch.transfer.integrity import Verdict
 from kvoffload_patch.transfer.tuning import POLL_S
 
 Start = Callable[["Streams | None"], Slices]
+# Called if a copy fails, whatever has become of it.
+Lost = Callable[[], object]
 # Queues, and which of their tickets to wait for.
 Behind = Sequence[tuple["CopyQueue | SyncCopyQueue", int]]
 
@@ -24,13 +26,14 @@ Behind = Sequence[tuple["CopyQueue | SyncCopyQueue", int]]
 class _Job:
     """A copy that is queued or partly enqueued."""
 
-    __slots__ = ("arrived", "behind", "compute", "slices", "start", "ticket")
+    __slots__ = ("arrived", "behind", "compute", "lost", "slices", "start", "ticket")
 
-    def __init__(self, ticket: int, start: Start, compute: Any, behind: Behind) -> None:
+    def __init__(self, ticket: int, start: Start, compute: Any, behind: Behind, lost: Lost) -> None:
         self.ticket = ticket
         self.start = start
         self.compute = compute
         self.behind = behind
+        self.lost = lost
         self.slices: Slices | None = None
         self.arrived: list[Any] = []  # when each group of its rows was
 
@@ -92,7 +95,7 @@ class CopyQueue:
         """Whether any enqueued copy is not known to be done."""
         return bool(self._under_way)
 
-    def submit(self, ticket: int, start: Start, behind: Behind) -> None:
+    def submit(self, ticket: int, start: Start, behind: Behind, lost: Lost = int) -> None:
         """Queue a copy.
 
         It waits for what the current stream has been given before this call, and on the bus for
@@ -100,15 +103,19 @@ class CopyQueue:
         """
         compute = self._new_event()
         compute.record(self._device.current_stream())
-        self._queue.append(_Job(ticket, start, compute, behind))
+        self._queue.append(_Job(ticket, start, compute, behind, lost))
 
     def advance(self) -> bool:
-        """Enqueue the next slice; False if there is none."""
+        """Enqueue the next slice; False if there is none.
+
+        Raises:
+            BaseException: what interrupted it, as a key may; the copy has failed.
+        """
         with self._lock:
             if not self._queue:
                 return False
             job = self._queue[0]
-            more, verdict = False, None
+            more, verdict, interrupted = False, None, None
             try:
                 if job.slices is None:
                     job.slices = self._begin(job)
@@ -117,8 +124,9 @@ class CopyQueue:
             except StopIteration as over:
                 verdict = over.value
                 self._mark(job, self._groups)
-            except Exception as error:  # noqa: BLE001 - the tier carries on without this copy
+            except BaseException as error:  # noqa: BLE001 - the tier carries on without this copy
                 self._fail(job, error)
+                interrupted = None if isinstance(error, Exception) else error
             self._enqueued += 1
             self._slice_ends[0].record(self._end)
             self._slice_ends.rotate(-1)
@@ -128,6 +136,8 @@ class CopyQueue:
                 end.record(self._end)
                 with self._book:
                     self._under_way.append((job.ticket, job.compute, end, verdict, job.arrived))
+            if interrupted is not None:
+                raise interrupted
             return True
 
     def has_room(self, ahead: int) -> bool:
@@ -276,8 +286,9 @@ class CopyQueue:
             event.record(self._end)
             job.arrived.append(event)
 
-    def _fail(self, job: _Job, error: Exception) -> None:
+    def _fail(self, job: _Job, error: BaseException) -> None:
         self.failed[job.ticket] = failed_by(error)
+        job.lost()
         # What was enqueued of it, on either stream, ends before its ticket does.
         for stream in (self.streams.blocks, self.streams.bus):
             self._joined.record(stream)
@@ -307,16 +318,20 @@ class SyncCopyQueue:
         self.failed: dict[int, CopyFailed] = {}
         self._done = 0
 
-    def submit(self, ticket: int, start: Start, behind: object) -> None:
+    def submit(self, ticket: int, start: Start, behind: object, lost: Lost = int) -> None:
         """Make a copy."""
         try:
             verdict = finish(start(None))
             reason = verdict() if verdict is not None else None
             if reason is not None:
                 self.failed[ticket] = CopyFailed(MISMATCH, reason)
-        except Exception as error:  # noqa: BLE001 - the tier carries on without this copy
+        except BaseException as error:
             self.failed[ticket] = failed_by(error)
-        self._done = ticket
+            lost()
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._done = ticket
 
     def advance(self) -> bool:
         """Nothing is ever queued."""

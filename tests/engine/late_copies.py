@@ -64,10 +64,10 @@ class LateQueue(_SyncCopyQueue):
             self._carry_out()
 
     def _carry_out(self) -> None:
-        (ticket, start, behind), _ = self._waiting.popleft()
+        (ticket, start, behind, *more), _ = self._waiting.popleft()
         for other, other_ticket in behind:
             other.hold(None, other_ticket)
-        super().submit(ticket, start, behind)
+        super().submit(ticket, start, behind, *more)
 
 
 class StreamQueue(LateQueue):

@@ -426,3 +426,19 @@ queue = SimpleNamespace(oldest=lambda: (memory[::2].zero_(), None)[1])
 deadline.DeadlineWatch({("gpu", "cpu"): queue}, lambda: None).start()
 """
     assert exits(trial) == [0] * TIMES
+
+
+def test_a_store_that_was_late_is_remembered(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank may have made it: then its slot is loaded, and here it has other bytes."""
+    monkeypatch.setattr(CopyQueue, "top_up", lambda *_, **__: False)  # nobody enqueues it
+    rank.engine.begin_step(TransferPlan((), (Transfer(1, *STORE, (1,), (0,)),)))
+    rank.engine.end_step()
+    rank.compute()
+    rank.look(LOOKS + 1)
+    rank.cuda.run()
+    assert rank.engine.poll().failed == ((STORE, 1, LATE),)
+    load = Transfer(1, *LOAD, (0,), (2,))
+    plan = TransferPlan((load,), waits=((LOAD, 1),), done=((STORE, 1),), promised=((LOAD, 1),))
+    rank.engine.begin_step(plan)
+    assert "earlier copy" in rank.engine.failed(((LOAD, 1),))[2] and rank.done == []
+    rank.engine.end_step()

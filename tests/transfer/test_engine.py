@@ -133,10 +133,10 @@ class RecordingQueue(SyncCopyQueue):
             meanwhile()
         return False
 
-    def submit(self, ticket: int, start: Any, behind: Any) -> None:
+    def submit(self, ticket: int, start: Any, behind: Any, lost: Any = int) -> None:
         ((queue, other),) = behind
         self._note("submit", ticket, "behind", queue.name, other)
-        super().submit(ticket, start, behind)
+        super().submit(ticket, start, behind, lost)
 
     def drain(self, check: object = None) -> None:
         self._note("drain")

@@ -369,3 +369,33 @@ def test_the_cpu_device_asks_at_once_whether_bytes_are_right() -> None:
     queue.submit(1, partial(start, None), [(queue, 0)])
     queue.submit(2, partial(start, "other bytes"), [(queue, 0)])
     assert (queue.poll(), queue.failed) == (2, {2: (MISMATCH, "other bytes")})
+
+
+def test_a_copy_that_is_interrupted_has_failed(setup: Setup) -> None:
+    """As by Ctrl-C in a process that goes on: half of it would count as all of it."""
+    lost: list[int] = []
+
+    def start(streams: Any) -> Iterator[int]:
+        streams.bus.append(partial(setup.log.append, "half"))
+        yield 0
+        raise KeyboardInterrupt
+
+    setup.loads.submit(1, start, (), lambda: lost.append(1))
+    assert setup.loads.advance()
+    with pytest.raises(KeyboardInterrupt):
+        setup.loads.advance()
+    assert not setup.loads.queued and lost == [1]
+    setup.cuda.run()
+    assert (setup.loads.poll(), setup.loads.failed[1].reason) == (1, RAISED)
+
+
+def test_an_interrupted_copy_of_the_cpu_device_has_failed() -> None:
+    queue, lost = SyncCopyQueue(), []
+
+    def start(streams: object) -> Iterator[int]:
+        yield 0
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        queue.submit(1, start, (), lambda: lost.append(1))
+    assert (queue.poll(), queue.failed[1].reason, lost) == (1, RAISED, [1])

@@ -29,6 +29,8 @@ from kvoffload_patch.tier.plan import TransferPlan
 
 # A forked process has the same, and one in another container may have the same number.
 _TOKEN = secrets.token_hex(8)
+# Tiers whose copies did not end: the memory that these may use stays, for as long as the process.
+_NOT_FREED: list[RankTier] = []
 
 
 def answering(function: Callable[..., Any]) -> Callable[..., tuple[bool, Any]]:
@@ -204,4 +206,8 @@ def close_rank(worker: Any) -> None:
     tier = getattr(worker.model_runner, TIER, None)
     if tier is not None:
         delattr(worker.model_runner, TIER)
-        tier.close()
+        try:
+            tier.close()
+        except BaseException:
+            _NOT_FREED.append(tier)
+            raise

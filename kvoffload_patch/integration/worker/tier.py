@@ -55,7 +55,7 @@ class RankTier:
     """
 
     ends: Callable[[], object] | None = None
-    _lost: Exception | None = None  # what a step has failed with: none begins any more
+    _lost: BaseException | None = None  # what a step has failed with: none begins any more
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class RankTier:
         try:
             self._check_not_lost()
             self._begin_step(plan, step)
-        except Exception as error:  # noqa: BLE001 - raised again, or told to the engine
+        except BaseException as error:  # noqa: BLE001 - raised again, or told to the engine
             self._failed(error)
 
     def end_forward(self) -> None:
@@ -176,14 +176,14 @@ class RankTier:
                 self._engine.wait_all_groups()
                 self._gate.end()
                 self._check_promised()
-        except Exception as error:  # noqa: BLE001 - raised again, or told to the engine
+        except BaseException as error:  # noqa: BLE001 - raised again, or told to the engine
             self._failed(error)
 
     def end_step(self, output: Any) -> Any:
         """After the forward pass and what follows it: submit the store, report what is done."""
         try:
             return self._end_step(output)
-        except Exception as error:  # noqa: BLE001 - raised again, or told to the engine
+        except BaseException as error:  # noqa: BLE001 - raised again, or told to the engine
             self._failed(error)
             return output
 
@@ -310,10 +310,11 @@ class RankTier:
         given_back = min(plan.waits_for(LOAD), plan.known_done(LOAD))
         self._engine.wait_done(((STORE, plan.waits_for(STORE)), (LOAD, given_back)))
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         """A part of a step has raised this: no step begins any more."""
-        if self._lost is None:
-            self._lost = error
+        self._lost = self._lost or error
+        if not isinstance(error, Exception):
+            raise error
         self._tell(error)
 
     def _tell(self, error: Exception) -> None:
@@ -371,10 +372,9 @@ class RankTier:
         if self._host.growth_ended:
             logger.warning("kvoffload_patch: %s", as_given(self._host.growth_ended))
             return
-        took = time.monotonic() - self._opened
         logger.info(
             "kvoffload_patch: all %d CPU slots are usable, seen %.1f s after the first of them: %s",
-            self._host.num_ready, took, self._host.growth_spent,
+            self._host.num_ready, time.monotonic() - self._opened, self._host.growth_spent,
         )  # fmt: skip
 
     def _moved(self) -> bool:

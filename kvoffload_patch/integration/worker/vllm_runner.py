@@ -104,6 +104,19 @@ def _parts(layer: Any) -> Sequence[Any]:
     return layer if isinstance(layer, (tuple, list)) else (layer,)
 
 
+def compute_into_no_block(runner: Any) -> None:
+    """Of a step without tokens: nor does a batch that follows it for the sake of other engines.
+
+    From 0.15 to 0.19 runner V1 has such a batch write where the last step's first token went, and
+    that block may be another's by now: a load's. A step with tokens says where they go.
+    """
+    if not hasattr(runner, "_get_slot_mappings"):
+        return
+    if runner.vllm_config.parallel_config.data_parallel_size > 1:
+        for table in runner.input_batch.block_table.block_tables:
+            table.slot_mapping.gpu.fill_(-1)
+
+
 def copy_output(output: Any, result: TransferResult) -> Any:
     """The runner's output with the result on it.
 

@@ -114,8 +114,10 @@ def copy_now(device: torch.device, start: Callable[[], Slices]) -> float:
     on = device_of(device)
     on.synchronize()
     begin = time.perf_counter()
-    verdict = finish(start())
-    on.synchronize()
+    try:
+        verdict = finish(start())
+    finally:  # what was enqueued may use memory that an error gives back
+        on.synchronize()
     took = time.perf_counter() - begin
     reason = verdict() if verdict is not None else None
     if reason is not None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvoffload_patch.threads import JoinedThread
+from kvoffload_patch.threads import EXIT_S, JoinedThread
 from kvoffload_patch.transfer.device import Registrar
 from kvoffload_patch.transfer.errors import CannotRegister, NoSlots
 from kvoffload_patch.transfer.memory.mapping import GIB, HostMapping
@@ -92,8 +92,8 @@ class Growth:
             while self._registered and (len(self._registered) - 1) * self._per_piece >= num_slots:
                 self._registrar.unregister(self._registered.pop())
         self._wanted, self.ended = num_slots, ""
-        self.num_ready = min(self._num_registered, num_slots)
-        kept = self._num_registered
+        self.num_ready = min(self.num_registered, num_slots)
+        kept = self.num_registered
         if self._mapping.is_shared:  # another process may have registered more of what is wanted
             kept = max(kept, min(_pieces(num_slots, self._per_piece), self._all))
         self._mapping.give_back(kept * self._pitch)
@@ -122,12 +122,17 @@ class Growth:
         with self._changed:
             self._changed.wait_for(lambda: self.num_ready >= num_slots or self._over)
 
-    def stop(self) -> None:
-        """Return when nothing is registered any more."""
+    def ask_to_stop(self) -> None:
+        """Nothing is registered any more soon."""
         self._stopping = True
+        self._mapping.toucher.ask_to_stop()
+
+    def stop(self) -> None:
+        """Return when nothing is registered any more, or the driver does not return."""
+        self.ask_to_stop()
         self._mapping.toucher.stop()
         if self._thread is not threading.current_thread():  # which may collect garbage
-            self._thread.join()
+            self._thread.join(EXIT_S)
 
     def close(self) -> None:
         """Stop, and take back every registration."""
@@ -136,10 +141,11 @@ class Growth:
             self._registrar.unregister(self._registered.pop())
 
     def _new_thread(self) -> JoinedThread:
-        return JoinedThread(self._run, "kvoffload-register", self.stop)
+        return JoinedThread(self._run, "kvoffload-register", self.ask_to_stop)
 
     @property
-    def _num_registered(self) -> int:
+    def num_registered(self) -> int:
+        """Slots that the driver knows: whole pieces, some of whose slots may not be wanted."""
         return min(len(self._registered) * self._per_piece, self._all)
 
     def _run(self) -> None:
@@ -158,7 +164,7 @@ class Growth:
                 self._changed.notify_all()
         if why and not self._stopping:
             # What cannot be registered is of no use to anybody here.
-            self._mapping.keep(self._num_registered * self._pitch)
+            self._mapping.keep(self.num_registered * self._pitch)
 
     def _register_all(self) -> str:
         """Register piece after piece; why not all, or nothing."""
@@ -170,7 +176,7 @@ class Growth:
 
     def _next_piece(self) -> str:
         """Register the next piece; why not, or nothing."""
-        begin = self._num_registered
+        begin = self.num_registered
         end = min(begin + self._per_piece, self._all)
         asked = time.perf_counter()
         if not self._mapping.toucher.wait(end * self._pitch):

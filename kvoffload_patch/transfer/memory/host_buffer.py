@@ -151,7 +151,8 @@ class HostBuffer:
         if self._growth is None:
             self._mapping.give_back(0)  # pages that nobody has written yet are not taken for it
         else:
-            self.slots[: self.num_ready].zero_()  # registered pages stay where they are
+            # Registered pages stay where they are, also of slots that were used before a resize.
+            self.slots[: self._growth.num_registered].zero_()
 
     def close(self) -> None:
         """Give the memory back. No copy may be under way, and nobody within `quiet`."""
@@ -167,14 +168,14 @@ class HostBuffer:
             available_bytes,
         )  # fmt: skip
         # Also for a buffer that is dropped unclosed: its addresses may be mapped again, and the
-        # driver would take the new memory for the old. At exit it is only stopped, because the
-        # driver may be gone by then.
+        # driver would take the new memory for the old. At exit it is only asked to stop, because
+        # the driver may be gone by then.
         unregister = weakref.finalize(self, growth.close)
         unregister.atexit = False
-        self._finalizers = [weakref.finalize(self, growth.stop), unregister]
+        self._finalizers = [weakref.finalize(self, growth.ask_to_stop), unregister]
         self._growth = growth
-        growth.start()
         try:
+            growth.start()
             growth.wait(1)
         except BaseException:
             self.close()

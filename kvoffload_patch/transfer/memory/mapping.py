@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from kvoffload_patch.memory import RESERVE_BYTES
-from kvoffload_patch.threads import JoinedThread
+from kvoffload_patch.threads import EXIT_S, JoinedThread
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.memory.numa import prefer_node
 from kvoffload_patch.transfer.tuning import (
@@ -95,6 +95,7 @@ class HostMapping:
         self.toucher = Toucher(self.memory, available_bytes, file is not None)
         # The threads know the toucher only, so that a mapping that is dropped stops them.
         self._stop = weakref.finalize(self, self.toucher.stop)
+        self._stop.atexit = False  # the end of the process waits for threads by itself
 
     @property
     def is_shared(self) -> bool:
@@ -168,17 +169,18 @@ class Toucher:
         self._threads: list[JoinedThread] = []
         self._done: set[int] = set()  # steps done beyond the prefix
         self._prefix = self._next = self._goal = 0  # in steps
+        self._kept = 0  # bytes from the start on that may be in use, and are not touched again
         self.ended = ""
 
     @property
     def touched(self) -> int:
         """Bytes from the start on that are there; never falls while a goal is pursued."""
-        return min(self._prefix * TOUCH_BYTES, self._nbytes)
+        return min(max(self._prefix * TOUCH_BYTES, self._kept), self._nbytes)
 
     @property
     def reached(self) -> int:
         """Where the last page that may have been taken ends."""
-        return min(self._next * TOUCH_BYTES, self._nbytes)
+        return min(max(self._next * TOUCH_BYTES, self._kept), self._nbytes)
 
     def start(self, nbytes: int) -> None:
         """Touch the first ``nbytes`` in the background; also after it has ended or stopped."""
@@ -189,7 +191,7 @@ class Toucher:
         self._next = self._prefix  # what lies behind it may be touched again
         self._done.clear()
         for i in range(min(TOUCH_THREADS, self._goal - self._prefix)):
-            thread = JoinedThread(self._run, f"kvoffload-touch-{i}", self.stop)
+            thread = JoinedThread(self._run, f"kvoffload-touch-{i}", self.ask_to_stop)
             self._threads.append(thread)
             thread.start()
 
@@ -201,18 +203,23 @@ class Toucher:
             )
             return self.touched >= nbytes
 
-    def stop(self) -> None:
-        """Return when no thread touches any more."""
+    def ask_to_stop(self) -> None:
+        """No thread touches any more soon."""
         with self._changed:
             self._stopping.set()
             self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Return when no thread touches any more, or none that does ends."""
+        self.ask_to_stop()
         for thread in self._threads:
             if thread is not threading.current_thread():  # which may collect garbage
-                thread.join()
+                thread.join(EXIT_S)
         self._threads.clear()
 
     def forget_beyond(self, nbytes: int) -> None:
         """Pages behind ``nbytes`` have been given back; nothing runs."""
+        self._kept = min(self.touched, nbytes)
         self._prefix = min(self._prefix, nbytes // TOUCH_BYTES)
         self._next = self._prefix
 
@@ -231,9 +238,10 @@ class Toucher:
             self._end(f"expected to touch CPU memory, found {error}")
 
     def _touch(self, step: int) -> None:
-        begin = step * TOUCH_BYTES
+        begin = max(step * TOUCH_BYTES, self._kept)
         take = reach if self._is_shared else touch
-        take(self._memory[begin : begin + TOUCH_BYTES])
+        if begin < (end := (step + 1) * TOUCH_BYTES):
+            take(self._memory[begin:end])
         with self._changed:
             self._done.add(step)
             while self._prefix in self._done:

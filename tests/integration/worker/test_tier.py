@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -480,3 +481,37 @@ def test_kvcacheds_tensors_are_read_and_tried_only_where_they_have_memory(
     spec.page_size_bytes = 200  # more than that page has
     runner.kv_caches = [torch.zeros(50, 10, 5)]
     assert block_layout(runner).num_backed == 1
+
+
+def test_a_step_that_is_interrupted_is_the_last(
+    tier: rank.RankTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Ctrl-C in a process that goes on: its blocks are in the prefix cache."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TorchBackend, "load", interrupted)
+    plan = a_plan((a_load(1, (4,), (0,)),), stores_done=1, wait_load=1, promised_loads=(1,))
+    with pytest.raises(KeyboardInterrupt):
+        tier.begin_step(plan, STEP)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="no step after one that has failed"):
+        tier.begin_step(None, STEP)
+
+
+def test_what_a_copy_may_still_use_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(check: object) -> None:
+        raise TransferError("copy 1 makes no progress")
+
+    monkeypatch.setattr(rpc, "_NOT_FREED", [])
+    runner = small_runner()
+    made = rank.RankTier(runner, num_slots=5)
+    link, host = weakref.ref(made._engine._all[0]), weakref.ref(made._host)
+    made._engine._all[0].queue.drain = never
+    worker = worker_of(made, runner)
+    del made
+    with pytest.raises(TransferError):
+        rpc.finish_rank(worker, None)
+    gc.collect()
+    assert link() is not None and host() is not None

@@ -299,3 +299,90 @@ def test_growing_again_may_end_as_at_first() -> None:
     assert host.wait_up_to(24) == 6 and "error 2" in host.growth_ended and not host.growing
     host.close()
     assert not registrar.held
+
+
+def odd(registrar: Registrar) -> HostBuffer:
+    """Slots whose pieces do not end where the steps of touching do: 21 in 4,032 KiB."""
+    host = grown(120, 192 << 10, registrar)
+    host.wait_ready(120)
+    host.slots[:] = 1
+    return host
+
+
+@pytest.mark.parametrize("fewer", [21, 30, 42])
+def test_slots_that_stay_are_not_touched_again(fewer: int) -> None:
+    host = odd(Registrar())
+    host.resize(fewer)
+    host.resize(120)
+    host.wait_ready(120)
+    assert host.slots[:fewer].all()
+    host.resize(fewer + 30)
+    host.slots[: fewer + 30] = 1
+    host.resize(fewer + 10)
+    host.resize(120)
+    host.wait_ready(120)
+    assert host.slots[: fewer + 10].all()
+    host.close()
+
+
+def test_a_size_that_changes_while_it_grows_leaves_what_is_stored() -> None:
+    go, at_third = threading.Event(), threading.Event()
+
+    def wait(index: int) -> None:
+        if index == 2:
+            at_third.set()
+            go.wait(20)
+
+    host = grown(120, 192 << 10, Registrar(before=wait))
+    at_third.wait(20)
+    host.slots[:42] = 1
+    threading.Timer(0.05, go.set).start()
+    host.resize(100)
+    host.wait_ready(100)
+    assert host.slots[:42].all()
+    host.close()
+
+
+def test_slots_behind_those_that_are_wanted_are_wiped_as_well() -> None:
+    host = odd(Registrar())
+    host.resize(30)
+    assert host.slots[30:42].all(), "their piece stays"
+    host.wipe()
+    assert not host.slots[:42].any()
+    host.close()
+
+
+def test_a_driver_that_does_not_return_is_not_waited_for_where_a_stop_is_asked_for() -> None:
+    go, at_second = threading.Event(), threading.Event()
+
+    def hang(index: int) -> None:
+        if index == 1:
+            at_second.set()
+            go.wait(60)
+
+    host = grown(120, 192 << 10, Registrar(before=hang))
+    at_second.wait(20)
+    asking = threading.Thread(target=host._growth._thread.request_stop)  # type: ignore[union-attr]
+    asking.start()
+    asking.join(10)
+    assert not asking.is_alive() and host._growth._thread.is_alive()  # type: ignore[union-attr]
+    go.set()
+    host.close()
+
+
+def test_where_no_thread_can_be_started_all_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    registrar = Registrar()
+    host = odd(registrar)
+    host.resize(21)
+
+    def no_more(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    with pytest.raises(RuntimeError, match="new thread"):
+        host.resize(120)
+    with pytest.raises(RuntimeError, match="new thread"):
+        grown(4, MIB, Registrar())
+    monkeypatch.undo()
+    host.close()
+    assert not registrar.held
