@@ -28,7 +28,7 @@ STATES = ON, PAUSED, NOT_NEEDED, REFUSED, FAILED = (
 )  # fmt: skip
 
 # Why blocks are not stored, as labels and counters of the tier name it.
-NOT_STORED = ("no_room", "overwritten", "few_uses", "decode", "opted_out", "session", "paused")
+NOT_STORED = ("no_room", "overwritten", "few_uses", "decode", "opted_out", "paused")
 # Why blocks leave the tier otherwise than to make room, as labels and counters of the tier name it.
 REMOVED = ("reset", "emptied", "weights", "resized", "failed", "invalid")
 
@@ -130,9 +130,8 @@ METRICS = (
         "Blocks that were not stored; no_room: every slot was being read or written; overwritten: "
         "the GPU had lost them before, as happens while the tier grows; few_uses: they had been "
         "used less than KVOFFLOAD_STORE_MIN_USES says; decode: an answer filled them, and "
-        "KVOFFLOAD_STORE_DECODE is off; opted_out: their request asked for it; session: a "
-        "streaming session filled them, whose keys can be of other tokens up to vLLM 0.31; "
-        "paused: the tier was, by command or after an update of weights.",
+        "KVOFFLOAD_STORE_DECODE is off; opted_out: their request asked for it; paused: the tier "
+        "was, by command or after an update of weights.",
         (("reason", NOT_STORED),),
     ),
     Metric("dropped_bytes", "counter", _SAME, (("reason", NOT_STORED),)),

@@ -40,7 +40,6 @@ class TierStats:
         few_uses: blocks that were not stored because they had been used too seldom.
         decode: blocks of answers that were not stored because none are.
         opted_out: blocks that were not stored because their request said so.
-        session: blocks that were not stored because a session filled them, whose keys may be wrong.
         paused: blocks that were not stored because the tier was paused.
         removed: blocks that left otherwise, those still being written included, by reason. `reset`:
             vLLM's prefix cache was; `emptied`: by command; `weights`: these changed; `resized`: to
@@ -60,7 +59,6 @@ class TierStats:
     few_uses: int = 0
     decode: int = 0
     opted_out: int = 0
-    session: int = 0
     paused: int = 0
     failed: int = 0
     failed_copies: int = 0
@@ -73,8 +71,7 @@ class TierStats:
         """Blocks that were not stored, by reason."""
         return {
             "no_room": self.dropped, "overwritten": self.overwritten, "few_uses": self.few_uses,
-            "decode": self.decode, "opted_out": self.opted_out, "session": self.session,
-            "paused": self.paused,
+            "decode": self.decode, "opted_out": self.opted_out, "paused": self.paused,
         }  # fmt: skip
 
     def add_failed(self, link: Link, reason: str, blocks: int) -> None:

@@ -359,4 +359,25 @@ PATCHING = (
         "if False:",
         ("patching/test_objects.py",),
     ),
+    Mutant(
+        "slots that stay are touched again",
+        "transfer/memory/mapping.py",
+        "begin = max(step * TOUCH_BYTES, self._kept)",
+        "begin = step * TOUCH_BYTES",
+        ("transfer/memory/test_growth.py",),
+    ),
+    Mutant(
+        "a store that failed before it began is not remembered",
+        "transfer/queue.py",
+        "job.lost()",
+        "pass",
+        ("transfer/test_deadline.py",),
+    ),
+    Mutant(
+        "memory that a late copy may use is given back",
+        _WORKER + "rpc.py",
+        "_NOT_FREED.append(tier)",
+        "pass",
+        _RANK,
+    ),
 )

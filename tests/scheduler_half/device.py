@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from typing import Any
 
+from scheduler_half.cascade import common_blocks, read_tables
 from scheduler_half.drafts import Drafter, scheduled_drafts, tell
 from scheduler_half.states import KINDS, StateGroups, StateWindow
 
@@ -167,6 +168,7 @@ class Device:
         self._failed: list[tuple[Link, int]] = []
         self._failed_ever: set[tuple[Link, int]] = set()
         self._sequences: dict[str, _Sequence] = {}
+        self._common: list[list[int]] = []  # blocks by group, see `cascade`
 
     # A step
 
@@ -187,6 +189,8 @@ class Device:
         self._prepare(scheduled)
         starts = self._take_in(scheduled, tokens_of)
         names = list(scheduled.num_scheduled_tokens)
+        first = self._sequences[names[0]].tables if names else ()
+        self._common = common_blocks(scheduled, [starts[n] for n in names], first, self.size)
         sampled = [
             self._forward(scheduled, name, starts[name], scheduled.num_scheduled_tokens[name])
             for name in names
@@ -301,7 +305,8 @@ class Device:
     def _sees_right(self, sequence: _Sequence, end: int) -> bool:
         """Whether all that a token behind ``end`` ones sees of them is right, in every group."""
         right = sequence.right(max(end, sequence.replay.stop))
-        for group, (table, window) in enumerate(zip(sequence.tables, self._windows)):
+        tables = read_tables(sequence.tables, self._common, self._windows)
+        for group, (table, window) in enumerate(zip(tables, self._windows)):
             if window in KINDS:
                 if end and self.states.of(sequence, table) != right[end - 1] + group * _GROUP:
                     return False

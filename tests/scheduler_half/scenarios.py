@@ -9,6 +9,7 @@ import inspect
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -949,6 +950,29 @@ def raise_at(mini: Mini, part: str, method: str, nth: int) -> None:
     mini.hooks.install(mini.breaker)
 
 
+def common_prefix(load_mode: str) -> Facts:
+    """Blocks that a load holds are not taken for ones that all running requests have.
+
+    Up to 0.31 vLLM tells by the references of a block, and a runner may read such blocks once for
+    all requests of a step (cascade attention).
+    """
+    mini = Mini(load_mode=load_mode, late=3, blocks=120)
+    shared = prompt(20, seed=1, tail=0)
+    mini.only_in_cpu(shared + prompt(2, seed=2))
+    mini.add(shared + prompt(0, seed=3, tail=5), count=60)
+    for _ in range(8):
+        mini.step()
+    mini.add(prompt(22, seed=4), count=60)
+    for _ in range(8):
+        mini.step()
+    mini.add(shared + prompt(2, seed=2), count=4)  # its end is in the tier, the rest on the GPU
+    mini.run()
+    mini.check()
+    assert mini.manager.stats.loaded
+    nothing_held(mini)
+    return {"loaded": mini.manager.stats.loaded}
+
+
 def session_keys() -> Facts:
     """A session forgets its last token; up to 0.31 vLLM keeps the key of the block that it ended.
 
@@ -968,10 +992,100 @@ def session_keys() -> Facts:
     mini.settle()
     mini.pool.free_blocks(mini.pool.get_new_blocks(free_blocks(mini)))
     stored = mini.manager.num_used
-    asked = mini.add([*said, *answered, *prompt(0, seed=3, tail=3)])
+    hits = []
+    for seed in (3, 4, 5):  # the second one hits what the first one has computed upon it
+        asked = mini.add([*said, *answered, *prompt(2, seed=9), *prompt(0, seed=seed, tail=3)])
+        mini.run()
+        assert mini.answers[asked] == answer(mini.prompts[asked], len(mini.answers[asked]))
+        hits.append(mini.hits[asked])
+        mini.settle()
+        mini.pool.free_blocks(mini.pool.get_new_blocks(free_blocks(mini)))
+    assert hits[0] == BLOCK, "its first block has the right key, the second one has another"
+    return {"stored": stored, "hits": hits}
+
+
+def session_prompt() -> Facts:
+    """A session's next turn is no prompt all but the last block of which is a hit."""
+    if not hasattr(Mini(tier=False).scheduler, "num_waiting_for_streaming_input"):
+        raise NotThere("this release has no sessions that go on")
+    mini = Mini(blocks=60)
+    whole, turn = prompt(3, seed=1, tail=8), 40
+    mini.only_in_cpu(whole)
+    name = mini.add(whole[:turn], count=1, resumable=True)
+    while statuses(mini)[name] != "WAITING_FOR_STREAMING_REQ":
+        mini.step()
+    assert mini.scheduler.requests[name].num_computed_tokens == turn, "as many as it keeps"
+    rest = parts.make_request(name, whole[turn:], 1, size=BLOCK, resumable=True)
+    mini.scheduler.add_request(rest)
+    while len(mini.answers[name]) < 2:
+        mini.step()
+    assert mini.answers[name][1:] == answer(whole, 1)
+    asked = mini.add([*whole, *answer(whole, 20)])
+    while len(mini.answers[asked]) < mini.counts[asked]:
+        mini.step()
+    assert mini.answers[asked] == answer(mini.prompts[asked], mini.counts[asked])
+    return {"hit": mini.hits[asked]}
+
+
+def stale_load(load_mode: str) -> Facts:
+    """Nobody hits what a load under way brings where weights are updated meanwhile."""
+    mini = Mini(late=50, load_mode=load_mode, store="eager", blocks=25)
+    mini.only_in_cpu(prompt(6, seed=1))
+    mini.add(prompt(2, seed=2), count=30)
+    mini.step()
+    mini.step()
+    name = mini.add(prompt(6, seed=1, tail=3))
+    mini.step()
+    assert mini.tier._loads.num_parked == 1
+    mini.breaker.weights_updated()
     mini.run()
-    assert mini.answers[asked] == answer(mini.prompts[asked], len(mini.answers[asked]))
-    return {"stored": stored, "hit": mini.hits[asked]}
+    mini.check()
+    assert mini.hits[name] == 0
+    return {"loaded": mini.manager.stats.loaded}
+
+
+def reset_refused() -> Facts:
+    """vLLM refuses a reset while something runs; what may not be stored is not stored after it."""
+    mini = Mini(store="lazy", blocks=40, weighs=False)
+    mini.add(prompt(4, seed=1), count=3, extra_args={"kvoffload_store": 0})
+    mini.step()
+    assert not mini.scheduler.reset_prefix_cache()
+    mini.run()
+    for seed in range(10, 18):
+        mini.add(prompt(12, seed=seed), count=1)
+        mini.run()
+    asked = mini.add(prompt(4, seed=1, tail=2), count=1)
+    mini.run()
+    assert mini.manager.stats.stored and mini.hits[asked] == 0
+    nothing_held(mini)
+    return {"stored": mini.manager.stats.stored}
+
+
+def window_without_groups() -> Facts:
+    """Where vLLM has one group for all layers, windows free no blocks, and are not counted so."""
+    plain = parts.make_kv_cache_config
+
+    def windowed(*args: Any, **kwargs: Any) -> Any:
+        config = plain(*args, **kwargs)
+        for group in config.kv_cache_groups:
+            group.kv_cache_spec = replace(group.kv_cache_spec, sliding_window=2 * BLOCK)
+        return config
+
+    parts.make_kv_cache_config = windowed
+    try:
+        mini = Mini(late=1, blocks=100, limits={"max_num_batched_tokens": 256})
+    finally:
+        parts.make_kv_cache_config = plain
+    mini.only_in_cpu(prompt(70, seed=1, tail=5))
+    mini.add(prompt(40, seed=2), count=200)
+    for _ in range(6):
+        mini.step()
+    mini.add(prompt(70, seed=1, tail=5), count=2)
+    mini.run()
+    mini.check()
+    assert not mini.breaker.detached, mini.breaker.failure
+    nothing_held(mini)
+    return {"loaded": mini.manager.stats.loaded}
 
 
 SCENARIOS: dict[str, Callable[[], Facts]] = {
@@ -1007,7 +1121,13 @@ SCENARIOS: dict[str, Callable[[], Facts]] = {
     "reset while running": reset_while_running,
     "reset with running requests": reset_with_running_requests,
     "failing loads": failing_loads,
+    "a common prefix beside an inline load": partial(common_prefix, "inline"),
+    "a common prefix beside a parked load": partial(common_prefix, "parked"),
+    "a prompt of a session": session_prompt,
     "keys of a session": session_keys,
+    "new weights while loading": partial(stale_load, "parked"),
+    "a reset that is refused": reset_refused,
+    "windows in one group": window_without_groups,
     "invalid blocks": invalid_blocks,
     "trap: touch": touch,
     "trap: a block given up twice": given_up_twice,

@@ -37,6 +37,7 @@ SINCE = {
     "priorities while loads wait for the bus": "0.9.2",
     "reset with running requests": "0.12.0",
     "invalid blocks": "0.11.1",
+    "a prompt of a session": "0.15.0",
     "keys of a session": "0.15.0",
     "trap: zeroed blocks": "0.17.1",
     "trap: block copies": "0.26.0",

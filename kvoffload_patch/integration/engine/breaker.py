@@ -113,6 +113,7 @@ class Breaker:
         self._view.schedule_over()
         if self.detached:
             return
+        self._view.adapter.disclaim(output)
         if self._failure is None:
             try:
                 self.tier.after_schedule(output)
@@ -180,6 +181,11 @@ class Breaker:
         return sorted(self._view.loras.stale)
 
     # Inner hooks; those of blocks only note what the tier is to look at
+
+    def on_session(self, session: Any) -> None:
+        """A streaming session is about to get more input."""
+        self._call("mend_session", self._view.mend_session, session)
+        self._call("session_goes_on", self.tier.choice.session_goes_on, session.request_id)
 
     def on_invalid(self, gpu_block_ids: Any) -> None:
         """Before vLLM handles blocks that a connector did not fill."""

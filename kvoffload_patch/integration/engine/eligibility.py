@@ -270,12 +270,18 @@ def _state_problem(vllm_config: Any, spec: Any) -> str | None:
     A block is to hold the state behind its last token from the step that computes it until it is
     handed out again, which vLLM's align mode does, and nothing besides the block is to be needed.
     """
+    stages = vllm_config.parallel_config.pipeline_parallel_size
     for member in members(spec):
         if type(member).__name__ != _STATE_SPEC:
             return f"expected states alone, found {type(member).__name__} beside them"
         mode = getattr(member, "mamba_cache_mode", "none")
         if mode != "align":
             return f"expected states kept in align mode, found mode {mode}"
+        if stages > 1 and getattr(member, "num_speculative_blocks", 0):
+            return (
+                "expected one pipeline stage beside states of drafted tokens, which other stages "
+                f"put in place some steps later, found {stages}"
+            )
     if getattr(vllm_config.cache_config, "use_replayssm", False):
         return "expected states that are kept in blocks alone, found --use-replayssm"
     return None

@@ -62,6 +62,16 @@ def add_request(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     return hook
 
 
+def update_session(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
+    """`Scheduler._update_request_as_session`: a session goes on with more input."""
+
+    def hook(session: Any, *args: Any, **kwargs: Any) -> Any:
+        breaker.on_session(session)
+        return wrapped(session, *args, **kwargs)
+
+    return hook
+
+
 def finish_requests(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`Scheduler.finish_requests`: it removes a request from the queue its status names."""
 

@@ -300,9 +300,8 @@ class SchedulerTier:
         self._lookups.clear()
         self._hits.clear()
         self._recency.clear()
-        self._invalid.clear()
         if self._front is not None:
-            self._front.clear()
+            self._front.look_again()
         self.cached.clear()
         self.choice.clear()
 
@@ -337,12 +336,14 @@ class SchedulerTier:
             return
         self.weights.gpu_empty &= not self.handed_out
         self.empty("weights")
-        self.weights.updated()
-        if self.weights.mixed:
+        self._loads.distrust()
+        if self.weights.updated():
             self._stop()
 
     def gpu_emptied(self) -> None:
         """vLLM has reset its prefix cache, before which `reset` was called."""
+        self._invalid.clear()
+        self.choice.gpu_emptied()
         self.weights.gpu_emptied()
         self.paused = self._asked_to_pause
 

@@ -30,7 +30,8 @@ _SCHEDULER = (
             "kv_cache_config scheduler_config connector log_stats schedule",
         ),
         (">=0.11.1", "connector_prefix_cache_stats ec_connector"),
-        (">=0.15", "num_waiting_for_streaming_input _update_request_as_session"),
+        (">=0.11.1,<0.16", "_update_connector_prefix_cache_stats"),
+        (">=0.15", "num_waiting_for_streaming_input"),
         (">=0.17", "pause_state"),
         (">=0.18,<0.31", "skipped_waiting"),
         (">=0.19", "scheduler_reserve_full_isl"),
@@ -49,7 +50,7 @@ _SCHEDULER = (
         (
             _ANY,
             "num_scheduled_tokens total_num_scheduled_tokens scheduled_new_reqs "
-            "scheduled_cached_reqs finished_req_ids",
+            "scheduled_cached_reqs finished_req_ids num_common_prefix_blocks",
         ),
         (">=0.17.1", "new_block_ids_to_zero"),
         (">=0.26", "kv_cache_block_copies"),
@@ -108,7 +109,7 @@ _REQUEST = (
         (">=0.10", "num_output_placeholders"),
         (">=0.10.1", "block_hashes"),
         ("<0.20", "num_cached_tokens"),
-        (">=0.11.1", "num_preemptions"),
+        (">=0.11.1", "num_preemptions skip_reading_prefix_cache"),
         (">=0.12,<0.20", "num_external_computed_tokens"),
         (">=0.20", "prefill_stats"),
         (">=0.10.2", "trace_headers"),
@@ -117,7 +118,7 @@ _REQUEST = (
         (">=0.15", "resumable"),
         (">=0.31", "replay_start"),
     ),
-    *_has("vllm.sampling_params", "SamplingParams", (_ANY, "extra_args")),
+    *_has("vllm.sampling_params", "SamplingParams", (_ANY, "extra_args prompt_logprobs")),
     *_has(
         "vllm.v1.request",
         "RequestStatus",
@@ -305,8 +306,13 @@ _WORKER = (
     *_has(
         "vllm.v1.worker.gpu_model_runner",
         "GPUModelRunner",
-        (_ANY, "kv_caches kv_cache_config vllm_config device get_model"),
+        (_ANY, "kv_caches kv_cache_config vllm_config device get_model input_batch"),
+        (">=0.15", "_get_slot_mappings"),
     ),
+    *_has("vllm.v1.worker.gpu_input_batch", "InputBatch", (_ANY, "block_table")),
+    *_has("vllm.v1.worker.block_table", "MultiGroupBlockTable", (_ANY, "block_tables")),
+    *_has("vllm.v1.worker.block_table", "BlockTable", (_ANY, "slot_mapping")),
+    *_has("vllm.v1.utils", "CpuGpuBuffer", (">=0.15", "gpu")),
     *_has(
         "vllm.v1.worker.gpu.model_runner",
         "GPUModelRunner",

@@ -142,6 +142,16 @@ _SCHEDULING = (
     ),
     *row(
         "scheduler",
+        "scheduler.update_session",
+        (_SCHEDULER, "Scheduler._update_request_as_session"),
+        "engine.step_hooks:update_session",
+        "up to 0.32 blocks of a session can get the keys of other tokens",
+        Shape("<0.15", None),
+        Shape(">=0.15", ("self", "session", "update"), "None"),
+        on="object",
+    ),
+    *row(
+        "scheduler",
         "scheduler.finish_requests",
         (_SCHEDULER, "Scheduler.finish_requests"),
         "engine.step_hooks:finish_requests",

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from integration.engine.mini import BLOCK, Mini
-from scheduler_half.scenarios import free_blocks, statuses, talk
+from scheduler_half.scenarios import free_blocks, prompt, raise_at, statuses, talk
 
 from kvoffload_patch.integration.engine import breaker as breaker_module
 from kvoffload_patch.integration.engine.breaker import FAILED_COPIES, FAILED_WINDOW_S
@@ -321,3 +321,28 @@ def test_an_abort_by_vllm_itself_while_it_takes_an_output_in() -> None:
     mini.run()
     mini.check()
     as_vllm_made_it(mini)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_common_prefix_is_told_while_the_tier_holds_blocks(
+    fails: bool, monkeypatch: pytest.MonkeyPatch, errors: list[str]
+) -> None:
+    """As up to 0.31, where the references that say it may be the tier's."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    made = SchedulerOutput.__init__
+
+    def with_prefix(output: Any, *args: Any, **kwargs: Any) -> None:
+        made(output, *args, **kwargs)
+        output.num_common_prefix_blocks = [5]
+
+    mini = Mini(load_mode="parked", late=50)
+    mini.only_in_cpu(prompt(3, seed=1))
+    monkeypatch.setattr(SchedulerOutput, "__init__", with_prefix)
+    mini.add(prompt(1, seed=2))
+    assert mini.scheduler.schedule().num_common_prefix_blocks == [5]
+    mini.add(prompt(3, seed=1))
+    if fails:
+        raise_at(mini, "_manager", "make_plan", 1)
+    assert mini.scheduler.schedule().num_common_prefix_blocks == [0]
+    assert mini.breaker.detached == fails

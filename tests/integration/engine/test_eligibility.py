@@ -181,6 +181,10 @@ REFUSED = {
         states(mamba_type=SimpleNamespace(name="MAMBA2"), num_speculative_blocks=2),
         "states beside speculative decoding that were shown .* found MAMBA2 with",
     ),
+    "states of drafts in stages": (
+        config(pipeline_parallel_size=2), states(num_speculative_blocks=2),
+        "one pipeline stage beside states of drafted tokens",
+    ),
     "states outside of blocks": (config(replayssm=True), states(), "--use-replayssm"),
     "states on a GPU": (config(device="xpu"), states(), r"come back \(.* \S+ on xpu"),
     "states of another kind": (

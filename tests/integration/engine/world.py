@@ -122,6 +122,7 @@ def step_output(scheduled: dict[str, int]) -> SimpleNamespace:
         scheduled_new_reqs=[],
         scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
         finished_req_ids=set(),
+        num_common_prefix_blocks=[0],
     )
 
 

@@ -82,10 +82,11 @@ OTHERS |= {
     "bitwise_xor_",
     "bitwise_or_",
     "mul_",
+    "fill_",
     "hexdigest",
 }
 OTHERS |= {"_parameters", "_buffers", "to", "split", "add_done_callback"}
-OTHERS |= {"co_names", "__code__", "__members__", "name", "__cause__", "elements"}
+OTHERS |= {"co_names", "co_varnames", "__code__", "__members__", "name", "__cause__", "elements"}
 OTHERS |= {"fileno", "write", "put_nowait", "kvoffload"}
 # Of kvcached's pool and of the memory behind it, whose sources are compared with a digest.
 OTHERS |= {"_wait_post_init", "null_block", "_remove_cached_block_hashes"}

@@ -36,7 +36,7 @@ class CacheGroups:
         )
         self.states = {i: states_held(spec) for i, spec in enumerate(specs) if keeps_state(spec)}
         self.replay_tokens = int(getattr(scheduler, "prefix_replay_tokens", 0))
-        self._spans = tuple(map(self._tokens_held, specs))
+        self._spans = tuple(map(self._tokens_held, managers))
         self._draft_blocks = draft_states_held(specs)
         # Of groups that take blocks as a request grows; by index, which `states` has too.
         self._growing = {
@@ -46,9 +46,15 @@ class CacheGroups:
         ahead = self.decode_tokens + int(scheduler.num_lookahead_tokens)
         self.decode_blocks = sum(-(-ahead // size) for size in self._growing.values())
 
-    def _tokens_held(self, spec: Any) -> int | None:
-        """Tokens whose blocks a request keeps in this group; None where it keeps all."""
+    def _tokens_held(self, manager: Any) -> int | None:
+        """Tokens whose blocks a request keeps in this group; None where it keeps all.
+
+        Windows are one thing and blocks another where vLLM has one group for all layers.
+        """
+        spec = manager.kv_cache_spec
         first = members(spec)[0]
+        if type(manager).__name__ == "FullAttentionManager":
+            return None
         if keeps_state(spec):
             return states_held(spec) * int(first.block_size)
         if is_ring(spec):

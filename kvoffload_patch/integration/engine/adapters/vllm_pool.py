@@ -43,17 +43,39 @@ class PoolAdapter:
         # References taken and given back, by GPU block id.
         self._taken: Counter[int] = Counter()
         self._freed: Counter[int] = Counter()
+        self._num_held = 0  # references
 
     def hold(self, blocks: Sequence[Any]) -> None:
         """Reference cached GPU blocks."""
         self._touch(blocks)
         self._taken.update([block.block_id for block in blocks])
+        self._num_held += len(blocks)
 
     def take(self, count: int) -> list[Any]:
-        """Fresh GPU blocks, referenced."""
+        """Fresh GPU blocks, referenced.
+
+        Raises:
+            NoBlocks: there are not so many.
+        """
+        free = self._pool.get_num_free_blocks()
+        if count > free:
+            raise NoBlocks(f"expected {count} free GPU blocks, found {free}")
         blocks = list(self._pool.get_new_blocks(count))
         self._taken.update([block.block_id for block in blocks])
+        self._num_held += count
         return blocks
+
+    def disclaim(self, scheduled: Any) -> None:
+        """Take back what a step is told of blocks that all running requests begin with.
+
+        Up to 0.31 vLLM tells it by their references, which may be the tier's, and a model runner
+        may read such blocks once for all requests of a step (cascade attention).
+
+        Args:
+            scheduled: vLLM's `SchedulerOutput`, before anything is given back.
+        """
+        if self._num_held and scheduled.num_common_prefix_blocks:
+            scheduled.num_common_prefix_blocks = [0] * len(scheduled.num_common_prefix_blocks)
 
     def publish(self, keys: Sequence[Hashable], ends: Sequence[int], blocks: Sequence[Any]) -> None:
         """Put fresh blocks into the prefix cache.
@@ -77,6 +99,7 @@ class PoolAdapter:
         left = list(blocks)
         ids = [block.block_id for block in left]
         self._freed.update(ids)
+        self._num_held -= len(ids)
         self._free(left, len(set(ids)) < len(left))
 
     def free_all(self) -> None:
@@ -84,6 +107,7 @@ class PoolAdapter:
         held = self._taken - self._freed
         self._taken.clear()
         self._freed.clear()
+        self._num_held = 0
         by_id = self._pool.blocks
         self._free([by_id[block_id] for block_id in held.elements()], True)
 

@@ -20,6 +20,7 @@ from kvoffload_patch.integration.engine.adapters.vllm_groups import CacheGroups
 from kvoffload_patch.integration.engine.adapters.vllm_lookup import PrefixLookup
 from kvoffload_patch.integration.engine.adapters.vllm_lora import LoraNames
 from kvoffload_patch.integration.engine.adapters.vllm_pool import key_maker, keys_maker
+from kvoffload_patch.integration.engine.adapters.vllm_sessions import key_mender
 from kvoffload_patch.integration.engine.adapters.vllm_stats import PrefixStats
 from kvoffload_patch.integration.engine.tuning import SCAN_MARGIN_REQUESTS
 
@@ -41,7 +42,7 @@ class SchedulerView:
         prefix: vLLM's own prefix lookup.
         prefix_stats: vLLM's counters of hits.
         loras: the LoRA adapters that requests have named.
-        misnames_sessions: whether blocks of requests that are `resumable` may get wrong keys.
+        mend_session: called with a session that is about to get more input.
         undo: called by `restore`, to put back what others have changed of vLLM's objects.
     """
 
@@ -76,7 +77,7 @@ class SchedulerView:
         self.loras = LoraNames(scheduler)
         self._run_limit = "max_num_active_reqs" if active else "max_num_running_reqs"
         self._counts_sessions = _SESSIONS in type(scheduler).schedule.__code__.co_names
-        self.misnames_sessions = _misnames_sessions(type(scheduler))
+        self.mend_session = key_mender(scheduler)
         self._parked: dict[str, tuple[Any, Any]] = {}  # (request, status to restore) by name
         self._passed_over, self._front = list[str](), list[Any]()  # see `pass_over`
         self._uncapped_limit: int | None = None  # while admissions are capped
@@ -127,11 +128,18 @@ class SchedulerView:
         return bool(structured.grammar) and not isinstance(structured.grammar, Exception)
 
     def is_stale(self, request: Any) -> bool:
-        """Whether what the tier has by a request's keys may be of other tokens or weights."""
-        if self.misnames_sessions and request.resumable:
-            return True
+        """Whether what the tier has by a request's keys may be of other weights."""
         lora = request.lora_request if self.loras.stale else None
         return lora is not None and lora.lora_name in self.loras.stale
+
+    @staticmethod
+    def may_hit(request: Any) -> bool:
+        """Whether a request may read the prefix cache; vLLM counts no queries of others."""
+        skips = getattr(request, "skip_reading_prefix_cache", None)
+        if skips is None:  # up to 0.11.0
+            sampling = request.sampling_params
+            skips = sampling is not None and sampling.prompt_logprobs is not None
+        return not skips
 
     def resumes_without_lookup(self, request: Any) -> bool:
         """Whether `schedule` admits a request, if it can, that is past its lookup."""
@@ -361,15 +369,6 @@ class SchedulerView:
             self.undo.pop()()
         self.adapter.free_all()
         self.prefix_stats.restore()
-
-
-def _misnames_sessions(scheduler: type) -> bool:
-    """Whether a session that goes on has the key of a block that its last token has ended.
-
-    It forgets that token, so its block ends with another one; up to 0.31 the key stays.
-    """
-    goes_on = getattr(scheduler, "_update_request_as_session", None)  # from 0.15 on
-    return goes_on is not None and "hash_block_size" not in goes_on.__code__.co_names
 
 
 def _heap_order(heap: Sequence[Any]) -> Iterator[Any]:

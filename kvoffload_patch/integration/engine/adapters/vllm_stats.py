@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+_COUNTS = "_update_connector_prefix_cache_stats"
+
 
 class PrefixStats:
     """The counters of one scheduler. They are left alone where a connector has them.
@@ -34,6 +36,9 @@ class PrefixStats:
         if scheduler.log_stats and scheduler.connector is None:
             scheduler.connector_prefix_cache_stats = stats = PrefixCacheStats()
             self._counting = True
+            # From 0.12 to 0.15 vLLM counts each admission there, with or without a connector.
+            if hasattr(type(scheduler), _COUNTS):
+                setattr(scheduler, _COUNTS, _count_nothing)
             if hasattr(stats, "hits_by_source"):  # from 0.32 on
                 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -70,6 +75,7 @@ class PrefixStats:
         if self._counting:
             self._counting = False
             self._scheduler.connector_prefix_cache_stats = None
+            self._scheduler.__dict__.pop(_COUNTS, None)
 
     def _move(self, request: Any, hit: int, external: Any) -> None:
         """The request's own figures say so as well."""
@@ -81,6 +87,10 @@ class PrefixStats:
             prefill.num_external_cached_tokens += hit
         elif hasattr(request, "num_external_computed_tokens"):  # 0.12 to 0.19
             request.num_external_computed_tokens = hit
+
+
+def _count_nothing(*_: Any) -> None:
+    """In the place of vLLM's own count."""
 
 
 def _found_by_vllm(request: Any) -> int:

@@ -15,21 +15,12 @@ from kvoffload_patch.tier.manager import OffloadManager
 ARGUMENT = "kvoffload_store"
 
 
-def stores(view: SchedulerView, request: Any) -> bool:
-    """Whether blocks of a request are stored.
-
-    Not where they may get keys of other tokens, nor if it does not let them be.
+def stores(request: Any) -> bool:
+    """Whether a request lets its blocks be stored; one that says something else does.
 
     Args:
         request: a `vllm.v1.request.Request`.
     """
-    if view.misnames_sessions and request.resumable:
-        return False
-    return allows(request)
-
-
-def allows(request: Any) -> bool:
-    """Whether a request lets its blocks be stored; one that says something else does."""
     sampling = request.sampling_params  # None where it pools
     arguments = sampling.extra_args if sampling is not None else None
     if not arguments:
@@ -107,8 +98,8 @@ class StoreChoice:
                 key = block._block_hash
                 computed[key] = block.block_id
                 before.append(key)
-            elif not stores(self._view, request):
-                self._leave_out(request, blocks)
+            elif not stores(request):
+                self._leave_out(blocks)
             else:
                 found = {block._block_hash: block.block_id for block in blocks}
                 computes(request_id, found)
@@ -134,12 +125,21 @@ class StoreChoice:
         """The same of blocks whose bytes are in place."""
         found: dict[Hashable, int] = {}
         for request, blocks in cached:
-            if stores(self._view, request):
+            if stores(request):
                 found.update({b.block_hash: b.block_id for b in blocks if not b.is_null})
             else:
-                self._leave_out(request, blocks)
+                self._leave_out(blocks)
         found.pop(None, None)
         return self._without_answers(found) if self._answers else found
+
+    def session_goes_on(self, request_id: str) -> None:
+        """A session gets more input, and may say otherwise than before whether it stores."""
+        self._recency.keys.pop(request_id, None)
+
+    def gpu_emptied(self) -> None:
+        """vLLM has reset its prefix cache: what was left out of the tier is gone."""
+        if self._front is not None:
+            self._front.clear()
 
     def clear(self) -> None:
         """What was cached since the last step is not computed."""
@@ -166,13 +166,10 @@ class StoreChoice:
         if not request.num_computed_tokens:
             self._uncache([block for block in blocks if not block.ref_cnt])
 
-    def _leave_out(self, request: Any, blocks: Iterable[Any]) -> None:
+    def _leave_out(self, blocks: Iterable[Any]) -> None:
         """These of a request that does not store are counted, and not stored later either."""
         gpu_block_ids = [block.block_id for block in blocks if not block.is_null]
-        if allows(request):
-            self._manager.stats.session += len(gpu_block_ids)
-        else:
-            self._manager.stats.opted_out += len(gpu_block_ids)
+        self._manager.stats.opted_out += len(gpu_block_ids)
         self._refuse(gpu_block_ids)
 
     def _refuse(self, gpu_block_ids: Iterable[int]) -> None:

@@ -89,11 +89,16 @@ class Weights:
         """vLLM has reset its prefix cache, so that no GPU block holds anything."""
         self.gpu_empty, self.mixed = True, False
 
-    def updated(self) -> None:
-        """The ranks were asked to change their weights; the tier has forgotten all or will."""
+    def updated(self) -> bool:
+        """The ranks were asked to change their weights; the tier has forgotten all or will.
+
+        Returns:
+            Whether GPU blocks may be of other weights now, as `mixed`.
+        """
         if not (self.gpu_empty or self.mixed):
             self.mixed = True
             logger.warning("KV offload: paused: %s to have the CPU tier again", MIXED)
+        return self.mixed
 
     def changed(self) -> bool:
         """Whether the tier has blocks of other weights; what it gets from now on is of these."""

@@ -114,6 +114,7 @@ class HitCounts:
         before = self._looked_up.get(request.request_id)
         if before is None or (used and not before.used):
             beyond_gpu = request.num_tokens - found.gpu_tokens
+            beyond_gpu *= self._view.may_hit(request)
             hit = found.tokens - found.gpu_tokens if used else 0
             since = before.since if before else self._spans.now() if self._spans else 0
             noted = _LookedUp(request, beyond_gpu, hit, used, since)

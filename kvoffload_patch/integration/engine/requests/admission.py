@@ -261,7 +261,7 @@ class Admission:
             result.deferred = wait != Wait.NOTHING
             self._cache.put(request.request_id, result)
             self._hits.note(request, result)
-            if not result.deferred and stores(self._view, request):
+            if not result.deferred and stores(request):
                 self._recency.note(request.request_id, result)
         if wait != Wait.NOTHING:
             return self._defer(request, result, wait, budget)

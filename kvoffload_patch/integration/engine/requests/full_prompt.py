@@ -85,6 +85,8 @@ class FullPromptHits:
         if any(getattr(new, name, None) is not None for name in _OBJECTS):
             return False
         request = self._scheduler.requests[request_id]
+        if getattr(request, "resumable", False):
+            return False  # what is computed of a session that goes on need not be a hit
         return bool(request.num_tokens == done + self._size) and not self._is_stale(request)
 
     def _load(self, new: Any, output: Any, block: int, key: Hashable) -> None:

@@ -22,13 +22,14 @@ class _ParkedLoad:
     the time ``over_at``.
     """
 
-    __slots__ = ("blocks", "ends", "keys", "over_at", "owner", "ticket", "waiting")
+    __slots__ = ("blocks", "ends", "keys", "over_at", "owner", "stale", "ticket", "waiting")
 
     def __init__(
         self, ticket: int, blocks: list[Any], found: LookupResult, over_at: float, owner: Any
     ) -> None:
         self.ticket = ticket
         self.owner = owner
+        self.stale = False  # of other weights
         self.over_at = over_at
         self.blocks = blocks
         self.keys, self.ends = found.keys, found.ends
@@ -241,6 +242,11 @@ class LoadBook:
             held, self._held = self._held, []
             self._view.release(reversed(held))
 
+    def distrust(self) -> None:
+        """What is under way is of other weights: nothing of it is published."""
+        for load in self.under_way:
+            load.stale = True
+
     def drop_all(self) -> None:
         """Give everything up. All loads must be done on every rank."""
         loads = list(self.under_way)
@@ -267,7 +273,8 @@ class LoadBook:
         """A parked load is done, or as good as done; or it has failed, or is of other weights."""
         for key in load.keys:
             del self.arriving[key], self.ticket_of[key]
-        if self._manager.load_failed(load.ticket) or self._view.is_stale(load.owner):
+        stale = load.stale or self._view.is_stale(load.owner)
+        if self._manager.load_failed(load.ticket) or stale:
             self._manager.await_load(load.ticket)
             self._view.release(reversed(load.blocks))
             load.blocks = []

@@ -33,6 +33,9 @@ class ElasticBlockPool:
         self.said: list[Any] = []
         self.error: Exception | None = None
 
+    def get_num_free_blocks(self) -> int:
+        return len(self.blocks)
+
     def get_new_blocks(self, num_blocks: int) -> list[Any]:
         if self.error is not None:
             raise self.error

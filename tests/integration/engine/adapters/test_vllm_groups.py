@@ -197,3 +197,11 @@ def test_what_is_computed_again_is_reckoned_with_the_tokens_of_a_step() -> None:
     mini.end_step()
     mini.run()
     mini.check()
+
+
+def test_windows_of_layers_in_one_group_free_no_blocks() -> None:
+    """As with the hybrid KV cache manager off."""
+    pytest.importorskip("vllm")
+    from scheduler_half.scenarios import window_without_groups
+
+    assert window_without_groups()["loaded"] == 70

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
-from kvoffload_patch.integration.engine.adapters.vllm_pool import PoolAdapter, key_maker, keys_maker
+from kvoffload_patch.integration.engine.adapters.vllm_pool import (
+    NoBlocks,
+    PoolAdapter,
+    key_maker,
+    keys_maker,
+)
 
 
 class Block:
@@ -234,3 +239,52 @@ def test_keys_of_many_blocks_are_those_made_one_by_one() -> None:
     for key in (behind, before, lambda block_hash, group: (block_hash, group)):
         hashes = [b"one", b"two"]
         assert keys_maker(key)(hashes) == [key(block_hash, 0) for block_hash in hashes]
+
+
+class CountedPool(PoolOfMethod):
+    """With so many blocks that nobody uses."""
+
+    def __init__(self, free: int) -> None:
+        super().__init__()
+        self.blocks = [Block(i) for i in range(free)]
+
+    def get_num_free_blocks(self) -> int:
+        """As vLLM's."""
+        return len(self.blocks)
+
+    def get_new_blocks(self, count: int) -> list[Block]:
+        """As vLLM's, which raises ValueError if there are fewer."""
+        return self.blocks[:count]
+
+
+def test_blocks_that_are_not_there_are_no_fault() -> None:
+    adapter = PoolAdapter(CountedPool(3))
+    assert len(adapter.take(3)) == 3
+    with pytest.raises(NoBlocks, match="expected 4 free GPU blocks, found 3"):
+        adapter.take(4)
+
+
+def test_a_common_prefix_is_taken_back_for_as_long_as_anything_is_held() -> None:
+    """What all running requests begin with, vLLM tells by references."""
+
+    def told() -> list[int]:
+        step = SimpleNamespace(num_common_prefix_blocks=[20, 0])
+        adapter.disclaim(step)
+        return step.num_common_prefix_blocks
+
+    pool = CountedPool(5)
+    adapter = PoolAdapter(pool)
+    assert told() == [20, 0]
+    taken = adapter.take(2)
+    assert told() == [0, 0]
+    adapter.hold(pool.blocks[2:4])
+    adapter.free(taken)
+    assert told() == [0, 0]
+    adapter.free([pool.blocks[2]])
+    assert told() == [0, 0]
+    adapter.free_all()
+    assert told() == [20, 0]
+    since_0_32 = SimpleNamespace(num_common_prefix_blocks=[])
+    adapter.take(1)
+    adapter.disclaim(since_0_32)
+    assert since_0_32.num_common_prefix_blocks == []

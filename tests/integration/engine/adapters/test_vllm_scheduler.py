@@ -218,3 +218,17 @@ def test_a_probe_leaves_pools_and_statistics_as_they_were() -> None:
     assert view.manager.log_stats is True
     managers = view.manager.coordinator.single_type_managers
     assert [m.block_pool for m in (view.manager.coordinator, *managers)] == [view.pool, view.pool]
+
+
+@pytest.mark.parametrize(
+    ("request_", "may"),
+    [
+        (SimpleNamespace(skip_reading_prefix_cache=True), False),
+        (SimpleNamespace(skip_reading_prefix_cache=False), True),
+        (SimpleNamespace(sampling_params=None), True),
+        (SimpleNamespace(sampling_params=SimpleNamespace(prompt_logprobs=None)), True),
+        (SimpleNamespace(sampling_params=SimpleNamespace(prompt_logprobs=0)), False),
+    ],
+)
+def test_who_may_hit_is_told_from_the_request(request_: Any, may: bool) -> None:
+    assert SchedulerView.may_hit(request_) is may

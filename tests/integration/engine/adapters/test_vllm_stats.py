@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ pytest.importorskip("vllm")
 
 from integration.engine.mini import BLOCK, Mini
 
+from kvoffload_patch.integration.engine.adapters.vllm_stats import PrefixStats
+
 MODES = ["inline", "parked"]
 
 
@@ -17,7 +20,7 @@ class Figures:
     """What vLLM's front end is told of prompts and hits, from now on."""
 
     def __init__(self, mini: Mini) -> None:
-        self.queried = self.on_gpu = self.external = self.host = 0
+        self.queried = self.on_gpu = self.beyond = self.external = self.host = 0
         self.local_prompt = self.external_prompt = self.computed = 0
         update = mini.scheduler.update_from_output
 
@@ -36,6 +39,7 @@ class Figures:
             self.on_gpu += stats.prefix_cache_stats.hits
             beyond = stats.connector_prefix_cache_stats
             self.external += beyond.hits if beyond is not None else 0
+            self.beyond += beyond.queries if beyond is not None else 0
             self.host += sum(getattr(beyond, "hits_by_source", {}).values())
         for one in outputs.outputs:
             prefill = getattr(one, "prefill_stats", None)
@@ -97,3 +101,32 @@ def test_a_connectors_counters_are_left_alone() -> None:
     stats.enable()
     stats.restore()
     assert mini.scheduler.connector_prefix_cache_stats == "its own"
+
+
+def test_a_request_that_may_not_hit_is_no_query() -> None:
+    mini = Mini()
+    figures = Figures(mini)
+    mini.add(prompt(3, seed=1), count=1, prompt_logprobs=1)
+    mini.run()
+    assert figures.queried == figures.beyond == mini.tier.counts().queried == 0
+
+
+class Scheduler:
+    """One that counts every admission itself, as from 0.12 to 0.15."""
+
+    connector = connector_prefix_cache_stats = None
+    log_stats = True
+
+    def _update_connector_prefix_cache_stats(self, request: Any) -> None:
+        if self.connector_prefix_cache_stats is not None:
+            self.connector_prefix_cache_stats.record(request, 0, False)
+
+
+def test_no_query_is_counted_by_vllm_as_well() -> None:
+    scheduler: Any = Scheduler()
+    stats = PrefixStats(scheduler)
+    stats.enable()
+    scheduler._update_connector_prefix_cache_stats(SimpleNamespace(num_tokens=83))
+    assert scheduler.connector_prefix_cache_stats.queries == 0
+    stats.restore()
+    assert not vars(scheduler).get("_update_connector_prefix_cache_stats")

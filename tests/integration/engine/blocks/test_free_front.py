@@ -234,3 +234,9 @@ def test_a_load_waits_a_step_for_stores_while_others_run_and_loses_nothing() -> 
     mini.check()
     assert mini.hits[again] and mini.manager.stats.overwritten == lost
     assert mini.answers[runs]
+
+
+def test_what_may_not_be_stored_is_not_after_a_reset_that_is_refused() -> None:
+    from scheduler_half.scenarios import reset_refused
+
+    assert reset_refused()["stored"]

@@ -17,7 +17,7 @@ from kvoffload_patch.config import STORES
 from kvoffload_patch.integration.engine.blocks.store_choice import (
     ARGUMENT,
     StoreChoice,
-    allows,
+    stores,
 )
 
 
@@ -27,35 +27,33 @@ def request(arguments: Any) -> Any:
 
 @pytest.mark.parametrize("value", [0, 0.0, False, "0", "false", "Off", " no "])
 def test_a_request_can_opt_out(value: Any) -> None:
-    assert not allows(request({ARGUMENT: value}))
+    assert not stores(request({ARGUMENT: value}))
 
 
 @pytest.mark.parametrize("value", [1, True, "1", "on", "", "whatever", None, [], {"a": 0}])
 def test_anything_else_changes_nothing(value: Any) -> None:
-    assert allows(request({ARGUMENT: value}))
+    assert stores(request({ARGUMENT: value}))
 
 
 def test_a_request_without_arguments_or_without_sampling_stores() -> None:
-    assert allows(request(None)) and allows(request({})) and allows(request({"another": 0}))
-    assert allows(SimpleNamespace(sampling_params=None))
+    assert stores(request(None)) and stores(request({})) and stores(request({"another": 0}))
+    assert stores(SimpleNamespace(sampling_params=None))
 
 
 @pytest.mark.parametrize("store", STORES)
-def test_nothing_of_a_session_with_wrong_keys_is_stored_or_loaded(store: str) -> None:
-    """As up to 0.31; what such keys are is a scenario of these releases (`session_keys`)."""
+def test_a_turn_of_a_session_may_opt_out_though_the_one_before_has_not(store: str) -> None:
     mini = Mini(store=store)
-    mini.view.misnames_sessions = True
-    first, other = prompt(4, seed=1), prompt(4, seed=2)
-    for tokens, resumable in ((first, True), (other, False), (other, True)):
-        name = mini.add(tokens, count=2, resumable=resumable)
-        mini.run()
-        if resumable:
-            mini.scheduler.add_request(make_request(name, [3], 1))  # the end
-        lose_all(mini)
-    assert mini.hits[name] == 0, "its own keys are not to be trusted either"
-    assert mini.manager.stats.not_stored["session"] == 8
-    assert mini.manager.stats.not_stored["opted_out"] == 0
-    assert held(mini, [*first, 7]) == 0 and held(mini, [*other, 7]) == 4
+    name = mini.add(prompt(4, seed=1), count=1, resumable=True)
+    mini.run()
+    turn = prompt(1, seed=2)
+    mini.scheduler.add_request(
+        make_request(name, turn, 2 * BLOCK, resumable=True, extra_args={ARGUMENT: 0})
+    )
+    mini.run()
+    mini.abort(name)
+    lose_all(mini)
+    assert mini.manager.stats.not_stored["opted_out"] == 3  # one of its prompt, two of its answer
+    assert held(mini, [*prompt(4, seed=1), 7]) == 4
 
 
 def asked(mini: Mini, tokens: list[int], count: int, opts_out: bool = False) -> str:

@@ -143,7 +143,7 @@ def test_what_was_not_moved_is_told_in_blocks_and_in_bytes() -> None:
     mini.run()
     expected = {
         "dropped no_room": 0, "dropped overwritten": 2, "dropped few_uses": 0,
-        "dropped decode": 3, "dropped opted_out": 0, "dropped session": 0, "dropped paused": 0,
+        "dropped decode": 3, "dropped opted_out": 0, "dropped paused": 0,
         "skipped held": 5,
         "removed resized": 17, "removed reset": 0,
         "failed load mismatch": 7, "failed load late": 0, "failed store late": 24,

@@ -107,6 +107,7 @@ UNCHANGED: dict[str, tuple[Any, Any]] = {
     "a state": (output(), view(state_groups=frozenset({0}))),
     "several groups": (output(), view(block_sizes=(SIZE, SIZE))),
     "its adapter was loaded again": (output(), view(is_stale=lambda request: True)),
+    "it is a turn of a session": (output(), view()),
     "connector": (output(), view()),
     "ec_connector": (output(), view()),
 }
@@ -117,6 +118,7 @@ def test_a_step_is_left_alone_if(why: str, manager: OffloadManager) -> None:
     step, shown = UNCHANGED[why]
     if "_" in why or why == "connector":
         setattr(shown.scheduler, why, object())
+    shown.scheduler.requests["a"].resumable = "session" in why
     shown.scheduler.requests["a"].num_tokens = 64 if "nothing was hit" not in why else SIZE
     assert not changed(step, shown, manager)
 

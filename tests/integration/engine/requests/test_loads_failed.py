@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from integration.engine.mini import BLOCK, Mini
 from scheduler_half.device import LoadFailed
-from scheduler_half.scenarios import nothing_held, prompt, talk
+from scheduler_half.scenarios import nothing_held, prompt, stale_load, talk
 from vllm.v1.request import RequestStatus
 
 from kvoffload_patch.links import LOAD
@@ -121,3 +121,7 @@ def test_tokens_whose_load_failed_are_no_hits(fails: bool) -> None:
     mini.check()
     assert report.hit - before[0] == (0 if fails else 4 * BLOCK), "the other one found it loaded"
     assert report.queried > before[1]
+
+
+def test_what_was_loaded_for_other_weights_is_not_published() -> None:
+    assert stale_load("parked")["loaded"] == 6
