@@ -58,9 +58,11 @@ class Trainer:
             mini.device.scramble()
 
     def _update(self) -> None:
-        """What runs goes on with what it has, as in vLLM; the tier must give nothing of it."""
+        """What runs goes on with what it has, as in vLLM; the tier must give nothing of it.
+
+        What loads under way bring is of the weights before, too.
+        """
         mini = self._mini
-        mini.device.drain()
         mini.ranks.version += 1
         mini.device.scramble(blocks=False)
         mini.breaker.weights_updated()
