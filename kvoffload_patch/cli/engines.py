@@ -10,7 +10,7 @@ from typing import Any
 
 from kvoffload_patch.cli.options import Parser
 from kvoffload_patch.config import GIB, as_given, option
-from kvoffload_patch.control import client, commands
+from kvoffload_patch.control import client, commands, folder
 from kvoffload_patch.control.errors import Refused
 
 EXIT_OK, EXIT_REFUSED = 0, 2
@@ -76,10 +76,12 @@ def chosen(found: Sequence[client.Engine], name: str | None, every: bool) -> lis
     if wrong:
         raise Refused(" ".join(wrong))
     if not found:
+        looked = ", ".join(map(str, folder.candidates()))
         raise Refused(
-            "expected a running engine of this user, found none; start one with the CPU tier, ask "
-            "as the user that runs it, look for `no control socket` in its log, or restart it if "
-            "the folder of its socket was removed, as a logout removes XDG_RUNTIME_DIR."
+            f"expected a running engine of this user with a CPU tier, found none in {looked}; "
+            "start one, ask as the user that runs it and with its XDG_RUNTIME_DIR and TMPDIR, see "
+            "whether its log says `no control socket` or it has KVOFFLOAD_CONTROL=0, or restart "
+            "it if that folder was removed, as a logout removes XDG_RUNTIME_DIR."
         )
     if name is not None:
         matching = [e for e in found if name in (e.name, e.name.partition("-")[0])]

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvoffload_patch import __version__
-from kvoffload_patch._bootstrap import WITHOUT, is_strict, with_name
+from kvoffload_patch._bootstrap import WITHOUT, is_strict, sentence, with_name
 from kvoffload_patch.cli import launch, preflight
 from kvoffload_patch.cli.options import Parser
 from kvoffload_patch.config import AUTO, VARIABLES, option
 
-EXIT_OK, EXIT_REFUSED = 0, 2
+EXIT_OK, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 2, 130  # as a shell has it for SIGINT
 
 _OWN = (
     "status", "doctor", "bench", "patch", "top", "pause", "resume", "empty", "resize", "set",
@@ -73,6 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except BrokenPipeError:  # the reader has enough
         _discard_output()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except ImportError as error:  # of what a command needs; the package itself is there
+        _tell(f"kvoffload_patch: {sentence(error)}")
+        return EXIT_REFUSED
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise

@@ -49,6 +49,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         self._wrong: list[str] = []
+        self._given: list[str] = []
 
     def add_value(
         self, name: str, parse: Callable[[str], Any], expected: str, **more: Any
@@ -69,6 +70,7 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """As argparse does; ends the process if anything is wrong."""
         self._wrong.clear()
+        self._given = list(sys.argv[1:] if args is None else args)
         found, unknown = self.parse_known_args(args, namespace)
         self._wrong += [self._unknown(word) for word in unknown]
         if self._wrong:
@@ -79,9 +81,16 @@ class Parser(argparse.ArgumentParser):
         """What argparse, or a command, finds wrong, behind the values that are wrong."""
         for pattern, words in _WORDS:
             if re.fullmatch(pattern, message):
+                self._wrong += map(self._unknown, self._misspelt())
                 message = re.sub(pattern, words, message) + f" (see `{self.prog} --help`)."
                 break
         self._refuse([*self._wrong, message])
+
+    def _misspelt(self) -> list[str]:
+        """Options that there are not: argparse does not come to them if one is missing."""
+        given = [word.partition("=")[0] for word in self._given]
+        given = given[: given.index("--")] if "--" in given else given
+        return [w for w in given if w.startswith("--") and w not in self._option_string_actions]
 
     def _unknown(self, word: str) -> str:
         name = word.partition("=")[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from kvoffload_patch.control.errors import Refused
 EXIT_OK, EXIT_REFUSED = 0, 2
 
 _MOST_S = 3600.0
+_LEAST_COLUMNS = 60  # with fewer the live view leaves the names of rows out
 _HEAD = ("ENGINE", "STATE", "USED", "GIB", "HIT", "ALL", "LOAD MB/S", "STORE MB/S", "EVICT/S",
          "PARKED", "FAILED", "STEP AGO")  # fmt: skip
 _COUNTERS = ("queried_tokens", "hit_tokens", "loaded_bytes", "stored_bytes", "evicted_blocks")
@@ -85,6 +87,8 @@ def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _watch(asked: argparse.Namespace) -> int:
     before: dict[str, dict[str, Any]] = _sample(asked.engine)
+    if asked.engine and not before and client.find():
+        return _refuse(asked)  # others run, and this name is none of theirs
     with _view(asked) as show:
         while True:
             time.sleep(asked.interval)
@@ -112,8 +116,7 @@ def _view(asked: argparse.Namespace) -> AbstractContextManager[Callable[[list[An
     """What shows engines: JSON, a live view on a terminal, or tables."""
     if asked.json:
         return nullcontext(_print_json)
-    dumb = os.environ.get("TERM", "dumb") in ("", "dumb")
-    if asked.once or dumb or not sys.stdout.isatty():
+    if asked.once or not sys.stdout.isatty() or not _draws():
         return nullcontext(_print_table)
     try:
         from kvoffload_patch.cli.live import View
@@ -122,6 +125,20 @@ def _view(asked: argparse.Namespace) -> AbstractContextManager[Callable[[list[An
               file=sys.stderr)  # fmt: skip
         return nullcontext(_print_table)
     return View(table)
+
+
+def _encoding() -> str:
+    return sys.stdout.encoding or "ascii"
+
+
+def _draws() -> bool:
+    """Whether a live view can be drawn: the terminal moves its cursor, has frames and room."""
+    try:
+        "\u2500\u256d".encode(_encoding())
+    except UnicodeEncodeError:
+        return False
+    moves = os.environ.get("TERM", "dumb") not in ("", "dumb")
+    return moves and shutil.get_terminal_size().columns >= _LEAST_COLUMNS
 
 
 def _print_json(found: Sequence[Mapping[str, Any]]) -> None:

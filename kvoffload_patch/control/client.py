@@ -33,12 +33,13 @@ def find(environ: Mapping[str, str] | None = None) -> list[Engine]:
     for path in folders.candidates(environ):
         with suppress(OSError, Refused):
             folder = folders.open_one(path)
+            names: list[str] = []
             try:
                 with suppress(Refused), folders.locked(folder):
                     folders.remove_stale(folder)
                 names = folders.sockets(folder)
             finally:
-                os.close(folder)
+                (os.close if names else folders.leave)(folder)
             found += [Engine(path / name, name.removesuffix(folders.SUFFIX)) for name in names]
     return found
 

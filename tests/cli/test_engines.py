@@ -134,8 +134,8 @@ def test_several_are_asked_only_if_that_is_said(one: Engine, another: Engine, ca
 def test_where_none_runs_that_is_said(capsys: Any) -> None:
     assert main.main(["pause"]) == 2
     said = capsys.readouterr().err
-    assert "expected a running engine of this user, found none" in said
-    assert "look for `no control socket` in its log, or restart it if the folder of its" in said
+    assert "expected a running engine of this user with a CPU tier, found none in " in said
+    assert "its log says `no control socket` or it has KVOFFLOAD_CONTROL=0, or restart it" in said
 
 
 def test_an_engine_whose_folder_was_removed_is_not_found(one: Engine, capsys: Any) -> None:

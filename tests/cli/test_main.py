@@ -383,3 +383,20 @@ def test_package_found_through_the_current_folder_only(bare: Sandbox) -> None:
     code = "import os, runpy, sys; os.chdir('checkout'); sys.path.insert(0, os.getcwd())"
     code += "; sys.argv[1:] = ['vllm']; runpy.run_module('kvoffload_patch', run_name='__main__')"
     assert json.loads(bare.run("-c", code).stdout)["step"] == "patched"
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["patch", "--check"]])
+def test_a_requirement_that_is_missing_is_a_sentence(box: Sandbox, words: list[str]) -> None:
+    done = box.run("-m", "kvoffload_patch", *words)  # that environment has not all of the package
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "reinstall kvoffload_patch with its dependencies" in done.stderr
+
+
+def test_ctrl_c_is_the_status_that_shells_have_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvoffload_patch.cli import main
+
+    def interrupted(name: str, argv: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "_own", interrupted)
+    assert main.main(["status"]) == 130

@@ -78,6 +78,29 @@ def test_a_terminal_is_live_and_left_as_it_was(
     assert shown.index(on) < shown.index("Ctrl-C") < shown.index("42-a") < shown.index(off)
 
 
+@pytest.mark.parametrize(("encoding", "columns"), [("ascii", "100"), ("utf-8", "40")])
+def test_a_terminal_that_cannot_draw_gets_tables(
+    encoding: str, columns: str, samples: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_terminal(monkeypatch)
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(top, "_encoding", lambda: encoding)
+    assert main.main(["top"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "" and "\x1b" not in shown.out
+    assert shown.out.splitlines()[1].startswith("42-a")
+
+
+def test_a_name_that_no_running_engine_has_is_refused_at_once(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [SimpleNamespace(name="42-a")]
+    monkeypatch.setattr(engines, "status", lambda: [FIRST])
+    monkeypatch.setattr(top.client, "find", lambda: found)
+    assert main.main(["top", "--engine", "99"]) == 2
+    assert "--engine is '99', expected one of 42-a" in capsys.readouterr().err
+
+
 def test_a_terminal_without_rich_gets_tables_and_a_hint(
     samples: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +145,10 @@ def test_once_without_an_engine_is_refused(
     monkeypatch.setattr(top.client, "find", lambda: [])
     samples[:] = [[], []]
     assert main.main(["top", "--once"]) == 2
-    assert "expected a running engine of this user, found none; start" in capsys.readouterr().err
+    assert (
+        "expected a running engine of this user with a CPU tier, found none in "
+        in capsys.readouterr().err
+    )
     running = [SimpleNamespace(name="42-a")]
     monkeypatch.setattr(top.client, "find", lambda: running)
     samples[:] = [[FIRST], [FIRST]]

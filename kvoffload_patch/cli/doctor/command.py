@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 def examine() -> list[Finding]:
     """Every check; where vLLM or the settings are refused, what rests on them is left out."""
     status = _bootstrap.status()
-    findings = release.check(status)
+    findings = [*release.switched_off(), *release.check(status)]
     try:
         settings, wrong = Settings.from_env(), False
     except ConfigError:  # the verdict says it

@@ -7,10 +7,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvoffload_patch.cli.doctor.findings import Finding
+from kvoffload_patch.config import ConfigError, is_enabled
 from kvoffload_patch.patching import find_source
 
 # How large the cache of vLLM's CPU build is, in GiB.
 _CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
+
+
+def switched_off() -> list[Finding]:
+    """That the user's own switch keeps the tier away; nothing where it does not."""
+    given = os.environ.get("KVOFFLOAD_DISABLE", "")
+    try:
+        off = not is_enabled({**os.environ, "KVOFFLOAD_ENABLE": "1"})
+    except ConfigError:  # the verdict says it
+        off = False
+    if not off:
+        return []
+    problem, remedy = "KVOFFLOAD_DISABLE is set, so nothing is patched", "take it out"
+    return [Finding("vLLM", "switched off", given, given, problem, remedy, refused=True)]
 
 
 def check(status: Mapping[str, object]) -> list[Finding]:

@@ -103,12 +103,7 @@ class Desk:
     def status(self) -> dict[str, Any]:
         """What there is to know, numbers since the start included."""
         manager, stats, counts = self._manager, self._manager.stats, self._tier.counts()
-        size, failure = self._ranks.block_bytes, self._breaker.failure
-        blocks = {
-            "capacity": manager.num_slots, "used": manager.num_used, "loaded": stats.loaded,
-            "stored": stats.stored, "evicted": stats.evicted,
-        }  # fmt: skip
-        live = dataclasses.asdict(self._tier.settings)
+        failure, live = self._breaker.failure, dataclasses.asdict(self._tier.settings)
         return {
             "version": __version__,
             "pid": os.getpid(),
@@ -118,13 +113,11 @@ class Desk:
             "since": self._since,
             "seconds": time.monotonic() - self._began,
             "seconds_since_step": time.monotonic() - self._tier.last_step,
-            "growing": manager.growing,
+            "store": self._tier.settings.store,
             "stores_lazily": manager.lazy,
-            "block_bytes": size,
             "load_ms_per_block": self._tier.pace.ms_per_block,
             "largest_blocks": self._ranks.num_slots,
-            **{f"{name}_blocks": number for name, number in blocks.items()},
-            **{f"{name}_bytes": number * size for name, number in blocks.items()},
+            **self._sizes(),
             "queried_tokens": counts.queried,
             "hit_tokens": counts.hit,
             "dropped_blocks": stats.not_stored,
@@ -136,10 +129,31 @@ class Desk:
             },
             "mismatches": stats.mismatches,
             "stale_loras": self._breaker.stale_loras,
-            "parked_requests": counts.parked_now,
-            "queued_loads": manager.num_under_way(LOAD),
-            "queued_stores": manager.num_under_way(STORE),
+            **self._under_way(counts.parked_now),
             "settings": {name: live[name] for name in commands.LIVE},
+        }
+
+    def _sizes(self) -> dict[str, Any]:
+        """Of the tier, in blocks and in bytes; one that has failed has no memory any more."""
+        manager, stats, size = self._manager, self._manager.stats, self._ranks.block_bytes
+        works = not self._breaker.detached
+        blocks = {
+            "capacity": manager.num_slots * works, "used": manager.num_used * works,
+            "loaded": stats.loaded, "stored": stats.stored, "evicted": stats.evicted,
+        }  # fmt: skip
+        return {
+            "growing": manager.growing and works,
+            "block_bytes": size,
+            **{f"{name}_blocks": number for name, number in blocks.items()},
+            **{f"{name}_bytes": number * size for name, number in blocks.items()},
+        }
+
+    def _under_way(self, parked: int) -> dict[str, int]:
+        works, under_way = not self._breaker.detached, self._manager.num_under_way
+        return {
+            "parked_requests": parked * works,
+            "queued_loads": under_way(LOAD) * works,
+            "queued_stores": under_way(STORE) * works,
         }
 
     def _wait(self, asked: Asked) -> None:
@@ -158,8 +172,8 @@ class Desk:
             )
 
     def _gone(self) -> str:
-        why = self._breaker.failure or "the engine shuts down"
-        return f"expected a tier that works, found it detached ({why}); restart the server."
+        why = self._breaker.failure or "the engine shuts down; restart the server"
+        return f"expected a tier that works, found it detached: {why}."
 
     # On the engine's thread, between two steps
 
@@ -194,22 +208,34 @@ class Desk:
         elif name == commands.RESIZE:
             self._resize(values[commands.GIB])
         elif name == commands.SET:
-            try:
-                tier.change(dataclasses.replace(tier.settings, **values))
-            except PolicyRefused as refusal:
-                raise Refused(str(refusal)) from None
+            self._change(dataclasses.replace(tier.settings, **values))
         reporter = self._breaker.reporter
         if reporter is not None:
             reporter.changed(PAUSED if tier.paused else ON, _labels(tier.settings))
         given = " ".join(f"{key}={value}" for key, value in values.items())
         logger.info("KV offload: asked to %s%s", name, f" {given}" if given else "")
 
+    def _change(self, settings: Settings) -> None:
+        if settings.integrity == "full" and settings.load_mode != "parked":
+            raise Refused(
+                f"KVOFFLOAD_LOAD_MODE is {settings.load_mode!r} and this engine's "
+                "KVOFFLOAD_INTEGRITY is 'full', expected loads that can be checked before a step "
+                "begins; leave it at parked, or restart the server with KVOFFLOAD_INTEGRITY=sample."
+            )
+        try:
+            self._tier.change(settings)
+        except PolicyRefused as refusal:
+            raise Refused(str(refusal)) from None
+
     def _resize(self, gib: float) -> None:
         ranks, has = self._ranks, self._manager.num_slots
         num_slots = int(gib * GIB) // ranks.slot_bytes
         least, most = ranks.slot_bytes / GIB, ranks.num_slots * ranks.slot_bytes / GIB
         if num_slots < 1:
-            raise Refused(f"expected at least a block, {least:.6f} GiB, found {gib:g} GiB.")
+            raise Refused(
+                f"expected at least a block, {least:.6f} GiB, found {gib:g} GiB; give as much, or "
+                "`kvoffload pause` it."
+            )
         if num_slots > ranks.num_slots:
             raise Refused(
                 f"expected {most:.2f} GiB at most, which this engine mapped when it started, found "

@@ -57,3 +57,13 @@ def test_the_cpu_build_takes_nearly_all_memory_unless_it_is_told_how_much(
 def test_what_was_not_verified_is_listed() -> None:
     found = release.check({**GOOD, "doubts": ["a fork", "a body"]})
     assert found[2].found == "a fork; a body"
+
+
+@pytest.mark.parametrize(("given", "off"), [("1", True), ("0", False), ("", False), ("so", False)])
+def test_the_users_own_switch_is_a_reason_for_no_tier(
+    given: str, off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVOFFLOAD_DISABLE", given)
+    found = release.switched_off()
+    assert [f.refused for f in found] == [True] * off
+    assert all("KVOFFLOAD_DISABLE is set" in f.sentence for f in found)

@@ -150,7 +150,7 @@ def test_a_smaller_tier_keeps_what_fits_and_grows_again() -> None:
 @pytest.mark.parametrize(
     ("slots", "why"),
     [
-        (0.5, "expected at least a block, 0.000977 GiB, found 0.000488281 GiB."),
+        (0.5, "expected at least a block, 0.000977 GiB, found 0.000488281 GiB; give "),
         (21, "expected 0.02 GiB at most, which this engine mapped when it started, found "),
     ],
 )
@@ -275,7 +275,7 @@ def test_a_fault_is_the_answer_and_the_engine_serves_on_without_the_tier(
     assert mini.desk is not None and mini.desk.status()["state"] == "failed"
     assert mini.desk.status()["reason"].endswith("; restart the server to have the CPU tier again")
     assert behind.error == "" or "found it detached" in behind.error
-    with pytest.raises(Refused, match="found it detached .*made to fail"):
+    with pytest.raises(Refused, match="found it detached: .*made to fail"):
         mini.desk.answer(Command("pause", {}))
 
 
@@ -284,7 +284,7 @@ def test_what_was_asked_when_the_engine_shuts_down_is_answered() -> None:
     one = mini.ask("pause")
     mini.breaker.close()
     assert one.error == (
-        "expected a tier that works, found it detached (the engine shuts down); restart the server."
+        "expected a tier that works, found it detached: the engine shuts down; restart the server."
     )
 
 
@@ -350,3 +350,26 @@ def test_without_a_socket_the_tier_works_and_says_so(
     control.listen(engine_core, mini.breaker, mini.manager, mini.ranks)  # type: ignore[arg-type]
     assert str(found) in texts[0] and "no control socket" in texts[0]
     control.close_socket(engine_core)
+
+
+def test_loads_that_cannot_be_checked_first_are_not_switched_on() -> None:
+    """Where all blocks have checksums a step begins only when they were compared."""
+    mini = Mini(integrity="full", load_mode="parked")
+    for mode in ("inline", "auto"):
+        refusal = asked(mini, "set", load_mode=mode).error
+        assert f"is {mode!r} and this engine's KVOFFLOAD_INTEGRITY is 'full'" in refusal
+    assert asked(mini, "set", load_mode="parked").error == ""
+    assert mini.tier.settings.load_mode == "parked" and not mini.breaker.detached
+
+
+def test_a_tier_that_has_failed_has_nothing() -> None:
+    mini = Mini()
+    mini.only_in_cpu(list(range(3 * 16 + 1)))
+    working = mini.ask("pause") and mini.desk.status()
+    assert (working["store"], working["used_blocks"]) == (mini.tier.settings.store, 3)
+    mini.breaker.failed("by hand", LookupError("made to fail"))
+    mini.breaker.begin_schedule()
+    failed = mini.desk.status()
+    assert failed["state"] == "failed" and failed["stored_blocks"] == 3
+    names = ("capacity_blocks", "used_bytes", "queued_loads", "queued_stores", "parked_requests")
+    assert [failed[name] for name in names] == [0] * 5
