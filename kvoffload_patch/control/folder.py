@@ -32,8 +32,10 @@ def candidates(environ: Mapping[str, str] | None = None) -> list[Path]:
     """
     runtime = (os.environ if environ is None else environ).get("XDG_RUNTIME_DIR", "")
     own = [Path(runtime) / "kvoffload"] if os.path.isabs(runtime) else []
-    shared = dict.fromkeys([Path(tempfile.gettempdir()), SHARED])
-    return own + [folder / f"kvoffload-{os.geteuid()}" for folder in shared]
+    shared = [SHARED]
+    with suppress(FileNotFoundError):  # nobody may write anywhere
+        shared.insert(0, Path(tempfile.gettempdir()))
+    return own + [folder / f"kvoffload-{os.geteuid()}" for folder in dict.fromkeys(shared)]
 
 
 @contextmanager
@@ -118,7 +120,10 @@ def _make(path: Path) -> int:
     while True:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        folder = open_one(path)
+        try:
+            folder = open_one(path)
+        except FileNotFoundError:  # the engine that had the last socket has just removed it
+            continue
         try:
             _lock(folder)
         except BaseException:
@@ -126,7 +131,7 @@ def _make(path: Path) -> int:
             raise
         if os.fstat(folder).st_nlink:
             return folder
-        os.close(folder)  # the engine that had the last socket has just removed it
+        os.close(folder)  # it has been removed since
 
 
 def _lock(folder: int) -> None:

@@ -18,7 +18,7 @@ from kvoffload_patch.tier.prefixes import PrefixOrder
 from kvoffload_patch.tier.queues import EndedRequests, StoreQueue, WaitingBlocks
 from kvoffload_patch.tier.slots import SlotPool
 from kvoffload_patch.tier.stats import TierStats
-from kvoffload_patch.tier.tuning import NEIGHBOUR_BLOCKS
+from kvoffload_patch.tier.tuning import FIRST_COMPARED_BLOCKS, NEIGHBOUR_BLOCKS
 from kvoffload_patch.tier.uses import UseCounts
 
 NO_KEY = object()  # in the place of the key of a slot that has none
@@ -210,19 +210,29 @@ class TierState:
         Keys that follow each other mostly are: one look at a dict finds them all.
         """
         pieces: list[Sequence[Any]] = []
-        done = 0
-        while rest := keys[done:]:
-            slot: Any = self._slot_of.get(rest[0])
-            held = () if slot is None else self._key_of[slot : slot + len(rest)]
-            same = len(rest)
-            if held != rest:
-                same = next(compress(count(), map(ne, held, rest)), len(held))
+        keys, done = list(keys), 0
+        while done < len(keys):
+            slot: Any = self._slot_of.get(keys[done])
+            same = 0 if slot is None else self._same(keys, done, slot)
             if same < NEIGHBOUR_BLOCKS:
-                pieces.append(list(map(self._slot_of.get, rest)))
+                pieces.append(list(map(self._slot_of.get, keys[done:])))
                 break
             pieces.append(range(slot, slot + same))
             done += same
         return pieces
+
+    def _same(self, keys: list[Hashable], begin: int, slot: int) -> int:
+        """How many keys from one on are in neighbouring slots from this one on.
+
+        They are compared in parts that grow, so that a short piece costs no look at all the rest.
+        """
+        same, part = 0, FIRST_COMPARED_BLOCKS
+        while asked := keys[begin + same : begin + same + part]:
+            held = self._key_of[slot + same : slot + same + len(asked)]
+            if held != asked:
+                return same + next(compress(count(), map(ne, held, asked)), len(held))
+            same, part = same + len(asked), 4 * part
+        return same
 
     def _take_slots(self, count: int) -> tuple[int, ...]:
         """Slots to be written, so many or as many as there can be, after evicting for them."""

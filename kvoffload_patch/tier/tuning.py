@@ -47,6 +47,9 @@ RECOMPUTE_TIMES = 16
 # `scripts/bench step --only d`, of tables that are in no cache). What leaves is taken as runs of
 # neighbours as long as these have about so many slots each. Not measured: it bounds their number.
 NEIGHBOUR_BLOCKS = 8
+# Of the rest of a prefix so many keys are compared at first with those behind a slot, and four
+# times as many after each part that is the same. Not measured: it bounds what a short run costs.
+FIRST_COMPARED_BLOCKS = 64
 # S3-FIFO counts so many uses of a block, for each of which it goes round the main queue once more.
 # As its authors have it (Yang and others, 2023).
 USED_TIMES = 3

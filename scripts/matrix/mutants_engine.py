@@ -48,7 +48,7 @@ ENGINE = (
     Mutant(
         "a sliding window is as long as the prompt",
         _FILES + "adapters/vllm_groups.py",
-        "None if window is None else int(window) + self._scheduler.max_num_scheduled_tokens",
+        "seen + self._scheduler.max_num_scheduled_tokens if seen else None",
         "None",
         (_FILES + "adapters/test_vllm_groups.py::test_a_window_of_many_layers_is_that_of_one",),
     ),

@@ -129,3 +129,31 @@ def test_one_that_takes_nobody_is_alive(
         waiting.close()
         folders.remove_stale(folder)
     folders.leave(folder)
+
+
+def test_one_that_is_removed_before_it_is_opened_is_made_again(
+    runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_made, removed = folders.open_one, list[Path]()
+
+    def open_one(path: Path) -> int:
+        if not removed:
+            removed.append(path)
+            path.rmdir()
+        return as_made(path)
+
+    monkeypatch.setattr(folders, "open_one", open_one)
+    with folders.making(runtime) as folder:
+        assert removed == [path_of(runtime)] and path_of(runtime).exists()
+    folders.leave(folder)
+
+
+def test_without_a_folder_for_temporary_files_others_are_looked_into(
+    runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none() -> str:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(folders.tempfile, "gettempdir", none)
+    assert folders.candidates(runtime)[0] == path_of(runtime)
+    assert folders.candidates({}) == [folders.SHARED / f"kvoffload-{os.geteuid()}"]

@@ -128,6 +128,7 @@ def connect(
 
 def _attach(engine_core: Any, vllm_config: Any, refused: str) -> None:
     ranks = RankGroup(engine_core.model_executor, ending(engine_core))
+    breaker: Breaker | None = None
     try:
         if refused:  # by an import since `EngineCore.__init__` was called, which was hooked then
             raise TierRefused(refused)
@@ -152,6 +153,8 @@ def _attach(engine_core: Any, vllm_config: Any, refused: str) -> None:
         if can_keep(vllm_config, scheduler, settings):
             breaker.tier.weights.watch()
     except BaseException:
+        if breaker is not None:
+            breaker.withdraw()
         ranks.give_back()
         raise
     _tell(ranks, settings, unverified)

@@ -87,7 +87,7 @@ class Breaker:
         """Before `schedule`; `end_schedule` or `schedule_raised` follows if it returns true."""
         if self.detached:
             return False
-        if self.asked:
+        if self.asked and self._failure is None:
             self.answer_asked()
         if self._failure is None:
             try:
@@ -143,7 +143,7 @@ class Breaker:
 
     def on_finish(self, request_ids: list[str] | None) -> None:
         """Before `finish_requests` of these requests, or all; or of none, to have it look."""
-        if self.asked and not self._depth:
+        if self.asked and not self._depth and self._failure is None:
             self.answer_asked()
         self._call("on_finish", self.tier.on_finish, request_ids)
         if self._failure is not None:

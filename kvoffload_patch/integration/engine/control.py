@@ -28,7 +28,7 @@ from kvoffload_patch.integration.engine.blocks.weights import MIXED
 from kvoffload_patch.integration.engine.breaker import Breaker
 from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 from kvoffload_patch.integration.engine.reports.metrics import failed_copies
-from kvoffload_patch.integration.engine.tuning import CONTROL_APPLY_S, CONTROL_TAKE_S
+from kvoffload_patch.integration.engine.tuning import CONTROL_APPLY_S, CONTROL_TAKE_S, TOLD_ADAPTERS
 from kvoffload_patch.integration.errors import TierRefused
 from kvoffload_patch.integration.metrics import FAILED, ON, PAUSED
 from kvoffload_patch.integration.protocol import CONTROL
@@ -128,7 +128,7 @@ class Desk:
                 " ".join(labels): one.copies for labels, one in failed_copies(stats) if one.copies
             },
             "mismatches": stats.mismatches,
-            "stale_loras": self._breaker.stale_loras,
+            "stale_loras": _some(self._breaker.stale_loras),
             **self._under_way(counts.parked_now),
             "settings": {name: live[name] for name in commands.LIVE},
         }
@@ -247,6 +247,12 @@ class Desk:
             except TierRefused as refusal:
                 raise Refused(str(refusal)) from None
         self._tier.resize(num_slots)
+
+
+def _some(names: Sequence[str]) -> list[str]:
+    """As many of these as an answer has room for."""
+    left = len(names) - TOLD_ADAPTERS
+    return [*names[:TOLD_ADAPTERS], *([f"and {left} more"] if left > 0 else [])]
 
 
 def _labels(settings: Settings) -> dict[str, str]:

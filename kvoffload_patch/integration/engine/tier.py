@@ -300,8 +300,7 @@ class SchedulerTier:
         self._lookups.clear()
         self._hits.clear()
         self._recency.clear()
-        if self._front is not None:
-            self._front.look_again()
+        self.choice.look_again()
         self.cached.clear()
         self.choice.clear()
 
@@ -322,8 +321,7 @@ class SchedulerTier:
         self._manager.drop_queued()
         self._recency.used.clear()
         self._lookups.clear()
-        if self._front is not None:
-            self._front.look_again()
+        self.choice.look_again()
 
     def resume(self) -> None:
         """Load and store again. What was computed meanwhile was not stored."""
@@ -351,6 +349,7 @@ class SchedulerTier:
         """Forget every key. Loads under way are published all the same: their bytes are right."""
         self._manager.clear(reason)
         self._lookups.clear()
+        self.choice.look_again()
         if self.settings.wipe:
             self._ranks.wipe()
 

@@ -32,6 +32,8 @@ PARKED_TIMES = 1024
 # So many adapters' files are remembered as they were when these were loaded, a few hundred bytes of
 # each: a trainer loads one every few seconds for weeks. Not measured.
 REMEMBERED_ADAPTERS = 4096
+# Of those that the tier is not used for, so many are named in an answer, which has 64 KiB.
+TOLD_ADAPTERS = 20
 # What a worker may take to answer. Opening touches and registers memory, closing gives it back,
 # both at some GiB a second (scripts/bench touch: 1.4 to 8.2); anything else waits behind a step at
 # most, for which vLLM has 300 s.

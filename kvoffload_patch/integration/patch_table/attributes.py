@@ -148,6 +148,8 @@ _CACHE = (
         "vllm.v1.core.kv_cache_coordinator",
         "UnitaryKVCacheCoordinator",
         (_ANY, "block_pool single_type_managers"),
+        ("<0.20", "use_eagle"),
+        (">=0.20", "eagle_group_ids"),
         (">=0.28", "enable_partial_hash_hits"),
     ),
     *_has(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +70,7 @@ class CudaRegistrar:
         Raises:
             CannotRegister: the driver has no such call here, as in confidential computing.
         """
-        error = int(self._driver.cudaHostRegister(address, nbytes, 0))
+        error = self._answered(self._driver.cudaHostRegister(address, nbytes, 0))
         if error == _NOT_SUPPORTED:
             raise CannotRegister(
                 "expected a driver that registers CPU memory, found that this one does not (error "
@@ -80,4 +81,14 @@ class CudaRegistrar:
 
     def unregister(self, address: int) -> int:
         """As `cudaHostUnregister`."""
-        return int(self._driver.cudaHostUnregister(address))
+        return self._answered(self._driver.cudaHostUnregister(address))
+
+    def _answered(self, error: Any) -> int:
+        """An error's number. The runtime keeps it for the thread, and torch would raise it there.
+
+        Whose launch that would be knows nothing of it, so one of ours takes it away.
+        """
+        if int(error):
+            with suppress(RuntimeError):
+                torch.ones(1, device=torch.device("cuda", self._index))
+        return int(error)

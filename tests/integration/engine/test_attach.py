@@ -400,3 +400,21 @@ def test_nothing_is_stored_late_or_loaded_by_layer_where_blocks_lose_their_memor
     assert not manager.may_look_ahead and manager._gain is None
     assert not attach_module._chosen(Settings(), mini.pool).load_by_layer
     detach(core)
+
+
+@pytest.mark.parametrize("error", [AttributeError, KeyboardInterrupt])
+def test_what_fails_when_the_hooks_are_set_takes_them_off(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mini, executor = Mini(tier=False), Executor()
+    before = mini.changed()
+
+    def fails(*_: Any) -> None:
+        raise error("by hand")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(attach_module, "can_keep", fails)
+        with pytest.raises((TierRefused, KeyboardInterrupt)):
+            attach(engine(mini, executor), mini.config)
+    assert executor.calls[-1] == "close_rank"
+    untouched(mini, before, executor)

@@ -373,3 +373,21 @@ def test_a_tier_that_has_failed_has_nothing() -> None:
     assert failed["state"] == "failed" and failed["stored_blocks"] == 3
     names = ("capacity_blocks", "used_bytes", "queued_loads", "queued_stores", "parked_requests")
     assert [failed[name] for name in names] == [0] * 5
+
+
+def test_many_names_do_not_make_an_answer_too_long() -> None:
+    mini = Mini()
+    mini.view.loras.stale.update(f"adapter-{n:05}" for n in range(3000))
+    mini.ask("pause")
+    told = mini.desk.status()["stale_loras"]
+    assert len(told) == 21 and told[0] == "adapter-00000" and told[-1] == "and 2980 more"
+
+
+def test_a_command_is_not_carried_out_on_a_tier_that_has_failed() -> None:
+    mini = Mini()
+    asked_for = mini.ask("empty")
+    mini.breaker._depth += 1  # as within a call of vLLM's
+    mini.breaker.failed("by hand", LookupError("made to fail"))
+    mini.breaker._depth -= 1
+    mini.breaker.begin_schedule()
+    assert "found it detached: by hand" in asked_for.error and mini.breaker.detached

@@ -83,6 +83,7 @@ OTHERS |= {
     "bitwise_or_",
     "mul_",
     "fill_",
+    "func",
     "hexdigest",
 }
 OTHERS |= {"_parameters", "_buffers", "to", "split", "add_done_callback"}

@@ -48,6 +48,9 @@ def test_memory_is_registered_by_the_runtime_of_the_device(
     cuda.cudart().cudaHostRegister.return_value = 2
     cuda.cudart().cudaHostUnregister.return_value = 0
     monkeypatch.setattr(torch, "cuda", cuda)
+    # What the runtime keeps of an error is raised by the next launch on the thread.
+    launched = mock.MagicMock(side_effect=RuntimeError("CUDA error: invalid argument"))
+    monkeypatch.setattr(torch, "ones", launched)
     registrar = device_of(torch.device(device)).registrar()
     registrar.enter()
     cuda.set_device.assert_called_once_with(index)
@@ -55,6 +58,19 @@ def test_memory_is_registered_by_the_runtime_of_the_device(
     cuda.cudart().cudaHostRegister.assert_called_once_with(4096, 100, 0)
     assert registrar.unregister(4096) == 0
     cuda.cudart().cudaHostUnregister.assert_called_once_with(4096)
+    assert [call.kwargs["device"] for call in launched.call_args_list] == [
+        torch.device("cuda", index)
+    ]
     cuda.cudart().cudaHostRegister.return_value = 801  # cudaErrorNotSupported
     with pytest.raises(CannotRegister, match="does not .error 801, as under NVIDIA's confid"):
         registrar.register(4096, 100)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_error_is_not_left_for_the_next_launch() -> None:
+    device = torch.device("cuda")
+    registrar = device_of(device).registrar()
+    for answer in (registrar.register(4096, 10), registrar.unregister(4096)):
+        assert answer
+        assert (torch.zeros(8, device=device) + 1).sum().item() == 8

@@ -37,6 +37,7 @@ class CacheGroups:
         self.states = {i: states_held(spec) for i, spec in enumerate(specs) if keeps_state(spec)}
         self.replay_tokens = int(getattr(scheduler, "prefix_replay_tokens", 0))
         self._spans = tuple(map(self._tokens_held, managers))
+        self._windows = tuple(map(_window_of, managers))
         self._draft_blocks = draft_states_held(specs)
         # Of groups that take blocks as a request grows; by index, which `states` has too.
         self._growing = {
@@ -47,29 +48,29 @@ class CacheGroups:
         self.decode_blocks = sum(-(-ahead // size) for size in self._growing.values())
 
     def _tokens_held(self, manager: Any) -> int | None:
-        """Tokens whose blocks a request keeps in this group; None where it keeps all.
-
-        Windows are one thing and blocks another where vLLM has one group for all layers.
-        """
+        """Tokens whose blocks a request keeps in this group; None where it keeps all."""
         spec = manager.kv_cache_spec
-        first = members(spec)[0]
-        if type(manager).__name__ == "FullAttentionManager":
-            return None
         if keeps_state(spec):
-            return states_held(spec) * int(first.block_size)
+            return states_held(spec) * int(members(spec)[0].block_size)
         if is_ring(spec):
-            return int(first.block_size)
-        window = getattr(first, "sliding_window", None) or getattr(
-            first, "attention_chunk_size", None
-        )
-        return None if window is None else int(window) + self._scheduler.max_num_scheduled_tokens
+            return int(members(spec)[0].block_size)
+        window, chunk = _window_of(manager)
+        seen = window or chunk
+        return seen + self._scheduler.max_num_scheduled_tokens if seen else None
 
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks, over all groups, that hold this many tokens of one request, and its drafts."""
+    def blocks_for(self, tokens: int, hit_tokens: int = 0) -> int:
+        """Blocks, over all groups, that hold this many tokens of one request, and its drafts.
+
+        Args:
+            hit_tokens: of these, the first so many need not be computed: a request that begins
+                behind them holds none of what a window does not reach from there.
+        """
         total = self._draft_blocks
-        for block_size, span in zip(self.block_sizes, self._spans):
-            held = tokens if span is None else min(tokens, span)
-            total += -(-held // block_size)
+        for size, span, (window, chunk) in zip(self.block_sizes, self._spans, self._windows):
+            unseen = max(0, hit_tokens - window + 1) if window else 0
+            unseen = hit_tokens // chunk * chunk if chunk else unseen
+            held = tokens - unseen // size * size
+            total += -(-(held if span is None else min(held, span)) // size)
         return total
 
     def new_blocks(self, request: Any, tokens: int) -> int:
@@ -89,6 +90,18 @@ class CacheGroups:
     def computed_from(self, hit_tokens: int) -> int:
         """The token from which on a request is computed that hits so many."""
         return max(0, hit_tokens - self.replay_tokens)
+
+
+def _window_of(manager: Any) -> tuple[int, int]:
+    """Tokens of a group's sliding window, or of its chunks; 0 of what it has not.
+
+    Windows are one thing and blocks another where vLLM has one group for all layers.
+    """
+    if type(manager).__name__ == "FullAttentionManager":
+        return 0, 0
+    first = members(manager.kv_cache_spec)[0]
+    window, chunk = (getattr(first, n, 0) for n in ("sliding_window", "attention_chunk_size"))
+    return int(window or 0), int(chunk or 0)
 
 
 def is_cached(spec: Any) -> bool:
@@ -122,14 +135,26 @@ def draft_states_held(specs: Iterable[Any]) -> int:
     return sum(max(map(int, blocks)) for blocks in ahead)
 
 
-def leaves_last_out(managers: Sequence[Any]) -> list[int]:
-    """Groups of full attention, by index, of which a hit leaves out the last block that is found.
+def leaves_last_out(coordinator: Any) -> dict[int, bool]:
+    """Groups, by index, of which a hit leaves out the last block that is found.
 
-    Beside other groups; that of a drafting model, from 0.23 on, and nothing says so before.
+    From 0.23 on their managers say it; before, the coordinator says it, up to 0.19 of all at once.
+
+    Args:
+        coordinator: vLLM's, of all groups.
+
+    Returns:
+        Of each such group, whether it has a sliding window; of other kinds none is known.
     """
-    kinds = [type(manager).__name__ for manager in managers]
-    drops = [getattr(manager, "use_eagle", False) for manager in managers]
-    return [at for at, kind in enumerate(kinds) if kind == "FullAttentionManager" and drops[at]]
+    managers = coordinator.single_type_managers
+    of_all = getattr(coordinator, "use_eagle", False)
+    some = getattr(coordinator, "eagle_group_ids", ())
+    found = {}
+    for at, manager in enumerate(managers):
+        kind, drops = type(manager).__name__, getattr(manager, "use_eagle", of_all or at in some)
+        if drops and kind in ("FullAttentionManager", "SlidingWindowManager"):
+            found[at] = kind == "SlidingWindowManager"
+    return found
 
 
 def members(spec: Any) -> list[Any]:

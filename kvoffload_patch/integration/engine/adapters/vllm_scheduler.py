@@ -143,10 +143,9 @@ class SchedulerView:
 
     def resumes_without_lookup(self, request: Any) -> bool:
         """Whether `schedule` admits a request, if it can, that is past its lookup."""
-        if not request.num_computed_tokens:
-            return False
-        received = self.scheduler.finished_recving_kv_req_ids
-        return request.status in self._open or request.request_id in received
+        if request.request_id in self.scheduler.finished_recving_kv_req_ids:
+            return True  # whatever it has received: up to 0.17 it counts as nothing, as a failure
+        return bool(request.num_computed_tokens) and request.status in self._open
 
     def park(self, request: Any) -> Any:
         """Make `schedule` pass over a request; returns the status to restore."""

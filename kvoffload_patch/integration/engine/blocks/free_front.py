@@ -118,14 +118,16 @@ class FreeFront:
         if last is not None and (last.ref_cnt or last.block_id not in told):
             last = None  # it has left the queue
         while (missing := count - len(told)) > 0:
-            blocks = self._view.free_after(last, missing)
+            # From the first on, those that it was told of come before most others.
+            blocks = self._view.free_after(last, missing + (len(told) if last is None else 0))
             if not blocks:
                 break
             last = blocks[-1]
             found = [block.block_id for block in blocks]
             if not told.isdisjoint(found):
-                blocks = [block for block in blocks if block.block_id not in told]
+                blocks = [block for block in blocks if block.block_id not in told][:missing]
                 found = [block.block_id for block in blocks]
+                last = blocks[-1] if len(blocks) == missing else last
             told.update(found)
             ids += found
             keys += [block.block_hash for block in blocks]

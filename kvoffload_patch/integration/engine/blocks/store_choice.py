@@ -136,6 +136,11 @@ class StoreChoice:
         """A session gets more input, and may say otherwise than before whether it stores."""
         self._recency.keys.pop(request_id, None)
 
+    def look_again(self) -> None:
+        """The tier has forgotten what it was told of blocks that the GPU is about to lose."""
+        if self._front is not None:
+            self._front.look_again()
+
     def gpu_emptied(self) -> None:
         """vLLM has reset its prefix cache: what was left out of the tier is gone."""
         if self._front is not None:

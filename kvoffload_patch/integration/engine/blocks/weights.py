@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvoffload_patch.config import Settings
@@ -125,7 +126,10 @@ def changes_weights(method: str | Callable[..., Any]) -> bool:
     Args:
         method: as `collective_rpc` gets it: the name of a method, or a function.
     """
-    name = method if isinstance(method, str) else getattr(method, "__name__", "")
+    while isinstance(method, partial):
+        method = method.func
+    kind = type(method).__name__
+    name = method if isinstance(method, str) else getattr(method, "__name__", kind)
     return name not in _NO_CHANGE and any(part in name.lower() for part in _CHANGE)
 
 

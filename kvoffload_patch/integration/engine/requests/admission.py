@@ -110,7 +110,7 @@ class AdmissionBudget:
         tokens = int(request.num_tokens)
         if not self.reserved:
             tokens = self._view.tokens_to_fit(request, hit_tokens)
-        self.needed = self._view.blocks_for(tokens) + beyond
+        self.needed = self._view.blocks_for(tokens, hit_tokens) + beyond
         if self.needed > self.blocks - self._for_running:
             self.needed -= sum(1 for block in gpu_blocks if block.ref_cnt)
         return self.requests > 0 and self.has(self.needed)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
-from kvoffload_patch.integration.engine.adapters.vllm_groups import leaves_last_out
+from kvoffload_patch.integration.engine.adapters.vllm_left_out import LeftOut
 from kvoffload_patch.integration.engine.adapters.vllm_lookup import Found, OrderedPool
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
@@ -119,8 +119,7 @@ class StandInPool:
         self._hits_left = 0
         self._on_gpu = view.gpu_lookup()
         self._hashes_blocks = view.hashes_blocks()
-        self._leaves_last_out = leaves_last_out(view.manager.coordinator.single_type_managers)
-        self._got: dict[int, list[Any]] = {}  # in order, by group that leaves its last block out
+        self._left_out = LeftOut(view)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -133,7 +132,7 @@ class StandInPool:
             return result
         self._hits_left = max_tier_hits
         self._on_gpu = self._view.gpu_lookup()
-        self._got = {group: [] for group in self._leaves_last_out}
+        self._left_out.begin()
         groups, tokens = self._view.prefix.longest_hit(request, self)
         if 0 < tokens <= self._view.groups.replay_tokens:  # vLLM leaves it, and computes all of it
             result.arriving.clear()
@@ -142,7 +141,7 @@ class StandInPool:
         hits: list[tuple[int, Hashable]] = []
         for blocks, block_size in zip(groups, self._view.block_sizes):
             hits += _sort_out(blocks, block_size, result)
-        hits += self._left_out(groups, result)
+        hits += self._behind(groups, request, result)
         hits.sort(key=itemgetter(0))
         result.keys, result.ends = [key for _, key in hits], [end for end, _ in hits]
         return result
@@ -163,25 +162,20 @@ class StandInPool:
                     self._hits_left -= 1
                     block = TierHit(key)
             blocks.append(block)
-            if group_id in self._got:
-                self._got[group_id].append(block)
+            self._left_out.note(group_id, key, block)
         return blocks
 
-    def _left_out(
-        self, groups: Sequence[Sequence[Any]], result: LookupResult
+    def _behind(
+        self, groups: Sequence[Sequence[Any]], request: Any, result: LookupResult
     ) -> Iterator[tuple[int, Hashable]]:
-        """The block behind the hit of each group whose last one vLLM finds and leaves out.
-
-        It is computed again, because a drafting model may have read a token behind it. Where vLLM
-        does not find it, it leaves out the one before.
-        """
-        for group, got in self._got.items():
-            taken = len(groups[group])
-            if not result.tokens or taken >= len(got):
-                continue
-            block, result.beyond = got[taken], result.beyond + 1
+        """The block behind the hit of each group whose last one vLLM finds and leaves out."""
+        if not result.tokens:
+            return
+        hashes = getattr(request, "block_hashes", ())  # from 0.10.1 on
+        for end, block in self._left_out.behind(groups, hashes):
+            result.beyond += 1
             if block.block_id < 0:
-                yield (taken + 1) * self._view.block_sizes[group], block.block_hash
+                yield end, block.block_hash
             else:
                 result.gpu_blocks.append(block)
 

@@ -69,7 +69,15 @@ def test_a_group_of_a_drafting_model_leaves_its_last_block_out() -> None:
 
     plain, drafting = (manager("FullAttentionManager", use_eagle=on) for on in (False, True))
     of_windows, older = manager("SlidingWindowManager", use_eagle=True), manager("MambaManager")
-    assert leaves_last_out([plain, drafting, of_windows, older]) == [1]
+    others = manager("FullAttentionManager")  # of releases that say it elsewhere
+    coordinator = SimpleNamespace(single_type_managers=[plain, drafting, of_windows, older])
+    assert leaves_last_out(coordinator) == {1: False, 2: True}
+    coordinator = SimpleNamespace(
+        single_type_managers=[others, older], use_eagle=True
+    )  # up to 0.20
+    assert leaves_last_out(coordinator) == {0: False}
+    coordinator = SimpleNamespace(single_type_managers=[others, others], eagle_group_ids={1})
+    assert leaves_last_out(coordinator) == {1: False}
 
 
 def test_a_ring_takes_one_block_of_a_request_whatever_its_length() -> None:
@@ -92,6 +100,19 @@ def test_a_window_of_many_layers_is_that_of_one() -> None:
     many = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": window}, block_size=BLOCK)
     for one in (window, many):
         assert groups(one).blocks_for(50 * BLOCK) == (32 + 64) // BLOCK
+
+
+def test_what_a_window_does_not_reach_behind_a_hit_takes_no_blocks() -> None:
+    full = spec("FullAttentionSpec", block_size=BLOCK)
+    window = spec("SlidingWindowSpec", sliding_window=32, block_size=BLOCK)
+    chunk = spec("ChunkedLocalAttentionSpec", attention_chunk_size=32, block_size=BLOCK)
+    hit, more = 40 * BLOCK, BLOCK
+    assert groups(full).blocks_for(hit + more, hit) == (hit + more) // BLOCK
+    # Of 32 tokens the first one is in the block before.
+    assert groups(window).blocks_for(hit + more, hit) == 32 // BLOCK + 1
+    assert groups(chunk).blocks_for(hit + more, hit) == 1
+    assert groups(chunk).blocks_for(hit + more, hit - 1) == 32 // BLOCK + 1
+    assert groups(window).blocks_for(hit + more, 31) == (32 + 64) // BLOCK
 
 
 def test_what_is_computed_again_takes_tokens_of_the_step_and_no_blocks() -> None:

@@ -232,3 +232,22 @@ def test_a_probe_leaves_pools_and_statistics_as_they_were() -> None:
 )
 def test_who_may_hit_is_told_from_the_request(request_: Any, may: bool) -> None:
     assert SchedulerView.may_hit(request_) is may
+
+
+@pytest.mark.parametrize(
+    ("status", "computed", "arrived", "resumes"),
+    [
+        (RequestStatus.WAITING_FOR_REMOTE_KVS, 0, True, True),  # up to 0.17, or its load failed
+        (RequestStatus.WAITING_FOR_REMOTE_KVS, 48, True, True),
+        (RequestStatus.WAITING_FOR_REMOTE_KVS, 48, False, False),
+        (RequestStatus.WAITING, 48, False, True),
+        (RequestStatus.WAITING, 0, False, False),
+    ],
+)
+def test_who_is_past_its_lookup(
+    status: RequestStatus, computed: int, arrived: bool, resumes: bool
+) -> None:
+    view = make_view()
+    view.scheduler.finished_recving_kv_req_ids = {"a"} if arrived else set()
+    request = SimpleNamespace(request_id="a", status=status, num_computed_tokens=computed)
+    assert view.resumes_without_lookup(request) is resumes

@@ -240,3 +240,26 @@ def test_what_may_not_be_stored_is_not_after_a_reset_that_is_refused() -> None:
     from scheduler_half.scenarios import reset_refused
 
     assert reset_refused()["stored"]
+
+
+def test_what_the_gpu_is_about_to_lose_is_stored_again_after_the_tier_was_emptied() -> None:
+    from integration.engine.mini import Mini
+    from scheduler_half.scenarios import prompt
+
+    mini = Mini(store="lazy", blocks=49, weighs=False)
+    for seed in (1, 20, 21, 22, 23):
+        mini.add(prompt(6, seed=seed), count=1)
+        mini.run()
+
+    def steps() -> int:
+        for _ in range(3):
+            mini.begin_step()
+            mini.end_step()
+        mini.settle()
+        return int(mini.manager.num_used)
+
+    held = steps()
+    asked = mini.ask("empty")
+    mini.begin_step()
+    mini.end_step()
+    assert not asked.error and held and steps() >= held - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -227,6 +228,13 @@ def load_weights(worker: Any) -> None:
     """A function of a user's own."""
 
 
+class LoadWeights:
+    """An object of a user's own that is called as a function."""
+
+    def __call__(self, worker: Any) -> None:
+        """It is."""
+
+
 @pytest.mark.parametrize("method", ["update_weights", "finish_weight_update", load_weights])
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_update_empties_the_tier_and_it_waits_for_a_reset(method: Any, fails: bool) -> None:
@@ -321,6 +329,9 @@ def test_the_opt_out_keeps_what_is_held() -> None:
         ("sleep", False),
         ("get_kv_connector_handshake_metadata", False),
         (SimpleNamespace(), False),
+        (partial(load_weights, 1), True),
+        (partial(partial(print), 1), False),
+        (LoadWeights(), True),
     ],
 )
 def test_names_of_calls_that_change_weights(method: Any, changes: bool) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from integration.engine.connectors import Connector
 from integration.engine.mini import BLOCK, FakeRanks, Mini
 from scheduler_half.scenarios import (
     behind_a_long_load,
@@ -446,3 +447,30 @@ def test_every_request_hits_what_it_could_and_comes_to_its_end(
     lost = [name for name, hit in could.items() if mini.hits[name] < hit]
     assert [name for name in lost if on_gpu.get(name, 0) < could[name]] == []
     assert mini.manager.stats.loaded > 60
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_request_whose_blocks_have_arrived_is_not_held_up_by_one_behind_it(fails: bool) -> None:
+    """That one hits much, and has no room. What has failed to arrive counts as nothing computed."""
+    mini = Mini(blocks=41, load_mode="inline", step_ms=1.0)
+    big, sent = prompt(20, seed=7), prompt(12, seed=3)
+    mini.only_in_cpu(big)
+    connector = Connector(mini, True, sent[: 12 * BLOCK])
+    mini.add(prompt(1, seed=1), count=200)
+    mini.step()
+    mini.step()
+    name = mini.add(sent)
+    mini.step()
+    assert mini.scheduler.requests[name].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    mini.add([*big, *[5] * (8 * BLOCK)])
+    connector.fill(name)
+    if fails:
+        mini.scheduler.requests[name].num_computed_tokens = 0
+        mini.scheduler.failed_recving_kv_req_ids.add(name)
+        connector.known.clear()
+    mini.scheduler.finished_recving_kv_req_ids.add(name)
+    steps = 0
+    while not mini.answers[name]:
+        mini.step()
+        steps += 1
+    assert steps < 5

@@ -958,7 +958,7 @@ def test_what_vllm_finds_and_leaves_out_is_loaded_too(load_mode: str) -> None:
     """Without that block it would leave out the one before, at whose end there is no state."""
     drafter = Drafter(2, seed=1, reads_layers=True, always=False)
     mini = Mini(windows=(None, STATE), blocks=60, drafter=drafter, load_mode=load_mode)
-    if not leaves_last_out(mini.kv_manager.coordinator.single_type_managers):
+    if not leaves_last_out(mini.kv_manager.coordinator):
         pytest.skip("this vLLM does not say which groups leave it out")
     asked = mini_prompt(6, seed=3)
     plain = Mini(windows=(None, STATE), blocks=60, drafter=drafter, tier=False)
