@@ -42,6 +42,7 @@ def commanded(stage: Any) -> dict[str, Any]:
     tier.told("resize", gib=tier.share(1.0))
     ask("larger")
     ask("larger, stored")
+    stage.push_out(410)  # what the GPU still has would be stored before it is lost
     tier.told("empty")
     ask("emptied")
     ask("emptied, stored")

@@ -114,7 +114,9 @@ def compute_into_no_block(runner: Any) -> None:
         return
     if runner.vllm_config.parallel_config.data_parallel_size > 1:
         for table in runner.input_batch.block_table.block_tables:
-            table.slot_mapping.gpu.fill_(-1)
+            slots = getattr(table.slot_mapping, "gpu", None)  # of vLLM's own tables
+            if slots is not None:
+                slots.fill_(-1)
 
 
 def copy_output(output: Any, result: TransferResult) -> Any:

@@ -19,12 +19,16 @@ class LeftOut:
 
     Args:
         view: the scheduler.
+
+    Attributes:
+        possible: whether there can be any.
     """
 
     def __init__(self, view: SchedulerView) -> None:
         coordinator, self._sizes = view.manager.coordinator, view.block_sizes
         self._key = view.key
         self._windows = leaves_last_out(coordinator)  # by group: whether it is a sliding window
+        self.possible = bool(self._windows)
         self._hash_size = getattr(view.pool, "hash_block_size", self._sizes[0])
         # Up to 0.19 each of two groups leaves one out, of what the other one has left.
         twice = getattr(coordinator, "use_eagle", False) and len(self._sizes) > 1

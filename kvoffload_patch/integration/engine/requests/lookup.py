@@ -120,6 +120,7 @@ class StandInPool:
         self._on_gpu = view.gpu_lookup()
         self._hashes_blocks = view.hashes_blocks()
         self._left_out = LeftOut(view)
+        self._notes = self._left_out.possible
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -162,7 +163,8 @@ class StandInPool:
                     self._hits_left -= 1
                     block = TierHit(key)
             blocks.append(block)
-            self._left_out.note(group_id, key, block)
+            if self._notes:
+                self._left_out.note(group_id, key, block)
         return blocks
 
     def _behind(
