@@ -42,7 +42,8 @@ def commanded(stage: Any) -> dict[str, Any]:
     tier.told("resize", gib=tier.share(1.0))
     ask("larger")
     ask("larger, stored")
-    stage.push_out(410)  # what the GPU still has would be stored before it is lost
+    for seed in (411, 412):  # what the GPU still has would be stored before it is lost
+        stage.push_out(seed)
     tier.told("empty")
     ask("emptied")
     ask("emptied, stored")
