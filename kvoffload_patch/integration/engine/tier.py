@@ -346,7 +346,7 @@ class SchedulerTier:
         self.paused = self._asked_to_pause
 
     def empty(self, reason: RemovedBy = "emptied") -> None:
-        """Forget every key. Loads under way are published all the same: their bytes are right."""
+        """Forget every key. Loads under way are published all the same, if not distrusted."""
         self._manager.clear(reason)
         self._lookups.clear()
         self.choice.look_again()

@@ -270,17 +270,22 @@ def test_fewer_slots_give_whole_pieces_back_and_more_are_registered_again() -> N
     assert not registrar.held
 
 
-def test_a_size_may_change_while_slots_are_still_coming() -> None:
-    go, at_third = threading.Event(), threading.Event()
+def held_up(at: int) -> tuple[Registrar, threading.Event, threading.Event]:
+    """A registrar that waits at this piece, an event that tells of it, and one that lets it go."""
+    reached, go = threading.Event(), threading.Event()
 
     def wait(index: int) -> None:
-        if index == 2:
-            at_third.set()
-            go.wait(20)
+        if index == at:
+            reached.set()
+            go.wait(60)
 
-    registrar = Registrar(before=wait)
+    return Registrar(before=wait), reached, go
+
+
+def test_a_size_may_change_while_slots_are_still_coming() -> None:
+    registrar, reached, go = held_up(2)
     host = grown(24, 2 * MIB, registrar)
-    at_third.wait(20)
+    reached.wait(20)
     threading.Timer(0.05, go.set).start()
     host.resize(3)
     assert (host.num_ready, host.growing) == (3, False)
@@ -326,15 +331,9 @@ def test_slots_that_stay_are_not_touched_again(fewer: int) -> None:
 
 
 def test_a_size_that_changes_while_it_grows_leaves_what_is_stored() -> None:
-    go, at_third = threading.Event(), threading.Event()
-
-    def wait(index: int) -> None:
-        if index == 2:
-            at_third.set()
-            go.wait(20)
-
-    host = grown(120, 192 << 10, Registrar(before=wait))
-    at_third.wait(20)
+    registrar, reached, go = held_up(2)
+    host = grown(120, 192 << 10, registrar)
+    reached.wait(20)
     host.slots[:42] = 1
     threading.Timer(0.05, go.set).start()
     host.resize(100)
@@ -353,15 +352,9 @@ def test_slots_behind_those_that_are_wanted_are_wiped_as_well() -> None:
 
 
 def test_a_driver_that_does_not_return_is_not_waited_for_where_a_stop_is_asked_for() -> None:
-    go, at_second = threading.Event(), threading.Event()
-
-    def hang(index: int) -> None:
-        if index == 1:
-            at_second.set()
-            go.wait(60)
-
-    host = grown(120, 192 << 10, Registrar(before=hang))
-    at_second.wait(20)
+    registrar, reached, go = held_up(1)
+    host = grown(120, 192 << 10, registrar)
+    reached.wait(20)
     asking = threading.Thread(target=host._growth._thread.request_stop)  # type: ignore[union-attr]
     asking.start()
     asking.join(10)

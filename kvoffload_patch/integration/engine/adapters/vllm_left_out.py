@@ -7,7 +7,7 @@ without it, it leaves out the one before, or finds a window too short for any hi
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 from kvoffload_patch.integration.engine.adapters.vllm_groups import leaves_last_out
@@ -61,7 +61,7 @@ class LeftOut:
             end, size = begin + self._most, self._sizes[group]
             if hashes and size == self._hash_size:
                 keys = [self._key(one, group) for one in islice(hashes, begin, end)]
-                found = [got[key] for key in keys if key in got]
+                found = [got[key] for key in takewhile(got.__contains__, keys)]
             else:  # full attention is asked for from the first block on
                 found = [] if self._windows[group] else list(got.values())[begin:end]
             for blocks, block in enumerate(found, begin + 1):

@@ -74,6 +74,7 @@ def test_what_was_got_behind_a_hit_is_found_by_its_hash_in_whatever_order() -> N
 def test_up_to_0_19_two_groups_leave_one_out_each() -> None:
     made = left_out((FULL, "Other"), use_eagle=True)
     assert found(made, {0: "abcde"}, 3) == [(64, "D"), (80, "E")]
+    assert found(made, {0: "abce"}, 3) == [], "the second is not where the first would be"
 
 
 def test_where_hashes_are_of_other_blocks_full_attention_goes_by_its_order() -> None:
