@@ -20,7 +20,10 @@ SAID: dict[str, tuple[str, str]] = {
     "states at every block (mode all)": (_NO_MODE, _NO_MODE),
     "states with speculative decoding that were not shown to come back": (_TAKEN, _TAKEN),
     "states with --use-replayssm": (_REPLAYSSM, _REPLAYSSM),
-    "hits of partial blocks": ("taken, but in lazy mode", "taken for a state's last block"),
+    "hits that end within a block, on another release or device": (
+        "taken, but in lazy mode",
+        "taken for a state's last block",
+    ),
     "encoder-decoder models": (
         "off: vLLM turns prefix caching off for them",
         "an assertion ends the engine",

@@ -141,7 +141,13 @@ ROWS = (
         f"{_CONNECTORS}states_that_a_connector_brings_come_back_from_the_tier",
     ),
     _random("a KV connector, with states and without, every token compared", "_beside_a_connector"),
-    _refused("hits of partial blocks", "partial hits"),
+    _engine(
+        "hits that end within a block (--prefix-match-unit)",
+        "Qwen3-Next shape: whole blocks come back, vLLM copies the block that a hit ends in",
+        "test_states.py::test_whole_blocks_come_back_beside_hits_that_end_within_one",
+    ),
+    _random("hits that end within a block, every token compared", "_of_hits_within_a_block"),
+    _refused("hits that end within a block, on another release or device", "hits within a block"),
     _refused("encoder-decoder models", "encoder-decoder"),
     _refused("groups kept in host memory", "host memory"),
     Row(

@@ -31,6 +31,7 @@ PARAMETERS = [
 # most, natural log of their ratio. Beside drafts, in bfloat16, tokens of right answers are 1/32
 # behind at most, 2 steps of a logit; each answer that lost states have changed has one that is 1/4.
 NEAR = 0.1
+UNIT = 16  # tokens after which a hit may end, in a test of hits within a block
 
 # The tiny model of linear attention has one group of its norm, which vLLM divides by ranks; beside
 # MLA, as it is played on a GPU, the CPU build turns prefix caching off.
@@ -70,6 +71,31 @@ def test_a_prefix_comes_back_with_its_state(real, kind, record_property):
         assert_as_plain(name, on, off, small)
     for name in ("lengths", "conversations"):
         assert on[name]["cached"] == off[name]["cached"] > 0, "something did not come back"
+    assert on["conversations"]["tier"]["loaded"] > 100
+    assert on["preemption"]["preemptions"] > 0
+
+
+@FEATURE
+def test_whole_blocks_come_back_beside_hits_that_end_within_one(real):
+    """vLLM copies the block that a hit ends in; the tier has the whole ones before it."""
+    engine, env = engine_of(real, "gated delta net")
+    engine["prefix_match_unit"] = UNIT
+    off = real.off(PLAYED, {**engine, "num_gpu_blocks_override": 500}, **env)
+    vllm.must_play(off)
+    must_agree_with_itself(off["lengths"]["tokens"])
+    few = {**engine, "num_gpu_blocks_override": 48}
+    on = real.on(PLAYED, few, PARKED, late=3, **env)
+    if vllm.refused(on):
+        pytest.skip("the tier takes no such hits")
+    small = partial(real.off, PLAYED, few, **env)
+    for name in PLAYED[1:]:
+        assert_as_plain(name, on, off, small)
+    del engine["prefix_match_unit"]
+    whole = real.off(
+        ["lengths", "conversations"], {**engine, "num_gpu_blocks_override": 500}, **env
+    )
+    for name in ("lengths", "conversations"):
+        assert on[name]["cached"] == whole[name]["cached"] < off[name]["cached"]
     assert on["conversations"]["tier"]["loaded"] > 100
     assert on["preemption"]["preemptions"] > 0
 

@@ -138,6 +138,7 @@ class Device:
         shards: ranks that each hold a part of every block's tokens (decode context parallelism), so
             that a block has so many times the tokens.
         drafter: what guesses tokens behind those of a step.
+        unit: tokens after which a hit may end, a part of a block; 0: blocks as a whole.
     """
 
     def __init__(
@@ -149,16 +150,18 @@ class Device:
         fails: Fails,
         shards: int = 1,
         drafter: Drafter | None = None,
+        unit: int = 0,
     ) -> None:
         self.drafter = drafter
         self.size = BLOCK * shards  # tokens of a block
+        self.unit = unit or self.size
         self.kv = [[0] * self.size for _ in range(num_blocks)]
         self.slots = [[0] * self.size for _ in range(num_slots)]
         self.zeroed: list[tuple[int, ...]] = []  # of each step
         self.copied = 0  # blocks, from block to block, as the scheduler wanted
         self.resumed = 0  # requests that began again
         drops = drafter is not None and drafter.use_eagle()
-        self.states = StateGroups(self.kv, self.size, windows, drops)
+        self.states = StateGroups(self.kv, self.size, windows, drops, self.unit)
         self._windows = windows
         self.replayed = 0  # tokens of hits that were computed again
         self._replays = max((one for one in windows if isinstance(one, Replay)), default=0)

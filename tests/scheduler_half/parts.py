@@ -79,6 +79,7 @@ def make_scheduler(
     blocks: int,
     windows: Sequence[int | str | None] = (None,),
     retention: int | None = None,
+    unit: int = 0,
 ) -> Any:
     """vLLM's scheduler.
 
@@ -87,6 +88,7 @@ def make_scheduler(
         blocks: GPU blocks, the null block included.
         windows: a KV cache group for each: its sliding window, None for full attention, a Chunk,
             STATE or CHECKPOINTS.
+        unit: tokens after which a hit may end, a part of a block; 0: blocks as a whole.
     """
     if set(KINDS) & set(windows):
         config.cache_config.mamba_cache_mode = "align"
@@ -109,7 +111,7 @@ def make_scheduler(
         kv_cache_config=kv_cache_config,
         structured_output_manager=_grammars(config),
         block_size=size,
-        hash_block_size=size,
+        hash_block_size=unit or size,
         log_stats=True,
         **more,
     )

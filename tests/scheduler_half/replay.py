@@ -86,8 +86,10 @@ class Replay:
 
 
 def _cached_keys(pool: Any) -> Iterable[Any]:
-    """The key of each cached GPU block; one that several blocks have, for each of them."""
-    return [block.block_hash for block in pool.blocks if block.block_hash is not None]
+    """The keys of each cached GPU block; one that several blocks have, for each of them."""
+    more = getattr(pool, "cached_block_hashes_by_block", {})  # of hits within a block
+    keys = [block.block_hash for block in pool.blocks if block.block_hash is not None]
+    return keys + [key for block_id in more for key in more[block_id]]
 
 
 @cache  # of the keys of a run, which are looked at in each of its steps

@@ -18,6 +18,7 @@ from integration.engine.mini import BLOCK, FakeRanks, Mini, Release
 from packaging.version import Version
 from scheduler_half import parts, preemptions, recomputed
 from scheduler_half.device import LoadFailed, answer
+from scheduler_half.states import STATE
 from transfer.resident import kvoffload_threads
 
 from kvoffload_patch.integration.engine.eligibility import check_eligible
@@ -821,18 +822,23 @@ def zeroed_blocks() -> Facts:
 
 
 def block_copies() -> Facts:
-    """Only hits of partial blocks have blocks copied, and those are refused."""
+    """Only hits that end within a block have blocks copied; whole ones come back beside them."""
     mini = Mini(windows=(None, 40), blocks=49, late=2)
     if not hasattr(mini.kv_manager, "take_kv_cache_block_copies"):
         raise NotThere("no blocks are copied")
     talk(mini, seed=0)
     assert mini.manager.stats.loaded and not mini.device.copied
-    coordinator = mini.kv_manager.coordinator
-    assert coordinator.enable_partial_hash_hits is False
+    assert mini.kv_manager.coordinator.enable_partial_hash_hits is False
     assert not _refusal(mini)
-    coordinator.enable_partial_hash_hits = True
-    assert "found partial ones enabled" in _refusal(mini)
-    return {"refusal": _refusal(mini)}
+    facts: Facts = {}
+    for unit in (4, 8):
+        mini = Mini(windows=(None, STATE), blocks=49, late=2, unit=unit)
+        assert mini.kv_manager.coordinator.enable_partial_hash_hits is True
+        talk(mini, seed=unit)
+        nothing_held(mini)
+        assert mini.manager.stats.loaded and mini.device.copied
+        facts[f"copied, by {unit} tokens"] = mini.device.copied
+    return facts
 
 
 def empty_steps() -> Facts:

@@ -40,6 +40,7 @@ class StateGroups:
         size: tokens of a block.
         windows: of each KV cache group.
         drops: whether a drafting model makes a hit's last block one to compute again.
+        unit: tokens after which a hit may end.
 
     Attributes:
         moved: steps in which a state has come to another block.
@@ -47,8 +48,10 @@ class StateGroups:
         settled: states copied to their block after a step with drafts.
     """
 
-    def __init__(self, kv: list[list[int]], size: int, windows: Any, drops: bool) -> None:
-        self._kv, self._size, self._drops = kv, size, drops
+    def __init__(
+        self, kv: list[list[int]], size: int, windows: Any, drops: bool, unit: int
+    ) -> None:
+        self._kv, self._size, self._drops, self._unit = kv, size, drops, unit
         self._groups = {at: kind for at, kind in enumerate(windows) if kind in KINDS}
         self.moved = self.checkpoints = self.settled = 0
 
@@ -120,8 +123,8 @@ class StateGroups:
         """The state at the last end of a block within the step, where vLLM's runner leaves it."""
         from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 
-        end, size = len(values), self._size
-        asked = ([end], [end - start], size, size, 1, self._drops, size)
+        end, size, unit = len(values), self._size, self._unit
+        asked = ([end], [end - start], unit, size, 1, self._drops, unit)
         taken = compute_mamba_prefill_checkpoints.__code__.co_argcount  # one less in 0.31
         (offset,), (column,) = compute_mamba_prefill_checkpoints(*asked[:taken])
         if offset and table[column]:

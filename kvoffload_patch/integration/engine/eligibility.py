@@ -37,6 +37,8 @@ _STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
 _STATES_OF_DRAFTS_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.32.0", "cpu"): ("GDN_ATTN",),
 }
+# Releases of vLLM and devices on which hits that end within a block came out right.
+_PARTS_SHOWN: tuple[tuple[str, str], ...] = (("0.32.0", "cpu"),)
 # Releases of vLLM and devices on which prompts that ranks divided between them came back.
 _PREFILL_SHOWN: tuple[tuple[str, str], ...] = (("0.26.0", "cuda"),)
 # vLLM's own connectors that keep blocks in CPU memory (from 0.11.0 and from 0.19 on).
@@ -46,6 +48,7 @@ _KVCACHED_SHOWN: tuple[tuple[str, str], ...] = (("0.26.0", "cuda"),)
 _REMEDY = "set KVOFFLOAD_STRICT=0 to serve without the CPU tier"
 _WITHOUT_KVCACHED = "or start without it (KVCACHED_AUTOPATCH=0)"
 _TRIES = "KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it"
+_PARTS = "hits that end within a block (a --prefix-match-unit smaller than a block)"
 
 
 def check_eligible(vllm_config: Any, scheduler: Any) -> tuple[str, ...]:
@@ -82,6 +85,7 @@ def check_eligible(vllm_config: Any, scheduler: Any) -> tuple[str, ...]:
 def _doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
     """What nobody has run, though nothing is known to be wrong with it."""
     yield from _divided_prompts(vllm_config)
+    yield from _hits_of_parts(vllm_config, scheduler)
     if getattr(vllm_config.model_config, "is_diffusion", False):
         yield (
             "expected tokens that are computed once, found a diffusion model, which computes those "
@@ -97,6 +101,27 @@ def _doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
         if keeps_state(group.kv_cache_spec):
             for doubt in _state_doubts(vllm_config, scheduler, members(group.kv_cache_spec)):
                 yield f"KV cache group {index}: {doubt} ({_TRIES})"
+
+
+def _hits_parts(scheduler: Any) -> bool:
+    """Whether a hit of vLLM's prefix cache may end within a block."""
+    coordinator = scheduler.kv_cache_manager.coordinator
+    return bool(getattr(coordinator, "enable_partial_hash_hits", False))
+
+
+def _hits_of_parts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
+    """What has not been run with hits that end within a block."""
+    if not _hits_parts(scheduler):
+        return
+    release, device = release_in_use(), vllm_config.device_config.device_type
+    if (release, device) not in _PARTS_SHOWN:
+        yield (
+            f"expected prefix cache hits of whole blocks, or a release with which others were run "
+            f"({_shown(_PARTS_SHOWN)}), found {_PARTS} with {release} on {device} ({_TRIES})"
+        )
+    for name in ("speculative_config", "kv_transfer_config"):
+        if getattr(vllm_config, name, None) is not None:
+            yield f"expected no {name} beside {_PARTS}, found one ({_TRIES})"
 
 
 def _divided_prompts(vllm_config: Any) -> Iterator[str]:
@@ -212,11 +237,12 @@ def _cache_problem(vllm_config: Any, scheduler: Any) -> str | None:
         problem = _kvcached_problem(vllm_config, scheduler)
         if problem:
             return f"beside kvcached: {problem}, {_WITHOUT_KVCACHED}"
-    if getattr(scheduler.kv_cache_manager.coordinator, "enable_partial_hash_hits", False):
-        return (
-            "expected prefix cache hits of whole blocks, found partial ones enabled (by a "
-            "--prefix-match-unit smaller than a block)"
+    if _hits_parts(scheduler):
+        problem = _parts_problem(
+            [g.kv_cache_spec for g in scheduler.kv_cache_config.kv_cache_groups]
         )
+        if problem:
+            return f"beside {_PARTS}: {problem}"
     if is_set_on(scheduler.kv_cache_manager.coordinator, "find_longest_cache_hit"):
         return "expected the coordinator's own find_longest_cache_hit, found one set by others"
     for index, group in enumerate(scheduler.kv_cache_config.kv_cache_groups):
@@ -225,6 +251,19 @@ def _cache_problem(vllm_config: Any, scheduler: Any) -> str | None:
             problem = _state_problem(vllm_config, group.kv_cache_spec)
         if problem:
             return f"KV cache group {index}: {problem}"
+    return None
+
+
+def _parts_problem(specs: Sequence[Any]) -> str | None:
+    """Why whole blocks cannot be told from parts; None if they can."""
+    sizes = sorted({spec.block_size for spec in specs})
+    if len(sizes) > 1:
+        return f"expected blocks of one size, found such of {', '.join(map(str, sizes))} tokens"
+    if any(getattr(m, "num_prefill_checkpoint_blocks", 0) for spec in specs for m in members(spec)):
+        return (
+            "expected states that a step leaves at its end, found some that it leaves within "
+            "(Mamba 2), whose blocks get another key after they are told to be whole"
+        )
     return None
 
 

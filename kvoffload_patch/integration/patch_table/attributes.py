@@ -200,6 +200,7 @@ _CACHE = (
         "vllm.v1.core.kv_cache_utils",
         "KVCacheBlock",
         (_ANY, "block_id block_hash _block_hash next_free_block ref_cnt is_null"),
+        (">=0.24", "block_hash_num_tokens"),
     ),
     *_has(
         "vllm.v1.core.kv_cache_utils", "", (_ANY, "BlockHashWithGroupId _gen_lora_extra_hash_keys")

@@ -139,10 +139,9 @@ class Mini:
         max_failed_copies: more detach the tier; so many that none do, unless told otherwise.
         shards: ranks that each hold a part of every block's tokens.
         weighs: `auto` weighs whether being lazy pays, as in an engine; or else it always is lazy.
-        events: whether vLLM's KV cache events are on; then they are replayed, and compared with
-            both caches after every step.
+        events: whether vLLM's KV cache events are on; they are compared with both caches then.
         drafter: of tokens; None: each step has only known ones.
-        retention: as `parts.make_scheduler` has it.
+        retention, unit: of `parts`.
     """
 
     def __init__(
@@ -167,14 +166,15 @@ class Mini:
         weighs: bool = True,
         drafter: Drafter | None = None,
         retention: int | None = None,
+        unit: int = 0,
         **settings: Any,
     ) -> None:
         self.in_flight = in_flight
-        self.device = Device(blocks, num_slots, tuple(windows), late, fails, shards, drafter)
+        self.device = Device(blocks, num_slots, tuple(windows), late, fails, shards, drafter, unit)
         self.config = Release.config(1 if asynchronous is False else in_flight, shards)
         for name, value in {**_LIMITS, **(limits or {}), "policy": policy}.items():
             setattr(self.config.scheduler_config, name, value)
-        self._make_scheduler(blocks, windows, lookahead, retention)
+        self._make_scheduler(blocks, windows, lookahead, retention=retention, unit=unit)
         self.replay = Replay(self.scheduler) if events else None
         self.ranks = ranks or FakeRanks()
         self.ranks.device, self.ranks.num_slots = self.device, num_slots
@@ -196,10 +196,10 @@ class Mini:
         self.queue: deque[tuple[Any, Any]] = deque()
 
     def _make_scheduler(
-        self, blocks: int, windows: Sequence[int | None], lookahead: int, retention: int | None
+        self, blocks: int, windows: Sequence[int | None], lookahead: int, **more: Any
     ) -> None:
         self.config.speculative_config = self.device.drafter
-        self.scheduler = parts.make_scheduler(self.config, blocks, windows, retention)
+        self.scheduler = parts.make_scheduler(self.config, blocks, windows, **more)
         self.scheduler.num_lookahead_tokens += lookahead
         self.kv_manager = self.scheduler.kv_cache_manager
         self.pool = self.kv_manager.block_pool
@@ -242,7 +242,7 @@ class Mini:
     def add(self, prompt: list[int], count: int = 4, priority: int = 0, **more: Any) -> str:
         """Ask for ``count`` tokens; returns the request's name. ``more``: of `make_request`."""
         name = f"request-{len(self.prompts)}"
-        request = parts.make_request(name, list(prompt), count, priority, self.device.size, **more)
+        request = parts.make_request(name, list(prompt), count, priority, self.device.unit, **more)
         self.prompts[name], self.answers[name], self.counts[name] = list(prompt), [], count
         self.scheduler.add_request(request)
         return name

@@ -6,8 +6,8 @@ token that came out must be right, every request must come to its end, vLLM must
 would find, and nothing may be left behind.
 
 SOURCES is the folder that has the release's `vllm/`; without both it is the installed one. SHAPE is
-STATE, CHECKPOINTS, CHUNKS or UNCACHED; or CONNECTOR, for the installed one. Prints one JSON object;
-status 1 if a run failed.
+STATE, CHECKPOINTS, PARTS, CHUNKS or UNCACHED; or CONNECTOR, for the installed one. Prints one JSON
+object; status 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if __name__ == "__main__":
 
 # As in scheduler_half.states, which a release must be chosen before.
 STATE, CHECKPOINTS = "state", "state with checkpoints"
+PARTS = "parts"  # states, and hits that may end within a block
 CHUNKS = "chunks"  # attention within chunks
 CONNECTOR = "connector"  # none of these: beside a KV connector
 UNCACHED = "uncached"  # groups beside full attention that take no part in the prefix cache
@@ -45,7 +46,8 @@ def describe(
     Args:
         seed: of the run.
         most_in_flight: steps that the release may have under way at once.
-        shape: of the KV cache: what some layers keep, STATE or CHECKPOINTS; CHUNKS; or UNCACHED.
+        shape: of the KV cache: what some layers keep, STATE or CHECKPOINTS; PARTS; CHUNKS; or
+            UNCACHED.
         policies: of vLLM's queue, of which one is drawn.
         shards: ranks that each hold a part of every block's tokens; blocks are as many fewer.
     """
@@ -82,6 +84,7 @@ def describe(
         "wipe": seed % 5 == 0,
         "grows": (seed % 7 == 3) * (1 + seed % 2),
         "retention": _retention(seed, windows, shape),
+        "unit": random.Random(f"unit {seed}").choice([1, 4, 8]) if shape == PARTS else 0,
     }
 
 
@@ -99,6 +102,8 @@ def _groups(shape: str) -> list[tuple[Any, ...]]:
 
     if shape == CHUNKS:
         return [(None, Chunk(64)), (Chunk(32), None), (Chunk(48),)]
+    if shape == PARTS:
+        return [(None, STATE), (STATE, None, STATE)]
     if shape != UNCACHED:
         return [(None, shape), (shape, None, shape), (shape,)]
     return [(None, Replay(40)), (Replay(32), None, Ring(8)), (Ring(8), None)]
@@ -201,7 +206,7 @@ def _moved(mini: Any) -> dict[str, int]:
         "loaded": stats.loaded, "stored": stats.stored, "evicted": stats.evicted,
         "failed": stats.failed, "resumed": device.resumed, "replayed": device.replayed,
         "states": device.states.moved, "checkpoints": device.states.checkpoints,
-        "settled": device.states.settled,
+        "settled": device.states.settled, "copied": device.copied,
     }  # fmt: skip
 
 

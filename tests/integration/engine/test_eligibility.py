@@ -43,7 +43,7 @@ def config(**changes: Any) -> SimpleNamespace:
     """vLLM's configuration, of which the tier approves but for the changes."""
     other = (
         "caching", "encoder_decoder", "async_scheduling", "device", "replayssm", "offloading",
-        "connectors", "diffusion", "routed_experts", "outputs",
+        "connectors", "diffusion", "routed_experts", "outputs", "speculative_config",
     )  # fmt: skip
     parallel = {k: v for k, v in changes.items() if k not in other}
     parallel.setdefault("pipeline_parallel_size", 1)
@@ -63,6 +63,7 @@ def config(**changes: Any) -> SimpleNamespace:
         aux_output_config=changes.get("outputs", SimpleNamespace(enabled=False)),
         device_config=SimpleNamespace(device_type=changes.get("device", "cpu")),
         kv_transfer_config=changes.get("connectors"),
+        speculative_config=changes.get("speculative_config"),
     )
 
 
@@ -104,6 +105,12 @@ STATE = {
 def states(**changes: Any) -> SimpleNamespace:
     """A scheduler of full attention beside layers that keep a state."""
     return scheduler(group(), group("MambaSpec", **{**STATE, **changes}))
+
+
+def parts(**changes: Any) -> SimpleNamespace:
+    """The same, with hits that may end within a block."""
+    state = group("MambaSpec", **{**STATE, "block_size": 16, **changes})
+    return scheduler(group(block_size=16), state, enable_partial_hash_hits=True)
 
 
 def elastic(*groups: Any, without: str = "") -> SimpleNamespace:
@@ -164,7 +171,20 @@ REFUSED = {
     ),
     "kvcached, several workers": (config(world_size=2), elastic(), "one worker.* found 2"),
     "encoder-decoder": (config(encoder_decoder=True), scheduler(), "encoder-decoder"),
-    "partial hits": (config(), scheduler(enable_partial_hash_hits=True), "partial ones"),
+    "hits within a block": (
+        config(device="cuda"), parts(), r"of whole blocks, .*\(0.32.0 on cpu\), found .* on cuda",
+    ),
+    "hits within a block, drafts": (
+        config(speculative_config=object()), parts(), "expected no speculative_config beside hits",
+    ),
+    "hits within a block, checkpoints": (
+        config(), parts(num_prefill_checkpoint_blocks=1),
+        "beside hits .*: expected states that a step leaves at its end",
+    ),
+    "hits within a block, blocks of two sizes": (
+        config(), parts(block_size=32),
+        "beside hits .*: expected blocks of one size, found such of 16, 32",
+    ),
     "unknown spec": (config(), scheduler(group(), group("SinkSpec")), "group 1: .*SinkSpec"),
     "subclass by another name": (
         config(), scheduler(group("SinkFullAttentionSpec")), "found SinkFullAttentionSpec",
@@ -351,6 +371,13 @@ def test_what_nobody_has_run_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", "1")
     (doubt,) = check_eligible(config(prefill_context_parallel_size=4), scheduler())
     assert doubt.startswith("expected prefill_context_parallel_size 1") and "found 4" in doubt
+
+
+def test_hits_within_a_block_are_taken_where_they_were_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(eligibility, "release_in_use", lambda: "0.32.0")
+    assert check_eligible(config(), parts()) == ()
 
 
 def test_prompts_that_ranks_divide_are_taken_where_they_were_run(

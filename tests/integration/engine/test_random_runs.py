@@ -16,6 +16,7 @@ from integration.engine.random_adapters import can_load_again
 from integration.engine.random_runs import (
     CHECKPOINTS,
     CHUNKS,
+    PARTS,
     STATE,
     UNCACHED,
     describe,
@@ -25,6 +26,7 @@ from integration.engine.random_runs import (
 
 from kvoffload_patch.config import EVICTIONS, STORES
 from kvoffload_patch.integration.engine.eligibility import (
+    _PARTS_SHOWN,
     _STATES_OF_DRAFTS_SHOWN,
     _STATES_SHOWN,
 )
@@ -37,7 +39,8 @@ UNSHARED = range(20, 44)
 CHUNKED = range(24, 40)
 BESIDE = range(20, 44)
 DRAFTS = range(20, 44)
-PARTS = 8
+WITHIN = range(20, 44)
+SPLIT = 8  # of SEEDS
 MOST = most_in_flight(release_in_use())
 
 
@@ -53,11 +56,11 @@ def played(seeds: Iterable[int], shape: str | None = None, **more: Any) -> Count
     return seen
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", range(SPLIT))
 def test_random_runs(part: int) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    seen = played(SEEDS[part::PARTS])
+    seen = played(SEEDS[part::SPLIT])
     wanted = (
         "loaded",
         "stored",
@@ -93,6 +96,15 @@ def test_random_runs_of_layers_that_keep_a_state(states: str) -> None:
     assert {one["retention"] for one in about} == {None, 0, 64}
     groups = {one["windows"] for one in about}
     assert groups == {(None, states), (states, None, states), (states,)}
+
+
+def test_random_runs_of_hits_within_a_block() -> None:
+    if release_in_use() not in {release for release, _ in _PARTS_SHOWN}:
+        pytest.skip(f"the tier takes no such hits with vLLM {release_in_use()}")
+    seen = played(WITHIN, PARTS)
+    for name in ("loaded", "stored", "evicted", "failed", "resumed", "states", "copied"):
+        assert seen[name], f"no run has {name} anything"
+    assert {describe(seed, MOST, PARTS)["unit"] for seed in WITHIN} == {1, 4, 8}
 
 
 @pytest.mark.parametrize("states", [STATE, CHECKPOINTS], ids=["state", "checkpoints"])

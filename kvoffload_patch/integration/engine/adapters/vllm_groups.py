@@ -23,6 +23,7 @@ class CacheGroups:
         states: groups, by index, whose blocks hold a state after their last token, and how many of
             these a request has at once, at most.
         replay_tokens: of the end of a hit, that are computed again. A hit of no more is none.
+        parts: whether a hit may end within a block (a --prefix-match-unit smaller than a block).
         decode_tokens: that a decode step gives to a request, at most.
         decode_blocks: that a running request takes for a decode step, at most.
     """
@@ -36,6 +37,8 @@ class CacheGroups:
         )
         self.states = {i: states_held(spec) for i, spec in enumerate(specs) if keeps_state(spec)}
         self.replay_tokens = int(getattr(scheduler, "prefix_replay_tokens", 0))
+        coordinator = scheduler.kv_cache_manager.coordinator
+        self.parts = bool(getattr(coordinator, "enable_partial_hash_hits", False))
         self._spans = tuple(map(self._tokens_held, managers))
         self._windows = tuple(map(_window_of, managers))
         self._draft_blocks = draft_states_held(specs)
@@ -46,6 +49,9 @@ class CacheGroups:
         self.decode_tokens = 1 + int(getattr(scheduler, "num_spec_tokens", 0))
         ahead = self.decode_tokens + int(scheduler.num_lookahead_tokens)
         self.decode_blocks = sum(-(-ahead // size) for size in self._growing.values())
+        # A state that ends a hit within a block goes to a block of its own before it is advanced.
+        self._moved = len(self.states) if self.parts else 0
+        self.decode_blocks += self._moved
 
     def _tokens_held(self, manager: Any) -> int | None:
         """Tokens whose blocks a request keeps in this group; None where it keeps all."""
@@ -66,6 +72,8 @@ class CacheGroups:
                 behind them holds none of what a window does not reach from there.
         """
         total = self._draft_blocks
+        if self.parts and hit_tokens:
+            total += len(self.block_sizes)  # a copy of the block in which the hit ends
         for size, span, (window, chunk) in zip(self.block_sizes, self._spans, self._windows):
             unseen = max(0, hit_tokens - window + 1) if window else 0
             unseen = hit_tokens // chunk * chunk if chunk else unseen
@@ -81,7 +89,7 @@ class CacheGroups:
             # It has the blocks of its hit, whose end it computes again.
             done = max(done, request.replay_start + self.replay_tokens)
             end = max(end, done)
-        total = 0
+        total = self._moved
         for group, size in self._growing.items():
             blocks = -(-end // size) - -(-done // size)
             total += min(blocks, self.states.get(group, blocks))

@@ -346,6 +346,17 @@ class SchedulerView:
         """What finds the GPU block of a key, or None; until the next reset of the prefix cache."""
         return self.adapter.lookup()
 
+    def key_of(self, block: Any) -> Hashable:
+        """The key of a GPU block; None if it is not in the prefix cache as a whole.
+
+        With hits that end within a block, the block of a state is written to after it has got a
+        key: the next step of its request moves that to another block.
+        """
+        key: Hashable = block.block_hash
+        if self.groups.parts and key is not None:
+            return None if block.block_hash_num_tokens % self.block_sizes[0] else key
+        return key
+
     def still_cached(self, gpu_block_id: int, key: Hashable) -> bool:
         """Whether a GPU block is in the prefix cache under this key."""
         return self.cached_key(gpu_block_id) == key

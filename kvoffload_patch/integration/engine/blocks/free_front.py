@@ -130,7 +130,7 @@ class FreeFront:
                 last = blocks[-1] if len(blocks) == missing else last
             told.update(found)
             ids += found
-            keys += [block.block_hash for block in blocks]
+            keys += map(self._view.key_of, blocks)
         self._last = last
         if not all(keys) or self._refused:
             pairs = zip(ids, keys)

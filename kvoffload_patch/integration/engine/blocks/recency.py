@@ -43,8 +43,8 @@ class Recency:
     def note(self, request_id: str, found: LookupResult) -> None:
         """A request hits this; loads under way may fill some of the GPU blocks."""
         blocks = found.gpu_blocks
-        keys = [block.block_hash for block in blocks]
-        if not all(keys):  # loads under way fill some
+        keys = list(map(self._view.key_of, blocks))
+        if not all(keys):  # loads under way fill some, and of some a part is hit
             blocks = [block for block, key in zip(blocks, keys) if key is not None]
         if blocks:
             ids = [block.block_id for block in blocks]

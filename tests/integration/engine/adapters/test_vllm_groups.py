@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 from integration.engine.mini import BLOCK, Mini  # noqa: E402
 from scheduler_half.device import Replay, Ring  # noqa: E402
 from scheduler_half.scenarios import prompt  # noqa: E402
+from scheduler_half.states import STATE  # noqa: E402
 from vllm.v1 import kv_cache_interface  # noqa: E402
 
 from kvoffload_patch.integration.engine.adapters.vllm_groups import (  # noqa: E402
@@ -42,8 +43,15 @@ def spec(kind: str, **fields: Any) -> Any:
 def groups(*specs: Any, steps_of: int = 64, **scheduler: Any) -> CacheGroups:
     """Those of a scheduler that gives a step so many tokens."""
     about = {"num_lookahead_tokens": 0, "max_num_scheduled_tokens": steps_of, **scheduler}
+    about.setdefault("kv_cache_manager", SimpleNamespace(coordinator=SimpleNamespace()))
     managers = [SimpleNamespace(kv_cache_spec=one, block_size=one.block_size) for one in specs]
     return CacheGroups(SimpleNamespace(**about), managers)
+
+
+def takes_parts() -> bool:
+    from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
+
+    return hasattr(HybridKVCacheCoordinator, "enable_partial_hash_hits")
 
 
 def mini_of(windows: tuple[Any, ...], **more: Any) -> Mini:
@@ -226,3 +234,39 @@ def test_windows_of_layers_in_one_group_free_no_blocks() -> None:
     from scheduler_half.scenarios import window_without_groups
 
     assert window_without_groups()["loaded"] == 70
+
+
+@pytest.mark.skipif(not hasattr(kv_cache_interface, "MambaSpec"), reason="no states")
+def test_a_block_in_which_a_hit_ends_is_copied() -> None:
+    """A hit that may end within a block takes a block more of each group."""
+    specs = [spec("FullAttentionSpec", block_size=16), spec("MambaSpec", block_size=16)]
+    coordinator = SimpleNamespace(enable_partial_hash_hits=True)
+    plain = groups(*specs, steps_of=256)
+    parts = groups(*specs, steps_of=256, kv_cache_manager=SimpleNamespace(coordinator=coordinator))
+    assert parts.parts and not plain.parts
+    assert parts.blocks_for(100) == plain.blocks_for(100)
+    assert parts.blocks_for(100, 20) == plain.blocks_for(100, 20) + 2
+    # The state behind a prompt's last whole part goes to a block of its own in the next step.
+    assert parts.decode_blocks == plain.decode_blocks + 1
+    running = SimpleNamespace(num_computed_tokens=20)
+    assert parts.new_blocks(running, 1) == plain.new_blocks(running, 1) + 1
+
+
+@pytest.mark.skipif(not takes_parts(), reason="this vLLM has no hits that end within a block")
+def test_vllm_takes_no_more_blocks_for_a_hit_within_a_block_than_are_counted() -> None:
+    copied = 0
+    for tail in range(1, BLOCK):
+        mini = Mini(tier=False, windows=(None, STATE), blocks=60, unit=4)
+        counted = CacheGroups(mini.scheduler, mini.kv_manager.coordinator.single_type_managers)
+        begin = prompt(2, seed=tail, tail=tail)
+        mini.add(begin, count=1)
+        mini.run()
+        free = mini.pool.get_num_free_blocks()
+        name = mini.add([*begin, *prompt(1, seed=99)], count=1)
+        mini.begin_step()
+        taken = free - mini.pool.get_num_free_blocks()
+        assert taken <= counted.blocks_for(len(mini.prompts[name]), mini.hits[name])
+        copied += mini.device.copied
+        mini.end_step()
+        mini.run()
+    assert copied, "no hit has ended within a block"
