@@ -7,7 +7,12 @@ from typing import Any
 
 from kvoffload_patch.config import Settings
 from kvoffload_patch.integration import kvcached
-from kvoffload_patch.integration.engine.adapters.vllm_groups import is_cached, keeps_state, members
+from kvoffload_patch.integration.engine.adapters.vllm_groups import (
+    hits_parts,
+    is_cached,
+    keeps_state,
+    members,
+)
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import older_than, release_in_use
 from kvoffload_patch.patching import is_set_on
@@ -103,15 +108,9 @@ def _doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
                 yield f"KV cache group {index}: {doubt} ({_TRIES})"
 
 
-def _hits_parts(scheduler: Any) -> bool:
-    """Whether a hit of vLLM's prefix cache may end within a block."""
-    coordinator = scheduler.kv_cache_manager.coordinator
-    return bool(getattr(coordinator, "enable_partial_hash_hits", False))
-
-
 def _hits_of_parts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
     """What has not been run with hits that end within a block."""
-    if not _hits_parts(scheduler):
+    if not hits_parts(scheduler):
         return
     release, device = release_in_use(), vllm_config.device_config.device_type
     if (release, device) not in _PARTS_SHOWN:
@@ -237,7 +236,7 @@ def _cache_problem(vllm_config: Any, scheduler: Any) -> str | None:
         problem = _kvcached_problem(vllm_config, scheduler)
         if problem:
             return f"beside kvcached: {problem}, {_WITHOUT_KVCACHED}"
-    if _hits_parts(scheduler):
+    if hits_parts(scheduler):
         problem = _parts_problem(
             [g.kv_cache_spec for g in scheduler.kv_cache_config.kv_cache_groups]
         )

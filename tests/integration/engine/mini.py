@@ -178,7 +178,6 @@ class Mini:
         self.replay = Replay(self.scheduler) if events else None
         self.ranks = ranks or FakeRanks()
         self.ranks.device, self.ranks.num_slots = self.device, num_slots
-        self.tier: Any = None
         self.max_failed_copies = max_failed_copies
         self.time, self.step_ms, self.resets = 0.0, step_ms, 0
         self._grows, self._usable = grows, grows or num_slots
@@ -209,6 +208,7 @@ class Mini:
             self._usable, POLICIES[settings.eviction], bool(self._grows), settings.store,
             settings.store_min_uses, len(self.pool.blocks) if self._weighs else 0,
         )  # fmt: skip
+        self.tier: Any = None
         if not tier:
             return
         owners = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 
@@ -37,8 +37,7 @@ class CacheGroups:
         )
         self.states = {i: states_held(spec) for i, spec in enumerate(specs) if keeps_state(spec)}
         self.replay_tokens = int(getattr(scheduler, "prefix_replay_tokens", 0))
-        coordinator = scheduler.kv_cache_manager.coordinator
-        self.parts = bool(getattr(coordinator, "enable_partial_hash_hits", False))
+        self.parts = hits_parts(scheduler)
         self._spans = tuple(map(self._tokens_held, managers))
         self._windows = tuple(map(_window_of, managers))
         self._draft_blocks = draft_states_held(specs)
@@ -50,7 +49,7 @@ class CacheGroups:
         ahead = self.decode_tokens + int(scheduler.num_lookahead_tokens)
         self.decode_blocks = sum(-(-ahead // size) for size in self._growing.values())
         # A state that ends a hit within a block goes to a block of its own before it is advanced.
-        self._moved = len(self.states) if self.parts else 0
+        self._moved = len(self.states) * self.parts
         self.decode_blocks += self._moved
 
     def _tokens_held(self, manager: Any) -> int | None:
@@ -95,6 +94,17 @@ class CacheGroups:
             total += min(blocks, self.states.get(group, blocks))
         return total
 
+    def key_of(self, block: Any) -> Hashable:
+        """The key of a GPU block; None if it is not in the prefix cache as a whole.
+
+        With hits that end within a block, the block of a state is written to after it has got a
+        key: the next step of its request moves that to another block.
+        """
+        key: Hashable = block.block_hash
+        if self.parts and key is not None and block.block_hash_num_tokens % self.block_sizes[0]:
+            return None
+        return key
+
     def computed_from(self, hit_tokens: int) -> int:
         """The token from which on a request is computed that hits so many."""
         return max(0, hit_tokens - self.replay_tokens)
@@ -110,6 +120,12 @@ def _window_of(manager: Any) -> tuple[int, int]:
     first = members(manager.kv_cache_spec)[0]
     window, chunk = (getattr(first, n, 0) for n in ("sliding_window", "attention_chunk_size"))
     return int(window or 0), int(chunk or 0)
+
+
+def hits_parts(scheduler: Any) -> bool:
+    """Whether a hit of vLLM's prefix cache may end within a block."""
+    coordinator = scheduler.kv_cache_manager.coordinator
+    return bool(getattr(coordinator, "enable_partial_hash_hits", False))
 
 
 def is_cached(spec: Any) -> bool:

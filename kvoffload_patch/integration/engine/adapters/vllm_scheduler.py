@@ -36,7 +36,7 @@ class SchedulerView:
     Attributes:
         adapter: of the block pool.
         groups: what its KV cache groups take of the GPU; block_sizes, state_groups, blocks_for,
-            decode_tokens and decode_blocks are theirs.
+            key_of, decode_tokens and decode_blocks are theirs.
         in_order: whether vLLM looks up block after block of a prefix, and stops at the first miss.
         prefills: running requests of whose prompts a part is computed, by name.
         prefix: vLLM's own prefix lookup.
@@ -63,6 +63,7 @@ class SchedulerView:
         self.groups = groups = CacheGroups(scheduler, managers)
         self.block_sizes, self.state_groups = groups.block_sizes, groups.states
         self.blocks_for, self.decode_blocks = groups.blocks_for, groups.decode_blocks
+        self.key_of, self.decode_tokens = groups.key_of, groups.decode_tokens
         self.in_order = [type(m).__name__ for m in managers] == ["FullAttentionManager"]
         self._parked_status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self._running_status = RequestStatus.RUNNING
@@ -84,7 +85,6 @@ class SchedulerView:
         queues = ("kv_holding_waiting", "skipped_waiting", "waiting")
         self._queues = [getattr(scheduler, name) for name in queues if hasattr(scheduler, name)]
         self.splits_prompts = bool(scheduler.scheduler_config.enable_chunked_prefill)
-        self.decode_tokens = groups.decode_tokens
         self.prefills: dict[str, Any] = {}  # running, part of the prompt is computed; by name
 
     # Queues
@@ -345,17 +345,6 @@ class SchedulerView:
     def gpu_lookup(self) -> Callable[[Hashable], Any]:
         """What finds the GPU block of a key, or None; until the next reset of the prefix cache."""
         return self.adapter.lookup()
-
-    def key_of(self, block: Any) -> Hashable:
-        """The key of a GPU block; None if it is not in the prefix cache as a whole.
-
-        With hits that end within a block, the block of a state is written to after it has got a
-        key: the next step of its request moves that to another block.
-        """
-        key: Hashable = block.block_hash
-        if self.groups.parts and key is not None:
-            return None if block.block_hash_num_tokens % self.block_sizes[0] else key
-        return key
 
     def still_cached(self, gpu_block_id: int, key: Hashable) -> bool:
         """Whether a GPU block is in the prefix cache under this key."""
