@@ -1,8 +1,10 @@
 """The socket of one engine core, and the threads that take questions from it.
 
-Each connection has a thread of its own, for as long as a message may take, and there are few of
-them at a time: one that says nothing keeps no other waiting. Nothing that comes in, or fails,
-reaches the engine: what is asked is answered, and a connection that is no question is closed.
+Each connection has a thread of its own, and there are few of them at a time. Neither clients that
+say nothing nor commands that wait for the engine keep others out: of the former the one that has
+been silent for longest goes when there are too many, of the latter one more is refused. Nothing
+that comes in, or fails, reaches the engine: what is asked is answered, and a connection that is no
+question is closed.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from typing import Any
 
 from kvoffload_patch.control import folder as folders
 from kvoffload_patch.control import wire
-from kvoffload_patch.control.commands import Command, read_command
+from kvoffload_patch.control.commands import STATUS, Command, read_command
 from kvoffload_patch.control.errors import Refused
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
-AT_A_TIME, BACKLOG = 8, 64
+# Connections at a time; of them, those that may be silent yet, and commands other than the status,
+# which wait for the engine. What is left over is for questions that are answered at once.
+AT_A_TIME, SILENT, COMMANDS, BACKLOG = 64, 16, 8, 64
 
 Answer = Callable[[Command], Mapping[str, Any]]
 
@@ -43,6 +47,8 @@ class Listener:
     def __init__(self, answer: Answer, environ: Mapping[str, str] | None = None) -> None:
         self._answer = answer
         self._free = threading.BoundedSemaphore(AT_A_TIME)
+        self._free_commands = threading.BoundedSemaphore(COMMANDS)
+        self._silent: dict[socket.socket, None] = {}  # the one that came first is the first
         self._closing = threading.Lock()
         self._closed = False
         self.name = folders.new_name()
@@ -77,14 +83,28 @@ class Listener:
             self._free.acquire()
             try:
                 connection, _ = self._socket.accept()
+                self._make_room()
+                self._silent[connection] = None
                 threading.Thread(
                     target=self._serve, args=(connection,), name="kvoffload-asked", daemon=True
                 ).start()
             except Exception as error:  # noqa: BLE001 - the engine must not end, nor this spin
                 self._free.release()
+                self._silent.clear()  # one that has got no thread ends with this
                 if not self._closed:
                     logger.warning("kvoffload_patch: the control socket is closed: %s", error)
                     self.close()
+
+    def _make_room(self) -> None:
+        """Of too many clients that have not asked yet, the first goes.
+
+        What it has sent by now is read all the same, and answered if it is a whole question.
+        """
+        silent = list(self._silent)
+        for oldest in silent[: max(0, len(silent) - SILENT + 1)]:
+            self._silent.pop(oldest, None)
+            with suppress(OSError):  # it is gone
+                oldest.shutdown(socket.SHUT_RD)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -93,13 +113,15 @@ class Listener:
         except Exception as error:  # noqa: BLE001 - the next question is answered
             logger.warning("kvoffload_patch: a control message was not answered: %s", error)
         finally:
+            self._silent.pop(connection, None)
             self._free.release()
 
     def _reply(self, connection: socket.socket) -> dict[str, Any]:
         try:
             wire.check_peer(connection)
             message = wire.receive(connection, wire.REQUEST_BYTES)
-            return {"result": self._answer(read_command(message))}
+            self._silent.pop(connection, None)
+            return {"result": self._result(read_command(message))}
         except Refused as refusal:
             return {"error": str(refusal)}
         except OSError:
@@ -107,3 +129,16 @@ class Listener:
         except Exception as error:  # noqa: BLE001 - said to the one that asked
             text = " ".join(str(error).split())[:500]
             return {"error": f"expected an answer, found {type(error).__name__}: {text}"}
+
+    def _result(self, command: Command) -> Mapping[str, Any]:
+        if command.name == STATUS:
+            return self._answer(command)
+        if not self._free_commands.acquire(blocking=False):
+            raise Refused(
+                f"expected fewer than {COMMANDS} commands under way, found as many; "
+                "see by `kvoffload status` whether the engine takes steps, and ask again."
+            )
+        try:
+            return self._answer(command)
+        finally:
+            self._free_commands.release()

@@ -21,7 +21,7 @@ from kvoffload_patch.control import client, listener, wire
 from kvoffload_patch.control import folder as folders
 from kvoffload_patch.control.commands import Command
 from kvoffload_patch.control.errors import Refused
-from kvoffload_patch.control.listener import AT_A_TIME, Listener
+from kvoffload_patch.control.listener import AT_A_TIME, COMMANDS, SILENT, Listener
 
 
 def answer(command: Command) -> Mapping[str, Any]:
@@ -82,25 +82,62 @@ def test_a_silent_client_and_one_that_goes_keep_nobody_waiting(
     opened: Listener, runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "MESSAGE_S", 60.0)
-    silent = [connection(runtime) for _ in range(AT_A_TIME - 1)]
+    silent = [connection(runtime) for _ in range(SILENT // 2)]
     gone = connection(runtime)
     gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     gone.close()
     began = time.monotonic()
     assert client.ask(engine(runtime), "status")["asked"] == "status"
     assert time.monotonic() - began < wire.MESSAGE_S / 2
-    for one in silent:
+    for one in silent:  # as few as these are not sent away either
+        wire.send(one, {"command": "status"}, wire.REQUEST_BYTES)
+        assert wire.receive(one, wire.ANSWER_BYTES)["result"]["asked"] == "status"
         one.close()
 
 
-def test_more_silent_clients_than_there_are_threads_cost_one_message_s_time(
+def test_of_more_silent_clients_than_there_may_be_the_first_go(
     opened: Listener, runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "MESSAGE_S", 0.3)
-    silent = [connection(runtime) for _ in range(AT_A_TIME)]
+    """Each of them has longer than anybody who asks waits for an answer."""
+    monkeypatch.setattr(wire, "MESSAGE_S", 60.0)
+    silent = [connection(runtime) for _ in range(AT_A_TIME + SILENT)]
     assert client.ask(engine(runtime), "status")["asked"] == "status"
+    first, last = silent[0], silent[-1]
+    assert "found its end" in wire.receive(first, wire.ANSWER_BYTES)["error"]
+    wire.send(last, {"command": "status"}, wire.REQUEST_BYTES)
+    assert wire.receive(last, wire.ANSWER_BYTES)["result"]["asked"] == "status"
     for one in silent:
         one.close()
+
+
+def test_commands_that_the_engine_does_not_carry_out_keep_no_status_waiting(
+    runtime: dict[str, str],
+) -> None:
+    """As of a step that hangs: what the engine says of itself is asked just then."""
+    over, begun = threading.Event(), threading.Semaphore(0)
+
+    def hangs(command: Command) -> Mapping[str, Any]:
+        if command.name != "status":
+            begun.release()
+            over.wait(60)
+        return {"asked": command.name}
+
+    made = Listener(hangs, runtime)
+    found = engine(runtime)
+    asking = [threading.Thread(target=client.ask, args=(found, "empty")) for _ in range(COMMANDS)]
+    for one in asking:
+        one.start()
+    for _ in asking:
+        assert begun.acquire(timeout=60)
+    for _ in range(AT_A_TIME):
+        assert client.ask(found, "status") == {"asked": "status"}
+    with pytest.raises(Refused, match=f"fewer than {COMMANDS} commands under way, found as many"):
+        client.ask(found, "pause")
+    over.set()
+    for one in asking:
+        one.join(60)
+    assert client.ask(found, "pause") == {"asked": "pause"}
+    made.close()
 
 
 def test_other_users_are_told_that_they_are(
