@@ -5,6 +5,9 @@ say nothing nor commands that wait for the engine keep others out: of the former
 been silent for longest goes when there are too many, of the latter one more is refused. Nothing
 that comes in, or fails, reaches the engine: what is asked is answered, and a connection that is no
 question is closed.
+
+A process that is forked from an engine's has neither its threads nor anything to say for it, so it
+keeps nothing of the socket, and takes nothing away.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import logging
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -51,18 +55,22 @@ class Listener:
         self._silent: dict[socket.socket, None] = {}  # the one that came first is the first
         self._closing = threading.Lock()
         self._closed = False
+        self._connections: set[socket.socket] = set()
         self.name = folders.new_name()
-        with folders.making(environ) as self._folder:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
+        self._folder = -1
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        _open.add(self)  # first: another thread may fork at any time
+        try:
+            with folders.making(environ) as self._folder:
                 folders.remove_stale(self._folder)
                 # Bound and not listening yet it looks stale to others, who do not have the lock.
                 self._socket.bind(folders.address(self._folder, self.name))
                 os.chmod(self.name, 0o600, dir_fd=self._folder)
                 self._socket.listen(BACKLOG)
-            except BaseException:
-                self._socket.close()
-                raise
+        except BaseException:
+            _open.discard(self)
+            self._socket.close()
+            raise
         threading.Thread(target=self._run, name="kvoffload-control", daemon=True).start()
 
     def close(self) -> None:
@@ -71,6 +79,7 @@ class Listener:
             if self._closed:
                 return
             self._closed = True
+            _open.discard(self)
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # ends `accept`
             self._socket.close()
@@ -78,11 +87,20 @@ class Listener:
                 os.unlink(self.name, dir_fd=self._folder)
             folders.leave(self._folder)
 
+    def leave_to_parent(self) -> None:
+        """In a forked process: close what it has inherited, which changes nothing for the other."""
+        self._closed, self._closing = True, threading.Lock()  # it may be held by a thread not here
+        for one in (self._socket, *self._connections):
+            one.close()
+        if self._folder >= 0:
+            os.close(self._folder)
+
     def _run(self) -> None:
         while not self._closed:
             self._free.acquire()
             try:
                 connection, _ = self._socket.accept()
+                self._connections.add(connection)
                 self._make_room()
                 self._silent[connection] = None
                 threading.Thread(
@@ -90,7 +108,8 @@ class Listener:
                 ).start()
             except Exception as error:  # noqa: BLE001 - the engine must not end, nor this spin
                 self._free.release()
-                self._silent.clear()  # one that has got no thread ends with this
+                self._silent.clear()
+                self._connections.clear()  # one that has got no thread ends with this
                 if not self._closed:
                     logger.warning("kvoffload_patch: the control socket is closed: %s", error)
                     self.close()
@@ -114,6 +133,7 @@ class Listener:
             logger.warning("kvoffload_patch: a control message was not answered: %s", error)
         finally:
             self._silent.pop(connection, None)
+            self._connections.discard(connection)
             self._free.release()
 
     def _reply(self, connection: socket.socket) -> dict[str, Any]:
@@ -142,3 +162,15 @@ class Listener:
             return self._answer(command)
         finally:
             self._free_commands.release()
+
+
+_open = weakref.WeakSet[Listener]()
+
+
+def _leave_to_parent() -> None:
+    for listener in list(_open):
+        listener.leave_to_parent()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

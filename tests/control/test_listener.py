@@ -197,3 +197,44 @@ def test_the_socket_of_a_killed_process_is_removed(runtime: dict[str, str]) -> N
     folder = Path(runtime["XDG_RUNTIME_DIR"]) / "kvoffload"
     assert len(list(folder.iterdir())) == 1
     assert client.find(runtime) == [] and not folder.exists()
+
+
+FORKING = """
+import os, sys
+from kvoffload_patch.control.listener import Listener
+
+made = Listener(lambda command: {{"pid": os.getpid()}}, {runtime!r})
+print("made", flush=True)
+sys.stdin.readline()
+if not os.fork():
+    made.close()
+    print("closed", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_forked_process_keeps_nothing_of_the_socket_and_takes_nothing_away(
+    runtime: dict[str, str],
+) -> None:
+    """An engine in its user's own process: that may fork whenever it likes."""
+    code = FORKING.format(runtime=runtime)
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "made\n"
+        silent = connection(runtime)
+        status = {"pid": process.pid}
+        assert client.ask(engine(runtime), "status") == status, "and the other has been taken"
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "closed\n"
+        assert client.ask(engine(runtime), "status") == status
+        process.kill()
+        process.wait(60)
+        silent.settimeout(60)
+        assert silent.recv(1) == b"", "the other end is open in the forked process"
+        silent.close()
+        assert client.find(runtime) == []
+        process.stdin.close()
+        assert process.stdout.read() == "", "the forked process has ended"
