@@ -151,13 +151,19 @@ class Breaker:
             self._view.unpark_all(request_ids)
         self._settle()
 
-    def reset(self) -> None:
-        """Before `reset_prefix_cache`."""
+    def reset(self) -> object:
+        """Before `reset_prefix_cache`; `reset_over` is to be given what this returns."""
         self._call("reset", self.tier.reset)
         self._settle()
+        return self._view.adapter.content()
 
-    def reset_done(self) -> None:
-        """`reset_prefix_cache` has succeeded."""
+    def reset_over(self, succeeded: bool, before: object) -> None:
+        """`reset_prefix_cache` has returned or raised.
+
+        It may have emptied the GPU and have failed by what came after, at a KV connector.
+        """
+        if not succeeded and self._view.adapter.content() is before:
+            return
         self.tier.gpu_emptied()
         if not self._manager.num_used:  # otherwise it was kept, as through sleep
             self._view.loras.all_forgotten()

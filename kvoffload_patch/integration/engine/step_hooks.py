@@ -90,11 +90,12 @@ def reset_prefix_cache(wrapped: Method, live: list[bool], breaker: Breaker) -> M
     """`Scheduler.reset_prefix_cache`: references held by the tier would make it fail."""
 
     def hook(*args: Any, **kwargs: Any) -> Any:
-        breaker.reset()
-        emptied = wrapped(*args, **kwargs)
-        if emptied:
-            breaker.reset_done()
-        return emptied
+        before, succeeded = breaker.reset(), False
+        try:
+            succeeded = wrapped(*args, **kwargs)
+        finally:
+            breaker.reset_over(succeeded, before)
+        return succeeded
 
     return hook
 

@@ -142,6 +142,11 @@ class PoolAdapter:
 
         return first
 
+    def content(self) -> object:
+        """What has all keys of the prefix cache: a reset of it puts another in its place."""
+        found: object = self._pool.cached_block_hash_to_block
+        return found
+
     def lacks(self, keys: Iterable[Hashable]) -> bool:
         """Whether none of these keys is in the prefix cache; false where that is not known."""
         cached = self._pool.cached_block_hash_to_block

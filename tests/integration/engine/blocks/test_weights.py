@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from integration.engine.connectors import Connector
+from integration.engine.mini import BLOCK, Mini
 from integration.engine.world import FakeRanks, World, prompt
 
 from kvoffload_patch.config import Settings
@@ -22,6 +25,7 @@ from kvoffload_patch.integration.protocol import TIER
 from kvoffload_patch.tier.stats import TierStats
 
 PROMPT = prompt(3, seed=1)
+LONGER = list(range(3 * BLOCK + 1))  # with the blocks of `Mini`
 NONE = TierStats().removed
 
 
@@ -274,6 +278,34 @@ def test_a_reset_that_fails_leaves_it_waiting() -> None:
     engine.call("update_weights")
     engine.reset()
     assert engine.world.tier.paused
+
+
+@pytest.mark.parametrize("refuses", [lambda: False, lambda: 1 // 0])
+def test_a_reset_that_only_a_connector_refuses_ends_the_wait(refuses: Any) -> None:
+    """The GPU has been emptied by then; vLLM says False, or raises what the connector has."""
+    mini = Mini(store="eager")
+    Connector(mini, False).reset_cache = refuses
+    mini.add(LONGER, count=1)
+    mini.run()
+    mini.breaker.weights_updated()
+    assert mini.tier.paused
+    with suppress(ZeroDivisionError):
+        assert not mini.scheduler.reset_prefix_cache(reset_connector=True)
+    assert not mini.tier.paused and not mini.tier.weights.mixed
+    mini.only_in_cpu(LONGER)
+    name = mini.add(LONGER, count=1)
+    mini.run()
+    assert mini.hits[name] == 3 * BLOCK
+
+
+def test_a_reset_that_a_connector_and_the_gpu_refuse_leaves_it_waiting() -> None:
+    mini = Mini(store="eager")
+    Connector(mini, False).reset_cache = lambda: False
+    mini.add(LONGER, count=30)
+    mini.step()
+    mini.breaker.weights_updated()
+    assert not mini.scheduler.reset_prefix_cache(reset_connector=True)
+    assert mini.tier.paused and mini.tier.weights.mixed
 
 
 def test_an_update_right_after_a_reset_holds_nothing_up() -> None:
