@@ -303,12 +303,7 @@ class OffloadManager(TierState):
         """
         self._sizing += 1
         if num_slots < self.num_slots:
-            beyond = [key for key, slot in self._slot_of.items() if slot >= num_slots]
-            if self.on_left is not None:
-                self.on_left(beyond)  # in one event
-            for key in beyond:
-                self.discard(key, "resized")
-            self._slots.shrink(num_slots)
+            self._forget_behind(num_slots)
             self._reorder(num_slots)
         return self._sizing
 
@@ -327,6 +322,9 @@ class OffloadManager(TierState):
         """A new policy for so many slots, and for what can be evicted now, in its order."""
         self._be_inclusive()
         in_order = self._prefixes.take_all()
+        if num_slots < self.num_slots:
+            in_order = [slot for slot in in_order if slot < num_slots]
+            self._prefixes.shrink(num_slots)
         self._count_slots(num_slots)
         self._prefixes.policy = self._make_policy()
         pinned = self._held.pinned()

@@ -57,6 +57,20 @@ class PrefixOrder:
         self._path.clear()
         return in_order
 
+    def shrink(self, num_slots: int) -> None:
+        """There are so many slots left; what rests on others rests on nothing. O(slots).
+
+        Neither the policy nor anything here has any of them in an order, as after `take_all`.
+        """
+        del self._before[num_slots:], self._behind[num_slots:], self._numbers[num_slots:]
+        self._before = [slot if slot < num_slots else NONE for slot in self._before]
+        self._behind = [slot if slot < num_slots else NONE for slot in self._behind]
+        self._others_behind = {
+            head: {tail for tail in tails if tail < num_slots}
+            for head, tails in self._others_behind.items()
+            if head < num_slots
+        }
+
     def orphaned(self, slots: Sequence[int]) -> None:
         """What these rest on has left, or never came: they leave next, in this order."""
         if not slots:

@@ -266,6 +266,21 @@ class TierState:
         """Whether no transfer under way uses a slot that holds a block."""
         return self._store_to[slot] <= self._stores.done and not self._held.is_read(slot)
 
+    def _forget_behind(self, num_slots: int) -> None:
+        """Forget what is in slots from this number on, all at once: a step waits for it.
+
+        The policy still has them, until it is asked for the order of what is left.
+        """
+        beyond = {key: slot for key, slot in self._slot_of.items() if slot >= num_slots}
+        self.stats.removed["resized"] += len(beyond)
+        if self.on_left is not None:
+            self.on_left(beyond)  # in one event
+        for key in beyond:
+            del self._slot_of[key]
+        under_way = (slots for link in self._links.values() for _, _, slots in link.under_way)
+        self._held.forget(slot for slots in under_way for slot in slots if slot >= num_slots)
+        self._slots.shrink(num_slots)
+
     def _count_slots(self, num_slots: int) -> None:
         """There are so many slots from now on."""
         self.num_slots = num_slots

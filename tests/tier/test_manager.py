@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -817,6 +817,23 @@ def test_fewer_slots_forget_what_is_behind_them_and_late_copies_do_not_bring_it_
     assert (tier.num_slots, tier.num_used) == (4, 3), "a load still reads one of them"
     tier.apply(a_result(ticket, 1))
     assert tier.num_used == 2 and all(map(tier.lookup, kept))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_fewer_slots_cost_little_for_each_and_one_event(policy: str) -> None:
+    """An engine stands still meanwhile: a tier can have millions."""
+    tier, told = OffloadManager(10_000, POLICIES[policy]), list[list[Hashable]]()
+    fill(tier)
+    for first in range(0, 10_000, 1000):
+        tier.request_ended(range(first, first + 1000))
+    tier.on_left = lambda keys: told.append(list(keys))
+    slot_of = dict(tier._slot_of)
+    assert bytecodes(lambda: tier.resize(5_000)) < 150 * 10_000
+    assert sorted(told[0]) == sorted(key for key, slot in slot_of.items() if slot >= 5_000)
+    assert len(told) == 1 and tier.stats.removed["resized"] == len(told[0]) == 5_000
+    assert tier.num_used == 5_000 and not tier._slots.num_free
+    store(tier, ["new"])
+    assert tier.num_used == 5_000 and tier.stats.evicted == 1
 
 
 def test_a_slot_behind_the_last_one_does_not_come_back_when_what_used_it_is_done() -> None:

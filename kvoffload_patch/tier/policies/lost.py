@@ -42,6 +42,9 @@ class LostKeys:
         """
         if not keys:
             return
+        if len(keys) > limit:  # as where a policy gives up all that it has
+            self.clear()
+            return
         left, before = self._left, len(self._left)
         for key in keys:
             left.setdefault(key, which)
