@@ -103,6 +103,10 @@ class HeldSlots:
         """Whether a transfer reads a slot."""
         return slot in self._read
 
+    def reads_of(self, slots: Slots) -> int:
+        """How many of these slots transfers read."""
+        return 0 if self._read.isdisjoint(slots) else len(self._read.intersection(slots))
+
     def pinned(self) -> list[int]:
         """Slots that a transfer reads and whose keys are known."""
         return list(self._read - self.forgotten)

@@ -11,6 +11,22 @@ from collections.abc import Collection, Hashable, Sequence
 from typing import Protocol
 
 
+class PolicyBroken(RuntimeError):
+    """A policy does what `EvictionPolicy` does not allow.
+
+    Args:
+        policy: which it is.
+        found: what it has done, in words.
+    """
+
+    def __init__(self, policy: EvictionPolicy, found: str) -> None:
+        name = f"{type(policy).__module__}.{type(policy).__qualname__}"
+        super().__init__(
+            f"expected the eviction policy {name} to give up blocks that it may, each once, found "
+            f"{found}; correct it, or choose another by KVOFFLOAD_EVICTION"
+        )
+
+
 class EvictionPolicy(Protocol):
     """Orders the slots that can be evicted. Every method costs O(1) for each that it is given.
 
@@ -56,4 +72,7 @@ class EvictionPolicy(Protocol):
         """Their keys left the tier for another reason than eviction, pinned or not."""
 
     def evict(self, count: int) -> Sequence[int]:
-        """Choose slots to be used for others: ``count`` of them, or all that can be evicted."""
+        """Choose slots to be used for others: ``count`` of them, or all that can be evicted.
+
+        Otherwise the tier raises `PolicyBroken`: for more, one that is pinned, or one twice.
+        """

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Container, Hashable, Iterable,
 from itertools import compress
 from operator import ne
 
-from kvoffload_patch.tier.policy import EvictionPolicy
+from kvoffload_patch.tier.policy import EvictionPolicy, PolicyBroken
 from kvoffload_patch.tier.tuning import NEIGHBOUR_BLOCKS
 
 NONE = -1  # no slot
@@ -29,6 +29,7 @@ class PrefixOrder:
         policy: chooses what leaves.
         key_of: of each slot, kept up to date.
         evictable: whether a slot is neither being written nor pinned.
+        num_pinned: how many of these slots are pinned.
 
     Attributes:
         policy: as given; another may take its place while it has nothing.
@@ -39,10 +40,12 @@ class PrefixOrder:
         policy: EvictionPolicy,
         key_of: Sequence[Hashable],
         evictable: Callable[[int], bool],
+        num_pinned: Callable[[Sequence[int]], int],
     ) -> None:
         self.policy = policy
         self._key_of = key_of
         self._evictable = evictable
+        self._num_pinned = num_pinned
         self._before = [NONE] * len(key_of)
         self._behind = [NONE] * len(key_of)
         self._numbers = list(range(len(key_of)))  # slots as the same objects: soon compared
@@ -52,7 +55,7 @@ class PrefixOrder:
 
     def take_all(self) -> list[int]:
         """All that can leave, in that order; the policy has none of it any more."""
-        in_order = [*self._due, *self.policy.evict(len(self._before))]
+        in_order = [*self._due, *self._give_up(len(self._before))]
         self._due.clear()
         self._path.clear()
         return in_order
@@ -160,7 +163,7 @@ class PrefixOrder:
 
     def evict(self, count: int) -> Sequence[int]:
         if not self._due:
-            slots = self.policy.evict(count)
+            slots = self._give_up(count)
             runs = runs_of(sorted(slots))  # mostly of few prefixes, or of their ends
             if self._is_closed(slots, runs):
                 self._clear(slots, runs)
@@ -170,6 +173,14 @@ class PrefixOrder:
 
     # Inside
 
+    def _give_up(self, count: int) -> Sequence[int]:
+        """What the policy gives up: a load of a pinned slot would bring what comes in its place."""
+        slots = self.policy.evict(count)
+        pinned = self._num_pinned(slots)
+        if pinned or len(slots) > count:
+            raise PolicyBroken(self.policy, f"{len(slots)} of {count}, {pinned} of them pinned")
+        return slots
+
     def _evict_due(self, count: int) -> list[int]:
         """What is due, from its tails, and then what the policy gives up besides."""
         chosen: list[int] = []
@@ -177,7 +188,7 @@ class PrefixOrder:
         due = self._due
         while len(chosen) < count:
             if not due:
-                due.update(dict.fromkeys(self.policy.evict(count - len(chosen))))
+                due.update(dict.fromkeys(self._give_up(count - len(chosen))))
                 if not due:
                     break
             slot = self._next_tail()

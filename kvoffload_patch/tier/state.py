@@ -13,7 +13,7 @@ from kvoffload_patch.tier.exclusive import Exclusive
 from kvoffload_patch.tier.gain import ExclusiveGain
 from kvoffload_patch.tier.plan import Transfer, TransferResult
 from kvoffload_patch.tier.policies.adaptive import AdaptivePolicy
-from kvoffload_patch.tier.policy import EvictionPolicy
+from kvoffload_patch.tier.policy import EvictionPolicy, PolicyBroken
 from kvoffload_patch.tier.prefixes import PrefixOrder
 from kvoffload_patch.tier.queues import EndedRequests, StoreQueue, WaitingBlocks
 from kvoffload_patch.tier.slots import SlotPool
@@ -157,7 +157,8 @@ class TierState:
 
     def _begin_policy(self) -> None:
         """A new eviction policy, which knows of nothing."""
-        self._prefixes = PrefixOrder(self._make_policy(), self._key_of, self._is_idle)
+        held, policy = self._held, self._make_policy()
+        self._prefixes = PrefixOrder(policy, self._key_of, self._is_idle, held.reads_of)
         self._exclusive, self._policy = None, self._prefixes
         self._follow_gain()
 
@@ -245,8 +246,11 @@ class TierState:
         slot_of, key_of = self._slot_of, self._key_of
         if self.on_left is not None:
             self.on_left(list(map(key_of.__getitem__, slots)))
-        for slot in slots:
-            del slot_of[key_of[slot]]
+        try:
+            for slot in slots:
+                del slot_of[key_of[slot]]
+        except KeyError:
+            raise PolicyBroken(self._prefixes.policy, f"slot {slot}, which holds none") from None
         return (*slots, *self._slots.allocate(free)) if free else tuple(slots)
 
     def _let_go(self, keys: Keys, slots: Slots) -> tuple[Keys, Slots]:

@@ -57,7 +57,12 @@ def test_random_requests(name: str, window: int) -> None:
 def order_of(slots: int, busy: Collection[int] = ()) -> PrefixOrder:
     """Slots that came one by one, the first of them first, with a policy that asks for nothing."""
     key_of = [f"key {slot}" for slot in range(slots)]
-    order = PrefixOrder(LRUPolicy(key_of), key_of, lambda slot: slot not in busy)
+    order = PrefixOrder(
+        LRUPolicy(key_of),
+        key_of,
+        lambda slot: slot not in busy,
+        lambda slots: len(set(busy).intersection(slots)),
+    )
     for slot in range(slots):
         if slot not in busy:
             order.insert([slot])
@@ -208,7 +213,7 @@ class Asked:
 
     def __init__(self, in_runs: bool) -> None:
         key_of = [f"key {slot}" for slot in range(400)]
-        self.order = PrefixOrder(LRUPolicy(key_of), key_of, lambda slot: True)
+        self.order = PrefixOrder(LRUPolicy(key_of), key_of, lambda slot: True, lambda slots: 0)
         self.in_runs = in_runs
         self.free = list(range(400))
         self.prompts: list[list[int]] = []

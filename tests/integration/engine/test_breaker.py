@@ -17,6 +17,8 @@ from kvoffload_patch.integration.engine import breaker as breaker_module
 from kvoffload_patch.integration.engine.breaker import FAILED_COPIES, FAILED_WINDOW_S
 from kvoffload_patch.integration.errors import PromiseBroken
 from kvoffload_patch.integration.protocol import PLAN, TIER
+from kvoffload_patch.tier.policies import POLICIES
+from kvoffload_patch.tier.policies.lru import LRUPolicy
 
 # What the hooks call of the tier, and what the tier calls of its parts: (attribute of the tier or
 # "", method), by names that a test of their own compares with the objects.
@@ -264,6 +266,29 @@ def test_many_copies_that_fail_within_a_window_detach_the_tier(
     assert FAILED_COPIES <= mini.manager.stats.failed_copies < 2 * FAILED_COPIES
     assert len(errors) == 1 and "copies have failed within 60 s" in errors[0]
     as_vllm_made_it(mini)
+
+
+class Forgetful(LRUPolicy):
+    """A policy of a user's own that evicts what is being loaded."""
+
+    def pin(self, slots: Any) -> None: ...
+
+
+def test_a_policy_that_evicts_what_is_pinned_is_named(
+    errors: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(POLICIES, "lru", Forgetful)
+    mini = Mini(late=50, num_slots=8, load_mode="parked", store="eager", eviction="lru")
+    mini.only_in_cpu(prompt(5, seed=1))
+    mini.add(prompt(5, seed=1, tail=3), count=2)
+    mini.step()
+    assert mini.tier.counts().parked_now
+    mini.add(prompt(6, seed=2), count=5)
+    mini.run()
+    mini.check()
+    assert mini.breaker.detached and len(errors) == 1
+    assert f"PolicyBroken: expected the eviction policy {__name__}.Forgetful to" in errors[0]
+    assert f"{__name__}.Forgetful" in mini.breaker.failure
 
 
 def test_copies_that_fail_now_and_then_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

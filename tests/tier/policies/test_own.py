@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tier.test_manager import always, store
 
 from kvoffload_patch.config import ConfigError, Settings
 from kvoffload_patch.policy_names import GROUP
+from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies import policy_named
 from kvoffload_patch.tier.policies.arc import ArcPolicy
+from kvoffload_patch.tier.policies.lru import LRUPolicy
 from kvoffload_patch.tier.policies.own import METHODS, PolicyRefused
-from kvoffload_patch.tier.policy import EvictionPolicy
+from kvoffload_patch.tier.policy import EvictionPolicy, PolicyBroken
+from kvoffload_patch.tier.state import NO_KEY
 
 CODE = """
 from kvoffload_patch.tier.policies.lru import LRUPolicy
@@ -89,15 +94,72 @@ def test_the_methods_asked_for_are_those_of_the_interface() -> None:
     assert sorted(METHODS) == sorted(named)
 
 
+class Forgetful(LRUPolicy):
+    """It does not know of loads."""
+
+    def pin(self, slots: Sequence[int]) -> None: ...
+
+
+class Greedy(LRUPolicy):
+    def evict(self, count: int) -> Sequence[int]:
+        return super().evict(count + 1)
+
+
+class Twice(LRUPolicy):
+    def evict(self, count: int) -> Sequence[int]:
+        return [super().evict(1)[0]] * count
+
+
+class GivesUpFree(LRUPolicy):
+    def evict(self, count: int) -> Sequence[int]:
+        return [slot for slot, key in enumerate(self._key_of) if key is NO_KEY][:count]
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["at once", "by prefixes"])
+@pytest.mark.parametrize(
+    ("policy", "found"),
+    [
+        (Forgetful, "2 of 2, 2 of them pinned"),
+        (Greedy, "3 of 2, 0 of them pinned"),
+        (Twice, "slot ., which holds none"),
+        (GivesUpFree, "slot ., which holds none"),
+    ],
+)
+def test_one_that_gives_up_what_it_may_not_is_named(policy: Any, found: str, ended: bool) -> None:
+    tier = OffloadManager(5, policy)
+    store(tier, "abcde")
+    if ended:  # what it gives up is due, and its tail leaves before it
+        tier.request_ended("abcde")
+    if policy is Forgetful:
+        tier.begin_load("abcde", range(10, 15))
+    if policy is GivesUpFree:
+        tier.discard("a")
+        tier.discard("b")
+        tier.queue_store("more", 22)
+    for block, key in enumerate(("new", "newer"), 20):
+        tier.queue_store(key, block)
+    named = f"expected the eviction policy .*[.]{policy.__name__} to give up .*{found}; correct it"
+    with pytest.raises(PolicyBroken, match=named):
+        tier.make_plan(always)
+
+
+def test_one_that_forgets_pins_is_noticed_by_a_resize() -> None:
+    tier = OffloadManager(5, Forgetful)
+    store(tier, "abcde")
+    tier.begin_load("ab", [10, 11])
+    with pytest.raises(PolicyBroken, match="5 of 5, 2 of them pinned"):
+        tier.change_policy(LRUPolicy)
+
+
 def test_the_model_checks_run_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from tier import tier_machine
     from tier.tier_traffic import Traffic
 
     known: dict[str, Any] = {**tier_machine.POLICIES, "mine": policy_named("mine")}
-    for seed, store in enumerate(("eager", "lazy", "auto")):
+    for seed, when in enumerate(("eager", "lazy", "auto")):
         machine = type(
             "own",
             (tier_machine.TierMachine,),
-            {"eviction": "mine", "store": store, "policies": known},
+            {"eviction": "mine", "store": when, "policies": known},
         )
         Traffic(machine(), seed).run(steps=100)
