@@ -359,7 +359,7 @@ ENGINE = (
     Mutant(
         "an adapter that was unloaded counts as the one before",
         _FILES + "adapters/vllm_lora.py",
-        "(files and files == self._files.get(before) and not in_place)",
+        "bool(files and files == self._files.get(before) and not in_place)",
         "not in_place",
         (_LORA,),
     ),

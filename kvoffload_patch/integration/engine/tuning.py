@@ -32,6 +32,10 @@ PARKED_TIMES = 1024
 # So many adapters' files are remembered as they were when these were loaded, a few hundred bytes of
 # each: a trainer loads one every few seconds for weeks. Not measured.
 REMEMBERED_ADAPTERS = 4096
+# So many names of adapters are remembered exactly, 330 bytes each (21 MiB), and any number more in
+# so many bytes, of which some are then taken for others. Not measured.
+EXACT_ADAPTERS = 65_536
+FORGOTTEN_NAMES_BYTES = 1 << 20
 # Of those that the tier is not used for, so many are named in an answer, which has 64 KiB.
 TOLD_ADAPTERS = 20
 # What a worker may take to answer. Opening touches and registers memory, closing gives it back,

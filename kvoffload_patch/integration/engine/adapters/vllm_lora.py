@@ -11,10 +11,15 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
-from kvoffload_patch.integration.engine.tuning import REMEMBERED_ADAPTERS
+from kvoffload_patch.integration.engine.tuning import (
+    EXACT_ADAPTERS,
+    FORGOTTEN_NAMES_BYTES,
+    REMEMBERED_ADAPTERS,
+)
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
@@ -36,8 +41,35 @@ class _Loaded(NamedTuple):
     number: int
 
 
+class _ForgottenNames:
+    """Any number of names in so many bits: all that were added are found, and few others.
+
+    A Bloom filter, with 4 bits for each name. A million of them in 1 MiB find 2 % of all others.
+    """
+
+    def __init__(self) -> None:
+        self._bits = bytearray()
+
+    def __contains__(self, name: str) -> bool:
+        bits = self._bits
+        return bool(bits) and all(bits[at // 8] >> at % 8 & 1 for at in self._places(name))
+
+    def add(self, name: str) -> None:
+        """It is found from now on."""
+        self._bits = self._bits or bytearray(FORGOTTEN_NAMES_BYTES)
+        for at in self._places(name):
+            self._bits[at // 8] |= 1 << at % 8
+
+    def _places(self, name: str) -> list[int]:
+        first = hash(name)
+        return [(first + nth * (first >> 32 | 1)) % (8 * len(self._bits)) for nth in range(4)]
+
+
 class LoraNames:
     """The adapters that requests have named, and which of them the tier is not to be used for.
+
+    What was not named for longest is forgotten when there are too many, and the tier is not used
+    for such a name either: what was loaded under it before is not known any more.
 
     Args:
         scheduler: a `vllm.v1.core.sched.scheduler.Scheduler`.
@@ -51,10 +83,16 @@ class LoraNames:
 
         self.stale: set[str] = set()
         self._scheduler = scheduler
-        self._loaded: dict[Hashable, _Loaded] = {}  # the last one, by what keys have of it
+        # The last one, by what keys have of it; the one that was named last is last.
+        self._loaded = OrderedDict[tuple[str, str], _Loaded]()
+        self._forgotten = _ForgottenNames()
         self._files: dict[_Loaded, tuple[Hashable, ...]] = {}  # as they were when it was loaded
         reads = kv_cache_utils._gen_lora_extra_hash_keys.__code__.co_names
         self._path_in_keys = "lora_path" in reads
+
+    def is_stale(self, name: str) -> bool:
+        """Whether the tier is not to be used for requests that name this adapter."""
+        return name in self.stale or name in self._forgotten
 
     def named(self, lora: Any) -> None:
         """A request names an adapter, or one is about to be loaded.
@@ -65,19 +103,29 @@ class LoraNames:
             lora: a `vllm.lora.request.LoRARequest`.
         """
         name, now = lora.lora_name, _Loaded(lora.lora_path, lora.lora_int_id)
-        known = (name, now.path) if self._path_in_keys else name
-        before, in_place = self._loaded.get(known), getattr(lora, "load_inplace", False)
+        known = name, now.path if self._path_in_keys else ""
+        before, in_place = self._loaded.pop(known, None), getattr(lora, "load_inplace", False)
+        self._loaded[known] = now
         if before == now and not in_place:
             return
         files = self._files_of(now, in_place)
-        self._loaded[known] = now
-        if before is None or (files and files == self._files.get(before) and not in_place):
+        if len(self._loaded) > EXACT_ADAPTERS:
+            (forgotten, _), _ = self._loaded.popitem(last=False)
+            self._forgotten.add(forgotten)
+        if before is None:
+            same = name not in self._forgotten
+        else:
+            same = bool(files and files == self._files.get(before) and not in_place)
+        if same:
             return
         if name not in self.stale:
+            if len(self.stale) >= EXACT_ADAPTERS:
+                self._forgotten.add(self.stale.pop())
             self.stale.add(name)
             logger.warning(
-                "KV offload: LoRA adapter %s was loaded again under its name, so its blocks may be "
-                "of other weights: reset the prefix cache to have the CPU tier for it again",
+                "KV offload: LoRA adapter %s was loaded again under its name, or is one of so many "
+                "that it was forgotten, so its blocks may be of other weights: reset the prefix "
+                "cache to have the CPU tier for it again",
                 name,
             )
 
@@ -88,6 +136,7 @@ class LoraNames:
         """
         self.stale.clear()
         self._loaded.clear()
+        self._forgotten = _ForgottenNames()
         for request in self._scheduler.requests.values():
             if request.lora_request is not None:
                 self.named(request.lora_request)

@@ -129,8 +129,8 @@ class SchedulerView:
 
     def is_stale(self, request: Any) -> bool:
         """Whether what the tier has by a request's keys may be of other weights."""
-        lora = request.lora_request if self.loras.stale else None
-        return lora is not None and lora.lora_name in self.loras.stale
+        lora = request.lora_request
+        return lora is not None and self.loras.is_stale(lora.lora_name)
 
     @staticmethod
     def may_hit(request: Any) -> bool:

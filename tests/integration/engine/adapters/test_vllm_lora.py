@@ -145,6 +145,60 @@ def test_not_all_adapters_are_remembered(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [loaded.number for loaded in names._files] == [4, 5]
 
 
+@pytest.mark.parametrize("path_in_keys", [False, True])
+def test_the_name_that_was_not_used_for_longest_is_forgotten_and_not_trusted(
+    path_in_keys: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a trainer that loads one under a new name every few seconds, for weeks."""
+    monkeypatch.setattr(vllm_lora, "EXACT_ADAPTERS", 3)
+    names = names_of(path_in_keys)
+    for number in range(1, 10):
+        names.named(lora(name=f"step {number}", number=number))
+        names.named(lora(name="base", number=99))
+    assert len(names._loaded) == 3 and not names.stale
+    used = {f"step {number}": not names.is_stale(f"step {number}") for number in range(1, 11)}
+    assert [name for name, fine in used.items() if fine] == ["step 8", "step 9", "step 10"]
+    assert not names.is_stale("base")
+    names.named(lora(name="step 2", number=100))
+    names.named(lora(name="step 11", number=101))
+    assert names.stale == {"step 2"}
+    names.all_forgotten()
+    assert not any(map(names.is_stale, used))
+
+
+def test_names_that_the_tier_is_not_used_for_are_not_kept_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_lora, "EXACT_ADAPTERS", 3)
+    names = names_of()
+    for number in range(1, 10):
+        names.named(lora(name=f"step {number}", number=number))
+        names.named(lora("/b", f"step {number}", number=number))
+    assert len(names.stale) == 3
+    assert all(names.is_stale(f"step {number}") for number in range(1, 10))
+
+
+def test_all_forgotten_names_are_found_and_few_others() -> None:
+    forgotten = vllm_lora._ForgottenNames()
+    assert "one" not in forgotten
+    for number in range(20_000):
+        forgotten.add(f"adapter {number}")
+    assert all(f"adapter {number}" in forgotten for number in range(20_000))
+    assert sum(f"another {number}" in forgotten for number in range(20_000)) < 20
+
+
+def test_what_a_request_hits_of_a_forgotten_adapter_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_lora, "EXACT_ADAPTERS", 2)
+    engine = Engine()
+    engine.load(lora())
+    engine.world.only_in_cpu(PROMPT, lora_request=lora())
+    for name in "yz":
+        engine.load(lora(name=name, number=ord(name)))
+    assert [engine.loaded(lora("/b", number=7)) for _ in range(2)] == [0, 0]
+
+
 def test_after_a_reset_only_what_is_computed_again_has_keys() -> None:
     names = names_of()
     for path in "abc":
