@@ -15,6 +15,7 @@ _CHOICE = "integration/engine/blocks/test_store_choice.py::"
 _INVALID = "integration/engine/blocks/test_invalid_blocks.py::"
 _UNHEARD = "integration/worker/test_unheard.py"
 _LORA = "integration/engine/adapters/test_vllm_lora.py"
+_RANDOM_PARTS = "integration/engine/test_random_runs.py::test_random_runs_of_hits_within_a_block"
 
 ENGINE = (
     Mutant(
@@ -369,5 +370,26 @@ ENGINE = (
         'getattr(lora, "load_inplace", False)',
         "False",
         (_LORA,),
+    ),
+    Mutant(
+        "an adapter's name that is forgotten is trusted",
+        _FILES + "adapters/vllm_lora.py",
+        "self._forgotten.add(forgotten)",
+        "pass",
+        (_LORA,),
+    ),
+    Mutant(
+        "a block counts as whole under the key of a part",
+        _FILES + "adapters/vllm_groups.py",
+        "if self.parts and key is not None and block.block_hash_num_tokens % self.block_sizes[0]:",
+        "if False:",
+        (_RANDOM_PARTS,),
+    ),
+    Mutant(
+        "the copy of a block that a hit ends in takes no room",
+        _FILES + "adapters/vllm_groups.py",
+        "if self.parts and hit_tokens:",
+        "if False:",
+        (_FILES + "adapters/test_vllm_groups.py",),
     ),
 )

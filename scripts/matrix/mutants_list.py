@@ -92,6 +92,13 @@ TIER = (
         _MANAGER,
     ),
     Mutant(
+        "a policy gives up what it was told is pinned",
+        "tier/prefixes.py",
+        "if pinned or len(slots) > count:",
+        "if False:",
+        ("tier/policies/test_own.py",),
+    ),
+    Mutant(
         "a slot that two loads read is given up by the first",
         "tier/entries.py",
         "if self._read_again:",
