@@ -32,6 +32,10 @@ class Chunk(int):
     """In the place of a group's window: attention within chunks of so many tokens."""
 
 
+class Wide(int):
+    """In the place of a group's window: full attention, whose blocks have so many tokens."""
+
+
 class Replay(int):
     """A window that vLLM keeps out of its prefix cache, and fills again behind a hit."""
 
@@ -155,8 +159,9 @@ class Device:
         self.drafter = drafter
         self.size = BLOCK * shards  # tokens of a block
         self.unit = unit or self.size
-        self.kv = [[0] * self.size for _ in range(num_blocks)]
-        self.slots = [[0] * self.size for _ in range(num_slots)]
+        self._sizes = [int(one) if isinstance(one, Wide) else self.size for one in windows]
+        self.kv = [[0] * max(self._sizes) for _ in range(num_blocks)]
+        self.slots = [[0] * max(self._sizes) for _ in range(num_slots)]
         self.zeroed: list[tuple[int, ...]] = []  # of each step
         self.copied = 0  # blocks, from block to block, as the scheduler wanted
         self.resumed = 0  # requests that began again
@@ -231,14 +236,14 @@ class Device:
     def scramble(self, blocks: bool = True, slots: bool = True) -> None:
         """Whatever is in any block or slot is as wrong as with other weights."""
         for block in (*(self.kv if blocks else ()), *(self.slots if slots else ())):
-            block[:] = [7] * self.size
+            block[:] = [7] * len(block)
 
     def _prepare(self, scheduled: Any) -> None:
         """What a model runner does to blocks before its forward pass."""
         zeroed = tuple(getattr(scheduled, "new_block_ids_to_zero", None) or ())
         self.zeroed.append(zeroed)
         for block_id in zeroed:
-            self.kv[block_id] = [0] * self.size
+            self.kv[block_id] = [0] * len(self.kv[0])
         for copy in getattr(scheduled, "kv_cache_block_copies", None) or ():
             self.copied += 1
             self.kv[copy.dst_block_id] = list(self.kv[copy.src_block_id])
@@ -284,10 +289,11 @@ class Device:
             if self._windows[group] in KINDS:
                 continue
             ring = self._windows[group] if isinstance(self._windows[group], Ring) else 0
+            size = self._sizes[group]
             for at in range(max(start, self._kept(sequence, group)), end):
-                block_id = table[0 if ring else at // self.size]
+                block_id = table[0 if ring else at // size]
                 assert block_id, "a step computes into the null block"
-                self.kv[block_id][at % (ring or self.size)] = values[at] + group * _GROUP + wrong
+                self.kv[block_id][at % (ring or size)] = values[at] + group * _GROUP + wrong
         self.states.advance(sequence, start, values, len(drafted), lambda g: g * _GROUP + wrong)
         sampled = [(value + wrong) % VOCABULARY for value in values[known - 1 :]]
         if known < len(sequence.tokens):
@@ -309,7 +315,7 @@ class Device:
         """Whether all that a token behind ``end`` ones sees of them is right, in every group."""
         right = sequence.right(max(end, sequence.replay.stop))
         tables = read_tables(sequence.tables, self._common, self._windows)
-        for group, (table, window) in enumerate(zip(tables, self._windows)):
+        for group, (table, window, size) in enumerate(zip(tables, self._windows, self._sizes)):
             if window in KINDS:
                 if end and self.states.of(sequence, table) != right[end - 1] + group * _GROUP:
                     return False
@@ -323,13 +329,13 @@ class Device:
             if isinstance(window, Chunk):
                 at = end // window * window
             else:
-                at = 0 if window is None else max(0, end - window + 1)
+                all_seen = window is None or isinstance(window, Wide)
+                at = 0 if all_seen else max(0, end - window + 1)
             if isinstance(window, Replay):
                 at = max(at, sequence.replay.start)
             while at < stop:
-                up_to = min(stop, (at // self.size + 1) * self.size)
-                there = self.kv[table[at // self.size]]
-                place = at % self.size
+                up_to = min(stop, (at // size + 1) * size)
+                there, place = self.kv[table[at // size]], at % size
                 if there[place : place + up_to - at] != [v + added for v in right[at:up_to]]:
                     return False
                 at = up_to
@@ -361,7 +367,7 @@ class Device:
         fails = self._fails("load" if link == LOAD else "store", transfer.ticket)
         source, target = (self._blocks_of[place] for place in link)
         for one, other in zip(transfer.source_ids, transfer.target_ids):
-            target[other] = [7] * self.size if fails else list(source[one])
+            target[other] = [7] * len(target[other]) if fails else list(source[one])
         if fails:
             self._failed.append((link, transfer.ticket))
             self._failed_ever.add((link, transfer.ticket))

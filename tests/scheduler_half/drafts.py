@@ -33,7 +33,7 @@ class Drafter:
     def use_eagle(self) -> bool:
         return self.method == "mtp"
 
-    use_eagle_block_drop = use_eagle
+    use_eagle_block_drop = needs_eagle_block_drop = use_eagle
 
     def _no(self) -> bool:
         return False
@@ -61,8 +61,10 @@ class Drafter:
 
 def tell(scheduler: Any, guesses: dict[str, list[int]]) -> None:
     """As an engine core does after a step that was not asynchronous."""
-    from vllm.v1.outputs import DraftTokenIds
-
+    try:
+        from vllm.v1.outputs import DraftTokenIds
+    except ImportError:
+        return  # up to 0.10.1 they come with the output: nothing is drafted
     scheduler.update_draft_token_ids(DraftTokenIds(list(guesses), list(guesses.values())))
 
 

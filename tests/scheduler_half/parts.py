@@ -6,10 +6,11 @@ import inspect
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
+from math import lcm
 from types import SimpleNamespace
 from typing import Any
 
-from scheduler_half.device import BLOCK, Chunk, Replay, Ring
+from scheduler_half.device import BLOCK, Chunk, Replay, Ring, Wide
 from scheduler_half.states import CHECKPOINTS, KINDS
 
 MAX_TOKENS = 256  # of a step
@@ -31,6 +32,9 @@ class _Grammars:
 
     def accept_tokens(self, *_: Any, **__: Any) -> bool:
         return True
+
+    def validate_tokens(self, _: Any, drafted: list[int]) -> list[int]:
+        return drafted
 
     def grammar_bitmask(self, *_: Any, **__: Any) -> None:
         return None
@@ -93,6 +97,11 @@ def make_scheduler(
     if set(KINDS) & set(windows):
         config.cache_config.mamba_cache_mode = "align"
     config.cache_config.num_gpu_blocks = blocks
+    if isinstance(config, Missing) and config.speculative_config is not None:
+        read = config.speculative_config.use_eagle()  # by layers that take tokens ahead
+        config.num_speculative_tokens = config.speculative_config.num_speculative_tokens
+        config.num_lookahead_tokens = config.num_speculative_tokens * read
+        config.num_prefill_lookahead_tokens = int(read)
     drafts = getattr(config, "num_speculative_tokens", 0)
     kv_cache_config = make_kv_cache_config(blocks, windows, drafts, retention)
     size = block_size(config)
@@ -104,13 +113,14 @@ def make_scheduler(
     made = Scheduler
     if config.scheduler_config.async_scheduling:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler as made
+    of_all = lcm(size, *(one for one in windows if isinstance(one, Wide)))
     scheduler = _call(
         made,
         Scheduler,
         vllm_config=config,
         kv_cache_config=kv_cache_config,
         structured_output_manager=_grammars(config),
-        block_size=size,
+        block_size=of_all if "hash_block_size" in _parameters(Scheduler) else size,
         hash_block_size=unit or size,
         log_stats=True,
         **more,
@@ -151,7 +161,8 @@ def make_kv_cache_config(
             if window == CHECKPOINTS:
                 about |= {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
             spec = _call(kv.MambaSpec, kv.MambaSpec, **about)
-        elif window is None:
+        elif window is None or isinstance(window, Wide):
+            about["block_size"] = window or BLOCK
             spec = _call(kv.FullAttentionSpec, kv.FullAttentionSpec, **about)
         elif isinstance(window, Chunk):
             made = kv.ChunkedLocalAttentionSpec

@@ -17,7 +17,8 @@ from typing import Any
 from integration.engine.mini import BLOCK, FakeRanks, Mini, Release
 from packaging.version import Version
 from scheduler_half import parts, preemptions, recomputed
-from scheduler_half.device import LoadFailed, answer
+from scheduler_half.device import LoadFailed, Wide, answer
+from scheduler_half.drafts import Drafter
 from scheduler_half.states import STATE
 from transfer.resident import kvoffload_threads
 
@@ -587,6 +588,72 @@ def _repeat(seed: int) -> int:
     return int(mini.manager.stats.loaded)
 
 
+_DRAFTED = (
+    (None,), (40,), (None, 40), (None, 40, 40), (None, STATE),
+    (None, Wide(2 * BLOCK)), (Wide(3 * BLOCK), None), (None, Wide(2 * BLOCK), 40),
+)  # fmt: skip
+
+
+def beside_drafts() -> Facts:
+    """With EAGLE as much is hit as where the GPU has all, whatever it lacks, and no more loaded."""
+    facts = {}
+    for windows in _DRAFTED:
+        try:
+            hit, blocks = _hit_beside_drafts(windows, "", 0)
+        except (AssertionError, AttributeError) as reason:  # of vLLM's own; 0.9.1 has no states
+            facts[str(windows)] = f"{reason}"
+            continue
+        for load_mode in ("inline", "parked"):
+            for lost in (0, 1, 2, 10):
+                found, loaded = _hit_beside_drafts(windows, load_mode, lost)
+                assert found == hit, f"{windows}, {load_mode}, {lost} lost: {found}, not {hit}"
+                assert loaded <= blocks and (loaded == blocks or lost < 10), (windows, loaded)
+        facts[str(windows)] = hit
+    assert facts["(None,)"] == 9 * BLOCK
+    return facts
+
+
+def _hit_beside_drafts(windows: tuple[Any, ...], load_mode: str, lost: int) -> tuple[int, int]:
+    """Tokens that are hit of ten blocks, and blocks loaded.
+
+    The GPU has lost the last so many blocks, of each group those of their tokens; without a load
+    mode there is no tier, and the blocks are those that are hit.
+    """
+    drafter = Drafter(2, seed=1, reads_layers=True, always=False)
+    more = {"load_mode": load_mode} if load_mode else {"tier": False}
+    mini = Mini(windows=windows, drafter=drafter, blocks=120, **more)
+    asked = prompt(10, seed=5)
+    name = mini.add(asked, count=2)
+    mini.step()
+    tables = mini.kv_manager.get_block_ids(name)
+    mini.run()
+    mini.settle()
+    kept = (10 - lost) * BLOCK
+    for table, window in zip(tables, windows):
+        size = int(window) if isinstance(window, Wide) else BLOCK
+        for block_id in filter(None, table[kept // size : 10 * BLOCK // size]):
+            mini.pool._maybe_evict_cached_block(mini.pool.blocks[block_id])
+    asked = [*asked, *[9] * 20]
+    blocks = 0 if load_mode else _hit_blocks(mini, asked)
+    name = mini.add(asked, count=3)
+    mini.run()
+    mini.check()
+    if load_mode:
+        nothing_held(mini)
+        blocks = mini.manager.stats.loaded
+    return mini.hits[name], blocks
+
+
+def _hit_blocks(mini: Mini, tokens: list[int]) -> int:
+    """Blocks of a prompt's hit, of all groups; up to 0.22 vLLM finds more of some than it takes."""
+    request = parts.make_request("looked-up", tokens, 1)
+    blocks, hit, *_ = mini.kv_manager.get_computed_blocks(request)
+    getattr(mini.kv_manager, "free_block_hashes", lambda _: None)(request)
+    sizes = [manager.block_size for manager in mini.kv_manager.coordinator.single_type_managers]
+    taken = [of[: hit // size] for of, size in zip(blocks.blocks, sizes)]
+    return sum(not block.is_null for of in taken for block in of)
+
+
 def two_for_one_prefix() -> Facts:
     """Two requests for one evicted prefix load it once."""
     facts = {}
@@ -1100,6 +1167,7 @@ SCENARIOS: dict[str, Callable[[], Facts]] = {
     "hit inline": hit_inline,
     "hit parked": hit_parked,
     "last block": last_block,
+    "hits beside drafts": beside_drafts,
     "two for one prefix": two_for_one_prefix,
     "many hits at once": many_hits_at_once,
     "conversations inline": partial(conversations, "inline"),

@@ -159,26 +159,20 @@ def draft_states_held(specs: Iterable[Any]) -> int:
     return sum(max(map(int, blocks)) for blocks in ahead)
 
 
-def leaves_last_out(coordinator: Any) -> dict[int, bool]:
-    """Groups, by index, of which a hit leaves out the last block that is found.
+def leaves_last_out(coordinator: Any) -> bool:
+    """Whether vLLM leaves the last block that it finds of some group out of a hit.
 
-    From 0.23 on their managers say it; before, the coordinator says it, up to 0.19 of all at once.
+    A drafting model may have read a token behind it. From 0.23 on managers say it; before, the
+    coordinator says it, up to 0.19 of all at once.
 
     Args:
         coordinator: vLLM's, of all groups.
-
-    Returns:
-        Of each such group, whether it has a sliding window; of other kinds none is known.
     """
     managers = coordinator.single_type_managers
-    of_all = getattr(coordinator, "use_eagle", False)
+    if any(hasattr(manager, "use_eagle") for manager in managers):
+        return any(manager.use_eagle for manager in managers)
     some = getattr(coordinator, "eagle_group_ids", ())
-    found = {}
-    for at, manager in enumerate(managers):
-        kind, drops = type(manager).__name__, getattr(manager, "use_eagle", of_all or at in some)
-        if drops and kind in ("FullAttentionManager", "SlidingWindowManager"):
-            found[at] = kind == "SlidingWindowManager"
-    return found
+    return bool(getattr(coordinator, "use_eagle", False) or some)
 
 
 def members(spec: Any) -> list[Any]:

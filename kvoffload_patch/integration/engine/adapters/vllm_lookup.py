@@ -62,7 +62,7 @@ class PrefixLookup:
         self._last: Found | None = None
         coordinator.find_longest_cache_hit = self._find
 
-    def longest_hit(self, request: Any, pool: Any) -> tuple[Sequence[Sequence[Any]], int]:
+    def longest_hit(self, request: Any, pool: Any) -> tuple[Sequence[list[Any]], int]:
         """A request's longest hit over another pool: (blocks by group, tokens)."""
         manager, log_stats = self._manager, self._manager.log_stats
         self._searching, self._last = True, None

@@ -95,22 +95,19 @@ class AdmissionBudget:
         needed = 1 if self._view.splits_prompts else self._tokens_of(request, hit_tokens)
         return needed <= self.tokens
 
-    def fits(
-        self, request: Any, hit_tokens: int, gpu_blocks: Sequence[Any], beyond: int = 0
-    ) -> bool:
+    def fits(self, request: Any, hit_tokens: int, gpu_blocks: Sequence[Any]) -> bool:
         """Whether a request can be admitted; `admit` or `reserve` then takes what it needs.
 
         Args:
             request: of vLLM.
             hit_tokens: that need not be computed.
             gpu_blocks: that it hits.
-            beyond: blocks that are held for it besides its own while it is admitted.
         """
         # It may not take in its later steps what is kept for others.
         tokens = int(request.num_tokens)
         if not self.reserved:
             tokens = self._view.tokens_to_fit(request, hit_tokens)
-        self.needed = self._view.blocks_for(tokens, hit_tokens) + beyond
+        self.needed = self._view.blocks_for(tokens, hit_tokens)
         if self.needed > self.blocks - self._for_running:
             self.needed -= sum(1 for block in gpu_blocks if block.ref_cnt)
         return self.requests > 0 and self.has(self.needed)
@@ -275,7 +272,7 @@ class Admission:
                 return True
             result = loaded
         else:
-            self._loads.protect(result.gpu_blocks)
+            self._loads.protect(result)
         if budget.tokens > 0:
             stall.admit()
         budget.admit(request, result.tokens)
@@ -309,7 +306,7 @@ class Admission:
 
     def _wait(self, request: Any, result: LookupResult, budget: AdmissionBudget) -> Wait:
         """What a request waits for before it can be admitted or parked: room, and then the bus."""
-        if not budget.fits(request, result.tokens, result.gpu_blocks, result.beyond):
+        if not budget.fits(request, result.tokens, result.gpu_blocks):
             return Wait.ROOM
         if not result.keys:
             return Wait.NOTHING

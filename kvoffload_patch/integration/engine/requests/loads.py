@@ -128,9 +128,14 @@ class LoadBook:
         waiting = [p for load in self.under_way for p in load.waiting if p.request]
         return len(waiting), sum(p.needed for p in waiting)
 
-    def protect(self, blocks: Sequence[Any]) -> None:
+    def protect(self, found: LookupResult) -> None:
         """What a request of this step hits on the GPU must survive the loads of those behind it."""
-        self._at_risk.append(blocks)
+        if not found.found:
+            self._at_risk.append(found.gpu_blocks)
+            return
+        self._view.hold(found.gpu_blocks)
+        self._held.extend(found.gpu_blocks)
+        self._give(found)
 
     def load_inline(self, request: Any, found: LookupResult) -> LookupResult:
         """Load what was found so that this very step can use it; returns what it hits then.
@@ -208,6 +213,7 @@ class LoadBook:
                 # A connector may have failed to fill some of them meanwhile.
                 if None not in [block.block_hash for block in parked.held]:
                     self._give(parked.result)
+                parked.result.found = None
         return ready
 
     def _is_done(self, load: _ParkedLoad, within_ms: float) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
-from kvoffload_patch.integration.engine.adapters.vllm_left_out import LeftOut
+from kvoffload_patch.integration.engine.adapters.vllm_groups import leaves_last_out
 from kvoffload_patch.integration.engine.adapters.vllm_lookup import Found, OrderedPool
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
@@ -42,27 +42,29 @@ class LookupResult:
         arriving: tickets of the loads under way that fill some of `gpu_blocks`.
         cut_short: whether the tier has more of it than there was room for.
         deferred: whether the request did not fit when it was looked up.
-        beyond: of the blocks in `gpu_blocks` and `keys`, those that the request does not take.
-        found: what vLLM's own search returned, with stand-ins at ``positions`` for the blocks to
-            load; None where that cannot be given back to vLLM.
+        found: what vLLM's own search returned, with stand-ins for the blocks to load, which is
+            given back to vLLM; None where it finds as much by itself.
+        positions: of the stand-ins, where vLLM has one KV cache group and all are alike.
+        only_given: whether vLLM may find less unless it is given `found`, which it is for a step:
+            beside a drafting model it has to find the block behind a hit, and leaves it out.
     """
 
     __slots__ = (
-        "arriving", "beyond", "cut_short", "deferred", "ends", "found", "gpu_blocks", "gpu_tokens",
-        "keys", "missing", "num_tokens", "positions", "tokens",
+        "arriving", "cut_short", "deferred", "ends", "found", "gpu_blocks", "gpu_tokens", "keys",
+        "missing", "num_tokens", "only_given", "positions", "tokens",
     )  # fmt: skip
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self.tokens = self.gpu_tokens = self.beyond = 0
+        self.tokens = self.gpu_tokens = 0
         self.gpu_blocks: list[Any] = []
         self.keys: list[Hashable] = []
         self.ends: Sequence[int] = ()
         self.missing: list[Hashable] = []
         self.arriving: set[int] = set()
-        self.cut_short = self.deferred = False
+        self.cut_short = self.deferred = self.only_given = False
         self.found: Found | None = None
-        self.positions: Sequence[int] = ()
+        self.positions: Sequence[int] = []
 
     @property
     def settled(self) -> bool:
@@ -78,16 +80,24 @@ class LookupResult:
         result = LookupResult(self.num_tokens)
         result.tokens = result.gpu_tokens = self.tokens
         result.gpu_blocks = [*self.gpu_blocks, *blocks]
-        result.missing = self.missing
+        result.missing, result.only_given = self.missing, self.only_given
         if self.found is not None:
             result.found = self.found
-            (hit,), at = self.found.groups, self.positions
-            if isinstance(at, range):
-                hit[at.start : at.stop] = blocks
-            else:
-                for position, block in zip(at, blocks):
-                    hit[position] = block
+            self._fill(self.found.groups, blocks)
         return result
+
+    def _fill(self, groups: Sequence[list[Any]], blocks: Sequence[Any]) -> None:
+        """Put these blocks in the places of their stand-ins."""
+        hit, at = groups[0], self.positions
+        if isinstance(at, range):
+            hit[at.start : at.stop] = blocks
+        elif at:
+            for position, block in zip(at, blocks):
+                hit[position] = block
+        else:
+            loaded = dict(zip(self.keys, blocks))
+            for hit in groups:
+                hit[:] = [loaded[one.block_hash] if one.block_id < 0 else one for one in hit]
 
 
 class StandInPool:
@@ -119,8 +129,7 @@ class StandInPool:
         self._hits_left = 0
         self._on_gpu = view.gpu_lookup()
         self._hashes_blocks = view.hashes_blocks()
-        self._left_out = LeftOut(view)
-        self._notes = self._left_out.possible
+        self._leaves_last_out = leaves_last_out(view.manager.coordinator)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -133,7 +142,6 @@ class StandInPool:
             return result
         self._hits_left = max_tier_hits
         self._on_gpu = self._view.gpu_lookup()
-        self._left_out.begin()
         groups, tokens = self._view.prefix.longest_hit(request, self)
         if 0 < tokens <= self._view.groups.replay_tokens:  # vLLM leaves it, and computes all of it
             result.arriving.clear()
@@ -141,10 +149,14 @@ class StandInPool:
         result.tokens = result.gpu_tokens = tokens
         hits: list[tuple[int, Hashable]] = []
         for blocks, block_size in zip(groups, self._view.block_sizes):
+            if len(blocks) * block_size > tokens:  # up to 0.22 vLLM shortens the first group alone
+                del blocks[-(-tokens // block_size) :]
             hits += _sort_out(blocks, block_size, result)
-        hits += self._behind(groups, request, result)
         hits.sort(key=itemgetter(0))
         result.keys, result.ends = [key for _, key in hits], [end for end, _ in hits]
+        result.only_given = self._leaves_last_out and tokens > 0
+        if hits or result.only_given:
+            result.found = self._view.prefix.take_found()
         return result
 
     def get_cached_block(
@@ -163,23 +175,7 @@ class StandInPool:
                     self._hits_left -= 1
                     block = TierHit(key)
             blocks.append(block)
-            if self._notes:
-                self._left_out.note(group_id, key, block)
         return blocks
-
-    def _behind(
-        self, groups: Sequence[Sequence[Any]], request: Any, result: LookupResult
-    ) -> Iterator[tuple[int, Hashable]]:
-        """The block behind the hit of each group whose last one vLLM finds and leaves out."""
-        if not result.tokens:
-            return
-        hashes = getattr(request, "block_hashes", ())  # from 0.10.1 on
-        for end, block in self._left_out.behind(groups, hashes):
-            result.beyond += 1
-            if block.block_id < 0:
-                yield end, block.block_hash
-            else:
-                result.gpu_blocks.append(block)
 
     def _look_up_in_order(self, request: Any, result: LookupResult, max_tier_hits: int) -> None:
         """The same where vLLM asks for block after block, and for none behind one it does not get.
@@ -203,8 +199,10 @@ class StandInPool:
             result.ends = range(size * (begin + 1), size * (end + 1), size)
         # vLLM may leave out the last ones.
         del on_gpu[end:], result.keys[len(result.positions) :]
+        result.only_given = self._leaves_last_out and end > 0
         if result.keys:
             result.gpu_tokens = size * result.positions[0]
+        if result.keys or result.only_given:
             result.found = self._view.prefix.take_found()
 
     def _lack_first(self, request: Any, result: LookupResult) -> bool:
@@ -342,6 +340,8 @@ class LookupCache:
         if not (self._new or self._reused):
             return
         for request_id, result in self._new.items():
+            if result.only_given and not result.deferred:
+                continue  # what was given is over
             if self._reused and any(b.block_id in self._reused for b in result.gpu_blocks):
                 continue
             self._results[request_id] = result

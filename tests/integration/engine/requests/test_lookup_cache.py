@@ -51,6 +51,17 @@ def test_a_lookup_is_remembered_as_it_was(cache: LookupCache) -> None:
     assert cache.get("c", 100) is None
 
 
+@pytest.mark.parametrize("deferred", [False, True])
+def test_what_vllm_has_to_be_given_is_not_kept_for_another_step(deferred: bool) -> None:
+    """It is given in the step that has looked it up, or it has still to be looked up to be so."""
+    cache, result = LookupCache(), found((1, 2))
+    result.only_given, result.deferred = True, deferred
+    cache.put("a", result)
+    assert cache.get("a", 100) is result
+    cache.end_step()
+    assert (cache.get("a", 100) is not None) == deferred
+
+
 @pytest.mark.parametrize(("reused", "kept"), [([1], "b"), ([3], "a"), ([2], ""), ([1, 3], "")])
 def test_reuse_of_a_block_drops_the_lookups_that_rest_on_it(
     cache: LookupCache, reused: list[int], kept: str
