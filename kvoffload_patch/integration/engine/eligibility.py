@@ -46,8 +46,9 @@ _STATES_OF_DRAFTS_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
 _PARTS_SHOWN: tuple[tuple[str, str], ...] = (("0.32.0", "cpu"),)
 # Releases of vLLM and devices on which prompts that ranks divided between them came back.
 _PREFILL_SHOWN: tuple[tuple[str, str], ...] = (("0.26.0", "cuda"),)
-# vLLM's own connectors that keep blocks in CPU memory (from 0.11.0 and from 0.19 on).
-_OFFLOADERS = {"OffloadingConnector", "SimpleCPUOffloadConnector"}
+# vLLM's own connectors that keep blocks in CPU memory (from 0.11.0, 0.19 and 0.33 on; the last is
+# in none of its lists, and named with its module).
+_OFFLOADERS = {"OffloadingConnector", "SimpleCPUOffloadConnector", "UMBPStoreConnector"}
 # Releases of vLLM and devices on which answers beside kvcached were compared with plain vLLM's.
 _KVCACHED_SHOWN: tuple[tuple[str, str], ...] = (("0.26.0", "cuda"),)
 _REMEDY = "set KVOFFLOAD_STRICT=0 to serve without the CPU tier"

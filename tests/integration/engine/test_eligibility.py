@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvoffload_patch.integration.engine.eligibility import (
 from kvoffload_patch.integration.engine.hooks import init_v0
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import older_than
+from scripts import ROOT
 from scripts.matrix import features, features_gpu
 from scripts.matrix.features_rows import ROWS
 
@@ -398,6 +400,7 @@ def test_prompts_that_ranks_divide_are_taken_where_they_were_run(
     [
         (transfers("OffloadingConnector"), "OffloadingConnector"),  # from 0.11.0 on
         (transfers("SimpleCPUOffloadConnector"), "SimpleCPUOffloadConnector"),  # from 0.19 on
+        (transfers("UMBPStoreConnector"), "UMBPStoreConnector"),  # from 0.33 on
         (transfers("MultiConnector", NIXL, OFFLOADING), "OffloadingConnector"),
         (transfers("MultiConnector", SIMPLE, NIXL), "SimpleCPUOffloadConnector"),
         (
@@ -441,7 +444,7 @@ def test_vllms_connectors_and_their_configuration_have_these_names() -> None:
     known = factory.KVConnectorFactory._registry
     assert "MultiConnector" in known
     since = {"OffloadingConnector": "0.11.0", "SimpleCPUOffloadConnector": "0.19.0"}
-    assert set(since) == _OFFLOADERS
+    assert {*since, "UMBPStoreConnector"} == _OFFLOADERS
     for name, release in since.items():
         assert (name in known) == (not older_than(release)), name
     asked = vllm_config.KVTransferConfig(**OFFLOADING)
@@ -454,6 +457,18 @@ def test_vllms_connectors_and_their_configuration_have_these_names() -> None:
     )
     with pytest.raises(TierRefused, match="found SimpleCPUOffloadConnector in"):
         check_eligible(config(connectors=asked), scheduler())
+
+
+def test_every_connector_of_vllm_is_on_the_page_that_says_what_the_tier_does_beside_it() -> None:
+    """A release that has another one is read before it is taken: how it reads and fills blocks."""
+    factory = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.factory")
+    of_class = re.compile(r"^class (\w+Connector(?:V1)?)\(KVConnectorBase_V1\b", re.MULTILINE)
+    files = (Path(factory.__file__).parent / "v1").rglob("*.py")  # its list leaves one out
+    defined = {name for file in files for name in of_class.findall(file.read_text())}
+    known = {*factory.KVConnectorFactory._registry, *defined} - {"NixlBaseConnector"}
+    assert len(known) > 4
+    told = set(re.findall(r"\w+", (ROOT / "docs/neighbours.md").read_text()))
+    assert (known | _OFFLOADERS) - told == set()
 
 
 @pytest.mark.parametrize("release", ["0.31.0", "0.32.0", "0.33.0"])
