@@ -817,6 +817,33 @@ def given_up_twice() -> Facts:
     return {}
 
 
+def residency() -> Facts:
+    """vLLM's metrics of residency count a use of a block where a request hits it, and no other."""
+    if importlib.util.find_spec("vllm.v1.core.kv_cache_metrics") is None:
+        raise NotThere("no metrics of residency")
+    from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
+
+    facts = {}
+    for load_mode in ("inline", "parked"):
+        mini = Mini(load_mode=load_mode, blocks=60, late=1)
+        mini.only_in_cpu(prompt(6, seed=1))
+        mini.add(prompt(5, seed=2))
+        mini.run()
+        collector = mini.pool.metrics_collector = KVCacheMetricsCollector(1.0)
+        uses: list[int] = []
+        collector.on_block_accessed = lambda block, uses=uses: uses.append(block.block_id)
+        mini.hits.clear()
+        for seed, blocks in ((2, 5), (1, 6), (2, 3)):  # the second one loads while they run
+            mini.add(prompt(blocks, seed=seed))
+        mini.run()
+        mini.check()
+        assert mini.manager.stats.loaded == 6 and list(mini.hits.values()) != [0] * 3
+        assert len(uses) == sum(mini.hits.values()) // BLOCK, (uses, mini.hits)
+        assert mini.pool.metrics_collector is collector
+        facts[load_mode] = len(uses)
+    return facts
+
+
 def publish() -> Facts:
     """A hash enters the prefix cache by the release's own way, and leaves it as others do."""
     mini = Mini()
@@ -1205,6 +1232,7 @@ SCENARIOS: dict[str, Callable[[], Facts]] = {
     "invalid blocks": invalid_blocks,
     "trap: touch": touch,
     "trap: a block given up twice": given_up_twice,
+    "trap: metrics of residency": residency,
     "trap: hash insertion": publish,
     "trap: parked is not a connector's": parked_is_not_a_connectors,
     "trap: zeroed blocks": zeroed_blocks,

@@ -36,6 +36,7 @@ SINCE = {
     "priorities": "0.9.2",
     "priorities while loads wait for the bus": "0.9.2",
     "reset with running requests": "0.12.0",
+    "trap: metrics of residency": "0.12.0",
     "invalid blocks": "0.11.1",
     "a prompt of a session": "0.15.0",
     "keys of a session": "0.15.0",

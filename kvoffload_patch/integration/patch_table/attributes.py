@@ -166,7 +166,7 @@ _CACHE = (
             "blocks cached_block_hash_to_block enable_kv_cache_events free_block_queue "
             "kv_event_queue",
         ),
-        (">=0.12", "hash_block_size"),
+        (">=0.12", "hash_block_size metrics_collector"),
         (">=0.24", "cached_block_hashes_by_block"),
     ),
     *_has("vllm.v1.core.block_pool", "BlockHashToBlockMap", (">=0.11", "_cache")),

@@ -2,7 +2,8 @@
 
 By feature: up to 0.9.2 the queue of free blocks ends with None, later with a block that is none;
 up to 0.10.1 a key is a named tuple; up to 0.10 the cache is a dict of dicts, up to 0.23 a map with
-`insert`, later a method of the pool; from 0.9.1 to 0.13 `touch` takes blocks by KV cache group.
+`insert`, later a method of the pool; from 0.9.1 to 0.13 `touch` takes blocks by KV cache group, and
+from 0.12 on it tells vLLM's metrics of residency, if they are on.
 """
 
 from __future__ import annotations
@@ -47,7 +48,15 @@ class PoolAdapter:
 
     def hold(self, blocks: Sequence[Any]) -> None:
         """Reference cached GPU blocks."""
-        self._touch(blocks)
+        collector = getattr(self._pool, "metrics_collector", None)
+        if collector is None:
+            self._touch(blocks)
+        else:  # of how long blocks are used and idle: the tier's references are no use of them
+            self._pool.metrics_collector = None
+            try:
+                self._touch(blocks)
+            finally:
+                self._pool.metrics_collector = collector
         self._taken.update([block.block_id for block in blocks])
         self._num_held += len(blocks)
 
