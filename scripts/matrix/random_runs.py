@@ -1,11 +1,12 @@
 """Random runs over vLLM's own scheduler, for as long as is wanted.
 
-Usage: python scripts/matrix random [RELEASE] [--shape SHAPE] [--seconds N] [--seed N]
+Usage: python scripts/matrix random [RELEASE] [--shape SHAPE | --hits] [--seconds N] [--seed N]
 
 The installed vLLM, or a release from its sources. Models have full attention, some beside a sliding
 window; a SHAPE of tests/integration/engine/random_runs.py has other layers. Prints what the runs
 have seen, and the seed and error of each that failed; `--seed N --seconds 0` repeats one. Status 1
-if any failed.
+if any failed. With `--hits` runs of all shapes compare what is hit with plain vLLM
+(tests/integration/engine/random_hits.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 from scripts import ROOT
 from scripts.release.sources import fetch
 
-RUNS = ROOT / "tests/integration/engine/random_runs.py"
+FOLDER = ROOT / "tests/integration/engine"
 
 
 def main() -> int:
@@ -27,9 +28,12 @@ def main() -> int:
     parser.add_argument("release", nargs="?", default="", help="such as 0.22.1")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
-    parser.add_argument("--shape", default="", help="such as state, uncached or connector")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--shape", default="", help="such as state, uncached or connector")
+    kind.add_argument("--hits", action="store_true", help="compare what is hit")
     args = parser.parse_args()
-    command = [sys.executable, str(RUNS), str(args.seed), str(args.seconds)]
+    runs = FOLDER / ("random_hits.py" if args.hits else "random_runs.py")
+    command = [sys.executable, str(runs), str(args.seed), str(args.seconds)]
     command += [args.release, str(fetch(args.release)) if args.release else ""]
     command += [args.shape] * bool(args.shape)
     # Nothing of the caller's own settings; the tier refuses names that it does not know.

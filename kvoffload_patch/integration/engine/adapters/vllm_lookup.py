@@ -11,18 +11,29 @@ from kvoffload_patch.patching import is_set_on
 class Found(NamedTuple):
     """What `KVCacheCoordinator.find_longest_cache_hit` was asked, and what it returned.
 
-    ``result`` is of the release's own shape; it begins with a list of blocks for each group.
+    ``result`` is of the release's own shape: a list of blocks for each group, the tokens that are
+    hit, and from 0.26 on `uncached`. ``may_grow``: more may be found by now, which others of the
+    step compute.
     """
 
     block_hashes: Any
     max_cache_hit_length: int
     result: Any
+    may_grow: bool = True
 
     @property
     def groups(self) -> Sequence[list[Any]]:
         """Blocks by KV cache group, the very lists that vLLM is given."""
         groups: Sequence[list[Any]] = self.result[0]
         return groups
+
+    @property
+    def uncached(self) -> int:
+        """From 0.26 on: tokens behind the hit that only some groups have.
+
+        Where blocks of windows and states are few, vLLM keeps those at the end of such a prefix.
+        """
+        return int(self.result[2]) if len(self.result) > 2 else 0
 
 
 class OrderedPool:
@@ -40,8 +51,8 @@ class PrefixLookup:
     """The prefix lookup of one KV cache manager, whose coordinator's part is stood in for.
 
     vLLM looks up each request that it admits. Where the tier has done so within the same step, and
-    holds every block that it found, vLLM is given that result in place of a second search: all but
-    the search itself, statistics and events included, is still its own.
+    holds every block that it found, vLLM is given that result in place of a second search, or where
+    that finds no more: all but the search itself, statistics and events included, is still its own.
 
     Args:
         manager: a `vllm.v1.core.kv_cache_manager.KVCacheManager`.
@@ -105,7 +116,10 @@ class PrefixLookup:
         if self.given:
             given = self.given.pop(id(block_hashes), None)
             if given is not None and given.max_cache_hit_length == max_cache_hit_length:
-                return given.result
+                if not given.may_grow:
+                    return given.result
+                now = self._search(block_hashes, max_cache_hit_length)
+                return now if now[1:] > given.result[1:] else given.result
         result = self._search(block_hashes, max_cache_hit_length)
         if self._searching:
             self._last = Found(block_hashes, max_cache_hit_length, result)

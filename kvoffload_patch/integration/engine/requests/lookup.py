@@ -46,7 +46,8 @@ class LookupResult:
             given back to vLLM; None where it finds as much by itself.
         positions: of the stand-ins, where vLLM has one KV cache group and all are alike.
         only_given: whether vLLM may find less unless it is given `found`, which it is for a step:
-            beside a drafting model it has to find the block behind a hit, and leaves it out.
+            beside a drafting model it has to find the block behind a hit, and leaves it out; and it
+            looks how much further some groups have the prefix.
     """
 
     __slots__ = (
@@ -154,9 +155,11 @@ class StandInPool:
             hits += _sort_out(blocks, block_size, result)
         hits.sort(key=itemgetter(0))
         result.keys, result.ends = [key for _, key in hits], [end for end, _ in hits]
-        result.only_given = self._leaves_last_out and tokens > 0
+        found = self._view.prefix.take_found()
+        uncached = found is not None and found.uncached > 0
+        result.only_given = uncached or (self._leaves_last_out and tokens > 0)
         if hits or result.only_given:
-            result.found = self._view.prefix.take_found()
+            result.found = found
         return result
 
     def get_cached_block(
@@ -202,8 +205,9 @@ class StandInPool:
         result.only_given = self._leaves_last_out and end > 0
         if result.keys:
             result.gpu_tokens = size * result.positions[0]
-        if result.keys or result.only_given:
-            result.found = self._view.prefix.take_found()
+        if (result.keys or result.only_given) and (found := self._view.prefix.take_found()):
+            # No other request has its end without all of it.
+            result.found = found._replace(may_grow=not result.keys)
 
     def _lack_first(self, request: Any, result: LookupResult) -> bool:
         """Whether nobody has a request's first block, as of a prompt that is new: no search."""

@@ -972,6 +972,41 @@ def test_what_vllm_finds_and_leaves_out_need_not_be_on_the_gpu(load_mode: str) -
     assert mini.view.blocks_for(1) == plain_blocks(1) + 2, "a block for each draft's state"
 
 
+def drafted(windows: Any, tier: bool) -> Mini:
+    return Mini(windows=windows, blocks=120, tier=tier, drafter=Drafter(2, 1, True, False))
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 40)])
+def test_what_another_request_of_the_step_computes_is_hit_beside_drafts(windows: Any) -> None:
+    hits = []
+    for mini in (drafted(windows, True), drafted(windows, False)):
+        mini.add(mini_prompt(5, seed=1), count=1)
+        mini.run()
+        whole = [*mini_prompt(5, seed=1), *mini_prompt(4, seed=2)]
+        for _ in range(3):
+            mini.add(whole, count=1)
+        mini.run()
+        mini.check()
+        hits.append(mini.hits)
+    assert hits[0] == hits[1] and len(set(hits[0].values())) == 3
+
+
+def test_a_prefix_that_only_some_groups_have_ends_at_a_kept_window() -> None:
+    """From 0.26 on vLLM keeps the window at its end, where it keeps few, for the next one."""
+    hits = []
+    for tier in (True, False):
+        mini = Mini(windows=(None, 40), blocks=120, tier=tier, retention=0)
+        for seed in (2, 3, 4):  # they part behind six blocks
+            mini.add([*mini_prompt(6, seed=1, tail=0), *mini_prompt(3, seed=seed)], count=1)
+            mini.run()
+            mini.settle()
+            if tier:
+                mini.pool.free_blocks(mini.pool.get_new_blocks(mini.pool.get_num_free_blocks()))
+        mini.check()
+        hits.append(list(mini.hits.values()))
+    assert hits[0] == hits[1] and hits[0][2] == 6 * MINI_BLOCK
+
+
 def plain_blocks(tokens: int) -> int:
     """Blocks that a request of so many tokens is counted with where nothing is drafted."""
     return Mini(windows=(None, STATE), blocks=60).view.blocks_for(tokens)
