@@ -78,6 +78,7 @@ def test_a_prefix_comes_back_with_its_state(real, kind, record_property):
 @FEATURE
 def test_whole_blocks_come_back_beside_hits_that_end_within_one(real):
     """vLLM copies the block that a hit ends in; the tier has the whole ones before it."""
+    vllm.only_here("hits within a block")
     engine, env = engine_of(real, "gated delta net")
     engine["prefix_match_unit"] = UNIT
     off = real.off(PLAYED, {**engine, "num_gpu_blocks_override": 500}, **env)
@@ -85,8 +86,6 @@ def test_whole_blocks_come_back_beside_hits_that_end_within_one(real):
     must_agree_with_itself(off["lengths"]["tokens"])
     few = {**engine, "num_gpu_blocks_override": 48}
     on = real.on(PLAYED, few, PARKED, late=3, **env)
-    if vllm.refused(on):
-        pytest.skip("the tier takes no such hits")
     small = partial(real.off, PLAYED, few, **env)
     for name in PLAYED[1:]:
         assert_as_plain(name, on, off, small)

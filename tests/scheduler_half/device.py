@@ -17,6 +17,7 @@ from typing import Any
 from scheduler_half.cascade import common_blocks, read_tables
 from scheduler_half.drafts import Drafter, scheduled_drafts, tell
 from scheduler_half.states import KINDS, StateGroups, StateWindow
+from scheduler_half.tables import running_of, tables_of
 
 from kvoffload_patch.links import CPU, GPU, LOAD, RAISED, STORE, Failure, Link
 from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
@@ -256,19 +257,19 @@ class Device:
         for new in scheduled.scheduled_new_reqs:
             # The second runner is told of those that begin again as if they were new.
             self.resumed += new.req_id in self._sequences
-            sequence = _Sequence(tokens_of(new.req_id), _tables(new.block_ids))
+            sequence = _Sequence(tokens_of(new.req_id), tables_of(new.block_ids))
             self._sequences[new.req_id] = sequence
             starts[new.req_id] = start = new.num_computed_tokens
             if self._replays and start:
                 assert new.replay_start == start, "the end of a hit is not computed again"
                 sequence.replay = range(start, start + self._replays)
-        for name, resumed, block_ids, start in _cached(scheduled.scheduled_cached_reqs):
+        for name, resumed, block_ids, start in running_of(scheduled.scheduled_cached_reqs):
             starts[name] = start
             if resumed:
                 self.resumed += 1
-                self._sequences[name] = _Sequence(tokens_of(name), _tables(block_ids))
+                self._sequences[name] = _Sequence(tokens_of(name), tables_of(block_ids))
                 continue
-            for table, more in zip_longest(self._sequences[name].tables, _tables(block_ids)):
+            for table, more in zip_longest(self._sequences[name].tables, tables_of(block_ids)):
                 table.extend(more or ())
         return starts
 
@@ -376,28 +377,3 @@ class Device:
         done = tuple((link, queue.poll()) for link, queue in self._queues.items())
         failed = tuple(Failure(*one, RAISED) for one in self._failed)
         return TransferResult(done, failed, by_layer=True)
-
-
-def _tables(block_ids: Any) -> list[list[int]]:
-    """A block table for each group, from whatever a release says."""
-    if not block_ids:
-        return []
-    return [list(block_ids)] if isinstance(block_ids[0], int) else [list(ids) for ids in block_ids]
-
-
-def _cached(requests: Any) -> list[tuple[str, bool, Any, int]]:
-    """Running requests, as (name, whether resumed, new blocks, tokens computed)."""
-    if isinstance(requests, list):  # up to 0.9.1
-        return [
-            (one.req_id, one.resumed_from_preemption, one.new_block_ids, one.num_computed_tokens)
-            for one in requests
-        ]
-    resumed = getattr(requests, "resumed_req_ids", None)
-    if resumed is None:  # up to 0.11.0
-        resumed = {n for n, yes in zip(requests.req_ids, requests.resumed_from_preemption) if yes}
-    return [
-        (name, name in resumed, blocks, start)
-        for name, blocks, start in zip(
-            requests.req_ids, requests.new_block_ids, requests.num_computed_tokens
-        )
-    ]

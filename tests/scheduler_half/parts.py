@@ -97,13 +97,7 @@ def make_scheduler(
     if set(KINDS) & set(windows):
         config.cache_config.mamba_cache_mode = "align"
     config.cache_config.num_gpu_blocks = blocks
-    if isinstance(config, Missing) and config.speculative_config is not None:
-        read = config.speculative_config.use_eagle()  # by layers that take tokens ahead
-        config.num_speculative_tokens = config.speculative_config.num_speculative_tokens
-        config.num_lookahead_tokens = config.num_speculative_tokens * read
-        config.num_prefill_lookahead_tokens = int(read)
-    drafts = getattr(config, "num_speculative_tokens", 0)
-    kv_cache_config = make_kv_cache_config(blocks, windows, drafts, retention)
+    kv_cache_config = make_kv_cache_config(blocks, windows, _drafts(config), retention)
     size = block_size(config)
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -128,6 +122,16 @@ def make_scheduler(
     if any(isinstance(window, Replay) for window in windows):
         scheduler.use_v2_model_runner = True  # which alone computes the end of a hit again
     return scheduler
+
+
+def _drafts(config: Any) -> int:
+    """Tokens that are drafted in a step; a configuration that says nothing else is told of them."""
+    if isinstance(config, Missing) and config.speculative_config is not None:
+        read = config.speculative_config.use_eagle()  # by layers that take tokens ahead
+        config.num_speculative_tokens = config.speculative_config.num_speculative_tokens
+        config.num_lookahead_tokens = config.num_speculative_tokens * read
+        config.num_prefill_lookahead_tokens = int(read)
+    return int(getattr(config, "num_speculative_tokens", 0))
 
 
 def block_size(config: Any) -> int:
