@@ -16,7 +16,7 @@ from typing import Any
 
 from integration.engine.mini import BLOCK, FakeRanks, Mini, Release
 from packaging.version import Version
-from scheduler_half import parts, preemptions, recomputed
+from scheduler_half import parts, preemptions, recomputed, unfilled
 from scheduler_half.device import LoadFailed, Wide, answer
 from scheduler_half.drafts import Drafter
 from scheduler_half.states import STATE
@@ -994,7 +994,8 @@ def invalid_blocks() -> Facts:
     mini.run()
     mini.check()
     nothing_held(mini)
-    return {}
+    unfilled.session()
+    return {"parked": unfilled.parked(), "runs again": unfilled.runs_again()}
 
 
 def many_hits_at_once() -> Facts:

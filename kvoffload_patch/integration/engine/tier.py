@@ -75,9 +75,9 @@ class SchedulerTier:
         self.pace = Pace(ranks.load_ms_per_block, ranks.overlap, now)
         front = self._front = FreeFront(view, manager) if manager.may_look_ahead else None
         not_hit, taken = self._hits.forget, self._look_at_handed_out
-        self._loads = LoadBook(view, manager, self.pace, not_hit, taken)
+        self._invalid = wrong = InvalidBlocks(view, manager)
+        self._loads = LoadBook(view, manager, self.pace, not_hit, taken, wrong.untrusted)
         self._full_prompts = FullPromptHits(view, manager, self.pace)
-        self._invalid = InvalidBlocks(view, manager)
         self._recency = Recency(view, manager, self._front)
         self.choice = StoreChoice(view, manager, front, self._recency, settings.store_decode)
         self._admission = Admission(
@@ -262,6 +262,7 @@ class SchedulerTier:
     def on_invalid(self, gpu_block_ids: Collection[int]) -> None:
         """A connector failed to fill these GPU blocks, said before vLLM draws its conclusions."""
         self._invalid.discard(gpu_block_ids)
+        self._loads.let_go()
         self._lookups.clear()  # some rest on what has left the tier
 
     def on_received(self, before: int) -> None:

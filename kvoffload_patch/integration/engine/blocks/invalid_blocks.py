@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
@@ -51,28 +52,39 @@ class InvalidBlocks:
     def discard(self, gpu_block_ids: Collection[int]) -> None:
         """These GPU blocks were not filled in the step whose output is being taken in, or since.
 
-        Of a running request that has one of them, all keys from the first of them on are
-        discarded. A request that runs no more may have cached blocks that it computed upon them,
-        and has no list of blocks left: all that it has cached since that step is discarded.
+        Of every request that has one of them, running or not, all keys from the first of them on
+        are discarded. One that has ended or was preempted since that step, or whose window has left
+        blocks behind, lacks blocks that it has cached since, upon which it may have computed others
+        that it has: all that it has cached since that step is discarded.
         """
-        running = {request.request_id for request in self._view.scheduler.running}
-        for gpu_block_id in gpu_block_ids:
+        names = self._view.scheduler.requests
+        tables = {name: self._view.block_tables(name) for name in names}
+        wrong = set(gpu_block_ids)
+        for table in tables.values():
+            wrong.update(self._from_first(table, gpu_block_ids))
+        for gpu_block_id in wrong:
             self._distrust(gpu_block_id, self._view.cached_key(gpu_block_id))
-        for request_id in running:
-            for gpu_block_id in self._from_first(request_id, gpu_block_ids):
-                self._distrust(gpu_block_id, self._view.cached_key(gpu_block_id))
-        for _, cached in self._in_flight:
-            for request_id, gpu_block_id, key in cached:
-                if request_id not in running:
+        for name, cached in self._cached_since().items():
+            has = set(chain(*tables.get(name, ())))
+            if not has.issuperset([gpu_block_id for gpu_block_id, _ in cached]):
+                for gpu_block_id, key in cached:
                     self._distrust(gpu_block_id, key)
 
-    def _from_first(self, request_id: str, gpu_block_ids: Collection[int]) -> Iterator[int]:
+    def _cached_since(self) -> dict[str, list[tuple[int, Hashable]]]:
+        """What each request has cached since the step whose output is being taken in."""
+        found: dict[str, list[tuple[int, Hashable]]] = {}
+        for request_id, gpu_block_id, key in chain(*(cached for _, cached in self._in_flight)):
+            found.setdefault(request_id, []).append((gpu_block_id, key))
+        return found
+
+    def _from_first(
+        self, tables: Sequence[list[int]], gpu_block_ids: Collection[int]
+    ) -> Iterator[int]:
         """The blocks of a request from the first of these on, in every KV cache group.
 
         A layer computes upon those before it, whichever group they are of: what one group lacks is
         in the blocks of all others from the same token on (vLLM 0.30 goes on with several groups).
         """
-        tables = self._view.block_tables(request_id)
         begins: list[int] = []  # tokens before the first of these, in each group that has any
         for table, size in zip(tables, self._view.block_sizes):
             begins += [at * size for at, block in enumerate(table) if block in gpu_block_ids][:1]

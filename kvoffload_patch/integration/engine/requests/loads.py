@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any
 
 from kvoffload_patch.integration.engine.adapters.vllm_pool import NoBlocks
@@ -71,6 +71,8 @@ class LoadBook:
         not_hit: told of each request whose load failed, so that it is looked up and counted again.
         blocks_taken: called when GPU blocks were taken, on which lookups may rest, and before
             anything is known of what they will hold.
+        untrusted: GPU blocks that a KV connector has failed to fill, and those upon them. They
+            leave the prefix cache when nobody uses them, so no request that waits holds any.
 
     Attributes:
         arriving: GPU block of parked loads under way, by key.
@@ -91,12 +93,14 @@ class LoadBook:
         pace: Pace,
         not_hit: Callable[[str], None],
         blocks_taken: Callable[[], None],
+        untrusted: Container[int] = (),
     ) -> None:
         self._view = view
         self._manager = manager
         self._pace = pace
         self._not_hit = not_hit
         self._blocks_taken = blocks_taken
+        self._untrusted = untrusted
         self.arriving: dict[Hashable, Any] = {}
         self.ticket_of: dict[Hashable, int] = {}
         self.readers: list[str] = []
@@ -186,6 +190,7 @@ class LoadBook:
         parked = _Parked(request, self._view.park(request), held, needed, result)
         self._parked[request.request_id] = parked
         self._by_ticket[ticket].waiting.append(parked)
+        self._let_go(parked)
 
     def finish(self, within_ms: float) -> list[tuple[str, LookupResult]]:
         """Publish the loads that are done, and put the requests that waited back into the queue.
@@ -252,6 +257,21 @@ class LoadBook:
         """What is under way is of other weights: nothing of it is published."""
         for load in self.under_way:
             load.stale = True
+
+    def let_go(self) -> None:
+        """More blocks are untrusted: what holds them is looked up again when its load is done."""
+        for load in self.under_way:
+            for parked in load.waiting:
+                self._let_go(parked)
+
+    def _let_go(self, parked: _Parked) -> None:
+        gone = [block for block in parked.held if block.block_id in self._untrusted]
+        if gone:
+            self._view.release(reversed(gone))
+            parked.held = [one for one in parked.held if one.block_id not in self._untrusted]
+            parked.result = None
+            if parked.request is not None:
+                self._not_hit(parked.request.request_id)
 
     def drop_all(self) -> None:
         """Give everything up. All loads must be done on every rank."""

@@ -82,6 +82,55 @@ def test_a_request_that_is_gone_has_computed_upon_it_as_well(event: str) -> None
     assert not any(held(mini, own)), "not even the first is known to be right"
 
 
+def test_a_session_that_waits_for_input_has_computed_upon_it_as_well() -> None:
+    """A connector may find out later, and the session is in no list of running requests."""
+    mini = Mini(blocks=60)
+    known = prompt(4, seed=1, tail=0)
+    connector = Connector(mini, False, known)
+    connector.fails = True
+    own = known + prompt(2, seed=2, tail=3)
+    name = mini.add(own, count=1, resumable=True)
+    mini.begin_step()
+    end_step(mini)
+    assert not mini.scheduler.running
+    mini.add(prompt(2, seed=3), count=3)
+    mini.begin_step()
+    assert all(held(mini, own))
+    end_step(mini, invalid_block_ids=set(connector.filled[name][1:]))
+    assert held(mini, own) == [True, *[False] * 5]
+
+
+@pytest.mark.parametrize("gone", [True, False], ids=["aborted", "computes them again"])
+def test_a_request_that_waits_for_a_load_holds_none_of_them(gone: bool) -> None:
+    """It is no request that vLLM would compute them again for."""
+    mini = Mini(blocks=60, in_flight=2, asynchronous=False, load_mode="parked", late=2)
+    asked = prompt(6, seed=1, tail=3)
+    known = asked[: 3 * BLOCK]
+    mini.only_in_cpu(asked)
+    for key in keys_of(mini, known):
+        mini.manager.discard(key)
+    connector = Connector(mini, False, known)
+    connector.fails = True
+    name = mini.add(known + prompt(1, seed=2, tail=3), count=30)
+    mini.begin_step()
+    connector.known.clear()
+    waits = mini.add(asked, count=3)
+    mini.begin_step()
+    assert mini.tier._loads.is_parked(waits)
+    if gone:
+        mini.abort(name)
+    end_step(mini, invalid_block_ids=set(connector.filled[name][1:]))
+    (load,) = mini.tier._loads.under_way
+    untrusted = mini.tier._invalid.untrusted
+    assert untrusted
+    assert not [block for block in load.waiting[0].held if block.block_id in untrusted]
+    mini.run()
+    mini.check()
+    assert mini.hits[waits] == (0 if gone else 6 * BLOCK)
+    assert not untrusted
+    nothing_held(mini)
+
+
 @pytest.mark.parametrize("gone", [True, False], ids=["aborted", "ended by vLLM"])
 def test_nobody_hits_what_was_computed_upon_a_failed_load(gone: bool) -> None:
     """vLLM leaves in its cache what a request that is gone has loaded, and what others computed."""
