@@ -33,6 +33,8 @@ TESTED_BY = {
     "integration/worker/hooks.py": "integration/worker/test_vllm_runner.py",
     "integration/worker/lost.py": "integration/worker/test_unheard.py",
     "integration/worker/rpc.py": "integration/engine/ranks/test_workers.py",
+    # What a rank's steps show.
+    "integration/worker/promises.py": "integration/worker/test_tier.py",
     # Rows of the table, and what makes one.
     "integration/patch_table/called.py": "integration/patch_table/test_points.py",
     "integration/patch_table/shape.py": "integration/patch_table/test_points.py",

@@ -232,14 +232,14 @@ WORKER = (
     ),
     Mutant(
         "a step begins though what it reads has failed",
-        _WORKER + "tier.py",
+        _WORKER + "promises.py",
         'if found is None:\n        return ""',
         'return ""',
         _RANK,
     ),
     Mutant(
         "the output of an asynchronous step is not asked for what it has read",
-        _WORKER + "tier.py",
+        _WORKER + "promises.py",
         "if self._promised:\n            check_when_taken",
         "if False:\n            check_when_taken",
         _RANK,
@@ -247,7 +247,7 @@ WORKER = (
     Mutant(
         "with checksums of all blocks a step begins before they are compared",
         _WORKER + "tier.py",
-        "if self._promised and self._checksums.every == 1:",
+        "if self._checksums.every == 1:",
         "if False:",
         _RANK,
     ),

@@ -7,7 +7,6 @@ from typing import Any
 
 from kvoffload_patch.integration.protocol import PLAN, attached
 from kvoffload_patch.integration.worker.memory import begin_early
-from kvoffload_patch.integration.worker.vllm_runner import compute_into_no_block
 
 Wrapped = Callable[..., Any]
 
@@ -30,10 +29,7 @@ def execute_model(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> An
     if tier is None or _is_dummy(*args, **kwargs):
         return wrapped(*args, **kwargs)
     step = _scheduler_output(*args, **kwargs)
-    plan = getattr(step, PLAN, None)
-    if plan is not None and not step.total_num_scheduled_tokens:
-        compute_into_no_block(instance)
-    tier.begin_step(plan, step)
+    tier.begin_step(getattr(step, PLAN, None), step)
     output = wrapped(*args, **kwargs)
     tier.end_forward()
     return output if output is None else tier.end_step(output)

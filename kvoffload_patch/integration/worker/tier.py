@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from kvoffload_patch.config import as_given
@@ -16,15 +15,16 @@ from kvoffload_patch.integration.shared_files import SharedFileAddress
 from kvoffload_patch.integration.slot_counts import SlotCounts
 from kvoffload_patch.integration.worker.layer_gate import LayerGate
 from kvoffload_patch.integration.worker.memory import open_host
+from kvoffload_patch.integration.worker.promises import Promises
 from kvoffload_patch.integration.worker.tuning import IDLE_WAIT_S, MEASURED_BYTES, SHORT_STEP_TOKENS
 from kvoffload_patch.integration.worker.vllm_runner import (
     block_layout,
-    check_when_taken,
+    compute_into_no_block,
     copy_output,
     first_pointer,
     kv_tensors,
 )
-from kvoffload_patch.links import LOAD, STORE, Failure, Link, Tickets
+from kvoffload_patch.links import LOAD, STORE, Failure, Link
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 
 logger = logging.getLogger("vllm.kvoffload_patch")
@@ -73,7 +73,6 @@ class RankTier:
         shared = next((address for address in common if rank in address.ranks), None)
         self._together = bool(common) or integrity == "full"
         self._board, self._runner = board, runner
-        self._promised: Tickets = ()
         self._gate: LayerGate | None = None
         self._warned: set[tuple[Link, str]] = set()
         layout = block_layout(runner)
@@ -137,6 +136,7 @@ class RankTier:
         self._checksums.forget_all()
         wait_ready, turn = self._host.wait_ready, Turn(*own)
         self._engine = CopyEngine(layout, chosen.backend, wait_ready, turn=turn, end=end)
+        self._promises = Promises(self._engine)
 
     @property
     def num_ready(self) -> int:
@@ -175,7 +175,7 @@ class RankTier:
             if self._gate is not None:
                 self._engine.wait_all_groups()
                 self._gate.end()
-                self._check_promised()
+                self._promises.check()
         except BaseException as error:  # noqa: BLE001 - raised again, or told to the engine
             self._failed(error)
 
@@ -199,19 +199,19 @@ class RankTier:
         tokens = step.total_num_scheduled_tokens
         self._idle = tokens == 0
         self._host_bound = len(step.num_scheduled_tokens) < tokens <= SHORT_STEP_TOKENS
-        if plan is not None:
-            self._promised += plan.promised
-        self._check_promised()  # what has failed before; the plan may show it as taken in
+        if plan is not None and self._idle:
+            compute_into_no_block(self._runner)
+        self._promises.add(plan)
+        self._promises.check()  # what has failed before; the plan may show it as taken in
         gate = self._gate
         awaited = self._engine.begin_step(plan, gate is not None and gate.passes(step))
         if gate is not None:
             gate.begin(step, self._engine.wait_group if awaited else None)
         if plan is not None and self._beside_connector:
             self._wait_for_handed_out(plan)
-        if self._promised and self._checksums.every == 1:
-            # The rank that reported them has them; this one may be behind.
-            self._engine.wait_done(self._promised)
-        self._check_promised()
+        if self._checksums.every == 1:
+            self._promises.wait()  # the rank that reported them has them; this one may be behind
+        self._promises.check()
 
     def _end_step(self, output: Any) -> Any:
         self._engine.end_step(self._host_bound)
@@ -223,7 +223,7 @@ class RankTier:
             self._say_growth_is_over()
         progress = self._engine.poll()
         if progress.failed:
-            self._check_promised()
+            self._promises.check()
             self._warn_of_failures(progress.failed)
         if self._together and self._board is not None:
             progress = type(progress)(*self._board.exchange_done(*progress))
@@ -231,8 +231,7 @@ class RankTier:
         found = self._checksums.mismatches, self._sizing
         result = TransferResult(*progress, *usable, *found, by_layer, self._slowdown())
         output = copy_output(output, result)
-        if self._promised:
-            check_when_taken(output, partial(_broken_by_now, self._engine, self._promised))
+        self._promises.watch(output)
         return output
 
     def _slowdown(self) -> float:
@@ -281,12 +280,11 @@ class RankTier:
             RuntimeError: a load that is promised has failed, or a step before.
         """
         self._check_not_lost()
-        if plan is not None:
-            self._promised += plan.promised
-        self._check_promised()
+        self._promises.add(plan)
+        self._promises.check()
         self._engine.begin_step(plan)
         self._engine.drain()
-        self._check_promised()
+        self._promises.check()
 
     def close(self) -> None:
         """Drain and free.
@@ -297,7 +295,7 @@ class RankTier:
         if self._gate is not None:
             self._gate.close()
         self._engine.close()
-        del self._engine
+        del self._engine, self._promises
         self._host.close()
 
     def _wait_for_handed_out(self, plan: TransferPlan) -> None:
@@ -326,18 +324,6 @@ class RankTier:
                 "kvoffload_patch: expected no step after one that has failed on this rank "
                 f"({self._lost}), found one that may read what it lacked; restart the server."
             ) from self._lost
-
-    def _check_promised(self) -> None:
-        """A step that reads a load which has failed must not give any token away.
-
-        Bytes that are wrong are known once the load is done: a promise is kept in mind until then.
-        """
-        if not self._promised:
-            return
-        promised, self._promised = self._promised, self._engine.under_way(self._promised)
-        broken = _broken(self._engine, promised)
-        if broken:
-            raise RuntimeError(broken)
 
     def _warn_of_failures(self, failed: tuple[Failure, ...]) -> None:
         """Say why a copy failed: the first of each direction by each reason."""
@@ -379,22 +365,3 @@ class RankTier:
 
     def _moved(self) -> bool:
         return bool(first_pointer(self._runner) != self._pointer)
-
-
-def _broken(engine: Any, promised: Tickets) -> str:
-    """Which of these copies has failed, and what to do; empty if none is known to have."""
-    found = engine.failed(promised)
-    if found is None:
-        return ""
-    (source, target), ticket, reason = found
-    return as_given(
-        f"kvoffload_patch: expected copy {ticket} from {source} to {target} to arrive for the step "
-        f"that reads it, found that it failed ({reason}); restart the server, and set "
-        "KVOFFLOAD_LOAD_MODE=parked if it happens again, so that such a load is recomputed."
-    )
-
-
-def _broken_by_now(engine: Any, promised: Tickets) -> str:
-    """The same of copies that are over; also when the rank's tier was closed meanwhile."""
-    engine.under_way(promised)  # what is wrong with bytes is known once that was asked
-    return _broken(engine, promised)

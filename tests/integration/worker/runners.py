@@ -20,3 +20,11 @@ def small_runner(**parallel: int) -> Any:
         vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(**parallel)),
         device=torch.device("cpu"),
     )
+
+
+def keep_slots(runner: Any, slots: Any, engines: int = 2) -> None:
+    """Have it keep the slots of the last step's tokens, as runner V1 does up to 0.19."""
+    runner._get_slot_mappings = None
+    runner.vllm_config.parallel_config.data_parallel_size = engines
+    table = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=slots))
+    runner.input_batch = SimpleNamespace(block_table=SimpleNamespace(block_tables=[table]))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine.late_copies import LateQueue
-from integration.worker.runners import small_runner
+from integration.worker.runners import keep_slots, small_runner
 from tier.plans import a_load, a_plan, a_store
 from transfer.resident import (
     files_opened_since,
@@ -214,16 +214,17 @@ def test_a_rank_that_is_closed_leaves_nothing(runner: Any, integrity: str) -> No
     assert not files_opened_since(files)
 
 
-@pytest.mark.parametrize("where", ["_begin_step", "_check_promised", "_end_step"])
+@pytest.mark.parametrize("where", ["_begin_step", "check", "_end_step"])
 def test_no_step_begins_after_one_that_has_failed(
     tier: rank.RankTier, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who catches that and goes on, as an engine in the user's process can, reads wrong KV."""
-    if where == "_check_promised":
+    failing = tier._promises if where == "check" else tier
+    if failing is not tier:
         tier._gate = SimpleNamespace(end=int, close=int, learnt=False, passes=bool)  # type: ignore[assignment]
         tier.begin_step = lambda plan, step: None  # type: ignore[method-assign]
     with monkeypatch.context() as patch:
-        patch.setattr(tier, where, out_of_memory)
+        patch.setattr(failing, where, out_of_memory)
         with pytest.raises(OSError, match="out of memory"):
             tier.begin_step(None, STEP)
             tier.end_forward()
@@ -232,6 +233,21 @@ def test_no_step_begins_after_one_that_has_failed(
         with pytest.raises(RuntimeError, match=r"after one that has failed .* \(out of memory\)"):
             again()
     tier._lost = None
+
+
+@pytest.mark.parametrize(
+    ("engines", "tokens", "planned"), [(2, 0, True), (1, 0, True), (2, 1, True), (2, 0, False)]
+)
+def test_a_batch_behind_a_step_without_tokens_computes_into_no_block(
+    tier: rank.RankTier, runner: Any, engines: int, tokens: int, planned: bool
+) -> None:
+    """Runner V1 gives it the slots of the step before, up to 0.19; loads may fill their blocks."""
+    slots = torch.arange(4)
+    keep_slots(runner, slots, engines)
+    described = SimpleNamespace(total_num_scheduled_tokens=tokens, num_scheduled_tokens={})
+    tier.begin_step(a_plan((a_load(1, (4,), (0,)),), stores_done=1) if planned else None, described)
+    cleared = engines > 1 and not tokens and planned
+    assert slots.tolist() == ([-1] * 4 if cleared else [0, 1, 2, 3])
 
 
 def flip(tier: rank.RankTier, slot: int) -> None:

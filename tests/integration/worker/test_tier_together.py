@@ -149,7 +149,7 @@ def test_a_store_that_fails_on_one_rank_is_never_read(
     step(ranks[1 - failing], load)
     with pytest.raises(RuntimeError, match="an earlier copy of some of these blocks"):
         ranks[failing].begin_step(load, STEP)
-    ranks[failing]._promised = ()
+    ranks[failing]._promises._promised = ()
 
 
 def test_bytes_that_change_in_common_memory_are_found_by_the_rank_that_stored_them(

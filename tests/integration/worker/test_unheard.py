@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from integration.worker.runners import small_runner
+from integration.worker.runners import keep_slots, small_runner
 from tier.plans import a_load, a_plan, a_store
 
 from kvoffload_patch.integration.engine.ranks import checks
@@ -81,6 +81,12 @@ def replaced_tensors(worker: Any, tier: Any, monkeypatch: pytest.MonkeyPatch) ->
     return STORE
 
 
+def failed_step_without_tokens(worker: Any, tier: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    keep_slots(worker.model_runner, SimpleNamespace(fill_=raises))
+    monkeypatch.setattr(STEP, "total_num_scheduled_tokens", 0)
+    return STORE
+
+
 def failed_load(worker: Any, tier: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     step(worker, STORE)
     monkeypatch.setattr(TorchBackend, "load", raises)
@@ -100,6 +106,7 @@ def failed_end(worker: Any, tier: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 FAULTS = {
     lost_plan: "expected ticket 1 from gpu to cpu, found 3",
     replaced_tensors: "the KV tensors of this rank were replaced",
+    failed_step_without_tokens: "no such device",
     failed_load: "expected copy 1 from cpu to gpu to arrive",
     failed_forward: "no such device",
     failed_end: "no such device",

@@ -12,7 +12,7 @@ import torch
 from tier.plans import a_result
 
 from kvoffload_patch.integration.engine import hooks as engine_hooks
-from kvoffload_patch.integration.protocol import PLAN, RESULT, TIER
+from kvoffload_patch.integration.protocol import RESULT, TIER
 from kvoffload_patch.integration.worker.hooks import execute_model
 from kvoffload_patch.integration.worker.vllm_runner import (
     block_layout,
@@ -244,26 +244,3 @@ def test_profiling_passes_end_before_a_tier_is_attached(monkeypatch: pytest.Monk
     core = SimpleNamespace(vllm_config=None)
     engine_hooks.init(lambda *_: order.append("profile and start"), core, (None, object), {})
     assert order == ["profile and start", "attach"]
-
-
-@pytest.mark.parametrize(
-    ("engines", "tokens", "planned"), [(2, 0, True), (1, 0, True), (2, 1, True), (2, 0, False)]
-)
-def test_a_batch_behind_a_step_without_tokens_computes_into_no_block(
-    engines: int, tokens: int, planned: bool
-) -> None:
-    """Runner V1 gives it the slots of the step before, up to 0.19; loads may fill their blocks."""
-    slots = torch.arange(4)
-    table = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=slots))
-    runner = SimpleNamespace(
-        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=engines)),
-        input_batch=SimpleNamespace(block_table=SimpleNamespace(block_tables=[table])),
-        _get_slot_mappings=None,
-        **{TIER: Recorded()},
-    )
-    step = SimpleNamespace(total_num_scheduled_tokens=tokens)
-    if planned:
-        setattr(step, PLAN, object())
-    execute_model(lambda *_, **__: "output", runner, (step,), {})
-    cleared = engines > 1 and not tokens and planned
-    assert slots.tolist() == ([-1] * 4 if cleared else [0, 1, 2, 3])
