@@ -1,6 +1,6 @@
 """Small faults in a copy of the package, one at a time: does a test notice each?
 
-    python scripts/matrix mutants                       # all: `mutants_engine`, `mutants_list`
+    python scripts/matrix mutants                       # all: of `mutants_engine` and its like
     python scripts/matrix mutants watermark 'a ticket'  # those whose name has one of these
     python scripts/matrix mutants --json docs/measured/matrix/mutants.json
 
@@ -34,11 +34,12 @@ from typing import Any
 from scripts import ROOT
 from scripts.bench.common import machine, say, write_json
 from scripts.matrix import results
+from scripts.matrix.mutants_connectors import CONNECTORS
 from scripts.matrix.mutants_engine import ENGINE
 from scripts.matrix.mutants_list import PATCHING, TIER, TRANSFER, WORKER, Mutant
 
 # Those that take longest come first.
-MUTANTS = (*ENGINE, *WORKER, *TRANSFER, *TIER, *PATCHING)
+MUTANTS = (*ENGINE, *CONNECTORS, *WORKER, *TRANSFER, *TIER, *PATCHING)
 PACKAGE = "kvoffload_patch"
 COPIED = (PACKAGE, "scripts", "tests", "pyproject.toml")
 PYTEST = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider")

@@ -12,7 +12,6 @@ _ADMISSION = "integration/engine/requests/test_admission.py::"
 _LOOKUP = "integration/engine/requests/test_lookup.py::"
 _SCHEDULER = "integration/engine/adapters/test_vllm_scheduler.py::"
 _CHOICE = "integration/engine/blocks/test_store_choice.py::"
-_INVALID = "integration/engine/blocks/test_invalid_blocks.py::"
 _UNHEARD = "integration/worker/test_unheard.py"
 _LORA = "integration/engine/adapters/test_vllm_lora.py"
 _RANDOM_PARTS = "integration/engine/test_random_runs.py::test_random_runs_of_hits_within_a_block"
@@ -89,32 +88,25 @@ ENGINE = (
         (_CHOICE + "test_keys_of_blocks_that_no_step_computes_leave_vllms_cache",),
     ),
     Mutant(
-        "what a connector failed to fill stays in vLLM's prefix cache",
-        _FILES + "blocks/invalid_blocks.py",
-        "self._view.adapter.uncache([block])",
-        "pass",
-        (_INVALID + "test_nobody_hits_what_was_computed_upon_a_failed_load",),
-    ),
-    Mutant(
-        "a request that waits keeps blocks that a connector failed to fill",
+        "a load that a rank begins after a reset is not waited for",
         _FILES + "requests/loads.py",
-        "if block.block_id in self._untrusted",
-        "if False",
-        (_INVALID + "test_a_request_that_waits_for_a_load_holds_none_of_them",),
+        "self._manager.await_load(load.ticket)\n"
+        "            self._view.release(reversed(load.blocks))\n        self.under_way",
+        "self._view.release(reversed(load.blocks))\n        self.under_way",
+        (
+            "integration/engine/test_tier.py::"
+            "test_a_load_that_a_rank_begins_after_a_reset_is_waited_for",
+        ),
     ),
     Mutant(
-        "of requests that do not run, what they computed upon an unfilled block is kept",
-        _FILES + "blocks/invalid_blocks.py",
-        "names = self._view.scheduler.requests",
-        "names = [one.request_id for one in self._view.scheduler.running]",
-        (_INVALID + "test_a_session_that_waits_for_input_has_computed_upon_it_as_well",),
-    ),
-    Mutant(
-        "what was computed upon an unfilled block is kept where its request was preempted",
-        _FILES + "blocks/invalid_blocks.py",
-        "if not has.issuperset(",
-        "if name not in tables and not has.issuperset(",
-        (_INVALID + "test_a_request_that_is_gone_has_computed_upon_it_as_well",),
+        "a size is changed beside a step that may use the slots",
+        _FILES + "control.py",
+        "if ranks.beside_steps and self._tier.pace.in_flight:",
+        "if False:",
+        (
+            "integration/engine/test_control.py::"
+            "test_where_calls_come_beside_steps_no_size_is_changed_while_one_is_under_way",
+        ),
     ),
     Mutant(
         "a hit is stored again from a block that has lost its key",
@@ -293,13 +285,6 @@ ENGINE = (
         "together != len(ranks)",
         "together < len(ranks)",
         ("integration/engine/ranks/test_checks.py",),
-    ),
-    Mutant(
-        "the key of a block that a connector did not fill is kept",
-        _FILES + "blocks/invalid_blocks.py",
-        "self._manager.discard(key)",
-        "pass",
-        (_INVALID + "test_all_that_was_computed_upon_a_failed_load_is_discarded",),
     ),
     Mutant(
         "a state is loaded a token too early",

@@ -238,6 +238,20 @@ WORKER = (
         _RANK,
     ),
     Mutant(
+        "a call is carried out within a step of another thread",
+        _WORKER + "step_order.py",
+        "if self._steps_on not in (None, threading.get_ident()):",
+        "if False:",
+        ("integration/worker/test_step_order.py",),
+    ),
+    Mutant(
+        "a step reads loads that nobody brings, on a rank that was closed",
+        _WORKER + "lost.py",
+        "if plan is not None and plan.promised:",
+        "if False:",
+        ("integration/worker/test_step_order.py",),
+    ),
+    Mutant(
         "the output of an asynchronous step is not asked for what it has read",
         _WORKER + "promises.py",
         "if self._promised:\n            check_when_taken",

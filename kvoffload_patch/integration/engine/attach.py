@@ -126,6 +126,16 @@ def connect(
     return breaker
 
 
+def _check_wipe(ranks: RankGroup, settings: Settings) -> None:
+    """Slots are overwritten behind the steps that were sent before, which may load from them."""
+    if settings.wipe and ranks.beside_steps:
+        raise TierRefused(
+            "expected workers that overwrite slots in order with steps, which KVOFFLOAD_WIPE=1 "
+            "needs, found Ray's compiled graph, where they carry out calls beside steps; set "
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1 (from vLLM 0.20 on), or unset KVOFFLOAD_WIPE."
+        )
+
+
 def _attach(engine_core: Any, vllm_config: Any, refused: str) -> None:
     ranks = RankGroup(engine_core.model_executor, ending(engine_core))
     breaker: Breaker | None = None
@@ -136,6 +146,7 @@ def _attach(engine_core: Any, vllm_config: Any, refused: str) -> None:
         _check_scheduler(scheduler)
         settings = _chosen(Settings.from_env(), scheduler.kv_cache_manager.block_pool)
         unverified = check_eligible(vllm_config, scheduler)
+        _check_wipe(ranks, settings)
         hooks = step_hooks(scheduler)
         cpu_bytes = engine_bytes(vllm_config, settings)
         _rehearse(scheduler, hooks, settings)

@@ -241,6 +241,13 @@ class Desk:
                 f"expected {most:.2f} GiB at most, which this engine mapped when it started, found "
                 f"{gib:g} GiB; restart it with a larger KVOFFLOAD_CPU_GIB to have more."
             )
+        if ranks.beside_steps and self._tier.pace.in_flight:
+            raise Refused(
+                "expected no step under way, because workers of Ray's compiled graph carry out a "
+                f"change of size beside steps, found {self._tier.pace.in_flight}; ask again when "
+                "the engine is idle, or start it with VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1 (from "
+                "vLLM 0.20 on)."
+            )
         if num_slots > has:
             try:
                 ranks.check_room(num_slots - has)

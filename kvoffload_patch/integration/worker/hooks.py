@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvoffload_patch.integration.protocol import PLAN, attached
+from kvoffload_patch.integration.worker.lost import check_reads_nothing
 from kvoffload_patch.integration.worker.memory import begin_early
 
 Wrapped = Callable[..., Any]
@@ -25,10 +26,11 @@ def execute_model(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> An
     It returns None when `sample_tokens` is still to come. The store is submitted after that,
     because a drafting model writes its KV there.
     """
-    tier = attached(instance)
+    tier, step = attached(instance), _scheduler_output(*args, **kwargs)
     if tier is None or _is_dummy(*args, **kwargs):
+        if tier is None:
+            check_reads_nothing(getattr(step, PLAN, None))
         return wrapped(*args, **kwargs)
-    step = _scheduler_output(*args, **kwargs)
     tier.begin_step(getattr(step, PLAN, None), step)
     output = wrapped(*args, **kwargs)
     tier.end_forward()

@@ -1,4 +1,4 @@
-"""What a rank has in the place of a tier that could not be finished."""
+"""A rank without its tier: one that could not be finished, and steps that rely on one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,23 @@ import logging
 from collections.abc import Callable
 from typing import NoReturn
 
+from kvoffload_patch.tier.plan import TransferPlan
+
 logger = logging.getLogger("vllm.kvoffload_patch")
+
+
+def check_reads_nothing(plan: TransferPlan | None) -> None:
+    """A step comes to a rank without its tier: it was closed since the step was sent.
+
+    Raises:
+        RuntimeError: the step reads loads of the tier, which may not have been carried out.
+    """
+    if plan is not None and plan.promised:
+        raise RuntimeError(
+            "kvoffload_patch: expected the CPU tier of this rank to be open for a step that reads "
+            "its loads, found it closed, so the step may lack bytes that were promised to it; "
+            "restart the server, or set KVOFFLOAD_DISABLE=1 to serve without it."
+        )
 
 
 class LostTier:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvoffload_patch import __version__, launch_token
-from kvoffload_patch.integration.protocol import TIER, RankGeometry, RankOpened
+from kvoffload_patch.integration.protocol import TIER, RankGeometry, RankOpened, attached
 from kvoffload_patch.integration.shared_files import SharedFileAddress
 from kvoffload_patch.integration.slot_counts import SlotCounts
 from kvoffload_patch.integration.worker.alarm import ranks_of_engine, reports
@@ -140,19 +140,24 @@ def open_rank(
 def resize_rank(worker: Any, num_slots: int, sizing: int) -> tuple[int, bool]:
     """Use so many slots; answers how many are usable now, and whether they become more."""
     tier: RankTier = getattr(worker.model_runner, TIER)
-    return tier.resize(num_slots, sizing)
+    with tier.order.between_steps():
+        return tier.resize(num_slots, sizing)
 
 
 def wipe_rank(worker: Any) -> None:
     """Overwrite every slot, once every copy planned so far is done."""
     tier: RankTier = getattr(worker.model_runner, TIER)
-    tier.wipe()
+    with tier.order.between_steps():
+        tier.wipe()
 
 
 def drain_rank(worker: Any) -> bool:
     """Return when every copy planned so far is done: whether none failed, as `RankTier.drain`."""
     tier: RankTier | None = getattr(worker.model_runner, TIER, None)
-    return tier is not None and tier.drain()
+    if tier is None:
+        return False
+    with tier.order.between_steps():
+        return tier.drain()
 
 
 def finish_rank(worker: Any, plan: TransferPlan | None) -> None:
@@ -168,11 +173,14 @@ def finish_rank(worker: Any, plan: TransferPlan | None) -> None:
             raise RuntimeError("expected this rank's tier to be open, found none")
         return
     try:
-        try:
-            tier.finish(plan)
-        finally:
-            close_rank(worker)
+        with tier.order.between_steps():
+            try:
+                tier.finish(plan)
+            finally:
+                close_rank(worker)
     except BaseException as error:
+        if attached(worker.model_runner) is tier:  # a step on another thread may still use it
+            _keep(tier)
         setattr(worker.model_runner, TIER, LostTier(error, tier.ends))
         raise
 
@@ -209,5 +217,9 @@ def close_rank(worker: Any) -> None:
         try:
             tier.close()
         except BaseException:
-            _NOT_FREED.append(tier)
+            _keep(tier)
             raise
+
+
+def _keep(tier: RankTier) -> None:
+    _NOT_FREED.append(tier)

@@ -14,8 +14,10 @@ from kvoffload_patch.config import as_given
 from kvoffload_patch.integration.shared_files import SharedFileAddress
 from kvoffload_patch.integration.slot_counts import SlotCounts
 from kvoffload_patch.integration.worker.layer_gate import LayerGate
+from kvoffload_patch.integration.worker.lost import check_reads_nothing
 from kvoffload_patch.integration.worker.memory import open_host
 from kvoffload_patch.integration.worker.promises import Promises
+from kvoffload_patch.integration.worker.step_order import StepOrder
 from kvoffload_patch.integration.worker.tuning import IDLE_WAIT_S, MEASURED_BYTES, SHORT_STEP_TOKENS
 from kvoffload_patch.integration.worker.vllm_runner import (
     block_layout,
@@ -48,6 +50,7 @@ class RankTier:
 
     Attributes:
         overlap: which part of a load may be on its way when the step that reads it begins.
+        order: whose turn it is, for calls by RPC.
         ends: as ``end``, where nobody hears what this rank raises within a step.
 
     Raises:
@@ -137,6 +140,7 @@ class RankTier:
         wait_ready, turn = self._host.wait_ready, Turn(*own)
         self._engine = CopyEngine(layout, chosen.backend, wait_ready, turn=turn, end=end)
         self._promises = Promises(self._engine)
+        self.order = StepOrder(self._engine.synchronize)
 
     @property
     def num_ready(self) -> int:
@@ -161,7 +165,10 @@ class RankTier:
         """
         try:
             self._check_not_lost()
-            self._begin_step(plan, step)
+            if self.order.step_begins():
+                self._begin_step(plan, step)
+            else:
+                check_reads_nothing(plan)
         except BaseException as error:  # noqa: BLE001 - raised again, or told to the engine
             self._failed(error)
 
@@ -181,8 +188,12 @@ class RankTier:
 
     def end_step(self, output: Any) -> Any:
         """After the forward pass and what follows it: submit the store, report what is done."""
+        if self.order.closed:  # since the step was sent
+            return output
         try:
-            return self._end_step(output)
+            output = self._end_step(output)
+            self.order.step_ends()
+            return output
         except BaseException as error:  # noqa: BLE001 - raised again, or told to the engine
             self._failed(error)
             return output
@@ -292,8 +303,10 @@ class RankTier:
         Raises:
             TransferError: a copy is past its deadline; what it may read or write is not freed.
         """
+        self.order.closed = True
         if self._gate is not None:
             self._gate.close()
+            self._gate = None
         self._engine.close()
         del self._engine, self._promises
         self._host.close()
@@ -311,6 +324,7 @@ class RankTier:
     def _failed(self, error: BaseException) -> None:
         """A part of a step has raised this: no step begins any more."""
         self._lost = self._lost or error
+        self.order.step_ends()
         if not isinstance(error, Exception):
             raise error
         self._tell(error)

@@ -25,3 +25,6 @@ WEIGHT_PIECE_WORDS = 1 << 22
 # Weights in CPU memory are compared up to so many bytes, which takes a fraction of a second.
 # Not measured: it bounds what a step can be held up where layers are kept there.
 HOST_WEIGHT_BYTES = 256 << 20
+# How long a call waits for the step that it has come into, where steps have a thread of their own.
+# Not measured: less than the engine waits for the call (`RPC_TIMEOUT_S`), and longer than any step.
+STEP_ENDS_S = 240.0

@@ -72,7 +72,7 @@ class FakeRanks:
         self.num_slots = 400  # that the tier was opened with
         self.copies = "by hand"
         self.asleep, self.version = False, 0  # of the weights
-        self.wrong_bytes = str  # nothing is wrong
+        self.wrong_bytes, self.beside_steps = str, False  # nothing is wrong
 
     def check_room(self, more: int) -> None:
         """There is room for everything."""

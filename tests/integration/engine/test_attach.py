@@ -180,6 +180,25 @@ def test_a_refusal_names_the_option_where_one_was_given(
     assert len(log) == 1 and f"lower {name}, or free memory" in log[0]
 
 
+@pytest.mark.parametrize(
+    ("module", "refused"), [("ray_executor", True), ("ray_executor_v2", False)]
+)
+def test_slots_are_not_overwritten_beside_steps(
+    module: str, refused: bool, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that was sent before may load from them."""
+    monkeypatch.setenv("KVOFFLOAD_WIPE", "1")
+    mini = Mini(tier=False)
+    kind = type("Own", (Executor,), {"__module__": f"vllm.v1.executor.{module}"})
+    core = engine(mini, kind())
+    attach(core, mini.config)
+    assert [
+        text for text in log if "KVOFFLOAD_WIPE=1 needs, found Ray's compiled graph" in text
+    ] == log
+    assert bool(log) == refused
+    detach(core)
+
+
 # What fails: (object, name of a function on it). Everything of ours that runs at attach.
 FAILING = {
     "settings": (attach_module.Settings, "from_env"),

@@ -160,6 +160,24 @@ def test_a_size_that_cannot_be_is_refused_and_nothing_changes(slots: float, why:
     assert mini.manager.num_slots == 20 and not mini.breaker.detached
 
 
+def test_where_calls_come_beside_steps_no_size_is_changed_while_one_is_under_way() -> None:
+    """A step that was sent before may be carried out after it, and use slots that are gone."""
+    mini = Mini(num_slots=20, in_flight=2, asynchronous=False)
+    mini.ranks.beside_steps = True
+    mini.add(prompt(3, seed=1), count=20)
+    mini.begin_step()
+    refused = mini.ask("resize", gib=8 * SIZE)
+    mini.begin_step()
+    assert refused.done.is_set()
+    assert refused.error.startswith("expected no step under way, because workers of Ray's ")
+    assert refused.error.count("found 1; ") == 1
+    assert mini.manager.num_slots == 20 and not mini.breaker.detached
+    mini.run()
+    assert not asked(mini, "resize", gib=8 * SIZE).error
+    assert mini.manager.num_slots == 8
+    nothing_held(mini)
+
+
 def test_a_refusal_names_the_option_where_one_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     mini = Mini(num_slots=20)
     assert "larger KVOFFLOAD_CPU_GIB to have" in asked(mini, "resize", gib=21 * SIZE).error

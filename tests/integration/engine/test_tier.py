@@ -321,3 +321,18 @@ def test_blocks_that_decodes_fill_are_stored_by_one_plan_for_several_steps() -> 
     assert len(stored) <= steps / TOGETHER_STEPS + 2
     assert not mini.manager._queue, "the step after the last request's end leaves none behind"
     mini.check()
+
+
+def test_a_load_that_a_rank_begins_after_a_reset_is_waited_for() -> None:
+    """Where calls come beside steps, a rank has drained before it has carried out the load."""
+    mini = Mini(load_mode="parked", late=6, blocks=14)
+    mini.only_in_cpu(prompt(6, seed=1))
+    name = mini.add(prompt(6, seed=1))
+    mini.step()
+    mini.abort(name)
+    mini.ranks.drain = lambda: True  # type: ignore[method-assign]
+    assert mini.scheduler.reset_prefix_cache()
+    for seed in (2, 3):
+        mini.add(prompt(4, seed=seed), count=12)
+    mini.run()
+    mini.check()

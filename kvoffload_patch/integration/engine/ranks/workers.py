@@ -32,6 +32,10 @@ logger = logging.getLogger("vllm.kvoffload_patch")
 _HAVE_PROCESSES = ("vllm.v1.executor.multiproc_", "vllm.v1.executor.ray_")
 
 
+# Those whose workers carry out calls beside steps: of Ray's compiled graph, up to 0.10 and later.
+_BESIDE_STEPS = ("vllm.v1.executor.ray_distributed_executor", "vllm.v1.executor.ray_executor")
+
+
 class RankGroup:
     """The workers of an executor.
 
@@ -115,6 +119,11 @@ class RankGroup:
         if any(c.__module__.startswith(_HAVE_PROCESSES) for c in classes):
             return worker_side.end_process
         return self._end if hasattr(self._executor, "driver_worker") else None
+
+    @property
+    def beside_steps(self) -> bool:
+        """Whether workers may carry out a call before a step that was sent before it."""
+        return any(c.__module__ in _BESIDE_STEPS for c in type(self._executor).__mro__)
 
     def _divide(self, ranks: Sequence[RankGeometry], cpu_bytes: int | None, engines: int) -> None:
         """Find how many slots there are to be."""

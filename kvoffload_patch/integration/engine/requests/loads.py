@@ -277,6 +277,8 @@ class LoadBook:
         """Give everything up. All loads must be done on every rank."""
         loads = list(self.under_way)
         for load in loads:
+            # Where calls come beside steps, a rank may begin it yet, and others get its blocks.
+            self._manager.await_load(load.ticket)
             self._view.release(reversed(load.blocks))
         self.under_way.clear()
         self._by_ticket.clear()

@@ -294,6 +294,20 @@ def test_a_rank_is_told_how_to_end_its_process_if_that_is_vllms_own(
         assert executor.calls[1][-1] == (own if wanted == "this process" else wanted)
 
 
+@pytest.mark.parametrize(
+    ("kind", "beside"),
+    [
+        (executor_of("vllm.v1.executor.ray_distributed_executor"), True),
+        (type("Own", (executor_of("vllm.v1.executor.ray_executor"),), {}), True),
+        (executor_of("vllm.v1.executor.ray_executor_v2"), False),
+        (MULTIPROC, False),
+    ],
+    ids=["Ray's up to 0.10", "derived from Ray's", "Ray's second", "a process each"],
+)
+def test_which_workers_carry_out_calls_beside_steps(kind: type[Executor], beside: bool) -> None:
+    assert RankGroup(kind([geometry(0)], [9])).beside_steps == beside
+
+
 def test_the_end_of_a_process_reaches_the_watch_of_its_copies(worker: Any) -> None:
     assert rpc.open_rank(worker, 5, end=rpc.end_process).error == ""
     assert getattr(worker.model_runner, TIER)._engine._end is rpc.end_process
