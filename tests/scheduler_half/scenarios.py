@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from transfer.resident import kvoffload_threads
 
 from kvoffload_patch.integration.engine.eligibility import check_eligible
 from kvoffload_patch.integration.errors import TierRefused
+from kvoffload_patch.integration.protocol import PLAN
 from kvoffload_patch.links import LOAD
 
 Facts = dict[str, Any]
@@ -164,6 +166,31 @@ def hybrid() -> Facts:
     }
 
 
+def watch_loads(mini: Mini) -> Counter[str]:
+    """See that no load writes to a block which its own step takes from a request it preempts.
+
+    From 0.14 on vLLM tells a KV connector of those with the step, within `execute_model`, so that
+    it ends what it saves in the background; the loads of that step have begun by then.
+    """
+    seen, begin_step = Counter[str](), mini.begin_step
+
+    def begin() -> Any:
+        running = [request.request_id for request in mini.scheduler.running]
+        tables = {name: set(chain(*mini.view.block_tables(name))) for name in running}
+        scheduled = begin_step()
+        plan = getattr(scheduled, PLAN, None)
+        written = {block for load in plan.before for block in load.target_ids} if plan else set()
+        seen["steps with loads"] += bool(written)
+        for name, blocks in tables.items():
+            if mini.scheduler.requests[name].status.name == "PREEMPTED":
+                seen["preempted"] += 1
+                assert not written & blocks, f"a load writes to what {name} has lost"
+        return scheduled
+
+    mini.begin_step = begin  # type: ignore[method-assign]
+    return seen
+
+
 def preemption() -> Facts:
     """Requests that outgrow the GPU are preempted, and resumed with what the tier has."""
     facts: Facts = {}
@@ -172,9 +199,11 @@ def preemption() -> Facts:
         if second_runner and not hasattr(mini.scheduler, "use_v2_model_runner"):
             continue
         mini.scheduler.use_v2_model_runner = second_runner
+        seen = watch_loads(mini)
         for seed in range(4):
             mini.add(prompt(4, seed=seed), count=60 + 20 * seed)
         mini.run()
+        assert seen["steps with loads"] and seen["preempted"], seen
         mini.check()
         nothing_held(mini)
         assert mini.device.resumed, "nothing was preempted"
