@@ -36,10 +36,12 @@ from scripts.bench.common import machine, say, write_json
 from scripts.matrix import results
 from scripts.matrix.mutants_connectors import CONNECTORS
 from scripts.matrix.mutants_engine import ENGINE
-from scripts.matrix.mutants_list import PATCHING, TIER, TRANSFER, WORKER, Mutant
+from scripts.matrix.mutants_groups import GROUPS
+from scripts.matrix.mutants_list import MEMORY, TIER, TRANSFER, WORKER, Mutant
+from scripts.matrix.mutants_patching import PATCHING
 
 # Those that take longest come first.
-MUTANTS = (*ENGINE, *CONNECTORS, *WORKER, *TRANSFER, *TIER, *PATCHING)
+MUTANTS = (*ENGINE, *CONNECTORS, *GROUPS, *WORKER, *TRANSFER, *TIER, *MEMORY, *PATCHING)
 PACKAGE = "kvoffload_patch"
 COPIED = (PACKAGE, "scripts", "tests", "pyproject.toml")
 PYTEST = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider")

@@ -63,7 +63,7 @@ RECEIVERS = {
 OTHERS = {"cuda", "data_ptr", "device", "numel", "type", "Tensor", "is_integrated", "nodename"}
 OTHERS |= {"get_device_properties", "set_device", "synchronize", "annotation", "parameters"}
 OTHERS |= {"named_modules"}
-OTHERS |= {"from_iterable"}  # of itertools.chain
+OTHERS |= {"from_iterable", "notify_all"}  # of itertools.chain, and of threading.Condition
 OTHERS |= {
     "untyped_storage",
     "nbytes",
