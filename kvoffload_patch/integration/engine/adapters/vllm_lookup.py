@@ -119,8 +119,19 @@ class PrefixLookup:
                 if not given.may_grow:
                     return given.result
                 now = self._search(block_hashes, max_cache_hit_length)
-                return now if now[1:] > given.result[1:] else given.result
+                longer = now[1:] > given.result[1:]
+                return now if longer or _has_moved(given.groups) else given.result
         result = self._search(block_hashes, max_cache_hit_length)
         if self._searching:
             self._last = Found(block_hashes, max_cache_hit_length, result)
         return result
+
+
+def _has_moved(groups: Sequence[Sequence[Any]]) -> bool:
+    """Whether a block of which a part is hit, the last one, has lost its key in this very step.
+
+    The step makes a copy of it, which has the key now (`BlockPool.move_block_hashes`), and writes
+    to it. What vLLM finds by itself names the copy, which it does not hit before it is made.
+    """
+    last = [hit[-1] for hit in groups if hit]
+    return any(block.block_hash is None and not block.is_null for block in last)

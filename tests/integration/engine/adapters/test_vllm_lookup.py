@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 
 from integration.engine.mini import BLOCK, Mini
 from scheduler_half.scenarios import prompt
+from scheduler_half.states import STATE
 
 MODES = ["inline", "parked"]
 
@@ -143,6 +144,32 @@ def test_a_parked_request_is_not_given_what_a_connector_has_taken_back(
     mini.run()
     mini.check()
     assert False in searches
+
+
+def test_a_state_whose_key_has_moved_to_a_copy_is_not_hit_before_it_is_made() -> None:
+    """As in plain vLLM: its request writes to the block that had the key, by the same step."""
+    mini = Mini(windows=(None, STATE), blocks=60, unit=4)
+    if not mini.view.groups.parts:
+        pytest.skip("this release has no hits that end within a block")
+    asked = prompt(4, seed=1, tail=3)
+    mini.add(asked, count=1)
+    mini.run()
+    producer = mini.scheduler.requests[mini.add(asked[: BLOCK + 14], count=40)]
+    while producer.num_computed_tokens < BLOCK + 12:  # where its prompt's last key ends
+        mini.step()
+    coordinator, found = mini.kv_manager.coordinator, list[Any]()
+    find = coordinator.find_longest_cache_hit
+    coordinator.find_longest_cache_hit = lambda *how: found.append(find(*how)) or found[-1]
+    name = mini.add([*asked[: 3 * BLOCK + 5], 7, 8, 9], count=5)
+    mini.begin_step()
+    given = found[-1]
+    assert given[1:] == (BLOCK + 12, BLOCK + 4), "others have more of it"
+    assert all(block.block_hash for hit in given[0] for block in hit if not block.is_null)
+    assert name not in mini.hits
+    mini.end_step()
+    mini.run()
+    mini.check()
+    assert mini.hits[name] == BLOCK + 12
 
 
 def test_the_search_is_vllms_own_again_in_the_end() -> None:
