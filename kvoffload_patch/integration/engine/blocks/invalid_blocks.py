@@ -8,7 +8,7 @@ leaves them in the prefix cache, or it fails the requests and takes them out of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -55,20 +55,26 @@ class InvalidBlocks:
         Of every request that has one of them, running or not, all keys from the first of them on
         are discarded. One that has ended or was preempted since that step, or whose window has left
         blocks behind, lacks blocks that it has cached since, upon which it may have computed others
-        that it has: all that it has cached since that step is discarded.
+        that it has: all that it has cached since that step is discarded. So is what others have
+        computed upon any of these: a window shows them, and not what they were computed upon.
         """
         names = self._view.scheduler.requests
         tables = {name: self._view.block_tables(name) for name in names}
         wrong = set(gpu_block_ids)
-        for table in tables.values():
-            wrong.update(self._from_first(table, gpu_block_ids))
-        for gpu_block_id in wrong:
-            self._distrust(gpu_block_id, self._view.cached_key(gpu_block_id))
         for name, cached in self._cached_since().items():
             has = set(chain(*tables.get(name, ())))
             if not has.issuperset([gpu_block_id for gpu_block_id, _ in cached]):
                 for gpu_block_id, key in cached:
-                    self._distrust(gpu_block_id, key)
+                    if self._distrust(gpu_block_id, key):
+                        wrong.add(gpu_block_id)
+        null, known = {self._view.pool.null_block.block_id}, 0
+        wrong -= null
+        while len(wrong) > known:
+            known = len(wrong)
+            for table in tables.values():
+                wrong.update(self._from_first(table, wrong).difference(null))
+        for gpu_block_id in wrong:
+            self._distrust(gpu_block_id, self._view.cached_key(gpu_block_id))
 
     def _cached_since(self) -> dict[str, list[tuple[int, Hashable]]]:
         """What each request has cached since the step whose output is being taken in."""
@@ -77,9 +83,7 @@ class InvalidBlocks:
             found.setdefault(request_id, []).append((gpu_block_id, key))
         return found
 
-    def _from_first(
-        self, tables: Sequence[list[int]], gpu_block_ids: Collection[int]
-    ) -> Iterator[int]:
+    def _from_first(self, tables: Sequence[list[int]], gpu_block_ids: Collection[int]) -> set[int]:
         """The blocks of a request from the first of these on, in every KV cache group.
 
         A layer computes upon those before it, whichever group they are of: what one group lacks is
@@ -88,16 +92,20 @@ class InvalidBlocks:
         begins: list[int] = []  # tokens before the first of these, in each group that has any
         for table, size in zip(tables, self._view.block_sizes):
             begins += [at * size for at, block in enumerate(table) if block in gpu_block_ids][:1]
-        if begins:
-            for table, size in zip(tables, self._view.block_sizes):
-                yield from table[min(begins) // size :]
+        if not begins:
+            return set()
+        sized = zip(tables, self._view.block_sizes)
+        return set(chain(*(table[min(begins) // size :] for table, size in sized)))
 
-    def _distrust(self, gpu_block_id: int, key: Hashable) -> None:
+    def _distrust(self, gpu_block_id: int, key: Hashable) -> bool:
+        """Discard a key; whether the GPU block still has it."""
         if key is None:
-            return
+            return False
         self._manager.discard(key)
-        if self._view.still_cached(gpu_block_id, key):
+        has = self._view.still_cached(gpu_block_id, key)
+        if has:
             self.untrusted[gpu_block_id] = key
+        return has
 
     def take_out(self) -> None:
         """Take out of vLLM's prefix cache what nobody uses any more; before a step is scheduled.

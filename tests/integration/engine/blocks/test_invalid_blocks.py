@@ -100,6 +100,33 @@ def test_a_session_that_waits_for_input_has_computed_upon_it_as_well() -> None:
     assert held(mini, own) == [True, *[False] * 5]
 
 
+def test_what_was_computed_behind_a_window_that_does_not_show_it_is_discarded_as_well() -> None:
+    """Of whom its window has left behind vLLM itself does not know, and answers wrongly once."""
+    mini = Mini(blocks=80, windows=(40,))
+    known = prompt(3, seed=1, tail=0)
+    connector = Connector(mini, False, known)
+    connector.fails = True
+    own = known + prompt(6, seed=2, tail=0)
+    other = own + prompt(3, seed=3)
+    name, behind = mini.add([*own, 5], count=3), mini.add(other, count=3)
+    mini.begin_step()
+    (table,) = mini.view.block_tables(behind)
+    failed = set(connector.filled[name][1:])
+    assert mini.hits[behind] == len(own) and failed.isdisjoint(table)
+    end_step(mini, invalid_block_ids=failed)
+    assert held(mini, other) == [True, *[False] * 11]
+    mini.run()
+    mini.settle()
+    connector.known.clear()
+    mini.pool.free_blocks(mini.pool.get_new_blocks(mini.pool.get_num_free_blocks()))
+    mini.answers[behind].clear()
+    mini.counts[behind] = 0
+    mini.add(other, count=3)
+    mini.run()
+    mini.check()
+    nothing_held(mini)
+
+
 @pytest.mark.parametrize("gone", [True, False], ids=["aborted", "computes them again"])
 def test_a_request_that_waits_for_a_load_holds_none_of_them(gone: bool) -> None:
     """It is no request that vLLM would compute them again for."""
