@@ -110,7 +110,7 @@ class Breaker:
     def end_schedule(self, output: Any) -> None:
         """After `schedule`, before its output goes to the ranks."""
         self._depth -= 1
-        self._view.schedule_over()
+        self._view.schedule_over(output)
         if self.detached:
             return
         self._view.adapter.disclaim(output)

@@ -19,6 +19,7 @@ from kvoffload_patch.integration.engine.adapters.vllm_events import KVEvents
 from kvoffload_patch.integration.engine.adapters.vllm_groups import CacheGroups
 from kvoffload_patch.integration.engine.adapters.vllm_lookup import PrefixLookup
 from kvoffload_patch.integration.engine.adapters.vllm_lora import LoraNames
+from kvoffload_patch.integration.engine.adapters.vllm_parts import PartKeys
 from kvoffload_patch.integration.engine.adapters.vllm_pool import key_maker, keys_maker
 from kvoffload_patch.integration.engine.adapters.vllm_sessions import key_mender
 from kvoffload_patch.integration.engine.adapters.vllm_stats import PrefixStats
@@ -74,6 +75,8 @@ class SchedulerView:
         active = hasattr(scheduler, "max_num_active_reqs")
         self.prefix = PrefixLookup(self.manager)
         self.undo: list[Callable[[], None]] = [self.prefix.restore]
+        self._part_keys = PartKeys(self.pool) if groups.parts else None
+        self.undo += [self._part_keys.restore] if self._part_keys else []
         self.prefix_stats = PrefixStats(scheduler)
         self.loras = LoraNames(scheduler)
         self._run_limit = "max_num_active_reqs" if active else "max_num_running_reqs"
@@ -230,9 +233,11 @@ class SchedulerView:
         closed = min(limit, self._run_slots_taken() + admitted)
         setattr(self.scheduler, self._run_limit, closed)
 
-    def schedule_over(self) -> None:
-        """Undo `cap_admissions`, `give` and `pass_over`."""
+    def schedule_over(self, output: Any = None) -> None:
+        """Undo `cap_admissions`, `give` and `pass_over`; ``output``: of `schedule`, if any."""
         self.prefix.given.clear()
+        if self._part_keys:
+            self._part_keys.step_over(() if output is None else output.num_scheduled_tokens)
         if self._passed_over:
             if self._front:
                 self._put_in_order(self._passed_over[-1])
