@@ -51,12 +51,12 @@ class ElasticMini(Mini):
         self.limit, self.kept = limit, kept
         super().__init__(**{"store": "eager", **about})
 
-    def _make_scheduler(self, *about: Any) -> None:
+    def _make_scheduler(self, *about: Any, **more: Any) -> None:
         MEMORY.begin(self.kept)
         self.device.__class__ = ElasticDevice
         self.device.has_memory = lambda block_id: self.page_of(block_id) in MEMORY.mapped
         MEMORY.on_map = MEMORY.on_unmap = self._page_changed
-        super()._make_scheduler(*about)
+        super()._make_scheduler(*about, **more)
         if not kvcached.is_elastic(self.pool):
             from scheduler_half.elastic_stand_in import put_into
 
