@@ -32,14 +32,23 @@ def execute_model(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> An
             check_reads_nothing(getattr(step, PLAN, None))
         return wrapped(*args, **kwargs)
     tier.begin_step(getattr(step, PLAN, None), step)
-    output = wrapped(*args, **kwargs)
+    try:
+        output = wrapped(*args, **kwargs)
+    except BaseException:
+        tier.step_raised()
+        raise
     tier.end_forward()
     return output if output is None else tier.end_step(output)
 
 
 def sample_tokens(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     """`GPUModelRunner.sample_tokens`: the end of a step."""
-    output = wrapped(*args, **kwargs)
+    try:
+        output = wrapped(*args, **kwargs)
+    except BaseException:
+        if (tier := attached(instance)) is not None:
+            tier.step_raised()
+        raise
     tier = attached(instance)
     return output if tier is None else tier.end_step(output)
 

@@ -49,5 +49,8 @@ class LostTier:
             self._end()
         raise RuntimeError(text)
 
+    def step_raised(self) -> None:
+        """It was the step of the tier before, and what vLLM has raised is told."""
+
     def close(self) -> None:
         """Nothing can be given back."""

@@ -198,6 +198,10 @@ class RankTier:
             self._failed(error)
             return output
 
+    def step_raised(self) -> None:
+        """vLLM has raised within the step: no end of it follows, and who goes on may call first."""
+        self.order.step_ends()
+
     def _begin_step(self, plan: TransferPlan | None, step: Any) -> None:
         if not self._growth_told:
             self._tell_growth(plan)

@@ -13,7 +13,7 @@ from tier.plans import a_load, a_plan, a_store
 
 from kvoffload_patch.integration.protocol import TIER
 from kvoffload_patch.integration.worker import rpc, step_order
-from kvoffload_patch.integration.worker.hooks import execute_model
+from kvoffload_patch.integration.worker.hooks import execute_model, sample_tokens
 from kvoffload_patch.integration.worker.step_order import StepOrder
 
 
@@ -122,6 +122,30 @@ def test_on_one_thread_a_call_within_a_step_is_carried_out_at_once() -> None:
     with order.between_steps():
         pass
     order.step_ends()
+
+
+@pytest.mark.parametrize("where", ["execute_model", "sample_tokens"])
+def test_after_a_step_in_which_vllm_has_raised_a_call_waits_for_nothing(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has an engine in its own process may catch that, and reset it on another thread."""
+    monkeypatch.setattr(step_order, "STEP_ENDS_S", 1.0)
+    worker = Worker()
+    runner, arguments = worker.model_runner, (Step(STORE),)
+
+    def raises(*_: Any) -> Any:
+        raise MemoryError("of vLLM's own")
+
+    def step() -> None:
+        if where == "execute_model":
+            execute_model(raises, runner, arguments, {})
+        assert execute_model(lambda _: None, runner, arguments, {}) is None
+        sample_tokens(raises, runner, (None,), {})
+
+    with ThreadPoolExecutor(1) as steps, pytest.raises(MemoryError, match="of vLLM's own"):
+        steps.submit(step).result(60)
+    assert rpc.drain_rank(worker)
+    rpc.finish_rank(worker, None)
 
 
 def test_a_step_that_does_not_end_fails_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
