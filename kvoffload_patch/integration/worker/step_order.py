@@ -28,11 +28,18 @@ class StepOrder:
         self._turn = threading.Condition()
         self._steps_on: int | None = None  # the thread of steps
         self._within = False
+        self._calls = 0  # that wait for the end of a step
         self.closed = False
 
     def step_begins(self) -> bool:
-        """Wait for a call that is being carried out; False if this rank is closed."""
+        """Wait for calls that are being carried out, or wait; False if this rank is closed.
+
+        Where a step follows another at once, a call that waits would not see that one has ended.
+        """
         with self._turn:
+            if self._calls:
+                self.step_ends()  # the one before has, whether that was said or not
+                self._turn.wait_for(lambda: not self._calls)
             self._steps_on, self._within = threading.get_ident(), not self.closed
             return not self.closed
 
@@ -51,7 +58,13 @@ class StepOrder:
         """
         with self._turn:
             if self._steps_on not in (None, threading.get_ident()):
-                if not self._turn.wait_for(lambda: not self._within, STEP_ENDS_S):
+                self._calls += 1
+                try:
+                    ended = self._turn.wait_for(lambda: not self._within, STEP_ENDS_S)
+                finally:
+                    self._calls -= 1
+                    self._turn.notify_all()
+                if not ended:
                     raise RuntimeError(
                         f"expected the step of this rank to end within {STEP_ENDS_S:.0f} s, found "
                         "it still under way"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -155,6 +156,32 @@ def test_a_step_that_does_not_end_fails_the_call(monkeypatch: pytest.MonkeyPatch
         assert steps.submit(order.step_begins).result(60)
     with pytest.raises(RuntimeError, match="found it still under way"), order.between_steps():
         pytest.fail("it is carried out")
+
+
+def test_a_call_has_its_turn_where_steps_follow_each_other_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python's lock is with the thread of steps from the end of one to the middle of the next."""
+    monkeypatch.setattr(step_order, "STEP_ENDS_S", 2.0)
+    order, begun, over = StepOrder(int), threading.Event(), threading.Event()
+
+    def steps() -> None:
+        while not over.is_set():
+            assert order.step_begins()
+            begun.set()
+            time.sleep(0.005)  # others can go on
+            order.step_ends()
+
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(steps)
+        try:
+            assert begun.wait(60)
+            for _ in range(3):
+                with order.between_steps():
+                    assert not order._within
+        finally:
+            over.set()
+        running.result(60)
 
 
 def test_a_call_beside_steps_waits_for_what_they_have_given_the_device() -> None:
