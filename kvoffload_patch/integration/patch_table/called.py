@@ -168,6 +168,18 @@ CALLED = (
         Shape(">=0.24", ("self", "block_hash_with_group_id", "block", "num_tokens"), "None"),
     ),
     *_called(
+        "pool.cache_partial_block",
+        _POOL,
+        "BlockPool.cache_partial_block",
+        "keys of parts that no step computes are taken out of the prefix cache",
+        Shape("<0.24", None),
+        Shape(
+            ">=0.24",
+            ("self", "request", "block", "num_tokens", "kv_cache_group_id", "block_size"),
+            "BlockHashWithGroupId | None",
+        ),
+    ),
+    *_called(
         "hashes.make_key",
         "vllm.v1.core.kv_cache_utils",
         "make_block_hash_with_group_id",

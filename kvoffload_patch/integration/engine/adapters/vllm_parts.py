@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
+from functools import partial
 from typing import Any
 
 
@@ -15,17 +16,15 @@ class PartKeys:
 
     Args:
         pool: a `vllm.v1.core.block_pool.BlockPool`.
+        undo: takes what gives the pool its own function back.
     """
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Any, undo: list[Callable[[], None]]) -> None:
         self._pool = pool
         self._wrapped = pool.cache_partial_block
         self._new: list[tuple[str, Any, Any]] = []  # request, block, key
         pool.cache_partial_block = self._cache
-
-    def restore(self) -> None:
-        """The pool's function is its own again."""
-        del self._pool.cache_partial_block
+        undo.append(partial(delattr, pool, "cache_partial_block"))
 
     def step_over(self, scheduled: Container[str]) -> None:
         """`schedule` has returned with these requests, or raised."""

@@ -75,10 +75,8 @@ class SchedulerView:
         active = hasattr(scheduler, "max_num_active_reqs")
         self.prefix = PrefixLookup(self.manager)
         self.undo: list[Callable[[], None]] = [self.prefix.restore]
-        self._part_keys = PartKeys(self.pool) if groups.parts else None
-        self.undo += [self._part_keys.restore] if self._part_keys else []
-        self.prefix_stats = PrefixStats(scheduler)
-        self.loras = LoraNames(scheduler)
+        self._part_keys = PartKeys(self.pool, self.undo) if groups.parts else None
+        self.prefix_stats, self.loras = PrefixStats(scheduler), LoraNames(scheduler)
         self._run_limit = "max_num_active_reqs" if active else "max_num_running_reqs"
         self._counts_sessions = _SESSIONS in type(scheduler).schedule.__code__.co_names
         self.mend_session = key_mender(scheduler)
