@@ -104,18 +104,22 @@ class Breaker:
     def schedule_raised(self) -> None:
         """`schedule` has raised: no step computes what it cached."""
         self._depth -= 1
+        if self._view.part_keys is not None:
+            self._view.part_keys.step_over(())
         self._view.schedule_over()
         self.tier.schedule_raised()
 
     def end_schedule(self, output: Any) -> None:
         """After `schedule`, before its output goes to the ranks."""
         self._depth -= 1
-        self._view.schedule_over(output)
+        self._view.schedule_over()
         if self.detached:
             return
         self._view.adapter.disclaim(output)
         if self._failure is None:
             try:
+                if self._view.part_keys is not None:
+                    self._view.part_keys.step_over(output.num_scheduled_tokens)
                 self.tier.after_schedule(output)
                 if self.reporter is not None:
                     self.reporter.planned(getattr(output, PLAN, None))

@@ -40,6 +40,7 @@ class SchedulerView:
             key_of, decode_tokens and decode_blocks are theirs.
         in_order: whether vLLM looks up block after block of a prefix, and stops at the first miss.
         prefills: running requests of whose prompts a part is computed, by name.
+        part_keys: of blocks in which hits may end; None where no hit ends within a block.
         prefix: vLLM's own prefix lookup.
         prefix_stats: vLLM's counters of hits.
         loras: the LoRA adapters that requests have named.
@@ -75,7 +76,7 @@ class SchedulerView:
         active = hasattr(scheduler, "max_num_active_reqs")
         self.prefix = PrefixLookup(self.manager)
         self.undo: list[Callable[[], None]] = [self.prefix.restore]
-        self._part_keys = PartKeys(self.pool, self.undo) if groups.parts else None
+        self.part_keys = PartKeys(self.pool, self.undo) if groups.parts else None
         self.prefix_stats, self.loras = PrefixStats(scheduler), LoraNames(scheduler)
         self._run_limit = "max_num_active_reqs" if active else "max_num_running_reqs"
         self._counts_sessions = _SESSIONS in type(scheduler).schedule.__code__.co_names
@@ -231,11 +232,9 @@ class SchedulerView:
         closed = min(limit, self._run_slots_taken() + admitted)
         setattr(self.scheduler, self._run_limit, closed)
 
-    def schedule_over(self, output: Any = None) -> None:
-        """Undo `cap_admissions`, `give` and `pass_over`; ``output``: of `schedule`, if any."""
+    def schedule_over(self) -> None:
+        """Undo `cap_admissions`, `give` and `pass_over`."""
         self.prefix.given.clear()
-        if self._part_keys:
-            self._part_keys.step_over(() if output is None else output.num_scheduled_tokens)
         if self._passed_over:
             if self._front:
                 self._put_in_order(self._passed_over[-1])
