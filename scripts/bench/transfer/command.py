@@ -123,24 +123,39 @@ class Bench:
             self.document["auto"].append(chosen)
             say(f"auto, blocks of {block_bytes >> 10} KiB: {auto.report}")
             auto.engine.close()
-        movers = []
-        names = self.args.backends.split(",") if self.device.type == "cuda" else ["torch"]
-        for name, integrity in product(names, self.args.integrity.split(",")):
-            try:
-                mover = setup.Mover(kv, slots, name, integrity)
-            except Exception as error:  # noqa: BLE001 - the other backends are still measured
-                name = report.named(name, integrity)
-                say(f"{name}: {error}")
-                self.document["cases"].append({"backend": name, "error": str(error)})
-            else:
-                movers.append(mover)
         # What is compared is measured side by side.
-        for order, _ in product(self.args.orders.split(","), range(self.args.rounds)):
-            for mover in movers:
-                if time.monotonic() < self.deadline:
-                    self._case(kv, slots, mover, kind, order, count)
+        for order, round_ in product(self.args.orders.split(","), range(self.args.rounds)):
+            self._round(kv, slots, kind, order, round_)
+
+    def _round(self, kv: Any, slots: Any, kind: str, order: str, round_: int) -> None:
+        """Every backend, made anew: where its buffers come to lie makes a percent or two.
+
+        In another order in each round, so that each is early and late equally often.
+        """
+        names = self.args.backends.split(",") if self.device.type == "cuda" else ["torch"]
+        wanted = list(product(names, self.args.integrity.split(",")))
+        first = round_ // 2 % len(wanted)
+        wanted = wanted[first:] + wanted[:first]
+        movers = self._movers(kv, slots, wanted[::-1] if round_ % 2 else wanted)
+        count = slots.slots.shape[0] // 4
+        for mover in movers:
+            if time.monotonic() < self.deadline:
+                self._case(kv, slots, mover, kind, order, count)
         for mover in movers:
             mover.engine.close()
+
+    def _movers(self, kv: Any, slots: Any, wanted: list[tuple[str, str]]) -> list[setup.Mover]:
+        """Those of these backends, and checksums, that can be had here."""
+        movers = []
+        for name, integrity in wanted:
+            try:
+                movers.append(setup.Mover(kv, slots, name, integrity))
+            except Exception as error:  # noqa: BLE001 - the other backends are still measured
+                case = {"backend": report.named(name, integrity), "error": str(error)}
+                if case not in self.document["cases"]:
+                    say(f"{case['backend']}: {error}")
+                    self.document["cases"].append(case)
+        return movers
 
     def _case(self, kv: Any, slots: Any, mover: Any, layout: str, order: str, count: int) -> None:
         block_bytes = kv.layout.block_bytes
