@@ -63,8 +63,6 @@ OTHER_CHATS = {
     "chats-slow-loads.json": "by layer, loads slower than at the start",
     "chats-followed.json": "by layer, what loads take followed, two servers at a time",
     "chats-pair.json": "the same, no prompts before them",
-    "chats-tensor.json": "two GPUs, tensor parallel",
-    "chats-stages.json": "two GPUs, two pipeline stages",
 }
 # The rows of the page on conversations, as `bench chats` names them.
 CONVERSATIONS = (
@@ -359,8 +357,8 @@ def enqueued() -> str:
         rows.append([pair[0]["case"], *(cell(values) for values in found)])
     ran = dict.fromkeys(ran_on(one["machines"][-1]) for one in sides)
     ran_chats = [ran_on(machine) for machine in chats["machines"]]
-    words = "two servers at the same time, each on a GPU of one host"
-    return "\n\n".join([table(rows), *ran, chats_report.later(chats, words), *ran_chats])
+    later = chats_report.later(chats, "two servers at the same time, each on a GPU of one host")
+    return "\n\n".join([table(rows), *ran, later, *ran_chats])
 
 
 def ran_on(machine: dict[str, Any]) -> str:

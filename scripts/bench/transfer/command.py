@@ -128,7 +128,7 @@ class Bench:
             self._round(kv, slots, kind, order, round_)
 
     def _round(self, kv: Any, slots: Any, kind: str, order: str, round_: int) -> None:
-        """Every backend, made anew: where its buffers come to lie makes a percent or two.
+        """Every backend, made once more: where its buffers come to lie makes a percent or two.
 
         In another order in each round, so that each is early and late equally often.
         """
