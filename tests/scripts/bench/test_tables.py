@@ -53,10 +53,10 @@ def test_chats_that_ran_otherwise_have_a_table_each(monkeypatch: pytest.MonkeyPa
     machine: dict[str, object] = {"commit": "abc", "date": "2026-11-22T10:00", "gpu": "H200, 1"}
     machine |= {"vllm": "0.26", "cpus": 32, "command": "bench"}
     document = {"machines": [machine]}
-    monkeypatch.setattr(tables, "read", lambda name: document if "stages" in name else None)
+    monkeypatch.setattr(tables, "read", lambda name: document if "pair" in name else None)
     monkeypatch.setattr(tables.chats_report, "later", lambda document, words: f"table of {words}")
     text = tables.other_chats()
-    assert text.startswith("table of two GPUs, two pipeline stages\n\nCommit abc")
+    assert text.startswith("table of the same, no prompts before them\n\nCommit abc")
     monkeypatch.setattr(tables, "read", lambda name: None)
     assert tables.other_chats() == "not measured"
 
