@@ -9,7 +9,7 @@ from __future__ import annotations
 _NO_MODE = "vLLM has no such mode from 0.32 on"
 _TAKEN = "nothing refuses it"
 _REPLAYSSM = "vLLM refuses it beside every KV connector"
-_EXPERTS = "taken: vLLM cuts a hit to what it has of them; refused from 0.22 to 0.30"
+_EXPERTS = "taken; vLLM raises where it has none of a hit's; refused from 0.22 to 0.30"
 # By row: SimpleCPUOffloadConnector, OffloadingConnector.
 SAID: dict[str, tuple[str, str]] = {
     "states of a kind that was not shown to come back": (
@@ -38,7 +38,7 @@ SAID: dict[str, tuple[str, str]] = {
     ),
     "prefill context parallelism on another release or device": (_TAKEN, "taken"),
     "elastic expert parallelism": (_TAKEN, _TAKEN),
-    "experts of each token in answers": (_EXPERTS, _EXPERTS),
+    "experts of each token in answers before 0.33": (_EXPERTS, _EXPERTS),
     "vLLM's own --kv-offloading-size": ("it is what this switches on", "likewise"),
     "vLLM's own offloading connectors, in --kv-transfer-config": (
         "it is one of them",

@@ -15,9 +15,8 @@ _REFUSED = f"{_HALF}test_eligibility.py::test_what_the_tier_cannot_vouch_for_is_
 class Row(NamedTuple):
     """A shape or feature, and the tests that show it; without any it is not shown.
 
-    ``gpu`` has the kinds of engines of `tests/engine/gpu_kinds.py` that show it on a GPU, or a
-    model runner, which stands for all kinds that it was run with; ``gpus`` is how many GPUs these
-    take. ``beside`` has the packages of `neighbours` that its tests need.
+    ``gpu`` has kinds of engines of `tests/engine/gpu_kinds.py`, or a model runner for all that it
+    was run with, on ``gpus`` GPUs; ``beside`` has packages of `neighbours` that its tests need.
     """
 
     name: str
@@ -70,7 +69,8 @@ _DEVICES = "tests/integration/worker/test_devices.py::test_it_is_refused_in_a_se
 _RANDOM = f"{_HALF}test_random_runs.py::test_random_runs"
 MOVED = "bytes moved for a hit"
 _CONNECTORS = "test_connectors.py::test_"
-_DRAFTS = "test_features.py::test_drafts_are_accepted_and_what_comes_back_has_their_kv"
+_FEATURES = "test_features.py::test_"
+_DRAFTS = f"{_FEATURES}drafts_are_accepted_and_what_comes_back_has_their_kv"
 _TOKENS = "test_tokens.py::test_"
 _PROCESSES = "test_processes.py::test_"
 ROWS = (
@@ -163,7 +163,7 @@ ROWS = (
     _engine(
         "chunked local attention",
         "Llama 4 shape, experts, two groups",
-        "test_features.py::test_chunks_of_attention_come_back",
+        f"{_FEATURES}chunks_of_attention_come_back",
         gpu=("graphs, chunks",),
     ),
     Row(
@@ -202,7 +202,7 @@ ROWS = (
         "two data-parallel engines",
         "two engines, two API servers, one /metrics; two engines behind one client",
         "test_serving.py::test_figures_of_every_engine_are_on_metrics_and_agree",
-        "test_features.py::test_two_engines_of_one_client_load_from_a_tier_each",
+        f"{_FEATURES}two_engines_of_one_client_load_from_a_tier_each",
     ),
     _engine(
         "decode context parallelism (DCP)",
@@ -234,12 +234,12 @@ ROWS = (
     _engine(
         "experts, tensor parallel",
         "Mixtral shape, two worker processes",
-        "test_features.py::test_experts_on_two_ranks[tensors]",
+        f"{_FEATURES}experts_on_two_ranks[tensors]",
     ),
     _engine(
         "expert parallelism with a fixed set of ranks",
         "Mixtral shape, two worker processes",
-        "test_features.py::test_experts_on_two_ranks[experts]",
+        f"{_FEATURES}experts_on_two_ranks[experts]",
         gpu=("expert parallel, two ranks",),
         gpus=2,
     ),
@@ -287,7 +287,8 @@ ROWS = (
     _engine(
         "preemption", "answers that outgrow the GPU", f"{_TOKENS}preempted_requests_answer_the_same"
     ),
-    _refused("experts of each token in answers", "experts of each token, by GPU block"),
+    _engine("experts of each token in answers", "Mixtral shape, V2", f"{_FEATURES}experts_of_hits"),
+    _refused("experts of each token in answers before 0.33", "experts of each token, by GPU block"),
     _engine("cache salts", "kept apart", f"{_TOKENS}cache_salts_are_kept_apart"),
     _engine("LoRA adapters", "kept apart", f"{_PROCESSES}adapters_are_kept_apart"),
     _engine(
@@ -345,7 +346,7 @@ ROWS = (
     _engine(
         "multimodal prompts",
         "LLaVA shape, images with the same placeholders and cache salts kept apart",
-        "test_features.py::test_two_images_with_the_same_placeholders_are_kept_apart",
+        f"{_FEATURES}two_images_with_the_same_placeholders_are_kept_apart",
     ),
     # Devices beside the CPU and CUDA
     *(_never_run(name) for name in ("Ascend NPU", "ROCm", "XPU")),

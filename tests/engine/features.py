@@ -168,6 +168,19 @@ def images(stage: Stage) -> dict[str, Any]:
     return {"tokens": answers, "cached": cached, "placeholders": len(outputs[0].prompt_token_ids)}
 
 
+def experts(stage: Stage) -> dict[str, Any]:
+    """Prompts whose KV leaves the GPU, twice: which experts computed each of their tokens."""
+    found: dict[str, list[Any]] = {"tokens": [], "cached": [], "experts": []}
+    for turn in range(2):
+        for prompt in prompts(23, 6, 440):
+            outputs = stage.play([prompt], max_tokens=3)
+            found["tokens"] += tokens_of(outputs)
+            found["cached"] += cached_of(outputs)
+            found["experts"].append(outputs[0].outputs[0].routed_experts.tolist())
+        stage.push_out(230 + turn)
+    return {**found, "loaded": stage.tier_stats()["loaded"]}
+
+
 def node_lost(stage: Stage) -> dict[str, Any]:
     """End the second node between two requests; what does the next one say, and how late?"""
     stage.play(prompts(10, 1, 300))

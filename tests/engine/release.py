@@ -131,6 +131,13 @@ def no_second_runner() -> str:
     return f"vLLM {version()} has no model runner V2 for the CPU"
 
 
+def no_expert_records() -> str:
+    """Why answers cannot say which experts computed a token of a hit in the tier; empty if so."""
+    if "def max_cache_hit" in source("distributed/aux_output_connector/connector.py"):
+        return no_second_runner()
+    return f"vLLM {version()} does not know which blocks have records of experts"
+
+
 def lacks_mamba2_kernels() -> bool:
     """Whether Mamba 2 leaves states behind within a step, as the CPU's kernels cannot (0.32)."""
     return "num_prefill_checkpoint_blocks" in source("model_executor/layers/mamba/mamba_mixer2.py")

@@ -96,6 +96,20 @@ def test_experts_on_two_ranks(real, parallel):
     assert on["conversations"]["cached"] > 0 == off["conversations"]["cached"]
 
 
+@pytest.mark.skipif(bool(release.no_expert_records()), reason=release.no_expert_records())
+@pytest.mark.parametrize("mode", ["inline", "parked"])
+def test_experts_of_hits(real, mode):
+    engine = {"model": real.architecture("mixtral"), "enable_return_routed_experts": True}
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TEST_TRITON": "1"}  # which alone has them
+    off = real.off(["experts"], engine, fresh=True, **runner)["experts"]
+    tier = {"KVOFFLOAD_LOAD_MODE": mode}
+    on = real.on(["experts"], engine, tier, late=3, fresh=True, **runner)["experts"]
+    assert_same(on, off)
+    assert on["experts"] == off["experts"]
+    assert on["cached"][6:] == [440 // release.block_size() * release.block_size()] * 6
+    assert off["cached"][6:] == [0] * 6 and on["loaded"]
+
+
 def test_two_engines_of_one_client_load_from_a_tier_each(real):
     engine = {"data_parallel_size": 2, "num_gpu_blocks_override": 18}
     apart = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TEST_FORK_WORKERS": "1"}

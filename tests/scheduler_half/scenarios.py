@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +23,7 @@ from scheduler_half.drafts import Drafter
 from scheduler_half.states import STATE
 from transfer.resident import kvoffload_threads
 
+from kvoffload_patch.integration.engine.adapters.vllm_experts import limits_hits
 from kvoffload_patch.integration.engine.eligibility import check_eligible
 from kvoffload_patch.integration.errors import TierRefused
 from kvoffload_patch.integration.protocol import PLAN
@@ -1218,7 +1219,52 @@ def window_without_groups() -> Facts:
     return {"loaded": mini.manager.stats.loaded}
 
 
+def expert_records() -> Facts:
+    """A hit has vLLM's records of the experts of its tokens, whatever becomes of loads."""
+    from scheduler_half.experts import RecordsMini
+
+    if not limits_hits(RecordsMini(tier=False).scheduler):
+        raise NotThere("this release does not know which blocks have such records")
+    seen = Counter[str]()
+    for seed, mode in enumerate(("inline", "parked", "auto")):
+        for slots, talks in ((120, 10), (60, 40)):  # with the second, more is lost than kept
+            how = {"load_mode": mode, "late": seed, "in_flight": 1 + seed % 2}
+            mini = RecordsMini(num_slots=slots, step_ms=2.0, **how)
+            talk(mini, seed, talks=talks, aborts=0.3)
+            nothing_held(mini)
+            seen[f"{mode}, loaded"] += mini.manager.stats.loaded
+            capacity = mini.scheduler.aux_output_connector._capacity
+            mini.breaker.withdraw()
+            assert capacity == mini.scheduler.aux_output_connector._capacity + slots
+        assert seen[f"{mode}, loaded"]
+    for aborts in (False, True):
+        _records_while_loading(aborts)
+    return dict(seen)
+
+
+def _records_while_loading(aborts: bool) -> None:
+    """More is computed during a load than there are records of; the one that waits may go."""
+    from scheduler_half.experts import RecordsMini
+
+    mini, others = RecordsMini(load_mode="parked", late=60, num_slots=8), count(10)
+    mini.only_in_cpu(prompt(6, seed=1))
+    name = mini.add(prompt(6, seed=1, tail=3))
+    mini.step()
+    assert mini.tier._loads.num_parked == 1
+    if aborts:
+        mini.abort(name)
+    while mini.tier._loads.under_way:
+        other = mini.add(prompt(4, seed=next(others)), count=1)
+        while other in mini.scheduler.requests:
+            mini.step()
+    mini.add(prompt(6, seed=1, tail=5))
+    mini.run()
+    mini.check()
+    nothing_held(mini)
+
+
 SCENARIOS: dict[str, Callable[[], Facts]] = {
+    "experts of each token": expert_records,
     "the tier raises": tier_raises,
     "without tier": without_tier,
     "hit inline": hit_inline,

@@ -23,6 +23,7 @@ _REAL = (
     "vllm.model_executor.layers.mamba.checkpoint",
     "vllm.pooling_params",
     "vllm.sampling_params",
+    "vllm.distributed.aux_output_connector.connector",
     "vllm.distributed.kv_events",
     "vllm.utils",
     "vllm.v1.core",

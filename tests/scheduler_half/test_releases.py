@@ -42,6 +42,7 @@ SINCE = {
     "keys of a session": "0.15.0",
     "trap: zeroed blocks": "0.17.1",
     "trap: block copies": "0.26.0",
+    "experts of each token": "0.33.0",
 }
 
 

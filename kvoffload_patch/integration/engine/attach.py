@@ -119,6 +119,8 @@ def connect(
         tier = made(view, manager, ranks, settings, now)
         breaker = Breaker(view, manager, tier, ranks, hooks)
         hooks.install(breaker)
+        if view.prefix.experts is not None:
+            view.prefix.experts.keep(ranks.num_slots)
     except BaseException:
         view.restore()
         raise

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvoffload_patch.config import Settings
 from kvoffload_patch.integration import kvcached
+from kvoffload_patch.integration.engine.adapters.vllm_experts import limits_hits
 from kvoffload_patch.integration.engine.adapters.vllm_groups import (
     hits_parts,
     is_cached,
@@ -77,7 +78,7 @@ def check_eligible(vllm_config: Any, scheduler: Any) -> tuple[str, ...]:
         raise TierNotNeeded("this model keeps nothing in the prefix cache; no CPU tier.")
     for found in (
         _parallel_problem(vllm_config, groups),
-        _model_problem(vllm_config),
+        _model_problem(vllm_config, scheduler),
         _cache_problem(vllm_config, scheduler),
     ):
         if found:
@@ -203,14 +204,15 @@ def _empty_step_problem(vllm_config: Any) -> str | None:
     return None
 
 
-def _model_problem(vllm_config: Any) -> str | None:
+def _model_problem(vllm_config: Any, scheduler: Any) -> str | None:
     if vllm_config.model_config.is_encoder_decoder:
         return "expected a decoder-only model, found an encoder-decoder one"
-    if _returns_routed_experts(vllm_config):
+    if _returns_routed_experts(vllm_config) and not limits_hits(scheduler):
         return (
-            "expected nothing of a prefix besides its blocks, found --enable-return-routed-experts,"
-            " whose data of each token vLLM keeps apart from blocks, so that the tier would bring "
-            "these back without; leave one of the two out"
+            "expected vLLM 0.33 or later with --enable-return-routed-experts, found "
+            f"{release_in_use()}, which keeps what it returns of each token apart from blocks "
+            "and does not know which blocks have it, so that the tier would bring some back "
+            "without; leave one of the two out"
         )
     return None
 
@@ -218,8 +220,8 @@ def _model_problem(vllm_config: Any) -> str | None:
 def _returns_routed_experts(vllm_config: Any) -> bool:
     """Whether answers tell which experts computed each token, those of a hit included.
 
-    Up to 0.30 the scheduler has them by the numbers of GPU blocks, later by keys, of which it keeps
-    about as many as the GPU has blocks.
+    Up to 0.30 the scheduler has them by the numbers of GPU blocks, later the worker by keys, of
+    which it keeps about as many as the GPU has blocks.
     """
     outputs = getattr(vllm_config, "aux_output_config", None)
     if outputs is not None and outputs.enabled:

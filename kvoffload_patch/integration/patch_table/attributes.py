@@ -37,11 +37,16 @@ _SCHEDULER = (
         (">=0.19", "scheduler_reserve_full_isl"),
         (
             ">=0.31",
-            "kv_holding_waiting max_num_active_reqs "
+            "aux_output_connector kv_holding_waiting max_num_active_reqs "
             "adaptive_long_prefill_threshold prefix_replay_tokens",
         ),
     ),
     *_has("vllm.v1.core.sched.scheduler", "", (_ANY, "Scheduler")),
+    *_has(
+        "vllm.distributed.aux_output_connector.connector",
+        "AuxOutputSchedulerConnector",
+        (">=0.33", "_capacity max_cache_hit"),
+    ),
     *_has("vllm.v1.core.sched.interface", "PauseState", (">=0.17", "UNPAUSED")),
     *_has("vllm.v1.core.sched.request_queue", "PriorityRequestQueue", (">=0.9.2", "_heap")),
     *_has(

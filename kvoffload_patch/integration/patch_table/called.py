@@ -52,6 +52,17 @@ def _rpc(name: str, older: str, module: str, owner: str, *shapes: Shape) -> tupl
     )
 
 
+def _experts(name: str, why: str, returns: str, *parameters: str) -> tuple[PatchPoint, ...]:
+    return _called(
+        f"experts.{name}",
+        "vllm.distributed.aux_output_connector.connector",
+        f"AuxOutputSchedulerConnector.{name}",
+        why,
+        Shape("<0.33", None),
+        Shape(">=0.33", ("self", *parameters), returns),
+    )
+
+
 _SPAN = ("span_name", "start_time", "end_time", "attributes", "context")
 
 CALLED = (
@@ -194,6 +205,10 @@ CALLED = (
         "hits in the tier are counted as those of an external prefix cache",
         Shape("<0.11.1", None),
         Shape(">=0.11.1", ("self", "num_tokens", "num_hits", "preempted"), "None"),
+    ),
+    *_experts("max_cache_hit", "a hit is cut to what has such records", "int", "request"),
+    *_experts(
+        "request_loading", "those of a parked request are kept", "None", "request", "num_tokens"
     ),
     *_queue("queue.prepend", "FCFSRequestQueue.prepend_request", "request"),
     *_queue("queue.remove", "FCFSRequestQueue.remove_requests", "requests"),

@@ -155,10 +155,11 @@ REFUSED = {
         r"computed once, found a diffusion model, .* \(KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it\)",
     ),
     "experts of each token, by GPU block": (
-        config(routed_experts=True), scheduler(), "besides its blocks, found --enable-return-rou",
+        config(routed_experts=True), scheduler(),
+        r"vLLM 0.33 or later with --enable-return-routed-experts, found \d.*; leave one of the two",
     ),
     "experts of each token, by key": (
-        config(outputs=SimpleNamespace(enabled=True)), scheduler(), "leave one of the two out; ",
+        config(outputs=SimpleNamespace(enabled=True)), scheduler(), "which blocks have it, so that",
     ),
     "another tier in CPU memory": (
         config(offloading=4.0), scheduler(), "one tier in CPU memory, found --kv-offloading-size",

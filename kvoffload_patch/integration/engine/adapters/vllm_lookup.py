@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from kvoffload_patch.integration.engine.adapters.vllm_experts import ExpertRecords
 from kvoffload_patch.patching import is_set_on
 
 
@@ -56,13 +57,16 @@ class PrefixLookup:
 
     Args:
         manager: a `vllm.v1.core.kv_cache_manager.KVCacheManager`.
+        experts: records that a hit must have; None where answers do not say what they say.
 
     Attributes:
         given: what vLLM finds, until it is cleared.
+        experts: as given.
     """
 
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
+    def __init__(self, manager: Any, experts: ExpertRecords | None = None) -> None:
+        self._manager, self.experts = manager, experts
+        self._most: int | None = None  # of the request that is looked up for the tier
         self._coordinator = coordinator = manager.coordinator
         self._holders = [coordinator, *coordinator.single_type_managers]
         # From 0.26 on a lookup can tell of the blocks that it finds.
@@ -77,6 +81,8 @@ class PrefixLookup:
         """A request's longest hit over another pool: (blocks by group, tokens)."""
         manager, log_stats = self._manager, self._manager.log_stats
         self._searching, self._last = True, None
+        # Over the real pool: a block that only the tier has says nothing of what vLLM keeps.
+        self._most = self.experts.most_tokens(request) if self.experts else None
         for holder in self._holders:
             holder.block_pool = pool
         manager.log_stats = False  # this is not a query that users should see
@@ -90,7 +96,7 @@ class PrefixLookup:
                 manager.enable_kv_cache_events = True
             for holder in self._holders:
                 holder.block_pool = manager.block_pool
-            self._searching = False
+            self._searching, self._most = False, None
         return found[0].blocks, int(found[1])
 
     def take_found(self) -> Found | None:
@@ -106,7 +112,9 @@ class PrefixLookup:
         self.given[id(found.block_hashes)] = found
 
     def restore(self) -> None:
-        """The coordinator's search is its own again."""
+        """The coordinator's search is its own again, and records are kept as before."""
+        if self.experts is not None:
+            self.experts.restore()
         self.given.clear()
         if is_set_on(self._coordinator, "find_longest_cache_hit"):
             del self._coordinator.find_longest_cache_hit
@@ -121,6 +129,8 @@ class PrefixLookup:
                 now = self._search(block_hashes, max_cache_hit_length)
                 longer = now[1:] > given.result[1:]
                 return now if longer or _has_moved(given.groups) else given.result
+        if self._most is not None:
+            max_cache_hit_length = min(max_cache_hit_length, self._most)
         result = self._search(block_hashes, max_cache_hit_length)
         if self._searching:
             self._last = Found(block_hashes, max_cache_hit_length, result)

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvoffload_patch.integration.engine.adapters.elastic_pool import adapter_of
 from kvoffload_patch.integration.engine.adapters.vllm_events import KVEvents
+from kvoffload_patch.integration.engine.adapters.vllm_experts import experts_of
 from kvoffload_patch.integration.engine.adapters.vllm_groups import CacheGroups
 from kvoffload_patch.integration.engine.adapters.vllm_lookup import PrefixLookup
 from kvoffload_patch.integration.engine.adapters.vllm_lora import LoraNames
@@ -74,7 +75,7 @@ class SchedulerView:
         known = grammar in RequestStatus.__members__
         self._grammar = RequestStatus[grammar if known else "WAITING_FOR_FSM"]
         active = hasattr(scheduler, "max_num_active_reqs")
-        self.prefix = PrefixLookup(self.manager)
+        self.prefix = PrefixLookup(self.manager, experts_of(scheduler))
         self.undo: list[Callable[[], None]] = [self.prefix.restore]
         self.part_keys = PartKeys(self.pool, self.undo) if groups.parts else None
         self.prefix_stats, self.loras = PrefixStats(scheduler), LoraNames(scheduler)

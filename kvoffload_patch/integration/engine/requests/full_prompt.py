@@ -19,8 +19,8 @@ from kvoffload_patch.tier.manager import OffloadManager
 
 _Cached = tuple[Any, Sequence[Any]]  # request, blocks
 
-# Who else counts the tokens of a step, or takes KV from it.
-_OTHERS = ("connector", "ec_connector")
+# Who else counts the tokens of a step, or takes KV or what is kept of each token from it.
+_OTHERS = ("connector", "ec_connector", "aux_output_connector")
 # What a request may have besides tokens, or want of more than the last, by any release's name.
 _LISTS = ("mm_features", "mm_kwargs", "mm_inputs")
 _OBJECTS = ("prompt_embeds", "pooling_params")

@@ -187,6 +187,8 @@ class LoadBook:
             self.arriving.update(zip(found.keys, blocks))
             self.ticket_of.update(dict.fromkeys(found.keys, ticket))
         needed = max(0, needed - len(held) - len(found.keys))
+        if self._view.prefix.experts is not None:
+            self._view.prefix.experts.loading(request, found.tokens)
         parked = _Parked(request, self._view.park(request), held, needed, result)
         self._parked[request.request_id] = parked
         self._by_ticket[ticket].waiting.append(parked)
@@ -233,7 +235,13 @@ class LoadBook:
         return True
 
     def abort(self, request_id: str) -> None:
-        """The request goes; a load of its own goes on, and is published when it is done."""
+        """The request goes; a load of its own goes on, and is published when it is done.
+
+        Not where experts of each token are kept for it: vLLM may forget them meanwhile.
+        """
+        if self._view.prefix.experts is not None:
+            for load in self.under_way:
+                load.stale |= load.owner.request_id == request_id
         parked = self._parked.pop(request_id, None)
         if parked is not None:
             self._view.unpark(parked.request, parked.status)
