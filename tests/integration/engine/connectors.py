@@ -11,12 +11,14 @@ from scheduler_half.states import KINDS
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
-    SupportsHMA,
 )
+from vllm.v1.core.sched import scheduler as vllm_scheduler
 from vllm.v1.outputs import KVConnectorOutput
 
 WRONG = [7] * BLOCK
 _MARGIN = 3  # blocks of a group
+# By the name that the scheduler asks for: over sources each import has a stand-in of its own.
+_ManyGroups = getattr(vllm_scheduler, "SupportsHMA", object)
 
 
 class Connector(KVConnectorBase_V1):
@@ -93,7 +95,17 @@ class Connector(KVConnectorBase_V1):
     def requires_kv_delivery(self) -> bool:
         return False
 
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return False
+
+    def get_external_cache_hit_sources(self, *_: Any) -> None:
+        """Nobody asks where its hits are from."""
+
     def has_pending_push_work(self) -> bool:
+        return False
+
+    def has_pending_block_frees(self) -> bool:
         return False
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
@@ -103,7 +115,7 @@ class Connector(KVConnectorBase_V1):
         return ()
 
 
-class RandomConnector(Connector, SupportsHMA):
+class RandomConnector(Connector, _ManyGroups):  # type: ignore[misc, valid-type]
     """One whose loads beside the step arrive when it likes, and which has what it was shown.
 
     Blocks are filled when the step has begun: behind the copies that it waits for. It has nothing
