@@ -59,9 +59,17 @@ async def phases(spec: dict[str, Any], url: str, report: Report) -> None:
 
 
 def changes(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """What has changed of a server's samples, by how much."""
-    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    return {name: round(value, 6) for name, value in grown.items() if value}
+    """What has changed of a server's samples: counters by how much, others to what."""
+    changed = {name: value for name, value in after.items() if value != before.get(name, 0.0)}
+    return {
+        name: round(value - before.get(name, 0.0) * _counts(name), 6)
+        for name, value in changed.items()
+    }
+
+
+def _counts(name: str) -> bool:
+    """Whether a sample is a counter, or of a histogram."""
+    return name.partition("{")[0].endswith(("_total", "_sum", "_count"))
 
 
 if __name__ == "__main__":
