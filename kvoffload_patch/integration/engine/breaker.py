@@ -70,6 +70,9 @@ class Breaker:
         self.answer_asked: Callable[[], None] = self.asked.clear
         self.failure = ""
         self._view = view
+        view.prefix.failed = self.failed
+        if view.part_keys is not None:
+            view.part_keys.failed = self.failed
         self._manager = manager
         self._ranks = ranks
         self._hooks = hooks
@@ -104,10 +107,10 @@ class Breaker:
     def schedule_raised(self) -> None:
         """`schedule` has raised: no step computes what it cached."""
         self._depth -= 1
-        if self._view.part_keys is not None:
-            self._view.part_keys.step_over(())
         self._view.schedule_over()
-        self.tier.schedule_raised()
+        if self._view.part_keys is not None:
+            self._call("schedule_raised", self._view.part_keys.step_over, ())
+        self._call("schedule_raised", self.tier.schedule_raised)
 
     def end_schedule(self, output: Any) -> None:
         """After `schedule`, before its output goes to the ranks."""
@@ -168,10 +171,23 @@ class Breaker:
         """
         if not succeeded and self._view.adapter.content() is before:
             return
+        self._call("reset_over", self._gpu_emptied)
+        self._settle()
+        self._tell_state()
+
+    def _gpu_emptied(self) -> None:
         self.tier.gpu_emptied()
         if not self._manager.num_used:  # otherwise it was kept, as through sleep
             self._view.loras.all_forgotten()
-        self._tell_state()
+
+    def sleep_begins(self, level: int) -> None:
+        """Before vLLM falls asleep; `sleep_over` is to follow."""
+        self._call("sleep_begins", self.tier.weights.sleep_begins, level)
+        self._settle()
+
+    def sleep_over(self, *_: Any) -> None:
+        """vLLM has fallen asleep, or has failed to; the next hook acts upon a failure."""
+        self._call("sleep_over", self.tier.weights.sleep_over)
 
     def weights_updated(self) -> None:
         """The ranks were asked to change their weights."""

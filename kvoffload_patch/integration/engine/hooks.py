@@ -50,15 +50,15 @@ def sleep(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     breaker = _breaker(instance)
     if breaker is None:
         return wrapped(*args, **kwargs)
-    weights, later = breaker.tier.weights, None
-    weights.sleep_begins(_level(*args, **kwargs))
+    later = None
+    breaker.sleep_begins(_level(*args, **kwargs))
     try:
         later = wrapped(*args, **kwargs)
     finally:
         if later is None:
-            weights.sleep_over()
+            breaker.sleep_over()
         else:
-            later.add_done_callback(weights.sleep_over)
+            later.add_done_callback(breaker.sleep_over)
     return later
 
 

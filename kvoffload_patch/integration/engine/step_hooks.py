@@ -134,9 +134,12 @@ def _note_more(breaker: Breaker) -> Callable[[Any, Any, int, int, int], None] | 
     events, choice = breaker.tier.events, breaker.tier.choice
 
     def more(request: Any, blocks: Any, begin: int, end: int, size: int) -> None:
-        if events is not None:
-            events.cached(blocks[begin:end])
-        choice.note_answers(request, blocks, begin, end, size)
+        try:
+            if events is not None:
+                events.cached(blocks[begin:end])
+            choice.note_answers(request, blocks, begin, end, size)
+        except Exception as error:  # noqa: BLE001 - whatever it is, vLLM's own call goes on
+            breaker.failed("cache_full_blocks", error)
 
     return None if events is None and choice.decode else more
 

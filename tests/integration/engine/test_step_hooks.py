@@ -71,6 +71,29 @@ def test_blocks_of_answers_are_told_where_they_are_not_stored() -> None:
     assert breaker.tier.answers == [(*FIRST, 1, 3, 16)] * 2
 
 
+@pytest.mark.parametrize("part", ["events", "answers"])
+@pytest.mark.parametrize("hook", ["cache_full_blocks", "cache_full_blocks_with_hashes"])
+def test_vllm_does_not_hear_of_what_fails_besides(part: str, hook: str) -> None:
+    breaker, failed = tier(decode=False), list[str]()
+
+    def fails(*_: Any) -> None:
+        raise LookupError(part)
+
+    if part == "events":
+        breaker.tier.events = SimpleNamespace(cached=fails)
+    else:
+        breaker.tier.choice.note_answers = fails
+    breaker.failed = lambda where, error: failed.append(f"{where}: {error}")
+    hashes = ["hash"] if hook == "cache_full_blocks_with_hashes" else []
+    made = getattr(step_hooks, hook)(Pool(), [True], breaker)
+    if hashes:
+        assert made(*FIRST, hashes, *CALL.values()) == "what vLLM returns"
+    else:
+        assert made(*FIRST, **CALL) == "what vLLM returns"
+    assert failed == [f"cache_full_blocks: {part}"]
+    assert breaker.tier.cached == [("request", "bc")]
+
+
 def test_what_vllm_passes_as_a_rule_makes_no_call_but_its_own() -> None:
     """It is called for each request that fills a block."""
     called: list[str] = []

@@ -62,7 +62,11 @@ class PrefixLookup:
     Attributes:
         given: what vLLM finds, until it is cleared.
         experts: as given.
+        failed: told where something has failed, and how, while vLLM looks a request up, which then
+            searches by itself.
     """
+
+    failed: Callable[[str, Exception], object]
 
     def __init__(self, manager: Any, experts: ExpertRecords | None = None) -> None:
         self._manager, self.experts = manager, experts
@@ -122,19 +126,31 @@ class PrefixLookup:
     def _find(self, block_hashes: Any, max_cache_hit_length: int) -> Any:
         """As `KVCacheCoordinator.find_longest_cache_hit`."""
         if self.given:
-            given = self.given.pop(id(block_hashes), None)
-            if given is not None and given.max_cache_hit_length == max_cache_hit_length:
-                if not given.may_grow:
-                    return given.result
-                now = self._search(block_hashes, max_cache_hit_length)
-                longer = now[1:] > given.result[1:]
-                return now if longer or _has_moved(given.groups) else given.result
+            try:
+                found = self._take_given(block_hashes, max_cache_hit_length)
+            except Exception as error:  # noqa: BLE001 - whatever it is, vLLM goes on
+                self.given.clear()
+                self.failed("find_longest_cache_hit", error)
+                found = None
+            if found is not None:
+                return found
         if self._most is not None:
             max_cache_hit_length = min(max_cache_hit_length, self._most)
         result = self._search(block_hashes, max_cache_hit_length)
         if self._searching:
             self._last = Found(block_hashes, max_cache_hit_length, result)
         return result
+
+    def _take_given(self, block_hashes: Any, max_cache_hit_length: int) -> Any:
+        """What was given for this search, or what is longer; None if nothing was."""
+        given = self.given.pop(id(block_hashes), None)
+        if given is None or given.max_cache_hit_length != max_cache_hit_length:
+            return None
+        if not given.may_grow:
+            return given.result
+        now = self._search(block_hashes, max_cache_hit_length)
+        longer = now[1:] > given.result[1:]
+        return now if longer or _has_moved(given.groups) else given.result
 
 
 def _has_moved(groups: Sequence[Sequence[Any]]) -> bool:

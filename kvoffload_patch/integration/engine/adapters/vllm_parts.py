@@ -17,7 +17,12 @@ class PartKeys:
     Args:
         pool: a `vllm.v1.core.block_pool.BlockPool`.
         undo: takes what gives the pool its own function back.
+
+    Attributes:
+        failed: told where something has failed, and how, while vLLM gives a key.
     """
+
+    failed: Callable[[str, Exception], object]
 
     def __init__(self, pool: Any, undo: list[Callable[[], None]]) -> None:
         self._pool = pool
@@ -34,7 +39,11 @@ class PartKeys:
         self._new.clear()
 
     def _cache(self, request: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
-        before = self._keys(block)
+        try:
+            before = self._keys(block)
+        except Exception as error:  # noqa: BLE001 - whatever it is, vLLM goes on
+            self.failed("cache_partial_block", error)
+            return self._wrapped(request, block, *args, **kwargs)
         key = self._wrapped(request, block, *args, **kwargs)
         if key is not None and key not in before:
             self._new.append((request.request_id, block, key))

@@ -109,7 +109,11 @@ def _unseen() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the tier works without being seen
-        logger.warning("kvoffload_patch: /metrics of the CPU tier stand still: %s", error)
+        _warn(error)
+
+
+def _warn(error: Exception) -> None:
+    logger.warning("kvoffload_patch: /metrics of the CPU tier stand still: %s", error)
 
 
 def _tier_off(state: str, reason: str) -> list[Value]:
@@ -242,20 +246,24 @@ class Reporter:
     def planned(self, plan: TransferPlan | None) -> None:
         """A step was scheduled."""
         if plan is not None and not self._ended:
-            self._times.planned(plan)
+            self._ended = True  # unless nothing fails
+            with _unseen():
+                self._times.planned(plan)
+                self._ended = False
 
     def step_ended(self, outputs: Mapping[int, Any]) -> None:
         """`update_from_output` has returned what goes to the front end, by API server."""
         if self._ended:
             return
-        self._times.look()
-        now = time.monotonic()
-        if now >= self._next or not self._scheduler.requests:
-            self._next = now + METRICS_INTERVAL_S
-            self._ended = True  # unless nothing fails
-            with _unseen():
+        try:  # as `_unseen`, which costs each step more
+            self._times.look()
+            now = time.monotonic()
+            if now >= self._next or not self._scheduler.requests:
+                self._next = now + METRICS_INTERVAL_S
                 self._send_with(outputs)
-                self._ended = False
+        except Exception as error:  # noqa: BLE001 - the tier works without being seen
+            self._ended = True
+            _warn(error)
 
     def detached(self, reason: str) -> None:
         """The tier has failed."""

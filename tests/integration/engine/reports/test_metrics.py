@@ -233,6 +233,25 @@ def test_a_reporter_that_fails_is_not_asked_again() -> None:
     assert len(calls) == 1 and not mini.breaker.detached
 
 
+@pytest.mark.parametrize("method", ["planned", "look"])
+def test_times_of_copies_that_cannot_be_counted_are_no_fault_of_the_tier(method: str) -> None:
+    mini = Mini()
+    reported(mini)
+    calls = []
+
+    def fails(*_: Any) -> None:
+        calls.append(1)
+        raise AttributeError("made to fail")
+
+    assert mini.breaker.reporter is not None
+    setattr(mini.breaker.reporter._times, method, fails)
+    for seed in range(3):
+        mini.add(prompt(2, seed), count=1)
+        mini.run()
+    mini.check()
+    assert len(calls) == 1 and not mini.breaker.detached
+
+
 def test_an_engine_in_the_front_ends_process_publishes_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,0 +1,109 @@
+"""What fails beside a step, or in what stands for a function of vLLM's, stays the tier's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from integration.engine.mini import BLOCK, Mini
+from scheduler_half.scenarios import free_blocks, prompt
+from scheduler_half.states import STATE
+
+from kvoffload_patch.integration.engine import hooks
+
+
+def fails(*_: Any, **__: Any) -> None:
+    raise LookupError("it is made to fail")
+
+
+def serves_on(mini: Mini) -> None:
+    """The tier is detached, at the latest by the next hook, and nothing of it stays."""
+    mini.add(prompt(3, seed=1), count=3)
+    mini.run()
+    mini.check()
+    assert mini.breaker.detached and "it is made to fail" in mini.breaker.failure
+    assert mini.changed() == mini.before
+    assert free_blocks(mini) == len(mini.pool.blocks) - 1
+
+
+@pytest.mark.parametrize("part", ["tier", "loras"])
+def test_a_reset_succeeds_whatever_the_tier_makes_of_it(part: str) -> None:
+    mini = Mini()
+    mini.only_in_cpu(prompt(3, seed=1))
+    owner, method = {
+        "tier": (mini.tier, "gpu_emptied"), "loras": (mini.view.loras, "all_forgotten"),
+    }[part]  # fmt: skip
+    setattr(owner, method, fails)
+    assert mini.scheduler.reset_prefix_cache()
+    assert mini.breaker.detached, "it may hold what the reset was to forget"
+    serves_on(mini)
+
+
+@pytest.mark.parametrize("method", ["sleep_begins", "sleep_over"])
+@pytest.mark.parametrize("later", [False, True])
+def test_vllm_falls_asleep_whatever_the_tier_makes_of_it(method: str, later: bool) -> None:
+    mini, slept, told = Mini(), list[int](), list[Any]()
+    setattr(mini.tier.weights, method, fails)
+    future = SimpleNamespace(add_done_callback=told.append) if later else None
+
+    def sleep(level: int) -> Any:
+        slept.append(level)
+        return future
+
+    core = SimpleNamespace(scheduler=mini.scheduler)
+    assert hooks.sleep(sleep, core, (1,), {}) is future and slept == [1]
+    for tell in told:
+        tell(future)
+    serves_on(mini)
+
+
+@pytest.mark.parametrize("method", ["schedule_raised", "choice.clear"])
+def test_what_vllm_raises_while_it_schedules_is_what_is_raised(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mini = Mini()
+    name, _, of = method.rpartition(".")
+    setattr(getattr(mini.tier, name) if name else mini.tier, of, fails)
+    mini.add(prompt(3, seed=1))
+    with monkeypatch.context() as patched:
+        patched.setattr(mini.kv_manager, "allocate_slots", _ends)
+        with pytest.raises(ZeroDivisionError):
+            mini.step()
+    mini.run()
+    mini.check()
+    assert mini.breaker.detached
+
+
+def _ends(*_: Any, **__: Any) -> None:
+    raise ZeroDivisionError("of vLLM's own")
+
+
+@pytest.mark.parametrize("load_mode", ["inline", "parked"])
+def test_vllm_searches_by_itself_where_it_cannot_be_given_what_was_found(load_mode: str) -> None:
+    mini = Mini(load_mode=load_mode)
+    mini.only_in_cpu(prompt(6, seed=1))
+    mini.view.prefix._take_given = fails
+    name = mini.add(prompt(6, seed=1))
+    mini.run()
+    mini.check()
+    assert mini.hits[name] == 6 * BLOCK, "what was loaded for it is there"
+    serves_on(mini)
+
+
+def test_vllm_gives_keys_of_parts_whatever_the_tier_notes_of_them() -> None:
+    mini = Mini(windows=(None, STATE), blocks=120, unit=4)
+    if not mini.view.groups.parts:
+        pytest.skip("this release has no hits that end within a block")
+    parts = mini.view.part_keys
+    assert parts is not None
+    parts._keys = fails  # type: ignore[method-assign]
+    for _ in range(2):
+        name = mini.add(prompt(3, seed=1, tail=14), count=1)
+        mini.run()
+    mini.check()
+    assert mini.hits[name] == 3 * BLOCK + 12
+    assert mini.breaker.detached

@@ -1,0 +1,33 @@
+"""Whatever function of the tier raises, wherever it is called: vLLM does not hear of it."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from integration.engine.random_faults import functions, run
+from integration.engine.random_runs import most_in_flight
+
+from kvoffload_patch.integration.install import release_in_use
+
+SEEDS = range(160)
+SPLIT = 4  # of SEEDS
+MOST = most_in_flight(release_in_use())
+
+
+@pytest.mark.parametrize("part", range(SPLIT))
+def test_the_engine_serves_on_whatever_raises(part: int) -> None:
+    failed = set()
+    for seed in SEEDS[part::SPLIT]:
+        try:
+            failed.add(run(seed, MOST))
+        except Exception as error:
+            raise AssertionError(f"seed {seed}") from error
+    assert len(failed) > 5, failed
+
+
+def test_what_may_raise_is_most_of_the_tier() -> None:
+    found = {f"{kind.__name__}.{name}" for kind, name in functions()}
+    assert len(found) > 300
+    assert {"LoadBook.finish", "KVEvents.cached", "StoreChoice.note_answers"} < found
