@@ -113,7 +113,7 @@ def test_experts_of_hits(real, mode):
 def test_two_engines_of_one_client_load_from_a_tier_each(real):
     engine = {"data_parallel_size": 2, "num_gpu_blocks_override": 18}
     apart = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TEST_FORK_WORKERS": "1"}
-    off = real.off(["each_engine"], engine, **apart)["each_engine"]
+    off = vllm.must_play(real.off(["each_engine"], engine, **apart))["each_engine"]
     on = real.on(["each_engine"], engine, **apart)["each_engine"]
     assert_same(on, off)
     assert off["loaded"] == 0 < on["loaded"]
