@@ -113,7 +113,7 @@ def run(seed: int, most_in_flight: int = 6) -> str:
         commands = random.Random(f"commands {seed}") if seed % 4 == 0 else None
         random_runs._play(mini, rng, users, commands, _Beside(mini, seed), None)
         mini.run(steps=random_runs._MAX_STEPS)
-        mini.abort()  # a hook, which acts upon what the last step has noted
+        mini.abort("nobody")  # a hook, which acts upon what the last step has noted
     users.check(mini, ended=mini.breaker.detached)
     mini.check()
     assert mini.breaker.detached == bool(raised) or not mini.breaker.failure, raised
