@@ -148,10 +148,19 @@ class Breaker:
         """`update_from_output` has returned or raised."""
         self._depth -= 1
 
+    def answer_if_idle(self) -> None:
+        """Carry out what is asked, if no step is under way.
+
+        vLLM aborts requests, and takes an output in, while a later step has computed and waits to
+        be sampled from, as with structured outputs: a call of the ranks would come within it.
+        """
+        if not self._depth and self._failure is None and self.tier.pace.in_flight <= 0:
+            self.answer_asked()
+
     def on_finish(self, request_ids: list[str] | None) -> None:
         """Before `finish_requests` of these requests, or all; or of none, to have it look."""
-        if self.asked and not self._depth and self._failure is None:
-            self.answer_asked()
+        if self.asked:
+            self.answer_if_idle()
         self._call("on_finish", self.tier.on_finish, request_ids)
         if self._failure is not None:
             # vLLM is about to take them out of the queue that their status names.

@@ -46,6 +46,8 @@ def update_from_output(wrapped: Method, live: list[bool], breaker: Breaker) -> M
             end()
         if breaker.reporter is not None:
             breaker.reporter.step_ended(outputs)
+        if breaker.asked:
+            breaker.answer_if_idle()
         return outputs
 
     return hook

@@ -251,6 +251,26 @@ def test_nothing_is_changed_while_vllm_changes_its_queues() -> None:
     assert [*seen, one.done.is_set()] == [False, True]
 
 
+def test_nothing_is_changed_within_a_step_though_vllm_aborts_a_request_then() -> None:
+    """As with structured outputs, where a step is sampled from when the one before is taken in."""
+    mini = Mini(in_flight=2)
+    mini.add([5] * 40, count=4)
+    mini.begin_step()
+    one = mini.ask("pause")
+    mini.abort("nobody")
+    assert not one.done.is_set(), "the ranks may have computed, and not sampled yet"
+    mini.begin_step()
+    assert one.done.is_set(), "before the next step"
+    other = mini.ask("resume")
+    mini.end_step()
+    mini.abort("nobody")
+    assert not other.done.is_set()
+    mini.end_step()
+    assert other.done.is_set(), "an engine that has no more to do schedules nothing"
+    mini.run()
+    mini.check()
+
+
 def test_a_step_that_hangs_changes_nothing_and_status_says_since_when(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
