@@ -43,11 +43,10 @@ class ArcPolicy:
         if not lost:
             return
         num_once, num_again = self._lost.counts
-        found = [key for key in keys if key in lost]
         if len(self._came_back) > len(self._key_of):
             self._came_back.clear()  # of blocks that found no room, or whose copies failed
-        self._came_back.update(found)
-        once, again = self._lost.forget(found)
+        self._came_back.update(lost)
+        once, again = self._lost.forget(lost)
         more = once * max(1.0, num_again / max(1, num_once))
         more -= again * max(1.0, num_once / max(1, num_again))
         self.share = min(max(self.share + more, 0.0), float(len(self._key_of)))

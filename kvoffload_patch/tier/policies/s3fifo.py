@@ -27,24 +27,24 @@ class S3FifoPolicy:
     def __init__(self, key_of: Sequence[Hashable]) -> None:
         self._key_of = key_of
         self._queues = BatchLists(2, len(key_of))
-        self._uses = bytearray(len(key_of))  # by slot; 0 of what is in no queue and not pinned
+        self._uses = [0] * len(key_of)  # by slot; 0 of what is in no queue and not pinned
         self._lost = LostKeys(1)
 
     def grow(self) -> None:
         self._queues.grow(len(self._key_of))
-        self._uses.extend(bytes(len(self._key_of) - len(self._uses)))
+        self._uses += [0] * (len(self._key_of) - len(self._uses))
 
     def miss(self, keys: Collection[Hashable]) -> None:
         """A key that is remembered is looked for when it is stored."""
 
     def insert(self, slots: Sequence[int]) -> None:
-        lost = self._lost.of(map(self._key_of.__getitem__, slots))
+        keys = list(map(self._key_of.__getitem__, slots))
+        lost = self._lost.of(keys)
         if not lost:
             self._queues.add(SMALL, slots)
             return
-        keys = list(map(self._key_of.__getitem__, slots))
+        self._lost.forget(lost)
         back = [key in lost for key in keys]
-        self._lost.forget(compress(keys, back))
         self._queues.add(MAIN, list(compress(slots, back)))
         self._queues.add(SMALL, [slot for slot, again in zip(slots, back) if not again])
 

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
 from kvoffload_patch.tier.policies.lost import LostKeys
 
 
@@ -46,3 +54,67 @@ def test_nothing_is_left_of_what_is_cleared() -> None:
     assert not len(lost) and lost.counts == [0, 0]
     lost.add("ab", 0, 2)
     assert len(lost) == 2, "old evictions count no more"
+
+
+class OneByOne:
+    """The rule as it is written: one key is looked at after the other."""
+
+    def __init__(self) -> None:
+        self.left: dict[int, int] = {}
+        self.evictions: list[list[int]] = []
+
+    def add(self, keys: list[int], which: int, limit: int) -> None:
+        for key in keys:
+            self.left.setdefault(key, which)
+        self.evictions.append(keys)
+        while sum(map(len, self.evictions)) > limit:
+            self.forget(self.evictions.pop(0))
+
+    def forget(self, keys: list[int]) -> list[int]:
+        gone = [self.left.pop(key, None) for key in keys]
+        return [gone.count(0), gone.count(1)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_keys_are_remembered_as_if_looked_at_one_by_one(seed: int) -> None:
+    lost, model, rng = LostKeys(2), OneByOne(), random.Random(seed)
+    for _ in range(300):
+        some = rng.sample(range(40), rng.randrange(6))
+        assert {*lost.of(some)} == {*some} & model.left.keys()
+        if rng.randrange(3):
+            which = rng.randrange(2)
+            lost.add(some, which, 20)
+            model.add(some, which, 20)
+        else:
+            assert lost.forget(some) == model.forget(some)
+        assert [key for key in range(40) if key in lost] == sorted(model.left)
+        assert lost.counts == [[*model.left.values()].count(which) for which in range(2)]
+
+
+def bytecodes(call: Callable[[], Any]) -> int:
+    """How many are executed, of functions that it calls."""
+    counted = 0
+
+    def count(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal counted
+        frame.f_trace_opcodes = True
+        counted += event == "opcode"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return counted
+
+
+def test_a_key_costs_no_bytecode() -> None:
+    lost, keys = LostKeys(2), list(range(10_000))
+    lost.add([-1], 1, 20_000)
+    assert 0 < bytecodes(lambda: lost.add(keys, 0, 20_000)) < 1000
+    assert 0 < bytecodes(lambda: lost.of(keys)) < 1000
+    assert 0 < bytecodes(lambda: lost.add(list(range(10_000, 20_000)), 0, 20_000)) < 1000
+    assert len(lost) == 20_000, "an eviction was forgotten"
+    assert 0 < bytecodes(lambda: lost.forget(keys)) < 1000
