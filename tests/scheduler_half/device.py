@@ -160,6 +160,8 @@ class Device:
         self.drafter = drafter
         self.size = BLOCK * shards  # tokens of a block
         self.unit = unit or self.size
+        # Tokens that a hash is of, and those behind them that it has as well.
+        self.hashed = self.unit, drafter.hash_lookahead if drafter is not None else 0
         self._sizes = [int(one) if isinstance(one, Wide) else self.size for one in windows]
         self.kv = [[0] * max(self._sizes) for _ in range(num_blocks)]
         self.slots = [[0] * max(self._sizes) for _ in range(num_slots)]

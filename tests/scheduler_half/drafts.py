@@ -18,14 +18,18 @@ class Drafter:
             n-grams have none.
         always: whether it always drafts ``count`` tokens, as asynchronous scheduling takes for
             granted.
+        hash_lookahead: tokens behind a block that its key has as well, where layers read them.
     """
 
     num_speculative_tokens_per_batch_size = None
     max_num_new_slots_for_drafting = 0
     disable_eagle_block_drop = False
 
-    def __init__(self, count: int, seed: int, reads_layers: bool, always: bool) -> None:
+    def __init__(
+        self, count: int, seed: int, reads_layers: bool, always: bool, hash_lookahead: int = 0
+    ) -> None:
         self.num_speculative_tokens, self.always = count, always
+        self.hash_lookahead = hash_lookahead
         self.method = "mtp" if reads_layers else "ngram"
         self._rng = random.Random(f"drafts {seed}")
         self.accepted = self.refused = 0

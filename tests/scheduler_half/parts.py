@@ -130,7 +130,8 @@ def _drafts(config: Any) -> int:
         read = config.speculative_config.use_eagle()  # by layers that take tokens ahead
         config.num_speculative_tokens = config.speculative_config.num_speculative_tokens
         config.num_lookahead_tokens = config.num_speculative_tokens * read
-        config.num_prefill_lookahead_tokens = int(read)
+        config.num_prefill_lookahead_tokens = config.speculative_config.hash_lookahead or int(read)
+        config.num_hash_lookahead_tokens = config.speculative_config.hash_lookahead
     return int(getattr(config, "num_speculative_tokens", 0))
 
 
@@ -192,6 +193,7 @@ def make_request(
     count: int,
     priority: int = 0,
     size: int = BLOCK,
+    lookahead: int = 0,
     salt: str | None = None,
     resumable: bool = False,
     lora_request: Any = None,
@@ -200,6 +202,7 @@ def make_request(
     """A request for ``count`` tokens, with whatever hashes its blocks of ``size`` tokens.
 
     Args:
+        lookahead: tokens behind a block that its hash has as well.
         salt: of its prefix.
         resumable: it is a session that may go on.
         lora_request: the adapter that it names.
@@ -217,7 +220,7 @@ def make_request(
         cache_salt=salt,
         resumable=resumable,
         lora_request=lora_request,
-        block_hasher=hasher(size),
+        block_hasher=hasher(size, lookahead),
         priority=priority,
         arrival_time=time.time(),
     )
@@ -243,7 +246,7 @@ def make_output(names: list[str], sampled: list[list[int]]) -> Any:
 
 
 @cache
-def hasher(size: int = BLOCK) -> Any:
+def hasher(size: int = BLOCK, lookahead: int = 0) -> Any:
     """What gives requests the hashes of their blocks; None up to 0.10.0, where managers do it."""
     from vllm.v1.core import kv_cache_utils
 
@@ -254,7 +257,7 @@ def hasher(size: int = BLOCK) -> Any:
     if hasattr(kv_cache_utils, "init_none_hash"):
         kv_cache_utils.init_none_hash(sha256)
     make = getattr(kv_cache_utils, "get_request_block_hasher", None)
-    return make and make(size, sha256)
+    return make and make(size, sha256, *([lookahead] if lookahead else []))
 
 
 def _grammars(config: Any) -> Any:

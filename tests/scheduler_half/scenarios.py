@@ -684,6 +684,28 @@ def _hit_blocks(mini: Mini, tokens: list[int]) -> int:
     return sum(not block.is_null for of in taken for block in of)
 
 
+def keys_with_the_next_tokens() -> Facts:
+    """From 0.33 on keys have the tokens that EAGLE reads behind a block, which is no miss then."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    if "num_hash_lookahead_tokens" not in inspect.signature(BlockPool.__init__).parameters:
+        raise NotThere("keys have the tokens of their blocks alone")
+    facts = {}
+    for seed, (ahead, in_flight) in enumerate(((1, 1), (1, 2), (3, 1), (3, 2))):
+        for load_mode in ("inline", "parked"):
+            drafter = Drafter(3, seed, True, in_flight > 1, hash_lookahead=ahead)
+            mini = Mini(drafter=drafter, in_flight=in_flight, load_mode=load_mode, blocks=41)
+            mini.only_in_cpu(prompt(10, seed=5))
+            name = mini.add([*prompt(10, seed=5), 9, 9], count=3)
+            mini.run()
+            # The last one's key needs more than the one token that came behind it then.
+            assert mini.hits[name] == (10 if ahead == 1 else 9) * BLOCK
+            talk(mini, seed)
+            nothing_held(mini)
+            facts[f"{ahead} {in_flight} {load_mode}"] = mini.manager.stats.loaded
+    return facts
+
+
 def two_for_one_prefix() -> Facts:
     """Two requests for one evicted prefix load it once."""
     facts = {}
@@ -1271,6 +1293,7 @@ SCENARIOS: dict[str, Callable[[], Facts]] = {
     "hit parked": hit_parked,
     "last block": last_block,
     "hits beside drafts": beside_drafts,
+    "keys with the next tokens": keys_with_the_next_tokens,
     "two for one prefix": two_for_one_prefix,
     "many hits at once": many_hits_at_once,
     "conversations inline": partial(conversations, "inline"),

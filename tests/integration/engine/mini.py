@@ -241,8 +241,8 @@ class Mini:
 
     def add(self, prompt: list[int], count: int = 4, priority: int = 0, **more: Any) -> str:
         """Ask for ``count`` tokens; returns the request's name. ``more``: of `make_request`."""
-        name = f"request-{len(self.prompts)}"
-        request = parts.make_request(name, list(prompt), count, priority, self.device.unit, **more)
+        name, hashed = f"request-{len(self.prompts)}", self.device.hashed
+        request = parts.make_request(name, list(prompt), count, priority, *hashed, **more)
         self.prompts[name], self.answers[name], self.counts[name] = list(prompt), [], count
         self.scheduler.add_request(request)
         return name
