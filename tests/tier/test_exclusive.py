@@ -94,6 +94,18 @@ def test_a_load_of_what_the_gpu_has_lost_is_a_use_for_the_policy_behind() -> Non
     assert tier._prefixes.policy.pinned == "ab", "the GPU has them"
 
 
+def test_what_is_handed_out_before_it_came_to_be_stored_is_counted() -> None:
+    tier = OffloadManager(1, LRUPolicy, store="auto")
+    assert plan(tier, a=0, b=1, c=2) == "a"
+    tier.about_to_lose([1], ["b"])
+    tier.note_new_blocks([0, 1])
+    assert tier.stats.overwritten == 1, "the tier has a"
+    tier.note_new_blocks([2, 3])
+    assert tier.stats.overwritten == 2
+    tier.note_new_blocks([2])
+    assert tier.stats.overwritten == 2, "it held nothing more"
+
+
 def test_a_copy_stays_once_the_gpu_has_lost_the_block_or_is_about_to() -> None:
     for handed_out in (True, False):
         tier = OffloadManager(3, LRUPolicy, store="auto")

@@ -326,6 +326,8 @@ class TierMachine(RuleBasedStateMachine):
             return False
         self.tier.note_new_blocks(wanted)
         self.model.note_new_blocks(wanted)
+        if self.tier.lazy:
+            self._count_lost(wanted)
         for block in wanted:
             self.cached.pop(block, None)
             self.computed.pop(block, None)
@@ -333,6 +335,12 @@ class TierMachine(RuleBasedStateMachine):
             self.reads.pop(block, None)
             self.writes.pop(block, None)
         return True
+
+    def _count_lost(self, wanted: Sequence[int]) -> None:
+        """What the GPU held alone counts, too, as far as the tier was told of it."""
+        found, counts = self.tier.stats.overwritten, self.model.counts
+        assert counts["overwritten"] <= found <= counts["overwritten"] + len(wanted)
+        counts["overwritten"] = found
 
     def _fill(self, block: int, key: int, queued: bool) -> None:
         self.unkeyed.discard(block)
