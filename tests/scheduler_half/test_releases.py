@@ -43,6 +43,7 @@ SINCE = {
     "trap: zeroed blocks": "0.17.1",
     "trap: block copies": "0.26.0",
     "experts of each token": "0.33.0",
+    "keys with the next tokens": "0.33.0",
 }
 
 
