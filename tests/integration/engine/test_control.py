@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from integration.engine.mini import BLOCK, SLOT_BYTES, FakeRanks, Mini
-from integration.engine.reports.test_metrics import reported
+from integration.engine.reports.test_metrics import FrontEnd, reported
 from scheduler_half.scenarios import nothing_held, prompt
 
 from kvoffload_patch.config import GIB
@@ -339,6 +339,44 @@ def test_metrics_have_the_state_and_the_labels() -> None:
     assert (front_end["tier_state paused"], front_end["tier_state on"]) == (0, 1)
     infos = {labels: value for (name, labels), value in front_end.values.items() if "info" in name}
     assert infos == {version: 0, (*version[:2], "inline", version[3], "lru", *version[5:]): 1}
+
+
+def woken(mini: Mini, front_end: FrontEnd, name: str, **values: Any) -> None:
+    """Ask an engine that has nothing to do; what it sends arrives."""
+    one = mini.ask(name, **values)
+    mini.breaker.answer_asked()
+    assert one.done.is_set() and not one.error
+    front_end.drain()
+
+
+def test_metrics_have_the_size_that_a_command_has_left_an_idle_engine() -> None:
+    mini = Mini()
+    front_end = reported(mini)
+    mini.only_in_cpu(prompt(6, seed=1))
+    held = mini.manager.num_used
+    assert held > 4
+    woken(mini, front_end, "resize", gib=4 * SIZE)
+    assert front_end["capacity_blocks"] == 4 and front_end["used_blocks"] == 4
+    assert front_end["removed_blocks resized"] == held - 4
+    woken(mini, front_end, "empty")
+    assert front_end["used_blocks"] == 0 and front_end["removed_blocks emptied"] == 4
+    records = front_end.records
+    woken(mini, front_end, "pause")
+    woken(mini, front_end, "pause")
+    assert front_end.records == records + 1, "nothing is sent where nothing has changed"
+
+
+def test_a_command_for_an_engine_at_work_sends_no_figures_beside_its_steps() -> None:
+    mini = Mini()
+    front_end = reported(mini)
+    mini.only_in_cpu(prompt(6, seed=1))
+    mini.add(prompt(6, seed=2), count=20)
+    mini.step()
+    records = front_end.records
+    woken(mini, front_end, "empty")
+    assert front_end.records == records
+    mini.run()
+    assert front_end["removed_blocks emptied"] > 0
 
 
 @pytest.fixture

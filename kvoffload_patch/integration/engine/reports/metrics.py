@@ -1,7 +1,7 @@
 """What the tier says of itself to the front end's /metrics: read, compared, and sent.
 
-Everything is counted anyway; it is read at most once a second, and in the last step before the
-engine has nothing to do. What ends after that step is said by the next one.
+Everything is counted anyway; it is read at most once a second, in the last step before the engine
+has nothing to do, and after a command for an idle engine. What ends later is said by the next step.
 """
 
 from __future__ import annotations
@@ -236,8 +236,10 @@ class Reporter:
         if self._labels() != before:
             values += [("build_info", before, 0), ("build_info", self._labels(), 1)]
         self._state = state
-        if values:
-            with _unseen():
+        with _unseen():
+            if not self._scheduler.requests:  # no step is to come that would say how full it is
+                values += self._changes()
+            if values:
                 self._outbox.send(values)
 
     def _labels(self) -> tuple[str, ...]:
