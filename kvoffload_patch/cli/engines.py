@@ -14,6 +14,7 @@ from kvoffload_patch.control import client, commands, folder
 from kvoffload_patch.control.errors import Refused
 
 EXIT_OK, EXIT_REFUSED = 0, 2
+NONE_RUNS = "no running engine of this user has a CPU tier"
 
 _ABOUT = {
     commands.PAUSE: (
@@ -61,7 +62,7 @@ def main(name: str, argv: Sequence[str]) -> int:
         if "error" in found:
             print(f"kvoffload_patch: {found['engine']}: {found['error']}", file=sys.stderr)
         else:
-            print(_line(found))
+            print(_line(name, found))
     return EXIT_REFUSED if any("error" in found for found in results) else EXIT_OK
 
 
@@ -103,7 +104,7 @@ def text(found: Mapping[str, Any]) -> str:
     if "error" in found:
         return f"engine {found['engine']}: {found['error']}"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["since"]))
-    dropped, settings = found["dropped_blocks"], found["settings"]
+    dropped = found["dropped_blocks"]
     removed = found.get(
         "removed_blocks", {}
     )  # an older engine does not tell, nor why copies failed
@@ -125,7 +126,7 @@ def text(found: Mapping[str, Any]) -> str:
         f"  under way: {found['queued_loads']} loads, {found['queued_stores']} stores, "
         f"{found['parked_requests']} requests parked; last step "
         f"{found['seconds_since_step']:.1f} s ago",
-        "  settings:  " + ", ".join(f"{k} {v}" for k, v in {**settings, **_store(found)}.items()),
+        f"  settings:  {_settings(found)}",
         f"  copies:    {found['copies']}",
     ]
     if stale := found.get("stale_loras"):
@@ -169,10 +170,17 @@ def _state(found: Mapping[str, Any]) -> str:
     return f"{found['state']} ({found['reason']})" if found["reason"] else str(found["state"])
 
 
-def _line(found: Mapping[str, Any]) -> str:
+def _line(name: str, found: Mapping[str, Any]) -> str:
+    """What a command has led to."""
     forgotten = found.get("forgotten_blocks")
     more = "" if forgotten is None else f", {forgotten} blocks forgotten"
+    if name == commands.SET:
+        more += f"; {_settings(found)}"
     return f"engine {found['engine']}: {_state(found)}, {size(found)}{more}"
+
+
+def _settings(found: Mapping[str, Any]) -> str:
+    return ", ".join(f"{k} {v}" for k, v in {**found["settings"], **_store(found)}.items())
 
 
 def _ask(engine: client.Engine, name: str, given: Mapping[str, str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from kvoffload_patch.config import as_given
 from kvoffload_patch.control import client
 
 EXIT_OK, EXIT_REFUSED = 0, 2
+_NONE_RUNS = f"{engines.NONE_RUNS}; the log of one that runs without says why"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,8 +34,9 @@ def main(argv: Sequence[str]) -> int:
     if as_json:
         print(json.dumps({**found, "engines": running}, indent=1))
     else:
-        hidden = [f"engines:      {one}" for one in client.not_looked_into()]
-        print("\n".join([text(found), *hidden, *map(engines.text, running)]))
+        unseen = client.not_looked_into() or ([] if running else [_NONE_RUNS])
+        told = [f"engines:      {why}" for why in unseen]
+        print("\n".join([text(found), *told, *map(engines.text, running)]))
     return EXIT_OK if found["verdict"] == "ok" else EXIT_REFUSED
 
 

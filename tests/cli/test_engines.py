@@ -113,7 +113,9 @@ def test_the_only_engine_is_asked(
     assert main.main(argv) == 0
     assert one.asked == [Command(argv[0], values)]
     found = capsys.readouterr().out
-    assert found == f"engine {one.name}: on, 0.25 of 1.00 GiB used (25%), 9 blocks forgotten\n"
+    now = "; eviction arc, load_mode auto" if argv[0] == "set" else ""
+    size = "0.25 of 1.00 GiB used (25%), 9 blocks forgotten"
+    assert found == f"engine {one.name}: on, {size}{now}\n"
 
 
 def test_several_are_asked_only_if_that_is_said(one: Engine, another: Engine, capsys: Any) -> None:
@@ -136,6 +138,23 @@ def test_where_none_runs_that_is_said(capsys: Any) -> None:
     said = capsys.readouterr().err
     assert "expected a running engine of this user with a CPU tier, found none in " in said
     assert "its log says `no control socket` or it has KVOFFLOAD_CONTROL=0, or restart it" in said
+
+
+def test_a_status_says_that_no_engine_runs(capsys: Any) -> None:
+    main.main(["status"])
+    assert capsys.readouterr().out.endswith(
+        "\nengines:      no running engine of this user has a CPU tier; "
+        "the log of one that runs without says why\n"
+    )
+
+
+def test_a_change_of_settings_says_what_they_are_now(one: Engine, capsys: Any) -> None:
+    one.more.update(store="auto", stores_lazily=True)
+    assert main.main(["set", "--eviction", "arc"]) == 0
+    assert capsys.readouterr().out == (
+        f"engine {one.name}: on, 0.25 of 1.00 GiB used (25%), 9 blocks forgotten; "
+        "eviction arc, load_mode auto, store auto (lazily now)\n"
+    )
 
 
 def test_an_engine_whose_folder_was_removed_is_not_found(one: Engine, capsys: Any) -> None:

@@ -79,7 +79,7 @@ def test_a_terminal_that_is_not_high_enough_has_a_line_for_each() -> None:
 
 
 def test_without_engines_it_waits_for_one() -> None:
-    assert shown(view(), []) == ["no running engine of this user; one that starts is shown"]
+    assert shown(view(), []) == ["no running engine has a CPU tier; one that starts is shown"]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_a_pipe_gets_no_codes_and_ctrl_c_is_no_error(samples: Any, capsys: Any) 
     samples.append([])
     assert main.main(["top"]) == 0
     found = capsys.readouterr().out
-    assert "\x1b" not in found and found.endswith("no running engine of this user\n")
+    assert "\x1b" not in found and found.endswith("no running engine of this user has a CPU tier\n")
 
 
 def as_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
