@@ -369,7 +369,8 @@ def as_given(text: str, environ: Mapping[str, str] | None = None) -> str:
     env = os.environ if environ is None else environ
     for name in env.get("KVOFFLOAD_OPTIONS", "").split(","):
         if name in VARIABLES:
-            text = re.sub(rf"\b{name}\b", option(name), text)
+            # A misspelled variable is like another variable, whatever set that one.
+            text = re.sub(rf"(?<!closest one is )\b{name}\b", option(name), text)
     return text
 
 

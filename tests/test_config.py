@@ -94,6 +94,15 @@ def test_a_text_calls_settings_as_the_user_gave_them() -> None:
     assert as_given(text, given) == "--cpu-gib is 'x', KVOFFLOAD_LOAD_MODE is 'y'."
 
 
+def test_the_name_that_was_meant_for_a_variable_is_that_of_a_variable() -> None:
+    with pytest.raises(ConfigError) as refused:
+        settings(CPU_GB="4", CPU_GIB="x")
+    said = as_given(str(refused.value), {"KVOFFLOAD_OPTIONS": "KVOFFLOAD_CPU_GIB"})
+    assert "KVOFFLOAD_CPU_GB is not a variable of" in said
+    assert "the closest one is KVOFFLOAD_CPU_GIB; correct its name" in said
+    assert "--cpu-gib is 'x', expected " in said
+
+
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings().strict = False  # type: ignore[misc]
