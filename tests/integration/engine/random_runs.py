@@ -6,8 +6,8 @@ token that came out must be right, every request must come to its end, vLLM must
 would find, and nothing may be left behind.
 
 SOURCES is the folder that has the release's `vllm/`; without both it is the installed one. SHAPE is
-STATE, CHECKPOINTS, PARTS, CHUNKS or UNCACHED; or CONNECTOR, for the installed one. Prints one JSON
-object; status 1 if a run failed.
+STATE, CHECKPOINTS, PARTS, CHUNKS or UNCACHED; or CONNECTOR, with one of these but UNCACHED behind a
+plus sign, or without. Prints one JSON object; status 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if __name__ == "__main__":
 STATE, CHECKPOINTS = "state", "state with checkpoints"
 PARTS = "parts"  # states, and hits that may end within a block
 CHUNKS = "chunks"  # attention within chunks
-CONNECTOR = "connector"  # none of these: beside a KV connector
+CONNECTOR = "connector"  # beside a KV connector: none of these, or `connector+state`
 UNCACHED = "uncached"  # groups beside full attention that take no part in the prefix cache
 Policies = tuple[str, ...]
 POLICIES: Policies = ("fcfs", "fcfs", "priority")
@@ -320,7 +320,9 @@ def main(
 ) -> int:
     """Run seed after seed for so long, and print what came out."""
     most, policies = 6, POLICIES
-    connector, shape = shape == CONNECTOR, None if shape == CONNECTOR else shape
+    first, _, behind = (shape or "").partition("+")
+    connector = first == CONNECTOR
+    shape = (behind if connector else shape) or None
     if release:
         from scheduler_half import half
 
