@@ -39,7 +39,8 @@ def check(status: Mapping[str, object]) -> list[Finding]:
         Finding(
             "vLLM",
             "release",
-            str(release) if release else "not known",
+            # Without a table the settings were refused before anything was looked for.
+            str(release or ("not found" if status["supported"] else "not looked for")),
             release,
             problem=verdict if refused else "",
             refused=refused,

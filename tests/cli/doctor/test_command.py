@@ -12,7 +12,10 @@ from kvoffload_patch.cli.doctor import arming, command, copies, memory
 from kvoffload_patch.cli.doctor.findings import Finding
 from kvoffload_patch.memory import MemoryRefused, Room
 
-GOOD = {"release": "9.9.1", "points": [], "doubts": [], "enabled": False, "verdict": "ok"}
+GOOD = {
+    "release": "9.9.1", "supported": ">=9", "points": [], "doubts": [], "enabled": False,
+    "verdict": "ok",
+}  # fmt: skip
 ABSENT = "vLLM is not installed here; install it."
 
 

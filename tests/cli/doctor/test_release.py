@@ -9,7 +9,10 @@ import pytest
 from kvoffload_patch.cli.doctor import release
 
 POINTS = [{"name": "a", "wrapped": True}, {"name": "b", "wrapped": False}]
-GOOD = {"release": "9.9.1", "points": POINTS, "doubts": [], "enabled": True, "verdict": "ok"}
+GOOD = {
+    "release": "9.9.1", "supported": ">=9", "points": POINTS, "doubts": [], "enabled": True,
+    "verdict": "ok",
+}  # fmt: skip
 
 
 def test_a_vllm_that_matches() -> None:
@@ -20,12 +23,13 @@ def test_a_vllm_that_matches() -> None:
     assert not any(f.problem or f.refused for f in found.values())
 
 
-def test_a_refusal_is_one_problem_in_its_own_words() -> None:
-    bad = {"release": None, "points": [], "enabled": False, "verdict": "expected vLLM, found none."}
-    found = release.check(bad)
+@pytest.mark.parametrize(("table", "said"), [(">=9", "not found"), (None, "not looked for")])
+def test_a_refusal_is_one_problem_in_its_own_words(table: str | None, said: str) -> None:
+    refused = {"release": None, "points": [], "verdict": "expected vLLM, found none."}
+    found = release.check({**GOOD, **refused, "supported": table})
     assert [f.sentence for f in found if f.problem] == ["expected vLLM, found none."]
     assert [f.refused for f in found].count(True) == 1
-    assert found[0].found == "not known" and found[1].found == "not compared"
+    assert found[0].found == said and found[1].found == "not compared"
 
 
 @pytest.mark.parametrize(
