@@ -11,11 +11,12 @@ and after them.
   simple, offloading, lmcache
 
 Each mode has a server of its own, one after the other, or with --side-by-side two at a time, each
-on a GPU of its own (--gpus for more): what is measured at the same time is compared first. The
-model's folder needs a config alone, weights are random then. Results are written to --json as they
-come; runs are put together with --merge, and --modes '' only makes the tables. --times writes down
-when each token came and what the server says of each request's time in the engine. --small runs on
-a CPU with a tiny model, to see that everything works: floor and ours only.
+on a GPU of its own (--gpus for more; --gpus-each where a server has several ranks, which --engine
+says): what is measured at the same time is compared first. The model's folder needs a config alone,
+weights are random then. Results are written to --json as they come; runs are put together with
+--merge, and --modes '' only makes the tables. --times writes down when each token came and what the
+server says of each request's time in the engine. --small runs on a CPU with a tiny model, to see
+that everything works: floor and ours only.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ def options() -> argparse.Namespace:
     add("--modes", default="floor,ours,simple,offloading")
     add("--phases", default=",".join(PHASES), help="which of %(default)s are played")
     add("--rounds", type=int, default=1, help="how often all modes are played, on new servers")
-    add("--side-by-side", action="store_true", help="as many modes at a time as --gpus")
+    add("--side-by-side", action="store_true", help="as many modes at a time as --gpus allow")
     add("--gpus", type=int, default=2, help="for --side-by-side")
+    add("--gpus-each", type=int, default=1, metavar="N", help="of these, for each server")
     add("--cpu-gib", type=float, help="size of the tier (OffloadingConnector: 8/9 of it)")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="any field of Load")
     add(
@@ -85,6 +87,21 @@ def known_phase(name: str) -> None:
         raise ValueError(f"phase {name!r}: expected one of {', '.join(PHASES)}")
 
 
+def shares_of_gpus(args: argparse.Namespace) -> list[str]:
+    """What each of the servers that run side by side may see; none without --side-by-side.
+
+    Raises:
+        ValueError: there are fewer GPUs than asked for, or not enough for one server.
+    """
+    if not args.side_by_side:
+        return []
+    each = args.gpus_each
+    if not 1 <= each <= args.gpus:
+        raise ValueError(f"expected --gpus-each from 1 to --gpus ({args.gpus}), found {each}")
+    names = visible_gpus(args.gpus)
+    return [",".join(names[at : at + each]) for at in range(0, len(names) - each + 1, each)]
+
+
 def bench(args: argparse.Namespace) -> dict[str, Any]:
     """Run all jobs; returns what was written."""
     names = split(args.modes, server.engine_mode)
@@ -97,7 +114,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     document: dict[str, Any] = {"machines": [], "jobs": []}
     jobs.merge(document, args.merge)
-    gpus = visible_gpus(args.gpus) if args.side_by_side and names else []
+    gpus = shares_of_gpus(args) if names else []
     planned = job_of.jobs(names, args.rounds, time.strftime("%Y-%m-%dT%H:%M:%S%z"), gpus)
     if planned:
         jobs.note_machine(document)

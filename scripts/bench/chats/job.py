@@ -22,7 +22,7 @@ class Job(AnyJob):
     """A mode, in a round of all modes.
 
     Attributes:
-        gpu: the device that its server may see; empty for all.
+        gpu: the devices that its server may see; empty for all.
         slot: number among those that run side by side.
         run: the same for all jobs of one command and round; times of these are compared first.
     """
@@ -84,7 +84,7 @@ def jobs(names: list[str], rounds: int, run: str, gpus: list[str]) -> list[list[
         names: modes.
         rounds: how often all of them are played, each time on new servers.
         run: name of this command's run.
-        gpus: as many modes at a time as there are, one on each; the modes change places each round.
+        gpus: as many modes at a time as these shares, one on each; modes change places each round.
             Without any, one mode at a time, which sees what this process sees.
     """
     width, sets = max(1, len(gpus)), []

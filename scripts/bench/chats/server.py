@@ -126,7 +126,7 @@ def environment(mode: str, setup: Setup, gpu: str, slot: int) -> dict[str, str]:
     """The environment of a mode's server.
 
     Args:
-        gpu: the device that it may see; empty for all.
+        gpu: the devices that it may see; empty for all.
         slot: number of the server among those that run side by side. Compiled code is kept apart,
             because two servers that start together would write the same files.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -111,6 +112,22 @@ def test_a_mode_is_ended_after_its_time(play: Any, monkeypatch: pytest.MonkeyPat
     found, _ = play({"ours": "hangs", "floor": ""}, [])
     assert found["ours"]["error"].startswith("not done after")
     assert not found["floor"]["error"]
+
+
+def test_servers_of_several_ranks_have_several_gpus_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,6,7")
+
+    def shares(side_by_side: bool, gpus: int, each: int) -> list[str]:
+        given = argparse.Namespace(side_by_side=side_by_side, gpus=gpus, gpus_each=each)
+        return command.shares_of_gpus(given)
+
+    assert shares(True, 4, 2) == ["2,3", "5,6"]
+    assert shares(True, 5, 2) == ["2,3", "5,6"]
+    assert shares(True, 2, 1) == ["2", "3"]
+    assert shares(False, 4, 2) == []
+    for each in (0, 3):
+        with pytest.raises(ValueError, match=r"--gpus-each from 1 to --gpus \(2\), found"):
+            shares(True, 2, each)
 
 
 def test_modes_change_their_gpus_from_round_to_round() -> None:
