@@ -64,6 +64,12 @@ OTHER_CHATS = {
     "chats-followed.json": "by layer, what loads take followed, two servers at a time",
     "chats-pair.json": "the same, no prompts before them",
 }
+# The same on two GPUs for each server, two servers at a time.
+RANKS = {
+    "chats-ranks.json": "two tensor-parallel ranks, while tiers grow",
+    "chats-ranks-grown.json": "two tensor-parallel ranks, 25 s later",
+    "chats-stages.json": "two pipeline stages, 25 s later",
+}
 # The rows of the page on conversations, as `bench chats` names them.
 CONVERSATIONS = (
     "later turns: first token, p50, ms",
@@ -322,18 +328,16 @@ def pressure_on_the_cpu() -> str:
 
 
 def ranks() -> str:
-    """The same with two ranks."""
-    document = read("../2026-11-22-serve-ranks-f05b92d.json")
-    if document is None:
-        return "not measured"
-    found = serve.figures(document)
-    shown = [mode for mode in MODES if any(mode in by_mode for by_mode in found.values())]
-    rows = [["two GPUs, tensor parallel", *(MODES[mode] for mode in shown)]]
-    for key, words, factor in SERVED[:2]:
-        by_mode = found.get(key, {})
-        samples = [by_mode.get(mode, {"samples": []})["samples"] for mode in shown]
-        rows.append([words, *(cell(values, factor) for values in samples)])
-    return table(rows) + "\n\n" + ran_on(document["machines"][-1])
+    """Conversations and single prompts on servers of two GPUs each."""
+    rows = [*chats_figures.LATER, *chats_figures.QUIET, *chats_figures.AFTER]
+    parts = []
+    for name, words in RANKS.items():
+        document = read(name)
+        if document is not None:
+            title = f"{words}: {chats_report.about(document)}; one prompt at a time, p50"
+            parts.append(chats_report.chosen(document, title, rows))
+            parts += dict.fromkeys(ran_on(machine) for machine in document["machines"])
+    return "\n\n".join(parts) or "not measured"
 
 
 def probed(name: str) -> str:
@@ -389,11 +393,8 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "step": step,
     **{name: partial(probed, name) for name in ("modelled", "long", "long-eager")},
     "enqueued": enqueued,
-    "transfer": transfer,
-    "transfer shapes": shapes,
-    "checksums": checksums,
-    "checksums said": checksums_said,
-    "ranks": ranks,
+    **{"transfer": transfer, "transfer shapes": shapes},
+    **{"checksums": checksums, "checksums said": checksums_said, "ranks": ranks},
     "pressure": pressure,
     "pressure on the CPU": pressure_on_the_cpu,
 }

@@ -101,3 +101,19 @@ def test_goals_of_the_step_are_beside_what_each_scheduler_adds() -> None:
         "to a step: decodes", "60", "59.94", "1215",
     ]  # fmt: skip
     assert len(made) == 3
+
+
+def test_servers_of_two_gpus_have_a_table_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine: dict[str, object] = {"commit": "abc", "date": "2026-11-27T10:00", "gpu": "H200, 1"}
+    machine |= {"vllm": "0.26", "cpus": 64, "command": "bench"}
+    document = {"machines": [machine]}
+    monkeypatch.setattr(tables, "read", lambda name: document if "stages" in name else None)
+    monkeypatch.setattr(tables.chats_report, "about", lambda document: "chats")
+    monkeypatch.setattr(
+        tables.chats_report, "chosen", lambda document, title, rows: f"{title}, {len(rows)} rows"
+    )
+    text = tables.ranks()
+    assert text.startswith("two pipeline stages, 25 s later: chats; one prompt at a time, p50, ")
+    assert "Commit abc, 2026-11-27, H200, 64 cores, vLLM 0.26: `bench`" in text
+    monkeypatch.setattr(tables, "read", lambda name: None)
+    assert tables.ranks() == "not measured"
