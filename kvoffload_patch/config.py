@@ -225,8 +225,8 @@ class Settings:
         "sample",
         _integrity,
         "one of " + ", ".join(INTEGRITIES),
-        "which blocks are compared with a checksum when they are loaded: none (off), some (sample),"
-        " or all, and before a request gets them (full: loads are parked)",
+        "which loads are compared with checksums before a request gets them: none (off), some"
+        " (sample), or all (full); these are parked",
     )
     log_interval: float = _variable(
         "KVOFFLOAD_LOG_INTERVAL",

@@ -216,7 +216,7 @@ ALLOWED: dict[str, set[str]] = {
     "transfer.backends.acl": {".transfer.backends.slots", ".transfer.errors", "numpy"},
     "transfer.backends.driver": {".transfer.backends.slots", ".transfer.errors", "numpy"},
     "transfer.backends.slots": {"numpy", "torch"},
-    "transfer.integrity": {".transfer.errors", ".transfer.tuning", "torch"},
+    "transfer.integrity": {".transfer.errors", "torch"},
     "transfer.layout": {".transfer.errors", "torch"},
     "transfer.errors": {".links"},
     "transfer.tuning": set(),

@@ -79,8 +79,8 @@ class RankOpened:
     """What a rank says when its tier is open.
 
     Slots usable so far, whether they become more while it serves, milliseconds that a block takes
-    to load, how blocks are copied, and which part of a load may be on its way when the step that
-    reads it begins.
+    to load, how blocks are copied, which part of a load may be on its way when the step that reads
+    it begins, and whether loads can be compared with checksums.
     """
 
     rank: int
@@ -90,4 +90,5 @@ class RankOpened:
     load_ms_per_block: float = 0.0
     copies: str = ""
     overlap: float = 0.0
+    compares: bool = False
     error: str = ""

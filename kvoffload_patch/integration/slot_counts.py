@@ -6,13 +6,14 @@ RPC would hold the engine up for as long as a step takes, and often: a tier of t
 by a tenth of its size in a second.
 
 Where ranks have slots in common (`shared_files`), one must not read a slot before another has
-stored to it, nor store to it while another reads it. Where all blocks have checksums, no block is
-given to a request before every rank has compared its part. So each rank writes down the last
-tickets that it has done, and which of them has failed; the least of them are what is done.
+stored to it, nor store to it while another reads it. Where loads are compared with checksums, no
+block of them is given to a request before every rank has compared its part. So each rank writes
+down the last tickets that it has done, and which of them has failed; the least of them are what is
+done.
 
 A rank whose result nobody sees cannot say that it could not carry out a step. It would be waited
-for if it raised, so it writes that down here, and goes on; if bytes are wrong, its device does,
-before it computes upon them. The engine looks before it gives tokens away (`Alarms`).
+for if it raised, so it writes that down here, and goes on. The engine looks before it gives tokens
+away (`Alarms`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ from kvoffload_patch.integration.shared_files import SharedFile, SharedFileAddre
 from kvoffload_patch.links import FAILURES, LOAD, STORE, Failure, Tickets, ticket_on
 
 _LINKS = (LOAD, STORE)
-_ALARM = 2  # cells: a kernel is compiled for the alignment of what it is given
-STEP_FAILED = -1  # in an alarm; otherwise a slot with wrong bytes, counted from 1
 _REASONS = 1 << len(FAILURES).bit_length()  # why the ticket in a cell has failed, or 0
 
 
@@ -39,8 +38,7 @@ def make_slot_counts(ranks: Sequence[int]) -> SharedFile | None:
         file = SharedFile(ranks)
     except (OSError, AttributeError):
         return None  # this system has no such files
-    first = _alarms_at(len(ranks))
-    cells = [_cell(0, True)] * len(ranks) + [0] * (first - len(ranks) + _ALARM * len(ranks))
+    cells = [_cell(0, True)] * len(ranks) + [0] * len(ranks) * (len(_LINKS) + 1)
     try:
         # Written, not only made that long: memory that is not there is an error here, and would
         # end a process later.
@@ -58,9 +56,6 @@ class SlotCounts:
         address: of the engine's file, which is not closed yet.
         rank: whose cell this process writes.
 
-    Attributes:
-        memory: the board.
-
     Raises:
         OSError: the board cannot be opened here.
     """
@@ -69,10 +64,10 @@ class SlotCounts:
         file = address.open()
         try:
             # A cell is written and read in one piece, so no lock is needed.
-            self.memory = mmap.mmap(file, 0)
+            memory = mmap.mmap(file, 0)
         finally:
             os.close(file)
-        self._cells = memoryview(self.memory).cast("q")
+        self._cells = memoryview(memory).cast("q")
         self._own, self._ranks = address.ranks.index(rank), len(address.ranks)
 
     def exchange(self, num_ready: int, growing: bool) -> tuple[int, bool]:
@@ -117,10 +112,18 @@ class SlotCounts:
                     failures.append(Failure(link, cell // _REASONS, FAILURES[why - 1]))
         return tuple(tickets), tuple(failures)
 
-    def alarm_at(self) -> tuple[int, int]:
-        """Where this rank's alarm begins in the board, and how long it is, in bytes."""
-        size = _ALARM * self._cells.itemsize
-        return _alarms_at(self._ranks) * self._cells.itemsize + self._own * size, size
+    @property
+    def alarm(self) -> bool:
+        """Whether this rank has said that no token of its step may leave; never taken back."""
+        return bool(self._alarms[self._own])
+
+    def ring(self) -> None:
+        """Say it."""
+        self._alarms[self._own] = 1
+
+    @property
+    def _alarms(self) -> memoryview:
+        return self._cells[(1 + len(_LINKS)) * self._ranks :]
 
 
 class Alarms:
@@ -135,33 +138,19 @@ class Alarms:
 
     def __init__(self, file: SharedFile) -> None:
         self._ranks = file.address.ranks
-        first = _alarms_at(len(self._ranks))
         cells = memoryview(file.map()).cast("q")
-        self._cells = cells[first : first + _ALARM * len(self._ranks)]
+        self._cells = cells[(1 + len(_LINKS)) * len(self._ranks) :]
 
     def said(self) -> str:
-        """Which rank has not carried out its step, or not right, what to do; empty: all have."""
+        """Which rank has not carried out its step, and what to do; empty: all have."""
         if not any(self._cells):
             return ""
-        found = zip(self._ranks, self._cells[::_ALARM])
-        rank, word = next((rank, word) for rank, word in found if word)
-        if word == STEP_FAILED:
-            return (
-                f"kvoffload_patch: expected rank {rank} to carry out its part of each step, found "
-                "that it could not, for the reason that its own message names; restart the server, "
-                "and do what that message says."
-            )
+        rank = next(rank for rank, rung in zip(self._ranks, self._cells) if rung)
         return (
-            f"kvoffload_patch: expected on rank {rank} the bytes that were stored in CPU slot "
-            f"{word - 1}, found others, so its KV is wrong; look for memory errors in the kernel's "
-            "log, restart the server, and set KVOFFLOAD_INTEGRITY=full to check all blocks before "
-            "they are used."
+            f"kvoffload_patch: expected rank {rank} to carry out its part of each step, found "
+            "that it could not, for the reason that its own message names; restart the server, "
+            "and do what that message says."
         )
-
-
-def _alarms_at(ranks: int) -> int:
-    """Cells before the alarms: an even number of them."""
-    return -(-ranks * (1 + len(_LINKS)) // _ALARM) * _ALARM
 
 
 def _done_cell(done: int, failed: Sequence[Failure]) -> int:

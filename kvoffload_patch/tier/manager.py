@@ -177,8 +177,11 @@ class OffloadManager(TierState):
 
     # Loading
 
-    def begin_load(self, keys: Keys, gpu_block_ids: Sequence[int]) -> int:
+    def begin_load(self, keys: Keys, gpu_block_ids: Sequence[int], compared: bool = False) -> int:
         """Plan a load of readable keys into GPU blocks; returns its ticket.
+
+        Args:
+            compared: with the checksums that the blocks were stored with.
 
         Raises:
             KeyError: a key is not readable. Nothing has changed then.
@@ -193,7 +196,7 @@ class OffloadManager(TierState):
             self._exclusive.loaded(keys, gpu_block_ids)
         self._held.read(slots)
         ticket = self._loads.give_out(tuple(keys), slots)
-        self._new_loads.append(Transfer(ticket, CPU, GPU, slots, tuple(gpu_block_ids)))
+        self._new_loads.append(Transfer(ticket, CPU, GPU, slots, tuple(gpu_block_ids), compared))
         return ticket
 
     def expose_load(self, ticket: int) -> None:

@@ -15,6 +15,7 @@ class Transfer(NamedTuple):
         source, target: places, as `kvoffload_patch.links` names them.
         source_ids, target_ids: numbers of blocks there (GPU block ids, CPU slots); block
             ``source_ids[i]`` is copied to ``target_ids[i]``.
+        compared: with the checksums that the blocks were stored with, where they have any.
     """
 
     ticket: int
@@ -22,6 +23,7 @@ class Transfer(NamedTuple):
     target: str
     source_ids: tuple[int, ...]
     target_ids: tuple[int, ...]
+    compared: bool = False
 
 
 class TransferPlan(NamedTuple):
@@ -71,8 +73,6 @@ class TransferResult(NamedTuple):
         by_layer: the forward pass waits for loads layer by layer where it can.
         slowdown: how long loads take lately, in times of what was measured when the tier was
             opened.
-        broken: why no token of the step that brings this may be given away, where that was found
-            only after it was computed; empty: nothing was.
     """
 
     done: Tickets = ()
@@ -83,7 +83,6 @@ class TransferResult(NamedTuple):
     sizing: int = 0
     by_layer: bool = False
     slowdown: float = 1.0
-    broken: str = ""
 
     def done_on(self, link: Link) -> int:
         """The ticket up to which all of a link are done; 0 if none is."""

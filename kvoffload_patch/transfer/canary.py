@@ -33,7 +33,7 @@ def run_canary(layout: BlockLayout, backend: CopyBackend, slot: int) -> None:
     streams = new_streams(layout.device)
     copy_now(layout.device, lambda: backend.store([block], [slot], streams))
     _write(layout.block_views(block), [~part for part in written])
-    copy_now(layout.device, lambda: backend.load([block], [slot], streams))
+    copy_now(layout.device, lambda: backend.load([block], [slot], streams, compared=True))
     returned = _read(layout.block_views(block))
     beside = _read(layout.block_views(neighbour))
     _write(layout.block_views(block), before[0])

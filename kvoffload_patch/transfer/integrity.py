@@ -1,10 +1,10 @@
 """Whether what a load brings is what was stored: a checksum for each CPU slot, and verdicts.
 
-A checksum is made of a block's bytes as they leave the KV tensors, and again of those that are put
-back. It lies beside the slots and not in them: a slot whose bytes were never written, or were
-written by another store, has the wrong one. How it is computed is the backends' affair; each
-compares its own only. It is an error-detecting code and keeps nobody out who can write to this
-memory.
+A checksum is made of a block's bytes as they leave the KV tensors, and of loads that are compared
+again of those that are put back. It lies beside the slots and not in them: a slot whose bytes were
+never written, or were written by another store, has the wrong one. How it is computed is the
+backends' affair; each compares its own only. It is an error-detecting code and keeps nobody out who
+can write to this memory.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from collections.abc import Callable
 import torch
 
 from kvoffload_patch.transfer.errors import TransferError
-from kvoffload_patch.transfer.tuning import SAMPLED_BLOCKS
 
+# Which loads are compared, as users choose it.
 OFF, SAMPLE, FULL = "off", "sample", "full"
-# A checksum for one block of so many, as users choose it; 0: none.
-EVERY = {OFF: 0, SAMPLE: SAMPLED_BLOCKS, FULL: 1}
 
 # To be called once, when the load is done: what is wrong with its bytes, or None.
 Verdict = Callable[[], "str | None"]
@@ -29,9 +27,9 @@ PLACE = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
 
 
-def in_words(every: int) -> str:
+def in_words(has_checksums: bool) -> str:
     """What follows how blocks are copied, in the log."""
-    return {0: "", 1: ", checksums of all blocks"}.get(every, f", checksums of 1 block in {every}")
+    return ", checksums of all blocks" if has_checksums else ""
 
 
 class Checksums:
@@ -41,36 +39,25 @@ class Checksums:
     all its bits reach those that are kept.
 
     Args:
-        num_slots: of the rank.
+        num_slots: of the rank; 0 for no checksums.
         device: where checksums are computed.
-        every: one block of so many has one.
+        complete: whether this rank stores every block that it loads: it has no checksum of what
+            another has stored to a slot that they have in common.
 
     Attributes:
-        every: as given.
-        sums: ``int64 [num_slots]`` on the device. 0: the block in that slot has none.
+        kept: whether there are any.
+        complete: as given.
+        sums: ``int64 [num_slots]`` on the device. 0: this rank has stored no block in that slot.
         mismatches: loads so far that brought other bytes than were stored.
-        alarm: ``int64 [2]`` that every load writes to, from the device in place of a word of its
-            own, when it finds a mismatch; it stays. None: each has its own.
 
     Raises:
         torch.OutOfMemoryError: no room on the device.
     """
 
-    def __init__(self, num_slots: int, device: torch.device, every: int) -> None:
-        self.every = every
+    def __init__(self, num_slots: int, device: torch.device, complete: bool = True) -> None:
+        self.kept, self.complete = num_slots > 0, complete
         self.mismatches = 0
-        self.alarm: torch.Tensor | None = None
         self.sums = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._stored = 0  # blocks so far
-
-    def next_stored(self, count: int) -> int:
-        """So many blocks are stored: the number of the first of them, since start.
-
-        Every block whose number `every` divides has a checksum.
-        """
-        first = self._stored
-        self._stored = (first + count) % max(1, self.every)
-        return first
 
     def forget_all(self) -> None:
         """No slot has a checksum any more; nothing is under way."""
@@ -79,11 +66,10 @@ class Checksums:
     def found(self, slot: int) -> str:
         """A load found another checksum in this slot: counts it, and says it."""
         self.mismatches += 1
-        more = "" if self.every == 1 else ", and set KVOFFLOAD_INTEGRITY=full to check all blocks"
         return (
             f"expected the checksum that the block in CPU slot {slot} was stored with, found "
             "another one, so its bytes changed in CPU memory or on the way; look for memory "
-            f"errors in the kernel's log{more}"
+            "errors in the kernel's log"
         )
 
 
@@ -91,7 +77,7 @@ class Verdicts:
     """Words that loads under way write to from the device when they find a mismatch.
 
     Args:
-        checksums: which are compared.
+        checksums: that are compared.
         under_way: so many loads can be, at most.
     """
 
@@ -117,10 +103,6 @@ class Verdicts:
         Raises:
             TransferError: more are under way than there can be.
         """
-        alarm = self._checksums.alarm
-        if alarm is not None:
-            read = alarm.numpy()
-            return alarm, lambda: self._said(int(read[0])), lambda: None
         try:
             at = self._free.popleft()
         except IndexError:

@@ -12,17 +12,22 @@ from kvoffload_patch.transfer.plans import Transfer
 from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue, failed_up_to, forget
 from kvoffload_patch.transfer.turns import ALONE, Turn
 
-# Blocks of the source, blocks of the target, and streams of the link; see `CopyBackend`.
-Copy = Callable[[Sequence[int], Sequence[int], "Streams | None"], Slices]
+# Blocks of the source, blocks of the target, streams of the link, and whether the bytes are
+# compared with their checksums; see `CopyBackend`.
+Copy = Callable[[Sequence[int], Sequence[int], "Streams | None", bool], Slices]
 
 
 def copies_of(backend: CopyBackend) -> dict[Link, Copy]:
     """What a backend copies, by link."""
 
-    def load(slots: Sequence[int], ids: Sequence[int], streams: Streams | None) -> Slices:
-        return backend.load(ids, slots, streams)
+    def load(
+        slots: Sequence[int], ids: Sequence[int], streams: Streams | None, compared: bool
+    ) -> Slices:
+        return backend.load(ids, slots, streams, compared)
 
-    def store(ids: Sequence[int], slots: Sequence[int], streams: Streams | None) -> Slices:
+    def store(
+        ids: Sequence[int], slots: Sequence[int], streams: Streams | None, compared: bool
+    ) -> Slices:
         return backend.store(ids, slots, streams)
 
     return {LOAD: load, STORE: store}
@@ -95,7 +100,7 @@ class LinkCopies:
             )
         self.last = transfer.ticket
         source_ids, target_ids = self._turn.own(transfer.source_ids, transfer.target_ids)
-        start = partial(self._start, source_ids, target_ids)
+        start = partial(self._start, source_ids, target_ids, transfer.compared)
         behind = [(other.queue, ticket_on(done, other.link)) for other in self._behind]
         # GPU blocks are vLLM's: what is wrong in one is its request's, and told with the failure.
         lost = int if self.link[1] == GPU else partial(self._lose, target_ids)
@@ -124,6 +129,7 @@ class LinkCopies:
         self,
         source_ids: Sequence[int],
         target_ids: Sequence[int],
+        compared: bool,
         streams: Streams | None,
     ) -> Slices:
         # On several ranks the scheduler does not hear of a copy that failed on this one.
@@ -136,17 +142,21 @@ class LinkCopies:
         if not target_ids:  # others copy all of it
             return _nothing()
         if self.link[1] == GPU:
-            return self._copy(source_ids, target_ids, streams)
-        return self._keep(source_ids, target_ids, streams)
+            return self._copy(source_ids, target_ids, streams, compared)
+        return self._keep(source_ids, target_ids, compared, streams)
 
     def _keep(
-        self, source_ids: Sequence[int], target_ids: Sequence[int], streams: Streams | None
+        self,
+        source_ids: Sequence[int],
+        target_ids: Sequence[int],
+        compared: bool,
+        streams: Streams | None,
     ) -> Slices:
         # A slot that another rank has and this one has not yet is waited for with the queues'
         # lock held, so that a step with loads of its own waits as well. That is rare and ends.
         if self._wait_ready is not None:
             self._wait_ready(max(target_ids) + 1)
-        verdict = yield from self._copy(source_ids, target_ids, streams)
+        verdict = yield from self._copy(source_ids, target_ids, streams, compared)
         bad = self._bad.get(self.link[1])
         if bad:
             bad.difference_update(target_ids)

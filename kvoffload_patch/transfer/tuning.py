@@ -43,9 +43,6 @@ TIMED_BYTES = 64 << 20
 TIMED_REPEATS = 3
 # Numbers of blocks that a program copies. Not measured.
 IDS_PROGRAM_BLOCKS = 1024
-# Of so many blocks one has a checksum, unless all have (KVOFFLOAD_INTEGRITY). Not measured: memory
-# that is failing shows within a few dozen hits.
-SAMPLED_BLOCKS = 16
 
 # --- queues, and the thread that enqueues ---
 # Slices that the thread keeps under way: of loads 2.4 ms of the bus each, of stores 0.6 ms, so

@@ -109,7 +109,7 @@ class Ranks:
     """Stands for the workers of a `SchedulerTier`."""
 
     load_ms_per_block = 0.02
-    copies_overlap = True
+    copies_overlap, compares = True, False
     overlap = 0.0
     num_ranks = 1
 
@@ -117,7 +117,7 @@ class Ranks:
         """What is done comes with a step's output."""
         return 0
 
-    def wrong_bytes(self) -> str:
+    def step_failure(self) -> str:
         """No copy is made."""
         return ""
 

@@ -45,7 +45,7 @@ STATES = (
     ),
 )
 STATES_ON_TWO = tuple(f"states on two ranks: {of}" for of in ("gated delta net", "Mamba 2"))
-_FLIPPED = "all blocks checked", "in a step that does not wait"
+_FLIPPED = "all loads compared", "by default"
 FLIPPED = tuple(f"flipped bits, {how}" for how in _FLIPPED)
 FLIPPED_APART = tuple(f"flipped bits on another rank, {how}" for how in _FLIPPED)
 # A row, and the kinds that show it; all of them take four GPUs.

@@ -188,22 +188,25 @@ ENGINE = (
         ),
     ),
     Mutant(
-        "tokens of a step that has read wrong bytes are taken in",
+        "nobody asks whether a rank that reports nothing has carried out a step",
         _FILES + "tier.py",
-        "result.broken or self._ranks.wrong_bytes()",
-        "self._ranks.wrong_bytes()",
-        (_FILES + "test_tier.py::test_no_token_leaves_of_a_step_that_has_read_wrong_bytes",),
+        "if failure := self._ranks.step_failure():",
+        "if failure := str():",
+        (_FILES + "test_tier.py::test_no_token_leaves_of_a_step_that_has_failed_on_another_rank",),
     ),
     Mutant(
-        "nobody asks for what a rank that reports nothing has found wrong",
-        _FILES + "tier.py",
-        "result.broken or self._ranks.wrong_bytes()",
-        "result.broken",
-        (
-            _FILES
-            + "test_tier.py"
-            + "::test_no_token_leaves_of_a_step_in_which_another_rank_has_read_wrong_bytes",
-        ),
+        "a load that is compared is promised before it is done",
+        _FILES + "requests/loads.py",
+        "if load.compared:",
+        "if False:",
+        (_FILES + "requests/test_loads_compared.py",),
+    ),
+    Mutant(
+        "a load that is to be compared may be within its step",
+        _FILES + "requests/admission.py",
+        "if not compared and self._inline(",
+        "if self._inline(",
+        (_FILES + "requests/test_loads_compared.py",),
     ),
     Mutant(
         "a copy that has failed on a rank is said to be done and no more",
@@ -213,9 +216,9 @@ ENGINE = (
         ("integration/test_slot_counts.py",),
     ),
     Mutant(
-        "with checksums of all blocks a load is done when one rank has compared it",
+        "a load is done when one rank has compared it",
         "integration/worker/tier.py",
-        'bool(common) or integrity == "full"',
+        'bool(common) or integrity != "off"',
         "bool(common)",
         ("integration/worker/test_tier_together.py",),
     ),
@@ -239,8 +242,8 @@ ENGINE = (
     Mutant(
         "a tier is detached though a rank has said that a step of it has failed",
         "integration/worker/unheard.py",
-        "self._alarm.check()",
-        "pass",
+        "if self._board is not None and self._board.alarm:",
+        "if False:",
         (_UNHEARD,),
     ),
     Mutant(
@@ -253,7 +256,7 @@ ENGINE = (
     Mutant(
         "a step that has failed on a rank that reports nothing is not said",
         "integration/worker/unheard.py",
-        "self._alarm.ring()",
+        "self._board.ring()",
         "pass",
         (_UNHEARD,),
     ),

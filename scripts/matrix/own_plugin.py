@@ -34,7 +34,7 @@ class Ranks:
     """Stands for the workers: every copy is made when it is planned, within the step."""
 
     load_ms_per_block = 0.001
-    copies_overlap = False
+    copies_overlap = compares = False
     overlap = 0.0
 
     def drain(self) -> None:
@@ -50,7 +50,7 @@ class Ranks:
         """Outputs tell."""
         return 0
 
-    def wrong_bytes(self) -> str:
+    def step_failure(self) -> str:
         """No copy is made."""
         return ""
 

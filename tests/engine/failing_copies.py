@@ -2,7 +2,8 @@
 
 TEST_FAIL_LOADS and TEST_FAIL_STORES say which: ``3`` is every third. Without a variable, none.
 After every n-th store of TEST_FLIP_STORES one bit of each of its blocks is another one. The step
-TEST_FAIL_STEP raises. With TEST_FAIL_RANK or TEST_FLIP_RANK on that rank only.
+TEST_FAIL_STEP raises. With TEST_FAIL_RANK or TEST_FLIP_RANK on that rank only. One load of
+TEST_COMPARE_EVERY is compared with checksums.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvoffload_patch.integration.protocol import attached
 from kvoffload_patch.transfer.backends.torch import TorchBackend
 from kvoffload_patch.transfer.engine import CopyEngine
 
@@ -22,6 +24,8 @@ _GARBAGE = 0x3F
 def install_on(stage: Any) -> None:
     """Make copies of an engine's ranks fail, wherever they run."""
     install()
+    if every := int(os.environ.get("TEST_COMPARE_EVERY", "0")):
+        attached(stage.core.scheduler).tier._admission._compare_every = every
     executor = getattr(stage.core, "model_executor", None)
     if executor is not None and executor.parallel_config.world_size > 1:
         executor.collective_rpc(install)

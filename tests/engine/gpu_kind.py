@@ -41,7 +41,6 @@ class Kind:
         exact: vLLM computes a request as if it were alone, so prompts asked together are compared.
         blocks: of the GPU, without the tier and with it.
         late: how late the tier's copies are, see `late_copies`.
-        ends: the engine with the tier ends, and what it has answered before is compared.
         unsteady: first answers that are not compared, see `gpu_states.UNSTEADY`.
         by_layer: whether its blocks are large enough for loads that come by layer.
     """
@@ -63,7 +62,6 @@ class Kind:
     blocks: tuple[int, int] = (BLOCKS_KEPT, BLOCKS_FEW)
     late: str = ""
     by_layer: bool = False
-    ends: bool = False
     unsteady: int = 0
 
     @property

@@ -173,7 +173,7 @@ class Device:
         self._windows = windows
         self.replayed = 0  # tokens of hits that were computed again
         self._replays = max((one for one in windows if isinstance(one, Replay)), default=0)
-        self._fails = fails
+        self._fails, self.reason = fails, RAISED
         self._queues = {LOAD: CopyQueue(late), STORE: CopyQueue(late)}
         self._blocks_of = {GPU: self.kv, CPU: self.slots}
         self._failed: list[tuple[Link, int]] = []
@@ -377,5 +377,5 @@ class Device:
 
     def _result(self) -> TransferResult:
         done = tuple((link, queue.poll()) for link, queue in self._queues.items())
-        failed = tuple(Failure(*one, RAISED) for one in self._failed)
+        failed = tuple(Failure(*one, self.reason) for one in self._failed)
         return TransferResult(done, failed, by_layer=True)

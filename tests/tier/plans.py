@@ -8,8 +8,10 @@ from kvoffload_patch.links import CPU, GPU, LOAD, RAISED, STORE, Failure, Link, 
 from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
 
 
-def a_load(ticket: int, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int]) -> Transfer:
-    return Transfer(ticket, CPU, GPU, tuple(cpu_slots), tuple(gpu_block_ids))
+def a_load(
+    ticket: int, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int], compared: bool = False
+) -> Transfer:
+    return Transfer(ticket, CPU, GPU, tuple(cpu_slots), tuple(gpu_block_ids), compared)
 
 
 def a_store(ticket: int, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int]) -> Transfer:

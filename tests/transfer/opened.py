@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,8 +21,8 @@ from kvoffload_patch.transfer.backends.direct import DirectBackend
 from kvoffload_patch.transfer.backends.driver import Driver
 from kvoffload_patch.transfer.backends.slots import SlotMemory
 from kvoffload_patch.transfer.backends.staged import StagedBackend
-from kvoffload_patch.transfer.backends.torch import TorchBackend
-from kvoffload_patch.transfer.integrity import Verdict
+from kvoffload_patch.transfer.backends.torch import HostChecksums, TorchBackend
+from kvoffload_patch.transfer.integrity import Checksums, Verdict
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
 
@@ -56,16 +57,18 @@ class Opened:
         pad: bytes between slots (on a GPU `HostBuffer` says).
         per_piece: slots registered together (on a GPU `HostBuffer` says); 0 for all.
         seed: of the order in which fake streams go on.
-        every: one block of so many has a checksum.
+        checked: blocks have checksums, with which loads are compared.
+        complete: as `Checksums` takes it.
         ready: blocks made ready together; 0: one more than two chunks.
     """
 
     def __init__(
         self, case: Case, name: str, device: str, chunk: int = 2, pad: int = 0,
-        per_piece: int = 0, seed: int = 0, every: int = 0, ready: int = 0,
+        per_piece: int = 0, seed: int = 0, checked: bool = False, complete: bool = True,
+        ready: int = 0,
     ) -> None:  # fmt: skip
         self.case = case
-        self.every = every
+        self.checked, self.complete = checked, complete
         self.layout = case.layout()
         self.verdict: Verdict | None = None
         self.cuda = FakeCuda(seed) if device == "cpu" else None
@@ -106,14 +109,19 @@ class Opened:
             else:
                 self.driver = FakeDriver(self.cuda, self.slots, per_piece)
             groups = self.layout.cut(3, 1) if name == "groups" else ()
-            return StagedBackend(self.layout, self.slots, self.driver, self.every, groups)
+            sums = Checksums(self._sums(), self.layout.device, self.complete)
+            return StagedBackend(self.layout, self.slots, self.driver, sums, groups)
         if name == "direct":
             assert self.cuda is not None
             self.driver = FakeCopier(self.cuda, self.slots, per_piece)
             return DirectBackend(self.layout, self.slots, self.driver)
         if name == "packed":
             return Packed(self.layout, self.slots)
-        return TorchBackend(self.layout, self.slots, self.every)
+        host_sums = HostChecksums(self._sums(), self.layout, self.complete)
+        return TorchBackend(self.layout, self.slots, host_sums)
+
+    def _sums(self) -> int:
+        return NUM_SLOTS if self.checked else 0
 
     def _new_streams(self) -> Streams | None:
         if self.cuda is None:
@@ -136,7 +144,7 @@ class Opened:
         return self.enqueue(self.backend.store, ids, slots)
 
     def load(self, ids: list[int], slots: list[int]) -> int:
-        return self.enqueue(self.backend.load, ids, slots)
+        return self.enqueue(partial(self.backend.load, compared=self.checked), ids, slots)
 
     def wait(self) -> None:
         if self.cuda is None:

@@ -48,8 +48,8 @@ def copy_ids(source: Any, target: Any, first: int, count: int, SIZE: int) -> Non
 def move_tiles(
     rows: Any, flat: Any, tiles: torch.Tensor, block_ids: torch.Tensor, num_blocks: int,
     first_block: int, num_tiles: int, first_tile: int, block_tiles: int, flat_pitch: int,
-    flat_shift: int, first_slot: int, first_stored: int, first_total: int, sums: Any, totals: Any,
-    verdict: Any, *, TO_FLAT: bool, TILE: int, EVERY: int, **_: Any,
+    flat_shift: int, first_slot: int, first_total: int, sums: Any, totals: Any,
+    verdict: Any, *, TO_FLAT: bool, TILE: int, CHECK: bool, COMPLETE: bool, **_: Any,
 ) -> None:  # fmt: skip
     """As the kernel."""
     word = rows.dtype.primitive_bitwidth // 8
@@ -62,16 +62,13 @@ def move_tiles(
             source, target = (at, packed) if TO_FLAT else (packed, at)
             moved = ctypes.string_at(source, words * word)
             ctypes.memmove(target, moved, len(moved))
-            if EVERY:
+            if CHECK:
                 parts.append(_part(np.frombuffer(moved, _INTS[word]), in_slot, TILE))
-        if not EVERY:
+        if not CHECK:
             continue
         slot, at_total = int(block_ids[first_slot + block]), first_total + block
-        if TO_FLAT and (first_stored + block) % EVERY:
-            sums[slot] = 0
-            continue
         noted = int(sums[slot])
-        if not TO_FLAT and EVERY != 1 and not noted:
+        if not (TO_FLAT or COMPLETE or noted):
             continue
         total = _signed(int(totals[at_total]) + sum(parts))
         whole = total & ((1 << COUNT_BITS) - 1) == block_tiles

@@ -22,7 +22,7 @@ SOURCE, SLOTS, TARGET = [4, 2, 0, 6, 1], [0, 1, 2, 9, 7], [5, 3, 1, 0, 2]
 
 def round_trip(layout: str, backend: str) -> None:
     """Store some blocks, load them into others."""
-    setup = Opened(layouts.build(layout, device="cuda"), backend, "cuda", every=1)
+    setup = Opened(layouts.build(layout, device="cuda"), backend, "cuda", checked=True)
     wanted = {target: setup.wanted(source) for source, target in zip(SOURCE, TARGET)}
     setup.store(SOURCE, SLOTS)
     setup.wait()

@@ -30,7 +30,7 @@ class Spoiled(TorchBackend):
     def store(self, gpu_block_ids: Ids, cpu_slots: Ids, *_: object) -> Slices:
         yield from self.spoiled_store(gpu_block_ids, cpu_slots)
 
-    def load(self, gpu_block_ids: Ids, cpu_slots: Ids, *_: object) -> Slices:
+    def load(self, gpu_block_ids: Ids, cpu_slots: Ids, *_: object, **__: object) -> Slices:
         yield from self.spoiled_load(gpu_block_ids, cpu_slots)
 
     def spoiled_store(self, gpu_block_ids: Ids, cpu_slots: Ids) -> Slices:

@@ -49,7 +49,9 @@ class SlowBackend:
         self._backend = backend
         self._device = device
 
-    def load(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Streams | None = None) -> Slices:
+    def load(
+        self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Streams | None = None, _: bool = False
+    ) -> Slices:
         self._sleep(streams and streams.bus, self.load_cycles)
         yield from self._backend.load(gpu_block_ids, cpu_slots, streams)
 

@@ -63,7 +63,7 @@ def test_two_ranks_on_fake_streams(build: Build, groups: int, seed: int, chance:
 
 def play_two_ranks(build: Build, groups: int, seed: int, chance: float) -> None:
     ranks = [
-        build("fake", "staged", seed=10 * seed + i, chunk=2 + i, every=seed, groups=groups)
+        build("fake", "staged", seed=10 * seed + i, chunk=2 + i, checked=seed > 0, groups=groups)
         for i in range(2)
     ]
     for rank in ranks:
@@ -97,7 +97,7 @@ def saw_flips(traffic: Traffic) -> None:
 
 
 def test_flipped_bits_on_the_cpu_device(build: Build) -> None:
-    traffic = Traffic([build("host", "torch", seed=4, every=1)], seed=4)
+    traffic = Traffic([build("host", "torch", seed=4, checked=True)], seed=4)
     run_with_flips(traffic, 500)
     saw_flips(traffic)
 
@@ -107,7 +107,7 @@ def test_flipped_bits_on_the_cpu_device(build: Build) -> None:
 def test_flipped_bits_on_fake_streams(build: Build, groups: int) -> None:
     """No load that brings other bytes counts as done, on whichever rank."""
     with plain_kernels.used() if groups > 1 else nullcontext():
-        ranks = [build("fake", "staged", seed=i, every=1, groups=groups) for i in range(2)]
+        ranks = [build("fake", "staged", seed=i, checked=True, groups=groups) for i in range(2)]
         traffic = Traffic(ranks, seed=0)
         run_with_flips(traffic, 100)
     saw_flips(traffic)
@@ -117,7 +117,7 @@ def test_flipped_bits_on_fake_streams(build: Build, groups: int) -> None:
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_no_step_takes_memory(build: Build, chunk: int) -> None:
     """From plan to driver: or a load that is promised would fail because the device is full."""
-    rank = build("fake", "staged", seed=chunk, chunk=chunk, every=chunk // 3)
+    rank = build("fake", "staged", seed=chunk, chunk=chunk, checked=chunk > 2)
     refused = NoAllocations(rank.cuda)
     for name in ("begin_step", "end_step", "poll"):
         setattr(rank.engine, name, refused.guard(getattr(rank.engine, name)))
@@ -133,7 +133,7 @@ def test_no_step_takes_memory(build: Build, chunk: int) -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_flipped_bits_on_a_device(build: Build) -> None:
-    traffic = Traffic([build("cuda", "staged", chunk=7, seed=5, every=1)], seed=5, most=24)
+    traffic = Traffic([build("cuda", "staged", chunk=7, seed=5, checked=True)], seed=5, most=24)
     run_with_flips(traffic, 20_000)
     saw_flips(traffic)
 
@@ -142,7 +142,7 @@ def test_flipped_bits_on_a_device(build: Build) -> None:
 @needs_gpu
 @pytest.mark.parametrize(("backend", "moves"), [("staged", 100_000), ("torch", 30_000)])
 def test_a_device(build: Build, backend: str, moves: int) -> None:
-    machine = build("cuda", backend, chunk=7, every=1 if backend == "staged" else 0)
+    machine = build("cuda", backend, chunk=7, checked=backend == "staged")
 
     def delay(stream: Any) -> None:
         with torch.cuda.stream(stream):

@@ -27,9 +27,10 @@ from kvoffload_patch.transfer.backends.base import CopyBackend, Slices, Streams
 from kvoffload_patch.transfer.backends.driver import Driver
 from kvoffload_patch.transfer.backends.slots import SlotMemory
 from kvoffload_patch.transfer.backends.staged import StagedBackend
-from kvoffload_patch.transfer.backends.torch import TorchBackend
+from kvoffload_patch.transfer.backends.torch import HostChecksums, TorchBackend
 from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.engine import CopyEngine
+from kvoffload_patch.transfer.integrity import Checksums
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
 from kvoffload_patch.transfer.queue import CopyQueue
@@ -55,9 +56,12 @@ class Flaky:
         self._backend = backend
         self._random = rng
 
-    def load(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Streams | None = None) -> Slices:
+    def load(
+        self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Streams | None = None, _: bool = False
+    ) -> Slices:
+        """Compared, whatever is asked for."""
         self.delay(streams and streams.bus)
-        return (yield from self._some(self._backend.load(gpu_block_ids, cpu_slots, streams)))
+        return (yield from self._some(self._backend.load(gpu_block_ids, cpu_slots, streams, True)))
 
     def store(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Streams | None = None) -> Slices:
         self.delay(streams and streams.blocks)
@@ -85,17 +89,17 @@ class Machine:
         kind: ``host`` (the CPU device), ``fake`` (queues and streams of a `FakeCuda`), ``cuda``.
         backend: which one.
         chunk: blocks that it moves at once.
-        every: one block of so many has a checksum.
+        checked: blocks have checksums, with which loads are compared.
         groups: in so many groups of rows loads come, at most.
     """
 
     def __init__(
-        self, kind: str, backend: str, seed: int = 0, chunk: int = 3, every: int = 0,
+        self, kind: str, backend: str, seed: int = 0, chunk: int = 3, checked: bool = False,
         groups: int = 1,
     ) -> None:  # fmt: skip
         self.kind = kind
         self.most_groups = groups
-        self.every = every
+        self.checked = checked
         self.random = random.Random(seed)
         self.device = torch.device("cuda" if kind == "cuda" else "cpu")
         self.cuda = FakeCuda(seed) if kind == "fake" else None
@@ -134,14 +138,15 @@ class Machine:
 
     def _open(self, name: str, slots: SlotMemory) -> CopyBackend:
         if name == "torch":
-            every = self.every if self.kind == "host" else 0
-            return TorchBackend(self.layout, slots, every)
+            on_host = self.checked and self.kind == "host"
+            return TorchBackend(self.layout, slots, HostChecksums(NUM_SLOTS * on_host, self.layout))
         if self.cuda is None:
             driver: Any = Driver()
         else:
             driver = FakeDriver(self.cuda, slots, self.host.slots_per_piece)
         groups = self.layout.cut(self.most_groups, 1) if self.most_groups > 1 else ()
-        return StagedBackend(self.layout, slots, driver, self.every, groups)
+        checksums = Checksums(NUM_SLOTS * self.checked, self.layout.device)
+        return StagedBackend(self.layout, slots, driver, checksums, groups)
 
     def _take_real_queues(self) -> None:
         """Instead of those of the CPU device. What a thread would enqueue, `breathe` does."""

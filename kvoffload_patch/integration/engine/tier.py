@@ -227,7 +227,7 @@ class SchedulerTier:
         """A step's output is about to be taken in.
 
         Raises:
-            PromiseBroken: it has read wrong bytes, or lacks what the reporting rank has done.
+            PromiseBroken: a rank could not carry it out, or it does not say what is done.
         """
         self.pace.in_flight -= 1
         if self._scheduler.connector is not None:
@@ -244,8 +244,8 @@ class SchedulerTier:
 
     def on_result(self, result: TransferResult) -> None:
         """The reporting rank says what is done; one that comes late or twice says nothing new."""
-        if broken := result.broken or self._ranks.wrong_bytes():
-            raise PromiseBroken(broken)
+        if failure := self._ranks.step_failure():
+            raise PromiseBroken(failure)
         self.pace.by_layer = result.by_layer
         self.pace.loads_take(result.slowdown)
         readable = self._manager.apply(result)

@@ -128,10 +128,10 @@ def _compile_kernels(device: Any, integrity: str) -> None:
         if "staged" not in on.backends:
             return  # it has no use for kernels
         from kvoffload_patch.transfer.backends.tiles import warm_up
-        from kvoffload_patch.transfer.integrity import EVERY
+        from kvoffload_patch.transfer.integrity import OFF
 
         on.use()
-        warm_up(device, EVERY[integrity])
+        warm_up(device, integrity != OFF)
         on.synchronize()
     except Exception as error:  # noqa: BLE001 - found again when a copy backend is opened
         logger.debug("kvoffload_patch: no kernel compiled in advance: %s", error)

@@ -15,10 +15,10 @@ from kvoffload_patch import __version__, launch_token
 from kvoffload_patch.integration.protocol import TIER, RankGeometry, RankOpened, attached
 from kvoffload_patch.integration.shared_files import SharedFileAddress
 from kvoffload_patch.integration.slot_counts import SlotCounts
-from kvoffload_patch.integration.worker.alarm import ranks_of_engine, reports
 from kvoffload_patch.integration.worker.devices import warn_if_never_run, why_refused
 from kvoffload_patch.integration.worker.lost import LostTier
 from kvoffload_patch.integration.worker.memory import drop_early, early_bytes
+from kvoffload_patch.integration.worker.reporting import ranks_of_engine, reports
 from kvoffload_patch.integration.worker.same_bytes import same_bytes
 from kvoffload_patch.integration.worker.tier import RankTier
 from kvoffload_patch.integration.worker.unheard import UnheardRank
@@ -130,6 +130,7 @@ def open_rank(
             load_ms_per_block=tier.load_ms_per_block,
             copies=tier.copies,
             overlap=tier.overlap,
+            compares=tier.compares,
         )
     except Exception as error:  # noqa: BLE001 - told to the engine, which refuses
         from kvoffload_patch.transfer.errors import one_line

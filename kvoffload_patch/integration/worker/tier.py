@@ -16,7 +16,7 @@ from kvoffload_patch.integration.slot_counts import SlotCounts
 from kvoffload_patch.integration.worker.layer_gate import LayerGate
 from kvoffload_patch.integration.worker.lost import check_reads_nothing
 from kvoffload_patch.integration.worker.memory import open_host
-from kvoffload_patch.integration.worker.promises import Promises
+from kvoffload_patch.integration.worker.promises import check_promises, wait_for_known
 from kvoffload_patch.integration.worker.step_order import StepOrder
 from kvoffload_patch.integration.worker.tuning import IDLE_WAIT_S, MEASURED_BYTES, SHORT_STEP_TOKENS
 from kvoffload_patch.integration.worker.vllm_runner import (
@@ -41,8 +41,8 @@ class RankTier:
         backend: copy backend, or ``auto``.
         alone: this is the only rank, so what it can use is what all can.
         board: what several ranks share; without one they wait here until no rank grows any more.
-        integrity: which blocks have checksums. If all, no step begins before its loads are checked,
-            and what is done is what all ranks have done, as the board says.
+        integrity: which loads are compared with checksums. If any are, what is done is what all
+            ranks have done, as the board says.
         common: where ranks have their slots in common. If any have, the same is done.
         rank: of this runner, among those.
         by_layer: whether the forward pass waits for loads layer by layer where it can.
@@ -50,6 +50,7 @@ class RankTier:
 
     Attributes:
         overlap: which part of a load may be on its way when the step that reads it begins.
+        compares: whether loads can be compared with checksums.
         order: whose turn it is, for calls by RPC.
         ends: as ``end``, where nobody hears what this rank raises within a step.
 
@@ -74,7 +75,7 @@ class RankTier:
         end: Callable[[], object] | None = None,
     ) -> None:
         shared = next((address for address in common if rank in address.ranks), None)
-        self._together = bool(common) or integrity == "full"
+        self._together = bool(common) or integrity != "off"
         self._board, self._runner = board, runner
         self._gate: LayerGate | None = None
         self._warned: set[tuple[Link, str]] = set()
@@ -125,13 +126,15 @@ class RankTier:
         gate = self._gate
         groups = gate.groups if gate else ()
         with self._host.quiet():
-            chosen = choose_backend(layout, slots, ready, backend, integrity, groups)
+            complete = own[1] == 1
+            chosen = choose_backend(layout, slots, ready, backend, integrity, groups, complete)
             run_canary(layout, chosen.backend, slot=ready - 1)
         self.load_ms_per_block, self.copies = chosen.load_ms_per_block, chosen.report
         self.overlap = 1 - 1 / max(1, len(chosen.backend.groups))
         if gate is not None and groups and not chosen.backend.groups:
             gate.shut(f"copies {chosen.backend.name} bring all layers of a block at once")
         self._checksums, self._load_times = chosen.backend.checksums, chosen.backend.load_times
+        self.compares = self._checksums.kept
         self._load_ms_per_byte = chosen.load_ms_per_block / layout.block_bytes
         if self._load_times is not None:
             self._load_times.start_from(self._load_ms_per_byte)
@@ -139,7 +142,6 @@ class RankTier:
         self._checksums.forget_all()
         wait_ready, turn = self._host.wait_ready, Turn(*own)
         self._engine = CopyEngine(layout, chosen.backend, wait_ready, turn=turn, end=end)
-        self._promises = Promises(self._engine)
         self.order = StepOrder(self._engine.synchronize)
 
     @property
@@ -176,13 +178,12 @@ class RankTier:
         """After the forward pass, before anything reads what it has computed.
 
         Raises:
-            RuntimeError: a layer has not waited for its load, or a load has failed meanwhile.
+            RuntimeError: a layer has not waited for its load.
         """
         try:
             if self._gate is not None:
                 self._engine.wait_all_groups()
                 self._gate.end()
-                self._promises.check()
         except BaseException as error:  # noqa: BLE001 - raised again, or told to the engine
             self._failed(error)
 
@@ -216,17 +217,18 @@ class RankTier:
         self._host_bound = len(step.num_scheduled_tokens) < tokens <= SHORT_STEP_TOKENS
         if plan is not None and self._idle:
             compute_into_no_block(self._runner)
-        self._promises.add(plan)
-        self._promises.check()  # what has failed before; the plan may show it as taken in
+        if plan is not None:
+            check_promises(self._engine, plan)  # what it shows as taken in is forgotten
         gate = self._gate
         awaited = self._engine.begin_step(plan, gate is not None and gate.passes(step))
         if gate is not None:
             gate.begin(step, self._engine.wait_group if awaited else None)
-        if plan is not None and self._beside_connector:
+        if plan is None:
+            return
+        if self._beside_connector:
             self._wait_for_handed_out(plan)
-        if self._checksums.every == 1:
-            self._promises.wait()  # the rank that reported them has them; this one may be behind
-        self._promises.check()
+        wait_for_known(self._engine, plan)
+        check_promises(self._engine, plan)
 
     def _end_step(self, output: Any) -> Any:
         self._engine.end_step(self._host_bound)
@@ -238,16 +240,13 @@ class RankTier:
             self._say_growth_is_over()
         progress = self._engine.poll()
         if progress.failed:
-            self._promises.check()
             self._warn_of_failures(progress.failed)
         if self._together and self._board is not None:
             progress = type(progress)(*self._board.exchange_done(*progress))
         usable, by_layer = self._usable_slots(), self._gate is not None and self._gate.learnt
         found = self._checksums.mismatches, self._sizing
         result = TransferResult(*progress, *usable, *found, by_layer, self._slowdown())
-        output = copy_output(output, result)
-        self._promises.watch(output)
-        return output
+        return copy_output(output, result)
 
     def _slowdown(self) -> float:
         """How long a load takes lately, in times of what it took when the tier was opened."""
@@ -295,11 +294,12 @@ class RankTier:
             RuntimeError: a load that is promised has failed, or a step before.
         """
         self._check_not_lost()
-        self._promises.add(plan)
-        self._promises.check()
+        if plan is not None:
+            check_promises(self._engine, plan)
         self._engine.begin_step(plan)
         self._engine.drain()
-        self._promises.check()
+        if plan is not None:
+            check_promises(self._engine, plan)
 
     def close(self) -> None:
         """Drain and free.
@@ -312,7 +312,7 @@ class RankTier:
             self._gate.close()
             self._gate = None
         self._engine.close()
-        del self._engine, self._promises
+        del self._engine
         self._host.close()
 
     def _wait_for_handed_out(self, plan: TransferPlan) -> None:

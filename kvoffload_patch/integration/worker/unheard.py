@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from kvoffload_patch.config import as_given
-from kvoffload_patch.integration.worker.alarm import Alarm, open_alarm
 from kvoffload_patch.integration.worker.tier import RankTier
 from kvoffload_patch.tier.plan import TransferPlan
 
@@ -22,17 +21,9 @@ class UnheardRank(RankTier):
     vLLM notices; where that is not to be ended, the error is raised as on any other rank.
     """
 
-    _alarm: Alarm | None = None
-
     def __init__(self, runner: Any, num_slots: int, **how: Any) -> None:
         super().__init__(runner, num_slots, **how)
         self.ends: Callable[[], object] | None = how.get("end")
-        try:
-            if self._board is not None:
-                self._alarm = open_alarm(self._board, self._tensor.device, self._checksums)
-        except BaseException:
-            self.close()
-            raise
 
     def finish(self, plan: TransferPlan | None) -> None:
         """As `RankTier.finish`, which an RPC calls, so it is heard.
@@ -41,22 +32,19 @@ class UnheardRank(RankTier):
             RuntimeError: as there, or something was said that the engine may not have seen.
         """
         super().finish(plan)
-        if self._alarm is not None:
-            self._alarm.check()
-
-    def close(self) -> None:
-        """As `RankTier.close`."""
-        super().close()
-        if self._alarm is not None:
-            self._alarm.close()
+        if self._board is not None and self._board.alarm:
+            raise RuntimeError(
+                "kvoffload_patch: expected all steps of this rank to be carried out with the bytes "
+                "that they read, found that one was not; restart the server."
+            )
 
     def _tell(self, error: Exception) -> None:
         """The step goes on, and ends with vLLM's own output."""
         why = as_given(f"{error}" or type(error).__name__).removeprefix("kvoffload_patch: ")
         text = "kvoffload_patch: this rank could not carry out its part of a step: %s"
         logger.error(text, why, exc_info=error)
-        if self._alarm is not None:
-            self._alarm.ring()
+        if self._board is not None:
+            self._board.ring()
         elif self.ends is not None:
             self.ends()
         else:

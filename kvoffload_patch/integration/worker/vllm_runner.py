@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvoffload_patch.integration import kvcached
@@ -136,42 +136,6 @@ def copy_output(output: Any, result: TransferResult) -> Any:
         output = copy.copy(output)
     setattr(output, RESULT, result)
     return output
-
-
-def check_when_taken(output: Any, check: Callable[[], str]) -> None:
-    """Have a step's asynchronous output checked once it is whole, before it is given away.
-
-    By then the device has computed the step, and all that it has waited for is over. Other outputs
-    are whole when they are returned.
-
-    Args:
-        output: of the runner, with a result on it.
-        check: why no token of it may be given away; empty if they may. Called by the thread on
-            which vLLM takes the output. What it finds, or raises, is told with the result: an
-            exception there ends a thread of vLLM's that others wait for.
-    """
-    take = getattr(output, "get_output", None)
-    if take is None:
-        return
-
-    def get_output() -> Any:
-        taken = take()
-        result: Any = getattr(taken, RESULT, None)
-        if result is None:
-            return taken  # the scheduler raises for that
-        try:
-            broken = check()
-        except Exception as error:  # noqa: BLE001 - whatever it is, nobody vouches for the tokens
-            broken = (
-                "kvoffload_patch: expected to know whether the copies that a step has read are "
-                f"right, found {type(error).__name__} ({error}); restart the server, and set "
-                "KVOFFLOAD_DISABLE=1 to serve without the CPU tier."
-            )
-        if broken:
-            setattr(taken, RESULT, result._replace(broken=broken))
-        return taken
-
-    output.get_output = get_output
 
 
 def block_layout(runner: Any) -> Any:

@@ -48,7 +48,8 @@ class CopyBackend(Protocol):
     on ``streams.blocks``, and the end of a store behind everything on ``streams.bus``. A backend
     for the CPU device copies at once, and ignores the streams.
 
-    A load whose bytes are compared with checksums returns a verdict, as the value of its generator.
+    Every store makes checksums, where there are any. A load whose bytes are to be compared with
+    them returns a verdict, as the value of its generator.
 
     A load may bring the rows of its blocks group by group. Its slices say of how many groups
     everything is on ``streams.blocks``, and its end says it of all; 0 where it brings all rows at
@@ -77,8 +78,9 @@ class CopyBackend(Protocol):
         gpu_block_ids: Sequence[int],
         cpu_slots: Sequence[int],
         streams: Streams | None = None,
+        compared: bool = False,
     ) -> Slices:
-        """CPU slots to GPU blocks."""
+        """CPU slots to GPU blocks; ``compared``: with their checksums, where there are any."""
 
     def store(
         self,

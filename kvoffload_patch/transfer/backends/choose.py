@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kvoffload_patch.transfer.backends.base import CopyBackend, Slices, copy_now, new_streams
 from kvoffload_patch.transfer.backends.slots import SlotMemory
-from kvoffload_patch.transfer.backends.torch import TorchBackend
+from kvoffload_patch.transfer.backends.torch import HostChecksums, TorchBackend
 from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.errors import TransferError, one_line
-from kvoffload_patch.transfer.integrity import EVERY, FULL, OFF, in_words
+from kvoffload_patch.transfer.integrity import FULL, OFF, Checksums, in_words
 from kvoffload_patch.transfer.layout import BlockLayout, Rows
 from kvoffload_patch.transfer.tuning import (
     LOAD_GROUP_BYTES,
@@ -42,6 +43,7 @@ def choose_backend(
     choice: str = "auto",
     integrity: str = OFF,
     groups: Sequence[Rows] = (),
+    complete: bool = True,
 ) -> Chosen:
     """Open a backend, and measure it; ``auto`` takes the first that works.
 
@@ -51,18 +53,19 @@ def choose_backend(
         layout: whose first blocks are moved; none is in use yet.
         slots: the CPU slots; the first ``num_slots`` are usable, and lose what they hold.
         choice: one of `NAMES`, or ``auto``.
-        integrity: which blocks have checksums, as `integrity.EVERY` names it.
+        integrity: which loads are compared with checksums.
         groups: of rows, in which loads are to bring them; a backend may bring all at once.
+        complete: whether this rank stores all that it loads.
 
     Raises:
         TransferError: the backend asked for does not work here, or none does.
     """
     device = device_of(layout.device)
     if device.is_host:
-        on_cpu = TorchBackend(layout, slots, EVERY[integrity])
+        checksums = HostChecksums(_num_sums(slots, integrity), layout, complete)
+        on_cpu = TorchBackend(layout, slots, checksums)
         load_ms = _measure(layout, on_cpu, num_slots).load
-        said = f"copies torch (the CPU device){in_words(EVERY[integrity])}"
-        return Chosen(on_cpu, load_ms, said)
+        return Chosen(on_cpu, load_ms, f"copies torch (the CPU device){in_words(checksums.kept)}")
     if choice not in ("auto", *device.backends):
         raise TransferError(
             f"expected KVOFFLOAD_COPY_BACKEND={' or '.join(('auto', *device.backends))} on "
@@ -72,13 +75,13 @@ def choose_backend(
     reasons: list[str] = []
     for name in names:
         try:
-            backend = _OPEN[name](layout, slots, integrity, groups)
+            backend = _OPEN[name](layout, slots, integrity, groups, complete)
             speed = _measure(layout, backend, num_slots)
         except Exception as error:  # noqa: BLE001 - another one may work
             reasons.append(f"{name} does not work here ({one_line(error)})")
             continue
         said = "; ".join([speed.in_words(layout.block_bytes), *reasons])
-        words = in_words(backend.checksums.every)
+        words = in_words(backend.checksums.kept)
         return Chosen(backend, speed.load, f"copies {name} ({said}){words}")
     raise TransferError(f"expected a copy backend that works, found none: {'; '.join(reasons)}.")
 
@@ -114,6 +117,7 @@ def _measure(layout: BlockLayout, backend: CopyBackend, num_slots: int) -> _Spee
     # The first time pays for page faults, for compiling kernels and for warming up, and tries
     # what is done with slots that are not neighbours.
     ms(backend.store, apart)
+    ms(partial(backend.load, compared=True), apart)
     ms(backend.load, apart)
     # The best of a few: whatever else the machine does while an engine starts makes them slower.
     store = min(ms(backend.store, ids) for _ in range(TIMED_REPEATS))
@@ -121,17 +125,22 @@ def _measure(layout: BlockLayout, backend: CopyBackend, num_slots: int) -> _Spee
     return _Speed(store, load)
 
 
+def _num_sums(slots: SlotMemory, integrity: str) -> int:
+    return 0 if integrity == OFF else len(slots.slots)
+
+
 def _staged(
-    layout: BlockLayout, slots: SlotMemory, integrity: str, groups: Sequence[Rows]
+    layout: BlockLayout, slots: SlotMemory, integrity: str, groups: Sequence[Rows], complete: bool
 ) -> CopyBackend:
     from kvoffload_patch.transfer.backends.staged import StagedBackend
 
     driver = device_of(layout.device).copier()
-    return StagedBackend(layout, slots, driver, EVERY[integrity], groups)
+    checksums = Checksums(_num_sums(slots, integrity), layout.device, complete)
+    return StagedBackend(layout, slots, driver, checksums, groups)
 
 
 def _direct(
-    layout: BlockLayout, slots: SlotMemory, integrity: str, groups: Sequence[Rows]
+    layout: BlockLayout, slots: SlotMemory, integrity: str, groups: Sequence[Rows], complete: bool
 ) -> CopyBackend:
     from kvoffload_patch.transfer.backends.direct import DirectBackend
 
@@ -140,7 +149,7 @@ def _direct(
 
 
 def _torch(
-    layout: BlockLayout, slots: SlotMemory, integrity: str, groups: Sequence[Rows]
+    layout: BlockLayout, slots: SlotMemory, integrity: str, groups: Sequence[Rows], complete: bool
 ) -> CopyBackend:
     # Its operations would need memory for checksums, which no copy may take.
     _refuse_checksums(layout, integrity)
@@ -156,7 +165,7 @@ def _refuse_checksums(layout: BlockLayout, integrity: str) -> None:
         )
 
 
-_OPEN: dict[str, Callable[[BlockLayout, SlotMemory, str, Sequence[Rows]], CopyBackend]] = {
+_OPEN: dict[str, Callable[[BlockLayout, SlotMemory, str, Sequence[Rows], bool], CopyBackend]] = {
     "staged": _staged,
     "direct": _direct,
     "torch": _torch,

@@ -68,7 +68,7 @@ class DirectBackend:
             )
         self._blocks = max(1, DIRECT_SLICE_BYTES // layout.block_bytes)
         self._joined = self._device.new_event()
-        self.checksums = Checksums(0, torch.device("cpu"), 0)
+        self.checksums = Checksums(0, torch.device("cpu"))
 
     def store(
         self,
@@ -88,6 +88,7 @@ class DirectBackend:
         gpu_block_ids: Sequence[int],
         cpu_slots: Sequence[int],
         streams: Streams | None = None,
+        compared: bool = False,
     ) -> Slices:
         """Enqueue slots to blocks: each slice is one call of the driver."""
         assert streams is not None

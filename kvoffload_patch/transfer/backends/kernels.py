@@ -24,7 +24,7 @@ def copy_ids(source, target, first, count, SIZE: tl.constexpr):  # type: ignore[
 # A number that changes from call to call must not make a new kernel: that costs a compilation.
 _PLAIN = (
     "num_blocks", "first_block", "num_tiles", "first_tile", "block_tiles", "flat_pitch",
-    "flat_shift", "first_slot", "first_stored", "first_total",
+    "flat_shift", "first_slot", "first_total",
 )  # fmt: skip
 _PLACE = tl.constexpr(PLACE)
 _MIX = tl.constexpr(MIX)
@@ -51,27 +51,23 @@ def _add_tile(words, begin, places, total, num_tiles):  # type: ignore[no-untype
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _check_tile(  # type: ignore[no-untyped-def]
-    words, begin, places, total, num_tiles, checksum, slot, verdict, stored, first,
-    TO_FLAT: tl.constexpr, EVERY: tl.constexpr,
+    words, begin, places, total, num_tiles, checksum, slot, verdict,
+    TO_FLAT: tl.constexpr, COMPLETE: tl.constexpr,
 ):  # fmt: skip
     """Make or compare the checksum of a block, once all its tiles are there.
 
     Args:
         words: a tile, which is at ``begin`` in the block.
         checksum: where it is kept.
-        stored: of a store, the number of the block; EVERY divides it, or it has no checksum.
-        first: whether this is the block's first tile.
+        COMPLETE: whether every slot that is loaded from has one; else some have 0.
     """
     if TO_FLAT:
-        if stored % EVERY == 0:
-            made = _add_tile(words, begin, places, total, num_tiles)
-            if made != 0:
-                tl.store(checksum, made)
-        elif first:
-            tl.store(checksum, 0)
+        made = _add_tile(words, begin, places, total, num_tiles)
+        if made != 0:
+            tl.store(checksum, made)
     else:
         noted = tl.load(checksum)
-        if (EVERY == 1) or (noted != 0):
+        if COMPLETE or (noted != 0):
             found = _add_tile(words, begin, places, total, num_tiles)
             if (found != 0) and (found != noted):
                 tl.store(verdict, slot + 1)
@@ -80,9 +76,9 @@ def _check_tile(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=_PLAIN)  # type: ignore[untyped-decorator]
 def move_tiles(  # type: ignore[no-untyped-def] # Triton's own values
     rows, flat, tiles, block_ids, num_blocks, first_block, num_tiles, first_tile, block_tiles,
-    flat_pitch, flat_shift, first_slot, first_stored, first_total, sums, totals, verdict,
+    flat_pitch, flat_shift, first_slot, first_total, sums, totals, verdict,
     TO_FLAT: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-    EVERY: tl.constexpr,
+    CHECK: tl.constexpr, COMPLETE: tl.constexpr,
 ):  # fmt: skip
     """Copy ``num_tiles`` tiles of ``num_blocks`` blocks; all sizes and offsets are in words.
 
@@ -102,8 +98,8 @@ def move_tiles(  # type: ignore[no-untyped-def] # Triton's own values
         TO_FLAT: rows to flat, or flat to rows.
         ALIGN: a power of two that divides every offset, stride and pitch.
         WHOLE: whether every tile has TILE words.
-        EVERY: one block of so many has a checksum; 0 for none, where what follows is not used.
-        first_stored: the number of the first block stored, of which EVERY divides some.
+        CHECK: whether checksums are made or compared; if not, what follows is not used.
+        COMPLETE: whether every slot that is loaded from has a checksum.
         sums: ``int64``, for each slot its checksum, or 0.
         totals: ``int64``; those of the blocks of the call begin at ``first_total``. 0 before a
             block's first tile and after its last.
@@ -137,9 +133,9 @@ def move_tiles(  # type: ignore[no-untyped-def] # Triton's own values
             else:
                 words = tl.load(packed, mask=inside, other=0)
                 tl.store(row, words, mask=inside)
-        if EVERY:
+        if CHECK:
             slot = tl.load(block_ids + first_slot + block)
             _check_tile(
                 words, in_slot, places, totals + first_total + block, block_tiles, sums + slot,
-                slot, verdict, first_stored + block, item % num_tiles == 0, TO_FLAT, EVERY,
+                slot, verdict, TO_FLAT, COMPLETE,
             )  # fmt: skip

@@ -3,7 +3,7 @@
 A chunk of blocks is packed into a staging buffer at memory speed by one kernel, and crosses the bus
 as one batch: each run of neighbouring slots is one copy, and what cannot be merged goes to the
 driver in one call. Several buffers keep the bus busy while the next chunk is packed. Loads mirror
-it. The kernel makes and compares checksums of what it moves.
+it. The kernel makes checksums of what it moves, and of loads that are compared, compares them.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class StagedBackend:
         layout: the KV tensors' rows.
         slots: in CPU memory registered with the driver.
         driver: makes the copies.
-        every: one block of so many has a checksum; 0 for none.
+        checksums: of the slots; None for none.
         groups: of rows, in which loads bring them one after the other.
 
     Raises:
@@ -142,13 +142,14 @@ class StagedBackend:
         layout: BlockLayout,
         slots: SlotMemory,
         driver: Driver,
-        every: int = 0,
+        checksums: Checksums | None = None,
         groups: Sequence[Rows] = (),
     ) -> None:
         self._slots = slots
         self._driver = driver
         self._device = device_of(layout.device)
-        pitch, checked = self._slots.pitch, every > 0
+        self.checksums = checksums or Checksums(0, layout.device)
+        pitch, checked = self._slots.pitch, self.checksums.kept
         self._stores = _Direction(layout, STORE_SLICE_BYTES, pitch, STORE_BUFFERS, checked)
         self.groups = groups
         self._ends = [*layout.offsets, layout.block_bytes]
@@ -156,7 +157,6 @@ class StagedBackend:
             layout, LOAD_SLICE_BYTES, pitch, LOAD_BUFFERS, checked, bool(groups)
         )
         addresses = [*self._stores.addresses(), *self._loads.addresses()]
-        self.checksums = Checksums(slots.slots.shape[0] if checked else 0, layout.device, every)
         self._mover = TileMover(layout, pitch, addresses, self.checksums if checked else None)
         self.load_times = LoadTimes(self._device, LOAD_BUFFERS)
         # A load under way has GPU blocks of its own.
@@ -171,14 +171,13 @@ class StagedBackend:
         """Enqueue GPU blocks to slots: each slice is a staging buffer."""
         assert streams is not None
         blocks, bus, own = streams.blocks, streams.bus, self._stores
-        parts = self._parts(gpu_block_ids, cpu_slots, own, blocks)
+        parts = self._parts(gpu_block_ids, cpu_slots, own, blocks, self.checksums.kept)
         for number, (block_ids, slots_at, part) in enumerate(parts):
             if number:
                 yield 0
             buffer = own.take()
             blocks.wait_event(buffer.free)
-            stored = self.checksums.next_stored(part.num_slots)
-            self._move(True, buffer, block_ids, part, blocks, Check(slots_at, stored, own.totals))
+            self._move(True, buffer, block_ids, part, blocks, Check(slots_at, own.totals))
             buffer.filled.record(blocks)
             bus.wait_event(buffer.filled)
             self._cross(True, buffer, part, own.turns, bus)
@@ -190,11 +189,12 @@ class StagedBackend:
         gpu_block_ids: Sequence[int],
         cpu_slots: Sequence[int],
         streams: Streams | None = None,
+        compared: bool = False,
     ) -> Slices:
         """Enqueue slots to GPU blocks: each slice is a staging buffer."""
         load = self._load_groups if self.groups else self._load
         self.load_times.begin()
-        if not self.checksums.every:
+        if not (compared and self.checksums.kept):
             yield from load(gpu_block_ids, cpu_slots, streams, None)
             return None
         finds, verdict, give_up = self._verdicts.begin()
@@ -214,7 +214,7 @@ class StagedBackend:
     ) -> Iterator[int]:
         assert streams is not None
         blocks, bus, own = streams.blocks, streams.bus, self._loads
-        parts = self._parts(gpu_block_ids, cpu_slots, own, blocks)
+        parts = self._parts(gpu_block_ids, cpu_slots, own, blocks, finds is not None)
         for number, (block_ids, slots_at, part) in enumerate(parts):
             if number:
                 yield 0
@@ -224,7 +224,7 @@ class StagedBackend:
             self.load_times.crossed(part.num_slots * self._slots.pitch, bus)
             buffer.filled.record(bus)
             blocks.wait_event(buffer.filled)
-            check = Check(slots_at, 0, own.totals, 0, finds)
+            check = Check(slots_at, own.totals, 0, finds)
             self._move(False, buffer, block_ids, part, blocks, check)
             buffer.free.record(blocks)
         self.load_times.end(bus)
@@ -243,12 +243,12 @@ class StagedBackend:
         """
         assert streams is not None
         blocks, bus, own = streams.blocks, streams.bus, self._loads
-        left = len(cpu_slots)
+        left, checked = len(cpu_slots), finds is not None
         first = left % own.ready_blocks
         try:
             for block_ids, slots in chain(
-                self._ready(gpu_block_ids[:first], cpu_slots[:first], own, blocks),
-                self._ready(gpu_block_ids[first:], cpu_slots[first:], own, blocks),
+                self._ready(gpu_block_ids[:first], cpu_slots[:first], own, blocks, checked),
+                self._ready(gpu_block_ids[first:], cpu_slots[first:], own, blocks, checked),
             ):
                 left -= len(slots)
                 cut: dict[int, list[Part]] = {}  # by what a buffer holds, mostly one for all groups
@@ -264,7 +264,7 @@ class StagedBackend:
                         self.load_times.crossed(part.num_slots * nbytes, bus)
                         buffer.filled.record(bus)
                         blocks.wait_event(buffer.filled)
-                        check = Check(len(slots) + part.first, 0, own.totals, part.first, finds)
+                        check = Check(len(slots) + part.first, own.totals, part.first, finds)
                         self._move(False, buffer, block_ids, part, blocks, check, rows)
                         buffer.free.record(blocks)
                         if left or arrived < len(self.groups) or part is not parts[-1]:
@@ -276,25 +276,35 @@ class StagedBackend:
             raise
 
     def _parts(
-        self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int], own: _Direction, stream: Any
+        self,
+        gpu_block_ids: Sequence[int],
+        cpu_slots: Sequence[int],
+        own: _Direction,
+        stream: Any,
+        checked: bool,
     ) -> Iterator[tuple[torch.Tensor, int, Part]]:
         """Parts that fill a buffer, and the device's list of blocks that each is a part of.
 
-        The slots of a part are in that list, too, from the number in between on, where there are
-        checksums.
+        The slots of a part are in that list, too, from the number in between on, if its checksums
+        are made or compared.
         """
-        for block_ids, slots in self._ready(gpu_block_ids, cpu_slots, own, stream):
+        for block_ids, slots in self._ready(gpu_block_ids, cpu_slots, own, stream, checked):
             for part in self._slots.parts(slots, own.blocks):
                 yield block_ids, len(slots) + part.first, part
 
     def _ready(
-        self, gpu_block_ids: Sequence[int], cpu_slots: Sequence[int], own: _Direction, stream: Any
+        self,
+        gpu_block_ids: Sequence[int],
+        cpu_slots: Sequence[int],
+        own: _Direction,
+        stream: Any,
+        checked: bool,
     ) -> Iterator[tuple[torch.Tensor, Numbers]]:
         """Blocks made ready together: the device's list of them, and their slots, ascending."""
         for at in range(0, len(cpu_slots), own.ready_blocks):
             ready = slice(at, at + own.ready_blocks)
             ids, slots = in_slot_order(gpu_block_ids[ready], cpu_slots[ready])
-            numbers = np.concatenate((ids, slots)) if self.checksums.every else ids
+            numbers = np.concatenate((ids, slots)) if checked else ids
             yield own.ids.upload(numbers, stream), slots
 
     def _move(

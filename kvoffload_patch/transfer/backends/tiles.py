@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -29,19 +30,17 @@ _VECTOR = 16  # bytes that a thread moves at once, at most
 
 
 class Check(NamedTuple):
-    """What `move` needs for checksums; see the kernel.
+    """What `move` needs to make or compare checksums; see the kernel.
 
     Attributes:
         first_slot: where the slots of the blocks begin, beside their numbers.
-        first_stored: the number of the first block stored.
         totals: ``int64``; zeros.
         first_total: where those of the blocks begin in it.
-        verdict: of a load: ``int64``, where it writes to.
+        verdict: of a load: ``int64``, where it writes to; None: it is not compared.
     """
 
-    first_slot: int = 0
-    first_stored: int = 0
-    totals: torch.Tensor | None = None
+    first_slot: int
+    totals: torch.Tensor
     first_total: int = 0
     verdict: torch.Tensor | None = None
 
@@ -89,19 +88,19 @@ class TileMover:
                 "more than checksums count; set KVOFFLOAD_INTEGRITY=off."
             )
 
-        self._sums = checksums.sums if checksums is not None else None
-        self._every = checksums.every if checksums is not None else 0
+        self._checksums = checksums
         device = device_of(layout.device)
-        self._launchers = tuple(
-            Launcher(move_tiles, device, self._constants(to_flat), num_warps=4)
-            for to_flat in (False, True)
-        )
+        self._launchers = {
+            way: Launcher(move_tiles, device, self._constants(*way), num_warps=4)
+            for way in product((False, True), repeat=2)
+        }
 
-    def _constants(self, to_flat: bool) -> dict[str, Any]:
+    def _constants(self, to_flat: bool, check: bool) -> dict[str, Any]:
         """In the kernel's order."""
+        complete = check and self._checksums is not None and self._checksums.complete
         return {
             "TO_FLAT": to_flat, "TILE": self._tile, "ALIGN": self._align, "WHOLE": self._whole,
-            "EVERY": self._every,
+            "CHECK": check, "COMPLETE": complete,
         }  # fmt: skip
 
     def _cut(self, layout: BlockLayout) -> tuple[list[tuple[int, int, int, int]], list[int]]:
@@ -145,16 +144,18 @@ class TileMover:
         items = count * num_tiles
         if items == 0:
             return
-        check = check or Check()
-        kind = check.totals is None, check.verdict is None
-        self._launchers[to_flat].launch(
+        sums = totals = verdict = None
+        first_slot = first_total = 0
+        if self._checksums is not None and check and (to_flat or check.verdict is not None):
+            first_slot, totals, first_total, verdict = check
+            sums = self._checksums.sums
+        self._launchers[to_flat, sums is not None].launch(
             min(items, LAUNCHED_PROGRAMS), stream,
-            kind if aligned(flat, block_ids, check.totals, check.verdict) else None,
+            "moved" if aligned(flat, block_ids, totals, verdict) else None,
             self._rows, triton.reinterpret(flat, self._dtype), self._tiles,
             block_ids, count, first, num_tiles, first_tile, self._num_tiles,
             pitch // self._word, shift // self._word,
-            check.first_slot, check.first_stored, check.first_total, self._sums, check.totals,
-            check.verdict,
+            first_slot, first_total, sums, totals, verdict,
         )  # fmt: skip
 
     def clear(self, totals: torch.Tensor) -> None:
@@ -178,22 +179,24 @@ def id_copier(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, int
     return copy
 
 
-def warm_up(device: torch.device, every: int = 0) -> None:
+def warm_up(device: torch.device, checked: bool = False) -> None:
     """Compile the kernels as most layouts need them, ahead of time; it takes about a second.
 
     Args:
-        every: one block of so many is to have a checksum; 0 for none.
+        checked: whether blocks are to have checksums.
     """
     tensor = torch.zeros(2, TILE_BYTES, dtype=torch.uint8, device=device)
     flat = torch.zeros_like(tensor).view(-1)
-    checksums = Checksums(2, device, every) if every else None
+    checksums = Checksums(2, device) if checked else None
     mover = TileMover(BlockLayout([tensor], 2), TILE_BYTES, [flat.data_ptr()], checksums)
     numbers = torch.tensor([0, 1, 0, 1], device=device)
     ids, stream = IdUploader(device, 2, 2, id_copier(device)), device_of(device).current_stream()
     ids.upload(np.array([0, 1]), stream)
-    check = None
-    if checksums is not None:
-        totals = torch.zeros(2, dtype=torch.int64, device=device)
-        check = Check(2, 0, totals, 0, Verdicts(checksums, 1).begin()[0])
-    for to_flat in (True, False):
-        mover.move(stream, to_flat, flat, numbers, 0, 2, check)
+    mover.move(stream, False, flat, numbers, 0, 2)
+    if checksums is None:
+        mover.move(stream, True, flat, numbers, 0, 2)
+        return
+    totals = torch.zeros(2, dtype=torch.int64, device=device)
+    mover.move(stream, True, flat, numbers, 0, 2, Check(2, totals))
+    finds, _, _ = Verdicts(checksums, 1).begin()
+    mover.move(stream, False, flat, numbers, 0, 2, Check(2, totals, 0, finds))

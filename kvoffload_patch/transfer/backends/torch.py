@@ -27,7 +27,7 @@ class TorchBackend:
     Args:
         layout: the KV tensors' rows.
         slots: the CPU slots.
-        every: one block of so many has a checksum; 0 for none. On the CPU device only.
+        checksums: of the slots, `HostChecksums`; None for none. On the CPU device only.
 
     Raises:
         torch.OutOfMemoryError: no room for the staging buffers; later copies take no memory.
@@ -37,7 +37,9 @@ class TorchBackend:
     load_times = None
     groups = ()
 
-    def __init__(self, layout: BlockLayout, slots: SlotMemory, every: int = 0) -> None:
+    def __init__(
+        self, layout: BlockLayout, slots: SlotMemory, checksums: HostChecksums | None = None
+    ) -> None:
         self._rows = layout.rows
         self._memory = slots
         self._slots = slots.slots
@@ -45,7 +47,7 @@ class TorchBackend:
         self._device = layout.device
         self._streams = device_of(layout.device)
         self._direct = self._streams.is_host
-        self.checksums = HostChecksums(slots.slots.shape[0] if every else 0, layout, every)
+        self.checksums = checksums or HostChecksums(0, layout)
         if not self._direct:
             self._new_staging(layout, max(1, STAGING_BYTES // layout.block_bytes))
 
@@ -71,7 +73,7 @@ class TorchBackend:
             blocks, slots = _index(gpu_block_ids), _index(cpu_slots)
             for row, span in zip(self._rows, self._spans):
                 self._slots[:, span][slots] = row[blocks]
-            if self.checksums.every:
+            if self.checksums.kept:
                 self.checksums.store(blocks, slots)
             return None
         self._join(streams, before=True)
@@ -90,13 +92,14 @@ class TorchBackend:
         gpu_block_ids: Sequence[int],
         cpu_slots: Sequence[int],
         streams: Streams | None = None,
+        compared: bool = False,
     ) -> Slices:
         """Copy slots into blocks of the device."""
         if self._direct:
             blocks, slots = _index(gpu_block_ids), _index(cpu_slots)
             for row, span in zip(self._rows, self._spans):
                 row[blocks] = self._slots[:, span][slots]
-            if self.checksums.every:
+            if compared and self.checksums.kept:
                 return self.checksums.compare(blocks, slots)
             return None
         self._join(streams, before=True)
@@ -154,31 +157,26 @@ class HostChecksums(Checksums):
     Args:
         num_slots: of the rank.
         layout: of the blocks.
-        every: one block of so many has one.
+        complete: as `Checksums` takes it.
     """
 
-    def __init__(self, num_slots: int, layout: BlockLayout, every: int) -> None:
-        super().__init__(num_slots, torch.device("cpu"), every)
+    def __init__(self, num_slots: int, layout: BlockLayout, complete: bool = True) -> None:
+        super().__init__(num_slots, torch.device("cpu"), complete)
         self._noted = self.sums.numpy()
         self._layout = layout
-        words = -(-layout.block_bytes // 8) if every else 0
+        words = -(-layout.block_bytes // 8) if num_slots else 0
         self._places = np.arange(words, dtype=np.int64) * PLACE
 
     def store(self, block_ids: torch.Tensor, slots: torch.Tensor) -> None:
         """Note those of blocks that are stored in these slots."""
-        first, into = self.next_stored(len(slots)), slots.numpy()
-        picked = (np.arange(first, first + len(into)) % self.every == 0).nonzero()[0]
-        self._noted[into] = 0
-        self._noted[into[picked]] = self._of(block_ids[torch.from_numpy(picked)])
+        self._noted[slots.numpy()] = self._of(block_ids)
 
     def compare(self, block_ids: torch.Tensor, slots: torch.Tensor) -> Verdict:
         """Compare those of blocks that were loaded from these slots."""
         noted = self._noted[slots.numpy()]
-        picked = ((noted != 0) | (self.every == 1)).nonzero()[0]
+        picked = ((noted != 0) | self.complete).nonzero()[0]
         wrong = self._of(block_ids[torch.from_numpy(picked)]) != noted[picked]
         found = slots.numpy()[picked[wrong]].tolist()
-        if found and self.alarm is not None:
-            self.alarm[0] = found[0] + 1
         return lambda: self.found(found[0]) if found else None
 
     def _of(self, block_ids: torch.Tensor) -> Numbers:

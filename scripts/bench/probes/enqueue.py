@@ -23,8 +23,9 @@ from kvoffload_patch.transfer.backends.base import Streams
 from kvoffload_patch.transfer.backends.slots import SlotMemory
 from kvoffload_patch.transfer.backends.staged import StagedBackend
 from kvoffload_patch.transfer.device import device_of
+from kvoffload_patch.transfer.integrity import Checksums
 from kvoffload_patch.transfer.layout import BlockLayout, Rows
-from kvoffload_patch.transfer.tuning import LOAD_GROUPS, SAMPLED_BLOCKS
+from kvoffload_patch.transfer.tuning import LOAD_GROUPS
 from scripts.bench.common import machine, quantile, say, table, write_json
 
 LAYERS, ROW_BYTES = 32, 64 << 10
@@ -69,10 +70,11 @@ class Memory:
         self._driver = driver
 
     def backend(self, by_layer: bool) -> StagedBackend:
-        """With checksums as by default."""
+        """With checksums as by default, of loads that are not compared."""
         size = LAYERS // LOAD_GROUPS
         groups: list[Rows] = [(at, at + size) for at in range(0, LAYERS, size)] if by_layer else []
-        return StagedBackend(self.layout, self.slots, self._driver, SAMPLED_BLOCKS, groups)
+        checksums = Checksums(len(self.slots.slots), self.layout.device)
+        return StagedBackend(self.layout, self.slots, self._driver, checksums, groups)
 
     def numbers(self, rng: np.random.Generator, case: Case) -> tuple[list[int], list[int]]:
         """Blocks and slots of a copy."""

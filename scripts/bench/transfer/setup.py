@@ -13,6 +13,7 @@ from kvoffload_patch.tier.plan import Transfer, TransferPlan
 from kvoffload_patch.transfer.backends.choose import choose_backend
 from kvoffload_patch.transfer.backends.slots import SlotMemory
 from kvoffload_patch.transfer.engine import CopyEngine
+from kvoffload_patch.transfer.integrity import FULL
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
 from scripts.bench.common import GIB
@@ -120,6 +121,7 @@ class Mover:
         chosen = choose_backend(kv.layout, slots, slots.slots.shape[0], choice, integrity)
         self.name, self.report = named(chosen.backend.name, integrity), chosen.report
         self.engine = CopyEngine(kv.layout, chosen.backend)
+        self._compared = integrity == FULL
         self._loads = self._stores = 0
 
     def plan(self, kind: str, moves: Ways) -> TransferPlan:
@@ -129,7 +131,8 @@ class Mover:
         done = (LOAD, self._loads), (STORE, self._stores)
         if kind != "store":
             self._loads += 1
-            loads = (Transfer(self._loads, *LOAD, moves.load_slots, moves.load_blocks),)
+            moved = moves.load_slots, moves.load_blocks
+            loads = (Transfer(self._loads, *LOAD, *moved, self._compared),)
         if kind in ("store", "both"):
             self._stores += 1
             stores = (Transfer(self._stores, *STORE, moves.store_blocks, moves.store_slots),)

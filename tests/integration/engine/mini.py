@@ -62,17 +62,17 @@ class FakeRanks:
         copies_overlap: bool = True,
         here: bool = True,
         overlap: float = 0.0,
+        compares: bool = False,
     ) -> None:
         self.load_ms_per_block, self.copies_overlap = load_ms_per_block, copies_overlap
-        self.overlap = overlap
-        self.here = here
+        self.overlap, self.compares, self.here = overlap, compares, here
         self.device: Device | None = None
         self.drains = self.closed = 0
         self.block_bytes = self.slot_bytes = SLOT_BYTES
         self.num_slots = 400  # that the tier was opened with
         self.copies = "by hand"
         self.asleep, self.version = False, 0  # of the weights
-        self.wrong_bytes, self.beside_steps = str, False  # nothing is wrong
+        self.step_failure, self.beside_steps = str, False
 
     def check_room(self, more: int) -> None:
         """There is room for everything."""

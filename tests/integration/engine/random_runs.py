@@ -134,11 +134,12 @@ class Undecided:
 
 
 def _ranks(rng: random.Random, seed: int) -> Any:
-    """In every other run a step hides three quarters of its loads."""
+    """In every other run a step hides three quarters of its loads; in some, loads are compared."""
     from integration.engine.mini import FakeRanks
 
     ms_per_block = rng.choice([0.1, 1.0, 15.0, 60.0])
-    return FakeRanks(ms_per_block, here=rng.random() < 0.5, overlap=0.75 * (seed % 2))
+    here, compares = rng.random() < 0.5, seed % 3 < 2
+    return FakeRanks(ms_per_block, here=here, overlap=0.75 * (seed % 2), compares=compares)
 
 
 def run(
@@ -235,9 +236,14 @@ def _weighed(mini: Any, about: dict[str, Any], seed: int) -> Undecided:
 
 
 def _looked_at(mini: Any, seed: int) -> tuple[list[int], list[int]]:
-    """Searches that vLLM is given, and stores that wait, as `random_looks` has them."""
+    """Searches that vLLM is given, and stores that wait, as `random_looks` has them.
+
+    Where loads are compared with checksums, more of them are than in an engine.
+    """
     from integration.engine.random_looks import compare, let_stores_wait
 
+    if mini.ranks.compares:
+        mini.tier._admission._compare_every = 2 + seed % 5
     return compare(mini), let_stores_wait(mini, seed)
 
 

@@ -207,26 +207,13 @@ def test_an_output_without_what_is_done_ends_the_engine() -> None:
     )
 
 
-def test_no_token_leaves_of_a_step_that_has_read_wrong_bytes() -> None:
-    """As a rank finds once an asynchronous step is computed."""
+def test_no_token_leaves_of_a_step_that_has_failed_on_another_rank() -> None:
     mini = Mini(load_mode="inline")
     mini.only_in_cpu(long_prompt(6, seed=1))
     name = mini.add(long_prompt(6, seed=1), count=3)
     mini.begin_step()
-    output = mini.queue[-1][1]
-    setattr(output, RESULT, getattr(output, RESULT)._replace(broken="a block is wrong"))
-    with pytest.raises(PromiseBroken, match="^a block is wrong$"):
-        mini.end_step()
-    assert mini.scheduler.requests[name].num_output_tokens == 0
-
-
-def test_no_token_leaves_of_a_step_in_which_another_rank_has_read_wrong_bytes() -> None:
-    mini = Mini(load_mode="inline")
-    mini.only_in_cpu(long_prompt(6, seed=1))
-    name = mini.add(long_prompt(6, seed=1), count=3)
-    mini.begin_step()
-    mini.ranks.wrong_bytes = lambda: "a block is wrong on rank 1"
-    with pytest.raises(PromiseBroken, match="^a block is wrong on rank 1$"):
+    mini.ranks.step_failure = lambda: "rank 1 could not do it"
+    with pytest.raises(PromiseBroken, match="^rank 1 could not do it$"):
         mini.end_step()
     assert mini.scheduler.requests[name].num_output_tokens == 0
 

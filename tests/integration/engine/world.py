@@ -131,6 +131,7 @@ class FakeRanks:
 
     load_ms_per_block = 1.0
     copies_overlap = True
+    compares = False
     overlap = 0.0
 
     def __init__(self) -> None:
@@ -143,7 +144,7 @@ class FakeRanks:
     def loads_done(self) -> int:
         return 0
 
-    def wrong_bytes(self) -> str:
+    def step_failure(self) -> str:
         return ""
 
     def close(self) -> None:

@@ -21,7 +21,6 @@ from kvoffload_patch.links import LOAD, MISMATCH, STORE, Failure
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 from kvoffload_patch.transfer import engine as copy_engine
 from kvoffload_patch.transfer.backends.torch import TorchBackend
-from kvoffload_patch.transfer.integrity import EVERY
 
 STEP = SimpleNamespace(total_num_scheduled_tokens=5, num_scheduled_tokens={"a": 5})
 Ranks = list[RankTier]
@@ -42,12 +41,12 @@ def kv(rank: RankTier) -> torch.Tensor:
 def open_ranks() -> Iterator[Callable[..., Ranks]]:
     """Opens two ranks of seven blocks each that hold the same; the second as late as is asked.
 
-    With checksums of ``every`` block each has its own slots.
+    If not ``common``, each has its own slots.
     """
     opened: Ranks = []
 
     def open_both(
-        monkeypatch: pytest.MonkeyPatch, late: bool = False, slots: int = 8, every: bool = False
+        monkeypatch: pytest.MonkeyPatch, late: bool = False, slots: int = 8, common: bool = True
     ) -> Ranks:
         board, file = make_slot_counts([3, 5]), SharedFile([3, 5])
         assert board is not None
@@ -59,8 +58,7 @@ def open_ranks() -> Iterator[Callable[..., Ranks]]:
             opened.append(
                 RankTier(
                     runner, slots, alone=False, board=SlotCounts(board.address, rank),
-                    integrity="full" if every else "sample",
-                    common=[] if every else [file.address], rank=rank,
+                    integrity="sample", common=[file.address] if common else [], rank=rank,
                 )
             )  # fmt: skip
         board.close()
@@ -149,7 +147,6 @@ def test_a_store_that_fails_on_one_rank_is_never_read(
     step(ranks[1 - failing], load)
     with pytest.raises(RuntimeError, match="an earlier copy of some of these blocks"):
         ranks[failing].begin_step(load, STEP)
-    ranks[failing]._promises._promised = ()
 
 
 def test_bytes_that_change_in_common_memory_are_found_by_the_rank_that_stored_them(
@@ -158,26 +155,25 @@ def test_bytes_that_change_in_common_memory_are_found_by_the_rank_that_stored_th
     ranks = open_ranks(monkeypatch)
     plan = a_plan(store=a_store(1, (1, 2), (0, 1)))
     for rank in ranks:
-        rank._checksums._stored = 0  # the next one is of those that have a checksum
         step(rank, plan)
     ranks[1]._host.slots[0, 3] ^= 1  # of the other rank
-    load = a_plan((a_load(1, (4, 5), (0, 1)),), stores_done=1)
+    load = a_plan((a_load(1, (4, 5), (0, 1), True),), stores_done=1)
     said = [step(rank, load) for rank in ranks]
     assert [result.mismatches for result in said] == [1, 0]
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
 @pytest.mark.parametrize("late", [False, True])
-def test_bytes_that_change_on_any_rank_are_a_miss_if_all_blocks_are_checked(
+def test_bytes_that_change_on_any_rank_are_a_miss(
     wrong: int, late: bool, open_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever rank the engine gets the result of, it hears of that before it hears of the end."""
-    ranks = open_ranks(monkeypatch, every=True, late=late)
+    ranks = open_ranks(monkeypatch, common=False, late=late)
     for rank in ranks:
         step(rank, a_plan(store=a_store(1, (1, 2, 3), (0, 1, 2))))
         rank.drain()
     ranks[wrong]._host.slots[0, 3] ^= 1
-    loads = a_load(1, (4,), (0,)), a_load(2, (5,), (1,))
+    loads = a_load(1, (4,), (0,), True), a_load(2, (5,), (1,), True)
     said = [step(rank, a_plan(loads, stores_done=1)) for rank in ranks]
     for _ in range(LateQueue.patience + 2):
         said += [step(rank) for rank in ranks]
@@ -193,7 +189,6 @@ def test_no_rank_has_a_checksum_of_what_was_stored_to_prove_a_round_trip(
     open_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would be compared with what another rank stores to that slot."""
-    monkeypatch.setitem(EVERY, "sample", 2)  # so many that they leave some behind
     for rank in open_ranks(monkeypatch, slots=64):
         assert not rank._checksums.sums.any()
 

@@ -16,7 +16,6 @@ from kvoffload_patch.integration.protocol import RESULT, TIER
 from kvoffload_patch.integration.worker.hooks import execute_model
 from kvoffload_patch.integration.worker.vllm_runner import (
     block_layout,
-    check_when_taken,
     copy_output,
     first_pointer,
     kv_tensors,
@@ -91,35 +90,6 @@ def asynchronous(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
     inner = outputs.ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
     return request.param(inner, torch.tensor([[7]]))
-
-
-@pytest.mark.parametrize("broken", ["", "a block is wrong"])
-def test_an_asynchronous_output_is_checked_when_its_tokens_are_there(
-    asynchronous: Any, broken: str
-) -> None:
-    asked: list[Any] = []
-
-    def check() -> str:
-        asked.append(asynchronous)
-        return broken
-
-    check_when_taken(copy_output(asynchronous, DONE), check)
-    assert not asked
-    taken = asynchronous.get_output()
-    assert len(asked) == 1 and taken.sampled_token_ids == [[7]]
-    assert getattr(taken, RESULT) == DONE._replace(broken=broken)
-
-
-def test_a_check_that_raises_ends_no_thread_of_vllms(asynchronous: Any) -> None:
-    check_when_taken(copy_output(asynchronous, DONE), lambda: str(1 // 0))
-    taken = asynchronous.get_output()
-    assert "found ZeroDivisionError (integer division" in getattr(taken, RESULT).broken
-
-
-def test_an_output_that_is_whole_already_is_not_checked_again() -> None:
-    output = copy_output(SimpleNamespace(sampled_token_ids=[[7]], req_ids=["a"]), DONE)
-    check_when_taken(output, lambda: "not asked")
-    assert getattr(output, RESULT) == DONE and not hasattr(output, "get_output")
 
 
 def test_an_asynchronous_output_carries_it_inside(asynchronous: Any) -> None:

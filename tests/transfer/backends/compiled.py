@@ -40,13 +40,16 @@ def main() -> None:
     """Every kind of call that `TileMover` makes, on an A100, an H100 and a B200."""
     for capability in (80, 90, 100):
         found = []
-        for to_flat, every, whole in itertools.product((True, False), (0, 1, 16), (True, False)):
+        for to_flat, (check, complete), whole in itertools.product(
+            (True, False), ((False, False), (True, True), (True, False)), (True, False)
+        ):
             constants: dict[str, Any] = {
-                "TO_FLAT": to_flat, "TILE": 1024, "ALIGN": 2, "WHOLE": whole, "EVERY": every
+                "TO_FLAT": to_flat, "TILE": 1024, "ALIGN": 2, "WHOLE": whole, "CHECK": check,
+                "COMPLETE": complete,
             }  # fmt: skip
-            if not every:
+            if not check:
                 constants |= {"sums": None, "totals": None}
-            if to_flat or not every:
+            if to_flat or not check:
                 constants["verdict"] = None
             found.append(compiled(kernels.move_tiles, capability, constants).count(".v2.b64"))
         print(capability, "move_tiles", *found)

@@ -26,7 +26,7 @@ class Timed:
 
     def __init__(self, name: str, seconds: float) -> None:
         self.name, self.seconds = name, seconds
-        self.checksums = SimpleNamespace(every=0)
+        self.checksums = SimpleNamespace(kept=False)
 
 
 @pytest.fixture
@@ -108,8 +108,8 @@ class Copying:
     def store(self, ids: list[int], slots: list[int], streams: Any) -> Any:
         self.calls.append(("store", ids, slots))
 
-    def load(self, ids: list[int], slots: list[int], streams: Any) -> Any:
-        self.calls.append(("load", ids, slots))
+    def load(self, ids: list[int], slots: list[int], streams: Any, compared: bool = False) -> Any:
+        self.calls.append(("load compared" if compared else "load", ids, slots))
 
 
 def measure(
@@ -139,18 +139,19 @@ def measure(
 def test_the_best_of_three_is_measured_after_a_pass_over_slots_apart(
     monkeypatch: pytest.MonkeyPatch, num_slots: int, num_blocks: int, count: int
 ) -> None:
-    seconds = [0.9, 0.8, 0.32, 0.16, 0.64, 0.48, 0.128, 0.96]
+    seconds = [0.9, 0.85, 0.8, 0.32, 0.16, 0.64, 0.48, 0.128, 0.96]
     backend, speed = measure(monkeypatch, list(seconds), num_slots, num_blocks)
     assert speed == backends._Speed(160 / count, 128 / count)
-    (store, ids, apart), (load, *same) = backend.calls[:2]
+    (store, ids, apart), compared, (load, *same) = backend.calls[:3]
     assert (store, load, same) == ("store", "load", [ids, apart]), "the same bytes are loaded"
+    assert compared == ("load compared", ids, apart)
     assert len(ids) == len(apart) == min(count, (num_slots + 1) // 2)
     # No two are neighbours, in whatever order; all are there.
     assert all(b - a > 1 for a, b in zip(sorted(apart), sorted(apart)[1:]))
     assert set(apart) <= set(range(num_slots)) and set(ids) <= set(range(num_blocks))
     every = list(range(count))
     timed = [("store", every, every)] * 3 + [("load", every, every)] * 3
-    assert backend.calls[2:] == timed
+    assert backend.calls[3:] == timed
 
 
 def open_host(case: Case) -> tuple[HostBuffer, SlotMemory]:
@@ -178,19 +179,17 @@ def test_checksums_of_the_cpu_device_are_said() -> None:
     said = {}
     for integrity in ("off", "sample", "full"):
         chosen = choose_backend(build("different_dtypes").layout(), slots, 5, "auto", integrity)
-        said[chosen.backend.checksums.every] = chosen.report
+        said[integrity] = chosen.report
+        assert chosen.backend.checksums.kept == (integrity != "off")
     device = "copies torch (the CPU device)"
-    assert said == {
-        0: device,
-        16: f"{device}, checksums of 1 block in 16",
-        1: f"{device}, checksums of all blocks",
-    }
+    checked = f"{device}, checksums of all blocks"
+    assert said == {"off": device, "sample": checked, "full": checked}
     del chosen, slots
     host.close()
 
 
 def test_torch_makes_no_checksums_on_a_device() -> None:
-    """With all blocks to be compared it is refused, with some it says nothing of checksums."""
+    """With all loads to be compared it is refused, with some it says nothing of checksums."""
     slots = cast("SlotMemory", None)
     for device, instead in [
         ("cuda", "use KVOFFLOAD_COPY_BACKEND=staged, or set "),
@@ -198,7 +197,7 @@ def test_torch_makes_no_checksums_on_a_device() -> None:
     ]:
         layout = cast("BlockLayout", SimpleNamespace(device=torch.device(device)))
         with pytest.raises(TransferError, match=f"no checksums on this device; {instead}KVOFF"):
-            backends._OPEN["torch"](layout, slots, "full", ())
+            backends._OPEN["torch"](layout, slots, "full", (), True)
 
 
 @pytest.mark.gpu
@@ -208,7 +207,7 @@ def test_a_device_has_checksums(integrity: str) -> None:
     case = build("different_dtypes", device="cuda")
     host, slots = open_host(case)
     chosen = choose_backend(case.layout(), slots, 5, "auto", integrity)
-    assert chosen.backend.checksums.every == {"off": 0, "sample": 16, "full": 1}[integrity]
+    assert chosen.backend.checksums.kept == (integrity != "off")
     assert ("checksums" in chosen.report) == (integrity != "off")
     assert chosen.backend.checksums.mismatches == 0
     del chosen, slots

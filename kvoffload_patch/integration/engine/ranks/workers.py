@@ -63,7 +63,7 @@ class RankGroup:
         self.num_slots = self.num_usable = self.block_bytes = self.slot_bytes = 0
         self.load_ms_per_block = self.overlap = 0.0
         self.copies = self.size = ""
-        self.copies_overlap = self.growing = False
+        self.copies_overlap = self.growing = self.compares = False
         self._here: Callable[[], int] | None = None  # asks a rank of this process
         self._common: tuple[tuple[int, ...], ...] = ()  # ranks that have slots in common
         self._silent = False  # a rank has not answered in time
@@ -83,7 +83,7 @@ class RankGroup:
             cpu_bytes: of all ranks of this engine; None: a share of what each host can give.
             backend: how blocks are copied.
             engines: of the server, which share what a host can give.
-            integrity: which blocks have checksums.
+            integrity: which loads are compared with checksums.
             by_layer: whether the forward pass may wait for loads layer by layer.
 
         Raises:
@@ -108,6 +108,7 @@ class RankGroup:
         slowest = max(opened, key=lambda r: r.load_ms_per_block)
         self.load_ms_per_block, self.copies = slowest.load_ms_per_block, slowest.copies
         self.copies_overlap = ranks[0].device != "cpu"
+        self.compares = all(r.compares for r in opened)
         self.overlap = min(r.overlap for r in opened)
         if len(ranks) == 1:
             [rank] = self._call(worker_side.rank_here, worker_side.this_process())
@@ -154,10 +155,10 @@ class RankGroup:
         """
         return self._here() if self._here is not None else 0
 
-    def wrong_bytes(self) -> str:
-        """Why no token of a step may be given away: a rank that reports nothing found wrong bytes.
+    def step_failure(self) -> str:
+        """Why no token of a step may be given away: a rank that reports nothing could not do it.
 
-        Asked when its output is whole. Empty if none did, or they share no memory.
+        Asked when its output is whole. Empty if all could, or they share no memory.
         """
         said = self._alarms.said() if self._alarms is not None else ""
         return as_given(said) if said else ""
@@ -243,8 +244,8 @@ class RankGroup:
         """What several ranks share: a board, and slots where they hold the same bytes.
 
         No board if they have no memory in common, or there is one rank only. Slots only if all
-        have a board, because another's copies must be known to be done. With checksums of all
-        blocks each has its own slots: a rank has no checksum of what another has stored.
+        have a board, because another's copies must be known to be done. Where all loads are
+        compared each has its own slots: a rank has no checksum of what another has stored.
         """
         board = make_slot_counts([r.rank for r in ranks]) if len(ranks) > 1 else None
         if board is None:

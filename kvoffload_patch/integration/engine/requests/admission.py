@@ -26,6 +26,7 @@ from kvoffload_patch.integration.engine.requests.stall import Stall
 from kvoffload_patch.integration.engine.tuning import (
     BUS_AHEAD_MS,
     LOOK_AHEAD_REQUESTS,
+    SAMPLED_LOADS,
     SCAN_MARGIN_REQUESTS,
 )
 from kvoffload_patch.tier.manager import OffloadManager
@@ -38,6 +39,10 @@ class Wait(Enum):
     NOTHING = "nothing"
     ROOM = "run slots, tokens or blocks"  # those behind it wait as well, as in vLLM
     LOAD = "the bus, or stores of what its load overwrites"  # nobody else waits for that
+
+
+# Of so many loads one is compared, as users choose it.
+_COMPARED = {"off": 0, "sample": SAMPLED_LOADS, "full": 1}
 
 
 class AdmissionBudget:
@@ -167,7 +172,7 @@ class Admission:
     Args:
         view: the scheduler.
         manager: of the tier.
-        ranks: whether loads run beside the step; otherwise all are inline.
+        ranks: whether loads run beside the step, or else are inline; whether any are compared.
         pace: how long loads take, and how long they can cross before the step begins.
         loads: where loads are begun.
         cache: lookups that need not be repeated.
@@ -201,6 +206,9 @@ class Admission:
         self._front = front
         self._pace = pace
         self._copies_overlap = ranks.copies_overlap
+        self._stats = manager.stats
+        # One load of so many is compared with checksums; 0: none is.
+        self._compare_every = _COMPARED[settings.integrity] if ranks.compares else 0
         self.stalled_ms = 0.0
         self._pool = StandInPool(view, manager, loads.arriving, loads.ticket_of)
         self._gpu_alone: StandInPool | None = None  # for those that the tier is not used for
@@ -295,14 +303,25 @@ class Admission:
         Raises:
             NoBlocks: there are no blocks to load into, whatever was counted.
         """
-        if self._inline(request, result, budget, stall):
+        compared = self._is_compared(result)
+        if not compared and self._inline(request, result, budget, stall):
             loaded = self._loads.load_inline(request, result)
             self.stalled_ms += stall.add_inline(len(result.keys))
             return loaded
-        self._loads.park(request, result, budget.needed)
+        self._loads.park(request, result, budget.needed, compared)
         budget.reserve(budget.needed)
         stall.add_parked(len(result.keys))
         return None
+
+    def _is_compared(self, result: LookupResult) -> bool:
+        """Whether the load of these blocks is compared: no step may read it before that.
+
+        The first one is, which shows what is always wrong, and all are once one was found wrong.
+        """
+        if not (self._compare_every and result.keys):
+            return False
+        begun = self._loads.num_inline + self._loads.num_parked_ever
+        return begun % self._compare_every == 0 or self._stats.mismatches > 0
 
     def _wait(self, request: Any, result: LookupResult, budget: AdmissionBudget) -> Wait:
         """What a request waits for before it can be admitted or parked: room, and then the bus."""

@@ -19,14 +19,23 @@ class _ParkedLoad:
     """A parked load: GPU blocks to publish, the request that began it, and those that wait.
 
     ``blocks[i]`` is to hold ``keys[i]``, with which a prefix of ``ends[i]`` tokens ends, about at
-    the time ``over_at``.
+    the time ``over_at``. ``compared``: with checksums, so nobody may read it before it is done.
     """
 
-    __slots__ = ("blocks", "ends", "keys", "over_at", "owner", "stale", "ticket", "waiting")
+    __slots__ = (
+        "blocks", "compared", "ends", "keys", "over_at", "owner", "stale", "ticket", "waiting",
+    )  # fmt: skip
 
     def __init__(
-        self, ticket: int, blocks: list[Any], found: LookupResult, over_at: float, owner: Any
+        self,
+        ticket: int,
+        blocks: list[Any],
+        found: LookupResult,
+        over_at: float,
+        owner: Any,
+        compared: bool,
     ) -> None:
+        self.compared = compared
         self.ticket = ticket
         self.owner = owner
         self.stale = False  # of other weights
@@ -159,13 +168,14 @@ class LoadBook:
         self._give(result)
         return result
 
-    def park(self, request: Any, found: LookupResult, needed: int) -> None:
+    def park(self, request: Any, found: LookupResult, needed: int, compared: bool = False) -> None:
         """Load what was found while others run, and wait for what others load already.
 
         Args:
             request: the request.
             found: what it hits.
             needed: blocks that it needs in all, held ones included.
+            compared: what is loaded is compared with checksums.
 
         Raises:
             NoBlocks: as `load_inline`.
@@ -175,14 +185,15 @@ class LoadBook:
         ticket, result = max(found.arriving, default=0), None
         if found.keys:
             try:
-                ticket, blocks, over_at = self._begin(found)
+                ticket, blocks, over_at = self._begin(found, compared)
             except NoBlocks:
                 self._held.extend(held)
                 raise
             self.num_parked_ever += 1
             if not (found.arriving or found.cut_short):
                 result = found.loaded(blocks)
-            load = self._by_ticket[ticket] = _ParkedLoad(ticket, blocks, found, over_at, request)
+            load = _ParkedLoad(ticket, blocks, found, over_at, request, compared)
+            self._by_ticket[ticket] = load
             self.under_way.append(load)
             self.arriving.update(zip(found.keys, blocks))
             self.ticket_of.update(dict.fromkeys(found.keys, ticket))
@@ -226,6 +237,8 @@ class LoadBook:
     def _is_done(self, load: _ParkedLoad, within_ms: float) -> bool:
         if self._manager.load_done(load.ticket):
             return True
+        if load.compared:
+            return False
         left_ms = self._pace.ms_until(load.over_at)
         needed_ms = left_ms - self._pace.hidden_ms(len(load.blocks))
         if not within_ms or needed_ms >= within_ms:
@@ -295,14 +308,15 @@ class LoadBook:
         self._unpark([parked for load in loads for parked in load.waiting])
         self.after_schedule()
 
-    def _begin(self, found: LookupResult) -> tuple[int, list[Any], float]:
+    def _begin(self, found: LookupResult, compared: bool = False) -> tuple[int, list[Any], float]:
         for at_risk in self._at_risk:
             self._view.hold(at_risk)
             self._held.extend(at_risk)
         self._at_risk.clear()
         blocks = self._view.take_blocks(len(found.keys))
         self._blocks_taken()
-        ticket = self._manager.begin_load(found.keys, [block.block_id for block in blocks])
+        ids = [block.block_id for block in blocks]
+        ticket = self._manager.begin_load(found.keys, ids, compared)
         return ticket, blocks, self._pace.load_begins(len(blocks))
 
     def _end(self, load: _ParkedLoad) -> None:

@@ -1,0 +1,146 @@
+"""Loads that are compared with checksums: nothing rests on them before, so wrong is a miss."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from integration.engine.mini import FakeRanks, Mini
+from scheduler_half.device import LoadFailed
+from scheduler_half.scenarios import nothing_held, prompt, talk
+
+from kvoffload_patch.integration.engine.requests import admission
+from kvoffload_patch.integration.engine.tuning import SAMPLED_LOADS
+from kvoffload_patch.links import LOAD, MISMATCH
+
+
+def loads(mini: Mini) -> list[Any]:
+    return [load for plan in mini.plans for load in plan.before]
+
+
+def compared(mini: Mini) -> set[int]:
+    return {load.ticket for load in loads(mini) if load.compared}
+
+
+@pytest.fixture
+def one_in_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(admission._COMPARED, "sample", 3)
+
+
+def test_how_many_are_compared() -> None:
+    assert admission._COMPARED == {"off": 0, "sample": SAMPLED_LOADS, "full": 1}
+
+
+@pytest.mark.usefixtures("one_in_three")
+@pytest.mark.parametrize("load_mode", ["inline", "auto", "parked"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["GPU", "CPU"])
+def test_one_load_of_so_many_is_compared_beside_the_step(load_mode: str, overlap: bool) -> None:
+    """Also where loads are within their steps otherwise."""
+    ranks = FakeRanks(1.0, overlap, compares=True)
+    mini = Mini(load_mode=load_mode, blocks=60, ranks=ranks, max_stall_ms=1e6)
+    known = [prompt(6, seed=seed) for seed in range(7)]
+    mini.only_in_cpu(*known)
+    for tokens in known:
+        mini.add(tokens)
+        mini.run()
+    mini.check()
+    assert [load.compared for load in loads(mini)] == [True, False, False] * 2 + [True]
+    parked = 7 if load_mode == "parked" else 3
+    assert (mini.tier._loads.num_inline, mini.tier._loads.num_parked_ever) == (7 - parked, parked)
+    nothing_held(mini)
+
+
+@pytest.mark.parametrize(
+    ("integrity", "compares", "wanted"),
+    [("off", True, 0), ("full", True, 5), ("full", False, 0), ("sample", True, 1)],
+)
+def test_all_none_or_the_first(integrity: str, compares: bool, wanted: int) -> None:
+    ranks = FakeRanks(compares=compares)
+    mini = Mini(load_mode="parked", blocks=60, ranks=ranks, integrity=integrity)
+    known = [prompt(6, seed=seed) for seed in range(5)]
+    mini.only_in_cpu(*known)
+    for tokens in known:
+        mini.add(tokens)
+        mini.run()
+    assert len(loads(mini)) == 5 and len(compared(mini)) == wanted
+
+
+@pytest.mark.usefixtures("one_in_three")
+@pytest.mark.parametrize("step_ms", [1.0, 20.0])
+def test_it_is_not_promised_before_it_is_known_to_be_right(step_ms: float) -> None:
+    """A load that is not compared counts as done once it will be in time for the step."""
+    ranks = FakeRanks(0.01, compares=True, here=False)
+    mini = Mini(load_mode="auto", late=9, in_flight=2, step_ms=step_ms, blocks=90, ranks=ranks)
+    known = [prompt(6, seed=seed) for seed in range(9)]
+    mini.only_in_cpu(*known)
+    mini.add(prompt(3, seed=99), count=60)  # somebody runs, so that loads are beside steps
+    for tokens in known:
+        mini.add(tokens, count=2)
+        mini.step()
+    mini.run()
+    mini.check()
+    assert len(compared(mini)) == 3
+    for plan in mini.plans:
+        for link, ticket in plan.promised:
+            assert link == LOAD and (
+                ticket not in compared(mini) or ticket <= plan.known_done(LOAD)
+            )
+    assert {ticket for plan in mini.plans for _, ticket in plan.promised} >= compared(mini)
+
+
+@pytest.mark.usefixtures("one_in_three")
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("load_mode", ["inline", "auto"])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_wrong_bytes_that_are_found_are_recomputed(
+    in_flight: int, load_mode: str, seed: int
+) -> None:
+    """No engine ends, and no token is wrong: only loads that are compared can be found wrong."""
+    mini: Any = None
+
+    def fails(direction: str, ticket: int) -> bool:
+        return direction == "load" and ticket in compared(mini)
+
+    mini = Mini(
+        fails=fails, in_flight=in_flight, late=random.Random(seed).randrange(3),
+        load_mode=load_mode, ranks=FakeRanks(compares=True),
+    )  # fmt: skip
+    talk(mini, seed, turns=5, talks=11)
+    assert mini.manager.stats.failed and mini.only_right_tokens()
+    nothing_held(mini)
+
+
+@pytest.mark.usefixtures("one_in_three")
+def test_other_loads_within_a_step_still_end_the_engine() -> None:
+    """What the test above relies on: promised bytes that cannot be had are raised."""
+    mini = Mini(
+        fails=lambda direction, ticket: direction == "load", load_mode="inline",
+        ranks=FakeRanks(compares=True),
+    )  # fmt: skip
+    with pytest.raises(LoadFailed):
+        talk(mini, 1, turns=5, talks=11)
+
+
+@pytest.mark.parametrize("load_mode", ["inline", "auto"])
+def test_once_one_was_found_wrong_all_are_compared(load_mode: str) -> None:
+    """What is wrong in every slot is found by the first load, and no other one is read unseen."""
+    mini: Any = None
+
+    def fails(direction: str, ticket: int) -> bool:
+        return direction == "load" and ticket in compared(mini)
+
+    ranks = FakeRanks(compares=True)
+    mini = Mini(fails=fails, load_mode=load_mode, blocks=60, ranks=ranks)
+    mini.device.reason = MISMATCH
+    known = [prompt(6, seed=seed) for seed in range(5)]
+    mini.only_in_cpu(*known)
+    for tokens in known:
+        mini.add(tokens)
+        mini.run()
+    mini.check()
+    assert len(compared(mini)) == len(loads(mini)) == 5
+    nothing_held(mini)
