@@ -20,6 +20,7 @@ import time
 import traceback
 from typing import Any
 
+import few_cores
 import release
 import ways
 
@@ -196,6 +197,8 @@ def _start(asked: dict[str, Any]) -> Any:
 
 def _engines(engine: dict[str, Any]) -> Any:
     """A `vllm.LLM`, or what is asked like one."""
+    if engine["enforce_eager"]:
+        few_cores.compile_nothing()
     if engine.get("data_parallel_size", 1) > 1:
         from parallel_engines import ParallelEngines
 
@@ -281,6 +284,8 @@ def change_platform(async_scheduling: bool, fork_workers: bool) -> None:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     CpuPlatform.check_and_update_config = classmethod(check)
+    if fork_workers:
+        few_cores.wait_asleep()
 
 
 def _allow_steps_without_output() -> None:

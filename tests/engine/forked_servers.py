@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from engine import engines
+from engine import engines, few_cores
 
 from scripts.soak import server
 
@@ -30,9 +30,10 @@ class WarmServer:
         requests, to_warm = os.pipe()
         from_warm, answers = os.pipe()
         through = [sys.executable, "-m", "kvoffload_patch", sys.executable, str(_PROGRAM)]
+        env = engines.environment(**few_cores.EAGER, **env)
         with log.open("wb") as out:
             self._process = subprocess.Popen(
-                [*through, str(requests), str(answers)], env=engines.environment(**env),
+                [*through, str(requests), str(answers)], env=env,
                 cwd=engines.ROOT, pass_fds=(requests, answers), stdin=subprocess.DEVNULL,
                 stdout=out, stderr=out,
             )  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine import engines, release, ways
+from engine import engines, few_cores, release, ways
 
 from kvoffload_patch.cli.bench import server
 
@@ -48,6 +48,7 @@ class Server(server.Server):
         ]  # fmt: skip
         paths = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
         extra = {"PATH": os.pathsep.join(paths), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        extra.update(few_cores.EAGER)
         extra.update(release.preloaded_names())  # the loader says that there are none
         sizes = {"KVOFFLOAD_CPU_GIB": "0.25"} if tier is not None else {}
         env = engines.environment(**{**sizes, **(tier or {}), **extra})

@@ -1,0 +1,34 @@
+"""What eager engines need not do on the CPU, where it takes longer than what is tested.
+
+vLLM compiles single functions for them, such as the mask of a rank's part of the vocabulary, which
+is seconds of a compiler in each rank of each engine. And ranks that wait for each other ask again
+and again, on the cores of those that compute.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+# For processes that import PyTorch by themselves.
+EAGER = {"TORCHDYNAMO_DISABLE": "1"}
+_PERIOD_S = 0.0003
+
+
+def compile_nothing() -> None:
+    """In this process, and in those that it starts."""
+    import torch._dynamo
+
+    os.environ.update(EAGER)
+    torch._dynamo.config.disable = True
+
+
+def wait_asleep() -> None:
+    """In processes that are forked from this one."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.sched_yield = _sleep
+
+
+def _sleep() -> None:
+    time.sleep(_PERIOD_S)
