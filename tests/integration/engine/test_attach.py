@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import re
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from integration.engine.mini import Mini
 
 from kvoffload_patch import __version__
 from kvoffload_patch.config import STORES, Settings
+from kvoffload_patch.integration import install
 from kvoffload_patch.integration.engine import attach as attach_module
 from kvoffload_patch.integration.engine import hooks
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
@@ -60,6 +62,23 @@ class Executor:
             return [(False, "OSError: made to fail")]
         answers = {"describe_rank": RANK, "open_rank": OPENED}
         return [(True, answers.get(name))]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compared_once() -> Iterator[None]:
+    """Installed files do not change between tests, and reading all of them takes a second."""
+    decide = install._decide_vllm
+    known: dict[str, Any] = {}
+
+    def decide_once(settings: Settings) -> Any:
+        asked = repr((settings.vllm_version, settings.allow_unverified))
+        if asked not in known:
+            known[asked] = decide(settings)
+        return known[asked]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(install, "_decide_vllm", decide_once)
+        yield
 
 
 @pytest.fixture
