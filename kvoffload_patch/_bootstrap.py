@@ -133,20 +133,18 @@ def status() -> dict[str, object]:
     enabled = False
     refusal = None if _State.refusal is None else sentence(_State.refusal)
     try:
-        enabled = config.is_enabled()
         from kvoffload_patch.integration import install
         from kvoffload_patch.memory import MemoryRefused, check_capacity, settings_that
 
         refusal = refusal or install.refusal() or None
-        too_large = None
+        settings, _ = config.Settings.of_what_is_right()
+        enabled = settings.enable and not settings.disable
+        found.update(install.describe(settings))
         try:
             settings_that(check_capacity)
-        except MemoryRefused as error:  # nothing else is wrong, so vLLM is looked at
-            too_large = str(error)
-        found.update(install.describe())
-
-        if too_large and found["verdict"] == "ok":
-            found["verdict"] = too_large
+        except (config.ConfigError, MemoryRefused) as error:  # beside what is wrong with vLLM
+            others = "" if found["verdict"] == "ok" else f" {found['verdict']}"
+            found["verdict"] = f"{error}{others}"
     except Exception as error:  # noqa: BLE001 - a report has to say what is wrong, not fail of it
         found["verdict"] = sentence(error)
     armed = _State.armed and refusal is None

@@ -315,6 +315,14 @@ class Settings:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """Parse the environment (default: this process's); raise `ConfigError` of all mistakes."""
+        settings, wrong = cls.of_what_is_right(environ)
+        if wrong:
+            raise ConfigError(wrong) from None
+        return settings
+
+    @classmethod
+    def of_what_is_right(cls, environ: Mapping[str, str] | None = None) -> tuple[Settings, str]:
+        """The same with defaults in place of what is wrong, and a sentence for each mistake."""
         env = os.environ if environ is None else environ
         wrong = _unknown_names(env)
         values = {}
@@ -327,9 +335,7 @@ class Settings:
             if values.get("load_mode") == "inline":
                 wrong.append(_INLINE_UNCHECKED)
             values["load_mode"] = "parked"
-        if wrong:
-            raise ConfigError(" ".join(wrong)) from None
-        return cls(**values)  # type: ignore[arg-type]
+        return cls(**values), " ".join(wrong)  # type: ignore[arg-type]
 
 
 VARIABLES: dict[str, Variable] = {

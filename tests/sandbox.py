@@ -52,7 +52,7 @@ def arm():
 def refusal():
     return os.environ.get("FAKE_REFUSAL", "")
 
-def describe():
+def describe(settings=None):
     points = [dict(name="engine.step", module="vllm.engine", attribute="Engine.step"),
               dict(name="other", module="vllm.other", attribute="Other.stop")]
     verdict = {REFUSAL!r} if os.environ.get("FAKE_ARM") == "refuse" else "ok"

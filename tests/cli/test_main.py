@@ -243,10 +243,15 @@ def test_status_of_a_refusal(box: Sandbox) -> None:
     assert (found["verdict"], found["enabled"], found["release"]) == (REFUSAL, False, "9.9.1")
 
 
-def test_status_of_wrong_settings_does_not_say_that_vllm_is_absent(box: Sandbox) -> None:
+def test_status_says_what_is_wrong_with_settings_and_with_vllm_at_once(box: Sandbox) -> None:
+    """A user who has mended the one would find the other only then."""
     done = box.run("-m", "kvoffload_patch", "status", KVOFFLOAD_ENABEL="1")
-    assert "vLLM:         not looked for\npatch points: 0\n" in done.stdout
+    assert "vLLM:         9.9.1\n" in done.stdout and "patch points: 2\n" in done.stdout
     assert "the closest one is KVOFFLOAD_ENABLE" in done.stdout and done.returncode == 2
+    both = {"KVOFFLOAD_ENABEL": "1", "FAKE_ARM": "refuse"}
+    done = box.run("-m", "kvoffload_patch", "status", **both)
+    assert without_engines(done.stdout).endswith(f" {REFUSAL}\n") and done.returncode == 2
+    assert "the closest one is KVOFFLOAD_ENABLE" in done.stdout
 
 
 def test_check_asks_for_what_only_installing_needs(box: Sandbox, tmp_path: Path) -> None:

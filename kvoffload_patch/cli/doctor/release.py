@@ -39,7 +39,7 @@ def check(status: Mapping[str, object]) -> list[Finding]:
         Finding(
             "vLLM",
             "release",
-            # Without a table the settings were refused before anything was looked for.
+            # Without a table the package could not be imported as a whole.
             str(release or ("not found" if status["supported"] else "not looked for")),
             release,
             problem=verdict if refused else "",
@@ -48,7 +48,7 @@ def check(status: Mapping[str, object]) -> list[Finding]:
         Finding(
             "vLLM",
             "patch points",
-            "not compared" if refused else f"{len(points)} match, {wrapped} of them are wrapped",
+            f"{len(points)} match, {wrapped} of them are wrapped" if points else "not compared",
             len(points),
         ),
         Finding("vLLM", "unverified", "; ".join(doubts) or "nothing", doubts),
