@@ -43,6 +43,8 @@ TESTED_BY = {
     "patching/live.py": "patching/test_patchset.py",
     "patching/records.py": "patching/test_check_verified.py",
     "patching/sources.py": "patching/test_check.py",
+    # A part of the check at start.
+    "integration/engine/eligible_states.py": "integration/engine/test_eligibility.py",
     # Data, names and errors: the tests of their users show what they hold.
     "integration/errors.py": "integration/engine/test_eligibility.py",
     "integration/protocol.py": "integration/worker/test_vllm_runner.py",

@@ -7,11 +7,13 @@ from typing import Any
 
 from kvoffload_patch.config import Settings
 from kvoffload_patch.integration import kvcached
+from kvoffload_patch.integration.engine import eligible_states
 from kvoffload_patch.integration.engine.adapters.vllm_experts import limits_hits
 from kvoffload_patch.integration.engine.adapters.vllm_groups import (
     hits_parts,
     is_cached,
     keeps_state,
+    kinds,
     members,
 )
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
@@ -31,18 +33,6 @@ _KNOWN_SPECS = {
 _UNCACHED_SPECS = {"CircularBufferSpec", "SlidingWindowMLASpec"}
 # Of the known ones, those of which ranks can hold a part of each block (decode context parallel).
 _SHARDED_SPECS = {"FullAttentionSpec", "MLAAttentionSpec"}
-# Layers whose state depends on all tokens so far, and by release and device the kinds of which were
-# shown to come back.
-_STATE_SPEC = "MambaSpec"
-_STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
-    ("0.26.0", "cuda"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
-    ("0.30.0", "cpu"): ("GDN_ATTN",),
-    ("0.32.0", "cpu"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
-}
-# The same beside speculative decoding, which keeps states of drafted tokens as well.
-_STATES_OF_DRAFTS_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
-    ("0.32.0", "cpu"): ("GDN_ATTN",),
-}
 # Releases of vLLM and devices on which hits that end within a block came out right.
 _PARTS_SHOWN: tuple[tuple[str, str], ...] = (("0.32.0", "cpu"),)
 # Releases of vLLM and devices on which prompts that ranks divided between them came back.
@@ -54,7 +44,7 @@ _OFFLOADERS = {"OffloadingConnector", "SimpleCPUOffloadConnector", "UMBPStoreCon
 _KVCACHED_SHOWN: tuple[tuple[str, str], ...] = (("0.26.0", "cuda"),)
 _REMEDY = "set KVOFFLOAD_STRICT=0 to serve without the CPU tier"
 _WITHOUT_KVCACHED = "or start without it (KVCACHED_AUTOPATCH=0)"
-_TRIES = "KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it"
+_TRIES = eligible_states.TRIES
 _PARTS = "hits that end within a block (a --prefix-match-unit smaller than a block)"
 
 
@@ -106,7 +96,7 @@ def _doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
             yield f"beside kvcached: {unseen} ({_TRIES}), {_WITHOUT_KVCACHED}"
     for index, group in enumerate(scheduler.kv_cache_config.kv_cache_groups):
         if keeps_state(group.kv_cache_spec):
-            for doubt in _state_doubts(vllm_config, scheduler, members(group.kv_cache_spec)):
+            for doubt in eligible_states.doubts(vllm_config, scheduler, group.kv_cache_spec):
                 yield f"KV cache group {index}: {doubt} ({_TRIES})"
 
 
@@ -168,7 +158,7 @@ def _parallel_problem(vllm_config: Any, groups: Sequence[Any]) -> str | None:
     if decode > 1 and not _is_one_sharded_group(groups):
         return (
             f"expected one KV cache group of full attention with decode_context_parallel_size "
-            f"{decode}, found {len(groups)} with {', '.join(sorted(_kinds(groups)))}"
+            f"{decode}, found {len(groups)} with {', '.join(sorted(kinds(groups)))}"
         )
     if getattr(parallel, "enable_elastic_ep", False):
         return "expected a fixed set of workers, found elastic expert parallelism"
@@ -185,11 +175,7 @@ def _is_one_sharded_group(groups: Sequence[Any]) -> bool:
 
     The tier asks vLLM's managers how many tokens a block has, and each rank copies its own part.
     """
-    return len(groups) == 1 and _kinds(groups) <= _SHARDED_SPECS
-
-
-def _kinds(groups: Sequence[Any]) -> set[str]:
-    return {type(member).__name__ for group in groups for member in members(group.kv_cache_spec)}
+    return len(groups) == 1 and kinds(groups) <= _SHARDED_SPECS
 
 
 def _empty_step_problem(vllm_config: Any) -> str | None:
@@ -250,7 +236,7 @@ def _cache_problem(vllm_config: Any, scheduler: Any) -> str | None:
     for index, group in enumerate(scheduler.kv_cache_config.kv_cache_groups):
         problem = _group_problem(group)
         if problem is None and keeps_state(group.kv_cache_spec):
-            problem = _state_problem(vllm_config, group.kv_cache_spec)
+            problem = eligible_states.problem(vllm_config, group.kv_cache_spec)
         if problem:
             return f"KV cache group {index}: {problem}"
     return None
@@ -295,8 +281,8 @@ def _kvcached_doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
         )
     yield from kvcached.unknown(scheduler.kv_cache_manager.block_pool)
     groups = scheduler.kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or _kinds(groups) != {"FullAttentionSpec"}:
-        found = f"{len(groups)} with {', '.join(sorted(_kinds(groups)))}"
+    if len(groups) != 1 or kinds(groups) != {"FullAttentionSpec"}:
+        found = f"{len(groups)} with {', '.join(sorted(kinds(groups)))}"
         yield f"expected one KV cache group of full attention, found {found}"
     for name in ("speculative_config", "kv_transfer_config"):
         if getattr(vllm_config, name, None) is not None:
@@ -305,82 +291,12 @@ def _kvcached_doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
         yield "expected no sleep mode, found it on"
 
 
-def _state_problem(vllm_config: Any, spec: Any) -> str | None:
-    """Why the states of a group cannot be kept; None if they can.
-
-    A block is to hold the state behind its last token from the step that computes it until it is
-    handed out again, which vLLM's align mode does, and nothing besides the block is to be needed.
-    """
-    stages = vllm_config.parallel_config.pipeline_parallel_size
-    for member in members(spec):
-        if type(member).__name__ != _STATE_SPEC:
-            return f"expected states alone, found {type(member).__name__} beside them"
-        mode = getattr(member, "mamba_cache_mode", "none")
-        if mode != "align":
-            return f"expected states kept in align mode, found mode {mode}"
-        if stages > 1 and getattr(member, "num_speculative_blocks", 0):
-            return (
-                "expected one pipeline stage beside states of drafted tokens, which other stages "
-                f"put in place some steps later, found {stages}"
-            )
-    if getattr(vllm_config.cache_config, "use_replayssm", False):
-        return "expected states that are kept in blocks alone, found --use-replayssm"
-    return None
-
-
-def _state_doubts(vllm_config: Any, scheduler: Any, of_layers: Sequence[Any]) -> Iterator[str]:
-    """Why nobody has seen the states of a group come back right where this engine runs."""
-    kind = str(getattr(of_layers[0].mamba_type, "name", of_layers[0].mamba_type))
-    unshown = _unshown_states(vllm_config, of_layers, kind)
-    if unshown:
-        yield unshown
-    if vllm_config.device_config.device_type != "cpu":
-        yield from _unplayed_on_a_gpu(vllm_config, scheduler, kind)
-
-
-def _unplayed_on_a_gpu(vllm_config: Any, scheduler: Any, kind: str) -> Iterator[str]:
-    """What has not been played with states on a GPU and can come out otherwise than without it.
-
-    Several tensor-parallel ranks were not either: each copies its own tensors, by block numbers
-    that are the same on all, whatever a block holds; states on two ranks were played on the CPU.
-    """
-    stages = vllm_config.parallel_config.pipeline_parallel_size
-    if stages > 1:
-        yield f"expected one pipeline stage beside states on a GPU, found {stages}"
-    if getattr(scheduler, "connector", None) is not None:
-        yield "expected no KV connector beside states on a GPU, found one"
-    if kind == "GDN_ATTN" and "MLAAttentionSpec" in _kinds(
-        scheduler.kv_cache_config.kv_cache_groups
-    ):
-        yield (
-            "expected gated delta nets beside plain attention on a GPU, found MLA, beside which "
-            "delta attention (Kimi-Linear) has their name"
-        )
-
-
-def _unshown_states(vllm_config: Any, of_layers: Sequence[Any], kind: str) -> str | None:
-    """Why nobody has seen such states on this release and device."""
-    release, device = release_in_use(), vllm_config.device_config.device_type
-    drafted = any(one.num_speculative_blocks for one in of_layers)
-    beside = " beside speculative decoding" if drafted else ""
-    known = _STATES_OF_DRAFTS_SHOWN if drafted else _STATES_SHOWN
-    if kind in known.get((release, device), ()):
-        return None
-    shown = "; ".join(
-        f"{', '.join(kinds)} with {on} on {where}" for (on, where), kinds in known.items()
-    )
-    return (
-        f"expected states{beside} that were shown to come back ({shown}), found {kind} with "
-        f"{release} on {device}"
-    )
-
-
 def _group_problem(group: Any) -> str | None:
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
         return "expected a group that lives in device memory, found one kept elsewhere"
     for member in members(group.kv_cache_spec):
         kind = type(member).__name__
-        if kind == _STATE_SPEC:
+        if kind == eligible_states.SPEC:
             continue
         if not is_cached(member):
             if kind not in _UNCACHED_SPECS:

@@ -17,10 +17,10 @@ from kvoffload_patch.integration.engine.attach import attach
 from kvoffload_patch.integration.engine.eligibility import (
     _KNOWN_SPECS,
     _OFFLOADERS,
-    _STATES_SHOWN,
     _UNCACHED_SPECS,
     check_eligible,
 )
+from kvoffload_patch.integration.engine.eligible_states import STATES_SHOWN
 from kvoffload_patch.integration.engine.hooks import init_v0
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import older_than
@@ -480,7 +480,7 @@ def test_states_are_approved_where_they_were_shown(
 ) -> None:
     monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", release)
     asked = states(mamba_type=SimpleNamespace(name=kind), num_prefill_checkpoint_blocks=checkpoints)
-    if kind in _STATES_SHOWN.get((release, "cpu"), ()):
+    if kind in STATES_SHOWN.get((release, "cpu"), ()):
         assert check_eligible(config(), asked) == ()
     else:
         with pytest.raises(TierRefused, match=f"come back .*{kind} with {release} on cpu"):
@@ -575,7 +575,7 @@ def test_every_release_whose_states_were_shown_has_results_of_them() -> None:
         "GDN_ATTN": "gated delta net", "SHORT_CONV": "short convolutions", "MAMBA2": "Mamba 2",
         "MAMBA1": "Mamba 1", "LINEAR": "linear attention",
     }  # fmt: skip
-    for (release, device), shown in _STATES_SHOWN.items():
+    for (release, device), shown in STATES_SHOWN.items():
         for kind in shown:
             (row,) = [row for row in ROWS if row.name.startswith(f"states: {kinds[kind]}")]
             if device == "cuda":

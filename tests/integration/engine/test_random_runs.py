@@ -25,11 +25,8 @@ from integration.engine.random_runs import (
 )
 
 from kvoffload_patch.config import EVICTIONS, STORES
-from kvoffload_patch.integration.engine.eligibility import (
-    _PARTS_SHOWN,
-    _STATES_OF_DRAFTS_SHOWN,
-    _STATES_SHOWN,
-)
+from kvoffload_patch.integration.engine.eligibility import _PARTS_SHOWN
+from kvoffload_patch.integration.engine.eligible_states import STATES_OF_DRAFTS_SHOWN, STATES_SHOWN
 from kvoffload_patch.integration.install import release_in_use
 
 SEEDS = range(160)
@@ -110,7 +107,7 @@ def test_random_runs_of_hits_within_a_block() -> None:
 @pytest.mark.parametrize("states", [STATE, CHECKPOINTS], ids=["state", "checkpoints"])
 def test_random_runs_of_states_beside_drafts(states: str) -> None:
     """Of which some stand; with n-grams and with drafting models, also asynchronous."""
-    if release_in_use() not in {release for release, _ in _STATES_OF_DRAFTS_SHOWN}:
+    if release_in_use() not in {release for release, _ in STATES_OF_DRAFTS_SHOWN}:
         pytest.skip(f"the tier takes no states beside drafts with vLLM {release_in_use()}")
     seen = played(DRAFTS, states, drafts=True)
     for name in ("loaded", "stored", "evicted", "resumed", "settled", "accepted", "refused"):
@@ -123,7 +120,7 @@ def test_random_runs_beside_a_connector(states: str | None) -> None:
     """It brings blocks of every group, within a step and beside it."""
     if states and not knows(states):
         pytest.skip(f"vLLM {release_in_use()} has no {states} that a test can ask for")
-    if states and (release_in_use(), "cpu") not in _STATES_SHOWN:
+    if states and (release_in_use(), "cpu") not in STATES_SHOWN:
         pytest.skip(f"the tier takes no states beside a connector with vLLM {release_in_use()}")
     seen = played(BESIDE, states, connector=True)
     for name in ("loaded", "stored", "evicted", "failed", "resumed", "connector loads"):

@@ -179,3 +179,8 @@ def members(spec: Any) -> list[Any]:
     """A spec for each kind of layer in a group."""
     of_layers = getattr(spec, "kv_cache_specs", None)
     return [spec] if of_layers is None else list(of_layers.values())
+
+
+def kinds(groups: Iterable[Any]) -> set[str]:
+    """Names of the classes of the specs that these groups have."""
+    return {type(member).__name__ for group in groups for member in members(group.kv_cache_spec)}

@@ -1,0 +1,94 @@
+"""Whether the states that layers keep come back right: what is refused, and what nobody has run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvoffload_patch.integration.engine.adapters.vllm_groups import kinds, members
+from kvoffload_patch.integration.install import release_in_use
+
+TRIES = "KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it"
+# Layers whose state depends on all tokens so far, and by release and device the kinds of which were
+# shown to come back.
+SPEC = "MambaSpec"
+STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
+    ("0.26.0", "cuda"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
+    ("0.30.0", "cpu"): ("GDN_ATTN",),
+    ("0.32.0", "cpu"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
+}
+# The same beside speculative decoding, which keeps states of drafted tokens as well.
+STATES_OF_DRAFTS_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
+    ("0.32.0", "cpu"): ("GDN_ATTN",),
+}
+
+
+def problem(vllm_config: Any, spec: Any) -> str | None:
+    """Why the states of a group cannot be kept; None if they can.
+
+    A block is to hold the state behind its last token from the step that computes it until it is
+    handed out again, which vLLM's align mode does, and nothing besides the block is to be needed.
+    """
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    for member in members(spec):
+        if type(member).__name__ != SPEC:
+            return f"expected states alone, found {type(member).__name__} beside them"
+        mode = getattr(member, "mamba_cache_mode", "none")
+        if mode != "align":
+            return f"expected states kept in align mode, found mode {mode}"
+        if stages > 1 and getattr(member, "num_speculative_blocks", 0):
+            return (
+                "expected one pipeline stage beside states of drafted tokens, which other stages "
+                f"put in place some steps later, found {stages}"
+            )
+    if getattr(vllm_config.cache_config, "use_replayssm", False):
+        return "expected states that are kept in blocks alone, found --use-replayssm"
+    return None
+
+
+def doubts(vllm_config: Any, scheduler: Any, spec: Any) -> Iterator[str]:
+    """Why nobody has seen the states of a group come back right where this engine runs."""
+    of_layers = members(spec)
+    kind = str(getattr(of_layers[0].mamba_type, "name", of_layers[0].mamba_type))
+    unshown = _unshown_states(vllm_config, of_layers, kind)
+    if unshown:
+        yield unshown
+    if vllm_config.device_config.device_type != "cpu":
+        yield from _unplayed_on_a_gpu(vllm_config, scheduler, kind)
+
+
+def _unplayed_on_a_gpu(vllm_config: Any, scheduler: Any, kind: str) -> Iterator[str]:
+    """What has not been played with states on a GPU and can come out otherwise than without it.
+
+    Several tensor-parallel ranks were not either: each copies its own tensors, by block numbers
+    that are the same on all, whatever a block holds; states on two ranks were played on the CPU.
+    """
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1:
+        yield f"expected one pipeline stage beside states on a GPU, found {stages}"
+    if getattr(scheduler, "connector", None) is not None:
+        yield "expected no KV connector beside states on a GPU, found one"
+    if kind == "GDN_ATTN" and "MLAAttentionSpec" in kinds(
+        scheduler.kv_cache_config.kv_cache_groups
+    ):
+        yield (
+            "expected gated delta nets beside plain attention on a GPU, found MLA, beside which "
+            "delta attention (Kimi-Linear) has their name"
+        )
+
+
+def _unshown_states(vllm_config: Any, of_layers: Sequence[Any], kind: str) -> str | None:
+    """Why nobody has seen such states on this release and device."""
+    release, device = release_in_use(), vllm_config.device_config.device_type
+    drafted = any(one.num_speculative_blocks for one in of_layers)
+    beside = " beside speculative decoding" if drafted else ""
+    known = STATES_OF_DRAFTS_SHOWN if drafted else STATES_SHOWN
+    if kind in known.get((release, device), ()):
+        return None
+    shown = "; ".join(
+        f"{', '.join(kinds)} with {on} on {where}" for (on, where), kinds in known.items()
+    )
+    return (
+        f"expected states{beside} that were shown to come back ({shown}), found {kind} with "
+        f"{release} on {device}"
+    )
