@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--shape", default="", help="such as state, connector or connector+state")
+    kind.add_argument("--shape", default="", help="such as state, connector, drafts+state")
     kind.add_argument("--hits", action="store_true", help="compare what is hit")
     args = parser.parse_args()
     runs = FOLDER / ("random_hits.py" if args.hits else "random_runs.py")

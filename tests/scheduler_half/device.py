@@ -168,8 +168,8 @@ class Device:
         self.zeroed: list[tuple[int, ...]] = []  # of each step
         self.copied = 0  # blocks, from block to block, as the scheduler wanted
         self.resumed = 0  # requests that began again
-        drops = drafter is not None and drafter.use_eagle()
-        self.states = StateGroups(self.kv, self.size, windows, drops, self.unit)
+        drops = drafter is not None and drafter.use_eagle() and not drafter.hash_lookahead
+        self.states = StateGroups(self.kv, self.size, windows, drops, *self.hashed)
         self._windows = windows
         self.replayed = 0  # tokens of hits that were computed again
         self._replays = max((one for one in windows if isinstance(one, Replay)), default=0)

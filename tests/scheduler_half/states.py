@@ -41,6 +41,7 @@ class StateGroups:
         windows: of each KV cache group.
         drops: whether a drafting model makes a hit's last block one to compute again.
         unit: tokens after which a hit may end.
+        ahead: tokens behind them that a key has as well.
 
     Attributes:
         moved: steps in which a state has come to another block.
@@ -49,9 +50,10 @@ class StateGroups:
     """
 
     def __init__(
-        self, kv: list[list[int]], size: int, windows: Any, drops: bool, unit: int
+        self, kv: list[list[int]], size: int, windows: Any, drops: bool, unit: int, ahead: int
     ) -> None:
         self._kv, self._size, self._drops, self._unit = kv, size, drops, unit
+        self._ahead = ahead
         self._groups = {at: kind for at, kind in enumerate(windows) if kind in KINDS}
         self.moved = self.checkpoints = self.settled = 0
 
@@ -124,8 +126,9 @@ class StateGroups:
         from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 
         end, size, unit = len(values), self._size, self._unit
-        asked = ([end], [end - start], unit, size, 1, self._drops, unit)
-        taken = compute_mamba_prefill_checkpoints.__code__.co_argcount  # one less in 0.31
+        asked = ([end], [end - start], unit, size, 1, self._drops, unit, self._ahead)
+        # One less in 0.32, and two in 0.31.
+        taken = compute_mamba_prefill_checkpoints.__code__.co_argcount
         (offset,), (column,) = compute_mamba_prefill_checkpoints(*asked[:taken])
         if offset and table[column]:
             self.checkpoints += 1

@@ -30,6 +30,7 @@ def problem(vllm_config: Any, spec: Any) -> str | None:
     handed out again, which vLLM's align mode does, and nothing besides the block is to be needed.
     """
     stages = vllm_config.parallel_config.pipeline_parallel_size
+    ahead = getattr(vllm_config, "num_hash_lookahead_tokens", 0)  # from 0.33 on
     for member in members(spec):
         if type(member).__name__ != SPEC:
             return f"expected states alone, found {type(member).__name__} beside them"
@@ -40,6 +41,11 @@ def problem(vllm_config: Any, spec: Any) -> str | None:
             return (
                 "expected one pipeline stage beside states of drafted tokens, which other stages "
                 f"put in place some steps later, found {stages}"
+            )
+        if ahead > 1 and getattr(member, "num_prefill_checkpoint_blocks", 0):
+            return (
+                "expected keys with one token behind a block at most beside states that a step "
+                f"leaves within it, found {ahead}, with which vLLM gives a state a later one's key"
             )
     if getattr(vllm_config.cache_config, "use_replayssm", False):
         return "expected states that are kept in blocks alone, found --use-replayssm"

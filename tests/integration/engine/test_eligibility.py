@@ -46,6 +46,7 @@ def config(**changes: Any) -> SimpleNamespace:
     other = (
         "caching", "encoder_decoder", "async_scheduling", "device", "replayssm", "offloading",
         "connectors", "diffusion", "routed_experts", "outputs", "speculative_config",
+        "num_hash_lookahead_tokens",
     )  # fmt: skip
     parallel = {k: v for k, v in changes.items() if k not in other}
     parallel.setdefault("pipeline_parallel_size", 1)
@@ -66,6 +67,7 @@ def config(**changes: Any) -> SimpleNamespace:
         device_config=SimpleNamespace(device_type=changes.get("device", "cpu")),
         kv_transfer_config=changes.get("connectors"),
         speculative_config=changes.get("speculative_config"),
+        num_hash_lookahead_tokens=changes.get("num_hash_lookahead_tokens", 0),
     )
 
 
@@ -207,6 +209,11 @@ REFUSED = {
     "states of drafts in stages": (
         config(pipeline_parallel_size=2), states(num_speculative_blocks=2),
         "one pipeline stage beside states of drafted tokens",
+    ),
+    "states within a step and keys with more": (
+        config(num_hash_lookahead_tokens=2),
+        states(num_speculative_blocks=2, num_prefill_checkpoint_blocks=1),
+        "one token behind a block at most beside states .*, found 2",
     ),
     "states outside of blocks": (config(replayssm=True), states(), "--use-replayssm"),
     "states on a GPU": (config(device="xpu"), states(), r"come back \(.* \S+ on xpu"),
@@ -561,6 +568,13 @@ def test_states_are_approved_beside_drafts_where_they_were_shown(
     assert check_eligible(config(), states()) == ()
     with pytest.raises(TierRefused, match="beside speculative decoding .* with 0.30.0 on cpu"):
         check_eligible(config(), drafting)
+
+
+def test_states_that_a_step_leaves_at_its_end_have_any_keys() -> None:
+    """Those within a step are wrong beside keys with two tokens behind a block."""
+    within = states(num_prefill_checkpoint_blocks=1)
+    for ahead, asked in ((2, states()), (1, within), (0, within)):
+        assert check_eligible(config(num_hash_lookahead_tokens=ahead), asked) == ()
 
 
 def test_states_are_approved_beside_a_connector(monkeypatch: pytest.MonkeyPatch) -> None:
