@@ -25,10 +25,11 @@ def may_fail() -> bool:
     return not is_default() or bool(ways.chosen())
 
 
-def only_here(what: str) -> None:
-    """Skips the test where another release than the default one is installed."""
-    if not is_default():
-        pytest.skip(f"{what} is played on {default_release()} alone")
+def only_here(what: str, *others: str) -> None:
+    """Skips the test where another release than the default one, and these, is installed."""
+    if not is_default() and release.version() not in others:
+        where = " and ".join([*others, default_release()])
+        pytest.skip(f"{what} is played on {where} alone")
 
 
 def must_play(run: engines.Run, even_here: bool = False) -> engines.Run:

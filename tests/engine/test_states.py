@@ -33,6 +33,10 @@ PARAMETERS = [
 NEAR = 0.1
 UNIT = 16  # tokens after which a hit may end, in a test of hits within a block
 
+# Releases whose functions the test's own kernels stand in for as well.
+LINEAR_TOO = ("0.33.0",)
+DRAFTS_TOO = ("0.33.0",)
+
 # The tiny model of linear attention has one group of its norm, which vLLM divides by ranks; beside
 # MLA, as it is played on a GPU, the CPU build turns prefix caching off.
 WITHOUT_LINEAR = [kind for kind in KINDS if kind != "linear attention"]
@@ -42,7 +46,7 @@ def engine_of(real, kind):
     """Arguments of an engine, and what it has of the test's own in the environment."""
     architecture, dtype, kernels = KINDS[kind]
     if kind == "linear attention":
-        vllm.only_here("linear attention with kernels of the test's own")
+        vllm.only_here("linear attention with kernels of the test's own", *LINEAR_TOO)
     with vllm.must_have_model():
         model = real.architecture(architecture)
     engine = {"model": model, "enable_prefix_caching": True, "dtype": dtype}
@@ -162,7 +166,7 @@ def test_each_of_two_ranks_brings_its_own_states_back(real, kind):
 @FEATURE
 def test_a_prefix_comes_back_with_its_state_beside_drafts(real):
     """A block for the state behind each drafted token, and MTP's own KV cache group."""
-    vllm.only_here("states beside drafts")
+    vllm.only_here("states beside drafts", *DRAFTS_TOO)
     drafts = json.dumps({"method": "mtp", "num_speculative_tokens": 2})
     engine = {"model": real.guessable_states(), "enable_prefix_caching": True, "dtype": "bfloat16"}
     engine["speculative_config"] = drafts
@@ -193,7 +197,7 @@ def test_a_prefix_comes_back_with_its_state_beside_drafts(real):
 @FEATURE
 def test_states_that_answers_leave_come_back_beside_drafts(real):
     """vLLM keeps the state at each end of a block only if it is asked for all of them."""
-    vllm.only_here("states beside drafts")
+    vllm.only_here("states beside drafts", *DRAFTS_TOO)
     drafts = json.dumps({"method": "mtp", "num_speculative_tokens": 2})
     engine = {"model": real.guessable_states(), "enable_prefix_caching": True, "dtype": "bfloat16"}
     engine.update(speculative_config=drafts, prefix_cache_retention_interval=None)

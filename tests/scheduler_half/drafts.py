@@ -18,7 +18,8 @@ class Drafter:
             n-grams have none.
         always: whether it always drafts ``count`` tokens, as asynchronous scheduling takes for
             granted.
-        hash_lookahead: tokens behind a block that its key has as well, where layers read them.
+        hash_lookahead: tokens behind a block that its key has as well, where layers read them: in
+            vLLM none, one, or ``count`` of them.
     """
 
     num_speculative_tokens_per_batch_size = None
@@ -30,6 +31,7 @@ class Drafter:
     ) -> None:
         self.num_speculative_tokens, self.always = count, always
         self.hash_lookahead = hash_lookahead
+        self.disable_lookahead_block_hashes = not hash_lookahead
         self.method = "mtp" if reads_layers else "ngram"
         self._rng = random.Random(f"drafts {seed}")
         self.accepted = self.refused = 0
@@ -42,7 +44,10 @@ class Drafter:
     def _no(self) -> bool:
         return False
 
-    use_dspark = use_dflash = uses_draft_model = use_multi_module_mtp = _no
+    use_dspark = use_dflash = uses_draft_model = _no
+
+    def use_multi_module_mtp(self) -> bool:
+        return self.hash_lookahead > 1
 
     def draft(self, right: list[int]) -> list[int]:
         """Guess the next tokens, which are ``right``: the first ones of them, and then others."""

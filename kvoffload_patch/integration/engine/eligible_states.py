@@ -16,11 +16,15 @@ STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.26.0", "cuda"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
     ("0.30.0", "cpu"): ("GDN_ATTN",),
     ("0.32.0", "cpu"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
+    ("0.33.0", "cpu"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
 }
 # The same beside speculative decoding, which keeps states of drafted tokens as well.
 STATES_OF_DRAFTS_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.32.0", "cpu"): ("GDN_ATTN",),
+    ("0.33.0", "cpu"): ("GDN_ATTN",),
 }
+# Where drafts were shown with model runner V1 alone.
+_DRAFTS_WITH_V1 = (("0.33.0", "cpu"),)
 
 
 def problem(vllm_config: Any, spec: Any) -> str | None:
@@ -59,6 +63,13 @@ def doubts(vllm_config: Any, scheduler: Any, spec: Any) -> Iterator[str]:
     unshown = _unshown_states(vllm_config, of_layers, kind)
     if unshown:
         yield unshown
+    elif _drafted(of_layers) and getattr(scheduler, "use_v2_model_runner", False):
+        release, device = release_in_use(), vllm_config.device_config.device_type
+        if (release, device) in _DRAFTS_WITH_V1:
+            yield (
+                f"expected model runner V1 beside states of drafted tokens with {release} on "
+                f"{device}, found V2, with which plain vLLM does not repeat its answers"
+            )
     if vllm_config.device_config.device_type != "cpu":
         yield from _unplayed_on_a_gpu(vllm_config, scheduler, kind)
 
@@ -86,7 +97,7 @@ def _unplayed_on_a_gpu(vllm_config: Any, scheduler: Any, kind: str) -> Iterator[
 def _unshown_states(vllm_config: Any, of_layers: Sequence[Any], kind: str) -> str | None:
     """Why nobody has seen such states on this release and device."""
     release, device = release_in_use(), vllm_config.device_config.device_type
-    drafted = any(one.num_speculative_blocks for one in of_layers)
+    drafted = _drafted(of_layers)
     beside = " beside speculative decoding" if drafted else ""
     known = STATES_OF_DRAFTS_SHOWN if drafted else STATES_SHOWN
     if kind in known.get((release, device), ()):
@@ -98,3 +109,7 @@ def _unshown_states(vllm_config: Any, of_layers: Sequence[Any], kind: str) -> st
         f"expected states{beside} that were shown to come back ({shown}), found {kind} with "
         f"{release} on {device}"
     )
+
+
+def _drafted(of_layers: Sequence[Any]) -> bool:
+    return any(one.num_speculative_blocks for one in of_layers)

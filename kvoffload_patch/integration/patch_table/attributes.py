@@ -31,6 +31,7 @@ _SCHEDULER = (
         ),
         (">=0.11.1", "connector_prefix_cache_stats ec_connector"),
         (">=0.11.1,<0.16", "_update_connector_prefix_cache_stats"),
+        (">=0.12", "use_v2_model_runner"),
         (">=0.15", "num_waiting_for_streaming_input"),
         (">=0.17", "pause_state"),
         (">=0.18,<0.31", "skipped_waiting"),
@@ -263,6 +264,7 @@ _CONFIG = (
             "compilation_config",
         ),
         (">=0.31", "aux_output_config"),
+        (">=0.33", "num_hash_lookahead_tokens"),
     ),
     *_has("vllm.config.aux_output", "AuxOutputConfig", (">=0.31", "enabled")),
     *_has(

@@ -225,7 +225,7 @@ def _drafter(seed: int, about: dict[str, Any]) -> Any:
 
 
 def _hashed_ahead(seed: int, windows: tuple[Any, ...]) -> int:
-    """Tokens behind a block that its key has as well, those that a drafting model reads (0.33).
+    """Tokens behind a block that its key has as well: one, or with several MTP layers all (0.33).
 
     With two, vLLM itself fails at states alone, and gives wrong keys to those with checkpoints.
     """
@@ -233,7 +233,8 @@ def _hashed_ahead(seed: int, windows: tuple[Any, ...]) -> int:
 
     if "num_hash_lookahead_tokens" not in BlockPool.__init__.__code__.co_varnames:
         return 0
-    return seed % 4 if None in windows and CHECKPOINTS not in windows else min(1, seed % 4)
+    several = seed % 4 > 1 and None in windows and CHECKPOINTS not in windows
+    return 1 + seed % 4 if several else min(1, seed % 4)
 
 
 def _connector(mini: Any, seed: int) -> Any:

@@ -564,6 +564,13 @@ def test_states_are_approved_beside_drafts_where_they_were_shown(
     assert check_eligible(config(), drafting) == ()
     with pytest.raises(TierRefused, match="beside speculative decoding .* on cuda"):
         check_eligible(config(device="cuda"), drafting)
+    drafting.use_v2_model_runner = True
+    assert check_eligible(config(), drafting) == ()
+    monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", "0.33.0")
+    with pytest.raises(TierRefused, match="runner V1 beside states of drafted tokens .* found V2"):
+        check_eligible(config(), drafting)
+    drafting.use_v2_model_runner = False
+    assert check_eligible(config(), drafting) == ()
     monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", "0.30.0")
     assert check_eligible(config(), states()) == ()
     with pytest.raises(TierRefused, match="beside speculative decoding .* with 0.30.0 on cpu"):
