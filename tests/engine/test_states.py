@@ -34,7 +34,7 @@ NEAR = 0.1
 UNIT = 16  # tokens after which a hit may end, in a test of hits within a block
 
 # Releases whose functions the test's own kernels stand in for as well.
-LINEAR_TOO = ("0.31.0", "0.33.0")
+LINEAR_TOO = ("0.30.0", "0.31.0", "0.33.0")
 DRAFTS_TOO = ("0.33.0",)
 
 # The tiny model of linear attention has one group of its norm, which vLLM divides by ranks; beside

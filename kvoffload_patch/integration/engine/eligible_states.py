@@ -14,7 +14,7 @@ TRIES = "KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it"
 SPEC = "MambaSpec"
 STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.26.0", "cuda"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
-    ("0.30.0", "cpu"): ("GDN_ATTN",),
+    ("0.30.0", "cpu"): ("GDN_ATTN", "LINEAR"),
     ("0.31.0", "cpu"): ("GDN_ATTN", "LINEAR"),
     ("0.32.0", "cpu"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
     ("0.33.0", "cpu"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
