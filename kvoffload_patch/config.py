@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -76,20 +76,17 @@ def _gib(text: str) -> float | str:
     return AUTO if text.lower() == AUTO else _up_to(MOST_GIB)(text)
 
 
-def _load_mode(text: str) -> str:
-    if text not in LOAD_MODES:
-        raise ValueError(text)
-    return text
+def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(text)
+        return text
+
+    return parse
 
 
 def _eviction(text: str) -> str:
     if text not in EVICTIONS and not entry_points(text):
-        raise ValueError(text)
-    return text
-
-
-def _store(text: str) -> str:
-    if text not in STORES:
         raise ValueError(text)
     return text
 
@@ -103,18 +100,6 @@ def _count(text: str) -> int:
 
 def _release(text: str) -> str:
     if len(text) > 64 or not re.fullmatch(r"\d+(\.\d+)+[A-Za-z0-9.+-]*", text, re.ASCII):
-        raise ValueError(text)
-    return text
-
-
-def _copy_backend(text: str) -> str:
-    if text not in COPY_BACKENDS:
-        raise ValueError(text)
-    return text
-
-
-def _integrity(text: str) -> str:
-    if text not in INTEGRITIES:
         raise ValueError(text)
     return text
 
@@ -170,7 +155,7 @@ class Settings:
     load_mode: str = _variable(
         "KVOFFLOAD_LOAD_MODE",
         "auto",
-        _load_mode,
+        _one_of(LOAD_MODES),
         "one of " + ", ".join(LOAD_MODES),
         "load within the step (inline), beside it (parked), or choose per request (auto)",
     )
@@ -193,7 +178,7 @@ class Settings:
     store: str = _variable(
         "KVOFFLOAD_STORE",
         "auto",
-        _store,
+        _one_of(STORES),
         "one of " + ", ".join(STORES),
         "when blocks are stored: as they are computed (eager), when the GPU is about to lose them "
         "(lazy), or as they are computed, and lazily while that recomputes clearly less (auto; "
@@ -216,14 +201,14 @@ class Settings:
     copy_backend: str = _variable(
         "KVOFFLOAD_COPY_BACKEND",
         "auto",
-        _copy_backend,
+        _one_of(COPY_BACKENDS),
         "one of " + ", ".join(COPY_BACKENDS),
         "how a GPU's blocks are copied; auto takes the first that works",
     )
     integrity: str = _variable(
         "KVOFFLOAD_INTEGRITY",
         "sample",
-        _integrity,
+        _one_of(INTEGRITIES),
         "one of " + ", ".join(INTEGRITIES),
         "which loads are compared with checksums before a request gets them: none (off), some"
         " (sample), or all (full); these are parked",
