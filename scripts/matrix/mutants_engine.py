@@ -202,6 +202,13 @@ ENGINE = (
         (_FILES + "requests/test_loads_compared.py",),
     ),
     Mutant(
+        "loads are read unseen before one has come right",
+        _FILES + "requests/admission.py",
+        "not self._stats.loaded or self._stats.mismatches > 0",
+        "self._stats.mismatches > 0",
+        (_FILES + "requests/test_loads_compared.py",),
+    ),
+    Mutant(
         "a load that is to be compared may be within its step",
         _FILES + "requests/admission.py",
         "if not compared and self._inline(",

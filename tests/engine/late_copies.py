@@ -92,40 +92,6 @@ class StreamQueue(LateQueue):
         self.flush(self._due)
 
 
-class SeenWhenTaken(_SyncCopyQueue):
-    """Copies are made at once, and nobody sees that before their step's output is taken.
-
-    So it is with asynchronous scheduling, where the host goes on while a device computes.
-    """
-
-    begun, taken = 1, 0  # the step that has begun; how many outputs were taken
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._unseen: deque[tuple[int, int, Any]] = deque()  # ticket, its step, how it failed
-
-    def submit(self, ticket: int, *args: Any) -> None:
-        seen = self._done
-        super().submit(ticket, *args)
-        self._done = seen
-        self._unseen.append((ticket, self.begun, self.failed.pop(ticket, None)))
-
-    def poll(self) -> int:
-        while self._unseen and self._unseen[0][1] <= self.taken:
-            self._see()
-        return super().poll()
-
-    def drain(self, check: object = None) -> None:
-        while self._unseen:
-            self._see()
-
-    def _see(self) -> None:
-        ticket, _, failure = self._unseen.popleft()
-        if failure is not None:
-            self.failed[ticket] = failure
-        self._done = ticket
-
-
 _HELD_UP_CYCLES = 5_000_000  # of a GPU's clock, about 3 ms on an H100
 _held_up: list[int] = []  # tickets
 
@@ -159,12 +125,8 @@ def install(patience: int | str) -> None:
     Args:
         patience: polls after which a copy is made by itself; ``"stream"``: see `StreamQueue`;
             ``"device"``: copies of a GPU are held up on its streams, and again after each group of
-            rows; ``"taken"``: see `SeenWhenTaken`.
+            rows.
     """
-    if patience == "taken":
-        _count_outputs()
-        copy_engine.SyncCopyQueue = SeenWhenTaken
-        return
     if patience == "device":
         copy_engine.CopyQueue = HeldUpQueue  # type: ignore[misc]
         return
@@ -179,24 +141,6 @@ def install(patience: int | str) -> None:
 def held_up() -> int:
     """Copies of a GPU that were held up so far."""
     return len(_held_up)
-
-
-def _count_outputs() -> None:
-    from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput
-
-    made, take = AsyncGPUModelRunnerOutput.__init__, AsyncGPUModelRunnerOutput.get_output
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        SeenWhenTaken.begun += 1  # the next one
-
-    def get_output(self: Any) -> Any:
-        output = take(self)
-        SeenWhenTaken.taken += 1
-        return output
-
-    AsyncGPUModelRunnerOutput.__init__ = init
-    AsyncGPUModelRunnerOutput.get_output = get_output
 
 
 def _tell_of_forward_passes() -> None:

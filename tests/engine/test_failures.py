@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -32,11 +33,15 @@ def test_no_parked_load_ever_works(plain, real, engine):
 
 @pytest.mark.parametrize("engine", [{}, ASYNC], ids=["inline", "inline-async"])
 def test_a_load_that_its_step_waits_for_ends_the_engine(real, engine):
-    """It would have to take back what others have computed upon it, and perhaps given away."""
+    """It would have to take back what others have computed upon it, and perhaps given away.
+
+    The first that fail are parked, because loads are compared until one has come right.
+    """
     run = real.on(["conversations"], tier={}, engine=engine, TEST_FAIL_LOADS="3")
     assert run.returncode != 0 and not run.results
-    assert "expected copy 3 from cpu to gpu to arrive for the step that reads it" in run.log
-    assert "(load 3 is made to fail)" in run.log and "set KVOFFLOAD_LOAD_MODE=parked" in run.log
+    said = r"expected copy (\d+) from cpu to gpu to arrive for the step that reads it, found that "
+    assert re.search(said + r"it failed \(load \1 is made to fail\)", run.log), run.log[-3000:]
+    assert "set KVOFFLOAD_LOAD_MODE=parked" in run.log
 
 
 def test_stores_that_fail_are_not_read(plain, real):
@@ -108,22 +113,12 @@ def test_what_fails_on_a_rank_that_does_not_report_ends_the_engine_at_once(real,
     assert time.monotonic() - begun < 120, "vLLM waits 300 s for a rank"
 
 
-def test_a_flipped_bit_in_a_load_that_its_step_reads_ends_the_engine(real):
+def test_bits_that_change_in_all_blocks_are_found_by_the_first_load(plain, real):
+    """No load that is not compared follows it, though by default most are not."""
     run = real.on(["conversations"], tier={}, TEST_FLIP_STORES="1")
-    assert run.returncode != 0 and not run.results
-    assert "to arrive for the step that reads it, found that it failed (expected the ch" in run.log
-    assert "set KVOFFLOAD_LOAD_MODE=parked" in run.log
-
-
-def test_tokens_of_an_asynchronous_step_that_read_a_flipped_bit_do_not_leave(plain, real):
-    """What it has read is known when its output is taken, which is before its tokens are."""
-    late = {"engine": ASYNC, "late": "taken"}
-    on = real.on(["conversations"], tier={}, **late)["conversations"]
-    assert on["tokens"] == plain["conversations"]["tokens"] and on["tier"]["loaded"] > 0
-    run = real.on(["conversations"], tier={}, TEST_FLIP_STORES="1", **late)
-    assert run.returncode != 0 and not run.results
-    said = "to arrive for the step that reads it, found that it failed (expected the checksum"
-    assert said in run.log and "in on_result" in run.log, run.log[-3000:]
+    on = run["conversations"]
+    assert on["tokens"] == plain["conversations"]["tokens"]
+    assert on["tier"]["mismatches"] > 1 and on["tier"]["loaded"] == 0
 
 
 @pytest.mark.parametrize(("where", "at"), [("statistics", "3"), ("plan", "60"), ("cached", "8")])

@@ -54,7 +54,7 @@ class Rank:
     def _end(self) -> None:
         self.ended += 1
 
-    def load(self, ids: Any, slots: Any, streams: Streams | None = None) -> Slices:
+    def load(self, ids: Any, slots: Any, streams: Streams | None = None, _: bool = False) -> Slices:
         return self._copy("load", ids, streams)
 
     def store(self, ids: Any, slots: Any, streams: Streams | None = None) -> Slices:

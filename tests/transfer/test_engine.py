@@ -92,7 +92,9 @@ class Recorder:
         self.calls: list[Any] = []
         self.fails = False
 
-    def load(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None) -> Iterator[int]:
+    def load(
+        self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None, _: bool = False
+    ) -> Iterator[int]:
         return self._copy("load", gpu_block_ids, cpu_slots)
 
     def store(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None) -> Iterator[int]:

@@ -48,7 +48,7 @@ class Rank:
             copies.queue = CopyQueue(cuda, lock, link[1] != GPU, slices_ahead=9)
         self.engine._device = cuda
 
-    def load(self, ids: Any, slots: Any, streams: Streams | None = None) -> Slices:
+    def load(self, ids: Any, slots: Any, streams: Streams | None = None, _: bool = False) -> Slices:
         return self._bring(ids, streams)
 
     def store(self, ids: Any, slots: Any, streams: Streams | None = None) -> Slices:

@@ -85,7 +85,9 @@ class EngineRank(Rank):
         for block, content in step.writes.items():
             self.cuda.current.append(lambda b=block, c=content: self.gpu.update({b: c}))
 
-    def load(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Streams | None = None) -> Slices:
+    def load(
+        self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Streams | None = None, _: bool = False
+    ) -> Slices:
         """Through staging memory, as the staged backend does."""
         assert streams is not None
         ends = (self.slots, streams.bus), (self.gpu, streams.blocks)

@@ -65,16 +65,20 @@ class Rank:
         for link, copies in self.engine._links.items():
             copies.queue = CopyQueue(cuda, lock, link[1] != GPU, slices_ahead=4)
 
-    def load(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None) -> Slices:
-        return self._on(LOAD)(cpu_slots, gpu_block_ids, streams)
+    def load(
+        self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None, compared: bool = False
+    ) -> Slices:
+        return self._on(LOAD)(cpu_slots, gpu_block_ids, streams, compared)
 
     def store(self, gpu_block_ids: Ids, cpu_slots: Ids, streams: Any = None) -> Slices:
-        return self._on(STORE)(gpu_block_ids, cpu_slots, streams)
+        return self._on(STORE)(gpu_block_ids, cpu_slots, streams, False)
 
     def _on(self, link: Link) -> Copy:
         source, target = (self.words[place] for place in link)
 
-        def copy(source_ids: Ids, target_ids: Ids, streams: Streams | None) -> Iterator[int]:
+        def copy(
+            source_ids: Ids, target_ids: Ids, streams: Streams | None, _: bool
+        ) -> Iterator[int]:
             assert streams is not None
             stream = streams.blocks if link[1] == GPU else streams.bus
             if link[0] == GPU:

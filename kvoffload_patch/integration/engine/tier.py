@@ -80,10 +80,8 @@ class SchedulerTier:
         self._full_prompts = FullPromptHits(view, manager, self.pace)
         self._recency = Recency(view, manager, self._front)
         self.choice = StoreChoice(view, manager, front, self._recency, settings.store_decode)
-        self._admission = Admission(
-            view, manager, ranks, self.pace, self._loads, self._lookups, self._hits,
-            self._recency, front, settings,
-        )  # fmt: skip
+        how = self._lookups, self._hits, self._recency, front, settings
+        self._admission = Admission(view, manager, ranks, self.pace, self._loads, *how)
         self._use(settings)
         self._scheduler = view.scheduler
         self.events = view.kv_events(self._is_needed)
@@ -204,7 +202,8 @@ class SchedulerTier:
 
     def _after_admissions(self, output: Any) -> None:
         """Requests may have been admitted: count their hits, give up what was held for them."""
-        if self._promptly and output.scheduled_new_reqs and not self.paused:
+        promptly = self._promptly and not self._admission.compares_all
+        if promptly and output.scheduled_new_reqs and not self.paused:
             alone = not self._loads.under_way
             self._full_prompts.load(output, self.cached, self._loads.readers, alone)
         self._loads.after_schedule()

@@ -16,7 +16,7 @@ BUS_AHEAD_MS = 150.0
 # Requests behind the step's last token for which loads are begun already. Not measured alone: at
 # 20 ms each they keep the bus busy beyond `BUS_AHEAD_MS`.
 LOOK_AHEAD_REQUESTS = 16
-# Of so many loads one is compared with checksums, unless all are (KVOFFLOAD_INTEGRITY). It is
+# Of so many loads one is compared with checksums, unless all are (`Admission.compares_all`). It is
 # parked, which costs its first token some ms, so they are fewer than one request in twenty. Not
 # measured.
 SAMPLED_LOADS = 32

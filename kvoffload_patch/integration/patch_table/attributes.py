@@ -345,22 +345,22 @@ _WORKER = (
     *_has(
         "vllm.v1.worker.gpu_model_runner",
         "AsyncGPUModelRunnerOutput",
-        (">=0.10.2", "_model_runner_output get_output"),
+        (">=0.10.2", "_model_runner_output"),
     ),
     *_has(
         "vllm.v1.worker.gpu_model_runner",
         "AsyncGPUPoolingModelRunnerOutput",
-        (">=0.14", "_model_runner_output get_output"),
+        (">=0.14", "_model_runner_output"),
     ),
     *_has(
         "vllm.v1.worker.gpu.async_utils",
         "AsyncOutput",
-        (">=0.12", "model_runner_output get_output"),
+        (">=0.12", "model_runner_output"),
     ),
     *_has(
         "vllm.v1.worker.gpu.async_utils",
         "AsyncPoolingOutput",
-        (">=0.17", "model_runner_output get_output"),
+        (">=0.17", "model_runner_output"),
     ),
 )
 

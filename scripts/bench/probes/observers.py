@@ -92,7 +92,7 @@ def observe_loads(recorder: Recorder, book: type) -> None:
     def asks(book: Any, request: Any, *_: Any) -> None:
         recorder.asked = request_number(request.request_id)
 
-    def begun(result: Any, book: Any, found: Any) -> None:
+    def begun(result: Any, book: Any, found: Any, *_: Any) -> None:
         ticket, blocks, _ = result
         recorder.note("load", ticket, recorder.asked, len(blocks))
 

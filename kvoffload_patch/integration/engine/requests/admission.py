@@ -220,6 +220,16 @@ class Admission:
         mode = settings.load_mode
         self._parks = mode == "parked" or (mode == "auto" and self._copies_overlap)
 
+    @property
+    def compares_all(self) -> bool:
+        """Whether every load is compared: until one has come right, and once one was wrong.
+
+        What is always wrong is found that way before a step reads any of it.
+        """
+        return bool(self._compare_every) and (
+            not self._stats.loaded or self._stats.mismatches > 0 or self._compare_every == 1
+        )
+
     def look_up_waiting(self) -> None:
         """Begin the loads of this step, and cap what `schedule` admits if lookups end early."""
         budget = AdmissionBudget(self._view, *self._loads.reserved())
@@ -314,14 +324,11 @@ class Admission:
         return None
 
     def _is_compared(self, result: LookupResult) -> bool:
-        """Whether the load of these blocks is compared: no step may read it before that.
-
-        The first one is, which shows what is always wrong, and all are once one was found wrong.
-        """
+        """Whether the load of these blocks is compared: no step may read it before that."""
         if not (self._compare_every and result.keys):
             return False
         begun = self._loads.num_inline + self._loads.num_parked_ever
-        return begun % self._compare_every == 0 or self._stats.mismatches > 0
+        return begun % self._compare_every == 0 or self.compares_all
 
     def _wait(self, request: Any, result: LookupResult, budget: AdmissionBudget) -> Wait:
         """What a request waits for before it can be admitted or parked: room, and then the bus."""

@@ -77,8 +77,10 @@ def test_it_is_not_promised_before_it_is_known_to_be_right(step_ms: float) -> No
     mini = Mini(load_mode="auto", late=9, in_flight=2, step_ms=step_ms, blocks=90, ranks=ranks)
     known = [prompt(6, seed=seed) for seed in range(9)]
     mini.only_in_cpu(*known)
+    mini.add(known[0], count=2)
+    mini.run()
     mini.add(prompt(3, seed=99), count=60)  # somebody runs, so that loads are beside steps
-    for tokens in known:
+    for tokens in known[1:]:
         mini.add(tokens, count=2)
         mini.step()
     mini.run()
@@ -117,12 +119,33 @@ def test_wrong_bytes_that_are_found_are_recomputed(
 @pytest.mark.usefixtures("one_in_three")
 def test_other_loads_within_a_step_still_end_the_engine() -> None:
     """What the test above relies on: promised bytes that cannot be had are raised."""
-    mini = Mini(
-        fails=lambda direction, ticket: direction == "load", load_mode="inline",
-        ranks=FakeRanks(compares=True),
-    )  # fmt: skip
+    mini: Any = None
+
+    def fails(direction: str, ticket: int) -> bool:
+        return direction == "load" and ticket not in compared(mini)
+
+    mini = Mini(fails=fails, load_mode="inline", ranks=FakeRanks(compares=True))
     with pytest.raises(LoadFailed):
         talk(mini, 1, turns=5, talks=11)
+
+
+@pytest.mark.parametrize("load_mode", ["inline", "auto"])
+def test_all_are_compared_until_one_has_come_right(load_mode: str) -> None:
+    """Also those that begin beside the first one, and a prompt's last block that a step loads."""
+    ranks = FakeRanks(compares=True)
+    mini = Mini(load_mode=load_mode, blocks=90, late=3, ranks=ranks)
+    known = [prompt(6, seed=seed) for seed in range(6)]
+    mini.only_in_cpu(*known)
+    for tokens in known[:3]:
+        mini.add(tokens)
+    mini.run()
+    assert len(compared(mini)) == len(loads(mini)) == 3
+    for tokens in known[3:]:
+        mini.add(tokens)
+        mini.run()
+    mini.check()
+    assert len(compared(mini)) == 3 < len(loads(mini))
+    nothing_held(mini)
 
 
 @pytest.mark.parametrize("load_mode", ["inline", "auto"])

@@ -398,7 +398,7 @@ def test_blocks_of_several_groups_are_loaded_in_prefix_order(load_mode: str) -> 
     full, window = keys_of_groups(mini, mini_prompt(6, seed=2))
     loaded: list[Any] = []
     begin_load = mini.manager.begin_load
-    mini.manager.begin_load = lambda keys, ids: loaded.extend(keys) or begin_load(keys, ids)
+    mini.manager.begin_load = lambda keys, *more: loaded.extend(keys) or begin_load(keys, *more)
     mini.add(mini_prompt(6, seed=2), count=1)
     mini.run()
     assert loaded == [full[0], full[1], full[2], *sum(zip(full[3:], window[3:]), ())]
