@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,9 +12,9 @@ import torch
 
 from kvoffload_patch.transfer.backends.base import Slices, Streams
 from kvoffload_patch.transfer.backends.ids import IdUploader
-from kvoffload_patch.transfer.backends.slots import Numbers, Run, SlotMemory
+from kvoffload_patch.transfer.backends.slots import Run, SlotMemory
 from kvoffload_patch.transfer.device import device_of
-from kvoffload_patch.transfer.integrity import MIX, PLACE, Checksums, Verdict
+from kvoffload_patch.transfer.integrity import Checksums, Verdict
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.tuning import STAGING_BYTES
 
@@ -152,7 +153,7 @@ class TorchBackend:
 
 
 class HostChecksums(Checksums):
-    """Checksums of blocks on the CPU device. By numpy, which sets no team of threads to work.
+    """Checksums of blocks on the CPU device: CRC-32, as zlib has it, of their rows in order.
 
     Args:
         num_slots: of the rank.
@@ -163,38 +164,29 @@ class HostChecksums(Checksums):
     def __init__(self, num_slots: int, layout: BlockLayout, complete: bool = True) -> None:
         super().__init__(num_slots, torch.device("cpu"), complete)
         self._noted = self.sums.numpy()
-        self._layout = layout
-        words = -(-layout.block_bytes // 8) if num_slots else 0
-        self._places = np.arange(words, dtype=np.int64) * PLACE
+        self._rows = [row.numpy() for row in layout.rows] if num_slots else []
 
     def store(self, block_ids: torch.Tensor, slots: torch.Tensor) -> None:
         """Note those of blocks that are stored in these slots."""
-        self._noted[slots.numpy()] = self._of(block_ids)
+        self._noted[slots.numpy()] = [self._of(block) for block in block_ids.tolist()]
 
     def compare(self, block_ids: torch.Tensor, slots: torch.Tensor) -> Verdict:
         """Compare those of blocks that were loaded from these slots."""
-        noted = self._noted[slots.numpy()]
-        picked = ((noted != 0) | self.complete).nonzero()[0]
-        wrong = self._of(block_ids[torch.from_numpy(picked)]) != noted[picked]
-        found = slots.numpy()[picked[wrong]].tolist()
+        found = [
+            slot
+            for block, slot, noted in zip(
+                block_ids.tolist(), slots.tolist(), self._noted[slots.numpy()].tolist()
+            )
+            if (noted or self.complete) and self._of(block) != noted
+        ]
         return lambda: self.found(found[0]) if found else None
 
-    def _of(self, block_ids: torch.Tensor) -> Numbers:
-        chunk = max(1, STAGING_BYTES // self._layout.block_bytes)
-        parts = [self._of_some(ids) for ids in block_ids.split(chunk)]
-        return np.concatenate(parts)
-
-    def _of_some(self, block_ids: torch.Tensor) -> Numbers:
-        words = np.zeros((len(block_ids), len(self._places)), dtype=np.int64)
-        packed = words.view(np.uint8)
-        for row, offset in zip(self._layout.rows, self._layout.offsets):
-            packed[:, offset : offset + row.shape[1]] = row[block_ids].numpy()
-        words ^= self._places
-        words *= MIX
-        words ^= (words >> 32) & 0xFFFFFFFF
-        sums: Numbers = words.sum(axis=1)
-        sums[sums == 0] = 1
-        return sums
+    def _of(self, block: int) -> int:
+        """Never 0, which says that there is none."""
+        checksum = 0
+        for row in self._rows:
+            checksum = zlib.crc32(row[block], checksum)
+        return checksum | 1 << 32
 
 
 def _index(ids: Sequence[int]) -> torch.Tensor:
