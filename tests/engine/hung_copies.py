@@ -124,10 +124,10 @@ def _hang(link: Any, number: int, in_driver: bool) -> None:
         made, calls = as_made(backend), [0]
         copy = made[link]
 
-        def maybe_hang(source_ids: Any, target_ids: Any, streams: Any) -> Any:
+        def maybe_hang(source_ids: Any, target_ids: Any, streams: Any, compared: bool) -> Any:
             calls[0] += 1
             if calls[0] != number:
-                return copy(source_ids, target_ids, streams)
+                return copy(source_ids, target_ids, streams, compared)
             return _hang_in_driver() if in_driver else _hang_on(streams)
 
         return {**made, link: maybe_hang}

@@ -84,7 +84,7 @@ class Backend:
     name = "timed"
     groups = ()
 
-    def load(self, ids: Any, _: Any, streams: Any) -> Iterator[None]:
+    def load(self, ids: Any, _: Any, streams: Any, compared: bool = False) -> Iterator[None]:
         """Slices of a load."""
         for _ in ids:
             streams.blocks.take(LOAD_SLICE_S)
