@@ -227,7 +227,7 @@ class Admission:
         What is always wrong is found that way before a step reads any of it.
         """
         return bool(self._compare_every) and (
-            not self._stats.loaded or self._stats.mismatches > 0 or self._compare_every == 1
+            not self._loads.found_right or self._stats.mismatches > 0 or self._compare_every == 1
         )
 
     def look_up_waiting(self) -> None:

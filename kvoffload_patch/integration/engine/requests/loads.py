@@ -88,6 +88,7 @@ class LoadBook:
         ticket_of: ticket of these loads, by key.
         readers: requests for which this step loads inline.
         under_way: parked loads that are not done yet.
+        found_right: whether any load was compared with checksums and published.
         num_inline, num_parked_ever: requests for which loads were begun, since start.
         parked_times: seconds that requests were parked for, of the last of them.
         awaited_ms: how long the loads still take that were published in this step before they were
@@ -114,6 +115,7 @@ class LoadBook:
         self.ticket_of: dict[Hashable, int] = {}
         self.readers: list[str] = []
         self.num_inline = self.num_parked_ever = 0
+        self.found_right = False
         self.awaited_ms = self.stalled_ms = 0.0
         self.parked_times = deque[float](maxlen=PARKED_TIMES)
         self.under_way: deque[_ParkedLoad] = deque()
@@ -333,6 +335,7 @@ class LoadBook:
                 if parked.request is not None:
                     self._not_hit(parked.request.request_id)
             return
+        self.found_right |= load.compared
         self._view.publish(load.keys, load.ends, load.blocks)
         # Each rank's forward pass waits for its own copy of this load.
         self._manager.expose_load(load.ticket)

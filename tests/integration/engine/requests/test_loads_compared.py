@@ -167,3 +167,25 @@ def test_once_one_was_found_wrong_all_are_compared(load_mode: str) -> None:
     mini.check()
     assert len(compared(mini)) == len(loads(mini)) == 5
     nothing_held(mini)
+
+
+@pytest.mark.parametrize("load_mode", ["inline", "auto"])
+def test_what_a_reset_waits_for_has_not_come_right(load_mode: str) -> None:
+    """Nobody says how it ended: the first load may have been wrong."""
+    ranks = FakeRanks(compares=True, here=False)
+    mini = Mini(load_mode=load_mode, blocks=60, late=9, ranks=ranks)
+    known = [prompt(6, seed=seed) for seed in range(3)]
+    mini.only_in_cpu(*known)
+    name = mini.add(known[0])
+    mini.step()
+    mini.abort(name)
+    mini.step()
+    assert len(loads(mini)) == 1 and mini.tier._loads.under_way
+    assert mini.scheduler.reset_prefix_cache()
+    mini.only_in_cpu(*known)
+    for tokens in known:
+        mini.add(tokens)
+        mini.run()
+    mini.check()
+    assert [load.compared for load in loads(mini)] == [True, True, False, False]
+    nothing_held(mini)
