@@ -36,8 +36,9 @@ def check_promises(engine: Any, plan: TransferPlan) -> None:
 def wait_for_known(engine: Any, plan: TransferPlan) -> None:
     """Return when promised copies that are known to be done are done on this rank as well.
 
-    They may have been compared with checksums, and what this rank finds is known only then. Ranks
-    that share memory have said that they are done, so only others ever wait.
+    They may have been compared with checksums, and what this rank finds is known only then; without
+    checksums there is nothing to be found. Ranks that share memory have said that they are done, so
+    only others ever wait.
     """
     known = [one for one in plan.promised if one[1] <= plan.known_done(one[0])]
     if known:

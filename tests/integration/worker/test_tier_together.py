@@ -185,6 +185,25 @@ def test_bytes_that_change_on_any_rank_are_a_miss(
     assert [(one.done_on(LOAD), one.failed) for one in told[2:]] == [(2, ())] * 2
 
 
+@pytest.mark.parametrize("integrity", ["sample", "off"])
+def test_without_checksums_a_rank_that_is_behind_is_not_waited_for(
+    integrity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream waits, and the host goes on: nothing is found out when the load is done."""
+    monkeypatch.setattr(copy_engine, "SyncCopyQueue", LateQueue)
+    monkeypatch.setattr(
+        copy_engine.CopyEngine, "wait_done", lambda self, known: waited.append(known)
+    )
+    waited: list[Any] = []
+    rank = RankTier(small_runner(tensor_parallel_size=2), 8, alone=False, integrity=integrity)
+    step(rank, a_plan(store=a_store(1, (1, 2), (0, 1))))
+    rank.drain()
+    step(rank, a_plan((a_load(1, (4, 5), (0, 1)),), stores_done=1))
+    step(rank, a_plan(loads_done=1, wait_load=1, promised_loads=[1]))
+    assert waited == ([[(LOAD, 1)]] if integrity == "sample" else [])
+    rank.close()
+
+
 def test_no_rank_has_a_checksum_of_what_was_stored_to_prove_a_round_trip(
     open_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
