@@ -256,7 +256,9 @@ class RankTier:
 
     def drain(self) -> bool:
         """Return when every copy is done: whether none failed that the engine may not know of."""
-        return self._engine.drain()
+        well = self._engine.drain()
+        self._warn_of_failures(self._engine.poll().failed)  # told by the answer: no plan may follow
+        return well
 
     def resize(self, num_slots: int, sizing: int) -> tuple[int, bool]:
         """Use so many slots, when every copy is done; memory that is not needed is given back.

@@ -185,6 +185,24 @@ def test_bytes_that_change_on_any_rank_are_a_miss(
     assert [(one.done_on(LOAD), one.failed) for one in told[2:]] == [(2, ())] * 2
 
 
+def test_a_rank_does_not_stay_at_what_has_failed_while_it_was_drained(
+    open_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a reset: the engine takes all for done then, and no plan follows for what failed."""
+    ranks = open_ranks(monkeypatch, common=False, late=True)
+    for rank in ranks:
+        step(rank, a_plan(store=a_store(1, (1, 2, 3), (0, 1, 2))))
+        rank.drain()
+    ranks[1]._host.slots[0, 3] ^= 1
+    for rank in ranks:
+        step(rank, a_plan((a_load(1, (4,), (0,), True),), stores_done=1))
+    assert [rank.drain() for rank in ranks] == [True, False]
+    for rank in ranks:
+        step(rank, a_plan((a_load(2, (5,), (1,), True),), loads_done=1, stores_done=1))
+    said = [step(rank) for _ in range(LateQueue.patience + 2) for rank in ranks]
+    assert (said[-1].done_on(LOAD), said[-1].failed) == (2, ())
+
+
 @pytest.mark.parametrize("integrity", ["sample", "off"])
 def test_without_checksums_a_rank_that_is_behind_is_not_waited_for(
     integrity: str, monkeypatch: pytest.MonkeyPatch
