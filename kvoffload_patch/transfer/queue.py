@@ -119,12 +119,13 @@ class CopyQueue:
             try:
                 if job.slices is None:
                     job.slices = self._begin(job)
-                self._mark(job, next(job.slices))
-                more = True
-            except StopIteration as over:
-                verdict = over.value
-                self._mark(job, self._groups)
+                try:
+                    arrived, more = next(job.slices), True
+                except StopIteration as over:
+                    arrived, verdict = self._groups, over.value
+                self._mark(job, arrived)
             except BaseException as error:  # noqa: BLE001 - the tier carries on without this copy
+                more = False
                 self._fail(job, error)
                 interrupted = None if isinstance(error, Exception) else error
             self._enqueued += 1

@@ -228,6 +228,26 @@ def test_a_copy_whose_bytes_are_wrong_has_failed_when_it_is_done(setup: Setup) -
     assert set(queue.failed) == {1}
 
 
+def test_a_copy_whose_end_cannot_be_marked_is_not_taken_for_right(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it is enqueued, and what it says of its bytes would be lost."""
+
+    def start(streams: Any) -> Iterator[None]:
+        yield from setup.copy("1", 1, None, streams)
+        monkeypatch.setattr(setup.cuda, "new_event", broken)
+        return lambda: "it has other bytes"
+
+    def broken() -> Any:
+        monkeypatch.undo()
+        raise OSError("no event")
+
+    setup.loads._groups = 2
+    setup.loads.submit(1, start, [(setup.stores, 0)])
+    setup.loads.drain()
+    assert setup.loads.failed[1].reason in (RAISED, MISMATCH)
+
+
 @pytest.mark.parametrize("fail_after", [0, 1, 2, 3])
 @pytest.mark.parametrize("direction", ["loads", "stores"])
 def test_a_copy_that_fails_is_done_when_what_there_is_of_it_is(
