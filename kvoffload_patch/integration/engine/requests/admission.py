@@ -219,6 +219,7 @@ class Admission:
         self._settings = settings
         mode = settings.load_mode
         self._parks = mode == "parked" or (mode == "auto" and self._copies_overlap)
+        self._compares = self._parks and self._compare_every > 0  # what is compared is parked
 
     @property
     def compares_all(self) -> bool:
@@ -226,7 +227,7 @@ class Admission:
 
         What is always wrong is found that way before a step reads any of it.
         """
-        return bool(self._compare_every) and (
+        return self._compares and (
             not self._loads.found_right or self._stats.mismatches > 0 or self._compare_every == 1
         )
 
@@ -325,7 +326,7 @@ class Admission:
 
     def _is_compared(self, result: LookupResult) -> bool:
         """Whether the load of these blocks is compared: no step may read it before that."""
-        if not (self._compare_every and result.keys):
+        if not (self._compares and result.keys):
             return False
         begun = self._loads.num_inline + self._loads.num_parked_ever
         return begun % self._compare_every == 0 or self.compares_all
