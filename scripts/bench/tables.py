@@ -375,26 +375,17 @@ def ran_on(machine: dict[str, Any]) -> str:
     )
 
 
+_BY_NAME: tuple[Callable[[], str | None], ...] = (
+    short, served, pairs, conversations, chats, mechanisms, trace, joins, bound, slowest, goals,
+    step, enqueued, transfer, checksums, ranks, pressure,
+)  # fmt: skip
 TABLES: dict[str, Callable[[], str | None]] = {
-    "short": short,
-    "served": served,
-    "pairs": pairs,
-    "conversations": conversations,
-    "chats": chats,
+    **{make.__name__: make for make in _BY_NAME},
     "other chats": other_chats,
-    "mechanisms": mechanisms,
     "by layer": by_layer,
-    "trace": trace,
-    "joins": joins,
     "joins since": partial(joins, "trace-joins-h100.json"),  # one wait for a group
-    "bound": bound,
-    "slowest": slowest,
-    "goals": goals,
-    "step": step,
     **{name: partial(probed, name) for name in ("modelled", "long", "long-eager")},
-    "enqueued": enqueued,
-    **{"transfer": transfer, "transfer shapes": shapes},
-    **{"checksums": checksums, "checksums said": checksums_said, "ranks": ranks},
-    "pressure": pressure,
+    "transfer shapes": shapes,
+    "checksums said": checksums_said,
     "pressure on the CPU": pressure_on_the_cpu,
 }

@@ -8,7 +8,7 @@ from kvoffload_patch.config import as_given
 from kvoffload_patch.tier.plan import TransferPlan
 
 
-def check_promises(engine: Any, plan: TransferPlan) -> None:
+def check_promises(engine: Any, plan: TransferPlan | None) -> None:
     """A step that reads a load which has failed must not compute.
 
     That a copy cannot be made is known once it is enqueued, which `CopyEngine.begin_step` has done
@@ -20,7 +20,7 @@ def check_promises(engine: Any, plan: TransferPlan) -> None:
     Raises:
         RuntimeError: a copy that this plan promises has failed.
     """
-    found = engine.failed(plan.promised)
+    found = engine.failed(plan.promised) if plan is not None else None
     if found is None:
         return
     (source, target), ticket, reason = found

@@ -217,8 +217,7 @@ class RankTier:
         self._host_bound = len(step.num_scheduled_tokens) < tokens <= SHORT_STEP_TOKENS
         if plan is not None and self._idle:
             compute_into_no_block(self._runner)
-        if plan is not None:
-            check_promises(self._engine, plan)  # what it shows as taken in is forgotten
+        check_promises(self._engine, plan)  # what it shows as taken in is forgotten
         gate = self._gate
         awaited = self._engine.begin_step(plan, gate is not None and gate.passes(step))
         if gate is not None:
@@ -297,12 +296,10 @@ class RankTier:
             RuntimeError: a load that is promised has failed, or a step before.
         """
         self._check_not_lost()
-        if plan is not None:
-            check_promises(self._engine, plan)
+        check_promises(self._engine, plan)
         self._engine.begin_step(plan)
         self._engine.drain()
-        if plan is not None:
-            check_promises(self._engine, plan)
+        check_promises(self._engine, plan)
 
     def close(self) -> None:
         """Drain and free.

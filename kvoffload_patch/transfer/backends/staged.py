@@ -171,7 +171,8 @@ class StagedBackend:
         """Enqueue GPU blocks to slots: each slice is a staging buffer."""
         assert streams is not None
         blocks, bus, own = streams.blocks, streams.bus, self._stores
-        parts = self._parts(gpu_block_ids, cpu_slots, own, blocks, self.checksums.kept)
+        ready = self._ready(gpu_block_ids, cpu_slots, own, blocks, self.checksums.kept)
+        parts = self._parts(ready, own.blocks)
         for number, (block_ids, slots_at, part) in enumerate(parts):
             if number:
                 yield 0
@@ -214,7 +215,8 @@ class StagedBackend:
     ) -> Iterator[int]:
         assert streams is not None
         blocks, bus, own = streams.blocks, streams.bus, self._loads
-        parts = self._parts(gpu_block_ids, cpu_slots, own, blocks, finds is not None)
+        ready = self._ready(gpu_block_ids, cpu_slots, own, blocks, finds is not None)
+        parts = self._parts(ready, own.blocks)
         for number, (block_ids, slots_at, part) in enumerate(parts):
             if number:
                 yield 0
@@ -276,20 +278,15 @@ class StagedBackend:
             raise
 
     def _parts(
-        self,
-        gpu_block_ids: Sequence[int],
-        cpu_slots: Sequence[int],
-        own: _Direction,
-        stream: Any,
-        checked: bool,
+        self, ready: Iterator[tuple[torch.Tensor, Numbers]], most: int
     ) -> Iterator[tuple[torch.Tensor, int, Part]]:
-        """Parts that fill a buffer, and the device's list of blocks that each is a part of.
+        """Parts of so many blocks, and the device's list of blocks that each is a part of.
 
         The slots of a part are in that list, too, from the number in between on, if its checksums
         are made or compared.
         """
-        for block_ids, slots in self._ready(gpu_block_ids, cpu_slots, own, stream, checked):
-            for part in self._slots.parts(slots, own.blocks):
+        for block_ids, slots in ready:
+            for part in self._slots.parts(slots, most):
                 yield block_ids, len(slots) + part.first, part
 
     def _ready(

@@ -26,6 +26,12 @@ def compared(mini: Mini) -> set[int]:
     return {load.ticket for load in loads(mini) if load.compared}
 
 
+def ask_one_by_one(mini: Mini, prompts: list[list[int]]) -> None:
+    for tokens in prompts:
+        mini.add(tokens)
+        mini.run()
+
+
 @pytest.fixture
 def one_in_three(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(admission._COMPARED, "sample", 3)
@@ -44,9 +50,7 @@ def test_one_load_of_so_many_is_compared_beside_the_step(load_mode: str, overlap
     mini = Mini(load_mode=load_mode, blocks=60, ranks=ranks, max_stall_ms=1e6)
     known = [prompt(6, seed=seed) for seed in range(7)]
     mini.only_in_cpu(*known)
-    for tokens in known:
-        mini.add(tokens)
-        mini.run()
+    ask_one_by_one(mini, known)
     mini.check()
     parks = load_mode == "parked" or (load_mode == "auto" and overlap)
     wanted = [parks, False, False] * 2 + [parks]
@@ -65,9 +69,7 @@ def test_all_none_or_the_first(integrity: str, compares: bool, wanted: int) -> N
     mini = Mini(load_mode="parked", blocks=60, ranks=ranks, integrity=integrity)
     known = [prompt(6, seed=seed) for seed in range(5)]
     mini.only_in_cpu(*known)
-    for tokens in known:
-        mini.add(tokens)
-        mini.run()
+    ask_one_by_one(mini, known)
     assert len(loads(mini)) == 5 and len(compared(mini)) == wanted
 
 
@@ -142,9 +144,7 @@ def test_all_are_compared_until_one_has_come_right(load_mode: str) -> None:
         mini.add(tokens)
     mini.run()
     assert len(compared(mini)) == len(loads(mini)) == 3
-    for tokens in known[3:]:
-        mini.add(tokens)
-        mini.run()
+    ask_one_by_one(mini, known[3:])
     mini.check()
     assert len(compared(mini)) == 3 < len(loads(mini))
     nothing_held(mini)
@@ -163,9 +163,7 @@ def test_once_one_was_found_wrong_all_are_compared(load_mode: str) -> None:
     mini.device.reason = MISMATCH
     known = [prompt(6, seed=seed) for seed in range(5)]
     mini.only_in_cpu(*known)
-    for tokens in known:
-        mini.add(tokens)
-        mini.run()
+    ask_one_by_one(mini, known)
     mini.check()
     assert len(compared(mini)) == len(loads(mini)) == 5
     nothing_held(mini)
@@ -185,9 +183,7 @@ def test_what_a_reset_waits_for_has_not_come_right(load_mode: str) -> None:
     assert len(loads(mini)) == 1 and mini.tier._loads.under_way
     assert mini.scheduler.reset_prefix_cache()
     mini.only_in_cpu(*known)
-    for tokens in known:
-        mini.add(tokens)
-        mini.run()
+    ask_one_by_one(mini, known)
     mini.check()
     assert [load.compared for load in loads(mini)] == [True, True, False, False]
     nothing_held(mini)
