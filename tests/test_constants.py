@@ -14,7 +14,7 @@ LAYERS = [PACKAGE / "integration", PACKAGE / "transfer", PACKAGE / "tier"]
 TUNING = sorted(PACKAGE.rglob("tuning.py"))
 UNITS = ("BYTES", "S", "MS", "BLOCKS", "TOKENS", "REQUESTS", "SLICES", "COPIES", "BUFFERS")
 UNITS += ("THREADS", "PROGRAMS", "REPEATS", "PARTS", "PIECES", "TIMES", "WORDS", "GROUPS", "STEPS")
-UNITS += ("ADAPTERS",)
+UNITS += ("ADAPTERS", "LOADS")
 # Numbers of other modules: they say what is so, or how it is shown, and tune nothing.
 FACTS = {
     "AGAIN",
@@ -26,7 +26,6 @@ FACTS = {
     "ONCE",
     "PLACE",
     "SMALL",
-    "_ALARM",
     "_REASONS",
     "_ALIGNMENT",
     "_HUGE_PAGE",

@@ -24,5 +24,5 @@ def install() -> None:
     rpc.open_rank = opened
 
 
-def _load(*_: Any) -> Iterator[None]:
+def _load(*_: Any, **__: Any) -> Iterator[None]:
     yield

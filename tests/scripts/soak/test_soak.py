@@ -197,8 +197,8 @@ def test_faults_are_made_and_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     backend: Any = type("Backend", (), {"load": lambda *a: "loaded", "store": lambda *a: "stored"})
     copies = copy_engine.copies_of(backend)
     with pytest.raises(OSError, match="the soak lets this copy fail"):
-        copies["cpu", "gpu"]([1], [2], None)
-    assert copies["cpu", "gpu"]([1], [2], None) == "loaded", "the next one is a while away"
+        copies["cpu", "gpu"]([1], [2], None, False)
+    assert copies["cpu", "gpu"]([1], [2], None, False) == "loaded", "the next one is a while away"
     assert {"flips", "raises"} == set(log.read_text().split())
     assert os.environ.get("SOAK_FAULTS") is None
 
