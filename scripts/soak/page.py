@@ -136,7 +136,9 @@ def section(name: str, found: dict[str, Any]) -> str:
     """What is said of one run."""
     about, counts, metrics = found["machine"], found["counts"], found["metrics"]
     with_faults = ", ".join(f"{kind} every {s:g} s" for kind, s in found["inject"].items())
-    side = f"with the tier, {with_faults or 'no faults'}"
+    ranks = found.get("ranks", 1)  # earlier runs do not say it
+    on = "" if ranks == 1 else f"{ranks} ranks, "
+    side = f"with the tier, {on}{with_faults or 'no faults'}"
     tier = f"tier of {found['cpu_gib']:g} GiB, checksums `{found['integrity']}`, "
     beside = found["beside"]
     clean = "Clean." if not found["unclean"] else f"Not clean: {'; '.join(found['unclean'])}."

@@ -55,6 +55,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--minutes", type=float, default=5.0)
     add("--inject", default="", help="faults: some of flips=S,raises=S,hangs=S")
     add("--integrity", choices=("off", "sample", "full"), help="default: sample; full with faults")
+    add("--ranks", type=int, default=1, help="tensor-parallel ranks of each server")
     add("--users", type=int, default=6)
     add("--conversations", type=int, default=24)
     add("--turns", type=int, default=3)
@@ -79,20 +80,20 @@ def play(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model, log = folder / "model", args.out / "faults.log"
     servers.write_model(model)
     before = set(files_left())
-    with Server(model, args.out / "plain.log", None, {}) as plain:
+    with Server(model, args.out / "plain.log", None, {}, args.ranks) as plain:
         say("plain vLLM answers: the key")
         key = answer_key(plain, args.conversations, args.turns, args.seed)
         tier = {"KVOFFLOAD_CPU_GIB": str(args.cpu_gib), "KVOFFLOAD_INTEGRITY": args.integrity}
         faults = {**args.faults, "log": str(log.absolute())} if args.faults else {}
         log.write_text("")
-        with Server(model, args.out / "tier.log", tier, faults) as server:
+        with Server(model, args.out / "tier.log", tier, faults, args.ranks) as server:
             say(f"with the tier, and plain beside it, for {args.minutes:g} min")
             beside, found = _drive(args, key, plain, server, log)
             metrics = server.metrics()
     time.sleep(1)
     return {
         "machine": machine(), "minutes": args.minutes, "integrity": args.integrity,
-        "cpu_gib": args.cpu_gib, "users": args.users, "inject": args.faults,
+        "cpu_gib": args.cpu_gib, "ranks": args.ranks, "users": args.users, "inject": args.faults,
         "turns": sum(map(len, key)), "faults": dict(faulted(log)), "metrics": metrics,
         "ended_after_s": server.ended_after, **_seen(*found), "beside": _seen(*beside),
         "files_left": sorted(set(files_left()) - before),
