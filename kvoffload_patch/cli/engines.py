@@ -85,7 +85,7 @@ def chosen(found: Sequence[client.Engine], name: str | None, every: bool) -> lis
             "it if that folder was removed, as a logout removes XDG_RUNTIME_DIR."
         )
     if name is not None:
-        matching = [e for e in found if name in (e.name, e.name.partition("-")[0])]
+        matching = [e for e in found if name in (e.name, e.process)]
         if not matching:
             raise Refused(f"--engine is {name!r}, expected one of {names}; see `kvoffload status`.")
         return matching

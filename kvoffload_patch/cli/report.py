@@ -7,13 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 
 from kvoffload_patch import _bootstrap
-from kvoffload_patch.cli import engines
+from kvoffload_patch.cli import engines, plain_servers
 from kvoffload_patch.cli.options import Parser
 from kvoffload_patch.config import as_given
 from kvoffload_patch.control import client
 
 EXIT_OK, EXIT_REFUSED = 0, 2
-_NONE_RUNS = f"{engines.NONE_RUNS}; the log of one that runs without says why"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,11 +30,12 @@ def main(argv: Sequence[str]) -> int:
     found = _bootstrap.status()
     found["verdict"] = as_given(str(found["verdict"]))
     running = engines.status()
+    plain = plain_servers.found({int(engine.process) for engine in client.find()})
     if as_json:
-        print(json.dumps({**found, "engines": running}, indent=1))
+        print(json.dumps({**found, "engines": running, "without_tier": plain}, indent=1))
     else:
-        unseen = client.not_looked_into() or ([] if running else [_NONE_RUNS])
-        told = [f"engines:      {why}" for why in unseen]
+        unseen = client.not_looked_into() or ([] if running else [engines.NONE_RUNS])
+        told = [f"engines:      {why}" for why in [*unseen, *map(plain_servers.text, plain)]]
         print("\n".join([text(found), *told, *map(engines.text, running)]))
     return EXIT_OK if found["verdict"] == "ok" else EXIT_REFUSED
 

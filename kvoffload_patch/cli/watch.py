@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import select
-import shlex
 import signal
 import socket
 import sys
@@ -29,14 +27,19 @@ from typing import NoReturn
 
 from kvoffload_patch import launch_token
 from kvoffload_patch._bootstrap import with_name
+from kvoffload_patch.cli.processes import (
+    all_parents,
+    below,
+    brief,
+    command_of,
+    has_loaded_vllm,
+    listens,
+    maps_of,
+    top,
+)
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.2, 5.0
-SHOWN = 160  # characters of a command in our sentence
 GRACE_S = 10.0  # what an engine that we end has for its own clearing up
-
-# Compiled code of vLLM's that every engine loads, under all the names that releases gave it.
-_KERNELS = re.compile(r"/vllm/_[^/\n]*\.so$", re.MULTILINE)
-_LISTENING = {"tcp": ("0A", 9), "tcp6": ("0A", 9), "unix": ("00010000", 6)}
 
 
 def start(command: Sequence[str], token: str) -> None:
@@ -48,7 +51,7 @@ def start(command: Sequence[str], token: str) -> None:
     if not hasattr(os, "pidfd_open"):
         raise OSError("no pidfd_open")
     launch_token.confirm(launch_token.DECIDED)
-    if not launch_token.confirmed(launch_token.DECIDED, token, _maps(os.getpid())):
+    if not launch_token.confirmed(launch_token.DECIDED, token, maps_of(os.getpid())):
         raise OSError("no named memory in /proc/self/maps")
     alive = os.pidfd_open(os.getpid())
     pid = os.getpid()
@@ -82,7 +85,7 @@ class Watch:
     ) -> None:
         self._pid = pid
         self._alive = alive
-        self._command = _brief(command)
+        self._command = brief(command)
         self._token = token
         self._told = told  # by engines that were refused
 
@@ -113,15 +116,15 @@ class Watch:
         suspects: set[int] = set()
         pause = FIRST_PAUSE_S
         while not self._ended(pause):
-            parents = _parents()
-            maps = {pid: _maps(pid) for pid in _below(self._pid, parents)}
+            parents = all_parents()
+            maps = {pid: maps_of(pid) for pid in below(self._pid, parents)}
             if any(self._confirmed(launch_token.ATTACHED, text) for text in maps.values()):
                 return
             bare = {pid for pid, text in maps.items() if self._is_bare(text)}
-            engines = {pid for pid in bare if _listens(pid)}
+            engines = {pid for pid in bare if listens(pid)}
             pause = min(pause * 1.5, LAST_PAUSE_S)
             for pid in engines & suspects:  # seen twice: maps are not read in one piece
-                self._refuse(_top(pid, bare, parents))
+                self._refuse(top(pid, bare, parents))
                 engines = set()
                 break
             if engines:
@@ -137,10 +140,10 @@ class Watch:
 
     def _is_bare(self, maps: str) -> bool:
         """Whether it has loaded vLLM without asking us first."""
-        return bool(_KERNELS.search(maps)) and not self._confirmed(launch_token.DECIDED, maps)
+        return has_loaded_vllm(maps) and not self._confirmed(launch_token.DECIDED, maps)
 
     def _refuse(self, pid: int) -> None:
-        found = _brief(_read(f"/proc/{pid}/cmdline").rstrip("\0").split("\0"))
+        found = command_of(pid)
         text = (
             f"expected `{self._command}` to start vLLM with the CPU tier, found process {pid},"
             f" `{found}`, in which kvoffload_patch did not run, so it was ended; install"
@@ -151,19 +154,14 @@ class Watch:
         _end(pid)
 
 
-def _brief(words: Sequence[str]) -> str:
-    text = shlex.join(words)
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
-
-
 def _end(pid: int) -> None:
     """Kill a process, so that its exit status says so, and let those below it clear up."""
-    below = [handle for handle in map(_open, _below(pid, _parents())[1:]) if handle is not None]
+    handles = [h for h in map(_open, below(pid, all_parents())[1:]) if h is not None]
     os.kill(pid, signal.SIGKILL if pid != 1 else signal.SIGTERM)  # 1 cannot be killed from inside
-    for handle in below:
+    for handle in handles:
         _send(handle, signal.SIGTERM)
     until = time.monotonic() + GRACE_S
-    for handle in below:
+    for handle in handles:
         if not select.select([handle], [], [], max(0.0, until - time.monotonic()))[0]:
             _send(handle, signal.SIGKILL)
         os.close(handle)
@@ -179,69 +177,3 @@ def _open(pid: int) -> int | None:
 def _send(handle: int, number: int) -> None:
     with contextlib.suppress(OSError):  # it has ended
         signal.pidfd_send_signal(handle, number)
-
-
-def _parents() -> dict[int, int]:
-    """The parent of every process that can be seen."""
-    found = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            # "PID (COMMAND) STATE PARENT ...", where COMMAND may hold anything
-            fields = _read(f"/proc/{name}/stat").rpartition(")")[2].split()
-            if fields:
-                found[int(name)] = int(fields[1])
-    return found
-
-
-def _below(pid: int, parents: dict[int, int]) -> list[int]:
-    """A process and all below it, each behind its parent."""
-    children: dict[int, list[int]] = {}
-    for child, parent in parents.items():
-        children.setdefault(parent, []).append(child)
-    found = [pid]
-    for each in found:  # grows meanwhile
-        found += children.get(each, [])
-    return found
-
-
-def _top(pid: int, among: set[int], parents: dict[int, int]) -> int:
-    """The process above `pid` that is reached through processes of `among` alone."""
-    while parents.get(pid) in among:
-        pid = parents[pid]
-    return pid
-
-
-def _maps(pid: int) -> str:
-    return _read(f"/proc/{pid}/maps")
-
-
-def _listens(pid: int) -> bool:
-    """Whether it has a socket that others connect to, as each engine has: for its ranks at least.
-
-    `vllm --version` and clients load the same code and have none.
-    """
-    listening = set()
-    for table, (state, inode_at) in _LISTENING.items():
-        for line in _read(f"/proc/{pid}/net/{table}").splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == state:
-                listening.add(f"socket:[{fields[inode_at]}]")
-    return any(link in listening for link in _descriptors(pid))
-
-
-def _descriptors(pid: int) -> list[str]:
-    found = []
-    try:
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
-    except OSError:
-        pass  # one was closed meanwhile, and the next look comes
-    return found
-
-
-def _read(path: str) -> str:
-    """Text of a file in /proc; empty for a process that has ended or is another user's."""
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

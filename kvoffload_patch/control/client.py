@@ -26,6 +26,11 @@ class Engine:
     path: Path
     name: str
 
+    @property
+    def process(self) -> str:
+        """Its process id."""
+        return self.name.partition("-")[0]
+
 
 def find(environ: Mapping[str, str] | None = None) -> list[Engine]:
     """The engines of this user that are alive; removes what killed ones have left."""
@@ -70,11 +75,10 @@ def ask(engine: Engine, command: str, **arguments: str) -> dict[str, Any]:
     try:
         answer = _exchange(engine, {"command": command, **arguments}, seconds)
     except Silent:
-        pid = engine.name.partition("-")[0]
         raise Refused(
             f"expected engine {engine.name} to answer within {seconds:g} s, found that it did not; "
-            f"see by `ps -o stat,time,cmd {pid}` whether its process is stopped (T) or busy, and "
-            "continue it (`kill -CONT`) or restart the server."
+            f"see by `ps -o stat,time,cmd {engine.process}` whether its process is stopped (T) or "
+            "busy, and continue it (`kill -CONT`) or restart the server."
         ) from None
     except OSError as error:
         raise Refused(f"expected engine {engine.name} to answer, found {error}.") from None

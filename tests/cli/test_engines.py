@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload_patch.cli import engines, main
+from kvoffload_patch.cli import engines, main, report
 from kvoffload_patch.control import client
 from kvoffload_patch.control.commands import Command
 from kvoffload_patch.control.errors import Refused
@@ -140,12 +140,29 @@ def test_where_none_runs_that_is_said(capsys: Any) -> None:
     assert "its log says `no control socket` or it has KVOFFLOAD_CONTROL=0, or restart it" in said
 
 
-def test_a_status_says_that_no_engine_runs(capsys: Any) -> None:
+def test_a_status_says_that_no_engine_runs(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report.plain_servers, "found", lambda tiers: [])
     main.main(["status"])
     assert capsys.readouterr().out.endswith(
-        "\nengines:      no running engine of this user has a CPU tier; "
-        "the log of one that runs without says why\n"
+        "\nengines:      no running engine of this user has a CPU tier\n"
     )
+
+
+def test_a_status_names_servers_without_a_tier(
+    one: Engine, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(tiers: set[int]) -> list[dict[str, Any]]:
+        assert tiers == {os.getpid()}
+        return [{"process": 7, "command": "vllm serve m", "reason": "its log says why."}]
+
+    monkeypatch.setattr(report.plain_servers, "found", found)
+    main.main(["status"])
+    assert (
+        "\nengines:      process 7, `vllm serve m`, has no tier to be seen: its log says why.\n"
+        f"engine {one.name}: on, " in capsys.readouterr().out
+    )
+    main.main(["status", "--json"])
+    assert json.loads(capsys.readouterr().out)["without_tier"] == found({os.getpid()})
 
 
 def test_a_change_of_settings_says_what_they_are_now(one: Engine, capsys: Any) -> None:

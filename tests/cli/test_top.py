@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cli.test_engines import STATUS
 
 from kvoffload_patch.cli import engines, main, top
+from kvoffload_patch.control import client
 
 LATER = {
     **STATUS, "engine": "42-a", "seconds": 12.0, "queried_tokens": 300, "hit_tokens": 125,
@@ -94,7 +95,7 @@ def test_a_terminal_that_cannot_draw_gets_tables(
 def test_a_name_that_no_running_engine_has_is_refused_at_once(
     capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = [SimpleNamespace(name="42-a")]
+    found = [client.Engine(Path(), "42-a")]
     monkeypatch.setattr(engines, "status", lambda: [FIRST])
     monkeypatch.setattr(top.client, "find", lambda: found)
     assert main.main(["top", "--engine", "99"]) == 2
@@ -149,7 +150,7 @@ def test_once_without_an_engine_is_refused(
         "expected a running engine of this user with a CPU tier, found none in "
         in capsys.readouterr().err
     )
-    running = [SimpleNamespace(name="42-a")]
+    running = [client.Engine(Path(), "42-a")]
     monkeypatch.setattr(top.client, "find", lambda: running)
     samples[:] = [[FIRST], [FIRST]]
     assert main.main(["top", "--once", "--json", "--engine", "7"]) == 2

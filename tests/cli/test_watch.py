@@ -1,7 +1,6 @@
 """A launched command that starts vLLM without our start-up code, with real processes.
 
-`Engine` of these tests is what the watch goes by: a process that has a file of vLLM's compiled
-code mapped and listens on a socket. Nothing here is timed: a test ends when the watch has acted.
+Nothing here is timed: a test ends when the watch has acted.
 """
 
 from __future__ import annotations
@@ -16,41 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cli.fake_engine import with_engine
 from sandbox import Sandbox
-
-from kvoffload_patch.cli import watch
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 
 PATIENCE_S = 60
-
-SERVE = """\
-import mmap, os, signal, socket, sys
-
-kinds = sys.argv[1:]
-if "armed" in kinds:
-    import vllm
-kernels = open(os.path.join(sys.prefix, "vllm/_C.abi3.so"), "rb")
-mapped = mmap.mmap(kernels.fileno(), 0, access=mmap.ACCESS_READ)
-if "attached" in kinds:
-    from kvoffload_patch import launch_token
-    launch_token.confirm(launch_token.ATTACHED)
-def stop(*_):
-    os.write(1, " ".join([*kinds, "stopped\\n"]).encode())  # print may be under way
-    os._exit(7)
-signal.signal(signal.SIGTERM, stop)
-signal.signal(signal.SIGINT, stop)
-deaf = "deaf" in kinds
-if "child" in kinds:
-    deaf = os.fork() != 0
-    kinds[-1] = "child" if deaf else "fork"
-print(*kinds, os.getpid(), flush=True)
-server = socket.socket()
-if not deaf:
-    server.listen()
-while True:
-    signal.pause()
-"""
 
 
 @pytest.fixture
@@ -64,12 +34,6 @@ def other(tmp_path: Path) -> Sandbox:
     other = Sandbox(tmp_path / "other", startup_file=False)
     shutil.rmtree(other.package)
     return with_engine(other)
-
-
-def with_engine(box: Sandbox) -> Sandbox:
-    box.write(box.root / "vllm/_C.abi3.so", "x")
-    box.command("serve", SERVE)
-    return box
 
 
 class Launched:
@@ -271,22 +235,6 @@ def test_what_cannot_be_watched_is_said(box: Sandbox, launch: Launch) -> None:
     status, out, err = launch("bash", "-c", "echo 1", KVOFFLOAD_LAUNCH="x" * 300).end()
     assert (status, out) == (0, "1\n")
     assert "will not be noticed, because this system does not show" in err.splitlines()[1]
-
-
-def test_a_long_command_is_shown_in_part() -> None:
-    assert watch._brief(["a b", "c"]) == "'a b' c"
-    long = watch._brief(["x" * 1000])
-    assert (len(long), long[-4:]) == (watch.SHOWN, "x...")
-
-
-@pytest.mark.parametrize(
-    "kernels", ["vllm/_C.abi3.so", "vllm/_C_AVX512.abi3.so", "vllm/_moe_C.abi3.so"]
-)
-def test_vllms_compiled_code_is_known(kernels: str) -> None:
-    line = "7f29-7f30 r-xp 00000000 00:01 10 /x/site-packages/{}\n"
-    assert watch._KERNELS.search(line.format(kernels) + line.format("b.so"))
-    for foreign in ("vllm/lib/torch/_C.so", "vllm/fast.so", "xvllm/_C.so", "vllm/_C.so (deleted)"):
-        assert not watch._KERNELS.search(line.format(foreign))
 
 
 REFUSED = """\

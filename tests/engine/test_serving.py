@@ -15,6 +15,7 @@ from engine import release
 from engine.model import write_model
 from engine.server import MAX_TOKENS, Server
 
+from kvoffload_patch.cli import plain_servers, processes
 from kvoffload_patch.control import client
 from kvoffload_patch.control import folder as folders
 from kvoffload_patch.control.errors import Refused
@@ -135,6 +136,11 @@ def check_commands(
     # By name: other engines of this user are none of this test's.
     found_engines = [one for one in client.find(runtime) if one.path.parent == folder]
     assert len(found_engines) == num_engines
+    with_tier = {int(one.process) for one in found_engines}
+    parts = set(processes.below(server.pid, processes.all_parents()))
+    assert with_tier <= parts
+    assert len(parts & {one["process"] for one in plain_servers.found(set())}) == 1
+    assert not parts & {one["process"] for one in plain_servers.found(with_tier)}
 
     def told(command: str, **arguments: str) -> list[Any]:
         return [client.ask(one, command, **arguments) for one in found_engines]

@@ -207,7 +207,10 @@ def test_the_page_has_a_section_for_each_run() -> None:
     dirty = {**CLEAN, "unclean": ["1 answers wrong"], "inject": {}, "ranks": 2}
     found = page.text({"a": CLEAN, "b": dirty})
     assert "## 5 min with the tier, flips every 9 s\n\n2026-01-02. Clean. vLLM 1, a CPU, " in found
-    assert "## 5 min with the tier, 2 ranks, no faults\n\n2026-01-02. Not clean: 1 answers wrong." in found
+    assert (
+        "## 5 min with the tier, 2 ranks, no faults\n\n2026-01-02. Not clean: 1 answers wrong."
+        in found
+    )
     assert "| answers right, tied, wrong | 400, 0, 0 |\n" in found
     assert "beside it | 410, 0, 0 |\n" in found
     assert "beside it | 100 rss_mib, 1 threads, 0 descriptors |\n" in found

@@ -1,0 +1,61 @@
+"""Servers of this user that run vLLM without a tier, which no socket of ours tells of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from contextlib import suppress
+from typing import Any
+
+from kvoffload_patch import config
+from kvoffload_patch.cli import processes
+
+
+def found(tiers: Collection[int]) -> list[dict[str, Any]]:
+    """Each such server: its first ``process``, the ``command`` of that, and the ``reason``.
+
+    The first is the uppermost that has loaded vLLM's compiled code: an engine core between it and
+    its workers may have loaded none. A server in a container is left out, unless we are in it: its
+    engines cannot be asked from here.
+
+    Args:
+        tiers: processes of engines that have a tier.
+    """
+    parents = processes.all_parents()
+    seen = [pid for pid in parents if _is_seen(pid)]
+    vllm = {pid for pid in seen if processes.has_loaded_vllm(processes.maps_of(pid))}
+
+    def first(pid: int) -> int:
+        return [each for each in processes.above(pid, parents) if each in vllm or each == pid][-1]
+
+    served = {first(pid) for pid in vllm if processes.listens(pid)}
+    served -= {first(pid) for pid in tiers}
+    plain = [pid for pid in sorted(served) if not {*tiers} & {*processes.above(pid, parents)}]
+    return [
+        {"process": pid, "command": processes.command_of(pid), "reason": _reason(pid)}
+        for pid in plain
+    ]
+
+
+def text(one: dict[str, Any]) -> str:
+    """A sentence on one of them."""
+    return f"process {one['process']}, `{one['command']}`, has no tier to be seen: {one['reason']}"
+
+
+def _is_seen(pid: int) -> bool:
+    """Whether it sees the same files as this process."""
+    with suppress(OSError):
+        return os.readlink(f"/proc/{pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt")
+    return False
+
+
+def _reason(pid: int) -> str:
+    """What it was started with, as far as that says why; its log knows the rest."""
+    lines = processes.read(f"/proc/{pid}/environ").split("\0")
+    environ = dict(line.split("=", 1) for line in lines if "=" in line)
+    with suppress(config.ConfigError):
+        if not config.is_enabled(environ):
+            return "it was not switched on; restart it with `kvoffload vllm serve MODEL`."
+        if not config.read(config.VARIABLES["KVOFFLOAD_CONTROL"], environ):
+            return "it has KVOFFLOAD_CONTROL=0, so it cannot be asked."
+    return "its log says why."

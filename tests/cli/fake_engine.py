@@ -1,0 +1,42 @@
+"""A command `serve` that is taken for a vLLM engine.
+
+A process that has a file of vLLM's compiled code mapped and listens on a socket.
+"""
+
+from __future__ import annotations
+
+from sandbox import Sandbox
+
+SERVE = """\
+import mmap, os, signal, socket, sys
+
+kinds = sys.argv[1:]
+if "armed" in kinds:
+    import vllm
+kernels = open(os.path.join(sys.prefix, "vllm/_C.abi3.so"), "rb")
+mapped = mmap.mmap(kernels.fileno(), 0, access=mmap.ACCESS_READ)
+if "attached" in kinds:
+    from kvoffload_patch import launch_token
+    launch_token.confirm(launch_token.ATTACHED)
+def stop(*_):
+    os.write(1, " ".join([*kinds, "stopped\\n"]).encode())  # print may be under way
+    os._exit(7)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+deaf = "deaf" in kinds
+if "child" in kinds:
+    deaf = os.fork() != 0
+    kinds[-1] = "child" if deaf else "fork"
+print(*kinds, os.getpid(), flush=True)
+server = socket.socket()
+if not deaf:
+    server.listen()
+while True:
+    signal.pause()
+"""
+
+
+def with_engine(box: Sandbox) -> Sandbox:
+    box.write(box.root / "vllm/_C.abi3.so", "x")
+    box.command("serve", SERVE)
+    return box

@@ -1,0 +1,111 @@
+"""vLLM servers without a tier are found among real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cli.fake_engine import with_engine
+from sandbox import Sandbox
+
+from kvoffload_patch.cli import plain_servers
+
+Serve = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """Starts an engine and waits until it listens."""
+    box = with_engine(Sandbox(tmp_path / "box"))
+    started = []
+
+    def start(*kinds: str, **variables: str) -> subprocess.Popen[str]:
+        one = subprocess.Popen(
+            [str(box.bin / "serve"), *kinds], env=variables, stdout=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        started.append(one)
+        assert one.stdout is not None
+        one.stdout.readline()
+        return one
+
+    yield start
+    for one in started:
+        os.killpg(one.pid, signal.SIGKILL)
+        one.communicate()
+
+
+def reasons(tiers: set[int]) -> dict[int, str]:
+    return {one["process"]: one["reason"] for one in plain_servers.found(tiers)}
+
+
+def listening(one: subprocess.Popen[str]) -> bool:
+    return plain_servers.processes.listens(one.pid)
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    while not happened():
+        pass
+
+
+def test_a_server_without_a_tier_is_named_with_what_its_environment_says(serve: Serve) -> None:
+    off = serve("off")
+    disabled = serve("disabled", KVOFFLOAD_ENABLE="1", KVOFFLOAD_DISABLE="1")
+    on, odd = serve("on", KVOFFLOAD_ENABLE="1"), serve("odd", KVOFFLOAD_ENABLE="what")
+    mute = serve("mute", KVOFFLOAD_ENABLE="1", KVOFFLOAD_CONTROL="0")
+    every = [off, disabled, on, odd, mute]
+    wait_for(lambda: all(map(listening, every)))
+    found = reasons(set())
+    switched_off = "it was not switched on; restart it with `kvoffload vllm serve MODEL`."
+    asked = "it has KVOFFLOAD_CONTROL=0, so it cannot be asked."
+    told = [switched_off] * 2 + ["its log says why."] * 2 + [asked]
+    assert [found[one.pid] for one in every] == told
+    assert reasons({off.pid}).keys() & {one.pid for one in every} == {one.pid for one in every[1:]}
+
+
+def test_an_engine_below_its_server_counts_for_it(serve: Serve) -> None:
+    """The first process of a server is named, and it has a tier if one of its engines has."""
+    server = serve("child")  # a fork of it listens
+    (engine,) = _children(server)
+    wait_for(lambda: plain_servers.processes.listens(engine))
+    found = {one["process"]: one for one in plain_servers.found(set())}
+    assert server.pid in found and engine not in found
+    said = plain_servers.text(found[server.pid])
+    assert (
+        said.startswith(f"process {server.pid}, `") and "` has no tier to be seen: it" not in said
+    )
+    assert "serve child`, has no tier to be seen: it was not switched on;" in said
+    assert server.pid not in reasons({engine})
+
+
+def test_workers_below_an_engine_that_has_not_loaded_vllm_itself_count_for_its_server(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    above, engine, worker = 1 << 30, (1 << 30) + 1, serve("worker").pid
+    real = plain_servers.processes.all_parents
+    parents = {above: 1, engine: above, worker: engine}
+    monkeypatch.setattr(plain_servers.processes, "all_parents", lambda: {**real(), **parents})
+    wait_for(lambda: plain_servers.processes.listens(worker))
+    assert worker in reasons(set())
+    assert worker not in reasons({engine})
+
+
+def _children(of: subprocess.Popen[str]) -> list[int]:
+    folder = Path(f"/proc/{of.pid}/task/{of.pid}/children")
+    wait_for(lambda: bool(folder.read_text().split()))
+    return [int(pid) for pid in folder.read_text().split()]
+
+
+def test_a_server_that_sees_other_files_is_left_out(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a container: its engines have sockets that cannot be found from here."""
+    server = serve("off")
+    wait_for(lambda: listening(server))
+    assert server.pid in reasons(set())
+    monkeypatch.setattr(plain_servers.os, "readlink", lambda path: path)
+    assert server.pid not in reasons(set())
