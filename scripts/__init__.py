@@ -33,5 +33,11 @@ def dispatch(folder: str, purpose: str, commands: dict[str, tuple[str, str]]) ->
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     given = parser.parse_args()
     sys.argv = [f"scripts/{folder} {given.command}", *given.arguments]
-    module = importlib.import_module(f"scripts.{folder}.{commands[given.command][0]}")
+    try:
+        module = importlib.import_module(f"scripts.{folder}.{commands[given.command][0]}")
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"error: expected a Python that has {error.name}, found {sys.executable}; use "
+            "the one of .venv, which scripts/test makes"
+        )
     return int(module.main() or 0)

@@ -100,3 +100,12 @@ def test_what_main_returns_is_the_status(
     monkeypatch.setattr(sys, "argv", ["scripts/room", "try", "-x", "--", "y"])
     assert dispatch("room", "A room.", {"try": ("made_up", "tries")}) == status
     assert given == ["scripts/room try", "-x", "--", "y"]
+
+
+def test_a_python_that_lacks_a_module_is_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["scripts/room", "try"])
+    monkeypatch.setitem(sys.modules, "scripts.room", SimpleNamespace(__path__=[]))
+    with pytest.raises(SystemExit, match="error: expected a Python that has scripts.room.lacking"):
+        dispatch("room", "A room.", {"try": ("lacking", "tries")})
