@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -106,6 +106,8 @@ def test_a_python_that_lacks_a_module_is_refused_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["scripts/room", "try"])
-    monkeypatch.setitem(sys.modules, "scripts.room", SimpleNamespace(__path__=[]))
+    room = ModuleType("scripts.room")
+    room.__path__ = []
+    monkeypatch.setitem(sys.modules, "scripts.room", room)
     with pytest.raises(SystemExit, match="error: expected a Python that has scripts.room.lacking"):
         dispatch("room", "A room.", {"try": ("lacking", "tries")})
