@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from cli.fake_engine import with_engine
 from sandbox import Sandbox
 
 from kvoffload_patch.cli import plain_servers
+
+PATIENCE_S = 60
 
 Serve = Callable[..., "subprocess.Popen[str]"]
 
@@ -48,8 +51,10 @@ def listening(one: subprocess.Popen[str]) -> bool:
 
 
 def wait_for(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
     while not happened():
-        pass
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
 
 
 def test_a_server_without_a_tier_is_named_with_what_its_environment_says(serve: Serve) -> None:
