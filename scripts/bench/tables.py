@@ -12,12 +12,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from scripts.bench import step as bench_step
 from scripts.bench.chats import figures as chats_figures
 from scripts.bench.chats import report as chats_report
 from scripts.bench.common import ROOT, cell, digits, table
 from scripts.bench.probes import trace_report
 from scripts.bench.serve import pressed
 from scripts.bench.serve import report as serve
+from scripts.bench.transfer import report as transfer_report
 
 RESULTS = ROOT / "docs" / "measured" / "current"
 MODES = {
@@ -99,6 +101,22 @@ def read(name: str) -> Any:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def _made(name: str, make: Callable[[Any], str]) -> str:
+    """What is made of a result, and what it ran on."""
+    return _each({name: ""}, lambda document, _: make(document))
+
+
+def _each(names: dict[str, str], make: Callable[[Any, str], str]) -> str:
+    """The same of several results, each with words of its own; of those that were measured."""
+    parts = []
+    for name, words in names.items():
+        document = read(name)
+        if document is not None:
+            machines = document["machines"] if "machines" in document else [document["machine"]]
+            parts += [make(document, words), *dict.fromkeys(map(ran_on, machines))]
+    return "\n\n".join(parts) or "not measured"
+
+
 def served() -> str:
     """S1 to S3 and the start by mode."""
     document = read("serve.json")
@@ -152,86 +170,66 @@ def _middle(values: list[float], factor: float) -> str:
 
 def chats() -> str:
     """Conversations over HTTP, beside plain vLLM whose GPU cache holds everything."""
-    document = read("chats.json")
-    if document is None:
-        return "not measured"
-    ran = dict.fromkeys(ran_on(machine) for machine in document["machines"])
-    return "\n\n".join([chats_report.tables(document), chats_report.EXPLAINED, *ran])
+    return _made(
+        "chats.json", lambda found: f"{chats_report.tables(found)}\n\n{chats_report.EXPLAINED}"
+    )
 
 
 def conversations() -> str:
     """The rows of `chats` that say most, of the systems as they come."""
-    document = read("chats.json")
-    if document is None:
-        return "not measured"
-    as_they_come = [job for job in document["jobs"] if "+" not in job["mode"]]
-    return _conversations({**document, "jobs": as_they_come}, CONVERSATIONS)
+
+    def make(document: dict[str, Any]) -> str:
+        as_they_come = [job for job in document["jobs"] if "+" not in job["mode"]]
+        return _conversations({**document, "jobs": as_they_come}, CONVERSATIONS)
+
+    return _made("chats.json", make)
 
 
 def _conversations(document: dict[str, Any], chosen: tuple[str, ...]) -> str:
     titles = {figure.title: figure for figure in (*chats_figures.LATER, *chats_figures.QUIET)}
     words = f"{chats_report.about(document)}; one prompt at a time"
     rows = chats_report.chosen(document, words, [titles[title] for title in chosen])
-    ran = dict.fromkeys(ran_on(machine) for machine in document["machines"])
-    return "\n\n".join([rows, chats_report.EXPLAINED, *ran])
+    return f"{rows}\n\n{chats_report.EXPLAINED}"
 
 
 def by_layer() -> str:
     """What loads by layer change: conversations over HTTP, and by time in one engine."""
-    document = read("chats-by-layer.json")
-    if document is None:
-        return "not measured"
-    traced = _traced(trace_report.changes, "trace-by-layer.json")
-    return f"{_conversations(document, BY_LAYER)}\n\n{traced}"
+    served = _made("chats-by-layer.json", lambda found: _conversations(found, BY_LAYER))
+    return f"{served}\n\n{_made('trace-by-layer.json', trace_report.changes)}"
 
 
 def other_chats() -> str:
     """Turns that come back: without other prompts before them, and on engines of two GPUs."""
-    parts = []
-    for name, words in OTHER_CHATS.items():
-        document = read(name)
-        if document is not None:
-            parts.append(chats_report.later(document, words))
-            parts += dict.fromkeys(ran_on(machine) for machine in document["machines"])
-    return "\n\n".join(parts) or "not measured"
+    return _each(OTHER_CHATS, chats_report.later)
 
 
 def mechanisms() -> str:
     """What each mechanism is worth: all rounds of one engine, one switched off at a time."""
-    parts = []
-    for name, words in MECHANISMS.items():
-        document = read(name)
-        if document is not None:
-            parts.append(f"{words}, ms:\n\n{_by_mechanism(document['rounds'])}")
-            parts.append(ran_on(document["machine"]))
-    return "\n\n".join(parts) or "not measured"
+    return _each(
+        MECHANISMS, lambda found, words: f"{words}, ms:\n\n{_by_mechanism(found['rounds'])}"
+    )
 
 
 def trace() -> str:
     """What switching a mechanism changes, by time in the engine."""
-    return _traced(lambda found: f"{trace_report.page(found)}\n\n{trace_report.EXPLAINED}")
+    return _made(
+        "trace.json", lambda found: f"{trace_report.page(found)}\n\n{trace_report.EXPLAINED}"
+    )
 
 
 def bound() -> str:
     """What an ideal tier would take, from the same trace."""
-    return _traced(trace_report.bound)
+    return _made("trace.json", trace_report.bound)
 
 
 def joins(name: str = "trace-joins.json") -> str:
     """What a request that joins costs the others, and where the host's time goes."""
-    return _traced(lambda found: "\n\n".join(trace_report.joins(found)), name)
+    return _made(name, lambda found: "\n\n".join(trace_report.joins(found)))
 
 
 def slowest() -> str:
     """Where the slowest requests of that trace spent their time."""
-    return _traced(trace_report.slowest)
-
-
-def _traced(make: Callable[[dict[str, Any]], str], name: str = "trace.json") -> str:
-    document = read(name)
-    if document is None:
-        return "not measured"
-    return make(document) + "\n\n" + ran_on(document["machine"])
+    return _made("trace.json", trace_report.slowest)
 
 
 def _by_mechanism(rounds: list[dict[str, Any]]) -> str:
@@ -250,102 +248,65 @@ def _flat(value: Any) -> list[float]:
 
 def step() -> str:
     """What a scheduler step costs on the host, the connectors beside it."""
-    document = read("step.json")
-    if document is None:
-        return "not measured"
-    from scripts.bench import step as bench_step
-
-    return bench_step.page(document) + "\n\n" + ran_on(document["machine"])
+    return _made("step.json", bench_step.page)
 
 
 def goals() -> str:
     """What a step may cost by the tier's goals, and what it costs."""
-    document = read("step.json")
-    if document is None:
-        return "not measured"
-    from scripts.bench import step as bench_step
-
-    return bench_step.goals(document["rows"]) + "\n\n" + ran_on(document["machine"])
+    return _made("step.json", lambda found: bench_step.goals(found["rows"]))
 
 
 def transfer() -> str:
     """Shares of what plain copies of one pinned buffer reach."""
-    document = read("../2026-11-22-transfer-f35c44a.json")
-    if document is None:
-        return "not measured"
-    from scripts.bench.transfer import report
-
-    return report.page(document) + "\n\n" + ran_on(document["machine"])
+    return _made("../2026-11-22-transfer-f35c44a.json", transfer_report.page)
 
 
 def shapes() -> str:
     """The same of bigger models' blocks, by the tier's own backend."""
-    document = read("transfer-shapes.json")
-    if document is None:
-        return "not measured"
-    from scripts.bench.transfer import report
 
-    staged = [case for case in document["cases"] if case["backend"] == "staged"]
-    return report.page({**document, "cases": staged}) + "\n\n" + ran_on(document["machine"])
+    def make(document: dict[str, Any]) -> str:
+        staged = [case for case in document["cases"] if case["backend"] == "staged"]
+        return transfer_report.page({**document, "cases": staged})
+
+    return _made("transfer-shapes.json", make)
 
 
 def checksums() -> str:
     """How fast copies with checksums are beside copies without."""
-    document = read("transfer-checksums.json")
-    if document is None:
-        return "not measured"
-    from scripts.bench.transfer import report
-
-    return report.checksums(document) + "\n\n" + ran_on(document["machine"])
+    return _made("transfer-checksums.json", transfer_report.checksums)
 
 
 def checksums_said() -> str:
     """The sentence below the table of `checksums`."""
     document = read("transfer-checksums.json")
-    if document is None:
-        return "not measured"
-    from scripts.bench.transfer import report
-
-    return report.checksums_said(document)
+    return "not measured" if document is None else transfer_report.checksums_said(document)
 
 
 def pressure() -> str:
     """Chats that the GPU's cache cannot hold while they run."""
-    document = read("pressure.json")
-    if document is None:
-        return "not measured"
-    ran = dict.fromkeys(ran_on(machine) for machine in document["machines"])
-    return "\n\n".join([pressed.page(document["jobs"], MODES), *ran])
+    return _made("pressure.json", lambda found: pressed.page(found["jobs"], MODES))
 
 
 def pressure_on_the_cpu() -> str:
     """The same on a tiny model, with the connectors' copies on the host."""
-    document = read("pressure-cpu.json")
-    if document is None:
-        return "not measured"
-    ran = dict.fromkeys(ran_on(machine) for machine in document["machines"])
-    return "\n\n".join([pressed.small_page(document["jobs"], MODES), *ran])
+    return _made("pressure-cpu.json", lambda found: pressed.small_page(found["jobs"], MODES))
 
 
 def ranks() -> str:
     """Conversations and single prompts on servers of two GPUs each."""
     rows = [*chats_figures.LATER, *chats_figures.QUIET, *chats_figures.AFTER]
-    parts = []
-    for name, words in RANKS.items():
-        document = read(name)
-        if document is not None:
-            title = f"{words}: {chats_report.about(document)}; one prompt at a time, p50"
-            parts.append(chats_report.chosen(document, title, rows))
-            parts += dict.fromkeys(ran_on(machine) for machine in document["machines"])
-    return "\n\n".join(parts) or "not measured"
+
+    def make(document: dict[str, Any], words: str) -> str:
+        title = f"{words}: {chats_report.about(document)}; one prompt at a time, p50"
+        return chats_report.chosen(document, title, rows)
+
+    return _each(RANKS, make)
 
 
 def probed(name: str) -> str:
     """The table of a probe, as it makes it itself; imported here, as the others need no torch."""
-    if (document := read(f"{name}.json")) is None:
-        return "not measured"
-    probe = importlib.import_module(f"scripts.bench.probes.{name.partition('-')[0]}")
-    return "\n\n".join([probe.report(document["rows"]), *map(ran_on, document["machines"])])
+    probe = f"scripts.bench.probes.{name.partition('-')[0]}"
+    return _made(f"{name}.json", lambda found: importlib.import_module(probe).report(found["rows"]))
 
 
 def enqueued() -> str:
