@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from scripts.bench.serve.load import sampling
+from scripts.bench.serve.load import ask
 
 # The name of a request, its prompt, and how many tokens it is answered with.
 Asked = tuple[str, list[int], int]
-
-
-def add(engine: Any, name: str, prompt: list[int], max_tokens: int) -> None:
-    """Ask beside others."""
-    from vllm.sampling_params import RequestOutputKind
-
-    parameters = sampling(max_tokens, output_kind=RequestOutputKind.DELTA)
-    engine.add_request(name, {"type": "token", "prompt_token_ids": prompt}, parameters)
 
 
 class ClosedLoop:
@@ -41,7 +33,7 @@ class ClosedLoop:
         """Every client without a request asks."""
         while self._free:
             self._free -= 1
-            add(self._engine, *self._ask())
+            ask(self._engine, *self._ask())
 
     def step(self) -> list[Any]:
         """What the engine has answered next."""

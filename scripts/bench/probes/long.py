@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.common import cell, machine, say, table, write_json
-from scripts.bench.probes.closed_loop import add
 from scripts.bench.serve import modes
-from scripts.bench.serve.load import random_prompts
+from scripts.bench.serve.load import ask, random_prompts
 
 MODES = {
     "ours": "this tier",
@@ -93,7 +92,7 @@ class Load:
     def _add(self, prompt: list[int], max_tokens: int) -> str:
         self._count += 1
         name = f"long-{self._count}"
-        add(self._engine, name, prompt, max_tokens)
+        ask(self._engine, name, prompt, max_tokens)
         return name
 
     def _step(self) -> None:

@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.common import machine, quantile, say, write_json
-from scripts.bench.probes.closed_loop import Asked, ClosedLoop, add
+from scripts.bench.probes.closed_loop import Asked, ClosedLoop
 from scripts.bench.probes.switches import MECHANISMS, switch_off
 from scripts.bench.probes.tier_calls import tier_took
-from scripts.bench.serve.load import sampling
+from scripts.bench.serve.load import ask, sampling
 
 
 class Load:
@@ -108,7 +108,7 @@ class Load:
         asked: dict[str, float] = {}
         waits: list[float] = []
         for name in names:
-            add(engine, name, self.tokens(64), options.max_tokens - 64)
+            ask(engine, name, self.tokens(64), options.max_tokens - 64)
         returning = iter(self.sessions[6:])
         while len(last) < len(names):
             note(engine.step(), last, [], {}, [])
@@ -118,7 +118,7 @@ class Load:
                 due += 1 / options.rate
                 name = f"arrival-{self.count}-{len(asked)}"
                 asked[name] = now
-                add(engine, name, session + self.tokens(32), 2)
+                ask(engine, name, session + self.tokens(32), 2)
             note(engine.step(), last, gaps, asked, waits)
         engine.abort_request(names)
         while engine.has_unfinished_requests():
