@@ -42,6 +42,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ from scripts.bench.common import say, write_json
 from scripts.bench.serve import job as job_of
 from scripts.bench.serve import modes, report, side_by_side
 from scripts.bench.serve import process as process_of
-from scripts.bench.serve.sizes import SCENARIOS, SMALL, Sizes
+from scripts.bench.serve.sizes import SCENARIOS, SMALL, Sizes, with_changes
 
 
 def options() -> argparse.Namespace:
@@ -90,7 +91,7 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
         changes += [f"cpu_gib={args.cpu_gib}", f"offloading_gib={args.cpu_gib * 8 / 9}"]
     if args.repeats:
         changes += [f"s2_repeats={args.repeats}", f"s4_repeats={args.repeats}"]
-    return (SMALL if args.small else Sizes()).with_changes(changes)
+    return with_changes(SMALL if args.small else Sizes(), changes)
 
 
 def split(text: str, known: Any) -> list[str]:
@@ -116,7 +117,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     setup = job_of.Setup(
         args.model, sizes_of(args), args.small, args.engine, args.out, args.job_timeout
     )
-    document: dict[str, Any] = {"machines": [], "sizes": setup.sizes.as_dict(), "jobs": []}
+    document: dict[str, Any] = {"machines": [], "sizes": asdict(setup.sizes), "jobs": []}
     earlier = jobs.merge(document, args.merge)
     if earlier and not names:
         document["sizes"] = earlier[-1]["sizes"]

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,7 @@ def spec_of(job: Job, setup: Setup, events: Path) -> dict[str, Any]:
     return {
         "model": str(_model(job, setup).resolve()),
         "engine": arguments(job, setup),
-        "sizes": setup.sizes.as_dict(),
+        "sizes": asdict(setup.sizes),
         "scenarios": job.scenarios,
         "floor": modes.parse(job.mode)[0] in ("off", "ours"),
         "plain": job.mode == "off",

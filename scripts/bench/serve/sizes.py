@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 # Which scenarios an engine plays, in this order: S1 needs what S3 left in CPU memory, and S2 pushes
@@ -83,18 +83,6 @@ class Sizes:
     pressure_tokens_answer_min: int = 64
     pressure_tokens_answer_max: int = 256
     pressure_tokens_gpu_blocks: int = 533
-
-    def with_changes(self, changes: list[str]) -> Sizes:
-        """These sizes with ``name=value`` applied.
-
-        Raises:
-            ValueError: an unknown name or a value of the wrong type.
-        """
-        return with_changes(self, changes)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 def with_changes(sizes: S, changes: list[str]) -> S:

@@ -15,7 +15,7 @@ from scripts.bench.serve import command as bench_serve
 from scripts.bench.serve import job as job_of
 from scripts.bench.serve import load, modes, pairs, report, side_by_side
 from scripts.bench.serve import process as process_of
-from scripts.bench.serve.sizes import SMALL, Sizes
+from scripts.bench.serve.sizes import SMALL, Sizes, with_changes
 
 # Says what it is asked in a file that all share, and holds a lock that no two may hold at once.
 PLAYER = """
@@ -73,7 +73,7 @@ def playing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             return [sys.executable, player, spec, mode, shared, ways[mode]]
 
         monkeypatch.setattr(modes, "command", command)
-        sizes = SMALL.with_changes([f"s4_repeats={repeats}"])
+        sizes = with_changes(SMALL, [f"s4_repeats={repeats}"])
         setup = job_of.Setup(tmp_path, sizes, True, {}, tmp_path / "out", 5.0)
         (jobs,) = job_of.jobs(["s4"], list(ways), 1, False, side_by_side=True)
         side_by_side.run(jobs, setup, lambda: None, late)
