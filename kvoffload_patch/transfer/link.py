@@ -100,7 +100,7 @@ class LinkCopies:
             )
         self.last = transfer.ticket
         source_ids, target_ids = self._turn.own(transfer.source_ids, transfer.target_ids)
-        start = partial(self._start, source_ids, target_ids, transfer.compared)
+        start = partial(self._copy_blocks, source_ids, target_ids, transfer.compared)
         behind = [(other.queue, ticket_on(done, other.link)) for other in self._behind]
         # GPU blocks are vLLM's: what is wrong in one is its request's, and told with the failure.
         lost = int if self.link[1] == GPU else partial(self._lose, target_ids)
@@ -125,7 +125,7 @@ class LinkCopies:
             # Another rank may have said that they are done: forget what this one has told, only.
             forget(self.queue.failed, min(known_done, self.told))
 
-    def _start(
+    def _copy_blocks(
         self,
         source_ids: Sequence[int],
         target_ids: Sequence[int],
@@ -140,34 +140,16 @@ class LinkCopies:
                 "rank."
             )
         if not target_ids:  # others copy all of it
-            return _nothing()
-        if self.link[1] == GPU:
-            return self._copy(source_ids, target_ids, streams, compared)
-        return self._keep(source_ids, target_ids, compared, streams)
-
-    def _keep(
-        self,
-        source_ids: Sequence[int],
-        target_ids: Sequence[int],
-        compared: bool,
-        streams: Streams | None,
-    ) -> Slices:
+            return None
         # A slot that another rank has and this one has not yet is waited for with the queues'
         # lock held, so that a step with loads of its own waits as well. That is rare and ends.
         if self._wait_ready is not None:
             self._wait_ready(max(target_ids) + 1)
         verdict = yield from self._copy(source_ids, target_ids, streams, compared)
-        bad = self._bad.get(self.link[1])
-        if bad:
+        if bad := self._bad.get(self.link[1]):
             bad.difference_update(target_ids)
         return verdict
 
     def _lose(self, target_ids: Sequence[int]) -> None:
         """A copy into these blocks has failed: no other one may bring what they hold."""
         self._bad.setdefault(self.link[1], set()).update(target_ids)
-
-
-def _nothing() -> Slices:
-    """A copy of no block."""
-    yield from ()
-    return None
