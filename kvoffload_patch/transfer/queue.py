@@ -206,13 +206,8 @@ class CopyQueue:
     def flush(self, ticket: int) -> None:
         """Enqueue every copy up to ``ticket``."""
         with self._lock:
-            while self.has_queued(ticket):
+            while self._queue and self._queue[0].ticket <= ticket:
                 self.advance()
-
-    def has_queued(self, ticket: int) -> bool:
-        """Whether any copy up to ``ticket`` is not wholly enqueued."""
-        with self._lock:
-            return bool(self._queue) and self._queue[0].ticket <= ticket
 
     def poll(self) -> int:
         """The last ticket done; never waits."""
@@ -352,13 +347,6 @@ class SyncCopyQueue:
     def arrivals(self, ticket: int) -> Sequence[Any]:
         """Nothing is ever under way."""
         return ()
-
-    def flush(self, ticket: int) -> None:
-        """Nothing is ever queued."""
-
-    def has_queued(self, ticket: int) -> bool:
-        """Nothing is ever queued."""
-        return False
 
     def poll(self) -> int:
         """The last ticket done."""

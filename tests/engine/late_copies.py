@@ -40,9 +40,6 @@ class LateQueue(_SyncCopyQueue):
         while self._waiting and self._waiting[0][0][0] <= ticket:
             self._carry_out()
 
-    def has_queued(self, ticket: int) -> bool:
-        return bool(self._waiting) and self._waiting[0][0][0] <= ticket
-
     def advance(self) -> bool:
         if self._waiting:
             self._carry_out()

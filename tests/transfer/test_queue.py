@@ -82,8 +82,7 @@ def test_flushing_enqueues_the_copies_up_to_a_ticket(setup: Setup) -> None:
     setup.cuda.run()
     assert names(setup.log) == {"1", "2", "3"}
     assert queue.poll() == 3
-    assert queue.queued
-    assert [queue.has_queued(ticket) for ticket in (3, 4, 9)] == [False, True, True]
+    assert queue.queued, "the fourth is"
     queue.drain()
     assert (queue.poll(), queue.queued, queue.under_way) == (4, False, False)
     assert names(setup.log) == {"1", "2", "3", "4"}
@@ -376,7 +375,7 @@ def test_the_cpu_device_copies_at_once_and_fails_at_once() -> None:
     assert queue.poll() == 2
     assert queue.failed == {2: (RAISED, "not here")}
     assert not (queue.queued or queue.under_way or queue.advance() or queue.top_up(9))
-    assert queue.has_room(1) and not queue.has_queued(9)
+    assert queue.has_room(1)
 
 
 def test_the_cpu_device_asks_at_once_whether_bytes_are_right() -> None:
