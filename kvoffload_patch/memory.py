@@ -86,16 +86,6 @@ def cgroups(root: Path = Path("/"), used: bool = True) -> list[Room]:
     return [Room(nbytes, f"cgroup {name}") for name, nbytes in _cgroup_room(root, used)]
 
 
-def available_memory_bytes(root: Path = Path("/")) -> int:
-    """See `available`."""
-    return available(root).nbytes
-
-
-def attainable_memory_bytes(root: Path = Path("/")) -> int:
-    """See `attainable`."""
-    return attainable(root).nbytes
-
-
 def auto_bytes(can_give: int) -> int:
     """What an automatic tier takes of so many bytes: half, and all but the reserve at most."""
     return max(0, min(can_give // AUTO_PARTS, can_give - RESERVE_BYTES))

@@ -16,9 +16,9 @@ from kvoffload_patch.config import GIB, ConfigError
 from kvoffload_patch.memory import (
     MemoryRefused,
     Room,
-    attainable_memory_bytes,
+    attainable,
     auto_bytes,
-    available_memory_bytes,
+    available,
     check_capacity,
     check_cpu_bytes,
     locked_memory_limit_bytes,
@@ -74,7 +74,7 @@ class Machine:
             self.write(f"sys/bus/virtio/devices/virtio{i}/device", f"0x{device:04x}\n")
 
     def gib(self) -> float:
-        return available_memory_bytes(self.root) / GIB
+        return available(self.root).nbytes / GIB
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_odd_lines_are_skipped(machine: Machine) -> None:
 
 def test_nothing_known_is_not_refused(tmp_path: Path) -> None:
     Machine(tmp_path, available_gib=None)
-    assert available_memory_bytes(tmp_path) == sys.maxsize
+    assert available(tmp_path).nbytes == sys.maxsize
     check_cpu_bytes(1 << 60, tmp_path)
 
 
@@ -224,14 +224,14 @@ def test_a_cgroup_without_a_limit_is_no_limit(machine: Machine) -> None:
     machine.write("proc/self/mountinfo", V1_MOUNTS.format(root="/"))
     machine.write("proc/self/cgroup", "4:memory:/\n")
     machine.cgroup1("", UNLIMITED_V1, used=4)
-    assert attainable_memory_bytes(machine.root) == sys.maxsize
+    assert attainable(machine.root).nbytes == sys.maxsize
     assert shareable(machine.root) == Room(6 * GIB)
 
 
 def test_what_a_balloon_holds_may_come_and_is_not_there_yet(machine: Machine) -> None:
     machine.virtual(8, 32, 2, 5)
     assert machine.gib() == 6
-    assert attainable_memory_bytes(machine.root) == 30 * GIB
+    assert attainable(machine.root).nbytes == 30 * GIB
     check_cpu_bytes(29 * GIB, machine.root)
     with pytest.raises(MemoryRefused, match=r"31\.0 GiB was asked.*only 29\.0 GiB"):
         check_cpu_bytes(31 * GIB, machine.root)
@@ -239,20 +239,20 @@ def test_what_a_balloon_holds_may_come_and_is_not_there_yet(machine: Machine) ->
 
 def test_without_a_balloon_memory_that_the_kernel_lacks_does_not_come(machine: Machine) -> None:
     machine.virtual(8, 32, 1, 2, 4)
-    assert attainable_memory_bytes(machine.root) == 6 * GIB
+    assert attainable(machine.root).nbytes == 6 * GIB
 
 
 def test_a_balloon_on_a_machine_that_does_not_count_its_blocks(machine: Machine) -> None:
     machine.virtual(8, 0, 5)
-    assert attainable_memory_bytes(machine.root) == 6 * GIB
+    assert attainable(machine.root).nbytes == 6 * GIB
     (machine.root / "sys/devices/system/memory/block_size_bytes").unlink()
-    assert attainable_memory_bytes(machine.root) == 6 * GIB
+    assert attainable(machine.root).nbytes == 6 * GIB
 
 
 def test_memory_that_can_be_plugged_in_has_no_known_end(machine: Machine) -> None:
     machine.virtual(31, 32, 2, 24)
     assert machine.gib() == 6
-    assert attainable_memory_bytes(machine.root) == sys.maxsize
+    assert attainable(machine.root).nbytes == sys.maxsize
     check_cpu_bytes(100 * GIB, machine.root)
 
 
@@ -261,7 +261,7 @@ def test_a_cgroup_limits_what_may_come(machine: Machine) -> None:
     machine.write("proc/self/mountinfo", V2_MOUNT.format(root="/"))
     machine.write("proc/self/cgroup", "0::/\n")
     machine.cgroup2("", 128 * GIB, used=3)
-    assert attainable_memory_bytes(machine.root) == 125 * GIB
+    assert attainable(machine.root).nbytes == 125 * GIB
     assert machine.gib() == 6
 
 
@@ -295,8 +295,8 @@ def test_a_system_that_does_not_let_the_limit_be_raised(monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="needs Linux")
 def test_this_machine() -> None:
-    assert 1 << 20 < available_memory_bytes() < 1 << 50
-    assert attainable_memory_bytes() >= available_memory_bytes() - (64 << 20)
+    assert 1 << 20 < available().nbytes < 1 << 50
+    assert attainable().nbytes >= available().nbytes - (64 << 20)
 
 
 # A shell that joins a cgroup, and a Python in its place that says what it may take, and whether a

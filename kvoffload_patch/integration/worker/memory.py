@@ -18,9 +18,9 @@ from kvoffload_patch.integration.shared_files import SharedFileAddress
 from kvoffload_patch.integration.worker.devices import why_refused
 from kvoffload_patch.integration.worker.tuning import RANK_STEP_BYTES
 from kvoffload_patch.memory import (
-    attainable_memory_bytes,
+    attainable,
     auto_bytes,
-    available_memory_bytes,
+    available,
     locked_memory_limit_bytes,
     raise_locked_memory_limit,
     shareable,
@@ -44,7 +44,7 @@ def begin_early(runner: Any) -> Callable[[], None]:
     """
     try:
         nbytes = 0 if hasattr(runner, EARLY) or attached(runner) else _share_bytes(runner)
-        if nbytes and nbytes <= attainable_memory_bytes():
+        if nbytes and nbytes <= attainable().nbytes:
             setattr(runner, EARLY, _begin(runner, nbytes))
             args = (runner.device, Settings.from_env().integrity)
             compiling = JoinedThread(_compile_kernels, "kvoffload-compile", None, args)
@@ -83,7 +83,7 @@ def open_host(
     from kvoffload_patch.transfer.device import device_of
     from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
 
-    available = _available_to_one(runner.vllm_config)
+    can_take = _available_to_one(runner.vllm_config)
     if not device_of(layout.device).is_host:
         raise_locked_memory_limit()
         limit = locked_memory_limit_bytes()
@@ -97,14 +97,14 @@ def open_host(
         mapping = _take_early(runner)
     else:
         drop_early(runner)
-        mapping = _map_shared(shared, num_slots, layout, available)
+        mapping = _map_shared(shared, num_slots, layout, can_take)
     return HostBuffer(
-        num_slots, layout.block_bytes, layout.device, available_bytes=available, mapping=mapping
+        num_slots, layout.block_bytes, layout.device, available_bytes=can_take, mapping=mapping
     )
 
 
 def _map_shared(
-    shared: SharedFileAddress, num_slots: int, layout: Any, available: Callable[[], int]
+    shared: SharedFileAddress, num_slots: int, layout: Any, can_take: Callable[[], int]
 ) -> Any:
     from kvoffload_patch.transfer.device import device_of
     from kvoffload_patch.transfer.memory.host_buffer import slot_pitch
@@ -113,7 +113,7 @@ def _map_shared(
 
     nbytes = num_slots * slot_pitch(layout.block_bytes)
     node = None if device_of(layout.device).is_host else node_of(layout.device)
-    return HostMapping(nbytes, node, available, shared.open())
+    return HostMapping(nbytes, node, can_take, shared.open())
 
 
 def _nothing() -> None:
@@ -160,7 +160,7 @@ def _num_ranks(vllm_config: Any) -> int:
 def _available_to_one(vllm_config: Any) -> Callable[[], int]:
     """What one rank may take, now, even if every other one takes its next step at that moment."""
     others = (_num_ranks(vllm_config) - 1) * RANK_STEP_BYTES
-    return lambda: available_memory_bytes() - others
+    return lambda: available().nbytes - others
 
 
 def _shares_memory(device: Any) -> bool:
@@ -174,8 +174,8 @@ def _begin(runner: Any, nbytes: int) -> Any:
     from kvoffload_patch.transfer.memory.numa import node_of
 
     # Ranks need not be alike. Address space costs nothing, and a new mapping costs the touching.
-    available = _available_to_one(runner.vllm_config)
-    mapping = HostMapping(nbytes + nbytes // 8, node_of(runner.device), available)
+    can_take = _available_to_one(runner.vllm_config)
+    mapping = HostMapping(nbytes + nbytes // 8, node_of(runner.device), can_take)
     mapping.toucher.start(nbytes)
     return mapping
 

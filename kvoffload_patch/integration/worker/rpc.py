@@ -24,7 +24,7 @@ from kvoffload_patch.integration.worker.tier import RankTier
 from kvoffload_patch.integration.worker.unheard import UnheardRank
 from kvoffload_patch.integration.worker.vllm_runner import block_layout, runner_is_patched
 from kvoffload_patch.integration.worker.weights import weights_digest
-from kvoffload_patch.memory import attainable_memory_bytes, shareable
+from kvoffload_patch.memory import attainable, shareable
 from kvoffload_patch.tier.plan import TransferPlan
 
 # A forked process has the same, and one in another container may have the same number.
@@ -76,7 +76,7 @@ def describe_rank(worker: Any) -> RankGeometry:
             slot_bytes=slot_pitch(layout.block_bytes),
             num_blocks=layout.num_blocks,
             device=layout.device.type,
-            available_bytes=attainable_memory_bytes(),
+            available_bytes=attainable().nbytes,
             shareable_bytes=shareable().nbytes,
             early_bytes=early_bytes(runner),
             same_bytes=same_bytes(worker, layout),

@@ -127,13 +127,13 @@ def test_memory_that_is_the_gpus_too_is_left_alone_meanwhile(settings: Any) -> N
 
 def test_a_rank_leaves_what_the_others_may_be_taking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapping, "MEMORY_PATIENCE_S", 0.05)
-    monkeypatch.setattr(host_memory, "available_memory_bytes", lambda: (512 + 107) * MIB)
+    monkeypatch.setattr(host_memory, "available", lambda: Room((512 + 107) * MIB))
     for ranks, share in ((1, 96), (2, 48)):
         one = runner(world_size=ranks)
         begin_early(one)
         assert getattr(one, EARLY).toucher.wait(share * MIB)
         drop_early(one)
-    monkeypatch.setattr(host_memory, "available_memory_bytes", lambda: (512 + 40) * MIB)
+    monkeypatch.setattr(host_memory, "available", lambda: Room((512 + 40) * MIB))
     begin_early(one)
     assert not getattr(one, EARLY).toucher.wait(48 * MIB)
     drop_early(one)
@@ -148,7 +148,7 @@ def test_an_automatic_share_is_taken_early_as_well(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_can_never_fit_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "attainable_memory_bytes", lambda: 95 * MIB)
+    monkeypatch.setattr(host_memory, "attainable", lambda: Room(95 * MIB))
     one = runner()
     begin_early(one)
     assert not hasattr(one, EARLY)
@@ -222,7 +222,7 @@ def test_growth_looks_at_the_memory_available(
     registrar: Registrar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mapping, "MEMORY_PATIENCE_S", 0.05)
-    monkeypatch.setattr(host_memory, "available_memory_bytes", lambda: 0)
+    monkeypatch.setattr(host_memory, "available", lambda: Room(0))
     with pytest.raises(RuntimeError, match="of memory available to go on, found 0.0"):
         open_host(runner(), 96, layout())
 
