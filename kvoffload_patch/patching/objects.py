@@ -7,14 +7,14 @@ know what a hook does.
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .check import mismatch
 from .errors import PatchTableError
 from .live import check_live
+from .patchset import load_hook
 from .point import Decision, PatchPoint
 
 
@@ -58,7 +58,7 @@ class ObjectHooks:
         try:
             for point, owner in self._targets:
                 name = point.attribute.rpartition(".")[2]
-                made = _load(point)(getattr(owner, name), self.live, *context)
+                made = load_hook(point)(getattr(owner, name), self.live, *context)
                 setattr(owner, name, made)
                 self._set.append((owner, name, made))
         except BaseException:
@@ -128,9 +128,3 @@ def _function(point: PatchPoint, owner: Any) -> Any:
     """The raw object in the class that defines it."""
     name = point.attribute.rpartition(".")[2]
     return next(vars(c)[name] for c in type(owner).__mro__ if name in vars(c))
-
-
-def _load(point: PatchPoint) -> Callable[..., Any]:
-    module, _, function = point.hook.partition(":")
-    made: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return made

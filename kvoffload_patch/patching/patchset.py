@@ -211,7 +211,7 @@ def _install(record: _Record, module: ModuleType) -> None:
     gate, decision, name = record.gate, record.decision, module.__name__
     points = [point for point in decision.wrapped if point.module == name]
     try:
-        hooks = [_load_hook(point) for point in points]
+        hooks = [load_hook(point) for point in points]
         with _lock:
             if not gate or gate is not record.gate:
                 return  # removed or armed again meanwhile
@@ -268,7 +268,8 @@ def _prepare(
     return [entry for entry, _ in entries]
 
 
-def _load_hook(point: PatchPoint) -> Callable[..., Any]:
+def load_hook(point: PatchPoint) -> Callable[..., Any]:
+    """The function that a point names as its hook."""
     module, _, function = point.hook.partition(":")
     hook: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return hook
