@@ -42,8 +42,3 @@ def ticket_on(tickets: Tickets, link: Link) -> int:
         if found == link:
             return ticket
     return 0
-
-
-def failed_on(failed: tuple[Failure, ...], link: Link) -> tuple[int, ...]:
-    """The tickets of a link that failed."""
-    return tuple([one.ticket for one in failed if one.link == link])

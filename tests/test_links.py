@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from kvoffload_patch.links import (
-    CPU,
-    GPU,
-    LATE,
-    LOAD,
-    MISMATCH,
-    STORE,
-    Failure,
-    failed_on,
-    ticket_on,
-)
+from kvoffload_patch.links import CPU, GPU, LOAD, STORE, ticket_on
 
 
 def test_a_load_ends_and_a_store_begins_on_the_gpu() -> None:
@@ -24,10 +14,3 @@ def test_a_ticket_is_of_one_link_and_0_stands_before_all() -> None:
     tickets = ((STORE, 4), (further, 7))
     assert [ticket_on(tickets, link) for link in (STORE, further, LOAD)] == [4, 7, 0]
     assert ticket_on((), LOAD) == 0
-
-
-def test_all_failures_of_a_link_in_their_order() -> None:
-    failed = (Failure(LOAD, 5, LATE), Failure(STORE, 1, MISMATCH), Failure(LOAD, 3, LATE))
-    assert failed_on(failed, LOAD) == (5, 3)
-    assert failed_on(failed, STORE) == (1,)
-    assert failed_on((), STORE) == ()

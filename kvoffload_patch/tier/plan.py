@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvoffload_patch.links import Failure, Link, Tickets, failed_on, ticket_on
+from kvoffload_patch.links import Failure, Link, Tickets, ticket_on
 
 
 class Transfer(NamedTuple):
@@ -90,4 +90,4 @@ class TransferResult(NamedTuple):
 
     def failed_on(self, link: Link) -> tuple[int, ...]:
         """The transfers of a link that failed."""
-        return failed_on(self.failed, link)
+        return tuple([one.ticket for one in self.failed if one.link == link])

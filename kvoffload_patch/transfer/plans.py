@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from kvoffload_patch.links import Failure, Link, Tickets, failed_on, ticket_on
+from kvoffload_patch.links import Failure, Link, Tickets, ticket_on
 
 
 class Transfer(Protocol):
@@ -55,7 +55,3 @@ class Progress(NamedTuple):
     def done_on(self, link: Link) -> int:
         """The ticket up to which all of a link are done."""
         return ticket_on(self.done, link)
-
-    def failed_on(self, link: Link) -> tuple[int, ...]:
-        """The transfers of a link that failed."""
-        return failed_on(self.failed, link)

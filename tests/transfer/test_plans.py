@@ -11,8 +11,9 @@ def test_progress_is_told_by_link() -> None:
     failed = [Failure(*one, LATE) for one in ((LOAD, 4), (STORE, 1), (LOAD, 5))]
     progress = Progress(((LOAD, 5), (STORE, 2)), tuple(failed))
     assert (progress.done_on(LOAD), progress.done_on(STORE)) == (5, 2)
-    assert (progress.failed_on(LOAD), progress.failed_on(STORE)) == ((4, 5), (1,))
-    assert (progress.done_on(("disk", CPU)), progress.failed_on(("disk", CPU))) == (0, ())
+    result = TransferResult(*progress)
+    assert (result.failed_on(LOAD), result.failed_on(STORE)) == ((4, 5), (1,))
+    assert (progress.done_on(("disk", CPU)), result.failed_on(("disk", CPU))) == (0, ())
 
 
 def test_the_first_fields_of_a_result_are_those_of_progress() -> None:

@@ -218,9 +218,9 @@ class Machine:
                     self.cuda.run_one(self.random.choice([None, *range(5)]))
 
     def poll(self) -> TransferResult:
-        progress = self.engine.poll()
-        self.failed.update(progress.failed_on(LOAD))
-        return TransferResult(*progress)
+        result = TransferResult(*self.engine.poll())
+        self.failed.update(result.failed_on(LOAD))
+        return result
 
     def finish(self) -> None:
         with self.on_device():
