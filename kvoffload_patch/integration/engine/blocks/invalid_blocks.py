@@ -38,11 +38,10 @@ class InvalidBlocks:
         self.untrusted: dict[int, Hashable] = {}
 
     def step_scheduled(self, output: Any, cached: Iterable[tuple[Any, Sequence[Any]]]) -> None:
-        """A step is scheduled, and these blocks were cached for it."""
-        if self._view.scheduler.connector is not None:
-            blocks = [(one.request_id, block) for one, blocks in cached for block in blocks]
-            keyed = [(name, block.block_id, block.block_hash) for name, block in blocks]
-            self._in_flight.append((output, tuple(keyed)))
+        """A step is scheduled beside a connector, and these blocks were cached for it."""
+        blocks = [(one.request_id, block) for one, blocks in cached for block in blocks]
+        keyed = [(name, block.block_id, block.block_hash) for name, block in blocks]
+        self._in_flight.append((output, tuple(keyed)))
 
     def step_returned(self, output: Any) -> None:
         """A step's output is about to be taken in: steps before it are over."""

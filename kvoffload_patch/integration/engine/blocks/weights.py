@@ -74,7 +74,7 @@ class Weights:
         """Until `sleep_over`, the next reset of the prefix cache is that of sleep at this level."""
         self._falls_asleep = self._watched and level == 1
 
-    def sleep_over(self, *_: Any) -> None:
+    def sleep_over(self) -> None:
         """vLLM has fallen asleep, or has failed to."""
         self._falls_asleep = False
 

@@ -129,10 +129,6 @@ class LoadBook:
         """Requests that wait for a load."""
         return len(self._parked)
 
-    def is_parked(self, request_id: str) -> bool:
-        """Whether a request waits for a load."""
-        return request_id in self._parked
-
     @property
     def blocks_under_way(self) -> int:
         """Blocks of parked loads that are not done."""

@@ -143,7 +143,7 @@ def test_a_request_that_waits_for_a_load_holds_none_of_them(gone: bool) -> None:
     connector.known.clear()
     waits = mini.add(asked, count=3)
     mini.begin_step()
-    assert mini.tier._loads.is_parked(waits)
+    assert waits in mini.tier._loads._parked
     if gone:
         mini.abort(name)
     end_step(mini, invalid_block_ids=set(connector.filled[name][1:]))
