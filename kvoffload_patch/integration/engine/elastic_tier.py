@@ -30,8 +30,8 @@ class ElasticTier(SchedulerTier):
         self._refs.keep(self._manager.loads_to_plan)
         super()._after_admissions(output)
 
-    def _make_plan(self, computed: Mapping[Hashable, int]) -> TransferPlan | None:
-        plan = super()._make_plan(computed)
+    def _make_plan(self, output: Any, computed: Mapping[Hashable, int]) -> TransferPlan | None:
+        plan = super()._make_plan(output, computed)
         if plan is not None:
             self._refs.keep(plan.before)
             self._refs.keep(plan.after)

@@ -178,17 +178,15 @@ class SchedulerTier:
         if self._scheduler.connector is not None:
             self._invalid.step_scheduled(output, self.cached)
         self.cached.clear()
-        plan = self._make_plan(computed)
-        if plan is not None:
-            setattr(output, PLAN, plan)
+        self._make_plan(output, computed)
         if output.finished_req_ids:
             # One that was preempted can end by the output of a step that began before that.
             self.on_finish(output.finished_req_ids)
             self._recency.ended(output.finished_req_ids)
         self._report.tick()
 
-    def _make_plan(self, computed: Mapping[Hashable, int]) -> TransferPlan | None:
-        """This step's plan; nothing is handed out any more before it is made."""
+    def _make_plan(self, output: Any, computed: Mapping[Hashable, int]) -> TransferPlan | None:
+        """This step's plan, on its output; nothing is handed out any more before it is made."""
         manager, untrusted = self._manager, self._invalid.untrusted
         leaving: Mapping[Hashable, int] = {}
         if self._front is not None and manager.looks_ahead and not self.paused:
@@ -198,7 +196,10 @@ class SchedulerTier:
                     manager.queue_store(key, gpu_block_id)
                 leaving = {}
         trusts = self._invalid.storable if untrusted else self._view.still_cached
-        return manager.make_plan(trusts, computed, leaving, self.choice.can_wait(len(computed)))
+        plan = manager.make_plan(trusts, computed, leaving, self.choice.can_wait(len(computed)))
+        if plan is not None:  # at once: what fails from here on must not lose its loads
+            setattr(output, PLAN, plan)
+        return plan
 
     def _after_admissions(self, output: Any) -> None:
         """Requests may have been admitted: count their hits, give up what was held for them."""
