@@ -110,6 +110,7 @@ class Ranks:
 
     load_ms_per_block = 0.02
     copies_overlap, compares = True, False
+    sharing = 1
     overlap = 0.0
     num_ranks = 1
 

@@ -35,6 +35,7 @@ class Ranks:
 
     load_ms_per_block = 0.001
     copies_overlap = compares = False
+    sharing = 1
     overlap = 0.0
 
     def drain(self) -> None:

@@ -74,9 +74,9 @@ class SchedulerTier:
         self._hits = HitCounts(view, self._report)
         self.pace = Pace(ranks.load_ms_per_block, ranks.overlap, now)
         front = self._front = FreeFront(view, manager) if manager.may_look_ahead else None
-        not_hit, taken = self._hits.forget, self._look_at_handed_out
+        told = self._hits.forget, self._look_at_handed_out
         self._invalid = wrong = InvalidBlocks(view, manager)
-        self._loads = LoadBook(view, manager, self.pace, not_hit, taken, wrong.untrusted)
+        self._loads = LoadBook(view, manager, self.pace, *told, wrong.untrusted, ranks.sharing)
         self._full_prompts = FullPromptHits(view, manager, self.pace)
         self._recency = Recency(view, manager, self._front)
         self.choice = StoreChoice(view, manager, front, self._recency, settings.store_decode)

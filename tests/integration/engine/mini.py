@@ -65,7 +65,7 @@ class FakeRanks:
         compares: bool = False,
     ) -> None:
         self.load_ms_per_block, self.copies_overlap = load_ms_per_block, copies_overlap
-        self.overlap, self.compares, self.here = overlap, compares, here
+        self.overlap, self.compares, self.here, self.sharing = overlap, compares, here, 1
         self.device: Device | None = None
         self.drains = self.closed = 0
         self.block_bytes = self.slot_bytes = SLOT_BYTES

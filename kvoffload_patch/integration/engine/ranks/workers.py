@@ -114,6 +114,11 @@ class RankGroup:
             [rank] = self._call(worker_side.rank_here, worker_side.this_process())
             self._here = rank.loads_done if rank is not None else None
 
+    @property
+    def sharing(self) -> int:
+        """How many ranks have slots in common, and each compares what it has stored; 1: none."""
+        return max(map(len, self._common), default=1)
+
     def _end_of_ranks(self) -> Callable[[], object] | None:
         """What ends the process of a rank; None where that may be a user's own."""
         classes = type(self._executor).__mro__

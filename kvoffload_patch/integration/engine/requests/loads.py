@@ -19,11 +19,13 @@ class _ParkedLoad:
     """A parked load: GPU blocks to publish, the request that began it, and those that wait.
 
     ``blocks[i]`` is to hold ``keys[i]``, with which a prefix of ``ends[i]`` tokens ends, about at
-    the time ``over_at``. ``compared``: with checksums, so nobody may read it before it is done.
+    the time ``over_at``. ``compared``: with checksums, so nobody may read it before it is done;
+    ``turns``: of the ranks that then compare any of it.
     """
 
     __slots__ = (
-        "blocks", "compared", "ends", "keys", "over_at", "owner", "stale", "ticket", "waiting",
+        "blocks", "compared", "ends", "keys", "over_at", "owner", "stale", "ticket", "turns",
+        "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -34,8 +36,9 @@ class _ParkedLoad:
         over_at: float,
         owner: Any,
         compared: bool,
+        turns: set[int],
     ) -> None:
-        self.compared = compared
+        self.compared, self.turns = compared, turns
         self.ticket = ticket
         self.owner = owner
         self.stale = False  # of other weights
@@ -82,13 +85,13 @@ class LoadBook:
             anything is known of what they will hold.
         untrusted: GPU blocks that a KV connector has failed to fill, and those upon them. They
             leave the prefix cache when nobody uses them, so no request that waits holds any.
+        sharing: ranks that have slots in common, each of which compares what it has stored.
 
     Attributes:
         arriving: GPU block of parked loads under way, by key.
         ticket_of: ticket of these loads, by key.
         readers: requests for which this step loads inline.
         under_way: parked loads that are not done yet.
-        found_right: whether any load was compared with checksums and published.
         num_inline, num_parked_ever: requests for which loads were begun, since start.
         parked_times: seconds that requests were parked for, of the last of them.
         awaited_ms: how long the loads still take that were published in this step before they were
@@ -104,6 +107,7 @@ class LoadBook:
         not_hit: Callable[[str], None],
         blocks_taken: Callable[[], None],
         untrusted: Container[int] = (),
+        sharing: int = 1,
     ) -> None:
         self._view = view
         self._manager = manager
@@ -115,7 +119,7 @@ class LoadBook:
         self.ticket_of: dict[Hashable, int] = {}
         self.readers: list[str] = []
         self.num_inline = self.num_parked_ever = 0
-        self.found_right = False
+        self._sharing, self._untried = sharing, set(range(sharing))  # turns
         self.awaited_ms = self.stalled_ms = 0.0
         self.parked_times = deque[float](maxlen=PARKED_TIMES)
         self.under_way: deque[_ParkedLoad] = deque()
@@ -128,6 +132,11 @@ class LoadBook:
     def num_parked(self) -> int:
         """Requests that wait for a load."""
         return len(self._parked)
+
+    @property
+    def found_right(self) -> bool:
+        """Whether every rank has compared any of a load with checksums that was published."""
+        return not self._untried
 
     @property
     def blocks_under_way(self) -> int:
@@ -190,7 +199,9 @@ class LoadBook:
             self.num_parked_ever += 1
             if not (found.arriving or found.cut_short):
                 result = found.loaded(blocks)
-            load = _ParkedLoad(ticket, blocks, found, over_at, request, compared)
+            slots = self._manager.loads_to_plan[-1].source_ids if compared else ()
+            turns = {slot % self._sharing for slot in slots}
+            load = _ParkedLoad(ticket, blocks, found, over_at, request, compared, turns)
             self._by_ticket[ticket] = load
             self.under_way.append(load)
             self.arriving.update(zip(found.keys, blocks))
@@ -331,7 +342,7 @@ class LoadBook:
                 if parked.request is not None:
                     self._not_hit(parked.request.request_id)
             return
-        self.found_right |= load.compared
+        self._untried -= load.turns
         self._view.publish(load.keys, load.ends, load.blocks)
         # Each rank's forward pass waits for its own copy of this load.
         self._manager.expose_load(load.ticket)

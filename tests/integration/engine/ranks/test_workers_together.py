@@ -57,6 +57,7 @@ def test_ranks_with_the_same_bytes_have_twice_the_slots() -> None:
     assert [group.num_slots for group in groups] == [20, 40]
     assert [group.slot_bytes for group in groups] == [2048, 1024]
     assert [group.block_bytes for group in groups] == [200, 100]
+    assert [group.sharing for group in groups] == [1, 2]
     assert groups[1].size.endswith(", one copy for ranks that hold the same bytes (0 and 1)")
     asked, opened = together.calls[-2:]
     assert asked[-1] == opened[-3] and [a.ranks for a in opened[-3]] == [(0, 1)]

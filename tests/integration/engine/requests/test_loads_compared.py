@@ -187,3 +187,21 @@ def test_what_a_reset_waits_for_has_not_come_right(load_mode: str) -> None:
     mini.check()
     assert [load.compared for load in loads(mini)] == [True, True, False, False]
     nothing_held(mini)
+
+
+@pytest.mark.parametrize("load_mode", ["auto", "parked"])
+def test_where_ranks_share_slots_each_must_have_compared_some(load_mode: str) -> None:
+    """A rank compares what it has stored: of a load of one block all others have seen nothing."""
+    ranks = FakeRanks(compares=True)
+    ranks.sharing = 2
+    mini = Mini(load_mode=load_mode, blocks=90, ranks=ranks)
+    known = [prompt(1, seed=seed) for seed in range(12)]
+    mini.only_in_cpu(*known)
+    ask_one_by_one(mini, known)
+    mini.check()
+    turns = [{slot % 2 for slot in load.source_ids} for load in loads(mini)]
+    assert all(len(found) == 1 for found in turns)
+    first = next(at for at, found in enumerate(turns) if found != turns[0])
+    assert [load.compared for load in loads(mini)] == [n <= first for n in range(len(turns))]
+    assert 0 < first < len(turns) - 1
+    nothing_held(mini)
