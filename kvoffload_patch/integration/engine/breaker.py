@@ -76,7 +76,7 @@ class Breaker:
         self._manager = manager
         self._ranks = ranks
         self._hooks = hooks
-        self._failure: tuple[str, Exception] | None = None
+        self._failure: tuple[str, BaseException] | None = None
         self._depth = 0  # calls of vLLM's that are within ours
         self._failed_copies = 0
         self._failed_at: deque[float] = deque()
@@ -95,7 +95,7 @@ class Breaker:
         if self._failure is None:
             try:
                 self.tier.before_schedule()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the engine goes on
                 self.failed("before_schedule", error)
         if self._failure is not None:
             self._settle()
@@ -127,7 +127,7 @@ class Breaker:
                 if self.reporter is not None:
                     self.reporter.planned(getattr(output, PLAN, None))
                 return
-            except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the engine goes on
                 self.failed("after_schedule", error)
         self._settle(output)
 
@@ -136,7 +136,7 @@ class Breaker:
         if self._failure is None and not self.detached:
             try:
                 self.tier.on_output(scheduled, output)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the engine goes on
                 self.failed("on_output", error)
         if self._manager.stats.failed_copies != self._failed_copies:
             self._count_failed_copies()
@@ -237,17 +237,21 @@ class Breaker:
         """Whether a request waits for a load of the tier, which may have failed by now."""
         return self._view.is_parked(request)
 
-    def failed(self, where: str, error: Exception) -> None:
+    def failed(self, where: str, error: BaseException) -> None:
         """The tier has raised this; it is not called again.
 
         Raises:
             PromiseBroken: that was it.
+            BaseException: what interrupted it, as a key may. Half a change of the tier is none
+                that a user who goes on could rely on.
         """
         if isinstance(error, PromiseBroken):
             raise error
         if self._failure is None:
             self._failure = where, error
             self._hooks.live.clear()
+        if not isinstance(error, Exception):
+            raise error
 
     # The end
 
@@ -280,7 +284,7 @@ class Breaker:
             return
         try:
             function(*args)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the engine goes on
             self.failed(where, error)
 
     def _count_failed_copies(self) -> None:
@@ -299,7 +303,7 @@ class Breaker:
         if self._failure is not None and not self.detached and not self._depth:
             self._detach(*self._failure, output)
 
-    def _detach(self, where: str, cause: Exception, output: Any) -> None:
+    def _detach(self, where: str, cause: BaseException, output: Any) -> None:
         why = f"{where}: {_named(cause)}"
         self.failure = f"{why}; restart the server to have the CPU tier again"
         self._take_off()
@@ -321,7 +325,7 @@ class Breaker:
             self.reporter.detached(self.failure)
 
 
-def _named(error: Exception) -> str:
+def _named(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -188,12 +188,13 @@ class Desk:
                 self._apply(asked)
             except Refused as refusal:
                 asked.error = as_given(str(refusal))
-            except Exception as error:  # noqa: BLE001 - half a change is a tier that has failed
+            except BaseException as error:  # noqa: BLE001 - half a change is a tier that has failed
                 asked.error = f"expected {asked.command.name} to work, found {error!r}; " + (
                     "the CPU tier is detached, and the engine serves without it."
                 )
                 self._breaker.failed(asked.command.name, error)
-            asked.done.set()
+            finally:
+                asked.done.set()
 
     def _apply(self, asked: Asked) -> None:
         name, values = asked.command

@@ -107,3 +107,37 @@ def test_vllm_gives_keys_of_parts_whatever_the_tier_notes_of_them() -> None:
     mini.check()
     assert mini.hits[name] == 3 * BLOCK + 12
     assert mini.breaker.detached
+
+
+@pytest.mark.parametrize(
+    ("part", "method"),
+    [
+        ("_manager", "begin_load"), ("_manager", "expose_load"), ("_view", "publish"),
+        ("_loads", "_give"), ("_manager", "resize"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("load_mode", ["inline", "parked"])
+def test_who_goes_on_after_an_interrupt_gets_right_answers(
+    load_mode: str, part: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a change of the tier is a tier that has failed, as where it raises."""
+    mini = Mini(load_mode=load_mode, late=3)
+    known = prompt(6, seed=2)
+    mini.only_in_cpu(known)
+    owner = getattr(mini.tier, part)
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, method, interrupted)
+    mini.add(known, count=3)
+    asked = mini.ask("resize", gib=5 / 1024) if method == "resize" else None
+    with pytest.raises(KeyboardInterrupt):
+        mini.run()
+    mini.run()
+    mini.check()
+    assert mini.breaker.detached and "KeyboardInterrupt" in mini.breaker.failure
+    assert asked is None or (asked.done.is_set() and asked.error)
+    assert mini.changed() == mini.before
+    assert free_blocks(mini) == len(mini.pool.blocks) - 1
