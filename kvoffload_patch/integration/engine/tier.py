@@ -248,8 +248,7 @@ class SchedulerTier:
             raise PromiseBroken(failure)
         self.pace.by_layer = result.by_layer
         self.pace.loads_take(result.slowdown)
-        readable = self._manager.apply(result)
-        if readable:
+        if readable := self._manager.apply(result):
             self._lookups.keys_stored(readable)
             if self.events is not None:
                 # Some may have left by the same result.
@@ -358,6 +357,7 @@ class SchedulerTier:
         """Use so many slots, `RankGroup.num_slots` at most; what does not fit is forgotten."""
         sizing = self._manager.resize(min(num_slots, self._manager.num_slots))
         self._lookups.clear()
+        self.choice.look_again()
         ready, growing = self._ranks.resize(num_slots, sizing)
         self._manager.apply(TransferResult(num_slots=ready, growing=growing, sizing=sizing))
 

@@ -9,11 +9,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from integration.engine.mini import Mini
+from integration.engine.mini import SLOT_BYTES, Mini
 from integration.engine.world import World, make_request, prompt
 from scheduler_half.scenarios import prompt as long_prompt
 from tier.plans import store_of
 
+from kvoffload_patch.config import GIB
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.blocks.free_front import FreeFront
 
@@ -242,8 +243,10 @@ def test_what_may_not_be_stored_is_not_after_a_reset_that_is_refused() -> None:
     assert reset_refused()["stored"]
 
 
-def test_what_the_gpu_is_about_to_lose_is_stored_again_after_the_tier_was_emptied() -> None:
-    from integration.engine.mini import Mini
+@pytest.mark.parametrize("how", ["empty", "resize"])
+def test_what_the_gpu_is_about_to_lose_is_stored_again_after_the_tier_has_forgotten_it(
+    how: str,
+) -> None:
     from scheduler_half.scenarios import prompt
 
     mini = Mini(store="lazy", blocks=49, weighs=False)
@@ -259,7 +262,10 @@ def test_what_the_gpu_is_about_to_lose_is_stored_again_after_the_tier_was_emptie
         return int(mini.manager.num_used)
 
     held = steps()
-    asked = mini.ask("empty")
-    mini.begin_step()
-    mini.end_step()
-    assert not asked.error and held and steps() >= held - 1
+    sizes = [{"gib": slots * SLOT_BYTES / GIB} for slots in (1, mini.manager.num_slots)]
+    for values in sizes if how == "resize" else [{}]:
+        asked = mini.ask(how, **values)
+        mini.begin_step()
+        mini.end_step()
+        assert not asked.error
+    assert held > 2 and steps() >= held - 1
