@@ -7,7 +7,7 @@ import inspect
 import pkgutil
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import FunctionType, SimpleNamespace
@@ -49,6 +49,19 @@ def functions() -> tuple[tuple[type, str], ...]:
         for kind in vars(module).values()
         if inspect.isclass(kind) and kind.__module__ == module.__name__
     ]
+    return _functions_of(classes)
+
+
+@cache
+def elastic_functions() -> tuple[tuple[type, str], ...]:
+    """Those of the classes that an engine beside kvcached has in their place or besides."""
+    from kvoffload_patch.integration.engine.adapters import elastic_pool
+    from kvoffload_patch.integration.engine.elastic_tier import ElasticTier
+
+    return _functions_of([ElasticTier, elastic_pool.TransferRefs, elastic_pool.ElasticPoolAdapter])
+
+
+def _functions_of(classes: Iterable[type]) -> tuple[tuple[type, str], ...]:
     return tuple(
         (kind, name)
         for kind in classes
@@ -60,13 +73,15 @@ def functions() -> tuple[tuple[type, str], ...]:
 
 
 @contextmanager
-def fault(rng: random.Random) -> Iterator[list[str]]:
-    """One of them raises at one of its calls, before or after it has done its work.
+def fault(
+    rng: random.Random, among: Sequence[tuple[type, str]] | None = None
+) -> Iterator[list[str]]:
+    """One of ``among``, or of all, raises at one of its calls, before or after its work.
 
     Yields:
         A list, which then says which one it was.
     """
-    kind, name = rng.choice(functions())
+    kind, name = rng.choice(functions() if among is None else among)
     nth, after = rng.choice([1, 1, 2, 3, 10, 50]), rng.random() < 0.5
     as_made, calls, raised = getattr(kind, name), [0], list[str]()
 
@@ -126,6 +141,36 @@ def run(seed: int, most_in_flight: int = 6) -> str:
     assert free == len(mini.pool.blocks) - 1, f"{raised}: GPU blocks were lost"
     assert mini.changed() == mini.before, raised
     return raised[0]
+
+
+def run_elastic(seed: int) -> str:
+    """The same beside a stand-in for kvcached's pool, where a function of its classes may fail.
+
+    Raises:
+        AssertionError: a token is wrong, a request does not come to its end, or something stays.
+        Made: the failure has reached vLLM.
+    """
+    from scheduler_half.elastic_mini import ElasticMini
+    from scheduler_half.scenarios import talk
+
+    rng = random.Random(seed)
+    about = {
+        "load_mode": rng.choice(["auto", "parked", "inline", "inline"]),
+        "late": rng.randrange(4), "in_flight": rng.choice([1, 1, 2, 3]),
+        "blocks": rng.choice([25, 33, 49, 81]), "num_slots": rng.choice([20, 60, 400]),
+        "limit": rng.choice([0, 5, 10, 40, -1]), "kept": rng.choice([0, 0, 2]),
+        "step_ms": rng.choice([0, 3, 30]),
+    }  # fmt: skip
+    with fault(random.Random(f"faults {seed}"), elastic_functions()) as raised:
+        mini = ElasticMini(**about)
+        talk(mini, seed, turns=3, talks=6)
+        mini.abort("nobody")  # a hook, which acts upon what the last step has noted
+    assert mini.breaker.detached == bool(raised), raised
+    if mini.breaker.detached:
+        mini.settle()
+        used = [b.block_id for b in mini.pool.blocks if b.ref_cnt and not b.is_null]
+        assert not used, f"{raised}: GPU blocks were lost"
+    return "".join(raised)
 
 
 def _mini(seed: int, about: dict[str, Any]) -> Any:
