@@ -14,7 +14,7 @@ PAGE = ROOT / "README.md"
 HEAD = "| vLLM | Shown by |\n| --- | --- |\n"
 CPU = (
     "the same tests of evicted prefixes, late copies, abort, reset, two ranks and (from 0.11.2 on) "
-    "asynchronous scheduling, on real engines on the CPU, model runner V1"
+    "asynchronous scheduling, on real engines on the CPU, model runner V1 and (from 0.23.0 on) V2"
 )
 GPU = "both model runners on one GPU, with and without CUDA graphs"
 SCHEDULER = (

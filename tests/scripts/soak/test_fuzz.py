@@ -63,9 +63,9 @@ def test_what_is_nearly_right_is_taken_or_refused(
 def test_what_is_long_takes_little(target: str, data: bytes) -> None:
     tracemalloc.start()
     try:
-        began = time.monotonic()
+        began = time.thread_time()
         fuzz.TARGETS[target](data)
-        assert time.monotonic() - began < fuzz.TIMEOUT_S
+        assert time.thread_time() - began < fuzz.TIMEOUT_S
         assert tracemalloc.get_traced_memory()[1] < 32 << 20
     finally:
         tracemalloc.stop()
