@@ -179,9 +179,7 @@ class Desk:
 
     def carry_out(self) -> None:
         """Carry out what was asked for; whatever fails is the answer, and the engine goes on."""
-        asked_for = self._breaker.asked
-        while asked_for:
-            asked = asked_for.popleft()
+        while (asked := self._next()) is not None:
             try:
                 if self._breaker.detached:
                     raise Refused(self._gone())
@@ -195,6 +193,13 @@ class Desk:
                 self._breaker.failed(asked.command.name, error)
             finally:
                 asked.done.set()
+
+    def _next(self) -> Asked | None:
+        """What was asked first; taken in one go, because whoever asks may give up at any time."""
+        with suppress(IndexError):
+            asked: Asked = self._breaker.asked.popleft()
+            return asked
+        return None
 
     def _apply(self, asked: Asked) -> None:
         name, values = asked.command

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -282,6 +283,23 @@ def test_a_step_that_hangs_changes_nothing_and_status_says_since_when(
     assert desk.answer(Command("status", {}))["seconds_since_step"] >= 0.05
     hits(mini, prompt(2, seed=1))
     assert not mini.tier.paused and desk.status()["seconds_since_step"] < 30
+
+
+def test_a_command_that_is_given_up_while_the_step_looks_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is taken back on the thread that asks, between the engine's look and its grip."""
+
+    class GivenUp(deque[Any]):
+        def popleft(self) -> Any:
+            self.clear()
+            return super().popleft()
+
+    mini = Mini()
+    monkeypatch.setattr(mini.breaker, "asked", GivenUp())
+    mini.ask("pause")
+    assert hits(mini, prompt(2, seed=1)) == 0 and not mini.breaker.failure
+    assert mini.desk is not None and mini.desk.status()["state"] == "on"
 
 
 def test_a_change_that_takes_too_long_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
