@@ -12,7 +12,7 @@ from kvoffload_patch.links import MISMATCH
 from kvoffload_patch.transfer.backends.base import Slices, Streams, finish
 from kvoffload_patch.transfer.deadline import Oldest
 from kvoffload_patch.transfer.device import Device
-from kvoffload_patch.transfer.errors import CopyFailed, CopyLate, failed_by
+from kvoffload_patch.transfer.errors import CopyFailed, CopyLate, TransferError, failed_by
 from kvoffload_patch.transfer.integrity import Verdict
 from kvoffload_patch.transfer.tuning import POLL_S
 
@@ -26,7 +26,7 @@ Behind = Sequence[tuple["CopyQueue | SyncCopyQueue", int]]
 class _Job:
     """A copy that is queued or partly enqueued."""
 
-    __slots__ = ("arrived", "behind", "compute", "lost", "slices", "start", "ticket")
+    __slots__ = ("arrived", "behind", "compute", "lost", "slices", "start", "ticket", "torn")
 
     def __init__(self, ticket: int, start: Start, compute: Any, behind: Behind, lost: Lost) -> None:
         self.ticket = ticket
@@ -36,6 +36,7 @@ class _Job:
         self.lost = lost
         self.slices: Slices | None = None
         self.arrived: list[Any] = []  # when each group of its rows was
+        self.torn = False  # a slice was begun, and it is not written down what became of it
 
 
 class CopyQueue:
@@ -117,6 +118,7 @@ class CopyQueue:
             job = self._queue[0]
             more, verdict, interrupted = False, None, None
             try:
+                self._tear(job)
                 if job.slices is None:
                     job.slices = self._begin(job)
                 try:
@@ -131,12 +133,13 @@ class CopyQueue:
             self._enqueued += 1
             self._slice_ends[0].record(self._end)
             self._slice_ends.rotate(-1)
+            job.torn = not more
             if not more:
-                self._queue.popleft()
                 end = self._new_event()
                 end.record(self._end)
                 with self._book:
                     self._under_way.append((job.ticket, job.compute, end, verdict, job.arrived))
+                self._queue.popleft()  # only now: what is in neither is waited for by nobody
             if interrupted is not None:
                 raise interrupted
             return True
@@ -266,6 +269,16 @@ class CopyQueue:
             time.sleep(POLL_S)
             self.poll()
 
+    def _tear(self, job: _Job) -> None:
+        """A slice begins. One before it may have been left anywhere, as by a key.
+
+        Its generator has ended then, and would say that all is enqueued and nothing is compared.
+        """
+        if job.torn:
+            job.compute = self._new_event()  # its own may be under way already
+            raise TransferError("it was interrupted while it was enqueued")
+        job.torn = True
+
     def _begin(self, job: _Job) -> Slices:
         self.streams.blocks.wait_event(job.compute)
         for other, ticket in job.behind:
@@ -297,11 +310,12 @@ class CopyQueue:
             return self._device.new_event()
 
     def _retire(self) -> None:
-        ticket, compute, end, verdict, _ = self._under_way.popleft()
+        ticket, compute, end, verdict, _ = self._under_way[0]
         reason = verdict() if verdict is not None else None
         if reason is not None:
             self.failed[ticket] = CopyFailed(MISMATCH, reason)
         self._done = ticket  # only now: who sees that it is done sees that it has failed
+        self._under_way.popleft()  # and this after all, or an interrupt would lose what it says
         self._spare += (compute, end)
 
 
