@@ -12,7 +12,7 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -119,7 +119,7 @@ class PatchSet:
                 is just being imported by the calling thread.
         """
         record, decision = self._record, self.decision
-        register = load_wrapt().register_post_import_hook
+        load_wrapt()
         modules = list(dict.fromkeys(point.module for point in decision.wrapped))
         for name in modules:
             _finish_loading(decision, name)
@@ -132,12 +132,7 @@ class PatchSet:
                 return
             record.decision, record.state = decision, "armed"
             record.gate, record.on_refusal, record.kept = [True], on_refusal, False
-        self._arming = threading.get_ident()
-        try:
-            for name in modules:  # a hook left from an earlier arm() finds the module installed
-                register(self._on_import, name)
-        finally:
-            self._arming = None
+        self._register(modules)
 
     def keep(self) -> str:
         """What is installed is in use: it stays, also when a module imported later is refused.
@@ -183,6 +178,20 @@ class PatchSet:
                 "refusal": str(record.refusal) if record.refusal else None,
                 "installed": [entry.point.name for entry in record.journal],
             }
+
+    def _register(self, modules: Sequence[str]) -> None:
+        """Have each module patched; a hook left from an earlier arm() finds it installed."""
+        record, self._arming = self._record, threading.get_ident()
+        try:
+            for name in modules:
+                load_wrapt().register_post_import_hook(self._on_import, name)
+        except BaseException:
+            with _lock:
+                if record.refusal is None:  # interrupted: a part of the modules would stay armed
+                    record.take_off("removed")
+            raise
+        finally:
+            self._arming = None
 
     def _on_import(self, module: ModuleType) -> None:
         """Post-import hook: install, or refuse this and every later import of `module`."""

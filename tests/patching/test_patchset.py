@@ -567,3 +567,31 @@ def test_point_without_hook_is_checked_but_not_wrapped(host):
         assert "scheduler.make returns 'list[int]', expected 'int'" in text, text
         """
     )
+
+
+def test_an_interrupt_while_it_arms_leaves_nothing_armed_and_it_can_be_armed_again(host):
+    """As by a key, with the hooks of some modules registered; a notebook imports once more."""
+    host.run(
+        """
+        import wrapt
+        register, calls = wrapt.register_post_import_hook, []
+
+        def interrupted(hook, name):
+            calls.append(name)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            register(hook, name)
+
+        wrapt.register_post_import_hook = interrupted
+        p = patches()
+        refused(KeyboardInterrupt, p.arm)
+        assert not p.enabled() and p.status()["refusal"] is None
+        import fakehost.alpha as alpha
+        assert installed(p) == set() and vars(alpha.Engine)["step"] is alpha.ORIGINALS["step"]
+        p = patches()
+        p.arm()
+        import fakehost.beta
+        assert installed(p) == {"scheduler.step", "worker.execute"}
+        assert p.status()["state"] == "installed"
+        """
+    )
