@@ -64,9 +64,16 @@ class SharedFile:
     def __init__(self, ranks: Sequence[int]) -> None:
         name = f"kvoffload-{os.getpid()}-{secrets.token_hex(8)}"
         self._file = os.memfd_create(name, os.MFD_CLOEXEC)
-        os.fchmod(self._file, 0o600)
+        try:
+            os.fchmod(self._file, 0o600)
+            # By this process's own entry: where /proc is that of another PID namespace, the number
+            # is another process's, whose file no rank must take for this one.
+            named = os.readlink(f"/proc/self/fd/{self._file}")
+        except BaseException:
+            self.close()
+            raise
         path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self.address = SharedFileAddress(path, os.readlink(path), tuple(ranks))
+        self.address = SharedFileAddress(path, named, tuple(ranks))
 
     def resize(self, nbytes: int) -> None:
         """Make it so long; it holds no page until one is touched."""

@@ -76,3 +76,30 @@ def test_another_file_at_the_same_place_is_not_taken_for_it(file: SharedFile) ->
     assert not files_opened_since(before)
     missing = dataclasses.replace(file.address, path="/proc/1/fd/9999999")
     assert not missing.is_reachable()
+
+
+def test_the_file_of_another_process_of_the_same_number_is_not_taken_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in a PID namespace of its own that has the /proc of the one around it."""
+    kept = tmp_path / "kept"
+    kept.write_bytes(b"all")
+    code = (
+        "import os, sys\n"
+        "file = os.open(sys.argv[1], os.O_RDWR)\n"
+        "for other in range(3, 64):\n"
+        "    if other != file: os.dup2(file, other)\n"
+        "print(flush=True)\n"
+        "sys.stdin.read()"
+    )
+    command, pipe = [sys.executable, "-c", code, str(kept)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as other:
+        assert other.stdin is not None and other.stdout is not None
+        assert other.stdout.readline() == b"\n"
+        monkeypatch.setattr(os, "getpid", lambda: other.pid)
+        file = SharedFile([0, 1])
+        assert not file.address.is_reachable()
+        with pytest.raises(OSError, match="another file"):
+            file.address.open()
+        file.close()
+        other.stdin.close()
