@@ -71,7 +71,11 @@ class Listener:
             _open.discard(self)
             self._socket.close()
             raise
-        threading.Thread(target=self._run, name="kvoffload-control", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="kvoffload-control", daemon=True).start()
+        except BaseException:  # as where the system has no more threads: nobody would answer
+            self.close()
+            raise
 
     def close(self) -> None:
         """Take the socket away; a question under way may still be answered."""

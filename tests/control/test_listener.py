@@ -185,6 +185,20 @@ def test_a_descriptor_is_not_left_when_it_cannot_be_opened(
     assert not files_opened_since(before)
 
 
+def test_nothing_is_left_where_there_is_no_thread_to_answer(
+    runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = open_files()
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    with pytest.raises(RuntimeError, match="new thread"):
+        Listener(answer, runtime)
+    assert not files_opened_since(before)
+    assert not (Path(runtime["XDG_RUNTIME_DIR"]) / "kvoffload").exists()
+
+
 def test_the_socket_of_a_killed_process_is_removed(runtime: dict[str, str]) -> None:
     code = (
         "import os, sys\n"
