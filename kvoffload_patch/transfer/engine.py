@@ -300,8 +300,12 @@ class CopyEngine:
     def _start_threads(self) -> None:
         others = [link.queue for link in self._all if link not in self._into_gpu]
         self._thread = CopyThread(self._device, [link.queue for link in self._into_gpu], others)
-        self._watch = self._new_watch()
-        self._watch.start()
+        try:
+            self._watch = self._new_watch()
+            self._watch.start()
+        except BaseException:  # nobody will have this engine, so nobody would close it
+            self._thread.close()
+            raise
 
     def _new_watch(self) -> DeadlineWatch:
         queues = {link.link: link.queue for link in self._all if isinstance(link.queue, CopyQueue)}

@@ -442,3 +442,20 @@ def test_a_store_that_was_late_is_remembered(rank: Rank, monkeypatch: pytest.Mon
     rank.engine.begin_step(plan)
     assert "earlier copy" in rank.engine.failed(((LOAD, 1),))[2] and rank.done == []
     rank.engine.end_step()
+
+
+def test_where_no_watch_can_be_started_no_copy_thread_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where the system has no more threads: nobody has this engine, so nobody closes it."""
+
+    def none_left(watch: DeadlineWatch) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(DeadlineWatch, "start", none_left)
+    with FakeCuda() as cuda:
+        rank = Rank(cuda)
+        cuda.is_host = False
+        with pytest.raises(RuntimeError, match="new thread"):
+            CopyEngine(BlockLayout([torch.zeros(4, 3)], 4), rank)
+    assert kvoffload_threads() == []
