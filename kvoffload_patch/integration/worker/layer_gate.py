@@ -51,7 +51,7 @@ class LayerGate:
     def __init__(self, runner: Any, layout: Any, groups: Sequence[tuple[int, int]]) -> None:
         self.refused = ""
         self.groups = groups
-        self._undo: list[Any] = []
+        self._undo: list[tuple[Any, Any]] = []  # implementations, and the gate before each
         self._watching = self.learnt = False
         self._seen: set[str] = set()  # layers, in the pass that is watched
         self._raised: Exception | None = None  # by a wait in it
@@ -104,11 +104,13 @@ class LayerGate:
             logger.info("kvoffload_patch: loads come by layer, %d of them.", len(self._group_of))
 
     def close(self) -> None:
-        """Take the wrappers off."""
+        """Take the wrappers off. One that others have wrapped stays, and calls on."""
         self._watching = self.learnt = False
         self._wait = None
         while self._undo:
-            del self._undo.pop().forward
+            impl, gate = self._undo.pop()
+            if vars(impl).get("forward") is gate:
+                del impl.forward
 
     def shut(self, why: str) -> None:
         """Loads are waited for as a whole from now on."""
@@ -128,7 +130,7 @@ class LayerGate:
             return wrapped(*args, **kwargs)
 
         impl.forward = gate
-        self._undo.append(impl)
+        self._undo.append((impl, gate))
 
     def _come_by(self, name: str, group: int) -> None:
         """A layer is about to read its KV. What is raised is left to `end`: the pass is vLLM's."""

@@ -394,3 +394,24 @@ def test_layers_without_kv_are_no_concern() -> None:
     machine = Machine()
     machine.add("encoder.attn", OwnLayer("encoder.attn", torch.tensor([]), []))
     learnt(machine)
+
+
+def test_what_others_have_put_before_a_layer_or_taken_off_it_is_left_to_them() -> None:
+    """As a profiler does. The tier is closed whatever they have done."""
+    machine = Machine()
+    gate = learnt(machine)
+    profiled, bare, *_ = (layer.impl for layer in machine.layers.values())
+    seen: list[str] = []
+    inner = profiled.forward
+
+    def profile(name: str) -> str:
+        seen.append(name)
+        return inner(name)
+
+    vars(profiled)["forward"] = profile
+    del bare.forward
+    gate.close()
+    machine.forward()
+    assert seen == ["layers.0.attn"] and vars(profiled)["forward"] is profile
+    others = [layer.impl for layer in machine.layers.values()][1:]
+    assert not any("forward" in vars(impl) for impl in others)
