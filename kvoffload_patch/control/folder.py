@@ -13,7 +13,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -39,8 +39,15 @@ def candidates(environ: Mapping[str, str] | None = None) -> list[Path]:
 
 
 @contextmanager
-def making(environ: Mapping[str, str] | None = None) -> Iterator[int]:
+def making(
+    environ: Mapping[str, str] | None = None, begin: Callable[[int], object] = int
+) -> Iterator[int]:
     """A descriptor of the folder for a new socket, locked; it stays open if nothing is raised.
+
+    Args:
+        environ: as `candidates` takes it.
+        begin: called with it first; where that raises an OSError, the next folder is tried. One
+            that is there already may be on a disk that is full, or cannot be written to any more.
 
     Raises:
         Refused: there can be no such folder, and why not.
@@ -49,6 +56,11 @@ def making(environ: Mapping[str, str] | None = None) -> Iterator[int]:
     for path in candidates(environ):
         try:
             folder = _make(path)
+            try:
+                begin(folder)
+            except BaseException:
+                leave(folder)
+                raise
         except (OSError, Refused) as error:
             wrong.append(str(error).rstrip("."))
             continue

@@ -61,10 +61,7 @@ class Listener:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         _open.add(self)  # first: another thread may fork at any time
         try:
-            with folders.making(environ) as self._folder:
-                folders.remove_stale(self._folder)
-                # Bound and not listening yet it looks stale to others, who do not have the lock.
-                self._socket.bind(folders.address(self._folder, self.name))
+            with folders.making(environ, self._bind) as self._folder:
                 os.chmod(self.name, 0o600, dir_fd=self._folder)
                 self._socket.listen(BACKLOG)
         except BaseException:
@@ -76,6 +73,11 @@ class Listener:
         except BaseException:  # as where the system has no more threads: nobody would answer
             self.close()
             raise
+
+    def _bind(self, folder: int) -> None:
+        folders.remove_stale(folder)
+        # Bound and not listening yet it looks stale to others, who do not have the lock.
+        self._socket.bind(folders.address(folder, self.name))
 
     def close(self) -> None:
         """Take the socket away; a question under way may still be answered."""

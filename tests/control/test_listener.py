@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -182,6 +183,28 @@ def test_a_descriptor_is_not_left_when_it_cannot_be_opened(
     monkeypatch.setattr(listener.os, "chmod", full)
     with pytest.raises(OSError, match="no space"):
         Listener(answer, runtime)
+    assert not files_opened_since(before)
+
+
+def test_where_nothing_can_be_made_in_a_folder_that_is_there_the_next_is_taken(
+    runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a disk that is full, or cannot be written to any more."""
+    first, second = folders.candidates(runtime)
+    as_made = folders.address
+
+    def address(folder: int, name: str) -> str:
+        if Path(os.readlink(f"/proc/self/fd/{folder}")) == first:
+            raise OSError(errno.ENOSPC, "no space")
+        return as_made(folder, name)
+
+    before = open_files()
+    monkeypatch.setattr(folders, "address", address)
+    made = Listener(answer, runtime)
+    found = engine(runtime)
+    assert found.path.parent == second and not first.exists()
+    assert client.ask(found, "status")["asked"] == "status"
+    made.close()
     assert not files_opened_since(before)
 
 
