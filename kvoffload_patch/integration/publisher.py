@@ -7,6 +7,7 @@ values in files that all of them read; counters are added up, and of a gauge the
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 from kvoffload_patch.integration.metrics import (
@@ -27,14 +28,16 @@ class Publisher:
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}  # metrics of prometheus_client, by name
         self._failed = False
+        self._making = threading.Lock()  # engines of one process have a thread each that decodes
 
     def publish(self, record: Record, engine_index: int) -> None:
         """Take a record in; whatever fails ends the metrics, and nothing else."""
         if self._failed:
             return
         try:
-            if not self._made:
-                self._made = {metric.name: _make(metric) for metric in METRICS}
+            with self._making:
+                if not self._made:
+                    self._made = {metric.name: _make(metric) for metric in METRICS}
             common = (record["model_name"], str(engine_index))
             for name, labels, value in record["values"]:
                 # The engine core may be of another version, on another machine.

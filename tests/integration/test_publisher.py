@@ -82,3 +82,31 @@ def test_a_record_that_cannot_be_taken_in_ends_the_metrics_and_raises_nothing() 
         [(record(("hit_tokens", [], 5)), 0), (bad, 0), (record(("hit_tokens", [], 1)), 0)]
     )
     assert found[f"kvoffload_hit_tokens_total{{{LABELS.format(0)}}}"] == 5
+
+
+TOGETHER = """
+import threading, time
+from kvoffload_patch.integration import publisher as module
+
+as_made, publisher = module._make, module.Publisher()
+
+def make(metric):
+    time.sleep(0.002)
+    return as_made(metric)
+
+module._make = make
+record = {record!r}
+threads = [threading.Thread(target=publisher.publish, args=(record, at)) for at in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not publisher._failed
+"""
+
+
+def test_two_engines_of_a_process_may_tell_of_themselves_at_once() -> None:
+    """As two LLMs of a user do, each of which has a thread that takes in what its engine sends."""
+    code = TOGETHER.format(record=record(("hit_tokens", [], 5)))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
