@@ -74,7 +74,7 @@ class HostBuffer:
         self.slots = rows[:, :block_bytes]
         del rows  # or an error would keep the memory for as long as its traceback lives
         self._growth: Growth | None = None
-        self._finalizers: list[Callable[[], object]] = []
+        self._unregister: Callable[[], object] = int  # nothing was registered
         if not on_cpu:
             self._grow(registrar or device_of(device).registrar(), available_bytes)
 
@@ -156,8 +156,7 @@ class HostBuffer:
 
     def close(self) -> None:
         """Give the memory back. No copy may be under way, and nobody within `quiet`."""
-        for finalize in self._finalizers:
-            finalize()
+        self._unregister()
         # The mapping goes with the last tensor that refers to it.
         del self.slots
         self._mapping.close()
@@ -168,11 +167,11 @@ class HostBuffer:
             available_bytes,
         )  # fmt: skip
         # Also for a buffer that is dropped unclosed: its addresses may be mapped again, and the
-        # driver would take the new memory for the old. At exit it is only asked to stop, because
-        # the driver may be gone by then.
-        unregister = weakref.finalize(self, growth.close)
+        # driver would take the new memory for the old. Not at exit: the driver may be gone by then,
+        # threads are asked to stop by themselves (`JoinedThread`), and a process that was forked
+        # meanwhile would wait for a lock of theirs for ever.
+        self._unregister = unregister = weakref.finalize(self, growth.close)
         unregister.atexit = False
-        self._finalizers = [weakref.finalize(self, growth.ask_to_stop), unregister]
         self._growth = growth
         try:
             growth.start()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import mmap
+import os
+import signal
 import subprocess
 import sys
 
@@ -163,6 +166,39 @@ def test_a_process_may_end_while_a_buffer_grows() -> None:
 
 
 # Memory taken before
+
+
+def test_a_forked_process_ends_though_a_thread_that_it_lacks_held_a_lock() -> None:
+    """An engine in its user's own process: that may fork whenever it likes."""
+    code = (
+        "import os, sys, threading\n"
+        "from transfer.registrars import Registrar, grown\n"
+        "host = grown(64, 1 << 20, Registrar())\n"
+        "lock, held = host._mapping.toucher._changed, threading.Event()\n"
+        "def touch():\n"
+        "    with lock:\n"
+        "        held.set()\n"
+        "        end.wait()\n"
+        "end = threading.Event()\n"
+        "thread = threading.Thread(target=touch)\n"
+        "thread.start()\n"
+        "held.wait()\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    sys.exit(7)\n"
+        "status = os.waitpid(child, 0)[1]\n"
+        "end.set()\n"
+        "thread.join()\n"
+        "sys.exit(os.waitstatus_to_exitcode(status))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    env = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    with subprocess.Popen(command, env=env, start_new_session=True) as process:
+        try:
+            assert process.wait(30) == 7
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # the fork, if it hangs
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_a_mapping_made_before_is_taken_over_with_its_pages() -> None:
