@@ -195,7 +195,7 @@ class Desk:
                 asked.done.set()
 
     def _next(self) -> Asked | None:
-        """What was asked first; taken in one go, because whoever asks may give up at any time."""
+        """What was asked first, taken by one call: who asks may give up at any time."""
         with suppress(IndexError):
             asked: Asked = self._breaker.asked.popleft()
             return asked
