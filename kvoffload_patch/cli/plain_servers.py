@@ -55,7 +55,7 @@ def _reason(pid: int) -> str:
     environ = dict(line.split("=", 1) for line in lines if "=" in line)
     with suppress(config.ConfigError):
         if not config.is_enabled(environ):
-            return "it was not switched on; restart it with `kvoffload vllm serve MODEL`."
+            return "its environment does not switch it on; use `kvoffload vllm serve MODEL`."
         if not config.read(config.VARIABLES["KVOFFLOAD_CONTROL"], environ):
             return "it has KVOFFLOAD_CONTROL=0, so it cannot be asked."
     return "its log says why."

@@ -26,7 +26,7 @@ Behind = Sequence[tuple["CopyQueue | SyncCopyQueue", int]]
 class _Job:
     """A copy that is queued or partly enqueued."""
 
-    __slots__ = ("arrived", "behind", "compute", "lost", "slices", "start", "ticket", "torn")
+    __slots__ = ("arrived", "behind", "compute", "in_slice", "lost", "slices", "start", "ticket")
 
     def __init__(self, ticket: int, start: Start, compute: Any, behind: Behind, lost: Lost) -> None:
         self.ticket = ticket
@@ -36,7 +36,7 @@ class _Job:
         self.lost = lost
         self.slices: Slices | None = None
         self.arrived: list[Any] = []  # when each group of its rows was
-        self.torn = False  # a slice was begun, and it is not written down what became of it
+        self.in_slice = False  # a slice was begun, and it is not written down what became of it
 
 
 class CopyQueue:
@@ -118,7 +118,7 @@ class CopyQueue:
             job = self._queue[0]
             more, verdict, interrupted = False, None, None
             try:
-                self._tear(job)
+                self._begin_slice(job)
                 if job.slices is None:
                     job.slices = self._begin(job)
                 try:
@@ -133,7 +133,7 @@ class CopyQueue:
             self._enqueued += 1
             self._slice_ends[0].record(self._end)
             self._slice_ends.rotate(-1)
-            job.torn = not more
+            job.in_slice = not more
             if not more:
                 end = self._new_event()
                 end.record(self._end)
@@ -269,15 +269,15 @@ class CopyQueue:
             time.sleep(POLL_S)
             self.poll()
 
-    def _tear(self, job: _Job) -> None:
+    def _begin_slice(self, job: _Job) -> None:
         """A slice begins. One before it may have been left anywhere, as by a key.
 
         Its generator has ended then, and would say that all is enqueued and nothing is compared.
         """
-        if job.torn:
+        if job.in_slice:
             job.compute = self._new_event()  # its own may be under way already
             raise TransferError("it was interrupted while it was enqueued")
-        job.torn = True
+        job.in_slice = True
 
     def _begin(self, job: _Job) -> Slices:
         self.streams.blocks.wait_event(job.compute)

@@ -5,7 +5,12 @@ A process that has a file of vLLM's compiled code mapped and listens on a socket
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from sandbox import Sandbox
+
+PATIENCE_S = 60
 
 SERVE = """\
 import mmap, os, signal, socket, sys
@@ -40,3 +45,10 @@ def with_engine(box: Sandbox) -> Sandbox:
     box.write(box.root / "vllm/_C.abi3.so", "x")
     box.command("serve", SERVE)
     return box
+
+
+def until(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cli.fake_engine import with_engine
+from cli.fake_engine import until, with_engine
 from sandbox import Sandbox
 
-from kvoffload_patch.cli import plain_servers
-
-PATIENCE_S = 60
+from kvoffload_patch.cli import plain_servers, processes
 
 Serve = Callable[..., "subprocess.Popen[str]"]
 
@@ -47,14 +44,7 @@ def reasons(tiers: set[int]) -> dict[int, str]:
 
 
 def listening(one: subprocess.Popen[str]) -> bool:
-    return plain_servers.processes.listens(one.pid)
-
-
-def wait_for(happened: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
+    return processes.listens(one.pid)
 
 
 def test_a_server_without_a_tier_is_named_with_what_its_environment_says(serve: Serve) -> None:
@@ -63,9 +53,9 @@ def test_a_server_without_a_tier_is_named_with_what_its_environment_says(serve: 
     on, odd = serve("on", KVOFFLOAD_ENABLE="1"), serve("odd", KVOFFLOAD_ENABLE="what")
     mute = serve("mute", KVOFFLOAD_ENABLE="1", KVOFFLOAD_CONTROL="0")
     every = [off, disabled, on, odd, mute]
-    wait_for(lambda: all(map(listening, every)))
+    until(lambda: all(map(listening, every)))
     found = reasons(set())
-    switched_off = "it was not switched on; restart it with `kvoffload vllm serve MODEL`."
+    switched_off = "its environment does not switch it on; use `kvoffload vllm serve MODEL`."
     asked = "it has KVOFFLOAD_CONTROL=0, so it cannot be asked."
     told = [switched_off] * 2 + ["its log says why."] * 2 + [asked]
     assert [found[one.pid] for one in every] == told
@@ -75,14 +65,15 @@ def test_a_server_without_a_tier_is_named_with_what_its_environment_says(serve: 
 def test_an_engine_below_its_server_counts_for_it(serve: Serve) -> None:
     """The first process of a server is named, and it has a tier if one of its engines has."""
     server = serve("child")  # a fork of it listens
-    (engine,) = _children(server)
-    wait_for(lambda: plain_servers.processes.listens(engine))
+    until(lambda: len(processes.below(server.pid, processes.all_parents())) == 2)
+    _, engine = processes.below(server.pid, processes.all_parents())
+    until(lambda: processes.listens(engine))
     found = {one["process"]: one for one in plain_servers.found(set())}
     assert server.pid in found and engine not in found
     said = plain_servers.text(found[server.pid])
     assert said.startswith(f"process {server.pid}, `")
     # The command may be shown in part: paths of tests are long in places.
-    assert "`, has no tier to be seen: it was not switched on;" in said
+    assert "`, has no tier to be seen: its environment does not switch it on;" in said
     assert server.pid not in reasons({engine})
 
 
@@ -90,18 +81,12 @@ def test_workers_below_an_engine_that_has_not_loaded_vllm_itself_count_for_its_s
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     above, engine, worker = 1 << 30, (1 << 30) + 1, serve("worker").pid
-    real = plain_servers.processes.all_parents
+    real = processes.all_parents
     parents = {above: 1, engine: above, worker: engine}
-    monkeypatch.setattr(plain_servers.processes, "all_parents", lambda: {**real(), **parents})
-    wait_for(lambda: plain_servers.processes.listens(worker))
+    monkeypatch.setattr(processes, "all_parents", lambda: {**real(), **parents})
+    until(lambda: processes.listens(worker))
     assert worker in reasons(set())
     assert worker not in reasons({engine})
-
-
-def _children(of: subprocess.Popen[str]) -> list[int]:
-    folder = Path(f"/proc/{of.pid}/task/{of.pid}/children")
-    wait_for(lambda: bool(folder.read_text().split()))
-    return [int(pid) for pid in folder.read_text().split()]
 
 
 def test_a_server_that_sees_other_files_is_left_out(
@@ -109,7 +94,7 @@ def test_a_server_that_sees_other_files_is_left_out(
 ) -> None:
     """That of a container: its engines have sockets that cannot be found from here."""
     server = serve("off")
-    wait_for(lambda: listening(server))
+    until(lambda: listening(server))
     assert server.pid in reasons(set())
     monkeypatch.setattr(plain_servers.os, "readlink", lambda path: path)
     assert server.pid not in reasons(set())

@@ -10,17 +10,14 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cli.fake_engine import with_engine
+from cli.fake_engine import PATIENCE_S, until, with_engine
 from sandbox import Sandbox
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
-
-PATIENCE_S = 60
 
 
 @pytest.fixture
@@ -98,13 +95,6 @@ def watchers(token: str) -> list[int]:
             if name == "kvoffload-watch" and token in (folder / "maps").read_text():
                 found.append(int(folder.name))
     return found
-
-
-def until(happened: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
 
 
 def state(pid: int) -> str:

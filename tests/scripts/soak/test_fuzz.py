@@ -11,7 +11,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scripts.soak import fuzz
@@ -42,12 +42,14 @@ LONG = {
 
 
 @pytest.mark.parametrize("target", fuzz.TARGETS)
+@settings(deadline=None)  # a machine may be busy
 @given(data=st.binary(max_size=300))
 def test_any_bytes_are_taken_or_refused(target: str, data: bytes) -> None:
     fuzz.TARGETS[target](data)
 
 
 @pytest.mark.parametrize(("target", "seed"), CASES)
+@settings(deadline=None)
 @given(cuts=st.tuples(st.integers(0, 400), st.integers(0, 400)), put=st.binary(max_size=8))
 def test_what_is_nearly_right_is_taken_or_refused(
     target: str, seed: bytes, cuts: tuple[int, int], put: bytes

@@ -199,8 +199,9 @@ class LoadBook:
             self.num_parked_ever += 1
             if not (found.arriving or found.cut_short):
                 result = found.loaded(blocks)
-            slots = self._manager.loads_to_plan[-1].source_ids if compared else ()
-            turns = {slot % self._sharing for slot in slots}
+            untried = compared and self._untried
+            slots = self._manager.loads_to_plan[-1].source_ids if untried else ()
+            turns = {slot % self._sharing for slot in slots}  # as `transfer.turns.Turn` has them
             load = _ParkedLoad(ticket, blocks, found, over_at, request, compared, turns)
             self._by_ticket[ticket] = load
             self.under_way.append(load)
