@@ -7,13 +7,13 @@ H200 (PCIe Gen5 x16, 55 GB/s one way) if not said otherwise.
 from __future__ import annotations
 
 # --- backends ---
-# Each slice costs a thread that shares Python with the step its launches, so slices are large, and
-# cross the bus as a whole. What else crosses it waits for one of them: a step's tokens for a store,
-# 0.6 ms, its inputs for a load, 2.4 ms (scripts/bench copy_queue). Loads that crossed in pieces of
-# 32 MiB showed nothing clear (docs/mechanisms.md). Buffers, each of a slice: one on the bus, one
-# being packed or unpacked, and for stores, whose packing may have to wait for room on the device,
-# one more.
-LOAD_SLICE_BYTES, LOAD_BUFFERS = 128 << 20, 2
+# Each slice costs a thread that shares Python with the step its launches, so slices are large. What
+# else crosses the bus waits for a piece of one: a step's tokens for a store, 0.6 ms; its inputs, if
+# they have more than some 16 KiB, for a load, of which a piece of 128 MiB costs a step 2.3 ms and
+# one of 32 MiB 0.2 (scripts/bench beside). Buffers, each of a slice: one on the bus, one being
+# packed or unpacked, and for stores, whose packing may have to wait for room on the device, one
+# more.
+LOAD_SLICE_BYTES, LOAD_PIECE_BYTES, LOAD_BUFFERS = 128 << 20, 32 << 20, 2
 STORE_SLICE_BYTES, STORE_BUFFERS = 32 << 20, 3
 # Bytes of loads in which the average of their times comes half way to what they take now: about one
 # prompt of 8,192 tokens. Not measured on a GPU; `scripts/bench modelled` shows what a wrong average

@@ -24,6 +24,7 @@ from kvoffload_patch.transfer import device as devices
 from kvoffload_patch.transfer import engine as copy_engine
 from kvoffload_patch.transfer import queue as copy_queue
 from kvoffload_patch.transfer.backends import staged as copy_staged
+from kvoffload_patch.transfer.backends.driver import Runs, RunsOfRows
 from kvoffload_patch.transfer.backends.slots import Numbers, SlotMemory
 from kvoffload_patch.transfer.backends.tiles import TileMover
 from kvoffload_patch.transfer.errors import TransferError
@@ -230,27 +231,28 @@ class FakeDriver:
         self.calls: list[int] = []
         self.fail_in: int | None = None
 
-    def copy_many(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
-        columns = (targets, sources, sizes)
-        assert all(c.dtype == np.int64 and c.shape == sizes.shape for c in columns)
-        copies = list(zip(*(c.tolist() for c in columns)))
+    def copy_many(self, runs: Runs, which: slice, stream: int) -> None:
+        columns = (runs.targets, runs.sources, runs.sizes)
+        assert all(c.dtype == np.int64 and c.shape == runs.sizes.shape for c in columns)
+        self._copy_all([*zip(*(c[which].tolist() for c in columns))], stream)
+
+    def copy_runs_of_rows(self, runs: RunsOfRows, which: slice, stream: int) -> None:
+        columns = (runs.targets, runs.sources, runs.counts)
+        assert all(c.dtype in (np.int64, np.uint64) for c in columns)
+        assert all(c.shape == runs.counts.shape for c in columns)
+        found = [*zip(*(c[which].tolist() for c in columns))]
+        self.calls += [-count for _, _, count in found]
+        for target, source, count in self._streams.random.sample(found, len(found)):
+            self._check(source, (count - 1) * runs.pitch + runs.nbytes)
+            for i in range(count):
+                at = target + i * runs.nbytes, source + i * runs.pitch
+                self._enqueue(*at, runs.nbytes, stream)
+
+    def _copy_all(self, copies: list[tuple[int, ...]], stream: int) -> None:
         self.calls.append(len(copies))
         # A batch has no order within.
-        for copy in self._streams.random.sample(copies, len(copies)):
-            self._enqueue(*copy, stream)
-
-    def copy_runs_of_rows(
-        self, targets: Numbers, sources: Numbers, counts: Numbers, nbytes: int, pitch: int,
-        stream: int,
-    ) -> None:  # fmt: skip
-        columns = (targets, sources, counts)
-        assert all(c.dtype == np.int64 and c.shape == counts.shape for c in columns)
-        runs = list(zip(*(c.tolist() for c in columns)))
-        self.calls += [-count for _, _, count in runs]
-        for target, source, count in self._streams.random.sample(runs, len(runs)):
-            self._check(source, (count - 1) * pitch + nbytes)
-            for i in range(count):
-                self._enqueue(target + i * nbytes, source + i * pitch, nbytes, stream)
+        for target, source, nbytes in self._streams.random.sample(copies, len(copies)):
+            self._enqueue(target, source, nbytes, stream)
 
     def _enqueue(self, target: int, source: int, nbytes: int, handle: int) -> None:
         self._check(target, nbytes)
@@ -284,4 +286,6 @@ class FakeCopier(FakeDriver):
         host, device = (sources, targets) if to_device else (targets, sources)
         assert all(self._begin <= at < self._end for at in host.tolist()), "the other way"
         assert not any(self._begin <= at < self._end for at in device.tolist())
-        super().copy_many(targets, sources, sizes, stream)
+        columns = (targets, sources, sizes)
+        assert all(c.dtype == np.int64 and c.shape == sizes.shape for c in columns)
+        self._copy_all([*zip(*(c.tolist() for c in columns))], stream)

@@ -123,6 +123,7 @@ class Machine:
             for module, what, value in [
                 (copy_staged, "STORE_SLICE_BYTES", chunk * slots.pitch),
                 (copy_staged, "LOAD_SLICE_BYTES", 2 * chunk * slots.pitch),
+                (copy_staged, "LOAD_PIECE_BYTES", chunk * slots.pitch),
                 (copy_staged, "READY_BLOCKS", 2 * chunk + 1),
                 (copy_torch, "STAGING_BYTES", chunk * slots.pitch),
             ]:

@@ -66,6 +66,56 @@ class _Attributes(ctypes.Structure):
     ]
 
 
+class Runs:
+    """Runs of bytes, made ready once to be copied, between other addresses each time.
+
+    Args:
+        sizes: bytes of each run.
+
+    Attributes:
+        targets, sources: address of each run; to be set before it is copied.
+    """
+
+    def __init__(self, sizes: Numbers) -> None:
+        self.sizes = np.ascontiguousarray(sizes)
+        self.targets, self.sources = np.zeros_like(self.sizes), np.zeros_like(self.sizes)
+        columns = (self.targets, self.sources, self.sizes)
+        self._begins = [column.ctypes.data for column in columns]
+
+    def at(self, run: int) -> list[ctypes.c_void_p]:
+        """Where the driver reads targets, sources and sizes, from this run on."""
+        return [ctypes.c_void_p(begin + run * self.sizes.itemsize) for begin in self._begins]
+
+
+class RunsOfRows:
+    """The same of rows.
+
+    Args:
+        counts: rows of each run.
+        nbytes: of a row.
+        pitch: bytes from a row's begin to the next one's in the source; in the target they lie one
+            behind the other.
+
+    Attributes:
+        targets, sources: address of each run; to be set before it is copied.
+    """
+
+    def __init__(self, counts: Numbers, nbytes: int, pitch: int) -> None:
+        self.counts, self.nbytes, self.pitch = counts, nbytes, pitch
+        copies = np.zeros(len(counts), _BATCHED)
+        for end, row in (("source", pitch), ("target", nbytes)):
+            operand = copies[end]
+            operand["type"], operand["row_length"], operand["layer_height"] = _POINTER, row, counts
+        copies["width"], copies["height"], copies["depth"] = nbytes, counts, 1
+        copies["order"] = _STREAM_ORDER
+        self.targets, self.sources = copies["target"]["address"], copies["source"]["address"]
+        self._begin = copies.ctypes.data  # of the memory that `targets` is a view of
+
+    def at(self, run: int) -> ctypes.c_void_p:
+        """Where the driver reads what is to be copied, from this run on."""
+        return ctypes.c_void_p(self._begin + run * _BATCHED.itemsize)
+
+
 class Driver:
     """The driver's copies. Every call enqueues on a stream and returns.
 
@@ -93,20 +143,18 @@ class Driver:
         """One run of bytes."""
         _check(self._copy(target, source, nbytes, stream), "cuMemcpyAsync")
 
-    def copy_many(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
-        """Runs of bytes in one call, or one by one where the driver has no such call.
-
-        Args:
-            targets, sources, sizes: addresses and bytes of each run.
-        """
+    def copy_many(self, runs: Runs, which: slice, stream: int) -> None:
+        """Some of these runs in one call, or one by one where the driver has no such call."""
+        sizes = runs.sizes[which]
         if len(sizes) > 1 and self._batch is not None:
-            error = self._copy_batch(targets, sources, sizes, stream)
+            error = self._copy_batch(runs.at(which.start), len(sizes), stream)
             if error != _NOT_SUPPORTED:
                 _check(error, "cuMemcpyBatchAsync")
                 return
             self._batch = None  # the driver has it, this device does not
-        for copy in zip(targets.tolist(), sources.tolist(), sizes.tolist()):
-            self.copy(*copy, stream)
+        found = (runs.targets[which], runs.sources[which], sizes)
+        for target, source, nbytes in zip(*(column.tolist() for column in found)):
+            self.copy(target, source, nbytes, stream)
 
     def copy_rows(
         self, target: int, target_pitch: int, source: int, source_pitch: int,
@@ -120,32 +168,23 @@ class Driver:
         )  # fmt: skip
         _check(self._copy_2d(ctypes.byref(rectangle), stream), "cuMemcpy2DAsync")
 
-    def copy_runs_of_rows(
-        self, targets: Numbers, sources: Numbers, counts: Numbers, nbytes: int, pitch: int,
-        stream: int,
-    ) -> None:  # fmt: skip
-        """Runs of rows in one call, or one by one where the driver has no such call.
-
-        Args:
-            targets: address of each run, whose rows lie there one behind the other.
-            sources: address of each run, whose rows begin ``pitch`` bytes apart.
-            counts: rows of each run.
-            nbytes: of a row.
-        """
+    def copy_runs_of_rows(self, runs: RunsOfRows, which: slice, stream: int) -> None:
+        """Some of these runs in one call, or one by one where the driver has no such call."""
+        counts = runs.counts[which]
         if len(counts) > 1 and self._batch_3d is not None:
-            error = self._copy_batch_3d(targets, sources, counts, nbytes, pitch, stream)
+            error = self._copy_batch_3d(runs.at(which.start), len(counts), stream)
             if error != _NOT_SUPPORTED:
                 _check(error, "cuMemcpy3DBatchAsync")
                 return
             self._batch_3d = None
-        for target, source, count in zip(targets.tolist(), sources.tolist(), counts.tolist()):
-            self.copy_rows(target, nbytes, source, pitch, nbytes, count, stream)
+        found = (runs.targets[which], runs.sources[which], counts)
+        for target, source, count in zip(*(column.tolist() for column in found)):
+            self.copy_rows(target, runs.nbytes, source, runs.pitch, runs.nbytes, count, stream)
 
-    def _copy_batch(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> int:
-        arrays = [np.ascontiguousarray(each) for each in (targets, sources, sizes)]
+    def _copy_batch(self, columns: list[ctypes.c_void_p], count: int, stream: int) -> int:
         args = [
-            *(ctypes.c_void_p(each.ctypes.data) for each in arrays),
-            ctypes.c_size_t(len(sizes)),
+            *columns,
+            ctypes.c_size_t(count),
             ctypes.byref(self._attributes),
             ctypes.byref(self._first),  # the attributes hold from copy 0 on
             ctypes.c_size_t(1),
@@ -154,18 +193,8 @@ class Driver:
             args.append(ctypes.byref(ctypes.c_size_t(0)))
         return int(self._batch(*args, ctypes.c_void_p(stream)))
 
-    def _copy_batch_3d(
-        self, targets: Numbers, sources: Numbers, counts: Numbers, nbytes: int, pitch: int,
-        stream: int,
-    ) -> int:  # fmt: skip
-        copies = np.zeros(len(counts), _BATCHED)
-        for end, addresses, row in (("source", sources, pitch), ("target", targets, nbytes)):
-            operand = copies[end]
-            operand["type"], operand["address"] = _POINTER, addresses
-            operand["row_length"], operand["layer_height"] = row, counts
-        copies["width"], copies["height"], copies["depth"] = nbytes, counts, 1
-        copies["order"] = _STREAM_ORDER
-        args: list[Any] = [ctypes.c_size_t(len(copies)), ctypes.c_void_p(copies.ctypes.data)]
+    def _copy_batch_3d(self, copies: ctypes.c_void_p, count: int, stream: int) -> int:
+        args: list[Any] = [ctypes.c_size_t(count), copies]
         if self._reports_3d:
             args.append(ctypes.byref(ctypes.c_size_t(0)))
         return int(self._batch_3d(*args, ctypes.c_ulonglong(0), ctypes.c_void_p(stream)))

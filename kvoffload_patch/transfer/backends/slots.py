@@ -34,6 +34,11 @@ class Part(NamedTuple):
     slot: Numbers
     size: Numbers
 
+    def pieces(self, most: int) -> Iterator[slice]:
+        """The runs of each so many slots, where `SlotMemory.parts` was asked for such pieces."""
+        cuts = [*np.searchsorted(self.at, range(0, self.num_slots, most)).tolist(), len(self.at)]
+        return map(slice, cuts, cuts[1:])
+
     def slots(self) -> Numbers:
         """Each slot, in order."""
         from_slice: Numbers = np.repeat(self.slot - self.at, self.size)
@@ -75,15 +80,20 @@ class SlotMemory:
         begin = run.slot * self.pitch
         return self.flat[begin : begin + run.size * self.pitch]
 
-    def parts(self, slots: Numbers, chunk: int) -> Iterator[Part]:
+    def parts(self, slots: Numbers, chunk: int, piece: int = 0) -> Iterator[Part]:
         """Slices of up to ``chunk`` slots, in runs that can be copied in one.
 
         Costs nothing for each slot in Python: there may be tens of thousands of them.
+
+        Args:
+            piece: slots of a piece of a slice, from which no run reaches into the next one; 0 if
+                slices are to have no pieces.
         """
         count = len(slots)
         begins = np.ones(count, dtype=bool)
         begins[1:] = (slots[1:] != slots[:-1] + 1) | (slots[1:] % self._piece == 0)
-        begins[::chunk] = True
+        for first in range(0, count, chunk):
+            begins[first : first + chunk : piece or chunk] = True
         at = begins.nonzero()[0]
         size = np.diff(at, append=count)
         slot = slots[at]

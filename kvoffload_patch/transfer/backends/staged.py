@@ -1,9 +1,10 @@
 """The staged copy backend: pack in device memory, cross the bus by DMA.
 
 A chunk of blocks is packed into a staging buffer at memory speed by one kernel, and crosses the bus
-as one batch: each run of neighbouring slots is one copy, and what cannot be merged goes to the
-driver in one call. Several buffers keep the bus busy while the next chunk is packed. Loads mirror
-it. The kernel makes checksums of what it moves, and of loads that are compared, compares them.
+in pieces, between which others' copies have their turn. Each run of neighbouring slots is one copy,
+and a piece is one call of the driver. Several buffers keep the bus busy while the next chunk is
+packed. Loads mirror it. The kernel makes checksums of what it moves, and of loads that are
+compared, compares them.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from kvoffload_patch.transfer.backends.alternating import AlternatingStreams
 from kvoffload_patch.transfer.backends.base import Slices, Streams
-from kvoffload_patch.transfer.backends.driver import Driver
+from kvoffload_patch.transfer.backends.driver import Driver, Runs, RunsOfRows
 from kvoffload_patch.transfer.backends.ids import IdUploader
 from kvoffload_patch.transfer.backends.load_times import LoadTimes
 from kvoffload_patch.transfer.backends.slots import Numbers, Part, SlotMemory, in_slot_order
@@ -27,6 +29,7 @@ from kvoffload_patch.transfer.integrity import Checksums, Verdicts
 from kvoffload_patch.transfer.layout import BlockLayout, Rows
 from kvoffload_patch.transfer.tuning import (
     LOAD_BUFFERS,
+    LOAD_PIECE_BYTES,
     LOAD_SLICE_BYTES,
     READY_BLOCKS,
     RUN_BLOCKS,
@@ -44,42 +47,26 @@ class _Buffer:
         self.filled, self.free = device.new_event(), device.new_event()
 
 
-class AlternatingStreams:
-    """Two streams in turn for a direction's slices, so that others' copies come in between.
+class _Slice(NamedTuple):
+    """What a buffer holds of some rows of slots, and how it is brought there.
 
-    A direction's copy engine keeps to a stream for as long as that has a copy which could
-    begin, and each step's tokens or inputs would wait for all that is enqueued. A slice on another
-    stream that waits for the one before makes it look around (scripts/bench copy_queue).
+    ``runs`` are of slots, or single slots if most of these have no neighbour; of each, ``slots``
+    has the address of its first slot, ``entries`` where it begins in the buffer.
     """
 
-    def __init__(self, device: Device) -> None:
-        self._aside = device.new_stream()
-        self._before, self._after = device.new_event(), device.new_event()
-        self._is_aside = False
-
-    def enqueue(self, bus: Any, copy: Callable[[Any], None]) -> None:
-        """Call ``copy`` with the stream for the next slice.
-
-        It is behind ``bus``, and ``bus`` is behind it afterwards.
-        """
-        self._is_aside = not self._is_aside
-        if not self._is_aside:
-            copy(bus)
-            return
-        self._before.record(bus)
-        self._aside.wait_event(self._before)
-        try:
-            copy(self._aside)
-        finally:
-            self._after.record(self._aside)
-            bus.wait_event(self._after)
+    part: Part
+    pieces: list[slice]  # of the runs
+    runs: Runs | RunsOfRows
+    slots: Numbers
+    entries: Numbers
+    copy: Callable[[slice, int], None]
 
 
 class _Direction:
     """What the copies of a direction use, all of it made when the backend is opened.
 
     ``count`` staging buffers in turn, each for a slice of ``blocks`` slot pitches (``nbytes`` at
-    most, or one), the streams of the slices, and what brings block numbers to the device, beside
+    most, or one), the streams of their pieces, and what brings block numbers to the device, beside
     those of their slots where there are checksums. ``totals`` are of the buffer that is packed or
     unpacked, or, by group, of the blocks that were made ready together.
     """
@@ -88,6 +75,7 @@ class _Direction:
         self,
         layout: BlockLayout,
         nbytes: int,
+        piece_bytes: int,
         pitch: int,
         count: int,
         checked: bool,
@@ -95,6 +83,7 @@ class _Direction:
     ) -> None:
         device = device_of(layout.device)
         self.blocks = max(1, nbytes // pitch)
+        self.piece_bytes = piece_bytes
         self.turns = AlternatingStreams(device)
         self.ready_blocks = READY_BLOCKS
         numbers = 2 if checked else 1  # of each block
@@ -115,6 +104,10 @@ class _Direction:
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)
         return buffer
+
+    def piece(self, nbytes: int) -> int:
+        """Blocks of a piece, of so many bytes each."""
+        return max(1, self.piece_bytes // nbytes)
 
     def addresses(self) -> list[int]:
         return [buffer.address for buffer in self._buffers]
@@ -150,11 +143,13 @@ class StagedBackend:
         self._device = device_of(layout.device)
         self.checksums = checksums or Checksums(0, layout.device)
         pitch, checked = self._slots.pitch, self.checksums.kept
-        self._stores = _Direction(layout, STORE_SLICE_BYTES, pitch, STORE_BUFFERS, checked)
+        self._stores = _Direction(
+            layout, STORE_SLICE_BYTES, STORE_SLICE_BYTES, pitch, STORE_BUFFERS, checked
+        )
         self.groups = groups
         self._ends = [*layout.offsets, layout.block_bytes]
         self._loads = _Direction(
-            layout, LOAD_SLICE_BYTES, pitch, LOAD_BUFFERS, checked, bool(groups)
+            layout, LOAD_SLICE_BYTES, LOAD_PIECE_BYTES, pitch, LOAD_BUFFERS, checked, bool(groups)
         )
         addresses = [*self._stores.addresses(), *self._loads.addresses()]
         self._mover = TileMover(layout, pitch, addresses, self.checksums if checked else None)
@@ -172,7 +167,7 @@ class StagedBackend:
         assert streams is not None
         blocks, bus, own = streams.blocks, streams.bus, self._stores
         ready = self._ready(gpu_block_ids, cpu_slots, own, blocks, self.checksums.kept)
-        parts = self._parts(ready, own.blocks)
+        parts = self._parts(ready, own)
         for number, (block_ids, slots_at, part) in enumerate(parts):
             if number:
                 yield 0
@@ -181,7 +176,7 @@ class StagedBackend:
             self._move(True, buffer, block_ids, part, blocks, Check(slots_at, own.totals))
             buffer.filled.record(blocks)
             bus.wait_event(buffer.filled)
-            self._cross(True, buffer, part, own.turns, bus)
+            self._cross(True, buffer, part, own, bus)
             buffer.free.record(bus)
         return None
 
@@ -216,13 +211,13 @@ class StagedBackend:
         assert streams is not None
         blocks, bus, own = streams.blocks, streams.bus, self._loads
         ready = self._ready(gpu_block_ids, cpu_slots, own, blocks, finds is not None)
-        parts = self._parts(ready, own.blocks)
+        parts = self._parts(ready, own)
         for number, (block_ids, slots_at, part) in enumerate(parts):
             if number:
                 yield 0
             buffer = own.take()
             bus.wait_event(buffer.free)
-            self._cross(False, buffer, part, own.turns, bus)
+            self._cross(False, buffer, part, own, bus)
             self.load_times.crossed(part.num_slots * self._slots.pitch, bus)
             buffer.filled.record(bus)
             blocks.wait_event(buffer.filled)
@@ -253,24 +248,24 @@ class StagedBackend:
                 self._ready(gpu_block_ids[first:], cpu_slots[first:], own, blocks, checked),
             ):
                 left -= len(slots)
-                cut: dict[int, list[Part]] = {}  # by what a buffer holds, mostly one for all groups
+                cut: dict[int, list[_Slice]] = {}  # by bytes of a row; mostly one for all groups
                 for arrived, rows in enumerate(self.groups, 1):
                     nbytes = self._ends[rows[1]] - self._ends[rows[0]]
-                    chunk = own.nbytes // nbytes
-                    parts = cut.get(chunk) or list(self._slots.parts(slots, chunk))
-                    cut[chunk] = parts
-                    for part in parts:
-                        buffer = own.take()
+                    if nbytes not in cut:
+                        cut[nbytes] = [*self._cut(slots, nbytes, own)]
+                    last = cut[nbytes][-1]
+                    for each in cut[nbytes]:
+                        part, buffer = each.part, own.take()
                         bus.wait_event(buffer.free)
-                        own.turns.enqueue(bus, partial(self._fetch, buffer, part, rows))
+                        self._fetch(buffer, each, self._ends[rows[0]], own.turns, bus)
                         self.load_times.crossed(part.num_slots * nbytes, bus)
                         buffer.filled.record(bus)
                         blocks.wait_event(buffer.filled)
                         check = Check(len(slots) + part.first, own.totals, part.first, finds)
                         self._move(False, buffer, block_ids, part, blocks, check, rows)
                         buffer.free.record(blocks)
-                        if left or arrived < len(self.groups) or part is not parts[-1]:
-                            yield 0 if left else arrived - (part is not parts[-1])
+                        if left or arrived < len(self.groups) or each is not last:
+                            yield 0 if left else arrived - (each is not last)
             self.load_times.end(bus)
         except BaseException:
             with self._device.on(blocks):
@@ -278,15 +273,16 @@ class StagedBackend:
             raise
 
     def _parts(
-        self, ready: Iterator[tuple[torch.Tensor, Numbers]], most: int
+        self, ready: Iterator[tuple[torch.Tensor, Numbers]], own: _Direction
     ) -> Iterator[tuple[torch.Tensor, int, Part]]:
-        """Parts of so many blocks, and the device's list of blocks that each is a part of.
+        """Parts of a buffer each, and the device's list of blocks that each is a part of.
 
         The slots of a part are in that list, too, from the number in between on, if its checksums
         are made or compared.
         """
+        piece = own.piece(self._slots.pitch)
         for block_ids, slots in ready:
-            for part in self._slots.parts(slots, most):
+            for part in self._slots.parts(slots, own.blocks, piece):
                 yield block_ids, len(slots) + part.first, part
 
     def _ready(
@@ -318,30 +314,39 @@ class StagedBackend:
         first, count = part.first, part.num_slots
         self._mover.move(stream, to_flat, buffer.memory, block_ids, first, count, check, rows)
 
-    def _fetch(self, buffer: _Buffer, part: Part, rows: Rows, stream: Any) -> None:
-        """Enqueue the copies of some rows of slots to a buffer, in one call."""
-        offset, handle = self._ends[rows[0]], self._device.handle(stream)
-        nbytes = self._ends[rows[1]] - offset
-        if part.num_slots < RUN_BLOCKS * part.size.size:
-            sources = self._slots.address(part.slots()) + offset
-            targets = buffer.address + np.arange(part.num_slots) * nbytes
-            self._driver.copy_many(targets, sources, np.full_like(targets, nbytes), handle)
-            return
-        sources = self._slots.address(part.slot) + offset
-        targets, pitch = buffer.address + part.at * nbytes, self._slots.pitch
-        self._driver.copy_runs_of_rows(targets, sources, part.size, nbytes, pitch, handle)
+    def _cut(self, slots: Numbers, nbytes: int, own: _Direction) -> Iterator[_Slice]:
+        """Slices of so many bytes of each slot."""
+        piece, address = own.piece(nbytes), self._slots.address
+        for part in self._slots.parts(slots, own.nbytes // nbytes, piece):
+            if part.num_slots < RUN_BLOCKS * part.size.size:
+                entries = np.arange(part.num_slots) * nbytes
+                single = Runs(np.full_like(entries, nbytes))
+                pieces = [slice(at, at + piece) for at in range(0, part.num_slots, piece)]
+                copy = partial(self._driver.copy_many, single)
+                yield _Slice(part, pieces, single, address(part.slots()), entries, copy)
+            else:
+                runs = RunsOfRows(part.size, nbytes, self._slots.pitch)
+                pieces, copy = [*part.pieces(piece)], partial(self._driver.copy_runs_of_rows, runs)
+                yield _Slice(part, pieces, runs, address(part.slot), part.at * nbytes, copy)
+
+    def _fetch(
+        self, buffer: _Buffer, cut: _Slice, offset: int, turns: AlternatingStreams, bus: Any
+    ) -> None:
+        """Enqueue the copies of what is at ``offset`` in slots to a buffer."""
+        cut.runs.sources[:] = cut.slots + offset
+        cut.runs.targets[:] = cut.entries + buffer.address
+        for piece in cut.pieces:
+            turns.enqueue(bus, cut.copy, piece)
 
     def _cross(
-        self, to_slots: bool, buffer: _Buffer, part: Part, turns: AlternatingStreams, bus: Any
+        self, to_slots: bool, buffer: _Buffer, part: Part, own: _Direction, bus: Any
     ) -> None:
         """Enqueue the copies between a buffer and slots."""
         pitch = self._slots.pitch
         staged, slot = buffer.address + part.at * pitch, self._slots.address(part.slot)
         target, source = (slot, staged) if to_slots else (staged, slot)
-        nbytes = part.size * pitch
-        turns.enqueue(
-            bus,
-            lambda stream: self._driver.copy_many(
-                target, source, nbytes, self._device.handle(stream)
-            ),
-        )
+        runs = Runs(part.size * pitch)
+        runs.targets[:], runs.sources[:] = target, source
+        copy = partial(self._driver.copy_many, runs)
+        for piece in part.pieces(own.piece(pitch)):
+            own.turns.enqueue(bus, copy, piece)

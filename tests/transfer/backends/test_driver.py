@@ -13,7 +13,7 @@ import torch
 from transfer.layouts import needs_gpu
 
 from kvoffload_patch.transfer.backends import driver as module
-from kvoffload_patch.transfer.backends.driver import Driver
+from kvoffload_patch.transfer.backends.driver import Driver, Runs, RunsOfRows
 from kvoffload_patch.transfer.errors import TransferError
 
 STREAM = 0x1234
@@ -141,9 +141,15 @@ def memory() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
 
 
-def columns(*copies: Triple) -> Any:
-    """Targets, sources and sizes, as views of one array: not even contiguous."""
-    return np.array(copies, dtype=np.int64).reshape(-1, 3).T
+ALL = slice(0, None)
+
+
+def runs(*copies: Triple) -> Runs:
+    """Of targets, sources and sizes; these are no column of their own, and not contiguous."""
+    table = np.array(copies, dtype=np.int64).reshape(-1, 3)
+    made = Runs(table[:, 2])
+    made.targets[:], made.sources[:] = table[:, 0], table[:, 1]
+    return made
 
 
 def some_copies(source: torch.Tensor, target: torch.Tensor) -> tuple[list[Triple], torch.Tensor]:
@@ -198,7 +204,7 @@ def test_many_copies_go_in_one_call_where_the_driver_has_it(
     driver, library = use(*names)
     source, target = memory()
     copies, wanted = some_copies(source, target)
-    driver.copy_many(*columns(*copies), STREAM)
+    driver.copy_many(runs(*copies), ALL, STREAM)
     assert library.calls == [(name, STREAM) for name in called]
     assert torch.equal(target, wanted)
 
@@ -211,13 +217,13 @@ def test_a_device_without_batches_is_asked_once(use: Any, name: str) -> None:
     for asked in ([(name, STREAM)], []):
         source, target = memory()
         copies, wanted = some_copies(source, target)
-        driver.copy_many(*columns(*copies), STREAM)
+        driver.copy_many(runs(*copies), ALL, STREAM)
         assert torch.equal(target, wanted)
         assert library.calls == [*asked, *[("copy", STREAM)] * 3]
         library.calls.clear()
     library.error = 801  # which from a single copy is an error like any other
     with pytest.raises(TransferError, match=r"\(cuMemcpyAsync answered 801\)"):
-        driver.copy_many(*columns(*copies), STREAM)
+        driver.copy_many(runs(*copies), ALL, STREAM)
 
 
 def test_a_batch_refused_for_another_reason_does_not_end_batches(use: Any) -> None:
@@ -226,10 +232,10 @@ def test_a_batch_refused_for_another_reason_does_not_end_batches(use: Any) -> No
     copies, wanted = some_copies(source, target)
     library.batch_error = 719
     with pytest.raises(TransferError, match=r"\(cuMemcpyBatchAsync answered 719\)"):
-        driver.copy_many(*columns(*copies), STREAM)
+        driver.copy_many(runs(*copies), ALL, STREAM)
     assert int(target.count_nonzero()) == 0
     library.batch_error = 0
-    driver.copy_many(*columns(*copies), STREAM)
+    driver.copy_many(runs(*copies), ALL, STREAM)
     assert library.calls == [("cuMemcpyBatchAsync_v2", STREAM)] * 2
     assert torch.equal(target, wanted)
 
@@ -237,9 +243,9 @@ def test_a_batch_refused_for_another_reason_does_not_end_batches(use: Any) -> No
 def test_one_copy_needs_no_batch_and_none_no_call(use: Any) -> None:
     driver, library = use("cuMemcpyBatchAsync_v2")
     source, target = memory()
-    driver.copy_many(*columns(), STREAM)
+    driver.copy_many(runs(), ALL, STREAM)
     assert library.calls == []
-    driver.copy_many(*columns((target.data_ptr() + 3, source.data_ptr() + 2, 5)), STREAM)
+    driver.copy_many(runs((target.data_ptr() + 3, source.data_ptr() + 2, 5)), ALL, STREAM)
     assert library.calls == [("copy", STREAM)]
     assert target[3:8].tolist() == [2, 3, 4, 5, 6]
     assert int(target.count_nonzero()) == 5
@@ -259,16 +265,20 @@ def test_rows_are_a_pitch_apart_on_either_side(use: Any) -> None:
 BATCHES_3D = ["cuMemcpy3DBatchAsync", "cuMemcpy3DBatchAsync_v2"]
 
 
-def runs_of_rows(source: torch.Tensor, target: torch.Tensor) -> tuple[Any, torch.Tensor]:
+def rows(*copies: Triple, nbytes: int = 3, pitch: int = 10) -> RunsOfRows:
+    """Of targets, sources and counts."""
+    table = np.array(copies, dtype=np.int64).reshape(-1, 3)
+    made = RunsOfRows(table[:, 2], nbytes, pitch)
+    made.targets[:], made.sources[:] = table[:, 0], table[:, 1]
+    return made
+
+
+def some_rows(source: torch.Tensor, target: torch.Tensor) -> tuple[list[Triple], torch.Tensor]:
     """Rows of 3 bytes, 10 apart: two from byte 40 on, one of byte 7, and what is there then."""
-    runs = np.array([[10, 40, 2], [2, 7, 1]]).T + [
-        [target.data_ptr()],
-        [source.data_ptr()],
-        [0],
-    ]
+    a, b = source.data_ptr(), target.data_ptr()
     wanted = torch.zeros(100, dtype=torch.uint8)
     wanted[10:13], wanted[13:16], wanted[2:5] = source[40:43], source[50:53], source[7:10]
-    return runs, wanted
+    return [(b + 10, a + 40, 2), (b + 2, a + 7, 1)], wanted
 
 
 @pytest.mark.parametrize(
@@ -284,8 +294,8 @@ def test_runs_of_rows_go_in_one_call_where_the_driver_has_it(
 ) -> None:
     driver, library = use(*names)
     source, target = memory()
-    runs, wanted = runs_of_rows(source, target)
-    driver.copy_runs_of_rows(*runs, 3, 10, STREAM)
+    copies, wanted = some_rows(source, target)
+    driver.copy_runs_of_rows(rows(*copies), ALL, STREAM)
     assert library.calls == [(name, STREAM) for name in called]
     assert torch.equal(target, wanted)
 
@@ -296,8 +306,8 @@ def test_a_device_without_batches_of_rows_is_asked_once(use: Any, name: str) -> 
     library.batch_error = 801  # CUDA_ERROR_NOT_SUPPORTED
     for asked in ([(name, STREAM)], []):
         source, target = memory()
-        runs, wanted = runs_of_rows(source, target)
-        driver.copy_runs_of_rows(*runs, 3, 10, STREAM)
+        copies, wanted = some_rows(source, target)
+        driver.copy_runs_of_rows(rows(*copies), ALL, STREAM)
         assert torch.equal(target, wanted)
         assert library.calls == [*asked, *[("rows", STREAM)] * 2]
         library.calls.clear()
@@ -306,12 +316,12 @@ def test_a_device_without_batches_of_rows_is_asked_once(use: Any, name: str) -> 
 def test_a_batch_of_rows_that_is_refused_is_an_error(use: Any) -> None:
     driver, library = use("cuMemcpy3DBatchAsync_v2")
     source, target = memory()
-    runs, wanted = runs_of_rows(source, target)
+    copies, wanted = some_rows(source, target)
     library.batch_error = 719
     with pytest.raises(TransferError, match=r"\(cuMemcpy3DBatchAsync answered 719\)"):
-        driver.copy_runs_of_rows(*runs, 3, 10, STREAM)
+        driver.copy_runs_of_rows(rows(*copies), ALL, STREAM)
     library.batch_error = 0
-    driver.copy_runs_of_rows(*runs, 3, 10, STREAM)
+    driver.copy_runs_of_rows(rows(*copies), ALL, STREAM)
     assert library.calls == [("cuMemcpy3DBatchAsync_v2", STREAM)] * 2
     assert torch.equal(target, wanted)
 
@@ -319,12 +329,41 @@ def test_a_batch_of_rows_that_is_refused_is_an_error(use: Any) -> None:
 def test_one_run_of_rows_needs_no_batch_and_none_no_call(use: Any) -> None:
     driver, library = use("cuMemcpy3DBatchAsync_v2")
     source, target = memory()
-    runs, _ = runs_of_rows(source, target)
-    driver.copy_runs_of_rows(*runs[:, :0], 3, 10, STREAM)
+    copies, _ = some_rows(source, target)
+    driver.copy_runs_of_rows(rows(), ALL, STREAM)
     assert library.calls == []
-    driver.copy_runs_of_rows(*runs[:, :1], 3, 10, STREAM)
+    driver.copy_runs_of_rows(rows(*copies[:1]), ALL, STREAM)
     assert library.calls == [("rows", STREAM)]
     assert int(target.count_nonzero()) == 6
+
+
+@pytest.mark.parametrize("names", [[], BATCHES_3D, ["cuMemcpyBatchAsync_v2", *BATCHES_3D]])
+def test_some_of_the_runs_are_copied_and_then_others_between_other_addresses(
+    use: Any, names: list[str]
+) -> None:
+    driver, _ = use(*names)
+    source, target = memory()
+    copies, wanted = some_copies(source, target)
+    made = runs(*copies)
+    for which in (slice(1, 3), slice(0, 1), slice(3, 3)):
+        driver.copy_many(made, which, STREAM)
+    assert torch.equal(target, wanted)
+    other = torch.zeros_like(target)
+    made.targets += other.data_ptr() - target.data_ptr()
+    driver.copy_many(made, slice(0, 3), STREAM)
+    assert torch.equal(other, wanted)
+
+    first, wanted = some_rows(source, target.zero_())
+    a, b = source.data_ptr(), target.data_ptr()
+    wanted[30:33] = source[60:63]
+    made_rows = rows(*first, (b + 30, a + 60, 1))
+    for which in (slice(1, 3), slice(0, 1), slice(3, 3)):
+        driver.copy_runs_of_rows(made_rows, which, STREAM)
+    assert torch.equal(target, wanted)
+    other.zero_()
+    made_rows.targets[:] = other.data_ptr() + np.array([10, 2, 30])
+    driver.copy_runs_of_rows(made_rows, slice(0, 3), STREAM)
+    assert torch.equal(other, wanted)
 
 
 def test_addresses_are_given_whole(use: Any) -> None:
@@ -349,7 +388,7 @@ def test_what_the_driver_refuses_is_an_error(use: Any, names: list[str]) -> None
     call = "cuMemcpyBatchAsync" if names else "cuMemcpyAsync"
     for what, wanted in [
         (lambda: driver.copy(*copy, STREAM), "cuMemcpyAsync"),
-        (lambda: driver.copy_many(*columns(copy, copy), STREAM), call),
+        (lambda: driver.copy_many(runs(copy, copy), ALL, STREAM), call),
         (lambda: driver.copy_rows(copy[0], 4, copy[1], 4, 1, 1, STREAM), "cuMemcpy2DAsync"),
     ]:
         with pytest.raises(TransferError, match=rf"refused a copy \({wanted} answered 719\)"):
@@ -380,10 +419,10 @@ def test_the_driver_of_this_machine_moves_bytes(batches: bool) -> None:
     h, d, b = (t.data_ptr() for t in (host, device, back))
     pieces = [(0, 100, 50), (100, 0, 99), (1000, 3000, 1000), (3000, 1001, 1)]
     copies = [(d + t, h + s, n) for t, s, n in pieces]
-    driver.copy_many(*columns(*copies), stream.cuda_stream)
+    driver.copy_many(runs(*copies), ALL, stream.cuda_stream)
     driver.copy_rows(d + 2100, 70, h + 7, 300, 64, 12, stream.cuda_stream)
-    runs = np.array([[d + 1200, h + 5, 3], [d + 1500, h + 1700, 1], [d + 1600, h + 3000, 2]])
-    driver.copy_runs_of_rows(*runs.T, 40, 500, stream.cuda_stream)
+    found = [(d + 1200, h + 5, 3), (d + 1500, h + 1700, 1), (d + 1600, h + 3000, 2)]
+    driver.copy_runs_of_rows(rows(*found, nbytes=40, pitch=500), ALL, stream.cuda_stream)
     driver.copy(b, d, 4096, stream.cuda_stream)
     stream.synchronize()
     wanted = torch.zeros(4096, dtype=torch.uint8)

@@ -20,23 +20,29 @@ def memory(num_slots: int, per_piece: int = 0, pad: int = 0) -> SlotMemory:
     return SlotMemory(raw[:, :4], per_piece)
 
 
-def parts(slots: list[int], chunk: int, num_slots: int = 10, per_piece: int = 0) -> list[Part]:
+def parts(
+    slots: list[int], chunk: int, num_slots: int = 10, per_piece: int = 0, piece: int = 0
+) -> list[Part]:
     ids = np.array(slots, dtype=np.int64)
-    found = list(memory(num_slots, per_piece).parts(ids, chunk))
+    found = list(memory(num_slots, per_piece).parts(ids, chunk, piece))
     for part in found:
         for column in part[2:5]:
             assert (column.dtype, column.shape) == (np.int64, part.size.shape)
     return found
 
 
-def one_by_one(slots: list[int], chunk: int, per_piece: int) -> list[tuple[int, int, Runs]]:
+def one_by_one(
+    slots: list[int], chunk: int, per_piece: int, piece: int
+) -> list[tuple[int, int, Runs]]:
     """The same in plain Python: first, number of slots, and runs of each slice."""
     found = []
     for first in range(0, len(slots), chunk):
         runs: list[list[int]] = []
         for at, slot in enumerate(slots[first : first + chunk]):
-            resumes_without_lookup = bool(runs) and slot == slots[first + at - 1] + 1
-            if resumes_without_lookup and not (per_piece and slot % per_piece == 0):
+            is_next = bool(runs) and slot == slots[first + at - 1] + 1
+            if piece and at % piece == 0:
+                is_next = False
+            if is_next and not (per_piece and slot % per_piece == 0):
                 runs[-1][2] += 1
             else:
                 runs.append([at, slot, 1])
@@ -71,6 +77,7 @@ def test_parts_are_those_that_one_finds_slot_by_slot(seed: int) -> None:
     rng = random.Random(seed)
     num_slots = rng.choice([1, 2, 9, 40, 300])
     chunk, per_piece = rng.choice([1, 2, 3, 8, 64, 1000]), rng.choice([0, 1, 2, 3, 7, 64])
+    piece = rng.choice([0, 1, 2, 3, 8])
     slots: list[int] = []
     for _ in range(rng.choice([1, 2, 5, 20])):  # neighbours, and jumps between them
         begin = rng.randrange(num_slots)
@@ -79,9 +86,9 @@ def test_parts_are_those_that_one_finds_slot_by_slot(seed: int) -> None:
         slots = sorted(set(slots))
     elif rng.random() < 0.3:
         slots.reverse()
-    found = parts(slots, chunk, num_slots, per_piece)
+    found = parts(slots, chunk, num_slots, per_piece, piece)
     as_plain = [(p.first, p.num_slots, [tuple(run) for run in p.runs()]) for p in found]
-    assert as_plain == one_by_one(slots, chunk, per_piece)
+    assert as_plain == one_by_one(slots, chunk, per_piece, piece)
     again = []
     for part in found:
         assert part.first == len(again)
@@ -92,6 +99,12 @@ def test_parts_are_those_that_one_finds_slot_by_slot(seed: int) -> None:
             again += range(run.slot, run.slot + run.size)
             last = run.slot + run.size - 1
             assert per_piece == 0 or run.slot // per_piece == last // per_piece
+        of_pieces = [[*part.runs()][runs] for runs in part.pieces(piece or chunk)]
+        assert [run for runs in of_pieces for run in runs] == [*part.runs()]
+        if piece:
+            sizes = [sum(run.size for run in runs) for runs in of_pieces]
+            left = part.num_slots % piece
+            assert sizes == [piece] * (part.num_slots // piece) + ([left] if left else [])
         assert len(again) == part.first + part.num_slots, "a run goes on in the next slice"
     assert again == slots
 

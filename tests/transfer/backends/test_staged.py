@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from functools import partial
-
 import pytest
 import torch
 from transfer.opened import POISON, Open, round_trip
@@ -32,38 +29,6 @@ def test_copies_go_behind_what_their_streams_have_been_given(opened: Open, seed:
     setup.wait()
     assert all(bool((row == 7).all()) for row in seen)
     assert all(bool((row[1:4] == 9).all()) for row in rows)
-
-
-@pytest.mark.parametrize("jobs", [[7], [1, 1, 3]])
-@pytest.mark.parametrize("what", ["store", "load"])
-def test_each_slice_is_on_the_other_stream_of_the_bus_behind_the_one_before(
-    opened: Open, what: str, jobs: list[int]
-) -> None:
-    """So that the copy engine lets others' copies in between: it goes on with a stream that can."""
-    setup = opened("kv_outermost", "staged", "cpu", chunk=1)
-    assert setup.streams is not None and setup.cuda is not None
-    seen: list[int] = []
-    made: list[int] = []  # in the order in which the device has done them
-    streams = setup.cuda.streams
-    enqueue = setup.driver._enqueue
-
-    def noted(target: int, source: int, nbytes: int, stream: int) -> None:
-        seen.append(stream)
-        enqueue(target, source, nbytes, stream)
-        streams[stream - 1].append(partial(made.append, len(seen)))
-
-    setup.driver._enqueue = noted
-    first = slices = 0
-    for count in jobs:
-        numbers = [*range(first, first + count)]
-        first += count
-        slices += getattr(setup, what)(numbers, numbers)
-    turns = [stream for stream, _ in itertools.groupby(seen)]
-    assert len(turns) == slices >= 4 and len(set(seen)) == 2
-    assert setup.streams.bus.number in seen, "the end of a copy is behind it"
-    assert setup.streams.blocks.number not in seen
-    setup.wait()
-    assert made == [*range(1, len(seen) + 1)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
