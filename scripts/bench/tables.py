@@ -95,6 +95,21 @@ MECHANISMS = {
 }
 
 
+PIECES = {
+    "chats-pieces-v1.json": "two servers at a time, runner V1",
+    "chats-pieces-v2.json": "the same, runner V2",
+    "chats-pieces-floor.json": "beside the floor, runner V1",
+}
+PIECES_ROWS = {
+    "later turns: first token, p50, ms",
+    "later turns: per output token, p50, ms",
+    "later turns: tokens answered a second",
+    "later turns: a step of decodes, mean, ms",
+    "later turns: the step before one that a request joins, ms",
+    "later turns: a step that a request joins, ms",
+}
+
+
 def read(name: str) -> Any:
     """One result; None where it was not measured."""
     path = RESULTS / name
@@ -196,6 +211,17 @@ def by_layer() -> str:
     """What loads by layer change: conversations over HTTP, and by time in one engine."""
     served = _made("chats-by-layer.json", lambda found: _conversations(found, BY_LAYER))
     return f"{served}\n\n{_made('trace-by-layer.json', trace_report.changes)}"
+
+
+def pieces() -> str:
+    """What pieces of loads change, and which steps are longer than a floor's."""
+
+    def make(document: dict[str, Any], words: str) -> str:
+        title = f"{words}: {chats_report.about(document)}"
+        chosen = [f for f in chats_figures.LATER if f.title in PIECES_ROWS]
+        return chats_report.chosen(document, title, chosen)
+
+    return _each(PIECES, make)
 
 
 def other_chats() -> str:
@@ -338,14 +364,14 @@ def ran_on(machine: dict[str, Any]) -> str:
 
 _BY_NAME: tuple[Callable[[], str | None], ...] = (
     short, served, pairs, conversations, chats, mechanisms, trace, joins, bound, slowest, goals,
-    step, enqueued, transfer, checksums, ranks, pressure,
+    step, enqueued, pieces, transfer, checksums, ranks, pressure,
 )  # fmt: skip
 TABLES: dict[str, Callable[[], str | None]] = {
     **{make.__name__: make for make in _BY_NAME},
     "other chats": other_chats,
     "by layer": by_layer,
     "joins since": partial(joins, "trace-joins-h100.json"),  # one wait for a group
-    **{name: partial(probed, name) for name in ("modelled", "long", "long-eager")},
+    **{name: partial(probed, name) for name in ("modelled", "long", "long-eager", "beside")},
     "transfer shapes": shapes,
     "checksums said": checksums_said,
     "pressure on the CPU": pressure_on_the_cpu,

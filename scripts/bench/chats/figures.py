@@ -14,6 +14,7 @@ from typing import Any
 from scripts.bench.chats.server import FLOOR
 from scripts.bench.common import quantile
 
+BEFORE = "before a join"
 Job = dict[str, Any]
 Samples = list[float]
 
@@ -67,6 +68,11 @@ def gap(name: str) -> Callable[[dict[str, Any]], float | None]:
     return lambda result: result["gaps"].get(name)
 
 
+def step(kind: str) -> Callable[[dict[str, Any]], float | None]:
+    """The mean time of the engine's steps of a kind, as clients see them; see `steps`."""
+    return lambda result: result.get("steps", {}).get(kind, {}).get("ms")
+
+
 def throughput(result: dict[str, Any]) -> float:
     """Tokens answered in a second."""
     return float(sum(result["tokens"]) / result["seconds"])
@@ -101,6 +107,9 @@ def _chats(phase: str, words: str) -> list[Figure]:
         Figure(phase, f"{words}: per output token, p99, ms", per_token(0.99)),
         Figure(phase, f"{words}: between tokens, p99, ms", gap("p99")),
         Figure(phase, f"{words}: between tokens, largest, ms", gap("largest")),
+        Figure(phase, f"{words}: a step of decodes, mean, ms", step("decodes")),
+        Figure(phase, f"{words}: the step before one that a request joins, ms", step(BEFORE)),
+        Figure(phase, f"{words}: a step that a request joins, ms", step("join")),
         Figure(phase, f"{words}: whole answer, p50, ms", whole(0.5)),
         Figure(phase, f"{words}: whole answer, p99, ms", whole(0.99)),
         Figure(phase, f"{words}: tokens answered a second", throughput, low=False),

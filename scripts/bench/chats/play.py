@@ -20,6 +20,7 @@ from typing import Any
 from scripts.bench.chats import load as load_of
 from scripts.bench.chats.client import Answer
 from scripts.bench.chats.load import Chat, Load, Single, Tokens
+from scripts.bench.chats.steps import steps
 from scripts.bench.common import quantile
 
 PHASES = ("quiet", "first", "later", "after")
@@ -131,6 +132,7 @@ class Player:
                 for name, share in (("p50", 0.5), ("p99", 0.99), ("largest", 1.0))
                 if gaps
             },
+            "steps": steps(answer.at for answer in answers),
         }
         if self._times:
             found["began"] = began  # on the clock that all processes of the machine share

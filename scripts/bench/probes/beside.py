@@ -84,15 +84,16 @@ class Step:
         return 1e6 * (time.perf_counter() - began) / LAUNCHES
 
 
-def text(document: dict[str, Any]) -> str:
+def report(rows: list[dict[str, Any]]) -> str:
     """A row for each size of the pieces."""
-    head = ["", *(f"step behind {name}, ms" for name in document["before"]), "a launch, host, us"]
-    rows = [head]
-    for found in document["found"]:
-        piece = found["piece_bytes"]
+    names = rows[0]["steps"]
+    head = ["", *(f"step behind {name}, ms" for name in names), "a launch, host, us"]
+    lines = [head]
+    for row in rows:
+        piece = row["piece_bytes"]
         title = f"beside pieces of {size(piece)}" if piece else "alone"
-        rows.append([title, *map(spread, found["steps"]), spread(found["launch"])])
-    return table(rows)
+        lines.append([title, *map(spread, row["steps"].values()), spread(row["launch"])])
+    return table(lines)
 
 
 def options() -> argparse.Namespace:
@@ -113,17 +114,19 @@ def main() -> int:
               "with one.", file=sys.stderr)  # fmt: skip
         return 2
     step = Step(torch.device("cuda", 0))
-    document: dict[str, Any] = {"machine": machine(), "before": list(step.before), "found": []}
+    document: dict[str, Any] = {"machines": [machine()], "rows": []}
     for piece in (0, *PIECE_BYTES):
         samples = [
             [step.took(name, piece) for name in step.before] for _ in range(args.repeats + 1)
         ]
         launches = [step.launch(piece) for _ in range(args.repeats + 1)]
-        document["found"].append({
+        document["rows"].append({
             "piece_bytes": piece,
-            "steps": [summary(times[1:]) for times in zip(*samples)],
+            "steps": {
+                name: summary(times[1:]) for name, times in zip(step.before, zip(*samples))
+            },
             "launch": summary(launches[1:]),
         })  # fmt: skip
     write_json(args.json, document)
-    say(f"{text(document)}\n\n{document['machine']['gpu']}")
+    say(report(document["rows"]))
     return 0
