@@ -36,6 +36,7 @@ UNIT = 16  # tokens after which a hit may end, in a test of hits within a block
 # Releases whose functions the test's own kernels stand in for as well.
 LINEAR_TOO = ("0.30.0", "0.31.0", "0.33.0")
 DRAFTS_TOO = ("0.33.0",)
+PARTS_TOO = ("0.30.0", "0.31.0", "0.33.0")
 
 # The tiny model of linear attention has one group of its norm, which vLLM divides by ranks; beside
 # MLA, as it is played on a GPU, the CPU build turns prefix caching off.
@@ -82,7 +83,7 @@ def test_a_prefix_comes_back_with_its_state(real, kind, record_property):
 @FEATURE
 def test_whole_blocks_come_back_beside_hits_that_end_within_one(real):
     """vLLM copies the block that a hit ends in; the tier has the whole ones before it."""
-    vllm.only_here("hits within a block")
+    vllm.only_here("hits within a block", *PARTS_TOO)
     engine, env = engine_of(real, "gated delta net")
     engine["prefix_match_unit"] = UNIT
     off = real.off(PLAYED, {**engine, "num_gpu_blocks_override": 500}, **env)
