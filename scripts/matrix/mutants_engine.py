@@ -10,6 +10,7 @@ from scripts.matrix.mutants_list import Mutant
 _FILES = "integration/engine/"
 _ADMISSION = "integration/engine/requests/test_admission.py::"
 _LOOKUP = "integration/engine/requests/test_lookup.py::"
+_RAISED = "integration/engine/test_breaker_beside.py::"
 _SCHEDULER = "integration/engine/adapters/test_vllm_scheduler.py::"
 _CHOICE = "integration/engine/blocks/test_store_choice.py::"
 _UNHEARD = "integration/worker/test_unheard.py"
@@ -145,16 +146,23 @@ ENGINE = (
     Mutant(
         "the cap on admissions stays when schedule raises",
         _FILES + "breaker.py",
-        "self._view.schedule_over()\n        if self._view.part_keys",
-        "if self._view.part_keys",
+        "self._view.schedule_over()\n        if not self.detached",
+        "if not self.detached",
         (_ADMISSION + "test_the_limit_is_back_when_schedule_is_over",),
     ),
     Mutant(
-        "what a schedule that raised has cached is stored",
-        _FILES + "tier.py",
-        '"""No step computes what was cached within it."""\n        self.cached.clear()',
-        "",
-        (_LOOKUP + "test_what_a_schedule_that_raised_has_cached_is_not_stored",),
+        "the tier stays after a schedule that raised",
+        _FILES + "breaker.py",
+        'if not self.detached:\n            self.failed("step", RuntimeError(_RAISED))',
+        "pass",
+        (_RAISED + "test_who_goes_on_after_a_step_that_raised_has_plain_vllm",),
+    ),
+    Mutant(
+        "the tier stays after a step that raised",
+        _FILES + "breaker.py",
+        "if under_way is not None and",
+        "if under_way is None and",
+        (_RAISED + "test_who_goes_on_after_a_step_that_raised_has_plain_vllm",),
     ),
     Mutant(
         "a lookup is kept though a block that it rests on was handed out",

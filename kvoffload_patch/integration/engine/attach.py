@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvoffload_patch import launch_token
@@ -163,6 +164,7 @@ def _attach(engine_core: Any, vllm_config: Any, refused: str) -> None:
             len(scheduler.kv_cache_manager.block_pool.blocks),
         )
         breaker = connect(scheduler, hooks, manager, ranks, settings)
+        breaker.steps_under_way = _steps_under_way(engine_core)
         if can_keep(vllm_config, scheduler, settings):
             breaker.tier.weights.watch()
     except BaseException:
@@ -171,8 +173,7 @@ def _attach(engine_core: Any, vllm_config: Any, refused: str) -> None:
         ranks.give_back()
         raise
     _tell(ranks, settings, unverified)
-    if cpu_bytes is not None and is_told_apart(vllm_config):
-        _tell_whole(ranks)
+    _tell_whole(ranks, cpu_bytes, vllm_config)
     about = {"load_mode": settings.load_mode, "eviction": settings.eviction}
     about |= {"store": settings.store, "integrity": settings.integrity, "copies": ranks.copies}
     metrics.begin(engine_core, breaker, manager, ranks.block_bytes, about)
@@ -195,14 +196,22 @@ def _tell(ranks: RankGroup, settings: Settings, unverified: Sequence[str]) -> No
         )  # fmt: skip
 
 
-def _tell_whole(ranks: RankGroup) -> None:
-    """Say that engines of one server have each taken what is meant for all of them."""
+def _tell_whole(ranks: RankGroup, cpu_bytes: int | None, vllm_config: Any) -> None:
+    """Say if engines of one server have each taken what is meant for all of them."""
+    if cpu_bytes is None or not is_told_apart(vllm_config):
+        return
     text = (
         "kvoffload_patch: expected one engine, found several data-parallel ones, each of which "
         "vLLM tells that it is the only one, so each has taken the whole CPU tier (%s); divide "
         "KVOFFLOAD_CPU_GIB by their number."
     )
     logger.warning(as_given(text), ranks.size)
+
+
+def _steps_under_way(engine_core: Any) -> Callable[[], int]:
+    """As `Breaker.steps_under_way`: without a queue, a step ends before the next one begins."""
+    queue = engine_core.batch_queue
+    return int if queue is None else partial(len, queue)
 
 
 def _chosen(settings: Settings, pool: Any) -> Settings:

@@ -28,6 +28,11 @@ from kvoffload_patch.tier.plan import TransferPlan
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
+_RAISED = (
+    "vLLM has raised within a step, and its prefix cache may have keys of blocks that nobody has "
+    "computed until it is reset"
+)
+
 
 class Breaker:
     """Calls the tier for the hooks of one scheduler, until it fails.
@@ -50,6 +55,7 @@ class Breaker:
         max_failed_copies: so many within FAILED_WINDOW_S detach the tier.
         reporter: tells the front end what the tier does, if anybody asks.
         asked: what is asked over the control socket; `answer_asked` answers all of it.
+        steps_under_way: of how many steps the engine is to take the output in; None: not known.
         failure: why the tier was detached, and what to do, in words; empty if it works, or the
             engine shuts down.
     """
@@ -69,6 +75,7 @@ class Breaker:
         self.asked = deque[Any]()
         self.answer_asked: Callable[[], None] = self.asked.clear
         self.failure = ""
+        self.steps_under_way: Callable[[], int] | None = None
         self._view = view
         view.prefix.failed = self.failed
         if view.part_keys is not None:
@@ -93,6 +100,8 @@ class Breaker:
         if self.asked and self._failure is None:
             self.answer_asked()
         if self._failure is None:
+            self._check_steps()
+        if self._failure is None:
             try:
                 self.tier.before_schedule()
             except BaseException as error:  # noqa: BLE001 - whatever it is, the engine goes on
@@ -105,12 +114,11 @@ class Breaker:
         return True
 
     def schedule_raised(self) -> None:
-        """`schedule` has raised: no step computes what it cached."""
+        """`schedule` has raised: no step computes what it cached. The next hook acts upon it."""
         self._depth -= 1
         self._view.schedule_over()
-        if self._view.part_keys is not None:
-            self._call("schedule_raised", self._view.part_keys.step_over, ())
-        self._call("schedule_raised", self.tier.schedule_raised)
+        if not self.detached:
+            self.failed("step", RuntimeError(_RAISED))
 
     def end_schedule(self, output: Any) -> None:
         """After `schedule`, before its output goes to the ranks."""
@@ -268,6 +276,16 @@ class Breaker:
         self._view.restore()
 
     # Inside
+
+    def _check_steps(self) -> None:
+        """The output of each step was taken in, or is to be.
+
+        It is not where vLLM has raised within one, and who has the engine in the own process goes
+        on: with plain vLLM from then on. A plan may be lost, and what was to be computed has keys.
+        """
+        under_way = self.steps_under_way
+        if under_way is not None and self.tier.pace.in_flight > under_way():
+            self.failed("step", RuntimeError(_RAISED))
 
     def _tell_state(self) -> None:
         if self.reporter is not None and not self.detached:

@@ -117,12 +117,6 @@ class SchedulerTier:
         if waits and not self.paused and not self._view.is_paused():
             self._admission.look_up_waiting()
 
-    def schedule_raised(self) -> None:
-        """No step computes what was cached within it."""
-        self.cached.clear()
-        self.choice.clear()
-        self._lookups.end_step()
-
     def _finish_loads(self) -> None:
         if done := self._ranks.loads_done():
             self._manager.apply(TransferResult(((LOAD, done),)))

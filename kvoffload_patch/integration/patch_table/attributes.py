@@ -91,7 +91,11 @@ _SCHEDULER = (
         "PrefillStats",
         (">=0.20", "num_local_cached_tokens num_external_cached_tokens"),
     ),
-    *_has("vllm.v1.engine.core", "EngineCore", (_ANY, "vllm_config scheduler model_executor")),
+    *_has(
+        "vllm.v1.engine.core",
+        "EngineCore",
+        (_ANY, "vllm_config scheduler model_executor batch_queue"),
+    ),
     *_has("vllm.v1.engine.core", "EngineCoreProc", (_ANY, "input_queue output_queue")),
     *_has("vllm.v1.engine", "EngineCoreRequestType", (_ANY, "ABORT")),
     *_has("vllm.v1.engine", "EngineCoreOutputs", (_ANY, "engine_index scheduler_stats")),

@@ -222,8 +222,8 @@ class Mini:
             self.scheduler, self.hooks, self.manager, self.ranks, settings, lambda: self.time
         )
         self.breaker.max_failed_copies = self.max_failed_copies
-        self.tier = self.breaker.tier
-        self.view = self.tier._view
+        self.breaker.steps_under_way = lambda: len(self.queue)
+        self.tier, self.view = self.breaker.tier, self.breaker.tier._view
 
     def changed(self) -> dict[str, Any]:
         """What a tier changes of vLLM's objects, but for blocks and requests."""

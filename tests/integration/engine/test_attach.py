@@ -91,7 +91,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def engine(mini: Mini, executor: Executor) -> Any:
-    return SimpleNamespace(scheduler=mini.scheduler, model_executor=executor)
+    return SimpleNamespace(scheduler=mini.scheduler, model_executor=executor, batch_queue=None)
 
 
 def untouched(mini: Mini, before: dict[str, Any], executor: Executor) -> None:

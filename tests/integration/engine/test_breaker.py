@@ -365,9 +365,9 @@ def test_no_common_prefix_is_told_while_the_tier_holds_blocks(
     mini.only_in_cpu(prompt(3, seed=1))
     monkeypatch.setattr(SchedulerOutput, "__init__", with_prefix)
     mini.add(prompt(1, seed=2))
-    assert mini.scheduler.schedule().num_common_prefix_blocks == [5]
+    assert mini.begin_step().num_common_prefix_blocks == [5]
     mini.add(prompt(3, seed=1))
     if fails:
         raise_at(mini, "_manager", "make_plan", 1)
-    assert mini.scheduler.schedule().num_common_prefix_blocks == [0]
+    assert mini.begin_step().num_common_prefix_blocks == [0]
     assert mini.breaker.detached == fails

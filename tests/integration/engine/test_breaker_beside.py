@@ -61,13 +61,57 @@ def test_vllm_falls_asleep_whatever_the_tier_makes_of_it(method: str, later: boo
     serves_on(mini)
 
 
-@pytest.mark.parametrize("method", ["schedule_raised", "choice.clear"])
+def _raise_in_step(mini: Mini, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step raises and is not taken in, as where it is interrupted; who has called goes on."""
+    owner, method = {
+        "schedule": (mini.kv_manager, "allocate_slots"),
+        "before the ranks begin": (mini.device, "step"),
+        "forward pass": (mini.device, "_forward"),
+    }[where]  # fmt: skip
+    as_made = getattr(owner, method)
+
+    def ends(*args: Any, **kwargs: Any) -> None:
+        if where == "schedule":
+            as_made(*args, **kwargs)  # keys are given, and nobody computes these blocks
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, method, ends)
+        with pytest.raises(KeyboardInterrupt):
+            mini.step()
+
+
+@pytest.mark.parametrize("where", ["schedule", "before the ranks begin", "forward pass"])
+@pytest.mark.parametrize("load_mode", ["inline", "parked"])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_who_goes_on_after_a_step_that_raised_has_plain_vllm(
+    where: str, load_mode: str, in_flight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing waits for what its plan was to load, nor has anybody what it was to store."""
+    mini = Mini(load_mode=load_mode, in_flight=in_flight, blocks=30, store="eager")
+    known, new = prompt(6, seed=2), prompt(3, seed=3)
+    mini.only_in_cpu(known)
+    for asked in (known, new):
+        mini.add(asked, count=3)
+    _raise_in_step(mini, where, monkeypatch)
+    mini.abort()
+    taken = mini.pool.get_new_blocks(mini.pool.get_num_free_blocks())
+    mini.pool.free_blocks(taken)  # what has keys and was not computed is gone, as after a reset
+    for _ in range(2):
+        for asked in (known, new, prompt(20, seed=4)):
+            mini.add(asked, count=3)
+            mini.run()
+    mini.check()
+    assert mini.breaker.detached and "vLLM has raised within a step" in mini.breaker.failure
+    assert mini.changed() == mini.before
+    assert free_blocks(mini) == len(mini.pool.blocks) - 1
+    assert mini.scheduler.reset_prefix_cache()
+
+
 def test_what_vllm_raises_while_it_schedules_is_what_is_raised(
-    method: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mini = Mini()
-    name, _, of = method.rpartition(".")
-    setattr(getattr(mini.tier, name) if name else mini.tier, of, fails)
     mini.add(prompt(3, seed=1))
     with monkeypatch.context() as patched:
         patched.setattr(mini.kv_manager, "allocate_slots", _ends)

@@ -768,22 +768,6 @@ def test_what_a_request_that_does_not_run_has_cached_is_not_stored() -> None:
     assert not any(world.offload.holds(key) for key in world.hash_keys(preempted))
 
 
-def test_what_a_schedule_that_raised_has_cached_is_not_stored() -> None:
-    """No step has computed it."""
-    world = World()
-    request = world.add(prompt(3))
-
-    def raises() -> None:
-        world.admit(request)
-        raise MemoryError("no more")
-
-    with pytest.raises(MemoryError, match="no more"):
-        world.step(body=raises)
-    assert all(map(world.view.gpu_lookup(), world.hash_keys(request))), "vLLM has cached it"
-    assert world.step() is None
-    assert not any(map(world.offload.holds, world.hash_keys(request)))
-
-
 def test_a_block_that_is_handed_out_again_is_not_stored() -> None:
     world = World(num_blocks=1 + 5)
     request = world.add(prompt(4))
