@@ -212,10 +212,10 @@ class Breaker:
         self._settle()
         self._tell_state()
 
-    def lora_named(self, lora: Any) -> None:
-        """A request that arrives names a LoRA adapter, or one was loaded."""
+    def lora_named(self, lora: Any, to_be_loaded: bool = False) -> None:
+        """A request that arrives names a LoRA adapter, or one is about to be loaded."""
         if self.tier.settings.empty_on_update:
-            self._call("lora_named", self._view.loras.named, lora)
+            self._call("lora_named", self._view.loras.named, lora, to_be_loaded)
             self._settle()
 
     @property

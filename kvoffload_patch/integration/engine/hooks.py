@@ -79,7 +79,7 @@ def add_lora(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     if breaker is None:
         return wrapped(*args, **kwargs)
     # Before: its files may be written meanwhile, and some ranks may have it before one raises.
-    breaker.lora_named(_lora_request(*args, **kwargs))
+    breaker.lora_named(_lora_request(*args, **kwargs), to_be_loaded=True)
     return wrapped(*args, **kwargs)
 
 

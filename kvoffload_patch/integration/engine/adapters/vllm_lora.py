@@ -94,19 +94,24 @@ class LoraNames:
         """Whether the tier is not to be used for requests that name this adapter."""
         return name in self.stale or name in self._forgotten
 
-    def named(self, lora: Any) -> None:
+    def named(self, lora: Any, to_be_loaded: bool = False) -> None:
         """A request names an adapter, or one is about to be loaded.
 
-        Files are looked at where the number or the path is a new one, and not for each request.
+        Files are looked at where that is said, or the number or the path is a new one, and not for
+        each request.
 
         Args:
             lora: a `vllm.lora.request.LoRARequest`.
+            to_be_loaded: vLLM is asked to load it, and does unless it has one of this number.
         """
         name, now = lora.lora_name, _Loaded(lora.lora_path, lora.lora_int_id)
         known = name, now.path if self._path_in_keys else ""
         before, in_place = self._loaded.pop(known, None), getattr(lora, "load_inplace", False)
         self._loaded[known] = now
-        if before == now and not in_place:
+        written = to_be_loaded and now in self._files and self._files[now] != _stamps(now.path)
+        if written:
+            self._files[now] = ()  # which of them it has is not known
+        if before == now and not (in_place or written):
             return
         files = self._files_of(now, in_place)
         if len(self._loaded) > EXACT_ADAPTERS:

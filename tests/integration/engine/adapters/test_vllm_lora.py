@@ -110,6 +110,33 @@ def test_one_that_was_loaded_before_its_files_were_written_is_another(tmp_path: 
     assert names.stale == {"x"}, "both compute again"
 
 
+@pytest.mark.parametrize(("weights", "loaded"), [("a", 3), ("b", 0)])
+def test_one_that_was_removed_is_loaded_again_by_the_same_number(
+    weights: str, loaded: int, tmp_path: Path
+) -> None:
+    """As by `LLMEngine.remove_lora` and `add_lora`, after its files were written."""
+    engine, path = Engine(), write(tmp_path, "a")
+    engine.load(lora(path))
+    engine.world.only_in_cpu(PROMPT, lora_request=lora(path))
+    write(tmp_path, weights)
+    engine.load(lora(path))
+    assert engine.loaded(lora(path)) == loaded
+
+
+@pytest.mark.parametrize("path_in_keys", [False, True])
+def test_which_weights_it_has_is_not_known_where_it_may_have_been_there(
+    path_in_keys: bool, tmp_path: Path
+) -> None:
+    names, path = names_of(path_in_keys), write(tmp_path, "a")
+    names.named(lora(path), to_be_loaded=True)
+    write(tmp_path, "b")
+    names.all_forgotten()
+    names.named(lora(path), to_be_loaded=True)
+    assert not names.stale, "whichever, nothing else was computed since"
+    names.named(lora(path, number=2), to_be_loaded=True)
+    assert names.stale == {"x"}, "the first may still have those from before"
+
+
 def test_files_are_looked_at_when_it_is_loaded_and_not_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
