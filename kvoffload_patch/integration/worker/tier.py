@@ -293,9 +293,12 @@ class RankTier:
         """Carry out the loads of a plan that comes without a step, and wait for every copy.
 
         Raises:
-            RuntimeError: a load that is promised has failed, or a step before.
+            RuntimeError: a load that is promised has failed, or a step before. One that was
+                interrupted has given no token, and what it had not loaded vLLM takes for computed,
+                as in any step that it raises within.
         """
-        self._check_not_lost()
+        if isinstance(self._lost, Exception):
+            self._check_not_lost()
         check_promises(self._engine, plan)
         self._engine.begin_step(plan)
         self._engine.drain()

@@ -473,6 +473,27 @@ def test_a_step_that_is_interrupted_is_the_last(
         tier.begin_step(None, STEP)
 
 
+@pytest.mark.parametrize("where", ["begin_step", "end_step", "poll"])
+def test_after_an_interrupt_a_rank_can_be_finished(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine does that before the next step, and who goes on has plain vLLM."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    runner = small_runner()
+    made, kv = rank.RankTier(runner, num_slots=5), runner.kv_caches[0]
+    step(made, a_plan(store=a_store(1, (1, 2), (0, 1))))
+    with monkeypatch.context() as patched:
+        patched.setattr(made._engine, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(made, a_plan((a_load(1, (4,), (0,)),), wait_load=1, stores_done=1))
+    rpc.finish_rank(worker_of(made, runner), None)
+    assert not hasattr(runner, TIER), "its steps are plain vLLM's"
+    assert torch.equal(kv[4], kv[1]) == (where != "begin_step")
+
+
 def test_what_a_copy_may_still_use_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(check: object) -> None:
         raise TransferError("copy 1 makes no progress")
