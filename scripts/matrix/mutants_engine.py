@@ -146,8 +146,8 @@ ENGINE = (
     Mutant(
         "the cap on admissions stays when schedule raises",
         _FILES + "breaker.py",
-        "self._view.schedule_over()\n        if not self.detached",
-        "if not self.detached",
+        "self._view.schedule_over()\n        self._depth -= 1",
+        "self._depth -= 1",
         (_ADMISSION + "test_the_limit_is_back_when_schedule_is_over",),
     ),
     Mutant(
@@ -160,9 +160,16 @@ ENGINE = (
     Mutant(
         "the tier stays after a step that raised",
         _FILES + "breaker.py",
-        "if under_way is not None and",
-        "if under_way is None and",
+        "lost = under_way is not None and",
+        "lost = under_way is None and",
         (_RAISED + "test_who_goes_on_after_a_step_that_raised_has_plain_vllm",),
+    ),
+    Mutant(
+        "the tier stays after an interrupt between two parts of a hook",
+        _FILES + "breaker.py",
+        "if lost or self._depth:",
+        "if lost:",
+        (_RAISED + "test_who_goes_on_after_an_interrupt_between_two_parts_has_plain_vllm",),
     ),
     Mutant(
         "a lookup is kept though a block that it rests on was handed out",

@@ -107,6 +107,7 @@ class Breaker:
             except BaseException as error:  # noqa: BLE001 - whatever it is, the engine goes on
                 self.failed("before_schedule", error)
         if self._failure is not None:
+            self._depth = 0  # no call of vLLM's is within this one, whatever was interrupted
             self._settle()
             if self.detached:
                 return False
@@ -115,18 +116,19 @@ class Breaker:
 
     def schedule_raised(self) -> None:
         """`schedule` has raised: no step computes what it cached. The next hook acts upon it."""
-        self._depth -= 1
         self._view.schedule_over()
+        self._depth -= 1
         if not self.detached:
             self.failed("step", RuntimeError(_RAISED))
 
     def end_schedule(self, output: Any) -> None:
         """After `schedule`, before its output goes to the ranks."""
-        self._depth -= 1
         self._view.schedule_over()
+        if not self.detached:
+            self._view.adapter.disclaim(output)
+        self._depth -= 1  # only now: if any of this is interrupted, nobody gets the output
         if self.detached:
             return
-        self._view.adapter.disclaim(output)
         if self._failure is None:
             try:
                 if self._view.part_keys is not None:
@@ -278,13 +280,15 @@ class Breaker:
     # Inside
 
     def _check_steps(self) -> None:
-        """The output of each step was taken in, or is to be.
+        """The output of each step was taken in, or is to be, and each hook has come to its end.
 
-        It is not where vLLM has raised within one, and who has the engine in the own process goes
-        on: with plain vLLM from then on. A plan may be lost, and what was to be computed has keys.
+        That is not so where vLLM has raised within one, and who has the engine in the own process
+        goes on: with plain vLLM from then on. A plan may be lost, and what was to be computed has
+        keys.
         """
         under_way = self.steps_under_way
-        if under_way is not None and self.tier.pace.in_flight > under_way():
+        lost = under_way is not None and self.tier.pace.in_flight > under_way()
+        if lost or self._depth:
             self.failed("step", RuntimeError(_RAISED))
 
     def _tell_state(self) -> None:

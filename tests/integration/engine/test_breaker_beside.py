@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ from integration.engine.mini import BLOCK, Mini
 from scheduler_half.scenarios import free_blocks, prompt
 from scheduler_half.states import STATE
 
-from kvoffload_patch.integration.engine import hooks
+from kvoffload_patch.integration.engine import breaker, hooks
+from kvoffload_patch.integration.engine.adapters import vllm_pool
 
 
 def fails(*_: Any, **__: Any) -> None:
@@ -106,6 +108,57 @@ def test_who_goes_on_after_a_step_that_raised_has_plain_vllm(
     assert mini.changed() == mini.before
     assert free_blocks(mini) == len(mini.pool.blocks) - 1
     assert mini.scheduler.reset_prefix_cache()
+
+
+def _interrupted(mini: Mini, at: int) -> bool:
+    """Interrupt three steps as the at-th function of the breaker, or at the pool, begins."""
+    left, files = at, (breaker.__file__, vllm_pool.__file__)
+
+    def look(frame: Any, event: str, _: object) -> None:
+        nonlocal left
+        if event == "call" and frame.f_code.co_filename in files:
+            left -= 1
+            # Where it is between taking a block, or giving it back, and noting that, it is lost.
+            if left <= 0 and frame.f_code.co_name in (*vars(breaker.Breaker), "disclaim"):
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(look)
+    try:
+        for _ in range(3):
+            mini.step()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.parametrize("load_mode", ["inline", "parked"])
+def test_who_goes_on_after_an_interrupt_between_two_parts_has_plain_vllm(load_mode: str) -> None:
+    """The output of the step is lost, or half of what a hook does after it."""
+    known, new = prompt(6, seed=2), prompt(3, seed=3)
+    for at in range(1, 1000):
+        mini = Mini(load_mode=load_mode, blocks=30, store="eager", late=2, weighs=False)
+        limits = mini.changed()["values"][:2]
+        mini.only_in_cpu(known)
+        for asked in (known, new, prompt(9, seed=8), prompt(12, seed=9)):
+            mini.add(asked, count=3)
+        if not _interrupted(mini, at):
+            break
+        mini.abort()
+        mini.add(prompt(2, seed=7), count=3)
+        mini.run()
+        mini.settle()
+        taken = mini.pool.get_new_blocks(mini.pool.get_num_free_blocks())
+        mini.pool.free_blocks(taken)
+        for asked in (known, new, prompt(20, seed=4)) * 2:
+            mini.add(asked, count=3)
+            mini.run()
+        mini.check()
+        assert mini.changed()["values"][:2] == limits
+        assert free_blocks(mini) == len(mini.pool.blocks) - 1 or not mini.breaker.detached
+    assert 20 < at < 999
 
 
 def test_what_vllm_raises_while_it_schedules_is_what_is_raised(
