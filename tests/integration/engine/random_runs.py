@@ -35,7 +35,7 @@ DRAFTS = "drafts"  # beside speculative decoding: none of these, or `drafts+stat
 UNCACHED = "uncached"  # groups beside full attention that take no part in the prefix cache
 Policies = tuple[str, ...]
 POLICIES: Policies = ("fcfs", "fcfs", "priority")
-_MAX_STEPS = 4000
+_MAX_STEPS = 8000
 _MAX_TOKENS = 340  # of a prompt and its answer: more than a step takes, and the GPU has room
 
 
