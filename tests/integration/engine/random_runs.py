@@ -26,13 +26,16 @@ _TESTS = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(_TESTS.parent), str(_TESTS)]
 
-# As in scheduler_half.states, which a release must be chosen before.
-STATE, CHECKPOINTS = "state", "state with checkpoints"
-PARTS = "parts"  # states, and hits that may end within a block
-CHUNKS = "chunks"  # attention within chunks
-CONNECTOR = "connector"  # beside a KV connector: none of these, or `connector+state`
-DRAFTS = "drafts"  # beside speculative decoding: none of these, or `drafts+state`
-UNCACHED = "uncached"  # groups beside full attention that take no part in the prefix cache
+from integration.engine.random_shapes import (  # noqa: E402
+    CHECKPOINTS,
+    CONNECTOR,
+    DRAFTS,
+    PARTS,
+    groups,
+    retention,
+    unit,
+)
+
 Policies = tuple[str, ...]
 POLICIES: Policies = ("fcfs", "fcfs", "priority")
 _MAX_STEPS = 8000
@@ -65,7 +68,7 @@ def describe(
     if rng.random() < 0.2:
         limits["watermark"] = 0.1
     if shape:
-        windows = random.Random(seed).choice(_groups(shape))
+        windows = random.Random(seed).choice(groups(shape))
     if shards > 1:
         windows, blocks = (None,), max(14, blocks // shards)
     asynchronous = in_flight > 1 and rng.random() < 0.7
@@ -86,44 +89,9 @@ def describe(
         "store": rng.choice(STORES),
         "wipe": seed % 5 == 0,
         "grows": (seed % 7 == 3) * (1 + seed % 2),
-        "retention": _retention(seed, windows, shape),
-        "unit": _unit(seed, asynchronous) if shape == PARTS else 0,
+        "retention": retention(seed, windows, shape),
+        "unit": unit(seed, asynchronous) if shape == PARTS else 0,
     }
-
-
-def _unit(seed: int, asynchronous: bool) -> int:
-    """Tokens after which a hit may end.
-
-    Up to 0.31, vLLM with asynchronous scheduling and one token gives wrong answers without a tier,
-    too: it keeps the state behind all of a prompt, which the next step writes to.
-    """
-    from packaging.version import Version
-
-    from kvoffload_patch.integration.install import release_in_use
-
-    fails = asynchronous and Version(release_in_use()) < Version("0.32")
-    return random.Random(f"unit {seed}").choice([4, 8] if fails else [1, 4, 8])
-
-
-def _retention(seed: int, windows: tuple[Any, ...], shape: str | None) -> int | None:
-    """Of windows and states vLLM keeps by default (from 0.30 on) those of a prompt's end alone.
-
-    It takes nothing but that and None where a model has neither in its prefix cache.
-    """
-    drawn = random.Random(f"retention {seed}").choice([None, 0, 0, 64])
-    return None if windows == (None,) or shape in (UNCACHED, CHUNKS) else drawn
-
-
-def _groups(shape: str) -> list[tuple[Any, ...]]:
-    from scheduler_half.device import Chunk, Replay, Ring
-
-    if shape == CHUNKS:
-        return [(None, Chunk(64)), (Chunk(32), None), (Chunk(48),)]
-    if shape == PARTS:
-        return [(None, STATE), (STATE, None, STATE)]
-    if shape != UNCACHED:
-        return [(None, shape), (shape, None, shape), (shape,)]
-    return [(None, Replay(40)), (Replay(32), None, Ring(8)), (Ring(8), None)]
 
 
 class Undecided:

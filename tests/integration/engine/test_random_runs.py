@@ -13,16 +13,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from integration.engine.random_adapters import can_load_again
-from integration.engine.random_runs import (
-    CHECKPOINTS,
-    CHUNKS,
-    PARTS,
-    STATE,
-    UNCACHED,
-    describe,
-    most_in_flight,
-    run,
-)
+from integration.engine.random_runs import describe, most_in_flight, run
+from integration.engine.random_shapes import CHECKPOINTS, CHUNKS, PARTS, STATE, UNCACHED
 
 from kvoffload_patch.config import EVICTIONS, STORES
 from kvoffload_patch.integration.engine.eligibility import _PARTS_SHOWN

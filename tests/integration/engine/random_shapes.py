@@ -1,0 +1,49 @@
+"""What a random run may have of KV cache groups, by the shape that it is asked for."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+# As in scheduler_half.states, which a release must be chosen before.
+STATE, CHECKPOINTS = "state", "state with checkpoints"
+PARTS = "parts"  # states, and hits that may end within a block
+CHUNKS = "chunks"  # attention within chunks
+CONNECTOR = "connector"  # beside a KV connector: none of these, or `connector+state`
+DRAFTS = "drafts"  # beside speculative decoding: none of these, or `drafts+state`
+UNCACHED = "uncached"  # groups beside full attention that take no part in the prefix cache
+
+
+def unit(seed: int, asynchronous: bool) -> int:
+    """Tokens after which a hit may end.
+
+    Up to 0.31, vLLM with asynchronous scheduling and one token gives wrong answers without a tier,
+    too: it keeps the state behind all of a prompt, which the next step writes to.
+    """
+    from packaging.version import Version
+
+    from kvoffload_patch.integration.install import release_in_use
+
+    fails = asynchronous and Version(release_in_use()) < Version("0.32")
+    return random.Random(f"unit {seed}").choice([4, 8] if fails else [1, 4, 8])
+
+
+def retention(seed: int, windows: tuple[Any, ...], shape: str | None) -> int | None:
+    """Of windows and states vLLM keeps by default (from 0.30 on) those of a prompt's end alone.
+
+    It takes nothing but that and None where a model has neither in its prefix cache.
+    """
+    drawn = random.Random(f"retention {seed}").choice([None, 0, 0, 64])
+    return None if windows == (None,) or shape in (UNCACHED, CHUNKS) else drawn
+
+
+def groups(shape: str) -> list[tuple[Any, ...]]:
+    from scheduler_half.device import Chunk, Replay, Ring
+
+    if shape == CHUNKS:
+        return [(None, Chunk(64)), (Chunk(32), None), (Chunk(48),)]
+    if shape == PARTS:
+        return [(None, STATE), (STATE, None, STATE)]
+    if shape != UNCACHED:
+        return [(None, shape), (shape, None, shape), (shape,)]
+    return [(None, Replay(40)), (Replay(32), None, Ring(8)), (Ring(8), None)]
