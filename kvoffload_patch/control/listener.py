@@ -16,6 +16,7 @@ import logging
 import os
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -31,6 +32,10 @@ logger = logging.getLogger("vllm.kvoffload_patch")
 # Connections at a time; of them, those that may be silent yet, and commands other than the status,
 # which wait for the engine. What is left over is for questions that are answered at once.
 AT_A_TIME, SILENT, COMMANDS, BACKLOG = 64, 16, 8, 64
+
+# Until the next try where a connection could not be taken. It still waits, so without a pause this
+# would spin for as long as descriptors, or threads, are short.
+AGAIN_S = 1.0
 
 Answer = Callable[[Command], Mapping[str, Any]]
 
@@ -102,23 +107,35 @@ class Listener:
             os.close(self._folder)
 
     def _run(self) -> None:
+        told = False
         while not self._closed:
             self._free.acquire()
             try:
-                connection, _ = self._socket.accept()
-                self._connections.add(connection)
-                self._make_room()
-                self._silent[connection] = None
-                threading.Thread(
-                    target=self._serve, args=(connection,), name="kvoffload-asked", daemon=True
-                ).start()
-            except Exception as error:  # noqa: BLE001 - the engine must not end, nor this spin
+                self._take()
+                told = False
+            except Exception as error:  # noqa: BLE001 - the engine must not end, nor this
                 self._free.release()
-                self._silent.clear()
-                self._connections.clear()  # one that has got no thread ends with this
-                if not self._closed:
-                    logger.warning("kvoffload_patch: the control socket is closed: %s", error)
-                    self.close()
+                if self._closed:
+                    return
+                if not told:
+                    logger.warning("kvoffload_patch: a control connection was not taken: %s", error)
+                told = True
+                time.sleep(AGAIN_S)
+
+    def _take(self) -> None:
+        connection, _ = self._socket.accept()
+        try:
+            self._connections.add(connection)
+            self._make_room()
+            self._silent[connection] = None
+            threading.Thread(
+                target=self._serve, args=(connection,), name="kvoffload-asked", daemon=True
+            ).start()
+        except BaseException:  # as where the system has no more threads
+            self._silent.pop(connection, None)
+            self._connections.discard(connection)
+            connection.close()
+            raise
 
     def _make_room(self) -> None:
         """Of too many clients that have not asked yet, the first goes.

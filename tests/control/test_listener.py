@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,37 @@ def test_other_users_are_told_that_they_are(
         monkeypatch.setattr(wire, "send", sends)
         with pytest.raises(Refused, match="^another user$"):
             client.ask(engine(runtime), "status")
+
+
+@pytest.mark.parametrize("short_of", ["descriptors", "threads"])
+def test_what_is_short_for_a_while_closes_nothing(
+    opened: Listener,
+    runtime: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    short_of: str,
+) -> None:
+    """As another part of the process may open files until there are no descriptors left."""
+    monkeypatch.setattr(listener, "AGAIN_S", 0.01)
+    accept, taken = socket.socket.accept, listener.threading.Thread
+    fails = iter(range(3))
+
+    def short(*args: Any, **kwargs: Any) -> Any:
+        if next(fails, None) is not None:
+            raise OSError(errno.EMFILE, "too many")
+        return (accept if short_of == "descriptors" else taken)(*args, **kwargs)
+
+    before = client.ask(engine(runtime), "status")
+    if short_of == "descriptors":
+        monkeypatch.setattr(socket.socket, "accept", short)
+    else:
+        monkeypatch.setattr(listener.threading, "Thread", short)
+    for _ in range(5):
+        with suppress(Refused):  # what was taken already, and has got no thread, is closed
+            client.ask(engine(runtime), "status")
+    assert client.ask(engine(runtime), "status") == before
+    assert next(fails, None) is None
+    assert caplog.text.count("was not taken") == 1
 
 
 def test_closing_leaves_nothing_and_comes_twice(runtime: dict[str, str]) -> None:
