@@ -66,8 +66,8 @@ class Listener:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         _open.add(self)  # first: another thread may fork at any time
         try:
+            os.fchmod(self._socket.fileno(), 0o600)  # its file has this mode from the first
             with folders.making(environ, self._bind) as self._folder:
-                os.chmod(self.name, 0o600, dir_fd=self._folder)
                 self._socket.listen(BACKLOG)
         except BaseException:
             _open.discard(self)

@@ -205,14 +205,44 @@ def test_closing_leaves_nothing_and_comes_twice(runtime: dict[str, str]) -> None
         client.ask(found, "status")
 
 
-def test_a_descriptor_is_not_left_when_it_cannot_be_opened(
+def test_nothing_is_left_where_its_mode_cannot_be_set(
+    runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise PermissionError("not here")
+
+    before = open_files()
+    monkeypatch.setattr(listener.os, "chmod", refused)
+    monkeypatch.setattr(listener.os, "fchmod", refused)
+    with pytest.raises(PermissionError, match="not here"):
+        Listener(answer, runtime)
+    assert not files_opened_since(before)
+    assert not (Path(runtime["XDG_RUNTIME_DIR"]) / "kvoffload").exists()
+
+
+def test_its_file_is_never_open_to_others(
+    runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    bind = Listener._bind
+
+    def look(made: Listener, folder: int) -> None:
+        bind(made, folder)
+        found.append(stat.S_IMODE(os.stat(made.name, dir_fd=folder).st_mode))
+
+    monkeypatch.setattr(Listener, "_bind", look)
+    Listener(answer, runtime).close()
+    assert found == [0o600]
+
+
+def test_a_descriptor_is_not_left_where_nobody_can_listen(
     runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError("no space")
 
     before = open_files()
-    monkeypatch.setattr(listener.os, "chmod", full)
+    monkeypatch.setattr(socket.socket, "listen", full)
     with pytest.raises(OSError, match="no space"):
         Listener(answer, runtime)
     assert not files_opened_since(before)
