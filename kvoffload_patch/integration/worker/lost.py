@@ -26,7 +26,7 @@ def check_reads_nothing(plan: TransferPlan | None) -> None:
 
 
 class LostTier:
-    """It begins no step: blocks may lack bytes that were promised, or copies may write to them.
+    """It begins and ends no step: blocks may lack what was promised, or copies may write to them.
 
     Args:
         why: what finishing has raised.
@@ -39,6 +39,19 @@ class LostTier:
 
     def begin_step(self, plan: object, step: object) -> NoReturn:
         """Raises RuntimeError, or ends this process."""
+        self._refuse()
+
+    def end_step(self, output: object) -> NoReturn:
+        """As `begin_step`: the tier was lost within the step, whose output would be believed."""
+        self._refuse()
+
+    def step_raised(self) -> None:
+        """It was the step of the tier before, and what vLLM has raised is told."""
+
+    def close(self) -> None:
+        """Nothing can be given back."""
+
+    def _refuse(self) -> NoReturn:
         text = (
             f"kvoffload_patch: expected the CPU tier of this rank to be finished, found that it "
             f"could not be ({self._why}), so a step may lack bytes that were promised to it; "
@@ -48,9 +61,3 @@ class LostTier:
             logger.error("%s", text)
             self._end()
         raise RuntimeError(text)
-
-    def step_raised(self) -> None:
-        """It was the step of the tier before, and what vLLM has raised is told."""
-
-    def close(self) -> None:
-        """Nothing can be given back."""

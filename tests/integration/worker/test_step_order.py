@@ -158,6 +158,35 @@ def test_a_step_that_does_not_end_fails_the_call(monkeypatch: pytest.MonkeyPatch
         pytest.fail("it is carried out")
 
 
+def test_a_step_within_which_its_tier_was_lost_gives_no_output(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It hangs for longer than the call waits for it, and goes on."""
+    monkeypatch.setattr(step_order, "STEP_ENDS_S", 0.05)
+    monkeypatch.setattr(rpc, "_NOT_FREED", [])
+    worker = Worker()
+    runner, tier = worker.model_runner, worker.tier
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def hangs(_: Any) -> None:
+        begun.set()
+        assert goes_on.wait(60)
+
+    def step() -> Any:
+        assert execute_model(hangs, runner, (Step(STORE),), {}) is None
+        return sample_tokens(lambda _: Output(), runner, (None,), {})
+
+    with ThreadPoolExecutor(1) as steps:
+        running = steps.submit(step)
+        assert begun.wait(60)
+        with pytest.raises(RuntimeError, match="found it still under way"):
+            rpc.finish_rank(worker, None)
+        goes_on.set()
+        with pytest.raises(RuntimeError, match=r"could not be \(.* still under way\), so a step"):
+            running.result(60)
+    tier.close()
+
+
 def test_a_call_has_its_turn_where_steps_follow_each_other_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
