@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kvoffload_patch.links import MISMATCH
@@ -298,6 +299,11 @@ class CopyQueue:
     def _fail(self, job: _Job, error: BaseException) -> None:
         self.failed[job.ticket] = failed_by(error)
         job.lost()
+        if job.slices is not None:
+            # It may be at a slice. What it enqueues as it ends is a part of this copy and comes
+            # before the next, so that is not left until the error's traceback is collected.
+            with suppress(Exception):  # the copy has failed already
+                job.slices.close()
         # What was enqueued of it, on either stream, ends before its ticket does.
         for stream in (self.streams.blocks, self.streams.bus):
             self._joined.record(stream)

@@ -408,6 +408,42 @@ def test_a_copy_that_is_interrupted_has_failed(setup: Setup) -> None:
     assert (setup.loads.poll(), setup.loads.failed[1].reason) == (1, RAISED)
 
 
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_a_copy_that_fails_at_a_slice_ends_before_another_one_begins(
+    setup: Setup, error: type[BaseException], ends_well: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by an event that cannot be had. What its slices clear up with is a part of it."""
+    lock: Any = threading.RLock()
+    queue = CopyQueue(setup.cuda, lock, ends_on_bus=False, slices_ahead=2, groups=1)
+
+    def start(streams: Any) -> Iterator[int]:
+        try:
+            yield 1
+        finally:
+            setup.log.append(f"held: {lock._is_owned()}")
+            streams.blocks.append(partial(setup.log.append, "cleared"))
+            if not ends_well:
+                raise ValueError
+
+    def broken() -> Any:
+        monkeypatch.undo()
+        raise error("no event")
+
+    queue.submit(1, start, ())
+    setup.submit(queue, 2)
+    monkeypatch.setattr(setup.cuda, "new_event", broken)
+    try:
+        queue.advance()
+    except KeyboardInterrupt:  # its traceback lasts to the end of this
+        queue.advance()
+    assert queue.failed[1].text == "no event" and setup.log == ["held: True"]
+    setup.cuda.run_until(lambda: queue.poll() == 1)
+    assert "cleared" in setup.log
+    queue.drain()
+    assert queue.poll() == 2 and list(queue.failed) == [1]
+
+
 def test_an_interrupted_copy_of_the_cpu_device_has_failed() -> None:
     queue, lost = SyncCopyQueue(), []
 
