@@ -75,8 +75,8 @@ def choose_backend(
     reasons: list[str] = []
     for name in names:
         try:
-            backend = _OPEN[name](layout, slots, integrity, groups, complete)
-            speed = _measure(layout, backend, num_slots)
+            # One that fails is kept by nobody: the next may need its device memory.
+            backend, speed = _opened(name, layout, slots, num_slots, integrity, groups, complete)
         except Exception as error:  # noqa: BLE001 - another one may work
             reasons.append(f"{name} does not work here ({one_line(error)})")
             continue
@@ -84,6 +84,14 @@ def choose_backend(
         words = in_words(backend.checksums.kept)
         return Chosen(backend, speed.load, f"copies {name} ({said}){words}")
     raise TransferError(f"expected a copy backend that works, found none: {'; '.join(reasons)}.")
+
+
+def _opened(
+    name: str, layout: BlockLayout, slots: SlotMemory, num_slots: int,
+    integrity: str, groups: Sequence[Rows], complete: bool,
+) -> tuple[CopyBackend, _Speed]:  # fmt: skip
+    backend = _OPEN[name](layout, slots, integrity, groups, complete)
+    return backend, _measure(layout, backend, num_slots)
 
 
 def load_groups(layout: BlockLayout) -> list[Rows]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -31,20 +32,29 @@ class Timed:
 
 @pytest.fixture
 def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`choose_backend` where each backend takes so many seconds, or fails with a text."""
+    """`choose_backend` where each backend takes so many seconds, or fails with a text.
+
+    One that takes 0 seconds opens, and its copies fail.
+    """
+    opened = weakref.WeakSet[Timed]()
 
     def choose_among(choice: str = "auto", **found: float | str) -> Chosen:
         def opener(name: str) -> Any:
             def open_one(*_: object) -> Any:
                 seconds = found[name]
+                assert not opened, "the device may have no room for the buffers of two"
                 if isinstance(seconds, str):
                     raise RuntimeError(seconds)
-                return Timed(name, seconds)
+                made = Timed(name, seconds)
+                opened.add(made)
+                return made
 
             return open_one
 
         def measure(layout: object, backend: Any, num_slots: int) -> Any:
             assert num_slots == 7
+            if not backend.seconds:
+                raise RuntimeError("no compiler")
             return backends._Speed(backend.seconds, 2 * backend.seconds)
 
         monkeypatch.setattr(backends, "_OPEN", {name: opener(name) for name in backends.NAMES})
@@ -61,6 +71,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"staged": 9.0, "torch": 1.0}, "staged"),
         ({"staged": 1.0, "torch": "no way"}, "staged"),
         ({"staged": "no driver", "torch": 9.0}, "torch"),
+        ({"staged": 0.0, "torch": 9.0}, "torch"),
     ],
 )
 def test_auto_takes_the_first_that_works(choose: Any, found: dict[str, Any], wanted: str) -> None:
