@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from kvoffload_patch.threads import EXIT_S, JoinedThread
 from kvoffload_patch.transfer.device import Registrar
-from kvoffload_patch.transfer.errors import CannotRegister, NoSlots
+from kvoffload_patch.transfer.errors import CannotRegister, NoSlots, TransferError
 from kvoffload_patch.transfer.memory.mapping import GIB, HostMapping
 from kvoffload_patch.transfer.tuning import (
     GROWTH_PARTS,
@@ -19,6 +22,11 @@ from kvoffload_patch.transfer.tuning import (
     PAUSE_TIMES,
     STEPS_END_S,
 )
+
+logger = logging.getLogger("vllm.kvoffload_patch")
+
+# Memory that the driver may still be registering: it stays, for as long as the process.
+_NOT_FREED: list[torch.Tensor] = []
 
 
 @dataclass
@@ -86,6 +94,9 @@ class Growth:
         """Want so many slots, fewer than now or more, up to all; returns before more are there.
 
         Whole pieces are given back. No copy may be under way.
+
+        Raises:
+            TransferError: the driver does not return from registering a piece.
         """
         self.stop()
         with self.quiet:
@@ -128,15 +139,30 @@ class Growth:
         self._mapping.toucher.ask_to_stop()
 
     def stop(self) -> None:
-        """Return when nothing is registered any more, or the driver does not return."""
+        """Return when nothing is registered any more.
+
+        Raises:
+            TransferError: the driver does not return.
+        """
         self.ask_to_stop()
         self._mapping.toucher.stop()
-        if self._thread is not threading.current_thread():  # which may collect garbage
-            self._thread.join(EXIT_S)
+        if self._thread is threading.current_thread():  # which may collect garbage
+            return
+        self._thread.join(EXIT_S)
+        if self._thread.is_alive():
+            raise TransferError(
+                f"expected the driver to register a piece of CPU memory within {EXIT_S:.0f} s, "
+                "found that it has not returned; restart the server."
+            )
 
     def close(self) -> None:
-        """Stop, and take back every registration."""
-        self.stop()
+        """Stop, and take back every registration; none while the driver does not return."""
+        try:
+            self.stop()
+        except TransferError as error:
+            _NOT_FREED.append(self._mapping.memory)
+            logger.warning("kvoffload_patch: CPU memory of the tier is not given back: %s", error)
+            return
         while self._registered:
             self._registrar.unregister(self._registered.pop())
 

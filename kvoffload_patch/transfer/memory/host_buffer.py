@@ -139,6 +139,9 @@ class HostBuffer:
 
         On a device other than the CPU these are whole pieces, and more become usable as at first.
         No copy may be under way.
+
+        Raises:
+            TransferError: the driver does not return from registering a piece.
         """
         self._wanted = num_slots
         if self._growth is not None:
@@ -155,7 +158,10 @@ class HostBuffer:
             self.slots[: self._growth.num_registered].zero_()
 
     def close(self) -> None:
-        """Give the memory back. No copy may be under way, and nobody within `quiet`."""
+        """Give the memory back, unless the driver does not return from registering some of it.
+
+        No copy may be under way, and nobody within `quiet`.
+        """
         self._unregister()
         # The mapping goes with the last tensor that refers to it.
         del self.slots

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -361,6 +362,32 @@ def test_a_driver_that_does_not_return_is_not_waited_for_where_a_stop_is_asked_f
     assert not asking.is_alive() and host._growth._thread.is_alive()  # type: ignore[union-attr]
     go.set()
     host.close()
+
+
+def test_a_driver_that_does_not_return_fails_a_change_of_size_and_keeps_what_it_may_use(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And nobody waits for it for ever: not who asks for the change, nor who gives up the tier."""
+    monkeypatch.setattr(growth, "EXIT_S", 0.05)
+    monkeypatch.setattr(growth, "_NOT_FREED", [])
+    registrar, reached, go = held_up(2)
+    host = grown(24, 2 * MIB, registrar)
+    thread, address = host._growth._thread, host.slots.data_ptr()  # type: ignore[union-attr]
+    assert reached.wait(60)
+    with ThreadPoolExecutor(1) as asking:
+        try:
+            for num_slots in (3, 24):
+                with pytest.raises(TransferError, match=r"within 0 s, found that it has not ret"):
+                    asking.submit(host.resize, num_slots).result(20)
+            asking.submit(host.close).result(20)
+            assert "is not given back: expected the driver to register" in caplog.text
+            assert len(registrar.held) == 2
+        finally:
+            go.set()
+    thread.join(60)
+    del host
+    gc.collect()
+    assert is_mapped(address) and not thread.is_alive() and len(registrar.held) == 3
 
 
 def test_where_no_thread_can_be_started_all_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
