@@ -27,6 +27,9 @@ logger = logging.getLogger("vllm.kvoffload_patch")
 
 _WAY_OUT = "restart the server, or set KVOFFLOAD_DISABLE=1 to serve without it."
 
+# Watches that the end of the process has ended, with what they keep.
+_NOT_FREED: list[DeadlineWatch] = []
+
 
 class Oldest(NamedTuple):
     """The oldest copy of a queue that is not done.
@@ -51,7 +54,7 @@ class Watched(Protocol):
 
 
 class DeadlineWatch:
-    """Looks at queues in a thread of its own, until it is closed.
+    """Looks at queues in a thread of its own, until it is closed or there is nothing to watch.
 
     Time counts in looks: a process that was stopped for a while has not looked, and each look asks
     the queues again.
@@ -61,6 +64,7 @@ class DeadlineWatch:
         enter: called first on the thread.
         busy: whether the step's thread is between two points at which it would raise.
         end: ends the process. None: it is not to be ended.
+        is_over: asked before each look: whether there is nothing to watch any more.
 
     Attributes:
         overdue: whether a copy that the device may still carry out is past its deadline.
@@ -72,19 +76,21 @@ class DeadlineWatch:
         enter: Callable[[], object],
         busy: Callable[[], bool] = bool,
         end: Callable[[], object] | None = None,
+        is_over: Callable[[], bool] = bool,
     ) -> None:
         self.overdue = False
         self._queues = queues
         self._enter = enter
         self._busy = busy
         self._end = end
+        self._is_over = is_over
         self._seen: dict[Link, Oldest] = {}
         self._looks: dict[Link, int] = {}  # since there was progress
         self._late: dict[Link, str] = {}
         self._checked = False  # since the last look
         self._held_up = 0  # looks at which somebody waited, and nobody has checked
         self._closed = threading.Event()
-        self._thread = JoinedThread(self._run, "kvoffload-deadlines", self._closed.set)
+        self._thread = JoinedThread(self._run, "kvoffload-deadlines", self._end_of_process)
 
     def start(self) -> None:
         """Begin to look."""
@@ -174,10 +180,15 @@ class DeadlineWatch:
         logger.error("kvoffload_patch: %s, so this process ends: %s", what, _WAY_OUT)
         self._end()
 
+    def _end_of_process(self) -> None:
+        """What is kept until it is over is not freed under the device for that."""
+        _NOT_FREED.append(self)
+        self._closed.set()
+
     def _run(self) -> None:
         try:
             self._enter()
-            while not self._closed.wait(DEADLINE_PERIOD_S):
+            while not (self._closed.wait(DEADLINE_PERIOD_S) or self._is_over()):
                 self.look()
         except Exception as error:  # noqa: BLE001 - the copies themselves may be all right
             logger.warning("kvoffload_patch: deadlines of copies are not watched: %s", error)

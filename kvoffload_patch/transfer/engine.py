@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from kvoffload_patch.links import GPU, LOAD, Link, Tickets
 from kvoffload_patch.transfer.backends.base import CopyBackend
 from kvoffload_patch.transfer.deadline import DeadlineWatch
 from kvoffload_patch.transfer.device import device_of
+from kvoffload_patch.transfer.dropped import Leftovers
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.link import Copy, LinkCopies, copies_of
@@ -61,7 +63,7 @@ class CopyEngine:
         turn: Turn = ALONE,
         end: Callable[[], object] | None = None,
     ) -> None:
-        self._device = device_of(layout.device)
+        self._layout, self._device = layout, device_of(layout.device)
         self._end = end
         self._busy = False  # a step has begun and not ended, or copies are waited for
         self._deferred: Plan | None = None  # its transfers after the forward pass are to be taken
@@ -301,15 +303,24 @@ class CopyEngine:
         others = [link.queue for link in self._all if link not in self._into_gpu]
         self._thread = CopyThread(self._device, [link.queue for link in self._into_gpu], others)
         try:
-            self._watch = self._new_watch()
+            self._watch = self._new_watch(self._thread)
             self._watch.start()
         except BaseException:  # nobody will have this engine, so nobody would close it
             self._thread.close()
             raise
 
-    def _new_watch(self) -> DeadlineWatch:
+    def _new_watch(self, thread: CopyThread) -> DeadlineWatch:
         queues = {link.link: link.queue for link in self._all if isinstance(link.queue, CopyQueue)}
-        return DeadlineWatch(queues, self._device.use, lambda: self._busy, self._end)
+        engine = weakref.ref(self)  # or nobody could drop it
+
+        def is_busy() -> bool:
+            watched = engine()
+            return watched is not None and watched._busy
+
+        # Links keep the backend, and by `wait_ready` the memory of the slots with what gives it
+        # back; the layout keeps the KV tensors.
+        left = Leftovers(self, thread, [*queues.values()], self._all, self._layout)
+        return DeadlineWatch(queues, self._device.use, is_busy, self._end, left.are_over)
 
     def _check_deadlines(self) -> None:
         if self._watch is not None and self._watch.overdue:

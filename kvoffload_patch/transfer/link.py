@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -81,7 +82,9 @@ class LinkCopies:
 
     def connect(self, links: Mapping[Link, LinkCopies]) -> None:
         """Find the links that copies of this one go behind."""
-        self._behind = [other for name, other in links.items() if must_follow(self.link, name)]
+        # Weakly: each would have the other, and both the backend's memory until a collection.
+        behind = (other for name, other in links.items() if must_follow(self.link, name))
+        self._behind = [weakref.proxy(other) for other in behind]
 
     def submit(self, transfer: Transfer, done: Tickets) -> None:
         """Submit a transfer.

@@ -270,6 +270,15 @@ class CopyQueue:
             time.sleep(POLL_S)
             self.poll()
 
+    def abandon(self) -> Any:
+        """Forget what is queued; an event for when the device has done all that was enqueued."""
+        with self._lock:
+            self._queue.clear()
+            self._join()
+            end = self._new_event()
+            end.record(self._end)
+            return end
+
     def _begin_slice(self, job: _Job) -> None:
         """A slice begins. One before it may have been left anywhere, as by a key.
 
@@ -304,7 +313,10 @@ class CopyQueue:
             # before the next, so that is not left until the error's traceback is collected.
             with suppress(Exception):  # the copy has failed already
                 job.slices.close()
-        # What was enqueued of it, on either stream, ends before its ticket does.
+        self._join()
+
+    def _join(self) -> None:
+        """What was enqueued so far, on either stream, comes before the next end."""
         for stream in (self.streams.blocks, self.streams.bus):
             self._joined.record(stream)
             self._end.wait_event(self._joined)

@@ -49,7 +49,7 @@ class Rank:
         for link, copies in self.engine._links.items():
             copies.queue = CopyQueue(cuda, lock, link[1] != GPU, slices_ahead=9)
         self.loads, self.stores = (self.engine._links[link].queue for link in (LOAD, STORE))
-        self.watch = self.engine._watch = self.engine._new_watch()
+        self.watch = self.engine._watch = self.engine._new_watch(None)
 
     def _end(self) -> None:
         self.ended += 1
@@ -257,7 +257,7 @@ def test_a_process_that_is_not_to_be_ended_is_left_with_a_sentence(
     rank: Rank, caplog: pytest.LogCaptureFixture
 ) -> None:
     rank.engine._end = None
-    rank.watch = rank.engine._watch = rank.engine._new_watch()
+    rank.watch = rank.engine._watch = rank.engine._new_watch(None)
     rank.begin_loads(waits=((LOAD, 1),))
     rank.look(LOOKS + GRACE + 9)
     assert not rank.ended
