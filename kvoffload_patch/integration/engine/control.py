@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -77,7 +78,32 @@ class Desk:
         self._about = dict(about)
         self._wake = wake
         self._since, self._began = time.time(), time.monotonic()
+        self._close: Callable[[], object] = _nothing
         breaker.answer_asked = self.carry_out
+
+    def open(self) -> None:
+        """Answer on a socket until `close`, or until nobody has this engine any more.
+
+        The threads of the socket do not keep it: up to vLLM 0.30 an engine in a user's own process
+        is dropped without a word.
+
+        Raises:
+            Refused: there is no folder for the socket.
+            OSError: it cannot be made.
+        """
+        answer = weakref.WeakMethod(self.answer)
+
+        def ask(command: Command) -> Mapping[str, Any]:
+            found = answer()
+            if found is None:
+                raise Refused("expected an engine to ask, found it gone.")
+            return found(command)
+
+        self._close = weakref.finalize(self, Listener(ask).close)
+
+    def close(self) -> None:
+        """Take the socket away."""
+        self._close()
 
     # On a thread of the listener
 
@@ -292,7 +318,8 @@ def listen(
         model = str(engine_core.vllm_config.model_config.served_model_name)
         about = {"model": model, "copies": ranks.copies, "unverified": list(unverified)}
         desk = Desk(breaker, manager, ranks, about, waker(engine_core))
-        setattr(engine_core, CONTROL, Listener(desk.answer))
+        desk.open()
+        setattr(engine_core, CONTROL, desk)
     except Exception as error:  # noqa: BLE001 - the tier works without it
         logger.warning(
             "kvoffload_patch: no control socket, so kvoffload status and its like do not find this "
@@ -302,9 +329,9 @@ def listen(
 
 def close_socket(engine_core: Any) -> None:
     """The engine core shuts down."""
-    listener = engine_core.__dict__.pop(CONTROL, None)
-    if listener is not None:
-        listener.close()
+    desk = engine_core.__dict__.pop(CONTROL, None)
+    if desk is not None:
+        desk.close()
 
 
 def waker(engine_core: Any) -> Callable[[], None]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
+import time
+import weakref
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -428,6 +431,20 @@ def test_an_engine_core_listens_until_it_shuts_down() -> None:
     control.close_socket(engine_core)
     control.close_socket(engine_core)
     assert client.find() == []
+
+
+@pytest.mark.usefixtures("runtime")
+def test_an_engine_that_is_dropped_is_not_kept_by_its_socket() -> None:
+    mini, engine_core = Mini(), core()
+    control.listen(engine_core, mini.breaker, mini.manager, mini.ranks)  # type: ignore[arg-type]
+    gone, (engine,) = weakref.ref(mini.breaker), client.find()
+    assert client.ask(engine, "status")["state"] == "on"
+    del mini, engine_core
+    until = time.monotonic() + 60
+    while gone() is not None:  # the thread that has answered may still have it
+        assert time.monotonic() < until
+        gc.collect()
+    assert client.find() == [] and not list(engine.path.parent.parent.iterdir())
 
 
 @pytest.mark.parametrize("found", [OSError("no space"), Refused("no folder"), LookupError("a bug")])
