@@ -347,6 +347,43 @@ MEMORY = (
         ("transfer/test_deadline.py",),
     ),
     Mutant(
+        "what a copy that failed at a slice clears up with comes into another one",
+        "transfer/queue.py",
+        "job.slices.close()",
+        "pass",
+        ("transfer/test_queue.py",),
+    ),
+    Mutant(
+        "an engine that nobody has any more is kept by its own thread",
+        "transfer/engine.py",
+        "engine = weakref.ref(self)",
+        "engine = lambda: self",
+        ("transfer/test_dropped.py::test_one_without_copies_leaves_nothing",),
+    ),
+    Mutant(
+        "what the device may use goes with an engine that is dropped",
+        "transfer/dropped.py",
+        "return all(end.query() for end in self._ends)",
+        "return True",
+        ("transfer/test_dropped.py",),
+    ),
+    Mutant(
+        "a change of size waits for ever for a driver that does not return",
+        "transfer/memory/growth.py",
+        "if self._thread.is_alive():",
+        "if False:",
+        (
+            "transfer/memory/test_growth.py::test_a_driver_that_does_not_return_fails_a_change_of_size",
+        ),
+    ),
+    Mutant(
+        "a control connection that cannot be taken closes the socket",
+        "control/listener.py",
+        "time.sleep(AGAIN_S)",
+        "self.close()",
+        ("control/test_listener.py",),
+    ),
+    Mutant(
         "memory that a late copy may use is given back",
         _WORKER + "rpc.py",
         "_NOT_FREED.append(tier)",

@@ -82,7 +82,7 @@ def drop(ranks: list[Rank]) -> Any:
     gc.collect()
     assert gone() is None
     wait(lambda: bool(watch._is_over.__self__._ends))  # now nobody enqueues anything any more
-    wait(lambda: kvoffload_threads() == ["kvoffload-deadlines"])
+    wait(lambda: "kvoffload-copies" not in kvoffload_threads())
     return watch._thread
 
 
@@ -92,7 +92,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     monkeypatch.setattr(deadline, "DEADLINE_PERIOD_S", 0.01)
     with FakeCuda() as made:
         yield made
-    wait(lambda: not kvoffload_threads())
 
 
 def copy(rank: Rank, link: Any, blocks: int) -> None:

@@ -364,7 +364,7 @@ def test_a_driver_that_does_not_return_is_not_waited_for_where_a_stop_is_asked_f
     host.close()
 
 
-def test_a_driver_that_does_not_return_fails_a_change_of_size_and_keeps_what_it_may_use(
+def test_a_driver_that_does_not_return_fails_a_change_of_size(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And nobody waits for it for ever: not who asks for the change, nor who gives up the tier."""
