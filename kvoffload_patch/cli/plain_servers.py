@@ -14,8 +14,9 @@ from kvoffload_patch.cli import processes
 def found(tiers: Collection[int]) -> list[dict[str, Any]]:
     """Each such server: its first ``process``, the ``command`` of that, and the ``reason``.
 
-    The first is the uppermost that has loaded vLLM's compiled code: an engine core between it and
-    its workers may have loaded none. A server in a container is left out, unless we are in it: its
+    The first is the uppermost that has loaded vLLM's compiled code, or has made one that has: an
+    engine core between it and its workers may have loaded none, and so may the process that makes
+    several API servers. A server in a container is left out, unless we are in it: its
     engines cannot be asked from here.
 
     Args:
@@ -26,7 +27,11 @@ def found(tiers: Collection[int]) -> list[dict[str, Any]]:
     vllm = {pid for pid in seen if processes.has_loaded_vllm(processes.maps_of(pid))}
 
     def first(pid: int) -> int:
-        return [each for each in processes.above(pid, parents) if each in vllm or each == pid][-1]
+        line = processes.above(pid, parents)
+        at = max(at for at, each in enumerate(line) if each in vllm or each == pid)
+        while at + 1 < len(line) and processes.is_made_by(line[at + 1], line[at]):
+            at += 1
+        return line[at]
 
     served = {first(pid) for pid in vllm if processes.listens(pid)}
     served -= {first(pid) for pid in tiers}

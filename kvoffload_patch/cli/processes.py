@@ -67,6 +67,17 @@ def above(pid: int, parents: dict[int, int]) -> list[int]:
     return found
 
 
+def is_made_by(parent: int, pid: int) -> bool:
+    """Whether a process of vLLM's was made by this one, and not started by it as a program.
+
+    vLLM makes its processes with Python's multiprocessing, and from 0.10.2 on gives them names of
+    its own. A fork has the command line of its parent until then.
+    """
+    words = read(f"/proc/{pid}/cmdline")
+    made = words.startswith("VLLM::") or "multiprocessing" in words
+    return made or (words != "" and words == read(f"/proc/{parent}/cmdline"))
+
+
 def top(pid: int, among: Container[int], parents: dict[int, int]) -> int:
     """The process above `pid` that is reached through processes of `among` alone."""
     while parents.get(pid) in among:

@@ -89,6 +89,31 @@ def test_workers_below_an_engine_that_has_not_loaded_vllm_itself_count_for_its_s
     assert worker not in reasons({engine})
 
 
+@pytest.mark.parametrize("name", ["VLLM::EngineCore_DP0", "python -c from multiprocessing", ""])
+def test_engines_below_a_process_that_has_not_loaded_vllm_are_one_server(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As with several API servers. Without a name of its own, a fork has its parent's."""
+    launcher, above = 1 << 30, (1 << 30) + 1
+    engines = [serve("one").pid, serve("two").pid]
+    until(lambda: all(map(processes.listens, engines)))
+    parents, commands = processes.all_parents, processes.read
+    lines = {launcher: "python\0launch", above: "vllm\0serve", **dict.fromkeys(engines, name)}
+    lines = {pid: line or lines[above] for pid, line in lines.items()}
+    made = {launcher: 1, above: launcher, **dict.fromkeys(engines, above)}
+    monkeypatch.setattr(processes, "all_parents", lambda: {**parents(), **made})
+
+    def read(path: str) -> str:
+        for pid, line in lines.items():
+            if path == f"/proc/{pid}/cmdline":
+                return line
+        return commands(path)
+
+    monkeypatch.setattr(processes, "read", read)
+    assert reasons(set()).keys() & lines.keys() == {above}
+    assert not reasons({engines[1]}).keys() & lines.keys()
+
+
 def test_a_server_that_sees_other_files_is_left_out(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
