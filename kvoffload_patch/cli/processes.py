@@ -74,7 +74,7 @@ def is_made_by(parent: int, pid: int) -> bool:
     its own. A fork has the command line of its parent until then.
     """
     words = read(f"/proc/{pid}/cmdline")
-    made = words.startswith("VLLM::") or "multiprocessing" in words
+    made = words.startswith("VLLM::") or "from multiprocessing." in words
     return made or (words != "" and words == read(f"/proc/{parent}/cmdline"))
 
 

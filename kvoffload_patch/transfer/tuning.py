@@ -9,7 +9,7 @@ from __future__ import annotations
 # --- backends ---
 # Each slice costs a thread that shares Python with the step its launches, so slices are large. What
 # else crosses the bus waits for a piece of one: a step's tokens for a store, 0.6 ms; its inputs, if
-# they have more than some 16 KiB, for a load, of which a piece of 128 MiB costs a step 2.3 ms and
+# they have more than some 16 KiB, for a load, of which a piece of 128 MiB costs a step 2.1 ms and
 # one of 32 MiB 0.2 (scripts/bench beside). Buffers, each of a slice: one on the bus, one being
 # packed or unpacked, and for stores, whose packing may have to wait for room on the device, one
 # more.

@@ -159,6 +159,8 @@ class TierSim(Sim):
             min_uses=settings.store_min_uses, gpu_blocks=blocks,
         )  # fmt: skip
         self.breaker = connect(self.scheduler, hooks, self.manager, self.ranks, settings, self.now)
+        if not self.asynchronous:
+            self.breaker.steps_under_way = int  # as an engine with one step at a time
         self.hooks = hooks
 
     def _answer(self, scheduled: Any, output: Any) -> None:

@@ -89,7 +89,9 @@ def test_workers_below_an_engine_that_has_not_loaded_vllm_itself_count_for_its_s
     assert worker not in reasons({engine})
 
 
-@pytest.mark.parametrize("name", ["VLLM::EngineCore_DP0", "python -c from multiprocessing", ""])
+@pytest.mark.parametrize(
+    "name", ["VLLM::EngineCore_DP0", "python -c from multiprocessing.spawn", ""]
+)
 def test_engines_below_a_process_that_has_not_loaded_vllm_are_one_server(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -208,15 +208,10 @@ def _tell_whole(ranks: RankGroup, cpu_bytes: int | None, vllm_config: Any) -> No
     logger.warning(as_given(text), ranks.size)
 
 
-def _steps_under_way(engine_core: Any) -> Callable[[], int] | None:
-    """As `Breaker.steps_under_way`: without a queue, a step ends before the next one begins.
-
-    Before 0.10.2 the queue has no length that can be asked for, and the tier refuses to be there.
-    """
+def _steps_under_way(engine_core: Any) -> Callable[[], int]:
+    """As `Breaker.steps_under_way`: without a queue, a step ends before the next one begins."""
     queue = engine_core.batch_queue
-    if queue is None:
-        return int
-    return partial(len, queue) if hasattr(queue, "__len__") else None
+    return int if queue is None else partial(len, queue)
 
 
 def _chosen(settings: Settings, pool: Any) -> Settings:

@@ -97,13 +97,13 @@ class Breaker:
         """Before `schedule`; `end_schedule` or `schedule_raised` follows if it returns true."""
         if self.detached:
             return False
-        if self.asked and self._failure is None:
-            self.answer_asked()
-        if self._failure is None:
-            self._check_steps()
         if self._failure is None:
             try:
-                self.tier.before_schedule()
+                self._check_steps()
+                if self.asked and self._failure is None:
+                    self.answer_asked()
+                if self._failure is None:
+                    self.tier.before_schedule()
             except BaseException as error:  # noqa: BLE001 - whatever it is, the engine goes on
                 self.failed("before_schedule", error)
         if self._failure is not None:

@@ -14,17 +14,22 @@ DRAFTS = "drafts"  # beside speculative decoding: none of these, or `drafts+stat
 UNCACHED = "uncached"  # groups beside full attention that take no part in the prefix cache
 
 
-def unit(seed: int, asynchronous: bool) -> int:
-    """Tokens after which a hit may end.
-
-    Up to 0.31, vLLM with asynchronous scheduling and one token gives wrong answers without a tier,
-    too: it keeps the state behind all of a prompt, which the next step writes to.
-    """
+def keeps_the_end() -> bool:
+    """Whether vLLM keeps the state behind all of a prompt, and not behind all but one token."""
     from packaging.version import Version
 
     from kvoffload_patch.integration.install import release_in_use
 
-    fails = asynchronous and Version(release_in_use()) < Version("0.32")
+    return Version(release_in_use()) < Version("0.32")
+
+
+def unit(seed: int, asynchronous: bool) -> int:
+    """Tokens after which a hit may end.
+
+    With asynchronous scheduling and one token, a vLLM that keeps the state behind all of a prompt
+    gives wrong answers without a tier, too: the next step writes to it.
+    """
+    fails = asynchronous and keeps_the_end()
     return random.Random(f"unit {seed}").choice([4, 8] if fails else [1, 4, 8])
 
 

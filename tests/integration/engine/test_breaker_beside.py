@@ -110,6 +110,18 @@ def test_who_goes_on_after_a_step_that_raised_has_plain_vllm(
     assert mini.scheduler.reset_prefix_cache()
 
 
+def test_a_command_behind_a_step_that_raised_finds_no_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be carried out while a plan is lost."""
+    mini = Mini()
+    mini.add(prompt(3, seed=1))
+    _raise_in_step(mini, "forward pass", monkeypatch)
+    asked = mini.ask("pause")
+    mini.abort()
+    mini.add(prompt(3, seed=2))
+    mini.run()
+    assert asked.done.is_set() and asked.error and not mini.tier.paused
+
+
 def _interrupted(mini: Mini, at: int) -> bool:
     """Interrupt three steps as the at-th function of the breaker, or at the pool, begins."""
     left, files = at, (breaker.__file__, vllm_pool.__file__)

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from packaging.version import Version
 
 pytest.importorskip("vllm")
 
 from integration.engine.mini import BLOCK, Mini  # noqa: E402
+from integration.engine.random_shapes import keeps_the_end  # noqa: E402
 from scheduler_half.device import Replay, Ring  # noqa: E402
 from scheduler_half.scenarios import prompt  # noqa: E402
 from scheduler_half.states import STATE  # noqa: E402
@@ -25,7 +25,6 @@ from kvoffload_patch.integration.engine.adapters.vllm_groups import (  # noqa: E
     leaves_last_out,
     states_held,
 )
-from kvoffload_patch.integration.install import release_in_use  # noqa: E402
 
 WINDOW = 40
 SHAPES = [(None, Replay(WINDOW)), (Replay(WINDOW), None, Ring(8))]
@@ -248,10 +247,6 @@ def test_a_block_in_which_a_hit_ends_is_copied() -> None:
     assert parts.new_blocks(running, 1) == plain.new_blocks(running, 1) + 1
 
 
-# Up to 0.31 vLLM keeps the state behind all of a prompt, and not behind its last token but one.
-KEEPS_THE_END = Version(release_in_use()) < Version("0.32")
-
-
 @pytest.mark.skipif(not takes_parts(), reason="this vLLM has no hits that end within a block")
 def test_a_hit_within_a_block_is_admitted_into_as_many_blocks_as_are_counted() -> None:
     tight = 0
@@ -262,7 +257,7 @@ def test_a_hit_within_a_block_is_admitted_into_as_many_blocks_as_are_counted() -
         mini.add(begin, count=1)
         mini.run()
         asked = [*begin, *prompt(1, seed=99)]
-        hit = (len(begin) - (not KEEPS_THE_END)) // 4 * 4
+        hit = (len(begin) - (not keeps_the_end())) // 4 * 4
         free, needed = mini.pool.get_num_free_blocks(), counted.blocks_for(len(asked), hit)
         mini.pool.get_new_blocks(free - needed)  # used least recently: not those of the prefix
         name = mini.add(asked, count=1)
