@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from contextlib import suppress
+from itertools import takewhile
 from typing import Any
 
 from kvoffload_patch import config
@@ -14,10 +15,9 @@ from kvoffload_patch.cli import processes
 def found(tiers: Collection[int]) -> list[dict[str, Any]]:
     """Each such server: its first ``process``, the ``command`` of that, and the ``reason``.
 
-    The first is the uppermost that has loaded vLLM's compiled code, or has made one that has: an
-    engine core between it and its workers may have loaded none, and so may the process that makes
-    several API servers. A server in a container is left out, unless we are in it: its
-    engines cannot be asked from here.
+    The first is the one that was started as a program, and has made the others. It may have loaded
+    none of vLLM's compiled code, as where it makes several API servers. A server in a container is
+    left out, unless we are in it: its engines cannot be asked from here.
 
     Args:
         tiers: processes of engines that have a tier.
@@ -28,10 +28,8 @@ def found(tiers: Collection[int]) -> list[dict[str, Any]]:
 
     def first(pid: int) -> int:
         line = processes.above(pid, parents)
-        at = max(at for at, each in enumerate(line) if each in vllm or each == pid)
-        while at + 1 < len(line) and processes.is_made_by(line[at + 1], line[at]):
-            at += 1
-        return line[at]
+        made = takewhile(lambda pair: processes.is_made_by(pair[1], pair[0]), zip(line, line[1:]))
+        return line[sum(1 for _ in made)]
 
     served = {first(pid) for pid in vllm if processes.listens(pid)}
     served -= {first(pid) for pid in tiers}

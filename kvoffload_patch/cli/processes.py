@@ -71,10 +71,10 @@ def is_made_by(parent: int, pid: int) -> bool:
     """Whether a process of vLLM's was made by this one, and not started by it as a program.
 
     vLLM makes its processes with Python's multiprocessing, and from 0.10.2 on gives them names of
-    its own. A fork has the command line of its parent until then.
+    its own, such as VLLM::EngineCore. A fork has the command line of its parent until then.
     """
     words = read(f"/proc/{pid}/cmdline")
-    made = words.startswith("VLLM::") or "from multiprocessing." in words
+    made = "::" in words.partition("\0")[0] or "from multiprocessing." in words
     return made or (words != "" and words == read(f"/proc/{parent}/cmdline"))
 
 

@@ -116,6 +116,17 @@ def test_engines_below_a_process_that_has_not_loaded_vllm_are_one_server(
     assert not reasons({engines[1]}).keys() & lines.keys()
 
 
+def test_a_program_that_has_loaded_vllm_and_starts_servers_is_none_of_them(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = {serve("one").pid, serve("two").pid}
+    until(lambda: all(map(processes.listens, servers)))
+    own, maps_of = os.getpid(), processes.maps_of
+    loaded = maps_of(next(iter(servers)))
+    monkeypatch.setattr(processes, "maps_of", lambda pid: loaded if pid == own else maps_of(pid))
+    assert reasons(set()).keys() & {own, *servers} == servers
+
+
 def test_a_server_that_sees_other_files_is_left_out(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
