@@ -21,6 +21,7 @@ COMMANDS = {
     "beside": ("probes.beside", "what a step takes longer while a load crosses the bus"),
     "copy_thread": ("probes.copy_thread", "what enqueuing copies costs a step; needs no GPU"),
     "enqueue": ("probes.enqueue", "what enqueuing copies costs the host, on a CUDA GPU"),
+    "tuned": ("probes.tuned", "copies with other values of the numbers that tune them"),
     "touch": ("probes.touch", "how fast the kernel gives a process its memory; needs no GPU"),
     "mechanisms": ("probes.mechanisms", "what each mechanism for speed is worth, in one engine"),
     "trace": ("probes.trace", "the same by time in the engine, request by request, with its bound"),

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvoffload_patch.transfer.backends.base import Streams
+from kvoffload_patch.transfer.backends.base import CopyBackend, Streams
 from kvoffload_patch.transfer.backends.slots import SlotMemory
 from kvoffload_patch.transfer.backends.staged import StagedBackend
 from kvoffload_patch.transfer.device import device_of
@@ -40,18 +40,18 @@ class Case(NamedTuple):
     stores: bool
     by_layer: bool
     blocks: int
-    scattered: bool
+    run: int  # slots that are neighbours
 
 
 def cases(blocks: int) -> Iterator[Case]:
     """In the order of the table."""
-    for scattered in (False, True):
-        where = "scattered" if scattered else f"runs of {RUN_SLOTS}"
-        yield Case(f"load by layer, {blocks} blocks, {where}", False, True, blocks, scattered)
-        yield Case(f"load, {blocks} blocks, {where}", False, False, blocks, scattered)
-        yield Case(f"store, {blocks} blocks, {where}", True, False, blocks, scattered)
+    for run in (RUN_SLOTS, 1):
+        where = "scattered" if run == 1 else f"runs of {run}"
+        yield Case(f"load by layer, {blocks} blocks, {where}", False, True, blocks, run)
+        yield Case(f"load, {blocks} blocks, {where}", False, False, blocks, run)
+        yield Case(f"store, {blocks} blocks, {where}", True, False, blocks, run)
     for few in FEW:
-        yield Case(f"store, {few} blocks", True, False, few, True)
+        yield Case(f"store, {few} blocks", True, False, few, 1)
 
 
 class Memory:
@@ -79,10 +79,8 @@ class Memory:
     def numbers(self, rng: np.random.Generator, case: Case) -> tuple[list[int], list[int]]:
         """Blocks and slots of a copy."""
         total = len(self.slots.slots)
-        slots = rng.permutation(total)
-        if not case.scattered:
-            runs = rng.permutation(total // RUN_SLOTS)[:, None] * RUN_SLOTS
-            slots = (runs + np.arange(RUN_SLOTS)).reshape(-1)
+        runs = rng.permutation(total // case.run)[:, None] * case.run
+        slots = (runs + np.arange(case.run)).reshape(-1)
         return rng.permutation(total)[: case.blocks].tolist(), slots[: case.blocks].tolist()
 
     def compare(self, blocks: list[int], slots: list[int]) -> None:
@@ -97,29 +95,35 @@ class Memory:
                 raise SystemExit(f"error: block {block} is not what slot {slot} holds.")
 
 
-def measured(memory: Memory, case: Case, repeats: int) -> dict[str, Any]:
-    """Milliseconds on the host, and on the device; compiled before."""
+def measured(
+    memory: Memory, case: Case, repeats: int, backend: CopyBackend | None = None
+) -> dict[str, Any]:
+    """Milliseconds on the host, and on the device until its first rows and all; compiled before."""
     rng, device = np.random.default_rng(0), memory.device
-    backend = memory.backend(case.by_layer)
+    backend = backend or memory.backend(case.by_layer)
     streams = Streams(blocks=device.new_stream(-1), bus=device.new_stream(-1))
-    host, on_device = [], []
+    host, first_rows, on_device = [], [], []
     for repeat in range(repeats + 2):
         blocks, slots = memory.numbers(rng, case)
-        begin, end = device.new_event(timed=True), device.new_event(timed=True)
+        begin, first, end = (device.new_event(timed=True) for _ in range(3))
         device.synchronize()
         begin.record(streams.blocks)
+        before = 0
         began = time.perf_counter()
-        for _ in (backend.store if case.stores else backend.load)(blocks, slots, streams):
-            pass
+        for there in (backend.store if case.stores else backend.load)(blocks, slots, streams):
+            if there > before == 0:
+                first.record(streams.blocks)
+            before = there
         took = time.perf_counter() - began
         end.record(streams.bus if case.stores else streams.blocks)
         device.synchronize()
         if repeat >= 2:
             host.append(took * 1000)
+            first_rows.append(begin.elapsed_time(first if before else end))
             on_device.append(begin.elapsed_time(end))
         if not case.stores:
             memory.compare(blocks, slots)
-    return {"case": case.name, "host_ms": host, "device_ms": on_device}
+    return {"case": case.name, "host_ms": host, "first_ms": first_rows, "device_ms": on_device}
 
 
 def report(rows: list[dict[str, Any]]) -> str:

@@ -46,9 +46,9 @@ def test_every_case_is_measured_and_told(memory: Any, enqueue: Any) -> None:
 
 def test_runs_and_scattered_slots(memory: Any, enqueue: Any) -> None:
     calls = []
-    for scattered in (False, True):
+    for run in (16, 1):
         memory._driver.calls.clear()
-        enqueue.measured(memory, enqueue.Case("", False, True, 33, scattered), repeats=1)
+        enqueue.measured(memory, enqueue.Case("", False, True, 33, run), repeats=1)
         calls.append(list(memory._driver.calls))
     assert {-16, -1} >= set(calls[0]), "two runs of 16 and a slot alone, by layer"
     assert set(calls[1]) == {33}, "rows of their own, in one call"
