@@ -20,7 +20,6 @@ from kvoffload_patch.transfer.plans import Plan, Progress, Transfer
 from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue
 from kvoffload_patch.transfer.thread import CopyThread
 from kvoffload_patch.transfer.tuning import (
-    DEFERRED_S,
     MIN_LOAD_SLICES,
     POLL_S,
     STEP_LOAD_SLICES,
@@ -67,7 +66,6 @@ class CopyEngine:
         self._end = end
         self._busy = False  # a step has begun and not ended, or copies are waited for
         self._deferred: Plan | None = None  # its transfers after the forward pass are to be taken
-        self._stores_deferred = False  # stores were, by the step before
         self._groups = len(backend.groups)
         # What the forward pass waits for by layer, and until which load.
         self._arriving: Sequence[Any] = ()
@@ -148,24 +146,16 @@ class CopyEngine:
             self._arriving = ()
             self._links[LOAD].queue.hold(None, self._last_arriving)
 
-    def end_step(self, defer_stores: bool = False) -> None:
+    def end_step(self) -> None:
         """After the forward pass: submit the stores of the plan begun last.
 
         The device has work now, so this is the time to give the bus some as well. What is small
         is enqueued here as a whole: waking the thread for it costs the next step more.
 
-        Args:
-            defer_stores: the device is waiting for the host, so stores are enqueued by the next
-                step; not twice in a row.
-
         Raises:
             TransferError: a plan was lost or came twice, or the copy thread has ended.
         """
         self._submit_after()
-        queued = any(link.queue.queued for link in self._out_of_gpu)
-        self._stores_deferred = defer_stores and not self._stores_deferred and queued
-        if self._stores_deferred and self._thread is not None:
-            self._thread.wake(DEFERRED_S)
         self._top_up_stores()
         # The bus goes both ways at once: a long load is no reason for it to run dry of stores.
         for link in self._into_gpu:
@@ -286,9 +276,8 @@ class CopyEngine:
                 self._link(transfer).submit(transfer, plan.done)
 
     def _top_up_stores(self) -> None:
-        if not self._stores_deferred:
-            for link in self._out_of_gpu:
-                link.queue.top_up(STEP_STORE_SLICES)
+        for link in self._out_of_gpu:
+            link.queue.top_up(STEP_STORE_SLICES)
 
     def _link(self, transfer: Transfer) -> LinkCopies:
         try:
@@ -329,10 +318,8 @@ class CopyEngine:
     def _wake(self) -> None:
         if self._thread is None:
             return
-        for link in self._all:
-            if link.queue.queued and not (link.link[0] == GPU and self._stores_deferred):
-                self._thread.wake()
-                return
+        if any(link.queue.queued for link in self._all):
+            self._thread.wake()
 
     def _new_queue(self, link: Link, lock: threading.RLock) -> CopyQueue | SyncCopyQueue:
         device = self._device

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 
 from kvoffload_patch.threads import EXIT_S, JoinedThread
@@ -35,13 +34,12 @@ class CopyThread:
         self._queues = [*loads, *stores]
         self._wake = threading.Event()
         self._closing = False
-        self._not_before = 0.0
         self._error: BaseException | None = None
         self._thread = JoinedThread(self._run, "kvoffload-copies", self._end)
         self._thread.start()
 
-    def wake(self, after_s: float = 0.0) -> None:
-        """There is something to enqueue; ``after_s``: others may do so until then.
+    def wake(self) -> None:
+        """There is something to enqueue.
 
         Raises:
             TransferError: the thread has ended, so nothing would be.
@@ -51,7 +49,6 @@ class CopyThread:
                 f"the copy thread has ended ({self._error}), so the CPU tier stops here; "
                 "restart the server."
             ) from self._error
-        self._not_before = time.monotonic() + after_s if after_s else 0.0
         self._wake.set()
 
     def close(self) -> None:
@@ -70,12 +67,7 @@ class CopyThread:
                 self._wake.wait()
                 self._wake.clear()
                 while not self._closing and any([queue.queued for queue in self._queues]):
-                    wait_s = self._not_before - time.monotonic()
-                    if wait_s > 0:
-                        self._wake.wait(wait_s)  # or until it is woken for more
-                        self._wake.clear()
-                    else:
-                        self._advance()
+                    self._advance()
         except BaseException as error:  # noqa: BLE001 - said by the next `wake`
             self._error = error
 

@@ -23,25 +23,28 @@ LOAD_TIMES_BYTES = 1 << 30
 # idle until the last of them is (scripts/bench transfer, blocks of 256 KiB).
 READY_BLOCKS = 1024
 # Groups of rows in which a load comes where the forward pass waits for it by layer: enough of them
-# for compute to begin early, each large enough for the bus. Not measured.
+# for compute to begin early, each large enough for the bus. The first of 2, 4 and 8 is there after
+# 7.5, 4.0 and 2.3 of 14.4 ms; 8 take the host up to 0.8 ms more than 4 (scripts/bench tuned).
 LOAD_GROUPS, LOAD_GROUP_BYTES = 4, 256 << 10
 # Blocks of a run of slots, on average, from which on a run is one copy of the driver's where loads
-# come by layer, and not each row of its own. Not measured alone; scripts/bench enqueue has whole
-# loads of either kind.
-RUN_BLOCKS = 2
-# What torch's own copies pack before they cross. Not measured: as `STORE_SLICE_BYTES`.
-STAGING_BYTES = 32 << 20
+# come by layer, and not each row of its own: the host has less to do then, and the bus takes
+# longer. For 354 blocks in runs of 2, 3 and 4 that is 0.5, 0.3 and 1.1 ms less, and 1.5, 1.3 and
+# 0.8 ms longer (scripts/bench tuned).
+RUN_BLOCKS = 4
+# What torch's own copies pack before they cross, each way in a buffer: the next is packed when it
+# has crossed, so a load of 708 MiB takes 23 ms with 32 MiB, and 18 with 128 (scripts/bench tuned).
+STAGING_BYTES = 128 << 20
 # What a call of the driver copies of rows of blocks. Not measured: as `STORE_SLICE_BYTES`.
 DIRECT_SLICE_BYTES = 32 << 20
 # What a program of the kernel moves, and programs per launch: enough to keep the memory busy, few
-# enough to leave room beside them. Not measured alone (scripts/bench transfer has the whole).
+# enough to leave room beside them. Other values gain a tenth at most (scripts/bench tuned).
 TILE_BYTES = 8192
 LAUNCHED_PROGRAMS = 4096
 # Copies that are timed when the tier opens: enough for the bus to run at speed, little enough for
 # it all to take a moment (64 MiB are 1.2 ms). The best of so many counts. Not measured.
 TIMED_BYTES = 64 << 20
 TIMED_REPEATS = 3
-# Numbers of blocks that a program copies. Not measured.
+# Numbers of blocks that a program copies: fewer than 512 take longer (scripts/bench tuned).
 IDS_PROGRAM_BLOCKS = 1024
 
 # --- queues, and the thread that enqueues ---
@@ -61,9 +64,6 @@ MIN_LOAD_SLICES = 1
 # Slices of stores that a step enqueues itself, as many as the thread: with 2 the thread enqueued
 # most stores of decodes, beside steps that were late (docs/mechanisms.md, "Stores of decodes").
 STEP_STORE_SLICES = THREAD_STORE_SLICES
-# When the copy thread enqueues deferred stores, if no step has done so: more than three steps of
-# decodes (5.7 ms). Deferring has a row in docs/mechanisms.md, the time is not measured alone.
-DEFERRED_S = 0.02
 # Between looks at a copy that the host waits for. Not measured.
 POLL_S = 0.0001
 # For how long the oldest copy of a link may be due without a slice enqueued or a ticket done. The

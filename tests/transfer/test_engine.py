@@ -275,30 +275,26 @@ def test_every_wait_of_a_plan_is_where_it_belongs(
     ]
 
 
-def test_stores_of_a_step_that_the_device_waits_for_are_deferred_once(
+def test_what_a_step_leaves_queued_wakes_the_thread(
     recording: CopyEngine, recorder: Recorder
 ) -> None:
-    def wake(after_s: float = 0.0) -> None:
-        recorder.calls.append(("wake", after_s))
-
     class Queued(RecordingQueue):
         queued = True
 
-    recording._links[STORE].queue = Queued("stores", recorder)
-    recording._thread = cast("Any", SimpleNamespace(wake=wake))
-    at_once = [
-        ("stores", "top up", copy_engine.STEP_STORE_SLICES),
-        ("loads", "top up", copy_engine.STEP_LOAD_SLICES),
-        ("wake", 0.0),
-    ]
-    deferred = [("wake", copy_engine.DEFERRED_S), ("loads", "top up", copy_engine.STEP_LOAD_SLICES)]
-    for asked, wanted in ((False, at_once), (True, deferred), (True, at_once), (True, deferred)):
-        recording.end_step(defer_stores=asked)
-        assert recorder.take() == wanted
-    recording.begin_step(None)  # it would wake the thread before the step is launched
-    assert recorder.take() == []
+    wake = SimpleNamespace(wake=lambda: recorder.calls.append(("wake",)))
+    recording._thread = cast("Any", wake)
     recording.end_step()
-    assert recorder.take() == at_once
+    assert ("wake",) not in recorder.take()
+    for link, name in ((STORE, "stores"), (LOAD, "loads")):
+        own = recording._links[link].queue
+        recording._links[link].queue = Queued(name, recorder)
+        recording.end_step()
+        assert recorder.take() == [
+            ("stores", "top up", copy_engine.STEP_STORE_SLICES),
+            ("loads", "top up", copy_engine.STEP_LOAD_SLICES),
+            ("wake",),
+        ]
+        recording._links[link].queue = own
 
 
 def test_stores_do_not_run_dry_while_a_long_load_is_enqueued(
@@ -309,21 +305,6 @@ def test_stores_do_not_run_dry_while_a_long_load_is_enqueued(
     recording.end_step()
     slices = [("loads", "slice"), stores] * 2
     assert recorder.take() == [stores, ("loads", "top up", copy_engine.STEP_LOAD_SLICES), *slices]
-
-
-def test_loads_wake_the_thread_whatever_was_deferred(
-    recording: CopyEngine, recorder: Recorder
-) -> None:
-    woken: list[float] = []
-
-    class Queued(RecordingQueue):
-        queued = True
-
-    for link, name in ((STORE, "stores"), (LOAD, "loads")):
-        recording._links[link].queue = Queued(name, recorder)
-    recording._thread = cast("Any", SimpleNamespace(wake=lambda after_s=0.0: woken.append(after_s)))
-    recording.end_step(defer_stores=True)
-    assert woken == [copy_engine.DEFERRED_S, 0.0]
 
 
 def test_a_step_tops_up_loads_before_it_if_the_bus_would_be_idle(

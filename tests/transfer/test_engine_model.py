@@ -59,7 +59,7 @@ class EngineRank(Rank):
             self.engine.begin_step(step.plan)
             self._read(step)
             self._write(step)
-            self.engine.end_step(defer_stores=self.chance() < 0.7)
+            self.engine.end_step()
 
     def run(self, favourite: int) -> bool:
         mine = [[0], [1, 2], [3, 4]][favourite]  # compute, loads, stores

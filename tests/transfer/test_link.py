@@ -163,12 +163,12 @@ def test_a_transfer_on_a_link_that_nothing_copies_on_is_refused(rank: Rank) -> N
         rank.step(TransferPlan(before=(Transfer(1, DISK, GPU, (9,), (2,)),)))
 
 
-def test_a_copy_out_of_the_gpu_before_the_step_goes_behind_those_that_are_deferred(
+def test_a_copy_out_of_the_gpu_before_a_step_goes_behind_those_of_the_step_before(
     rank: Rank,
 ) -> None:
     rank.words[GPU].update({1: "first", 2: "second"})
     rank.engine.begin_step(TransferPlan(after=(Transfer(1, *STORE, (1,), (5,)),)))
-    rank.engine.end_step(defer_stores=True)
+    rank.engine.end_step()
     rank.step(TransferPlan(before=(Transfer(2, *STORE, (2,), (5,)),)))
     rank.drain()
     assert rank.words[CPU] == {5: "second"}

@@ -176,26 +176,6 @@ def test_a_direction_without_room_does_not_keep_the_other_one(setup: Setup) -> N
     assert setup.run() == ["load", *["store"] * 5, "nap", *["load"] * 4]
 
 
-def test_others_may_enqueue_first_for_as_long_as_it_was_told(setup: Setup) -> None:
-    setup.start()
-    setup.stores.slices = 1
-    setup.on_nap = lambda number: setattr(setup.stores, "slices", 0)  # a step has done it
-    setup.thread.wake(LONG_S)
-    wait(lambda: bool(setup.naps))
-    assert 0 < setup.naps[0] <= LONG_S
-    setup.on_nap = lambda number: None
-    setup.stores.slices = 2
-    assert setup.run() == ["nap", "store", "store"], "woken at once, it goes on at once"
-
-
-def test_what_nobody_has_enqueued_by_then_it_enqueues(setup: Setup) -> None:
-    setup.start()
-    setup.stores.slices = 1
-    setup.thread.wake(0.01)
-    wait(lambda: not setup.stores.queued)
-    assert setup.log == ["nap", "store"]
-
-
 def test_it_naps_while_neither_direction_has_room(setup: Setup) -> None:
     setup.loads.slices, setup.stores.slices = 2, 2
     setup.loads.room = setup.stores.room = 0

@@ -327,7 +327,7 @@ class Traffic:
         if writes:
             rank.write(list(writes), list(writes.values()))
         if not lazy:  # a later step submits the store otherwise
-            rank.engine.end_step(defer_stores=self.random.random() < 0.5)
+            rank.engine.end_step()
 
     def _take_arrived(self, reads: Reads) -> None:
         for ticket in [t for t in self.loading if self.tier.load_done(t)]:

@@ -18,7 +18,7 @@ from kvoffload_patch.integration.worker.lost import check_reads_nothing
 from kvoffload_patch.integration.worker.memory import open_host
 from kvoffload_patch.integration.worker.promises import check_promises, wait_for_known
 from kvoffload_patch.integration.worker.step_order import StepOrder
-from kvoffload_patch.integration.worker.tuning import IDLE_WAIT_S, MEASURED_BYTES, SHORT_STEP_TOKENS
+from kvoffload_patch.integration.worker.tuning import IDLE_WAIT_S, MEASURED_BYTES
 from kvoffload_patch.integration.worker.vllm_runner import (
     block_layout,
     compute_into_no_block,
@@ -85,7 +85,7 @@ class RankTier:
         self._host = open_host(runner, num_slots, layout, shared)
         self._opened = time.monotonic()
         self._growth_told = self._host.num_ready == num_slots
-        self._idle, self._host_bound, self._sizing = False, False, 0
+        self._idle, self._sizing = False, 0
         self._beside_connector = getattr(runner.vllm_config, "kv_transfer_config", None) is not None
         try:
             # What every rank can use, and whether it becomes more; None: nobody here knows it.
@@ -212,9 +212,7 @@ class RankTier:
                 "was attached, so it cannot go on; restart the server, or set "
                 "KVOFFLOAD_DISABLE=1 to serve without it."
             )
-        tokens = step.total_num_scheduled_tokens
-        self._idle = tokens == 0
-        self._host_bound = len(step.num_scheduled_tokens) < tokens <= SHORT_STEP_TOKENS
+        self._idle = step.total_num_scheduled_tokens == 0
         if plan is not None and self._idle:
             compute_into_no_block(self._runner)
         check_promises(self._engine, plan)  # what it shows as taken in is forgotten
@@ -231,7 +229,7 @@ class RankTier:
         check_promises(self._engine, plan)
 
     def _end_step(self, output: Any) -> Any:
-        self._engine.end_step(self._host_bound)
+        self._engine.end_step()
         if self._idle:
             # Nothing else can go on until a load has arrived or a request comes in.
             self._engine.wait_loads(IDLE_WAIT_S)

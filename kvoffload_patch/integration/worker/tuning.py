@@ -14,10 +14,6 @@ MEASURED_BYTES = 128 << 20
 # What a step without tokens waits for loads, at most: a new request is held up no longer. Not
 # measured: less than a step of decodes takes (5.7 ms, docs/mechanisms.md).
 IDLE_WAIT_S = 0.001
-# A step of so few tokens that are not all decodes is launched in more time than it takes to run.
-# Such steps were traced on one H200 (docs/measured/2026-11-21-serve-traced.json), the limit was
-# not measured.
-SHORT_STEP_TOKENS = 1024
 # A GPU's weights are added up in pieces of so many words of 4 bytes: the products of one and the
 # numbers that they are made with take 64 MiB of its memory, and 16 GB are 1,000 pieces. It has not
 # been measured.

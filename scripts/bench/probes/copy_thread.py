@@ -6,7 +6,7 @@ calls that give Python's lock up, as PyTorch's do; other threads that want the l
 
   alone     no copies
   decode    each step stores one slice
-  joining   each step stores one slice, deferred; parked loads keep the bus busy
+  joining   each step stores one slice; parked loads keep the bus busy
   prefill   each step stores 32 slices, and takes the device 100 ms
 
 Times are what launching takes, in milliseconds of wall time, in turns with `alone`. Beside
@@ -103,13 +103,12 @@ class Steps:
 
     Args:
         stores: slices that each step stores.
-        deferred: whether these are put off.
         loads: slices of parked loads that are begun whenever the bus has less to do.
         device_s: seconds that a step takes the device.
     """
 
-    def __init__(self, stores: int, deferred: bool, loads: int, device_s: float) -> None:
-        self._stores, self._stores_deferred, self._loads = stores, deferred, loads
+    def __init__(self, stores: int, loads: int, device_s: float) -> None:
+        self._stores, self._loads = stores, loads
         self._device_s = device_s
         self._compute = Stream()
         self._tickets = {LOAD: 0, STORE: 0}
@@ -144,7 +143,7 @@ class Steps:
         self._compute.take(self._device_s)
         launch_calls(self._values)
         took = time.perf_counter() - began
-        self._engine.end_step(self._stores_deferred)
+        self._engine.end_step()
         # The tokens of the step before it are waited for.
         time.sleep(max(0.0, self._compute.end - self._device_s - time.perf_counter()))
         return 1000 * took
@@ -179,9 +178,9 @@ def alone(steps: int) -> list[float]:
 
 
 KINDS = {
-    "decode": (1, False, 0, 0.006),
-    "joining": (1, True, 16, 0.008),
-    "prefill": (32, False, 0, 0.1),
+    "decode": (1, 0, 0.006),
+    "joining": (1, 16, 0.008),
+    "prefill": (32, 0, 0.1),
 }
 
 

@@ -11,13 +11,6 @@ Change = tuple[Any, str, Any]
 Changes = tuple[Change, ...]
 
 
-def _deferred_stores() -> Changes:
-    from kvoffload_patch.transfer.engine import CopyEngine
-
-    end_step = CopyEngine.end_step
-    return ((CopyEngine, "end_step", lambda self, defer_stores=False: end_step(self, False)),)
-
-
 def _last_block() -> Changes:
     from kvoffload_patch.integration.engine.requests.full_prompt import FullPromptHits
 
@@ -43,6 +36,21 @@ def _joining_into_a_stall() -> Changes:
         return float(self.pace.free_ms()) if self._promptly else 0.0
 
     return ((SchedulerTier, "_may_wait_ms", free_ms_only),)
+
+
+def _loads_within_a_step() -> Changes:
+    """A load is parked, and its request joins a step that begins when the load is over."""
+    from kvoffload_patch.integration.engine.requests.admission import Admission
+    from kvoffload_patch.integration.engine.requests.pace import Pace
+
+    parked = (Admission, "_inline", lambda self, *args: False)
+    whole = (Pace, "hidden_ms", lambda self, num_blocks: 0.0)
+    return parked, whole, *_joining_into_a_stall()
+
+
+def _joins_before_loads_are_over() -> Changes:
+    """As KVOFFLOAD_LOAD_MODE=parked: a request joins a step that is scheduled after its load."""
+    return _loads_within_a_step()[0], *_joining_early()
 
 
 def _loads_by_layer() -> Changes:
@@ -76,12 +84,13 @@ def _tier() -> Changes:
 
 
 _CHANGES: dict[str, Callable[[], Changes]] = {
-    "deferred stores": _deferred_stores,
     "last block loaded": _last_block,
     "rank asked before a step": _rank_asked,
     "joining early": _joining_early,
     "joining into a stall": _joining_into_a_stall,
     "loads by layer": _loads_by_layer,
+    "loads within a step": _loads_within_a_step,
+    "joins before loads are over": _joins_before_loads_are_over,
     "stores of several steps": _stores_of_several_steps,
     "stores by the step": _stores_by_the_step,
     "the tier": _tier,

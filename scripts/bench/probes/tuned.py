@@ -141,7 +141,7 @@ NUMBERS = (
     Varied("LOAD_BUFFERS", (1, 2, 3, 4), _BY_LAYER),
     Varied(
         "RUN_BLOCKS",
-        (ALWAYS_RUNS, 2, NEVER_RUNS),
+        (ALWAYS_RUNS, 4, NEVER_RUNS),
         {f"load by layer, runs of {run}": staged(False, True, run) for run in (1, 2, 3, 4, 8)},
     ),
     Varied("STORE_SLICE_BYTES", (8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB), _STORES),
