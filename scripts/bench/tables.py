@@ -253,6 +253,16 @@ def joins(name: str = "trace-joins.json") -> str:
     return _made(name, lambda found: "\n\n".join(trace_report.joins(found)))
 
 
+def joining() -> str:
+    """What it is worth to join a step before a load is over, by time in the engine."""
+    return _made("trace-joining.json", trace_report.page)
+
+
+def deferred() -> str:
+    """What putting stores off for a step changed."""
+    return _made("trace-deferred.json", trace_report.changes)
+
+
 def slowest() -> str:
     """Where the slowest requests of that trace spent their time."""
     return _made("trace.json", trace_report.slowest)
@@ -362,16 +372,17 @@ def ran_on(machine: dict[str, Any]) -> str:
     )
 
 
+PROBED = ("modelled", "long", "long-eager", "beside", "tuned")
 _BY_NAME: tuple[Callable[[], str | None], ...] = (
-    short, served, pairs, conversations, chats, mechanisms, trace, joins, bound, slowest, goals,
-    step, enqueued, pieces, transfer, checksums, ranks, pressure,
+    short, served, pairs, conversations, chats, mechanisms, trace, joining, deferred, joins, bound,
+    slowest, goals, step, enqueued, pieces, transfer, checksums, ranks, pressure,
 )  # fmt: skip
 TABLES: dict[str, Callable[[], str | None]] = {
     **{make.__name__: make for make in _BY_NAME},
     "other chats": other_chats,
     "by layer": by_layer,
     "joins since": partial(joins, "trace-joins-h100.json"),  # one wait for a group
-    **{name: partial(probed, name) for name in ("modelled", "long", "long-eager", "beside")},
+    **{name: partial(probed, name) for name in PROBED},
     "transfer shapes": shapes,
     "checksums said": checksums_said,
     "pressure on the CPU": pressure_on_the_cpu,
