@@ -78,20 +78,19 @@ GRACE_S = 30.0
 DEADLINE_PERIOD_S = 1.0
 
 # --- memory ---
-# Registered in one call of the driver, 0.7 ms and more. Such a call holds up other calls that the
-# process makes: half of the time if nothing is done about it, a fifth of it while steps are
-# launched. That is still as fast as most GPUs compute KV (docs/history.md, "Starting, and while
-# the tier grows").
+# Registered in one call of the driver, 0.7 to 6 ms. Such a call holds up other calls that the
+# process makes: half of the time if nothing is done about it, a fifth of it with the pause.
 PIECE_BYTES = 32 << 20
-# The pause after a call, in times of what it took; beside steps it is the second.
-PAUSE_TIMES, PAUSE_BESIDE_STEPS_TIMES = 1, 4
+# The pause after a call beside steps, in times of what it took.
+PAUSE_TIMES = 4
 # So long after the last step there are none. Not measured: more than any step of decodes.
 STEPS_END_S = 0.1
 # What loads under way, which requests wait for, are let pass for, at most, before each piece: one
 # prompt of 8,192 tokens is 20 ms of the bus (docs/performance.md, "Chosen loads").
 LOADS_PASS_S = 0.025
-# Pauses end when stores use the last of so many parts of what is ready: what is not stored is
-# computed again (docs/measured/2026-11-22-serve-slow.json).
+# There are no pauses while stores use the last of so many parts of what is ready: what is not
+# stored is computed again, and what fills the tier so fast are long steps of prompts, for which the
+# GPU needs longer than the host (docs/measured/current/serve-first.json).
 GROWTH_PARTS = 8
 # Touched in one go: little enough to be asked to stop between two of them, 4 ms at 8.2 GiB/s
 # (scripts/bench touch).

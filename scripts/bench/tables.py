@@ -132,9 +132,9 @@ def _each(names: dict[str, str], make: Callable[[Any, str], str]) -> str:
     return "\n\n".join(parts) or "not measured"
 
 
-def served() -> str:
+def served(name: str = "serve.json") -> str:
     """S1 to S3 and the start by mode."""
-    document = read("serve.json")
+    document = read(name)
     if document is None:
         return "not measured"
     found = serve.figures(document)
@@ -381,6 +381,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     **{make.__name__: make for make in _BY_NAME},
     "other chats": other_chats,
     "by layer": by_layer,
+    "served first": partial(served, "serve-first.json"),  # the tier still grows
     "joins since": partial(joins, "trace-joins-h100.json"),  # one wait for a group
     **{name: partial(probed, name) for name in PROBED},
     "transfer shapes": shapes,

@@ -18,7 +18,6 @@ from kvoffload_patch.transfer.memory.mapping import GIB, HostMapping
 from kvoffload_patch.transfer.tuning import (
     GROWTH_PARTS,
     LOADS_PASS_S,
-    PAUSE_BESIDE_STEPS_TIMES,
     PAUSE_TIMES,
     STEPS_END_S,
 )
@@ -223,10 +222,8 @@ class Growth:
         with self._changed:
             self.num_ready = min(end, self._wanted)
             self._changed.notify_all()
-        if begin:  # meanwhile the driver has time for everybody else
-            beside_steps = time.monotonic() - self._last_step < STEPS_END_S
-            longer = beside_steps and not self._late
-            self._hold_back(took * (PAUSE_BESIDE_STEPS_TIMES if longer else PAUSE_TIMES))
+        if time.monotonic() - self._last_step < STEPS_END_S and not self._late:
+            self._hold_back(took * PAUSE_TIMES)  # meanwhile the driver has time for the steps
         return ""
 
     def _hold_back(self, seconds: float) -> None:
