@@ -6,7 +6,8 @@ import logging
 import resource
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +57,6 @@ class Growth:
     Attributes:
         num_ready: slots registered so far.
         ended: why there will be no more, in a sentence; empty if all are there or coming.
-        quiet: held while the driver registers.
         spent: where the time went so far.
     """
 
@@ -78,7 +78,8 @@ class Growth:
         self._available = available_bytes
         self._registered: list[int] = []
         self._changed = threading.Condition()
-        self.quiet = threading.Lock()
+        self._register_lock = threading.Lock()
+        self._wait_for_it = 0  # so many others
         self._stopping = self._over = False
         self._thread = self._new_thread()
 
@@ -98,7 +99,7 @@ class Growth:
             TransferError: the driver does not return from registering a piece.
         """
         self.stop()
-        with self.quiet:
+        with self._register_lock:
             while self._registered and (len(self._registered) - 1) * self._per_piece >= num_slots:
                 self._registrar.unregister(self._registered.pop())
         self._wanted, self.ended = num_slots, ""
@@ -111,6 +112,19 @@ class Growth:
             self._stopping = self._over = False
             self._thread = self._new_thread()
             self.start()
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Nothing is registered meanwhile, and no other piece before it begins."""
+        with self._changed:
+            self._wait_for_it += 1
+        try:
+            with self._register_lock:
+                yield
+        finally:
+            with self._changed:
+                self._wait_for_it -= 1
+                self._changed.notify_all()
 
     def step_begins(self, loads_s: float, last_slot: int) -> None:
         """A step is about to be launched, with loads of so many seconds, and stores to slots."""
@@ -211,7 +225,9 @@ class Growth:
         loads_s = self._loads_end - time.monotonic()
         if loads_s > 0 and not self._late:
             self._hold_back(min(loads_s, LOADS_PASS_S))
-        with self.quiet:
+        with self._changed:  # a lock alone would be this thread's again at once
+            self._changed.wait_for(lambda: not self._wait_for_it)
+        with self._register_lock:
             began = time.perf_counter()
             error = self._registrar.register(address, nbytes)
             took = time.perf_counter() - began

@@ -131,7 +131,8 @@ class HostBuffer:
 
         Nor is any other process within this that has the same slots.
         """
-        with self._mapping.alone(), nullcontext() if self._growth is None else self._growth.quiet:
+        growth = nullcontext() if self._growth is None else self._growth.quiet()
+        with self._mapping.alone(), growth:
             yield
 
     def resize(self, num_slots: int) -> None:

@@ -64,6 +64,51 @@ def test_registering_leaves_the_driver_to_steps(
     host.close()
 
 
+def test_who_waits_for_quiet_comes_before_the_next_piece() -> None:
+    """Pieces are registered without a pause: the lock would be taken again before they wake."""
+    begun, go = threading.Event(), threading.Event()
+
+    class LateLock:
+        """One that others than the thread that registers ask for late."""
+
+        def __init__(self, lock: threading.Lock) -> None:
+            self.lock = lock
+
+        def __enter__(self) -> None:
+            if threading.current_thread().name != "kvoffload-register":
+                time.sleep(0.05)
+            self.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+
+    def before(index: int) -> None:
+        if index == 1:
+            begun.set()
+            go.wait(20)
+
+    registrar = Registrar(before=before)
+    host = grown(8, 2 * MIB, registrar)
+    found = host._growth
+    assert found is not None and begun.wait(20)
+    with ThreadPoolExecutor(1) as pool:
+
+        def ask() -> list[int]:
+            found._register_lock = LateLock(found._register_lock)  # type: ignore[assignment]
+            with host.quiet():
+                first = host.num_ready
+                time.sleep(0.05)
+                return [first, host.num_ready]
+
+        asked = pool.submit(ask)
+        while not found._wait_for_it:
+            time.sleep(0.001)
+        go.set()
+        assert asked.result(20) == [4, 4], "two pieces of two slots"
+    host.wait_ready(8)
+    host.close()
+
+
 @pytest.mark.parametrize("last_slot", [-1, 7])
 def test_loads_pass_before_the_next_piece_is_registered(
     last_slot: int, monkeypatch: pytest.MonkeyPatch
