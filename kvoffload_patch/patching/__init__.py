@@ -9,7 +9,7 @@ Importing this package imports neither the host nor wrapt.
 
 from __future__ import annotations
 
-from .check import check_table, decide, release_of
+from .check import decide, release_of
 from .errors import (
     HostNotFound,
     InstallFailed,
@@ -22,13 +22,13 @@ from .errors import (
 )
 from .locate import find_source, installed_version
 from .objects import ObjectHooks, is_set_on
-from .patchset import PatchSet, State, load_wrapt
-from .point import Attributes, Decision, Host, PatchPoint, Role
+from .patchset import PatchSet, load_wrapt
+from .point import Attributes, Decision, Host, PatchPoint
 from .records import Records
 
 __all__ = [
     "Attributes", "Decision", "Host", "HostNotFound", "InstallFailed", "ObjectHooks", "PatchPoint",
-    "PatchRefused", "PatchSet", "PatchTableError", "Records", "Role", "SignatureMismatch", "State",
-    "UnreadableVersion", "UnsupportedVersion", "UnverifiedHost", "check_table", "decide",
-    "find_source", "installed_version", "is_set_on", "load_wrapt", "release_of",
+    "PatchRefused", "PatchSet", "PatchTableError", "Records", "SignatureMismatch",
+    "UnreadableVersion", "UnsupportedVersion", "UnverifiedHost", "decide", "find_source",
+    "installed_version", "is_set_on", "load_wrapt", "release_of",
 ]  # fmt: skip

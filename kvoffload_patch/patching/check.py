@@ -84,16 +84,6 @@ def differences(
     return [*_complaints(selected, sources), *_missing(host, release, sources)]
 
 
-def check_table(points: Sequence[PatchPoint], releases: Iterable[str]) -> None:
-    """Check that every name in `points` is selected exactly once for each of `releases`.
-
-    Raises:
-        PatchTableError: naming every gap and overlap in the first release that has one.
-    """
-    for release in releases:
-        select(points, release_of(release))
-
-
 def mismatch(decision: Decision, complaints: Sequence[str]) -> SignatureMismatch:
     """The refusal for what differs from the points of `decision`."""
     return SignatureMismatch(

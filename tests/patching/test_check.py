@@ -18,9 +18,10 @@ from kvoffload_patch.patching import (
     SignatureMismatch,
     UnreadableVersion,
     UnsupportedVersion,
-    check_table,
     decide,
+    release_of,
 )
+from kvoffload_patch.patching.check import select
 
 HOST = Host("Toy", ("toy",), "toy", ">=1.0,<1.4", "use toy 1.3")
 POINT = PatchPoint(
@@ -108,8 +109,9 @@ def test_ranges_select_by_version(verify):
 def test_table_gap_overlap_and_shared_target(verify):
     gap = (change(versions="<1.1"), change(versions=">=1.2"))
     with pytest.raises(PatchTableError, match=r"release 1\.1, .*scheduler\.step is selected 0"):
-        check_table(gap, ["1.0", "1.1", "1.2"])
-    check_table(gap, ["1.0", "1.2", "1.2rc1"])
+        select(gap, release_of("1.1"))
+    for release in ("1.0", "1.2", "1.2rc1"):
+        assert len(select(gap, release_of(release))) == 1
     overlap = (change(versions="<=1.2"), change(versions=">=1.2"))
     with pytest.raises(PatchTableError, match=r"scheduler\.step is selected 2 times"):
         verify(SOURCE, *overlap)
@@ -125,9 +127,10 @@ def test_adjacent_ranges_cover_every_release_exactly_once(cuts, minor):
     edges += [f">=1.{a},<1.{b}" for a, b in zip(bounds, bounds[1:])]
     edges += [f">=1.{bounds[-1]}"]
     table = [change(versions=edge) for edge in edges]
-    check_table(table, [f"1.{minor}", f"1.{minor}rc1", f"1.{minor}.post1+local"])
+    for release in (f"1.{minor}", f"1.{minor}rc1", f"1.{minor}.post1+local"):
+        assert len(select(table, release_of(release))) == 1
     with pytest.raises(PatchTableError):
-        check_table([*table, change(versions=f"==1.{minor}")], [f"1.{minor}"])
+        select([*table, change(versions=f"==1.{minor}")], release_of(f"1.{minor}"))
 
 
 @pytest.mark.parametrize(
