@@ -200,10 +200,6 @@ class CopyEngine:
                 self._check_deadlines()
                 time.sleep(POLL_S)
 
-    def under_way(self, tickets: Tickets) -> Tickets:
-        """Those of them that are not known to be done."""
-        return tuple([(link, t) for link, t in tickets if t > self._links[link].queue.poll()])
-
     def failed(self, tickets: Tickets) -> tuple[Link, int, str] | None:
         """The first of these copies that has failed, and why; never waits.
 
