@@ -85,17 +85,13 @@ class PrefixOrder:
             due[slot] = None
             due.move_to_end(slot, last=False)
 
-    def ended(self, slots: Sequence[int], together: bool) -> None:
+    def ended(self, pieces: Sequence[Sequence[int]], together: bool) -> None:
         """A request has ended that used these: all of its prefix that the tier has, head first.
 
         Args:
-            slots: each of them once.
+            pieces: none of them empty, each slot once; one of neighbours may be a range.
             together: whether to put them together; otherwise they came all at once.
         """
-        self.ended_in_pieces([slots] if slots else [], together)
-
-    def ended_in_pieces(self, pieces: Sequence[Sequence[int]], together: bool) -> None:
-        """As `ended`, of slots in pieces, none of them empty; one of neighbours may be a range."""
         if together:
             self.regroup([slot for piece in reversed(pieces) for slot in reversed(piece)])
         head = NONE

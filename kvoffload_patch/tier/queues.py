@@ -206,7 +206,7 @@ class EndedRequests:
                 behind = [slot for slot in last[missing:] if slot is not None]
                 pieces += [last[:missing]] if missing else []
             if rests is not None:
-                order.ended_in_pieces(pieces, together)
+                order.ended(pieces, together)
                 order.orphaned(behind[::-1])
             else:
                 order.regroup([*chain.from_iterable(pieces), *behind][::-1])
@@ -227,6 +227,6 @@ def _tell_groups(
     whole = set(prefix)
     pairs = [(slot, found[rests[key]]) for key, slot in found.items() if rests.get(key) in whole]
     orphans = [slot for key, slot in found.items() if rests.get(key, key) not in whole]
-    order.ended([found[key] for key in prefix], together=False)
+    order.ended([[found[key] for key in prefix]] if prefix else [], together=False)
     order.rest(pairs)
     order.orphaned(orphans[::-1])

@@ -71,7 +71,7 @@ def order_of(slots: int, busy: Collection[int] = ()) -> PrefixOrder:
 
 def test_what_is_due_leaves_from_its_tail_and_comes_back_if_it_is_used() -> None:
     order = order_of(6)
-    order.ended([0, 1, 2], together=False)
+    order.ended([[0, 1, 2]], together=False)
     assert list(order.evict(1)) == [2], "0 is the oldest, and 2 rests on it"
     order.hit([1, 0])
     assert list(order.evict(3)) == [3, 4, 5]
@@ -81,7 +81,7 @@ def test_what_is_due_leaves_from_its_tail_and_comes_back_if_it_is_used() -> None
 def test_where_prefixes_part_all_branches_leave_first() -> None:
     order = order_of(6)
     for branch in ([0, 1], [0, 2], [0, 3, 4]):
-        order.ended(branch, together=False)
+        order.ended([branch], together=False)
     order.policy.hit([1])  # as if only this were used
     chosen = list(order.evict(5))
     assert set(chosen) == {0, 1, 2, 3, 4} and chosen[-1] == 0
@@ -91,7 +91,7 @@ def test_where_prefixes_part_all_branches_leave_first() -> None:
 def test_what_is_pinned_holds_what_it_rests_on_and_nothing_else() -> None:
     busy = {2}
     order = order_of(5, busy)
-    order.ended([0, 1, 2], together=False)
+    order.ended([[0, 1, 2]], together=False)
     assert list(order.evict(9)) == [3, 4]
     busy.clear()
     order.insert([2])
@@ -101,7 +101,7 @@ def test_what_is_pinned_holds_what_it_rests_on_and_nothing_else() -> None:
 def test_what_is_forgotten_while_it_is_written_is_no_tail() -> None:
     busy = {1}
     order = order_of(2, busy)
-    order.ended([0, 1], together=False)
+    order.ended([[0, 1]], together=False)
     order.forget([1])
     busy.clear()  # it belongs to nobody
     assert list(order.evict(2)) == [0]
@@ -109,17 +109,17 @@ def test_what_is_forgotten_while_it_is_written_is_no_tail() -> None:
 
 def test_what_rests_on_a_block_that_was_forgotten_rests_on_nothing() -> None:
     order = order_of(3)
-    order.ended([0, 1, 2], together=False)
+    order.ended([[0, 1, 2]], together=False)
     order.remove([1])
     order.insert([1])  # another key
-    order.ended([1], together=False)
+    order.ended([[1]], together=False)
     assert list(order.evict(1)) == [0]
 
 
 def test_prefixes_that_say_the_contrary_of_each_other_come_to_an_end() -> None:
     order = order_of(4)
     for prefix in ([0, 1, 2], [2, 1, 0], [1, 2], [0, 2, 1]):
-        order.ended(prefix, together=False)
+        order.ended([prefix], together=False)
     assert sorted(order.evict(4)) == [0, 1, 2, 3]
 
 
@@ -135,7 +135,7 @@ def test_what_its_head_is_missing_for_leaves_next_in_the_order_of_prefixes() -> 
 
 def test_another_policy_is_given_all_that_can_leave() -> None:
     order = order_of(4)
-    order.ended([0, 1, 2, 3], together=False)
+    order.ended([[0, 1, 2, 3]], together=False)
     order.evict(1)
     assert sorted(in_order := order.take_all()) == [0, 1, 2]
     order.policy = LRUPolicy(order._key_of)
@@ -148,7 +148,7 @@ def test_slots_that_become_usable_later_have_their_place_in_prefixes() -> None:
     order._key_of.append("more")  # type: ignore[attr-defined]
     order.grow()
     order.insert([1])
-    order.ended([0, 1], together=False)
+    order.ended([[0, 1]], together=False)
     assert list(order.evict(1)) == [1]
 
 
@@ -251,7 +251,7 @@ class Asked:
                     pieces[-1] = range(last[0], slot + 1)
                 else:
                     pieces.append(range(slot, slot + 1))
-        self.order.ended_in_pieces(pieces, together=len(prompt) % 2 == 0)
+        self.order.ended(pieces, together=len(prompt) % 2 == 0)
 
 
 @pytest.mark.parametrize("seed", range(12))
