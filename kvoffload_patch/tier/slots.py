@@ -122,10 +122,6 @@ class SlotPool:
                 begin = slot + 1
         self._add_run(begin, capacity - begin)
 
-    def runs(self) -> dict[int, int]:
-        """The free runs, size by first slot (a copy; for tests and diagnostics)."""
-        return dict(self._size_at_start)
-
     def _add_run(self, start: int, size: int) -> None:
         if size <= 0:
             return
