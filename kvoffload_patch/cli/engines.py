@@ -37,7 +37,6 @@ _EXAMPLES = {
     commands.RESIZE: "kvoffload resize 24 --engine 4242",
     commands.SET: "kvoffload set --eviction lru --max-stall-ms 50",
 }
-COMMANDS = tuple(_ABOUT)
 
 
 def main(name: str, argv: Sequence[str]) -> int:

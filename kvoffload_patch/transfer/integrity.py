@@ -16,8 +16,8 @@ import torch
 
 from kvoffload_patch.transfer.errors import TransferError
 
-# Which loads are compared, as users choose it.
-OFF, SAMPLE, FULL = "off", "sample", "full"
+# Which loads are compared, as users choose it: none, or all.
+OFF, FULL = "off", "full"
 
 # To be called once, when the load is done: what is wrong with its bytes, or None.
 Verdict = Callable[[], "str | None"]

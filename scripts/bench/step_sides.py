@@ -112,7 +112,6 @@ class Ranks:
     copies_overlap, compares = True, False
     sharing = 1
     overlap = 0.0
-    num_ranks = 1
 
     def loads_done(self) -> int:
         """What is done comes with a step's output."""

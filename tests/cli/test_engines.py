@@ -73,8 +73,8 @@ def another(one: Engine) -> Iterator[Engine]:
 
 
 def test_every_command_is_known_to_the_command_line_and_has_help(capsys: Any) -> None:
-    assert set(engines.COMMANDS) < set(main._OWN)
-    for name in engines.COMMANDS:
+    assert set(engines._ABOUT) < set(main._OWN)
+    for name in engines._ABOUT:
         with pytest.raises(SystemExit) as ended:
             main.main([name, "--help"])
         text = capsys.readouterr().out
