@@ -67,9 +67,9 @@ def _chat(make: _Maker, rate: float, end: float, begin: float = 0.0) -> Iterator
         yield make.session(at, shared, turns, (100, 4000), (100, 900), 60.0)
 
 
-def _agents(make: _Maker, rate: float, end: float, begin: float = 0.0) -> Iterator[Turns]:
+def _agents(make: _Maker, rate: float, end: float) -> Iterator[Turns]:
     tools = [make.text(make.length(6000, 12_000)) for _ in range(6)]
-    for at in make.arrivals(rate, end, begin):
+    for at in make.arrivals(rate, end):
         turns = make.random.randint(8, 30)
         shared = make.random.choice(tools)
         pause = 60.0 if make.random.random() < 0.2 else 4.0
@@ -86,8 +86,8 @@ def _documents(
         yield make.session(at, text, 1, (50, 500), (50, 400), 1.0)
 
 
-def _scan(make: _Maker, rate: float, end: float, begin: float = 0.0) -> Iterator[Turns]:
-    for at in make.arrivals(rate, end, begin):
+def _scan(make: _Maker, rate: float, end: float) -> Iterator[Turns]:
+    for at in make.arrivals(rate, end):
         yield make.session(at, (), 1, (8000, 32_000), (50, 200), 1.0)
 
 

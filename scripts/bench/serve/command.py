@@ -74,7 +74,6 @@ def options() -> argparse.Namespace:
         help="a CPU and a tiny model; the connectors copy as the benchmark does, not with CUDA",
     )
     add("--side-by-side", action="store_true", help="S4: all modes' engines alive together")
-    add("--warm-up", action="store_true", help="first start one engine that does not count")
     add("--job-timeout", type=float, default=400.0, metavar="S")
     add("--time-limit", type=float, default=1e9, metavar="S", help="start no job or round after it")
     add("--out", type=Path, default=Path("bench-out"), help="folder for logs and files")
@@ -121,7 +120,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     earlier = jobs.merge(document, args.merge)
     if earlier and not names:
         document["sizes"] = earlier[-1]["sizes"]
-    planned = job_of.jobs(chosen, names, args.rounds, args.warm_up, args.side_by_side)
+    planned = job_of.jobs(chosen, names, args.rounds, args.side_by_side)
     if planned:
         jobs.note_machine(document)
     if any(job.engine in job_of.SMALL_MODEL for beside in planned for job in beside):

@@ -54,13 +54,12 @@ class Job(AnyJob):
     engine: str
     scenarios: list[str]
     round: int
-    warm_up: bool = False
     together: str = ""
 
     @property
     def name(self) -> str:
         """For people, and for file names."""
-        return f"{self.engine}-{self.mode}-{self.round}{'-warm-up' if self.warm_up else ''}"
+        return f"{self.engine}-{self.mode}-{self.round}"
 
     def unavailable(self) -> str:
         """Why its mode cannot run here; empty if it can."""
@@ -86,7 +85,6 @@ class Job(AnyJob):
             "mode": self.mode,
             "engine": self.engine,
             "round": self.round,
-            "warm_up": self.warm_up,
             "side_by_side": bool(self.together),
             "set": self.together,
             "tier_gib": modes.tier_gib(self.mode, self.engine, setup.sizes),
@@ -147,7 +145,7 @@ def spec_of(job: Job, setup: Setup, events: Path) -> dict[str, Any]:
 
 
 def jobs(
-    chosen: list[str], names: list[str], rounds: int, warm_up: bool, side_by_side: bool = False
+    chosen: list[str], names: list[str], rounds: int, side_by_side: bool = False
 ) -> list[list[Job]]:
     """All jobs in order: the modes take turns on each engine, so that they are compared in time.
 
@@ -155,8 +153,6 @@ def jobs(
         chosen: scenarios.
         names: modes.
         rounds: how often the modes take turns, each time on a new engine.
-        warm_up: first start an engine that does not count: the first one on a machine reads
-            files and compiles kernels for all that follow.
         side_by_side: engines that play S4 alone are alive together.
 
     Returns:
@@ -180,8 +176,6 @@ def jobs(
                 made.append([Job(mode, engine, picked, turn, together=together) for mode in names])
             elif picked or (engine == "main" and "start" in chosen):
                 made += [[Job(mode, engine, picked, turn)] for mode in names]
-    if warm_up and made:
-        made.insert(0, [Job("off", made[0][0].engine, [], 0, warm_up=True)])
     return made
 
 

@@ -46,7 +46,7 @@ def _ratio(scenario: str, kind: str) -> Callable[[dict[str, Any]], Samples]:
 
 
 def _start(job: dict[str, Any]) -> Samples:
-    counts = job["engine"] == "main" and job["start_s"] is not None and not job["warm_up"]
+    counts = job["engine"] == "main" and job["start_s"] is not None
     beside = job.get("side_by_side", False)  # other engines held memory meanwhile
     return [job["start_s"]] if counts and not beside else []
 
@@ -99,7 +99,7 @@ def figures(document: dict[str, Any]) -> Found:
 
 def modes_of(document: dict[str, Any]) -> list[str]:
     """The modes in the order in which they first ran."""
-    return list(dict.fromkeys(job["mode"] for job in document["jobs"] if not job["warm_up"]))
+    return list(dict.fromkeys(job["mode"] for job in document["jobs"]))
 
 
 def text(document: dict[str, Any]) -> str:

@@ -170,7 +170,7 @@ def test_its_engine_runs_in_the_process_that_reads_the_scheduler(tmp_path):
         found = launch.environment.get("VLLM_ENABLE_V1_MULTIPROCESSING")
         assert (found == "0") == own
         assert (job_of.arguments(job, setup).get("disable_log_stats") is False) == own
-    assert [job.name for (job,) in job_of.jobs(["pressure"], ["off", "ours"], 1, False)] == [
+    assert [job.name for (job,) in job_of.jobs(["pressure"], ["off", "ours"], 1)] == [
         "pressure-off-1", "pressure-ours-1",
     ]  # fmt: skip
 
@@ -178,7 +178,7 @@ def test_its_engine_runs_in_the_process_that_reads_the_scheduler(tmp_path):
 def record(mode: str, **results: Any) -> dict[str, Any]:
     return {
         "mode": mode, "engine": "pressure", "results": results, "start_s": 1.0, "round": 1,
-        "warm_up": False, "error": "",
+        "error": "",
     }  # fmt: skip
 
 

@@ -75,7 +75,7 @@ def playing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(modes, "command", command)
         sizes = with_changes(SMALL, [f"s4_repeats={repeats}"])
         setup = job_of.Setup(tmp_path, sizes, True, {}, tmp_path / "out", 5.0)
-        (jobs,) = job_of.jobs(["s4"], list(ways), 1, False, side_by_side=True)
+        (jobs,) = job_of.jobs(["s4"], list(ways), 1, side_by_side=True)
         side_by_side.run(jobs, setup, lambda: None, late)
         asked = tmp_path / "shared"
         lines = asked.read_text().splitlines() if asked.exists() else []
@@ -163,18 +163,18 @@ def test_rounds_are_paired_within_a_set_and_as_far_as_both_played():
 
 
 def test_only_engines_that_play_s4_alone_run_side_by_side():
-    sets = job_of.jobs(["s4", "s4graphs", "tokens"], ["off", "ours"], 1, True, side_by_side=True)
+    sets = job_of.jobs(["s4", "s4graphs", "tokens"], ["off", "ours"], 1, side_by_side=True)
     assert [[job.engine for job in each] for each in sets] == [
-        ["main"], ["main"] * 2, ["graphs"] * 2, ["tokens"], ["tokens"]
+        ["main"] * 2, ["graphs"] * 2, ["tokens"], ["tokens"]
     ]  # fmt: skip
-    assert [bool(each[0].together) for each in sets] == [False, True, True, False, False]
-    assert len({each[0].together for each in sets[1:3]}) == 2
+    assert [bool(each[0].together) for each in sets] == [True, True, False, False]
+    assert len({each[0].together for each in sets[:2]}) == 2
     with pytest.raises(ValueError, match="expected main to play S4, found s3, s4"):
-        job_of.jobs(["s3", "s4"], ["off"], 1, False, side_by_side=True)
+        job_of.jobs(["s3", "s4"], ["off"], 1, side_by_side=True)
     with pytest.raises(ValueError, match="each mode once"):
-        job_of.jobs(["s4"], ["off", "off"], 1, False, side_by_side=True)
-    assert job_of.jobs(["s4"], [], 1, True, side_by_side=True) == []
-    alone = job_of.jobs(["s4"], ["off", "off"], 2, False)
+        job_of.jobs(["s4"], ["off", "off"], 1, side_by_side=True)
+    assert job_of.jobs(["s4"], [], 1, side_by_side=True) == []
+    alone = job_of.jobs(["s4"], ["off", "off"], 2)
     assert [len(each) for each in alone] == [1] * 4 and not alone[0][0].together
 
 
@@ -186,7 +186,7 @@ def test_all_jobs_of_a_set_are_recorded_while_it_runs(tmp_path, monkeypatch):
 
     monkeypatch.setattr(jobs_of_both, "write_json", write)
     monkeypatch.setattr(side_by_side, "run", lambda jobs, setup, changed, late: changed())
-    sets = job_of.jobs(["s4"], ["off", "ours"], 1, False, side_by_side=True)
+    sets = job_of.jobs(["s4"], ["off", "ours"], 1, side_by_side=True)
     setup = job_of.Setup(tmp_path, SMALL, True, {}, tmp_path, 5.0)
     args = type("Args", (), {"time_limit": 1e9, "json": None})
     bench_serve.play(sets, setup, args, {"jobs": []})
