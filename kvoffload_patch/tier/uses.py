@@ -19,9 +19,6 @@ class UseCounts:
         self._least = least
         self._counts = OrderedDict[Hashable, int]()
 
-    def __len__(self) -> int:
-        return len(self._counts)
-
     def count(self, keys: Iterable[Hashable], num_slots: int) -> None:
         """These are used once more; the tier has so many slots."""
         counts, least = self._counts, self._least

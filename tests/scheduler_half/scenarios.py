@@ -69,8 +69,9 @@ def nothing_held(mini: Mini) -> None:
     loads = mini.tier._loads
     assert not loads._parked and not loads.arriving and not loads.readers
     assert not loads._held and not loads._at_risk, "blocks are held for a step that is over"
-    assert not len(mini.tier._hits), "hits of requests that are gone"
-    assert not len(mini.tier._lookups), "lookups of requests that are gone"
+    hits, lookups = mini.tier._hits, mini.tier._lookups
+    assert not hits._looked_up, "hits of requests that are gone"
+    assert not lookups._new and not lookups._results, "lookups of requests that are gone"
     assert not mini.view.prefills, "prompts of requests that are gone"
     assert not mini.tier._recency.used
     assert not mini.tier.cached and not manager._queue, "stores of a step that is over"

@@ -59,6 +59,6 @@ def test_the_keys_that_were_used_longest_ago_are_forgotten() -> None:
     most = TRACKED_TIMES * slots
     counts.count(range(most), slots)
     counts.count([0, most], slots)
-    assert len(counts) == most
+    assert len(counts._counts) == most
     counts.count([1, 2], slots)
     assert counts.enough({0: 10, 1: 11, 2: 12}) == {0: 10, 2: 12}, "the first use of 1 is forgotten"

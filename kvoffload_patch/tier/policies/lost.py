@@ -21,12 +21,6 @@ class LostKeys:
         self._evictions: deque[list[Hashable]] = deque()
         self._num_evicted = 0  # keys in there
 
-    def __len__(self) -> int:
-        return sum(self.counts)
-
-    def __contains__(self, key: Hashable) -> bool:
-        return any([key in left for left in self._left])
-
     @property
     def counts(self) -> list[int]:
         """Keys that are remembered, of each list."""

@@ -102,12 +102,6 @@ class HitCounts:
         self._spans = spans_of(view.scheduler)
         view.prefix_stats.enable()
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._looked_up
-
-    def __len__(self) -> int:
-        return len(self._looked_up)
-
     def note(self, request: Any, found: LookupResult) -> None:
         """A request was looked up, and what was found is used now, or not yet if deferred."""
         used = not found.deferred

@@ -321,12 +321,6 @@ class LookupCache:
         self._rests = False  # one of these rests on GPU blocks
         self._reused: set[int] = set()  # GPU blocks handed out since the first that does
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._new or request_id in self._results
-
-    def __len__(self) -> int:
-        return len(self._results) + len(self._new)
-
     def get(self, request_id: str, num_tokens: int) -> LookupResult | None:
         """What a request of this length was found to hit, if it still holds."""
         result = self._new.get(request_id) or self._results.get(request_id)

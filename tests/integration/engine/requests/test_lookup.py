@@ -49,6 +49,12 @@ def add_many(world: World, count: int, first_seed: int = 1) -> list[Request]:
     return [world.add(prompt(4, seed=seed)) for seed in range(first_seed, first_seed + count)]
 
 
+def remembered(world: World) -> set[str]:
+    """Requests whose lookup need not be repeated."""
+    lookups = world.tier._lookups
+    return {*lookups._new, *lookups._results}
+
+
 # Bounded probing
 
 LIMITS = {
@@ -193,7 +199,7 @@ def test_an_admitted_request_is_forgotten() -> None:
     world.step()
     world.step(request)
     assert set(world.tier._lookups._results) == {other.request_id}
-    assert len(world.tier._hits) == 1 and other.request_id in world.tier._hits
+    assert [*world.tier._hits._looked_up] == [other.request_id]
 
 
 def test_one_that_was_found_not_to_fit_and_is_admitted_all_the_same_is_forgotten() -> None:
@@ -201,7 +207,7 @@ def test_one_that_was_found_not_to_fit_and_is_admitted_all_the_same_is_forgotten
     requests = add_many(world, 5)
     world.step(requests[4])
     assert requests[4].request_id not in world.tier._lookups._results
-    assert requests[4].request_id not in world.tier._hits
+    assert requests[4].request_id not in world.tier._hits._looked_up
 
 
 # Inline loads
@@ -460,7 +466,7 @@ def test_beside_a_step_a_request_goes_on_as_soon_as_its_load_is_done(look_ups: L
     assert plan.waits_for(LOAD) == load.ticket
     assert tuple(world.manager.get_block_ids(request.request_id)[0])[:4] == load.target_ids
     assert look_ups.take()[0] == [], "what its load has brought is known"
-    assert len(world.tier._lookups) == 0
+    assert not remembered(world)
     world.end(request)
     assert world.pool.get_num_free_blocks() == free
 
@@ -862,7 +868,7 @@ def test_a_parked_request_can_finish(by_name: bool) -> None:
     world.step()
     assert gone.status == RequestStatus.FINISHED_ABORTED
     assert stays.status == WAITING
-    assert gone.request_id not in world.tier._hits
+    assert gone.request_id not in world.tier._hits._looked_up
     assert world.gpu_hit(stays) == 4 * BLOCK, "the load went on"
     assert world.pool.get_num_free_blocks() == free
 
@@ -910,12 +916,12 @@ def test_what_is_kept_of_a_request_goes_with_the_output_that_says_it_has_ended(
     request = world.add(prompt(4))
     world.step()
     assert parked([request]) == [waits_for == "its load"]
-    assert world.tier._loads.num_parked + len(world.tier._lookups) == 1
+    assert world.tier._loads.num_parked + len(remembered(world)) == 1
     output = step_output({})
     output.finished_req_ids = {request.request_id}
     world.scheduler.waiting.remove_request(request)
     step_hooks.schedule(lambda: output, world.hooks.live, world.breaker)()
-    assert world.tier._loads.num_parked == len(world.tier._lookups) == len(world.tier._hits) == 0
+    assert not (world.tier._loads.num_parked or remembered(world) or world.tier._hits._looked_up)
 
 
 def test_an_unknown_request_can_finish() -> None:
@@ -925,8 +931,8 @@ def test_an_unknown_request_can_finish() -> None:
     world.tier.on_finish(["unknown"])
     assert set(world.tier._lookups._results) == {request.request_id}
     world.tier.on_finish([request.request_id])
-    assert len(world.tier._lookups) == 0
-    assert not len(world.tier._hits)
+    assert not remembered(world)
+    assert not world.tier._hits._looked_up
 
 
 def test_closing_closes_the_ranks() -> None:
