@@ -8,9 +8,8 @@ device (https://github.com/ROCm/clr/issues/273).
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvoffload_patch.transfer.devices.cuda import CudaDevice
+from kvoffload_patch.transfer.devices.torch import TorchDevice
 
 
 class RocmDevice(CudaDevice):
@@ -18,11 +17,6 @@ class RocmDevice(CudaDevice):
 
     backends: tuple[str, ...] = ("torch",)
     not_run = "ROCm"
-
-    def copier(self) -> Any:
-        """None."""
-        raise self._no_driver()
-
-    def pci_id(self) -> str:
-        """Not asked of HIP yet, so slots are on whichever NUMA node the system takes."""
-        raise ValueError(f"the PCI id of {self._device} is not known")
+    # Not asked of HIP yet, so slots are on whichever NUMA node the system takes.
+    pci_id = TorchDevice.pci_id
+    copier = TorchDevice.copier
