@@ -116,12 +116,12 @@ def made(document: dict[str, Any]) -> str:
 
 def while_growing(document: dict[str, Any]) -> str:
     """What the first engine on a machine recomputes; it has a result of its own."""
-    return growth.page(json.loads(growth.RESULTS.read_text(encoding="utf-8")))
+    return growth.page(read(growth.RESULTS))
 
 
 def sizes(document: dict[str, Any]) -> str:
     """What a block costs in tiers of several sizes; it has a result of its own."""
-    return scale.page(scale.read())
+    return scale.page(read(scale.RESULTS))
 
 
 def unseen(document: dict[str, Any]) -> str:

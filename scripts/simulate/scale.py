@@ -9,7 +9,6 @@ stored and evicted, and for each loaded; medians over prompts. Writes docs/measu
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -29,12 +28,6 @@ RESULTS = ROOT / "docs" / "measured" / "scale.json"
 SLOTS = (10_000, 100_000, 1_000_000)
 PROMPT_BLOCKS, KEY_BYTES, PROMPTS = 100, 32, 1000
 Keys = tuple[bytes, ...]
-
-
-def read() -> dict[str, Any]:
-    """The results."""
-    document: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
-    return document
 
 
 class Prompts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvoffload_patch.config import EVICTIONS
-from scripts.simulate import scale
+from scripts.simulate import page, scale
 from scripts.simulate.scale import PROMPT_BLOCKS, Prompts
 
 
@@ -37,7 +37,7 @@ def test_the_table_has_a_line_for_each_policy_and_a_column_for_each_size() -> No
 
 
 def test_the_results_have_every_policy_and_a_million_slots() -> None:
-    rows = scale.read()["rows"]
+    rows = page.read(scale.RESULTS)["rows"]
     assert {(row["policy"], row["slots"]) for row in rows} == {
         (policy, slots) for policy in EVICTIONS for slots in scale.SLOTS
     }
