@@ -57,7 +57,7 @@ def receive(connection: socket.socket, limit: int, seconds: float | None = None)
         try:
             connection.settimeout(max(left, 0.001))
             more = connection.recv(limit + 1 - len(data)) if left > 0 else None
-        except socket.timeout:  # noqa: UP041 - not yet TimeoutError in Python 3.9
+        except socket.timeout:  # not yet TimeoutError in Python 3.9
             more = None
         if more is None:
             raise Silent(f"expected a whole message within {seconds:g} s, found {len(data)} bytes")

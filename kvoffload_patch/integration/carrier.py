@@ -70,7 +70,7 @@ def message_type(plain: Any, take: Take) -> Any:
 def _field(info: Any) -> tuple[str, Any, Any]:
     import msgspec
 
-    ours: Any = Optional[_stats_type()]  # noqa: UP045 - Python 3.9 has no other way at run time
+    ours: Any = Optional[_stats_type()]  # Python 3.9 has no other way at run time
     kind = ours if info.name == "scheduler_stats" else info.type
     if info.default_factory is not msgspec.NODEFAULT:
         return info.name, kind, msgspec.field(default_factory=info.default_factory)

@@ -50,7 +50,7 @@ class Collector(services.TraceServiceServicer):  # type: ignore[misc]
     def __exit__(self, *_: object) -> None:
         self._server.stop(None).wait(10)
 
-    def Export(self, request: Any, _: Any) -> Any:  # noqa: N802 - the service's own name
+    def Export(self, request: Any, _: Any) -> Any:
         """Take spans in; the answer says that all were taken."""
         found = [
             _read(span, _plain(of.resource.attributes))

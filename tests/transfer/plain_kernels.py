@@ -40,7 +40,7 @@ def used() -> Iterator[None]:
         yield
 
 
-def copy_ids(source: Any, target: Any, first: int, count: int, SIZE: int) -> None:  # noqa: N803
+def copy_ids(source: Any, target: Any, first: int, count: int, SIZE: int) -> None:
     """As the kernel."""
     target[:count] = source[first : first + count]
 

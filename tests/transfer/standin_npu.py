@@ -146,10 +146,10 @@ class StandinNpu:
 
     # What torch.npu has.
 
-    def Stream(self, device: Any = None) -> Stream:  # noqa: N802 - as torch names it
+    def Stream(self, device: Any = None) -> Stream:
         return Stream(self)
 
-    def Event(self) -> Event:  # noqa: N802 - as torch names it
+    def Event(self) -> Event:
         return Event(self)
 
     def current_stream(self, device: Any = None) -> Stream:

@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.block_pool")
 
-from scheduler_half.elastic_mini import SCENARIOS, ElasticMini, question  # noqa: E402
+from scheduler_half.elastic_mini import SCENARIOS, ElasticMini, question
 
-from kvoffload_patch.integration.engine.elastic_tier import ElasticTier  # noqa: E402
-from kvoffload_patch.integration.install import older_than  # noqa: E402
+from kvoffload_patch.integration.engine.elastic_tier import ElasticTier
+from kvoffload_patch.integration.install import older_than
 
 pytestmark = pytest.mark.skipif(
     older_than("0.26"),

@@ -14,9 +14,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from integration.engine.mini import BLOCK, Mini  # noqa: E402
-from scheduler_half.device import Chunk  # noqa: E402
-from scheduler_half.scenarios import prompt  # noqa: E402
+from integration.engine.mini import BLOCK, Mini
+from scheduler_half.device import Chunk
+from scheduler_half.scenarios import prompt
 
 FIELD = 128  # tokens that the second kind of layer sees
 SHAPES: dict[str, tuple[Any, ...]] = {

@@ -9,14 +9,14 @@ import pytest
 
 pytest.importorskip("torch", reason="the package runs where vLLM is installed")
 
-import torch  # noqa: E402
+import torch
 
-from kvoffload_patch.integration.worker import rpc  # noqa: E402
-from kvoffload_patch.integration.worker.devices import (  # noqa: E402
+from kvoffload_patch.integration.worker import rpc
+from kvoffload_patch.integration.worker.devices import (
     warn_if_never_run,
     why_refused,
 )
-from kvoffload_patch.integration.worker.memory import EARLY, begin_early  # noqa: E402
+from kvoffload_patch.integration.worker.memory import EARLY, begin_early
 
 XPU = torch.device("xpu", 0)
 

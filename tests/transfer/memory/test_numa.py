@@ -21,11 +21,11 @@ class Driver:
 
     ids = (b"0000:01:00.0", b"0000:AF:00.0")
 
-    def cuDeviceGet(self, handle: Any, index: int) -> int:  # noqa: N802
+    def cuDeviceGet(self, handle: Any, index: int) -> int:
         handle._obj.value = index + 40
         return 0 if index < 2 else 101
 
-    def cuDeviceGetPCIBusId(self, text: Any, size: int, handle: Any) -> int:  # noqa: N802
+    def cuDeviceGetPCIBusId(self, text: Any, size: int, handle: Any) -> int:
         text.value = self.ids[handle.value - 40]
         return 0
 

@@ -9,14 +9,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from integration.engine.mini import BLOCK, Mini  # noqa: E402
-from integration.engine.random_shapes import keeps_the_end  # noqa: E402
-from scheduler_half.device import Replay, Ring  # noqa: E402
-from scheduler_half.scenarios import prompt  # noqa: E402
-from scheduler_half.states import STATE  # noqa: E402
-from vllm.v1 import kv_cache_interface  # noqa: E402
+from integration.engine.mini import BLOCK, Mini
+from integration.engine.random_shapes import keeps_the_end
+from scheduler_half.device import Replay, Ring
+from scheduler_half.scenarios import prompt
+from scheduler_half.states import STATE
+from vllm.v1 import kv_cache_interface
 
-from kvoffload_patch.integration.engine.adapters.vllm_groups import (  # noqa: E402
+from kvoffload_patch.integration.engine.adapters.vllm_groups import (
     CacheGroups,
     draft_states_held,
     is_cached,

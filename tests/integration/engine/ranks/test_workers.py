@@ -100,7 +100,7 @@ def test_a_board_whose_ranks_do_not_answer_is_removed(monkeypatch: pytest.Monkey
 
 
 def test_memory_taken_early_is_not_counted_twice() -> None:
-    MIB = 1 << 20  # noqa: N806
+    MIB = 1 << 20
     early = {"available_bytes": GIB + 100 * MIB, "early_bytes": 30 * MIB, "slot_bytes": MIB}
     both = [geometry(0, **early), geometry(1, **early)]
     RankGroup(Executor(both, [1, 1])).open(160 * MIB)
@@ -113,7 +113,7 @@ def test_memory_taken_early_is_not_counted_twice() -> None:
 
 
 def test_an_automatic_tier_takes_its_share_of_the_host_that_can_give_least() -> None:
-    MIB = 1 << 20  # noqa: N806
+    MIB = 1 << 20
     much = {"available_bytes": 99 * GIB, "slot_bytes": MIB, "early_bytes": GIB}
     ranks = RankGroup(
         Executor([geometry(0, **much, shareable_bytes=8 * GIB), geometry(1, **much)], [1, 1])
