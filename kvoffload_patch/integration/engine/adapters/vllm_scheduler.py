@@ -1,10 +1,7 @@
 """What the tier reads and changes of vLLM's scheduler side, release by release.
 
-Nothing outside this module, `vllm_pool`, `vllm_stats`, `vllm_events`, `eligibility`,
-`eligible_states` and `full_prompt` looks at a vLLM object's attributes on this side, but for the
-way of `metrics` to the front end. What differs between releases is asked for by feature. Waiting
-queues: one up to 0.17, `skipped_waiting` beside it from 0.18 to 0.30, `kv_holding_waiting` from
-0.31 on.
+What differs between releases is asked for by feature. Waiting queues: one up to 0.17,
+`skipped_waiting` beside it from 0.18 to 0.30, `kv_holding_waiting` from 0.31 on.
 """
 
 from __future__ import annotations
