@@ -94,7 +94,7 @@ def refusal() -> str:
     return next(filter(None, [each.status()["refusal"] for each in _patches]), "")
 
 
-def warning(doubts: Sequence[str], name: str = VLLM.name) -> str:
+def warning(doubts: Sequence[str], name: str) -> str:
     """What is said of a vLLM that is patched although it was not verified."""
     more = f" (and {len(doubts) - 1} more)" if len(doubts) > 1 else ""
     return f"KVOFFLOAD_ALLOW_UNVERIFIED patches a {name} that was not verified: {doubts[0]}{more}."
@@ -119,7 +119,7 @@ def step_hooks(scheduler: Any) -> ObjectHooks:
     return ObjectHooks(kvcached.with_pool(decision, pool), owners)
 
 
-def describe(settings: Settings | None = None) -> dict[str, Any]:
+def describe(settings: Settings) -> dict[str, Any]:
     """What `arm` would do: release, supported range, points, doubts, and the verdict."""
     report: dict[str, Any] = {
         "release": None,
@@ -128,7 +128,6 @@ def describe(settings: Settings | None = None) -> dict[str, Any]:
         "doubts": [],
     }
     try:
-        settings = Settings.from_env() if settings is None else settings
         report["release"] = _version(settings)
         decisions = _decide(settings)
         load_wrapt()  # comparing does without it, installing does not
