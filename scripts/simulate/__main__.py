@@ -9,6 +9,7 @@ from scripts import dispatch  # noqa: E402
 
 COMMANDS = {
     "replay": ("replay", "every policy on a trace, from a file or generated, beside the optimum"),
+    "generate": ("generate", "write a generated trace as JSON lines"),
     "measure": ("measure", "every policy on every generated trace, three seeds each; minutes"),
     "public": ("public", "every policy on a published trace, from its file; minutes"),
     "growth": ("growth", "what is kept while the tier grows, on every generated trace; minutes"),

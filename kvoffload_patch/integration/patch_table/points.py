@@ -1,4 +1,4 @@
-"""THE table: every place where vLLM is touched, for which releases, and why.
+"""THE table: every place where vLLM is touched, for which releases, why, and until when.
 
 A name is selected exactly once for each supported release. Points ``on="object"`` are hooks of a
 scheduler and its block pool, set when a tier is attached to them; the others are on classes, which

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from scripts import ROOT
-from scripts.simulate import report, trace, workloads
+from scripts.simulate import report
 from scripts.simulate.model import Figures, Machine
 from scripts.simulate.sides import SIDES
 
@@ -17,9 +17,10 @@ def simulate(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, text=True, capture_output=True, cwd="/", check=False)
 
 
-def test_a_trace_is_replayed_with_every_side(tmp_path: Path) -> None:
+def test_a_trace_is_written_and_replayed_with_every_side(tmp_path: Path) -> None:
     out = tmp_path / "trace.jsonl"
-    trace.write(out, workloads.generate("agents", seconds=40))
+    done = simulate("generate", "agents", str(out), "--seconds", "40")
+    assert done.returncode == 0, done.stderr
     done = simulate("replay", str(out))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
