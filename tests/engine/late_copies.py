@@ -63,14 +63,15 @@ class LateQueue(_SyncCopyQueue):
     def _carry_out(self) -> None:
         (ticket, start, behind, *more), _ = self._waiting.popleft()
         for other, other_ticket in behind:
-            other.hold(None, other_ticket)
+            other.flush(other_ticket)
         super().submit(ticket, start, behind, *more)
 
 
 class StreamQueue(LateQueue):
     """Copies that a forward pass waits for are made when it begins, as on a device's stream.
 
-    What the host does before that, it does before the copy.
+    What the host does before that, it does before the copy. A copy begins behind what the stream
+    waited for when it was submitted: a load behind the stores of the blocks that it overwrites.
     """
 
     patience = 200
@@ -79,7 +80,18 @@ class StreamQueue(LateQueue):
     def __init__(self) -> None:
         super().__init__()
         self._due = 0
+        self._behind: dict[int, list[tuple[StreamQueue, int]]] = {}
         self.made.append(self)
+
+    def submit(self, ticket: int, *args: Any) -> None:
+        self._behind[ticket] = [(queue, queue._due) for queue in self.made]
+        super().submit(ticket, *args)
+
+    def _carry_out(self) -> None:
+        for queue, due in self._behind.pop(self._waiting[0][0][0], ()):
+            if queue is not self:
+                queue.flush(due)
+        super()._carry_out()
 
     def hold(self, stream: object, ticket: int) -> None:
         self._due = max(self._due, ticket)
