@@ -108,12 +108,12 @@ def _map_shared(
 ) -> Any:
     from kvoffload_patch.transfer.device import device_of
     from kvoffload_patch.transfer.memory.host_buffer import slot_pitch
-    from kvoffload_patch.transfer.memory.mapping import HostMapping
+    from kvoffload_patch.transfer.memory.mapping import HostMapping, touch_threads
     from kvoffload_patch.transfer.memory.numa import node_of
 
     nbytes = num_slots * slot_pitch(layout.block_bytes)
     node = None if device_of(layout.device).is_host else node_of(layout.device)
-    return HostMapping(nbytes, node, can_take, shared.open())
+    return HostMapping(nbytes, node, can_take, shared.open(), touch_threads(len(shared.ranks)))
 
 
 def _nothing() -> None:
@@ -170,12 +170,13 @@ def _shares_memory(device: Any) -> bool:
 
 
 def _begin(runner: Any, nbytes: int) -> Any:
-    from kvoffload_patch.transfer.memory.mapping import HostMapping
+    from kvoffload_patch.transfer.memory.mapping import HostMapping, touch_threads
     from kvoffload_patch.transfer.memory.numa import node_of
 
     # Ranks need not be alike. Address space costs nothing, and a new mapping costs the touching.
     can_take = _available_to_one(runner.vllm_config)
-    mapping = HostMapping(nbytes + nbytes // 8, node_of(runner.device), can_take)
+    nbytes_mapped, threads = nbytes + nbytes // 8, touch_threads(_num_ranks(runner.vllm_config))
+    mapping = HostMapping(nbytes_mapped, node_of(runner.device), can_take, threads=threads)
     mapping.toucher.start(nbytes)
     return mapping
 

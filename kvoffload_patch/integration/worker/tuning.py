@@ -5,8 +5,8 @@ None of them decides what is right; a wrong one costs time or memory.
 
 from __future__ import annotations
 
-# What a rank takes between two looks at what is available: that of both threads that touch memory
-# (`transfer/tuning.py`). A sum, not a measurement.
+# What a rank takes between two looks at what is available: that of all threads that touch memory,
+# where they are as many as there can be (`transfer/tuning.py`). A product, not a measurement.
 RANK_STEP_BYTES = 512 << 20
 # CPU memory that copies are measured with, fragmented ones in twice what they move
 # (`TIMED_BYTES`).

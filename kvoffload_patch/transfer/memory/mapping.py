@@ -28,6 +28,7 @@ from kvoffload_patch.transfer.memory.numa import prefer_node
 from kvoffload_patch.transfer.tuning import (
     CHECKED_BYTES,
     MEMORY_PATIENCE_S,
+    MOST_TOUCH_THREADS,
     TOUCH_BYTES,
     TOUCH_THREADS,
 )
@@ -52,6 +53,7 @@ class HostMapping:
         available_bytes: memory that may still be taken, now.
         file: a descriptor of a file of so many bytes in memory, which other processes map as well;
             closed with the mapping, or by an error. None: pages of this process alone.
+        threads: that touch pages.
 
     Raises:
         TransferError: the system refuses to map as much, or the file is too short.
@@ -63,6 +65,7 @@ class HostMapping:
         node: int | None = None,
         available_bytes: Callable[[], int] = no_limit,
         file: int | None = None,
+        threads: int = TOUCH_THREADS,
     ) -> None:
         self.nbytes = nbytes
         self._file = file
@@ -92,7 +95,7 @@ class HostMapping:
         self.memory = flat[begin : begin + nbytes]
         if node is not None:
             prefer_node(self.memory.data_ptr(), _whole_pages(nbytes), node)
-        self.toucher = Toucher(self.memory, available_bytes, file is not None)
+        self.toucher = Toucher(self.memory, available_bytes, file is not None, threads)
         # The threads know the toucher only, so that a mapping that is dropped stops them.
         self._stop = weakref.finalize(self, self.toucher.stop)
         self._stop.atexit = False  # the end of the process waits for threads by itself
@@ -149,6 +152,7 @@ class Toucher:
         memory: ``uint8 [nbytes]``, beginning on a page.
         available_bytes: memory that may still be taken, now.
         is_shared: other processes may have written to it.
+        threads: as many as `CHECKED_BYTES` allows for, at most.
 
     Attributes:
         ended: why not everything asked for is touched; empty while there is hope.
@@ -159,11 +163,13 @@ class Toucher:
         memory: torch.Tensor,
         available_bytes: Callable[[], int],
         is_shared: bool = False,
+        threads: int = TOUCH_THREADS,
     ) -> None:
         self._memory = memory
         self._is_shared = is_shared
         self._nbytes = int(memory.numel())
         self._available = available_bytes
+        self._num_threads = threads
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self._threads: list[JoinedThread] = []
@@ -190,7 +196,7 @@ class Toucher:
         self._goal = -(-min(nbytes, self._nbytes) // TOUCH_BYTES)
         self._next = self._prefix  # what lies behind it may be touched again
         self._done.clear()
-        for i in range(min(TOUCH_THREADS, self._goal - self._prefix)):
+        for i in range(min(self._num_threads, self._goal - self._prefix)):
             thread = JoinedThread(self._run, f"kvoffload-touch-{i}", self.ask_to_stop)
             self._threads.append(thread)
             thread.start()
@@ -251,7 +257,7 @@ class Toucher:
 
     def _room(self) -> bool:
         """Whether there is memory for what will be touched until the next look, after waiting."""
-        needed = min(CHECKED_BYTES * TOUCH_THREADS, self._nbytes) + RESERVE_BYTES
+        needed = min(CHECKED_BYTES * self._num_threads, self._nbytes) + RESERVE_BYTES
         deadline, pause = time.monotonic() + MEMORY_PATIENCE_S, 0.05
         while not self._stopping.is_set():
             found = self._available()
@@ -271,6 +277,12 @@ class Toucher:
         with self._changed:
             self.ended = self.ended or why
             self._changed.notify_all()
+
+
+def touch_threads(ranks: int) -> int:
+    """How many threads of a rank touch memory, where so many ranks may be on this host."""
+    cores = len(os.sched_getaffinity(0))
+    return min(MOST_TOUCH_THREADS, max(TOUCH_THREADS, cores // (2 * ranks)))
 
 
 def touch(memory: torch.Tensor) -> None:

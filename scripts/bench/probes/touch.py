@@ -4,7 +4,10 @@ Taking pages of CPU memory in the background, and what that does to a thread tha
 
 Two ways, with huge pages and without: MADV_POPULATE_WRITE in steps of 32 and 2 MiB, and page faults
 (`kvoffload_patch.transfer.memory.mapping.touch`). Meanwhile another thread maps and unmaps 1 MiB,
-as loading a model and capturing CUDA graphs do all the time.
+as loading a model and capturing CUDA graphs do all the time. Says how much of the memory the kernel
+took as huge pages, and with a CUDA GPU what the driver takes to register it, piece by piece as a
+tier does. What the first row takes, a virtual machine may never have had before; the others find
+again what it has had.
 """
 
 from __future__ import annotations
@@ -20,11 +23,14 @@ from typing import Any
 
 import torch
 
+from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.memory.mapping import GIB, advise, touch
-from scripts.bench.common import machine, quantile, say, table, write_json
+from kvoffload_patch.transfer.tuning import PIECE_BYTES
+from scripts.bench.common import cell, machine, quantile, say, table, write_json
 
 MIB = 1 << 20
 STEP = 32 * MIB
+FIRST = "faults, the first memory"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _HUGE_PAGE = 2 * MIB
 
@@ -55,6 +61,37 @@ def fresh(nbytes: int, huge: bool) -> torch.Tensor:
     flat = torch.frombuffer(mapped, dtype=torch.uint8)
     begin = -flat.data_ptr() % _HUGE_PAGE
     return flat[begin : begin + nbytes]
+
+
+def huge_bytes(smaps: str, address: int) -> int:
+    """Bytes in huge pages of the mapping at an address, by the text of /proc/PID/smaps."""
+    inside = False
+    for line in smaps.splitlines():
+        name, _, value = line.partition(" ")
+        begin, dash, end = name.partition("-")
+        if dash and not name.endswith(":"):
+            inside = int(begin, 16) <= address < int(end, 16)
+        elif inside and name == "AnonHugePages:":
+            return int(value.split()[0]) << 10
+    return 0
+
+
+def registering(memory: torch.Tensor) -> list[float]:
+    """Milliseconds that the driver takes to register each piece; none without a CUDA GPU."""
+    if not torch.cuda.is_available():
+        return []
+    registrar = device_of(torch.device("cuda", 0)).registrar()
+    registrar.enter()
+    times, begins = [], range(memory.data_ptr(), memory.data_ptr() + memory.numel(), PIECE_BYTES)
+    for begin in begins:
+        began = time.perf_counter()
+        error = registrar.register(begin, PIECE_BYTES)
+        times.append(1000 * (time.perf_counter() - began))
+        if error:
+            raise SystemExit(f"error: expected memory that the driver registers, found {error}.")
+    for begin in begins:
+        registrar.unregister(begin)
+    return times
 
 
 def map_and_unmap() -> float:
@@ -91,11 +128,27 @@ def measure(
         time.sleep(0.0005)
     seconds = time.perf_counter() - began
     return {
+        "huge_share": huge_bytes(Path("/proc/self/smaps").read_text(), memory.data_ptr()) / nbytes,
+        "register_ms": registering(memory),
         "gib_per_s": nbytes / GIB / seconds,
         "map_mean_ms": sum(waits) / len(waits),
         "map_p99_ms": quantile(waits, 0.99),
         "map_max_ms": max(waits),
     }
+
+
+def report(cells: list[dict[str, Any]]) -> str:
+    """A line for each way, with huge pages and without."""
+    rows = [["way", "threads", "pages", "so many huge", "GiB/s", "mapping 1 MiB: mean", "p99",
+             "max, ms", "registering 32 MiB, ms"]]  # fmt: skip
+    for found in cells:
+        rows.append([
+            found["way"], str(found["threads"]), "2 MiB" if found["huge"] else "4 KiB",
+            f"{100 * found['huge_share']:.0f} %", f"{found['gib_per_s']:.2f}",
+            *(f"{found[f'map_{kind}_ms']:.3f}" for kind in ("mean", "p99", "max")),
+            cell(found["register_ms"]),
+        ])  # fmt: skip
+    return table(rows)
 
 
 def main() -> None:
@@ -110,18 +163,14 @@ def main() -> None:
     ways = {
         "populate, 32 MiB": populate(STEP), "populate, 2 MiB": populate(2 * MIB), "faults": touch
     }  # fmt: skip
+    counts = list(map(int, args.threads.split(",")))
+    chosen = [
+        (name, threads, huge) for huge in (True, False) for threads in counts for name in ways
+    ]
     cells = []
-    for huge in (True, False):
-        for threads in map(int, args.threads.split(",")):
-            for name, take in ways.items():
-                found = measure(take, int(args.gib * GIB), threads, huge)
-                cells.append({"way": name, "threads": threads, "huge": huge, **found})
-    rows = [["way", "threads", "pages", "GiB/s", "mapping 1 MiB: mean", "p99", "max, ms"]]
-    for cell in cells:
-        times = [f"{cell[f'map_{kind}_ms']:.3f}" for kind in ("mean", "p99", "max")]
-        pages = "2 MiB" if cell["huge"] else "4 KiB"
-        speed = f"{cell['gib_per_s']:.2f}"
-        rows.append([cell["way"], str(cell["threads"]), pages, speed, *times])
-    say(table(rows))
+    for name, threads, huge in [(FIRST, max(counts), True), *chosen]:
+        found = measure(ways.get(name, touch), int(args.gib * GIB), threads, huge)
+        cells.append({"way": name, "threads": threads, "huge": huge, **found})
+    say(report(cells))
     if args.json:
         write_json(args.json, {"machine": machine(), "gib": args.gib, "cells": cells})

@@ -125,6 +125,19 @@ def test_memory_that_is_the_gpus_too_is_left_alone_meanwhile(settings: Any) -> N
     assert not hasattr(one, EARLY)
 
 
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads"), [(1, 1, 2), (8, 1, 4), (16, 1, 8), (64, 1, 8), (16, 4, 2)]
+)
+def test_half_of_the_cores_touch_memory(
+    cores: int, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapping.os, "sched_getaffinity", lambda _: set(range(cores)))
+    one = runner(world_size=ranks)
+    begin_early(one)
+    assert getattr(one, EARLY).toucher._num_threads == threads
+    drop_early(one)
+
+
 def test_a_rank_leaves_what_the_others_may_be_taking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapping, "MEMORY_PATIENCE_S", 0.05)
     monkeypatch.setattr(host_memory, "available", lambda: Room((512 + 107) * MIB))

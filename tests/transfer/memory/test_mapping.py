@@ -99,6 +99,30 @@ def test_pages_are_taken_by_faults_alone(monkeypatch: Any) -> None:
     host.close()
 
 
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_so_many_threads_touch_and_leave_room_for_each_other(
+    threads: int, monkeypatch: Any
+) -> None:
+    together = threading.Barrier(threads)
+
+    def take(memory: torch.Tensor) -> None:
+        if memory.data_ptr() < host.memory.data_ptr() + threads * mapping.TOUCH_BYTES:
+            together.wait(20)  # the first step of each, all at the same time
+
+    monkeypatch.setattr(mapping, "touch", take)
+    enough = mapping.RESERVE_BYTES + threads * mapping.CHECKED_BYTES
+    host = HostMapping(64 * MIB, available_bytes=lambda: enough, threads=threads)
+    host.toucher.start(64 * MIB)
+    assert host.toucher.wait(64 * MIB), host.toucher.ended
+    host.close()
+    monkeypatch.setattr(mapping, "MEMORY_PATIENCE_S", 0.0)
+    host = HostMapping(64 * MIB, available_bytes=lambda: enough - 1, threads=threads)
+    host.toucher.start(64 * MIB)
+    assert not host.toucher.wait(64 * MIB)
+    assert "of memory available to go on" in host.toucher.ended
+    host.close()
+
+
 def test_a_page_that_cannot_be_had_ends_it(monkeypatch: Any) -> None:
     asked: list[int] = []
 
