@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import pytest
@@ -63,6 +63,11 @@ class Engines:
             return str(linear_attention.write(self._folder / "linear", latent=False))
         fewer = architectures.FEWER_LAYERS.get(kind, {})
         return str(architectures.write(kind, self._folder / kind, **fewer))
+
+    @cached_property
+    def narrow(self) -> str:
+        """A model every second layer of which looks back 64 tokens only."""
+        return str(model.write_model(self._folder / "narrow", window=64))
 
     def llava(self) -> str:
         """A model that sees images."""

@@ -135,7 +135,7 @@ def play(spec: dict[str, Any]) -> None:
     if release.needs_stats_each_step():
         _allow_steps_without_output()
     _import_vllm()
-    if "images" in spec["scenarios"]:
+    if "images" in spec["scenarios"] or "TEST_IMAGES" in os.environ:
         import images
 
         images.register()

@@ -17,6 +17,7 @@ from hanging import (  # noqa: F401
     is_left_hanging,
     waits_for_a_hung_load,
 )
+from random_engine import asked_alone, played_at_random  # noqa: F401
 from restarting import restarts  # noqa: F401
 from scenarios import Stage, cached_of, lengths, prompts, runner, tokens_of
 from sleeping import sleeps, sleeps_twice, updates  # noqa: F401
