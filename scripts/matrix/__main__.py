@@ -11,6 +11,7 @@ COMMANDS = {
     "engines": ("engines", "real engines on the CPU, an environment for each release"),
     "scheduler": ("scheduler", "each release's own scheduler from its sources, with a faked model"),
     "random": ("random_runs", "random runs over the scheduler, for as long as is wanted"),
+    "random-engines": ("random_engines", "random runs over real engines of the installed vLLM"),
     "own": ("own", "vLLM's own tests, plain, armed and with a tier"),
     "features": ("features", "every shape and feature on the installed release"),
     "pythons": ("pythons", "every Python: install the source archive, and run its tests there"),
