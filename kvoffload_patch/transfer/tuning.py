@@ -92,12 +92,12 @@ LOADS_PASS_S = 0.025
 # stored is computed again, and what fills the tier so fast are long steps of prompts, for which the
 # GPU needs longer than the host (docs/measured/current/serve-first.json).
 GROWTH_PARTS = 8
-# Touched in one go: little enough to be asked to stop between two of them, 4 ms at 8.2 GiB/s
-# (scripts/bench touch).
+# Touched in one go: little enough to be asked to stop between two of them, 4 ms of a thread at 8
+# GiB/s, and 75 at 0.42 (scripts/bench touch).
 TOUCH_BYTES = 32 << 20
 # Threads that touch: half of the cores, so that they leave as many to the loading of the model, but
-# at least and at most so many. Memory that a virtual machine has not had yet came at 0.42 GiB/s for
-# each thread that had a core, and at 14 GiB/s for two once it had had it (scripts/bench touch).
+# at least and at most so many. Memory that a virtual machine has not had yet came at 0.4 to 0.6
+# GiB/s for each thread that had a core, and at 14 for two once it had had it (scripts/bench touch).
 TOUCH_THREADS, MOST_TOUCH_THREADS = 2, 8
 # How often the memory available is looked up: so many bytes for each thread is what they take until
 # the next time, or less. Not measured.

@@ -120,9 +120,10 @@ def measure(
             take(memory[begin : begin + STEP])
 
     runners = [threading.Thread(target=run) for _ in range(threads)]
-    began, waits = time.perf_counter(), []
+    began = time.perf_counter()
     for runner in runners:
         runner.start()
+    waits = [1000 * map_and_unmap()]
     while any(runner.is_alive() for runner in runners):
         waits.append(1000 * map_and_unmap())
         time.sleep(0.0005)
