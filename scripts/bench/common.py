@@ -24,6 +24,19 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def lacks_cuda() -> bool:
+    """Whether there is no CUDA GPU, and says so; imports torch, which few of these need."""
+    import torch
+
+    if torch.cuda.is_available():
+        return False
+    print(
+        "error: expected a CUDA GPU, but torch finds none here; run this on a machine with one.",
+        file=sys.stderr,
+    )
+    return True
+
+
 def summary(samples: Sequence[float]) -> dict[str, Any]:
     """The samples themselves, their median, and their spread."""
     return {

@@ -132,11 +132,15 @@ def _each(names: dict[str, str], make: Callable[[Any, str], str]) -> str:
     return "\n\n".join(parts) or "not measured"
 
 
-def served(name: str = "serve.json") -> str:
+def served() -> str:
     """S1 to S3 and the start by mode."""
-    document = read(name)
+    document = read("serve.json")
     if document is None:
         return "not measured"
+    return f"{_served(document)}\n\n{ran_on(document['machines'][-1])}"
+
+
+def _served(document: dict[str, Any]) -> str:
     found = serve.figures(document)
     shown = [mode for mode in MODES if any(mode in by_mode for by_mode in found.values())]
     rows = [["median (smallest to largest)", *(MODES[mode] for mode in shown)]]
@@ -144,7 +148,7 @@ def served(name: str = "serve.json") -> str:
         by_mode = found.get(key, {})
         samples = [by_mode.get(mode, {"samples": []})["samples"] for mode in shown]
         rows.append([words, *(cell(values, factor) for values in samples)])
-    return table(rows) + "\n\n" + ran_on(document["machines"][-1])
+    return table(rows)
 
 
 def pairs() -> str:
@@ -381,7 +385,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     **{make.__name__: make for make in _BY_NAME},
     "other chats": other_chats,
     "by layer": by_layer,
-    "served first": partial(served, "serve-first.json"),  # the tier still grows
+    "served first": partial(_made, "serve-first.json", _served),  # the tier still grows
     "joins since": partial(joins, "trace-joins-h100.json"),  # one wait for a group
     **{name: partial(probed, name) for name in PROBED},
     "transfer shapes": shapes,

@@ -1,8 +1,9 @@
 """Random runs over real engines: `random_engines.py SEED SECONDS`, seed after seed for so long.
 
-One run is one seed, whose plan `random_plan` makes. Plain vLLM is asked for each answer in peace;
-then an engine with the tier is asked for all of them while it is disturbed (`random_engine`). What
-it answers must be the same, it must come to its end, and nothing may be left behind.
+One run is one seed, whose plan `random_plan` makes. Plain vLLM is asked for each answer, with
+nothing that disturbs it; then an engine with the tier is asked for all of them while it is
+disturbed (`random_engine`). What it answers must be the same, it must come to its end, and nothing
+may be left behind.
 
 Of a run that fails, a plain engine is disturbed in the same way: what it answers otherwise as well
 is vLLM's own, and its combination belongs to those that a plan leaves out.
@@ -31,11 +32,11 @@ from engine import engines, random_plan  # noqa: E402
 _EQUAL = 0.001
 _FAR = 0.05
 _SHOWN = 6  # differences of a run
-# What plain vLLM is not asked with: it answers in peace, and drafts change no answer.
-_NOT_IN_PEACE = (
+# What plain vLLM is not asked with: nothing disturbs it, and drafts change no answer.
+_LEFT_OUT = (
     "speculative_config", "scheduling_policy", "kv_events_config", "long_prefill_token_threshold",
 )  # fmt: skip
-_IN_PEACE = {
+_UNDISTURBED = {
     "num_gpu_blocks_override": 700, "async_scheduling": False, "max_num_batched_tokens": 512,
 }  # fmt: skip
 
@@ -83,8 +84,8 @@ def play(real: Any, models: Models, seed: int) -> tuple[Counter[str], list[str]]
     engine = models.arguments(plan)
     env = {"TEST_RANDOM": str(seed), "TEST_LORAS": os.pathsep.join(real.loras), **plan.env}
     of_plain = {name: value for name, value in env.items() if name != "TEST_FLIP_STORES"}
-    peace = {name: value for name, value in engine.items() if name not in _NOT_IN_PEACE}
-    right = real.off(["asked_alone"], {**peace, **_IN_PEACE}, **of_plain)
+    of_all = {name: value for name, value in engine.items() if name not in _LEFT_OUT}
+    right = real.off(["asked_alone"], {**of_all, **_UNDISTURBED}, **of_plain)
     run = real.on(["played_at_random"], engine, plan.tier, plan.late, **env)
     wrong = _wrong(right, run)
     if wrong:
@@ -133,7 +134,7 @@ def _difference(right: dict[str, Any], answer: dict[str, Any], done: bool) -> st
         return f"ended by {answer.get('reason')}, not {right.get('reason')}"
     for name in ("logprobs", "prompt_logprobs"):
         if name == "logprobs" and not answer.get(name):
-            continue  # all are asked for in peace
+            continue  # plain vLLM is asked for all
         if not _near(answer.get(name), right.get(name)):
             return f"other {name}: {answer.get(name)}, not {right.get(name)}"
     return ""

@@ -1,4 +1,4 @@
-"""What an engine and its tier hold when nobody asks any more: nothing, as `nothing_held` has it."""
+"""What an engine and its tier hold when nobody asks any more: nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def left_behind(stage: Any) -> list[str]:
         return found
     if stage.breaker.detached:
         return [*found, f"the tier is detached: {stage.breaker.failure}"]
-    return found + _of_the_tier(stage.tier)
+    return found + of_the_tier(stage.tier)
 
 
 def _of_vllm(scheduler: Any) -> list[str]:
@@ -29,7 +29,8 @@ def _of_vllm(scheduler: Any) -> list[str]:
     return _said(free)
 
 
-def _of_the_tier(tier: Any) -> list[str]:
+def of_the_tier(tier: Any) -> list[str]:
+    """The same of a `SchedulerTier` alone."""
     manager, loads = tier._manager, tier._loads
     names = ("_parked", "arriving", "readers", "_held", "_at_risk")
     return _said({

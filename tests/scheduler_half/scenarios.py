@@ -15,6 +15,7 @@ from itertools import chain, count
 from types import SimpleNamespace
 from typing import Any
 
+from engine.random_left import of_the_tier
 from integration.engine.mini import BLOCK, FakeRanks, Mini, Release
 from packaging.version import Version
 from scheduler_half import parts, preemptions, recomputed, unfilled
@@ -62,21 +63,9 @@ def nothing_held(mini: Mini) -> None:
     queued = mini.pool.free_block_queue.get_all_free_blocks()
     assert len({block.block_id for block in queued}) == len(queued) == free_blocks(mini)
     assert not any(block.ref_cnt for block in queued), "a block in use is in the free queue"
-    manager = mini.manager
-    assert manager.num_used == len(manager._slot_of), "CPU slots were lost"
-    assert not manager.busy, "CPU slots are being written"
-    assert not any(vars(manager._held).values()), "CPU slots are held"
-    loads = mini.tier._loads
-    assert not loads._parked and not loads.arriving and not loads.readers
-    assert not loads._held and not loads._at_risk, "blocks are held for a step that is over"
-    hits, lookups = mini.tier._hits, mini.tier._lookups
-    assert not hits._looked_up, "hits of requests that are gone"
-    assert not lookups._new and not lookups._results, "lookups of requests that are gone"
-    assert not mini.view.prefills, "prompts of requests that are gone"
-    assert not mini.tier._recency.used
-    assert not mini.tier.cached and not manager._queue, "stores of a step that is over"
+    assert not of_the_tier(mini.tier)
     if mini.replay is not None:
-        mini.replay.check(manager)
+        mini.replay.check(mini.manager)
     assert not kvoffload_threads(), "threads of ours"
 
 

@@ -79,7 +79,7 @@ class Growth:
         self._registered: list[int] = []
         self._changed = threading.Condition()
         self._register_lock = threading.Lock()
-        self._wait_for_it = 0  # so many others
+        self._quiet_asked = 0  # by so many
         self._stopping = self._over = False
         self._thread = self._new_thread()
 
@@ -117,13 +117,13 @@ class Growth:
     def quiet(self) -> Iterator[None]:
         """Nothing is registered meanwhile, and no other piece before it begins."""
         with self._changed:
-            self._wait_for_it += 1
+            self._quiet_asked += 1
         try:
             with self._register_lock:
                 yield
         finally:
             with self._changed:
-                self._wait_for_it -= 1
+                self._quiet_asked -= 1
                 self._changed.notify_all()
 
     def step_begins(self, loads_s: float, last_slot: int) -> None:
@@ -226,7 +226,7 @@ class Growth:
         if loads_s > 0 and not self._late:
             self._hold_back(min(loads_s, LOADS_PASS_S))
         with self._changed:  # a lock alone would be this thread's again at once
-            self._changed.wait_for(lambda: not self._wait_for_it)
+            self._changed.wait_for(lambda: not self._quiet_asked)
         with self._register_lock:
             began = time.perf_counter()
             error = self._registrar.register(address, nbytes)

@@ -12,7 +12,6 @@ status 2 where there is no CUDA GPU.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from scripts.bench.common import GIB, machine, say, summary, table, write_json
+from scripts.bench.common import GIB, lacks_cuda, machine, say, summary, table, write_json
 from scripts.bench.probes.copy_queue import UP, enqueue, new_copy, spread
 from scripts.bench.transfer.report import size
 
@@ -109,9 +108,7 @@ def options() -> argparse.Namespace:
 def main() -> int:
     """Run, and print the table; the exit status."""
     args = options()
-    if not torch.cuda.is_available():
-        print("error: expected a CUDA GPU, but torch finds none here; run this on a machine "
-              "with one.", file=sys.stderr)  # fmt: skip
+    if lacks_cuda():
         return 2
     step = Step(torch.device("cuda", 0))
     document: dict[str, Any] = {"machines": [machine()], "rows": []}

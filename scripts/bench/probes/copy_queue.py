@@ -13,7 +13,6 @@ Bytes are checked before anything is timed. Ends with status 2 where there is no
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from scripts.bench.common import GIB, machine, say, summary, table, write_json
+from scripts.bench.common import GIB, lacks_cuda, machine, say, summary, table, write_json
 from scripts.bench.transfer import setup
 from scripts.bench.transfer.report import size
 
@@ -201,9 +200,7 @@ def options() -> argparse.Namespace:
 def main() -> int:
     """Run, and print the tables; the exit status."""
     args, began = options(), time.monotonic()
-    if not torch.cuda.is_available():
-        print("error: expected a CUDA GPU, but torch finds none here; run this on a machine "
-              "with one.", file=sys.stderr)  # fmt: skip
+    if lacks_cuda():
         return 2
     device = torch.device("cuda", 0)
     document: dict[str, Any] = {"machine": machine(), "gib": args.gib, "alone": [], "queue": []}

@@ -77,12 +77,13 @@ def huge_bytes(smaps: str, address: int) -> int:
 
 
 def registering(memory: torch.Tensor) -> list[float]:
-    """Milliseconds that the driver takes to register each piece; none without a CUDA GPU."""
+    """Milliseconds that the driver takes to register each whole piece; none without a CUDA GPU."""
     if not torch.cuda.is_available():
         return []
     registrar = device_of(torch.device("cuda", 0)).registrar()
     registrar.enter()
-    times, begins = [], range(memory.data_ptr(), memory.data_ptr() + memory.numel(), PIECE_BYTES)
+    first, pieces = memory.data_ptr(), memory.numel() // PIECE_BYTES
+    times, begins = [], [first + at * PIECE_BYTES for at in range(pieces)]
     for begin in begins:
         began = time.perf_counter()
         error = registrar.register(begin, PIECE_BYTES)

@@ -22,7 +22,7 @@ from kvoffload_patch.transfer.backends.ids import IdUploader
 from kvoffload_patch.transfer.backends.tiles import TileMover, id_copier
 from kvoffload_patch.transfer.backends.torch import TorchBackend
 from kvoffload_patch.transfer.device import device_of
-from scripts.bench.common import machine, say, summary, table, write_json
+from scripts.bench.common import lacks_cuda, machine, say, summary, table, write_json
 from scripts.bench.probes import enqueue
 from scripts.bench.probes.copy_queue import spread
 from scripts.bench.probes.enqueue import Case, Memory
@@ -211,9 +211,7 @@ def options() -> argparse.Namespace:
 def main() -> int:
     """Measure, and print the tables; the exit status."""
     args = options()
-    if not torch.cuda.is_available():
-        print("error: expected a CUDA GPU, but torch finds none here; run this on a machine "
-              "with one.", file=sys.stderr)  # fmt: skip
+    if lacks_cuda():
         return 2
     gpu = torch.device("cuda", 0)
     memory = Memory(3 * BLOCKS, gpu, device_of(gpu).copier())

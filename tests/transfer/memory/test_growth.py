@@ -101,7 +101,7 @@ def test_who_waits_for_quiet_comes_before_the_next_piece() -> None:
                 return [first, host.num_ready]
 
         asked = pool.submit(ask)
-        while not found._wait_for_it:
+        while not found._quiet_asked:
             time.sleep(0.001)
         go.set()
         assert asked.result(20) == [4, 4], "two pieces of two slots"

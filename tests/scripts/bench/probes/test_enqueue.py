@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def enqueue() -> Any:
-    """Imported when a test runs: `tests/transfer` decides what the kernels are, as it is found."""
-    pytest.importorskip("triton")
-    from scripts.bench.probes import enqueue
-
-    return enqueue
-
-
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch, enqueue: Any) -> Any:
-    from transfer import plain_kernels
-    from transfer.fake_cuda import FakeCuda, FakeDriver
-
-    monkeypatch.setattr(enqueue, "LAYERS", 4)
-    monkeypatch.setattr(enqueue, "ROW_BYTES", 48)
-    registrar = SimpleNamespace(register=lambda address, nbytes: 0)
-    monkeypatch.setattr(FakeCuda, "registrar", lambda self: registrar, raising=False)
-    with plain_kernels.used(), FakeCuda() as cuda:
-        made = enqueue.Memory(100, CPU, None)
-        made._driver = FakeDriver(cuda, made.slots, enqueue.RUN_SLOTS)
-        yield made
+def memory(new_memory: Callable[[int, int], Any]) -> Any:
+    return new_memory(4, 100)
 
 
 def test_every_case_is_measured_and_told(memory: Any, enqueue: Any) -> None:

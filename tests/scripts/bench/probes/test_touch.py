@@ -53,6 +53,6 @@ def test_registering_is_timed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) ->
     device = type("Device", (), {"registrar": lambda self: Registrar()})()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(touch, "device_of", lambda _: device)
-    memory = torch.empty(3 * touch.PIECE_BYTES, dtype=torch.uint8)
+    memory = torch.empty(3 * touch.PIECE_BYTES + 9, dtype=torch.uint8)
     assert len(touch.registering(memory)) == 3
     assert known == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,31 +11,17 @@ import torch
 from kvoffload_patch.transfer import tuning
 from scripts.bench.common import summary
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture
-def tuned() -> Any:
-    """Imported when a test runs: `tests/transfer` decides what the kernels are, as it is found."""
-    pytest.importorskip("triton")
+def tuned(enqueue: Any) -> Any:
     from scripts.bench.probes import tuned
 
     return tuned
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch, tuned: Any) -> Any:
-    from transfer import plain_kernels
-    from transfer.fake_cuda import FakeCuda, FakeDriver
-
-    monkeypatch.setattr(tuned.enqueue, "LAYERS", 16)
-    monkeypatch.setattr(tuned.enqueue, "ROW_BYTES", 48)
-    registrar = SimpleNamespace(register=lambda address, nbytes: 0)
-    monkeypatch.setattr(FakeCuda, "registrar", lambda self: registrar, raising=False)
-    with plain_kernels.used(), FakeCuda() as cuda:
-        made = tuned.Memory(3 * tuned.BLOCKS, CPU, None)
-        made._driver = FakeDriver(cuda, made.slots, tuned.enqueue.RUN_SLOTS)
-        yield made
+def memory(new_memory: Callable[[int, int], Any], tuned: Any) -> Any:
+    return new_memory(16, 3 * tuned.BLOCKS)
 
 
 def test_a_number_is_varied_where_it_is_read(tuned: Any) -> None:
