@@ -85,6 +85,10 @@ PIECE_BYTES = 32 << 20
 PAUSE_TIMES = 4
 # So long after the last step there are none. Not measured: more than any step of decodes.
 STEPS_END_S = 0.1
+# What the launch of a step is let pass for, at most, before each piece: the driver's lock is this
+# thread's again at once where calls follow each other without a pause, and a launch of prompts
+# took 2 to 11 s beside them. More than a launch takes alone (scripts/bench serve, S3).
+LAUNCH_PASSES_S = 0.1
 # What loads under way, which requests wait for, are let pass for, at most, before each piece: one
 # prompt of 8,192 tokens is 20 ms of the bus (docs/performance.md, "Chosen loads").
 LOADS_PASS_S = 0.025

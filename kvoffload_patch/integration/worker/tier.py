@@ -230,6 +230,8 @@ class RankTier:
 
     def _end_step(self, output: Any) -> Any:
         self._engine.end_step()
+        if not self._growth_told:
+            self._host.step_ends()
         if self._idle:
             # Nothing else can go on until a load has arrived or a request comes in.
             self._engine.wait_loads(IDLE_WAIT_S)

@@ -18,6 +18,7 @@ from kvoffload_patch.transfer.errors import CannotRegister, NoSlots, TransferErr
 from kvoffload_patch.transfer.memory.mapping import GIB, HostMapping
 from kvoffload_patch.transfer.tuning import (
     GROWTH_PARTS,
+    LAUNCH_PASSES_S,
     LOADS_PASS_S,
     PAUSE_TIMES,
     STEPS_END_S,
@@ -68,6 +69,8 @@ class Growth:
         self.ended = ""
         self.spent = Spent()
         self._last_step = -STEPS_END_S
+        self._launched = threading.Event()
+        self._launched.set()
         self._loads_end = 0.0
         self._slots_used = 0
         self._all, self._pitch, self._per_piece = num_slots, pitch, slots_per_piece
@@ -128,10 +131,16 @@ class Growth:
 
     def step_begins(self, loads_s: float, last_slot: int) -> None:
         """A step is about to be launched, with loads of so many seconds, and stores to slots."""
+        self._launched.clear()
         self._last_step = time.monotonic()
         self._slots_used = max(self._slots_used, last_slot + 1)
         if loads_s:
             self._loads_end = max(self._loads_end, self._last_step) + loads_s
+
+    def step_ends(self) -> None:
+        """All of it has been launched."""
+        self._last_step = time.monotonic()
+        self._launched.set()
 
     def wait(self, num_slots: int) -> None:
         """Return once that many slots are usable; NoSlots if they never will be."""
@@ -222,9 +231,7 @@ class Growth:
             return self._mapping.toucher.ended or "touching it was stopped"
         self.spent.touching += time.perf_counter() - asked
         address, nbytes = self._base + begin * self._pitch, (end - begin) * self._pitch
-        loads_s = self._loads_end - time.monotonic()
-        if loads_s > 0 and not self._late:
-            self._hold_back(min(loads_s, LOADS_PASS_S))
+        self._let_pass()
         with self._changed:  # a lock alone would be this thread's again at once
             self._changed.wait_for(lambda: not self._quiet_asked)
         with self._register_lock:
@@ -241,6 +248,15 @@ class Growth:
         if time.monotonic() - self._last_step < STEPS_END_S and not self._late:
             self._hold_back(took * PAUSE_TIMES)  # meanwhile the driver has time for the steps
         return ""
+
+    def _let_pass(self) -> None:
+        """Loads, unless stores have caught up, and the launch of a step."""
+        loads_s = self._loads_end - time.monotonic()
+        if loads_s > 0 and not self._late:
+            self._hold_back(min(loads_s, LOADS_PASS_S))
+        began = time.perf_counter()
+        self._launched.wait(LAUNCH_PASSES_S)
+        self.spent.held_back += time.perf_counter() - began
 
     def _hold_back(self, seconds: float) -> None:
         began = time.perf_counter()

@@ -125,6 +125,11 @@ class HostBuffer:
         if self._growth is not None:
             self._growth.step_begins(loads_s, last_slot)
 
+    def step_ends(self) -> None:
+        """What `step_begins` has announced has been launched."""
+        if self._growth is not None:
+            self._growth.step_ends()
+
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Nothing is registered meanwhile: the driver would make other calls wait for it.

@@ -64,6 +64,35 @@ def test_registering_leaves_the_driver_to_steps(
     host.close()
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_launch_of_a_step_passes_before_the_next_piece_is_registered(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where stores have caught up; but not for ever: its end may be lost."""
+    monkeypatch.setattr(growth, "LAUNCH_PASSES_S", 20.0 if ends else 0.05)
+    begun, launched, seen = threading.Event(), threading.Event(), [0]
+
+    def before(index: int) -> None:
+        if index == 1:
+            begun.wait(20)
+        if index == 2:
+            seen[0] = launched.is_set()
+
+    host = grown(8, 2 * MIB, Registrar(before=before))
+    host.step_begins(last_slot=7)
+    begun.set()
+    host.wait_ready(4)
+    if ends:
+        time.sleep(0.05)
+        launched.set()
+        host.step_ends()
+    host.wait_ready(8)
+    assert seen[0] == ends
+    spent = host._growth.spent.held_back  # type: ignore[union-attr]
+    assert 0.04 < spent < 10
+    host.close()
+
+
 def test_who_waits_for_quiet_comes_before_the_next_piece() -> None:
     """Pieces are registered without a pause: the lock would be taken again before they wake."""
     begun, go = threading.Event(), threading.Event()

@@ -332,6 +332,9 @@ def test_cpu_memory_that_is_being_registered_is_told_of_each_step(
     store = a_store(1, (3, 0), (4, 3))
     tier.begin_step(a_plan(loads, store, wait_load=2), step)
     assert told == [(0.0, -1), (0.006, 4)], "how long its loads take, how far it stores"
+    monkeypatch.setattr(tier._host, "step_ends", lambda: told.append("launched"))
+    tier.end_step(output())
+    assert told[2:] == ["launched"]
     rpc.close_rank(worker)
 
 
