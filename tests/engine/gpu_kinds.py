@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from engine import architectures, drafts, engines, gpu_nodes, gpu_ranks, gpu_sta
 from engine import release as installed
 from engine.gpu_answers import COMMANDED, SLEEPS, STATES, compare
 from engine.gpu_kind import BLOCKS_KEPT, EAGER, GRAPHS, HEADS, MLA, Kind
+from packaging.requirements import Requirement
 
 from scripts.bench.common import visible_gpus
 
@@ -261,6 +263,15 @@ def _sides(kind: Kind) -> list[tuple[bool, bool]]:
     return [(False, False), (True, True), *([(False, True)] if control else [])]
 
 
+def pinned(package: str) -> str:
+    """The version of a package that the installed vLLM asks for; empty if it asks for none."""
+    for line in metadata.requires("vllm") or ():
+        asked = Requirement(line)
+        if asked.name == package and (asked.marker is None or asked.marker.evaluate()):
+            return str(asked.specifier).removeprefix("==")
+    return ""
+
+
 def main(runners: list[str], jobs: int, parts: list[str]) -> Iterator[dict[str, Any]]:
     """Compare every runner and kind of engine, ``jobs`` engines side by side.
 
@@ -272,6 +283,7 @@ def main(runners: list[str], jobs: int, parts: list[str]) -> Iterator[dict[str, 
     result: dict[str, Any] = {
         "release": installed.version(),
         "torch": torch.__version__,
+        "pinned_torch": pinned("torch"),
         "device": torch.cuda.get_device_name(),
     }
     runs: list[dict[str, Any]] = []

@@ -17,7 +17,9 @@ STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.30.0", "cpu"): ("GDN_ATTN", "LINEAR"),
     ("0.31.0", "cpu"): ("GDN_ATTN", "LINEAR"),
     ("0.32.0", "cpu"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
+    ("0.32.0", "cuda"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
     ("0.33.0", "cpu"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
+    ("0.33.0", "cuda"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
 }
 # The same beside speculative decoding, which keeps states of drafted tokens as well.
 STATES_OF_DRAFTS_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {

@@ -375,3 +375,9 @@ def test_kvcached_is_installed_into_a_folder_without_an_index(
     (command,) = asked
     assert {"--no-index", "--no-build-isolation", "--no-deps", "kvcached"} <= set(command)
     assert command[command.index("--target") + 1] == str(tmp_path)
+
+
+def test_the_pytorch_that_a_release_pins_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["torchaudio==1", "torch==2.13.0; platform_system != 'None'", "x>1; extra == 'y'"]
+    monkeypatch.setattr(gpu_kinds.metadata, "requires", lambda name: asked)
+    assert gpu_kinds.pinned("torch") == "2.13.0" and gpu_kinds.pinned("numpy") == ""

@@ -134,6 +134,13 @@ def test_each_device_is_named_that_tests_of_a_file_were_played_on() -> None:
     assert "; one, other" in compatibility.page([gpu])
 
 
+def test_a_pytorch_that_the_release_does_not_pin_is_said() -> None:
+    gpu = {**ENGINE, "kind": "gpu-engine", "device": "a GPU", "torch": "2.11.0+cu130"}
+    assert "; a GPU |" in compatibility.page([{**gpu, "pinned_torch": "2.11.0"}])
+    other = "; a GPU; PyTorch 2.11.0+cu130 in place of 2.13.0 |"
+    assert other in compatibility.page([{**gpu, "pinned_torch": "2.13.0"}])
+
+
 def test_all_three_kinds_share_a_row():
     gpu = {**ENGINE, "kind": "gpu-engine", "device": "a GPU", "python": "3.12.3"}
     half = {
