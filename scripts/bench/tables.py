@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from scripts.bench import step as bench_step
+from scripts.bench.chats import bound as chats_bound
 from scripts.bench.chats import figures as chats_figures
 from scripts.bench.chats import report as chats_report
 from scripts.bench.common import ROOT, cell, digits, table
@@ -57,6 +58,7 @@ BY_LAYER = (
 )
 # Turns that come back, of chats that ran otherwise than those of `chats`.
 OTHER_CHATS = {
+    "chats-h100.json": "two servers at a time on two H100s",
     "chats-third.json": "two servers at a time on two H200s",
     "chats-second.json": "two servers at a time, blocks looked for at once",
     "chats-before.json": "one system after the other",
@@ -384,6 +386,7 @@ _BY_NAME: tuple[Callable[[], str | None], ...] = (
 TABLES: dict[str, Callable[[], str | None]] = {
     **{make.__name__: make for make in _BY_NAME},
     "other chats": other_chats,
+    "conversations bound": partial(_made, "chats.json", chats_bound.table_of),
     "by layer": by_layer,
     "served first": partial(_made, "serve-first.json", _served),  # the tier still grows
     "joins since": partial(joins, "trace-joins-h100.json"),  # one wait for a group

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvoffload_patch.cli.bench.server import free_port
-from scripts.bench.chats import server
+from scripts.bench.chats import bound, server
 from scripts.bench.chats.server import Setup
 from scripts.bench.jobs import AnyJob, Launch
 from scripts.bench.serve import modes
@@ -32,6 +32,7 @@ class Job(AnyJob):
     run: str
     gpu: str = ""
     slot: int = 0
+    _log: Path = field(default=Path(), init=False)
 
     @property
     def name(self) -> str:
@@ -45,6 +46,7 @@ class Job(AnyJob):
     def launch(self, setup: Setup, spec: Path, events: Path) -> Launch:
         """Write what the process is told, and say how it is started."""
         port = free_port()
+        self._log = events.with_suffix(".log")
         told = {
             "command": server.command(self.mode, setup, port),
             "port": port,
@@ -72,6 +74,7 @@ class Job(AnyJob):
             "arguments": server.arguments(self.mode, setup),
             "load": asdict(setup.load),
             "start_s": self.start_s,
+            "ms_per_block": bound.ms_per_block(self._log),
             "results": self.results,
             "error": self.error,
         }

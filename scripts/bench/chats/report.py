@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.bench.chats import figures
+from scripts.bench.chats import bound, figures
 from scripts.bench.chats.figures import Figure, Shown, shown
 from scripts.bench.chats.server import FLOOR
 from scripts.bench.common import digits, table, verdict
@@ -94,7 +94,8 @@ def text(document: dict[str, Any]) -> str:
         for job in document["jobs"]
         if job["start_s"] is not None
     ]
-    lines = [tables(document), "", EXPLAINED, "", "Starts: " + ", ".join(starts), ""]
+    lines = [tables(document), "", EXPLAINED, "", bound.table_of(document), ""]
+    lines += ["Starts: " + ", ".join(starts), ""]
     return "\n".join([*lines, *_failures(document), "Targets (ours):", *verdicts(document)])
 
 
