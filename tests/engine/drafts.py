@@ -124,13 +124,16 @@ def _save(file: Path, weights: dict[str, Any]) -> None:
     save_file(own, str(file), metadata={"format": "pt"})
 
 
-def write_states(folder: Path) -> Path:
-    """Qwen3-Next, half of whose layers keep a state, with a layer that guesses the successor."""
+def write_states(folder: Path, **changes: Any) -> Path:
+    """Qwen3-Next, half of whose layers keep a state, with a layer that guesses the successor.
+
+    ``changes``: to its configuration.
+    """
     import torch
     from engine import architectures
     from safetensors.torch import load_file
 
-    file = architectures.write("qwen3_next", folder) / "model.safetensors"
+    file = architectures.write("qwen3_next", folder, **changes) / "model.safetensors"
     weights = load_file(file)
     embedded = weights["model.embed_tokens.weight"]
     weights["lm_head.weight"][_successors()] += _STATES_SHARE / 16 * embedded

@@ -60,7 +60,7 @@ def compare(runner: str, kind: Kind, off: Answers, on: Answers, *few: Answers) -
         found.update(batched=len(batched), batched_equal=sum(a == b for a, b in batched))
         good.append(not kind.exact or found["batched_equal"] == len(batched))
     if kind.asked == STATES:
-        good += gpu_states.judge(off, on, *few, found)
+        good += gpu_states.judge(off, on, *few, found, kind.parts)
     good += _of_its_own(kind, off, on, found)
     return {**found, "outcome": "passed" if all(good) else "failed"}
 
@@ -99,8 +99,8 @@ def _of_its_own(kind: Kind, off: Answers, on: Answers, found: Answers) -> list[b
         return [found["kept"] == list(KEPT), len(plain) == 3]
     if kind.asked == COMMANDED:
         return _commanded(on[COMMANDED], found)
-    if kind.asked == "guesses_alone":
-        accepted = [counted[2] for counted in on[kind.asked]["counted"]]
+    if "guesses_alone" in on:
+        accepted = [counted[2] for counted in on["guesses_alone"]["counted"]]
         found.update(drafts_accepted=accepted)
         return [min(accepted) > 0]
     return gpu_nodes.judge_answers(off, on, found) if kind.ray else []

@@ -42,6 +42,7 @@ class Kind:
         blocks: of the GPU, without the tier and with it.
         late: how late the tier's copies are, see `late_copies`.
         unsteady: first answers that are not compared, see `gpu_states.UNSTEADY`.
+        parts: whether vLLM's own hits end within blocks.
         by_layer: whether its blocks are large enough for loads that come by layer.
     """
 
@@ -62,6 +63,7 @@ class Kind:
     blocks: tuple[int, int] = (BLOCKS_KEPT, BLOCKS_FEW)
     late: str = ""
     by_layer: bool = False
+    parts: bool = False
     unsteady: int = 0
 
     @property
@@ -73,7 +75,8 @@ class Kind:
     def scenarios(self) -> list[str]:
         """What is played on it."""
         if self.asked == STATES:
-            return gpu_states.SCENARIOS
+            guesses = ["guesses_alone"] if "speculative_config" in self.engine else []
+            return [*gpu_states.SCENARIOS[:-1], *guesses, gpu_states.SCENARIOS[-1]]
         if self.asked in ("each_engine", SLEEPS, COMMANDED):
             return [self.asked]
         if self.asked in gpu_nodes.LOST:

@@ -29,6 +29,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -126,6 +127,21 @@ def _states(name: str, ranks: int = 1) -> Kind:
     )
 
 
+def _gated_delta_nets(way: str) -> Kind:
+    """One of `gpu_states.GDN_WAYS`."""
+    name = "gated delta net"
+    written, more, groups = gpu_states.GDN_WAYS[way]
+    return replace(
+        _states(name),
+        name=f"states {way}: {name}",
+        model=written,
+        engine={**gpu_states.engine(name), **more},
+        gpus=more.get("pipeline_parallel_size", 1),
+        groups=groups,
+        parts="prefix_match_unit" in more,
+    )
+
+
 MODELS: dict[str, Callable[[Path], object]] = {
     "full": partial(model.write_model, heads=2, kv_heads=1, head_dim=128),
     "windows": partial(model.write_model, heads=2, kv_heads=1, head_dim=128, window=256),
@@ -148,6 +164,7 @@ KINDS = [
     *(_states(name) for name in gpu_states.KINDS),
     _states("gated delta net", ranks=2),
     _states("Mamba 2", ranks=2),
+    *map(_gated_delta_nets, gpu_states.GDN_WAYS),
     *gpu_ranks.flipped("", "full", {}),
     Kind("sleep", "full", {**GRAPHS, "enable_sleep_mode": True}, asked=SLEEPS),
     Kind(

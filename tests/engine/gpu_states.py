@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine import architectures, linear_attention
+from engine import architectures, drafts, linear_attention
 
 ROUND = 10  # prompts that are asked alone, three times
 BLOCKS = (500, 48)  # all prompts; a few: GPU blocks
@@ -41,12 +41,23 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "short convolutions": ("conv", _EXACT),
     "linear attention": ("linear", {"attention_backend": "TRITON_MLA"}),
 }
+# By way of playing gated delta nets: the model, arguments besides, and the number of groups.
+GDN_WAYS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "with drafts": (
+        "guessing", {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}, 3,
+    ),
+    # What a hit of vLLM's own has beyond whole blocks, the tier has not.
+    "with hits within a block": ("gdn", {"prefix_match_unit": 16}, 2),
+    "on two stages": ("gdn", {"pipeline_parallel_size": 2}, 2),
+}  # fmt: skip
 # Answers of a first round, before which nothing has been loaded, that plain vLLM does not always
 # repeat itself (docs/shapes.md, "Linear attention on a GPU"); those of later rounds are compared.
 UNSTEADY = {"linear attention": ROUND}
+# Two heads of values to each of keys: with one, the kernel for a GPU refuses its inputs.
+_GDN_HEADS = {"linear_num_value_heads": 4}
 MODELS: dict[str, Callable[[Path], object]] = {
-    # Two heads of values to each of keys: with one, the kernel for a GPU refuses its inputs.
-    "gdn": partial(architectures.write, "qwen3_next", linear_num_value_heads=4),
+    "gdn": partial(architectures.write, "qwen3_next", **_GDN_HEADS),
+    "guessing": partial(drafts.write_states, **_GDN_HEADS),
     "mamba2": partial(
         architectures.write,
         "nemotron_h",
@@ -76,11 +87,16 @@ def ended(side: str, log: str) -> dict[str, Any]:
 
 
 def judge(
-    off: dict[str, Any], on: dict[str, Any], few: dict[str, Any], found: dict[str, Any]
+    off: dict[str, Any],
+    on: dict[str, Any],
+    few: dict[str, Any],
+    found: dict[str, Any],
+    parts: bool = False,
 ) -> list[bool]:
     """What must hold besides equal answers; what was seen goes to ``found``.
 
-    ``few``: plain vLLM with as few blocks as the engine with the tier.
+    ``few``: plain vLLM with as few blocks as the engine with the tier. ``parts``: its own hits end
+    within blocks, so they are longer than the tier's.
     """
     alone = off["lengths_alone"]["cached"], on["lengths_alone"]["cached"]
     first, *others = (side["lengths_alone"]["tokens"][:ROUND] for side in (off, few, on))
@@ -100,7 +116,7 @@ def judge(
         held_up=tier["late"],
     )
     return [
-        alone[0] == alone[1] > 0,
+        alone[0] > alone[1] > 0 if parts else alone[0] == alone[1] > 0,
         min(tier["preemptions"], again["preemptions"]) > 0,
         plain["preemptions"] == 0,
         max(parted, default=0) <= max([TIE, *parted_plain]),

@@ -124,12 +124,17 @@ def test_a_state_that_does_not_come_back_is_another_answer(real, kind):
 
 
 @FEATURE
-@pytest.mark.parametrize("kind", WITHOUT_LINEAR)
+@pytest.mark.parametrize("kind", [*WITHOUT_LINEAR, "with drafts"])
 def test_models_of_the_sizes_played_on_a_gpu_miss_their_states(real, kind, tmp_path):
     """Else the equal answers there (`gpu_states`) would show nothing of states."""
-    engine, env = engine_of(real, kind)
+    way = gpu_states.GDN_WAYS.get(kind)
+    engine, env = engine_of(real, "gated delta net" if way else kind)
+    if way:
+        vllm.only_here("states beside drafts", *DRAFTS_TOO)
+        env["TEST_ALIGNED_DRAFTS"] = "1"
+        engine["speculative_config"] = json.dumps(way[1]["speculative_config"])
     with vllm.must_have_model():
-        gpu_states.MODELS[gpu_states.KINDS[kind][0]](tmp_path / "model")
+        gpu_states.MODELS[way[0] if way else gpu_states.KINDS[kind][0]](tmp_path / "model")
     engine["model"] = str(tmp_path / "model")
     off = real.off(["lengths_alone"], {**engine, "num_gpu_blocks_override": 500}, **env)
     vllm.must_play(off)

@@ -44,11 +44,30 @@ def few(**outgrown: Any) -> dict[str, Any]:
 
 
 def test_each_kind_of_state_is_played_with_both_runners() -> None:
-    chosen = gpu_kinds.chosen(["v1", "v2"], ["states"], 1)
+    chosen = gpu_kinds.chosen(["v1", "v2"], ["states:"], 1)
     assert [(runner, kind.name) for runner, kind in chosen] == [
         (runner, f"states: {name}") for runner in ("v1", "v2") for name in gpu_states.KINDS
     ]
     assert len(gpu_states.KINDS) == 5
+    others = {kind.name: kind for _, kind in gpu_kinds.chosen(["v1"], ["states "], 2)}
+    drafting = others["states with drafts: gated delta net"]
+    assert drafting.scenarios == [*gpu_states.SCENARIOS[:3], "guesses_alone", "outgrown"]
+    assert not drafting.parts and others["states with hits within a block: gated delta net"].parts
+    assert others["states on two stages: gated delta net"].gpus == 2
+
+
+def test_where_hits_end_within_blocks_plain_vllm_has_longer_ones() -> None:
+    kind = replace(KIND, parts=True)
+    longer = side()
+    longer["lengths_alone"]["cached"] = 700
+    assert gpu_kinds.compare("v1", kind, longer, tier(), few())["outcome"] == "passed"
+    assert gpu_kinds.compare("v1", kind, side(), tier(), few())["outcome"] == "failed"
+
+
+def test_beside_drafts_some_must_be_accepted() -> None:
+    for accepted, outcome in ((3, "passed"), (0, "failed")):
+        on = {**tier(), "guesses_alone": {"counted": [[0, 9, 3], [0, 9, accepted]]}}
+        assert gpu_kinds.compare("v1", KIND, side(), on, few())["outcome"] == outcome
 
 
 def test_answers_must_be_equal_and_what_was_seen_is_told() -> None:
