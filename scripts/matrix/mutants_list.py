@@ -377,6 +377,13 @@ MEMORY = (
         ),
     ),
     Mutant(
+        "registering does not let the launch of a step pass",
+        "transfer/memory/growth.py",
+        "self._launched.wait(LAUNCH_PASSES_S)",
+        "pass",
+        ("transfer/memory/test_growth.py",),
+    ),
+    Mutant(
         "a control connection that cannot be taken closes the socket",
         "control/listener.py",
         "time.sleep(AGAIN_S)",
