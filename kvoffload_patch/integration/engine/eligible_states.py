@@ -49,7 +49,7 @@ def problem(vllm_config: Any, spec: Any) -> str | None:
                 "expected one pipeline stage beside states of drafted tokens, which other stages "
                 f"put in place some steps later, found {stages}"
             )
-        if ahead > 1 and getattr(member, "num_prefill_checkpoint_blocks", 0):
+        if ahead > 1 and _within_a_step(member):
             return (
                 "expected keys with one token behind a block at most beside states that a step "
                 f"leaves within it, found {ahead}, with which vLLM gives a state a later one's key"
@@ -75,6 +75,12 @@ def doubts(vllm_config: Any, scheduler: Any, spec: Any) -> Iterator[str]:
             )
     if vllm_config.device_config.device_type != "cpu":
         yield from _unplayed_on_a_gpu(vllm_config, scheduler, kind)
+        if kind != "MAMBA2" and any(_within_a_step(one) for one in of_layers):
+            yield (
+                f"expected {kind} states that a step leaves at its end on a GPU, found some that "
+                "it leaves within, as FlashInfer's kernel for gated delta nets does from 0.33 on "
+                """(--additional-config '{"gdn_prefill_backend": "triton"}' chooses another)"""
+            )
 
 
 def _unplayed_on_a_gpu(vllm_config: Any, scheduler: Any, kind: str) -> Iterator[str]:
@@ -112,6 +118,11 @@ def _unshown_states(vllm_config: Any, of_layers: Sequence[Any], kind: str) -> st
         f"expected states{beside} that were shown to come back ({shown}), found {kind} with "
         f"{release} on {device}"
     )
+
+
+def _within_a_step(of_layer: Any) -> bool:
+    """Whether a step leaves states of prompts before its end, too, as checkpoints."""
+    return bool(getattr(of_layer, "num_prefill_checkpoint_blocks", 0))
 
 
 def _drafted(of_layers: Sequence[Any]) -> bool:

@@ -493,7 +493,7 @@ def test_states_are_approved_where_they_were_shown(
         with pytest.raises(TierRefused, match=f"come back .*{kind} with {release} on cpu"):
             check_eligible(config(), asked)
     monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", "1")
-    (doubt,) = check_eligible(config(device="xpu"), asked)
+    doubt, *_ = check_eligible(config(device="xpu"), asked)
     assert "KV cache group 1: expected states that were shown to come back" in doubt
     assert f"found {kind} with {release} on xpu" in doubt
 
@@ -514,6 +514,20 @@ def test_states_are_approved_on_a_gpu_where_they_were_played(
         assert check_eligible(config(device="cuda", tensor_parallel_size=2), asked) == ()
     else:
         with pytest.raises(TierRefused, match=f"come back .*{kind} with {release} on cuda"):
+            check_eligible(config(device="cuda"), asked)
+
+
+@pytest.mark.parametrize("kind", ON_CUDA)
+def test_states_that_a_step_leaves_within_it_were_played_on_a_gpu_of_mamba_2_alone(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", "0.33.0")
+    asked = states(mamba_type=SimpleNamespace(name=kind), num_prefill_checkpoint_blocks=1)
+    assert check_eligible(config(), asked) == ()
+    if kind == "MAMBA2":
+        assert check_eligible(config(device="cuda"), asked) == ()
+    else:
+        with pytest.raises(TierRefused, match=f"expected {kind} states .* at its end on a GPU"):
             check_eligible(config(device="cuda"), asked)
 
 
