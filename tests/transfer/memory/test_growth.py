@@ -70,15 +70,18 @@ def test_the_launch_of_a_step_passes_before_the_next_piece_is_registered(
 ) -> None:
     """Also where stores have caught up; but not for ever: its end may be lost."""
     monkeypatch.setattr(growth, "LAUNCH_PASSES_S", 20.0 if ends else 0.05)
-    begun, launched, seen = threading.Event(), threading.Event(), [0]
+    within, begun, launched = threading.Event(), threading.Event(), threading.Event()
+    seen = [0]
 
     def before(index: int) -> None:
         if index == 1:
+            within.set()
             begun.wait(20)
         if index == 2:
             seen[0] = launched.is_set()
 
     host = grown(8, 2 * MIB, Registrar(before=before))
+    assert within.wait(20), "this piece is not to wait"
     host.step_begins(last_slot=7)
     begun.set()
     host.wait_ready(4)
