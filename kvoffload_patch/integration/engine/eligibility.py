@@ -247,7 +247,7 @@ def _parts_problem(specs: Sequence[Any]) -> str | None:
     sizes = sorted({spec.block_size for spec in specs})
     if len(sizes) > 1:
         return f"expected blocks of one size, found such of {', '.join(map(str, sizes))} tokens"
-    if any(getattr(m, "num_prefill_checkpoint_blocks", 0) for spec in specs for m in members(spec)):
+    if any(eligible_states.leaves_some_within_a_step(members(spec)) for spec in specs):
         return (
             "expected states that a step leaves at its end, found some that it leaves within "
             "(Mamba 2), whose blocks get another key after they are told to be whole"

@@ -49,7 +49,7 @@ def problem(vllm_config: Any, spec: Any) -> str | None:
                 "expected one pipeline stage beside states of drafted tokens, which other stages "
                 f"put in place some steps later, found {stages}"
             )
-        if ahead > 1 and _within_a_step(member):
+        if ahead > 1 and leaves_some_within_a_step([member]):
             return (
                 "expected keys with one token behind a block at most beside states that a step "
                 f"leaves within it, found {ahead}, with which vLLM gives a state a later one's key"
@@ -74,16 +74,17 @@ def doubts(vllm_config: Any, scheduler: Any, spec: Any) -> Iterator[str]:
                 f"{device}, found V2, with which plain vLLM does not repeat its answers"
             )
     if vllm_config.device_config.device_type != "cpu":
-        yield from _unplayed_on_a_gpu(vllm_config, scheduler, kind)
-        if kind != "MAMBA2" and any(_within_a_step(one) for one in of_layers):
-            yield (
-                f"expected {kind} states that a step leaves at its end on a GPU, found some that "
-                "it leaves within, as FlashInfer's kernel for gated delta nets does from 0.33 on "
-                """(--additional-config '{"gdn_prefill_backend": "triton"}' chooses another)"""
-            )
+        yield from _unplayed_on_a_gpu(vllm_config, scheduler, of_layers, kind)
 
 
-def _unplayed_on_a_gpu(vllm_config: Any, scheduler: Any, kind: str) -> Iterator[str]:
+def leaves_some_within_a_step(of_layers: Sequence[Any]) -> bool:
+    """Whether a step leaves states of prompts before its end, too, as checkpoints."""
+    return any(getattr(one, "num_prefill_checkpoint_blocks", 0) for one in of_layers)
+
+
+def _unplayed_on_a_gpu(
+    vllm_config: Any, scheduler: Any, of_layers: Sequence[Any], kind: str
+) -> Iterator[str]:
     """What has not been played with states on a GPU and can come out otherwise than without it.
 
     Several tensor-parallel ranks were not either: each copies its own tensors, by block numbers
@@ -100,6 +101,12 @@ def _unplayed_on_a_gpu(vllm_config: Any, scheduler: Any, kind: str) -> Iterator[
         yield (
             "expected gated delta nets beside plain attention on a GPU, found MLA, beside which "
             "delta attention (Kimi-Linear) has their name"
+        )
+    if kind != "MAMBA2" and leaves_some_within_a_step(of_layers):
+        yield (
+            f"expected {kind} states that a step leaves at its end on a GPU, found some that it "
+            "leaves within, as FlashInfer's kernel for gated delta nets does from 0.33 on "
+            """(--additional-config '{"gdn_prefill_backend": "triton"}' chooses another)"""
         )
 
 
@@ -118,11 +125,6 @@ def _unshown_states(vllm_config: Any, of_layers: Sequence[Any], kind: str) -> st
         f"expected states{beside} that were shown to come back ({shown}), found {kind} with "
         f"{release} on {device}"
     )
-
-
-def _within_a_step(of_layer: Any) -> bool:
-    """Whether a step leaves states of prompts before its end, too, as checkpoints."""
-    return bool(getattr(of_layer, "num_prefill_checkpoint_blocks", 0))
 
 
 def _drafted(of_layers: Sequence[Any]) -> bool:

@@ -251,10 +251,10 @@ class Growth:
 
     def _let_pass(self) -> None:
         """Loads, unless stores have caught up, and the launch of a step."""
+        began = time.perf_counter()
         loads_s = self._loads_end - time.monotonic()
         if loads_s > 0 and not self._late:
-            self._hold_back(min(loads_s, LOADS_PASS_S))
-        began = time.perf_counter()
+            time.sleep(min(loads_s, LOADS_PASS_S))
         self._launched.wait(LAUNCH_PASSES_S)
         self.spent.held_back += time.perf_counter() - began
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from scripts.bench.chats.server import FLOOR
 from scripts.bench.common import digits, quantile, table
+from scripts.bench.probes.trace_figures import first_come_first_served
 
 PHASE = "later"
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "largest": 1.0}
@@ -47,28 +48,24 @@ def _parts(job: dict[str, Any], floor: dict[str, Any]) -> dict[str, list[float]]
     first = {r["name"]: r["at"][0] - r["sent"] for r in floor["results"][PHASE]["requests"]}
     tier = result["tier"]
     tokens = tier["kvoffload_loaded_tokens_total"] / tier["kvoffload_loaded_blocks_total"]
-    found: dict[str, list[float]] = {
-        name: [] for name in ("floor", "bus", "queue for the bus", "measured")
+    pairs = sorted(zip(result["requests"], result["cached"]), key=lambda pair: pair[0]["sent"])
+    bus = [cached / tokens * job["ms_per_block"] for _, cached in pairs]
+    sent = [request["sent"] for request, _ in pairs]
+    return {
+        "floor": [first[request["name"]] for request, _ in pairs],
+        "bus": bus,
+        "queueing for the bus": first_come_first_served(zip(sent, bus)),
+        "measured": [request["at"][0] - at for (request, _), at in zip(pairs, sent)],
     }
-    free = 0.0
-    sent = sorted(zip(result["requests"], result["cached"]), key=lambda pair: pair[0]["sent"])
-    for request, cached in sent:
-        bus = cached / tokens * job["ms_per_block"]
-        queue = max(0.0, free - request["sent"])
-        free = request["sent"] + queue + bus
-        measured = request["at"][0] - request["sent"]
-        for name, value in zip(found, (first[request["name"]], bus, queue, measured)):
-            found[name].append(value)
-    return found
 
 
 def _table(parts: dict[str, list[float]], per_block: float) -> str:
-    floor, bus, queue = parts["floor"], parts["bus"], parts["queue for the bus"]
+    floor, bus, queue = parts["floor"], parts["bus"], parts["queueing for the bus"]
     measured = parts.pop("measured")
     shown = {
         **parts,
         "floor and bus": [sum(three) for three in zip(floor, bus)],
-        "floor, bus and queue": [sum(three) for three in zip(floor, bus, queue)],
+        "floor, bus and queueing": [sum(three) for three in zip(floor, bus, queue)],
         "measured": measured,
     }
     rows = [["later turns: first token, ms", *SHARES]]

@@ -30,9 +30,9 @@ def test_loads_that_begin_together_cross_one_after_the_other() -> None:
     text = bound.table_of({"jobs": [job("floor", [20.0, 20.0, 21.0], 0), ours]})
     assert row(text, "floor") == ["20", "21", "21", "21"]
     assert row(text, "bus") == ["5"] * 4
-    assert row(text, "queue for the bus") == ["5", "10", "10", "10"]
+    assert row(text, "queueing for the bus") == ["5", "10", "10", "10"]
     assert row(text, "floor and bus") == ["25", "26", "26", "26"]
-    assert row(text, "floor, bus and queue") == ["30", "36", "36", "36"]
+    assert row(text, "floor, bus and queueing") == ["30", "36", "36", "36"]
     assert row(text, "measured") == ["35", "40", "40", "40"]
     assert text.endswith("A block takes the bus 0.5 ms.")
 
