@@ -66,7 +66,10 @@ def compare(runner: str, kind: Kind, off: Answers, on: Answers, *few: Answers) -
 
 
 def _alike(kind: Kind, off: Answers, on: Answers) -> list[tuple[Any, Any]]:
-    return list(zip(*(side[kind.asked]["tokens"] for side in (off, on))))
+    plain, its = (side[kind.asked]["tokens"] for side in (off, on))
+    if kind.parts:
+        plain = gpu_states.computed(plain)
+    return list(zip(plain, its))
 
 
 def _wrong_alone(kind: Kind, off: Answers, alone: Answers) -> str:

@@ -86,6 +86,15 @@ def ended(side: str, log: str) -> dict[str, Any]:
     return {"outcome": "failed", "why": f"{side}: {log}"}
 
 
+def computed(answers: list[Any]) -> list[Any]:
+    """What an engine answered when it had found nothing, for each round of the same prompts.
+
+    A hit of vLLM's own that ends within a block begins a prefill in the middle of a kernel's chunk,
+    whose sums round otherwise; hits of whole blocks, which are the tier's, do not.
+    """
+    return answers[:ROUND] * (len(answers) // ROUND)
+
+
 def judge(
     off: dict[str, Any],
     on: dict[str, Any],
@@ -102,6 +111,9 @@ def judge(
     first, *others = (side["lengths_alone"]["tokens"][:ROUND] for side in (off, few, on))
     plain, again, tier = off["outgrown"], few["outgrown"], on["outgrown"]
     parted, parted_plain = _parted(plain, tier), _parted(plain, again)
+    if parts:
+        answers = off["lengths_alone"]["tokens"]
+        found["plain_repeated"] = sum(a == b for a, b in zip(computed(answers), answers))
     found.update(
         cached=list(alone),
         first=len(first),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from engine import gpu_kinds, gpu_states
 
+UNSTEADY = gpu_states.ROUND
 KIND = next(kind for kind in gpu_kinds.KINDS if kind.name == "states: Mamba 2")
 
 
@@ -56,12 +57,40 @@ def test_each_kind_of_state_is_played_with_both_runners() -> None:
     assert others["states on two stages: gated delta net"].gpus == 2
 
 
+@pytest.fixture
+def one_prompt_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_states, "ROUND", 1)
+
+
+@pytest.mark.usefixtures("one_prompt_a_round")
 def test_where_hits_end_within_blocks_plain_vllm_has_longer_ones() -> None:
     kind = replace(KIND, parts=True)
-    longer = side()
-    longer["lengths_alone"]["cached"] = 700
-    assert gpu_kinds.compare("v1", kind, longer, tier(), few())["outcome"] == "passed"
-    assert gpu_kinds.compare("v1", kind, side(), tier(), few())["outcome"] == "failed"
+    sides = side(), tier(), few()
+    for one in sides:
+        one["lengths_alone"] = {"tokens": [[1], [1]], "cached": 640}
+    assert gpu_kinds.compare("v1", kind, *sides)["outcome"] == "failed"
+    sides[0]["lengths_alone"]["cached"] = 700
+    assert gpu_kinds.compare("v1", kind, *sides)["outcome"] == "passed"
+
+
+@pytest.mark.usefixtures("one_prompt_a_round")
+@pytest.mark.parametrize(
+    ("plain", "its", "outcome", "repeated"),
+    [
+        ([[1], [1]], [[1], [1]], "passed", 2),
+        ([[1], [2]], [[1], [1]], "passed", 1),
+        ([[1], [2]], [[1], [2]], "failed", 1),
+    ],
+    ids=["all alike", "a hit of plain vLLM's rounds otherwise", "a hit of the tier's does"],
+)
+def test_where_hits_end_within_blocks_the_tier_answers_as_if_nothing_was_found(
+    plain: list[list[int]], its: list[list[int]], outcome: str, repeated: int
+) -> None:
+    sides = side(), tier(), few()
+    sides[0]["lengths_alone"] = {"tokens": plain, "cached": 700}
+    sides[1]["lengths_alone"] = {"tokens": its, "cached": 640}
+    found = gpu_kinds.compare("v1", replace(KIND, parts=True), *sides)
+    assert (found["outcome"], found["plain_repeated"]) == (outcome, repeated)
 
 
 def test_beside_drafts_some_must_be_accepted() -> None:
@@ -100,18 +129,18 @@ def test_what_must_hold(off: dict[str, Any], on: dict[str, Any], outcome: bool) 
     assert found["outcome"] == ("passed" if outcome else "failed")
 
 
+@pytest.mark.usefixtures("one_prompt_a_round")
 @pytest.mark.parametrize(
     ("other", "compared", "first"),
     [((), (2, 2), 1), ((0,), (2, 2), 0), ((2,), (2, 1), 1)],
     ids=["all equal", "one of the first", "a later one"],
 )
 def test_first_answers_are_counted_where_plain_vllm_does_not_repeat_them(
-    monkeypatch: pytest.MonkeyPatch, other: tuple[int, ...], compared: tuple[int, int], first: int
+    other: tuple[int, ...], compared: tuple[int, int], first: int
 ) -> None:
     """Of three answers one is of the first round."""
     kind = next(kind for kind in gpu_kinds.KINDS if kind.name == "states: linear attention")
-    assert kind.unsteady == gpu_states.ROUND
-    monkeypatch.setattr(gpu_states, "ROUND", 1)
+    assert kind.unsteady == UNSTEADY
     sides = side(), tier(), few()
     for one in sides:
         one["lengths_alone"] = {"tokens": [[1], [2], [3]], "cached": 640}
