@@ -111,9 +111,9 @@ def judge(
     first, *others = (side["lengths_alone"]["tokens"][:ROUND] for side in (off, few, on))
     plain, again, tier = off["outgrown"], few["outgrown"], on["outgrown"]
     parted, parted_plain = _parted(plain, tier), _parted(plain, again)
-    if parts:
-        answers = off["lengths_alone"]["tokens"]
-        found["plain_repeated"] = sum(a == b for a, b in zip(computed(answers), answers))
+    for name, side in (("plain_repeated", off), ("repeated", on)):
+        answers = side["lengths_alone"]["tokens"]
+        found[name] = sum(a == b for a, b in zip(computed(answers), answers))
     found.update(
         cached=list(alone),
         first=len(first),

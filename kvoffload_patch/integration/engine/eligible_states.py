@@ -16,6 +16,7 @@ STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.26.0", "cuda"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
     ("0.30.0", "cpu"): ("GDN_ATTN", "LINEAR"),
     ("0.31.0", "cpu"): ("GDN_ATTN", "LINEAR"),
+    ("0.31.0", "cuda"): ("GDN_ATTN", "MAMBA2"),
     ("0.32.0", "cpu"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
     ("0.32.0", "cuda"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
     ("0.33.0", "cpu"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
@@ -25,6 +26,7 @@ STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
 STATES_OF_DRAFTS_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.32.0", "cpu"): ("GDN_ATTN",),
     ("0.33.0", "cpu"): ("GDN_ATTN",),
+    ("0.33.0", "cuda"): ("GDN_ATTN",),
 }
 # Where drafts were shown with model runner V1 alone.
 _DRAFTS_WITH_V1 = (("0.33.0", "cpu"),)
@@ -87,8 +89,8 @@ def _unplayed_on_a_gpu(
 ) -> Iterator[str]:
     """What has not been played with states on a GPU and can come out otherwise than without it.
 
-    Several tensor-parallel ranks were not either: each copies its own tensors, by block numbers
-    that are the same on all, whatever a block holds; states on two ranks were played on the CPU.
+    Several tensor-parallel ranks are taken: each copies its own tensors, by block numbers that are
+    the same on all, whatever a block holds; two were played with two kinds of states.
     """
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1:

@@ -17,10 +17,11 @@ from kvoffload_patch.integration.engine.attach import attach
 from kvoffload_patch.integration.engine.eligibility import (
     _KNOWN_SPECS,
     _OFFLOADERS,
+    _PARTS_SHOWN,
     _UNCACHED_SPECS,
     check_eligible,
 )
-from kvoffload_patch.integration.engine.eligible_states import STATES_SHOWN
+from kvoffload_patch.integration.engine.eligible_states import STATES_OF_DRAFTS_SHOWN, STATES_SHOWN
 from kvoffload_patch.integration.engine.hooks import init_v0
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import older_than
@@ -499,17 +500,20 @@ def test_states_are_approved_where_they_were_shown(
 
 
 ON_CUDA = ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV")
+PLAYED_ON_CUDA = {
+    "0.26.0": ON_CUDA, "0.31.0": ("GDN_ATTN", "MAMBA2"), "0.32.0": ON_CUDA, "0.33.0": ON_CUDA,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [*ON_CUDA, "CUSTOM"])
-@pytest.mark.parametrize("release", ["0.25.1", "0.26.0", "0.27.0", "0.31.0", "0.32.0", "0.33.0"])
+@pytest.mark.parametrize("release", ["0.25.1", "0.27.0", "0.30.0", *PLAYED_ON_CUDA])
 def test_states_are_approved_on_a_gpu_where_they_were_played(
     monkeypatch: pytest.MonkeyPatch, release: str, kind: str
 ) -> None:
     """Not on its neighbours: of what vLLM does with states no digest is kept."""
     monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", release)
     asked = states(mamba_type=SimpleNamespace(name=kind))
-    if release in ("0.26.0", "0.32.0", "0.33.0") and kind in ON_CUDA:
+    if kind in PLAYED_ON_CUDA.get(release, ()):
         assert check_eligible(config(device="cuda"), asked) == ()
         assert check_eligible(config(device="cuda", tensor_parallel_size=2), asked) == ()
     else:
@@ -583,8 +587,10 @@ def test_states_are_approved_beside_drafts_where_they_were_shown(
     monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", "0.33.0")
     with pytest.raises(TierRefused, match="runner V1 beside states of drafted tokens .* found V2"):
         check_eligible(config(), drafting)
+    assert check_eligible(config(device="cuda"), drafting) == ()
     drafting.use_v2_model_runner = False
     assert check_eligible(config(), drafting) == ()
+    assert check_eligible(config(device="cuda"), drafting) == ()
     monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", "0.30.0")
     assert check_eligible(config(), states()) == ()
     with pytest.raises(TierRefused, match="beside speculative decoding .* with 0.30.0 on cpu"):
@@ -614,14 +620,31 @@ def test_every_release_whose_states_were_shown_has_results_of_them() -> None:
         for kind in shown:
             (row,) = [row for row in ROWS if row.name.startswith(f"states: {kinds[kind]}")]
             if device == "cuda":
-                on_it = [one for one in features_gpu.load() if one["release"] == release]
-                (line,) = features_gpu.lines(row, on_it)
-                assert line.verdict.startswith("green"), (release, row)
-                assert "(V1, V2)" in line.what, "one of the runners was not played"
+                _must_be_green_on_a_gpu(row, release)
                 continue
             tests = features.results_of(release)[row.name]["tests"]
             refused = [test for test in tests if "refusal" in test]
             assert {test["outcome"] for test in tests} == {"passed"} and not refused, (release, row)
+
+
+def test_what_was_shown_beside_states_on_a_gpu_has_results_there() -> None:
+    beside = {
+        "states with speculative decoding": STATES_OF_DRAFTS_SHOWN,
+        "hits that end within a block (--prefix-match-unit)": _PARTS_SHOWN,
+    }
+    for name, shown in beside.items():
+        (row,) = [row for row in ROWS if row.name == name]
+        releases = [release for release, device in shown if device == "cuda"]
+        assert releases, name
+        for release in releases:
+            _must_be_green_on_a_gpu(row, release)
+
+
+def _must_be_green_on_a_gpu(row: Any, release: str) -> None:
+    on_it = [one for one in features_gpu.load() if one["release"] == release]
+    (line,) = features_gpu.lines(row, on_it)
+    assert line.verdict.startswith("green"), (release, row)
+    assert "(V1, V2)" in line.what, "one of the runners was not played"
 
 
 def test_known_specs_are_vllms() -> None:
