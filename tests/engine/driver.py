@@ -36,6 +36,7 @@ _LATER = (
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.worker.gpu.model_runner",
 )
+_UNFREEZE = gc.unfreeze
 # What an environment variable has replaced before the engine is started.
 _REPLACES = {
     "TEST_ALIGNED_DRAFTS": "aligned_drafts",
@@ -78,7 +79,8 @@ def warm_up() -> None:
     """Import all that can be, and leave it out of every later collection of garbage.
 
     A collection looks at each object, of which there are millions by then, and takes a copy of the
-    memory that they lie in.
+    memory that they lie in. vLLM takes back what was left out where it closes an engine, so that
+    what it held can be collected; here its process ends next. ``TEST_COLLECTS`` leaves it that.
     """
     _import_vllm()
     for name in _LATER:
@@ -86,6 +88,11 @@ def warm_up() -> None:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    gc.unfreeze = _stay_frozen
+
+
+def _stay_frozen() -> None:
+    """What is done in place of taking back what was left out of collections."""
 
 
 def _status_of(spec: dict[str, Any]) -> int:
@@ -250,6 +257,8 @@ def become(asked: dict[str, Any]) -> dict[str, Any]:
         os.dup2(log, stream.fileno())
     os.close(log)
     os.environ.update(asked["env"])
+    if "TEST_COLLECTS" in os.environ:
+        gc.unfreeze = _UNFREEZE
     spec: dict[str, Any] = asked["spec"]
     return spec
 
