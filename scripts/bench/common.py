@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from typing import Any
 from scripts import ROOT
 
 GIB = 1 << 30
+# A list of numbers alone, as `json.dumps` indents it. No text has a line's end in it there.
+_NUMBERS = re.compile(r"\[\n([-\d.eE,\s]+)\]")
 
 
 def say(text: str) -> None:
@@ -104,12 +107,16 @@ def _version(name: str) -> str:
 
 
 def write_json(path: Path | None, document: Any) -> None:
-    """Write the file in one piece: a reader finds the old text or the new one, never half of it."""
+    """Write the file in one piece: a reader finds the old text or the new one, never half of it.
+
+    Numbers of a list share a line; a line each makes up half of a long file.
+    """
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps(document, indent=1))
+    text = json.dumps(document, indent=1)
+    beside.write_text(_NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text))
     beside.replace(path)
 
 

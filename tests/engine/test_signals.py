@@ -29,7 +29,11 @@ from scripts.soak.watch import is_dead, shared_files
 
 SIDE_BY_SIDE = 8
 TARGETS = ("server", "engine", "rank1")
-CASES = list(itertools.product(signals.PHASES, TARGETS, signals.SIGNALS))
+CASES = [
+    (phase, target, kind)
+    for phase, target, kind in itertools.product(signals.PHASES, TARGETS, signals.SIGNALS)
+    if target == "server" or kind != "INT"  # `scripts/soak signals` sends it to the others, too
+]
 NAMES = [" ".join(case) for case in CASES]
 # What ends: all of an idle server, and the engine core with its workers if one of them is hit.
 ALL_END = [name for name in NAMES if name.startswith("idle") and name != "idle server KILL"]
