@@ -6,6 +6,7 @@ from scripts.matrix.mutants_list import Mutant
 
 _FILES = "integration/engine/"
 _INVALID = "integration/engine/blocks/test_invalid_blocks.py::"
+_ADMISSION = "integration/engine/requests/test_admission.py::"
 
 CONNECTORS = (
     Mutant(
@@ -42,5 +43,15 @@ CONNECTORS = (
         "self._manager.discard(key)",
         "pass",
         (_INVALID + "test_all_that_was_computed_upon_a_failed_load_is_discarded",),
+    ),
+    Mutant(
+        "a request whose blocks a connector has brought takes no room of those behind it",
+        _FILES + "requests/admission.py",
+        "self._take(self._view.groups.new_blocks(request, todo))",
+        "pass",
+        (
+            _ADMISSION
+            + "test_one_behind_does_not_take_the_room_of_a_request_whose_blocks_have_arrived",
+        ),
     ),
 )

@@ -140,6 +140,15 @@ class AdmissionBudget:
         self.tokens -= self._tokens_of(request, hit_tokens)
         self._keep_watermark()
 
+    def resume(self, request: Any) -> None:
+        """`schedule` comes to this request before those behind it, which could take its room."""
+        computed = int(request.num_computed_tokens)
+        todo = self._view.tokens_to_fit(request, computed) - computed
+        self._take(self._view.groups.new_blocks(request, todo))
+        self.admissible += 1
+        self.tokens -= self._tokens_of(request, computed)
+        self._keep_watermark()
+
     def reserve(self, num_blocks: int) -> None:
         """A request waits for a load: it takes blocks and a run slot, but none of the tokens."""
         self.reserved = True
@@ -258,7 +267,8 @@ class Admission:
                 return True  # What blocks so many must not keep those behind waiting.
             scans_left -= 1
             if not self._view.needs_lookup(request):
-                budget.admissible += self._view.resumes_without_lookup(request)
+                if self._view.resumes_without_lookup(request):
+                    budget.resume(request)
                 continue
             if budget.full or budget.out_of_tokens(self._parks):
                 return False

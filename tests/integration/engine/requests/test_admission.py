@@ -474,3 +474,31 @@ def test_a_request_whose_blocks_have_arrived_is_not_held_up_by_one_behind_it(fai
         mini.step()
         steps += 1
     assert steps < 5
+
+
+@pytest.mark.parametrize("load_mode", ["inline", "parked"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_one_behind_does_not_take_the_room_of_a_request_whose_blocks_have_arrived(
+    policy: str, load_mode: str
+) -> None:
+    """It would fit alone. vLLM, which admits in order, has room for neither then."""
+    took = []
+    for count in (0, 1):
+        mini = Mini(blocks=30, load_mode=load_mode, policy=policy)
+        behind, sent = prompt(10, seed=7), prompt(19, seed=3)
+        mini.only_in_cpu(behind)
+        connector = Connector(mini, True, sent[: 8 * BLOCK])
+        name = mini.add(sent)
+        mini.step()
+        assert mini.scheduler.requests[name].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        connector.fill(name)
+        mini.scheduler.finished_recving_kv_req_ids.add(name)
+        for _ in range(count):
+            mini.add(behind)
+        took.append(0)
+        while not mini.answers[name]:
+            mini.step()
+            took[-1] += 1
+        mini.run(steps=50)
+        mini.check()
+    assert took[0] == took[1] < 5
