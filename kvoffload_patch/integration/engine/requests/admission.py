@@ -143,7 +143,7 @@ class AdmissionBudget:
     def resume(self, request: Any) -> None:
         """`schedule` comes to this request before those behind it, which could take its room."""
         computed = int(request.num_computed_tokens)
-        todo = self._view.tokens_to_fit(request, computed) - computed
+        todo = max(0, self._view.tokens_to_fit(request, computed) - computed)
         self._take(self._view.groups.new_blocks(request, todo))
         self.admissible += 1
         self.tokens -= self._tokens_of(request, computed)
