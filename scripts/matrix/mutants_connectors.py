@@ -47,8 +47,8 @@ CONNECTORS = (
     Mutant(
         "a request whose blocks a connector has brought takes no room of those behind it",
         _FILES + "requests/admission.py",
-        "self._take(self._view.groups.new_blocks(request, todo))",
-        "pass",
+        "self.needed = self._view.groups.new_blocks(request, todo)",
+        "self.needed = 0",
         (
             _ADMISSION
             + "test_one_behind_does_not_take_the_room_of_a_request_whose_blocks_have_arrived",

@@ -90,7 +90,8 @@ def computed(answers: list[Any]) -> list[Any]:
     """What an engine answered when it had found nothing, for each round of the same prompts.
 
     A hit of vLLM's own that ends within a block begins a prefill in the middle of a kernel's chunk,
-    whose sums round otherwise; hits of whole blocks, which are the tier's, do not.
+    and its answers are not always these; hits of whole blocks, which are the tier's, begin one
+    where a chunk does.
     """
     return answers[:ROUND] * (len(answers) // ROUND)
 

@@ -1,9 +1,10 @@
-"""SIGTERM, SIGINT, SIGKILL to each process of a server in each phase: it ends and leaves nothing.
+"""SIGTERM and SIGKILL to each process of a server in each phase: it ends and leaves nothing.
 
-`scripts/soak signals` makes the same trials beside plain vLLM, one after the other, with servers
-that start as a user's do. Here they are made side by side, on servers forked from one process. What
-vLLM's API server does with its connections then, and what a process does that is yet to install its
-handlers, differs from try to try: that the tier's processes end is asked where vLLM ends them.
+SIGINT is sent to its first process. `scripts/soak signals` makes all these trials beside plain
+vLLM, one after the other, with servers that start as a user's do. Here they are made side by side,
+on servers forked from one process. What vLLM's API server does with its connections then, and what
+a process does that is yet to install its handlers, differs from try to try: that the tier's
+processes end is asked where vLLM ends them.
 """
 
 from __future__ import annotations

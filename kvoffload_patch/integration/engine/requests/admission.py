@@ -133,7 +133,7 @@ class AdmissionBudget:
         return num_blocks <= self.blocks - self._for_running
 
     def admit(self, request: Any, hit_tokens: int) -> None:
-        """Admit the request that `fits` was asked for last."""
+        """Admit the request of which `needed` is, as `fits` leaves it."""
         # Beside reserved room it leaves the head-room that it asks for once it runs.
         self._take(self.needed + self._view.decode_blocks * self.reserved)
         self.admissible += 1
@@ -144,10 +144,8 @@ class AdmissionBudget:
         """`schedule` comes to this request before those behind it, which could take its room."""
         computed = int(request.num_computed_tokens)
         todo = max(0, self._view.tokens_to_fit(request, computed) - computed)
-        self._take(self._view.groups.new_blocks(request, todo))
-        self.admissible += 1
-        self.tokens -= self._tokens_of(request, computed)
-        self._keep_watermark()
+        self.needed = self._view.groups.new_blocks(request, todo)
+        self.admit(request, computed)
 
     def reserve(self, num_blocks: int) -> None:
         """A request waits for a load: it takes blocks and a run slot, but none of the tokens."""
