@@ -67,7 +67,7 @@ def compare(runner: str, kind: Kind, off: Answers, on: Answers, *few: Answers) -
 
 def _alike(kind: Kind, off: Answers, on: Answers) -> list[tuple[Any, Any]]:
     plain, its = (side[kind.asked]["tokens"] for side in (off, on))
-    if kind.parts:
+    if kind.computed:
         plain = gpu_states.computed(plain)
     return list(zip(plain, its))
 

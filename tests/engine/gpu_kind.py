@@ -43,6 +43,8 @@ class Kind:
         late: how late the tier's copies are, see `late_copies`.
         unsteady: first answers that are not compared, see `gpu_states.UNSTEADY`.
         parts: whether vLLM's own hits end within blocks.
+        computed: whether all rounds are compared with what plain vLLM computed in its first one,
+            which it does not always repeat itself.
         by_layer: whether its blocks are large enough for loads that come by layer.
     """
 
@@ -64,6 +66,7 @@ class Kind:
     late: str = ""
     by_layer: bool = False
     parts: bool = False
+    computed: bool = False
     unsteady: int = 0
 
     @property
