@@ -67,8 +67,8 @@ def compare(runner: str, kind: Kind, off: Answers, on: Answers, *few: Answers) -
 
 def _alike(kind: Kind, off: Answers, on: Answers) -> list[tuple[Any, Any]]:
     plain, its = (side[kind.asked]["tokens"] for side in (off, on))
-    if kind.computed:
-        plain = gpu_states.computed(plain)
+    if kind.unrepeated:
+        plain = gpu_states.one_of(plain, its)
     return list(zip(plain, its))
 
 

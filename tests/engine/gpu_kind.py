@@ -43,8 +43,8 @@ class Kind:
         late: how late the tier's copies are, see `late_copies`.
         unsteady: first answers that are not compared, see `gpu_states.UNSTEADY`.
         parts: whether vLLM's own hits end within blocks.
-        computed: whether all rounds are compared with what plain vLLM computed in its first one,
-            which it does not always repeat itself.
+        unrepeated: whether plain vLLM does not always answer a prompt as it did at first: then
+            an answer must be one of those that it gave to this prompt.
         by_layer: whether its blocks are large enough for loads that come by layer.
     """
 
@@ -66,7 +66,7 @@ class Kind:
     late: str = ""
     by_layer: bool = False
     parts: bool = False
-    computed: bool = False
+    unrepeated: bool = False
     unsteady: int = 0
 
     @property

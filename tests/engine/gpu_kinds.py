@@ -139,7 +139,7 @@ def _gated_delta_nets(way: str) -> Kind:
         gpus=more.get("pipeline_parallel_size", 1),
         groups=groups,
         parts="prefix_match_unit" in more,
-        computed=way in gpu_states.UNREPEATED,
+        unrepeated=way in gpu_states.UNREPEATED,
     )
 
 

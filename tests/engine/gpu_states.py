@@ -50,8 +50,9 @@ GDN_WAYS: dict[str, tuple[str, dict[str, Any], int]] = {
     "with hits within a block": ("gdn", {"prefix_match_unit": 16}, 2),
     "on two stages": ("gdn", {"pipeline_parallel_size": 2}, 2),
 }  # fmt: skip
-# Of these, the ways in which plain vLLM's answers that follow a hit of its own are not always those
-# that it computed; the tier's must be.
+# Of these, the ways in which plain vLLM's answers behind a hit of its own are not always those that
+# it computed. A hit that ends within a block begins a prefill in the middle of a kernel's chunk;
+# why one beside drafts answers otherwise is not known.
 UNREPEATED = ("with drafts", "with hits within a block")
 # Answers of a first round, before which nothing has been loaded, that plain vLLM does not always
 # repeat itself (docs/shapes.md, "Linear attention on a GPU"); those of later rounds are compared.
@@ -89,14 +90,15 @@ def ended(side: str, log: str) -> dict[str, Any]:
     return {"outcome": "failed", "why": f"{side}: {log}"}
 
 
-def computed(answers: list[Any]) -> list[Any]:
-    """What an engine answered when it had found nothing, for each round of the same prompts.
+def one_of(plain: list[Any], its: list[Any]) -> list[Any]:
+    """For each of the tier's answers: itself if plain vLLM gave it in some round, or plain's."""
+    rounds = [plain[at::ROUND] for at in range(ROUND)]
+    return [answer if answer in rounds[at % ROUND] else plain[at] for at, answer in enumerate(its)]
 
-    A hit of vLLM's own that ends within a block begins a prefill in the middle of a kernel's chunk,
-    and its answers are not always these; hits of whole blocks, which are the tier's, begin one
-    where a chunk does. Nor are those of a hit beside drafts always with 0.31.0.
-    """
-    return answers[:ROUND] * (len(answers) // ROUND)
+
+def _repeated(answers: list[Any]) -> int:
+    """How many are those of the first round, in which nothing was found."""
+    return sum(answer == answers[at % ROUND] for at, answer in enumerate(answers))
 
 
 def judge(
@@ -116,8 +118,7 @@ def judge(
     plain, again, tier = off["outgrown"], few["outgrown"], on["outgrown"]
     parted, parted_plain = _parted(plain, tier), _parted(plain, again)
     for name, side in (("plain_repeated", off), ("repeated", on)):
-        answers = side["lengths_alone"]["tokens"]
-        found[name] = sum(a == b for a, b in zip(computed(answers), answers))
+        found[name] = _repeated(side["lengths_alone"]["tokens"])
     found.update(
         cached=list(alone),
         first=len(first),

@@ -35,8 +35,11 @@ _UNCACHED_SPECS = {"CircularBufferSpec", "SlidingWindowMLASpec"}
 _SHARDED_SPECS = {"FullAttentionSpec", "MLAAttentionSpec"}
 # Releases of vLLM and devices on which hits that end within a block came out right.
 _PARTS_SHOWN = (
-    *((release, "cpu") for release in ("0.30.0", "0.31.0", "0.32.0", "0.33.0")),
-    ("0.33.0", "cuda"),
+    *(
+        (release, device)
+        for device in ("cpu", "cuda")
+        for release in ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
+    ),
 )
 # Releases of vLLM and devices on which prompts that ranks divided between them came back.
 _PREFILL_SHOWN: tuple[tuple[str, str], ...] = (("0.26.0", "cuda"),)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvoffload_patch.integration.engine.adapters.vllm_groups import kinds, members
+from kvoffload_patch.integration.engine.adapters.vllm_groups import hits_parts, kinds, members
 from kvoffload_patch.integration.install import release_in_use
 
 TRIES = "KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it"
@@ -15,8 +15,9 @@ SPEC = "MambaSpec"
 STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.26.0", "cuda"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
     ("0.30.0", "cpu"): ("GDN_ATTN", "LINEAR"),
+    ("0.30.0", "cuda"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
     ("0.31.0", "cpu"): ("GDN_ATTN", "LINEAR"),
-    ("0.31.0", "cuda"): ("GDN_ATTN", "MAMBA2"),
+    ("0.31.0", "cuda"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
     ("0.32.0", "cpu"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
     ("0.32.0", "cuda"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
     ("0.33.0", "cpu"): ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV"),
@@ -24,6 +25,8 @@ STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
 }
 # The same beside speculative decoding, which keeps states of drafted tokens as well.
 STATES_OF_DRAFTS_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
+    ("0.30.0", "cuda"): ("GDN_ATTN",),
+    ("0.31.0", "cuda"): ("GDN_ATTN",),
     ("0.32.0", "cpu"): ("GDN_ATTN",),
     ("0.33.0", "cpu"): ("GDN_ATTN",),
     ("0.33.0", "cuda"): ("GDN_ATTN",),
@@ -104,6 +107,8 @@ def _unplayed_on_a_gpu(
             "expected gated delta nets beside plain attention on a GPU, found MLA, beside which "
             "delta attention (Kimi-Linear) has their name"
         )
+    if kind != "GDN_ATTN" and hits_parts(scheduler):
+        yield f"expected gated delta nets where hits end within a block on a GPU, found {kind}"
     if kind != "MAMBA2" and leaves_some_within_a_step(of_layers):
         yield (
             f"expected {kind} states that a step leaves at its end on a GPU, found some that it "

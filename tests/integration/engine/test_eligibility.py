@@ -178,7 +178,7 @@ REFUSED = {
     "kvcached, several workers": (config(world_size=2), elastic(), "one worker.* found 2"),
     "encoder-decoder": (config(encoder_decoder=True), scheduler(), "encoder-decoder"),
     "hits within a block": (
-        config(device="cuda"), parts(), r"of whole blocks, .*0.32.0 on cpu.*\), found .* on cuda",
+        config(device="xpu"), parts(), r"of whole blocks, .*0.32.0 on cpu.*\), found .* on xpu",
     ),
     "hits within a block, drafts": (
         config(speculative_config=object()), parts(), "expected no speculative_config beside hits",
@@ -389,6 +389,11 @@ def test_hits_within_a_block_are_taken_where_they_were_run(
 ) -> None:
     monkeypatch.setattr(eligibility, "release_in_use", lambda: "0.32.0")
     assert check_eligible(config(), parts()) == ()
+    assert check_eligible(config(device="cuda"), parts()) == ()
+    another = parts(mamba_type=SimpleNamespace(name="SHORT_CONV"))
+    assert check_eligible(config(), another) == ()
+    with pytest.raises(TierRefused, match="delta nets where hits end .* GPU, found SHORT_CONV"):
+        check_eligible(config(device="cuda"), another)
 
 
 def test_prompts_that_ranks_divide_are_taken_where_they_were_run(
@@ -500,13 +505,11 @@ def test_states_are_approved_where_they_were_shown(
 
 
 ON_CUDA = ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV")
-PLAYED_ON_CUDA = {
-    "0.26.0": ON_CUDA, "0.31.0": ("GDN_ATTN", "MAMBA2"), "0.32.0": ON_CUDA, "0.33.0": ON_CUDA,
-}  # fmt: skip
+PLAYED_ON_CUDA = dict.fromkeys(("0.26.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"), ON_CUDA)
 
 
 @pytest.mark.parametrize("kind", [*ON_CUDA, "CUSTOM"])
-@pytest.mark.parametrize("release", ["0.25.1", "0.27.0", "0.30.0", *PLAYED_ON_CUDA])
+@pytest.mark.parametrize("release", ["0.25.1", "0.27.0", *PLAYED_ON_CUDA])
 def test_states_are_approved_on_a_gpu_where_they_were_played(
     monkeypatch: pytest.MonkeyPatch, release: str, kind: str
 ) -> None:

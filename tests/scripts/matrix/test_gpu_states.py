@@ -55,6 +55,9 @@ def test_each_kind_of_state_is_played_with_both_runners() -> None:
     assert drafting.scenarios == [*gpu_states.SCENARIOS[:3], "guesses_alone", "outgrown"]
     assert not drafting.parts and others["states with hits within a block: gated delta net"].parts
     assert others["states on two stages: gated delta net"].gpus == 2
+    assert [name for name, kind in others.items() if kind.unrepeated] == [
+        f"states {way}: gated delta net" for way in gpu_states.UNREPEATED
+    ]
 
 
 @pytest.fixture
@@ -79,17 +82,19 @@ def test_where_hits_end_within_blocks_plain_vllm_has_longer_ones() -> None:
     [
         ([[1], [1]], [[1], [1]], "passed", 2),
         ([[1], [2]], [[1], [1]], "passed", 1),
-        ([[1], [2]], [[1], [2]], "failed", 1),
+        ([[1], [2]], [[1], [2]], "passed", 1),
+        ([[1], [2]], [[1], [3]], "failed", 1),
+        ([[1], [2]], [[2], [3]], "failed", 1),
     ],
-    ids=["all alike", "a hit of plain vLLM's rounds otherwise", "a hit of the tier's does"],
+    ids=["all alike", "the first one again", "as plain vLLM's hit", "neither", "the other first"],
 )
-def test_where_hits_end_within_blocks_the_tier_answers_as_if_nothing_was_found(
+def test_where_plain_vllm_does_not_repeat_its_answers_the_tier_gives_one_of_them(
     plain: list[list[int]], its: list[list[int]], outcome: str, repeated: int
 ) -> None:
     sides = side(), tier(), few()
     sides[0]["lengths_alone"] = {"tokens": plain, "cached": 700}
     sides[1]["lengths_alone"] = {"tokens": its, "cached": 640}
-    found = gpu_kinds.compare("v1", replace(KIND, parts=True), *sides)
+    found = gpu_kinds.compare("v1", replace(KIND, parts=True, unrepeated=True), *sides)
     assert (found["outcome"], found["plain_repeated"]) == (outcome, repeated)
 
 
