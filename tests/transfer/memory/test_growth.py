@@ -71,7 +71,13 @@ def test_the_launch_of_a_step_passes_before_the_next_piece_is_registered(
     """Also where stores have caught up; but not for ever: its end may be lost."""
     monkeypatch.setattr(growth, "LAUNCH_PASSES_S", 20.0 if ends else 0.05)
     within, begun, launched = threading.Event(), threading.Event(), threading.Event()
+    waits = threading.Event()
     seen = [0]
+
+    class Launched(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.set()
+            return super().wait(timeout)
 
     def before(index: int) -> None:
         if index == 1:
@@ -82,10 +88,12 @@ def test_the_launch_of_a_step_passes_before_the_next_piece_is_registered(
 
     host = grown(8, 2 * MIB, Registrar(before=before))
     assert within.wait(20), "this piece is not to wait"
+    host._growth._launched = Launched()  # type: ignore[union-attr]
     host.step_begins(last_slot=7)
     begun.set()
     host.wait_ready(4)
     if ends:
+        assert waits.wait(20)
         time.sleep(0.05)
         launched.set()
         host.step_ends()
