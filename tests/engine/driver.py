@@ -26,9 +26,12 @@ import ways
 
 # What an engine imports when it is started.
 _LATER = (
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.entrypoints.launchers.cli_args",
     "vllm.model_executor.layers.quantization.compressed_tensors.utils",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.model_loader",
+    "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.core.sched.async_scheduler",
     "vllm.v1.engine.core",
     "vllm.v1.executor.uniproc_executor",
@@ -86,6 +89,7 @@ def warm_up() -> None:
     for name in _LATER:
         with contextlib.suppress(Exception):  # another release has none, or not on the CPU
             importlib.import_module(name)
+    few_cores.replace_kernels_once()
     gc.collect()
     gc.freeze()
     gc.unfreeze = _stay_frozen

@@ -23,6 +23,19 @@ def compile_nothing() -> None:
     torch._dynamo.config.disable = True
 
 
+def replace_kernels_once() -> None:
+    """In this process, for those that are forked from it.
+
+    Each worker has what stands in for Triton's kernels looked for in all modules, from 0.32 on,
+    which takes a third of an engine's start. A module that is imported later finds it in place.
+    """
+    from vllm.platforms import current_platform
+
+    if hasattr(current_platform, "register_triton_kernel_overrides"):
+        current_platform.register_triton_kernel_overrides()
+        type(current_platform).register_triton_kernel_overrides = lambda *_: None
+
+
 def wait_asleep() -> None:
     """In processes that are forked from this one."""
     from vllm.distributed.device_communicators import shm_broadcast

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine import engines, release
+from engine import engines, few_cores, release
 from engine.model import write_model
 from sandbox import ROOT
 
@@ -25,9 +25,10 @@ def test_histories_come_back_with_the_tier_alone(tmp_path: Path) -> None:
         *("--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK)),
         *("--max-num-seqs", "4"),
     ]
+    env = engines.environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", **few_cores.EAGER)
     done = subprocess.run(
         [sys.executable, "-m", "kvoffload_patch", "bench", *words],
-        env={**engines.environment(VLLM_ENABLE_V1_MULTIPROCESSING="1"), "PYTHONPATH": str(ROOT)},
+        env={**env, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

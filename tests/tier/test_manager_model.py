@@ -36,7 +36,7 @@ def machine_of(eviction: str, store: str) -> type[TierMachine]:
 
 @pytest.mark.parametrize(("eviction", "store"), KINDS)
 def test_random_steps(eviction: str, store: str) -> None:
-    examples = 200 if (eviction, store) in (("lru", "eager"), ("arc", "auto")) else 60
+    examples = 120 if (eviction, store) in (("lru", "eager"), ("arc", "auto")) else 40
     run_state_machine_as_test(
         machine_of(eviction, store),
         settings=settings(max_examples=examples, stateful_step_count=60, deadline=None),
@@ -48,7 +48,7 @@ def test_a_policy_is_told_of_slots_what_its_protocol_allows(store: str) -> None:
     kind = machine_of("strict", store)
     kind.policies = {"strict": Strict}
     run_state_machine_as_test(
-        kind, settings=settings(max_examples=100, stateful_step_count=60, deadline=None)
+        kind, settings=settings(max_examples=70, stateful_step_count=60, deadline=None)
     )
 
 

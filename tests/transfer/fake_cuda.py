@@ -156,13 +156,16 @@ class FakeCuda:
         Args:
             favourite: the stream to go on with, if it can.
         """
-        order = list(range(len(self.streams)))
-        self.random.shuffle(order)
         if favourite is not None:
-            order.insert(0, favourite % len(order))
-        for index in order:
-            if self.streams[index].can_go_on():
-                self.streams[index].go_on()
+            first = self.streams[favourite % len(self.streams)]
+            if first.can_go_on():
+                first.go_on()
+                return True
+        busy = [stream for stream in self.streams if stream.work]
+        self.random.shuffle(busy)
+        for stream in busy:
+            if stream.can_go_on():
+                stream.go_on()
                 return True
         assert self.idle, "the streams wait for each other"
         return False
