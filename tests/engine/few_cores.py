@@ -26,8 +26,8 @@ def compile_nothing() -> None:
 def replace_kernels_once() -> None:
     """In this process, for those that are forked from it.
 
-    Each worker has what stands in for Triton's kernels looked for in all modules, from 0.32 on,
-    which takes a third of an engine's start. A module that is imported later finds it in place.
+    From 0.32 on each worker looks through all modules for Triton's kernels, to put others in their
+    place. A module that is imported later finds those.
     """
     from vllm.platforms import current_platform
 

@@ -111,7 +111,8 @@ def judge(
     """What must hold besides equal answers; what was seen goes to ``found``.
 
     ``few``: plain vLLM with as few blocks as the engine with the tier. ``parts``: its own hits end
-    within blocks, so they are longer than the tier's.
+    within blocks, so they are longer than the tier's, whose prefills begin where a kernel's chunk
+    does: its answers must be those of its first round.
     """
     alone = off["lengths_alone"]["cached"], on["lengths_alone"]["cached"]
     first, *others = (side["lengths_alone"]["tokens"][:ROUND] for side in (off, few, on))
@@ -134,6 +135,7 @@ def judge(
     )
     return [
         alone[0] > alone[1] > 0 if parts else alone[0] == alone[1] > 0,
+        not parts or found["repeated"] == len(on["lengths_alone"]["tokens"]),
         min(tier["preemptions"], again["preemptions"]) > 0,
         plain["preemptions"] == 0,
         max(parted, default=0) <= max([TIE, *parted_plain]),

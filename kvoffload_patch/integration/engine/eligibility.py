@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from kvoffload_patch.config import Settings
@@ -34,13 +35,7 @@ _UNCACHED_SPECS = {"CircularBufferSpec", "SlidingWindowMLASpec"}
 # Of the known ones, those of which ranks can hold a part of each block (decode context parallel).
 _SHARDED_SPECS = {"FullAttentionSpec", "MLAAttentionSpec"}
 # Releases of vLLM and devices on which hits that end within a block came out right.
-_PARTS_SHOWN = (
-    *(
-        (release, device)
-        for device in ("cpu", "cuda")
-        for release in ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
-    ),
-)
+_PARTS_SHOWN = tuple(product(("0.30.0", "0.31.0", "0.32.0", "0.33.0"), ("cpu", "cuda")))
 # Releases of vLLM and devices on which prompts that ranks divided between them came back.
 _PREFILL_SHOWN: tuple[tuple[str, str], ...] = (("0.26.0", "cuda"),)
 # vLLM's own connectors that keep blocks in CPU memory (from 0.11.0, 0.19 and 0.33 on; the last is

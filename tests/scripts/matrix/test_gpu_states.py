@@ -78,24 +78,27 @@ def test_where_hits_end_within_blocks_plain_vllm_has_longer_ones() -> None:
 
 @pytest.mark.usefixtures("one_prompt_a_round")
 @pytest.mark.parametrize(
-    ("plain", "its", "outcome", "repeated"),
+    ("plain", "its", "repeated", "right"),
     [
-        ([[1], [1]], [[1], [1]], "passed", 2),
-        ([[1], [2]], [[1], [1]], "passed", 1),
-        ([[1], [2]], [[1], [2]], "passed", 1),
-        ([[1], [2]], [[1], [3]], "failed", 1),
-        ([[1], [2]], [[2], [3]], "failed", 1),
+        ([[1], [1]], [[1], [1]], 2, (True, True)),
+        ([[1], [2]], [[1], [1]], 1, (True, True)),
+        ([[1], [2]], [[1], [2]], 1, (True, False)),
+        ([[1], [2]], [[1], [3]], 1, (False, False)),
+        ([[1], [2]], [[2], [3]], 1, (False, False)),
     ],
     ids=["all alike", "the first one again", "as plain vLLM's hit", "neither", "the other first"],
 )
 def test_where_plain_vllm_does_not_repeat_its_answers_the_tier_gives_one_of_them(
-    plain: list[list[int]], its: list[list[int]], outcome: str, repeated: int
+    plain: list[list[int]], its: list[list[int]], repeated: int, right: tuple[bool, bool]
 ) -> None:
+    """And its own first ones where hits of plain vLLM alone end within blocks."""
     sides = side(), tier(), few()
-    sides[0]["lengths_alone"] = {"tokens": plain, "cached": 700}
-    sides[1]["lengths_alone"] = {"tokens": its, "cached": 640}
-    found = gpu_kinds.compare("v1", replace(KIND, parts=True, unrepeated=True), *sides)
-    assert (found["outcome"], found["plain_repeated"]) == (outcome, repeated)
+    for parts, good in zip((False, True), right):
+        sides[0]["lengths_alone"] = {"tokens": plain, "cached": 700 if parts else 640}
+        sides[1]["lengths_alone"] = {"tokens": its, "cached": 640}
+        found = gpu_kinds.compare("v1", replace(KIND, parts=parts, unrepeated=True), *sides)
+        assert found["plain_repeated"] == repeated
+        assert (found["outcome"] == "passed") == good
 
 
 def test_beside_drafts_some_must_be_accepted() -> None:
