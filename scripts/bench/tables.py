@@ -67,7 +67,7 @@ OTHER_CHATS = {
     "chats-slow-loads.json": "by layer, loads slower than at the start",
     "chats-followed.json": "by layer, what loads take followed, two servers at a time",
     "chats-pair.json": "the same, no prompts before them",
-    "chats-newest.json": "one system after the other, vLLM 0.33.0 on an H100",
+    "chats-newest.json": "one system after the other, vLLM 0.33.0 on an H200",
 }
 # The same on two GPUs for each server, two servers at a time.
 RANKS = {
