@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from scenarios import Prompt, Stage, cached_of, prompts, tokens_of
 from vllm import SamplingParams
+
+# Prompts whose answers outgrow a cache of few blocks together.
+OUTGROWN = prompts(26, 8, 360)
 
 
 def behind_the_best(stage: Stage) -> dict[str, Any]:
@@ -21,16 +25,27 @@ def behind_the_best(stage: Stage) -> dict[str, Any]:
     Natural log of the ratio, for each token of each answer, of each engine in ``TEST_ANSWERS``;
     this engine is asked for one answer at a time, and computes all of it as a prompt.
     """
+    return {"behind": _behind(stage, _asked)}
+
+
+def outgrown_behind_the_best(stage: Stage) -> dict[str, Any]:
+    """The same of answers to `outgrown`."""
+    return {"behind": _behind(stage, partial(zip, OUTGROWN))}
+
+
+def _behind(
+    stage: Stage, asked: Callable[[Sequence[Prompt]], Iterable[tuple[Prompt, Prompt]]]
+) -> list[list[list[float]]]:
     told = SamplingParams(max_tokens=1, temperature=0, detokenize=False, prompt_logprobs=1)
     found: list[list[list[float]]] = []
     for answers in json.loads(os.environ["TEST_ANSWERS"]):
         found.append([])
-        for prompt, answer in _asked(answers):
+        for prompt, answer in asked(answers):
             whole = {"prompt_token_ids": prompt + answer}
             (output,) = stage.llm.generate([whole], told, use_tqdm=False)
             likely = zip(answer, output.prompt_logprobs[len(prompt) :])
             found[-1].append([_best(of) - of[token].logprob for token, of in likely])
-    return {"behind": found}
+    return found
 
 
 def _best(likely: dict[int, Any]) -> float:

@@ -55,6 +55,7 @@ _REPLACES = {
     "TEST_SHARDED_ATTENTION": "sharded_attention",
     "TEST_RAY_ON_CPU": "ray_on_cpu",
     "TEST_SLEEP": "sleeping",
+    "TEST_UNTIMED_KERNELS": "untimed_kernels",
 }
 
 

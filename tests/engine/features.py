@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import psutil
-from closeness import behind_the_best, long_answers  # noqa: F401
+from closeness import OUTGROWN, behind_the_best, long_answers, outgrown_behind_the_best  # noqa: F401
 from commanded import commanded  # noqa: F401
 from flipped import flipped_bits  # noqa: F401
 from hanging import (  # noqa: F401
@@ -58,23 +58,14 @@ def lengths_alone(stage: Stage) -> dict[str, Any]:
 
 
 def outgrown(stage: Stage) -> dict[str, Any]:
-    """Answers that outgrow the GPU cache together, and how far each token is ahead of the next.
+    """Answers that outgrow the GPU cache together.
 
-    ``ahead``: the natural log of the ratio of the two likeliest tokens, for each token of each
-    answer. ``late``: copies that `late_copies` has held up on the devices.
+    ``late``: copies that `late_copies` has held up on the devices.
     """
     before = stage.counter("vllm:num_preemptions")
-    greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": 2}
-    asked = [{"prompt_token_ids": prompt} for prompt in prompts(26, 8, 360)]
-    sampling = SamplingParams(max_tokens=160, **greedy)
-    outputs = stage.llm.generate(asked, sampling, use_tqdm=False)
-    best = [
-        [sorted((one.logprob for one in at.values()), reverse=True) for at in o.outputs[0].logprobs]
-        for o in outputs
-    ]
+    outputs = stage.play(OUTGROWN, max_tokens=160)
     return {
         "tokens": tokens_of(outputs),
-        "ahead": [[first - second for first, second, *_ in answer] for answer in best],
         "preemptions": stage.counter("vllm:num_preemptions") - before,
         "late": sum(stage.core.model_executor.collective_rpc(_held_up)),
         "tier": stage.tier_stats(),

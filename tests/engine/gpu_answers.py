@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from engine.gpu_kind import Kind
 
 SLEEPS, STATES, FLIPPED = "sleeps_twice", "lengths_alone", "flipped_bits"
-COMMANDED = "commanded"
+COMMANDED, BEHIND = "commanded", "outgrown_behind_the_best"
 # What the tier keeps through sleep, and what it must not, as the scenario names it.
 KEPT = ("level 1", "level 1, three times", "level 0", "other weights, level 1")
 LOST = ("first", "other weights", "level 2", "reset")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine import gpu_nodes, gpu_states
-from engine.gpu_answers import COMMANDED, SLEEPS, STATES
+from engine.gpu_answers import BEHIND, COMMANDED, SLEEPS, STATES
 
 BLOCKS_KEPT, BLOCKS_FEW = 4096, 288  # GPU blocks of 16 tokens
 EAGER = {"enforce_eager": True}
@@ -34,6 +34,7 @@ class Kind:
         shards: ranks that each hold a part of every block's tokens.
         asked: the scenario in which one prompt is asked at a time; its answers must be equal.
         settings: of the tier.
+        variables: of every engine.
         kvcached: variables of kvcached, beside which the engine with the tier runs; empty: without.
         ray: whether Ray starts its ranks, on two nodes with a GPU each, see `gpu_nodes`.
         lmcache: its variables, where the engines with few blocks have its connector, one of them
@@ -58,6 +59,7 @@ class Kind:
     shards: int = 1
     asked: str = "singles"
     settings: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
     kvcached: dict[str, str] = field(default_factory=dict)
     lmcache: dict[str, str] = field(default_factory=dict)
     ray: bool = False
@@ -80,7 +82,7 @@ class Kind:
         if self.asked == STATES:
             guesses = ["guesses_alone"] if "speculative_config" in self.engine else []
             return [*gpu_states.SCENARIOS[:-1], *guesses, gpu_states.SCENARIOS[-1]]
-        if self.asked in ("each_engine", SLEEPS, COMMANDED):
+        if self.asked in ("each_engine", SLEEPS, COMMANDED, BEHIND):
             return [self.asked]
         if self.asked in gpu_nodes.LOST:
             return ["setup", self.asked]

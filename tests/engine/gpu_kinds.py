@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -37,7 +37,7 @@ from typing import Any
 
 from engine import architectures, drafts, engines, gpu_nodes, gpu_ranks, gpu_states, model
 from engine import release as installed
-from engine.gpu_answers import COMMANDED, SLEEPS, STATES, compare
+from engine.gpu_answers import BEHIND, COMMANDED, SLEEPS, STATES, compare
 from engine.gpu_kind import BLOCKS_KEPT, EAGER, GRAPHS, HEADS, MLA, Kind
 from packaging.requirements import Requirement
 
@@ -121,6 +121,7 @@ def _states(name: str, ranks: int = 1) -> Kind:
         groups=2,
         asked=STATES,
         settings={"KVOFFLOAD_ALLOW_UNVERIFIED": "1"},
+        variables={"TEST_UNTIMED_KERNELS": "1"},
         blocks=gpu_states.BLOCKS,
         late="device",
         unsteady=gpu_states.UNSTEADY.get(name, 0),
@@ -241,7 +242,7 @@ def _environment(gpus: str, runner: str, kind: Kind, tier: bool, few: bool) -> d
         asked |= {"TEST_LEAVES_THREADS": "1", **kind.lmcache}
     if kind.asked == "each_engine":
         asked["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    return asked
+    return asked | kind.variables
 
 
 def _said(log: str) -> dict[str, Any]:
@@ -281,6 +282,16 @@ def _sides(kind: Kind) -> list[tuple[bool, bool]]:
     return [(False, False), (True, True), *([(False, True)] if control else [])]
 
 
+def _score(where: tuple[Path, str, str, Kind], sides: list[Future[dict[str, Any]]]) -> Any:
+    """How far answers of engines with few blocks are behind what a plain one computes alone."""
+    *place, kind = where
+    answers = [side.result().get("outgrown", {}).get("tokens", []) for side in sides]
+    variables = {**kind.variables, "TEST_ANSWERS": json.dumps(answers)}
+    engine = {name: value for name, value in kind.engine.items() if name != "speculative_config"}
+    asked = replace(kind, asked=BEHIND, engine=engine, variables=variables)
+    return play(*place, asked, tier=False, few=False)
+
+
 def pinned(package: str) -> str:
     """The version of a package that the installed vLLM asks for; empty if it asks for none."""
     for line in metadata.requires("vllm") or ():
@@ -317,6 +328,8 @@ def main(runners: list[str], jobs: int, parts: list[str]) -> Iterator[dict[str, 
             first = n % (len(gpus) + 1 - kind.gpus)
             where = Path(scratch), ",".join(gpus[first : first + kind.gpus]), runner, kind
             played.append([pool.submit(play, *where, *side) for side in _sides(kind)])
+            if kind.asked == STATES:  # each of them began before this one does
+                played[-1].append(pool.submit(_score, where, played[-1][1:]))
         for kind, sides in zip(kinds, played):
             runs.append(compare(*kind, *(side.result() for side in sides)))
             names = sorted({run["runner"] for run in runs if "runner" in run})

@@ -3,14 +3,13 @@
 Their sizes are those that kernels for a GPU take: heads of 64 or 128, blocks of 128 tokens, which a
 chunk of each kernel divides. vLLM has no kernels for states that compute each request as if it were
 alone, so of prompts asked together in a cache that they outgrow, answers may part where two tokens
-are as good as each other: where they are, plain vLLM with a cache as small shows.
+are as good as each other. Plain vLLM then computes each such answer as a prompt, which tells how
+far its tokens are behind the likeliest ones.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,10 +19,13 @@ from engine import architectures, drafts, linear_attention
 
 ROUND = 10  # prompts that are asked alone, three times
 BLOCKS = (500, 48)  # all prompts; a few: GPU blocks
-# Where the two likeliest tokens are so close (natural log of the ratio), a batch of another size
-# may choose the other, or where they are as far apart as where plain vLLM has chosen the other. So
-# many more answers than plain vLLM's may part.
-TIE, TIES = 0.1, 2
+# Where prompts are asked together, so far may a token of the tier be behind the likeliest one, when
+# all of its answer is computed as a prompt (natural log of their ratio), or as far as plain vLLM's.
+# Sums of bfloat16 round otherwise there: 0.17 was seen, of plain vLLM's as well, with or without a
+# tier, and 0.25 and more where states are lost (on the CPU).
+NEAR = 0.2
+# All tokens together: so many times as far as plain vLLM's, and so much more.
+MORE, BESIDES = 1.5, 1.0
 SCENARIOS = ["setup", "sensitivity", "lengths_alone", "outgrown"]
 _ENGINE = {
     "block_size": 128, "enable_prefix_caching": True, "mamba_cache_mode": "align",
@@ -105,19 +107,21 @@ def judge(
     off: dict[str, Any],
     on: dict[str, Any],
     few: dict[str, Any],
+    scores: dict[str, Any],
     found: dict[str, Any],
     parts: bool = False,
 ) -> list[bool]:
     """What must hold besides equal answers; what was seen goes to ``found``.
 
-    ``few``: plain vLLM with as few blocks as the engine with the tier. ``parts``: its own hits end
-    within blocks, so they are longer than the tier's, whose prefills begin where a kernel's chunk
-    does: its answers must be those of its first round.
+    ``few``: plain vLLM with as few blocks as the engine with the tier. ``scores``: what it computes
+    of the answers of these two, see `closeness`. ``parts``: vLLM's own hits end within blocks, so
+    they are longer than the tier's, whose prefills begin where a kernel's chunk does: its answers
+    must be those of its first round.
     """
     alone = off["lengths_alone"]["cached"], on["lengths_alone"]["cached"]
     first, *others = (side["lengths_alone"]["tokens"][:ROUND] for side in (off, few, on))
     plain, again, tier = off["outgrown"], few["outgrown"], on["outgrown"]
-    parted, parted_plain = _parted(plain, tier), _parted(plain, again)
+    behind, plain_behind = scores["outgrown_behind_the_best"]["behind"]
     for name, side in (("plain_repeated", off), ("repeated", on)):
         found[name] = _repeated(side["lengths_alone"]["tokens"])
     found.update(
@@ -127,10 +131,11 @@ def judge(
         first_equal=sum(a == b for a, b in zip(first, others[1])),
         preemptions=tier["preemptions"],
         outgrown=len(plain["tokens"]),
-        outgrown_equal=len(plain["tokens"]) - len(parted),
-        parted_at=parted,
-        plain_parted_at=parted_plain,
-        ahead_p50=round(statistics.median(itertools.chain(*plain["ahead"])), 4),
+        outgrown_equal=sum(a == b for a, b in zip(plain["tokens"], tier["tokens"])),
+        behind=[round(max(answer), 4) for answer in behind],
+        plain_behind=[round(max(answer), 4) for answer in plain_behind],
+        behind_in_all=round(sum(map(sum, behind)), 4),
+        plain_behind_in_all=round(sum(map(sum, plain_behind)), 4),
         held_up=tier["late"],
     )
     return [
@@ -138,17 +143,14 @@ def judge(
         not parts or found["repeated"] == len(on["lengths_alone"]["tokens"]),
         min(tier["preemptions"], again["preemptions"]) > 0,
         plain["preemptions"] == 0,
-        max(parted, default=0) <= max([TIE, *parted_plain]),
-        len(parted) <= len(parted_plain) + TIES,
+        *near(found),
         tier["late"] > 0,
     ]
 
 
-def _parted(plain: dict[str, Any], other: dict[str, Any]) -> list[float]:
-    """For each answer that differs: how far the best two tokens were apart where they part."""
-    found = []
-    for one, also, *ahead in zip(plain["tokens"], other["tokens"], plain["ahead"], other["ahead"]):
-        if one != also:
-            at = next(at for at, (token, its) in enumerate(zip(one, also)) if token != its)
-            found.append(round(max(answer[at] for answer in ahead), 4))
-    return found
+def near(found: dict[str, Any]) -> list[bool]:
+    """Whether answers to prompts asked together are as good as those of plain vLLM."""
+    return [
+        max(found["behind"]) <= max([NEAR, *found["plain_behind"]]),
+        found["behind_in_all"] <= MORE * found["plain_behind_in_all"] + BESIDES,
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine import gpu_kinds, gpu_states
+from engine import gpu_kinds, gpu_states, untimed_kernels
 
 UNSTEADY = gpu_states.ROUND
 KIND = next(kind for kind in gpu_kinds.KINDS if kind.name == "states: Mamba 2")
@@ -22,8 +23,7 @@ def side(**outgrown: Any) -> dict[str, Any]:
     """What an engine has answered."""
     about = {"runner": "r", "scheduler": "Scheduler", "groups": 2}
     answers = {
-        "tokens": [[1, 2, 3], [4, 5, 6]], "ahead": [[1.0, 1.0, 1.0], [1.0, 0.05, 1.0]],
-        "preemptions": 0, "late": 0, "tier": {"loaded": 0},
+        "tokens": [[1, 2, 3], [4, 5, 6]], "preemptions": 0, "late": 0, "tier": {"loaded": 0},
     }  # fmt: skip
     return {
         "setup": about,
@@ -44,6 +44,12 @@ def few(**outgrown: Any) -> dict[str, Any]:
     return side(**{"preemptions": 2, **outgrown})
 
 
+def scores(tier: list[float] | None = None, plain: list[float] | None = None) -> dict[str, Any]:
+    """How far tokens of their answers are behind the likeliest ones; one answer of each is told."""
+    behind = [[answer or [0.0], [0.0, 0.03]] for answer in (tier, plain)]
+    return {"outgrown_behind_the_best": {"behind": behind}}
+
+
 def test_each_kind_of_state_is_played_with_both_runners() -> None:
     chosen = gpu_kinds.chosen(["v1", "v2"], ["states:"], 1)
     assert [(runner, kind.name) for runner, kind in chosen] == [
@@ -60,6 +66,32 @@ def test_each_kind_of_state_is_played_with_both_runners() -> None:
     ]
 
 
+def test_engines_take_a_kernels_first_configuration_and_measure_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    autotuner = pytest.importorskip("triton.runtime.autotuner")
+
+    class Kernel:
+        fn = staticmethod(lambda n: n)
+
+        def run(self, *args: int, **configuration: int) -> dict[str, int]:
+            return configuration
+
+    def measured(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("a configuration was measured")
+
+    monkeypatch.setattr(autotuner.Autotuner, "prune_configs", autotuner.Autotuner.prune_configs)
+    monkeypatch.setattr(autotuner.Autotuner, "_bench", measured)
+    configurations = [autotuner.Config({"BLOCK": block}) for block in (16, 32)]
+    tuned = autotuner.Autotuner(Kernel(), ("n",), configurations, ["n"], None, None)
+    with pytest.raises(AssertionError, match="measured"):
+        tuned.run(3)
+    untimed_kernels.install()
+    assert tuned.run(3)["BLOCK"] == 16
+    asked = gpu_kinds._environment("0", "v1", KIND, tier=False, few=False)
+    assert asked["TEST_UNTIMED_KERNELS"] == "1"
+
+
 @pytest.fixture
 def one_prompt_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_states, "ROUND", 1)
@@ -68,7 +100,7 @@ def one_prompt_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("one_prompt_a_round")
 def test_where_hits_end_within_blocks_plain_vllm_has_longer_ones() -> None:
     kind = replace(KIND, parts=True)
-    sides = side(), tier(), few()
+    sides = side(), tier(), few(), scores()
     for one in sides:
         one["lengths_alone"] = {"tokens": [[1], [1]], "cached": 640}
     assert gpu_kinds.compare("v1", kind, *sides)["outcome"] == "failed"
@@ -92,7 +124,7 @@ def test_where_plain_vllm_does_not_repeat_its_answers_the_tier_gives_one_of_them
     plain: list[list[int]], its: list[list[int]], repeated: int, right: tuple[bool, bool]
 ) -> None:
     """And its own first ones where hits of plain vLLM alone end within blocks."""
-    sides = side(), tier(), few()
+    sides = side(), tier(), few(), scores()
     for parts, good in zip((False, True), right):
         sides[0]["lengths_alone"] = {"tokens": plain, "cached": 700 if parts else 640}
         sides[1]["lengths_alone"] = {"tokens": its, "cached": 640}
@@ -104,11 +136,11 @@ def test_where_plain_vllm_does_not_repeat_its_answers_the_tier_gives_one_of_them
 def test_beside_drafts_some_must_be_accepted() -> None:
     for accepted, outcome in ((3, "passed"), (0, "failed")):
         on = {**tier(), "guesses_alone": {"counted": [[0, 9, 3], [0, 9, accepted]]}}
-        assert gpu_kinds.compare("v1", KIND, side(), on, few())["outcome"] == outcome
+        assert gpu_kinds.compare("v1", KIND, side(), on, few(), scores())["outcome"] == outcome
 
 
 def test_answers_must_be_equal_and_what_was_seen_is_told() -> None:
-    found = gpu_kinds.compare("v1", KIND, side(), tier(), few())
+    found = gpu_kinds.compare("v1", KIND, side(), tier(), few(), scores())
     assert found["outcome"] == "passed" and found["answers_equal"] == found["answers"] == 2
     assert (found["blocks_loaded"], found["preemptions"], found["held_up"]) == (7, 3, 9)
     assert (found["outgrown"], found["outgrown_equal"], found["cached"]) == (2, 2, [640, 640])
@@ -117,9 +149,7 @@ def test_answers_must_be_equal_and_what_was_seen_is_told() -> None:
 @pytest.mark.parametrize(
     ("off", "on", "outcome"),
     [
-        (side(), tier(tokens=[[1, 2, 3], [4, 9, 9]], ahead=[[1.0] * 3, [1.0, 0.02, 1.0]]), True),
-        (side(), tier(tokens=[[1, 2, 3], [4, 9, 9]], ahead=[[1.0] * 3, [1.0, 0.2, 1.0]]), False),
-        (side(), tier(tokens=[[1, 9, 3], [4, 5, 6]]), False),
+        (side(), tier(tokens=[[1, 2, 3], [4, 9, 9]]), True),
         (side(), tier(preemptions=0), False),
         (side(preemptions=1), tier(), False),
         (side(), tier(late=0), False),
@@ -128,12 +158,12 @@ def test_answers_must_be_equal_and_what_was_seen_is_told() -> None:
         (side(), {**tier(), "lengths_alone": {"tokens": [[1], [3]], "cached": 640}}, False),
     ],
     ids=[
-        "a tie", "a tie of one side", "another answer", "no preemption", "a full GPU beside it",
+        "another answer together", "no preemption", "a full GPU beside it",
         "nothing held up", "nothing loaded", "other hits", "another answer alone",
     ],
 )  # fmt: skip
 def test_what_must_hold(off: dict[str, Any], on: dict[str, Any], outcome: bool) -> None:
-    found = gpu_kinds.compare("v2", KIND, off, on, few())
+    found = gpu_kinds.compare("v2", KIND, off, on, few(), scores())
     assert found["outcome"] == ("passed" if outcome else "failed")
 
 
@@ -149,7 +179,7 @@ def test_first_answers_are_counted_where_plain_vllm_does_not_repeat_them(
     """Of three answers one is of the first round."""
     kind = next(kind for kind in gpu_kinds.KINDS if kind.name == "states: linear attention")
     assert kind.unsteady == UNSTEADY
-    sides = side(), tier(), few()
+    sides = side(), tier(), few(), scores()
     for one in sides:
         one["lengths_alone"] = {"tokens": [[1], [2], [3]], "cached": 640}
     for at in other:
@@ -160,26 +190,49 @@ def test_first_answers_are_counted_where_plain_vllm_does_not_repeat_them(
     assert (found["first"], found["plain_first_equal"], found["first_equal"]) == (1, 1, first)
 
 
-def test_many_ties_are_no_ties_but_where_plain_vllm_has_as_many() -> None:
-    close = [[0.01] * 3] * 3
-    off, again = (make(tokens=[[1, 2, 3]] * 3, ahead=close) for make in (side, few))
-    on = tier(tokens=[[1, 2, 4]] * 3, ahead=close)
-    assert gpu_kinds.compare("v1", KIND, off, on, again)["outcome"] == "failed"
-    again["outgrown"]["tokens"] = [[1, 2, 3]] * 2 + [[1, 4, 3]]
-    found = gpu_kinds.compare("v1", KIND, off, on, again)
-    assert found["outcome"] == "passed"
-    assert (found["parted_at"], found["plain_parted_at"]) == ([0.01] * 3, [0.01])
+@pytest.mark.parametrize(
+    ("its", "plain", "outcome"),
+    [
+        ([0.19], [0.0], True),
+        ([0.21], [0.0], False),
+        ([0.21], [0.22], True),
+        ([0.1] * 10, [0.0], True),
+        ([0.1] * 11, [0.0], False),
+        ([0.1] * 15, [0.1] * 4, True),
+    ],
+    ids=["rounding", "a token", "a token of plain's", "many", "too many", "as many as plain's"],
+)
+def test_answers_together_are_about_as_near_to_the_likeliest_as_those_of_plain_vllm(
+    its: list[float], plain: list[float], outcome: bool
+) -> None:
+    found = gpu_kinds.compare("v1", KIND, side(), tier(), few(), scores(its, plain))
+    assert (found["outcome"] == "passed") == outcome
+    assert (found["behind"], found["plain_behind"]) == ([max(its), 0.03], [max(plain), 0.03])
+    assert found["behind_in_all"] == pytest.approx(sum(its) + 0.03)
 
 
-def test_an_answer_may_part_where_plain_vllm_has_parted() -> None:
-    on = tier(tokens=[[1, 2, 3], [4, 9, 9]], ahead=[[1.0] * 3, [1.0, 0.2, 1.0]])
-    off = side(ahead=[[1.0] * 3, [1.0, 0.2, 1.0]])
-    for apart, outcome in ((0.2, "passed"), (0.15, "failed")):
-        again = few(tokens=[[1, 2, 3], [4, 8, 8]], ahead=[[1.0] * 3, [1.0, apart, 1.0]])
-        again["outgrown"]["ahead"][1][1] = apart
-        plain = side(ahead=[[1.0] * 3, [1.0, apart, 1.0]])
-        assert gpu_kinds.compare("v1", KIND, plain, on, again)["outcome"] == outcome
-    assert gpu_kinds.compare("v1", KIND, off, on, few(preemptions=0))["outcome"] == "failed"
+def test_plain_vllm_must_have_been_pressed_as_well() -> None:
+    again = few(preemptions=0)
+    assert gpu_kinds.compare("v1", KIND, side(), tier(), again, scores())["outcome"] == "failed"
+
+
+def test_plain_vllm_computes_the_answers_of_both_engines_with_few_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(gpu_kinds, "play", lambda *given, **sides: asked.append((*given, sides)))
+    sides: list[Future[dict[str, Any]]] = [Future(), Future()]
+    sides[0].set_result(tier())
+    sides[1].set_result({"error": "ended"})
+    kind = replace(KIND, engine={**KIND.engine, "speculative_config": {"method": "mtp"}})
+    gpu_kinds._score((Path("/models"), "0", "v1", kind), sides)
+    ((folder, gpus, runner, scoring, which),) = asked
+    assert (folder, gpus, runner) == (Path("/models"), "0", "v1")
+    assert which == {"tier": False, "few": False}
+    assert scoring.scenarios == ["outgrown_behind_the_best"] and scoring.engine == KIND.engine
+    told = gpu_kinds._environment("0", "v1", scoring, **which)
+    assert json.loads(told["TEST_ANSWERS"]) == [[[1, 2, 3], [4, 5, 6]], []]
+    assert told["TEST_UNTIMED_KERNELS"] == "1"
 
 
 def test_that_plain_vllm_ends_is_no_fault_of_the_tier() -> None:
