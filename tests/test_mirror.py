@@ -73,6 +73,7 @@ ACROSS = {
     "test_budgets.py",
     "test_constants.py",
     "test_costs.py",
+    "test_warm.py",
     "test_docs.py",
     "test_environment.py",
     "test_layers.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -45,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 class Engines:
     """Starts engines on the tiny model; the same arguments give the same run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shared: Path) -> None:
         self._folder = folder
         self.model = str(model.write_model(folder / "model"))
         self.windows = str(model.write_model(folder / "windows", window=2 * model.CHUNK))
@@ -53,7 +54,7 @@ class Engines:
         self.loras = [str(model.write_lora(folder / f"lora{i}", seed=i)) for i in (1, 2)]
         self._run = lru_cache(maxsize=None)(self._run_once)
         self.architecture = lru_cache(maxsize=None)(self._write_architecture)
-        self._warm = engines.WarmProcesses()
+        self.warm = engines.WarmProcesses(shared)
 
     def _write_architecture(self, kind: str) -> str:
         """A model of another architecture than Llama's."""
@@ -89,7 +90,7 @@ class Engines:
 
     def close(self) -> None:
         """End the processes that engines were forked from."""
-        self._warm.close()
+        self.warm.close()
 
     def off(
         self, scenarios: list[str], engine: dict | None = None, fresh: bool = False, **env: str
@@ -127,7 +128,7 @@ class Engines:
     ) -> engines.Run:
         arguments = {"model": self.model, **dict(engine)}
         switches = None if tier is None else dict(tier)
-        warm = None if fresh else self._warm
+        warm = None if fresh else self.warm
         run = engines.run(list(scenarios), arguments, switches, late, way, warm, **dict(env))
         report.add_run(run, tiered=tier is not None)
         return run
@@ -154,7 +155,9 @@ def _how_it_was_played(
 @pytest.fixture(scope="session")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """Real engines on a tiny model."""
-    made = Engines(tmp_path_factory.mktemp("engines"))
+    base = tmp_path_factory.getbasetemp()  # each worker of pytest-xdist has one in the same folder
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    made = Engines(tmp_path_factory.mktemp("engines"), shared)
     yield made
     made.close()
 

@@ -3,8 +3,9 @@
 Run in a process of its own, by `engines.run`: ``driver.py SPEC``, where SPEC is JSON with
 ``engine`` (arguments of `vllm.LLM`), ``scenarios`` (names in `scenarios`), ``late`` (how late
 copies happen, see `late_copies`; 0: at once; ``layers`` or ``deaf to N``: see `late_layers`) and
-``way`` (see `engines.run`). ``driver.py --warm IN OUT`` is for `warm`: it imports vLLM, and forks
-a process for each line of the file descriptor IN.
+``way`` (see `engines.run`). ``driver.py --warm SOCKET`` is for `warm`: it imports vLLM, and forks a
+process for each line that comes in by the file descriptor SOCKET, for an engine, or for a server
+where a line has ``argv``, words behind ``vllm``.
 """
 
 from __future__ import annotations
@@ -15,19 +16,24 @@ import gc
 import importlib
 import json
 import os
+import socket
 import sys
 import time
 import traceback
 from typing import Any
 
 import few_cores
+import forking
 import release
 import ways
 
-# What an engine imports when it is started.
+# What an engine or a server imports when it is started.
 _LATER = (
     "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.entrypoints.cli.main",
+    "vllm.entrypoints.cli.serve",
     "vllm.entrypoints.launchers.cli_args",
+    "vllm.entrypoints.openai.api_server",
     "vllm.model_executor.layers.quantization.compressed_tensors.utils",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.model_loader",
@@ -64,8 +70,13 @@ def main() -> None:
     before_vllm()
     if sys.argv[1] == "--warm":
         warm_up()
-        spec = serve(int(sys.argv[2]), int(sys.argv[3]))
-        _exit(0 if spec is None else _status_of(spec))
+        asked = forking.Forking(socket.socket(fileno=int(sys.argv[2]))).serve()
+        if asked is None or "argv" not in asked["spec"]:
+            _exit(0 if asked is None else _status_of(become(asked)))
+        spec = become(asked)
+        few_cores.compile_nothing()
+        run_command(spec["argv"])
+        return
     play(json.loads(sys.argv[1]))
     if "TEST_LEAVES_THREADS" in os.environ:
         _exit(0)  # a neighbour's threads, LMCache's for one, keep Python from ending
@@ -98,6 +109,23 @@ def warm_up() -> None:
 
 def _stay_frozen() -> None:
     """What is done in place of taking back what was left out of collections."""
+
+
+def run_command(words: list[str]) -> None:
+    """Run ``vllm WORDS``, a server that forks its engine cores and workers.
+
+    API servers are spawned: vLLM leaves no choice there. TEST_LATE: how late copies happen, see
+    `late_copies`. TEST_HANG: see `hung_copies`.
+    """
+    if late := int(os.environ.get("TEST_LATE", "0")):
+        _let_copies_be_late(late)
+    if "TEST_HANG" in os.environ:
+        import hung_copies
+
+        hung_copies.install()
+    change_platform(async_scheduling=False, fork_workers=True)
+    sys.argv = ["vllm", *words]
+    importlib.import_module("vllm.entrypoints.cli.main").main()
 
 
 def _status_of(spec: dict[str, Any]) -> int:
@@ -236,22 +264,6 @@ def _import_vllm() -> None:
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
     ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
-
-
-def serve(requests: int, answers: int) -> dict[str, Any] | None:
-    """Fork for each line ``{"spec", "env", "log"}``; answers with the child's pid, then its status.
-
-    Returns in a child what it has to play, and None in the parent after the last line.
-    """
-    with os.fdopen(requests) as lines, os.fdopen(answers, "w", buffering=1) as out:
-        print("ready", file=out)
-        for line in lines:
-            pid = os.fork()
-            if pid == 0:
-                return become(json.loads(line))
-            print(pid, file=out)
-            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=out)
-    return None
 
 
 def become(asked: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import release, ways
-from engine.warm import WarmProcess
+from engine.warm import Forked, WarmProcess
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -150,20 +150,37 @@ def _command(
 
 
 class WarmProcesses:
-    """Two processes to fork from, plain vLLM's and one with the tier; started when needed."""
+    """Two processes to fork from, plain vLLM's and one with the tier; started when needed.
 
-    def __init__(self) -> None:
+    Args:
+        folder: of the tests that share them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._started: dict[bool, WarmProcess] = {}
 
     def play(
         self, spec: dict[str, Any], tier: dict[str, str] | None, extra: dict[str, str]
     ) -> tuple[int, str]:
         """Exit status and log of an engine forked from the right one."""
-        tiered = tier is not None
+        warm = self._process(tier is not None)
+        return warm.play(spec, {**(tier or {}), **extra}, TIMEOUT_S)
+
+    def start_server(
+        self, words: list[str], env: dict[str, str], log: Path, tiered: bool = True
+    ) -> Forked:
+        """``vllm WORDS`` with these variables; what it prints goes to the file."""
+        found = self._process(tiered).fork({"argv": words}, env, log)
+        assert found is not None, "there is no process to fork from"
+        return found
+
+    def _process(self, tiered: bool) -> WarmProcess:
         if tiered not in self._started:
             command, env = _command("--warm", {} if tiered else None, "command")
-            self._started[tiered] = WarmProcess(command, env, ROOT)
-        return self._started[tiered].play(spec, {**(tier or {}), **extra}, TIMEOUT_S)
+            name = "tier" if tiered else "plain"
+            self._started[tiered] = WarmProcess(command, env, ROOT, self._folder, name)
+        return self._started[tiered]
 
     def close(self) -> None:
         """End them."""

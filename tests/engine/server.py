@@ -28,19 +28,17 @@ class Server(server.Server):
         log: file for what it prints.
         options: of `vllm serve` besides its own.
         tier: KVOFFLOAD_* variables; None: plain vLLM.
-        forked: its engine cores are forked, and do not import vLLM again.
+        warm: what it is forked from, and its engine cores from it; None: it starts as a user's.
     """
 
     def __init__(
         self, model: Path, log: Path, options: list[str], tier: dict[str, str] | None,
-        forked: bool = False,
+        warm: engines.WarmProcesses | None = None,
     ) -> None:  # fmt: skip
         port = server.free_port()
-        forked = forked or bool(ways.chosen())
         through = [sys.executable, "-m", "kvoffload_patch"] if tier is not None else []
-        vllm = [sys.executable, str(Path(__file__).parent / "forked_server.py")]
         command = [
-            *through, *(vllm if forked else ["vllm"]), "serve", str(model),
+            *through, "vllm", "serve", str(model),
             "--host", server.HOST, "--port", str(port),
             "--served-model-name", MODEL, "--dtype", release.dtype(),
             "--max-model-len", str(MAX_TOKENS),
@@ -51,9 +49,18 @@ class Server(server.Server):
         extra.update(few_cores.EAGER)
         extra.update(release.preloaded_names())  # the loader says that there are none
         sizes = {"KVOFFLOAD_CPU_GIB": "0.25"} if tier is not None else {}
-        env = engines.environment(**{**sizes, **(tier or {}), **extra})
+        self._variables = {**sizes, **(tier or {}), **extra}
+        env = engines.environment(**self._variables)
         super().__init__(command, env, port, log, START_LIMIT_S)
-        self._tiered = tier is not None
+        self._warm, self._tiered = warm, tier is not None
+
+    def start(self) -> None:
+        """Start it, and return at once."""
+        if self._warm is None:
+            return super().start()
+        words = self._command[self._command.index("serve") :]
+        forked: Any = self._warm.start_server(words, self._variables, self._log, self._tiered)
+        self._process = forked
 
     def __exit__(self, *raised: Any) -> None:
         """End it, and note how its engines have run."""

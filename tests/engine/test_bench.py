@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from engine import engines, few_cores, release
 from engine.model import write_model
 from sandbox import ROOT
@@ -15,6 +16,7 @@ BLOCK = min(32, release.block_size())
 HISTORY, BLOCKS = 320, 768 // BLOCK
 
 
+@pytest.mark.features
 def test_histories_come_back_with_the_tier_alone(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     words = [

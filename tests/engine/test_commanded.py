@@ -6,7 +6,11 @@ import pytest
 from engine import gpu_answers, release
 
 
-@pytest.mark.parametrize("engine", [{}, {"async_scheduling": True}], ids=["plain", "async"])
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param({}, marks=pytest.mark.features), {"async_scheduling": True}],
+    ids=["plain", "async"],
+)
 def test_answers_are_those_of_plain_vllm_whatever_the_tier_is_told(real, engine, tmp_path):
     off = real.off(["commanded"])["commanded"]
     tier = {"KVOFFLOAD_CPU_GIB": "0.25", "KVOFFLOAD_CONTROL": "1"}

@@ -28,13 +28,13 @@ def connector(policy, beside, fail_every=2, name="FlakyConnector", **more):
 # vLLM 0.32.0 ends by itself at a load within the step that fails; plain vLLM 0.19.1 does at a load
 # beside the step that fails and is not recomputed: it counts the -1 tokens that such a request has.
 PLAYED = [
-    ("recompute", False, False, 0),
+    pytest.param("recompute", False, False, 0, marks=pytest.mark.features),
     ("recompute", False, False, 3),
     ("recompute", True, False, 3),
     ("recompute", True, True, 0),
-    ("fail", False, False, 0),
+    pytest.param("fail", False, False, 0, marks=pytest.mark.features),
     ("fail", False, True, 3),
-    ("fail", True, False, 0),
+    pytest.param("fail", True, False, 0, marks=pytest.mark.features),
 ]
 
 

@@ -9,10 +9,11 @@ import pytest
 
 PARKED = {"KVOFFLOAD_LOAD_MODE": "parked"}
 ASYNC = {"async_scheduling": True}
+BOTH = [pytest.param({}, marks=pytest.mark.features), ASYNC]
 PLAYED = ["conversations", "twins", "setup"]
 
 
-@pytest.mark.parametrize("engine", [{}, ASYNC], ids=["parked", "parked-async"])
+@pytest.mark.parametrize("engine", BOTH, ids=["parked", "parked-async"])
 def test_parked_loads_that_fail_are_recomputed(plain, real, engine):
     run = real.on(PLAYED, tier=PARKED, engine=engine, TEST_FAIL_LOADS="3")
     off, on = plain["conversations"], run["conversations"]
@@ -23,7 +24,7 @@ def test_parked_loads_that_fail_are_recomputed(plain, real, engine):
     assert run["setup"]["in_flight"] == (2 if engine else 1)
 
 
-@pytest.mark.parametrize("engine", [{}, ASYNC], ids=["parked", "parked-async"])
+@pytest.mark.parametrize("engine", BOTH, ids=["parked", "parked-async"])
 def test_no_parked_load_ever_works(plain, real, engine):
     run = real.on(["conversations"], tier=PARKED, engine=engine, TEST_FAIL_LOADS="1")
     on = run["conversations"]
@@ -31,7 +32,7 @@ def test_no_parked_load_ever_works(plain, real, engine):
     assert on["tier"]["loaded"] == 0 and on["tier"]["failed"] > 0
 
 
-@pytest.mark.parametrize("engine", [{}, ASYNC], ids=["inline", "inline-async"])
+@pytest.mark.parametrize("engine", BOTH, ids=["inline", "inline-async"])
 def test_a_load_that_its_step_waits_for_ends_the_engine(real, engine):
     """It would have to take back what others have computed upon it, and perhaps given away."""
     run = real.on(["conversations"], tier={}, engine=engine, TEST_FAIL_LOADS="3")

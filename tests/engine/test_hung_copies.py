@@ -27,8 +27,15 @@ APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TEST_FORK_WORKERS": "1"}
 WORKERS, ONE_PROCESS = APART, {**APART, "TEST_UNIPROC": "1"}
 
 
-@pytest.mark.parametrize("where", ["device", "output", "driver"])
-@pytest.mark.parametrize("processes", [WORKERS, ONE_PROCESS], ids=["workers", "one process"])
+@pytest.mark.parametrize(
+    ("processes", "where"),
+    [
+        pytest.param(processes, where, id=f"{name}-{where}", marks=marks)
+        for name, processes in {"workers": WORKERS, "one process": ONE_PROCESS}.items()
+        for where in ("device", "output", "driver")
+        for marks in [[pytest.mark.features] if name == "workers" and where != "device" else []]
+    ],
+)
 def test_who_waits_for_it_hears_that_the_engine_is_dead(
     real: Any, processes: dict[str, str], where: str
 ) -> None:
@@ -87,7 +94,7 @@ OPTIONS = ["--num-gpu-blocks-override", "24", "--block-size", "32", "--max-num-s
 def test_a_server_is_not_healthy_any_more_and_ends(real: Any, tmp_path: Path) -> None:
     log, prompts = tmp_path / "log", [list(range(at, at + 300)) for at in range(3, 9)]
     hang = {"TEST_HANG": "load 1 device"}
-    with Server(Path(real.model), log, OPTIONS, hang, forked=True) as server:
+    with Server(Path(real.model), log, OPTIONS, hang, real.warm) as server:
         for prompt in prompts:
             server.ask(prompt, 1)
         heard: list[Any] = []

@@ -64,15 +64,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_pause_keeps_the_tier_and_one_that_clears_the_cache_empties_it(
-    model: Path, tmp_path: Path
+    real: Any, model: Path, tmp_path: Path
 ) -> None:
     asked = prompts(5, 4)
     runtime = {
         "XDG_RUNTIME_DIR": str(tmp_path), "KVOFFLOAD_CONTROL": "1", "VLLM_SERVER_DEV_MODE": "1",
     }  # fmt: skip
-    with Server(model, tmp_path / "plain", SMALL, None, forked=True) as plain:
+    with Server(model, tmp_path / "plain", SMALL, None, real.warm) as plain:
         short, long = texts(plain, asked), texts(plain, asked, LONG)
-    with Server(model, tmp_path / "log", SMALL, runtime, forked=True) as server:
+    with Server(model, tmp_path / "log", SMALL, runtime, real.warm) as server:
         folder = tmp_path / "kvoffload"
         (engine,) = [one for one in client.find(runtime) if one.path.parent == folder]
 

@@ -160,7 +160,10 @@ REPLACED = {
 }
 
 
-@pytest.mark.parametrize("what", REPLACED)
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(w, marks=[] if w == "engine core" else [pytest.mark.features]) for w in REPLACED],
+)
 def test_a_function_that_others_have_replaced_without_strict_serves_plain_vllm(
     real, conversations, what
 ):

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.forked_servers import Server, WarmServer
+from engine.engines import WarmProcesses
+from engine.forked_servers import Server
 from engine.shared_memory import files_left
 
 from kvoffload_patch.control import client
@@ -48,16 +49,15 @@ LIMIT_S = 2 * signals.LIMIT_S
 class Trials:
     """One trial for each case, and what they left."""
 
-    def __init__(self, folder: Path, runtime: Path, model: Path) -> None:
-        self._folder, self._model = folder, model
+    def __init__(self, folder: Path, runtime: Path, model: Path, warm: WarmProcesses) -> None:
+        self._folder, self._model, self._warm = folder, model, warm
         self._choosing, self._ports = threading.Lock(), set[int]()
         before = watch.files_left()
-        env = {
+        self._env = {
             "XDG_RUNTIME_DIR": str(runtime), "KVOFFLOAD_CONTROL": "1",
             "KVOFFLOAD_CPU_GIB": "0.05", "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         }  # fmt: skip
-        self._warm = WarmServer(folder / "warm.log", **env)
-        with self._warm, ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
             self.found = dict(zip(NAMES, pool.map(self._trial, CASES)))
         self.sockets = [path.name for path in runtime.rglob("*.sock")]
         client.find({"XDG_RUNTIME_DIR": str(runtime)})  # as any command of ours
@@ -90,7 +90,7 @@ class Trials:
         """One with a port that none beside it has; a port is free until a server listens on it."""
         with self._choosing:
             while True:
-                server = Server(self._warm, self._model, log, ranks=2)
+                server = Server(self._warm, self._model, log, self._env, ranks=2)
                 if server.port not in self._ports:
                     self._ports.add(server.port)
                     return server
@@ -115,7 +115,8 @@ class Trials:
 @pytest.fixture(scope="module")
 def trials(real: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
     with tempfile.TemporaryDirectory() as runtime:  # a socket's path is short
-        yield Trials(tmp_path_factory.mktemp("signals"), Path(runtime), Path(real.model))
+        folder = tmp_path_factory.mktemp("signals")
+        yield Trials(folder, Path(runtime), Path(real.model), real.warm)
 
 
 @pytest.mark.parametrize("name", NAMES)

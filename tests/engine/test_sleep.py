@@ -34,7 +34,7 @@ def check(on, off) -> None:
 @pytest.mark.parametrize(
     ("engine", "tier", "late", "env"),
     [
-        ({}, {}, 0, {}),
+        pytest.param({}, {}, 0, {}, marks=pytest.mark.features),
         ({}, {"KVOFFLOAD_STORE": "auto", "KVOFFLOAD_LOAD_MODE": "parked"}, 3, {}),
         ({"async_scheduling": True}, {}, 3, {}),
         (TP, {}, 0, FORKED),

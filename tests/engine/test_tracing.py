@@ -82,11 +82,12 @@ def test_a_server_that_traces_has_a_span_of_the_tier_in_each_trace(
     assert [span.attributes["kvoffload.hit_tokens"] for span in ours] == [0, 0, 0, FULL]
 
 
+@pytest.mark.features
 def test_without_vllms_tracing_the_tier_sends_none(model: Path, tmp_path: Path) -> None:
     """Though the engine core has a tracer: this variable makes vLLM tell how it started."""
     with Collector() as collector:
         env = {**AT_ONCE, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": collector.endpoint}
-        with Server(model, tmp_path / "log", SMALL, env, forked=True) as server:
+        with Server(model, tmp_path / "log", SMALL, env) as server:
             ask(server)
             hits = figure(server)
     assert hits == FULL, "the tier is there"

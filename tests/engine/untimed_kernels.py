@@ -1,7 +1,7 @@
 """Triton's kernels take the first of their configurations, in place of the one measured fastest.
 
-Each process measures for itself, beside others that use the GPU, and so may take other ones; a sum
-in blocks of another size rounds otherwise. Engines whose answers are compared must compute alike.
+Engines that start side by side each measure, while the others use the GPU, and may take other ones;
+a sum in blocks of another size rounds otherwise. Engines that are compared must compute alike.
 """
 
 from __future__ import annotations

@@ -1,50 +1,48 @@
 """Processes that have imported vLLM, and fork an engine's process when one is asked for.
 
 Importing vLLM takes most of the time of an engine's start. What a fork shares with the next one is
-modules, the tier's patches among them if it is on; an engine is built after the fork.
+modules, the tier's patches among them if it is on; an engine is built after the fork. Workers of
+pytest-xdist share such a process: who needs it first starts it, and it ends with the last of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import tempfile
-import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from engine.forking import READY
+
 
 class WarmProcess:
-    """A `driver` that waits for something to play.
+    """A `driver` that waits for something to play, of this process or shared with others.
 
     Args:
-        command: starts `driver --warm`; two file descriptors are added to it.
+        command: starts `driver --warm`; a file descriptor is added to it.
         env: its environment.
+        folder: whose processes share it; what it prints goes to a file there.
+        name: of the process there.
     """
 
-    def __init__(self, command: list[str], env: dict[str, str], cwd: Path) -> None:
-        self._lock = threading.Lock()
-        self._log = tempfile.NamedTemporaryFile("r+", suffix=".log")  # noqa: SIM115
-        requests, to_driver = os.pipe()
-        from_driver, answers = os.pipe()
-        self._process = subprocess.Popen(
-            [*command, str(requests), str(answers)],
-            env=env,
-            cwd=cwd,
-            pass_fds=(requests, answers),
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-        )
-        os.close(requests)
-        os.close(answers)
-        self._to_driver = os.fdopen(to_driver, "w", buffering=1)
-        self._from_driver = os.fdopen(from_driver, "rb", buffering=0)
-        self._ready = False
+    def __init__(
+        self, command: list[str], env: dict[str, str], cwd: Path, folder: Path, name: str
+    ) -> None:
+        self._folder, self._name, self._log = folder, name, folder / f"{name}.log"
+        self._started: subprocess.Popen[bytes] | None = None
+        with self._alone():
+            self._lease = self._connected()
+            if self._lease is None:
+                self._start(command, env, cwd)
+                self._lease = self._connected()
 
     def play(self, spec: dict[str, Any], env: dict[str, str], timeout_s: float) -> tuple[int, str]:
         """Play on a new engine; its exit status and what it printed.
@@ -52,45 +50,107 @@ class WarmProcess:
         Args:
             env: variables that this engine has besides those of the warm process.
         """
-        with self._lock, tempfile.NamedTemporaryFile("r", suffix=".log") as log:
-            if not self._is_ready(timeout_s):
-                return self._process.wait(), self._text()
-            self._to_driver.write(json.dumps({"spec": spec, "env": env, "log": log.name}) + "\n")
-            pid = int(self._answer(timeout_s) or 0)
-            status = self._answer(timeout_s)
-            if status is None:
-                os.killpg(pid, signal.SIGKILL)
-                self._answer(timeout_s)
-                raise TimeoutError(f"an engine took {timeout_s} s:\n{log.read()[-4000:]}")
-            # Workers that an engine has left behind would hold its memory.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-            return int(status), log.read()
+        with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
+            forked = self.fork(spec, env, log.name)
+            if forked is None:
+                status = self._started.wait() if self._started else None
+                return status or 1, self._log.read_text()
+            try:
+                return forked.wait(timeout_s), log.read()
+            except subprocess.TimeoutExpired:
+                said = log.read()[-4000:]
+                raise TimeoutError(f"an engine took {timeout_s} s:\n{said}") from None
+            finally:
+                # Workers that an engine has left behind would hold its memory.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(forked.pid, signal.SIGKILL)
+
+    def fork(self, spec: dict[str, Any], env: dict[str, str], log: str | Path) -> Forked | None:
+        """Start a child with this to do; None: there is no warm process."""
+        connection = self._connected() if self._lease else None
+        if connection is None:
+            return None
+        asked = {"spec": spec, "env": env, "log": str(log)}
+        connection.sendall(json.dumps(asked).encode() + b"\n")
+        return Forked(connection)
 
     def close(self) -> None:
-        """End it."""
-        self._to_driver.close()
-        self._process.wait()
-        self._from_driver.close()
-        self._log.close()
+        """End it, once nobody else uses it."""
+        if self._lease:
+            self._lease.close()
+        if self._started:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # others go on with it
+                self._started.wait(1)
 
-    def _is_ready(self, timeout_s: float) -> bool:
-        if not self._ready:
-            self._ready = self._answer(timeout_s) == "ready"
-        return self._ready
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        with (self._folder / f"{self._name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
-    def _answer(self, timeout_s: float) -> str | None:
-        """The next line; None if there is none in time, or never."""
-        line = b""
-        while not line.endswith(b"\n"):
-            if not select.select([self._from_driver], [], [], timeout_s)[0]:
-                return None
-            byte = self._from_driver.read(1)
-            if not byte:
-                return None
-            line += byte
-        return line.decode().strip()
+    @contextlib.contextmanager
+    def _address(self) -> Iterator[str]:
+        """A short one: a socket's path has 108 bytes at most."""
+        folder = os.open(self._folder, os.O_PATH | os.O_DIRECTORY)
+        try:
+            yield f"/proc/self/fd/{folder}/{self._name}.sock"
+        finally:
+            os.close(folder)
 
-    def _text(self) -> str:
-        self._log.seek(0)
-        return self._log.read()
+    def _start(self, command: list[str], env: dict[str, str], cwd: Path) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with listener, self._address() as address, self._log.open("wb") as log:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(address)
+            listener.bind(address)
+            listener.listen(64)
+            self._started = subprocess.Popen(
+                [*command, str(listener.fileno())], env=env, cwd=cwd,
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def _connected(self) -> socket.socket | None:
+        """A connection to the process, once it is ready; None: there is none, or it has ended."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with contextlib.suppress(OSError), self._address() as address:
+            connection.connect(address)
+            if connection.recv(len(READY), socket.MSG_WAITALL) == READY:
+                return connection
+        connection.close()
+        return None
+
+
+class Forked:
+    """A forked process, with what is used of `subprocess.Popen`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lines = connection.makefile("r")
+        self.pid = int(self._lines.readline())
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status, once it has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The same; waits for it.
+
+        Raises:
+            TimeoutExpired: it has not ended in time.
+        """
+        if self._status is None:
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            self._status = int(self._lines.readline())
+            self._lines.close()
+            self._connection.close()
+        return self._status
+
+    def terminate(self) -> None:
+        """Ask it to end, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
