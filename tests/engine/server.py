@@ -37,8 +37,10 @@ class Server(server.Server):
     ) -> None:  # fmt: skip
         port = server.free_port()
         through = [sys.executable, "-m", "kvoffload_patch"] if tier is not None else []
+        # In a chosen way its engine cores are to have what the CPU's platform turns off.
+        forking = [sys.executable, str(Path(__file__).parent / "forked_server.py")]
         command = [
-            *through, "vllm", "serve", str(model),
+            *through, *(forking if ways.chosen() else ["vllm"]), "serve", str(model),
             "--host", server.HOST, "--port", str(port),
             "--served-model-name", MODEL, "--dtype", release.dtype(),
             "--max-model-len", str(MAX_TOKENS),

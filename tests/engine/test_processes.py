@@ -160,10 +160,8 @@ REPLACED = {
 }
 
 
-@pytest.mark.parametrize(
-    "what",
-    [pytest.param(w, marks=[] if w == "engine core" else [pytest.mark.features]) for w in REPLACED],
-)
+@pytest.mark.features
+@pytest.mark.parametrize("what", REPLACED)
 def test_a_function_that_others_have_replaced_without_strict_serves_plain_vllm(
     real, conversations, what
 ):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import release, ways
+from engine import release
 from engine.model import write_model
 from engine.server import MAX_TOKENS, Server
 
@@ -86,7 +86,7 @@ def test_figures_of_every_engine_are_on_metrics_and_agree(
     num_engines = 2 if "--data-parallel-size" in options else 1
     runtime = {"XDG_RUNTIME_DIR": str(tmp_path), "KVOFFLOAD_CONTROL": "1"}
     runtime |= release.environment(num_engines)  # a rank each
-    warm = None if kind == "one" and not ways.chosen() else real.warm
+    warm = None if kind == "one" else real.warm
     with Server(model, tmp_path / "log", [*SMALL, *options], runtime, warm) as server:
         at_start = wait_for(server, "kvoffload_tier_state on", num_engines)
         answers = [[server.ask(prompt) for prompt in asked] for _ in range(4)]
