@@ -31,9 +31,10 @@ def replace_kernels_once() -> None:
     """
     from vllm.platforms import current_platform
 
-    if hasattr(current_platform, "register_triton_kernel_overrides"):
+    kind = type(current_platform)  # the object itself says None to any name
+    if hasattr(kind, "register_triton_kernel_overrides"):
         current_platform.register_triton_kernel_overrides()
-        type(current_platform).register_triton_kernel_overrides = lambda *_: None
+        kind.register_triton_kernel_overrides = lambda *_: None
 
 
 def wait_asleep() -> None:
