@@ -73,7 +73,6 @@ ACROSS = {
     "test_budgets.py",
     "test_constants.py",
     "test_costs.py",
-    "test_warm.py",
     "test_docs.py",
     "test_environment.py",
     "test_layers.py",
@@ -84,6 +83,7 @@ ACROSS = {
     "test_unused.py",
     "transfer/backends/test_backends.py",
     "transfer/backends/test_checksums.py",
+    "test_warm.py",
 }
 
 # Folders of tests that do not mirror the package: what they run is all of it, or scripts/.

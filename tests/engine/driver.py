@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 import few_cores
 import forking
@@ -71,9 +71,11 @@ def main() -> None:
     if sys.argv[1] == "--warm":
         warm_up()
         asked = forking.Forking(socket.socket(fileno=int(sys.argv[2]))).serve()
-        if asked is None or "argv" not in asked["spec"]:
-            _exit(0 if asked is None else _status_of(become(asked)))
+        if asked is None:
+            _exit(0)
         spec = become(asked)
+        if "argv" not in spec:
+            _exit(_status_of(spec))
         few_cores.compile_nothing()
         run_command(spec["argv"])
         return
@@ -139,7 +141,7 @@ def _status_of(spec: dict[str, Any]) -> int:
     return 0
 
 
-def _exit(status: int) -> None:
+def _exit(status: int) -> NoReturn:
     """End as Python would, but for taking every module apart, which takes as long as a start."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

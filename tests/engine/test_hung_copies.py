@@ -30,10 +30,12 @@ WORKERS, ONE_PROCESS = APART, {**APART, "TEST_UNIPROC": "1"}
 @pytest.mark.parametrize(
     ("processes", "where"),
     [
-        pytest.param(processes, where, id=f"{name}-{where}", marks=marks)
-        for name, processes in {"workers": WORKERS, "one process": ONE_PROCESS}.items()
-        for where in ("device", "output", "driver")
-        for marks in [[pytest.mark.features] if name == "workers" and where != "device" else []]
+        pytest.param(WORKERS, "device", id="workers-device"),
+        pytest.param(WORKERS, "output", id="workers-output", marks=pytest.mark.features),
+        pytest.param(WORKERS, "driver", id="workers-driver", marks=pytest.mark.features),
+        pytest.param(ONE_PROCESS, "device", id="one process-device"),
+        pytest.param(ONE_PROCESS, "output", id="one process-output"),
+        pytest.param(ONE_PROCESS, "driver", id="one process-driver"),
     ],
 )
 def test_who_waits_for_it_hears_that_the_engine_is_dead(

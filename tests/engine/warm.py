@@ -22,6 +22,8 @@ from typing import Any
 
 from engine.forking import READY
 
+_READY_S = 400.0  # that importing vLLM may take, on a machine that has much else to do
+
 
 class WarmProcess:
     """A `driver` that waits for something to play, of this process or shared with others.
@@ -53,8 +55,7 @@ class WarmProcess:
         with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
             forked = self.fork(spec, env, log.name)
             if forked is None:
-                status = self._started.wait() if self._started else None
-                return status or 1, self._log.read_text()
+                return self._ended() or 1, self._log.read_text()
             try:
                 return forked.wait(timeout_s), log.read()
             except subprocess.TimeoutExpired:
@@ -78,9 +79,13 @@ class WarmProcess:
         """End it, once nobody else uses it."""
         if self._lease:
             self._lease.close()
-        if self._started:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # others go on with it
-                self._started.wait(1)
+        self._ended()  # or others go on with it
+
+    def _ended(self) -> int | None:
+        """The status of what this object has started, if it ends about now."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._started.wait(1) if self._started else None
+        return None
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -114,8 +119,10 @@ class WarmProcess:
         """A connection to the process, once it is ready; None: there is none, or it has ended."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.suppress(OSError), self._address() as address:
+            connection.settimeout(_READY_S)
             connection.connect(address)
             if connection.recv(len(READY), socket.MSG_WAITALL) == READY:
+                connection.settimeout(None)
                 return connection
         connection.close()
         return None
