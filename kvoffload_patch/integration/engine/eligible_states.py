@@ -29,6 +29,7 @@ STATES_OF_DRAFTS_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.30.0", "cuda"): ("GDN_ATTN",),
     ("0.31.0", "cuda"): ("GDN_ATTN",),
     ("0.32.0", "cpu"): ("GDN_ATTN",),
+    ("0.32.0", "cuda"): ("GDN_ATTN",),
     ("0.33.0", "cpu"): ("GDN_ATTN",),
     ("0.33.0", "cuda"): ("GDN_ATTN",),
 }

@@ -583,8 +583,7 @@ def test_states_are_approved_beside_drafts_where_they_were_shown(
     monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", "0.32.0")
     drafting = states(num_speculative_blocks=2)
     assert check_eligible(config(), drafting) == ()
-    with pytest.raises(TierRefused, match="beside speculative decoding .* on cuda"):
-        check_eligible(config(device="cuda"), drafting)
+    assert check_eligible(config(device="cuda"), drafting) == ()
     drafting.use_v2_model_runner = True
     assert check_eligible(config(), drafting) == ()
     monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", "0.33.0")
@@ -598,6 +597,9 @@ def test_states_are_approved_beside_drafts_where_they_were_shown(
     assert check_eligible(config(), states()) == ()
     with pytest.raises(TierRefused, match="beside speculative decoding .* with 0.30.0 on cpu"):
         check_eligible(config(), drafting)
+    monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", "0.26.0")
+    with pytest.raises(TierRefused, match="beside speculative decoding .* with 0.26.0 on cuda"):
+        check_eligible(config(device="cuda"), drafting)
 
 
 def test_states_that_a_step_leaves_at_its_end_have_any_keys() -> None:
