@@ -67,7 +67,7 @@ def making(
         try:
             yield folder
         except BaseException:
-            os.close(folder)
+            leave(folder)
             raise
         fcntl.flock(folder, fcntl.LOCK_UN)
         return

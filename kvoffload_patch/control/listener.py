@@ -68,7 +68,7 @@ class Listener:
         try:
             os.fchmod(self._socket.fileno(), 0o600)  # its file has this mode from the first
             with folders.making(environ, self._bind) as self._folder:
-                self._socket.listen(BACKLOG)
+                self._listen()
         except BaseException:
             _open.discard(self)
             self._socket.close()
@@ -83,6 +83,13 @@ class Listener:
         folders.remove_stale(folder)
         # Bound and not listening yet it looks stale to others, who do not have the lock.
         self._socket.bind(folders.address(folder, self.name))
+
+    def _listen(self) -> None:
+        try:
+            self._socket.listen(BACKLOG)
+        except BaseException:  # its file would stay until the next engine starts
+            os.unlink(self.name, dir_fd=self._folder)
+            raise
 
     def close(self) -> None:
         """Take the socket away; a question under way may still be answered."""
