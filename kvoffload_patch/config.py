@@ -23,6 +23,7 @@ FALSE = ("0", "false", "no", "off")
 LOAD_MODES = ("auto", "inline", "parked")
 EVICTIONS = tuple(POLICIES)
 STORES = ("auto", "eager", "lazy")
+GPU_PREFIXES = ("whole", "auto")
 COPY_BACKENDS = ("auto", "staged", "direct", "torch")
 INTEGRITIES = ("off", "sample", "full")
 GIB = 1 << 30
@@ -197,6 +198,14 @@ class Settings:
         _count,
         f"a whole number from 1 to {MOST_USES}",
         "how often a block must have been computed, or found on the GPU, before it is stored",
+    )
+    gpu_prefixes: str = _variable(
+        "KVOFFLOAD_GPU_PREFIXES",
+        "whole",
+        _one_of(GPU_PREFIXES),
+        "one of " + ", ".join(GPU_PREFIXES),
+        "what the GPU keeps of a prefix that nobody uses and the tier has: all of it, as vLLM does"
+        " (whole), or its head alone while more is found on the GPU that way (auto)",
     )
     copy_backend: str = _variable(
         "KVOFFLOAD_COPY_BACKEND",

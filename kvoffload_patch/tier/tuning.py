@@ -53,3 +53,20 @@ FIRST_COMPARED_BLOCKS = 64
 # S3-FIFO counts so many uses of a block, for each of which it goes round the main queue once more.
 # As its authors have it (Yang and others, 2023).
 USED_TIMES = 3
+# Uses of blocks between two of the same one are counted in so many parts of the GPU's blocks, up to
+# so many times those; the counts fade to a third while the GPU's blocks are used so many times.
+# Chosen by replays (docs/policies.md, "What the GPU keeps"), as are those below.
+USES_PARTS, USES_TIMES, USES_MEMORY_TIMES = 16, 8, 4
+# A prefix is kept in so many parts or fewer; in fewer if one more use of so many is found that way,
+# in a GPU smaller by one of so many parts: where prefixes come back in turns, one that is a little
+# too small for their heads loses each before it is used again.
+PREFIX_PARTS, PREFIX_LEAD_PARTS, PREFIX_MARGIN_PARTS = 16, 50, 7
+# Of what was not found so far, one of so many parts is taken to be in a cache that is larger than
+# could be seen.
+UNSEEN_PARTS = 2
+# The blocks for heads become those that requests show to be so within about so many of them, and
+# all that nobody uses within so many.
+HEADS_SHOWN_REQUESTS, HEADS_FREE_REQUESTS = 8, 1024
+# No tail is handed out early while more than one of so many parts of the GPU holds nothing. Not
+# measured: blocks that are not full, and those of loads, are fewer as a rule.
+BLANK_PARTS = 8

@@ -379,7 +379,7 @@ def ran_on(machine: dict[str, Any]) -> str:
     )
 
 
-PROBED = ("modelled", "long", "long-eager", "beside", "tuned")
+PROBED = ("modelled", "modelled-heads", "long", "long-eager", "beside", "tuned")
 _BY_NAME: tuple[Callable[[], str | None], ...] = (
     short, served, pairs, conversations, chats, mechanisms, trace, joining, deferred, joins, bound,
     slowest, goals, step, enqueued, pieces, transfer, checksums, ranks, pressure,

@@ -14,6 +14,7 @@ COMMANDS = {
     "public": ("public", "every policy on a published trace, from its file; minutes"),
     "growth": ("growth", "what is kept while the tier grows, on every generated trace; minutes"),
     "loads": ("loads", "load or recompute, and loads ahead of run slots, in figures; minutes"),
+    "heads": ("heads", "heads of prefixes on the GPU beside whole ones; minutes"),
     "scale": ("scale", "what a block costs the engine's thread, up to a million slots"),
     "page": ("page", "write the tables and the picture of docs/policies.md from these"),
 }

@@ -40,6 +40,11 @@ class GpuPool:
             found.append(block)
         return found
 
+    @property
+    def num_cached(self) -> int:
+        """Keys that blocks hold."""
+        return len(self._block_of)
+
     def holds(self, key: Key) -> bool:
         """Whether a block has this key."""
         return key in self._block_of
@@ -96,6 +101,16 @@ class GpuPool:
         of_all = ((block, self.key_of[block]) for block in islice(self.free, count))
         held = [(block, key) for block, key in of_all if key is not None]
         return [block for block, _ in held], [key for _, key in held]
+
+    def hand_out_first(self, blocks: Iterable[int]) -> None:
+        """Of these, those that nobody uses are handed out before all others, the last one first."""
+        for block in blocks:
+            if not self._uses[block]:
+                self.free.move_to_end(block, last=False)
+
+    def block_of(self, key: Key) -> int | None:
+        """The block that has this key."""
+        return self._block_of.get(key)
 
     def make_last(self, block: int) -> None:
         """A block that nobody uses is handed out after all others."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from scripts import ROOT
 from scripts.bench.common import GIB, pyplot, say, table
-from scripts.simulate import growth, loads, public, scale
+from scripts.simulate import growth, heads, loads, public, scale
 from scripts.simulate.sides import OPTIMUM, SIDES
 from scripts.simulate.spread import by_seed, change
 from scripts.simulate.workloads import WORKLOADS
@@ -119,6 +119,11 @@ def while_growing(document: dict[str, Any]) -> str:
     return growth.page(read(growth.RESULTS))
 
 
+def of_heads(document: dict[str, Any]) -> str:
+    """What is found on the GPU that keeps heads of prefixes; it has a result of its own."""
+    return heads.page(read(heads.RESULTS))
+
+
 def sizes(document: dict[str, Any]) -> str:
     """What a block costs in tiers of several sizes; it has a result of its own."""
     return scale.page(read(scale.RESULTS))
@@ -165,6 +170,7 @@ TABLES = {
     "unseen": unseen,
     "public": published,
     "growth": while_growing,
+    "heads": of_heads,
     "scale": sizes,
     "recompute": recompute,
     "ahead": ahead,

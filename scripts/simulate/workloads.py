@@ -92,22 +92,25 @@ def _scan(make: _Maker, rate: float, end: float) -> Iterator[Turns]:
 
 
 def _in_turns(
-    make: _Maker, number: int, end: float, begin: float, pause: float = 240.0
+    make: _Maker, number: int, end: float, begin: float, pause: float = 240.0, part: float = 0.05
 ) -> Iterator[Turns]:
-    """A fixed number of conversations, each with a turn in every ``pause`` seconds."""
+    """A fixed number of conversations, each with a turn in every ``pause`` seconds.
+
+    Or as much more or less as this part of it.
+    """
     for place in range(number):
         if (at := begin + place * pause / number) < end:
-            yield _turns(make, at, end, pause)
+            yield _turns(make, at, end, pause, part)
 
 
-def _turns(make: _Maker, at: float, end: float, pause: float) -> Turns:
+def _turns(make: _Maker, at: float, end: float, pause: float, part: float) -> Turns:
     keys: list[int] = []
     tokens, asked = 0, (8000, 14_000)
     while at < end:
         prompt, answer = tokens + make.length(*asked), make.length(50, 100)
         yield make.request(at, keys, prompt, answer)
         tokens, asked = prompt + answer, (60, 180)
-        at += pause * (0.95 + 0.1 * make.random.random())
+        at += pause * (1 - part + 2 * part * make.random.random())
 
 
 def _merged(sources: Sequence[Iterator[Turns]], end: float) -> list[Request]:
@@ -168,6 +171,20 @@ WORKLOADS: dict[str, tuple[str, Callable[[_Maker, float], list[Iterator[Turns]]]
 }  # fmt: skip
 
 
+# Conversations that take turns, whose blocks are more than the GPU has, and fewer than the tier.
+IN_TURNS: dict[str, tuple[str, Callable[[_Maker, float], list[Iterator[Turns]]]]] = {
+    "turns": ("95 conversations in turns", lambda m, end: [_in_turns(m, 95, end, 0.0, 120.0)]),
+    "turns-apart": (
+        "70 conversations in turns, up to a third sooner or later",
+        lambda m, end: [_in_turns(m, 70, end, 0.0, 120.0, 1 / 3)],
+    ),
+    "turns-chat": (
+        "60 conversations in turns, and others",
+        lambda m, end: [_in_turns(m, 60, end, 0.0, 120.0), _chat(m, 0.15, end)],
+    ),
+}
+
+
 def generate(name: str, seconds: float = 1800.0, seed: int = 0) -> list[Request]:
     """A trace of so many seconds.
 
@@ -175,4 +192,4 @@ def generate(name: str, seconds: float = 1800.0, seed: int = 0) -> list[Request]
         KeyError: there is no workload of this name.
     """
     make = _Maker(seed)
-    return _merged(WORKLOADS[name][1](make, seconds), seconds)
+    return _merged({**WORKLOADS, **IN_TURNS}[name][1](make, seconds), seconds)

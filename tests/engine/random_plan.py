@@ -204,6 +204,7 @@ def _tier(rng: random.Random, kind: str, has: frozenset[str]) -> dict[str, str]:
         "KVOFFLOAD_STORE": rng.choice(_STORES),
         "KVOFFLOAD_LOAD_MODE": rng.choice(modes),
         "KVOFFLOAD_EVICTION": rng.choice(["lru", "adaptive", "arc", "s3fifo"]),
+        "KVOFFLOAD_GPU_PREFIXES": "auto",
     }
     if rng.random() < 0.1:
         tier["KVOFFLOAD_STORE_MIN_USES"] = "2"

@@ -9,6 +9,7 @@ from typing import Any
 from kvoffload_patch.config import Settings
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.blocks.free_front import FreeFront
+from kvoffload_patch.integration.engine.blocks.gpu_heads import GpuHeads
 from kvoffload_patch.integration.engine.blocks.invalid_blocks import InvalidBlocks
 from kvoffload_patch.integration.engine.blocks.recency import Recency
 from kvoffload_patch.integration.engine.blocks.store_choice import StoreChoice
@@ -52,6 +53,7 @@ class SchedulerTier:
         pace: how long steps and loads take.
         paused: nothing is loaded or stored that was not begun before.
         settings: as given, and as changed since.
+        heads: of prefixes on the GPU; None where vLLM's own order is left alone.
         choice: which of the blocks of `cached` are stored.
         weights: whether blocks kept through sleep are still right.
     """
@@ -78,7 +80,9 @@ class SchedulerTier:
         self._invalid = wrong = InvalidBlocks(view, manager)
         self._loads = LoadBook(view, manager, self.pace, *told, wrong.untrusted, ranks.sharing)
         self._full_prompts = FullPromptHits(view, manager, self.pace)
-        self._recency = Recency(view, manager, self._front)
+        orders = settings.gpu_prefixes == "auto" and GpuHeads.fits(view)
+        self.heads = GpuHeads(view, manager) if orders else None
+        self._recency = Recency(view, manager, front, self.heads)
         self.choice = StoreChoice(view, manager, front, self._recency, settings.store_decode)
         how = self._lookups, self._hits, self._recency, front, settings
         self._admission = Admission(view, manager, ranks, self.pace, self._loads, *how)
@@ -176,7 +180,7 @@ class SchedulerTier:
         if output.finished_req_ids:
             # One that was preempted can end by the output of a step that began before that.
             self.on_finish(output.finished_req_ids)
-            self._recency.ended(output.finished_req_ids)
+            self._recency.ended(output.finished_req_ids, self.paused)
         self._report.tick()
 
     def _make_plan(self, output: Any, computed: Mapping[Hashable, int]) -> TransferPlan | None:

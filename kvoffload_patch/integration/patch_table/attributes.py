@@ -203,13 +203,14 @@ _CACHE = (
     *_has(
         "vllm.v1.core.kv_cache_utils",
         "FreeKVCacheBlockQueue",
+        (_ANY, "num_free_blocks"),
         ("<0.10", "free_list_head"),
         (">=0.10", "fake_free_list_head fake_free_list_tail"),
     ),
     *_has(
         "vllm.v1.core.kv_cache_utils",
         "KVCacheBlock",
-        (_ANY, "block_id block_hash _block_hash next_free_block ref_cnt is_null"),
+        (_ANY, "block_id block_hash _block_hash next_free_block prev_free_block ref_cnt is_null"),
         (">=0.24", "block_hash_num_tokens"),
     ),
     *_has(

@@ -146,6 +146,21 @@ CALLED = (
         Shape(_ANY, ("self",), "int"),
     ),
     *_called(
+        "pool.queue_remove",
+        "vllm.v1.core.kv_cache_utils",
+        "FreeKVCacheBlockQueue.remove",
+        "tails that the tier has are handed out before what was used less recently",
+        Shape(_ANY, ("self", "block"), "None"),
+    ),
+    *_called(
+        "pool.queue_prepend",
+        "vllm.v1.core.kv_cache_utils",
+        "FreeKVCacheBlockQueue.prepend_n",
+        "and put there",
+        Shape("<0.23", None),
+        Shape(">=0.23", ("self", "blocks"), "None"),
+    ),
+    *_called(
         "pool.hash_map_insert",
         _POOL,
         "BlockHashToBlockMap.insert",

@@ -1,4 +1,4 @@
-"""python scripts/bench modelled [--seeds N] [--stall MS,MS] [--json FILE]
+"""python scripts/bench modelled [--seeds N] [--stall MS,MS] [--heads] [--json FILE]
 
 Chats on vLLM's own scheduler with the tier, over a modelled GPU and bus (`modelled_engine`): what
 its decisions about loads are worth, on a machine without a GPU, and where loads take longer than
@@ -10,6 +10,8 @@ of `bench chats`: 72 chats, 12 at a time, each back as soon as it is answered.
   followed         by what loads take lately, as workers say
   ..., whole       loads awaited as a whole instead of layer by layer
   stall MS         `followed` with this KVOFFLOAD_MAX_STALL_MS, in place of all but the floor
+  heads, prefixes  with --heads: `followed` with KVOFFLOAD_GPU_PREFIXES=auto and whole, in place of
+                   all but the floor
 
 Times are the model's: compare them with each other.
 """
@@ -41,6 +43,8 @@ SIDES = {
     "start, whole": (False, False),
     "followed, whole": (False, True),
 }
+# What the GPU keeps.
+KEPT = {"prefixes": "whole", "heads": "auto"}
 
 
 class Asked(NamedTuple):
@@ -175,14 +179,18 @@ def _digits(value: float) -> str:
     return f"{value:.3g}" if 0.5 <= value < 1000 else f"{value:.0f}"
 
 
-def engines(stalls: list[str]) -> Iterator[tuple[str, float, Engine]]:
-    """What is played: a name, how slow loads are, and the engine, made when it is asked for."""
+def engines(variables: dict[str, dict[str, str]]) -> Iterator[tuple[str, float, Engine]]:
+    """What is played: a name, how slow loads are, and the engine, made when it is asked for.
+
+    Args:
+        variables: of the environment, by the name of a side: these are played instead of `SIDES`.
+    """
     yield "floor", 1.0, Engine()
     for slower in SLOWER:
-        for ms in stalls:
-            with mock.patch.dict(os.environ, {"KVOFFLOAD_MAX_STALL_MS": ms}):
-                yield f"stall {ms}", slower, TierEngine(slower, *SIDES["followed"])
-        for side, how in SIDES.items() if not stalls else ():
+        for side, values in variables.items():
+            with mock.patch.dict(os.environ, values):
+                yield side, slower, TierEngine(slower, *SIDES["followed"])
+        for side, how in SIDES.items() if not variables else ():
             yield side, slower, TierEngine(slower, *how)
 
 
@@ -193,11 +201,16 @@ def main() -> int:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--stall", default="", metavar="MS,MS")
+    parser.add_argument("--heads", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    stalls = [ms for ms in args.stall.split(",") if ms]
+    variables = {f"stall {ms}": {"KVOFFLOAD_MAX_STALL_MS": ms} for ms in stalls}
+    if args.heads:
+        variables |= {side: {"KVOFFLOAD_GPU_PREFIXES": how} for side, how in KEPT.items()}
     document: dict[str, Any] = {"machines": [machine()], "rows": []}
     for seed in range(args.seeds):
-        for side, slower, engine in engines([ms for ms in args.stall.split(",") if ms]):
+        for side, slower, engine in engines(variables):
             found = {"side": side, "slower": slower, "seed": seed, **played(engine, seed)}
             document["rows"].append(found)
             print(f"seed {seed}, {side}, {slower:g}: {found['first_p50']:.1f} ms", file=sys.stderr)

@@ -75,6 +75,14 @@ def _stores_by_the_step() -> Changes:
     return ((engine, "STEP_STORE_SLICES", 2),)
 
 
+def _heads_of_prefixes() -> Changes:
+    """The GPU keeps whole prefixes; what they are used for is counted all the same."""
+    from kvoffload_patch.integration.engine.blocks.gpu_heads import GpuHeads
+
+    ended = GpuHeads.ended
+    return ((GpuHeads, "ended", lambda self, keys, whole: ended(self, keys, True)),)
+
+
 def _tier() -> Changes:
     """Paused: its hooks are called, and it neither loads nor stores."""
     from kvoffload_patch.integration.engine.tier import SchedulerTier
@@ -93,6 +101,7 @@ _CHANGES: dict[str, Callable[[], Changes]] = {
     "joins before loads are over": _joins_before_loads_are_over,
     "stores of several steps": _stores_of_several_steps,
     "stores by the step": _stores_by_the_step,
+    "heads of prefixes": _heads_of_prefixes,
     "the tier": _tier,
 }
 MECHANISMS = ("nothing", *_CHANGES)

@@ -54,7 +54,8 @@ class Users:
         if sessions and can_load_again():
             self._adapters = Adapters(self._seed)
         decode, uses = rng.random() < 0.7, rng.choice([1, 1, 2])
-        return {**about, "limits": limits, "store_decode": decode, "store_min_uses": uses}
+        tier = {"store_decode": decode, "store_min_uses": uses, "gpu_prefixes": "auto"}
+        return {**about, "limits": limits, **tier}
 
     def add(self, mini: Any, prompt: list[int], count: int, priority: int) -> str:
         """Ask an engine for ``count`` tokens, or for fewer; returns the request's name."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Hashable, Iterable
 from kvoffload_patch.integration.engine.adapters.prefix_groups import PrefixGroups
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.blocks.free_front import FreeFront
+from kvoffload_patch.integration.engine.blocks.gpu_heads import GpuHeads
 from kvoffload_patch.integration.engine.requests.lookup import LookupResult
 from kvoffload_patch.tier.manager import OffloadManager
 
@@ -21,6 +22,7 @@ class Recency:
         view: the scheduler.
         manager: of the tier.
         front: of the free blocks, among which what is hit may have been; None: nobody asks.
+        heads: of prefixes on the GPU, told of uses; None: vLLM's own order is left alone.
 
     Attributes:
         used: GPU blocks, and the key of each, of prefixes that were noted.
@@ -28,11 +30,15 @@ class Recency:
     """
 
     def __init__(
-        self, view: SchedulerView, manager: OffloadManager, front: FreeFront | None
+        self,
+        view: SchedulerView,
+        manager: OffloadManager,
+        front: FreeFront | None,
+        heads: GpuHeads | None,
     ) -> None:
         self._view = view
         self._manager = manager
-        self._front = front
+        self._front, self._heads = front, heads
         self.used: list[tuple[list[int], list[Hashable]]] = []
         self.keys: dict[str, list[Hashable]] = {}
         self._at_once: dict[str, int] = {}  # how many of these came first, together
@@ -49,10 +55,12 @@ class Recency:
         if blocks:
             ids = [block.block_id for block in blocks]
             self.used.append((ids, [key for key in keys if key is not None]))
-        self.keys[request_id] = [*keys, *found.keys]
+        self.keys[request_id] = hit = [*keys, *found.keys]
         if keys or found.keys:
             self._at_once[request_id] = len(keys or found.keys)
             self._hit.add(request_id)
+            if self._heads is not None:
+                self._heads.found(hit, found.gpu_tokens)
 
     def computes(self, request_id: str, keys: Collection[Hashable]) -> None:
         """A request computes the blocks of these keys, behind all that were noted for it."""
@@ -61,8 +69,12 @@ class Recency:
             self._at_once[request_id] = len(keys)
         known += keys
 
-    def ended(self, request_ids: Iterable[str]) -> None:
-        """These requests have ended; some may be unknown here."""
+    def ended(self, request_ids: Iterable[str], paused: bool = False) -> None:
+        """These requests have ended; some may be unknown here.
+
+        Args:
+            paused: nothing is loaded now.
+        """
         for request_id in request_ids:
             keys = self.keys.pop(request_id, ())
             # What was used or stored at once is together as it is.
@@ -74,6 +86,8 @@ class Recency:
             elif keys and request_id not in self._hit:
                 self._tell(keys, together=False)
             self._hit.discard(request_id)
+            if self._heads is not None and keys:
+                self._heads.ended(keys, paused)
 
     def _tell(self, keys: list[Hashable], together: bool) -> None:
         """Of a request that has ended; what is known to be together is told for its order alone."""
@@ -99,3 +113,5 @@ class Recency:
         self.keys.clear()
         self._at_once.clear()
         self._hit.clear()
+        if self._heads is not None:
+            self._heads.clear()

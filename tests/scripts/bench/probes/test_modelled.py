@@ -84,7 +84,24 @@ def test_a_table_for_each_speed_has_the_floor_first() -> None:
     assert len(lines) == 2 + len(modelled.ROWS)
 
 
-def test_a_stall_that_is_asked_for_is_the_tiers() -> None:
-    made = {name: engine for name, slower, engine in modelled.engines(["7"]) if slower == 1}
-    assert list(made) == ["floor", "stall 7"]
-    assert made["stall 7"].sim.breaker.tier.settings.max_stall_ms == 7
+@pytest.mark.parametrize(
+    ("option", "field", "value"),
+    [
+        (["--stall", "7"], "max_stall_ms", 7),
+        (["--heads"], "gpu_prefixes", "auto"),
+    ],
+)
+def test_what_is_asked_for_is_a_setting_of_the_tier(
+    option: list[str], field: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Engine] = []
+
+    def played(engine: Engine, seed: int) -> dict[str, float]:
+        made.append(engine)
+        return dict.fromkeys(modelled.ROWS, 2.0)
+
+    monkeypatch.setattr(modelled, "played", played)
+    monkeypatch.setattr(modelled, "SLOWER", (1.0,))
+    monkeypatch.setattr("sys.argv", ["modelled", "--seeds", "1", *option])
+    assert modelled.main() == 0
+    assert getattr(made[-1].sim.breaker.tier.settings, field) == value

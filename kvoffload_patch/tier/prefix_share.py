@@ -1,0 +1,139 @@
+"""How much of each prefix the GPU keeps once nobody uses it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import accumulate
+
+from kvoffload_patch.tier.recency_model import sample_of
+from kvoffload_patch.tier.tuning import (
+    HEADS_FREE_REQUESTS,
+    HEADS_SHOWN_REQUESTS,
+    PREFIX_LEAD_PARTS,
+    PREFIX_MARGIN_PARTS,
+    PREFIX_PARTS,
+    UNSEEN_PARTS,
+    USES_MEMORY_TIMES,
+    USES_PARTS,
+    USES_TIMES,
+)
+
+
+class PrefixShare:
+    """Which share of each prefix to keep on the GPU, its head, so that hits find most there.
+
+    vLLM evicts what was used least recently. Where prefixes come back after more was used than the
+    GPU holds, as those of conversations that take turns do, it has lost all of each by then. A GPU
+    that keeps heads alone keeps them for longer: with a share p as long as one of 1 / p times the
+    blocks keeps whole prefixes. So it finds a part ``p * H(blocks / p)`` of what is used, where H
+    is the hit ratio of a cache that evicts what was used least recently, by its blocks: Talus with
+    one cache of none (Beckmann and Sanchez, HPCA 2015). H comes from how much was used between two
+    uses of a block, by the average eviction time (Hu and others, USENIX ATC 2016), of a sample of
+    the keys; old counts fade. How many blocks there are for heads is learned from which are still
+    there when they are used again: requests that run, and loads, take the rest.
+
+    Args:
+        gpu_blocks: of the GPU's prefix cache.
+
+    Attributes:
+        share: of each prefix; 1: all of it, as vLLM does by itself.
+    """
+
+    def __init__(self, gpu_blocks: int) -> None:
+        self.share = 1.0
+        self._mask = sample_of(USES_TIMES * gpu_blocks) - 1
+        # When each was used last, and the share with which it was kept, 0 where it was not; the
+        # oldest first. Times are uses of all keys since the beginning.
+        self._last = OrderedDict[Hashable, tuple[int, float]]()
+        self._now, self._due = 0, gpu_blocks
+        self._bin = max(1, gpu_blocks // USES_PARTS)  # uses
+        self._used = 0.0  # uses of the sample, and those of them after so many bins
+        self._used_again = [0.0] * (USES_PARTS * USES_TIMES)
+        self._sizes: Sequence[float] = ()  # blocks that a cache needs to keep one for so many bins
+        self._room = float(gpu_blocks)  # blocks for what is kept
+
+    def found(self, keys: Iterable[Hashable], on_gpu: int) -> None:
+        """A request finds the blocks of these keys.
+
+        Args:
+            keys: of blocks on the GPU or in the tier, head first.
+            on_gpu: how many of them, from the first on, are on the GPU.
+        """
+        mask, last, counts = self._mask, self._last, self._used_again
+        kept = lost = 0.0  # blocks that what is still there stands for, and what should be
+        for place, key in enumerate(keys):
+            if hash(key) & mask or key not in last:
+                continue
+            used, share = last[key]
+            bins = (self._now - used) // self._bin
+            if bins >= len(counts):
+                continue
+            counts[bins] += 1
+            if share and bins < len(self._sizes):
+                blocks = share * self._sizes[bins]
+                if place < on_gpu:
+                    kept = max(kept, blocks)
+                else:
+                    lost = max(lost, blocks)
+        known = min(lost, self._room) if lost else max(kept, self._room)
+        self._room += (known - self._room) / HEADS_SHOWN_REQUESTS
+
+    def ended(self, keys: Sequence[Hashable], kept: float, free_blocks: int, slots: int) -> None:
+        """A request that used these keys has ended.
+
+        Args:
+            keys: head first.
+            kept: share of them that the GPU keeps.
+            free_blocks: of the GPU, which nobody uses.
+            slots: of the tier: no head is kept for longer than the tier keeps its tail.
+        """
+        mask, last, end = self._mask, self._last, kept * len(keys)
+        self._now = now = self._now + len(keys)
+        self._room += (free_blocks - self._room) / HEADS_FREE_REQUESTS
+        sampled = [(place, key) for place, key in enumerate(keys) if not hash(key) & mask]
+        self._used += len(sampled)
+        for place, key in sampled:
+            last[key] = now, kept if place < end else 0.0
+            last.move_to_end(key)
+        if now >= self._due:
+            self._due = now + self._bin
+            self._fade()
+            self._choose(slots)
+
+    def _fade(self) -> None:
+        last, oldest = self._last, self._now - self._bin * len(self._used_again)
+        while last and next(iter(last.values()))[0] < oldest:
+            last.popitem(last=False)
+        left = 1 - 1 / (USES_PARTS * USES_MEMORY_TIMES)
+        self._used *= left
+        self._used_again = [count * left for count in self._used_again]
+
+    def _choose(self, slots: int) -> None:
+        hit_ratio, room = self._hit_ratio(), self._room
+        best, most = 1.0, hit_ratio(room) + 1 / PREFIX_LEAD_PARTS
+        smaller = room * (1 - 1 / PREFIX_MARGIN_PARTS)
+        for part in range(PREFIX_PARTS - 1, 0, -1):
+            share = part / PREFIX_PARTS
+            if room / share > slots:
+                break
+            if (found := share * hit_ratio(smaller / share)) > most:
+                best, most = share, found
+        self.share = best
+
+    def _hit_ratio(self) -> Callable[[float], float]:
+        """What a cache of so many blocks finds, which evicts what was used least recently."""
+        seen = min(self._now // self._bin, len(self._used_again))
+        used = max(self._used, 1.0)
+        found = [min(again / used, 1.0) for again in accumulate(self._used_again[:seen])]
+        self._sizes = sizes = list(accumulate([self._bin * (1 - part) for part in found]))
+        most = found[-1]
+        if seen < len(self._used_again):
+            most += (1 - most) / UNSEEN_PARTS
+
+        def ratio(blocks: float) -> float:
+            at = bisect_left(sizes, blocks)
+            return found[at] if at < seen else most
+
+        return ratio

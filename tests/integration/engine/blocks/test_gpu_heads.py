@@ -1,0 +1,124 @@
+"""The GPU keeps heads of prefixes that come back in turns, and whole ones where that finds more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from integration.engine.mini import Mini
+from scheduler_half import parts
+from scheduler_half.scenarios import nothing_held, prompt
+
+CHATS, LENGTH, GPU = 12, 8, 61  # blocks of a chat and of the GPU, of which one is the null block
+ASKED = prompt(LENGTH, seed=77)
+
+
+def rounds(mini: Mini, times: int, chats: int = CHATS) -> list[int]:
+    """Blocks of each prompt that the GPU had when it was asked, from its head on."""
+    said = [prompt(LENGTH, seed=number) for number in range(chats)]
+    found = []
+    for _ in range(times):
+        for tokens in said:
+            on_gpu = [block is not None for block in blocks_of(mini, tokens)]
+            found.append([*on_gpu, False].index(False))
+            ask(mini, [*tokens, 1, 2, 3])
+    mini.check()
+    return found
+
+
+def ask(mini: Mini, tokens: list[int]) -> None:
+    """A request comes, ends, and is told to have ended."""
+    mini.add(tokens, count=1)
+    mini.run()
+    mini.settle()
+    mini.step()
+
+
+def blocks_of(mini: Mini, tokens: list[int]) -> list[Any]:
+    """The GPU's block of each full block of a prompt, None where it has none."""
+    find, key = mini.view.gpu_lookup(), mini.view.key
+    return [find(key(made, 0)) for made in parts.make_request("asked", tokens, 1).block_hashes]
+
+
+def queue(mini: Mini) -> list[int]:
+    """The free blocks, the next to be handed out first."""
+    return [block.block_id for block in mini.pool.free_block_queue.get_all_free_blocks()]
+
+
+def keeps_half(mini: Mini) -> None:
+    """From now on, whatever finds more."""
+    share = mini.tier.heads._share
+    share.share, share._due = 0.5, 1 << 30
+
+
+def tail_of(mini: Mini, tokens: list[int]) -> list[int]:
+    """The blocks of the later half of a prompt, the last one first."""
+    return [block.block_id for block in blocks_of(mini, tokens)[: LENGTH // 2 - 1 : -1]]
+
+
+def test_heads_stay_where_prefixes_come_back_in_turns() -> None:
+    whole = Mini(blocks=GPU)
+    assert not any(rounds(whole, 4)) and whole.tier.heads is None
+    mini = Mini(blocks=GPU, gpu_prefixes="auto")
+    last = rounds(mini, 4)[-CHATS:]
+    assert mini.tier.heads.share < 0.7 and sum(last) > CHATS * LENGTH / 4
+    nothing_held(mini)
+
+
+def test_what_comes_back_before_the_gpu_loses_it_is_kept_as_a_whole() -> None:
+    mini = Mini(blocks=GPU, gpu_prefixes="auto")
+    assert all(found == LENGTH for found in rounds(mini, 12, chats=5)[5:])
+    assert mini.tier.heads.share == 1
+
+
+def test_a_tail_is_handed_out_first_its_end_before_all() -> None:
+    mini = Mini(blocks=GPU, store="eager", gpu_prefixes="auto")
+    rounds(mini, 1, chats=9)
+    keeps_half(mini)
+    ask(mini, ASKED)
+    order, tail = queue(mini), tail_of(mini, ASKED)
+    assert order[: len(tail)] == tail
+    assert len(order) == len({*order}) == mini.pool.get_num_free_blocks() == GPU - 1
+    mini.tier.reset()
+    assert mini.tier.heads.share == 1
+
+
+@pytest.mark.parametrize(
+    ("why", "seed"),
+    [("not stored", 77), ("lazy", 0), ("paused", 8), ("blank", 77)],  # 0: loaded, 8: on the GPU
+)
+def test_nothing_is_handed_out_early_that_is_needed(why: str, seed: int) -> None:
+    asked, before = prompt(LENGTH, seed), 3 if why == "blank" else 9
+    slots, store = 4 if why == "not stored" else 400, "lazy" if why == "lazy" else "eager"
+    mini = Mini(blocks=GPU, num_slots=slots, store=store, gpu_prefixes="auto")
+    rounds(mini, 1, chats=before)
+    keeps_half(mini)
+    if why == "paused":
+        mini.add(asked, count=3)
+        mini.step()
+        mini.tier.pause()
+        mini.run()
+        mini.step()
+    else:
+        ask(mini, asked)
+    assert queue(mini)[-LENGTH : -LENGTH // 2] == tail_of(mini, asked)
+
+
+def test_a_tail_that_another_request_uses_stays() -> None:
+    mini = Mini(blocks=GPU, store="eager", gpu_prefixes="auto")
+    rounds(mini, 1, chats=9)
+    keeps_half(mini)
+    mini.add(ASKED, count=40)
+    mini.step()
+    mini.settle()
+    mini.add(ASKED, count=1)
+    for _ in range(4):
+        mini.step()
+    assert {block.ref_cnt for block in blocks_of(mini, ASKED)} == {1}
+    assert not mini.breaker.detached
+    mini.run()
+    mini.check()
+    nothing_held(mini)

@@ -1,0 +1,87 @@
+"""Which share of a prefix is kept: what comes back in turns, soon, at random, and is lost early."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
+from kvoffload_patch.tier.prefix_share import PrefixShare
+from kvoffload_patch.tier.tuning import USES_TIMES
+
+LENGTH, GPU, SLOTS = 32, 960, 1 << 20
+
+
+def play(
+    share: PrefixShare, chats: int, rounds: int, slots: int = SLOTS, room: int = GPU, seed: int = -1
+) -> None:
+    """Conversations that come back in turns, or at random, on a GPU whose heads are in a queue."""
+    source = random.Random(seed)
+    held: deque[tuple[int, int]] = deque()  # chat, blocks of its head; the next to leave first
+    for turn in range(rounds * chats):
+        chat = turn % chats if seed < 0 else source.randrange(chats)
+        keys = [(chat, at) for at in range(LENGTH)]
+        on_gpu = next((blocks for one, blocks in held if one == chat), 0)
+        held = deque(one for one in held if one[0] != chat)
+        share.found(keys, on_gpu)
+        kept = share.share
+        share.ended(keys, kept, room, slots)
+        held.append((chat, int(kept * LENGTH)))
+        while sum(blocks for _, blocks in held) > room:
+            held.popleft()
+
+
+def test_what_comes_back_in_turns_is_kept_in_part() -> None:
+    share = PrefixShare(GPU)
+    play(share, chats=60, rounds=12)  # twice what the GPU has
+    assert 0.35 <= share.share <= 0.5
+
+
+@pytest.mark.parametrize("chats", [1, 28])
+def test_what_the_gpu_has_room_for_is_kept_as_a_whole(chats: int) -> None:
+    share = PrefixShare(GPU)
+    play(share, chats, rounds=400 // chats)
+    assert share.share == 1
+
+
+def test_what_comes_back_at_random_is_kept_as_a_whole() -> None:
+    share = PrefixShare(GPU)
+    play(share, chats=60, rounds=12, seed=1)
+    assert share.share == 1
+
+
+def test_what_never_comes_back_is_kept_as_a_whole() -> None:
+    share = PrefixShare(GPU)
+    for turn in range(600):
+        share.ended([(turn, at) for at in range(LENGTH)], 1.0, GPU, SLOTS)
+    assert share.share == 1
+
+
+def test_no_head_is_kept_for_longer_than_the_tier_keeps_its_tail() -> None:
+    share = PrefixShare(GPU)
+    play(share, chats=60, rounds=12, slots=GPU + GPU // 8)
+    assert share.share > 0.85
+
+
+def test_the_room_is_that_in_which_heads_are_found_again() -> None:
+    """Requests that run take half of the GPU."""
+    share = PrefixShare(GPU)
+    play(share, chats=60, rounds=20, room=GPU // 2)
+    assert 0.15 <= share.share <= 0.25
+
+
+def test_it_learns_that_prefixes_come_back_sooner() -> None:
+    share = PrefixShare(GPU)
+    play(share, chats=60, rounds=12)
+    assert share.share < 1
+    play(share, chats=20, rounds=60)
+    assert share.share == 1
+
+
+def test_what_was_used_long_ago_is_forgotten() -> None:
+    share = PrefixShare(GPU)
+    for turn in range(3000):
+        share.ended([(turn, at) for at in range(LENGTH)], 1.0, GPU, SLOTS)
+    mask = share._mask + 1
+    assert len(share._last) <= (USES_TIMES + 1) * GPU / mask * 1.5
