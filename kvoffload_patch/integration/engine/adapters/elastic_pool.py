@@ -35,7 +35,6 @@ class ElasticPoolAdapter(PoolAdapter):
 
     def __init__(self, pool: Any) -> None:
         super().__init__(pool)
-        self.in_order = False
         memory = pool.kv_cache_manager
         memory._wait_post_init()
         if memory.null_block is None:

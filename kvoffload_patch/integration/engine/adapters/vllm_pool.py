@@ -46,7 +46,8 @@ class PoolAdapter:
         self._taken: Counter[int] = Counter()
         self._freed: Counter[int] = Counter()
         self._num_held = 0  # references
-        self.in_order = hasattr(pool.free_block_queue, "fake_free_list_head")
+        queue = getattr(pool, "free_block_queue", None)  # kvcached's pool has none
+        self.in_order = hasattr(queue, "fake_free_list_head")
 
     def hold(self, blocks: Sequence[Any]) -> None:
         """Reference cached GPU blocks."""
