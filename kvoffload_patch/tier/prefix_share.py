@@ -6,9 +6,12 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import accumulate
+from math import ceil
+from typing import TypeVar
 
 from kvoffload_patch.tier.recency_model import sample_of
 from kvoffload_patch.tier.tuning import (
+    BLANK_PARTS,
     HEADS_FREE_REQUESTS,
     HEADS_SHOWN_REQUESTS,
     PREFIX_LEAD_PARTS,
@@ -19,6 +22,8 @@ from kvoffload_patch.tier.tuning import (
     USES_PARTS,
     USES_TIMES,
 )
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class PrefixShare:
@@ -43,6 +48,7 @@ class PrefixShare:
 
     def __init__(self, gpu_blocks: int) -> None:
         self.share = 1.0
+        self._gpu_blocks = gpu_blocks
         self._mask = sample_of(USES_TIMES * gpu_blocks) - 1
         # When each was used last, and the share with which it was kept, 0 where it was not; the
         # oldest first. Times are uses of all keys since the beginning.
@@ -80,18 +86,27 @@ class PrefixShare:
         known = min(lost, self._room) if lost else max(kept, self._room)
         self._room += (known - self._room) / HEADS_SHOWN_REQUESTS
 
-    def ended(self, keys: Sequence[Hashable], kept: float, free_blocks: int, slots: int) -> None:
-        """A request that used these keys has ended.
+    def ended(
+        self, keys: Sequence[Key], free: int, cached: int, slots: int, whole: bool = False
+    ) -> Sequence[Key]:
+        """A request has ended.
 
         Args:
-            keys: head first.
-            kept: share of them that the GPU keeps.
-            free_blocks: of the GPU, which nobody uses.
+            keys: that it used, head first.
+            free: blocks of the GPU that nobody uses.
+            cached: blocks of the GPU that hold a prefix. No tail is given up while others are left,
+                which would be handed out later.
             slots: of the tier: no head is kept for longer than the tier keeps its tail.
+            whole: no tail is given up now.
+
+        Returns:
+            Those of its tail, which the GPU is not to keep.
         """
-        mask, last, end = self._mask, self._last, kept * len(keys)
+        full = self._gpu_blocks - cached <= self._gpu_blocks / BLANK_PARTS
+        kept = self.share if full and not whole else 1.0
+        mask, last, end = self._mask, self._last, ceil(kept * len(keys))
         self._now = now = self._now + len(keys)
-        self._room += (free_blocks - self._room) / HEADS_FREE_REQUESTS
+        self._room += (free - self._room) / HEADS_FREE_REQUESTS
         sampled = [(place, key) for place, key in enumerate(keys) if not hash(key) & mask]
         self._used += len(sampled)
         for place, key in sampled:
@@ -101,6 +116,7 @@ class PrefixShare:
             self._due = now + self._bin
             self._fade()
             self._choose(slots)
+        return keys[end:]
 
     def _fade(self) -> None:
         last, oldest = self._last, self._now - self._bin * len(self._used_again)

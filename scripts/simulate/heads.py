@@ -11,12 +11,10 @@ import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 from kvoffload_patch.tier.prefix_share import PrefixShare
-from kvoffload_patch.tier.tuning import BLANK_PARTS
 from scripts import ROOT
 from scripts.bench.common import table, write_json
 from scripts.simulate import parallel, sides, workloads
@@ -45,11 +43,9 @@ class HeadsModel(Model):
     def _end(self, run: Run) -> None:
         super()._end(run)
         gpu, manager, keys = self._gpu, self._manager, run.request.keys
-        full = gpu.num_blocks - gpu.num_cached <= gpu.num_blocks / BLANK_PARTS
-        kept = self._share.share if full and not manager.lazy else 1.0
-        self._share.ended(keys, kept, len(gpu.free), manager.num_slots)
-        tail = [key for key in keys[ceil(kept * len(keys)) :] if manager.lookup(key)]
-        blocks = [gpu.block_of(key) for key in tail]
+        blocks_now = len(gpu.free), gpu.num_cached
+        tail = self._share.ended(keys, *blocks_now, manager.num_slots, manager.lazy)
+        blocks = [gpu.block_of(key) for key in tail if manager.lookup(key)]
         gpu.hand_out_first(block for block in blocks if block is not None)
 
 

@@ -25,9 +25,8 @@ def play(
         on_gpu = next((blocks for one, blocks in held if one == chat), 0)
         held = deque(one for one in held if one[0] != chat)
         share.found(keys, on_gpu)
-        kept = share.share
-        share.ended(keys, kept, room, slots)
-        held.append((chat, int(kept * LENGTH)))
+        tail = share.ended(keys, room, GPU, slots)
+        held.append((chat, LENGTH - len(tail)))
         while sum(blocks for _, blocks in held) > room:
             held.popleft()
 
@@ -54,7 +53,7 @@ def test_what_comes_back_at_random_is_kept_as_a_whole() -> None:
 def test_what_never_comes_back_is_kept_as_a_whole() -> None:
     share = PrefixShare(GPU)
     for turn in range(600):
-        share.ended([(turn, at) for at in range(LENGTH)], 1.0, GPU, SLOTS)
+        share.ended([(turn, at) for at in range(LENGTH)], GPU, GPU, SLOTS)
     assert share.share == 1
 
 
@@ -82,6 +81,6 @@ def test_it_learns_that_prefixes_come_back_sooner() -> None:
 def test_what_was_used_long_ago_is_forgotten() -> None:
     share = PrefixShare(GPU)
     for turn in range(3000):
-        share.ended([(turn, at) for at in range(LENGTH)], 1.0, GPU, SLOTS)
+        share.ended([(turn, at) for at in range(LENGTH)], GPU, GPU, SLOTS)
     mask = share._mask + 1
     assert len(share._last) <= (USES_TIMES + 1) * GPU / mask * 1.5

@@ -177,11 +177,18 @@ class PoolAdapter:
         Args:
             blocks: that nobody uses, each once; `in_order` must be true.
         """
-        queue = self._pool.free_block_queue
-        for block in blocks:
-            queue.remove(block)
+        queue, taken = self._pool.free_block_queue, list[Any]()
+        try:
+            for block in blocks:
+                queue.remove(block)
+                taken.append(block)
+        finally:  # whatever raises, no block is lost
+            self._prepend(queue, taken)
+
+    @staticmethod
+    def _prepend(queue: Any, blocks: list[Any]) -> None:
         if hasattr(queue, "prepend_n"):
-            queue.prepend_n(list(blocks))
+            queue.prepend_n(blocks)
             return
         before = queue.fake_free_list_head
         first = before.next_free_block

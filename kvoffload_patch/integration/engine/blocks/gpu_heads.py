@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from math import ceil
 
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.prefix_share import PrefixShare
-from kvoffload_patch.tier.tuning import BLANK_PARTS
 
 
 class GpuHeads:
@@ -49,23 +47,18 @@ class GpuHeads:
             keys: that it used, head first; None for blocks without one.
             whole: keep all of it, as nothing is loaded now.
         """
-        manager, keys = self._manager, [key for key in dict.fromkeys(keys) if key is not None]
-        kept = 1.0 if whole or manager.lazy or not self._is_full() else self.share
-        self._share.ended(keys, kept, self._view.num_free_blocks(), manager.num_slots)
-        if kept == 1:
+        view, manager = self._view, self._manager
+        used = [key for key in dict.fromkeys(keys) if key is not None]
+        blocks_now = view.num_free_blocks(), view.adapter.num_cached()
+        tail = self._share.ended(used, *blocks_now, manager.num_slots, whole or manager.lazy)
+        if not tail:
             return
         # Nothing is lost: what the tier does not have stays where it is.
-        has, find = manager.reader(), self._view.gpu_lookup()
-        tail = keys[ceil(kept * len(keys)) :]
+        has, find = manager.reader(), view.gpu_lookup()
         blocks = [find(key) for key in reversed(tail) if has(key) is not None]
         free = [block for block in blocks if block is not None and not block.ref_cnt]
-        self._view.adapter.hand_out_first(free)
+        view.adapter.hand_out_first(free)
 
     def clear(self) -> None:
         """The prefix cache is empty."""
         self._share = PrefixShare(len(self._view.pool.blocks))
-
-    def _is_full(self) -> bool:
-        """Whether hardly any block is left that holds nothing: those would be handed out later."""
-        blocks = len(self._view.pool.blocks)
-        return blocks - self._view.adapter.num_cached() <= blocks / BLANK_PARTS

@@ -122,3 +122,15 @@ def test_a_tail_that_another_request_uses_stays() -> None:
     mini.run()
     mini.check()
     nothing_held(mini)
+
+
+def test_no_block_is_lost_where_one_cannot_be_moved() -> None:
+    mini = Mini(blocks=GPU, gpu_prefixes="auto")
+    rounds(mini, 1, chats=9)
+    before, (used,) = queue(mini), mini.pool.get_new_blocks(1)
+    free = mini.pool.free_block_queue.get_all_free_blocks()
+    with pytest.raises((RuntimeError, AssertionError, AttributeError)):
+        mini.view.adapter.hand_out_first([free[-1], used, free[-2]])
+    mini.pool.free_blocks([used])
+    assert {*queue(mini)} == {*before} and len(queue(mini)) == mini.pool.get_num_free_blocks()
+    nothing_held(mini)
