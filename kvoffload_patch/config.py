@@ -201,7 +201,7 @@ class Settings:
     )
     gpu_prefixes: str = _variable(
         "KVOFFLOAD_GPU_PREFIXES",
-        "whole",
+        "auto",
         _one_of(GPU_PREFIXES),
         "one of " + ", ".join(GPU_PREFIXES),
         "what the GPU keeps of a prefix that nobody uses and the tier has: all of it, as vLLM does"

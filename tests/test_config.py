@@ -120,7 +120,7 @@ def test_every_variable_is_read() -> None:
         STORE="lazy",
         STORE_DECODE="no",
         STORE_MIN_USES="3",
-        GPU_PREFIXES="auto",
+        GPU_PREFIXES="whole",
         COPY_BACKEND="staged",
         INTEGRITY="off",
         LOG_INTERVAL="2",

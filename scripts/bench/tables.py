@@ -92,6 +92,7 @@ MECHANISMS = {
     "mechanisms-chats.json": "default graphs, 12 sessions at a time, each back at once",
     "mechanisms-crowd.json": "Llama-3.2-1B's shape, 256 long answers at a time",
     "mechanisms-crowd-8b.json": "Llama-3.1-8B's shape, 256 long answers at a time",
+    "mechanisms-heads.json": "eager prefill, 60 sessions in turns, then 12 at a time",
     "mechanisms-default.json": "default graphs, 60 sessions in turns",
     "mechanisms-quiet.json": "eager prefill, quiet engine",
     "mechanisms-s3.json": "eager prefill, 60 sessions in turns",
@@ -103,6 +104,11 @@ PIECES = {
     "chats-pieces-v2.json": "the same, runner V2",
     "chats-pieces-floor.json": "beside the floor, runner V1",
 }
+HEADS = {
+    "trace-heads.json": "prefills launched eagerly",
+    "trace-heads-graphs.json": "default graphs",
+}
+HEADS_METRICS = ("first token", "on the bus", "in its step", "a token")
 PIECES_ROWS = {
     "later turns: first token, p50, ms",
     "later turns: per output token, p50, ms",
@@ -250,29 +256,16 @@ def trace() -> str:
     )
 
 
-def bound() -> str:
-    """What an ideal tier would take, from the same trace."""
-    return _made("trace.json", trace_report.bound)
-
-
 def joins(name: str = "trace-joins.json") -> str:
     """What a request that joins costs the others, and where the host's time goes."""
     return _made(name, lambda found: "\n\n".join(trace_report.joins(found)))
 
 
-def joining() -> str:
-    """What it is worth to join a step before a load is over, by time in the engine."""
-    return _made("trace-joining.json", trace_report.page)
-
-
-def deferred() -> str:
-    """What putting stores off for a step changed."""
-    return _made("trace-deferred.json", trace_report.changes)
-
-
-def slowest() -> str:
-    """Where the slowest requests of that trace spent their time."""
-    return _made("trace.json", trace_report.slowest)
+def heads() -> str:
+    """What heads of prefixes on the GPU are worth, by time in one engine."""
+    return _each(
+        HEADS, lambda found, words: f"{words}:\n\n{trace_report.switched(found, HEADS_METRICS)}"
+    )
 
 
 def _by_mechanism(rounds: list[dict[str, Any]]) -> str:
@@ -381,12 +374,17 @@ def ran_on(machine: dict[str, Any]) -> str:
 
 PROBED = ("modelled", "modelled-heads", "long", "long-eager", "beside", "tuned")
 _BY_NAME: tuple[Callable[[], str | None], ...] = (
-    short, served, pairs, conversations, chats, mechanisms, trace, joining, deferred, joins, bound,
-    slowest, goals, step, enqueued, pieces, transfer, checksums, ranks, pressure,
+    short, served, pairs, conversations, chats, mechanisms, trace, joins, goals, step, enqueued,
+    pieces, transfer, checksums, ranks, pressure,
 )  # fmt: skip
 TABLES: dict[str, Callable[[], str | None]] = {
     **{make.__name__: make for make in _BY_NAME},
     "other chats": other_chats,
+    "joining": partial(_made, "trace-joining.json", trace_report.page),
+    "deferred": partial(_made, "trace-deferred.json", trace_report.changes),
+    "bound": partial(_made, "trace.json", trace_report.bound),  # what an ideal tier would take
+    "slowest": partial(_made, "trace.json", trace_report.slowest),
+    "heads on a GPU": heads,
     "conversations bound": partial(_made, "chats.json", chats_bound.table_of),
     "by layer": by_layer,
     "served first": partial(_made, "serve-first.json", _served),  # the tier still grows

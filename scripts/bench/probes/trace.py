@@ -106,7 +106,8 @@ class Player:
 
     def cycle(self, number: int) -> None:
         """Play every variant, in an order that is drawn."""
-        names = [*self._options.only, *[ON] * self._options.on, FLOOR]
+        floor = [FLOOR] if self._floor_chats else []
+        names = [*self._options.only, *[ON] * self._options.on, *floor]
         self._random.shuffle(names)
         for name in names:
             if name == FLOOR:
@@ -184,7 +185,7 @@ def options_given() -> argparse.Namespace:
     add("--seconds", type=float, default=300.0, help="for everything")
     add("--only", default=SWITCHED, help="what is switched, by commas; or ''")
     add("--chats", type=int, default=48, help="more than the GPU cache holds")
-    add("--floor-chats", type=int, default=20, help="fewer than it holds")
+    add("--floor-chats", type=int, default=20, help="fewer than it holds; 0: no floor is played")
     add("--at-once", type=int, default=12)
     add("--period", type=float, default=2.5, help="seconds between two switches")
     add("--drop", type=float, default=0.3, help="of these, the first that do not count")

@@ -101,8 +101,10 @@ class Figures:
 
     def _variant(self, variant: str) -> dict[str, Any]:
         metrics = {metric: self.pooled(variant, metric) for metric in METRICS}
+        counted = self.counted[variant]
         return {
-            "requests": len(self.counted[variant]),
+            "requests": len(counted),
+            "blocks": sum(request.blocks for request in counted) / max(1, len(counted)),
             "left_out": self.left_out.get(variant, 0),
             "metrics": {metric: quantiles(values) for metric, values in metrics.items() if values},
         }

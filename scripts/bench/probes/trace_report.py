@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from scripts.bench.common import table
@@ -11,8 +12,9 @@ from scripts.bench.probes.trace_figures import FIRST, FLOOR, GAP, LONGEST, METRI
 
 PARTS = tuple(f"p{share}" for share in SHARES)
 WORDS = {GAP: "per output token", LONGEST: "longest step of a period"}
-# Quantiles of a metric that say something with some hundred requests, or some ten periods.
+LOADED = "blocks loaded for a request, mean"
 ALONE = "the cost is what the six steps up to the third one behind it take beyond six of decodes"
+# Quantiles of a metric that say something with some hundred requests, or some ten periods.
 SHOWN = {FIRST: PARTS, GAP: ("p50", "p99"), LONGEST: ("p50",)}
 
 
@@ -45,6 +47,22 @@ def changes(document: dict[str, Any]) -> str:
         f"{figures['cycles']} cycles; bold: 0 is outside):"
     )
     return f"{title}\n\n{_changes(figures)}"
+
+
+def switched(document: dict[str, Any], metrics: Sequence[str]) -> str:
+    """Some metrics of a trace in which one mechanism was switched, a row for each quantile."""
+    figures = document["figures"]
+    [(name, changed)] = figures["changes"].items()
+    on, off = (figures["variants"][variant] for variant in (ON, name))
+    rows = [[f"ms, {figures['cycles']} times each", "all on", _title(name), "off less on"]]
+    for metric in metrics:
+        for part in SHOWN.get(metric, ("p50",)):
+            values = [_number(side["metrics"][metric][part]) for side in (on, off)]
+            title = f"{WORDS.get(metric, metric)}, {part}"
+            rows.append([title, *values, _change(changed[metric][part])])
+    for what, key in (("requests", "requests"), (LOADED, "blocks")):
+        rows.append([what, f"{on[key]:.0f}", f"{off[key]:.0f}", ""])
+    return table(rows)
 
 
 def bound(document: dict[str, Any]) -> str:
@@ -84,8 +102,10 @@ def _variants(figures: dict[str, Any]) -> str:
         found = [figures["variants"][name]["metrics"].get(metric) for name in order]
         cells = [" / ".join(_number(q[p]) for p in PARTS) if q else "-" for q in found]
         rows.append([WORDS.get(metric, metric), *cells])
-    for what, key in (("requests", "requests"), ("left out", "left_out")):
-        rows.append([what, *(str(figures["variants"][name][key]) for name in order)])
+    for what, key in (("requests", "requests"), ("left out", "left_out"), (LOADED, "blocks")):
+        found = [figures["variants"][name].get(key) for name in order]  # traces of old lack blocks
+        if None not in found:
+            rows.append([what, *(f"{value:.0f}" for value in found)])
     return table(rows)
 
 
