@@ -145,7 +145,7 @@ def test_every_variable_is_read() -> None:
         "lazy",
         False,
         3,
-        "auto",
+        "whole",
         "staged",
         "off",
         2.0,

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import accumulate
 from math import ceil
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvoffload_patch.tier.recency_model import sample_of
 from kvoffload_patch.tier.tuning import (
@@ -24,6 +24,23 @@ from kvoffload_patch.tier.tuning import (
 )
 
 Key = TypeVar("Key", bound=Hashable)
+
+
+class Hit(NamedTuple):
+    """What a request has found, from its first block on.
+
+    Attributes:
+        blocks: on the GPU or in the tier.
+        on_gpu: how many of these, from the first on, were on the GPU.
+        now: `PrefixShare.now` then.
+    """
+
+    blocks: int
+    on_gpu: int
+    now: int
+
+
+NO_HIT = Hit(0, 0, 0)
 
 
 class PrefixShare:
@@ -44,6 +61,7 @@ class PrefixShare:
 
     Attributes:
         share: of each prefix; 1: all of it, as vLLM does by itself.
+        now: uses of all keys by requests that have ended.
     """
 
     def __init__(self, gpu_blocks: int) -> None:
@@ -53,46 +71,27 @@ class PrefixShare:
         # When each was used last, and the share with which it was kept, 0 where it was not; the
         # oldest first. Times are uses of all keys since the beginning.
         self._last = OrderedDict[Hashable, tuple[int, float]]()
-        self._now, self._due = 0, gpu_blocks
+        self.now, self._due = 0, gpu_blocks
         self._bin = max(1, gpu_blocks // USES_PARTS)  # uses
         self._used = 0.0  # uses of the sample, and those of them after so many bins
         self._used_again = [0.0] * (USES_PARTS * USES_TIMES)
         self._sizes: Sequence[float] = ()  # blocks that a cache needs to keep one for so many bins
         self._room = float(gpu_blocks)  # blocks for what is kept
 
-    def found(self, keys: Iterable[Hashable], on_gpu: int) -> None:
-        """A request finds the blocks of these keys.
-
-        Args:
-            keys: of blocks on the GPU or in the tier, head first.
-            on_gpu: how many of them, from the first on, are on the GPU.
-        """
-        mask, last, counts = self._mask, self._last, self._used_again
-        kept = lost = 0.0  # blocks that what is still there stands for, and what should be
-        for place, key in enumerate(keys):
-            if hash(key) & mask or key not in last:
-                continue
-            used, share = last[key]
-            bins = (self._now - used) // self._bin
-            if bins >= len(counts):
-                continue
-            counts[bins] += 1
-            if share and bins < len(self._sizes):
-                blocks = share * self._sizes[bins]
-                if place < on_gpu:
-                    kept = max(kept, blocks)
-                else:
-                    lost = max(lost, blocks)
-        known = min(lost, self._room) if lost else max(kept, self._room)
-        self._room += (known - self._room) / HEADS_SHOWN_REQUESTS
-
     def ended(
-        self, keys: Sequence[Key], free: int, cached: int, slots: int, whole: bool = False
+        self,
+        keys: Sequence[Key],
+        hit: Hit,
+        free: int,
+        cached: int,
+        slots: int,
+        whole: bool = False,
     ) -> Sequence[Key]:
         """A request has ended.
 
         Args:
             keys: that it used, head first.
+            hit: what it found of them.
             free: blocks of the GPU that nobody uses.
             cached: blocks of the GPU that hold a prefix. No tail is given up while others are left,
                 which would be handed out later.
@@ -105,9 +104,10 @@ class PrefixShare:
         full = self._gpu_blocks - cached <= self._gpu_blocks / BLANK_PARTS
         kept = self.share if full and not whole else 1.0
         mask, last, end = self._mask, self._last, ceil(kept * len(keys))
-        self._now = now = self._now + len(keys)
-        self._room += (free - self._room) / HEADS_FREE_REQUESTS
         sampled = [(place, key) for place, key in enumerate(keys) if not hash(key) & mask]
+        self._count(sampled, hit)
+        self.now = now = self.now + len(keys)
+        self._room += (free - self._room) / HEADS_FREE_REQUESTS
         self._used += len(sampled)
         for place, key in sampled:
             last[key] = now, kept if place < end else 0.0
@@ -118,8 +118,31 @@ class PrefixShare:
             self._choose(slots)
         return keys[end:]
 
+    def _count(self, sampled: Iterable[tuple[int, Hashable]], hit: Hit) -> None:
+        """How much was used between two uses of what was found, and for what room that stands."""
+        last, counts = self._last, self._used_again
+        kept = lost = 0.0  # blocks that what was still there stands for, and what should have been
+        for place, key in sampled:
+            if place >= hit.blocks:
+                break
+            if key not in last:
+                continue
+            used, share = last[key]
+            bins = max(0, hit.now - used) // self._bin  # another may have used it meanwhile
+            if bins >= len(counts):
+                continue
+            counts[bins] += 1
+            if share and bins < len(self._sizes):
+                blocks = share * self._sizes[bins]
+                if place < hit.on_gpu:
+                    kept = max(kept, blocks)
+                else:
+                    lost = max(lost, blocks)
+        known = min(lost, self._room) if lost else max(kept, self._room)
+        self._room += (known - self._room) / HEADS_SHOWN_REQUESTS
+
     def _fade(self) -> None:
-        last, oldest = self._last, self._now - self._bin * len(self._used_again)
+        last, oldest = self._last, self.now - self._bin * len(self._used_again)
         while last and next(iter(last.values()))[0] < oldest:
             last.popitem(last=False)
         left = 1 - 1 / (USES_PARTS * USES_MEMORY_TIMES)
@@ -140,7 +163,7 @@ class PrefixShare:
 
     def _hit_ratio(self) -> Callable[[float], float]:
         """What a cache of so many blocks finds, which evicts what was used least recently."""
-        seen = min(self._now // self._bin, len(self._used_again))
+        seen = min(self.now // self._bin, len(self._used_again))
         used = max(self._used, 1.0)
         found = [min(again / used, 1.0) for again in accumulate(self._used_again[:seen])]
         self._sizes = sizes = list(accumulate([self._bin * (1 - part) for part in found]))

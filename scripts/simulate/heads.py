@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvoffload_patch.tier.prefix_share import PrefixShare
+from kvoffload_patch.tier.prefix_share import NO_HIT, Hit, PrefixShare
 from scripts import ROOT
 from scripts.bench.common import table, write_json
 from scripts.simulate import parallel, sides, workloads
@@ -35,16 +35,18 @@ class HeadsModel(Model):
     def __init__(self, machine: Machine, rules: Rules, trace: Sequence[Request]) -> None:
         super().__init__(machine, rules, trace)
         self._share = PrefixShare(machine.gpu_blocks)
+        self._hits = dict[int, Hit]()  # by the id of a run
 
     def _count(self, run: Run, reusable: Sequence[int]) -> None:
         super()._count(run, reusable)
-        self._share.found(reusable[: run.hit], run.on_gpu)
+        self._hits[id(run)] = Hit(run.hit, run.on_gpu, self._share.now)
 
     def _end(self, run: Run) -> None:
         super()._end(run)
         gpu, manager, keys = self._gpu, self._manager, run.request.keys
-        blocks_now = len(gpu.free), gpu.num_cached
-        tail = self._share.ended(keys, *blocks_now, manager.num_slots, manager.lazy)
+        state = len(gpu.free), gpu.num_cached, manager.num_slots
+        hit = self._hits.pop(id(run), NO_HIT)
+        tail = self._share.ended(keys, hit, *state, manager.lazy)
         blocks = [gpu.block_of(key) for key in tail if manager.lookup(key)]
         gpu.hand_out_first(block for block in blocks if block is not None)
 

@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from kvoffload_patch.tier.prefix_share import PrefixShare
+from kvoffload_patch.tier.prefix_share import NO_HIT, Hit, PrefixShare
 from kvoffload_patch.tier.tuning import USES_TIMES
 
 LENGTH, GPU, SLOTS = 32, 960, 1 << 20
@@ -24,8 +24,8 @@ def play(
         keys = [(chat, at) for at in range(LENGTH)]
         on_gpu = next((blocks for one, blocks in held if one == chat), 0)
         held = deque(one for one in held if one[0] != chat)
-        share.found(keys, on_gpu)
-        tail = share.ended(keys, room, GPU, slots)
+        found = LENGTH if turn >= chats else 0
+        tail = share.ended(keys, Hit(found, on_gpu, share.now), room, GPU, slots)
         held.append((chat, LENGTH - len(tail)))
         while sum(blocks for _, blocks in held) > room:
             held.popleft()
@@ -53,7 +53,7 @@ def test_what_comes_back_at_random_is_kept_as_a_whole() -> None:
 def test_what_never_comes_back_is_kept_as_a_whole() -> None:
     share = PrefixShare(GPU)
     for turn in range(600):
-        share.ended([(turn, at) for at in range(LENGTH)], GPU, GPU, SLOTS)
+        share.ended([(turn, at) for at in range(LENGTH)], NO_HIT, GPU, GPU, SLOTS)
     assert share.share == 1
 
 
@@ -81,6 +81,15 @@ def test_it_learns_that_prefixes_come_back_sooner() -> None:
 def test_what_was_used_long_ago_is_forgotten() -> None:
     share = PrefixShare(GPU)
     for turn in range(3000):
-        share.ended([(turn, at) for at in range(LENGTH)], GPU, GPU, SLOTS)
+        share.ended([(turn, at) for at in range(LENGTH)], NO_HIT, GPU, GPU, SLOTS)
     mask = share._mask + 1
     assert len(share._last) <= (USES_TIMES + 1) * GPU / mask * 1.5
+
+
+def test_requests_that_use_a_prefix_at_the_same_time_use_it_at_once() -> None:
+    """The second one had found it before the first one ended."""
+    share = PrefixShare(GPU)
+    for turn in range(60):
+        keys = [(turn // 2, at) for at in range(LENGTH)]
+        share.ended(keys, Hit(LENGTH * (turn % 2), LENGTH, share.now - LENGTH), GPU, GPU, SLOTS)
+    assert share._used_again[0] and not any(share._used_again[1:])

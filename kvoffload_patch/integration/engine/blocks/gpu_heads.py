@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
-from kvoffload_patch.tier.prefix_share import PrefixShare
+from kvoffload_patch.tier.prefix_share import Hit, PrefixShare
 
 
 class GpuHeads:
@@ -18,6 +18,9 @@ class GpuHeads:
     Args:
         view: the scheduler.
         manager: of the tier.
+
+    Attributes:
+        now: as `PrefixShare.now`, for hits.
     """
 
     def __init__(self, view: SchedulerView, manager: OffloadManager) -> None:
@@ -35,22 +38,20 @@ class GpuHeads:
         """Of a prefix that the GPU keeps, from its head on; 1: all of it."""
         return self._share.share
 
-    def found(self, keys: Iterable[Hashable | None], gpu_tokens: int) -> None:
-        """A request finds the blocks of these keys, head first, and so many tokens on the GPU."""
-        on_gpu = gpu_tokens // self._view.block_sizes[0]
-        self._share.found((key for key in keys if key is not None), on_gpu)
-
-    def ended(self, keys: Sequence[Hashable | None], whole: bool) -> None:
+    def ended(self, keys: Sequence[Hashable | None], hit: Hit, whole: bool) -> None:
         """A request has ended.
 
         Args:
             keys: that it used, head first; None for blocks without one.
+            hit: what it has found of them.
             whole: keep all of it, as nothing is loaded now.
         """
         view, manager = self._view, self._manager
-        used = [key for key in dict.fromkeys(keys) if key is not None]
-        blocks_now = view.num_free_blocks(), view.adapter.num_cached()
-        tail = self._share.ended(used, *blocks_now, manager.num_slots, whole or manager.lazy)
+        used = dict.fromkeys(keys)
+        used.pop(None, None)
+        state = view.num_free_blocks(), view.adapter.num_cached(), manager.num_slots
+        tail = self._share.ended(list(used), hit, *state, whole or manager.lazy)
+        self.now = self._share.now
         if not tail:
             return
         # Nothing is lost: what the tier does not have stays where it is.
@@ -62,3 +63,4 @@ class GpuHeads:
     def clear(self) -> None:
         """The prefix cache is empty."""
         self._share = PrefixShare(len(self._view.pool.blocks))
+        self.now = self._share.now

@@ -10,6 +10,7 @@ from kvoffload_patch.integration.engine.blocks.free_front import FreeFront
 from kvoffload_patch.integration.engine.blocks.gpu_heads import GpuHeads
 from kvoffload_patch.integration.engine.requests.lookup import LookupResult
 from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.prefix_share import NO_HIT, Hit
 
 
 class Recency:
@@ -42,8 +43,9 @@ class Recency:
         self.used: list[tuple[list[int], list[Hashable]]] = []
         self.keys: dict[str, list[Hashable]] = {}
         self._at_once: dict[str, int] = {}  # how many of these came first, together
-        self._hit: set[str] = set()  # of the requests in `keys`, those that hit or loaded anything
+        self._hit: dict[str, Hit] = {}  # of the requests in `keys`, those that hit or load anything
         self._in_order = view.in_order
+        self._block_tokens = view.block_sizes[0]
         self._groups = PrefixGroups(view.key, view.manager.coordinator.single_type_managers)
 
     def note(self, request_id: str, found: LookupResult) -> None:
@@ -55,12 +57,12 @@ class Recency:
         if blocks:
             ids = [block.block_id for block in blocks]
             self.used.append((ids, [key for key in keys if key is not None]))
-        self.keys[request_id] = hit = [*keys, *found.keys]
+        self.keys[request_id] = [*keys, *found.keys]
         if keys or found.keys:
             self._at_once[request_id] = len(keys or found.keys)
-            self._hit.add(request_id)
-            if self._heads is not None:
-                self._heads.found(hit, found.gpu_tokens)
+            now = self._heads.now if self._heads is not None else 0
+            on_gpu = found.gpu_tokens // self._block_tokens
+            self._hit[request_id] = Hit(len(blocks) + len(found.keys), on_gpu, now)
 
     def computes(self, request_id: str, keys: Collection[Hashable]) -> None:
         """A request computes the blocks of these keys, behind all that were noted for it."""
@@ -85,9 +87,9 @@ class Recency:
                 self._tell(list(once), together=True)
             elif keys and request_id not in self._hit:
                 self._tell(keys, together=False)
-            self._hit.discard(request_id)
+            hit = self._hit.pop(request_id, NO_HIT)
             if self._heads is not None and keys:
-                self._heads.ended(keys, paused)
+                self._heads.ended(keys, hit, paused)
 
     def _tell(self, keys: list[Hashable], together: bool) -> None:
         """Of a request that has ended; what is known to be together is told for its order alone."""

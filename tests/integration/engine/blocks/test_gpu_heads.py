@@ -60,22 +60,22 @@ def tail_of(mini: Mini, tokens: list[int]) -> list[int]:
 
 
 def test_heads_stay_where_prefixes_come_back_in_turns() -> None:
-    whole = Mini(blocks=GPU)
+    whole = Mini(blocks=GPU, gpu_prefixes="whole")
     assert not any(rounds(whole, 4)) and whole.tier.heads is None
-    mini = Mini(blocks=GPU, gpu_prefixes="auto")
+    mini = Mini(blocks=GPU)
     last = rounds(mini, 4)[-CHATS:]
     assert mini.tier.heads.share < 0.7 and sum(last) > CHATS * LENGTH / 4
     nothing_held(mini)
 
 
 def test_what_comes_back_before_the_gpu_loses_it_is_kept_as_a_whole() -> None:
-    mini = Mini(blocks=GPU, gpu_prefixes="auto")
+    mini = Mini(blocks=GPU)
     assert all(found == LENGTH for found in rounds(mini, 12, chats=5)[5:])
     assert mini.tier.heads.share == 1
 
 
 def test_a_tail_is_handed_out_first_its_end_before_all() -> None:
-    mini = Mini(blocks=GPU, store="eager", gpu_prefixes="auto")
+    mini = Mini(blocks=GPU, store="eager")
     rounds(mini, 1, chats=9)
     keeps_half(mini)
     ask(mini, ASKED)
@@ -93,7 +93,7 @@ def test_a_tail_is_handed_out_first_its_end_before_all() -> None:
 def test_nothing_is_handed_out_early_that_is_needed(why: str, seed: int) -> None:
     asked, before = prompt(LENGTH, seed), 3 if why == "blank" else 9
     slots, store = 4 if why == "not stored" else 400, "lazy" if why == "lazy" else "eager"
-    mini = Mini(blocks=GPU, num_slots=slots, store=store, gpu_prefixes="auto")
+    mini = Mini(blocks=GPU, num_slots=slots, store=store)
     rounds(mini, 1, chats=before)
     keeps_half(mini)
     if why == "paused":
@@ -108,7 +108,7 @@ def test_nothing_is_handed_out_early_that_is_needed(why: str, seed: int) -> None
 
 
 def test_a_tail_that_another_request_uses_stays() -> None:
-    mini = Mini(blocks=GPU, store="eager", gpu_prefixes="auto")
+    mini = Mini(blocks=GPU, store="eager")
     rounds(mini, 1, chats=9)
     keeps_half(mini)
     mini.add(ASKED, count=40)
@@ -125,7 +125,7 @@ def test_a_tail_that_another_request_uses_stays() -> None:
 
 
 def test_no_block_is_lost_where_one_cannot_be_moved() -> None:
-    mini = Mini(blocks=GPU, gpu_prefixes="auto")
+    mini = Mini(blocks=GPU)
     rounds(mini, 1, chats=9)
     before, (used,) = queue(mini), mini.pool.get_new_blocks(1)
     free = mini.pool.free_block_queue.get_all_free_blocks()
