@@ -52,9 +52,9 @@ class PrefixShare:
     blocks keeps whole prefixes. So it finds a part ``p * H(blocks / p)`` of what is used, where H
     is the hit ratio of a cache that evicts what was used least recently, by its blocks: Talus with
     one cache of none (Beckmann and Sanchez, HPCA 2015). H comes from how much was used between two
-    uses of a block, by the average eviction time (Hu and others, USENIX ATC 2016), of a sample of
-    the keys; old counts fade. How many blocks there are for heads is learned from which are still
-    there when they are used again: requests that run, and loads, take the rest.
+    uses of a block, by the average eviction time (Hu and others, USENIX ATC 2016), of some blocks
+    of each prefix; old counts fade. How many blocks there are for heads is learned from which are
+    still there when they are used again: requests that run, and loads, take the rest.
 
     Args:
         gpu_blocks: of the GPU's prefix cache.
@@ -67,7 +67,7 @@ class PrefixShare:
     def __init__(self, gpu_blocks: int) -> None:
         self.share = 1.0
         self._gpu_blocks = gpu_blocks
-        self._mask = sample_of(USES_TIMES * gpu_blocks) - 1
+        self._one_in = sample_of(USES_TIMES * gpu_blocks)  # blocks of a prefix
         # When each was used last, and the share with which it was kept, 0 where it was not; the
         # oldest first. Times are uses of all keys since the beginning.
         self._last = OrderedDict[Hashable, tuple[int, float]]()
@@ -103,8 +103,10 @@ class PrefixShare:
         """
         full = self._gpu_blocks - cached <= self._gpu_blocks / BLANK_PARTS
         kept = self.share if full and not whole else 1.0
-        mask, last, end = self._mask, self._last, ceil(kept * len(keys))
-        sampled = [(place, key) for place, key in enumerate(keys) if not hash(key) & mask]
+        last, end = self._last, ceil(kept * len(keys))
+        # A block has the same place in all prefixes that it is in, and these begin with one block.
+        places = range(hash(keys[0]) % self._one_in, len(keys), self._one_in) if keys else ()
+        sampled = [(place, keys[place]) for place in places]
         self._count(sampled, hit)
         self.now = now = self.now + len(keys)
         self._room += (free - self._room) / HEADS_FREE_REQUESTS
@@ -138,6 +140,7 @@ class PrefixShare:
                     kept = max(kept, blocks)
                 else:
                     lost = max(lost, blocks)
+        kept = min(kept, float(self._gpu_blocks))  # the sizes are estimates
         known = min(lost, self._room) if lost else max(kept, self._room)
         self._room += (known - self._room) / HEADS_SHOWN_REQUESTS
 

@@ -2,7 +2,8 @@
 
 What the CPU tier adds to a scheduler step on the host, beside vLLM's own connectors to CPU memory.
 `tier` is as the environment says, `eager` the same with KVOFFLOAD_STORE=eager; `lru`, `arc` and
-`s3fifo` are with that KVOFFLOAD_EVICTION; `hooks` has its hooks, which do nothing.
+`s3fifo` are with that KVOFFLOAD_EVICTION, `whole` is with that KVOFFLOAD_GPU_PREFIXES; `hooks` has
+its hooks, which do nothing.
 
 vLLM's own scheduler, no model, no copies. The schedulers of one scenario take turns, in another
 order each round: plain, one with a tier attached, one for each connector. A step is `schedule()`

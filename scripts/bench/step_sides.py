@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 BLOCK = 16
 CPU_SLOTS = 100_000
@@ -126,13 +126,12 @@ class TierSim(Sim):
     """With the CPU tier, attached to this scheduler.
 
     Attributes:
-        store: when blocks are stored; empty: as the process is told.
-        eviction: what leaves a full tier first; empty: as the process is told.
+        settings: other than what the process is told.
         ranks: the workers.
         now: the tier's clock, in seconds.
     """
 
-    store = eviction = ""
+    settings: ClassVar[dict[str, str]] = {}
     ranks: Any = Ranks()
     now: Callable[[], float] = time.monotonic
 
@@ -147,11 +146,7 @@ class TierSim(Sim):
 
         # As the process is told, so that policies can be compared.
         settings = replace(Settings.from_env(), log_interval=1e9)
-        settings = replace(
-            settings,
-            store=self.store or settings.store,
-            eviction=self.eviction or settings.eviction,
-        )
+        settings = replace(settings, **self.settings)  # type: ignore[arg-type]
         hooks = step_hooks(self.scheduler)
         self.manager = OffloadManager(
             CPU_SLOTS, policy_named(settings.eviction), store=settings.store,
@@ -189,25 +184,31 @@ class HooksSim(TierSim):
 class EagerSim(TierSim):
     """With the CPU tier, and `KVOFFLOAD_STORE=eager`."""
 
-    store = "eager"
+    settings: ClassVar = {"store": "eager"}
 
 
 class LruSim(TierSim):
     """With the CPU tier, and `KVOFFLOAD_EVICTION=lru`."""
 
-    eviction = "lru"
+    settings: ClassVar = {"eviction": "lru"}
 
 
 class ArcSim(TierSim):
     """With the CPU tier, and `KVOFFLOAD_EVICTION=arc`."""
 
-    eviction = "arc"
+    settings: ClassVar = {"eviction": "arc"}
 
 
 class S3FifoSim(TierSim):
     """With the CPU tier, and `KVOFFLOAD_EVICTION=s3fifo`."""
 
-    eviction = "s3fifo"
+    settings: ClassVar = {"eviction": "s3fifo"}
+
+
+class WholeSim(TierSim):
+    """With the CPU tier, and `KVOFFLOAD_GPU_PREFIXES=whole`."""
+
+    settings: ClassVar = {"gpu_prefixes": "whole"}
 
 
 class SimpleSim(Sim):
@@ -265,6 +266,7 @@ SIDES: dict[str, type[Sim]] = {
     "lru": LruSim,
     "arc": ArcSim,
     "s3fifo": S3FifoSim,
+    "whole": WholeSim,
     "simple": SimpleSim,
     "offloading": OffloadingSim,
 }

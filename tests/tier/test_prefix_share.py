@@ -27,6 +27,7 @@ def play(
         found = LENGTH if turn >= chats else 0
         tail = share.ended(keys, Hit(found, on_gpu, share.now), room, GPU, slots)
         held.append((chat, LENGTH - len(tail)))
+        assert share._room <= GPU
         while sum(blocks for _, blocks in held) > room:
             held.popleft()
 
@@ -82,8 +83,7 @@ def test_what_was_used_long_ago_is_forgotten() -> None:
     share = PrefixShare(GPU)
     for turn in range(3000):
         share.ended([(turn, at) for at in range(LENGTH)], NO_HIT, GPU, GPU, SLOTS)
-    mask = share._mask + 1
-    assert len(share._last) <= (USES_TIMES + 1) * GPU / mask * 1.5
+    assert len(share._last) <= (USES_TIMES + 1) * GPU / share._one_in * 1.5
 
 
 def test_requests_that_use_a_prefix_at_the_same_time_use_it_at_once() -> None:

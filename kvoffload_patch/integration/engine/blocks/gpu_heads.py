@@ -38,27 +38,24 @@ class GpuHeads:
         """Of a prefix that the GPU keeps, from its head on; 1: all of it."""
         return self._share.share
 
-    def ended(self, keys: Sequence[Hashable | None], hit: Hit, whole: bool) -> None:
+    def ended(self, keys: Sequence[Hashable], hit: Hit, whole: bool) -> None:
         """A request has ended.
 
         Args:
-            keys: that it used, head first; None for blocks without one.
+            keys: that it used, head first, each once.
             hit: what it has found of them.
             whole: keep all of it, as nothing is loaded now.
         """
         view, manager = self._view, self._manager
-        used = dict.fromkeys(keys)
-        used.pop(None, None)
         state = view.num_free_blocks(), view.adapter.num_cached(), manager.num_slots
-        tail = self._share.ended(list(used), hit, *state, whole or manager.lazy)
+        tail = self._share.ended(keys, hit, *state, whole or manager.lazy)
         self.now = self._share.now
         if not tail:
             return
         # Nothing is lost: what the tier does not have stays where it is.
         has, find = manager.reader(), view.gpu_lookup()
-        blocks = [find(key) for key in reversed(tail) if has(key) is not None]
-        free = [block for block in blocks if block is not None and not block.ref_cnt]
-        view.adapter.hand_out_first(free)
+        blocks = map(find, (key for key in reversed(tail) if has(key) is not None))
+        view.adapter.hand_out_first([b for b in blocks if b is not None and not b.ref_cnt])
 
     def clear(self) -> None:
         """The prefix cache is empty."""

@@ -78,18 +78,18 @@ class Recency:
             paused: nothing is loaded now.
         """
         for request_id in request_ids:
-            keys = self.keys.pop(request_id, ())
-            # What was used or stored at once is together as it is.
-            if len(keys) > self._at_once.pop(request_id, 0):
+            keys, hit = self.keys.pop(request_id, []), self._hit.pop(request_id, None)
+            several = len(keys) > self._at_once.pop(request_id, 0)
+            if several or (hit is not None and None in keys):
                 # Some may have been computed twice, as after a preemption.
                 once = dict.fromkeys(keys)
                 once.pop(None, None)  # of what another request's load has filled
-                self._tell(list(once), together=True)
-            elif keys and request_id not in self._hit:
-                self._tell(keys, together=False)
-            hit = self._hit.pop(request_id, NO_HIT)
+                keys = list(once)
+            # What was used or stored at once is together as it is.
+            if several or (keys and hit is None):
+                self._tell(keys, together=several)
             if self._heads is not None and keys:
-                self._heads.ended(keys, hit, paused)
+                self._heads.ended(keys, hit or NO_HIT, paused)
 
     def _tell(self, keys: list[Hashable], together: bool) -> None:
         """Of a request that has ended; what is known to be together is told for its order alone."""
