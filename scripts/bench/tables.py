@@ -68,6 +68,7 @@ OTHER_CHATS = {
     "chats-followed.json": "by layer, what loads take followed, two servers at a time",
     "chats-pair.json": "the same, no prompts before them",
     "chats-newest.json": "one system after the other, vLLM 0.33.0 on an H200",
+    "chats-heads.json": "the same, vLLM 0.26.0, seven turns, heads of prefixes on the GPU",
 }
 # The same on two GPUs for each server, two servers at a time.
 RANKS = {
