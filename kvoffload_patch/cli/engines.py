@@ -149,6 +149,15 @@ def _store(found: Mapping[str, Any]) -> dict[str, str]:
     return {"store": store} if store else {}
 
 
+def _gpu_prefixes(found: Mapping[str, Any]) -> dict[str, str]:
+    """What the GPU keeps of prefixes by `auto`; older engines do not tell."""
+    share = found.get("gpu_share")
+    if share is None or found["settings"].get("gpu_prefixes") != "auto":
+        return {}
+    kept = "whole" if share == 1 else f"the first {100 * share:.0f}%"
+    return {"gpu_prefixes": f"auto ({kept} now)"}
+
+
 def _speed(found: Mapping[str, Any]) -> str:
     """What the bus did when the engine started, which older ones do not tell, and since."""
     ms, seconds = found.get("load_ms_per_block", 0.0), max(found["seconds"], 1e-9)
@@ -179,7 +188,8 @@ def _line(name: str, found: Mapping[str, Any]) -> str:
 
 
 def _settings(found: Mapping[str, Any]) -> str:
-    return ", ".join(f"{k} {v}" for k, v in {**found["settings"], **_store(found)}.items())
+    told = {**found["settings"], **_store(found), **_gpu_prefixes(found)}
+    return ", ".join(f"{name} {value}" for name, value in told.items())
 
 
 def _ask(engine: client.Engine, name: str, given: Mapping[str, str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ GIB = "gib"
 LIVE: dict[str, Variable] = {
     row.field: row
     for row in VARIABLES.values()
-    if row.field in ("eviction", "load_mode", "max_stall_ms", "log_interval")
+    if row.field in ("eviction", "gpu_prefixes", "load_mode", "max_stall_ms", "log_interval")
 }
 # What can be asked, and which arguments each takes.
 ARGUMENTS: dict[str, tuple[str, ...]] = {

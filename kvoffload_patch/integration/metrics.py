@@ -94,6 +94,12 @@ METRICS = (
     Metric("capacity_bytes", "gauge", _SAME),
     Metric("used_blocks", "gauge", "CPU slots in use, those being written included."),
     Metric("used_bytes", "gauge", _SAME),
+    Metric(
+        "gpu_prefix_ratio",
+        "gauge",
+        "Of a prefix that nobody uses and the tier has, what the GPU keeps, from its head on; 1: "
+        "all of it, as vLLM does by itself.",
+    ),
     Metric("queried_tokens", "counter", "Tokens that admitted requests did not find on the GPU."),
     Metric("hit_tokens", "counter", "Of these, the tokens that the tier had."),
     Metric(

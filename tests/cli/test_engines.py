@@ -280,6 +280,12 @@ def test_an_engine_that_is_silent_is_named(one: Engine, monkeypatch: pytest.Monk
         ({"store": "auto", "stores_lazily": True}, "store auto (lazily now)"),
         ({"store": "auto", "stores_lazily": False}, "store auto (as they are computed now)"),
         ({"store": "auto"}, "load_mode auto, store auto"),
+        (
+            {"gpu_share": 0.44, "settings": {"gpu_prefixes": "auto"}},
+            "gpu_prefixes auto (the first 44% now)",
+        ),
+        ({"gpu_share": 1.0, "settings": {"gpu_prefixes": "auto"}}, "gpu_prefixes auto (whole now)"),
+        ({"gpu_share": 1.0, "settings": {"gpu_prefixes": "whole"}}, "gpu_prefixes whole"),
     ],
 )
 def test_a_status_says_what_auto_does_now(told: dict[str, Any], said: str) -> None:

@@ -12,7 +12,14 @@ from kvoffload_patch.integration.metrics import BY_NAME, COMMON_LABELS, METRICS,
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 UNITS = ("tokens", "blocks", "bytes", "copies", "requests", "seconds", "bytes_per_second")
-OTHERS = {"build_info", "tier_off_info", "tier_state", "growing", "load_slowdown"}
+OTHERS = {
+    "build_info",
+    "tier_off_info",
+    "tier_state",
+    "growing",
+    "load_slowdown",
+    "gpu_prefix_ratio",
+}
 # What prometheus_client adds to a name.
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 

@@ -141,6 +141,7 @@ class Desk:
             "seconds_since_step": time.monotonic() - self._tier.last_step,
             "store": self._tier.settings.store,
             "stores_lazily": manager.lazy,
+            "gpu_share": self._tier.gpu_share,
             "load_ms_per_block": self._tier.pace.ms_per_block,
             "largest_blocks": self._ranks.num_slots,
             **self._sizes(),

@@ -9,7 +9,6 @@ from typing import Any
 from kvoffload_patch.config import Settings
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.blocks.free_front import FreeFront
-from kvoffload_patch.integration.engine.blocks.gpu_heads import GpuHeads
 from kvoffload_patch.integration.engine.blocks.invalid_blocks import InvalidBlocks
 from kvoffload_patch.integration.engine.blocks.recency import Recency
 from kvoffload_patch.integration.engine.blocks.store_choice import StoreChoice
@@ -53,7 +52,6 @@ class SchedulerTier:
         pace: how long steps and loads take.
         paused: nothing is loaded or stored that was not begun before.
         settings: as given, and as changed since.
-        heads: of prefixes on the GPU; None where vLLM's own order is left alone.
         choice: which of the blocks of `cached` are stored.
         weights: whether blocks kept through sleep are still right.
     """
@@ -80,9 +78,7 @@ class SchedulerTier:
         self._invalid = wrong = InvalidBlocks(view, manager)
         self._loads = LoadBook(view, manager, self.pace, *told, wrong.untrusted, ranks.sharing)
         self._full_prompts = FullPromptHits(view, manager, self.pace)
-        orders = settings.gpu_prefixes == "auto" and GpuHeads.fits(view)
-        self.heads = GpuHeads(view, manager) if orders else None
-        self._recency = Recency(view, manager, front, self.heads)
+        self._recency = Recency(view, manager, front)
         self.choice = StoreChoice(view, manager, front, self._recency, settings.store_decode)
         how = self._lookups, self._hits, self._recency, front, settings
         self._admission = Admission(view, manager, ranks, self.pace, self._loads, *how)
@@ -360,7 +356,7 @@ class SchedulerTier:
         self._manager.apply(TransferResult(num_slots=ready, growing=growing, sizing=sizing))
 
     def change(self, settings: Settings) -> None:
-        """Go on with these settings: load mode, stall, interval of the log, eviction."""
+        """Go on with these settings: any of those that can be changed while an engine serves."""
         if settings.eviction != self.settings.eviction:
             self._manager.change_policy(policy_named(settings.eviction))
         if settings.log_interval != self.settings.log_interval:
@@ -372,6 +368,12 @@ class SchedulerTier:
         self.settings = settings
         self._promptly = settings.load_mode != "parked"  # loads may be promised
         self._max_stall_ms = settings.max_stall_ms
+        self._recency.keep_heads(settings.gpu_prefixes == "auto")
+
+    @property
+    def gpu_share(self) -> float:
+        """Of a prefix that nobody uses, what the GPU keeps, from its head on; 1: all of it."""
+        return self._recency.gpu_share
 
     @property
     def last_step(self) -> float:

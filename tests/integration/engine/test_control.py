@@ -205,12 +205,11 @@ def test_settings_change_what_the_tier_does(store: str) -> None:
     mini = Mini(load_mode="inline", log_interval=1000.0, store=store, weighs=False)
     tokens = prompt(6, seed=1)
     mini.only_in_cpu(tokens)
-    asked(mini, "set", eviction="lru", load_mode="parked", log_interval=5.0, max_stall_ms=1.5)
+    given = {"eviction": "lru", "load_mode": "parked", "log_interval": 5.0, "max_stall_ms": 1.5}
+    asked(mini, "set", **given)
     assert type(mini.manager._prefixes.policy) is POLICIES["lru"]
     assert mini.desk is not None
-    assert mini.desk.status()["settings"] == {
-        "eviction": "lru", "load_mode": "parked", "log_interval": 5.0, "max_stall_ms": 1.5,
-    }  # fmt: skip
+    assert mini.desk.status()["settings"] == {**given, "gpu_prefixes": "auto"}
     assert hits(mini, tokens) == 6 * BLOCK
     assert (mini.tier.counts().inline, mini.tier.counts().parked) == (0, 1)
     assert mini.tier._report._interval == 5.0

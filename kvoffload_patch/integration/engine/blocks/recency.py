@@ -23,9 +23,9 @@ class Recency:
         view: the scheduler.
         manager: of the tier.
         front: of the free blocks, among which what is hit may have been; None: nobody asks.
-        heads: of prefixes on the GPU, told of uses; None: vLLM's own order is left alone.
 
     Attributes:
+        heads: of prefixes on the GPU; None while vLLM's own order is left alone.
         used: GPU blocks, and the key of each, of prefixes that were noted.
         keys: of each request that has not ended and stores: what it hit, loaded and computed.
     """
@@ -35,11 +35,11 @@ class Recency:
         view: SchedulerView,
         manager: OffloadManager,
         front: FreeFront | None,
-        heads: GpuHeads | None,
     ) -> None:
         self._view = view
         self._manager = manager
-        self._front, self._heads = front, heads
+        self._front = front
+        self.heads: GpuHeads | None = None
         self.used: list[tuple[list[int], list[Hashable]]] = []
         self.keys: dict[str, list[Hashable]] = {}
         self._at_once: dict[str, int] = {}  # how many of these came first, together
@@ -47,6 +47,18 @@ class Recency:
         self._in_order = view.in_order
         self._block_tokens = view.block_sizes[0]
         self._groups = PrefixGroups(view.key, view.manager.coordinator.single_type_managers)
+
+    @property
+    def gpu_share(self) -> float:
+        """As `GpuHeads.share`; 1 without."""
+        return 1.0 if self.heads is None else self.heads.share
+
+    def keep_heads(self, wanted: bool) -> None:
+        """From now on the GPU keeps heads of prefixes where it can, or whole ones."""
+        if not wanted:
+            self.heads = None
+        elif self.heads is None and GpuHeads.fits(self._view):
+            self.heads = GpuHeads(self._view, self._manager)
 
     def note(self, request_id: str, found: LookupResult) -> None:
         """A request hits this; loads under way may fill some of the GPU blocks."""
@@ -60,7 +72,7 @@ class Recency:
         self.keys[request_id] = [*keys, *found.keys]
         if keys or found.keys:
             self._at_once[request_id] = len(keys or found.keys)
-            now = self._heads.now if self._heads is not None else 0
+            now = self.heads.now if self.heads is not None else 0
             on_gpu = found.gpu_tokens // self._block_tokens
             self._hit[request_id] = Hit(len(blocks) + len(found.keys), on_gpu, now)
 
@@ -88,8 +100,8 @@ class Recency:
             # What was used or stored at once is together as it is.
             if several or (keys and hit is None):
                 self._tell(keys, together=several)
-            if self._heads is not None and keys:
-                self._heads.ended(keys, hit or NO_HIT, paused)
+            if self.heads is not None and keys:
+                self.heads.ended(keys, hit or NO_HIT, paused)
 
     def _tell(self, keys: list[Hashable], together: bool) -> None:
         """Of a request that has ended; what is known to be together is told for its order alone."""
@@ -115,5 +127,5 @@ class Recency:
         self.keys.clear()
         self._at_once.clear()
         self._hit.clear()
-        if self._heads is not None:
-            self._heads.clear()
+        if self.heads is not None:
+            self.heads.clear()

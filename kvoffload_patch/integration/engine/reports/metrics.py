@@ -313,6 +313,7 @@ class Reporter:
             yield f"{name}_blocks", (), number
             yield f"{name}_bytes", (), number * self._block_bytes
         yield "growing", (), int(manager.growing)
+        yield "gpu_prefix_ratio", (), self._tier.gpu_share
         yield "queried_tokens", (), counts.queried
         yield "hit_tokens", (), counts.hit
         yield "recomputed_tokens", (), counts.queried - counts.hit

@@ -50,8 +50,17 @@ def queue(mini: Mini) -> list[int]:
 
 def keeps_half(mini: Mini) -> None:
     """From now on, whatever finds more."""
-    share = mini.tier.heads._share
-    share.share, share._due = 0.5, 1 << 30
+    heads = mini.tier._recency.heads
+    assert heads is not None
+    heads._share.share, heads._share._due = 0.5, 1 << 30
+
+
+def change(mini: Mini, kept: str) -> None:
+    """By the command `set`, between two steps."""
+    one = mini.ask("set", gpu_prefixes=kept)
+    mini.begin_step()
+    mini.end_step()
+    assert one.done.is_set() and not one.error
 
 
 def tail_of(mini: Mini, tokens: list[int]) -> list[int]:
@@ -61,17 +70,27 @@ def tail_of(mini: Mini, tokens: list[int]) -> list[int]:
 
 def test_heads_stay_where_prefixes_come_back_in_turns() -> None:
     whole = Mini(blocks=GPU, gpu_prefixes="whole")
-    assert not any(rounds(whole, 4)) and whole.tier.heads is None
+    assert not any(rounds(whole, 4)) and whole.tier._recency.heads is None
     mini = Mini(blocks=GPU)
     last = rounds(mini, 4)[-CHATS:]
-    assert mini.tier.heads.share < 0.7 and sum(last) > CHATS * LENGTH / 4
+    assert mini.tier.gpu_share < 0.7 and sum(last) > CHATS * LENGTH / 4
+    nothing_held(mini)
+
+
+def test_what_the_gpu_keeps_changes_while_it_serves() -> None:
+    mini = Mini(blocks=GPU, gpu_prefixes="whole")
+    rounds(mini, 4)
+    change(mini, "auto")
+    assert sum(rounds(mini, 5)[-CHATS:]) > CHATS * LENGTH / 4 and mini.tier.gpu_share < 0.7
+    change(mini, "whole")
+    assert not any(rounds(mini, 2)[-CHATS:]) and mini.tier.gpu_share == 1
     nothing_held(mini)
 
 
 def test_what_comes_back_before_the_gpu_loses_it_is_kept_as_a_whole() -> None:
     mini = Mini(blocks=GPU)
     assert all(found == LENGTH for found in rounds(mini, 12, chats=5)[5:])
-    assert mini.tier.heads.share == 1
+    assert mini.tier.gpu_share == 1
 
 
 def test_a_tail_is_handed_out_first_its_end_before_all() -> None:
@@ -83,7 +102,7 @@ def test_a_tail_is_handed_out_first_its_end_before_all() -> None:
     assert order[: len(tail)] == tail
     assert len(order) == len({*order}) == mini.pool.get_num_free_blocks() == GPU - 1
     mini.tier.reset()
-    assert mini.tier.heads.share == 1
+    assert mini.tier.gpu_share == 1
 
 
 @pytest.mark.parametrize(
