@@ -37,11 +37,12 @@ from scripts.matrix import results
 from scripts.matrix.mutants_connectors import CONNECTORS
 from scripts.matrix.mutants_engine import ENGINE
 from scripts.matrix.mutants_groups import GROUPS
+from scripts.matrix.mutants_heads import HEADS
 from scripts.matrix.mutants_list import MEMORY, TIER, TRANSFER, WORKER, Mutant
 from scripts.matrix.mutants_patching import PATCHING
 
 # Those that take longest come first.
-MUTANTS = (*ENGINE, *CONNECTORS, *GROUPS, *WORKER, *TRANSFER, *TIER, *MEMORY, *PATCHING)
+MUTANTS = (*ENGINE, *CONNECTORS, *GROUPS, *HEADS, *WORKER, *TRANSFER, *TIER, *MEMORY, *PATCHING)
 PACKAGE = "kvoffload_patch"
 COPIED = (PACKAGE, "scripts", "tests", "pyproject.toml")
 PYTEST = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider")

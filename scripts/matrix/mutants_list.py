@@ -1,7 +1,7 @@
 """The faults of `scripts/matrix mutants`: what each breaks, where, and which tests notice it.
 
-Others are in `mutants_engine.py`, `mutants_connectors.py`, `mutants_groups.py` and
-`mutants_patching.py`.
+Others are in `mutants_engine.py`, `mutants_connectors.py`, `mutants_groups.py`,
+`mutants_heads.py` and `mutants_patching.py`.
 
 Each would give a wrong token, leave something behind, hang, or refuse wrongly or not at all. Tests
 are the narrowest file that is to notice it; of a file that takes long, or imports vLLM, one test.

@@ -1,0 +1,39 @@
+"""Faults of what the GPU keeps of prefixes."""
+
+from __future__ import annotations
+
+from scripts.matrix.mutants_list import Mutant
+
+_FILES = "integration/engine/"
+_HEADS = "integration/engine/blocks/test_gpu_heads.py::"
+
+HEADS = (
+    Mutant(
+        "a block that a request uses is handed out",
+        _FILES + "blocks/gpu_heads.py",
+        " and not b.ref_cnt",
+        "",
+        (_HEADS + "test_a_tail_that_another_request_uses_stays",),
+    ),
+    Mutant(
+        "a tail that the tier lacks is handed out first",
+        _FILES + "blocks/gpu_heads.py",
+        " if has(key) is not None)",
+        ")",
+        (_HEADS + "test_nothing_is_handed_out_early_that_is_needed",),
+    ),
+    Mutant(
+        "blocks that are handed out first are lost but for one",
+        _FILES + "adapters/vllm_pool.py",
+        "taken.append(block)",
+        "taken[:] = [block]",
+        (_HEADS + "test_a_tail_is_handed_out_first_its_end_before_all",),
+    ),
+    Mutant(
+        "heads have more room than the GPU has",
+        "tier/prefix_share.py",
+        "kept = min(kept, float(self._gpu_blocks))",
+        "pass",
+        ("tier/test_prefix_share.py",),
+    ),
+)
