@@ -43,7 +43,7 @@ class Sim:
             slots, blocks, self._transfers(), self.asynchronous
         )
         self.loads_end = True
-        self.stored = self.loaded = 0  # blocks so far
+        self.stored = self.loaded = self.found = 0  # blocks so far; found anywhere by requests
         self._ids = count()
 
     def add(self, seed: int, tokens: int, max_tokens: int) -> None:
@@ -65,6 +65,7 @@ class Sim:
         began = time.thread_time_ns()
         scheduled = self.scheduler.schedule()
         between = time.thread_time_ns()
+        self.found += sum(r.num_computed_tokens for r in scheduled.scheduled_new_reqs) // BLOCK
         output = self._run(scheduled)
         self._answer(scheduled, output)
         resumed = time.thread_time_ns()

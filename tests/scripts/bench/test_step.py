@@ -12,7 +12,7 @@ from scripts.bench.step_sides import SIDES, Sim
 
 def test_the_page_has_a_line_for_each_scheduler_and_says_whether_the_goal_is_met() -> None:
     times = {"plain": [[10.0, 12.0]] * 4, "tier": [[80.0, 90.0]] * 4}
-    sides = {side: step._side(found, times["plain"], 16, 0) for side, found in times.items()}
+    sides = {side: step._side(found, times["plain"], 16, 0, 0) for side, found in times.items()}
     rows = [{"name": "a", "title": "256 decode", "steps": 8, "sides": sides}]
     page = step.page({"rows": rows})
     assert [line.split("|")[2].strip() for line in page.splitlines()[2:4]] == ["plain", "tier"]
@@ -34,7 +34,7 @@ def test_a_prompt_that_left_the_gpu_is_loaded_by_all_that_do_anything(side: str)
     for seed in (1, 2, 1):  # of 20 blocks each, one at a time on the GPU
         answer(sim, seed, tokens=20 * 16 + 1)
     works = side not in ("plain", "hooks")
-    assert (sim.stored >= 40, sim.loaded >= 18) == (works, works)
+    assert (sim.stored >= 40, sim.loaded >= 18, sim.found >= 18) == (works, works, works)
 
 
 def test_hooks_that_do_nothing_are_set_and_no_plan_is_made() -> None:
@@ -45,8 +45,8 @@ def test_hooks_that_do_nothing_are_set_and_no_plan_is_made() -> None:
 
 
 def test_the_goals_name_the_schedulers_that_were_played() -> None:
-    sides = {"plain": step._side([[1.0, 2.0]] * 4, [[1.0, 2.0]] * 4, 0, 0)}
-    sides["hooks"] = step._side([[2.0, 4.0]] * 4, [[1.0, 2.0]] * 4, 0, 0)
+    sides = {"plain": step._side([[1.0, 2.0]] * 4, [[1.0, 2.0]] * 4, 0, 0, 0)}
+    sides["hooks"] = step._side([[2.0, 4.0]] * 4, [[1.0, 2.0]] * 4, 0, 0, 0)
     first = step.goals([{"name": "a", "title": "256 decode", "sides": sides}]).splitlines()[0]
     assert [cell.strip() for cell in first.split("|")[1:-1]][1:] == ["goal of the tier", "hooks"]
 
