@@ -71,7 +71,7 @@ class Trainer:
 
     def _reset(self) -> None:
         if reset(self._mini):
-            assert not self._mini.tier.weights.mixed
+            assert self._mini.breaker.detached or not self._mini.tier.weights.mixed
             self._mini.device.scramble()
 
 
