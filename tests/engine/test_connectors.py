@@ -30,7 +30,7 @@ def connector(policy, beside, fail_every=2, name="FlakyConnector", **more):
 PLAYED = [
     pytest.param("recompute", False, False, 0, marks=pytest.mark.features),
     ("recompute", False, False, 3),
-    ("recompute", True, False, 3),
+    pytest.param("recompute", True, False, 3, marks=pytest.mark.features),
     ("recompute", True, True, 0),
     pytest.param("fail", False, False, 0, marks=pytest.mark.features),
     ("fail", False, True, 3),

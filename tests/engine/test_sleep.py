@@ -35,7 +35,13 @@ def check(on, off) -> None:
     ("engine", "tier", "late", "env"),
     [
         pytest.param({}, {}, 0, {}, marks=pytest.mark.features),
-        ({}, {"KVOFFLOAD_STORE": "auto", "KVOFFLOAD_LOAD_MODE": "parked"}, 3, {}),
+        pytest.param(
+            {},
+            {"KVOFFLOAD_STORE": "auto", "KVOFFLOAD_LOAD_MODE": "parked"},
+            3,
+            {},
+            marks=pytest.mark.features,
+        ),
         ({"async_scheduling": True}, {}, 3, {}),
         (TP, {}, 0, FORKED),
     ],

@@ -51,6 +51,7 @@ def figure(server: Server) -> float:
     return next(value for key, value in server.metrics().items() if key.startswith(name))
 
 
+@pytest.mark.features  # tests/integration/engine/reports/test_spans.py has spans without a server
 def test_a_server_that_traces_has_a_span_of_the_tier_in_each_trace(
     model: Path, tmp_path: Path
 ) -> None:
