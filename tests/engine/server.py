@@ -50,7 +50,7 @@ class Server(server.Server):
         extra = {"PATH": os.pathsep.join(paths), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         extra.update(few_cores.EAGER)
         extra.update(release.preloaded_names())  # the loader says that there are none
-        sizes = {"KVOFFLOAD_CPU_GIB": "0.25"} if tier is not None else {}
+        sizes = {"KVOFFLOAD_CPU_GIB": "0.25", **engines.COUNTED} if tier is not None else {}
         self._variables = {**sizes, **(tier or {}), **extra}
         env = engines.environment(**self._variables)
         super().__init__(command, env, port, log, START_LIMIT_S)

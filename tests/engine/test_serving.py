@@ -86,7 +86,6 @@ def test_figures_of_every_engine_are_on_metrics_and_agree(
     num_engines = 2 if "--data-parallel-size" in options else 1
     runtime = {"XDG_RUNTIME_DIR": str(tmp_path), "KVOFFLOAD_CONTROL": "1"}
     runtime |= release.environment(num_engines)  # a rank each
-    runtime["KVOFFLOAD_GPU_PREFIXES"] = "whole"  # what is loaded is counted
     warm = None if kind == "one" else real.warm
     with Server(model, tmp_path / "log", [*SMALL, *options], runtime, warm) as server:
         at_start = wait_for(server, "kvoffload_tier_state on", num_engines)

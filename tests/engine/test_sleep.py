@@ -69,8 +69,7 @@ def test_nothing_is_kept_where_it_is_not_wanted(real):
 
 def test_weights_that_are_updated_empty_the_tier(real):
     off = real.off(["updates"], **SWITCH)["updates"]
-    # So the GPU has what plain vLLM's has, KV of the weights before, which nobody has reset.
-    run = real.on(["updates"], tier={"KVOFFLOAD_GPU_PREFIXES": "whole"}, **SWITCH)
+    run = real.on(["updates"], **SWITCH)
     on = run["updates"]
     assert on["tokens"] == off["tokens"]
     assert on["tokens"]["updated"] != on["tokens"]["again"]

@@ -6,15 +6,12 @@ import pytest
 from engine import engines, release
 from engine.report import assert_same
 
-# What is loaded is counted here, so the GPU keeps what plain vLLM's keeps; random runs over real
-# engines (test_random_engines) have heads of prefixes there.
-WHOLE = {"KVOFFLOAD_GPU_PREFIXES": "whole"}
-PARKED = {**WHOLE, "KVOFFLOAD_LOAD_MODE": "parked"}
+PARKED = {"KVOFFLOAD_LOAD_MODE": "parked"}
 MODES = {
     # Loads and stores happen within the step on the CPU device.
-    "inline": {"tier": WHOLE},
+    "inline": {"tier": {}},
     # Copies as late as the plans allow: a wait that a plan lacks shows as a wrong token.
-    "inline-late": {"tier": WHOLE, "late": 3},
+    "inline-late": {"tier": {}, "late": 3},
     "parked-late": {"tier": PARKED, "late": 3},
 }
 LATE = [
