@@ -85,14 +85,14 @@ def test_a_table_for_each_speed_has_the_floor_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "field", "value"),
+    ("option", "field", "values"),
     [
-        (["--stall", "7"], "max_stall_ms", 7),
-        (["--heads"], "gpu_prefixes", "auto"),
+        (["--stall", "7,8"], "max_stall_ms", [7, 8]),
+        (["--heads"], "gpu_prefixes", ["whole", "auto"]),
     ],
 )
 def test_what_is_asked_for_is_a_setting_of_the_tier(
-    option: list[str], field: str, value: object, monkeypatch: pytest.MonkeyPatch
+    option: list[str], field: str, values: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Engine] = []
 
@@ -104,4 +104,5 @@ def test_what_is_asked_for_is_a_setting_of_the_tier(
     monkeypatch.setattr(modelled, "SLOWER", (1.0,))
     monkeypatch.setattr("sys.argv", ["modelled", "--seeds", "1", *option])
     assert modelled.main() == 0
-    assert getattr(made[-1].sim.breaker.tier.settings, field) == value
+    _, *tiers = made
+    assert [getattr(one.sim.breaker.tier.settings, field) for one in tiers] == values
