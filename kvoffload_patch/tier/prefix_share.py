@@ -11,7 +11,6 @@ from typing import NamedTuple, TypeVar
 
 from kvoffload_patch.tier.recency_model import sample_of
 from kvoffload_patch.tier.tuning import (
-    BLANK_PARTS,
     HEADS_FREE_REQUESTS,
     HEADS_SHOWN_REQUESTS,
     PREFIX_LEAD_PARTS,
@@ -83,7 +82,6 @@ class PrefixShare:
         keys: Sequence[Key],
         hit: Hit,
         free: int,
-        cached: int,
         slots: int,
         whole: bool = False,
     ) -> Sequence[Key]:
@@ -93,16 +91,13 @@ class PrefixShare:
             keys: that it used, head first.
             hit: what it found of them.
             free: blocks of the GPU that nobody uses.
-            cached: blocks of the GPU that hold a prefix. No tail is given up while others are left,
-                which would be handed out later.
             slots: of the tier: no head is kept for longer than the tier keeps its tail.
             whole: no tail is given up now.
 
         Returns:
             Those of its tail, which the GPU is not to keep.
         """
-        full = self._gpu_blocks - cached <= self._gpu_blocks / BLANK_PARTS
-        kept = self.share if full and not whole else 1.0
+        kept = 1.0 if whole else self.share
         last, end = self._last, ceil(kept * len(keys))
         # A block has the same place in all prefixes that it is in, and these begin with one block.
         places = range(hash(keys[0]) % self._one_in, len(keys), self._one_in) if keys else ()

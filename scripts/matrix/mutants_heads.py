@@ -23,6 +23,13 @@ HEADS = (
         (_HEADS + "test_nothing_is_handed_out_early_that_is_needed",),
     ),
     Mutant(
+        "a tail is handed out before blocks that hold nothing",
+        _FILES + "blocks/gpu_heads.py",
+        " or self._blocks_are_left()",
+        "",
+        (_HEADS + "test_nothing_is_handed_out_early_that_is_needed",),
+    ),
+    Mutant(
         "blocks that are handed out first are lost but for one",
         _FILES + "adapters/vllm_pool.py",
         "taken.append(block)",

@@ -40,11 +40,6 @@ class GpuPool:
             found.append(block)
         return found
 
-    @property
-    def num_cached(self) -> int:
-        """Keys that blocks hold."""
-        return len(self._block_of)
-
     def holds(self, key: Key) -> bool:
         """Whether a block has this key."""
         return key in self._block_of

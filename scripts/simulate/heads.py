@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload_patch.tier.prefix_share import NO_HIT, Hit, PrefixShare
+from kvoffload_patch.tier.tuning import HEADS_FRONT_BLOCKS
 from scripts import ROOT
 from scripts.bench.common import table, write_json
 from scripts.simulate import parallel, sides, workloads
@@ -44,9 +45,9 @@ class HeadsModel(Model):
     def _end(self, run: Run) -> None:
         super()._end(run)
         gpu, manager, keys = self._gpu, self._manager, run.request.keys
-        state = len(gpu.free), gpu.num_cached, manager.num_slots
         hit = self._hits.pop(id(run), NO_HIT)
-        tail = self._share.ended(keys, hit, *state, manager.lazy)
+        whole = manager.lazy or not any(gpu.next_out(HEADS_FRONT_BLOCKS))
+        tail = self._share.ended(keys, hit, len(gpu.free), manager.num_slots, whole)
         blocks = [gpu.block_of(key) for key in tail if manager.lookup(key)]
         gpu.hand_out_first(block for block in blocks if block is not None)
 

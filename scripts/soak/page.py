@@ -138,7 +138,8 @@ def section(name: str, found: dict[str, Any]) -> str:
     with_faults = ", ".join(f"{kind} every {s:g} s" for kind, s in found["inject"].items())
     ranks = found.get("ranks", 1)  # earlier runs do not say it
     on = "" if ranks == 1 else f"{ranks} ranks, "
-    side = f"with the tier, {on}{with_faults or 'no faults'}"
+    order = "conversations in turns, " if found.get("in_turns") else ""
+    side = f"with the tier, {on}{order}{with_faults or 'no faults'}"
     tier = f"tier of {found['cpu_gib']:g} GiB, checksums `{found['integrity']}`, "
     beside = found["beside"]
     clean = "Clean." if not found["unclean"] else f"Not clean: {'; '.join(found['unclean'])}."
@@ -156,6 +157,8 @@ def section(name: str, found: dict[str, Any]) -> str:
         ("processes, files in shared memory left", _left(found)),
         ("seconds to end after SIGTERM", f"{found['ended_after_s'] or 0:.1f}"),
     ]
+    if "least_share" in found:
+        rows.insert(5, ("least part of a prefix kept on the GPU", f"{found['least_share']:.2f}"))
     lines = "\n".join(f"| {what} | {value} |" for what, value in rows)
     return (
         f"## {found['minutes']:g} min {side}\n\n{about['date'][:10]}. "

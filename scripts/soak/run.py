@@ -61,6 +61,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--turns", type=int, default=3)
     add("--cpu-gib", type=float, default=0.04, help="of the tier")
     add("--pressure-gib", type=float, default=0.5, help="memory taken beside the server, at times")
+    add("--in-turns", action="store_true", help="take up one conversation after the other")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("soak-out"))
     args = parser.parse_args(argv)
@@ -88,12 +89,13 @@ def play(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         log.write_text("")
         with Server(model, args.out / "tier.log", tier, faults, args.ranks) as server:
             say(f"with the tier, and plain beside it, for {args.minutes:g} min")
-            beside, found = _drive(args, key, plain, server, log)
+            beside, found, share = _drive(args, key, plain, server, log)
             metrics = server.metrics()
     time.sleep(1)
     return {
         "machine": machine(), "minutes": args.minutes, "integrity": args.integrity,
         "cpu_gib": args.cpu_gib, "ranks": args.ranks, "users": args.users, "inject": args.faults,
+        "in_turns": args.in_turns, "least_share": share,
         "turns": sum(map(len, key)), "faults": dict(faulted(log)), "metrics": metrics,
         "ended_after_s": server.ended_after, **_seen(*found), "beside": _seen(*beside),
         "files_left": sorted(set(files_left()) - before),
@@ -105,10 +107,16 @@ Driven = tuple[Traffic, Watch]
 
 def _drive(
     args: argparse.Namespace, key: list[Conversation], plain: Server, server: Server, log: Path
-) -> tuple[Driven, Driven]:
-    """Have both servers asked for the given time; first of the plain one, then of the other."""
-    asked = [Traffic(plain, key, args.users, 0.0, args.seed),
-             Traffic(server, key, args.users, args.pressure_gib, args.seed)]  # fmt: skip
+) -> tuple[Driven, Driven, float]:
+    """Have both servers asked for the given time; first of the plain one, then of the other.
+
+    And the least part of a prefix that the tier has the GPU keep.
+    """
+    asked = [
+        Traffic(one, key, args.users, gib, args.seed, args.in_turns)
+        for one, gib in ((plain, 0.0), (server, args.pressure_gib))
+    ]
+    share = 1.0
     with Watch(plain.pid) as one, Watch(server.pid) as other:
         for traffic in asked:
             traffic.start()
@@ -116,9 +124,10 @@ def _drive(
         while time.monotonic() < end:
             time.sleep(min(PROGRESS_S, max(0.0, end - time.monotonic())))
             say(progress(asked[1], other, faulted(log)))
+            share = min(share, server.metrics().get("kvoffload_gpu_prefix_ratio", 1.0))
         for traffic in asked:
             traffic.stop()
-    return (asked[0], one), (asked[1], other)
+    return (asked[0], one), (asked[1], other), share
 
 
 def _seen(traffic: Traffic, watch: Watch) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Plain vLLM answers every turn of every conversation once, one after the other: t
 from __future__ import annotations
 
 import http.client
+import itertools
 import random
 import threading
 import time
@@ -74,6 +75,8 @@ class Traffic:
         key: what it must answer.
         users: threads; half as many more in bursts.
         pressure_gib: memory that is taken now and then.
+        in_turns: conversations are taken up one after the other, and not at random: a GPU that
+            holds a part of them has lost all of one when it comes back.
 
     Attributes:
         counts: answers by `RIGHT` and so on, and events.
@@ -81,11 +84,13 @@ class Traffic:
     """
 
     def __init__(
-        self, server: Server, key: list[Conversation], users: int, pressure_gib: float, seed: int
-    ) -> None:
+        self, server: Server, key: list[Conversation], users: int, pressure_gib: float, seed: int,
+        in_turns: bool = False,
+    ) -> None:  # fmt: skip
         self.counts: Counter[str] = Counter()
         self.wrongs: list[str] = []
         self._server, self._key = server, key
+        self._numbers = itertools.cycle(range(len(key))) if in_turns else None
         self._pressure = int(pressure_gib * (1 << 30))
         self._over, self._burst = threading.Event(), threading.Event()
         self._lock = threading.Lock()
@@ -115,7 +120,7 @@ class Traffic:
         while not self._over.is_set():
             if only_in_bursts and not self._burst.wait(timeout=1):
                 continue
-            number = rng.randrange(len(self._key))
+            number = next(self._numbers) if self._numbers else rng.randrange(len(self._key))
             salt = {"cache_salt": f"{rng.randrange(4)}"} if rng.random() < 0.2 else {}
             for turn in self._key[number][: rng.randint(1, len(self._key[number]))]:
                 if self._over.is_set():

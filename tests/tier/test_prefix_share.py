@@ -25,7 +25,7 @@ def play(
         on_gpu = next((blocks for one, blocks in held if one == chat), 0)
         held = deque(one for one in held if one[0] != chat)
         found = LENGTH if turn >= chats else 0
-        tail = share.ended(keys, Hit(found, on_gpu, share.now), room, GPU, slots)
+        tail = share.ended(keys, Hit(found, on_gpu, share.now), room, slots)
         held.append((chat, LENGTH - len(tail)))
         assert share._room <= GPU
         while sum(blocks for _, blocks in held) > room:
@@ -54,7 +54,7 @@ def test_what_comes_back_at_random_is_kept_as_a_whole() -> None:
 def test_what_never_comes_back_is_kept_as_a_whole() -> None:
     share = PrefixShare(GPU)
     for turn in range(600):
-        share.ended([(turn, at) for at in range(LENGTH)], NO_HIT, GPU, GPU, SLOTS)
+        share.ended([(turn, at) for at in range(LENGTH)], NO_HIT, GPU, SLOTS)
     assert share.share == 1
 
 
@@ -82,7 +82,7 @@ def test_it_learns_that_prefixes_come_back_sooner() -> None:
 def test_what_was_used_long_ago_is_forgotten() -> None:
     share = PrefixShare(GPU)
     for turn in range(3000):
-        share.ended([(turn, at) for at in range(LENGTH)], NO_HIT, GPU, GPU, SLOTS)
+        share.ended([(turn, at) for at in range(LENGTH)], NO_HIT, GPU, SLOTS)
     assert len(share._last) <= (USES_TIMES + 1) * GPU / share._one_in * 1.5
 
 
@@ -91,5 +91,5 @@ def test_requests_that_use_a_prefix_at_the_same_time_use_it_at_once() -> None:
     share = PrefixShare(GPU)
     for turn in range(60):
         keys = [(turn // 2, at) for at in range(LENGTH)]
-        share.ended(keys, Hit(LENGTH * (turn % 2), LENGTH, share.now - LENGTH), GPU, GPU, SLOTS)
+        share.ended(keys, Hit(LENGTH * (turn % 2), LENGTH, share.now - LENGTH), GPU, SLOTS)
     assert share._used_again[0] and not any(share._used_again[1:])

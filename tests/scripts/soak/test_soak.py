@@ -110,6 +110,21 @@ def test_traffic_finds_what_is_wrong(wrong: bool, refuses: bool, seen: str) -> N
     assert bool(traffic.wrongs) == (wrong or refuses or bool(traffic.counts[FAILED]))
 
 
+def test_conversations_can_be_taken_up_in_turns() -> None:
+    server: Any = FakeServer()
+    key = answer_key(server, 5, 1)
+    server.asked.clear()
+    traffic = Traffic(server, key, users=1, pressure_gib=0.0, seed=1, in_turns=True)
+    traffic.start()
+    until = time.monotonic() + 60
+    while len(server.asked) < 12 and time.monotonic() < until:
+        time.sleep(0.02)
+    traffic.stop()
+    prompts = [conversation[0].prompt for conversation in key]
+    asked = [prompts.index(prompt) for prompt in server.asked]
+    assert len(asked) >= 12 and all((b - a) % 5 in (1, 2) for a, b in zip(asked, asked[1:]))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -205,7 +220,10 @@ def test_faults_are_made_and_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_page_has_a_section_for_each_run() -> None:
     dirty = {**CLEAN, "unclean": ["1 answers wrong"], "inject": {}, "ranks": 2}
-    found = page.text({"a": CLEAN, "b": dirty})
+    in_turns = {**CLEAN, "in_turns": True, "least_share": 0.25}
+    found = page.text({"a": CLEAN, "b": dirty, "c": in_turns})
+    assert "conversations in turns, flips every 9 s\n" in found
+    assert found.count("| least part of a prefix kept on the GPU | 0.25 |\n") == 1
     assert "## 5 min with the tier, flips every 9 s\n\n2026-01-02. Clean. vLLM 1, a CPU, " in found
     assert (
         "## 5 min with the tier, 2 ranks, no faults\n\n2026-01-02. Not clean: 1 answers wrong."

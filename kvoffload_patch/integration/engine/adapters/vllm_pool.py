@@ -165,10 +165,6 @@ class PoolAdapter:
         by_key = getattr(cached, "_cache", cached)
         return isinstance(by_key, dict) and by_key.keys().isdisjoint(keys)
 
-    def num_cached(self) -> int:
-        """Keys in the prefix cache."""
-        return len(self._pool.cached_block_hash_to_block)
-
     def hand_out_first(self, blocks: Sequence[Any]) -> None:
         """Hand these out before all others that nobody uses, in this order.
 

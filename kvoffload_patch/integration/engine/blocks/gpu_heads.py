@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.prefix_share import Hit, PrefixShare
+from kvoffload_patch.tier.tuning import HEADS_FRONT_BLOCKS
 
 
 class GpuHeads:
@@ -47,8 +48,9 @@ class GpuHeads:
             whole: keep all of it, as nothing is loaded now.
         """
         view, manager = self._view, self._manager
-        state = view.num_free_blocks(), view.adapter.num_cached(), manager.num_slots
-        tail = self._share.ended(keys, hit, *state, whole or manager.lazy)
+        whole = whole or manager.lazy or self._blocks_are_left()
+        free, slots = view.num_free_blocks(), manager.num_slots
+        tail = self._share.ended(keys, hit, free, slots, whole)
         self.now = self._share.now
         if not tail:
             return
@@ -56,6 +58,11 @@ class GpuHeads:
         has, find = manager.reader(), view.gpu_lookup()
         blocks = map(find, (key for key in reversed(tail) if has(key) is not None))
         view.adapter.hand_out_first([b for b in blocks if b is not None and not b.ref_cnt])
+
+    def _blocks_are_left(self) -> bool:
+        """Whether vLLM hands out blocks that hold no prefix: a tail would be before them."""
+        view = self._view
+        return not any(map(view.key_of, view.free_after(None, HEADS_FRONT_BLOCKS)))
 
     def clear(self) -> None:
         """The prefix cache is empty."""

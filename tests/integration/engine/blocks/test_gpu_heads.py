@@ -105,6 +105,19 @@ def test_a_tail_is_handed_out_first_its_end_before_all() -> None:
     assert mini.tier.gpu_share == 1
 
 
+def test_a_tail_is_handed_out_first_beside_blocks_in_use_that_hold_no_prefix() -> None:
+    """Those of loads under way, and the last of each request."""
+    mini = Mini(blocks=GPU, store="eager")
+    used = mini.pool.get_new_blocks(GPU // 4)
+    rounds(mini, 1, chats=9)
+    keeps_half(mini)
+    ask(mini, ASKED)
+    tail = tail_of(mini, ASKED)
+    assert queue(mini)[: len(tail)] == tail
+    mini.pool.free_blocks(used)
+    nothing_held(mini)
+
+
 @pytest.mark.parametrize(
     ("why", "seed"),
     [("not stored", 77), ("lazy", 0), ("paused", 8), ("blank", 77)],  # 0: loaded, 8: on the GPU
