@@ -9,7 +9,7 @@ that may wait (`CopyQueue.awaited`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -57,6 +57,9 @@ class Device(Protocol):
 
     def current_stream(self) -> Any:
         """The stream of what this thread computes."""
+
+    def current_stream_id(self) -> Hashable:
+        """What tells that stream from others: each layer of a model asks for it."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Make a stream the current one; None leaves it as it is."""

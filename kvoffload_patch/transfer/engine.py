@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from kvoffload_patch.links import GPU, LOAD, Link, Tickets
@@ -70,7 +70,7 @@ class CopyEngine:
         # What the forward pass waits for by layer, and until which load.
         self._arriving: Sequence[Any] = ()
         self._last_arriving = 0
-        self._waited = set[tuple[Any, int]]()  # by which stream, for which of its groups
+        self._waited = set[tuple[Hashable, int]]()  # by which stream, for which of its groups
         self._thread: CopyThread | None = None
         self._watch: DeadlineWatch | None = None
         lock, bad = threading.RLock(), dict[str, set[int]]()
@@ -134,11 +134,10 @@ class CopyEngine:
         what it launches.
         """
         if self._arriving:
-            stream = self._device.current_stream()
-            waited = stream, group
+            waited = self._device.current_stream_id(), group
             if waited not in self._waited:
                 self._waited.add(waited)
-                stream.wait_event(self._arriving[group])
+                self._device.current_stream().wait_event(self._arriving[group])
 
     def wait_all_groups(self) -> None:
         """Make the current stream wait for all of it; no `wait_group` is called for it any more."""

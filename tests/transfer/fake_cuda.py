@@ -135,6 +135,9 @@ class FakeCuda:
     def current_stream(self) -> FakeStream:
         return self.current
 
+    def current_stream_id(self) -> int:
+        return self.current.number
+
     def use(self) -> None:
         pass
 

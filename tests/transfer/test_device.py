@@ -56,7 +56,8 @@ def test_the_cpu_has_nothing_under_way_and_no_streams() -> None:
     device.synchronize()
     with device.on(None):
         pass
-    for name in ("new_stream", "new_event", "current_stream", "copier", "registrar", "pci_id"):
+    streams = ("new_stream", "new_event", "current_stream", "current_stream_id")
+    for name in (*streams, "copier", "registrar", "pci_id"):
         with pytest.raises(TransferError, match="expected a device with streams"):
             getattr(device, name)()
 

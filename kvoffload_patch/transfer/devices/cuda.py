@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Hashable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,11 @@ class CudaDevice(TorchDevice):
     def handle(self, stream: Any) -> int:
         """Its ``CUstream``."""
         return int(stream.cuda_stream)
+
+    def current_stream_id(self) -> Hashable:
+        """The handle of the stream: torch makes no Python object for it."""
+        find = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        return super().current_stream_id() if find is None else int(find(self._index))
 
     def copier(self) -> Driver:
         """The driver's copies."""

@@ -32,5 +32,5 @@ class HostDevice:
     def _has_none(self, *_: object, **__: object) -> NoReturn:
         raise TransferError("expected a device with streams and a driver, found the CPU.")
 
-    new_stream = new_event = current_stream = handle = _has_none
+    new_stream = new_event = current_stream = current_stream_id = handle = _has_none
     copier = registrar = pci_id = _has_none

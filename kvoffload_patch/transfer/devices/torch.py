@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -43,6 +44,11 @@ class TorchDevice:
     def current_stream(self) -> Any:
         """The stream of what this thread computes."""
         return self._torch.current_stream(self._device)
+
+    def current_stream_id(self) -> Hashable:
+        """The stream itself."""
+        stream: Hashable = self.current_stream()
+        return stream
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """As torch's ``stream``."""

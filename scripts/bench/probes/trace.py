@@ -125,15 +125,15 @@ class Player:
             self._loop.step()
 
     def _to_the_floor(self, cycle: int) -> None:
-        """Bring the floor's chats onto the GPU."""
-        self._begin(cycle, "")
+        """Bring the floor's chats onto the GPU, not their heads alone."""
+        self._begin(cycle, "", off="heads of prefixes")
         self._set, before = FLOOR, self._asked
         while self._asked < before + len(self._floor_chats) + self._options.at_once:
             self._loop.fill()
             self._loop.step()
 
-    def _begin(self, cycle: int, variant: str, paused: bool = False) -> None:
-        off = variant if variant in MECHANISMS else "nothing"
+    def _begin(self, cycle: int, variant: str, paused: bool = False, off: str = "nothing") -> None:
+        off = variant if variant in MECHANISMS else off
         arguments = cycle, variant, off, paused
         self._llm.collective_rpc(observers.begin_period, args=arguments)
 

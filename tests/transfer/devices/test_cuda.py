@@ -39,6 +39,17 @@ def test_a_cuda_device_asks_torch_for_what_it_says(monkeypatch: pytest.MonkeyPat
     assert device.handle(SimpleNamespace(cuda_stream=77)) == 77
 
 
+def test_a_stream_is_told_from_others_by_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = mock.MagicMock()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    device = device_of(torch.device("cuda", 3))
+    find = "_cuda_getCurrentRawStream"
+    monkeypatch.setattr(torch._C, find, lambda index: 1000 + index, raising=False)
+    assert device.current_stream_id() == 1003 and not cuda.mock_calls
+    monkeypatch.delattr(torch._C, find)
+    assert device.current_stream_id() is cuda.current_stream(torch.device("cuda", 3))
+
+
 @pytest.mark.parametrize(("device", "index"), [("cuda:3", 3), ("cuda", 5)])
 def test_memory_is_registered_by_the_runtime_of_the_device(
     device: str, index: int, monkeypatch: pytest.MonkeyPatch
