@@ -149,6 +149,18 @@ def singles(stage: Stage) -> dict[str, Any]:
     return {"tokens": answers, "tier": stage.tier_stats()}
 
 
+def in_turns(stage: Stage) -> dict[str, Any]:
+    """Twelve prompts in rotation, nine times, by two: a GPU that keeps whole ones has lost each."""
+    asked, answers, loaded = prompts(17, 12, 420), [], []
+    for _ in range(9):
+        before = stage.tier_stats()["loaded"]
+        for at in range(0, len(asked), 2):
+            answers += tokens_of(stage.play(asked[at : at + 2]))
+        loaded.append(stage.tier_stats()["loaded"] - before)
+    share = stage.tier.gpu_share if stage.tier else 1.0
+    return {"tokens": answers, "loaded": loaded, "share": share}
+
+
 def lengths(stage: Stage, together: int = 3) -> dict[str, Any]:
     """Prompts that end before, at and behind the end of a block, three times; they evict others.
 

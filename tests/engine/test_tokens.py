@@ -109,6 +109,19 @@ def test_a_preempted_request_loads_its_full_blocks_and_computes_the_rest(real, m
     assert on["recomputed"] < most < off["recomputed"]
 
 
+@pytest.mark.matrix
+def test_the_gpu_keeps_heads_of_prompts_that_come_back_in_turns(real):
+    heads = {"KVOFFLOAD_GPU_PREFIXES": "auto"}
+    off, on = real.off(["in_turns"]), real.on(["in_turns"], tier=heads, late=3)
+    off, on = off["in_turns"], on["in_turns"]
+    assert_same(on, off)
+    if release.version().startswith("0.9."):
+        pytest.skip("up to 0.9.2 the order of vLLM's queue is left alone")
+    whole = 12 * full(420) // release.block_size()
+    assert on["loaded"][:2] == [0, whole]
+    assert on["share"] < 0.7 and on["loaded"][-1] < 0.8 * whole
+
+
 def test_cache_salts_are_kept_apart(plain, tiered):
     off, on = plain["salts"], tiered["salts"]
     assert_same(on, off)
