@@ -390,6 +390,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "by layer": by_layer,
     "served first": partial(_made, "serve-first.json", _served),  # the tier still grows
     "joins since": partial(joins, "trace-joins-h100.json"),  # one wait for a group
+    "launches": partial(joins, "trace-launches.json"),
     **{name: partial(probed, name) for name in PROBED},
     "transfer shapes": shapes,
     "checksums said": checksums_said,
