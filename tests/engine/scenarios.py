@@ -15,6 +15,7 @@ import release
 from both_tiers import hits_of_both  # noqa: F401
 from model import CHUNK, VOCABULARY
 from pressure import under_pressure  # noqa: F401
+from turns import in_turns  # noqa: F401
 from vllm import SamplingParams
 
 Prompt = list[int]
@@ -147,18 +148,6 @@ def singles(stage: Stage) -> dict[str, Any]:
     for prompt in 3 * asked:
         answers += tokens_of(stage.play([prompt]))
     return {"tokens": answers, "tier": stage.tier_stats()}
-
-
-def in_turns(stage: Stage) -> dict[str, Any]:
-    """Twelve prompts in rotation, nine times, by two: a GPU that keeps whole ones has lost each."""
-    asked, answers, loaded = prompts(17, 12, 420), [], []
-    for _ in range(9):
-        before = stage.tier_stats()["loaded"]
-        for at in range(0, len(asked), 2):
-            answers += tokens_of(stage.play(asked[at : at + 2]))
-        loaded.append(stage.tier_stats()["loaded"] - before)
-    share = stage.tier.gpu_share if stage.tier else 1.0
-    return {"tokens": answers, "loaded": loaded, "share": share}
 
 
 def lengths(stage: Stage, together: int = 3) -> dict[str, Any]:

@@ -109,20 +109,25 @@ def test_a_preempted_request_loads_its_full_blocks_and_computes_the_rest(real, m
     assert on["recomputed"] < most < off["recomputed"]
 
 
-@pytest.mark.matrix
-def test_the_gpu_keeps_heads_of_prompts_that_come_back_in_turns(real):
-    # Up to 0.22 each prompt's last block, which is not full, takes room as long as a head does.
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param("model", marks=pytest.mark.matrix),
+        pytest.param("windows", marks=pytest.mark.features),
+    ],
+)
+def test_the_gpu_keeps_heads_of_prompts_that_come_back_in_turns(real, model):
+    # Small: up to 0.22 a prompt's last block, which is not full, stays for as long as a head.
     block = min(32, release.block_size())
-    engine = {"block_size": block, "num_gpu_blocks_override": 24 * release.BLOCK // block}
+    engine = {"block_size": block, "num_gpu_blocks_override": 32 * release.BLOCK // block}
+    engine |= {"model": getattr(real, model), "max_model_len": 1024}
     heads = {"KVOFFLOAD_GPU_PREFIXES": "auto"}
     off, on = real.off(["in_turns"], engine), real.on(["in_turns"], engine, heads, late=3)
     off, on = off["in_turns"], on["in_turns"]
     assert_same(on, off)
     if release.version().startswith("0.9."):
         pytest.skip("up to 0.9.2 the order of vLLM's queue is left alone")
-    whole = 12 * (420 // block)
-    assert 0.9 * whole < on["loaded"][1] <= whole
-    assert on["share"] < 0.7 and on["loaded"][-1] < 0.8 * whole
+    assert on["share"] < 0.8 and 0 < on["loaded"][-1] < 0.9 * max(on["loaded"]), on["loaded"]
 
 
 def test_cache_salts_are_kept_apart(plain, tiered):

@@ -80,7 +80,7 @@ def _heads_of_prefixes() -> Changes:
     from kvoffload_patch.integration.engine.blocks.gpu_heads import GpuHeads
 
     ended = GpuHeads.ended
-    return ((GpuHeads, "ended", lambda self, keys, hit, whole: ended(self, keys, hit, True)),)
+    return ((GpuHeads, "ended", lambda self, *about: ended(self, *about[:-1], True)),)
 
 
 def _tier() -> Changes:

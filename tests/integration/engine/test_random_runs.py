@@ -69,7 +69,7 @@ def test_random_runs(part: int) -> None:
     # Few runs can keep anything through sleep: not those with events, or a copy that failed.
     pauses = ("pauses",) if hasattr(Scheduler, "set_pause_state") else ()
     adapters = ("loaded again",) if can_load_again() else ()
-    for name in (*wanted, *pauses, *adapters, "updates", *(("kept",) if part == 3 else ())):
+    for name in (*wanted, *pauses, *adapters, "updates", *(("kept", "tails") if part == 3 else ())):
         assert seen[name], f"no run has {name} anything"
 
 

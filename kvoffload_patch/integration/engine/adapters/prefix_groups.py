@@ -18,30 +18,35 @@ class PrefixGroups:
     Args:
         key: makes a key of a hash and the number of a group.
         managers: vLLM's own, one for each group.
+
+    Attributes:
+        first: that group; None where there is none, or keys are made otherwise.
     """
 
     def __init__(self, key: Callable[[Any, int], Hashable], managers: Sequence[Any]) -> None:
         names = [type(manager).__name__ for manager in managers]
         known = "FullAttentionManager" in names and _split(key(_HASH, _GROUP)) == (_HASH, _GROUP)
-        self._first = names.index("FullAttentionManager") if known else None
+        self.first = names.index("FullAttentionManager") if known else None
 
-    def in_order(self, keys: Iterable[Hashable]) -> tuple[list[Hashable], dict[Hashable, Hashable]]:
+    def in_order(
+        self, keys: Iterable[Hashable]
+    ) -> tuple[list[Hashable], dict[Hashable, Hashable] | None]:
         """The keys, head first, and of those of other groups the one that each rests on.
 
-        None rests on another without such a group, where keys are made otherwise, and where any
-        block does not end with one of that group, as where groups have blocks of different sizes.
+        Not in order, and None, where that is not known: without such a group, and where any block
+        does not end with one of it, as where groups have blocks of different sizes.
         """
-        if self._first is None:
-            return list(keys), {}
+        if self.first is None:
+            return list(keys), None
         given, first, others = list(keys), dict[Hashable, Hashable](), dict[Hashable, list[Any]]()
         for key in given:
             made_of, group = _split(key)
-            if group == self._first:
+            if group == self.first:
                 first[made_of] = key
             else:
                 others.setdefault(made_of, []).append(key)
         if not others.keys() <= first.keys():
-            return given, {}
+            return given, None
         ordered: list[Hashable] = []
         rests: dict[Hashable, Hashable] = {}
         for made_of, key in first.items():

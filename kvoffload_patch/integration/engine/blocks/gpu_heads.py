@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.tier.manager import OffloadManager
@@ -17,7 +17,7 @@ class GpuHeads:
     request has ended: O(blocks of the tail).
 
     Args:
-        view: the scheduler.
+        view: the scheduler, whose blocks are handed out in an order that can be changed.
         manager: of the tier.
 
     Attributes:
@@ -29,31 +29,38 @@ class GpuHeads:
         self._manager = manager
         self.clear()
 
-    @staticmethod
-    def fits(view: SchedulerView) -> bool:
-        """Whether a prefix is a row of blocks, handed out in an order that can be changed."""
-        return view.in_order and view.adapter.in_order
-
     @property
     def share(self) -> float:
         """Of a prefix that the GPU keeps, from its head on; 1: all of it."""
         return self._share.share
 
-    def ended(self, keys: Sequence[Hashable], hit: Hit, whole: bool) -> None:
+    def ended(
+        self,
+        keys: Sequence[Hashable],
+        rests: Mapping[Hashable, Hashable],
+        hit: Hit,
+        whole: bool,
+    ) -> None:
         """A request has ended.
 
         Args:
             keys: that it used, head first, each once.
-            hit: what it has found of them.
+            rests: of these, those of other KV cache groups than one, and the key of that group that
+                each ends with: it is given up with that.
+            hit: what it has found of that one.
             whole: keep all of it, as nothing is loaded now.
         """
         view, manager = self._view, self._manager
         whole = whole or manager.lazy or self._blocks_are_left()
         free, slots = view.num_free_blocks(), manager.num_slots
-        tail = self._share.ended(keys, hit, free, slots, whole)
+        of_one = [key for key in keys if key not in rests] if rests else keys
+        tail = self._share.ended(of_one, hit, free, slots, whole)
         self.now = self._share.now
         if not tail:
             return
+        if rests:
+            given = {*tail}
+            tail = [key for key in keys if rests.get(key, key) in given]
         # Nothing is lost: what the tier does not have stays where it is.
         has, find = manager.reader(), view.gpu_lookup()
         blocks = map(find, (key for key in reversed(tail) if has(key) is not None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Mapping
 
 from kvoffload_patch.integration.engine.adapters.prefix_groups import PrefixGroups
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
@@ -45,8 +45,8 @@ class Recency:
         self._at_once: dict[str, int] = {}  # how many of these came first, together
         self._hit: dict[str, Hit] = {}  # of the requests in `keys`, those that hit or load anything
         self._in_order = view.in_order
-        self._block_tokens = view.block_sizes[0]
         self._groups = PrefixGroups(view.key, view.manager.coordinator.single_type_managers)
+        self._block_tokens = view.block_sizes[self._groups.first or 0]
 
     @property
     def gpu_share(self) -> float:
@@ -57,7 +57,7 @@ class Recency:
         """From now on the GPU keeps heads of prefixes where it can, or whole ones."""
         if not wanted:
             self.heads = None
-        elif self.heads is None and GpuHeads.fits(self._view):
+        elif self.heads is None and self._groups.first is not None and self._view.adapter.in_order:
             self.heads = GpuHeads(self._view, self._manager)
 
     def note(self, request_id: str, found: LookupResult) -> None:
@@ -73,8 +73,10 @@ class Recency:
         if keys or found.keys:
             self._at_once[request_id] = len(keys or found.keys)
             now = self.heads.now if self.heads is not None else 0
-            on_gpu = found.gpu_tokens // self._block_tokens
-            self._hit[request_id] = Hit(len(blocks) + len(found.keys), on_gpu, now)
+            size, hit_blocks = self._block_tokens, len(blocks) + len(found.keys)
+            if not self._in_order:  # these are of all groups
+                hit_blocks = found.tokens // size
+            self._hit[request_id] = Hit(hit_blocks, found.gpu_tokens // size, now)
 
     def computes(self, request_id: str, keys: Collection[Hashable]) -> None:
         """A request computes the blocks of these keys, behind all that were noted for it."""
@@ -98,19 +100,23 @@ class Recency:
                 once.pop(None, None)  # of what another request's load has filled
                 keys = list(once)
             # What was used or stored at once is together as it is.
-            if several or (keys and hit is None):
-                self._tell(keys, together=several)
-            if self.heads is not None and keys:
-                self.heads.ended(keys, hit or NO_HIT, paused)
+            tells = several or (bool(keys) and hit is None)
+            rests: Mapping[Hashable, Hashable] | None = {}
+            if not self._in_order and (tells or self.heads is not None):
+                # Beside a connector vLLM 0.26 tells of states that it has given no key.
+                keys, rests = self._groups.in_order(key for key in keys if key is not None)
+            if tells:
+                self._tell(keys, rests, together=several)
+            if self.heads is not None and keys and rests is not None:
+                self.heads.ended(keys, rests, hit or NO_HIT, paused)
 
-    def _tell(self, keys: list[Hashable], together: bool) -> None:
+    def _tell(
+        self, keys: list[Hashable], rests: Mapping[Hashable, Hashable] | None, together: bool
+    ) -> None:
         """Of a request that has ended; what is known to be together is told for its order alone."""
         if self._in_order:
             self._manager.request_ended(keys, together)
-            return
-        # Beside a connector vLLM 0.26 tells of states that it has given no key.
-        keys, rests = self._groups.in_order(key for key in keys if key is not None)
-        if rests or together:
+        elif rests or together:
             self._manager.request_ended(keys, together, rests or None)
 
     def refresh(self) -> None:

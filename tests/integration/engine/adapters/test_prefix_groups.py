@@ -56,7 +56,7 @@ def test_what_ends_with_a_block_of_full_attention_rests_on_it(key: Any) -> None:
 def test_nothing_rests_on_anything_where_that_is_not_known(
     key: Any, managers: list[Any], given: list[bytes]
 ) -> None:
-    assert PrefixGroups(key, managers).in_order(given) == (given, {})
+    assert PrefixGroups(key, managers).in_order(given) == (given, None)
 
 
 def test_a_prefix_whose_last_state_leaves_last_has_no_more_hits() -> None:

@@ -29,6 +29,12 @@ def rounds(mini: Mini, times: int, chats: int = CHATS) -> list[int]:
     return found
 
 
+def ask_all(mini: Mini, times: int, chats: int = CHATS) -> None:
+    """Ask for each prompt in turn."""
+    for number in [*range(chats)] * times:
+        ask(mini, [*prompt(LENGTH, seed=number), 1, 2, 3])
+
+
 def ask(mini: Mini, tokens: list[int]) -> None:
     """A request comes, ends, and is told to have ended."""
     mini.add(tokens, count=1)
@@ -75,6 +81,40 @@ def test_heads_stay_where_prefixes_come_back_in_turns() -> None:
     last = rounds(mini, 4)[-CHATS:]
     assert mini.tier.gpu_share < 0.7 and sum(last) > CHATS * LENGTH / 4
     nothing_held(mini)
+
+
+@pytest.mark.parametrize("windows", [(None, 40), (40, None), (None, "state")])
+def test_heads_of_full_attention_stay_beside_other_groups(windows: tuple[Any, ...]) -> None:
+    """Of windows and states a hit needs the last ones alone."""
+    loaded = {}
+    for kept in ("whole", "auto"):
+        mini = Mini(blocks=GPU + 24, windows=windows, gpu_prefixes=kept)
+        ask_all(mini, 6)
+        before = mini.manager.stats.loaded
+        ask_all(mini, 1)
+        loaded[kept] = mini.manager.stats.loaded - before
+        mini.check()
+        nothing_held(mini)
+    assert loaded["auto"] < 0.8 * loaded["whole"]
+
+
+def test_windows_are_handed_out_with_the_tail_that_they_end_with() -> None:
+    mini = Mini(blocks=GPU, windows=(None, 40), store="eager")
+    ask_all(mini, 1, chats=6)
+    keeps_half(mini)
+    ask(mini, ASKED)
+    find, key = mini.view.gpu_lookup(), mini.view.key
+    hashes = parts.make_request("asked", ASKED, 1).block_hashes
+    held = {n: [find(key(made, n)) for made in hashes] for n in (0, 1)}
+    given = {block.block_id for n in held for block in held[n][LENGTH // 2 :] if block}
+    assert len(given) > LENGTH // 2 and {*queue(mini)[: len(given)]} == given
+
+
+@pytest.mark.parametrize("windows", [(40,), ("state",)])
+def test_no_heads_are_kept_without_full_attention(windows: tuple[Any, ...]) -> None:
+    mini = Mini(blocks=GPU, windows=windows)
+    ask_all(mini, 4)
+    assert mini.tier._recency.heads is None and mini.tier.gpu_share == 1
 
 
 def test_what_the_gpu_keeps_changes_while_it_serves() -> None:
