@@ -37,6 +37,13 @@ HEADS = (
         (_HEADS + "test_a_tail_is_handed_out_first_its_end_before_all",),
     ),
     Mutant(
+        "what ends with a tail in another group stays",
+        _FILES + "blocks/gpu_heads.py",
+        "if rests.get(key, key) in given",
+        "if key in given",
+        (_HEADS + "test_windows_are_handed_out_with_the_tail_that_they_end_with",),
+    ),
+    Mutant(
         "heads have more room than the GPU has",
         "tier/prefix_share.py",
         "kept = min(kept, float(self._gpu_blocks))",
