@@ -15,7 +15,7 @@ import release
 from both_tiers import hits_of_both  # noqa: F401
 from model import CHUNK, VOCABULARY
 from pressure import under_pressure  # noqa: F401
-from turns import in_turns  # noqa: F401
+from turns import in_turns, singles  # noqa: F401
 from vllm import SamplingParams
 
 Prompt = list[int]
@@ -140,14 +140,6 @@ def router(stage: Stage) -> dict[str, int]:
     import routers
 
     return routers.compare(stage)
-
-
-def singles(stage: Stage) -> dict[str, Any]:
-    """Twelve prompts in rotation, three times, each asked alone: they push each other out."""
-    asked, answers = prompts(14, 12, 420), []
-    for prompt in 3 * asked:
-        answers += tokens_of(stage.play([prompt]))
-    return {"tokens": answers, "tier": stage.tier_stats()}
 
 
 def lengths(stage: Stage, together: int = 3) -> dict[str, Any]:

@@ -19,3 +19,13 @@ def in_turns(stage: Any) -> dict[str, Any]:
         loaded.append(stage.tier_stats()["loaded"] - before)
     share = stage.tier.gpu_share if stage.tier else 1.0
     return {"tokens": answers, "loaded": loaded, "share": share}
+
+
+def singles(stage: Any) -> dict[str, Any]:
+    """Twelve prompts in rotation, three times, each asked alone: they push each other out."""
+    from scenarios import prompts, tokens_of
+
+    asked, answers = prompts(14, 12, 420), []
+    for prompt in 3 * asked:
+        answers += tokens_of(stage.play([prompt]))
+    return {"tokens": answers, "tier": stage.tier_stats()}
