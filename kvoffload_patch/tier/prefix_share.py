@@ -51,8 +51,8 @@ class PrefixShare:
     blocks keeps whole prefixes. So it finds a part ``p * H(blocks / p)`` of what is used, where H
     is the hit ratio of a cache that evicts what was used least recently, by its blocks: Talus with
     one cache of none (Beckmann and Sanchez, HPCA 2015). H comes from how much was used between two
-    uses of a block, by the average eviction time (Hu and others, USENIX ATC 2016), of some blocks
-    of each prefix; old counts fade. How many blocks there are for heads is learned from which are
+    uses of a block, by the average eviction time (Hu and others, USENIX ATC 2016), of some blocks;
+    old counts fade. How many blocks there are for heads is learned from which are
     still there when they are used again: requests that run, and loads, take the rest.
 
     Args:
@@ -66,13 +66,14 @@ class PrefixShare:
     def __init__(self, gpu_blocks: int) -> None:
         self.share = 1.0
         self._gpu_blocks = gpu_blocks
-        self._one_in = sample_of(USES_TIMES * gpu_blocks)  # blocks of a prefix
+        self._one_in = sample_of(USES_TIMES * gpu_blocks)  # keys
         # When each was used last, and the share with which it was kept, 0 where it was not; the
         # oldest first. Times are uses of all keys since the beginning.
         self._last = OrderedDict[Hashable, tuple[int, float]]()
         self.now, self._due = 0, gpu_blocks
         self._bin = max(1, gpu_blocks // USES_PARTS)  # uses
-        self._used = 0.0  # uses of the sample, and those of them after so many bins
+        # Uses of the sample, as many as there should be, and those of them after so many bins.
+        self._used = self._expected = 0.0
         self._used_again = [0.0] * (USES_PARTS * USES_TIMES)
         self._sizes: Sequence[float] = ()  # blocks that a cache needs to keep one for so many bins
         self._room = float(gpu_blocks)  # blocks for what is kept
@@ -99,13 +100,14 @@ class PrefixShare:
         """
         kept = 1.0 if whole else self.share
         last, end = self._last, ceil(kept * len(keys))
-        # A block has the same place in all prefixes that it is in, and these begin with one block.
-        places = range(hash(keys[0]) % self._one_in, len(keys), self._one_in) if keys else ()
-        sampled = [(place, keys[place]) for place in places]
+        # Not by place: where all prefixes begin alike, one place would be looked at in all of them.
+        mask = self._one_in - 1
+        sampled = [one for one in enumerate(keys) if not hash(one[1]) & mask]
         self._count(sampled, hit)
         self.now = now = self.now + len(keys)
         self._room += (free - self._room) / HEADS_FREE_REQUESTS
         self._used += len(sampled)
+        self._expected += len(keys) / self._one_in
         for place, key in sampled:
             last[key] = now, kept if place < end else 0.0
             last.move_to_end(key)
@@ -145,6 +147,7 @@ class PrefixShare:
             last.popitem(last=False)
         left = 1 - 1 / (USES_PARTS * USES_MEMORY_TIMES)
         self._used *= left
+        self._expected *= left
         self._used_again = [count * left for count in self._used_again]
 
     def _choose(self, slots: int) -> None:
@@ -162,8 +165,12 @@ class PrefixShare:
     def _hit_ratio(self) -> Callable[[float], float]:
         """What a cache of so many blocks finds, which evicts what was used least recently."""
         seen = min(self.now // self._bin, len(self._used_again))
-        used = max(self._used, 1.0)
-        found = [min(again / used, 1.0) for again in accumulate(self._used_again[:seen])]
+        used = max(self._expected, 1.0)
+        soon, *later = self._used_again[:seen] or [0.0]
+        # Blocks that all prefixes begin with are used again at once, and the sample has too many or
+        # too few of them (SHARDS-adj; Waldspurger and others, FAST 2015).
+        soon = max(0.0, soon + self._expected - self._used)
+        found = [min(again / used, 1.0) for again in accumulate([soon, *later])]
         self._sizes = sizes = list(accumulate([self._bin * (1 - part) for part in found]))
         most = found[-1]
         if seen < len(self._used_again):

@@ -68,6 +68,6 @@ UNSEEN_PARTS = 2
 # all that nobody uses within so many.
 HEADS_SHOWN_REQUESTS, HEADS_FREE_REQUESTS = 8, 1024
 # No tail is handed out early while none of so many blocks that are handed out next holds a prefix:
-# others are left that hold none. Some may be among them in any case, as vLLM puts there what an
-# ended request had not filled. Not measured: more than requests that end in one step, as a rule.
+# others are left that hold none. Besides as many as requests that end in the step may have left,
+# which vLLM puts there. Not measured.
 HEADS_FRONT_BLOCKS = 16

@@ -24,8 +24,8 @@ HEADS = (
     ),
     Mutant(
         "a tail is handed out before blocks that hold nothing",
-        _FILES + "blocks/gpu_heads.py",
-        " or self._blocks_are_left()",
+        _FILES + "blocks/recency.py",
+        " or heads.blocks_are_left(len(request_ids))",
         "",
         (_HEADS + "test_nothing_is_handed_out_early_that_is_needed",),
     ),
@@ -42,6 +42,27 @@ HEADS = (
         "if rests.get(key, key) in given",
         "if key in given",
         (_HEADS + "test_windows_are_handed_out_with_the_tail_that_they_end_with",),
+    ),
+    Mutant(
+        "a prefix is told with its end before what is loaded of its middle",
+        _FILES + "blocks/recency.py",
+        "found.merged(keys, found.keys)",
+        "[*keys, *found.keys]",
+        ("integration/engine/blocks/test_recency.py",),
+    ),
+    Mutant(
+        "blocks that ended requests have left are taken for those of an empty GPU",
+        _FILES + "blocks/gpu_heads.py",
+        " + ended * view.decode_blocks",
+        "",
+        (_HEADS + "test_tails_of_many_requests_that_end_in_a_step_are_handed_out",),
+    ),
+    Mutant(
+        "what all prefixes begin with counts as often as it is sampled",
+        "tier/prefix_share.py",
+        "soon + self._expected - self._used",
+        "soon",
+        ("tier/test_prefix_share.py",),
     ),
     Mutant(
         "heads have more room than the GPU has",

@@ -64,6 +64,21 @@ def test_no_head_is_kept_for_longer_than_the_tier_keeps_its_tail() -> None:
     assert share.share > 0.85
 
 
+@pytest.mark.parametrize("first", [0, 1])  # one of the blocks that are looked at, or not
+@pytest.mark.parametrize("alike", [1, 8])
+def test_prefixes_that_begin_alike_are_kept_in_part(alike: int, first: int) -> None:
+    """As with instructions that all have; few blocks are looked at where the GPU has many."""
+    gpu, chats, length = 12_000, 240, 100
+    share = PrefixShare(gpu)
+    assert share._one_in > 16
+    for turn in range(4 * chats):
+        own = [(turn % chats, at) for at in range(alike, length)]
+        keys = [*range(first, first + alike), *own]
+        found = length if turn >= chats else 0
+        share.ended(keys, Hit(found, int(share.share * found), share.now), gpu, SLOTS)
+    assert 0.3 < share.share < 0.6
+
+
 def test_the_room_is_that_in_which_heads_are_found_again() -> None:
     """Requests that run take half of the GPU."""
     share = PrefixShare(GPU)

@@ -51,7 +51,7 @@ class GpuHeads:
             whole: keep all of it, as nothing is loaded now.
         """
         view, manager = self._view, self._manager
-        whole = whole or manager.lazy or self._blocks_are_left()
+        whole = whole or manager.lazy
         free, slots = view.num_free_blocks(), manager.num_slots
         of_one = [key for key in keys if key not in rests] if rests else keys
         tail = self._share.ended(of_one, hit, free, slots, whole)
@@ -66,10 +66,15 @@ class GpuHeads:
         blocks = map(find, (key for key in reversed(tail) if has(key) is not None))
         view.adapter.hand_out_first([b for b in blocks if b is not None and not b.ref_cnt])
 
-    def _blocks_are_left(self) -> bool:
-        """Whether vLLM hands out blocks that hold no prefix: a tail would be before them."""
+    def blocks_are_left(self, ended: int) -> bool:
+        """Whether vLLM hands out blocks that hold no prefix: a tail would be before them.
+
+        Args:
+            ended: requests that have ended in this step, each of which may have left some.
+        """
         view = self._view
-        return not any(map(view.key_of, view.free_after(None, HEADS_FRONT_BLOCKS)))
+        front = view.free_after(None, HEADS_FRONT_BLOCKS + ended * view.decode_blocks)
+        return not any(map(view.key_of, front))
 
     def clear(self) -> None:
         """The prefix cache is empty."""

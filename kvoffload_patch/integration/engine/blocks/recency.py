@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 
 from kvoffload_patch.integration.engine.adapters.prefix_groups import PrefixGroups
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
@@ -59,6 +59,8 @@ class Recency:
             self.heads = None
         elif self.heads is None and self._groups.first is not None and self._view.adapter.in_order:
             self.heads = GpuHeads(self._view, self._manager)
+            # Its clock begins anew.
+            self._hit = {name: hit._replace(now=0) for name, hit in self._hit.items()}
 
     def note(self, request_id: str, found: LookupResult) -> None:
         """A request hits this; loads under way may fill some of the GPU blocks."""
@@ -69,7 +71,7 @@ class Recency:
         if blocks:
             ids = [block.block_id for block in blocks]
             self.used.append((ids, [key for key in keys if key is not None]))
-        self.keys[request_id] = [*keys, *found.keys]
+        self.keys[request_id] = found.merged(keys, found.keys)
         if keys or found.keys:
             self._at_once[request_id] = len(keys or found.keys)
             now = self.heads.now if self.heads is not None else 0
@@ -85,12 +87,14 @@ class Recency:
             self._at_once[request_id] = len(keys)
         known += keys
 
-    def ended(self, request_ids: Iterable[str], paused: bool = False) -> None:
+    def ended(self, request_ids: Collection[str], paused: bool = False) -> None:
         """These requests have ended; some may be unknown here.
 
         Args:
             paused: nothing is loaded now.
         """
+        heads = self.heads
+        whole = paused or heads is None or heads.blocks_are_left(len(request_ids))
         for request_id in request_ids:
             keys, hit = self.keys.pop(request_id, []), self._hit.pop(request_id, None)
             several = len(keys) > self._at_once.pop(request_id, 0)
@@ -102,13 +106,13 @@ class Recency:
             # What was used or stored at once is together as it is.
             tells = several or (bool(keys) and hit is None)
             rests: Mapping[Hashable, Hashable] | None = {}
-            if not self._in_order and (tells or self.heads is not None):
+            if not self._in_order and (tells or heads is not None):
                 # Beside a connector vLLM 0.26 tells of states that it has given no key.
                 keys, rests = self._groups.in_order(key for key in keys if key is not None)
             if tells:
                 self._tell(keys, rests, together=several)
-            if self.heads is not None and keys and rests is not None:
-                self.heads.ended(keys, rests, hit or NO_HIT, paused)
+            if heads is not None and keys and rests is not None:
+                heads.ended(keys, rests, hit or NO_HIT, whole)
 
     def _tell(
         self, keys: list[Hashable], rests: Mapping[Hashable, Hashable] | None, together: bool

@@ -80,12 +80,20 @@ class LookupResult:
         """What the request hits once these GPU blocks hold its `keys`; none may arrive yet."""
         result = LookupResult(self.num_tokens)
         result.tokens = result.gpu_tokens = self.tokens
-        result.gpu_blocks = [*self.gpu_blocks, *blocks]
+        result.gpu_blocks = self.merged(self.gpu_blocks, blocks)
         result.missing, result.only_given = self.missing, self.only_given
         if self.found is not None:
             result.found = self.found
             self._fill(self.found.groups, blocks)
         return result
+
+    def merged(self, on_gpu: Sequence[Any], loads: Sequence[Any]) -> list[Any]:
+        """One for each of `gpu_blocks` and of `keys`, in prefix order if there is one group."""
+        if not self.positions or isinstance(self.positions, range):
+            return [*on_gpu, *loads]
+        places, ours, others = {*self.positions}, iter(loads), iter(on_gpu)
+        count = len(on_gpu) + len(loads)
+        return [next(ours if at in places else others) for at in range(count)]
 
     def _fill(self, groups: Sequence[list[Any]], blocks: Sequence[Any]) -> None:
         """Put these blocks in the places of their stand-ins."""
@@ -272,9 +280,7 @@ class StandInPool:
     def _otherwise(self, key: Hashable, room: bool) -> Any:
         """A block that the GPU lacks: one that a load fills, or a stand-in; None if it is missed.
 
-        Args:
-            key: of the block.
-            room: whether one more can be loaded.
+        ``room``: whether one more can be loaded.
         """
         if key in self._arriving:
             self._result.arriving.add(self._ticket_of[key])

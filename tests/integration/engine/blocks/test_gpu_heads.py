@@ -179,6 +179,27 @@ def test_nothing_is_handed_out_early_that_is_needed(why: str, seed: int) -> None
     assert queue(mini)[-LENGTH : -LENGTH // 2] == tail_of(mini, asked)
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 40)])
+def test_tails_of_many_requests_that_end_in_a_step_are_handed_out(windows: tuple[Any, ...]) -> None:
+    """Each leaves blocks that are not full, which newer releases of vLLM hand out first."""
+    many = {"max_num_seqs": 24, "max_num_batched_tokens": 4096}
+    mini = Mini(blocks=5 * GPU, windows=windows, store="eager", num_slots=1000, limits=many)
+    ask_all(mini, 1, chats=5 * GPU // LENGTH)
+    keeps_half(mini)
+    names = [mini.add([*prompt(4, seed=100 + n), 1, 2, 3], count=200) for n in range(24)]
+    for _ in range(4):
+        mini.step()
+        mini.settle()
+    assert len(mini.scheduler.running) == len(names)
+    moved: list[Any] = []
+    mini.view.adapter.hand_out_first = moved.extend
+    for name in names:
+        mini.abort(name)
+    mini.add(ASKED, count=1)
+    mini.step()
+    assert len(moved) >= 2 * len(names)
+
+
 def test_a_tail_that_another_request_uses_stays() -> None:
     mini = Mini(blocks=GPU, store="eager")
     rounds(mini, 1, chats=9)

@@ -42,6 +42,28 @@ def test_what_was_stored_or_loaded_at_once_is_not_put_together_again(
     assert told[1:] == [(8, True)]
 
 
+@pytest.mark.parametrize("load_mode", ["inline", "parked"])
+def test_a_prefix_is_told_in_order_though_the_gpu_has_lost_its_middle(
+    load_mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mini = Mini(load_mode=load_mode)
+    asked = prompt(6, seed=1)
+    mini.only_in_cpu(asked)
+    mini.add(asked, count=1)
+    mini.run()
+    mini.step()
+    find, made_of = mini.view.gpu_lookup(), hashes(asked)
+    mini.view.adapter.uncache([find(mini.view.key(one, 0)) for one in made_of[1:4]])
+    told: list[Any] = []
+    monkeypatch.setattr(mini.manager, "request_ended", lambda keys, together: told.append(keys))
+    longer, before = asked + prompt(2, seed=2), mini.manager.stats.loaded
+    mini.add(longer, count=1)
+    mini.run()
+    mini.step()
+    assert mini.manager.stats.loaded == before + 3
+    assert told == [[mini.view.key(one, 0) for one in hashes(longer)]]
+
+
 @pytest.mark.parametrize("windows", [(None, 40), (40, None), (None, 40, None)])
 def test_blocks_of_other_groups_rest_on_those_of_full_attention(
     windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
