@@ -59,7 +59,7 @@ class Recency:
             self.heads = None
         elif self.heads is None and self._groups.first is not None and self._view.adapter.in_order:
             self.heads = GpuHeads(self._view, self._manager)
-            # Its clock begins anew.
+            # Its clock begins at 0.
             self._hit = {name: hit._replace(now=0) for name, hit in self._hit.items()}
 
     def note(self, request_id: str, found: LookupResult) -> None:
