@@ -166,7 +166,7 @@ class PrefixShare:
         """What a cache of so many blocks finds, which evicts what was used least recently."""
         seen = min(self.now // self._bin, len(self._used_again))
         used = max(self._expected, 1.0)
-        soon, *later = self._used_again[:seen] or [0.0]
+        soon, *later = self._used_again[:seen]
         # Blocks that all prefixes begin with are used again at once, and the sample has too many or
         # too few of them (SHARDS-adj; Waldspurger and others, FAST 2015).
         soon = max(0.0, soon + self._expected - self._used)

@@ -48,7 +48,7 @@ class GpuHeads:
             rests: of these, those of other KV cache groups than one, and the key of that group that
                 each ends with: it is given up with that.
             hit: what it has found of that one.
-            whole: keep all of it, as nothing is loaded now.
+            whole: keep all of it, as nothing is loaded now, or as `blocks_are_left`.
         """
         view, manager = self._view, self._manager
         whole = whole or manager.lazy
