@@ -7,9 +7,9 @@ by a tenth of its size in a second.
 
 Where ranks have slots in common (`shared_files`), one must not read a slot before another has
 stored to it, nor store to it while another reads it. Where loads are compared with checksums, no
-block of them is given to a request before every rank has compared its part. So each rank writes
-down the last tickets that it has done, and which of them has failed; the least of them are what is
-done.
+block of them is given to a request before every rank has compared its part; and where they are not,
+what one rank could not store must not be loaded on it. So each rank writes down the last tickets
+that it has done, and which of them has failed; the least of them are what is done.
 
 A rank whose result nobody sees cannot say that it could not carry out a step. It would be waited
 for if it raised, so it writes that down here, and goes on. The engine looks before it gives tokens

@@ -240,8 +240,8 @@ ENGINE = (
     Mutant(
         "a load is done when one rank has compared it",
         "integration/worker/tier.py",
-        'bool(common) or integrity != "off"',
-        "bool(common)",
+        "if self._board is not None:\n            progress",
+        "if self._board is not None and not self.compares:\n            progress",
         ("integration/worker/test_tier_together.py",),
     ),
     Mutant(

@@ -40,10 +40,10 @@ class RankTier:
         num_slots: CPU slots, all of which are usable sooner or later.
         backend: copy backend, or ``auto``.
         alone: this is the only rank, so what it can use is what all can.
-        board: what several ranks share; without one they wait here until no rank grows any more.
-        integrity: which loads are compared with checksums. If any are, what is done is what all
-            ranks have done, as the board says.
-        common: where ranks have their slots in common. If any have, the same is done.
+        board: what several ranks share: what is done is what all of them have done, and what has
+            failed on any has failed. Without one they wait here until no rank grows any more.
+        integrity: which loads are compared with checksums.
+        common: where ranks have their slots in common.
         rank: of this runner, among those.
         by_layer: whether the forward pass waits for loads layer by layer where it can.
         end: ends this process, see `CopyEngine`.
@@ -75,7 +75,6 @@ class RankTier:
         end: Callable[[], object] | None = None,
     ) -> None:
         shared = next((address for address in common if rank in address.ranks), None)
-        self._together = bool(common) or integrity != "off"
         self._board, self._runner = board, runner
         self._gate: LayerGate | None = None
         self._warned: set[tuple[Link, str]] = set()
@@ -241,7 +240,7 @@ class RankTier:
         progress = self._engine.poll()
         if progress.failed:
             self._warn_of_failures(progress.failed)
-        if self._together and self._board is not None:
+        if self._board is not None:
             progress = type(progress)(*self._board.exchange_done(*progress))
         usable, by_layer = self._usable_slots(), self._gate is not None and self._gate.learnt
         found = self._checksums.mismatches, self._sizing

@@ -1,4 +1,7 @@
-"""Ranks that hold the same bytes and have their slots in common, on copies of the CPU device."""
+"""Ranks that tell each other what they have done, on copies of the CPU device.
+
+Most have the same bytes, and their slots in common.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,11 @@ def open_ranks() -> Iterator[Callable[..., Ranks]]:
     opened: Ranks = []
 
     def open_both(
-        monkeypatch: pytest.MonkeyPatch, late: bool = False, slots: int = 8, common: bool = True
+        monkeypatch: pytest.MonkeyPatch,
+        late: bool = False,
+        slots: int = 8,
+        common: bool = True,
+        integrity: str = "sample",
     ) -> Ranks:
         board, file = make_slot_counts([3, 5]), SharedFile([3, 5])
         assert board is not None
@@ -58,7 +65,7 @@ def open_ranks() -> Iterator[Callable[..., Ranks]]:
             opened.append(
                 RankTier(
                     runner, slots, alone=False, board=SlotCounts(board.address, rank),
-                    integrity="sample", common=[file.address] if common else [], rank=rank,
+                    integrity=integrity, common=[file.address] if common else [], rank=rank,
                 )
             )  # fmt: skip
         board.close()
@@ -124,12 +131,17 @@ def test_a_store_of_no_slot_of_its_own_is_done_at_once(
     assert step(second, plan).done_on(STORE) == 1
 
 
+@pytest.mark.parametrize(("common", "integrity"), [(True, "sample"), (True, "off"), (False, "off")])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_store_that_fails_on_one_rank_is_never_read(
-    failing: int, open_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+    failing: int,
+    common: bool,
+    integrity: str,
+    open_ranks: Callable[..., Ranks],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each says so, and there, should it be read all the same, no step that reads it begins."""
-    ranks = open_ranks(monkeypatch)
+    ranks = open_ranks(monkeypatch, common=common, integrity=integrity)
     plan = a_plan(store=a_store(1, (1, 2), (0, 1)))
 
     def broken(*_: Any, **__: Any) -> Any:
