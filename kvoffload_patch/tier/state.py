@@ -79,11 +79,6 @@ class TierState:
         return self._exclusive is not None
 
     @property
-    def may_look_ahead(self) -> bool:
-        """Whether `looks_ahead` may ever be true."""
-        return self._store_policy != "eager" or self._growing
-
-    @property
     def looks_ahead(self) -> bool:
         """Whether `leaving` is to be told now what the GPU will hand out next."""
         return self._exclusive is not None or (self._growing and bool(self._queue))

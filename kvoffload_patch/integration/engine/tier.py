@@ -73,7 +73,7 @@ class SchedulerTier:
         self._report = Report(manager, settings.log_interval)
         self._hits = HitCounts(view, self._report)
         self.pace = Pace(ranks.load_ms_per_block, ranks.overlap, now)
-        front = self._front = FreeFront(view, manager) if manager.may_look_ahead else None
+        front = self._front = FreeFront(view, manager)  # also if eager: it may be told to grow
         told = self._hits.forget, self._look_at_handed_out
         self._invalid = wrong = InvalidBlocks(view, manager)
         self._loads = LoadBook(view, manager, self.pace, *told, wrong.untrusted, ranks.sharing)
@@ -151,8 +151,7 @@ class SchedulerTier:
         self.weights.gpu_empty = False
         self._manager.note_new_blocks(gpu_block_ids)
         self._lookups.blocks_reused(gpu_block_ids)
-        if self._front is not None:
-            self._front.handed_out(gpu_block_ids)
+        self._front.handed_out(gpu_block_ids)
         if self._invalid.untrusted:
             self._invalid.blocks_reused(gpu_block_ids)
 
@@ -183,7 +182,7 @@ class SchedulerTier:
         """This step's plan, on its output; nothing is handed out any more before it is made."""
         manager, untrusted = self._manager, self._invalid.untrusted
         leaving: Mapping[Hashable, int] = {}
-        if self._front is not None and manager.looks_ahead and not self.paused:
+        if manager.looks_ahead and not self.paused:
             leaving = self._front.look()
             if untrusted:
                 for key, gpu_block_id in leaving.items():

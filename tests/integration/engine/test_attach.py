@@ -435,7 +435,7 @@ def test_nothing_is_stored_late_or_loaded_by_layer_where_blocks_lose_their_memor
     core = engine(mini, Executor())
     attach(core, mini.config)
     manager = getattr(mini.scheduler, TIER).tier._manager
-    assert not manager.may_look_ahead and manager._gain is None
+    assert not (manager.lazy or manager.looks_ahead) and manager._gain is None
     assert not attach_module._chosen(Settings(), mini.pool).load_by_layer
     detach(core)
 

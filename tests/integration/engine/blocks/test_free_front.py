@@ -80,8 +80,20 @@ def test_while_the_tier_grows_what_the_gpu_is_about_to_lose_evicts(store: str) -
     assert (world.offload.stats.overwritten, world.offload.stats.evicted) == (0, 4)
 
 
+def test_a_tier_that_grows_by_a_command_evicts_for_what_the_gpu_is_about_to_lose() -> None:
+    """As one that grows from the start: the command comes when all slots are there."""
+    world = World(num_blocks=1 + 12, num_slots=4, store="eager")
+    world.tier._ranks.resize = lambda num_slots, sizing: (4, True)  # type: ignore[method-assign]
+    world.tier.resize(8)
+    assert world.offload.growing
+    for seed in range(1, 6):
+        ended(world, 4, seed)
+        world.tier.on_result(world.offload.drained())
+    assert world.offload.stats.evicted and not world.offload.stats.overwritten
+
+
 def test_a_tier_of_full_size_that_stores_eagerly_is_told_nothing() -> None:
-    assert World(store="eager").tier._front is None
+    assert not World(store="eager").offload.looks_ahead
     grown = World(num_slots=4, store="eager", growing=True)
     ended(grown, 6, seed=1)
     assert grown.offload.looks_ahead, "two blocks wait"
