@@ -286,7 +286,7 @@ class SchedulerTier:
         well = not self._manager.busy or self._ranks.drain()
         self._manager.apply(self._manager.drained())
         self._loads.drop_all()
-        if self.weights.kept_by_reset() and well:
+        if self.weights.kept_by_reset(self._view.is_at_rest()) and well:
             forget_gpu(self._manager, self.settings.eviction)
         else:
             self.empty("reset")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -46,7 +48,8 @@ class Trainer:
     def _sleep(self) -> None:
         mini, weights = self._mini, self._mini.tier.weights
         weights.sleep_begins(1)
-        emptied = reset(mini)
+        with _all_paused(mini.scheduler):
+            emptied = reset(mini)
         weights.sleep_over()
         if not emptied:
             return
@@ -73,6 +76,20 @@ class Trainer:
         if reset(self._mini):
             assert self._mini.breaker.detached or not self._mini.tier.weights.mixed
             self._mini.device.scramble()
+
+
+@contextmanager
+def _all_paused(scheduler: Any) -> Iterator[None]:
+    """What runs is kept for when the engine wakes up, where the release can."""
+    if not hasattr(scheduler, "set_pause_state"):
+        yield
+        return
+    from vllm.v1.core.sched.interface import PauseState
+
+    before = scheduler.pause_state
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    yield
+    scheduler.set_pause_state(before)
 
 
 def reset(mini: Any) -> bool:

@@ -99,6 +99,11 @@ class SchedulerView:
         state = getattr(self.scheduler, "pause_state", None)
         return state is not None and state.name != "UNPAUSED"
 
+    def is_at_rest(self) -> bool:
+        """Whether nothing runs, or is to run on until it ends."""
+        state = getattr(self.scheduler, "pause_state", None)
+        return not self.scheduler.running or (state is not None and state.name == "PAUSED_ALL")
+
     def waiting(self) -> Iterator[Any]:
         """Waiting requests in the order in which `schedule` looks at them; lazy."""
         queues = [

@@ -71,16 +71,21 @@ class Weights:
         self._watched = self.doubted = True
 
     def sleep_begins(self, level: int) -> None:
-        """Until `sleep_over`, the next reset of the prefix cache is that of sleep at this level."""
+        """Until `sleep_over`, the next reset of the prefix cache at rest is that of this sleep."""
         self._falls_asleep = self._watched and level == 1
 
     def sleep_over(self) -> None:
         """vLLM has fallen asleep, or has failed to."""
         self._falls_asleep = False
 
-    def kept_by_reset(self) -> bool:
-        """Whether blocks may stay through the reset under way, to be asked once for each."""
-        asleep, self._falls_asleep = self._falls_asleep, False
+    def kept_by_reset(self, at_rest: bool) -> bool:
+        """Whether blocks may stay through the reset under way, to be asked once for each.
+
+        Args:
+            at_rest: no request runs on. One that comes while sleep waits for these is a user's.
+        """
+        asleep = self._falls_asleep and at_rest
+        self._falls_asleep &= not at_rest
         self.doubted = self._watched
         # Weights that were changed before it and are changed back after it are seen here only.
         same = asleep and (self._ranks.asleep or self._same(self._ranks.weights()))

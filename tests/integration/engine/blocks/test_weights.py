@@ -15,7 +15,8 @@ pytest.importorskip("vllm")
 
 from integration.engine.connectors import Connector
 from integration.engine.mini import BLOCK, Mini
-from integration.engine.world import FakeRanks, World, prompt
+from integration.engine.world import FakeRanks, World, make_request, prompt
+from vllm.v1.core.sched.interface import PauseState
 
 from kvoffload_patch.config import Settings
 from kvoffload_patch.integration.engine import hooks, step_hooks
@@ -171,6 +172,32 @@ def test_a_sleep_that_waits_for_requests_keeps_what_is_held() -> None:
     assert engine.found() == 3
     engine.reset()
     assert engine.world.offload.num_used == 0
+
+
+def test_a_reset_while_sleep_waits_for_requests_is_not_that_of_sleep() -> None:
+    """A user's forgets everything, and what is held by the time of sleep's own is kept."""
+    engine, future = Engine(), Future[None]()
+    scheduler, held = engine.world.scheduler, engine.world.offload
+    hooks.sleep(lambda *_: future, engine.core, (1, "wait"), {})
+    scheduler.pause_state = PauseState.PAUSED_NEW
+    scheduler.running.append(make_request(PROMPT))
+    engine.reset()
+    assert (held.num_used, held.stats.removed) == (0, {**NONE, "reset": 3})
+    scheduler.running.clear()
+    scheduler.pause_state = PauseState.UNPAUSED
+    engine.world.only_in_cpu(PROMPT)
+    engine.reset()
+    future.set_result(None)
+    assert engine.found() == 3
+
+
+def test_a_sleep_that_keeps_requests_keeps_what_is_held() -> None:
+    engine = Engine()
+    scheduler = engine.world.scheduler
+    scheduler.pause_state = PauseState.PAUSED_ALL
+    scheduler.running.append(make_request(PROMPT))
+    engine.sleep(1, "keep")
+    assert engine.world.offload.num_used == 3
 
 
 def test_a_sleep_that_waits_in_vain_says_nothing_of_the_next_reset() -> None:
