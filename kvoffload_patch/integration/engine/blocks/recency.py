@@ -22,7 +22,7 @@ class Recency:
     Args:
         view: the scheduler.
         manager: of the tier.
-        front: of the free blocks, among which what is hit may have been; None: nobody asks.
+        front: of the free blocks, among which what is hit may have been.
 
     Attributes:
         heads: of prefixes on the GPU; None while vLLM's own order is left alone.
@@ -34,7 +34,7 @@ class Recency:
         self,
         view: SchedulerView,
         manager: OffloadManager,
-        front: FreeFront | None,
+        front: FreeFront,
     ) -> None:
         self._view = view
         self._manager = manager
@@ -127,8 +127,7 @@ class Recency:
         """Make recent what was noted since the last call."""
         for gpu_block_ids, keys in self.used:
             self._manager.hit_on_gpu(gpu_block_ids, keys, self._view.still_cached)
-            if self._front is not None:
-                self._front.hit(gpu_block_ids)
+            self._front.hit(gpu_block_ids)
         self.used.clear()
 
     def clear(self) -> None:

@@ -37,7 +37,7 @@ class StoreChoice:
     Args:
         view: the scheduler.
         manager: of the tier.
-        front: of the free blocks, where blocks are stored before the GPU loses them; None: nowhere.
+        front: of the free blocks, for blocks that are stored before the GPU loses them.
         recency: told of what requests compute.
         decode: whether blocks that answers fill are stored.
 
@@ -49,7 +49,7 @@ class StoreChoice:
         self,
         view: SchedulerView,
         manager: OffloadManager,
-        front: FreeFront | None,
+        front: FreeFront,
         recency: Recency,
         decode: bool,
     ) -> None:
@@ -138,13 +138,11 @@ class StoreChoice:
 
     def look_again(self) -> None:
         """The tier has forgotten what it was told of blocks that the GPU is about to lose."""
-        if self._front is not None:
-            self._front.look_again()
+        self._front.look_again()
 
     def gpu_emptied(self) -> None:
         """vLLM has reset its prefix cache: what was left out of the tier is gone."""
-        if self._front is not None:
-            self._front.clear()
+        self._front.clear()
 
     def clear(self) -> None:
         """What was cached since the last step is not computed."""
@@ -179,5 +177,4 @@ class StoreChoice:
 
     def _refuse(self, gpu_block_ids: Iterable[int]) -> None:
         """These are not stored before the GPU loses them either."""
-        if self._front is not None:
-            self._front.refuse(gpu_block_ids)
+        self._front.refuse(gpu_block_ids)

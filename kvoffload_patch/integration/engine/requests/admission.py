@@ -185,7 +185,7 @@ class Admission:
         cache: lookups that need not be repeated.
         hits: counts what is found.
         recency: keeps what is hit on the GPU recent.
-        front: which blocks a load would overwrite; None if their stores need no time.
+        front: which blocks a load would overwrite.
         settings: of the process.
 
     Attributes:
@@ -202,7 +202,7 @@ class Admission:
         cache: LookupCache,
         hits: HitCounts,
         recency: Recency,
-        front: FreeFront | None,
+        front: FreeFront,
         settings: Settings,
     ) -> None:
         self._view = view
@@ -356,7 +356,7 @@ class Admission:
 
     def _may_overwrite(self, request: Any, blocks: int) -> bool:
         """Whether so many blocks can be loaded before others are stored, which takes a step."""
-        if self._front is None or not (self._view.scheduler.running or self._loads.under_way):
+        if not (self._view.scheduler.running or self._loads.under_way):
             return True
         return self._front.may_overwrite(request.request_id, blocks)
 

@@ -143,7 +143,7 @@ def test_keys_of_blocks_that_no_step_computes_leave_vllms_cache(later: str) -> N
 def choice_of(mini: Mini, running: int = 4) -> StoreChoice:
     """A choice made of a scheduler as it is now, with so many running requests."""
     mini.scheduler.running = [object()] * running
-    return StoreChoice(mini.view, mini.manager, None, mini.tier._recency, decode=True)
+    return StoreChoice(mini.view, mini.manager, mini.tier._front, mini.tier._recency, decode=True)
 
 
 def test_few_blocks_of_running_requests_can_wait() -> None:
