@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 from kvoffload_patch.tier.recency_model import sample_of
 from kvoffload_patch.tier.tuning import (
     HEADS_FREE_REQUESTS,
+    HEADS_ROOM_REQUESTS,
     HEADS_SHOWN_REQUESTS,
     PREFIX_LEAD_PARTS,
     PREFIX_MARGIN_PARTS,
@@ -52,8 +53,9 @@ class PrefixShare:
     is the hit ratio of a cache that evicts what was used least recently, by its blocks: Talus with
     one cache of none (Beckmann and Sanchez, HPCA 2015). H comes from how much was used between two
     uses of a block, by the average eviction time (Hu and others, USENIX ATC 2016), of some blocks;
-    old counts fade. How many blocks there are for heads is learned from which are
-    still there when they are used again: requests that run, and loads, take the rest.
+    old counts fade. How many blocks there are for heads is learned from which are still there when
+    they are used again, and is no more than nobody uses: requests that run, and loads, take the
+    rest.
 
     Args:
         gpu_blocks: of the GPU's prefix cache.
@@ -77,6 +79,7 @@ class PrefixShare:
         self._used_again = [0.0] * (USES_PARTS * USES_TIMES)
         self._sizes: Sequence[float] = ()  # blocks that a cache needs to keep one for so many bins
         self._room = float(gpu_blocks)  # blocks for what is kept
+        self._ended, self._free = 0, 0.0  # requests, and blocks that nobody used when the last did
 
     def ended(
         self,
@@ -105,7 +108,7 @@ class PrefixShare:
         sampled = [one for one in enumerate(keys) if not hash(one[1]) & mask]
         self._count(sampled, hit)
         self.now = now = self.now + len(keys)
-        self._room += (free - self._room) / HEADS_FREE_REQUESTS
+        self._note_free(free)
         self._used += len(sampled)
         self._expected += len(keys) / self._one_in
         for place, key in sampled:
@@ -116,6 +119,13 @@ class PrefixShare:
             self._fade()
             self._choose(slots)
         return keys[end:]
+
+    def _note_free(self, free: int) -> None:
+        """What requests use has no room for heads, from the first request on."""
+        self._ended += 1
+        self._free += (free - self._free) / min(self._ended, HEADS_FREE_REQUESTS)
+        self._room += (self._free - self._room) / HEADS_ROOM_REQUESTS
+        self._room = min(self._room, self._free)
 
     def _count(self, sampled: Iterable[tuple[int, Hashable]], hit: Hit) -> None:
         """How much was used between two uses of what was found, and for what room that stands."""

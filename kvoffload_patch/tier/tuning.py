@@ -65,8 +65,8 @@ PREFIX_PARTS, PREFIX_LEAD_PARTS, PREFIX_MARGIN_PARTS = 16, 50, 7
 # could be seen.
 UNSEEN_PARTS = 2
 # The blocks for heads become those that requests show to be so within about so many of them, and
-# all that nobody uses within so many.
-HEADS_SHOWN_REQUESTS, HEADS_FREE_REQUESTS = 8, 1024
+# all that nobody uses within so many; they are never more than nobody has used in so many.
+HEADS_SHOWN_REQUESTS, HEADS_ROOM_REQUESTS, HEADS_FREE_REQUESTS = 8, 1024, 16
 # No tail is handed out early while none of so many blocks that are handed out next holds a prefix:
 # others are left that hold none. Besides as many as requests that end in the step may have left,
 # which vLLM puts there. Not measured.

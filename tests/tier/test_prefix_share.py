@@ -86,6 +86,15 @@ def test_the_room_is_that_in_which_heads_are_found_again() -> None:
     assert 0.15 <= share.share <= 0.25
 
 
+@pytest.mark.parametrize("before", [0, 40])
+def test_what_requests_use_has_no_room_for_heads_from_the_first_return_on(before: int) -> None:
+    """Also if few requests ran before, so that the GPU had more room."""
+    share = PrefixShare(GPU)
+    play(share, chats=before, rounds=3)
+    play(share, chats=60, rounds=2, room=GPU // 2)
+    assert 0.15 <= share.share <= 0.25
+
+
 def test_it_learns_that_prefixes_come_back_sooner() -> None:
     share = PrefixShare(GPU)
     play(share, chats=60, rounds=12)
