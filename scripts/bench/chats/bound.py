@@ -47,9 +47,10 @@ def _parts(job: dict[str, Any], floor: dict[str, Any]) -> dict[str, list[float]]
     result = job["results"][PHASE]
     first = {r["name"]: r["at"][0] - r["sent"] for r in floor["results"][PHASE]["requests"]}
     tier = result["tier"]
-    tokens = tier["kvoffload_loaded_tokens_total"] / tier["kvoffload_loaded_blocks_total"]
+    # Of what is found the GPU may have a part; which of each request's is not known.
+    blocks_a_token = tier["kvoffload_loaded_blocks_total"] / sum(result["cached"])
     pairs = sorted(zip(result["requests"], result["cached"]), key=lambda pair: pair[0]["sent"])
-    bus = [cached / tokens * job["ms_per_block"] for _, cached in pairs]
+    bus = [cached * blocks_a_token * job["ms_per_block"] for _, cached in pairs]
     sent = [request["sent"] for request, _ in pairs]
     return {
         "floor": [first[request["name"]] for request, _ in pairs],

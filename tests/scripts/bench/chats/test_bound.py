@@ -8,12 +8,17 @@ from typing import Any
 from scripts.bench.chats import bound
 
 
-def job(mode: str, firsts: list[float], cached: int, **more: Any) -> dict[str, Any]:
-    """Requests that are sent at once; their first tokens come after so many milliseconds."""
+def job(
+    mode: str, firsts: list[float], cached: int, loaded: int = 30, **more: Any
+) -> dict[str, Any]:
+    """Requests that are sent at once; their first tokens come after so many milliseconds.
+
+    Each finds ``cached`` tokens, and all together load so many blocks.
+    """
     requests = [
         {"name": f"chat-{i}", "sent": 100.0, "at": [100.0 + f]} for i, f in enumerate(firsts)
     ]
-    tier = {"kvoffload_loaded_tokens_total": 320.0, "kvoffload_loaded_blocks_total": 20.0}
+    tier = {"kvoffload_loaded_blocks_total": float(loaded)}
     later = {"requests": requests, "cached": [cached] * len(firsts), "tier": tier}
     return {"mode": mode, "run": "1", "results": {"later": later}, **more}
 
@@ -35,6 +40,13 @@ def test_loads_that_begin_together_cross_one_after_the_other() -> None:
     assert row(text, "floor, bus and queueing") == ["30", "36", "36", "36"]
     assert row(text, "measured") == ["35", "40", "40", "40"]
     assert text.endswith("A block takes the bus 0.5 ms.")
+
+
+def test_what_the_gpu_has_need_not_cross() -> None:
+    """A third of what is found."""
+    ours = job("ours", [30.0, 35.0, 40.0], 160, loaded=20, ms_per_block=0.9)
+    text = bound.table_of({"jobs": [job("floor", [20.0, 20.0, 21.0], 0), ours]})
+    assert row(text, "bus") == ["6"] * 4
 
 
 def test_nothing_is_said_without_a_floor_of_the_run_or_without_times() -> None:
