@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvoffload_patch import __version__
 from kvoffload_patch.cli.options import Parser
 from kvoffload_patch.config import GIB, as_given, option
 from kvoffload_patch.control import client, commands, folder
@@ -15,6 +16,14 @@ from kvoffload_patch.control.errors import Refused
 
 EXIT_OK, EXIT_REFUSED = 0, 2
 NONE_RUNS = "no running engine of this user has a CPU tier"
+# What a status has in every version that this one can show.
+_NEEDED = (
+    "block_bytes", "capacity_blocks", "capacity_bytes", "copies", "dropped_blocks",
+    "evicted_blocks", "failed_blocks", "failed_copies", "growing", "hit_tokens", "largest_blocks",
+    "loaded_blocks", "loaded_bytes", "mismatches", "model", "parked_requests", "queried_tokens",
+    "queued_loads", "queued_stores", "reason", "seconds", "seconds_since_step", "settings",
+    "since", "state", "stored_blocks", "stored_bytes", "used_blocks", "used_bytes",
+)  # fmt: skip
 
 _ABOUT = {
     commands.PAUSE: (
@@ -194,9 +203,24 @@ def _settings(found: Mapping[str, Any]) -> str:
 
 def _ask(engine: client.Engine, name: str, given: Mapping[str, str]) -> dict[str, Any]:
     try:
-        return {"engine": engine.name, **client.ask(engine, name, **given)}
+        answer = _known(client.ask(engine, commands.STATUS))
+        if name != commands.STATUS:  # only of an engine whose answer can be read
+            answer = client.ask(engine, name, **given)
+        return {"engine": engine.name, **answer}
     except Refused as refusal:
         return {"engine": engine.name, "error": _by_option(refusal)}
+
+
+def _known(status: dict[str, Any]) -> dict[str, Any]:
+    """The status of an engine, if this version can show it; Refused otherwise."""
+    missing = [name for name in _NEEDED if name not in status]
+    if missing:
+        raise Refused(
+            f"expected a status as that of kvoffload_patch {__version__}, found one of version "
+            f"{status.get('version', 'unknown')} without {', '.join(missing[:3])}; ask with the "
+            "kvoffload of the environment that runs it, or restart the server with this one."
+        )
+    return status
 
 
 def _by_option(refusal: Refused) -> str:

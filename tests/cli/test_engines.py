@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload_patch.cli import engines, main, report
+from kvoffload_patch.cli import engines, main, report, top
 from kvoffload_patch.control import client
 from kvoffload_patch.control.commands import Command
 from kvoffload_patch.control.errors import Refused
@@ -237,6 +237,28 @@ def test_status_has_the_engines_that_run(one: Engine, another: Engine, capsys: A
     main.main(["status", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert sorted(each["engine"] for each in found["engines"]) == sorted([one.name, another.name])
+
+
+def test_an_engine_of_another_version_hides_no_other(
+    one: Engine, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """What its status lacks is said, and nothing else is asked of it."""
+    for name in engines._NEEDED:
+        other = {key: value for key, value in STATUS.items() if key != name}
+        monkeypatch.setattr(one, "answer", lambda command, told=other: {"version": "0.0.9", **told})
+        monkeypatch.setattr(one.listener, "_answer", one.answer)
+        (found,) = engines.status()
+        assert "of version 0.0.9 without " + name in engines.text(found)
+        assert found["error"].endswith("restart the server with this one.")
+        top.table([{**found, "rates": {}}])
+        assert main.main(["pause"]) == 2 and name in capsys.readouterr().err
+    assert one.asked == []
+
+
+def test_what_is_shown_of_an_engine_is_needed_of_its_status() -> None:
+    shown = {name: STATUS[name] for name in engines._NEEDED}
+    engines.text({"engine": "1-a", **shown})
+    top.table([{"engine": "1-a", "rates": top.rates(shown, {**shown, "seconds": 11.0}), **shown}])
 
 
 def test_the_speed_of_a_device_that_does_not_tell_it_is_left_out(one: Engine) -> None:
