@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import socket
 import stat
@@ -20,6 +21,7 @@ from pathlib import Path
 from kvoffload_patch.control.errors import Refused
 
 SUFFIX = ".sock"
+_NAME = re.compile(rf"\d+-\w+{re.escape(SUFFIX)}", re.ASCII)  # see `new_name`
 SHARED = Path("/tmp")  # where a server has it whose TMPDIR is another
 LOCK_S = 5.0  # it is held for some system calls, and for CONNECT_S where one is not answered
 CONNECT_S = 1.0
@@ -159,8 +161,8 @@ def _lock(folder: int) -> None:
 
 
 def sockets(folder: int) -> list[str]:
-    """The names of all sockets in the folder, stale ones included."""
-    return sorted(name for name in os.listdir(folder) if name.endswith(SUFFIX))
+    """The names of all sockets in the folder, stale ones included, and of nothing else."""
+    return sorted(filter(_NAME.fullmatch, os.listdir(folder)))
 
 
 def connect(folder: int, name: str) -> socket.socket | None:

@@ -111,6 +111,18 @@ def test_sockets_of_killed_processes_are_removed_and_others_are_not(
     assert (path_of(runtime) / "note").exists()
 
 
+def test_what_no_engine_has_made_is_no_socket(runtime: dict[str, str]) -> None:
+    """A command takes the first part of a name for a process."""
+    with folders.making(runtime) as folder:
+        (path_of(runtime) / "made-1.sock").mkdir()
+        (path_of(runtime) / "note.sock").touch()
+        assert folders.sockets(folder) == []
+        folders.remove_stale(folder)
+        assert folders._NAME.fullmatch(folders.new_name())
+    folders.leave(folder)
+    assert (path_of(runtime) / "note.sock").exists()
+
+
 def test_one_that_takes_nobody_is_alive(
     runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
