@@ -17,6 +17,8 @@ from kvoffload_patch.control.errors import Refused, Silent
 # A change waits for the step under way, and for copies under way where memory is given back.
 ANSWER_S = 120.0
 STATUS_S = 5.0
+# What is to be done about an answer that is none.
+_ELSE = "ask again, and if that does not help see the server's log, and restart it."
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,13 @@ def ask(engine: Engine, command: str, **arguments: str) -> dict[str, Any]:
             "busy, and continue it (`kill -CONT`) or restart the server."
         ) from None
     except OSError as error:
-        raise Refused(f"expected engine {engine.name} to answer, found {error}.") from None
-    result = answer.get("result")
+        raise Refused(f"expected engine {engine.name} to answer, found {error}; {_ELSE}") from None
+    result, refusal = answer.get("result"), answer.get("error")
     if isinstance(result, dict):
         return result
-    raise Refused(str(answer.get("error", "expected a result or an error, found neither.")))
+    if isinstance(refusal, str):
+        raise Refused(refusal)
+    raise Refused(f"expected a result or an error, found neither; {_ELSE}")
 
 
 def _exchange(engine: Engine, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
@@ -95,9 +99,17 @@ def _exchange(engine: Engine, message: Mapping[str, Any], seconds: float) -> dic
     finally:
         os.close(folder)
     if connection is None:
-        raise Refused(f"expected engine {engine.name} to run, found its socket without it.")
+        raise Refused(
+            f"expected engine {engine.name} to run, found its socket without it; start the server "
+            "again, or see by `kvoffload status` which others run."
+        )
     with connection:
         wire.check_peer(connection)
         with suppress(BrokenPipeError):  # refused before it was read: the answer is there already
             wire.send(connection, message, wire.REQUEST_BYTES)
-        return wire.receive(connection, wire.ANSWER_BYTES, seconds)
+        try:
+            return wire.receive(connection, wire.ANSWER_BYTES, seconds)
+        except Refused as refusal:
+            if isinstance(refusal, Silent):
+                raise
+            raise Refused(f"{str(refusal).rstrip('.')}; {_ELSE}") from None

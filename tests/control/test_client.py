@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,32 @@ def test_an_answer_without_a_result_is_refused(
     with pytest.raises(Refused, match=str(reply.get("error", "found neither"))):
         client.ask(client.find(runtime)[0], "status")
     made.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"x", b"[]\n", b"\xff\n", b"x" * 70_000, b'{"error": 3}\n'])
+def test_what_is_no_answer_is_said_with_what_to_do(
+    sent: bytes, runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Listener(dict, runtime)
+
+    def answer(connection: socket.socket) -> None:
+        with connection, suppress(OSError, Refused):  # who looks for engines asks nothing
+            wire.receive(connection, 100)
+            connection.sendall(sent)
+
+    monkeypatch.setattr(made, "_serve", answer)
+    with pytest.raises(Refused, match="ask again, and if that does not help"):
+        client.ask(client.find(runtime)[0], "status")
+    made.close()
+
+
+def test_an_engine_that_has_gone_meanwhile_is_said_with_what_to_do(runtime: dict[str, str]) -> None:
+    made, other = Listener(dict, runtime), Listener(dict, runtime)
+    found = {engine.name: engine for engine in client.find(runtime)}
+    made.close()
+    with pytest.raises(Refused, match="without it; start the server again, or see by `kvoffload"):
+        client.ask(found[made.name.removesuffix(".sock")], "status")
+    other.close()
 
 
 def test_a_server_that_does_not_answer_is_not_waited_for_long(
