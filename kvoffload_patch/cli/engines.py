@@ -102,6 +102,11 @@ def chosen(found: Sequence[client.Engine], name: str | None, every: bool) -> lis
     return list(found)
 
 
+def none_runs() -> str:
+    """What is said where no engine was found: why not, if a folder could not be looked into."""
+    return " ".join(client.not_looked_into()) or NONE_RUNS
+
+
 def status() -> list[dict[str, Any]]:
     """What every running engine of this user says of itself, or why it does not."""
     return [_ask(engine, commands.STATUS, {}) for engine in client.find()]

@@ -59,7 +59,7 @@ class View:
         """Everything that is shown."""
         head = Text(f"{time.strftime('%H:%M:%S')}  kvoffload top, Ctrl-C ends it", style="bold")
         if not found:
-            return Group(head, Text("no running engine has a CPU tier; one that starts is shown"))
+            return Group(head, Text(self._table(found)), Text("one that starts is shown"))
         blocks = [self._block(one) for one in found]
         if 1 + LINES * len(found) > self._console.height:
             return Group(head, Text(self._table(found), no_wrap=True))

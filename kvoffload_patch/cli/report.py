@@ -31,10 +31,12 @@ def main(argv: Sequence[str]) -> int:
     found["verdict"] = as_given(str(found["verdict"]))
     running = engines.status()
     plain = plain_servers.found({int(engine.process) for engine in client.find()})
+    wrong = client.not_looked_into()
     if as_json:
-        print(json.dumps({**found, "engines": running, "without_tier": plain}, indent=1))
+        more = {"engines": running, "not_looked_into": wrong, "without_tier": plain}
+        print(json.dumps({**found, **more}, indent=1))
     else:
-        unseen = client.not_looked_into() or ([] if running else [engines.NONE_RUNS])
+        unseen = wrong or ([] if running else [engines.NONE_RUNS])
         told = [f"engines:      {why}" for why in [*unseen, *map(plain_servers.text, plain)]]
         print("\n".join([text(found), *told, *map(engines.text, running)]))
     return EXIT_OK if found["verdict"] == "ok" else EXIT_REFUSED

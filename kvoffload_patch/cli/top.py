@@ -55,7 +55,7 @@ def rates(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, float]
 def table(found: Sequence[Mapping[str, Any]]) -> str:
     """A line for each engine, its ``rates`` included."""
     if not found:
-        return engines.NONE_RUNS
+        return engines.none_runs()
     rows = [_HEAD, *map(_row, found)]
     widths = [max(len(row[at]) for row in rows) for at in range(len(_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in rows]

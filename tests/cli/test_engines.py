@@ -92,6 +92,9 @@ def test_an_engine_in_a_folder_that_others_can_enter_is_not_said_to_be_missing(
         assert f"expected {folder} to be open to user" in line and "set its mode to 700." in line
     main.main(["status"])
     assert f"\nengines:      expected {folder} to be open to user" in capsys.readouterr().out
+    main.main(["status", "--json"])
+    (said,) = json.loads(capsys.readouterr().out)["not_looked_into"]
+    assert said == top.table([]) and said.startswith(f"expected {folder} to be open to user")
     folder.chmod(0o700)
     assert main.main(["empty"]) == 0
 

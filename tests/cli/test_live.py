@@ -12,7 +12,8 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-from kvoffload_patch.cli import live, top
+from kvoffload_patch.cli import engines, live, top
+from kvoffload_patch.control import client
 
 RATES = {
     "hit_rate": 0.75, "loaded_bytes_per_second": 2e6, "stored_bytes_per_second": 0.0,
@@ -78,8 +79,10 @@ def test_a_terminal_that_is_not_high_enough_has_a_line_for_each() -> None:
     assert len(shown(view(height=31), found)) == 5 * live.LINES
 
 
-def test_without_engines_it_waits_for_one() -> None:
-    assert shown(view(), []) == ["no running engine has a CPU tier; one that starts is shown"]
+def test_without_engines_it_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong, said in ([], engines.NONE_RUNS), (["set its mode to 700."], "set its mode to 700."):
+        monkeypatch.setattr(client, "not_looked_into", lambda told=wrong: told)
+        assert shown(view(), []) == [said, "one that starts is shown"]
 
 
 @pytest.mark.parametrize(
