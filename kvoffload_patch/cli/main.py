@@ -229,6 +229,13 @@ class _Launch:
 
 def _unknown(word: str) -> str:
     """The sentence for what is neither ours nor a program, with what may have been meant."""
+    if os.path.isdir(word):
+        return f"kvoffload_patch: expected a program to run, found {word}, a folder; correct it."
+    if os.path.isfile(word):
+        return (
+            f"kvoffload_patch: expected a program to run, found {word}, which this user may not"
+            " execute; make it executable (`chmod +x`), or name its interpreter before it."
+        )
     near = difflib.get_close_matches(word, _OWN, n=1, cutoff=0.7)
     closest = f"; the closest command of kvoffload is {near[0]}" if near else ""
     if word == "serve":

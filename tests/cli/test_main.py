@@ -83,6 +83,16 @@ def test_command_found_on_path(box: Sandbox) -> None:
     assert done.stdout == "tool\n"
 
 
+def test_a_file_that_is_no_program_is_said_to_be_there(box: Sandbox) -> None:
+    script = box.write(box.root / "serve.sh", "#!/bin/sh\n")
+    for word, said in (
+        (script, f"found {script}, which this user may not execute; make it executable (`chmod"),
+        (box.root, f"found {box.root}, a folder; correct it."),
+    ):
+        done = box.run("-m", "kvoffload_patch", "--", str(word))
+        assert done.returncode == 2 and said in done.stderr.splitlines()[-1]
+
+
 def test_unknown_command(box: Sandbox) -> None:
     done = box.run("-m", "kvoffload_patch", "no-such-command")
     assert done.returncode == 2
