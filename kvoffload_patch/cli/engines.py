@@ -37,7 +37,10 @@ _ABOUT = {
         "lies in the part that it gives back to the system. It can grow up to the size that it had "
         "when the engine started."
     ),
-    commands.SET: "Change settings of a running engine, until it ends.",
+    commands.SET: (
+        "Change settings of a running engine, until it ends. `kvoffload resize` changes its size; "
+        "all others are those that it started with."
+    ),
 }
 _EXAMPLES = {
     commands.PAUSE: "kvoffload pause --all",

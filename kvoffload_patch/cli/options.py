@@ -99,7 +99,7 @@ class Parser(argparse.ArgumentParser):
         if variable:
             return (
                 f"{name} is not an option of {self.prog}, but a variable has that setting; leave "
-                f"it out, and set {variable} in the environment."
+                f"it out, and set {variable} in the environment in which vLLM starts."
             )
         near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.5)
         closest = f"the closest one is {near[0]}; " if near and word.startswith("-") else ""

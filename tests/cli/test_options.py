@@ -60,6 +60,7 @@ def refused(argv: list[str], capsys: Any) -> str:
         (["patch"], ["expected one of --apply --revert --check, found none"]),
         (["patch", "--apply", "--revert"], ["expected --apply or --revert, found both"]),
         (["resize"], ["expected GIB, found none"]),
+        (["set", "--store", "lazy"], ["in the environment in which vLLM starts."]),
     ],
 )  # fmt: skip
 def test_all_that_is_wrong_is_one_line(argv: list[str], said: list[str], capsys: Any) -> None:
