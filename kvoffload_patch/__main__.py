@@ -1,10 +1,25 @@
-"""`python -m kvoffload_patch`: see `kvoffload_patch.cli`."""
+"""`python -m kvoffload_patch`, and the script `kvoffload`: see `kvoffload_patch.cli`."""
 
 from __future__ import annotations
 
 import sys
 
-from kvoffload_patch.cli.main import main
+EXIT_REFUSED = 2
+
+
+def main() -> int:
+    """Run the command line, or say in a sentence that the package is damaged."""
+    try:
+        from kvoffload_patch.cli.main import main as run
+    except (ImportError, SyntaxError) as error:
+        print(
+            f"kvoffload_patch: the package cannot be imported by {sys.executable} ({error});"
+            " reinstall it there.",
+            file=sys.stderr,
+        )
+        return EXIT_REFUSED
+    return run()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -407,6 +407,17 @@ def test_a_requirement_that_is_missing_is_a_sentence(box: Sandbox, words: list[s
     assert "reinstall kvoffload_patch with its dependencies" in done.stderr
 
 
+@pytest.mark.parametrize("file", ["__init__.py", "config.py", "cli/main.py", "cli/options.py"])
+def test_a_package_that_is_half_deleted_is_a_sentence(file: str, box: Sandbox) -> None:
+    (box.package / file).unlink()
+    for words in (["status"], ["vllm", "serve"]):
+        done = box.run("-m", "kvoffload_patch", *words)
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2
+        assert line.startswith("kvoffload_patch: the package cannot be imported by ")
+        assert line.endswith("; reinstall it there.")
+
+
 def test_ctrl_c_is_the_status_that_shells_have_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvoffload_patch.cli import main
 
