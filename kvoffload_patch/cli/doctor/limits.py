@@ -8,7 +8,8 @@ from pathlib import Path
 
 from kvoffload_patch.cli.doctor.findings import Finding
 
-DOCKERS_SHM_BYTES = 64 << 20
+NEEDED_SHM_BYTES = 160 << 20  # vLLM 0.32 does not start with less; Docker gives 64 MiB
+_SHARING = "of several ranks, or on the CPU,"
 
 
 def check(tier_bytes: int, gpu: bool, root: Path = Path("/")) -> list[Finding]:
@@ -56,11 +57,11 @@ def _shared(folder: Path) -> Finding:
         size = free = 0
     problem = remedy = ""
     if not os.access(folder, os.W_OK) or not free:
-        problem = f"{folder} cannot be written to, which engines of several ranks need"
+        problem = f"{folder} cannot be written to, which engines {_SHARING} need"
         remedy = "mount a tmpfs there that this user may write to, or free some of it"
-    elif size <= DOCKERS_SHM_BYTES:
-        problem = f"{folder} has {_bytes(size)}, too little for an engine of several ranks"
-        remedy = "give a container --shm-size=8g or --ipc=host"
+    elif free < NEEDED_SHM_BYTES:
+        problem = f"{folder} has {_bytes(free)} free, too little for an engine {_SHARING} to start"
+        remedy = "give a container --shm-size=8g or --ipc=host, or free some of it"
     found = f"{_bytes(free)} of {_bytes(size)} free"
     return Finding("limits", "/dev/shm", found, {"size": size, "free": free}, problem, remedy)
 

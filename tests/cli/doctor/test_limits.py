@@ -66,8 +66,10 @@ def test_address_space_for_less_than_two_tiers_is_a_problem(system: SimpleNamesp
 
 
 def test_shared_memory_that_is_small_full_or_missing_is_a_problem(system: SimpleNamespace) -> None:
-    system.size = 64 << 20
-    assert "--shm-size" in check(system)["/dev/shm"].sentence
+    for system.size, system.free in ((64 << 20, 64 << 20), (8 * GIB, (160 << 20) - 1)):
+        said = check(system)["/dev/shm"].sentence
+        assert "too little for an engine of several ranks, or on the CPU," in said
+        assert "--shm-size" in said
     system.size, system.free = GIB, 0
     assert "cannot be written to" in check(system)["/dev/shm"].problem
     (system.root / "dev/shm").rmdir()
