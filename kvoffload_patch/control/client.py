@@ -59,8 +59,12 @@ def not_looked_into(environ: Mapping[str, str] | None = None) -> list[str]:
             os.close(folders.open_one(path))
         except Refused as refusal:
             wrong.append(str(refusal))
-        except OSError:  # there is none
-            continue
+        except OSError:
+            if os.path.lexists(path):  # or else there is none
+                text = f"expected {path} to be a folder of sockets, found something else"
+                wrong.append(
+                    f"{text}; remove it, and restart the servers that it was in the way of."
+                )
     return wrong
 
 

@@ -115,5 +115,15 @@ def test_a_folder_that_is_open_to_others_is_named(runtime: dict[str, str]) -> No
     made.close()
 
 
+def test_what_is_in_the_place_of_a_folder_is_named(runtime: dict[str, str]) -> None:
+    path = Path(runtime["XDG_RUNTIME_DIR"]) / "kvoffload"
+    for make in (path.touch, lambda: path.symlink_to("/")):
+        make()
+        (said,) = client.not_looked_into(runtime)
+        assert said.startswith(f"expected {path} to be a folder of sockets, found something else; ")
+        path.unlink()
+    assert client.not_looked_into(runtime) == []
+
+
 def test_where_there_is_no_folder_there_is_no_engine(tmp_path: Path) -> None:
     assert client.find({"XDG_RUNTIME_DIR": str(tmp_path / "none")}) == client.find({})
