@@ -64,8 +64,7 @@ def main(name: str, argv: Sequence[str]) -> int:
         commands.read_command({"command": name, **given})
         engines = chosen(client.find(), asked.engine, asked.all)
     except Refused as refusal:
-        print(f"kvoffload_patch: {_by_option(refusal)}", file=sys.stderr)
-        return EXIT_REFUSED
+        return parser.refuse(_by_option(refusal))
     results = [_ask(engine, name, given) for engine in engines]
     if asked.json:
         print(json.dumps(results, indent=1))

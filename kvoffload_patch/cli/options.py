@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -109,9 +110,15 @@ class Parser(argparse.ArgumentParser):
             f" (see `{self.prog} --help`)."
         )
 
+    def refuse(self, sentence: str) -> int:
+        """Say why nothing is done, to programs as well if they asked; returns the exit status."""
+        if "--json" in self._given:
+            print(json.dumps({"error": sentence}, indent=1), flush=True)
+        print(f"kvoffload_patch: {sentence}", file=sys.stderr, flush=True)
+        return EXIT_REFUSED
+
     def _refuse(self, sentences: Sequence[str]) -> NoReturn:
-        print(f"kvoffload_patch: {' '.join(sentences)}", file=sys.stderr, flush=True)
-        sys.exit(EXIT_REFUSED)
+        sys.exit(self.refuse(" ".join(sentences)))
 
 
 def whole(least: int, most: int) -> tuple[Callable[[str], int], str]:

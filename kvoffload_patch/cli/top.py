@@ -161,7 +161,7 @@ def _refuse(asked: argparse.Namespace) -> int:
 
 
 def _seconds(text: str) -> float:
-    number = float(text) if text.isascii() else 0.0
+    number = float(text) if text.isascii() and "_" not in text else 0.0
     if not 0.1 <= number <= _MOST_S:
         raise ValueError(text)
     return number

@@ -211,6 +211,14 @@ def test_nothing_to_set_is_refused_by_the_names_of_options(one: Engine, capsys: 
     assert "expected --load-mode or --eviction or " in capsys.readouterr().err
 
 
+def test_programs_are_told_why_no_engine_is_asked(one: Engine, capsys: Any) -> None:
+    assert main.main(["pause", "--engine", "7", "--json"]) == 2
+    shown = capsys.readouterr()
+    error = json.loads(shown.out)["error"]
+    assert shown.err == f"kvoffload_patch: {error}\n" and error.startswith("--engine is '7'")
+    assert not one.asked
+
+
 def test_what_an_engine_refuses_is_said_and_so_is_the_status(one: Engine, capsys: Any) -> None:
     assert main.main(["resize", "3"]) == 2
     assert f"{one.name}: expected 2.00 GiB at most." in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,11 @@ def refused(argv: list[str], capsys: Any) -> str:
         main.main(argv)
     shown = capsys.readouterr()
     *_, line = shown.err.splitlines()
-    assert ended.value.code == 2 and shown.out == ""
+    assert ended.value.code == 2
+    if "--json" in argv:
+        assert json.loads(shown.out) == {"error": line.removeprefix("kvoffload_patch: ")}
+    else:
+        assert shown.out == ""
     assert line.startswith("kvoffload_patch: ") and line.endswith("."), line
     return line
 
@@ -43,6 +48,7 @@ def refused(argv: list[str], capsys: Any) -> str:
          ["--eviction is not an option of kvoffload, but a variable", "set KVOFFLOAD_EVICTION in"]),
         (["--options", "x"], ["--options is not an option of kvoffload, the closest"]),
         (["--cpu-gib", "--check"], ["--cpu-gib has no value, expected one"]),
+        (["--cpu-gib", "", "vllm"], ["--cpu-gib has an empty value, expected another"]),
         ([], ["expected a COMMAND to run, found none"]),
         (["--json", "status"], ["expected --json beside --check or behind a command"]),
         (["doctor", "--jsn", "now"],
@@ -50,6 +56,7 @@ def refused(argv: list[str], capsys: Any) -> str:
         (["top", "--interval", "0", "--x=1"],
          ["--interval is '0', expected 0.1 to 3600 seconds", "--x is not an option"]),
         (["top", "--once=1"], ["--once is '1', expected no value"]),
+        (["pause", "--json", "--engin", "1"], ["--engin is not an option", "one is --engine"]),
         (["bench", "--turns", "1", "--seed", "1e3"],
          ["--turns is '1', expected a whole number from 2 to 1000", "--seed is '1e3'",
           "expected --model, found none"]),

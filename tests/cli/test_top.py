@@ -159,7 +159,7 @@ def test_once_without_an_engine_is_refused(
     assert "--engine is '7', expected one of 42-a; see `kvoffload status`." in shown.err
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "1e9", "x", "\u0661"])
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "1e9", "x", "1_0", "\u0661"])
 def test_an_interval_is_a_number_of_seconds(text: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main(["top", "--interval", text])

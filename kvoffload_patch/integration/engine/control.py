@@ -322,9 +322,12 @@ def listen(
         desk.open()
         setattr(engine_core, CONTROL, desk)
     except Exception as error:  # noqa: BLE001 - the tier works without it
+        remedy = "" if isinstance(error, Refused) else (
+            "; make room for it, or start the server with another XDG_RUNTIME_DIR or TMPDIR"
+        )  # fmt: skip
         logger.warning(
             "kvoffload_patch: no control socket, so kvoffload status and its like do not find this "
-            "engine, which serves all the same: %s", error,
+            "engine, which serves all the same: %s%s", error, remedy,
         )  # fmt: skip
 
 
