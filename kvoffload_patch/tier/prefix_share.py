@@ -115,8 +115,9 @@ class PrefixShare:
             last[key] = now, kept if place < end else 0.0
             last.move_to_end(key)
         if now >= self._due:
-            self._due = now + self._bin
-            self._fade()
+            bins = 1 + (now - self._due) // self._bin
+            self._due += bins * self._bin
+            self._fade(bins)
             self._choose(slots)
         return keys[end:]
 
@@ -151,11 +152,11 @@ class PrefixShare:
         known = min(lost, self._room) if lost else max(kept, self._room)
         self._room += (known - self._room) / HEADS_SHOWN_REQUESTS
 
-    def _fade(self) -> None:
+    def _fade(self, bins: int) -> None:
         last, oldest = self._last, self.now - self._bin * len(self._used_again)
         while last and next(iter(last.values()))[0] < oldest:
             last.popitem(last=False)
-        left = 1 - 1 / (USES_PARTS * USES_MEMORY_TIMES)
+        left = (1 - 1 / (USES_PARTS * USES_MEMORY_TIMES)) ** bins
         self._used *= left
         self._expected *= left
         self._used_again = [count * left for count in self._used_again]

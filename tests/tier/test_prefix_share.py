@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 
 from kvoffload_patch.tier.prefix_share import NO_HIT, Hit, PrefixShare
-from kvoffload_patch.tier.tuning import USES_TIMES
+from kvoffload_patch.tier.tuning import USES_MEMORY_TIMES, USES_PARTS, USES_TIMES
 
 LENGTH, GPU, SLOTS = 32, 960, 1 << 20
 
@@ -108,6 +108,16 @@ def test_what_was_used_long_ago_is_forgotten() -> None:
     for turn in range(3000):
         share.ended([(turn, at) for at in range(LENGTH)], NO_HIT, GPU, SLOTS)
     assert len(share._last) <= (USES_TIMES + 1) * GPU / share._one_in * 1.5
+
+
+@pytest.mark.parametrize("length", [1, LENGTH, 25 * GPU // USES_PARTS])
+def test_old_uses_count_less_by_how_much_was_used_since(length: int) -> None:
+    """Also where a request uses more than one of the parts in which uses are counted."""
+    share, keys = PrefixShare(GPU), 12 * USES_MEMORY_TIMES * GPU
+    for turn in range(keys // length):
+        share.ended([(turn, at) for at in range(length)], NO_HIT, GPU, SLOTS)
+    forgotten = USES_MEMORY_TIMES * GPU / share._one_in  # what came long ago counts for nothing
+    assert 0.75 * forgotten < share._expected < 1.25 * forgotten
 
 
 def test_requests_that_use_a_prefix_at_the_same_time_use_it_at_once() -> None:

@@ -292,7 +292,7 @@ class SchedulerTier:
             self.empty("reset")
         self._lookups.clear()
         self._hits.clear()
-        self._recency.clear()
+        self._recency.used.clear()
         self.choice.look_again()
         self.cached.clear()
         self.choice.clear()
@@ -334,6 +334,7 @@ class SchedulerTier:
     def gpu_emptied(self) -> None:
         """vLLM has reset its prefix cache, before which `reset` was called."""
         self._invalid.clear()
+        self._recency.clear()  # not before: vLLM may refuse, and blocks stay what they are
         self.choice.gpu_emptied()
         self.weights.gpu_emptied()
         self.paused = self._asked_to_pause

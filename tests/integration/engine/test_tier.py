@@ -286,7 +286,10 @@ def test_keys_of_requests_that_run_are_forgotten_with_a_reset_and_an_abort() -> 
     mini.abort(names[0])
     mini.step()
     assert set(mini.tier._recency.keys) == {names[1]}
+    assert not mini.scheduler.reset_prefix_cache(), "a request runs"
+    assert set(mini.tier._recency.keys) == {names[1]}
     mini.tier.reset()
+    mini.tier.gpu_emptied()
     assert not mini.tier._recency.keys
     mini.run()
     mini.check()
