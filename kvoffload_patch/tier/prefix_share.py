@@ -67,7 +67,6 @@ class PrefixShare:
 
     def __init__(self, gpu_blocks: int) -> None:
         self.share = 1.0
-        self._gpu_blocks = gpu_blocks
         self._one_in = sample_of(USES_TIMES * gpu_blocks)  # keys
         # When each was used last, and the share with which it was kept, 0 where it was not; the
         # oldest first. Times are uses of all keys since the beginning.
@@ -148,7 +147,6 @@ class PrefixShare:
                     kept = max(kept, blocks)
                 else:
                     lost = max(lost, blocks)
-        kept = min(kept, float(self._gpu_blocks))  # the sizes are estimates
         known = min(lost, self._room) if lost else max(kept, self._room)
         self._room += (known - self._room) / HEADS_SHOWN_REQUESTS
 

@@ -332,6 +332,13 @@ ENGINE = (
         (_FILES + "blocks/test_weights.py::test_weights_that_were_changed_in_sleep_empty_it",),
     ),
     Mutant(
+        "any reset while sleep waits for requests is taken for that of sleep",
+        _FILES + "blocks/weights.py",
+        "asleep = self._falls_asleep and at_rest",
+        "asleep = self._falls_asleep",
+        (_FILES + "blocks/test_weights.py",),
+    ),
+    Mutant(
         "an adapter that was loaded again gets KV of the one before",
         _FILES + "requests/admission.py",
         "if not self._view.is_stale(request):",

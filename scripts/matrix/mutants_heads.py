@@ -65,10 +65,24 @@ HEADS = (
         ("tier/test_prefix_share.py",),
     ),
     Mutant(
-        "heads have more room than the GPU has",
+        "heads have more room than nobody uses",
         "tier/prefix_share.py",
-        "kept = min(kept, float(self._gpu_blocks))",
+        "self._room = min(self._room, self._free)",
         "pass",
         ("tier/test_prefix_share.py",),
+    ),
+    Mutant(
+        "old uses of prefixes fade once for each request",
+        "tier/prefix_share.py",
+        " ** bins",
+        "",
+        ("tier/test_prefix_share.py",),
+    ),
+    Mutant(
+        "a reset that vLLM refuses forgets what heads there are",
+        _FILES + "tier.py",
+        "self._recency.used.clear()\n        self.choice.look_again()\n        self.cached.clear()",
+        "self._recency.clear()\n        self.choice.look_again()\n        self.cached.clear()",
+        (_HEADS + "test_a_tail_is_handed_out_first_its_end_before_all",),
     ),
 )
