@@ -26,7 +26,7 @@ from kvoffload_patch.integration.engine.ranks.ending import ending
 from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 from kvoffload_patch.integration.engine.reports import metrics
 from kvoffload_patch.integration.engine.tier import SchedulerTier
-from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
+from kvoffload_patch.integration.errors import PromiseBroken, TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import keep_installed, step_hooks
 from kvoffload_patch.integration.kvcached import is_elastic
 from kvoffload_patch.integration.metrics import NOT_NEEDED, REFUSED
@@ -50,7 +50,8 @@ def attach(engine_core: Any, vllm_config: Any) -> None:
 
     Raises:
         TierRefused: there can be no tier here, and KVOFFLOAD_STRICT is on. With it off that is a
-            line in the log, whatever has failed, and the engine is as vLLM made it.
+            line in the log, whatever has failed, and the engine is as vLLM made it; unless a rank
+            may answer late, which vLLM would take for the answer to a call of its own.
     """
     said = keep_installed()
     try:
@@ -63,7 +64,7 @@ def attach(engine_core: Any, vllm_config: Any) -> None:
         metrics.tell_off(engine_core, NOT_NEEDED, str(reason))
     except Exception as error:
         refusal = as_given(_sentence(error))
-        if _is_strict():
+        if _is_strict() or isinstance(error, PromiseBroken):
             launch_token.tell(f"kvoffload_patch: {refusal}")
             raise TierRefused(f"kvoffload_patch: {refusal}") from error
         if not said:
@@ -167,10 +168,10 @@ def _attach(engine_core: Any, vllm_config: Any, refused: str) -> None:
         breaker.steps_under_way = _steps_under_way(engine_core)
         if can_keep(vllm_config, scheduler, settings):
             breaker.tier.weights.watch()
-    except BaseException:
+    except BaseException as error:
         if breaker is not None:
             breaker.withdraw()
-        ranks.give_back()
+        _give_back(ranks, error)
         raise
     _tell(ranks, settings, unverified)
     _tell_whole(ranks, cpu_bytes, vllm_config)
@@ -179,6 +180,17 @@ def _attach(engine_core: Any, vllm_config: Any, refused: str) -> None:
     metrics.begin(engine_core, breaker, manager, ranks.block_bytes, about)
     if settings.control:
         control.listen(engine_core, breaker, manager, ranks, unverified)
+
+
+def _give_back(ranks: RankGroup, why: BaseException) -> None:
+    """Raises PromiseBroken if a rank may answer a call of ours once vLLM waits for another."""
+    ranks.give_back()
+    if ranks.silent and not ranks.answers_apart and isinstance(why, Exception):
+        raise PromiseBroken(
+            "expected every worker to answer while the CPU tier is attached, found one that has "
+            "not in time, whose late answer vLLM would take for that to a call of its own; see the "
+            "workers' own messages, or set KVOFFLOAD_DISABLE=1 to serve without the CPU tier."
+        )
 
 
 def _tell(ranks: RankGroup, settings: Settings, unverified: Sequence[str]) -> None:
@@ -250,7 +262,7 @@ def _is_strict() -> bool:
 
 
 def _sentence(error: Exception) -> str:
-    if isinstance(error, (TierRefused, PatchRefused, PolicyRefused)):
+    if isinstance(error, (TierRefused, PromiseBroken, PatchRefused, PolicyRefused)):
         return str(error)
     return (
         f"expected the CPU tier to be attached, found {type(error).__name__} "

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NoReturn
 
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.ranks.workers import RankGroup
@@ -332,12 +332,16 @@ class Breaker:
         try:
             self._ranks.finish(_take_unsent(self._manager, output))
             self._view.restore()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the step lacks what it needs
-            raise PromiseBroken(
+        except BaseException as error:  # whatever it is, a step may lack what it needs
+            text = (
                 f"kvoffload_patch: the CPU tier failed ({why}) and could not be "
                 f"detached ({_named(error)}), so a step may lack bytes that were promised to it; "
                 "restart the server, or set KVOFFLOAD_DISABLE=1 to serve without it."
-            ) from cause
+            )
+            self._view.scheduler.schedule = _refusing(text)
+            if not isinstance(error, Exception):
+                raise
+            raise PromiseBroken(text) from cause
         logger.error(
             "kvoffload_patch: the CPU tier failed (%s) and is detached; the engine serves "
             "without it, and what it held is recomputed; restart the server to have it again.",
@@ -350,6 +354,19 @@ class Breaker:
 def _named(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _refusing(text: str) -> Callable[..., NoReturn]:
+    """A `schedule` after which no step is sent.
+
+    What vLLM was asked for, such as a reset, has raised, and is answered by that alone: the engine
+    goes on to its next step.
+    """
+
+    def schedule(*_: Any, **__: Any) -> NoReturn:
+        raise PromiseBroken(text)
+
+    return schedule
 
 
 def _take_unsent(manager: OffloadManager, output: Any) -> TransferPlan | None:

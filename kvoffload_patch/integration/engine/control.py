@@ -215,7 +215,9 @@ class Desk:
                 asked.error = as_given(str(refusal))
             except BaseException as error:  # noqa: BLE001 - half a change is a tier that has failed
                 asked.error = f"expected {asked.command.name} to work, found {error!r}; " + (
-                    "the CPU tier is detached, and the engine serves without it."
+                    "the engine ends, because a late answer would be taken for another."
+                    if self._ranks.silent
+                    else "the CPU tier is detached, and the engine serves without it."
                 )
                 self._breaker.failed(asked.command.name, error)
             finally:
@@ -285,6 +287,8 @@ class Desk:
             try:
                 ranks.check_room(num_slots - has)
             except TierRefused as refusal:
+                if ranks.silent:
+                    raise
                 raise Refused(str(refusal)) from None
         self._tier.resize(num_slots)
 

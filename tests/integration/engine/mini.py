@@ -72,7 +72,7 @@ class FakeRanks:
         self.num_slots = 400  # that the tier was opened with
         self.copies = "by hand"
         self.asleep, self.version = False, 0  # of the weights
-        self.step_failure, self.beside_steps = str, False
+        self.step_failure, self.beside_steps, self.silent = str, False, False
 
     def check_room(self, more: int) -> None:
         """There is room for everything."""

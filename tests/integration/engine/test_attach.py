@@ -45,7 +45,7 @@ class Executor:
         open: whether the rank has memory for a tier.
     """
 
-    def __init__(self, fails: str = "", how: Exception | None = None) -> None:
+    def __init__(self, fails: str = "", how: BaseException | None = None) -> None:
         self.fails, self.how = fails, how
         self.calls: list[str] = []
         self.told: dict[str, tuple[Any, ...]] = {}
@@ -336,16 +336,27 @@ def test_a_worker_that_fails_or_is_silent_is_a_refusal(
     call: str, how: Exception | None, log: list[str]
 ) -> None:
     mini, executor = Mini(tier=False), Executor(call, how)
+    silent = isinstance(how, TimeoutError)
+    executor.driver_worker = None
     before = mini.changed()
     attach(engine(mini, executor), mini.config)
     (text,) = log
     assert re.search(f"expected every worker to answer {call}, found", text)
-    silent = isinstance(how, TimeoutError)
-    assert ("close_rank" in executor.calls) != silent, (
-        "its late answer would be taken for another's"
-    )
+    assert ("close_rank" in executor.calls) != silent, "it is not waited for again"
     executor.open = executor.open and not silent
     untouched(mini, before, executor)
+
+
+def test_a_worker_that_vllm_may_hear_late_is_refused_whatever_is_asked_for(log: list[str]) -> None:
+    mini, executor = Mini(tier=False), Executor("open_rank", TimeoutError("too late"))
+    before = mini.changed()
+    with pytest.raises(TierRefused, match="whose late answer vLLM would take for that to a call"):
+        attach(engine(mini, executor), mini.config)
+    assert executor.calls[-1] == "open_rank" and not log and mini.changed() == before
+    executor.how = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        attach(engine(mini, executor), mini.config)
+    assert executor.calls[-1] == "open_rank" and mini.changed() == before
 
 
 def test_a_scheduler_whose_lookup_is_replaced_is_refused(log: list[str]) -> None:

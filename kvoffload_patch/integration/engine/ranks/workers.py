@@ -55,6 +55,8 @@ class RankGroup:
         copies_overlap: whether copies run beside the forward pass, or within the step.
         overlap: which part of a load may be on its way when the step that reads it begins; 0 where
             the forward pass waits for loads as a whole.
+        silent: a rank has not answered in time, or the wait was interrupted: none is asked again,
+            because vLLM would take a late answer for that to the next call.
     """
 
     def __init__(self, executor: Any, end: Callable[[], object] | None = None) -> None:
@@ -66,7 +68,7 @@ class RankGroup:
         self.copies_overlap = self.growing = self.compares = False
         self._here: Callable[[], int] | None = None  # asks a rank of this process
         self._common: tuple[tuple[int, ...], ...] = ()  # ranks that have slots in common
-        self._silent = False  # a rank has not answered in time
+        self.silent = False
         self._alarms: Alarms | None = None
 
     def open(
@@ -130,6 +132,14 @@ class RankGroup:
     def beside_steps(self) -> bool:
         """Whether workers may carry out a call before a step that was sent before it."""
         return any(c.__module__ in _BESIDE_STEPS for c in type(self._executor).__mro__)
+
+    @property
+    def answers_apart(self) -> bool:
+        """Whether a late answer is no other call's: Ray's has a name, a rank here answers itself.
+
+        vLLM's own processes answer in a queue each, which has nothing but the order.
+        """
+        return self.beside_steps or hasattr(self._executor, "driver_worker")
 
     def _divide(self, ranks: Sequence[RankGeometry], cpu_bytes: int | None, engines: int) -> None:
         """Find how many slots there are to be."""
@@ -222,24 +232,21 @@ class RankGroup:
         Plans sent before are carried out first. A rank closes whatever fails.
 
         Raises:
-            TierRefused: a load that is promised has failed on a rank, or a rank does not answer.
+            TierRefused: a load that is promised has failed on a rank, or a rank does not answer, or
+                has not before.
         """
         self._here = None
         self._call(worker_side.finish_rank, plan)
 
     def give_back(self) -> None:
-        """There will be no tier: free what ranks have taken for one.
-
-        A rank that has not answered in time is not asked again: what it answers late would be
-        taken for the answer to the next call.
-        """
-        if not self._silent:
+        """There will be no tier: free what ranks have taken for one."""
+        if not self.silent:
             with suppress(TierRefused):
                 self._call(worker_side.close_rank)
 
     def close(self) -> None:
         """Free the memory of a worker in this process; those in others free it by ending."""
-        if hasattr(self._executor, "driver_worker"):
+        if hasattr(self._executor, "driver_worker") and not self.silent:
             self._call(worker_side.close_rank)
 
     @contextmanager
@@ -281,12 +288,20 @@ class RankGroup:
         self, function: Callable[..., Any], *args: Any, timeout_s: float = RPC_TIMEOUT_S
     ) -> list[Any]:
         name = function.__name__
+        if self.silent:
+            raise TierRefused(
+                f"expected every worker to have answered before {name} is sent, found one that has "
+                "not, whose late answer would be taken for that to another call."
+            )
         try:
             answers = self._executor.collective_rpc(
                 worker_side.answering(function), timeout=timeout_s, args=args
             )
-        except Exception as error:
-            self._silent = isinstance(error, TimeoutError)
+        except BaseException as error:
+            interrupted = not isinstance(error, Exception)
+            self.silent = isinstance(error, TimeoutError) or interrupted and not self.answers_apart
+            if interrupted:
+                raise
             raise TierRefused(
                 f"expected every worker to answer {name}, found {type(error).__name__} ({error}); "
                 "see the workers' own messages."
