@@ -59,6 +59,8 @@ class RankTier:
     """
 
     ends: Callable[[], object] | None = None
+    # What comes of a failed copy, in words.
+    failed_blocks = "its blocks are recomputed when they are needed"
     _lost: BaseException | None = None  # what a step has failed with: none begins any more
 
     def __init__(
@@ -353,10 +355,9 @@ class RankTier:
             if found is not None:
                 self._warned.add(kind)
                 logger.warning(
-                    "kvoffload_patch: copy %d from %s to %s has failed (%s); its blocks are "
-                    "recomputed when they are needed, and further failures from %s to %s by this "
-                    "reason (%s) are only counted.",
-                    ticket, *link, found[2], *link, reason,
+                    "kvoffload_patch: copy %d from %s to %s has failed (%s); %s, and further "
+                    "failures from %s to %s by this reason (%s) are only counted.",
+                    ticket, *link, found[2], self.failed_blocks, *link, reason,
                 )  # fmt: skip
 
     def _usable_slots(self) -> tuple[int | None, bool]:

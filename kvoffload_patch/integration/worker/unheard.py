@@ -24,6 +24,11 @@ class UnheardRank(RankTier):
     def __init__(self, runner: Any, num_slots: int, **how: Any) -> None:
         super().__init__(runner, num_slots, **how)
         self.ends: Callable[[], object] | None = how.get("end")
+        if self._board is None:
+            self.failed_blocks = (
+                "the engine does not hear of it, as the ranks share no memory, and ends before the "
+                "first step that needs its blocks is carried out"
+            )
 
     def finish(self, plan: TransferPlan | None) -> None:
         """As `RankTier.finish`, which an RPC calls, so it is heard.

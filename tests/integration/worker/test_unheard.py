@@ -184,3 +184,28 @@ def test_a_step_that_is_carried_out_says_nothing_and_has_a_result(
     for plan in (STORE, LOAD, None):
         assert hasattr(step(worker, plan), RESULT)
     assert board[1].said() == ""
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("link", ["store", "load"])
+def test_a_failed_copy_is_said_to_cost_what_it_costs(
+    shares: bool, link: str, worker: Any, board: Board, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """The engine loads a block that nobody has told it was not stored on this rank."""
+    ended: list[str] = []
+    opened(worker, board if shares else None, end=lambda: ended.append("this process"))
+    if link == "store":
+        monkeypatch.setattr(TorchBackend, "store", raises)
+    step(worker, STORE)
+    if link == "load":
+        monkeypatch.setattr(TorchBackend, "load", raises)
+        step(worker, a_plan((a_load(1, (4, 5), (0, 1)),), stores_done=1))
+    said = [r.getMessage() for r in caplog.records if "has failed" in r.getMessage()]
+    assert len(said) == 1 and ("are recomputed when they are needed" in said[0]) == shares
+    assert ("the engine does not hear of it" in said[0]) != shares and not ended
+    if not shares:
+        if link == "store":
+            step(worker, a_plan((a_load(1, (4, 5), (0, 1)),), stores_done=1))
+        step(worker, a_plan(loads_done=1, wait_load=1, promised_loads=[1]))
+        assert ended == ["this process"]
