@@ -162,6 +162,10 @@ class CopyEngine:
         self._wake()
         self._busy = False
 
+    def step_raised(self) -> None:
+        """The step has raised: no end of it follows, and its thread waits for no copy any more."""
+        self._busy = False
+
     def poll(self) -> Progress:
         """What is done; never waits.
 

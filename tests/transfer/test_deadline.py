@@ -295,6 +295,17 @@ def test_a_copy_that_nobody_waits_for_leaves_an_idle_process_as_it_is(
         rank.engine.begin_step(None)
 
 
+def test_a_step_that_raised_holds_nobody_up(rank: Rank) -> None:
+    """Who catches that and goes on may have nothing to do for a while."""
+    rank.begin_loads(slices=2)
+    rank.loads.advance()
+    rank.engine.step_raised()
+    rank.look(LOOKS + 9 * GRACE)
+    assert rank.watch.overdue and not rank.ended
+    with pytest.raises(TransferError, match="no progress for 60 s"):
+        rank.engine.begin_step(None)
+
+
 def test_a_late_copy_that_goes_on_begins_the_grace_again(rank: Rank) -> None:
     rank.begin_loads(3, waits=((LOAD, 3),))
     rank.look(LOOKS + GRACE)

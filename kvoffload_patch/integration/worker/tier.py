@@ -203,6 +203,8 @@ class RankTier:
     def step_raised(self) -> None:
         """vLLM has raised within the step: no end of it follows, and who goes on may call first."""
         self.order.step_ends()
+        if not self.order.closed:
+            self._engine.step_raised()
 
     def _begin_step(self, plan: TransferPlan | None, step: Any) -> None:
         if not self._growth_told:
@@ -332,7 +334,7 @@ class RankTier:
     def _failed(self, error: BaseException) -> None:
         """A part of a step has raised this: no step begins any more."""
         self._lost = self._lost or error
-        self.order.step_ends()
+        self.step_raised()
         if not isinstance(error, Exception):
             raise error
         self._tell(error)

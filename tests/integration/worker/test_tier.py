@@ -26,6 +26,7 @@ from kvoffload_patch.integration.protocol import RESULT, TIER
 from kvoffload_patch.integration.slot_counts import make_slot_counts
 from kvoffload_patch.integration.worker import rpc
 from kvoffload_patch.integration.worker import tier as rank
+from kvoffload_patch.integration.worker.hooks import execute_model
 from kvoffload_patch.integration.worker.vllm_runner import block_layout
 from kvoffload_patch.links import LOAD, MISMATCH, RAISED, STORE
 from kvoffload_patch.tier.plan import TransferPlan
@@ -139,6 +140,21 @@ def test_the_first_failure_of_each_direction_is_a_warning_with_its_reason(
     step(tier, a_plan(store=a_store(2, (3,), (2,))))
     step(tier, a_plan(store=a_store(3, (3,), (2,))))
     assert len(said) == 2 and "copy 2 from gpu to cpu has failed (out of memory)" in said[1]
+
+
+@pytest.mark.parametrize("whose", ["vLLM's", "the tier's"])
+def test_after_a_step_that_raised_no_thread_counts_as_waiting(
+    whose: str, tier: rank.RankTier, runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A late copy would end the process of an engine that is idle."""
+    setattr(runner, TIER, tier)
+    forward = out_of_memory if whose == "vLLM's" else lambda _: SimpleNamespace()
+    if whose != "vLLM's":
+        monkeypatch.setattr(tier._engine, "_top_up_stores", out_of_memory)
+    described = SimpleNamespace(**vars(STEP), kvoffload_plan=None)
+    with pytest.raises(Exception, match="out of memory"):
+        execute_model(forward, runner, (described,), {})
+    assert not tier._engine._busy
 
 
 class Behind(LateQueue):
