@@ -16,6 +16,7 @@ from kvoffload_patch.tier.policies.lru import LRUPolicy
 
 SIZE = 16
 KEY = "the last block's"
+LOGPROBS = SimpleNamespace(prompt_logprobs=0)
 
 
 def view(**more: Any) -> Any:
@@ -26,9 +27,11 @@ def view(**more: Any) -> Any:
     return SimpleNamespace(**shown)
 
 
-def output(done: int = 48, scheduled: int = SIZE, has: str = "", **more: Any) -> Any:
+def output(
+    done: int = 48, scheduled: int = SIZE, has: str = "", value: object = (0,), **more: Any
+) -> Any:
     """A step in which request a begins, and b computes what it computes."""
-    has_more = {has: [0]} if has else {"mm_features": [], "prompt_embeds": None}
+    has_more = {has: value} if has else {"mm_features": [], "prompt_embeds": None}
     new = SimpleNamespace(req_id="a", num_computed_tokens=done, **has_more)
     shown = {
         "scheduled_new_reqs": [new],
@@ -79,6 +82,8 @@ def changed(
 
 def test_one_token_is_computed_where_the_tier_has_the_last_block(manager: OffloadManager) -> None:
     assert changed(output(), view(), manager)
+    others = SimpleNamespace(prompt_logprobs=None)
+    assert changed(output(has="sampling_params", value=others), view(), manager)
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
@@ -101,6 +106,7 @@ UNCHANGED: dict[str, tuple[Any, Any]] = {
     "it has images, as in 0.9": (output(has="mm_inputs"), view()),
     "it has no tokens": (output(has="prompt_embeds"), view()),
     "hidden states are pooled": (output(has="pooling_params"), view()),
+    "its prompt's logprobs are wanted": (output(has="sampling_params", value=LOGPROBS), view()),
     "the runner zeroes blocks first": (output(new_block_ids_to_zero=[9]), view()),
     "nobody begins": (output(scheduled_new_reqs=[]), view()),
     "a draft model": (output(), view(decode_tokens=3)),
