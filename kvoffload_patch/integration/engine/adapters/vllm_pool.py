@@ -109,25 +109,25 @@ class PoolAdapter:
         call, with its last reference in the last one.
         """
         left = list(blocks)
-        ids = [block.block_id for block in left]
-        self._freed.update(ids)
-        self._num_held -= len(ids)
-        self._free(left, len(set(ids)) < len(left))
+        self._free(left, len({block.block_id for block in left}) < len(left))
 
     def free_all(self) -> None:
         """Give back every reference that was taken and not given back."""
         held = self._taken - self._freed
+        by_id = self._pool.blocks
+        self._free([by_id[block_id] for block_id in held.elements()], True)
         self._taken.clear()
         self._freed.clear()
         self._num_held = 0
-        by_id = self._pool.blocks
-        self._free([by_id[block_id] for block_id in held.elements()], True)
 
     def _free(self, blocks: list[Any], repeated: bool) -> None:
         if repeated:
             blocks, again = _split(blocks)
             if again:
                 self._free(again, True)
+        # Right before: given back twice it is another's, and what raises before this is not lost.
+        self._freed.update([block.block_id for block in blocks])
+        self._num_held -= len(blocks)
         self._pool.free_blocks(blocks)
 
     def _touch_one_group(self, blocks: Sequence[Any]) -> None:

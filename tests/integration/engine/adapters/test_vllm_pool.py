@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvoffload_patch.integration.engine.adapters import vllm_pool
 from kvoffload_patch.integration.engine.adapters.vllm_pool import (
     NoBlocks,
     PoolAdapter,
@@ -288,3 +289,26 @@ def test_a_common_prefix_is_taken_back_for_as_long_as_anything_is_held() -> None
     adapter.take(1)
     adapter.disclaim(since_0_32)
     assert since_0_32.num_common_prefix_blocks == []
+
+
+def test_what_was_not_given_back_before_an_interrupt_is_so_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would be nobody's, and vLLM would never reset its prefix cache again."""
+    pool: Any = Pool()
+    pool.blocks = blocks = [Block(n) for n in range(3)]
+    adapter = PoolAdapter(pool)
+    adapter.hold([*blocks, blocks[0]])
+
+    def interrupted(_: Any) -> Any:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(vllm_pool, "_split", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        adapter.free([*blocks, blocks[0]])
+    adapter.free(blocks[1:2])
+    adapter.free_all()
+    assert sorted(block.block_id for block in pool.freed) == [0, 0, 1, 2]
+    adapter.free_all()
+    assert len(pool.freed) == 4
