@@ -75,6 +75,7 @@ class PrefixLookup:
         self._holders = [coordinator, *coordinator.single_type_managers]
         # From 0.26 on a lookup can tell of the blocks that it finds.
         self._reports_reuse = bool(getattr(manager, "enable_kv_cache_events", False))
+        self._log_stats = manager.log_stats
         self._search = coordinator.find_longest_cache_hit
         self.given: dict[int, Found] = {}
         self._searching = False  # for the tier
@@ -83,25 +84,30 @@ class PrefixLookup:
 
     def longest_hit(self, request: Any, pool: Any) -> tuple[Sequence[list[Any]], int]:
         """A request's longest hit over another pool: (blocks by group, tokens)."""
-        manager, log_stats = self._manager, self._manager.log_stats
-        self._searching, self._last = True, None
+        manager, self._last = self._manager, None
         # Over the real pool: a block that only the tier has says nothing of what vLLM keeps.
         self._most = self.experts.most_tokens(request) if self.experts else None
-        for holder in self._holders:
-            holder.block_pool = pool
-        manager.log_stats = False  # this is not a query that users should see
-        if self._reports_reuse:
-            manager.enable_kv_cache_events = False
         try:
+            self._searching = True
+            for holder in self._holders:
+                holder.block_pool = pool
+            manager.log_stats = False  # this is not a query that users should see
+            if self._reports_reuse:
+                manager.enable_kv_cache_events = False
             found = manager.get_computed_blocks(request)
         finally:
-            manager.log_stats = log_stats
-            if self._reports_reuse:
-                manager.enable_kv_cache_events = True
-            for holder in self._holders:
-                holder.block_pool = manager.block_pool
-            self._searching, self._most = False, None
+            self._search_over()
         return found[0].blocks, int(found[1])
+
+    def _search_over(self) -> None:
+        """vLLM looks up in its own pool again, and counts it."""
+        manager = self._manager
+        for holder in self._holders:
+            holder.block_pool = manager.block_pool
+        manager.log_stats = self._log_stats
+        if self._reports_reuse:
+            manager.enable_kv_cache_events = True
+        self._searching, self._most = False, None
 
     def take_found(self) -> Found | None:
         """What the last lookup rests on; None if vLLM did not search, or it was taken."""
@@ -116,7 +122,11 @@ class PrefixLookup:
         self.given[id(found.block_hashes)] = found
 
     def restore(self) -> None:
-        """The coordinator's search is its own again, and records are kept as before."""
+        """The coordinator's search is its own again, and records are kept as before.
+
+        A lookup for the tier may have been interrupted anywhere.
+        """
+        self._search_over()
         if self.experts is not None:
             self.experts.restore()
         self.given.clear()

@@ -178,3 +178,35 @@ def test_the_search_is_vllms_own_again_in_the_end() -> None:
     assert "find_longest_cache_hit" in vars(coordinator)
     mini.breaker.close()
     assert "find_longest_cache_hit" not in vars(coordinator)
+
+
+@pytest.mark.parametrize("nth", [1, 2], ids=["before the search", "after it"])
+def test_vllm_searches_its_own_pool_whenever_a_lookup_was_interrupted(
+    nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who goes on would be given what stands for blocks that only the tier has."""
+    mini = Mini()
+    asked, left = prompt(6, seed=1), [nth]
+    mini.only_in_cpu(asked)
+    coordinator = mini.kv_manager.coordinator
+    first = coordinator.single_type_managers[0]
+
+    def interrupted(owner: Any, name: str, value: object) -> None:
+        left[0] -= name == "block_pool" and owner is first
+        if not left[0]:
+            monkeypatch.undo()
+            if nth == 2:
+                raise KeyboardInterrupt
+        object.__setattr__(owner, name, value)
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(first), "__setattr__", interrupted)
+    mini.add(asked, count=3)
+    with pytest.raises(KeyboardInterrupt):
+        mini.run()
+    mini.run()
+    mini.check()
+    assert mini.breaker.detached
+    assert all(one.block_pool is mini.pool for one in (coordinator, first))
+    assert mini.kv_manager.log_stats == mini.scheduler.log_stats
