@@ -39,7 +39,10 @@ MAKERS = {
     "symlink", "link", "mkfifo", "mknod", "copyfile", "copytree", "copy2",
 }  # fmt: skip
 # Variables of others that the package asks for by name.
-OTHERS = {"PYTHONPATH", "TERM", "XDG_RUNTIME_DIR", "VLLM_USE_SIMPLE_KV_OFFLOAD"}
+OTHERS = {
+    "PYTHONPATH", "TERM", "XDG_RUNTIME_DIR", "VLLM_USE_SIMPLE_KV_OFFLOAD",
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS",
+}  # fmt: skip
 
 
 def calls(file: Path) -> Iterator[tuple[str, ast.Call]]:

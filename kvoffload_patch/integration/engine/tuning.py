@@ -44,7 +44,7 @@ FORGOTTEN_NAMES_BYTES = 1 << 20
 TOLD_ADAPTERS = 20
 # What a worker may take to answer. Opening touches and registers memory, closing gives it back,
 # both at some GiB a second (scripts/bench touch: 1.4 to 8.2); anything else waits behind a step at
-# most, for which vLLM has 300 s.
+# most, for which vLLM has 300 s, or what VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS says.
 OPEN_TIMEOUT_S = 1800.0
 RPC_TIMEOUT_S = 300.0
 # What an engine core's own thread takes to send that it is dead, before its process ends: a moment,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -294,9 +295,8 @@ class RankGroup:
                 "not, whose late answer would be taken for that to another call."
             )
         try:
-            answers = self._executor.collective_rpc(
-                worker_side.answering(function), timeout=timeout_s, args=args
-            )
+            sent, timeout = worker_side.answering(function), max(timeout_s, _step_timeout_s())
+            answers = self._executor.collective_rpc(sent, timeout=timeout, args=args)
         except BaseException as error:
             interrupted = not isinstance(error, Exception)
             self.silent = isinstance(error, TimeoutError) or interrupted and not self.answers_apart
@@ -313,6 +313,13 @@ class RankGroup:
                 f"{len(answers)} (is the same kvoffload_patch installed where every worker runs?)."
             )
         return [answer for _, answer in answers]
+
+
+def _step_timeout_s() -> float:
+    """For how long vLLM waits for a step, behind which a call may have to wait."""
+    with suppress(ValueError):  # vLLM itself says that
+        return float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "0"))
+    return 0.0
 
 
 def _alike(ranks: Sequence[RankGeometry]) -> list[list[int]]:

@@ -26,9 +26,11 @@ class Answers:
 
     def __init__(self, *answers: Any) -> None:
         self.left = deque(answers)
+        self.waited: list[float | None] = []
 
-    def dequeue(self, timeout: float | None) -> Any:
+    def dequeue(self, timeout: float | None, cancel: object = None) -> Any:
         """The next answer."""
+        self.waited.append(timeout)
         found = self.left.popleft()
         if found is None:
             raise TimeoutError
@@ -42,7 +44,10 @@ def executor_of(*answers: Any) -> tuple[Any, list[Any]]:
     executor, sent = object.__new__(multiproc.MultiprocExecutor), list[Any]()
     executor.is_failed, executor.futures_queue = False, deque()
     executor.rpc_broadcast_mq = SimpleNamespace(enqueue=sent.append)
-    executor.response_mqs = [Answers(*answers)]
+    executor.response_mqs = [queue] = [Answers(*answers)]
+    # Up to 0.10, and to 0.19.
+    executor.workers, executor.io_thread_pool = [SimpleNamespace(worker_response_mq=queue)], None
+    executor.shutdown_event = None
     return executor, sent
 
 
@@ -58,6 +63,19 @@ def test_a_rank_that_did_not_answer_is_sent_nothing_more(how: BaseException | No
     ranks.give_back()
     ranks.close()
     assert ranks.silent and len(sent) == 1
+
+
+@pytest.mark.parametrize(("given", "least"), [(None, 299), ("10", 299), ("1800", 1799)])
+def test_a_rank_has_as_long_as_the_step_before_has(
+    given: str | None, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM takes the step's answer first, within the time of this call."""
+    if given is not None:
+        monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", given)
+    executor, _ = executor_of(ANSWER)
+    RankGroup(executor).drain()
+    (waited,) = executor.response_mqs[0].waited
+    assert least < waited <= least + 1
 
 
 @pytest.mark.parametrize(
