@@ -61,7 +61,7 @@ def _boolean(text: str) -> bool:
     return word in TRUE
 
 
-def _up_to(most: float, zero: bool = False) -> Callable[[str], float]:
+def up_to(most: float, zero: bool = False) -> Callable[[str], float]:
     """A parser of numbers above 0, or from 0 on."""
 
     def parse(text: str) -> float:
@@ -74,7 +74,7 @@ def _up_to(most: float, zero: bool = False) -> Callable[[str], float]:
 
 
 def _gib(text: str) -> float | str:
-    return AUTO if text.lower() == AUTO else _up_to(MOST_GIB)(text)
+    return AUTO if text.lower() == AUTO else up_to(MOST_GIB)(text)
 
 
 def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
@@ -225,7 +225,7 @@ class Settings:
     log_interval: float = _variable(
         "KVOFFLOAD_LOG_INTERVAL",
         10.0,
-        _up_to(MOST_S),
+        up_to(MOST_S),
         f"a number of seconds above 0, {MOST_S} at most",
         "time between two lines of statistics",
         "s",
@@ -248,7 +248,7 @@ class Settings:
     max_stall_ms: float = _variable(
         "KVOFFLOAD_MAX_STALL_MS",
         20.0,
-        _up_to(MOST_MS, zero=True),
+        up_to(MOST_MS, zero=True),
         f"a number of milliseconds, 0 or more, {MOST_MS} at most",
         "how long a load may hold up the running batch, summed over its requests,"
         " before it is parked",

@@ -121,9 +121,10 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     command: list[str] = arguments.command
-    for name in VARIABLES:
-        if getattr(arguments, name, None) == "":  # of a shell's variable that is not set
-            parser.error(f"{option(name)} has an empty value, expected another; give it one.")
+    # As of a shell's variable that is not set.
+    empty = [option(name) for name in VARIABLES if getattr(arguments, name, None) == ""]
+    if empty:
+        parser.error(f"{' and '.join(empty)}: expected a value, found an empty one; give one.")
     _set_variables(arguments)
     if arguments.json and not arguments.check:
         parser.error("expected --json beside --check or behind a command, found it alone; move it.")

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvoffload_patch.cli import engines
 from kvoffload_patch.cli.options import Parser
+from kvoffload_patch.config import up_to
 from kvoffload_patch.control import client
 from kvoffload_patch.control.errors import Refused
 
@@ -161,8 +162,8 @@ def _refuse(asked: argparse.Namespace) -> int:
 
 
 def _seconds(text: str) -> float:
-    number = float(text) if text.isascii() and "_" not in text else 0.0
-    if not 0.1 <= number <= _MOST_S:
+    number = up_to(_MOST_S)(text)
+    if number < 0.1:
         raise ValueError(text)
     return number
 
