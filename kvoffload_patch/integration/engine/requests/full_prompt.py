@@ -84,9 +84,10 @@ class FullPromptHits:
             return False
         if any(getattr(new, name, None) is not None for name in _OBJECTS):
             return False
-        if getattr(getattr(new, "sampling_params", None), "prompt_logprobs", None) is not None:
-            return False  # of the block that vLLM computes; who asks may want to read the cache
         request = self._scheduler.requests[request_id]
+        sampling = request.sampling_params
+        if sampling is not None and sampling.prompt_logprobs is not None:
+            return False  # of the block that vLLM computes; who asks may want to read the cache
         if getattr(request, "resumable", False):
             return False  # what is computed of a session that goes on need not be a hit
         return bool(request.num_tokens == done + self._size) and not self._is_stale(request)

@@ -20,18 +20,17 @@ LOGPROBS = SimpleNamespace(prompt_logprobs=0)
 
 
 def view(**more: Any) -> Any:
-    requests = {name: SimpleNamespace(num_tokens=64, num_in_flight_tokens=20) for name in "ab"}
+    about = {"num_tokens": 64, "num_in_flight_tokens": 20, "sampling_params": None}
+    requests = {name: SimpleNamespace(**about) for name in "ab"}
     scheduler = SimpleNamespace(connector=None, requests=requests)
     shown = {"scheduler": scheduler, "block_sizes": (SIZE,), "decode_tokens": 1}
     shown |= {"state_groups": frozenset(), "is_stale": lambda request: False, **more}
     return SimpleNamespace(**shown)
 
 
-def output(
-    done: int = 48, scheduled: int = SIZE, has: str = "", value: object = (0,), **more: Any
-) -> Any:
+def output(done: int = 48, scheduled: int = SIZE, has: str = "", **more: Any) -> Any:
     """A step in which request a begins, and b computes what it computes."""
-    has_more = {has: value} if has else {"mm_features": [], "prompt_embeds": None}
+    has_more = {has: [0]} if has else {"mm_features": [], "prompt_embeds": None}
     new = SimpleNamespace(req_id="a", num_computed_tokens=done, **has_more)
     shown = {
         "scheduled_new_reqs": [new],
@@ -82,8 +81,9 @@ def changed(
 
 def test_one_token_is_computed_where_the_tier_has_the_last_block(manager: OffloadManager) -> None:
     assert changed(output(), view(), manager)
-    others = SimpleNamespace(prompt_logprobs=None)
-    assert changed(output(has="sampling_params", value=others), view(), manager)
+    others = view()
+    others.scheduler.requests["a"].sampling_params = SimpleNamespace(prompt_logprobs=None)
+    assert changed(output(), others, manager)
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
@@ -106,7 +106,7 @@ UNCHANGED: dict[str, tuple[Any, Any]] = {
     "it has images, as in 0.9": (output(has="mm_inputs"), view()),
     "it has no tokens": (output(has="prompt_embeds"), view()),
     "hidden states are pooled": (output(has="pooling_params"), view()),
-    "its prompt's logprobs are wanted": (output(has="sampling_params", value=LOGPROBS), view()),
+    "its prompt's logprobs are wanted": (output(), view()),
     "the runner zeroes blocks first": (output(new_block_ids_to_zero=[9]), view()),
     "nobody begins": (output(scheduled_new_reqs=[]), view()),
     "a draft model": (output(), view(decode_tokens=3)),
@@ -125,6 +125,7 @@ def test_a_step_is_left_alone_if(why: str, manager: OffloadManager) -> None:
     if "_" in why or why == "connector":
         setattr(shown.scheduler, why, object())
     shown.scheduler.requests["a"].resumable = "session" in why
+    shown.scheduler.requests["a"].sampling_params = LOGPROBS if "logprobs" in why else None
     shown.scheduler.requests["a"].num_tokens = 64 if "nothing was hit" not in why else SIZE
     assert not changed(step, shown, manager)
 
@@ -145,9 +146,9 @@ def test_beside_other_loads_only_who_waits_for_one_anyway(
 
 def test_older_requests_do_not_count_tokens_in_flight(manager: OffloadManager) -> None:
     shown, step = view(), output()
-    shown.scheduler.requests["a"] = SimpleNamespace(num_tokens=64)
+    shown.scheduler.requests["a"] = SimpleNamespace(num_tokens=64, sampling_params=None)
     FullPromptHits(shown, manager, Pace(1.0)).load(
         step, [(SimpleNamespace(request_id="a"), [block(9, KEY)])], [], alone=True
     )
-    assert vars(shown.scheduler.requests["a"]) == {"num_tokens": 64}
+    assert vars(shown.scheduler.requests["a"]) == {"num_tokens": 64, "sampling_params": None}
     assert step.num_scheduled_tokens["a"] == 1
