@@ -389,7 +389,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "conversations bound": partial(_made, "chats.json", chats_bound.table_of),
     "by layer": by_layer,
     "served first": partial(_made, "serve-first.json", _served),  # the tier still grows
-    "joins since": partial(joins, "trace-joins-h100.json"),  # one wait for a group
+    "joins since": partial(joins, "trace-joins-newest.json"),
     "launches": partial(joins, "trace-launches.json"),
     **{name: partial(probed, name) for name in PROBED},
     "transfer shapes": shapes,
