@@ -234,10 +234,6 @@ class CopyEngine:
             self._busy = False
         return not any(link.queue.failed for link in self._all)
 
-    def synchronize(self) -> None:
-        """Wait, on the host, for all that the device was given."""
-        self._device.synchronize()
-
     def close(self) -> None:
         """Drain, and take no more plans. The copy thread ends even if draining raises."""
         try:

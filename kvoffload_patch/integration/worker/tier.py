@@ -119,6 +119,7 @@ class RankTier:
         from kvoffload_patch.transfer.backends.choose import choose_backend, load_groups
         from kvoffload_patch.transfer.backends.slots import SlotMemory
         from kvoffload_patch.transfer.canary import run_canary
+        from kvoffload_patch.transfer.device import device_of
         from kvoffload_patch.transfer.engine import CopyEngine
         from kvoffload_patch.transfer.turns import Turn
 
@@ -143,7 +144,7 @@ class RankTier:
         self._checksums.forget_all()
         wait_ready, turn = self._host.wait_ready, Turn(*own)
         self._engine = CopyEngine(layout, chosen.backend, wait_ready, turn=turn, end=end)
-        self.order = StepOrder(self._engine.synchronize)
+        self.order = StepOrder(device_of(layout.device).synchronize)  # it outlives the engine
 
     @property
     def num_ready(self) -> int:
