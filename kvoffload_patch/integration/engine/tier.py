@@ -283,7 +283,7 @@ class SchedulerTier:
 
     def reset(self) -> None:
         """Forget everything, or all but the blocks; returns when no rank has a copy under way."""
-        well = not self._manager.busy or self._ranks.drain()
+        well = (self._ranks.told_of_all and not self._manager.busy) or self._ranks.drain()
         self._manager.apply(self._manager.drained())
         self._loads.drop_all()
         if self.weights.kept_by_reset(self._view.is_at_rest()) and well:

@@ -70,7 +70,7 @@ class FakeRanks:
         self.drains = self.closed = 0
         self.block_bytes = self.slot_bytes = SLOT_BYTES
         self.num_slots = 400  # that the tier was opened with
-        self.copies = "by hand"
+        self.copies, self.told_of_all = "by hand", True
         self.asleep, self.version = False, 0  # of the weights
         self.step_failure, self.beside_steps, self.silent = str, False, False
 

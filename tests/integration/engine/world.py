@@ -132,6 +132,7 @@ class FakeRanks:
     load_ms_per_block = 1.0
     copies_overlap = True
     compares = False
+    told_of_all = True
     sharing = 1
     overlap = 0.0
 

@@ -56,6 +56,8 @@ class RankGroup:
         copies_overlap: whether copies run beside the forward pass, or within the step.
         overlap: which part of a load may be on its way when the step that reads it begins; 0 where
             the forward pass waits for loads as a whole.
+        told_of_all: what is said to be done is done on every rank. Where ranks share no memory, one
+            may be behind that which reports.
         silent: a rank has not answered in time, or the wait was interrupted: none is asked again,
             because vLLM would take a late answer for that to the next call.
     """
@@ -69,7 +71,7 @@ class RankGroup:
         self.copies_overlap = self.growing = self.compares = False
         self._here: Callable[[], int] | None = None  # asks a rank of this process
         self._common: tuple[tuple[int, ...], ...] = ()  # ranks that have slots in common
-        self.silent = False
+        self.silent, self.told_of_all = False, True
         self._alarms: Alarms | None = None
 
     def open(
@@ -98,6 +100,7 @@ class RankGroup:
         _say_hosts(ranks)
         with self._shared(ranks, integrity) as (board, files):
             self._common = tuple(file.address.ranks for file in files)
+            self.told_of_all = board is not None or len(ranks) == 1
             self._divide(ranks, cpu_bytes, engines)
             for file in files:
                 member = next(r for r in ranks if r.rank in file.address.ranks)

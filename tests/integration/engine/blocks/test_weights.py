@@ -107,6 +107,17 @@ def test_a_copy_that_failed_unheard_is_a_reason_to_keep_nothing(well: bool) -> N
     assert world.offload.num_used == (5 if well else 0)
 
 
+@pytest.mark.parametrize("told_of_all", [True, False])
+def test_no_rank_falls_asleep_with_a_copy_of_which_nobody_has_told(told_of_all: bool) -> None:
+    """The memory that it reads or writes is given back."""
+    engine = Engine("eager")
+    engine.world.ranks.told_of_all = told_of_all
+    assert not engine.world.offload.busy
+    engine.sleep(1)
+    assert engine.world.ranks.calls == ([] if told_of_all else ["drain"])
+    assert engine.world.offload.num_used == 3
+
+
 @pytest.mark.parametrize("level", [0, 2])
 def test_no_other_reset_keeps_anything(level: int) -> None:
     engine = Engine()

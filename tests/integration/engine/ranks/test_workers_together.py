@@ -99,6 +99,24 @@ def test_ranks_that_cannot_share_keep_a_copy_each_and_say_so(
     assert ["ranks on 2 hosts" in text for text in said].count(True) == len(set(hosts)) - 1
 
 
+@pytest.mark.parametrize(
+    ("ranks", "reached", "told"),
+    [
+        ([geometry(0)], [(True, True)], True),
+        ([geometry(0), geometry(1)], [(True, True), (True, True)], True),
+        ([geometry(0), geometry(1)], [(True, True), (False, True)], False),
+    ],
+)
+def test_one_rank_tells_of_all_where_they_share_memory(
+    ranks: list[Any], reached: list[Any], told: bool
+) -> None:
+    executor = Executor(ranks, reached)
+    executor.answers["rank_here"] = [None]
+    group = RankGroup(executor)
+    group.open(1024 * 20)
+    assert group.told_of_all == told
+
+
 def test_before_slots_in_common_are_given_back_or_wiped_no_rank_has_a_copy_under_way() -> None:
     executor = two(**ALIKE)
     ranks = RankGroup(executor)
