@@ -106,6 +106,7 @@ class Growth:
             while self._registered and (len(self._registered) - 1) * self._per_piece >= num_slots:
                 self._registrar.unregister(self._registered.pop())
         self._wanted, self.ended = num_slots, ""
+        self._slots_used = min(self._slots_used, num_slots)
         self.num_ready = min(self.num_registered, num_slots)
         kept = self.num_registered
         if self._mapping.is_shared:  # another process may have registered more of what is wanted

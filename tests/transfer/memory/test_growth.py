@@ -64,6 +64,28 @@ def test_registering_leaves_the_driver_to_steps(
     host.close()
 
 
+def test_a_tier_that_was_full_and_then_smaller_leaves_the_driver_to_steps_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No store is near the end of what is usable any more."""
+    pauses: list[float] = []
+    clock = SimpleNamespace(
+        monotonic=lambda: 0.0, perf_counter=time.perf_counter, sleep=pauses.append
+    )
+    registrar = Registrar()
+    host = grown(8, 2 * MIB, registrar)
+    host.wait_ready(8)
+    host.step_begins(last_slot=7)
+    host.resize(2)
+    registrar.before = lambda _: host.step_begins(last_slot=1)
+    monkeypatch.setattr(growth, "time", clock)
+    host.resize(8)
+    host.wait_ready(8)
+    host._growth._thread.join(20)  # type: ignore[union-attr]
+    assert len(pauses) == 3, "one for each piece"
+    host.close()
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_the_launch_of_a_step_passes_before_the_next_piece_is_registered(
     ends: bool, monkeypatch: pytest.MonkeyPatch
