@@ -250,6 +250,7 @@ class RankGroup:
 
     def close(self) -> None:
         """Free the memory of a worker in this process; those in others free it by ending."""
+        self._here = None  # which has a KV tensor, and vLLM frees those
         if hasattr(self._executor, "driver_worker") and not self.silent:
             self._call(worker_side.close_rank)
 

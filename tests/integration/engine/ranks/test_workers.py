@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import pickle
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -258,6 +260,21 @@ def test_an_engine_in_the_same_process_asks_its_rank_what_is_done(worker: Any) -
     tier.begin_step(a_plan((a_load(1, (0,), (0,)),)), step)
     assert ranks.loads_done() == 1
     rpc.close_rank(worker)
+
+
+def test_an_engine_that_has_shut_down_keeps_nothing_of_a_rank(worker: Any) -> None:
+    """Who keeps the engine, as an LLM in the own process, would keep the KV cache."""
+    rpc.open_rank(worker, 5)
+    executor = Executor([geometry(0)], [5])
+    executor.answers["rank_here"] = [getattr(worker.model_runner, TIER)]
+    ranks = RankGroup(executor)
+    ranks.open(512 * 5)
+    executor.answers.clear()
+    kept = weakref.ref(getattr(worker.model_runner, TIER))
+    rpc.close_rank(worker)
+    ranks.close()
+    gc.collect()
+    assert kept() is None and ranks.loads_done() == 0
 
 
 def executor_of(module: str, **own: Any) -> type[Executor]:
