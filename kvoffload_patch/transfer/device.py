@@ -40,9 +40,12 @@ class Device(Protocol):
         is_host: its memory is the CPU's: copies are made by calls, and done when these return.
         backends: copy backends that work on it, the first choice first.
         not_run: what to call a kind of device on which the tier was never run; empty if it was.
+        registers: CPU memory is made known to it. If not, torch may read that when a copy is
+            enqueued, and not when the device comes to it.
     """
 
     is_host: bool
+    registers: bool
     backends: tuple[str, ...]
     not_run: str
 

@@ -67,7 +67,7 @@ class Event:
 class Device(HostDevice):
     """The CPU, with streams; each thread computes on one of them, which they share."""
 
-    is_host = False
+    is_host, registers = False, True
 
     def __init__(self) -> None:
         self.compute = Stream()

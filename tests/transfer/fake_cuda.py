@@ -116,6 +116,7 @@ class FakeCuda:
     """
 
     is_host = True  # what is copied without streams is copied at once
+    registers = True
 
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)

@@ -104,6 +104,8 @@ class TorchBackend:
                 return self.checksums.compare(blocks, slots)
             return None
         self._join(streams, before=True)
+        if streams is not None and not self._streams.registers:
+            streams.bus.synchronize()  # nothing but stores to wait for is there, as a rule done
         for at in range(0, len(gpu_block_ids), self._chunk):
             if at:
                 yield 0

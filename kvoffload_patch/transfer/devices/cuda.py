@@ -22,6 +22,7 @@ class CudaDevice(TorchDevice):
     """A CUDA device, by torch."""
 
     backends: tuple[str, ...] = ("staged", "torch")
+    registers = True
     module = "cuda"
 
     def handle(self, stream: Any) -> int:

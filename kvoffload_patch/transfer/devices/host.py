@@ -12,6 +12,7 @@ class HostDevice:
     """The CPU: nothing is ever under way."""
 
     is_host = True
+    registers = False
     backends: tuple[str, ...] = ("torch",)
     not_run = ""
 

@@ -32,6 +32,7 @@ class NpuDevice(TorchDevice):
     """An Ascend NPU."""
 
     backends: tuple[str, ...] = ("direct",)
+    registers = True  # or the driver waits before it reads
     not_run = "Ascend NPU"
     module = "npu"
 

@@ -22,6 +22,7 @@ class TorchDevice:
     """
 
     is_host = False
+    registers = False
     backends: tuple[str, ...] = ("torch",)
     not_run = ""
     module = ""

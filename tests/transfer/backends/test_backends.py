@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from transfer.allocations import NoAllocations, taken_on_the_gpu
+from transfer.fake_cuda import FakeCuda
 from transfer.layouts import LAYOUTS, needs_gpu
 from transfer.opened import NUM_SLOTS, WAYS, Open, Opened, round_trip
 
@@ -161,3 +162,17 @@ def test_what_is_stored_again_replaces_what_was_there(opened: Open, name: str, d
     setup.load([0], [7])
     setup.wait()
     assert setup.case.content(0) == wanted
+
+
+def test_slots_that_the_device_does_not_know_are_read_when_stores_before_are_done(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch reads them when the copy is enqueued, as it does here."""
+    monkeypatch.setattr(FakeCuda, "registers", False)
+    setup = opened("kv_outermost", "packed", "cpu")
+    assert setup.streams is not None
+    slots, rows = setup.slots.slots, setup.layout.rows
+    setup.streams.bus.append(lambda: slots[2:5].fill_(9))
+    setup.load([1, 2, 3], [2, 3, 4])
+    setup.wait()
+    assert all(bool((row[1:4] == 9).all()) for row in rows)

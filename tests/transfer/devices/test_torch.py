@@ -10,8 +10,10 @@ from kvoffload_patch.transfer.errors import TransferError
 
 
 def test_memory_stays_as_it_is() -> None:
-    registrar = TorchDevice(torch.device("xpu")).registrar()
+    device = TorchDevice(torch.device("xpu"))
+    registrar = device.registrar()
     registrar.enter()
+    assert not device.registers
     assert (registrar.register(4096, 100), registrar.unregister(4096)) == (0, 0)
 
 
