@@ -55,8 +55,6 @@ class BlockLayout:
         rows: ``uint8`` views, each ``[num_blocks, nbytes]`` with unit stride over bytes.
         offsets: where each row starts in a slot of ``block_bytes``.
         block_bytes: bytes of one block on this rank.
-        spans: for each tensor as given, the first and the end byte in a slot of what belongs to
-            it; the smallest range that covers it, where it is in several rows.
 
     Raises:
         LayoutRefused: the shape or the strides of a tensor are not understood.
@@ -90,14 +88,10 @@ class BlockLayout:
         for row in self.rows:
             self.offsets.append(self.block_bytes)
             self.block_bytes += row.shape[1]
-        self.spans: list[tuple[int, int]] = []
         self._last_row: list[int] = []  # of each tensor
         starts = [(m.storage, m.stride, m.start) for m in merged]  # in this order
         for of_tensor in spans:
             rows = [bisect_right(starts, (s.storage, s.stride, s.start)) - 1 for s in of_tensor]
-            firsts = [self.offsets[r] + s.start - merged[r].start for r, s in zip(rows, of_tensor)]
-            ends = [first + s.nbytes for first, s in zip(firsts, of_tensor)]
-            self.spans.append((min(firsts), max(ends)))
             self._last_row.append(max(rows))
 
     def cut(self, most: int, min_bytes: int) -> list[Rows]:

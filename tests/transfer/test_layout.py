@@ -71,25 +71,9 @@ def slot_bytes(layout: BlockLayout, block: int) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_span_of_a_tensor_is_the_smallest_range_with_all_its_bytes(
-    name: str, dtype: torch.dtype
-) -> None:
-    case = build(name, dtype)
-    layout = case.layout()
-    place = slot_bytes(layout, 2)
-    wanted = []
-    for view in case.views(2):
-        places = [place[a] for a in addresses_of(view)]
-        wanted.append((min(places), max(places) + 1))
-    assert layout.spans == wanted
-
-
-def test_the_span_of_a_tensor_whose_rows_are_given_out_of_order() -> None:
+def test_the_group_of_a_tensor_whose_rows_are_given_out_of_order() -> None:
     heads_and_kv = torch.zeros(3, 2, 4, 8, dtype=torch.uint8).transpose(0, 1)
     layout = BlockLayout([torch.zeros(4, 6), heads_and_kv], 4)
-    assert layout.spans == [(0, 24), (24, 24 + 48)]
     assert layout.group_of_tensor(1, layout.cut(99, 1)) == 6
 
 
