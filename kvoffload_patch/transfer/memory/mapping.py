@@ -189,8 +189,17 @@ class Toucher:
         return min(max(self._next * TOUCH_BYTES, self._kept), self._nbytes)
 
     def start(self, nbytes: int) -> None:
-        """Touch the first ``nbytes`` in the background; also after it has ended or stopped."""
+        """Touch the first ``nbytes`` in the background; also after it has ended or stopped.
+
+        Raises:
+            TransferError: a thread is still at a piece, and would write to it when it is in use.
+        """
         self.stop()
+        if self._threads:
+            raise TransferError(
+                f"expected the system to give {TOUCH_BYTES >> 20} MiB of CPU memory within "
+                f"{EXIT_S:.0f} s, found that it has not; lower KVOFFLOAD_CPU_GIB, or free memory."
+            )
         self._stopping.clear()
         self.ended = ""
         self._goal = -(-min(nbytes, self._nbytes) // TOUCH_BYTES)
@@ -221,7 +230,7 @@ class Toucher:
         for thread in self._threads:
             if thread is not threading.current_thread():  # which may collect garbage
                 thread.join(EXIT_S)
-        self._threads.clear()
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
 
     def forget_beyond(self, nbytes: int) -> None:
         """Pages behind ``nbytes`` have been given back; nothing runs."""

@@ -250,3 +250,19 @@ def test_dropped_it_stops_and_goes() -> None:
     gc.collect()
     assert kvoffload_threads() == []
     assert not is_mapped(address)
+
+
+def test_no_piece_is_touched_again_while_a_thread_is_still_at_it(monkeypatch: Any) -> None:
+    """It would write to that when slots there hold blocks."""
+    go = threading.Event()
+    monkeypatch.setattr(mapping, "touch", lambda memory: go.wait(60))
+    monkeypatch.setattr(mapping, "EXIT_S", 0.01)
+    made = HostMapping(4 * MIB, threads=1)
+    made.toucher.start(2 * MIB)
+    with pytest.raises(TransferError, match="found that it has not"):
+        made.toucher.start(4 * MIB)
+    go.set()
+    monkeypatch.setattr(mapping, "EXIT_S", 30.0)
+    made.toucher.start(4 * MIB)
+    assert made.toucher.wait(4 * MIB)
+    made.close()
