@@ -14,7 +14,7 @@ LAYERS = [PACKAGE / "integration", PACKAGE / "transfer", PACKAGE / "tier"]
 TUNING = sorted(PACKAGE.rglob("tuning.py"))
 UNITS = ("BYTES", "S", "MS", "BLOCKS", "TOKENS", "REQUESTS", "SLICES", "COPIES", "BUFFERS")
 UNITS += ("THREADS", "PROGRAMS", "REPEATS", "PARTS", "PIECES", "TIMES", "WORDS", "GROUPS", "STEPS")
-UNITS += ("ADAPTERS", "LOADS")
+UNITS += ("ADAPTERS", "CHARACTERS", "LOADS")
 # Numbers of other modules: they say what is so, or how it is shown, and tune nothing.
 FACTS = {
     "AGAIN",

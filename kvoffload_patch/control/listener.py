@@ -158,13 +158,20 @@ class Listener:
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection, suppress(OSError):
-                wire.send(connection, self._reply(connection), wire.ANSWER_BYTES)
+                self._send(connection, self._reply(connection))
         except Exception as error:  # noqa: BLE001 - the next question is answered
             logger.warning("kvoffload_patch: a control message was not answered: %s", error)
         finally:
             self._silent.pop(connection, None)
             self._connections.discard(connection)
             self._free.release()
+
+    def _send(self, connection: socket.socket, answer: Mapping[str, Any]) -> None:
+        try:
+            wire.send(connection, answer, wire.ANSWER_BYTES)
+        except Refused as refusal:  # it is too long
+            text = f"{refusal}; see the server's log for the rest."
+            wire.send(connection, {"error": text}, wire.ANSWER_BYTES)
 
     def _reply(self, connection: socket.socket) -> dict[str, Any]:
         try:

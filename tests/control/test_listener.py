@@ -80,6 +80,18 @@ def test_what_is_refused_or_fails_is_the_answer_and_the_next_is_answered(
     assert client.ask(found, "status")["asked"] == "status"
 
 
+def test_an_answer_that_is_too_long_is_said_to_be_and_nothing_is_logged(
+    runtime: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Listener(lambda _: {"reason": "x" * wire.ANSWER_BYTES}, runtime)
+    try:
+        with pytest.raises(Refused, match=f"{wire.ANSWER_BYTES} bytes at most, found .*the rest"):
+            client.ask(engine(runtime), "status")
+    finally:
+        made.close()
+    assert caplog.text == ""
+
+
 def test_a_silent_client_and_one_that_goes_keep_nobody_waiting(
     opened: Listener, runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

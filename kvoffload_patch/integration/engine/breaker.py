@@ -18,7 +18,11 @@ from kvoffload_patch.integration.engine.adapters.vllm_scheduler import Scheduler
 from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 from kvoffload_patch.integration.engine.reports.metrics import Reporter
 from kvoffload_patch.integration.engine.tier import SchedulerTier
-from kvoffload_patch.integration.engine.tuning import FAILED_COPIES, FAILED_WINDOW_S
+from kvoffload_patch.integration.engine.tuning import (
+    FAILED_COPIES,
+    FAILED_WINDOW_S,
+    TOLD_CHARACTERS,
+)
 from kvoffload_patch.integration.errors import PromiseBroken
 from kvoffload_patch.integration.metrics import ON, PAUSED
 from kvoffload_patch.integration.protocol import PLAN, TIER
@@ -352,7 +356,9 @@ class Breaker:
 
 
 def _named(error: BaseException) -> str:
+    """Its kind and what it says, as much as a label or an answer has room for."""
     text = " ".join(str(error).split())
+    text = text if len(text) <= TOLD_CHARACTERS else f"{text[:TOLD_CHARACTERS]}..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -42,6 +42,8 @@ EXACT_ADAPTERS = 65_536
 FORGOTTEN_NAMES_BYTES = 1 << 20
 # Of those that the tier is not used for, so many are named in an answer, which has 64 KiB.
 TOLD_ADAPTERS = 20
+# Of what an error says, so much is told in an answer and in a label of /metrics. Not measured.
+TOLD_CHARACTERS = 500
 # What a worker may take to answer. Opening touches and registers memory, closing gives it back,
 # both at some GiB a second (scripts/bench touch: 1.4 to 8.2); anything else waits behind a step at
 # most, for which vLLM has 300 s, or what VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS says.

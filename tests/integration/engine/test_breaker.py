@@ -291,6 +291,18 @@ def test_a_policy_that_evicts_what_is_pinned_is_named(
     assert f"{__name__}.Forgetful" in mini.breaker.failure
 
 
+def test_of_an_error_with_a_long_text_the_beginning_is_told(errors: list[str]) -> None:
+    """An answer over the control socket and a label of /metrics have it."""
+    mini = Mini()
+    mini.breaker.failed("within", LookupError("not\nthere " + "x" * 100_000))
+    mini.add(prompt(5, seed=1))
+    mini.run()
+    assert mini.breaker.detached and len(errors) == 1
+    failure = mini.breaker.failure
+    assert failure.startswith("within: LookupError: not there xx") and len(failure) < 1000
+    assert failure.endswith("xx...; restart the server to have the CPU tier again")
+
+
 def test_copies_that_fail_now_and_then_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
