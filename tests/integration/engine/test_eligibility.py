@@ -645,6 +645,33 @@ def test_what_was_shown_beside_states_on_a_gpu_has_results_there() -> None:
             _must_be_green_on_a_gpu(row, release)
 
 
+def test_the_table_of_states_in_the_documents_is_the_one_that_decides() -> None:
+    kinds = {
+        "gated delta nets (Qwen3-Next)": ("GDN_ATTN",),
+        "Mamba 1 (Jamba)": ("MAMBA1", "MAMBA2", "SHORT_CONV"),
+        "linear attention (Bailing)": ("LINEAR",),
+        "gated delta nets with speculative decoding": ("GDN_ATTN",),
+    }
+    lines = (ROOT / "docs/shapes.md").read_text().splitlines()
+    for begin, of_row in kinds.items():
+        (line,) = [line for line in lines if line.startswith(f"| {begin}")]
+        shown = STATES_OF_DRAFTS_SHOWN if "speculative" in begin else STATES_SHOWN
+        for device, cell in zip(("cpu", "cuda"), line.split("|")[2:]):
+            for kind in of_row:
+                taken = {
+                    on for (on, where), some in shown.items() if where == device and kind in some
+                }
+                assert _releases_in(cell, {on for on, _ in STATES_SHOWN}) == taken, (kind, device)
+
+
+def _releases_in(text: str, known: set[str]) -> set[str]:
+    """Those that a text names, ranges included."""
+    found = set()
+    for first, last in re.findall(r"(0\.\d+\.\d+)(?: to (0\.\d+\.\d+))?", text):
+        found |= {one for one in known if first <= one <= (last or first)}
+    return found
+
+
 def _must_be_green_on_a_gpu(row: Any, release: str) -> None:
     on_it = [one for one in features_gpu.load() if one["release"] == release]
     (line,) = features_gpu.lines(row, on_it)
