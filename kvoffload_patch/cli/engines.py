@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -246,14 +247,15 @@ def _parser(name: str) -> Parser:
         parser.add_argument(commands.GIB, metavar="GIB", help="of each engine")
     for field, row in commands.LIVE.items() if name == commands.SET else ():
         parser.add_argument(option(row.name), dest=field, metavar="VALUE", help=row.expected)
-    add_choice(parser)
-    parser.add_argument("--all", action="store_true", help="every engine of this user")
+    choice = parser.add_mutually_exclusive_group()
+    add_choice(choice)
+    choice.add_argument("--all", action="store_true", help="every engine of this user")
     parser.add_argument("--json", action="store_true", help="one JSON array, for programs")
     return parser
 
 
-def add_choice(parser: Parser) -> None:
+def add_choice(options: argparse._ActionsContainer) -> None:
     """The option that names an engine."""
-    parser.add_argument(
+    options.add_argument(
         "--engine", metavar="NAME", help="as `kvoffload status` names it, or its process"
     )

@@ -61,4 +61,4 @@ def _reason(pid: int) -> str:
             return "its environment does not switch it on; use `kvoffload vllm serve MODEL`."
         if not config.read(config.VARIABLES["KVOFFLOAD_CONTROL"], environ):
             return "it has KVOFFLOAD_CONTROL=0, so it cannot be asked."
-    return "its log says why."
+    return "it is still starting, or its log says why."

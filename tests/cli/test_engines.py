@@ -136,6 +136,15 @@ def test_several_are_asked_only_if_that_is_said(one: Engine, another: Engine, ca
     assert f"--engine is '7', expected one of {names}; see" in capsys.readouterr().err
 
 
+def test_a_name_and_all_of_them_are_refused_together(
+    one: Engine, another: Engine, capsys: Any
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["pause", "--engine", str(os.getpid()), "--all"])
+    assert ended.value.code == 2 and not one.asked and not another.asked
+    assert "expected --engine or --all, found both; give one" in capsys.readouterr().err
+
+
 def test_where_none_runs_that_is_said(capsys: Any) -> None:
     assert main.main(["pause"]) == 2
     said = capsys.readouterr().err

@@ -309,6 +309,15 @@ def test_output_that_finds_no_room_ends_with_a_sentence(box: Sandbox, words: lis
     assert "Traceback" not in said and "Exception ignored" not in said
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8:strict"])
+def test_what_the_encoding_of_the_output_lacks_is_escaped(box: Sandbox, encoding: str) -> None:
+    """Names of models, folders and variables may have any character, and bytes that are none."""
+    odd = {"KVOFFLOAD_ENABLE": "\u0416", "KVOFFLOAD_\udcff": "1", "PYTHONIOENCODING": encoding}
+    done = box.run("-m", "kvoffload_patch", "status", **odd)
+    assert "Traceback" not in done.stderr and done.returncode == 2
+    assert "verdict:" in done.stdout and "KVOFFLOAD_\\udcff is not a variable" in done.stdout
+
+
 def test_a_command_whose_log_is_full_runs(box: Sandbox) -> None:
     done = box.root / "done"
     code = f"import pathlib; pathlib.Path({str(done)!r}).touch()"

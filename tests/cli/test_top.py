@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,28 @@ def test_a_terminal_is_live_and_left_as_it_was(
     on, off = "\x1b[?1049h", "\x1b[?1049l"  # another screen, and back
     assert shown.count(on) == shown.count(off) == 1
     assert shown.index(on) < shown.index("Ctrl-C") < shown.index("42-a") < shown.index(off)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_terminal_is_left_as_it_was_by_a_signal_as_well(
+    number: int, samples: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `timeout 10 kvoffload top` sends one."""
+    pytest.importorskip("rich")
+    as_terminal(monkeypatch)
+    caught: list[int] = []
+    before = signal.signal(number, lambda *_: caught.append(number))  # what would end the tests
+    monkeypatch.setattr(top.time, "sleep", lambda _: signal.raise_signal(number))
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main.main(["top"])
+        signal.raise_signal(number)
+    finally:
+        signal.signal(number, before)
+    assert ended.value.code == 128 + number and caught == [number]
+    shown = capsys.readouterr().out
+    assert shown.index("\x1b[?1049h") < shown.index("\x1b[?1049l")
+    assert shown.index("\x1b[?25l") < shown.index("\x1b[?25h")  # the cursor
 
 
 @pytest.mark.parametrize(("encoding", "columns"), [("ascii", "100"), ("utf-8", "40")])

@@ -190,7 +190,8 @@ class Desk:
             self._breaker.asked.remove(asked)
             raise Refused(
                 f"expected the engine to come to the end of a step within {CONTROL_TAKE_S:.0f} s, "
-                "found that it did not; nothing was changed."
+                "found that it did not; nothing was changed: see by `kvoffload status` whether it "
+                "takes steps, and ask again."
             )
         if not asked.done.wait(CONTROL_APPLY_S):
             raise Refused(
