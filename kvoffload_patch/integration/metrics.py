@@ -72,7 +72,8 @@ METRICS = (
     Metric(
         "build_info",
         "gauge",
-        "Always 1; the labels say which versions run, and how blocks are stored, evicted, copied.",
+        "1 for the labels that hold: which versions run, and how blocks are stored, evicted, "
+        "copied; 0 for those before `kvoffload set` changed them.",
         (("version", ()), ("vllm_version", ()), *((name, ()) for name in ABOUT)),
     ),
     Metric(

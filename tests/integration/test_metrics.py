@@ -20,6 +20,8 @@ OTHERS = {
     "load_slowdown",
     "gpu_prefix_ratio",
 }
+# Whose labels tell what is so.
+TELLING = {"build_info", "tier_off_info", "tier_state"}
 # What prometheus_client adds to a name.
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 
@@ -86,8 +88,13 @@ def test_the_dashboard_asks_for_metrics_and_labels_that_exist() -> None:
             for group in re.findall(r"by \(([^)]*)\)", expression)
             for name in group.split(", ")
         ]
+        # Each server numbers its engines from 0 on.
+        assert ("engine" in by) == ("instance" in by), expression
         selected = re.findall(r"(\w+)=", "".join(re.findall(r"{(.*?)}", expression)))
-        assert set(by) | set(selected) <= labels, expression
+        assert set(by) | set(selected) <= labels | {"instance"}, expression
+        # Of these, rows that hold no more stay at 0.
+        told = {known[name].name for name in found}
+        assert expression.endswith(" == 1") == bool(told & TELLING), expression
     not_shown = {"loaded_tokens", "loaded_blocks", "skipped_bytes"}
     not_shown |= {"capacity_blocks", "used_blocks"}
     assert set(BY_NAME) - named == not_shown
