@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from types import TracebackType
+from typing import Any
 
 from rich.bar import Bar
 from rich.console import Console, Group
@@ -21,7 +19,6 @@ LINES = 6  # of an engine
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _COLORS = {"on": "green", "paused": "yellow", "not_needed": "yellow"}
 _GIB = 1 << 30
-_ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class View:
@@ -43,7 +40,6 @@ class View:
         )
 
     def __enter__(self) -> View:
-        self._before = {number: signal.signal(number, _end) for number in _ENDS}
         self._live.start()
         return self
 
@@ -54,8 +50,6 @@ class View:
         at: TracebackType | None,
     ) -> None:
         self._live.stop()
-        for number, before in self._before.items():
-            signal.signal(number, before)
 
     def __call__(self, found: Sequence[Mapping[str, Any]]) -> None:
         """Show the engines, ``rates`` included, in place of what was shown before."""
@@ -105,11 +99,6 @@ class View:
             drawn = levels(history, 1.0 if rate == hits else max(history))
             rows.append((label, Text(drawn.rjust(SAMPLES), style="cyan"), words[rate]))
         return rows
-
-
-def _end(number: int, _: FrameType | None) -> NoReturn:
-    """Ended by a signal, as by `timeout`, it leaves the terminal as it was, too."""
-    sys.exit(128 + number)  # as a shell has it
 
 
 def levels(values: Sequence[float], most: float) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvoffload_patch.cli import engines
 from kvoffload_patch.cli.options import Parser
+from kvoffload_patch.cli.signals import ended_in_order
 from kvoffload_patch.config import up_to
 from kvoffload_patch.control import client
 from kvoffload_patch.control.errors import Refused
@@ -90,7 +91,7 @@ def _watch(asked: argparse.Namespace) -> int:
     before: dict[str, dict[str, Any]] = _sample(asked.engine)
     if asked.engine and not before and client.find():
         return _refuse(asked)  # others run, and this name is none of theirs
-    with _view(asked) as show:
+    with ended_in_order(), _view(asked) as show:
         while True:
             time.sleep(asked.interval)
             now = _sample(asked.engine)

@@ -7,11 +7,10 @@ import dataclasses
 import json
 import math
 import os
-import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,11 @@ from kvoffload_patch.cli.bench.errors import BenchRefused, ServerFailed
 from kvoffload_patch.cli.bench.load import Load
 from kvoffload_patch.cli.bench.server import HOST, Server, free_port
 from kvoffload_patch.cli.options import Parser, whole
+from kvoffload_patch.cli.signals import ended_in_order
 from kvoffload_patch.config import AUTO, GIB, ConfigError, Settings, as_given
 from kvoffload_patch.memory import auto_bytes, shareable
 
-EXIT_OK, EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 # Enough for the chats of an 8B model beside GPU_BLOCKS.
 MOST_AUTO_GIB = 16.0
@@ -58,12 +58,12 @@ def main(argv: Sequence[str]) -> int:
     if "--" in words:
         at = words.index("--")
         words, serve = words[:at], words[at + 1 :]
-    asked = _parser().parse_args(words)
+    parser = _parser()
+    asked = parser.parse_args(words)
     if wrong := _refusals(asked, serve):
-        print(_bootstrap.with_name(as_given(" ".join(wrong))), file=sys.stderr)
-        return EXIT_REFUSED
+        return parser.refuse(as_given(" ".join(wrong)))
     try:
-        with ended_by(signal.SIGTERM, signal.SIGHUP), ExitStack() as stack:
+        with ended_in_order(), ExitStack() as stack:
             logs = asked.out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
             document = measure(asked, serve, logs)
     except KeyboardInterrupt:
@@ -196,7 +196,10 @@ def _refusals(asked: argparse.Namespace, serve: Sequence[str]) -> list[str]:
     if not wrong and modes.ON in asked.chosen:
         os.environ["KVOFFLOAD_CPU_GIB"] = f"{asked.gib:g}"
         outcome = preflight.decide()
-        wrong += [outcome.line] if outcome.refused or outcome.disabled else []
+        if outcome.disabled:
+            wrong.append("expected a tier to compare, found KVOFFLOAD_DISABLE set; take it out.")
+        elif outcome.refused:
+            wrong.append(outcome.line.removeprefix("kvoffload_patch: "))
     return wrong
 
 
@@ -229,21 +232,6 @@ def _gib(text: str | None) -> float:
     if size <= 0:
         raise BenchRefused(f"expected memory for a tier, found {room}; free some.")
     return size
-
-
-@contextmanager
-def ended_by(*numbers: int) -> Iterator[None]:
-    """Signals that end this process raise meanwhile, so that servers are ended first."""
-
-    def end(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _show(document: dict[str, Any], asked: argparse.Namespace) -> None:

@@ -90,6 +90,24 @@ def test_refusals_are_one_sentence(argv: list[str], said: str, fake: Path, capsy
     assert line.startswith("kvoffload_patch: ") and said in line and shown.out == ""
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--modes", "x"], "--modes is 'x', expected some of"),
+        ([], "expected a tier to compare, found KVOFFLOAD_DISABLE set; take it out."),
+    ],
+)
+def test_programs_are_told_why_nothing_is_measured(
+    more: list[str], said: str, fake: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVOFFLOAD_CPU_GIB", "0.1")
+    monkeypatch.setenv("KVOFFLOAD_DISABLE", "1")
+    assert main.main([*QUICK, "--modes", "on", "--json", *more]) == 2
+    shown = capsys.readouterr()
+    error = json.loads(shown.out)["error"]
+    assert error.startswith(said) and shown.err == f"kvoffload_patch: {error}\n"
+
+
 @pytest.mark.parametrize("argv", [["--turns", "1"], ["--chats", "-1"], ["--seed", "1e3"], ["--x"]])
 def test_wrong_numbers_are_refused_by_their_option(argv: list[str], capsys: Any) -> None:
     with pytest.raises(SystemExit) as caught:
