@@ -77,6 +77,10 @@ def main() -> int:
     except DemoError as error:
         print(f"error: {error}.", file=sys.stderr)
         return 1
+    except OSError as error:
+        found = f"{error.filename or OUT}: {error.strerror}"
+        print(f"error: {found} (all that this writes goes to {OUT}).", file=sys.stderr)
+        return 1
     except ServerFailed as error:  # lines of its log end it
         print(f"error: {error}", file=sys.stderr)
         return 1
