@@ -141,7 +141,7 @@ def text(found: Mapping[str, Any]) -> str:
         f"{found['mismatches']} loads brought other bytes than were stored",
         f"  under way: {found['queued_loads']} loads, {found['queued_stores']} stores, "
         f"{found['parked_requests']} requests parked; last step "
-        f"{found['seconds_since_step']:.1f} s ago",
+        f"{found['seconds_since_step']:.1f} s ago{_unfinished(found)}",
         f"  settings:  {_settings(found)}",
         f"  copies:    {found['copies']}",
     ]
@@ -173,6 +173,11 @@ def _gpu_prefixes(found: Mapping[str, Any]) -> dict[str, str]:
         return {}
     kept = "whole" if share == 1 else f"the first {100 * share:.0f}%"
     return {"gpu_prefixes": f"auto ({kept} now)"}
+
+
+def _unfinished(found: Mapping[str, Any]) -> str:
+    """What tells a step that hangs from an engine that is idle; older engines do not tell."""
+    return ", still under way" if found.get("steps_under_way") else ""
 
 
 def _speed(found: Mapping[str, Any]) -> str:

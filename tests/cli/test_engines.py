@@ -314,6 +314,12 @@ def test_an_engine_that_is_silent_is_named(one: Engine, monkeypatch: pytest.Monk
     assert engines.text(found) == f"engine {one.name}: expected a whole message"
 
 
+def test_a_status_tells_a_step_that_hangs_from_an_idle_engine() -> None:
+    for number, end in ((0, "last step 0.5 s ago"), (2, "last step 0.5 s ago, still under way")):
+        lines = engines.text({**STATUS, "engine": "one", "steps_under_way": number}).splitlines()
+        assert next(line for line in lines if "under way:" in line).endswith(end)
+
+
 @pytest.mark.parametrize(
     ("told", "said"),
     [

@@ -178,6 +178,7 @@ class Desk:
     def _under_way(self, parked: int) -> dict[str, int]:
         works, under_way = not self._breaker.detached, self._manager.num_under_way
         return {
+            "steps_under_way": max(0, self._tier.pace.in_flight) * works,
             "parked_requests": parked * works,
             "queued_loads": under_way(LOAD) * works,
             "queued_stores": under_way(STORE) * works,

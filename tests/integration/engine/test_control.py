@@ -287,6 +287,19 @@ def test_a_step_that_hangs_changes_nothing_and_status_says_since_when(
     assert not mini.tier.paused and desk.status()["seconds_since_step"] < 30
 
 
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_status_tells_a_step_that_has_not_ended_from_an_idle_engine(in_flight: int) -> None:
+    mini = Mini(in_flight=in_flight)
+    mini.ask("resume")
+    assert mini.desk.status()["steps_under_way"] == 0
+    mini.add(prompt(2, seed=1), count=20)
+    for number in range(in_flight):
+        mini.begin_step()
+        assert mini.desk.status()["steps_under_way"] == number + 1
+    mini.run()
+    assert mini.desk.status()["steps_under_way"] == 0
+
+
 def test_a_command_that_is_given_up_while_the_step_looks_is_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
