@@ -17,6 +17,11 @@ Kind = Literal["counter", "gauge", "histogram"]
 Record = dict[str, Any]
 
 PREFIX = "kvoffload_"
+# What the log says where they fail, with the error.
+STOPPED = (
+    "kvoffload_patch: /metrics of the CPU tier stand still: %r; the tier works on, restart the "
+    "server to have them again."
+)
 # vLLM's own labels, which every metric has before those of its own.
 COMMON_LABELS = ("model_name", "engine")
 LOADS, STORES = "load", "store"

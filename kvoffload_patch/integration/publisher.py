@@ -15,6 +15,7 @@ from kvoffload_patch.integration.metrics import (
     COMMON_LABELS,
     METRICS,
     PREFIX,
+    STOPPED,
     Metric,
     Record,
 )
@@ -45,7 +46,7 @@ class Publisher:
                     _apply(BY_NAME[name].kind, self._made[name].labels(*common, *labels), value)
         except Exception as error:  # noqa: BLE001 - vLLM must not fail by a metric of ours
             self._failed = True
-            logger.warning("kvoffload_patch: /metrics of the CPU tier stand still: %s", error)
+            logger.warning(STOPPED, error)
 
 
 def _make(metric: Metric) -> Any:

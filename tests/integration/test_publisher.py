@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from kvoffload_patch.integration import metrics
+from kvoffload_patch.integration import publisher as module
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,6 +83,17 @@ def test_a_record_that_cannot_be_taken_in_ends_the_metrics_and_raises_nothing() 
         [(record(("hit_tokens", [], 5)), 0), (bad, 0), (record(("hit_tokens", [], 1)), 0)]
     )
     assert found[f"kvoffload_hit_tokens_total{{{LABELS.format(0)}}}"] == 5
+
+
+def test_what_ends_the_metrics_is_said_once_with_what_to_do(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_make", lambda metric: None)
+    publisher = module.Publisher()
+    for _ in range(2):
+        publisher.publish({"model_name": "m"}, 0)
+    (line,) = caplog.messages
+    assert "stand still: KeyError('values'); " in line and line.endswith("to have them again.")
 
 
 TOGETHER = """

@@ -24,5 +24,8 @@ def _init(wrapped: Wrapped, t: Any = None, *args: Any, **kwargs: Any) -> None:
         try:
             t = carrier.message_type(t, publish)
         except Exception as error:  # noqa: BLE001 - vLLM serves without our metrics
-            logger.warning("kvoffload_patch: /metrics has none of the CPU tier: %s", error)
+            logger.warning(
+                "kvoffload_patch: /metrics has none of the CPU tier: %r; the tier works on, "
+                "restart the server to have them.", error,
+            )  # fmt: skip
     wrapped(t, *args, **kwargs)

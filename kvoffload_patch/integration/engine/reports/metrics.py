@@ -23,6 +23,7 @@ from kvoffload_patch.integration.metrics import (
     LOADS,
     ON,
     STATES,
+    STOPPED,
     STORES,
     Record,
 )
@@ -113,7 +114,7 @@ def _unseen() -> Iterator[None]:
 
 
 def _warn(error: Exception) -> None:
-    logger.warning("kvoffload_patch: /metrics of the CPU tier stand still: %s", error)
+    logger.warning(STOPPED, error)
 
 
 def _tier_off(state: str, reason: str) -> list[Value]:
