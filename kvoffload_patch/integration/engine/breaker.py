@@ -234,7 +234,10 @@ class Breaker:
     def on_session(self, session: Any) -> None:
         """A streaming session is about to get more input."""
         self._call("mend_session", self._view.mend_session, session)
-        self._call("session_goes_on", self.tier.choice.session_goes_on, session.request_id)
+
+    def session_went_on(self, session: Any) -> None:
+        """A streaming session has got more input."""
+        self._call("session_went_on", self.tier.choice.session_went_on, session)
 
     def on_invalid(self, gpu_block_ids: Any) -> None:
         """Before vLLM handles blocks that a connector did not fill."""

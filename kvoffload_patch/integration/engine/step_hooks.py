@@ -69,7 +69,9 @@ def update_session(wrapped: Method, live: list[bool], breaker: Breaker) -> Metho
 
     def hook(session: Any, *args: Any, **kwargs: Any) -> Any:
         breaker.on_session(session)
-        return wrapped(session, *args, **kwargs)
+        result = wrapped(session, *args, **kwargs)
+        breaker.session_went_on(session)
+        return result
 
     return hook
 

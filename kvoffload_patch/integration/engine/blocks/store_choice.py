@@ -132,9 +132,10 @@ class StoreChoice:
         found.pop(None, None)
         return self._without_answers(found) if self._answers else found
 
-    def session_goes_on(self, request_id: str) -> None:
-        """A session gets more input, and may say otherwise than before whether it stores."""
-        self._recency.keys.pop(request_id, None)
+    def session_went_on(self, session: Any) -> None:
+        """A session has got more input, and may say otherwise than before whether it stores."""
+        if not stores(session):
+            self._recency.keys.pop(session.request_id, None)
 
     def look_again(self) -> None:
         """The tier has forgotten what it was told of blocks that the GPU is about to lose."""

@@ -64,6 +64,26 @@ def test_a_prefix_is_told_in_order_though_the_gpu_has_lost_its_middle(
     assert told == [[mini.view.key(one, 0) for one in hashes(longer)]]
 
 
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+def test_a_session_leaves_the_tier_from_its_tail_whichever_turn_has_computed_it(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mini = Mini(blocks=40, store=store)
+    told: list[Any] = []
+    monkeypatch.setattr(mini.manager, "request_ended", lambda *how: told.append(how))
+    said = prompt(3, seed=1)
+    name = mini.add(said, count=1, resumable=True)
+    mini.run()
+    for more in (prompt(2, seed=2), prompt(2, seed=3)):
+        said = said + more
+        mini.scheduler.add_request(parts.make_request(name, more, 1, size=BLOCK, resumable=True))
+        mini.run()
+    mini.scheduler.add_request(parts.make_request(name, [3], 1, size=BLOCK, resumable=False))
+    mini.step()
+    assert told == [([mini.view.key(one, 0) for one in hashes(said)], True)]
+    assert name not in mini.tier._recency.keys
+
+
 @pytest.mark.parametrize("windows", [(None, 40), (40, None), (None, 40, None)])
 def test_blocks_of_other_groups_rest_on_those_of_full_attention(
     windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
