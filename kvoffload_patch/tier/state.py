@@ -237,6 +237,8 @@ class TierState:
             return tuple(self._slots.allocate(count))
         # What was stored together is mostly evicted together: sorted, these are neighbours again.
         slots = sorted(self._policy.evict(count - free))
+        if slots and slots[0] < 0:  # it would stand for one from the end of each list
+            raise PolicyBroken(self._prefixes.policy, f"slot {slots[0]}, which holds none")
         self.stats.evicted += len(slots)
         slot_of, key_of = self._slot_of, self._key_of
         if self.on_left is not None:

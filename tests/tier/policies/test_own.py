@@ -115,6 +115,11 @@ class GivesUpFree(LRUPolicy):
         return [slot for slot, key in enumerate(self._key_of) if key is NO_KEY][:count]
 
 
+class NoSlot(LRUPolicy):
+    def evict(self, count: int) -> Sequence[int]:
+        return [-1]  # as some say that there is none
+
+
 @pytest.mark.parametrize("ended", [False, True], ids=["at once", "by prefixes"])
 @pytest.mark.parametrize(
     ("policy", "found"),
@@ -123,6 +128,7 @@ class GivesUpFree(LRUPolicy):
         (Greedy, "3 of 2, 0 of them pinned"),
         (Twice, "slot ., which holds none"),
         (GivesUpFree, "slot ., which holds none"),
+        (NoSlot, "slot -1, which holds none"),
     ],
 )
 def test_one_that_gives_up_what_it_may_not_is_named(policy: Any, found: str, ended: bool) -> None:
