@@ -124,7 +124,8 @@ class RandomConnector(Connector, _ManyGroups):  # type: ignore[misc, valid-type]
     connector has brought wait for each other.
 
     Of one KV cache group it fails to fill some, and says so with the output of that step. What vLLM
-    does then is the seed's: it computes them again, or it ends the requests.
+    does then is the seed's: it computes them again, or it ends the requests. In half of the runs it
+    keeps blocks of requests that have ended for some steps, as one that sends them does.
 
     Args:
         mini: whose scheduler it is attached to.
@@ -133,12 +134,16 @@ class RandomConnector(Connector, _ManyGroups):  # type: ignore[misc, valid-type]
     Attributes:
         loads: of which blocks were filled.
         failed: of these, how many were filled in part.
+        sent: requests whose blocks it has kept when they had ended.
     """
 
     def __init__(self, mini: Mini, seed: int) -> None:
         self._rng = random.Random(f"connector {seed}")
         super().__init__(mini, self._rng.random() < 0.5)
-        self.loads = self.failed = 0
+        self.loads = self.failed = self.sent = 0
+        self._sends, self._sending = seed % 4 > 1, list[str]()
+        if hasattr(mini.scheduler, "defer_block_free"):
+            mini.scheduler.defer_block_free = mini.in_flight > 1 and seed % 3 > 0
         self._ends = seed % 2 == 0
         self._may_fail = _can_fail(mini, self._ends)
         self._invalid = set[int]()
@@ -187,8 +192,11 @@ class RandomConnector(Connector, _ManyGroups):  # type: ignore[misc, valid-type]
         scheduled = self._begin_step()
         arrived, self._arrived = self._arrived, set()
         invalid, self._invalid = self._invalid, set()
-        if arrived or invalid:
-            said = KVConnectorOutput(finished_recving=arrived or None, invalid_block_ids=invalid)
+        sent = {name for name in self._sending if self._rng.random() < 0.3}
+        self._sending = [name for name in self._sending if name not in sent]
+        if arrived or invalid or sent:
+            done = {"finished_sending": sent or None, "finished_recving": arrived or None}
+            said = KVConnectorOutput(**done, invalid_block_ids=invalid)
             self._mini.queue[0][1].kv_connector_output = said
             if invalid and self._ends:  # vLLM ends requests that it has not answered
                 self._mini.counts = dict.fromkeys(self._mini.counts, 0)
@@ -202,8 +210,19 @@ class RandomConnector(Connector, _ManyGroups):  # type: ignore[misc, valid-type]
                 if name in self._mini.scheduler.requests:
                     sequence.tokens = self._mini._tokens(name)
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        return False, None
+    def over(self) -> None:
+        """Step until everything is sent."""
+        while self._sending or self._mini.queue:
+            self._mini.step()
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        sends = self._sends and request.status.name == "FINISHED_LENGTH_CAPPED"
+        if sends := sends and self._rng.random() < 0.5:
+            self._sending.append(request.request_id)
+            self.sent += 1
+        return sends, None
+
+    request_finished_all_groups = request_finished
 
 
 def _can_fail(mini: Mini, ends: bool) -> bool:

@@ -159,7 +159,7 @@ def run(
     taught = None if connector or drafts or users.alone else trainer
     try:
         asked = _play(mini, rng, users, commands, taught, beside)
-        mini.run(steps=_MAX_STEPS)
+        _end(mini, beside)
     except LoadFailed:
         # A load that a step reads is a promise: the engine ends, and no wrong token has come out.
         users.check(mini, ended=True)
@@ -176,9 +176,15 @@ def run(
     }  # fmt: skip
 
 
+def _end(mini: Any, connector: Any) -> None:
+    mini.run(steps=_MAX_STEPS)
+    if connector is not None:
+        connector.over()
+
+
 def _beside(drafter: Any, connector: Any) -> dict[str, int]:
     drafted = ("accepted", "refused") if drafter is not None else ()
-    brought = ("loads", "failed") if connector is not None else ()
+    brought = ("loads", "failed", "sent") if connector is not None else ()
     return {
         **{name: getattr(drafter, name) for name in drafted},
         **{f"connector {name}": getattr(connector, name) for name in brought},
