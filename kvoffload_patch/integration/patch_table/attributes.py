@@ -280,6 +280,7 @@ _CONFIG = (
         (">=0.27", "use_replayssm"),
     ),
     *_has("vllm.config", "DeviceConfig", (_ANY, "device_type")),
+    *_has("vllm.config", "LoRAConfig", (_ANY, "max_loras")),
     *_has("vllm.config", "KVTransferConfig", (_ANY, "kv_connector kv_connector_extra_config")),
     *_has(
         "vllm.config",

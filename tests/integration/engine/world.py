@@ -106,6 +106,7 @@ class FakeScheduler:
         self.num_waiting_for_streaming_input = 0
         self.finished_recving_kv_req_ids: set[str] = set()
         self.pause_state = PauseState.UNPAUSED
+        self.vllm_config = SimpleNamespace(lora_config=None)
         self.connector = None
         self.connector_prefix_cache_stats = None
         self.log_stats = True

@@ -158,6 +158,41 @@ class LoraNames:
         return self._files[loaded]
 
 
+class StepAdapters:
+    """The adapters of a step: vLLM passes over a request whose own would be one too many.
+
+    Args:
+        most: adapters that a step may have.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._numbers = set[int]()
+
+    def admit(self, request: Any) -> None:
+        """This request takes part in the step."""
+        if request.lora_request is not None:
+            self._numbers.add(request.lora_request.lora_int_id)
+
+    def refuse(self, request: Any) -> bool:
+        """Whether vLLM passes over a request that waits, whatever room there is."""
+        lora = request.lora_request
+        if lora is None or len(self._numbers) < self._most:
+            return False
+        return lora.lora_int_id not in self._numbers
+
+
+def adapters_of(scheduler: Any) -> StepAdapters | None:
+    """Those of the running requests; None if there are none. O(running requests), as in vLLM."""
+    config = scheduler.vllm_config.lora_config
+    if config is None:
+        return None
+    adapters = StepAdapters(int(config.max_loras))
+    for request in scheduler.running:
+        adapters.admit(request)
+    return adapters
+
+
 def _stamps(path: Any) -> tuple[Hashable, ...]:
     """When an adapter's files were written, and where they lie; of those that are at the path."""
     found: list[Hashable] = []

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from kvoffload_patch.config import Settings
+from kvoffload_patch.integration.engine.adapters.vllm_lora import adapters_of
 from kvoffload_patch.integration.engine.adapters.vllm_pool import NoBlocks
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.blocks.free_front import FreeFront
@@ -61,6 +62,7 @@ class AdmissionBudget:
         tokens: of the step that are left.
         blocks: left on the GPU before running requests take theirs.
         admissible: requests that `schedule` may admit so far, parked ones not included.
+        adapters: of LoRA, of which a step may have so many; None without.
         reserved: whether some of the room is kept for requests that wait, of which vLLM knows not.
         needed: blocks that the request asked for last needs.
     """
@@ -78,8 +80,8 @@ class AdmissionBudget:
         if view.scheduler.running:
             self._keep_watermark()
         self._ahead = LOOK_AHEAD_REQUESTS
-        self.needed = 0
-        self.admissible = 0
+        self.adapters = adapters_of(view.scheduler)
+        self.needed = self.admissible = 0
         self.reserved = parked > 0
 
     @property
@@ -136,6 +138,8 @@ class AdmissionBudget:
         """Admit the request of which `needed` is, as `fits` leaves it."""
         # Beside reserved room it leaves the head-room that it asks for once it runs.
         self._take(self.needed + self._view.decode_blocks * self.reserved)
+        if self.adapters is not None:
+            self.adapters.admit(request)
         self.admissible += 1
         self.tokens -= self._tokens_of(request, hit_tokens)
         self._keep_watermark()
@@ -207,8 +211,7 @@ class Admission:
     ) -> None:
         self._view = view
         self._loads = loads
-        self._cache = cache
-        self._hits = hits
+        self._cache, self._hits = cache, hits
         self._recency = recency
         self._front = front
         self._pace = pace
@@ -259,11 +262,11 @@ class Admission:
             self._loads.stalled_ms,
             self._pace.hidden_ms,
         )
-        scans_left = max(0, self._view.free_run_slots()) + SCAN_MARGIN_REQUESTS
-        for request in self._view.waiting():
-            if scans_left <= 0:
-                return True  # What blocks so many must not keep those behind waiting.
-            scans_left -= 1
+        # What blocks so many must not keep those behind waiting.
+        scans = max(0, self._view.free_run_slots() + SCAN_MARGIN_REQUESTS)
+        for request in islice(self._view.waiting(), scans):
+            if budget.adapters is not None and budget.adapters.refuse(request):
+                continue
             if not self._view.needs_lookup(request):
                 if self._view.resumes_without_lookup(request):
                     budget.resume(request)
@@ -356,9 +359,8 @@ class Admission:
 
     def _may_overwrite(self, request: Any, blocks: int) -> bool:
         """Whether so many blocks can be loaded before others are stored, which takes a step."""
-        if not (self._view.scheduler.running or self._loads.under_way):
-            return True
-        return self._front.may_overwrite(request.request_id, blocks)
+        idle = not (self._view.scheduler.running or self._loads.under_way)
+        return idle or self._front.may_overwrite(request.request_id, blocks)
 
     def _defer(
         self, request: Any, result: LookupResult, wait: Wait, budget: AdmissionBudget

@@ -17,7 +17,7 @@ from vllm.lora.request import LoRARequest
 
 from kvoffload_patch.integration.engine import hooks, step_hooks
 from kvoffload_patch.integration.engine.adapters import vllm_lora
-from kvoffload_patch.integration.engine.adapters.vllm_lora import LoraNames
+from kvoffload_patch.integration.engine.adapters.vllm_lora import LoraNames, adapters_of
 from kvoffload_patch.integration.protocol import TIER
 
 PROMPT = prompt(3, seed=1)
@@ -357,3 +357,17 @@ def test_without_a_tier_vllm_is_called_and_nothing_else() -> None:
     taken: list[Any] = []
     step_hooks.add_request(taken.append, [], SimpleNamespace())("a request")  # type: ignore[arg-type]
     assert taken == ["a request"]
+
+
+def test_a_step_has_so_many_adapters_and_refuses_others() -> None:
+    one, other, none = (
+        SimpleNamespace(lora_request=number and lora(number=number)) for number in (1, 2, None)
+    )
+    config = SimpleNamespace(lora_config=SimpleNamespace(max_loras=2))
+    step = adapters_of(SimpleNamespace(vllm_config=config, running=[one, none]))
+    assert step is not None
+    third = SimpleNamespace(lora_request=lora(number=3))
+    assert not step.refuse(other) and not step.refuse(third), "there is room for one more"
+    step.admit(other)
+    assert step.refuse(third)
+    assert not any(map(step.refuse, (one, other, none)))

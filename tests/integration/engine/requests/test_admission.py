@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("vllm")
 
 from integration.engine.connectors import Connector
 from integration.engine.mini import BLOCK, FakeRanks, Mini
+from integration.engine.random_adapters import adapter
 from scheduler_half.scenarios import (
     behind_a_long_load,
     behind_stores,
@@ -52,6 +54,29 @@ def limit(mini: Mini) -> int:
 
 
 # AdmissionBudget
+
+
+@pytest.mark.parametrize("load_mode", ["inline", "parked"])
+def test_a_hit_whose_adapter_is_one_too_many_keeps_nobody_waiting(load_mode: str) -> None:
+    """vLLM passes over it, whether there is room for it or not."""
+    mini = Mini(load_mode=load_mode)
+    config = SimpleNamespace(max_loras=1)
+    mini.scheduler.lora_config = mini.scheduler.vllm_config.lora_config = config
+    one, other = {"lora_request": adapter("a", 1)}, {"lora_request": adapter("b", 2)}
+    known = prompt(18, seed=1)
+    mini.add(known, count=1, **other)
+    mini.run()
+    mini.only_in_cpu()
+    runs = mini.add(prompt(7, seed=2), count=50, **one)
+    mini.step()
+    hit, behind = mini.add([*known, 3], **other), mini.add(prompt(1, seed=3), **one)
+    while behind in mini.scheduler.requests:
+        mini.step()
+    assert runs in mini.scheduler.requests and hit not in mini.hits
+    mini.run()
+    mini.check()
+    assert mini.hits[hit] == 18 * BLOCK, "it is loaded once its adapter can be"
+    nothing_held(mini)
 
 
 @pytest.mark.parametrize("load_mode", ["inline", "parked"])
