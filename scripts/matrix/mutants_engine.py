@@ -362,7 +362,7 @@ ENGINE = (
     Mutant(
         "a session that opts out goes on as it began",
         _FILES + "blocks/store_choice.py",
-        "self._recency.keys.pop(request_id, None)",
+        "self._recency.keys.pop(session.request_id, None)",
         "pass",
         (_CHOICE.removesuffix("::"),),
     ),
