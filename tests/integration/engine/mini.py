@@ -190,7 +190,7 @@ class Mini:
         self.answers: dict[str, list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
         self.counts: dict[str, int] = {}
-        self.plans: list[Any] = []
+        self.plans, self.how = list[Any](), dict[str, Any]()  # arguments of `schedule`
         self.hits: dict[str, int] = {}  # tokens cached when a request was admitted, in that order
         self.queue: deque[tuple[Any, Any]] = deque()
 
@@ -313,7 +313,7 @@ class Mini:
     def begin_step(self) -> Any:
         """Schedule a step and carry it out on the device."""
         self.time += self.step_ms / 1000
-        scheduled = self.scheduler.schedule()
+        scheduled = self.scheduler.schedule(**self.how)
         for new in scheduled.scheduled_new_reqs:
             self.hits.setdefault(new.req_id, new.num_computed_tokens)
         plan = getattr(scheduled, PLAN, None)

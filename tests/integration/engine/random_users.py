@@ -7,6 +7,7 @@ from typing import Any
 
 from integration.engine.random_adapters import Adapters, can_load_again
 from integration.engine.random_sessions import Sessions, has_sessions
+from integration.engine.random_waits import Waits
 from scheduler_half.device import answer
 
 from kvoffload_patch.integration.engine.blocks.store_choice import ARGUMENT
@@ -34,6 +35,7 @@ class Users:
         self._seed = seed
         self._sessions: Sessions | None = None
         self._adapters: Adapters | None = None
+        self._waits: Waits | None = None
         self._kept = random.Random(f"kept {seed}").choice([None, 0.3, 0.6])
         self.stopped = self.unread = self.private = self.pauses = self.crowds = self.tails = 0
 
@@ -54,6 +56,7 @@ class Users:
         slots = rng.choice([8, 8, 8, 2, 4])
         if slots >= about["in_flight"]:
             limits["max_num_seqs"] = slots
+        self._waits = Waits(self._seed)
         if sessions and can_load_again():
             self._adapters = Adapters(self._seed)
         decode, uses = rng.random() < 0.7, rng.choice([1, 1, 2])
@@ -81,6 +84,8 @@ class Users:
         name = str(mini.add(prompt, count, priority, salt=salt, **adapter, **sampling))
         if self._adapters is not None:
             self._adapters.asked(mini.scheduler.requests[name])
+        if self._waits is not None:
+            self._waits.asked(mini.scheduler.requests[name])
         if stop is not None:
             mini.counts[name] = tokens.index(stop) + 1
         return name
@@ -94,6 +99,8 @@ class Users:
             self._sessions.disturb(mini)
         if self._adapters is not None:
             self._adapters.disturb(mini)
+        if self._waits is not None:
+            self._waits.disturb(mini)
         free = mini.pool.get_num_free_blocks()
         if free and self._rng.random() < (0.4 if self.alone else 0.15):
             mini.pool.free_blocks(mini.pool.get_new_blocks(self._rng.randint(1, free)))
@@ -117,7 +124,9 @@ class Users:
         goes_on = self._sessions.goes_on if self._sessions is not None else 0
         again = self._adapters.again if self._adapters is not None else 0
         told = {name: getattr(self, name) for name in names}
-        return {**told, "goes on": goes_on, "loaded again": again}
+        names = ("grammars", "passed_over", "throttled") if self._waits is not None else ()
+        waits = {name: getattr(self._waits, name) for name in names}
+        return {**told, **waits, "goes on": goes_on, "loaded again": again}
 
     def check(self, mini: Any, ended: bool = False) -> None:
         """What sessions were answered is right; ``ended``: the engine has, before its time."""
@@ -128,6 +137,8 @@ class Users:
         """Nothing is paused, and sessions end."""
         if self._sessions is not None:
             self._sessions.over(mini)
+        if self._waits is not None:
+            self._waits.over(mini)
         self._unpause(mini)
 
     def _keep_heads(self, mini: Any) -> None:
