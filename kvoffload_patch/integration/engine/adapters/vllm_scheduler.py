@@ -277,7 +277,7 @@ class SchedulerView:
             if request.status != self._running_status:
                 continue  # preempted or gone since
             todo = min(request.num_tokens - request.num_computed_tokens, limit)
-            tokens += todo
+            tokens += todo - self.decode_tokens  # it is counted as a decode above
             blocks += self.groups.new_blocks(request, todo)
         return tokens, blocks
 

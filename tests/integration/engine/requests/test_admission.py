@@ -57,6 +57,28 @@ def limit(mini: Mini) -> int:
 
 
 @pytest.mark.parametrize("load_mode", ["inline", "parked"])
+def test_a_prompt_under_way_takes_the_tokens_of_a_step_once(load_mode: str) -> None:
+    """Not those of a decode besides: the last token of a step is somebody's."""
+    limits = {"max_num_batched_tokens": 64, "long_prefill_token_threshold": 21}
+    admitted = []
+    for tier in (False, True):
+        mini = Mini(load_mode=load_mode, limits=limits, blocks=49, tier=tier)
+        mini.scheduler.max_num_scheduled_tokens = 64
+        for seed in range(3):
+            mini.add(prompt(6, seed=seed), count=1)
+        mini.step()
+        name = mini.add(prompt(1, seed=9), count=1)
+        steps = 0
+        while name not in mini.hits:
+            mini.step()
+            steps += 1
+        admitted.append(steps)
+        mini.run()
+        mini.check()
+    assert admitted == [1, 1]
+
+
+@pytest.mark.parametrize("load_mode", ["inline", "parked"])
 def test_a_hit_whose_adapter_is_one_too_many_keeps_nobody_waiting(load_mode: str) -> None:
     """vLLM passes over it, whether there is room for it or not."""
     mini = Mini(load_mode=load_mode)
