@@ -40,7 +40,8 @@ def of_the_tier(tier: Any) -> list[str]:
         "hits": tier._hits._looked_up,
         "lookups": [*tier._lookups._new, *tier._lookups._results],
         "what was used": tier._recency.used,
-        "stores of a step that is over": manager._queue,
+        # What the GPU has waits for slots while more are to come.
+        "stores of a step that is over": () if manager.growing else manager._queue,
         "prefills": tier._view.prefills,
         "blocks said to be cached": tier.cached,
         **{f"loads, {name}": getattr(loads, name) for name in names},

@@ -6,14 +6,17 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+from integration.engine.random_waits import Waits
+
 from kvoffload_patch.integration.install import older_than
 
 
 class Adapters:
     """Names adapters for requests, and loads them again, as the seed says: in place, or unloaded.
 
-    In half of the runs with one step under way at a time vLLM lets a step have one of them. With
-    more, up to 0.32 it ends by itself where others wait.
+    In some runs with one step under way at a time vLLM lets a step have one of them. Up to 0.32 it
+    ends by itself where others wait and a step leaves out what runs: with more steps under way,
+    beside states, and where prompts are throttled (`random_waits`).
 
     Attributes:
         again: times that one was loaded again while the tier had blocks of it.
@@ -23,7 +26,7 @@ class Adapters:
         self._rng = random.Random(f"adapters {seed}")
         self._requests: dict[str, list[Any]] = {"x": [], "y": []}
         self._numbers = {"x": 1, "y": 2}
-        self._one_in_step = seed % 2 == 0
+        self._one_in_step = seed % 2 == 0 and not Waits(seed).works
         self.again = 0
 
     def name(self) -> dict[str, Any]:
@@ -40,7 +43,8 @@ class Adapters:
 
     def disturb(self, mini: Any) -> None:
         """Perhaps load one again, between two steps; what was planned before is carried out."""
-        if self._one_in_step and mini.in_flight == 1 and mini.scheduler.lora_config is None:
+        one = self._one_in_step and mini.in_flight == 1 and not mini.view.state_groups
+        if one and mini.scheduler.lora_config is None:
             config = SimpleNamespace(max_loras=1)
             mini.scheduler.lora_config = mini.scheduler.vllm_config.lora_config = config
         if mini.queue or self._rng.random() > 0.6:

@@ -12,6 +12,7 @@ class Waits:
     """As the seed says: grammars that are being compiled, images under way, steps without prompts.
 
     Attributes:
+        works: any of this happens.
         grammars: requests that waited for one.
         passed_over: times that vLLM has passed over a request after its lookup.
         throttled: steps in which no prompt was to be begun, as beside other data-parallel engines.
@@ -19,13 +20,13 @@ class Waits:
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(f"waits {seed}")
-        self._works = seed // 4 % 2 == 1
+        self.works = seed // 4 % 2 == 1
         self._without_grammar: list[Any] = []
         self.grammars = self.passed_over = self.throttled = 0
 
     def asked(self, request: Any) -> None:
         """A request has come, and may wait for a grammar."""
-        if self._works and self._rng.random() < 0.15:
+        if self.works and self._rng.random() < 0.15:
             request.status = _grammar_status(type(request.status))
             request.structured_output_request = SimpleNamespace(grammar=None)
             self._without_grammar.append(request)
@@ -33,7 +34,7 @@ class Waits:
 
     def disturb(self, mini: Any) -> None:
         """Perhaps do something, between two steps."""
-        if not self._works:
+        if not self.works:
             return
         mini.scheduler.structured_output_manager = _AnyGrammar()
         if self._without_grammar and self._rng.random() < 0.4:
