@@ -37,7 +37,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
 def traced(world: World) -> World:
     """As an engine whose configuration has an endpoint."""
     config = SimpleNamespace(otlp_traces_endpoint="http://nowhere:4317")
-    world.scheduler.vllm_config = SimpleNamespace(observability_config=config)
+    world.scheduler.vllm_config = SimpleNamespace(observability_config=config, lora_config=None)
     world.tier._hits._spans = spans.spans_of(world.scheduler)
     return world
 
@@ -93,7 +93,7 @@ def test_a_span_begins_with_the_first_lookup(
 def test_an_engine_without_an_endpoint_makes_none(exporter: InMemorySpanExporter) -> None:
     world = World()
     config = SimpleNamespace(otlp_traces_endpoint=None)
-    world.scheduler.vllm_config = SimpleNamespace(observability_config=config)
+    world.scheduler.vllm_config = SimpleNamespace(observability_config=config, lora_config=None)
     assert spans.spans_of(world.scheduler) is None
     ask(world, PROMPT, HEADERS)
     assert not exporter.get_finished_spans()
