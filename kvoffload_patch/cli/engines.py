@@ -126,7 +126,8 @@ def text(found: Mapping[str, Any]) -> str:
     )  # an older engine does not tell, nor why copies failed
     rate = 100 * found["hit_tokens"] / max(1, found["queried_tokens"])
     lines = [
-        f"engine {found['engine']}: {_state(found)}, since {since}, model {found['model']}",
+        f"engine {found['engine']}: {_state(found)}, since {since}, model {found['model']}"
+        f"{_number(found)}",
         f"  size:      {size(found)}{', growing' if found['growing'] else ''}; at most "
         f"{found['largest_blocks'] * found['block_bytes'] / GIB:.2f} GiB",
         f"  hits:      {found['hit_tokens']} of {found['queried_tokens']} tokens that the GPU "
@@ -150,6 +151,12 @@ def text(found: Mapping[str, Any]) -> str:
         lines.append(f"  left out:  {why}: {', '.join(stale)}")
     lines += [f"  unverified: {doubt}" for doubt in found.get("unverified", ())]
     return "\n".join(lines)
+
+
+def _number(found: Mapping[str, Any]) -> str:
+    """Which engine it is in the server's metrics; older ones do not tell."""
+    number = found.get("number")
+    return "" if number is None else f', engine="{number}" in /metrics'
 
 
 def _by(counts: Mapping[str, int]) -> str:

@@ -28,6 +28,16 @@ def num_engines(vllm_config: Any) -> int:
     return max(1, getattr(vllm_config.parallel_config, "data_parallel_size", 1))
 
 
+def engine_number(vllm_config: Any) -> int:
+    """Which of the server's data-parallel engines it is: the label ``engine`` of /metrics.
+
+    From 0.14 on the rank is 0 in all of them where the model has no experts.
+    """
+    parallel = vllm_config.parallel_config
+    rank = getattr(parallel, "data_parallel_rank", 0)
+    return int(getattr(parallel, "data_parallel_index", rank))
+
+
 def is_told_apart(vllm_config: Any) -> bool:
     """Whether this is not the first engine of a server whose engines are told that each is alone.
 

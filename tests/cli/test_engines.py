@@ -18,7 +18,7 @@ from kvoffload_patch.control.errors import Refused
 from kvoffload_patch.control.listener import Listener
 
 STATUS = {
-    "pid": os.getpid(), "model": "m", "copies": "by hand", "state": "on", "reason": "",
+    "pid": os.getpid(), "model": "m", "number": 3, "copies": "by hand", "state": "on", "reason": "",
     "since": 0.0, "seconds": 10.0, "seconds_since_step": 0.5, "growing": False,
     "block_bytes": 1 << 20, "load_ms_per_block": 0.5,
     "largest_blocks": 2048, "capacity_blocks": 1024, "used_blocks": 256,

@@ -146,6 +146,7 @@ def check_commands(
     def told(command: str, **arguments: str) -> list[Any]:
         return [client.ask(one, command, **arguments) for one in found_engines]
 
+    assert sorted(one["number"] for one in told("status")) == [*range(num_engines)]
     held = sum(one["used_blocks"] for one in told("status"))
     assert held >= len(asked) * FULL // BLOCK
     if release.takes_arguments_over_http():

@@ -32,7 +32,7 @@ from kvoffload_patch.integration.engine.reports.metrics import failed_copies
 from kvoffload_patch.integration.engine.tuning import CONTROL_APPLY_S, CONTROL_TAKE_S, TOLD_ADAPTERS
 from kvoffload_patch.integration.errors import TierRefused
 from kvoffload_patch.integration.metrics import FAILED, ON, PAUSED
-from kvoffload_patch.integration.protocol import CONTROL
+from kvoffload_patch.integration.protocol import CONTROL, engine_number
 from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies.own import PolicyRefused
@@ -59,7 +59,8 @@ class Desk:
         breaker: of the tier.
         manager: of the tier.
         ranks: the workers, open.
-        about: what does not change: the model, how blocks are copied, what nobody has run.
+        about: what does not change: the model, which of the server's engines it is, how blocks are
+            copied, what nobody has run.
         wake: makes an idle engine look at what is asked; may do nothing.
     """
 
@@ -322,8 +323,11 @@ def listen(
         unverified: what of the configuration nobody has run, in words.
     """
     try:
-        model = str(engine_core.vllm_config.model_config.served_model_name)
-        about = {"model": model, "copies": ranks.copies, "unverified": list(unverified)}
+        config = engine_core.vllm_config
+        about = {
+            "model": str(config.model_config.served_model_name), "number": engine_number(config),
+            "copies": ranks.copies, "unverified": list(unverified),
+        }  # fmt: skip
         desk = Desk(breaker, manager, ranks, about, waker(engine_core))
         desk.open()
         setattr(engine_core, CONTROL, desk)

@@ -124,7 +124,9 @@ def test_the_front_end_is_told_of_a_tier_and_of_a_refusal(
     mini = Mini(tier=False)
     core = engine(mini, Executor(fails))
     core.output_queue = queue.Queue()
-    core.vllm_config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
+    core.vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(served_model_name="m"), parallel_config=SimpleNamespace()
+    )
     attach(core, mini.config)
     _, outputs = core.output_queue.get_nowait()
     sent = outputs.scheduler_stats.kvoffload["values"]
@@ -141,7 +143,9 @@ def test_a_rank_in_the_process_of_the_engine_may_end_that_if_it_is_vllms_own(who
     core = engine(mini, executor)
     if whose == "vLLM's":
         core.output_queue = queue.Queue()
-        core.vllm_config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
+        core.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(served_model_name="m"), parallel_config=SimpleNamespace()
+        )
     attach(core, mini.config)
     end = executor.told["open_rank"][-1]
     detach(core)
@@ -279,7 +283,9 @@ def test_what_an_import_was_refused_with_is_not_said_again(
     monkeypatch.setattr(attach_module.launch_token, "confirm", confirmed.append)
     core = engine(mini, executor)
     core.output_queue = queue.Queue()
-    core.vllm_config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
+    core.vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(served_model_name="m"), parallel_config=SimpleNamespace()
+    )
     if strict:
         with pytest.raises(TierRefused, match="the runner was replaced"):
             attach(core, mini.config)

@@ -27,6 +27,7 @@ from kvoffload_patch.control.errors import Refused
 from kvoffload_patch.integration.engine import control
 from kvoffload_patch.integration.engine.control import Desk
 from kvoffload_patch.integration.errors import TierRefused
+from kvoffload_patch.integration.protocol import engine_number
 from kvoffload_patch.tier.policies import POLICIES
 
 SIZE = SLOT_BYTES / GIB
@@ -420,7 +421,9 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def core() -> Any:
-    config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="a model"))
+    parallel = SimpleNamespace(data_parallel_rank=0, data_parallel_index=1)  # as without experts
+    model = SimpleNamespace(served_model_name="a model")
+    config = SimpleNamespace(model_config=model, parallel_config=parallel)
     return SimpleNamespace(vllm_config=config, input_queue=queue.Queue())
 
 
@@ -438,6 +441,9 @@ def test_an_engine_core_listens_until_it_shuts_down() -> None:
     assert found["used_bytes"] == 4 * SLOT_BYTES and found["largest_blocks"] == 400
     assert found["load_ms_per_block"] == mini.ranks.load_ms_per_block
     assert found["stale_loras"] == []
+    assert found["number"] == 1
+    engine_core.vllm_config.parallel_config = SimpleNamespace(data_parallel_rank=2)
+    assert engine_number(engine_core.vllm_config) == 2, "before 0.14"
     mini.view.loras.stale.update("ba")
     assert client.ask(engine, "status")["stale_loras"] == ["a", "b"]
     control.close_socket(engine_core)
