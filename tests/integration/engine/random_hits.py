@@ -64,15 +64,17 @@ def run(seed: int, load_mode: str, one_by_one: bool) -> dict[str, int]:
     Args:
         seed: of the run.
         load_mode: of the tier.
-        one_by_one: no request comes before the one before has ended. Together, one may hit less
-            than without a tier: what another of its step completes was not there to be looked up.
+        one_by_one: no request comes before the one before has ended. Together, hits of states are
+            not compared: which of them another request leaves depends on the step that each joins,
+            and a tier that loads in the step takes a prompt under way for longer than vLLM's part.
 
     Raises:
         NotThere: plain vLLM has no such model, or fails with it.
-        AssertionError: some request has hit more or less than without a tier.
+        AssertionError: some request has hit more or less than without a tier, or a wrong token.
     """
     from integration.engine.mini import BLOCK, Mini
     from scheduler_half.scenarios import NotThere
+    from scheduler_half.states import CHECKPOINTS, STATE
 
     about = describe(seed)
     try:
@@ -82,11 +84,11 @@ def run(seed: int, load_mode: str, one_by_one: bool) -> dict[str, int]:
         raise NotThere(f"{about['windows']}: {type(reason).__name__} {reason}"[:150]) from reason
     mini = Mini(load_mode=load_mode, store="eager", **describe(seed))
     _play(mini, seed, one_by_one)
-    wrong = {}
+    wrong, compared = {}, one_by_one or not {STATE, CHECKPOINTS} & {*about["windows"]}
     for name, hit in plain.hits.items():
         length, found = len(plain.prompts[name]), mini.hits[name]
         whole = length % BLOCK == 0 and found == length - 1 and hit + BLOCK == length
-        if found != hit and not whole:
+        if compared and found != hit and not whole:
             wrong[name] = (length, hit, found)
     assert not wrong, f"of (tokens, hit, hit with the tier): {wrong}; {about}"
     return {"loaded": mini.manager.stats.loaded, "hit": sum(plain.hits.values()), "runs": 1}
