@@ -859,6 +859,20 @@ def test_another_policy_evicts_what_the_one_before_would_have() -> None:
     assert [tier.holds(key) for key in "abcd"] == [True, False, True, True]
 
 
+@pytest.mark.parametrize("change", ["policy", "size"])
+def test_what_was_used_least_recently_leaves_first_after_a_change_as_before(change: str) -> None:
+    tier = OffloadManager(6, POLICIES["adaptive"])
+    store(tier, "abc")
+    tier.touch("a")
+    store(tier, "def")
+    if change == "policy":
+        tier.change_policy(POLICIES["lru"])
+    else:
+        tier.resize(5)
+    left = readable(tier, "cbafed")
+    assert evict_in_order(tier, left) == left
+
+
 class Compared:
     """A key that counts how often one is compared."""
 

@@ -134,7 +134,7 @@ class AdaptivePolicy(ArcPolicy):
     def evict(self, count: int) -> Sequence[int]:
         if not self.by_recency:
             return super().evict(count)
-        return sum(self._lists.take_oldest_of_all(count), [])
+        return self._lists.take_oldest_of_all(count)
 
     # The models
 

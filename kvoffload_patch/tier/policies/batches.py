@@ -130,21 +130,15 @@ class BatchLists:
         self.sizes[which] -= len(taken)
         return taken
 
-    def take_oldest_of_all(self, count: int) -> list[list[int]]:
-        """Take the least recent slots, ``count`` of them or all, whichever list they are in.
-
-        Returns:
-            Those of each list.
-        """
-        taken: list[list[int]] = [[] for _ in self._lists]
-        while count > 0 and any(self._lists):
+    def take_oldest_of_all(self, count: int) -> list[int]:
+        """Take the least recent slots, ``count`` of them or all, whichever list they are in."""
+        taken: list[int] = []
+        while (missing := count - len(taken)) > 0 and any(self._lists):
             some = [
                 (which, next(iter(its.values()))) for which, its in enumerate(self._lists) if its
             ]
             which, batch = min(some, key=lambda one: one[1].used)
-            slots = self.take_oldest(which, min(count, batch.left) if len(some) > 1 else count)
-            taken[which] += slots
-            count -= len(slots)
+            taken += self.take_oldest(which, min(missing, batch.left) if some[1:] else missing)
         return taken
 
     def _move(self, slots: list[int], which: int | None) -> None:
