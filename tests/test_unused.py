@@ -39,6 +39,23 @@ def test_every_function_and_class_is_referred_to() -> None:
     assert made - special - _referred_to() == ELSEWHERE
 
 
+def test_every_constant_is_referred_to() -> None:
+    targets = [target for tree in TREES for node in tree.body for target in _given(node)]
+    made = {node.id for node in targets if isinstance(node, ast.Name) and node.id.isupper()}
+    read = {n.id for n in NODES if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    imported = {alias.name for n in NODES if isinstance(n, ast.ImportFrom) for alias in n.names}
+    of_modules = {node.attr for node in NODES if isinstance(node, ast.Attribute)}
+    assert len(made) > 100, "found hardly any: is this looking at the package?"
+    assert made - read - imported - of_modules == set()
+
+
+def _given(statement: ast.stmt) -> list[ast.AST]:
+    """What an assignment gives values to."""
+    if isinstance(statement, ast.Assign):
+        return [node for target in statement.targets for node in ast.walk(target)]
+    return [statement.target] if isinstance(statement, ast.AnnAssign) else []
+
+
 def test_every_attribute_that_is_set_is_read() -> None:
     kept = {
         node.attr

@@ -115,9 +115,6 @@ class Verdicts:
         def verdict() -> str | None:
             found = int(self._read[at])
             self._free.append(at)
-            return self._said(found)
+            return self._checksums.found(found - 1) if found else None
 
         return self._words[at : at + self._STRIDE], verdict, lambda: self._free.append(at)
-
-    def _said(self, found: int) -> str | None:
-        return self._checksums.found(found - 1) if found else None

@@ -24,7 +24,6 @@ from kvoffload_patch.integration.worker.vllm_runner import (
     compute_into_no_block,
     copy_output,
     first_pointer,
-    kv_tensors,
 )
 from kvoffload_patch.links import LOAD, STORE, Failure, Link
 from kvoffload_patch.tier.plan import TransferPlan, TransferResult
@@ -81,8 +80,7 @@ class RankTier:
         self._gate: LayerGate | None = None
         self._warned: set[tuple[Link, str]] = set()
         layout = block_layout(runner)
-        self._tensor = kv_tensors(runner)[0][0]
-        self._pointer = self._tensor.data_ptr()
+        self._pointer = first_pointer(runner)  # the layout keeps the tensors, so no other has it
         self._host = open_host(runner, num_slots, layout, shared)
         self._opened = time.monotonic()
         self._growth_told = self._host.num_ready == num_slots

@@ -20,8 +20,6 @@ from kvoffload_patch.transfer.tuning import (
     TIMED_REPEATS,
 )
 
-NAMES = ("staged", "direct", "torch")
-
 
 class Chosen(NamedTuple):
     """A backend, and what is known of it.
@@ -52,7 +50,7 @@ def choose_backend(
     Args:
         layout: whose first blocks are moved; none is in use yet.
         slots: the CPU slots; the first ``num_slots`` are usable, and lose what they hold.
-        choice: one of `NAMES`, or ``auto``.
+        choice: its name, as users choose it, or ``auto``.
         integrity: which loads are compared with checksums.
         groups: of rows, in which loads are to bring them; a backend may bring all at once.
         complete: whether this rank stores all that it loads.

@@ -57,7 +57,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
                 raise RuntimeError("no compiler")
             return backends._Speed(backend.seconds, 2 * backend.seconds)
 
-        monkeypatch.setattr(backends, "_OPEN", {name: opener(name) for name in backends.NAMES})
+        monkeypatch.setattr(backends, "_OPEN", {name: opener(name) for name in backends._OPEN})
         monkeypatch.setattr(backends, "_measure", measure)
         layout = SimpleNamespace(device=torch.device("cuda"), block_bytes=3_000_000)
         return choose_backend(cast("BlockLayout", layout), cast("SlotMemory", None), 7, choice)
@@ -89,7 +89,7 @@ def test_it_says_what_was_measured_and_what_does_not_work(choose: Any) -> None:
 
 @pytest.mark.parametrize("name", CudaDevice.backends)
 def test_the_one_asked_for_is_taken_however_slow(choose: Any, name: str) -> None:
-    assert choose(name, **{**dict.fromkeys(backends.NAMES, 0.1), name: 9.0}).backend.name == name
+    assert choose(name, **{**dict.fromkeys(backends._OPEN, 0.1), name: 9.0}).backend.name == name
 
 
 def test_the_one_asked_for_and_no_other(choose: Any) -> None:
@@ -225,7 +225,7 @@ def test_a_device_has_checksums(integrity: str) -> None:
     host.close()
 
 
-@pytest.mark.parametrize("choice", ["auto", *backends.NAMES])
+@pytest.mark.parametrize("choice", ["auto", *backends._OPEN])
 def test_the_cpu_device_has_one(choice: str) -> None:
     check("cpu", choice, ["torch"])
 
