@@ -253,14 +253,12 @@ class Admission:
     def _look_up_in_order(self, budget: AdmissionBudget) -> bool:
         """Look waiting requests up, and load what they hit; whether all may be admitted."""
         stall = Stall(
-            self._pace.ms_per_block,
+            self._pace,
             self._settings.max_stall_ms,
             len(self._view.scheduler.running) + self._loads.num_parked,
             self._loads.blocks_under_way,
-            self._pace.free_ms(),
             self._loads.awaited_ms,
             self._loads.stalled_ms,
-            self._pace.hidden_ms,
         )
         # What blocks so many must not keep those behind waiting.
         scans = max(0, self._view.free_run_slots() + SCAN_MARGIN_REQUESTS)

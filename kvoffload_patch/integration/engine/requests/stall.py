@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-
-def _nothing_hidden(num_blocks: int) -> float:
-    return 0.0
+from kvoffload_patch.integration.engine.requests.pace import Pace
 
 
 class Stall:
@@ -16,33 +12,31 @@ class Stall:
     before it, parked ones included.
 
     Args:
-        ms_per_block: time that a block takes to load.
+        pace: how long loads take, for how long the step will not begin, whatever it waits for, and
+            how much of a load nobody waits for.
         limit_ms: how long the requests may wait, summed over them.
         requests: those that could compute meanwhile: running ones, and parked ones, which
             cannot be admitted before the step is over.
         blocks_ahead: blocks of loads under way.
-        free_ms: for how long the step will not begin, whatever it waits for.
         awaited_ms: how long loads still take that this step waits for already; they are no part of
             `blocks_ahead`, and cross before these.
         stalled_ms: how long the step waits for these after the time when it could begin.
-        hidden_ms: how much of the time of so many blocks nobody waits for, as `Pace` says.
     """
 
     def __init__(
         self,
-        ms_per_block: float,
+        pace: Pace,
         limit_ms: float,
         requests: int,
         blocks_ahead: int,
-        free_ms: float = 0.0,
-        awaited_ms: float = 0.0,
-        stalled_ms: float = 0.0,
-        hidden_ms: Callable[[int], float] = _nothing_hidden,
+        awaited_ms: float,
+        stalled_ms: float,
     ) -> None:
-        self._ms_per_block = ms_per_block
+        self._ms_per_block = ms_per_block = pace.ms_per_block
+        free_ms = pace.free_ms()
         self._left_ms = limit_ms - requests * stalled_ms
         self._requests = requests
-        self._hidden_ms = hidden_ms
+        self._hidden_ms = pace.hidden_ms
         awaited = int(awaited_ms / ms_per_block) if ms_per_block else 0
         self._ahead = blocks_ahead + awaited
         # Blocks that cross before this step can begin, and before it does.
