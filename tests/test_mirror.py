@@ -77,6 +77,7 @@ ACROSS = {
     "test_environment.py",
     "test_layers.py",
     "test_mirror.py",
+    "test_oldest_python.py",
     "test_packaging.py",
     "test_replaced.py",
     "test_security.py",

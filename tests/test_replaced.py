@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import replaced
 
-from kvoffload_patch.transfer import engine, queue
+from kvoffload_patch.tier import manager, queues
 
 
 @pytest.mark.parametrize(
     ("where", "name", "path"),
     [
-        (queue.CopyQueue, "_mark", "kvoffload_patch.transfer.queue.CopyQueue._mark"),
-        (queue, "forget", "kvoffload_patch.transfer.queue.forget"),
-        (engine, "CopyQueue", "kvoffload_patch.transfer.engine.CopyQueue"),
-        (engine, "STEP_LOAD_SLICES", "kvoffload_patch.transfer.engine.STEP_LOAD_SLICES"),
+        (queues.StoreQueue, "drop", "kvoffload_patch.tier.queues.StoreQueue.drop"),
+        (queues, "_drop", "kvoffload_patch.tier.queues._drop"),
+        (manager, "SlotPool", "kvoffload_patch.tier.manager.SlotPool"),
+        (manager, "NO_KEY", "kvoffload_patch.tier.manager.NO_KEY"),
     ],
 )
 def test_what_is_replaced_is_found_until_it_is_back(where: object, name: str, path: str) -> None:
@@ -27,5 +27,5 @@ def test_what_is_replaced_is_found_until_it_is_back(where: object, name: str, pa
 
 def test_what_is_gone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     before = replaced.package()
-    monkeypatch.delattr(queue, "forget")
-    assert replaced.since(before) == ["kvoffload_patch.transfer.queue.forget"]
+    monkeypatch.delattr(queues, "_drop")
+    assert replaced.since(before) == ["kvoffload_patch.tier.queues._drop"]

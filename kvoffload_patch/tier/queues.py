@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from itertools import chain, takewhile
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 from kvoffload_patch.tier.entries import Blocks, Keys, Storable
 from kvoffload_patch.tier.prefixes import PrefixOrder
 from kvoffload_patch.tier.tuning import TOGETHER_BLOCKS, TOGETHER_STEPS
 
-Rests = Mapping[Hashable, Hashable] | None
+Rests = Optional[Mapping[Hashable, Hashable]]
 IN_A_ROW: Mapping[Hashable, Hashable] = {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Union
 
 from kvoffload_patch.threads import EXIT_S, JoinedThread
 from kvoffload_patch.transfer.device import Device
@@ -11,7 +12,7 @@ from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue
 from kvoffload_patch.transfer.tuning import THREAD_LOAD_SLICES, THREAD_SLEEP_S, THREAD_STORE_SLICES
 
-_Queue = CopyQueue | SyncCopyQueue
+_Queue = Union[CopyQueue, SyncCopyQueue]
 
 
 class CopyThread:
