@@ -6,8 +6,9 @@ of tensors, of streams or of vLLM.
 
 The protocol, in the order in which a step uses it:
 
-``lookup`` / ``touch``
-    From which place can the block of this key be loaded? Refresh its recency.
+``lookup`` / ``hit_on_gpu``
+    From which place can the block of this key be loaded? A request hits these GPU blocks: their
+    keys become recent, and what the tier lacks of them is queued to be stored.
 ``queue_store`` / ``note_new_blocks``
     A GPU block has been given this key; it is stored with the step's plan unless the block is
     handed out again before the plan is made.
@@ -19,6 +20,8 @@ The protocol, in the order in which a step uses it:
     the step's `TransferPlan`. Nothing planned is readable before its ticket is done.
 ``apply``
     Take in a `TransferResult`: unpin what was loaded, make readable what was stored.
+``request_ended``
+    What it used and stored is a prefix, which leaves from its tail.
 
 Tickets increase by one per link and are done in that order.
 """

@@ -9,7 +9,7 @@ traces lack, names the blocks that the answer fills; without it nothing of an an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,8 +97,3 @@ def write(path: Path, requests: Iterable[Request], block_tokens: int = BLOCK_TOK
                 "output_hash_ids": request.keys[full:],
             }
             file.write(json.dumps(fields) + "\n")
-
-
-def touched(requests: Sequence[Request]) -> int:
-    """Blocks that a trace names, each as often as it is named."""
-    return sum(len(request.keys) for request in requests)

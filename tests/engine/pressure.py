@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+
+from scripts.bench.serve.pressure import scheduled
 
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 24, 360, 40
 
@@ -15,7 +15,7 @@ def under_pressure(stage: Any) -> dict[str, Any]:
 
     pool = stage.core.scheduler.kv_cache_manager.block_pool
     loaded, before = stage.tier_stats()["loaded"], stage.counter("vllm:num_preemptions")
-    with _scheduled(stage.core.scheduler) as steps:
+    with scheduled(stage.core.scheduler) as steps:
         outputs = stage.play(prompts(17, PROMPTS, PROMPT_TOKENS), max_tokens=ANSWER_TOKENS)
     needed = PROMPTS * (PROMPT_TOKENS + ANSWER_TOKENS - 1)  # the last token is not computed
     return {
@@ -25,24 +25,3 @@ def under_pressure(stage: Any) -> dict[str, Any]:
         "recomputed": sum(steps) - needed,
         "loaded_tokens": (stage.tier_stats()["loaded"] - loaded) * stage.block_size,
     }
-
-
-@contextmanager
-def _scheduled(scheduler: Any) -> Iterator[list[int]]:
-    """The tokens of each step that is scheduled meanwhile."""
-    schedule, tokens = scheduler.schedule, list[int]()
-    own = "schedule" in vars(scheduler)
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        output = schedule(*args, **kwargs)
-        tokens.append(output.total_num_scheduled_tokens)
-        return output
-
-    scheduler.schedule = counted
-    try:
-        yield tokens
-    finally:
-        if own:
-            scheduler.schedule = schedule
-        else:
-            del scheduler.schedule

@@ -48,6 +48,8 @@ class RankTier:
         end: ends this process, see `CopyEngine`.
 
     Attributes:
+        load_ms_per_block: milliseconds that a block took to load when the tier was opened.
+        copies: how blocks are copied, in words.
         overlap: which part of a load may be on its way when the step that reads it begins.
         compares: whether loads can be compared with checksums.
         order: whose turn it is, for calls by RPC.

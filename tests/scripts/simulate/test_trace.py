@@ -63,4 +63,3 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     requests = [Request(0.0, 1100, 500, (5, 6, 8)), Request(0.25, 600, 0, (9,))]
     trace.write(tmp_path / "t", requests)
     assert trace.read(tmp_path / "t") == requests
-    assert trace.touched(requests) == 4

@@ -31,8 +31,6 @@ logger = logging.getLogger("vllm.kvoffload_patch")
 
 # vLLM's executors that start a process for each rank.
 _HAVE_PROCESSES = ("vllm.v1.executor.multiproc_", "vllm.v1.executor.ray_")
-
-
 # Those whose workers carry out calls beside steps: of Ray's compiled graph, up to 0.10 and later.
 _BESIDE_STEPS = ("vllm.v1.executor.ray_distributed_executor", "vllm.v1.executor.ray_executor")
 
@@ -54,6 +52,7 @@ class RankGroup:
         load_ms_per_block: of the slowest rank, once opened.
         copies: how blocks are copied, in words.
         copies_overlap: whether copies run beside the forward pass, or within the step.
+        compares: whether every rank can compare loads with checksums.
         overlap: which part of a load may be on its way when the step that reads it begins; 0 where
             the forward pass waits for loads as a whole.
         told_of_all: what is said to be done is done on every rank. Where ranks share no memory, one

@@ -148,13 +148,13 @@ class TierCounts(NamedTuple):
 class CopyTimes:
     """How long copies take, as the scheduler sees it: no rank has to be asked, or to wait.
 
-    Attributes:
-        seconds, rates: of the copies that have ended since the last `clear`, and their bytes per
-            second, by direction.
-
     Args:
         manager: of the tier.
         block_bytes: of a block, over all ranks.
+
+    Attributes:
+        ended: copies that have ended since start, by direction.
+        seconds, rates: of those that have since the last `clear`, and their bytes per second.
     """
 
     def __init__(self, manager: OffloadManager, block_bytes: int) -> None:

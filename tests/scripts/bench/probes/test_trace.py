@@ -13,9 +13,9 @@ import pytest
 
 from scripts.bench.probes import observers, trace_report
 from scripts.bench.probes.observers import observe
-from scripts.bench.probes.recorder import DeviceClock, HostClock, Recorder
+from scripts.bench.probes.recorder import EVENTS, DeviceClock, HostClock, Recorder
 from scripts.bench.probes.trace import document_of
-from scripts.bench.probes.trace_events import read
+from scripts.bench.probes.trace_events import _Reader, read
 from scripts.bench.probes.trace_figures import (
     FLOOR,
     ON,
@@ -232,6 +232,10 @@ def test_what_is_observed_of_our_classes_is_there_and_takes_what_it_took(tmp_pat
     observers.observe_copies(recorder, *others[2:])
     observers.observe_host(recorder, tier, others[0])
     recorder.close()
+
+
+def test_each_kind_of_event_is_said_and_read() -> None:
+    assert {f"on_{kind}" for kind in EVENTS} == {n for n in vars(_Reader) if n.startswith("on_")}
 
 
 def test_events_are_written_by_a_thread_and_marks_as_seconds(tmp_path: Path) -> None:
