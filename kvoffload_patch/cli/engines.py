@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvoffload_patch import __version__
-from kvoffload_patch.cli.options import Parser
+from kvoffload_patch.cli.options import EXIT_OK, EXIT_REFUSED, Parser
 from kvoffload_patch.config import GIB, as_given, option
 from kvoffload_patch.control import client, commands, folder
 from kvoffload_patch.control.errors import Refused
 
-EXIT_OK, EXIT_REFUSED = 0, 2
 NONE_RUNS = "no running engine of this user has a CPU tier"
 # What a status has in every version that this one can show.
 _NEEDED = (

@@ -15,10 +15,8 @@ from contextlib import suppress
 from kvoffload_patch import __version__
 from kvoffload_patch._bootstrap import WITHOUT, is_strict, sentence, with_name
 from kvoffload_patch.cli import launch, preflight
-from kvoffload_patch.cli.options import Parser
+from kvoffload_patch.cli.options import EXIT_INTERRUPTED, EXIT_OK, EXIT_REFUSED, Parser
 from kvoffload_patch.config import AUTO, VARIABLES, option
-
-EXIT_OK, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 2, 130  # as a shell has it for SIGINT
 
 _OWN = (
     "status", "doctor", "bench", "patch", "top", "pause", "resume", "empty", "resize", "set",

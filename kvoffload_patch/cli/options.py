@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from kvoffload_patch.config import VARIABLES, option
 
-EXIT_REFUSED = 2
+EXIT_OK, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 2, 130  # the last as a shell has it for SIGINT
 
 # argparse's own words for what it refuses, and ours.
 _WORDS = (

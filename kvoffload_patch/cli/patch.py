@@ -19,13 +19,13 @@ from typing import Any
 import kvoffload_patch
 from kvoffload_patch import _bootstrap
 from kvoffload_patch.cli import patch_files
-from kvoffload_patch.cli.options import Parser
+from kvoffload_patch.cli.options import EXIT_OK, EXIT_REFUSED, Parser
 from kvoffload_patch.config import VARIABLES, ConfigError, read
 from kvoffload_patch.integration.patch_table.points import VLLM
 from kvoffload_patch.patching import find_source, installed_version
 from kvoffload_patch.patching.errors import HostNotFound
 
-EXIT_OK, EXIT_UNKNOWN, EXIT_REFUSED = 0, 1, 2
+EXIT_UNKNOWN = 1
 PATCHES = Path(kvoffload_patch.__file__).parent / "patches"  # in a checkout a link to patches/
 
 # A release, also built again (.post1) or for a device (+cu118); other versions are not releases.

@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from kvoffload_patch import _bootstrap
 from kvoffload_patch.cli import engines, plain_servers
-from kvoffload_patch.cli.options import Parser
+from kvoffload_patch.cli.options import EXIT_OK, EXIT_REFUSED, Parser
 from kvoffload_patch.config import as_given
 from kvoffload_patch.control import client
-
-EXIT_OK, EXIT_REFUSED = 0, 2
 
 
 def main(argv: Sequence[str]) -> int:

@@ -13,13 +13,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from kvoffload_patch.cli import engines
-from kvoffload_patch.cli.options import Parser
+from kvoffload_patch.cli.options import EXIT_OK, EXIT_REFUSED, Parser
 from kvoffload_patch.cli.signals import ended_in_order
 from kvoffload_patch.config import up_to
 from kvoffload_patch.control import client
 from kvoffload_patch.control.errors import Refused
-
-EXIT_OK, EXIT_REFUSED = 0, 2
 
 _MOST_S = 3600.0
 _LEAST_COLUMNS = 60  # with fewer the live view leaves the names of rows out

@@ -21,12 +21,12 @@ from kvoffload_patch.cli.bench import modes, report
 from kvoffload_patch.cli.bench.errors import BenchRefused, ServerFailed
 from kvoffload_patch.cli.bench.load import Load
 from kvoffload_patch.cli.bench.server import HOST, Server, free_port
-from kvoffload_patch.cli.options import Parser, whole
+from kvoffload_patch.cli.options import EXIT_INTERRUPTED, EXIT_OK, Parser, whole
 from kvoffload_patch.cli.signals import ended_in_order
 from kvoffload_patch.config import AUTO, GIB, ConfigError, Settings, as_given
 from kvoffload_patch.memory import auto_bytes, shareable
 
-EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+EXIT_FAILED = 1
 
 # Enough for the chats of an 8B model beside GPU_BLOCKS.
 MOST_AUTO_GIB = 16.0

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from kvoffload_patch import __version__, _bootstrap
 from kvoffload_patch.cli.doctor import arming, copies, limits, memory, numa, release
 from kvoffload_patch.cli.doctor.findings import Finding
-from kvoffload_patch.cli.options import Parser
+from kvoffload_patch.cli.options import EXIT_OK, EXIT_REFUSED, Parser
 from kvoffload_patch.config import ConfigError, Settings, as_given
 from kvoffload_patch.memory import MemoryRefused, check_capacity
-
-EXIT_OK, EXIT_REFUSED = 0, 2
 
 _DESCRIPTION = """\
 Look at everything that a start of vLLM with the CPU tier rests on, and say what would be chosen and
