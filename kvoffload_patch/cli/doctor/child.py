@@ -26,11 +26,14 @@ def ask(arguments: Sequence[str], timeout_s: float, **variables: str) -> dict[st
             env=environ,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=timeout_s,
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {"error": f"{type(error).__name__}: no answer within {timeout_s:.0f} s"}
+    except subprocess.TimeoutExpired:
+        return {"error": f"TimeoutExpired: no answer within {timeout_s:.0f} s"}
+    except OSError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
     for line in reversed(done.stdout.splitlines()):
         if line.startswith(MARK):
             answer: dict[str, Any] = json.loads(line[len(MARK) :])

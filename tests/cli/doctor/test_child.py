@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from kvoffload_patch.cli.doctor.child import MARK, answer, ask
@@ -29,6 +32,18 @@ def test_a_child_that_does_not_end_is_ended() -> None:
     assert ask(["-c", "import time; time.sleep(60)"], 0.2) == {
         "error": "TimeoutExpired: no answer within 0 s"
     }
+
+
+def test_a_child_that_cannot_be_started_is_not_said_to_be_silent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert ask(["-c", ""], 60)["error"].startswith("FileNotFoundError: [Errno 2] No such file")
+
+
+def test_what_is_no_text_hides_no_answer() -> None:
+    code = f"import sys; sys.stdout.buffer.write(b'\\xff\\n' + {MARK!r}.encode() + b'{{}}')"
+    assert ask(["-c", code], 60) == {}
 
 
 def test_an_answer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
