@@ -9,14 +9,13 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from .errors import PatchTableError
 from .records import Records
 
-Role = Literal["scheduler", "worker", "frontend"]
 Place = Literal["class", "object"]
 
 
@@ -79,7 +78,6 @@ class PatchPoint:
 
     Attributes:
         name: identity across releases; several points may share it if their ranges are disjoint.
-        role: the kind of process in which the hook does its work.
         module: dotted module that defines the target.
         attribute: "function" or "Class.method" within that module.
         hook: "package.module:function". Loaded at install, so its module must not import the
@@ -90,7 +88,6 @@ class PatchPoint:
             default is listed, and each can be given by position and by name.
         returns: accepted source texts of the return annotation ("" is none); None skips the check.
         why: why the patch exists.
-        remove_when: what makes it unnecessary.
         absent: these releases must not have the target; one that has it is not understood.
         on: "class": the target is replaced when its module is imported, and the hook is called as
             hook(wrapped, instance, args, kwargs). "object": it is left alone, and `ObjectHooks`
@@ -105,7 +102,6 @@ class PatchPoint:
     """
 
     name: str
-    role: Role
     module: str
     attribute: str
     hook: str
@@ -113,7 +109,6 @@ class PatchPoint:
     parameters: tuple[str, ...]
     returns: tuple[str, ...] | None
     why: str
-    remove_when: str
     absent: bool = False
     on: Place = "class"
     exact: bool = False
@@ -127,8 +122,6 @@ class PatchPoint:
                 ast.parse(text or "None", mode="eval")
         except (InvalidSpecifier, SyntaxError) as error:
             raise PatchTableError(f"Patch point {self.name}: {error}.") from error
-        if self.role not in get_args(Role):
-            raise PatchTableError(f"Patch point {self.name}: unknown role {self.role!r}.")
         if self.hook and (self.absent or self.hook.count(":") != 1):
             raise PatchTableError(
                 f"Patch point {self.name}: hook {self.hook!r} is not 'package.module:function', "

@@ -48,8 +48,8 @@ HOST = Host("FakeHost", ("nothing-like-it", "fakehost-cpu"), "fakehost", ">=1.0,
 
 def point(name, attribute, parameters, returns=None, hook="hooks:mark", versions=">=1.0,<2"):
     module, _, path = attribute.partition(":")
-    return PatchPoint(name, "worker" if module.endswith("beta") else "scheduler", module, path,
-                      hook, versions, tuple(parameters.split()), returns, "Test.", "Never.")
+    names = tuple(parameters.split())
+    return PatchPoint(name, module, path, hook, versions, names, returns, "Test.")
 
 STEP = point("scheduler.step", "fakehost.alpha:Engine.step", "self request", ("tuple[int, str]",))
 EXECUTE = point("worker.execute", "fakehost.beta:Worker.execute", "self batch")

@@ -26,7 +26,6 @@ from kvoffload_patch.patching.check import select
 HOST = Host("Toy", ("toy",), "toy", ">=1.0,<1.4", "use toy 1.3")
 POINT = PatchPoint(
     name="scheduler.step",
-    role="scheduler",
     module="toy.core",
     attribute="Engine.step",
     hook="hooks:step",
@@ -34,7 +33,6 @@ POINT = PatchPoint(
     parameters=("self", "request"),
     returns=("tuple[int, int]",),
     why="Test.",
-    remove_when="Never.",
 )
 SOURCE = "class Engine:\n    def step(self, request, more=1) -> tuple[int, int]: ...\n"
 
@@ -137,7 +135,6 @@ def test_adjacent_ranges_cover_every_release_exactly_once(cuts, minor):
     "fields",
     [
         {"versions": "about 1.2"},
-        {"role": "driver"},
         {"hook": "hooks.step"},
         {"returns": ("tuple[int",)},
     ],

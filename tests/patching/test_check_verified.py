@@ -25,7 +25,6 @@ from kvoffload_patch.patching.sources import Sources
 
 POINT = PatchPoint(
     name="scheduler.step",
-    role="scheduler",
     module="toy.core",
     attribute="Engine.step",
     hook="hooks:step",
@@ -33,7 +32,6 @@ POINT = PatchPoint(
     parameters=("self", "request"),
     returns=None,
     why="Test.",
-    remove_when="Never.",
 )
 ATTRIBUTES = (
     Attributes("toy.core", "Engine", ("queue", "limit"), ">=1.0"),

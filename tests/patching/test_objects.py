@@ -62,9 +62,7 @@ def point(attribute: str, parameters: str, hook: str = "mark", on: Any = "object
     hook = hook and f"{__name__}:{hook}"
     name = attribute.lower()
     names = tuple(parameters.split())
-    return PatchPoint(
-        name, "scheduler", __name__, attribute, hook, ">=1", names, None, "Test.", "Never.", on=on
-    )
+    return PatchPoint(name, __name__, attribute, hook, ">=1", names, None, "Test.", on=on)
 
 
 STEP = point("Engine.step", "self request")

@@ -32,7 +32,6 @@ _DECORATED = ("torch", "vllm", "vllm_ascend")
 
 POINTS = (
     *row(
-        "worker",
         "ascend_runner.load_model",
         (_RUNNER, "NPUModelRunner.load_model"),
         "worker.hooks:load_model",
@@ -41,7 +40,6 @@ POINTS = (
         wrappers=_DECORATED,
     ),
     *row(
-        "worker",
         "ascend_runner.execute_model",
         (_RUNNER, "NPUModelRunner.execute_model"),
         "worker.hooks:execute_model",
@@ -59,7 +57,6 @@ POINTS = (
         wrappers=_DECORATED,
     ),
     *row(
-        "worker",
         "ascend_runner.sample_tokens",
         (_RUNNER, "NPUModelRunner.sample_tokens"),
         "worker.hooks:sample_tokens",

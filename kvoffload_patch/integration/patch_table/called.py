@@ -15,7 +15,7 @@ _FIND = ("self", "block_hashes", "max_cache_hit_length")
 def _called(
     name: str, module: str, attribute: str, why: str, *shapes: Shape, exact: bool = False
 ) -> tuple[PatchPoint, ...]:
-    return row("scheduler", name, (module, attribute), "", why, *shapes, exact=exact)
+    return row(name, (module, attribute), "", why, *shapes, exact=exact)
 
 
 def _find_hit(name: str, owner: str) -> tuple[PatchPoint, ...]:

@@ -1,10 +1,11 @@
-"""THE table: every place where vLLM is touched, for which releases, why, and until when.
+"""THE table: every place where vLLM is touched, for which releases, and why.
 
 A name is selected exactly once for each supported release. Points ``on="object"`` are hooks of a
 scheduler and its block pool, set when a tier is attached to them; the others are on classes, which
 is where engines and model runners can be met before they exist. A point without a hook is not
 wrapped: it is a function that the tier calls or stands in for, checked like the rest. A point
-whose target is absent says that these releases have no such thing, which is checked, too.
+whose target is absent says that these releases have no such thing, which is checked, too. All of it
+can go once vLLM offers a tier below its prefix cache that takes no connector's place.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ _RESET = ("self", "reset_running_requests", "reset_connector")
 
 _ENGINE = (
     *row(
-        "scheduler",
         "engine.init",
         (_CORE, "EngineCore.__init__"),
         "engine.hooks:init",
@@ -48,7 +48,6 @@ _ENGINE = (
         Shape(_ANY, ("self", *_CONFIG)),
     ),
     *row(
-        "scheduler",
         "engine.shutdown",
         (_CORE, "EngineCore.shutdown"),
         "engine.hooks:shutdown",
@@ -56,7 +55,6 @@ _ENGINE = (
         Shape(_ANY, ("self",)),
     ),
     *row(
-        "scheduler",
         "engine.sleep",
         (_CORE, "EngineCore.sleep"),
         "engine.hooks:sleep",
@@ -66,7 +64,6 @@ _ENGINE = (
         Shape(">=0.17", ("self", "level", "mode"), "None | Future"),
     ),
     *row(
-        "scheduler",
         "engine.collective_rpc",
         (_CORE, "EngineCore.collective_rpc"),
         "engine.hooks:collective_rpc",
@@ -74,7 +71,6 @@ _ENGINE = (
         Shape(_ANY, ("self", "method", "timeout", "args", "kwargs"), "list[_R]"),
     ),
     *row(
-        "scheduler",
         "engine.add_lora",
         (_CORE, "EngineCore.add_lora"),
         "engine.hooks:add_lora",
@@ -84,7 +80,6 @@ _ENGINE = (
         Shape(">=0.11.1", ("self", "lora_request"), "bool"),
     ),
     *row(
-        "frontend",
         "frontend.decoder",
         ("vllm.v1.serial_utils", "MsgpackDecoder.__init__"),
         "frontend.hooks:decoder_init",
@@ -94,7 +89,6 @@ _ENGINE = (
         Shape(">=0.19", ("self", "t", "share_mem", "oob_tensor_provider")),
     ),
     *row(
-        "scheduler",
         "engine_v0.init",
         ("vllm.engine.llm_engine", "LLMEngine.__init__"),
         "engine.hooks:init_v0",
@@ -108,7 +102,6 @@ _ENGINE = (
 
 _SCHEDULING = (
     *row(
-        "scheduler",
         "scheduler.schedule",
         (_SCHEDULER, "Scheduler.schedule"),
         "engine.step_hooks:schedule",
@@ -118,7 +111,6 @@ _SCHEDULING = (
         on="object",
     ),
     *row(
-        "scheduler",
         "scheduler.update_from_output",
         (_SCHEDULER, "Scheduler.update_from_output"),
         "engine.step_hooks:update_from_output",
@@ -131,7 +123,6 @@ _SCHEDULING = (
         on="object",
     ),
     *row(
-        "scheduler",
         "scheduler.add_request",
         (_SCHEDULER, "Scheduler.add_request"),
         "engine.step_hooks:add_request",
@@ -141,7 +132,6 @@ _SCHEDULING = (
         on="object",
     ),
     *row(
-        "scheduler",
         "scheduler.update_session",
         (_SCHEDULER, "Scheduler._update_request_as_session"),
         "engine.step_hooks:update_session",
@@ -151,7 +141,6 @@ _SCHEDULING = (
         on="object",
     ),
     *row(
-        "scheduler",
         "scheduler.finish_requests",
         (_SCHEDULER, "Scheduler.finish_requests"),
         "engine.step_hooks:finish_requests",
@@ -162,7 +151,6 @@ _SCHEDULING = (
         on="object",
     ),
     *row(
-        "scheduler",
         "scheduler.reset_prefix_cache",
         (_SCHEDULER, "Scheduler.reset_prefix_cache"),
         "engine.step_hooks:reset_prefix_cache",
@@ -173,7 +161,6 @@ _SCHEDULING = (
         on="object",
     ),
     *row(
-        "scheduler",
         "scheduler.update_waiting",
         (_SCHEDULER, "Scheduler._update_waiting_for_remote_kv"),
         "engine.step_hooks:update_waiting",
@@ -184,7 +171,6 @@ _SCHEDULING = (
         on="object",
     ),
     *row(
-        "scheduler",
         "scheduler.handle_invalid_blocks",
         (_SCHEDULER, "Scheduler._handle_invalid_blocks"),
         "engine.step_hooks:invalid_blocks",
@@ -198,7 +184,6 @@ _SCHEDULING = (
 
 _CACHE = (
     *row(
-        "scheduler",
         "pool.cache_full_blocks",
         (_POOL, "BlockPool.cache_full_blocks"),
         "engine.step_hooks:cache_full_blocks",
@@ -217,7 +202,6 @@ _CACHE = (
         on="object",
     ),
     *row(
-        "scheduler",
         "pool.get_new_blocks",
         (_POOL, "BlockPool.get_new_blocks"),
         "engine.step_hooks:get_new_blocks",
@@ -240,7 +224,6 @@ _END_WHY = "a step ends here, and its output carries the result back"
 
 RUNNERS = (
     *row(
-        "worker",
         "runner_v1.load_model",
         (_V1, "GPUModelRunner.load_model"),
         "worker.hooks:load_model",
@@ -249,7 +232,6 @@ RUNNERS = (
         wrappers=_DECORATED,
     ),
     *row(
-        "worker",
         "runner_v1.execute_model",
         (_V1, "GPUModelRunner.execute_model"),
         "worker.hooks:execute_model",
@@ -265,7 +247,6 @@ RUNNERS = (
         wrappers=_DECORATED,
     ),
     *row(
-        "worker",
         "runner_v1.sample_tokens",
         (_V1, "GPUModelRunner.sample_tokens"),
         "worker.hooks:sample_tokens",
@@ -275,7 +256,6 @@ RUNNERS = (
         wrappers=_DECORATED,
     ),
     *row(
-        "worker",
         "runner_v2.load_model",
         (_V2, "GPUModelRunner.load_model"),
         "worker.hooks:load_model",
@@ -285,7 +265,6 @@ RUNNERS = (
         wrappers=_DECORATED,
     ),
     *row(
-        "worker",
         "runner_v2.execute_model",
         (_V2, "GPUModelRunner.execute_model"),
         "worker.hooks:execute_model",
@@ -296,7 +275,6 @@ RUNNERS = (
         wrappers=_DECORATED,
     ),
     *row(
-        "worker",
         "runner_v2.sample_tokens",
         (_V2, "GPUModelRunner.sample_tokens"),
         "worker.hooks:sample_tokens",
@@ -307,7 +285,6 @@ RUNNERS = (
         wrappers=_DECORATED,
     ),
     *row(
-        "worker",
         "runner_v2.pool",
         (_V2, "GPUModelRunner.pool"),
         "worker.hooks:sample_tokens",

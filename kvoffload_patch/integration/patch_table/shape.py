@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvoffload_patch.patching import PatchPoint
-from kvoffload_patch.patching.point import Place, Role
+from kvoffload_patch.patching.point import Place
 
 HOOKS = "kvoffload_patch.integration"
-UPSTREAM = "vLLM offers a tier below its prefix cache without taking the connector slot"
 
 
 class Shape(NamedTuple):
@@ -31,7 +30,6 @@ class Shape(NamedTuple):
 
 
 def row(
-    role: Role,
     name: str,
     target: tuple[str, str],
     hook: str,
@@ -45,7 +43,6 @@ def row(
     """The points of one name.
 
     Args:
-        role: the kind of process in which the hook does its work.
         name: identity across releases.
         target: (module, attribute).
         hook: "module:function" beside this module, or "".
@@ -57,7 +54,9 @@ def row(
     """
     return tuple(
         replace(
-            _point(role, name, shape.target or target, hook, why, shape, on, exact),
+            _point(name, shape.target or target, hook, why, shape),
+            on=on,
+            exact=exact,
             wrappers=wrappers,
             aliased=aliased,
         )
@@ -65,21 +64,11 @@ def row(
     )
 
 
-def _point(
-    role: Role,
-    name: str,
-    target: tuple[str, str],
-    hook: str,
-    why: str,
-    shape: Shape,
-    on: Place,
-    exact: bool,
-) -> PatchPoint:
+def _point(name: str, target: tuple[str, str], hook: str, why: str, shape: Shape) -> PatchPoint:
     absent = shape.parameters is None
     own = hook if shape.hook is None else shape.hook
     return PatchPoint(
         name=name,
-        role=role,
         module=target[0],
         attribute=target[1],
         hook=f"{HOOKS}.{own}" if own and not absent else "",
@@ -87,8 +76,5 @@ def _point(
         parameters=shape.parameters or (),
         returns=None if absent else (shape.returns,),
         why=why,
-        remove_when=UPSTREAM,
         absent=absent,
-        on=on,
-        exact=exact,
     )

@@ -24,7 +24,7 @@ TARGETS += ["Runner.gone", "Far.inherited", "Gone.step", "plain"]
 
 
 def point(module: str, attribute: str) -> PatchPoint:
-    return PatchPoint(attribute, "worker", module, attribute, "", ">=0", (), None, "why", "never")
+    return PatchPoint(attribute, module, attribute, "", ">=0", (), None, "why")
 
 
 def unpacked(tmp_path: Path, **how: str) -> Path:
