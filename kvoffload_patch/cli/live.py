@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -40,7 +43,9 @@ class View:
         )
 
     def __enter__(self) -> View:
-        self._live.start()
+        with _undisturbed():
+            self._before = signal.signal(signal.SIGTSTP, self._suspend)
+            self._live.start()
         return self
 
     def __exit__(
@@ -49,11 +54,20 @@ class View:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        self._live.stop()
+        with _undisturbed():
+            self._live.stop()
+            signal.signal(signal.SIGTSTP, self._before)
 
     def __call__(self, found: Sequence[Mapping[str, Any]]) -> None:
         """Show the engines, ``rates`` included, in place of what was shown before."""
-        self._live.update(self.rendered(found), refresh=True)
+        with _undisturbed():
+            self._live.update(self.rendered(found), refresh=True)
+
+    def _suspend(self, *_: object) -> None:
+        """Ctrl-Z: leave the terminal to the shell, and take it again when this goes on."""
+        self._live.stop()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._live.start(refresh=True)
 
     def rendered(self, found: Sequence[Mapping[str, Any]]) -> Group:
         """Everything that is shown."""
@@ -99,6 +113,16 @@ class View:
             drawn = levels(history, 1.0 if rate == hits else max(history))
             rows.append((label, Text(drawn.rjust(SAMPLES), style="cyan"), words[rate]))
         return rows
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-Z waits, so that it finds the screen as it was meant to be."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def levels(values: Sequence[float], most: float) -> str:

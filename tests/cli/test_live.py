@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -96,3 +102,36 @@ def test_without_engines_it_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_levels(values: list[float], most: float, text: str) -> None:
     assert live.levels(values, most) == text
+
+
+def test_ctrl_z_leaves_the_terminal_to_the_shell() -> None:
+    """As a shell sees it: the screen and the cursor are its own while the process is stopped."""
+    ours, theirs = pty.openpty()
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    command = [sys.executable, "-m", "kvoffload_patch", "top", "--interval", "0.1"]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ) as top_:
+        os.close(theirs)
+        try:
+            read_until(ours, "Ctrl-C")
+            for _ in range(2):
+                top_.send_signal(signal.SIGTSTP)
+                left = read_until(ours, "\x1b[?1049l")
+                assert "\x1b[?25h" in left
+                assert os.WIFSTOPPED(os.waitpid(top_.pid, os.WUNTRACED)[1])
+                top_.send_signal(signal.SIGCONT)
+                read_until(ours, "\x1b[?1049h")
+                read_until(ours, "Ctrl-C")
+            top_.send_signal(signal.SIGINT)
+            assert top_.wait() == 0
+        finally:
+            top_.kill()
+    os.close(ours)
+
+
+def read_until(terminal: int, text: str) -> str:
+    """What a terminal has been sent, up to a text and a little more."""
+    found = ""
+    while text not in found:
+        assert select.select([terminal], [], [], 60)[0], f"no {text!r} in {found!r}"
+        found += os.read(terminal, 65536).decode()
+    return found
