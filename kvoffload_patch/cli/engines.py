@@ -11,6 +11,7 @@ from typing import Any
 
 from kvoffload_patch import __version__
 from kvoffload_patch.cli.options import EXIT_OK, EXIT_REFUSED, Parser
+from kvoffload_patch.cli.printable import printable
 from kvoffload_patch.config import GIB, as_given, option
 from kvoffload_patch.control import client, commands, folder
 from kvoffload_patch.control.errors import Refused
@@ -225,9 +226,9 @@ def _ask(engine: client.Engine, name: str, given: Mapping[str, str]) -> dict[str
         answer = _known(client.ask(engine, commands.STATUS))
         if name != commands.STATUS:  # only of an engine whose answer can be read
             answer = client.ask(engine, name, **given)
-        return {"engine": engine.name, **answer}
+        return {"engine": engine.name, **printable(answer)}
     except Refused as refusal:
-        return {"engine": engine.name, "error": _by_option(refusal)}
+        return {"engine": engine.name, "error": printable(_by_option(refusal))}
 
 
 def _known(status: dict[str, Any]) -> dict[str, Any]:

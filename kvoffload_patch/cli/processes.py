@@ -12,6 +12,8 @@ import shlex
 from collections.abc import Container, Sequence
 from pathlib import Path
 
+from kvoffload_patch.cli.printable import printable
+
 SHOWN = 160  # characters of a command in our sentences
 
 # Compiled code of vLLM's that every engine loads, under all the names that releases gave it.
@@ -44,7 +46,7 @@ def command_of(pid: int) -> str:
 
 def brief(words: Sequence[str]) -> str:
     """A command line, as above."""
-    text = shlex.join(words)
+    text = str(printable(shlex.join(words)))
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 

@@ -305,6 +305,21 @@ def test_adapters_that_the_tier_is_not_used_for_are_named(one: Engine) -> None:
     assert f"  left out:  {why}: sql, tone" in engines.text(engines.status()[0])
 
 
+def test_a_name_cannot_write_to_the_terminal(one: Engine, another: Engine, capsys: Any) -> None:
+    """A model, an adapter and what an engine refuses can have any name."""
+    name, seen = (
+        "\x1b[31mred\x9b\u202e\r\nverdict: ok\x07",
+        r"\x1b[31mred\x9b\u202e\r\nverdict: ok\x07",
+    )
+    one.more.update(model=name, stale_loras=[name], failed_by={name: 1})
+    another.more.update(reason=name)
+    for argv, times in ((["status"], 4), (["top", "--once", "--interval", "0.1"], 1),
+                        (["pause", "--all"], 1)):  # fmt: skip
+        main.main(argv)
+        out = capsys.readouterr().out
+        assert out.count(seen) == times and out.replace("\n", "").isprintable()
+
+
 def test_an_engine_that_is_silent_is_named(one: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def silent(*_: Any) -> Any:
         raise Refused("expected a whole message")

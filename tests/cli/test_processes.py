@@ -14,6 +14,7 @@ from kvoffload_patch.cli import processes
 
 def test_a_long_command_is_shown_in_part() -> None:
     assert processes.brief(["a b", "c"]) == "'a b' c"
+    assert processes.brief(["\x1b[2J"]) == r"'\x1b[2J'"
     long = processes.brief(["x" * 1000])
     assert (len(long), long[-4:]) == (processes.SHOWN, "x...")
 
