@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import sys
 
-EXIT_REFUSED = 2
+EXIT_REFUSED, EXIT_INTERRUPTED = 2, 130  # as a shell has it for SIGINT
 
 
 def main() -> int:
-    """Run the command line, or say in a sentence that the package is damaged."""
+    """Run the command line; Ctrl-C, which may come while it is imported, ends it with no word."""
+    try:
+        return _run()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _run() -> int:
+    """The same, or say in a sentence that the package is damaged."""
     try:
         from kvoffload_patch.cli.main import main as run
     except (ImportError, SyntaxError) as error:

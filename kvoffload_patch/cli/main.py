@@ -15,7 +15,7 @@ from contextlib import suppress
 from kvoffload_patch import __version__
 from kvoffload_patch._bootstrap import WITHOUT, is_strict, sentence, with_name
 from kvoffload_patch.cli import launch, preflight
-from kvoffload_patch.cli.options import EXIT_INTERRUPTED, EXIT_OK, EXIT_REFUSED, Parser
+from kvoffload_patch.cli.options import EXIT_OK, EXIT_REFUSED, Parser
 from kvoffload_patch.config import AUTO, VARIABLES, option
 
 _OWN = (
@@ -72,8 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except BrokenPipeError:  # the reader has enough
         _discard_output()
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
     except ImportError as error:  # of what a command needs; the package itself is there
         _tell(f"kvoffload_patch: {sentence(error)}")
         return EXIT_REFUSED

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from kvoffload_patch.config import VARIABLES, option
 
-EXIT_OK, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 2, 130  # the last as a shell has it for SIGINT
+EXIT_OK, EXIT_REFUSED = 0, 2
 
 # argparse's own words for what it refuses, and ours.
 _WORDS = (

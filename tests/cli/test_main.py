@@ -427,11 +427,9 @@ def test_a_package_that_is_half_deleted_is_a_sentence(file: str, box: Sandbox) -
         assert line.endswith("; reinstall it there.")
 
 
-def test_ctrl_c_is_the_status_that_shells_have_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvoffload_patch.cli import main
-
-    def interrupted(name: str, argv: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(main, "_own", interrupted)
-    assert main.main(["status"]) == 130
+@pytest.mark.parametrize("file", ["cli/main.py", "cli/report.py"])
+def test_ctrl_c_is_the_status_that_shells_have_for_it(file: str, box: Sandbox) -> None:
+    """While the command line is imported as well as while it works."""
+    (box.package / file).write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    done = box.run("-m", "kvoffload_patch", "status")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -21,7 +21,7 @@ from kvoffload_patch.cli.bench import modes, report
 from kvoffload_patch.cli.bench.errors import BenchRefused, ServerFailed
 from kvoffload_patch.cli.bench.load import Load
 from kvoffload_patch.cli.bench.server import HOST, Server, free_port
-from kvoffload_patch.cli.options import EXIT_INTERRUPTED, EXIT_OK, Parser, whole
+from kvoffload_patch.cli.options import EXIT_OK, Parser, whole
 from kvoffload_patch.cli.signals import ended_in_order
 from kvoffload_patch.config import AUTO, GIB, ConfigError, Settings, as_given
 from kvoffload_patch.memory import auto_bytes, shareable
@@ -62,12 +62,9 @@ def main(argv: Sequence[str]) -> int:
     asked = parser.parse_args(words)
     if wrong := _refusals(asked, serve):
         return parser.refuse(as_given(" ".join(wrong)))
-    try:
-        with ended_in_order(), ExitStack() as stack:
-            logs = asked.out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            document = measure(asked, serve, logs)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    with ended_in_order(), ExitStack() as stack:
+        logs = asked.out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        document = measure(asked, serve, logs)
     _show(document, asked)
     failed = [name for name, m in document["modes"].items() if "error" in m]
     if failed:
