@@ -158,7 +158,8 @@ def _text(error: Exception) -> str:
     if isinstance(error, OSError):
         return (
             f"expected to read and write {error.filename}, found {error.strerror};"
-            " nothing was changed, run this as the user who may write there."
+            " nothing was changed; run this as the user who may write there, and see that there is"
+            " room."
         )
     if isinstance(error, patch_files.BadPatchFile):
         return f"expected a patch file of ours, found {error}; reinstall kvoffload_patch."

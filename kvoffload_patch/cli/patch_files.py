@@ -126,16 +126,19 @@ def write_all(changes: Mapping[Path, tuple[bytes, bytes]]) -> None:
     """Replace each file, given as (what it holds, what it is to hold), or leave all as they are.
 
     Raises:
-        OSError: a file could not be written; those before it have their old contents again.
+        OSError: the file that it names could not be written; those before it have their old
+            contents again.
     """
     done: list[Path] = []
     try:
         for path, (_, new) in changes.items():
             _replace(path, new)
             done.append(path)
-    except BaseException:
-        for path in done:
-            _replace(path, changes[path][0])
+    except BaseException as error:
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a disk that is full names none, and others what is gone
+        for written in done:
+            _replace(written, changes[written][0])
         raise
 
 

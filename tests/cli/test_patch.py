@@ -147,12 +147,21 @@ def test_what_cannot_be_written_is_refused(
     site: Site, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def denied(*_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied", str(site.file))
+        raise PermissionError(13, "Permission denied", str(site.file) + ".new")
 
-    monkeypatch.setattr(patch.patch_files.tempfile, "mkstemp", denied)
-    assert site.run("--apply") == 2
-    assert "found Permission denied; nothing was changed" in capsys.readouterr().err
-    assert site.file.read_bytes() == RELEASED
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")  # as Python has it of a write
+
+    for owner, name, fault, why in (
+        (patch.patch_files.tempfile, "mkstemp", denied, "Permission denied"),
+        (patch.patch_files.os, "fsync", full, "No space left on device"),
+    ):
+        with monkeypatch.context() as replaced:
+            replaced.setattr(owner, name, fault)
+            assert site.run("--apply") == 2
+        said = f"expected to read and write {site.file}, found {why}; nothing was changed; "
+        assert said in capsys.readouterr().err
+        assert site.file.read_bytes() == RELEASED and not list(site.vllm.glob(".*"))
 
 
 def test_files_in_different_states_are_unknown(site: Site, capsys: Output) -> None:
