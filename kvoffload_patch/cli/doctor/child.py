@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvoffload_patch.cli.printable import printable
+
 MARK = "KVOFFLOAD-DOCTOR "
 
 
@@ -38,7 +40,7 @@ def ask(arguments: Sequence[str], timeout_s: float, **variables: str) -> dict[st
         if line.startswith(MARK):
             answer: dict[str, Any] = json.loads(line[len(MARK) :])
             return answer
-    return {"error": _why(done.stderr) or f"exit status {done.returncode} and no answer"}
+    return {"error": printable(_why(done.stderr)) or f"exit status {done.returncode} and no answer"}
 
 
 def answer(found: Mapping[str, object]) -> None:

@@ -12,7 +12,7 @@ from kvoffload_patch.cli.doctor.child import MARK, answer, ask
 
 def test_the_last_answer_is_taken_among_other_output() -> None:
     say = f"print({MARK!r} + json.dumps(dict(a=int(os.environ['B']))))"
-    code = f"import json, os; print('noise'); {say}; print(1)"
+    code = rf"import json, os; os.write(1, b'noise\xff\n'); {say}; print(1)"
     assert ask(["-c", code], 60, B="7") == {"a": 7}
 
 
@@ -21,6 +21,7 @@ def test_the_last_answer_is_taken_among_other_output() -> None:
     [
         ("raise KeyError('x')", "KeyError: 'x'"),
         ("import sys; sys.exit('kvoffload_patch: no.\\nlast')", "kvoffload_patch: no."),
+        (r"import os; os.write(2, b'\xff\x1b[1m.\n'); os._exit(1)", "\ufffd\\x1b[1m."),
         ("import sys; sys.exit(3)", "exit status 3 and no answer"),
     ],
 )
