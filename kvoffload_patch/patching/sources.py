@@ -100,7 +100,11 @@ class Sources:
         return names
 
     def _class(self, module: str, name: str) -> tuple[str, ast.ClassDef] | None:
-        """A class by the name that it has in a module, and the module that defines it."""
+        """A class by the name that it has in a module, and the module that defines it.
+
+        Those of other packages are not found: their files are not the host's, and differ by Python.
+        """
+        package = module.partition(".")[0]
         for _ in range(9):  # imports that go in a circle end, too
             try:
                 tree = self.tree(module)
@@ -112,6 +116,8 @@ class Sources:
             if name not in self._imports(module):
                 return None
             module, name = self._imports(module)[name]
+            if module.partition(".")[0] != package:
+                return None
         return None
 
     def _imports(self, module: str) -> dict[str, tuple[str, str]]:

@@ -316,3 +316,10 @@ def test_either_of_two_builds_is_the_release(tree):
     both = {"toy.core:Engine.step": {"1.0": f"0123456789abcdef {known}"}}
     records = dataclasses.replace(tree.host.records, bodies=both, files={})
     assert tree.decide(host=dataclasses.replace(tree.host, records=records)).doubts == ()
+
+
+def test_base_classes_of_other_packages_are_not_looked_for(tree):
+    tree.write("other.base", FILES["toy.base"])
+    tree.replace("toy.core", "from .base import", "from other.base import")
+    records = tree.records("1.2")
+    assert set(records.files) == {"toy.core"} and "other.base" not in tree.looked_for

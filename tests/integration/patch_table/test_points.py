@@ -39,6 +39,7 @@ from kvoffload_patch.patching.errors import (
     UnsupportedVersion,
     UnverifiedHost,
 )
+from kvoffload_patch.patching.sources import Sources
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "tests" / "data" / "vllm"
@@ -61,6 +62,11 @@ SUFFIXES = ["", "rc1", "a1", ".dev7+gabc", "+cu118", "+cpu", ".post2", ".post1.d
 def test_the_data_are_those_of_this_table() -> None:
     assert RECORDS.table == fingerprint(VLLM, POINTS), "run python scripts/release digests"
     assert {p.target for p in POINTS if not p.absent} == set(RECORDS.bodies)
+
+
+def test_files_of_other_packages_are_not_compared() -> None:
+    """Those of Python's own library are another in each Python."""
+    assert {module.partition(".")[0] for module in RECORDS.files} == {VLLM.package}
 
 
 def test_the_range_reaches_from_the_oldest_to_the_newest_snapshot() -> None:
@@ -426,6 +432,16 @@ def test_what_must_be_absent_is_complained_of_where_it_is(tmp_path: Path) -> Non
 # --- The vLLM that is installed; its files are read, and it is not imported. ---
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+@needs_vllm
+def test_the_files_that_are_installed_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no process of vLLM parses them, which takes half a second of each."""
+    parsed: list[str] = []
+    tree_of = Sources.tree
+    monkeypatch.setattr(Sources, "tree", lambda self, m: parsed.append(m) or tree_of(self, m))
+    decide(VLLM, POINTS, installed_version(VLLM))
+    assert not parsed
 
 
 @needs_vllm
