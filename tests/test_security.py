@@ -40,9 +40,14 @@ MAKERS = {
 }  # fmt: skip
 # Variables of others that the package asks for by name.
 OTHERS = {
-    "PYTHONPATH", "TERM", "XDG_RUNTIME_DIR", "VLLM_USE_SIMPLE_KV_OFFLOAD",
+    "PYTHONPATH",
+    "TERM",
+    "XDG_RUNTIME_DIR",
+    "VLLM_USE_SIMPLE_KV_OFFLOAD",
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS",
-}  # fmt: skip
+}
+# By a name that a constant has.
+BY_CONSTANT = {"VLLM_CPU_KVCACHE_SPACE", "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"}  # fmt: skip
 
 
 def calls(file: Path) -> Iterator[tuple[str, ast.Call]]:
@@ -86,6 +91,7 @@ def test_no_variable_changes_what_is_done_but_those_of_the_table() -> None:
     internal = {name for name, row in VARIABLES.items() if row.description.startswith("internal")}
     told = names((ROOT / "docs/tuning.md").read_text())
     assert told == set(VARIABLES) - internal
+    assert set(re.findall(r"`([A-Z_]+)`", TEXT)) >= OTHERS | BY_CONSTANT
 
 
 def test_variables_that_weaken_a_check_are_named() -> None:
