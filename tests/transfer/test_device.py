@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kvoffload_patch
-from kvoffload_patch.transfer.backends.choose import NAMES
+from kvoffload_patch.config import COPY_BACKENDS
 from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.devices.cuda import CudaDevice
 from kvoffload_patch.transfer.devices.host import HostDevice
@@ -80,7 +80,7 @@ def test_each_kind_has_its_device_and_says_whether_it_was_ever_run(
     device = device_of(on)
     assert type(device) is wanted
     assert bool(device.not_run) == never_run
-    assert device.backends and set(device.backends) <= set(NAMES)
+    assert device.backends and set(device.backends) <= set(COPY_BACKENDS)
 
 
 def test_another_kind_of_device_is_refused() -> None:
