@@ -74,5 +74,5 @@ class EvictionPolicy(Protocol):
     def evict(self, count: int) -> Sequence[int]:
         """Choose slots to be used for others: ``count`` of them, or all that can be evicted.
 
-        Otherwise the tier raises `PolicyBroken`: for more, a pinned one, a number below 0, one twice.
+        Otherwise the tier raises `PolicyBroken`: for more, a pinned one, one below 0, or one twice.
         """
