@@ -444,6 +444,23 @@ def test_a_copy_that_fails_at_a_slice_ends_before_another_one_begins(
     assert queue.poll() == 2 and list(queue.failed) == [1]
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_copy_that_another_thread_finds_done_meanwhile_is_not_waited_for(
+    setup: Setup, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, flush = setup.loads, setup.loads.flush
+
+    def flush_and_lose(ticket: int) -> None:
+        flush(ticket)
+        setup.cuda.run_until(lambda: queue.poll() == 1)
+
+    setup.submit(queue, 1)
+    monkeypatch.setattr(queue, "flush", flush_and_lose)
+    waiter = setup.cuda.new_stream()
+    queue.hold(waiter if named else None, 1)
+    assert not waiter.work and not queue.awaited()
+
+
 def test_an_interrupted_copy_of_the_cpu_device_has_failed() -> None:
     queue, lost = SyncCopyQueue(), []
 
