@@ -104,6 +104,17 @@ def test_a_step_that_reads_no_load_and_finds_its_rank_closed_goes_on(
     assert type(output) is Output and not hasattr(output, "kvoffload_result")
 
 
+def test_what_vllm_raises_is_raised_if_the_rank_was_closed_within_the_step() -> None:
+    worker = Worker()
+
+    def forward() -> None:
+        rpc.finish_rank(worker, None)
+        raise LookupError("vLLM's own")
+
+    with pytest.raises(LookupError, match="vLLM's own"):
+        worker.step(forward=forward)
+
+
 @pytest.mark.parametrize("has_hold", [True, False])
 def test_a_step_that_reads_a_load_and_finds_its_rank_closed_does_not_begin(has_hold: bool) -> None:
     """What it was promised to read is brought by nobody."""
