@@ -65,6 +65,25 @@ def test_a_rank_that_did_not_answer_is_sent_nothing_more(how: BaseException | No
     assert ranks.silent and len(sent) == 1
 
 
+def test_processes_of_their_own_are_not_asked_to_close() -> None:
+    """They may have ended, and the shutdown would wait for an answer; their end frees it all."""
+    executor, sent = executor_of(ANSWER)
+    RankGroup(executor).close()
+    assert not sent
+
+
+def test_the_end_of_an_engine_asks_no_rank_that_was_late() -> None:
+    """It would raise, and vLLM's shutdown would end there."""
+
+    def collective_rpc(*_: Any, **__: Any) -> Any:
+        raise TimeoutError
+
+    ranks = RankGroup(SimpleNamespace(driver_worker=object(), collective_rpc=collective_rpc))
+    with pytest.raises(TierRefused, match="TimeoutError"):
+        ranks.drain()
+    ranks.close()
+
+
 @pytest.mark.parametrize(("given", "least"), [(None, 299), ("10", 299), ("1800", 1799)])
 def test_a_rank_has_as_long_as_the_step_before_has(
     given: str | None, least: float, monkeypatch: pytest.MonkeyPatch
