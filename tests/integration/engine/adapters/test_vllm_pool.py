@@ -283,6 +283,9 @@ def test_a_common_prefix_is_taken_back_for_as_long_as_anything_is_held() -> None
     assert told() == [0, 0]
     adapter.free([pool.blocks[2]])
     assert told() == [0, 0]
+    adapter.free([pool.blocks[3]])
+    assert told() == [20, 0]
+    adapter.take(1)
     adapter.free_all()
     assert told() == [20, 0]
     since_0_32 = SimpleNamespace(num_common_prefix_blocks=[])
