@@ -170,7 +170,7 @@ def main(seed: str, seconds: str) -> int:
     failed: dict[int, list[str]] = {}
     seen: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        real = Engines(Path(folder))
+        real = Engines(Path(folder), Path(folder))
         models, at, end = Models(real), int(seed), time.monotonic() + float(seconds)
         while at == int(seed) or time.monotonic() < end:
             began = time.monotonic()

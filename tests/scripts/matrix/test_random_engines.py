@@ -79,6 +79,21 @@ def test_loads_that_may_bring_flipped_bits_are_checked_first() -> None:
         assert plan.tier["KVOFFLOAD_LOAD_MODE"] != "inline"
 
 
+def test_the_command_plays_the_seed_that_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On models that it writes; no engine is started."""
+    pytest.importorskip("torch")
+
+    def play(real: Any, models: Any, seed: int) -> tuple[Counter[str], list[str]]:
+        return Counter(stored=seed), [f"4: 2 tokens, not 3, of {len(real.loras)} adapters"]
+
+    monkeypatch.setattr(random_engines, "play", play)
+    assert random_engines.main("8", "0") == 1
+    told = capsys.readouterr().out
+    assert "8: FAILED" in told and "1 runs, 1 failed" in told and "of 2 adapters" in told
+
+
 RIGHT = {
     "tokens": [5, 6, 7],
     "reason": "length",
