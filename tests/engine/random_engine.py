@@ -329,13 +329,15 @@ class _Commands:
             self._ask("resume")
 
     def _give(self, kind: str, rng: random.Random) -> None:
-        from kvoffload_patch.config import EVICTIONS, LOAD_MODES
+        from kvoffload_patch.config import EVICTIONS, GPU_PREFIXES, LOAD_MODES
 
         if kind == "resize":
             self._resize(rng.randint(1, self._slots))
         elif kind == "set":
             eviction, load_mode = rng.choice(EVICTIONS), rng.choice(LOAD_MODES)
-            self._ask(kind, eviction=eviction, load_mode=load_mode)
+            prefixes, stall_ms = rng.choice(GPU_PREFIXES), rng.choice([0.0, 1.0, 500.0])
+            more = {"gpu_prefixes": prefixes, "max_stall_ms": stall_ms}
+            self._ask(kind, eviction=eviction, load_mode=load_mode, **more)
         else:
             self._ask(kind)
         self._seen[kind] += 1

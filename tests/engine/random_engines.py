@@ -35,6 +35,7 @@ _SHOWN = 6  # differences of a run
 # What plain vLLM is not asked with: nothing disturbs it, and drafts change no answer.
 _LEFT_OUT = (
     "speculative_config", "scheduling_policy", "kv_events_config", "long_prefill_token_threshold",
+    "enable_chunked_prefill", "kv_transfer_config",
 )  # fmt: skip
 _UNDISTURBED = {
     "num_gpu_blocks_override": 700, "async_scheduling": False, "max_num_batched_tokens": 512,

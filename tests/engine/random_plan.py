@@ -31,6 +31,7 @@ RUN_SHARES = {
     "wiped": 0.2,
     "long prefills in parts": 0.25,
 }
+BESIDES = {"whole prefills": 0.15, "small steps": 0.2, "connector": 0.2}  # drawn by themselves
 # What requests ask for, as `Request.features` names it.
 ASKED = (
     "salt", "adapter", "session", "embeddings", "image", "structured", "stop strings", "samples",
@@ -53,7 +54,7 @@ IMAGE_TOKEN, IMAGE_TOKENS = 3, 64  # of `images`
 _LATE: tuple[int | str, ...] = (0, 3, 3, 8, "stream")
 _STORES = ("eager", "lazy", "auto")
 LIKENESSES = (
-    *dict.fromkeys(KINDS), *RUN_SHARES,
+    *dict.fromkeys(KINDS), *RUN_SHARES, *BESIDES,
     *(f"late: {late}" for late in dict.fromkeys(_LATE)), *(f"stores: {store}" for store in _STORES),
 )  # fmt: skip
 _REGEX = ("(t[0-9]+){3,9}", "t1(t2|t3)t[4-9]{1,3}(t[0-9]{2}){2,60}")
@@ -97,7 +98,7 @@ class Plan:
     """One run.
 
     Attributes:
-        has: names of `RUN_SHARES`.
+        has: names of `RUN_SHARES` and `BESIDES`.
         engine: arguments of `vllm.LLM`, but those that name a folder of a model.
         tier: KVOFFLOAD_* variables.
         late: how late copies happen, see `late_copies`.
@@ -121,9 +122,9 @@ class Plan:
 
 def plan(seed: int) -> Plan:
     """The run of a seed."""
-    rng = random.Random(f"engine {seed}")
+    rng, besides = random.Random(f"engine {seed}"), random.Random(f"besides {seed}")
     kind = rng.choice(KINDS)
-    has = _of_the_run(rng, kind)
+    has = _of_the_run(rng, besides, kind)
     late = rng.choice(_LATE)
     if kind == "states" and late == "stream":
         late = 3  # answers differed with the stream of the tests, and in no other way
@@ -133,20 +134,28 @@ def plan(seed: int) -> Plan:
     if kind in _REPLACED:
         env[_REPLACED[kind]] = "1"
     engine, tier = _engine(rng, kind, has), _tier(rng, kind, has)
+    engine |= _steps(besides, has) | _connector(besides, has)
+    tier = _less_usual(besides, tier["KVOFFLOAD_LOAD_MODE"]) | tier
     return Plan(seed, kind, has, engine, tier, late, env, _Asker(seed, kind, has).requests())
 
 
-def _of_the_run(rng: random.Random, kind: str) -> frozenset[str]:
+def _of_the_run(rng: random.Random, besides: random.Random, kind: str) -> frozenset[str]:
     has = {name for name, share in RUN_SHARES.items() if rng.random() < share}
+    has |= {name for name, share in BESIDES.items() if besides.random() < share}
     if kind == "ngram":  # vLLM has no asynchronous scheduling with it
         has.discard("asynchronous")
     if kind == "embeds":  # with it an engine that is given embeddings ends
         has.discard("asynchronous")
         has.discard("text")
     if kind == "states":  # its steps take whole blocks, and such parts are less than one
-        has.discard("long prefills in parts")
-    if kind == "images":  # its processor has a tokenizer
+        has -= {"long prefills in parts", "small steps", "whole prefills"}
+    if kind == "images":  # its processor has a tokenizer, and a step takes a whole image
         has.add("text")
+        has.discard("small steps")
+    if kind != "plain":  # the tests' own knows tokens alone, of one KV cache group
+        has.discard("connector")
+    if "whole prefills" in has:
+        has -= {"long prefills in parts", "small steps"}
     return frozenset(has)
 
 
@@ -195,6 +204,25 @@ def _drafting(rng: random.Random, kind: str) -> dict[str, Any]:
     return drafts
 
 
+def _steps(rng: random.Random, has: frozenset[str]) -> dict[str, Any]:
+    """What takes part in a step, besides or instead."""
+    if "small steps" in has:  # mostly less than a block
+        return {"max_num_batched_tokens": rng.choice([9, 16, 31, 33, 40])}
+    if "whole prefills" in has:
+        return {"enable_chunked_prefill": False, "max_num_batched_tokens": 512}
+    return {}
+
+
+def _connector(rng: random.Random, has: frozenset[str]) -> dict[str, Any]:
+    """One whose loads do not fail, within the step or beside it."""
+    more = {"use_async": rng.random() < 0.6, "at_once": rng.random() < 0.5}
+    config = {
+        "kv_connector": "FlakyConnector", "kv_connector_module_path": "flaky_connector",
+        "kv_role": "kv_both", "kv_connector_extra_config": more,
+    }  # fmt: skip
+    return {"kv_transfer_config": json.dumps(config)} if "connector" in has else {}
+
+
 def _tier(rng: random.Random, kind: str, has: frozenset[str]) -> dict[str, str]:
     slots = rng.choice([3, 8, 20, 60, 60, 300, 300])
     size = (slots + 0.5) * _BLOCK_BYTES * (_DRAFTS_BYTES if kind in DRAFTS else 1) / 2**30
@@ -213,6 +241,13 @@ def _tier(rng: random.Random, kind: str, has: frozenset[str]) -> dict[str, str]:
     if "flipped bits" in has:  # which nothing else would find
         tier["KVOFFLOAD_INTEGRITY"] = "full"
     return tier
+
+
+def _less_usual(rng: random.Random, mode: str) -> dict[str, str]:
+    """Settings of the tier that few ask for; full checks leave no load within a step."""
+    checked = "off" if mode == "inline" else "full"
+    settings = {"STORE_DECODE": "0", "MAX_STALL_MS": "0", "INTEGRITY": checked}
+    return {f"KVOFFLOAD_{name}": value for name, value in settings.items() if rng.random() < 0.25}
 
 
 class _Asker:
@@ -259,8 +294,9 @@ class _Asker:
         priority = rng.randrange(3)
         salt = rng.choice(["a", "b"]) if rng.random() < 0.25 else ""
         lora = rng.randrange(3) if kind == "lora" else 0
-        # vLLM answers sessions wrongly with asynchronous scheduling and with drafts.
-        sessions = "asynchronous" not in self._has and kind not in (*DRAFTS, "embeds")
+        # vLLM answers sessions wrongly with asynchronous scheduling and with drafts; the tests'
+        # connector takes a prompt to be known when its request comes.
+        sessions = not {"asynchronous", "connector"} & self._has and kind not in (*DRAFTS, "embeds")
         if sessions and rng.random() < 0.15:
             return self._session(prompt, priority, lora)
         images: tuple[int, ...] = ()

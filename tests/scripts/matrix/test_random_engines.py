@@ -13,6 +13,7 @@ from engine import random_engines, random_plan
 from engine.random_plan import DRAFTS, Plan, Request
 
 PLANS = [random_plan.plan(seed) for seed in range(120)]
+STEP = "max_num_batched_tokens"
 ASKED = [(plan, request) for plan in PLANS for request in plan.requests]
 
 
@@ -47,6 +48,10 @@ def _left_out(plan: Plan, request: Request) -> dict[str, bool]:
         "states and a stream": plan.kind == "states" and plan.late == "stream",
         "n-grams, asynchronous": plan.kind == "ngram" and asynchronous,
         "states in parts": plan.kind == "states" and "long_prefill_token_threshold" in plan.engine,
+        "states in small steps": plan.kind == "states" and plan.engine[STEP] < 256,
+        "images in small steps": plan.kind == "images" and plan.engine[STEP] < 128,
+        "sessions beside a connector": "connector" in plan.has and "session" in asked,
+        "a connector that knows tokens alone": "connector" in plan.has and plan.kind != "plain",
     }
 
 
@@ -63,6 +68,12 @@ def test_requests_fit_into_the_model() -> None:
         assert max(length, turns) <= plan.engine["max_model_len"]
         assert request.prompt and request.sampling.get("max_tokens", 1) > 0
         assert request.prompt.count(random_plan.IMAGE_TOKEN) == len(request.images)
+
+
+def test_whole_prefills_fit_into_a_step() -> None:
+    whole = [plan for plan in PLANS if not plan.engine.get("enable_chunked_prefill", True)]
+    assert whole
+    assert all(plan.engine[STEP] >= plan.engine["max_model_len"] for plan in whole)
 
 
 def test_what_needs_a_tokenizer_has_one() -> None:
