@@ -24,7 +24,9 @@ from kvoffload_patch.patching import is_set_on
 # Specs whose blocks are written once, by the step that computes them, and hold nothing else.
 _KNOWN_SPECS = {
     "FullAttentionSpec",
+    "TQFullAttentionSpec",
     "MLAAttentionSpec",
+    "HiddenStateCacheSpec",
     "SlidingWindowSpec",
     "SlidingWindowMLASpec",
     "ChunkedLocalAttentionSpec",

@@ -33,6 +33,8 @@ STATES_OF_DRAFTS_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.33.0", "cpu"): ("GDN_ATTN",),
     ("0.33.0", "cuda"): ("GDN_ATTN",),
 }
+# Models whose delta attention has the name of gated delta nets and is not beside MLA.
+DELTA_ATTENTION = ("AliceAIForCausalLM",)
 # Where drafts were shown with model runner V1 alone.
 _DRAFTS_WITH_V1 = (("0.33.0", "cpu"),)
 
@@ -50,7 +52,9 @@ def problem(vllm_config: Any, spec: Any) -> str | None:
             return f"expected states alone, found {type(member).__name__} beside them"
         mode = getattr(member, "mamba_cache_mode", "none")
         if mode != "align":
-            return f"expected states kept in align mode, found mode {mode}"
+            shown = mode == "all" and release_in_use() in {release for release, _ in STATES_SHOWN}
+            remedy = " (start with --mamba-cache-mode align)" if shown else ""
+            return f"expected states kept in align mode, found mode {mode}{remedy}"
         if stages > 1 and getattr(member, "num_speculative_blocks", 0):
             return (
                 "expected one pipeline stage beside states of drafted tokens, which other stages "
@@ -80,6 +84,8 @@ def doubts(vllm_config: Any, scheduler: Any, spec: Any) -> Iterator[str]:
                 f"expected model runner V1 beside states of drafted tokens with {release} on "
                 f"{device}, found V2, with which plain vLLM does not repeat its answers"
             )
+    for model in set(DELTA_ATTENTION).intersection(vllm_config.model_config.architectures or ()):
+        yield f"expected states of another kind than delta attention, found those of {model}"
     if vllm_config.device_config.device_type != "cpu":
         yield from _unplayed_on_a_gpu(vllm_config, scheduler, of_layers, kind)
 

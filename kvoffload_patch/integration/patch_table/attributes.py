@@ -286,6 +286,7 @@ _CONFIG = (
         "vllm.config",
         "ModelConfig",
         (_ANY, "is_encoder_decoder served_model_name use_mla enable_sleep_mode quantization"),
+        (_ANY, "architectures"),
         (">=0.14,<0.31", "enable_return_routed_experts"),
         (">=0.24", "is_diffusion"),
     ),

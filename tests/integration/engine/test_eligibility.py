@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +23,16 @@ from kvoffload_patch.integration.engine.eligibility import (
     _UNCACHED_SPECS,
     check_eligible,
 )
-from kvoffload_patch.integration.engine.eligible_states import STATES_OF_DRAFTS_SHOWN, STATES_SHOWN
+from kvoffload_patch.integration.engine.eligible_states import (
+    DELTA_ATTENTION,
+    SPEC,
+    STATES_OF_DRAFTS_SHOWN,
+    STATES_SHOWN,
+)
 from kvoffload_patch.integration.engine.hooks import init_v0
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import older_than
+from kvoffload_patch.integration.patch_table.verified import RELEASES
 from scripts import ROOT
 from scripts.matrix import features, features_gpu
 from scripts.matrix.features_rows import ROWS
@@ -47,7 +55,7 @@ def config(**changes: Any) -> SimpleNamespace:
     other = (
         "caching", "encoder_decoder", "async_scheduling", "device", "replayssm", "offloading",
         "connectors", "diffusion", "routed_experts", "outputs", "speculative_config",
-        "num_hash_lookahead_tokens",
+        "num_hash_lookahead_tokens", "architectures",
     )  # fmt: skip
     parallel = {k: v for k, v in changes.items() if k not in other}
     parallel.setdefault("pipeline_parallel_size", 1)
@@ -62,6 +70,7 @@ def config(**changes: Any) -> SimpleNamespace:
         model_config=SimpleNamespace(
             is_encoder_decoder=changes.get("encoder_decoder", False),
             is_diffusion=changes.get("diffusion", False),
+            architectures=changes.get("architectures", []),
             enable_return_routed_experts=changes.get("routed_experts", False),
         ),
         aux_output_config=changes.get("outputs", SimpleNamespace(enabled=False)),
@@ -548,7 +557,11 @@ UNPLAYED = {
         scheduler(group(), group("MambaSpec", **STATE), connector=object()),
         "no KV connector beside states on a GPU, found one",
     ),
-    "delta attention": (
+    "delta attention, by model": (
+        config(device="cuda", architectures=["AliceAIForCausalLM"]), states(),
+        "another kind than delta attention, found those of AliceAIForCausalLM",
+    ),
+    "delta attention, beside MLA": (
         config(device="cuda"),
         scheduler(group("MLAAttentionSpec"), group("MambaSpec", **STATE)),
         "beside plain attention on a GPU, found MLA",
@@ -568,6 +581,74 @@ def test_what_was_not_played_with_states_on_a_gpu_is_refused_and_can_be_tried(
     monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", "1")
     (doubt,) = check_eligible(vllm_config, asked)
     assert re.search(found, doubt)
+
+
+def test_delta_attention_is_refused_on_the_cpu_as_well() -> None:
+    with pytest.raises(TierRefused, match="group 1: .* found those of AliceAIForCausalLM"):
+        check_eligible(config(architectures=["AliceAIForCausalLM"]), states())
+
+
+def test_who_asks_for_states_at_every_block_is_told_what_to_start_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The default of Mamba 1 and 2 with 0.26.0; other releases refuse states in any mode."""
+    told = []
+    for release in ("0.19.1", "0.26.0"):
+        monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", release)
+        with pytest.raises(TierRefused, match="found mode all") as refusal:
+            check_eligible(config(), states(mamba_cache_mode="all"))
+        told.append("(start with --mamba-cache-mode align)" in str(refusal.value))
+    assert told == [False, True]
+
+
+SOURCES = Path(os.environ.get("RELEASE_SOURCES") or ROOT / ".vllm-sources")
+# Kinds of KV cache specs that are refused, and why.
+REFUSED_SPECS = {
+    "CrossAttentionSpec": "encoder-decoder models, of which vLLM caches no prefix",
+    "EncoderOnlyAttentionSpec": "keeps no KV, and is in no group of a scheduler",
+    "HiSparseHotSpec": "kept elsewhere, with a copy on the host",
+    "HiSparseResidentSpec": "kept elsewhere, with a copy on the host",
+    "KpoolTailSpec": "of 0.30 and 0.31, beside delta attention alone",
+    "RSWASpec": "of one model, for which vLLM turns prefix caching off",
+    "SinkFullAttentionSpec": "of a model whose sinks are in blocks of no request; not run",
+}
+
+
+def sources(*releases: str) -> Iterator[tuple[str, Path]]:
+    """Folders of vLLM: the installed one, and those of the releases that were fetched."""
+    if installed := find_spec("vllm"):
+        yield "installed", Path(str(installed.origin)).parent
+    for release in releases:
+        if (SOURCES / release).is_dir():
+            yield release, SOURCES / release / "vllm"
+
+
+def test_every_kind_of_spec_that_vllm_has_is_decided() -> None:
+    """A new one is read before it is taken or refused: what its blocks hold, and who writes it."""
+    taken = {*_KNOWN_SPECS, *_UNCACHED_SPECS, SPEC}
+    assert taken.isdisjoint(REFUSED_SPECS)
+    of_class = re.compile(r"^class (\w+Spec)\(\w+\):", re.MULTILINE)
+    seen = {}
+    for release, folder in sources(*RELEASES):
+        text = (folder / "v1/kv_cache_interface.py").read_text()
+        seen[release] = set(of_class.findall(text)) - {"AttentionSpec", "KVCacheSpec"}
+        assert seen[release] <= {*taken, *REFUSED_SPECS}, release
+    if not seen:
+        pytest.skip("no vLLM")
+    if set(RELEASES) <= set(seen):
+        assert set().union(*seen.values()) == {*taken, *REFUSED_SPECS}, "there is no such kind"
+
+
+def test_delta_attention_is_beside_mla_or_its_model_is_named() -> None:
+    """Its states have the name of gated delta nets, whose models were played."""
+    made = re.compile(r"= (?:Bailing\w+|Glm5\w+|Kimi\w+)(?:Delta\w*|Linear)Attention\(")
+    of_class = re.compile(r"^class (\w+ForCausalLM)\(", re.MULTILINE)
+    for release, folder in sources(*{release for release, _ in STATES_SHOWN}):
+        files = [*folder.glob("model_executor/models/*.py"), *folder.glob("models/**/*.py")]
+        assert files
+        for text in (file.read_text() for file in files):
+            if made.search(text) and "MLA" not in text:
+                assert set(of_class.findall(text)) <= set(DELTA_ATTENTION), release
 
 
 def test_linear_attention_was_played_on_a_gpu_beside_mla(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -677,13 +758,6 @@ def _must_be_green_on_a_gpu(row: Any, release: str) -> None:
     (line,) = features_gpu.lines(row, on_it)
     assert line.verdict.startswith("green"), (release, row)
     assert "(V1, V2)" in line.what, "one of the runners was not played"
-
-
-def test_known_specs_are_vllms() -> None:
-    interface = pytest.importorskip("vllm.v1.kv_cache_interface")
-    assert {name for name in _KNOWN_SPECS if not hasattr(interface, name)} == set()
-    if hasattr(interface.KVCacheSpec, "prefix_replay_tokens"):
-        assert {name for name in _UNCACHED_SPECS if not hasattr(interface, name)} == set()
 
 
 @pytest.mark.parametrize(
