@@ -347,6 +347,7 @@ ROWS = (
         "LLaVA shape, images with the same placeholders and cache salts kept apart",
         f"{_FEATURES}two_images_with_the_same_placeholders_are_kept_apart",
     ),
+    _engine("hidden states", "Llama shape, windows", f"{_FEATURES}hidden_states_come_back"),
     # Devices beside the CPU and CUDA
     *(_never_run(name) for name in ("Ascend NPU", "ROCm", "XPU")),
     # Neighbours

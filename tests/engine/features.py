@@ -110,6 +110,45 @@ def adapter_unloaded(stage: Stage) -> dict[str, Any]:
     return adapter_loaded_again(stage, unloaded=True)
 
 
+def hidden_states(stage: Stage) -> dict[str, Any]:
+    """What vLLM keeps of prompts' hidden states (extract_hidden_states), twice, evicted between.
+
+    ``hidden``: a number for each whole block of each prompt, read when its request has ended.
+    """
+    manager = stage.core.scheduler.kv_cache_manager
+    groups = stage.core.scheduler.kv_cache_config.kv_cache_groups
+    (layer,) = (n for g in groups for n in g.layer_names if n.startswith("cache_only_layers"))
+    at = next(i for i, group in enumerate(groups) if layer in group.layer_names)
+    size, free, found = groups[at].kv_cache_spec.block_size, manager.free, {}
+
+    def read_and_free(request: Any) -> None:
+        blocks = manager.get_block_ids(request.request_id)[at][: request.num_prompt_tokens // size]
+        key = len(found), tuple(request.prompt_token_ids[:8])
+        (found[key],) = stage.core.model_executor.collective_rpc(_hidden, args=(layer, blocks))
+        free(request)
+
+    manager.free = read_and_free
+    asked, answers, cached = prompts(23, 6, 420), [], []
+    for turn in range(2):
+        outputs = stage.play(asked)
+        answers += tokens_of(outputs)
+        cached += cached_of(outputs)
+        if turn == 0:
+            manager.free = free
+            stage.push_out(180)
+            manager.free = read_and_free
+    manager.free = free
+    ended = sorted((number // len(asked), prompt, sums) for (number, prompt), sums in found.items())
+    return {"tokens": answers, "cached": cached, "hidden": [sums for _, _, sums in ended]}
+
+
+def _hidden(worker: Any, layer: str, blocks: list[int]) -> list[float]:
+    """Runs on the worker: one number for each block, on which each of the block's has a say."""
+    held = worker.model_runner.vllm_config.compilation_config.static_forward_context[layer].kv_cache
+    flat = [held[block].double().flatten() for block in blocks]
+    return [float((one * one.new_tensor(range(one.numel())).cos()).sum()) for one in flat]
+
+
 def _held_up(_: Any) -> int:
     """Runs on each worker."""
     import late_copies

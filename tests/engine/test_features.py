@@ -50,6 +50,24 @@ def test_drafts_are_accepted_and_what_comes_back_has_their_kv(real, drafts, kind
         assert accepted < drafted and accepted_again < again
 
 
+def test_hidden_states_come_back(real):
+    """In a group of their own, beside windows; a connector of vLLM's reads them from there."""
+    config = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}
+    kept = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
+    engine = {"model": real.windows, "num_gpu_blocks_override": 72}
+    engine["speculative_config"] = json_of({**kept, "draft_model_config": config})
+    played = ["setup", "hidden_states"]
+    off = vllm.must_play(real.off(played, engine))
+    on = real.on(played, engine, PARKED, late=3)
+    assert off["setup"]["groups"] == on["setup"]["groups"] == 3
+    assert_same(on["hidden_states"], off["hidden_states"])
+    expected, found = (run["hidden_states"]["hidden"] for run in (off, on))
+    assert len({sums[0] for sums in expected}) == len(expected) // 2, "prompts have the same"
+    for mine, plain in zip(found, expected, strict=True):
+        assert mine == pytest.approx(plain, rel=1e-3)
+    assert sum(off["hidden_states"]["cached"]) == 0 < sum(on["hidden_states"]["cached"])
+
+
 def json_of(config):
     """Hashable, as engines are shared by their arguments."""
     import json
