@@ -19,22 +19,10 @@ from kvoffload_patch.integration.engine.adapters.vllm_groups import (
 )
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import older_than, release_in_use
+from kvoffload_patch.integration.spec_kinds import KNOWN_SPECS, STATE_SPEC, UNCACHED_SPECS
 from kvoffload_patch.patching import is_set_on
 
-# Specs whose blocks are written once, by the step that computes them, and hold nothing else.
-_KNOWN_SPECS = {
-    "FullAttentionSpec",
-    "TQFullAttentionSpec",
-    "MLAAttentionSpec",
-    "HiddenStateCacheSpec",
-    "SlidingWindowSpec",
-    "SlidingWindowMLASpec",
-    "ChunkedLocalAttentionSpec",
-}
-# Specs of groups that may be left out of the prefix cache: vLLM makes their blocks again behind a
-# hit, of tokens that it computes once more, or needs none of them.
-_UNCACHED_SPECS = {"CircularBufferSpec", "SlidingWindowMLASpec"}
-# Of the known ones, those of which ranks can hold a part of each block (decode context parallel).
+# Of the known specs, those of which ranks can hold a part of each block (decode context parallel).
 _SHARDED_SPECS = {"FullAttentionSpec", "MLAAttentionSpec"}
 # Releases of vLLM and devices on which hits that end within a block came out right.
 _PARTS_SHOWN = tuple(product(("0.30.0", "0.31.0", "0.32.0", "0.33.0"), ("cpu", "cuda")))
@@ -299,15 +287,15 @@ def _group_problem(group: Any) -> str | None:
         return "expected a group that lives in device memory, found one kept elsewhere"
     for member in members(group.kv_cache_spec):
         kind = type(member).__name__
-        if kind == eligible_states.SPEC:
+        if kind == STATE_SPEC:
             continue
         if not is_cached(member):
-            if kind not in _UNCACHED_SPECS:
-                known = ", ".join(sorted(_UNCACHED_SPECS))
+            if kind not in UNCACHED_SPECS:
+                known = ", ".join(sorted(UNCACHED_SPECS))
                 return f"expected one of {known} outside of the prefix cache, found {kind}"
             continue
-        if kind not in _KNOWN_SPECS:
-            return f"expected one of {', '.join(sorted(_KNOWN_SPECS))}, found {kind}"
+        if kind not in KNOWN_SPECS:
+            return f"expected one of {', '.join(sorted(KNOWN_SPECS))}, found {kind}"
         if getattr(member, "prefix_replay_tokens", 0):
             return (
                 f"expected a prefix replay window outside of the prefix cache, found {kind} in it"

@@ -7,11 +7,10 @@ from typing import Any
 
 from kvoffload_patch.integration.engine.adapters.vllm_groups import hits_parts, kinds, members
 from kvoffload_patch.integration.install import release_in_use
+from kvoffload_patch.integration.spec_kinds import STATE_SPEC
 
 TRIES = "KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it"
-# Layers whose state depends on all tokens so far, and by release and device the kinds of which were
-# shown to come back.
-SPEC = "MambaSpec"
+# By release and device, the kinds of states that were shown to come back.
 _EVERY = ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV")
 STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.26.0", "cuda"): _EVERY,
@@ -48,7 +47,7 @@ def problem(vllm_config: Any, spec: Any) -> str | None:
     stages = vllm_config.parallel_config.pipeline_parallel_size
     ahead = getattr(vllm_config, "num_hash_lookahead_tokens", 0)  # from 0.33 on
     for member in members(spec):
-        if type(member).__name__ != SPEC:
+        if type(member).__name__ != STATE_SPEC:
             return f"expected states alone, found {type(member).__name__} beside them"
         mode = getattr(member, "mamba_cache_mode", "none")
         if mode != "align":

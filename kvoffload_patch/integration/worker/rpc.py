@@ -15,6 +15,7 @@ from kvoffload_patch import __version__, launch_token
 from kvoffload_patch.integration.protocol import TIER, RankGeometry, RankOpened, attached
 from kvoffload_patch.integration.shared_files import SharedFileAddress
 from kvoffload_patch.integration.slot_counts import SlotCounts
+from kvoffload_patch.integration.spec_kinds import unknown_layer
 from kvoffload_patch.integration.worker.devices import warn_if_never_run, why_refused
 from kvoffload_patch.integration.worker.lost import LostTier
 from kvoffload_patch.integration.worker.memory import drop_early, early_bytes
@@ -65,7 +66,7 @@ def describe_rank(worker: Any) -> RankGeometry:
         missing = runner_is_patched(runner)
         if missing:
             return RankGeometry(**who, error=missing)
-        refused = why_refused(runner.device)
+        refused = why_refused(runner.device) or unknown_layer(runner.kv_cache_config)
         if refused:
             return RankGeometry(**who, error=refused)
         layout = block_layout(runner)

@@ -17,15 +17,12 @@ from kvoffload_patch.integration import kvcached
 from kvoffload_patch.integration.engine import eligibility
 from kvoffload_patch.integration.engine.attach import attach
 from kvoffload_patch.integration.engine.eligibility import (
-    _KNOWN_SPECS,
     _OFFLOADERS,
     _PARTS_SHOWN,
-    _UNCACHED_SPECS,
     check_eligible,
 )
 from kvoffload_patch.integration.engine.eligible_states import (
     DELTA_ATTENTION,
-    SPEC,
     STATES_OF_DRAFTS_SHOWN,
     STATES_SHOWN,
 )
@@ -33,6 +30,7 @@ from kvoffload_patch.integration.engine.hooks import init_v0
 from kvoffload_patch.integration.errors import TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import older_than
 from kvoffload_patch.integration.patch_table.verified import RELEASES
+from kvoffload_patch.integration.spec_kinds import KNOWN_SPECS, STATE_SPEC, UNCACHED_SPECS
 from scripts import ROOT
 from scripts.matrix import features, features_gpu
 from scripts.matrix.features_rows import ROWS
@@ -288,7 +286,7 @@ def test_without_anything_in_the_prefix_cache_it_stays_out() -> None:
         check_eligible(config(), scheduler(ring))
 
 
-@pytest.mark.parametrize("kind", sorted(_UNCACHED_SPECS))
+@pytest.mark.parametrize("kind", sorted(UNCACHED_SPECS))
 def test_groups_outside_of_the_prefix_cache_are_approved(kind: str) -> None:
     left_out = spec(kind, prefix_cacheable=False, prefix_replay_tokens=8)
     uniform = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": left_out, "b": left_out})
@@ -372,7 +370,7 @@ def test_beside_a_kvcached_that_was_not_read_it_is_refused(
         shown()
 
 
-@pytest.mark.parametrize("kind", sorted(_KNOWN_SPECS))
+@pytest.mark.parametrize("kind", sorted(KNOWN_SPECS))
 def test_known_specs_are_approved(kind: str) -> None:
     uniform = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": spec(kind), "b": spec(kind)})
     vllm_config = config(decode_context_parallel_size=1, prefill_context_parallel_size=1)
@@ -625,7 +623,7 @@ def sources(*releases: str) -> Iterator[tuple[str, Path]]:
 
 def test_every_kind_of_spec_that_vllm_has_is_decided() -> None:
     """A new one is read before it is taken or refused: what its blocks hold, and who writes it."""
-    taken = {*_KNOWN_SPECS, *_UNCACHED_SPECS, SPEC}
+    taken = {*KNOWN_SPECS, *UNCACHED_SPECS, STATE_SPEC}
     assert taken.isdisjoint(REFUSED_SPECS)
     of_class = re.compile(r"^class (\w+Spec)\(\w+\):", re.MULTILINE)
     seen = {}
