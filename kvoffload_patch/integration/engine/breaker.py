@@ -178,7 +178,7 @@ class Breaker:
         self._call("on_finish", self.tier.on_finish, request_ids)
         if self._failure is not None:
             # vLLM is about to take them out of the queue that their status names.
-            self._view.unpark_all(request_ids)
+            self._view.unpark(request_ids)
         self._settle()
 
     def reset(self) -> object:

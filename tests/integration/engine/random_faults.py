@@ -25,7 +25,7 @@ _MODULES = ("kvoffload_patch.integration.engine.tier",)
 _HOOKS = {f"kvoffload_patch.integration.engine.{name}" for name in ("breaker", "step_hooks")}
 # What puts vLLM's objects back, or stands for a function of vLLM's and guards what it does within.
 _EXEMPT = {
-    "SchedulerView": {"schedule_over", "unpark_all", "_put_back", "_put_in_order", "is_parked"},
+    "SchedulerView": {"schedule_over", "unpark", "_put_in_order", "is_parked"},
     "PoolAdapter": {"disclaim", "content"},
     "PrefixLookup": {"_find"},
     "PartKeys": {"_cache"},

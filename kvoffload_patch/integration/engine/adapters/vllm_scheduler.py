@@ -153,12 +153,10 @@ class SchedulerView:
             return True  # whatever it has received: up to 0.17 it counts as nothing, as a failure
         return bool(request.num_computed_tokens) and request.status in self._open
 
-    def park(self, request: Any) -> Any:
-        """Make `schedule` pass over a request; returns the status to restore."""
-        status = request.status
+    def park(self, request: Any) -> None:
+        """Make `schedule` pass over a request, until `unpark`."""
+        self._parked[request.request_id] = request, request.status
         request.status = self._parked_status
-        self._parked[request.request_id] = request, status
-        return status
 
     def pass_over(self, request: Any) -> None:
         """Make `schedule` pass over a request, which keeps its place; until `schedule_over`.
@@ -185,21 +183,16 @@ class SchedulerView:
         """Whether a request waits for a load of the tier."""
         return request.request_id in self._parked
 
-    def unpark_all(self, request_ids: Iterable[str] | None = None) -> None:
-        """Undo `park` for these requests, or for all."""
-        names = self._parked if request_ids is None else request_ids
-        self._put_back([self._parked[name] for name in names if name in self._parked])
+    def unpark(self, request_ids: Iterable[str] | None = None) -> None:
+        """Undo `park` for those of these that are parked, or for all; each goes where it was.
 
-    def unpark(self, request: Any, status: Any) -> None:
-        """Undo `park`, and put the request where one without KV blocks belongs."""
-        self._put_back([(request, status)])
-
-    def _put_back(self, parked: Sequence[tuple[Any, Any]]) -> None:
-        """`unpark` for requests that are in the order of the queue, with the status of each."""
-        back = []
-        for request, status in parked:
-            self._parked.pop(request.request_id, None)
-            if request.status == self._parked_status:
+        Args:
+            request_ids: in the order of the queue.
+        """
+        back, names = [], self._parked if request_ids is None else request_ids
+        for name in list(names):  # one that is aborted may be there twice
+            request, status = self._parked.pop(name, (None, None))
+            if request is not None and request.status == self._parked_status:
                 request.status = status
                 back.append(request)
         holding = getattr(self.scheduler, "kv_holding_waiting", None)
@@ -242,7 +235,7 @@ class SchedulerView:
         if self._passed_over:
             if self._front:
                 self._put_in_order(self._passed_over[-1])
-            self.unpark_all(self._passed_over)
+            self.unpark(self._passed_over)
             self._passed_over.clear()
         if self._uncapped_limit is not None:
             setattr(self.scheduler, self._run_limit, self._uncapped_limit)
@@ -369,7 +362,7 @@ class SchedulerView:
         Every copy must be done. To be called outside `schedule`, whose queues it changes.
         """
         self.schedule_over()
-        self.unpark_all()
+        self.unpark()
         while self.undo:
             self.undo.pop()()
         self.adapter.free_all()

@@ -55,13 +55,12 @@ class _Parked:
     ``result``: what it hits once its load is done, if that need not be looked up again.
     """
 
-    __slots__ = ("held", "needed", "request", "result", "since", "status")
+    __slots__ = ("held", "needed", "request", "result", "since")
 
     def __init__(
-        self, request: Any, status: Any, held: list[Any], needed: int, result: LookupResult | None
+        self, request: Any, held: list[Any], needed: int, result: LookupResult | None
     ) -> None:
         self.request = request
-        self.status = status
         self.held = held
         self.needed = needed
         self.result = result
@@ -210,7 +209,8 @@ class LoadBook:
         needed = max(0, needed - len(held) - len(found.keys))
         if self._view.prefix.experts is not None:
             self._view.prefix.experts.loading(request, found.tokens)
-        parked = _Parked(request, self._view.park(request), held, needed, result)
+        self._view.park(request)
+        parked = _Parked(request, held, needed, result)
         self._parked[request.request_id] = parked
         self._by_ticket[ticket].waiting.append(parked)
         self._let_go(parked)
@@ -267,7 +267,7 @@ class LoadBook:
                 load.stale |= load.owner.request_id == request_id
         parked = self._parked.pop(request_id, None)
         if parked is not None:
-            self._view.unpark(parked.request, parked.status)
+            self._view.unpark([request_id])
             parked.request = None
 
     def abort_all(self) -> None:
@@ -356,10 +356,9 @@ class LoadBook:
 
     def _unpark(self, done: list[_Parked]) -> None:
         now = time.monotonic()
-        # Put back one by one to the front of the queue, so the last comes first.
+        names = [parked.request.request_id for parked in done if parked.request is not None]
+        self._view.unpark(names)
+        for name in names:
+            self.parked_times.append(now - self._parked.pop(name).since)
         for parked in reversed(done):
-            if parked.request is not None:
-                del self._parked[parked.request.request_id]
-                self._view.unpark(parked.request, parked.status)
-                self.parked_times.append(now - parked.since)
             self._held.extend(parked.held)

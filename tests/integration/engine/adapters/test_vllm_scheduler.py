@@ -129,10 +129,10 @@ def test_parking_is_undone(holding: str, policy: str, status: RequestStatus) -> 
     request.status = status
     view.scheduler.waiting.add_request(request)
     view.scheduler.waiting.add_request(other)
-    kept = view.park(request)
+    view.park(request)
     assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
     assert not view.needs_lookup(request)
-    view.unpark(request, kept)
+    view.unpark([request.request_id])
     assert request.status == status
     assert list(view.scheduler.waiting) == [request, other]
     assert not view.scheduler.holding
@@ -142,11 +142,11 @@ def test_parking_is_undone(holding: str, policy: str, status: RequestStatus) -> 
 def test_an_unparked_request_leaves_the_queue_of_those_that_hold_blocks(policy: str) -> None:
     view = make_view(policy=policy)
     other, request, holder = (make_request(prompt(1), arrival_time=t) for t in (2.0, 1.0, 0.0))
-    kept = view.park(request)
+    view.park(request)
     view.scheduler.holding.add_request(holder)
     view.scheduler.holding.add_request(request)
     view.scheduler.waiting.add_request(other)
-    view.unpark(request, kept)
+    view.unpark([request.request_id])
     assert list(view.scheduler.holding) == [holder]
     assert list(view.scheduler.waiting) == [request, other]
 
@@ -154,9 +154,9 @@ def test_an_unparked_request_leaves_the_queue_of_those_that_hold_blocks(policy: 
 def test_an_unparked_request_stays_among_those_skipped_in_older_releases() -> None:
     view = make_view(holding="skipped_waiting")
     request = make_request(prompt(1))
-    kept = view.park(request)
+    view.park(request)
     view.scheduler.holding.add_request(request)
-    view.unpark(request, kept)
+    view.unpark([request.request_id])
     assert list(view.scheduler.holding) == [request]
     assert not view.scheduler.waiting
 
@@ -164,10 +164,10 @@ def test_an_unparked_request_stays_among_those_skipped_in_older_releases() -> No
 def test_a_status_that_others_have_set_since_is_left_alone() -> None:
     view = make_view()
     request = make_request(prompt(1))
-    kept = view.park(request)
+    view.park(request)
     request.status = RequestStatus.FINISHED_ABORTED
     view.scheduler.holding.add_request(request)
-    view.unpark(request, kept)
+    view.unpark([request.request_id])
     assert request.status == RequestStatus.FINISHED_ABORTED
     assert list(view.scheduler.holding) == [request]
 
