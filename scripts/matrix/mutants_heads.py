@@ -81,8 +81,8 @@ HEADS = (
     Mutant(
         "a reset that vLLM refuses forgets what heads there are",
         _FILES + "tier.py",
-        "self._recency.used.clear()\n        self.choice.look_again()\n        self.cached.clear()",
-        "self._recency.clear()\n        self.choice.look_again()\n        self.cached.clear()",
+        "self._recency.used.clear()\n        self._front.look_again()\n        self.cached.clear()",
+        "self._recency.clear()\n        self._front.look_again()\n        self.cached.clear()",
         (_HEADS + "test_a_tail_is_handed_out_first_its_end_before_all",),
     ),
 )

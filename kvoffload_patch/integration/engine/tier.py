@@ -293,7 +293,7 @@ class SchedulerTier:
         self._lookups.clear()
         self._hits.clear()
         self._recency.used.clear()
-        self.choice.look_again()
+        self._front.look_again()
         self.cached.clear()
         self.choice.clear()
 
@@ -314,7 +314,7 @@ class SchedulerTier:
         self._manager.drop_queued()
         self._recency.used.clear()
         self._lookups.clear()
-        self.choice.look_again()
+        self._front.look_again()
 
     def resume(self) -> None:
         """Load and store again. What was computed meanwhile was not stored."""
@@ -335,7 +335,7 @@ class SchedulerTier:
         """vLLM has reset its prefix cache, before which `reset` was called."""
         self._invalid.clear()
         self._recency.clear()  # not before: vLLM may refuse, and blocks stay what they are
-        self.choice.gpu_emptied()
+        self._front.clear()
         self.weights.gpu_emptied()
         self.paused = self._asked_to_pause
 
@@ -343,7 +343,7 @@ class SchedulerTier:
         """Forget every key. Loads under way are published all the same, if not distrusted."""
         self._manager.clear(reason)
         self._lookups.clear()
-        self.choice.look_again()
+        self._front.look_again()
         if self.settings.wipe:
             self._ranks.wipe()
 
@@ -351,7 +351,7 @@ class SchedulerTier:
         """Use so many slots, `RankGroup.num_slots` at most; what does not fit is forgotten."""
         sizing = self._manager.resize(min(num_slots, self._manager.num_slots))
         self._lookups.clear()
-        self.choice.look_again()
+        self._front.look_again()
         ready, growing = self._ranks.resize(num_slots, sizing)
         self._manager.apply(TransferResult(num_slots=ready, growing=growing, sizing=sizing))
 

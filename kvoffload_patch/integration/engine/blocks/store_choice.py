@@ -137,14 +137,6 @@ class StoreChoice:
         if not stores(session):
             self._recency.keys.pop(session.request_id, None)
 
-    def look_again(self) -> None:
-        """The tier has forgotten what it was told of blocks that the GPU is about to lose."""
-        self._front.look_again()
-
-    def gpu_emptied(self) -> None:
-        """vLLM has reset its prefix cache: what was left out of the tier is gone."""
-        self._front.clear()
-
     def clear(self) -> None:
         """What was cached since the last step is not computed."""
         if self._answers:
@@ -154,7 +146,7 @@ class StoreChoice:
         assert self._answers
         left_out = [block for block in blocks.values() if block in self._answers]
         self._manager.stats.decode += len(left_out)
-        self._refuse(left_out)
+        self._front.refuse(left_out)
         kept = {key: block for key, block in blocks.items() if block not in self._answers}
         self._answers.clear()
         return kept
@@ -166,7 +158,7 @@ class StoreChoice:
         itself mostly, reads what was there before. So they are taken out; not blocks that are in
         use, which were handed out since, nor those that a connector has filled.
         """
-        self._refuse([block.block_id for block in blocks])
+        self._front.refuse([block.block_id for block in blocks])
         if not request.num_computed_tokens:
             self._uncache([block for block in blocks if not block.ref_cnt])
 
@@ -174,8 +166,4 @@ class StoreChoice:
         """These of a request that does not store are counted, and not stored later either."""
         gpu_block_ids = [block.block_id for block in blocks if not block.is_null]
         self._manager.stats.opted_out += len(gpu_block_ids)
-        self._refuse(gpu_block_ids)
-
-    def _refuse(self, gpu_block_ids: Iterable[int]) -> None:
-        """These are not stored before the GPU loses them either."""
         self._front.refuse(gpu_block_ids)
