@@ -10,7 +10,7 @@ from kvoffload_patch.links import CPU, GPU, LOAD
 from kvoffload_patch.tier.entries import Blocks, Keys, LinkTickets, Slots, Storable, take_tickets
 from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
 from kvoffload_patch.tier.policy import EvictionPolicy
-from kvoffload_patch.tier.queues import IN_A_ROW, Ended, EndedRequests, Rests
+from kvoffload_patch.tier.queues import IN_A_ROW, Ended, Rests
 from kvoffload_patch.tier.slots import SlotPool
 from kvoffload_patch.tier.state import NO_KEY, TierState
 from kvoffload_patch.tier.stats import RemovedBy
@@ -45,7 +45,7 @@ class OffloadManager(TierState):
         if self._exclusive is None:
             # Some of what it stored may wait for the next plan.
             last = self._stores.last + bool(self._waiting), self._loads.last
-            self._ended.add(Ended(keys, together, rests, *last))
+            self._ended.append(Ended(keys, together, rests, *last))
             self._tell_ended()
         elif together:
             self._exclusive.ended(keys)
@@ -275,7 +275,7 @@ class OffloadManager(TierState):
                     readable += self._finish_store(keys, slots)
         if result.num_slots is not None and result.sizing == self._sizing:
             self._grow(result.num_slots, result.growing)
-        if self._ended.waiting:
+        if self._ended:
             self._tell_ended()
         return readable
 
@@ -290,7 +290,7 @@ class OffloadManager(TierState):
         self._slot_of = {}
         self._key_of = [NO_KEY] * self.num_slots
         self.drop_queued()
-        self._ended = EndedRequests()
+        self._ended.clear()
         self._begin_policy()
         self._slots = SlotPool(self.num_slots, reserved=held)
 

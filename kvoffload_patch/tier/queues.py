@@ -164,52 +164,38 @@ class Ended(NamedTuple):
     last_load: int
 
 
-class EndedRequests:
-    """Keys of requests that have ended, until what was stored and loaded for them is in place.
+def tell_ended(
+    ended: deque[Ended],
+    stores_done: int,
+    loads_done: int,
+    find: Callable[[Keys], Sequence[Sequence[Any]]],
+    order: PrefixOrder,
+) -> None:
+    """Tell of those requests whose copies are done: what was stored and loaded is in place.
 
-    Attributes:
-        waiting: these requests.
+    ``find`` gives the slot of each key, or None, in pieces; one without None may be a range.
     """
-
-    def __init__(self) -> None:
-        self.waiting: deque[Ended] = deque()
-
-    def add(self, ended: Ended) -> None:
-        """A request has ended."""
-        self.waiting.append(ended)
-
-    def tell(
-        self,
-        stores_done: int,
-        loads_done: int,
-        find: Callable[[Keys], Sequence[Sequence[Any]]],
-        order: PrefixOrder,
-    ) -> None:
-        """Tell of those whose copies are done.
-
-        ``find`` gives the slot of each key, or None, in pieces; one without None may be a range.
-        """
-        while self.waiting:
-            keys, together, rests, last_store, last_load = self.waiting[0]
-            if last_store > stores_done or last_load > loads_done:
-                return
-            self.waiting.popleft()
-            pieces = find(keys)
-            if rests:
-                slots = chain.from_iterable(pieces)
-                _tell_groups(dict(zip(keys, slots)), together, rests, order)
-                continue
-            behind: list[int] = []  # of what is missing
-            if pieces and not isinstance(pieces[-1], range) and None in pieces[-1]:
-                *pieces, last = pieces
-                missing = last.index(None)
-                behind = [slot for slot in last[missing:] if slot is not None]
-                pieces += [last[:missing]] if missing else []
-            if rests is not None:
-                order.ended(pieces, together)
-                order.orphaned(behind[::-1])
-            else:
-                order.regroup([*chain.from_iterable(pieces), *behind][::-1])
+    while ended:
+        keys, together, rests, last_store, last_load = ended[0]
+        if last_store > stores_done or last_load > loads_done:
+            return
+        ended.popleft()
+        pieces = find(keys)
+        if rests:
+            slots = chain.from_iterable(pieces)
+            _tell_groups(dict(zip(keys, slots)), together, rests, order)
+            continue
+        behind: list[int] = []  # of what is missing
+        if pieces and not isinstance(pieces[-1], range) and None in pieces[-1]:
+            *pieces, last = pieces
+            missing = last.index(None)
+            behind = [slot for slot in last[missing:] if slot is not None]
+            pieces += [last[:missing]] if missing else []
+        if rests is not None:
+            order.ended(pieces, together)
+            order.orphaned(behind[::-1])
+        else:
+            order.regroup([*chain.from_iterable(pieces), *behind][::-1])
 
 
 def _tell_groups(

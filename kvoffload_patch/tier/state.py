@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import chain, compress, count
 from operator import ne
@@ -15,7 +16,7 @@ from kvoffload_patch.tier.plan import Transfer, TransferResult
 from kvoffload_patch.tier.policies.adaptive import AdaptivePolicy
 from kvoffload_patch.tier.policy import EvictionPolicy, PolicyBroken
 from kvoffload_patch.tier.prefixes import PrefixOrder
-from kvoffload_patch.tier.queues import EndedRequests, StoreQueue, WaitingBlocks
+from kvoffload_patch.tier.queues import Ended, StoreQueue, WaitingBlocks, tell_ended
 from kvoffload_patch.tier.slots import SlotPool
 from kvoffload_patch.tier.stats import TierStats
 from kvoffload_patch.tier.tuning import FIRST_COMPARED_BLOCKS, NEIGHBOUR_BLOCKS
@@ -68,7 +69,7 @@ class TierState:
         self._store_of: dict[int, int] = {}  # GPU block id -> ticket of its last store
         self._new_loads: list[Transfer] = []
         self._promised: list[tuple[Link, int]] = []
-        self._ended = EndedRequests()
+        self._ended = deque[Ended]()  # until what was stored and loaded for them is in place
         self._exclusive: Exclusive | None = None
         self._policy: EvictionPolicy
         self._begin_policy()
@@ -174,7 +175,7 @@ class TierState:
 
     def _be_exclusive(self) -> None:
         """What the GPU holds as well leaves first from now on, as far as it is told of it."""
-        self._ended = EndedRequests()
+        self._ended.clear()
         self._prefixes.remove(self._held.pinned())
         self._exclusive = self._policy = Exclusive(self._prefixes, self._key_of, self._slot_of)
         self._exclusive.begin(filter(self._is_idle, self._slot_of.values()))
@@ -193,7 +194,7 @@ class TierState:
         done = self._stores.done
         if done == self._stores.last and not self._waiting:
             done += 1  # what waited for the next plan is not stored any more
-        self._ended.tell(done, self._loads.done, self._find_pieces, self._prefixes)
+        tell_ended(self._ended, done, self._loads.done, self._find_pieces, self._prefixes)
 
     def _find(self, keys: Keys) -> Sequence[Any]:
         """The slot of each key; None where it has none. A range, if all are in neighbours."""

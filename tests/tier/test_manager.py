@@ -601,15 +601,15 @@ def test_a_request_that_has_ended_is_told_of_when_what_waited_is_stored_or_lost(
     store(tier, "ab")
     wait_for_more(tier, "c", 1)
     tier.request_ended("abc")
-    assert tier._ended.waiting
+    assert tier._ended
     if lost == "the queue":
         tier.drop_queued()
     else:
         tier.note_new_blocks([1])
     tier.apply(tier.drained())
-    assert not tier._ended.waiting
+    assert not tier._ended
     tier.request_ended("ab")
-    assert not tier._ended.waiting
+    assert not tier._ended
 
 
 def test_the_tail_of_a_request_leaves_before_its_head_though_it_waited() -> None:
@@ -617,7 +617,7 @@ def test_the_tail_of_a_request_leaves_before_its_head_though_it_waited() -> None
     store(tier, "ab")
     wait_for_more(tier, "c", 1)
     tier.request_ended("abc")
-    assert tier._ended.waiting
+    assert tier._ended
     tier.make_plan(always)
     tier.apply(tier.drained())
     assert evict_in_order(tier, "abc") == "cba"
