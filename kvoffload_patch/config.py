@@ -77,15 +77,6 @@ def _gib(text: str) -> float | str:
     return AUTO if text.lower() == AUTO else up_to(MOST_GIB)(text)
 
 
-def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise ValueError(text)
-        return text
-
-    return parse
-
-
 def _eviction(text: str) -> str:
     if text not in EVICTIONS and not entry_points(text):
         raise ValueError(text)
@@ -119,29 +110,36 @@ def _variable(
     return dataclasses.field(default=default, metadata=row)
 
 
+def _switch(name: str, default: bool, description: str) -> bool:
+    expected = "one of 1/true/yes/on or 0/false/no/off"
+    return _variable(name, default, _boolean, expected, description)
+
+
+def _choice(name: str, default: str, choices: Sequence[str], description: str) -> str:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(text)
+        return text
+
+    return _variable(name, default, parse, "one of " + ", ".join(choices), description)
+
+
 _INLINE_UNCHECKED = (
     "KVOFFLOAD_LOAD_MODE is 'inline' and KVOFFLOAD_INTEGRITY is 'full', expected loads that can be"
     " checked before a step begins; leave KVOFFLOAD_LOAD_MODE out, or set"
     " KVOFFLOAD_INTEGRITY=sample."
 )
-_A_BOOLEAN = "one of 1/true/yes/on or 0/false/no/off"
 
 
 @dataclass(frozen=True)
 class Settings:
     """All settings, parsed; every value is usable as it is."""
 
-    enable: bool = _variable(
-        "KVOFFLOAD_ENABLE", False, _boolean, _A_BOOLEAN, "patch vLLM when it is imported"
-    )
-    disable: bool = _variable(
-        "KVOFFLOAD_DISABLE", False, _boolean, _A_BOOLEAN, "leave vLLM alone, whatever else is set"
-    )
-    strict: bool = _variable(
+    enable: bool = _switch("KVOFFLOAD_ENABLE", False, "patch vLLM when it is imported")
+    disable: bool = _switch("KVOFFLOAD_DISABLE", False, "leave vLLM alone, whatever else is set")
+    strict: bool = _switch(
         "KVOFFLOAD_STRICT",
         True,
-        _boolean,
-        _A_BOOLEAN,
         "a refusal aborts; when off it is one line on stderr and vLLM runs without the CPU tier",
     )
     cpu_gib: float | str = _variable(
@@ -153,18 +151,15 @@ class Settings:
         " machine and cgroup can give, and 1 GiB less than that at most",
         "GiB",
     )
-    load_mode: str = _variable(
+    load_mode: str = _choice(
         "KVOFFLOAD_LOAD_MODE",
         "auto",
-        _one_of(LOAD_MODES),
-        "one of " + ", ".join(LOAD_MODES),
+        LOAD_MODES,
         "load within the step (inline), beside it (parked), or choose per request (auto)",
     )
-    load_by_layer: bool = _variable(
+    load_by_layer: bool = _switch(
         "KVOFFLOAD_LOAD_BY_LAYER",
         True,
-        _boolean,
-        _A_BOOLEAN,
         "begin a step on its first layers while the KV of later ones is loaded, where the model"
         " allows it; never beside kvcached",
     )
@@ -176,20 +171,17 @@ class Settings:
         "which blocks leave a full tier first: "
         + "; ".join(f"{row.words} ({name})" for name, row in POLICIES.items()),
     )
-    store: str = _variable(
+    store: str = _choice(
         "KVOFFLOAD_STORE",
         "auto",
-        _one_of(STORES),
-        "one of " + ", ".join(STORES),
+        STORES,
         "when blocks are stored: as they are computed (eager), when the GPU is about to lose them "
         "(lazy), or as they are computed, and lazily while that recomputes clearly less (auto; "
         "never beside kvcached); storing lazily costs the engine's thread more",
     )
-    store_decode: bool = _variable(
+    store_decode: bool = _switch(
         "KVOFFLOAD_STORE_DECODE",
         True,
-        _boolean,
-        _A_BOOLEAN,
         "store the blocks that answers fill, too, and not those of prompts alone",
     )
     store_min_uses: int = _variable(
@@ -199,26 +191,23 @@ class Settings:
         f"a whole number from 1 to {MOST_USES}",
         "how often a block must have been computed, or found on the GPU, before it is stored",
     )
-    gpu_prefixes: str = _variable(
+    gpu_prefixes: str = _choice(
         "KVOFFLOAD_GPU_PREFIXES",
         "auto",
-        _one_of(GPU_PREFIXES),
-        "one of " + ", ".join(GPU_PREFIXES),
+        GPU_PREFIXES,
         "what the GPU keeps of a prefix that nobody uses and the tier has: all of it, as vLLM does"
         " (whole), or its head alone while more is found on the GPU that way (auto)",
     )
-    copy_backend: str = _variable(
+    copy_backend: str = _choice(
         "KVOFFLOAD_COPY_BACKEND",
         "auto",
-        _one_of(COPY_BACKENDS),
-        "one of " + ", ".join(COPY_BACKENDS),
+        COPY_BACKENDS,
         "how a GPU's blocks are copied; auto takes the first that works",
     )
-    integrity: str = _variable(
+    integrity: str = _choice(
         "KVOFFLOAD_INTEGRITY",
         "sample",
-        _one_of(INTEGRITIES),
-        "one of " + ", ".join(INTEGRITIES),
+        INTEGRITIES,
         "which loads are compared with checksums before a request gets them: none (off), some"
         " (sample), or all (full); these are parked",
     )
@@ -237,11 +226,9 @@ class Settings:
         "a release such as 0.32.0",
         "release to assume instead of the installed metadata, for source trees",
     )
-    allow_unverified: bool = _variable(
+    allow_unverified: bool = _switch(
         "KVOFFLOAD_ALLOW_UNVERIFIED",
         False,
-        _boolean,
-        _A_BOOLEAN,
         "patch a vLLM release, fork or function body that was not verified; parameters and"
         " attributes must match all the same",
     )
@@ -254,35 +241,27 @@ class Settings:
         " before it is parked",
         "ms",
     )
-    wipe: bool = _variable(
+    wipe: bool = _switch(
         "KVOFFLOAD_WIPE",
         False,
-        _boolean,
-        _A_BOOLEAN,
         "overwrite the blocks in CPU memory with zeros whenever all are forgotten: by a reset of"
         " the prefix cache, sleep, or kvoffload empty",
     )
-    keep_asleep: bool = _variable(
+    keep_asleep: bool = _switch(
         "KVOFFLOAD_KEEP_ASLEEP",
         True,
-        _boolean,
-        _A_BOOLEAN,
         "keep what is stored through sleep at level 1; it is used again if the weights are still"
         " the same when the engine has woken up (from vLLM 0.17 on)",
     )
-    empty_on_update: bool = _variable(
+    empty_on_update: bool = _switch(
         "KVOFFLOAD_EMPTY_ON_UPDATE",
         True,
-        _boolean,
-        _A_BOOLEAN,
         "forget what is stored when weights are updated by an RPC, and use the tier again once"
         " nothing of the weights before is left in vLLM's prefix cache",
     )
-    control: bool = _variable(
+    control: bool = _switch(
         "KVOFFLOAD_CONTROL",
         True,
-        _boolean,
-        _A_BOOLEAN,
         "each engine has a socket that only its user can open, for kvoffload status, top, pause"
         " and the like",
     )
