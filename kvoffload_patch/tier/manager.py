@@ -7,8 +7,8 @@ from itertools import islice, repeat
 from types import MappingProxyType
 
 from kvoffload_patch.links import CPU, GPU, LOAD
+from kvoffload_patch.plan import Transfer, TransferPlan, TransferResult
 from kvoffload_patch.tier.entries import Blocks, Keys, LinkTickets, Slots, Storable, take_tickets
-from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
 from kvoffload_patch.tier.policy import EvictionPolicy
 from kvoffload_patch.tier.queues import IN_A_ROW, Ended, Rests
 from kvoffload_patch.tier.slots import SlotPool

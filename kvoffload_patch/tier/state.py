@@ -9,10 +9,10 @@ from operator import ne
 from typing import Any
 
 from kvoffload_patch.links import CPU, LOAD, STORE, Link
+from kvoffload_patch.plan import Transfer, TransferResult
 from kvoffload_patch.tier.entries import HeldSlots, Keys, LinkTickets, Slots
 from kvoffload_patch.tier.exclusive import Exclusive
 from kvoffload_patch.tier.gain import ExclusiveGain
-from kvoffload_patch.tier.plan import Transfer, TransferResult
 from kvoffload_patch.tier.policies.adaptive import AdaptivePolicy
 from kvoffload_patch.tier.policy import EvictionPolicy, PolicyBroken
 from kvoffload_patch.tier.prefixes import PrefixOrder

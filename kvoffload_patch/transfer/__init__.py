@@ -1,6 +1,5 @@
 """Moving bytes between KV tensors and CPU memory: torch, and only torch here.
 
 It knows tensors, slots, streams and plans; it knows nothing of requests, of policies or of vLLM.
-A plan is anything with the attributes that `CopyEngine` names; this package does not import the
-tier, and the tier does not import this package.
+This package does not import the tier, and the tier does not import this package.
 """

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from kvoffload_patch.links import GPU, LOAD, Link, Tickets
+from kvoffload_patch.plan import Transfer, TransferPlan, TransferResult
 from kvoffload_patch.transfer.backends.base import CopyBackend
 from kvoffload_patch.transfer.deadline import DeadlineWatch
 from kvoffload_patch.transfer.device import device_of
@@ -16,7 +17,6 @@ from kvoffload_patch.transfer.dropped import Leftovers
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.link import Copy, LinkCopies, copies_of
-from kvoffload_patch.transfer.plans import Plan, Progress, Transfer
 from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue
 from kvoffload_patch.transfer.thread import CopyThread
 from kvoffload_patch.transfer.tuning import (
@@ -65,7 +65,7 @@ class CopyEngine:
         self._layout, self._device = layout, device_of(layout.device)
         self._end = end
         self._busy = False  # a step has begun and not ended, or copies are waited for
-        self._deferred: Plan | None = None  # its transfers after the forward pass are to be taken
+        self._deferred: TransferPlan | None = None  # its transfers after the forward pass wait
         self._groups = len(backend.groups)
         # What the forward pass waits for by layer, and until which load.
         self._arriving: Sequence[Any] = ()
@@ -86,7 +86,7 @@ class CopyEngine:
         if not self._device.is_host:
             self._start_threads()
 
-    def begin_step(self, plan: Plan | None, by_layer: bool = False) -> bool:
+    def begin_step(self, plan: TransferPlan | None, by_layer: bool = False) -> bool:
         """Before the forward pass: submit loads, and make it wait for what it needs.
 
         Args:
@@ -166,7 +166,7 @@ class CopyEngine:
         """The step has raised: no end of it follows, and its thread waits for no copy any more."""
         self._busy = False
 
-    def poll(self) -> Progress:
+    def poll(self) -> TransferResult:
         """What is done; never waits.
 
         Raises:
@@ -175,7 +175,7 @@ class CopyEngine:
         self._check_deadlines()
         links = self._all
         done = tuple([(link.link, link.poll()) for link in links])
-        return Progress(done, tuple([one for link in links for one in link.failed()]))
+        return TransferResult(done, tuple([one for link in links for one in link.failed()]))
 
     def loads_done(self) -> int:
         """The last load done; 0 while one has failed that the other side may not know of."""
@@ -244,7 +244,7 @@ class CopyEngine:
             if self._watch is not None:
                 self._watch.close()
 
-    def _comes_by_layer(self, link: LinkCopies, plan: Plan) -> bool:
+    def _comes_by_layer(self, link: LinkCopies, plan: TransferPlan) -> bool:
         """Whether the last load that this step waits for is awaited group by group.
 
         One that it reads may be. Not one whose blocks it writes to, because a layer writes its KV

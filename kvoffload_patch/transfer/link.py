@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Failure, Link, Tickets, ticket_on
+from kvoffload_patch.plan import Transfer
 from kvoffload_patch.transfer.backends.base import CopyBackend, Slices, Streams
 from kvoffload_patch.transfer.errors import NotStored, TransferError
-from kvoffload_patch.transfer.plans import Transfer
 from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue, failed_up_to, forget
 from kvoffload_patch.transfer.turns import ALONE, Turn
 

@@ -161,7 +161,7 @@ class TierSim(Sim):
     def _answer(self, scheduled: Any, output: Any) -> None:
         from kvoffload_patch.integration.protocol import PLAN, RESULT
         from kvoffload_patch.links import LOAD, STORE
-        from kvoffload_patch.tier.plan import TransferResult
+        from kvoffload_patch.plan import TransferResult
 
         plan = getattr(scheduled, PLAN, None)
         if plan is not None and plan.before and self.loads_end:

@@ -240,8 +240,8 @@ ENGINE = (
     Mutant(
         "a load is done when one rank has compared it",
         "integration/worker/tier.py",
-        "if self._board is not None:\n            progress",
-        "if self._board is not None and not self.compares:\n            progress",
+        "if self._board is not None:\n            done, failed",
+        "if self._board is not None and not self.compares:\n            done, failed",
         ("integration/worker/test_tier_together.py",),
     ),
     Mutant(

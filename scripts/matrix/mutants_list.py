@@ -290,8 +290,8 @@ WORKER = (
     Mutant(
         "of ranks with slots in common each says what it alone has done",
         _WORKER + "tier.py",
-        "self._board.exchange_done(*progress)",
-        "progress",
+        "self._board.exchange_done(done, failed)",
+        "done, failed",
         ("integration/worker/test_tier_together.py",),
     ),
     Mutant(

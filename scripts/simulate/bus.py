@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from kvoffload_patch.links import LOAD, STORE, Link
-from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
+from kvoffload_patch.plan import Transfer, TransferPlan, TransferResult
 
 
 class _Direction:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvoffload_patch.plan import TransferResult
 from kvoffload_patch.tier.exclusive import blocks_ahead
-from kvoffload_patch.tier.plan import TransferResult
 from kvoffload_patch.tier.policies.arc import ArcPolicy
 from scripts import ROOT
 from scripts.bench.common import table, write_json

@@ -20,7 +20,7 @@ from scheduler_half.states import KINDS, StateGroups, StateWindow
 from scheduler_half.tables import running_of, tables_of
 
 from kvoffload_patch.links import CPU, GPU, LOAD, RAISED, STORE, Failure, Link
-from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
+from kvoffload_patch.plan import Transfer, TransferPlan, TransferResult
 
 BLOCK = 16
 VOCABULARY = 30_000

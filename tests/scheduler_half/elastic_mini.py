@@ -14,7 +14,7 @@ from scheduler_half.vmm_ops import MEMORY
 
 from kvoffload_patch.integration import kvcached
 from kvoffload_patch.links import GPU, LOAD, Link
-from kvoffload_patch.tier.plan import Transfer
+from kvoffload_patch.plan import Transfer
 
 Facts = dict[str, Any]
 PAGE_BLOCKS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvoffload_patch.links import CPU, GPU, LOAD, RAISED, STORE, Failure, Link, Tickets
-from kvoffload_patch.tier.plan import Transfer, TransferPlan, TransferResult
+from kvoffload_patch.plan import Transfer, TransferPlan, TransferResult
 
 
 def a_load(

@@ -1,6 +1,6 @@
 """A rank that carries out plans on made-up bytes, as late as the plan allows.
 
-It follows `kvoffload_patch.tier.plan` to the letter and no further: three queues (compute, loads,
+It follows `kvoffload_patch.plan` to the letter and no further: three queues (compute, loads,
 stores) that run beside each other, block by block and in any order that the waits allow.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvoffload_patch.links import LOAD, STORE
-from kvoffload_patch.tier.plan import Transfer, TransferPlan
+from kvoffload_patch.plan import Transfer, TransferPlan
 
 
 @dataclass

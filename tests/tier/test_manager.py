@@ -12,8 +12,8 @@ import pytest
 from tier.plans import a_load, a_plan, a_result, a_store, store_of
 
 from kvoffload_patch.links import LOAD, STORE
+from kvoffload_patch.plan import TransferPlan
 from kvoffload_patch.tier.manager import OffloadManager
-from kvoffload_patch.tier.plan import TransferPlan
 from kvoffload_patch.tier.policies import POLICIES
 from kvoffload_patch.tier.policies.lru import LRUPolicy
 from kvoffload_patch.tier.stats import TierStats

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tier.plans import a_result
 
 from kvoffload_patch.links import RAISED, STORE
+from kvoffload_patch.plan import TransferPlan
 from kvoffload_patch.tier.manager import OffloadManager
-from kvoffload_patch.tier.plan import TransferPlan
 from kvoffload_patch.tier.policies.lru import LRUPolicy
 
 

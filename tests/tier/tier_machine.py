@@ -18,8 +18,8 @@ from tier.rank_model import Rank, Step
 from tier.tier_model import TierModel
 
 from kvoffload_patch.links import LOAD, STORE
+from kvoffload_patch.plan import TransferResult
 from kvoffload_patch.tier.manager import OffloadManager
-from kvoffload_patch.tier.plan import TransferResult
 from kvoffload_patch.tier.policies import POLICIES
 from kvoffload_patch.tier.recency_model import KeySample
 

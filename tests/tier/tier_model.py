@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from tier.plans import a_load, store_of
 
 from kvoffload_patch.links import CPU, GPU, LOAD, STORE
+from kvoffload_patch.plan import Transfer, TransferPlan
 from kvoffload_patch.tier import queues
-from kvoffload_patch.tier.plan import Transfer, TransferPlan
 from kvoffload_patch.tier.stats import TierStats
 
 

@@ -17,7 +17,7 @@ from transfer.hung_process import HungProcess
 from transfer.resident import kvoffload_threads
 
 from kvoffload_patch.links import CPU, GPU, LATE, LOAD, STORE
-from kvoffload_patch.tier.plan import Transfer, TransferPlan
+from kvoffload_patch.plan import Transfer, TransferPlan
 from kvoffload_patch.transfer import deadline
 from kvoffload_patch.transfer import queue as copy_queue
 from kvoffload_patch.transfer.backends.base import Slices, Streams

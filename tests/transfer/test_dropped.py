@@ -17,7 +17,7 @@ from transfer.registrars import Registrar
 from transfer.resident import is_mapped, kvoffload_threads
 
 from kvoffload_patch.links import LOAD, STORE
-from kvoffload_patch.tier.plan import Transfer, TransferPlan
+from kvoffload_patch.plan import Transfer, TransferPlan
 from kvoffload_patch.transfer import deadline
 from kvoffload_patch.transfer.backends.base import Slices, Streams
 from kvoffload_patch.transfer.engine import CopyEngine

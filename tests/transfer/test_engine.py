@@ -25,9 +25,9 @@ from kvoffload_patch.links import (
     Tickets,
     ticket_on,
 )
-from kvoffload_patch.tier.plan import Transfer
+from kvoffload_patch.plan import Transfer, TransferResult
 from kvoffload_patch.transfer import engine as copy_engine
-from kvoffload_patch.transfer.engine import CopyEngine, Progress
+from kvoffload_patch.transfer.engine import CopyEngine
 from kvoffload_patch.transfer.errors import CopyFailed, TransferError
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.queue import SyncCopyQueue
@@ -76,10 +76,10 @@ class Plan:
 def progress(
     loads_done: int, stores_done: int, failed_loads: Ids = (), failed_stores: Ids = (),
     why: str = RAISED,
-) -> Progress:  # fmt: skip
+) -> TransferResult:  # fmt: skip
     failed = [Failure(LOAD, t, why) for t in failed_loads]
     failed += [Failure(STORE, t, RAISED) for t in failed_stores]
-    return Progress(((LOAD, loads_done), (STORE, stores_done)), tuple(failed))
+    return TransferResult(((LOAD, loads_done), (STORE, stores_done)), tuple(failed))
 
 
 class Recorder:

@@ -250,7 +250,7 @@ def test_nothing_is_done_before_it_is_and_polling_never_waits(name: str) -> None
     plan = a_plan(loads=(a_load(1, (3,), (2,)),), store=a_store(1, (4,), (5,)))
     machine.engine.begin_step(plan)
     machine.engine.end_step()
-    assert machine.engine.poll() == a_result(0, 0)[:2], "they are done, so this has waited"
+    assert machine.engine.poll()[:2] == a_result(0, 0)[:2], "they are done, so this has waited"
     machine.finish()
-    assert machine.engine.poll() == a_result(1, 1)[:2]
+    assert machine.engine.poll()[:2] == a_result(1, 1)[:2]
     machine.engine.close()

@@ -15,7 +15,7 @@ import torch
 from transfer.fake_cuda import FakeCuda
 
 from kvoffload_patch.links import CPU, GPU, LOAD, NOT_STORED, RAISED, STORE, Link
-from kvoffload_patch.tier.plan import Transfer, TransferPlan
+from kvoffload_patch.plan import Transfer, TransferPlan
 from kvoffload_patch.transfer.backends.base import Slices, Streams
 from kvoffload_patch.transfer.engine import CopyEngine
 from kvoffload_patch.transfer.errors import TransferError

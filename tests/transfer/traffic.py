@@ -17,8 +17,8 @@ import torch
 from transfer.fake_cuda import FakeCuda, FakeDriver
 
 from kvoffload_patch.links import LOAD, STORE
+from kvoffload_patch.plan import TransferPlan, TransferResult
 from kvoffload_patch.tier.manager import OffloadManager
-from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 from kvoffload_patch.tier.policies.lru import LRUPolicy
 from kvoffload_patch.transfer import engine as copy_engine
 from kvoffload_patch.transfer.backends import staged as copy_staged

@@ -27,8 +27,8 @@ from kvoffload_patch.integration.errors import PromiseBroken
 from kvoffload_patch.integration.metrics import ON, PAUSED
 from kvoffload_patch.integration.protocol import PLAN, TIER
 from kvoffload_patch.patching import ObjectHooks
+from kvoffload_patch.plan import TransferPlan
 from kvoffload_patch.tier.manager import OffloadManager
-from kvoffload_patch.tier.plan import TransferPlan
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 

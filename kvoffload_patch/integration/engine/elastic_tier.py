@@ -13,8 +13,8 @@ from typing import Any
 from kvoffload_patch.integration.engine.adapters.elastic_pool import TransferRefs
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.tier import SchedulerTier
+from kvoffload_patch.plan import TransferPlan, TransferResult
 from kvoffload_patch.tier.manager import OffloadManager
-from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 
 
 class ElasticTier(SchedulerTier):

@@ -24,8 +24,8 @@ from kvoffload_patch.integration.engine.requests.pace import Pace
 from kvoffload_patch.integration.errors import PromiseBroken
 from kvoffload_patch.integration.protocol import PLAN, RESULT
 from kvoffload_patch.links import LOAD
+from kvoffload_patch.plan import TransferPlan, TransferResult
 from kvoffload_patch.tier.manager import OffloadManager
-from kvoffload_patch.tier.plan import TransferPlan, TransferResult
 from kvoffload_patch.tier.policies import policy_named
 from kvoffload_patch.tier.stats import RemovedBy
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import NoReturn
 
-from kvoffload_patch.tier.plan import TransferPlan
+from kvoffload_patch.plan import TransferPlan
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 

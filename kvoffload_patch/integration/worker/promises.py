@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvoffload_patch.config import as_given
-from kvoffload_patch.tier.plan import TransferPlan
+from kvoffload_patch.plan import TransferPlan
 
 
 def check_promises(engine: Any, plan: TransferPlan | None) -> None:

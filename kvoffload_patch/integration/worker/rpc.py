@@ -26,7 +26,7 @@ from kvoffload_patch.integration.worker.unheard import UnheardRank
 from kvoffload_patch.integration.worker.vllm_runner import block_layout, runner_is_patched
 from kvoffload_patch.integration.worker.weights import weights_digest
 from kvoffload_patch.memory import attainable, shareable
-from kvoffload_patch.tier.plan import TransferPlan
+from kvoffload_patch.plan import TransferPlan
 
 # A forked process has the same, and one in another container may have the same number.
 _TOKEN = secrets.token_hex(8)

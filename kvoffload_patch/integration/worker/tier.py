@@ -26,7 +26,7 @@ from kvoffload_patch.integration.worker.vllm_runner import (
     first_pointer,
 )
 from kvoffload_patch.links import LOAD, STORE, Failure, Link
-from kvoffload_patch.tier.plan import TransferPlan, TransferResult
+from kvoffload_patch.plan import TransferPlan, TransferResult
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
@@ -242,14 +242,14 @@ class RankTier:
         if not self._growth_told and not self.growing:
             self._growth_told = True
             self._say_growth_is_over()
-        progress = self._engine.poll()
-        if progress.failed:
-            self._warn_of_failures(progress.failed)
+        done, failed, *_ = self._engine.poll()
+        if failed:
+            self._warn_of_failures(failed)
         if self._board is not None:
-            progress = type(progress)(*self._board.exchange_done(*progress))
+            done, failed = self._board.exchange_done(done, failed)
         usable, by_layer = self._usable_slots(), self._gate is not None and self._gate.learnt
         found = self._checksums.mismatches, self._sizing
-        result = TransferResult(*progress, *usable, *found, by_layer, self._slowdown())
+        result = TransferResult(done, failed, *usable, *found, by_layer, self._slowdown())
         return copy_output(output, result)
 
     def _slowdown(self) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvoffload_patch.config import as_given
 from kvoffload_patch.integration.worker.tier import RankTier
-from kvoffload_patch.tier.plan import TransferPlan
+from kvoffload_patch.plan import TransferPlan
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 

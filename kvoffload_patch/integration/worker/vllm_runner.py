@@ -8,7 +8,7 @@ from typing import Any
 
 from kvoffload_patch.integration import kvcached
 from kvoffload_patch.integration.protocol import RESULT
-from kvoffload_patch.tier.plan import TransferResult
+from kvoffload_patch.plan import TransferResult
 
 
 def runner_is_patched(runner: Any) -> str:

@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 
 from kvoffload_patch.links import LOAD, STORE, Link
-from kvoffload_patch.tier.plan import Transfer, TransferPlan
+from kvoffload_patch.plan import Transfer, TransferPlan
 from kvoffload_patch.transfer import device as devices
 from kvoffload_patch.transfer.engine import CopyEngine
 from scripts.bench.common import machine, quantile, say, table, write_json

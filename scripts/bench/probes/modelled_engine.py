@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvoffload_patch.integration.protocol import PLAN, RESULT
 from kvoffload_patch.links import LOAD, STORE
-from kvoffload_patch.tier.plan import TransferResult
+from kvoffload_patch.plan import TransferResult
 from kvoffload_patch.transfer.backends.load_times import LoadTimes
 from kvoffload_patch.transfer.tuning import LOAD_BUFFERS, LOAD_GROUPS, LOAD_SLICE_BYTES
 from scripts.bench.step_sides import Ranks, Sim, TierSim

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvoffload_patch.links import LOAD, STORE
-from kvoffload_patch.tier.plan import Transfer, TransferPlan
+from kvoffload_patch.plan import Transfer, TransferPlan
 from kvoffload_patch.transfer.backends.choose import choose_backend
 from kvoffload_patch.transfer.backends.slots import SlotMemory
 from kvoffload_patch.transfer.engine import CopyEngine

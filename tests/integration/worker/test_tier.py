@@ -29,7 +29,7 @@ from kvoffload_patch.integration.worker import tier as rank
 from kvoffload_patch.integration.worker.hooks import execute_model
 from kvoffload_patch.integration.worker.vllm_runner import block_layout
 from kvoffload_patch.links import LOAD, MISMATCH, RAISED, STORE
-from kvoffload_patch.tier.plan import TransferPlan
+from kvoffload_patch.plan import TransferPlan
 from kvoffload_patch.transfer import engine as copy_engine
 from kvoffload_patch.transfer.backends.torch import TorchBackend
 from kvoffload_patch.transfer.errors import TransferError

@@ -21,7 +21,7 @@ from kvoffload_patch.integration.shared_files import SharedFile
 from kvoffload_patch.integration.slot_counts import SlotCounts, make_slot_counts
 from kvoffload_patch.integration.worker.tier import RankTier
 from kvoffload_patch.links import LOAD, MISMATCH, STORE, Failure
-from kvoffload_patch.tier.plan import TransferPlan, TransferResult
+from kvoffload_patch.plan import TransferPlan, TransferResult
 from kvoffload_patch.transfer import engine as copy_engine
 from kvoffload_patch.transfer.backends.torch import TorchBackend
 

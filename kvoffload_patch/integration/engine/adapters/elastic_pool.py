@@ -15,7 +15,7 @@ from typing import Any
 from kvoffload_patch.integration.engine.adapters.vllm_pool import NoBlocks, PoolAdapter
 from kvoffload_patch.integration.kvcached import is_elastic
 from kvoffload_patch.links import GPU, Link
-from kvoffload_patch.tier.plan import Transfer
+from kvoffload_patch.plan import Transfer
 
 _EXHAUSTED = "KVCachePoolExhausted"
 _FORGET = "_remove_cached_block_hashes"  # of the pool: called for each cached block that it evicts

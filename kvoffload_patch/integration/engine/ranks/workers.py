@@ -25,7 +25,7 @@ from kvoffload_patch.integration.shared_files import SharedFile, SharedFileAddre
 from kvoffload_patch.integration.slot_counts import Alarms, make_slot_counts
 from kvoffload_patch.integration.worker import rpc as worker_side
 from kvoffload_patch.memory import AUTO_PARTS, RESERVE_BYTES, auto_bytes
-from kvoffload_patch.tier.plan import TransferPlan
+from kvoffload_patch.plan import TransferPlan
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 

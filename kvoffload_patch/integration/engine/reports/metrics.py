@@ -28,8 +28,8 @@ from kvoffload_patch.integration.metrics import (
     Record,
 )
 from kvoffload_patch.links import LOAD, STORE, Link
+from kvoffload_patch.plan import TransferPlan
 from kvoffload_patch.tier.manager import OffloadManager
-from kvoffload_patch.tier.plan import TransferPlan
 from kvoffload_patch.tier.stats import FailedCopies, TierStats
 
 logger = logging.getLogger("vllm.kvoffload_patch")

@@ -15,7 +15,7 @@ from kvoffload_patch.integration.engine.adapters.elastic_pool import (
 )
 from kvoffload_patch.integration.engine.adapters.vllm_pool import NoBlocks, PoolAdapter
 from kvoffload_patch.links import CPU, GPU, LOAD, STORE
-from kvoffload_patch.tier.plan import Transfer
+from kvoffload_patch.plan import Transfer
 
 
 class KVCachePoolExhausted(ValueError):

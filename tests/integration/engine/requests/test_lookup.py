@@ -32,7 +32,7 @@ from kvoffload_patch.integration.engine import step_hooks
 from kvoffload_patch.integration.engine.requests.lookup import LookupResult
 from kvoffload_patch.integration.protocol import PLAN
 from kvoffload_patch.links import LOAD, STORE
-from kvoffload_patch.tier.plan import Transfer, TransferResult
+from kvoffload_patch.plan import Transfer, TransferResult
 
 PARKED = RequestStatus.WAITING_FOR_REMOTE_KVS
 WAITING = RequestStatus.WAITING
