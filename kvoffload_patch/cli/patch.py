@@ -48,8 +48,6 @@ neither; 2 refused, nothing was changed."""
 class Refused(Exception):
     """One sentence: what was expected, what was found, what to do."""
 
-    status = EXIT_REFUSED
-
 
 class UnknownFiles(Refused):
     """The files are neither as released nor as patched by us."""

@@ -60,7 +60,7 @@ class SchedulerView:
         self.adapter = adapter = adapter_of(self.pool)
         self.hold, self.take_blocks, self.release = adapter.hold, adapter.take, adapter.free
         self.publish, self.free_after = adapter.publish, adapter.free_after
-        self.gpu_lacks = adapter.lacks
+        self.gpu_lacks, self.gpu_lookup = adapter.lacks, adapter.lookup
         self.groups = groups = CacheGroups(scheduler, managers)
         self.block_sizes, self.state_groups = groups.block_sizes, groups.states
         self.blocks_for, self.decode_blocks = groups.blocks_for, groups.decode_blocks
@@ -340,10 +340,6 @@ class SchedulerView:
         """Whether a request's first hash is that of its first block; pools say it from 0.12 on."""
         hash_size = getattr(self.pool, "hash_block_size", None)
         return self.in_order and hash_size == self.block_sizes[0]
-
-    def gpu_lookup(self) -> Callable[[Hashable], Any]:
-        """What finds the GPU block of a key, or None; until the next reset of the prefix cache."""
-        return self.adapter.lookup()
 
     def still_cached(self, gpu_block_id: int, key: Hashable) -> bool:
         """Whether a GPU block is in the prefix cache under this key."""
