@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 
 from scripts.bench import tables
 from scripts.bench.common import ROOT, say
@@ -57,7 +56,3 @@ def main() -> int:
         page.write_text(filled(text))
     draw()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -31,7 +31,3 @@ def main() -> int:
     args = parser.parse_args()
     command = [sys.executable, str(RUNS), str(args.seed), str(args.seconds)]
     return subprocess.run(command, check=False).returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -40,7 +40,3 @@ def main() -> int:
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVOFFLOAD_")}
     env |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     return subprocess.run(command, env=env, check=False).returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main())

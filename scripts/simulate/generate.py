@@ -22,7 +22,3 @@ def main() -> int:
     trace.write(options.out, requests)
     print(f"{len(requests)} requests", file=sys.stderr)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

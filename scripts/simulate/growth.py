@@ -7,18 +7,15 @@ docs/policies.md from that.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from kvoffload_patch.plan import TransferResult
 from kvoffload_patch.tier.exclusive import blocks_ahead
 from kvoffload_patch.tier.policies.arc import ArcPolicy
 from scripts import ROOT
-from scripts.bench.common import table, write_json
+from scripts.bench.common import table
 from scripts.simulate import parallel, workloads
 from scripts.simulate.bus import Bus
 from scripts.simulate.gpu import GpuPool
@@ -154,13 +151,4 @@ def _beside(document: dict[str, Any], trace: str, store: str, share: float, figu
 
 def main() -> int:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--seconds", type=float, default=1800.0, help="of each trace")
-    options = parser.parse_args()
-    write_json(options.out, measure(options.seconds, SEEDS, STORES))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return parallel.write(__doc__, RESULTS, lambda seconds: measure(seconds, SEEDS, STORES))

@@ -7,17 +7,14 @@ docs/measured/heads.json, and `page` makes the table of docs/policies.md from th
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from kvoffload_patch.tier.prefix_share import NO_HIT, Hit, PrefixShare
 from kvoffload_patch.tier.tuning import HEADS_FRONT_BLOCKS
 from scripts import ROOT
-from scripts.bench.common import table, write_json
+from scripts.bench.common import table
 from scripts.simulate import parallel, sides, workloads
 from scripts.simulate.model import Machine, Model
 from scripts.simulate.rules import Rules, Run
@@ -108,13 +105,4 @@ def _rows(document: dict[str, Any], name: str, kept: str) -> list[dict[str, Any]
 
 def main() -> int:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--seconds", type=float, default=1800.0, help="of each trace")
-    options = parser.parse_args()
-    write_json(options.out, measure(options.seconds))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return parallel.write(__doc__, RESULTS, measure)

@@ -12,14 +12,11 @@ docs/policies.md from the results.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
-from scripts.bench.common import quantile, write_json
+from scripts.bench.common import quantile
 from scripts.simulate import parallel, sides, workloads
 from scripts.simulate.model import LoadRules, Machine, Model
 
@@ -76,15 +73,4 @@ def measure(seconds: float) -> dict[str, Any]:
 
 def main() -> int:
     """Measure and write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--seconds", type=float, default=1800.0, help="of each trace")
-    options = parser.parse_args()
-    write_json(options.out, measure(options.seconds))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return parallel.write(__doc__, RESULTS, measure)

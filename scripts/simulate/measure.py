@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,3 @@ def main() -> int:
         found["rows"] += kept(options.out, found, set(every).difference(options.sides))
     write_json(options.out, found)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

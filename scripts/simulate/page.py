@@ -9,7 +9,6 @@ import argparse
 import json
 import re
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +225,3 @@ def main() -> int:
     PAGE.write_text(right, encoding="utf-8")
     draw(document)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
-from scripts.bench.common import machine
+from scripts.bench.common import machine, write_json
 from scripts.simulate.model import Machine
 
 Job = TypeVar("Job")
@@ -33,3 +35,21 @@ def measured(
             rows.append(row)
             print(f"{number} of {len(jobs)}: {job}", file=sys.stderr, flush=True)
     return {"machine": machine(), "model": model._asdict(), "seconds": seconds, "rows": rows}
+
+
+def write(about: str, out: Path, measure: Callable[[float], dict[str, Any]]) -> int:
+    """Measure and write, as the command line of a module says; returns the exit status.
+
+    Args:
+        about: the module's docstring.
+        out: where to, unless the command line names another file.
+        measure: called with the seconds of each trace.
+    """
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=out)
+    parser.add_argument("--seconds", type=float, default=1800.0, help="of each trace")
+    options = parser.parse_args()
+    write_json(options.out, measure(options.seconds))
+    return 0

@@ -88,7 +88,3 @@ def main() -> int:
     jobs = [(str(options.file), side, blocks) for blocks in TIERS for side in SIDES]
     write_json(options.out, parallel.measured(replayed, jobs, None, MACHINE))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

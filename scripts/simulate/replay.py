@@ -102,7 +102,3 @@ def main() -> int:
         print(f"\n{name}: {len(requests)} requests, {tokens / 1e6:.1f} M prompt tokens\n")
         print(report.as_table(found, best, machine))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

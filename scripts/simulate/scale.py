@@ -127,7 +127,3 @@ def main() -> int:
     write_json(options.out, document)
     say(page(document))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

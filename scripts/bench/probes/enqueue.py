@@ -10,7 +10,6 @@ slots hold.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,7 +156,3 @@ def main() -> int:
     if args.json:
         write_json(args.json, document)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -221,7 +221,3 @@ def main() -> int:
         write_json(options.json, document)
     say(f"\n{report(document['rows'])}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -218,7 +218,3 @@ def main() -> int:
     if args.json:
         write_json(args.json, document)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

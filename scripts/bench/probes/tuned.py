@@ -223,7 +223,3 @@ def main() -> int:
             write_json(args.json, document)
     print(report(document["rows"]))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
