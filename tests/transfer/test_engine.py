@@ -21,11 +21,9 @@ from kvoffload_patch.links import (
     RAISED,
     STORE,
     Failure,
-    Link,
     Tickets,
-    ticket_on,
 )
-from kvoffload_patch.plan import Transfer, TransferResult
+from kvoffload_patch.plan import Transfer, TransferPlan, TransferResult
 from kvoffload_patch.transfer import engine as copy_engine
 from kvoffload_patch.transfer.engine import CopyEngine
 from kvoffload_patch.transfer.errors import CopyFailed, TransferError
@@ -42,35 +40,15 @@ class Batch:
     cpu_slots: Sequence[int] = (2,)
 
 
-@dataclass
-class Plan:
-    """Not the tier's own class: the engine takes anything with these attributes."""
-
-    loads: Sequence[Batch] = ()
-    store: Batch | None = None
-    wait_load: int = 0
-    wait_store: int = 0
-    stores_done: int = 0
-    loads_done: int = 0
-
-    @property
-    def before(self) -> list[Transfer]:
-        return [Transfer(b.ticket, CPU, GPU, b.cpu_slots, b.gpu_block_ids) for b in self.loads]
-
-    @property
-    def after(self) -> list[Transfer]:
-        b = self.store
-        return [Transfer(b.ticket, GPU, CPU, b.gpu_block_ids, b.cpu_slots)] if b else []
-
-    @property
-    def done(self) -> Tickets:
-        return (LOAD, self.loads_done), (STORE, self.stores_done)
-
-    def waits_for(self, link: Link) -> int:
-        return ticket_on(((LOAD, self.wait_load), (STORE, self.wait_store)), link)
-
-    def known_done(self, link: Link) -> int:
-        return ticket_on(self.done, link)
+def step_plan(
+    loads: Sequence[Batch] = (), store: Batch | None = None, wait_load: int = 0,
+    wait_store: int = 0, stores_done: int = 0, loads_done: int = 0, promised: Tickets = (),
+) -> TransferPlan:  # fmt: skip
+    before = [Transfer(b.ticket, CPU, GPU, b.cpu_slots, b.gpu_block_ids) for b in loads]
+    after = [Transfer(b.ticket, GPU, CPU, b.gpu_block_ids, b.cpu_slots) for b in [store] if b]
+    waits = (LOAD, wait_load), (STORE, wait_store)
+    done = (LOAD, loads_done), (STORE, stores_done)
+    return TransferPlan(tuple(before), tuple(after), waits, done, promised)
 
 
 def progress(
@@ -169,7 +147,7 @@ def recording(engine: CopyEngine, recorder: Recorder) -> CopyEngine:
 def test_loads_are_submitted_before_the_forward_pass_and_the_store_after_it(
     engine: CopyEngine, recorder: Recorder
 ) -> None:
-    plan = Plan(
+    plan = step_plan(
         loads=[Batch(1, (3, 1), (0, 5)), Batch(2, (2,), (7,))], store=Batch(1, (0, 3), (8, 9))
     )
     engine.begin_step(plan)
@@ -181,7 +159,7 @@ def test_loads_are_submitted_before_the_forward_pass_and_the_store_after_it(
 
 
 def test_ending_a_step_twice_stores_once(engine: CopyEngine, recorder: Recorder) -> None:
-    engine.begin_step(Plan(store=Batch(1)))
+    engine.begin_step(step_plan(store=Batch(1)))
     engine.end_step()
     engine.end_step()
     engine.drain()
@@ -189,11 +167,11 @@ def test_ending_a_step_twice_stores_once(engine: CopyEngine, recorder: Recorder)
     assert engine.poll() == progress(0, 1)
 
 
-@pytest.mark.parametrize("following", [None, Plan(loads=[Batch(1, (3,), (3,))])])
+@pytest.mark.parametrize("following", [None, step_plan(loads=[Batch(1, (3,), (3,))])])
 def test_a_store_left_over_goes_first_in_the_next_step(
-    engine: CopyEngine, recorder: Recorder, following: Plan | None
+    engine: CopyEngine, recorder: Recorder, following: TransferPlan | None
 ) -> None:
-    engine.begin_step(Plan(store=Batch(1)))
+    engine.begin_step(step_plan(store=Batch(1)))
     assert recorder.calls == []
     engine.begin_step(following)
     assert recorder.calls[0] == ("store", (1,), (2,))
@@ -211,7 +189,7 @@ def test_steps_without_a_plan_do_nothing(engine: CopyEngine, recorder: Recorder)
 
 
 def test_draining_submits_the_store_that_is_left(engine: CopyEngine, recorder: Recorder) -> None:
-    engine.begin_step(Plan(store=Batch(1)))
+    engine.begin_step(step_plan(store=Batch(1)))
     engine.drain()
     assert recorder.take() == [("store", (1,), (2,))]
     assert engine.poll() == progress(0, 1)
@@ -221,10 +199,10 @@ def test_draining_submits_the_store_that_is_left(engine: CopyEngine, recorder: R
 def test_a_load_out_of_order_is_an_error_and_is_not_submitted(
     engine: CopyEngine, recorder: Recorder, found: int
 ) -> None:
-    engine.begin_step(Plan(loads=[Batch(1)]))
+    engine.begin_step(step_plan(loads=[Batch(1)]))
     recorder.take()
     with pytest.raises(TransferError, match=f"expected ticket 2 from cpu to gpu, found {found}:"):
-        engine.begin_step(Plan(loads=[Batch(found)]))
+        engine.begin_step(step_plan(loads=[Batch(found)]))
     assert recorder.calls == []
     assert engine.poll() == progress(1, 0)
 
@@ -233,8 +211,8 @@ def test_a_load_out_of_order_is_an_error_and_is_not_submitted(
 def test_a_store_out_of_order_is_an_error_and_is_not_submitted(
     engine: CopyEngine, recorder: Recorder, found: int
 ) -> None:
-    engine.begin_step(Plan(store=Batch(1)))
-    engine.begin_step(Plan(store=Batch(found)))
+    engine.begin_step(step_plan(store=Batch(1)))
+    engine.begin_step(step_plan(store=Batch(found)))
     recorder.take()
     with pytest.raises(TransferError, match=f"expected ticket 2 from gpu to cpu, found {found}:"):
         engine.end_step()
@@ -243,7 +221,7 @@ def test_a_store_out_of_order_is_an_error_and_is_not_submitted(
 
 
 def test_the_same_plan_twice_is_an_error(engine: CopyEngine, recorder: Recorder) -> None:
-    plan = Plan(loads=[Batch(1)], store=Batch(1))
+    plan = step_plan(loads=[Batch(1)], store=Batch(1))
     engine.begin_step(plan)
     engine.end_step()
     with pytest.raises(TransferError, match="a plan was lost or came twice"):
@@ -254,7 +232,7 @@ def test_the_same_plan_twice_is_an_error(engine: CopyEngine, recorder: Recorder)
 def test_every_wait_of_a_plan_is_where_it_belongs(
     recording: CopyEngine, recorder: Recorder
 ) -> None:
-    plan = Plan([Batch(1), Batch(2)], Batch(1), 6, 5, 4, 3)
+    plan = step_plan([Batch(1), Batch(2)], Batch(1), 6, 5, 4, 3)
     recording.begin_step(plan)
     assert recorder.take() == [
         # The forward pass, and with it the loads, wait for stores of blocks handed out.
@@ -322,7 +300,7 @@ def test_a_step_tops_up_loads_before_it_if_the_bus_would_be_idle(
     recording._links[LOAD].queue = Queued("loads", recorder)
     recording._thread = cast("Any", SimpleNamespace(wake=lambda: recorder.calls.append("wake")))
     for has_room in (False, True):
-        recording.begin_step(Plan(wait_load=1))
+        recording.begin_step(step_plan(wait_load=1))
         wanted = [("stores", "hold", "compute", 0), ("loads", "hold", "compute", 1)]
         # What this step waits for goes first, and the copy thread does the rest.
         wanted += [("loads", "top up", copy_engine.THREAD_LOAD_SLICES)] if has_room else []
@@ -333,7 +311,7 @@ def test_a_step_tops_up_loads_before_it_if_the_bus_would_be_idle(
 
 
 def test_a_plan_without_transfers_only_waits(recording: CopyEngine, recorder: Recorder) -> None:
-    recording.begin_step(Plan(wait_load=2, wait_store=1, stores_done=1, loads_done=1))
+    recording.begin_step(step_plan(wait_load=2, wait_store=1, stores_done=1, loads_done=1))
     recording.end_step()
     assert recorder.calls == [
         ("stores", "hold", "compute", 1),
@@ -344,7 +322,7 @@ def test_a_plan_without_transfers_only_waits(recording: CopyEngine, recorder: Re
 
 
 def test_draining_waits_for_both_directions(recording: CopyEngine, recorder: Recorder) -> None:
-    recording.begin_step(Plan(store=Batch(1)))
+    recording.begin_step(step_plan(store=Batch(1)))
     recorder.take()
     recording.drain()
     calls = recorder.take()
@@ -382,19 +360,19 @@ def test_a_failed_copy_is_done_and_named_until_a_plan_shows_that_it_is_known(
     engine: CopyEngine, recorder: Recorder
 ) -> None:
     recorder.fails = True
-    engine.begin_step(Plan(loads=[Batch(1)], store=Batch(1)))
+    engine.begin_step(step_plan(loads=[Batch(1)], store=Batch(1)))
     engine.end_step()
     recorder.fails = False
     for _ in range(2):
         assert engine.poll() == progress(1, 1, (1,), (1,))
         assert engine.loads_done() == 0, "it would say that the load has not failed"
     assert engine.failed(((LOAD, 2), (LOAD, 1))) == (LOAD, 1, "the bus is on fire")
-    engine.begin_step(Plan(loads=[Batch(2, cpu_slots=(5,))], loads_done=0, stores_done=0))
+    engine.begin_step(step_plan(loads=[Batch(2, cpu_slots=(5,))], loads_done=0, stores_done=0))
     assert engine.poll() == progress(2, 1, (1,), (1,))
-    engine.begin_step(Plan(loads_done=1, stores_done=0))
+    engine.begin_step(step_plan(loads_done=1, stores_done=0))
     assert engine.poll() == progress(2, 1, (), (1,))
     assert engine.loads_done() == 2
-    engine.begin_step(Plan(loads_done=2, stores_done=1))
+    engine.begin_step(step_plan(loads_done=2, stores_done=1))
     assert engine.poll() == progress(2, 1)
     assert engine.failed(((LOAD, 1),)) is None
 
@@ -404,10 +382,10 @@ def test_a_failure_is_told_even_if_another_rank_has_said_that_the_copy_is_done(
 ) -> None:
     """The scheduler hears from one rank only, and does not know of the failures of this one."""
     recorder.fails = True
-    engine.begin_step(Plan(loads=[Batch(1)], store=Batch(1)))
-    engine.begin_step(Plan(loads_done=1, stores_done=1))
+    engine.begin_step(step_plan(loads=[Batch(1)], store=Batch(1)))
+    engine.begin_step(step_plan(loads_done=1, stores_done=1))
     assert engine.poll() == progress(1, 1, (1,), (1,))
-    engine.begin_step(Plan(loads_done=1, stores_done=1))
+    engine.begin_step(step_plan(loads_done=1, stores_done=1))
     assert engine.poll() == progress(1, 1)
 
 
@@ -415,12 +393,12 @@ def test_a_load_fails_where_the_store_of_one_of_its_slots_has(
     engine: CopyEngine, recorder: Recorder
 ) -> None:
     recorder.fails = True
-    engine.begin_step(Plan(store=Batch(1, (1, 2), (5, 6))))
+    engine.begin_step(step_plan(store=Batch(1, (1, 2), (5, 6))))
     engine.end_step()
     recorder.fails = False
     recorder.take()
     # The scheduler may have heard from another rank only.
-    engine.begin_step(Plan([Batch(1, (3, 4), (4, 6)), Batch(2, (3,), (4,))], stores_done=1))
+    engine.begin_step(step_plan([Batch(1, (3, 4), (4, 6)), Batch(2, (3,), (4,))], stores_done=1))
     assert recorder.take() == [("load", (3,), (4,))]
     assert engine.poll() == progress(2, 1, (1,), (1,), NOT_STORED)
     assert engine.failed(((LOAD, 1),)) == (
@@ -428,8 +406,8 @@ def test_a_load_fails_where_the_store_of_one_of_its_slots_has(
         1,
         "an earlier copy of some of these blocks to the cpu has failed on this rank.",
     )
-    engine.begin_step(Plan(store=Batch(2, (1,), (6,)), loads_done=2))
-    engine.begin_step(Plan([Batch(3, (1,), (6,)), Batch(4, (1,), (5,))], stores_done=2))
+    engine.begin_step(step_plan(store=Batch(2, (1,), (6,)), loads_done=2))
+    engine.begin_step(step_plan([Batch(3, (1,), (6,)), Batch(4, (1,), (5,))], stores_done=2))
     assert engine.poll() == progress(4, 2, (4,), (), NOT_STORED), (
         "only what was stored again is good again"
     )
@@ -438,9 +416,9 @@ def test_a_load_fails_where_the_store_of_one_of_its_slots_has(
 def test_a_load_that_the_step_waits_for_is_known_to_have_failed_when_the_step_begins(
     recording: CopyEngine, recorder: Recorder
 ) -> None:
-    recording.begin_step(Plan([Batch(1)], wait_load=1))
+    recording.begin_step(step_plan([Batch(1)], wait_load=1))
     recorder.fails = True
-    recording.begin_step(Plan([Batch(2), Batch(3)], wait_load=2))
+    recording.begin_step(step_plan([Batch(2), Batch(3)], wait_load=2))
     queue: Any = recording._links[LOAD].queue
     queue._done = 0
     assert recording.failed(((LOAD, 1),)) is None
@@ -459,8 +437,8 @@ def test_slots_are_waited_for_before_they_are_used(recorder: Recorder) -> None:
             raise TransferError("there will be no more")
 
     engine = CopyEngine(layout(), recorder, wait_ready)
-    engine.begin_step(Plan(store=Batch(1, (1, 2), (7, 3))))
-    engine.begin_step(Plan(store=Batch(2, (1, 2), (3, 8))))
+    engine.begin_step(step_plan(store=Batch(1, (1, 2), (7, 3))))
+    engine.begin_step(step_plan(store=Batch(2, (1, 2), (3, 8))))
     engine.end_step()
     assert asked == [8, 9]
     assert recorder.take() == [("store", (1, 2), (7, 3))]
@@ -484,15 +462,15 @@ def test_failures_can_be_read_while_another_thread_adds_to_them(engine: CopyEngi
     try:
         while not over.is_set():
             engine.poll()
-            engine.begin_step(Plan(stores_done=1))
+            engine.begin_step(step_plan(stores_done=1))
     finally:
         sys.setswitchinterval(before)
         thread.join()
 
 
-@pytest.mark.parametrize("plan", [None, Plan()])
+@pytest.mark.parametrize("plan", [None, step_plan()])
 def test_a_copy_thread_that_has_ended_is_said_in_the_next_step(
-    engine: CopyEngine, plan: Plan | None
+    engine: CopyEngine, plan: TransferPlan | None
 ) -> None:
     """Or a request would wait for its load for ever."""
 

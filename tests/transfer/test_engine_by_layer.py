@@ -10,26 +10,21 @@ from typing import Any
 import pytest
 import torch
 from transfer.fake_cuda import FakeCuda
-from transfer.test_engine import Batch
-from transfer.test_engine import Plan as SomePlan
+from transfer.test_engine import Batch, step_plan
 
-from kvoffload_patch.links import GPU, LOAD, Tickets
+from kvoffload_patch.links import GPU, LOAD
+from kvoffload_patch.plan import TransferPlan
 from kvoffload_patch.transfer.backends.base import Slices, Streams
 from kvoffload_patch.transfer.engine import CopyEngine
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.queue import CopyQueue
 
 
-class Plan(SomePlan):
-    """``read``: loads that the step reads, of ``blocks`` each."""
-
-    def __init__(
-        self, *loads: int, wait: int = 0, read: Sequence[int] = (), blocks: int = 2
-    ) -> None:
-        moved = [[ticket] * blocks for ticket in loads]
-        batches = [Batch(ticket, ids, ids) for ticket, ids in zip(loads, moved)]
-        super().__init__(batches, wait_load=wait)
-        self.promised: Tickets = tuple((LOAD, ticket) for ticket in read)
+def reading(*loads: int, wait: int = 0, read: Sequence[int] = (), blocks: int = 2) -> TransferPlan:
+    """The plan of a step that reads the loads ``read``, of ``blocks`` each."""
+    moved = [[ticket] * blocks for ticket in loads]
+    batches = [Batch(ticket, ids, ids) for ticket, ids in zip(loads, moved)]
+    return step_plan(batches, wait_load=wait, promised=tuple((LOAD, ticket) for ticket in read))
 
 
 class Rank:
@@ -86,7 +81,7 @@ def rank(request: Any) -> Iterator[Rank]:
 
 
 def test_each_layer_waits_for_its_group_and_for_no_more(rank: Rank) -> None:
-    assert rank.engine.begin_step(Plan(1, wait=1, read=[1]), True)
+    assert rank.engine.begin_step(reading(1, wait=1, read=[1]), True)
     rank.compute("inputs")
     for group in (0, 1):
         rank.engine.wait_group(group)
@@ -101,7 +96,7 @@ def test_each_layer_waits_for_its_group_and_for_no_more(rank: Rank) -> None:
 def test_a_stream_waits_once_for_the_group_of_several_layers(rank: Rank) -> None:
     compute, other = rank.cuda.current, rank.cuda.new_stream()
     for load in (1, 2):  # of two steps
-        assert rank.engine.begin_step(Plan(load, wait=load, read=[load]), True)
+        assert rank.engine.begin_step(reading(load, wait=load, read=[load]), True)
         before = len(compute.work)
         for group in (0, 0, 1, 1):
             rank.engine.wait_group(group)
@@ -115,8 +110,8 @@ def test_a_stream_waits_once_for_the_group_of_several_layers(rank: Rank) -> None
 
 
 def test_a_load_of_an_earlier_step_comes_by_layer_as_well(rank: Rank) -> None:
-    assert not rank.engine.begin_step(Plan(1), True)
-    assert rank.engine.begin_step(Plan(wait=1, read=[1]), True)
+    assert not rank.engine.begin_step(reading(1), True)
+    assert rank.engine.begin_step(reading(wait=1, read=[1]), True)
     rank.engine.wait_group(0)
     rank.compute("layer 0")
     assert rank.before("layer 0") == [(1, 0)]
@@ -124,7 +119,7 @@ def test_a_load_of_an_earlier_step_comes_by_layer_as_well(rank: Rank) -> None:
 
 def test_one_that_nobody_reads_is_waited_for_before_anything_is_computed(rank: Rank) -> None:
     """A layer writes its KV before it waits: what is still to come would replace it."""
-    assert not rank.engine.begin_step(Plan(1, wait=1), True)
+    assert not rank.engine.begin_step(reading(1, wait=1), True)
     rank.engine.wait_group(0)
     rank.compute("layer 0")
     assert rank.before("layer 0") == [(1, 0), (1, 1)]
@@ -135,44 +130,44 @@ def test_the_last_block_of_a_prompt_is_there_before_a_layer_writes_to_it(
     rank: Rank, blocks: int
 ) -> None:
     """The step that loads it computes the last token of it; such a load has no other block."""
-    by_layer = rank.engine.begin_step(Plan(1, 2, wait=2, read=[1, 2], blocks=blocks), True)
+    by_layer = rank.engine.begin_step(reading(1, 2, wait=2, read=[1, 2], blocks=blocks), True)
     assert by_layer == (blocks > 1)
     rank.compute("layer 0 writes")
     assert ((2, 0) in rank.before("layer 0 writes")) == (blocks == 1)
 
 
 def test_those_before_the_last_one_are_waited_for_as_a_whole(rank: Rank) -> None:
-    assert rank.engine.begin_step(Plan(1, 2, wait=2, read=[1, 2]), True)
+    assert rank.engine.begin_step(reading(1, 2, wait=2, read=[1, 2]), True)
     rank.compute("inputs")
     assert rank.before("inputs") == [(1, 0), (1, 1)]
 
 
 def test_the_end_of_the_forward_pass_waits_for_what_no_layer_did(rank: Rank) -> None:
-    assert rank.engine.begin_step(Plan(1, wait=1, read=[1]), True)
+    assert rank.engine.begin_step(reading(1, wait=1, read=[1]), True)
     rank.engine.wait_all_groups()
     rank.compute("sampling")
     assert rank.before("sampling") == [(1, 0), (1, 1)]
 
 
 def test_a_forward_pass_that_was_given_up_is_made_up_for(rank: Rank) -> None:
-    assert rank.engine.begin_step(Plan(1, wait=1, read=[1]), True)
+    assert rank.engine.begin_step(reading(1, wait=1, read=[1]), True)
     assert not rank.engine.begin_step(None, True)
     rank.compute("the next one")
     assert rank.before("the next one") == [(1, 0), (1, 1)]
 
 
 def test_the_step_behind_one_by_layer_waits_for_its_own_load(rank: Rank) -> None:
-    assert rank.engine.begin_step(Plan(1, wait=1, read=[1]), True)
+    assert rank.engine.begin_step(reading(1, wait=1, read=[1]), True)
     rank.engine.wait_all_groups()
-    assert not rank.engine.begin_step(Plan(2, wait=2), True)
+    assert not rank.engine.begin_step(reading(2, wait=2), True)
     rank.compute("the next one")
     assert rank.before("the next one")[2:] == [(2, 0), (2, 1)]
 
 
 def test_a_load_that_is_done_is_not_waited_for(rank: Rank) -> None:
-    rank.engine.begin_step(Plan(1), True)
+    rank.engine.begin_step(reading(1), True)
     rank.engine.drain()
-    assert not rank.engine.begin_step(Plan(wait=1, read=[1]), True)
+    assert not rank.engine.begin_step(reading(wait=1, read=[1]), True)
 
 
 @pytest.mark.parametrize("fails_in", [0, 1])
@@ -180,13 +175,13 @@ def test_a_load_that_fails_half_way_is_waited_for_as_a_whole_and_known(
     rank: Rank, fails_in: int
 ) -> None:
     rank.fails_in = fails_in
-    assert not rank.engine.begin_step(Plan(1, wait=1, read=[1]), True)
+    assert not rank.engine.begin_step(reading(1, wait=1, read=[1]), True)
     assert rank.engine.failed(((LOAD, 1),))
     rank.compute("inputs")
     assert rank.before("inputs") == [(1, 0)] * fails_in
 
 
 def test_without_the_gate_a_step_waits_for_all_of_it(rank: Rank) -> None:
-    assert not rank.engine.begin_step(Plan(1, wait=1, read=[1]))
+    assert not rank.engine.begin_step(reading(1, wait=1, read=[1]))
     rank.compute("inputs")
     assert rank.before("inputs") == [(1, 0), (1, 1)]
