@@ -10,7 +10,7 @@ from kvoffload_patch.links import CPU, GPU, LOAD, STORE, Failure, Link, Tickets,
 from kvoffload_patch.plan import Transfer
 from kvoffload_patch.transfer.backends.base import CopyBackend, Slices, Streams
 from kvoffload_patch.transfer.errors import NotStored, TransferError
-from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue, failed_up_to, forget
+from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue
 from kvoffload_patch.transfer.turns import ALONE, Turn
 
 # Blocks of the source, blocks of the target, streams of the link, and whether the bytes are
@@ -119,14 +119,18 @@ class LinkCopies:
         failed = self.queue.failed
         if not failed:
             return ()
-        up_to = failed_up_to(self.told, failed)
-        return tuple([Failure(self.link, ticket, failed[ticket].reason) for ticket in up_to])
+        told = self._failed_up_to(self.told)
+        return tuple([Failure(self.link, ticket, failed[ticket].reason) for ticket in told])
 
     def forget(self, known_done: int) -> None:
         """Forget the failures that the other side has heard of."""
-        if self.queue.failed:
-            # Another rank may have said that they are done: forget what this one has told, only.
-            forget(self.queue.failed, min(known_done, self.told))
+        # Another rank may have said that they are done: forget what this one has told, only.
+        for ticket in self._failed_up_to(min(known_done, self.told)):
+            del self.queue.failed[ticket]
+
+    def _failed_up_to(self, last: int) -> list[int]:
+        # Copied in one go: another thread adds to it.
+        return [ticket for ticket in list(self.queue.failed) if ticket <= last]
 
     def _copy_blocks(
         self,

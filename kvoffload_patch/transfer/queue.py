@@ -386,15 +386,3 @@ class SyncCopyQueue:
 
     def drain(self, check: object = None) -> None:
         """Nothing is ever under way."""
-
-
-def failed_up_to(last: int, failed: dict[int, CopyFailed]) -> tuple[int, ...]:
-    """Tickets of copies that have failed, of those up to ``last``."""
-    # Copied in one go: another thread adds to it.
-    return tuple(ticket for ticket in list(failed) if ticket <= last)
-
-
-def forget(failed: dict[int, CopyFailed], acknowledged: int) -> None:
-    """Drop the failures that the other side has heard of."""
-    for ticket in failed_up_to(acknowledged, failed):
-        del failed[ticket]
