@@ -65,6 +65,7 @@ class AdmissionBudget:
         adapters: of LoRA, of which a step may have so many; None without.
         reserved: whether some of the room is kept for requests that wait, of which vLLM knows not.
         needed: blocks that the request asked for last needs.
+        taken: blocks that running requests and those before the next one are given, at most.
     """
 
     def __init__(self, view: SchedulerView, parked: int = 0, reserved_blocks: int = 0) -> None:
@@ -72,7 +73,7 @@ class AdmissionBudget:
         self._exact = False
         self.requests = view.free_run_slots() - parked
         tokens, self._for_running = view.demand_of_running()
-        self._headroom = self._for_running
+        self._headroom = self.taken = self._for_running
         self.tokens = int(view.scheduler.max_num_scheduled_tokens) - tokens
         self.blocks = view.num_free_blocks() - reserved_blocks
         self._tokens_for_one = view.prompt_tokens_in_step()
@@ -165,6 +166,7 @@ class AdmissionBudget:
         if self.tokens <= 0:
             self._ahead -= 1
         self.blocks -= num_blocks
+        self.taken += num_blocks
         self.requests -= 1
 
     def _tokens_of(self, request: Any, hit_tokens: int) -> int:
@@ -300,7 +302,7 @@ class Admission:
                 return True
             result = loaded
         else:
-            self._loads.protect(result)
+            self._loads.protect(result, budget.taken)
         if budget.tokens > 0:
             stall.admit()
         budget.admit(request, result.tokens)

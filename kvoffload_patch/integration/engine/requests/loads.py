@@ -147,14 +147,28 @@ class LoadBook:
         waiting = [p for load in self.under_way for p in load.waiting if p.request]
         return len(waiting), sum(p.needed for p in waiting)
 
-    def protect(self, found: LookupResult) -> None:
-        """What a request of this step hits on the GPU must survive the loads of those behind it."""
-        if not found.found:
+    def protect(self, found: LookupResult, taken: int) -> None:
+        """What a request of this step hits on the GPU must survive until vLLM admits it.
+
+        Those before it may be given its blocks, and loads of those behind it as well.
+
+        Args:
+            found: what it hits.
+            taken: blocks that others are given before it, at most.
+        """
+        if not (found.found or self._is_next(found.gpu_blocks, taken)):
             self._at_risk.append(found.gpu_blocks)
             return
         self._view.hold(found.gpu_blocks)
         self._held.extend(found.gpu_blocks)
         self._give(found)
+
+    def _is_next(self, blocks: Sequence[Any], count: int) -> bool:
+        """Whether one of these is among the next ``count`` that vLLM hands out."""
+        if not (blocks and count > 0):
+            return False
+        front = {block.block_id for block in self._view.free_after(None, count)}
+        return not front.isdisjoint([block.block_id for block in blocks])
 
     def load_inline(self, request: Any, found: LookupResult) -> LookupResult:
         """Load what was found so that this very step can use it; returns what it hits then.

@@ -175,6 +175,18 @@ def test_one_that_waits_for_anothers_load_and_has_no_room_keeps_its_hit() -> Non
     mini.check()
 
 
+def test_what_is_hit_on_the_gpu_is_not_given_to_those_before_it() -> None:
+    mini = Mini(blocks=25)
+    for seed in (1, 2, 3):  # 7 blocks each, so the next one takes 3 that are new and 6 of the first
+        mini.add(prompt(6, seed=seed))
+        mini.run()
+    new, hit = mini.add(prompt(8, seed=4)), mini.add(prompt(6, seed=1))
+    mini.begin_step()
+    assert mini.hits == {**mini.hits, new: 0, hit: 6 * BLOCK}
+    mini.run()
+    mini.check()
+
+
 def test_a_request_without_a_hit_is_admitted_if_vllm_finds_room() -> None:
     mini = Mini()
     tight = Tight(mini, 18)
