@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Collection
 from contextlib import suppress
 from itertools import takewhile
@@ -10,6 +11,10 @@ from typing import Any
 
 from kvoffload_patch import config
 from kvoffload_patch.cli import processes
+from kvoffload_patch.cli.printable import printable
+
+# The variables that say where its socket is (`control.folder.candidates`).
+_WHERE = ("XDG_RUNTIME_DIR", "TMPDIR")
 
 
 def found(tiers: Collection[int]) -> list[dict[str, Any]]:
@@ -61,4 +66,11 @@ def _reason(pid: int) -> str:
             return "its environment does not switch it on; use `kvoffload vllm serve MODEL`."
         if not config.read(config.VARIABLES["KVOFFLOAD_CONTROL"], environ):
             return "it has KVOFFLOAD_CONTROL=0, so it cannot be asked."
-    return "it is still starting, or its log says why."
+    own = [(name, environ.get(name, "")) for name in _WHERE]
+    others = [f"{name}={value}" for name, value in own if value not in ("", os.environ.get(name))]
+    elsewhere = (
+        f"its socket is elsewhere: ask with {printable(shlex.join(others))}."
+        if others
+        else "the folder of its socket was removed: restart it."
+    )
+    return f"it is still starting, its log says why, or {elsewhere}"

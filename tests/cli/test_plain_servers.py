@@ -50,16 +50,35 @@ def listening(one: subprocess.Popen[str]) -> bool:
 def test_a_server_without_a_tier_is_named_with_what_its_environment_says(serve: Serve) -> None:
     off = serve("off")
     disabled = serve("disabled", KVOFFLOAD_ENABLE="1", KVOFFLOAD_DISABLE="1")
-    on, odd = serve("on", KVOFFLOAD_ENABLE="1"), serve("odd", KVOFFLOAD_ENABLE="what")
+    on = serve("on", KVOFFLOAD_ENABLE="1", TMPDIR="")
+    odd = serve("odd", KVOFFLOAD_ENABLE="what")
     mute = serve("mute", KVOFFLOAD_ENABLE="1", KVOFFLOAD_CONTROL="0")
     every = [off, disabled, on, odd, mute]
     until(lambda: all(map(listening, every)))
     found = reasons(set())
     switched_off = "its environment does not switch it on; use `kvoffload vllm serve MODEL`."
     asked = "it has KVOFFLOAD_CONTROL=0, so it cannot be asked."
-    told = [switched_off] * 2 + ["it is still starting, or its log says why."] * 2 + [asked]
+    unknown = (
+        "it is still starting, its log says why, or the folder of its socket was removed: "
+        "restart it."
+    )
+    told = [switched_off] * 2 + [unknown] * 2 + [asked]
     assert [found[one.pid] for one in every] == told
     assert reasons({off.pid}).keys() & {one.pid for one in every} == {one.pid for one in every[1:]}
+
+
+def test_a_server_whose_socket_is_in_another_folder_is_named_with_its_variables(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of another login, whose engine no command finds."""
+    monkeypatch.setenv("TMPDIR", "/same")
+    where = {"XDG_RUNTIME_DIR": "/a b\x1b", "TMPDIR": "/same"}
+    one = serve("elsewhere", KVOFFLOAD_ENABLE="1", **where)
+    until(lambda: listening(one))
+    assert reasons(set())[one.pid] == (
+        "it is still starting, its log says why, or its socket is elsewhere: ask with "
+        "'XDG_RUNTIME_DIR=/a b\\x1b'."
+    )
 
 
 def test_an_engine_below_its_server_counts_for_it(serve: Serve) -> None:
