@@ -78,3 +78,33 @@ def test_a_replay_has_the_figures_of_the_page() -> None:
     assert set(row) == set(next(r for r in DOCUMENT["rows"] if r["side"] == DEFAULT))
     best = replayed(("documents", OPTIMUM, 0, 60.0))
     assert row["hits"] <= best["hits"] <= best["reusable"]
+
+
+def test_the_table_of_the_default_says_what_the_results_do() -> None:
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert not any(page.again(DOCUMENT, "takeover", DEFAULT)), "the table leaves it out"
+    for side in ("lru", "adaptive"):
+        low, high, least, most = beside(side, "again")
+        words = (
+            f"| recomputed, beside `eager` with `{side}` | {-high:.0f} to {-low:.0f} % less | from"
+        )
+        assert f"{words} {most:.1f} % more" in text and f"to {-least:.0f} % less |" in text
+    low, high, _, most = beside("adaptive", "first_token_mean")
+    assert f"| {-high:.0f} to {-low:.0f} % earlier | {most:.0f} % later with one seed" in text
+    low, high, _, _ = beside("adaptive", "stored")
+    assert f"| {1 + low / 100:.1f} to {1 + high / 100:.1f} times as many |" in text
+
+
+def beside(side: str, figure: str) -> tuple[float, float, float, float]:
+    """How far the default is from another side, in percent: means and single seeds, each from to.
+
+    Over all traces on which anything is recomputed.
+    """
+    rows = {(r["trace"], r["side"], r["seed"]): r[figure] for r in DOCUMENT["rows"] if figure in r}
+    means, seeds = [], []
+    for trace in WORKLOADS:
+        if trace != "takeover":
+            pairs = [(rows[trace, DEFAULT, n], rows[trace, side, n]) for n in range(3)]
+            means.append(100 * sum(a for a, _ in pairs) / sum(b for _, b in pairs) - 100)
+            seeds += [100 * a / b - 100 for a, b in pairs]
+    return min(means), max(means), min(seeds), max(seeds)
