@@ -111,14 +111,15 @@ METRICS = (
     Metric(
         "recomputed_tokens",
         "counter",
-        "Queried tokens that the tier did not have either: they were computed, unless a KV "
-        "connector had them.",
+        "Queried tokens that were no hits: they were computed, unless a KV connector had them, or "
+        "they are of a prompt's last block, which vLLM leaves out of hits and the tier loads.",
     ),
     Metric(
         "loaded_tokens",
         "counter",
         "Tokens of the blocks loaded; with several KV cache groups, on average over these. More "
-        "than hit_tokens where a request went, or its blocks were reused, before it was admitted.",
+        "than hit_tokens where a request went, or its blocks were reused, before it was admitted, "
+        "and by a prompt's last block, which is no hit.",
     ),
     Metric("loaded_blocks", "counter", "Blocks loaded; one of each KV cache group counts once."),
     Metric("loaded_bytes", "counter", _SAME),
