@@ -173,6 +173,14 @@ def _store(found: Mapping[str, Any]) -> dict[str, str]:
     return {"store": store} if store else {}
 
 
+def _integrity(found: Mapping[str, Any]) -> dict[str, str]:
+    """Which loads are compared with checksums; older engines do not tell."""
+    integrity = found.get("integrity")
+    if integrity == "sample" and not found["compares"]:
+        integrity = "sample (no load is compared now)"
+    return {"integrity": integrity} if integrity else {}
+
+
 def _gpu_prefixes(found: Mapping[str, Any]) -> dict[str, str]:
     """What the GPU keeps of prefixes by `auto`; older engines do not tell."""
     share = found.get("gpu_share")
@@ -217,7 +225,7 @@ def _line(name: str, found: Mapping[str, Any]) -> str:
 
 
 def _settings(found: Mapping[str, Any]) -> str:
-    told = {**found["settings"], **_store(found), **_gpu_prefixes(found)}
+    told = {**found["settings"], **_store(found), **_integrity(found), **_gpu_prefixes(found)}
     return ", ".join(f"{name} {value}" for name, value in told.items())
 
 

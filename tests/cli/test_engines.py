@@ -349,8 +349,15 @@ def test_a_status_tells_a_step_that_hangs_from_an_idle_engine() -> None:
         ),
         ({"gpu_share": 1.0, "settings": {"gpu_prefixes": "auto"}}, "gpu_prefixes auto (whole now)"),
         ({"gpu_share": 1.0, "settings": {"gpu_prefixes": "whole"}}, "gpu_prefixes whole"),
+        ({"integrity": "full", "compares": True}, "integrity full"),
+        ({"integrity": "sample", "compares": True}, "integrity sample"),
+        (
+            {"integrity": "sample", "compares": False},
+            "integrity sample (no load is compared now)",
+        ),
+        ({"integrity": "off", "compares": False}, "integrity off"),
     ],
 )
-def test_a_status_says_what_auto_does_now(told: dict[str, Any], said: str) -> None:
+def test_a_status_says_what_a_setting_does_now(told: dict[str, Any], said: str) -> None:
     lines = engines.text({**STATUS, "engine": "one", **told}).splitlines()
     assert next(line for line in lines if "settings:" in line).endswith(said)

@@ -29,6 +29,7 @@ from kvoffload_patch.integration.engine.blocks.weights import MIXED
 from kvoffload_patch.integration.engine.breaker import Breaker
 from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 from kvoffload_patch.integration.engine.reports.metrics import failed_copies
+from kvoffload_patch.integration.engine.requests.loads import parks
 from kvoffload_patch.integration.engine.tuning import CONTROL_APPLY_S, CONTROL_TAKE_S, TOLD_ADAPTERS
 from kvoffload_patch.integration.errors import TierRefused
 from kvoffload_patch.integration.metrics import FAILED, ON, PAUSED
@@ -130,7 +131,8 @@ class Desk:
     def status(self) -> dict[str, Any]:
         """What there is to know, numbers since the start included."""
         manager, stats, counts = self._manager, self._manager.stats, self._tier.counts()
-        failure, live = self._breaker.failure, dataclasses.asdict(self._tier.settings)
+        failure, settings = self._breaker.failure, self._tier.settings
+        live, overlap = dataclasses.asdict(settings), self._ranks.copies_overlap
         return {
             "version": __version__,
             "pid": os.getpid(),
@@ -140,8 +142,10 @@ class Desk:
             "since": self._since,
             "seconds": time.monotonic() - self._began,
             "seconds_since_step": time.monotonic() - self._tier.last_step,
-            "store": self._tier.settings.store,
+            "store": settings.store,
             "stores_lazily": manager.lazy,
+            "integrity": settings.integrity,
+            "compares": self._ranks.compares and parks(settings.load_mode, overlap),
             "gpu_share": self._tier.gpu_share,
             "load_ms_per_block": self._tier.pace.ms_per_block,
             "largest_blocks": self._ranks.num_slots,

@@ -492,6 +492,20 @@ def test_loads_that_cannot_be_checked_first_are_not_switched_on() -> None:
     assert mini.tier.settings.load_mode == "parked" and not mini.breaker.detached
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("compares", [True, False])
+def test_a_status_says_whether_any_load_is_compared(overlap: bool, compares: bool) -> None:
+    """Those within the step are not; `auto` has no others on a CPU."""
+    ranks = FakeRanks(copies_overlap=overlap, compares=compares)
+    mini = Mini(load_mode="auto", integrity="sample", ranks=ranks)
+    for mode, parked in (("auto", overlap), ("parked", True), ("inline", False)):
+        asked(mini, "set", load_mode=mode)
+        assert mini.desk is not None
+        status = mini.desk.status()
+        assert (status["integrity"], status["compares"]) == ("sample", parked and compares)
+        assert status["compares"] == mini.tier._admission._compares
+
+
 def test_a_tier_that_has_failed_has_nothing() -> None:
     mini = Mini()
     mini.only_in_cpu(list(range(3 * 16 + 1)))

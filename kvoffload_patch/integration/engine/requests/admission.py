@@ -16,7 +16,7 @@ from kvoffload_patch.integration.engine.blocks.recency import Recency
 from kvoffload_patch.integration.engine.blocks.store_choice import stores
 from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 from kvoffload_patch.integration.engine.reports.stats import HitCounts
-from kvoffload_patch.integration.engine.requests.loads import LoadBook
+from kvoffload_patch.integration.engine.requests.loads import LoadBook, parks
 from kvoffload_patch.integration.engine.requests.lookup import (
     LookupCache,
     LookupResult,
@@ -229,9 +229,8 @@ class Admission:
     def use(self, settings: Settings) -> None:
         """Load by these settings from the next step on."""
         self._settings = settings
-        mode = settings.load_mode
-        self._parks = mode == "parked" or (mode == "auto" and self._copies_overlap)
-        self._compares = self._parks and self._compare_every > 0  # what is compared is parked
+        self._parks = parks(settings.load_mode, self._copies_overlap)
+        self._compares = self._parks and self._compare_every > 0
 
     @property
     def compares_all(self) -> bool:

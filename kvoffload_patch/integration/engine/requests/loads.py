@@ -15,6 +15,11 @@ from kvoffload_patch.integration.engine.tuning import PARKED_TIMES
 from kvoffload_patch.tier.manager import OffloadManager
 
 
+def parks(load_mode: str, copies_overlap: bool) -> bool:
+    """Whether loads are parked at all: only those are compared with checksums."""
+    return load_mode == "parked" or (load_mode == "auto" and copies_overlap)
+
+
 class _ParkedLoad:
     """A parked load: GPU blocks to publish, the request that began it, and those that wait.
 
