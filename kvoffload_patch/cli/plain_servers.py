@@ -73,4 +73,4 @@ def _reason(pid: int) -> str:
         if others
         else "the folder of its socket was removed: restart it."
     )
-    return f"it is still starting, its log says why, or {elsewhere}"
+    return f"it is still starting, or its log says why; if not, {elsewhere}"

@@ -59,7 +59,7 @@ def test_a_server_without_a_tier_is_named_with_what_its_environment_says(serve: 
     switched_off = "its environment does not switch it on; use `kvoffload vllm serve MODEL`."
     asked = "it has KVOFFLOAD_CONTROL=0, so it cannot be asked."
     unknown = (
-        "it is still starting, its log says why, or the folder of its socket was removed: "
+        "it is still starting, or its log says why; if not, the folder of its socket was removed: "
         "restart it."
     )
     told = [switched_off] * 2 + [unknown] * 2 + [asked]
@@ -76,7 +76,7 @@ def test_a_server_whose_socket_is_in_another_folder_is_named_with_its_variables(
     one = serve("elsewhere", KVOFFLOAD_ENABLE="1", **where)
     until(lambda: listening(one))
     assert reasons(set())[one.pid] == (
-        "it is still starting, its log says why, or its socket is elsewhere: ask with "
+        "it is still starting, or its log says why; if not, its socket is elsewhere: ask with "
         "'XDG_RUNTIME_DIR=/a b\\x1b'."
     )
 
