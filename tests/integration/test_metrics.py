@@ -100,6 +100,17 @@ def test_the_dashboard_asks_for_metrics_and_labels_that_exist() -> None:
     assert set(BY_NAME) - named == not_shown
 
 
+def test_what_a_panel_shows_has_the_panels_unit() -> None:
+    """A gauge of 0 or 1 beside gibibytes is a line that nobody sees."""
+    dashboard = json.loads((DOCS / "grafana.json").read_text())
+    words = {"bytes": "_bytes", "Bps": "_bytes", "s": "_seconds", "percentunit": "_ratio"}
+    for panel in dashboard["panels"]:
+        word = words.get(panel["fieldConfig"]["defaults"]["unit"])
+        for expression in (target["expr"] for target in panel["targets"]):
+            if word is not None and " / " not in expression:
+                assert word in expression, panel["title"]
+
+
 def test_the_pages_questions_are_about_metrics_that_exist() -> None:
     page = (DOCS / "metrics.md").read_text()
     known = {name for metric in METRICS for name in published(metric)}
