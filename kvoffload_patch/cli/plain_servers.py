@@ -1,10 +1,10 @@
-"""Servers of this user that run vLLM without a tier, which no socket of ours tells of."""
+"""Servers that run vLLM without a tier, which no socket of ours tells of; root sees all users'."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from itertools import takewhile
 from typing import Any
@@ -66,11 +66,16 @@ def _reason(pid: int) -> str:
             return "its environment does not switch it on; use `kvoffload vllm serve MODEL`."
         if not config.read(config.VARIABLES["KVOFFLOAD_CONTROL"], environ):
             return "it has KVOFFLOAD_CONTROL=0, so it cannot be asked."
+    return f"it is still starting, or its log says why; if not, {_elsewhere(pid, environ)}"
+
+
+def _elsewhere(pid: int, environ: Mapping[str, str]) -> str:
+    """Why its socket was not found if it has one, and what to do then."""
+    with suppress(OSError):
+        if (owner := os.stat(f"/proc/{pid}").st_uid) != os.geteuid():  # as root sees them
+            return f"user {owner} runs it: ask as that user."
     own = [(name, environ.get(name, "")) for name in _WHERE]
     others = [f"{name}={value}" for name, value in own if value not in ("", os.environ.get(name))]
-    elsewhere = (
-        f"its socket is elsewhere: ask with {printable(shlex.join(others))}."
-        if others
-        else "the folder of its socket was removed: restart it."
-    )
-    return f"it is still starting, or its log says why; if not, {elsewhere}"
+    if others:
+        return f"its socket is elsewhere: ask with {printable(shlex.join(others))}."
+    return "the folder of its socket was removed: restart it."

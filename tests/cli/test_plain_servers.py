@@ -81,6 +81,19 @@ def test_a_server_whose_socket_is_in_another_folder_is_named_with_its_variables(
     )
 
 
+def test_a_server_of_another_user_is_to_be_asked_as_that_user(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As root sees one: a shell within a container, whose server has a user of its own."""
+    one, owner = serve("foreign", KVOFFLOAD_ENABLE="1", TMPDIR="/own"), os.geteuid()
+    until(lambda: listening(one))
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert reasons(set())[one.pid] == (
+        "it is still starting, or its log says why; if not, "
+        f"user {owner} runs it: ask as that user."
+    )
+
+
 def test_an_engine_below_its_server_counts_for_it(serve: Serve) -> None:
     """The first process of a server is named, and it has a tier if one of its engines has."""
     server = serve("child")  # a fork of it listens
