@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +19,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Costs are counted in each worker of xdist."""
+    """In each worker of xdist: what the tests start hears Ctrl-C, and costs are counted."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as behind a shell's `&`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--costs"):
         config.pluginmanager.register(Costs())
 

@@ -122,7 +122,7 @@ def test_ctrl_z_leaves_the_terminal_to_the_shell() -> None:
                 read_until(ours, "\x1b[?1049h")
                 read_until(ours, "Ctrl-C")
             top_.send_signal(signal.SIGINT)
-            assert top_.wait() == 0
+            assert top_.wait(60) == 0
         finally:
             top_.kill()
     os.close(ours)
