@@ -9,6 +9,7 @@ _EXPERTS = "integration/engine/adapters/test_vllm_experts.py::"
 _BESIDE = "integration/engine/test_breaker_beside.py::"
 _LORA = "integration/engine/adapters/test_vllm_lora.py"
 _RANDOM_PARTS = "integration/engine/test_random_runs.py::test_random_runs_of_hits_within_a_block"
+_SILENT = "integration/engine/ranks/test_workers_silent.py::"
 
 GROUPS = (
     Mutant(
@@ -94,5 +95,59 @@ GROUPS = (
         'self._call("sleep_begins", self.tier.weights.sleep_begins, level)',
         "self.tier.weights.sleep_begins(level)",
         (_BESIDE + "test_vllm_falls_asleep_whatever_the_tier_makes_of_it",),
+    ),
+    Mutant(
+        "the end of an engine waits for processes that may have ended",
+        "integration/engine/ranks/workers.py",
+        'if hasattr(self._executor, "driver_worker") and not self.silent:',
+        "if not self.silent:",
+        (_SILENT + "test_processes_of_their_own_are_not_asked_to_close",),
+    ),
+    Mutant(
+        "the end of an engine asks a rank that was late",
+        "integration/engine/ranks/workers.py",
+        'if hasattr(self._executor, "driver_worker") and not self.silent:',
+        'if hasattr(self._executor, "driver_worker"):',
+        (_SILENT + "test_the_end_of_an_engine_asks_no_rank_that_was_late",),
+    ),
+    Mutant(
+        "a stream waits for the event of a copy that has ended meanwhile",
+        "transfer/queue.py",
+        "if event is not None and stream is not None:",
+        "if stream is not None:",
+        (
+            "transfer/test_queue.py::"
+            "test_a_copy_that_another_thread_finds_done_meanwhile_is_not_waited_for",
+        ),
+    ),
+    Mutant(
+        "a rank that was closed within a step is told that vLLM has raised",
+        "integration/worker/tier.py",
+        "if not self.order.closed:\n            self._engine.step_raised()",
+        "if True:\n            self._engine.step_raised()",
+        (
+            "integration/worker/test_step_order.py::"
+            "test_what_vllm_raises_is_raised_if_the_rank_was_closed_within_the_step",
+        ),
+    ),
+    Mutant(
+        "references that were given back one by one still count as held",
+        "integration/engine/adapters/vllm_pool.py",
+        "self._num_held -= len(blocks)",
+        "pass",
+        (
+            "integration/engine/adapters/test_vllm_pool.py::"
+            "test_a_common_prefix_is_taken_back_for_as_long_as_anything_is_held",
+        ),
+    ),
+    Mutant(
+        "blocks that a request hits go to one before it",
+        "integration/engine/requests/loads.py",
+        "if not (found.found or self._is_next(found.gpu_blocks, taken)):",
+        "if not found.found:",
+        (
+            "integration/engine/requests/test_admission.py::"
+            "test_what_is_hit_on_the_gpu_is_not_given_to_those_before_it",
+        ),
     ),
 )
