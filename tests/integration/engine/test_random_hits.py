@@ -8,10 +8,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from integration.engine import random_room
 from integration.engine.random_hits import WAYS, describe, run
 from scheduler_half.scenarios import NotThere
 
 SEEDS = range(12)
+ROOM_SEEDS = (*range(40), 263, 274)
 
 
 @pytest.mark.parametrize(("load_mode", "one_by_one"), WAYS)
@@ -23,6 +25,13 @@ def test_as_much_is_hit_as_where_the_gpu_has_lost_nothing(load_mode: str, one_by
         except NotThere:
             seen["absent"] += 1
     assert seen["runs"] >= len(SEEDS) / 2 and seen["loaded"] > 200 and seen["hit"] > 5000, seen
+
+
+def test_all_that_was_computed_is_found_again_however_little_of_it_the_gpu_holds() -> None:
+    results = {seed: random_room.run(seed) for seed in ROOM_SEEDS}
+    lost = {seed: result for seed, result in results.items() if result[0] != result[1]}
+    assert not lost, f"of seed: (tokens found, computed before): {lost}"
+    assert sum(found for found, _ in results.values()) > 30_000
 
 
 def test_the_runs_are_of_many_kinds() -> None:

@@ -372,7 +372,7 @@ class Admission:
             budget.pass_over()
             self._view.pass_over(request)
             return True
-        if not (result.keys or result.arriving or budget.reserved):
+        if not (result.keys or result.arriving or result.cut_short or budget.reserved):
             budget.admissible += 1  # vLLM may find room for it after all
         return False
 

@@ -164,7 +164,7 @@ class LoadBook:
         if not (found.found or self._is_next(found.gpu_blocks, taken)):
             self._at_risk.append(found.gpu_blocks)
             return
-        self._view.hold(found.gpu_blocks)
+        self._hold(found.gpu_blocks)
         self._held.extend(found.gpu_blocks)
         self._give(found)
 
@@ -175,13 +175,21 @@ class LoadBook:
         front = {block.block_id for block in self._view.free_after(None, count)}
         return not front.isdisjoint([block.block_id for block in blocks])
 
+    def _hold(self, blocks: Sequence[Any]) -> None:
+        """Keep these from being handed out: others, which may be at risk, would come sooner."""
+        for at_risk in self._at_risk:
+            self._view.hold(at_risk)
+            self._held.extend(at_risk)
+        self._at_risk.clear()
+        self._view.hold(blocks)
+
     def load_inline(self, request: Any, found: LookupResult) -> LookupResult:
         """Load what was found so that this very step can use it; returns what it hits then.
 
         Raises:
             NoBlocks: there are no blocks to load into; what is held is given up with the step.
         """
-        self._view.hold(found.gpu_blocks)
+        self._hold(found.gpu_blocks)
         self._held.extend(found.gpu_blocks)
         ticket, blocks, _ = self._begin(found)
         self._held.extend(blocks)
@@ -205,7 +213,7 @@ class LoadBook:
         Raises:
             NoBlocks: as `load_inline`.
         """
-        self._view.hold(found.gpu_blocks)
+        self._hold(found.gpu_blocks)
         held = list(found.gpu_blocks)
         ticket, result = max(found.arriving, default=0), None
         if found.keys:
@@ -338,10 +346,6 @@ class LoadBook:
         self.after_schedule()
 
     def _begin(self, found: LookupResult, compared: bool = False) -> tuple[int, list[Any], float]:
-        for at_risk in self._at_risk:
-            self._view.hold(at_risk)
-            self._held.extend(at_risk)
-        self._at_risk.clear()
         blocks = self._view.take_blocks(len(found.keys))
         self._blocks_taken()
         ids = [block.block_id for block in blocks]

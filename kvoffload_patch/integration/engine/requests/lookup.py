@@ -135,7 +135,7 @@ class StandInPool:
         self._ticket_of = ticket_of
         self._key = view.key
         self._result = LookupResult(0)
-        self._hits_left = 0
+        self._stand_ins, self._most = dict[Hashable, TierHit](), 0  # of one lookup
         self._on_gpu = view.gpu_lookup()
         self._hashes_blocks = view.hashes_blocks()
         self._leaves_last_out = leaves_last_out(view.manager.coordinator)
@@ -149,7 +149,7 @@ class StandInPool:
         if self._view.in_order:
             self._look_up_in_order(request, result, max_tier_hits)
             return result
-        self._hits_left = max_tier_hits
+        self._stand_ins, self._most = {}, max_tier_hits
         self._on_gpu = self._view.gpu_lookup()
         groups, tokens = self._view.prefix.longest_hit(request, self)
         if 0 < tokens <= self._view.groups.replay_tokens:  # vLLM leaves it, and computes all of it
@@ -178,13 +178,13 @@ class StandInPool:
         for group_id in kv_cache_group_ids:
             key = self._key(block_hash, group_id)
             block = self._on_gpu(key)
-            if block is None:
-                block = self._otherwise(key, self._hits_left > 0)
+            if block is None:  # vLLM may have asked for it before
+                room = len(self._stand_ins) < self._most
+                block = self._stand_ins.get(key) or self._otherwise(key, room)
                 if block is None:
                     return None
                 if block is STAND_IN:
-                    self._hits_left -= 1
-                    block = TierHit(key)
+                    block = self._stand_ins[key] = TierHit(key)
             blocks.append(block)
         return blocks
 

@@ -1002,3 +1002,17 @@ def test_a_prefix_that_only_some_groups_have_ends_at_a_kept_window() -> None:
 def plain_blocks(tokens: int) -> int:
     """Blocks that a request of so many tokens is counted with where nothing is drafted."""
     return Mini(windows=(None, STATE), blocks=60).view.blocks_for(tokens)
+
+
+def test_a_block_that_vllm_asks_for_twice_needs_room_once() -> None:
+    """As with several KV cache groups, which it asks in turn until they agree."""
+    mini = Mini(windows=(None, 48, 64), blocks=80)
+    mini.only_in_cpu(mini_prompt(6, seed=1, tail=1))
+    request = mini.scheduler.requests[mini.add(mini_prompt(6, seed=1, tail=1))]
+    mini.manager.discard(mini.view.key(request.block_hashes[-1], 1))
+    pool = mini.tier._admission._pool
+    found = pool.look_up(request, 80)
+    assert found.tokens == 5 * MINI_BLOCK
+    last = mini.view.key(request.block_hashes[-1], 0)  # is asked for before the others disagree
+    enough = pool.look_up(request, len({*found.keys, last}))
+    assert enough.keys == found.keys and not enough.cut_short
