@@ -70,13 +70,19 @@ def no_room(make: Make, quick: bool, in_cpu: bool = False, parked: bool = False)
     return sim, repeat(None)
 
 
-def prefills(make: Make, quick: bool, tokens: int, prompts: int = 10**6) -> tuple[Sim, Before]:
-    """A request a step, done with it: the prompts in turn, each gone from the GPU by its next."""
+def prefills(
+    make: Make, quick: bool, tokens: int, prompts: int = 10**6, together: int = 1
+) -> tuple[Sim, Before]:
+    """A request a step, or several, done with it: the prompts in turn.
+
+    Each is gone from the GPU by its next, but for 150 prompts or fewer.
+    """
     sim = make(slots=256)
 
     def one_more() -> Before:
-        for n in count():
-            sim.add(n % prompts, tokens, 1)
+        for n in count(step=together):
+            for seed in range(n, n + together):
+                sim.add(seed % prompts, tokens, 1)
             yield
 
     before = one_more()
@@ -119,6 +125,8 @@ SCENARIOS: dict[str, Scenario] = {
     "e-full": ("prompt of 2,064 tokens, 129 blocks found",
                prefills, {"tokens": 2064, "prompts": 300}, 15, ALL),
     "f": ("256 run, about one ends and another begins", crowd, {}, 60, ALL),
+    "g": ("2 prompts of 2,065 tokens, 129 blocks of each found on the GPU",
+          prefills, {"tokens": 2065, "prompts": 100, "together": 2}, 15, OURS),
 }  # fmt: skip
 TIMES_MADE = 8  # of the schedulers of a scenario
 # Microseconds added: to a step of 256 decodes; for a block stored and one evicted; for one
