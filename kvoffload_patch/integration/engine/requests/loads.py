@@ -131,6 +131,7 @@ class LoadBook:
         self._parked: dict[str, _Parked] = {}
         self._held: list[Any] = []
         self._at_risk: list[Sequence[Any]] = []
+        self._next, self._last_next = set[int](), None  # free blocks, as far as a step has looked
 
     @property
     def num_parked(self) -> int:
@@ -169,19 +170,30 @@ class LoadBook:
         self._give(found)
 
     def _is_next(self, blocks: Sequence[Any], count: int) -> bool:
-        """Whether one of these is among the next ``count`` that vLLM hands out."""
-        if not (blocks and count > 0):
-            return False
-        front = {block.block_id for block in self._view.free_after(None, count)}
-        return not front.isdisjoint([block.block_id for block in blocks])
+        """Whether one of these may be among the next ``count`` that vLLM hands out.
+
+        A step looks at each free block once at most: where something is held, so are these.
+        """
+        if self._held or not blocks:
+            return bool(blocks)
+        if (more := count - len(self._next)) > 0:
+            found = self._view.free_after(self._last_next, more)
+            self._next.update([block.block_id for block in found])
+            self._last_next = found[-1] if found else self._last_next
+        return not self._next.isdisjoint([block.block_id for block in blocks])
 
     def _hold(self, blocks: Sequence[Any]) -> None:
         """Keep these from being handed out: others, which may be at risk, would come sooner."""
+        self._forget_next()
         for at_risk in self._at_risk:
             self._view.hold(at_risk)
             self._held.extend(at_risk)
         self._at_risk.clear()
         self._view.hold(blocks)
+
+    def _forget_next(self) -> None:
+        self._next.clear()
+        self._last_next = None
 
     def load_inline(self, request: Any, found: LookupResult) -> LookupResult:
         """Load what was found so that this very step can use it; returns what it hits then.
@@ -306,6 +318,7 @@ class LoadBook:
         """`schedule` has returned: what it admitted holds its own references."""
         self.awaited_ms = self.stalled_ms = 0.0
         self._at_risk.clear()
+        self._forget_next()
         self.readers.clear()
         if self._held:
             held, self._held = self._held, []

@@ -187,6 +187,23 @@ def test_what_is_hit_on_the_gpu_is_not_given_to_those_before_it() -> None:
     mini.check()
 
 
+def test_however_many_hit_the_gpu_a_step_looks_at_each_free_block_once() -> None:
+    mini, looked = Mini(blocks=400), []
+    mini.add(prompt(6, seed=1))
+    mini.run()
+    free_after = mini.view.free_after
+
+    def look(block: Any, count: int) -> list[Any]:
+        looked.append(free_after(block, count))
+        return list(looked[-1])
+
+    mini.view.free_after = look
+    hits = [mini.add([*prompt(6, seed=1)[: 6 * BLOCK], *prompt(1, seed=n)]) for n in range(2, 8)]
+    mini.begin_step()
+    assert [mini.hits[name] for name in hits] == 6 * [6 * BLOCK]
+    assert list(map(len, looked))[:5] == 5 * [8], "what the one before is given"
+
+
 def test_a_request_without_a_hit_is_admitted_if_vllm_finds_room() -> None:
     mini = Mini()
     tight = Tight(mini, 18)
