@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kvoffload_patch.config import FALSE
+from kvoffload_patch.config import FALSE, TRUE
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.blocks.free_front import FreeFront, ahead_of
 from kvoffload_patch.integration.engine.blocks.recency import Recency
@@ -13,22 +14,34 @@ from kvoffload_patch.tier.manager import OffloadManager
 
 # In `SamplingParams.extra_args`, which is `vllm_xargs` over HTTP (from 0.9.2 on).
 ARGUMENT = "kvoffload_store"
+logger = logging.getLogger("vllm.kvoffload_patch")
 
 
 def stores(request: Any) -> bool:
-    """Whether a request lets its blocks be stored; one that says something else does.
+    """Whether a request lets its blocks be stored: what is not understood may be meant to opt out.
 
     Args:
         request: a `vllm.v1.request.Request`.
     """
     sampling = request.sampling_params  # None where it pools
     arguments = sampling.extra_args if sampling is not None else None
-    if not arguments:
+    if not arguments or (asked := arguments.get(ARGUMENT)) is None:
         return True
-    asked = arguments.get(ARGUMENT)
     if isinstance(asked, (bool, int, float)):
         return bool(asked)
-    return not (isinstance(asked, str) and asked.strip().lower() in FALSE)
+    word = asked.strip().lower() if isinstance(asked, str) else None
+    if word not in TRUE + FALSE and not _Unknown.told:
+        _Unknown.told = True  # once: clients choose what comes here
+        logger.warning(
+            "KV offload: expected 0 or 1 as %s of request %s, found %.40r; neither this request is "
+            "stored, nor any other with such a value",
+            ARGUMENT, request.request_id, asked,
+        )  # fmt: skip
+    return word in TRUE
+
+
+class _Unknown:
+    told = False  # in this process
 
 
 class StoreChoice:

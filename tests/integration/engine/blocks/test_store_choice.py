@@ -14,6 +14,7 @@ from scheduler_half.parts import MAX_TOKENS, make_request
 from scheduler_half.scenarios import nothing_held, prompt
 
 from kvoffload_patch.config import STORES
+from kvoffload_patch.integration.engine.blocks import store_choice
 from kvoffload_patch.integration.engine.blocks.store_choice import (
     ARGUMENT,
     StoreChoice,
@@ -22,7 +23,7 @@ from kvoffload_patch.integration.engine.blocks.store_choice import (
 
 
 def request(arguments: Any) -> Any:
-    return SimpleNamespace(sampling_params=SimpleNamespace(extra_args=arguments))
+    return SimpleNamespace(request_id="r1", sampling_params=SimpleNamespace(extra_args=arguments))
 
 
 @pytest.mark.parametrize("value", [0, 0.0, False, "0", "false", "Off", " no "])
@@ -30,9 +31,19 @@ def test_a_request_can_opt_out(value: Any) -> None:
     assert not stores(request({ARGUMENT: value}))
 
 
-@pytest.mark.parametrize("value", [1, True, "1", "on", "", "whatever", None, [], {"a": 0}])
-def test_anything_else_changes_nothing(value: Any) -> None:
+@pytest.mark.parametrize("value", [1, 0.5, True, "1", " On ", "true", None])
+def test_a_request_can_say_that_it_stores(value: Any) -> None:
     assert stores(request({ARGUMENT: value}))
+
+
+@pytest.mark.parametrize("value", ["", "whatever", [], [1], {"a": 0}])
+def test_what_is_not_understood_opts_out_and_is_said_once(
+    value: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_choice._Unknown, "told", False)
+    assert not any(stores(request({ARGUMENT: value})) for _ in range(3))
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and f"of request r1, found {value!r}" in record.message
 
 
 def test_a_request_without_arguments_or_without_sampling_stores() -> None:
