@@ -1,11 +1,11 @@
 """How much CPU memory this process may still take, and a refusal before anything is allocated.
 
-Reads the kernel's files only: the machine's MemAvailable and the limits of every memory cgroup
-(version 1 or 2) above this process. Page cache that a cgroup can drop counts as available there,
-as it does in MemAvailable. A virtual machine may be given more memory as it uses what it has; that
-counts in `attainable`, by which tiers are refused, and not in `available`, by which memory is
-taken. `capacity` is what there would be if nobody used any. Allocates nothing and knows nothing of
-vLLM.
+Reads the kernel's files only: the machine's MemAvailable, the limits of every memory cgroup
+(version 1 or 2) above this process, and the one of its address space (ulimit -v). Page cache that a
+cgroup can drop counts as available there, as it does in MemAvailable. A virtual machine may be
+given more memory as it uses what it has; that counts in `attainable`, by which tiers are refused,
+and not in `available`, by which memory is taken. `capacity` is what there would be if nobody used
+any. Allocates nothing and knows nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _check(requested: int | None, room: Room, what: str) -> None:
 
 
 def _tightest(root: Path, machine: int | None, withheld: int = 0, used: bool = True) -> Room:
-    rooms = cgroups(root, used)
+    rooms = [*cgroups(root, used), *_address_space(root, used)]
     if machine is not None:
         rooms.append(Room(machine + withheld))
     found = min([*rooms, Room(sys.maxsize)], key=lambda room: room.nbytes)
@@ -206,6 +206,16 @@ def _cgroup_room(root: Path, used: bool) -> Iterator[tuple[str, int]]:
                 yield name, limit - (max(0, usage - droppable) if used else 0)
             if folder == top:
                 break
+
+
+def _address_space(root: Path, used: bool) -> Iterator[Room]:
+    """What this process may still map, where that is limited: a process that it starts has more."""
+    for line in _lines(root / "proc/self/limits"):
+        limit = line.removeprefix("Max address space").split()[:1]
+        if line.startswith("Max address space") and limit[0].isdigit():
+            mapped = "".join(_lines(root / "proc/self/statm")).split()[:1] if used else []
+            nbytes = int(limit[0]) - int("".join(mapped) or 0) * resource.getpagesize()
+            yield Room(nbytes, "the address space of a process (ulimit -v)")
 
 
 def _memory_mounts(root: Path) -> Iterator[tuple[str, str, str]]:

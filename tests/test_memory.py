@@ -86,6 +86,20 @@ def test_machine_without_limits(machine: Machine) -> None:
     assert machine.gib() == 16
 
 
+def test_the_address_space_of_a_process_may_be_limited(machine: Machine) -> None:
+    page = resource.getpagesize()
+    machine.write("proc/self/statm", f"{GIB // page} 5 5 1 0 2 0\n")
+    limits = "Limit  Soft Limit  Hard Limit  Units\nMax address space  {}  unlimited  bytes\n"
+    machine.write("proc/self/limits", limits.format(9 * GIB))
+    assert available(machine.root) == Room(8 * GIB, "the address space of a process (ulimit -v)")
+    with pytest.raises(MemoryRefused, match=r"8\.0 GiB .* only 7\.0 GiB fit: .*ulimit -v"):
+        check_cpu_bytes(8 * GIB, machine.root)
+    with pytest.raises(MemoryRefused, match=r"\(ulimit -v\) has 9\.0 GiB of memory in all"):
+        check_capacity(10 * GIB, machine.root)
+    machine.write("proc/self/limits", limits.format("unlimited"))
+    assert machine.gib() == 16
+
+
 def test_cgroup2_own_limit_minus_what_is_used(machine: Machine) -> None:
     machine.write("proc/self/mountinfo", V2_MOUNT.format(root="/"))
     machine.write("proc/self/cgroup", "0::/a/b\n")
