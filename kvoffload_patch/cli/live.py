@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import sys
+import termios
 import time
+import tty
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +26,7 @@ LINES = 6  # of an engine
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _COLORS = {"on": "green", "paused": "yellow", "not_needed": "yellow"}
 _GIB = 1 << 30
+_END = b"qQ"
 
 
 class View:
@@ -63,6 +68,20 @@ class View:
         with _undisturbed():
             self._live.update(self.rendered(found), refresh=True)
 
+    def wait(self, seconds: float) -> bool:
+        """Sleep for so long, or until q is typed; whether it was."""
+        until = time.monotonic() + seconds
+        with _typed_at_once() as terminal:
+            while terminal is not None and (left := until - time.monotonic()) > 0:
+                if not select.select([terminal], [], [], left)[0]:
+                    return False
+                if not (typed := os.read(terminal, 1)):
+                    break
+                if typed in _END:
+                    return True
+        time.sleep(max(0.0, until - time.monotonic()))
+        return False
+
     def _suspend(self, *_: object) -> None:
         """Ctrl-Z: leave the terminal to the shell, and take it again when this goes on."""
         self._live.stop()
@@ -71,7 +90,7 @@ class View:
 
     def rendered(self, found: Sequence[Mapping[str, Any]]) -> Group:
         """Everything that is shown."""
-        head = Text(f"{time.strftime('%H:%M:%S')}  kvoffload top, Ctrl-C ends it", style="bold")
+        head = Text(f"{time.strftime('%H:%M:%S')}  kvoffload top, q ends it", style="bold")
         if not found:
             return Group(head, Text(self._table(found)), Text("one that starts is shown"))
         blocks = [self._block(one) for one in found]
@@ -113,6 +132,24 @@ class View:
             drawn = levels(history, 1.0 if rate == hits else max(history))
             rows.append((label, Text(drawn.rjust(SAMPLES), style="cyan"), words[rate]))
         return rows
+
+
+@contextmanager
+def _typed_at_once() -> Iterator[int | None]:
+    """The terminal that keys come from one by one, unseen; None if none or another job has it."""
+    try:
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+        if os.tcgetpgrp(terminal) != os.getpgrp():  # it would be stopped
+            raise OSError
+    except (OSError, ValueError, AttributeError, termios.error):
+        yield None
+        return
+    tty.setcbreak(terminal, termios.TCSANOW)
+    try:
+        yield terminal
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def _reason(pid: int) -> str:
             return "its environment does not switch it on; use `kvoffload vllm serve MODEL`."
         if not config.read(config.VARIABLES["KVOFFLOAD_CONTROL"], environ):
             return "it has KVOFFLOAD_CONTROL=0, so it cannot be asked."
-    return f"it is still starting, or its log says why; if not, {_elsewhere(pid, environ)}"
+    return f"it is starting or ending, or its log says why; if not, {_elsewhere(pid, environ)}"
 
 
 def _elsewhere(pid: int, environ: Mapping[str, str]) -> str:

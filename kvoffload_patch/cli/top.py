@@ -27,7 +27,7 @@ _COUNTERS = ("queried_tokens", "hit_tokens", "loaded_bytes", "stored_bytes", "ev
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show engines again and again, until interrupted, or once."""
+    """Show engines again and again, until it is ended, or once."""
     asked = _parser().parse_args(argv)
     try:
         return _watch(asked)
@@ -90,8 +90,7 @@ def _watch(asked: argparse.Namespace) -> int:
     if asked.engine and not before and client.find():
         return _refuse(asked)  # others run, and this name is none of theirs
     with ended_in_order(), _view(asked) as show:
-        while True:
-            time.sleep(asked.interval)
+        while not getattr(show, "wait", time.sleep)(asked.interval):
             now = _sample(asked.engine)
             found = [
                 {**one, "rates": rates(before.get(name, {}), one)} for name, one in now.items()
@@ -100,8 +99,9 @@ def _watch(asked: argparse.Namespace) -> int:
                 return _refuse(asked)
             show(found)
             if asked.once:
-                return EXIT_OK
+                break
             before = now
+    return EXIT_OK
 
 
 def _sample(name: str | None) -> dict[str, dict[str, Any]]:

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -112,7 +113,7 @@ def test_ctrl_z_leaves_the_terminal_to_the_shell() -> None:
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ) as top_:
         os.close(theirs)
         try:
-            read_until(ours, "Ctrl-C")
+            read_until(ours, "q ends it")
             for _ in range(2):
                 top_.send_signal(signal.SIGTSTP)
                 left = read_until(ours, "\x1b[?1049l")
@@ -120,12 +121,36 @@ def test_ctrl_z_leaves_the_terminal_to_the_shell() -> None:
                 assert os.WIFSTOPPED(os.waitpid(top_.pid, os.WUNTRACED)[1])
                 top_.send_signal(signal.SIGCONT)
                 read_until(ours, "\x1b[?1049h")
-                read_until(ours, "Ctrl-C")
+                read_until(ours, "q ends it")
             top_.send_signal(signal.SIGINT)
             assert top_.wait(60) == 0
         finally:
             top_.kill()
     os.close(ours)
+
+
+def test_q_ends_it_at_once_and_other_keys_do_not() -> None:
+    """As in a terminal of its own, whose modes are as before afterwards."""
+    pid, ours = pty.fork()
+    if not pid:
+        environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+        code = (
+            "import sys, termios; from kvoffload_patch.cli import top\n"
+            "before = termios.tcgetattr(0); ended = top.main(['--interval', '0.2'])\n"
+            "sys.exit(ended or termios.tcgetattr(0) != before)"
+        )
+        os.execve(sys.executable, [sys.executable, "-c", code], environ)
+    try:
+        read_until(ours, "q ends it")
+        os.write(ours, b"x\n")
+        read_until(ours, "q ends it")
+        os.write(ours, b"q")
+        read_until(ours, "\x1b[?1049l")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.close(ours)
 
 
 def read_until(terminal: int, text: str) -> str:

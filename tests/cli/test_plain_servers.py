@@ -59,8 +59,8 @@ def test_a_server_without_a_tier_is_named_with_what_its_environment_says(serve: 
     switched_off = "its environment does not switch it on; use `kvoffload vllm serve MODEL`."
     asked = "it has KVOFFLOAD_CONTROL=0, so it cannot be asked."
     unknown = (
-        "it is still starting, or its log says why; if not, the folder of its socket was removed: "
-        "restart it."
+        "it is starting or ending, or its log says why; if not, the folder of its socket "
+        "was removed: restart it."
     )
     told = [switched_off] * 2 + [unknown] * 2 + [asked]
     assert [found[one.pid] for one in every] == told
@@ -76,7 +76,7 @@ def test_a_server_whose_socket_is_in_another_folder_is_named_with_its_variables(
     one = serve("elsewhere", KVOFFLOAD_ENABLE="1", **where)
     until(lambda: listening(one))
     assert reasons(set())[one.pid] == (
-        "it is still starting, or its log says why; if not, its socket is elsewhere: ask with "
+        "it is starting or ending, or its log says why; if not, its socket is elsewhere: ask with "
         "'XDG_RUNTIME_DIR=/a b\\x1b'."
     )
 
@@ -89,7 +89,7 @@ def test_a_server_of_another_user_is_to_be_asked_as_that_user(
     until(lambda: listening(one))
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     assert reasons(set())[one.pid] == (
-        "it is still starting, or its log says why; if not, "
+        "it is starting or ending, or its log says why; if not, "
         f"user {owner} runs it: ask as that user."
     )
 

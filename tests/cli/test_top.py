@@ -77,7 +77,7 @@ def test_a_terminal_is_live_and_left_as_it_was(
     shown = capsys.readouterr().out
     on, off = "\x1b[?1049h", "\x1b[?1049l"  # another screen, and back
     assert shown.count(on) == shown.count(off) == 1
-    assert shown.index(on) < shown.index("Ctrl-C") < shown.index("42-a") < shown.index(off)
+    assert shown.index(on) < shown.index("q ends it") < shown.index("42-a") < shown.index(off)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
