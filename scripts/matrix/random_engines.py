@@ -4,10 +4,11 @@ Usage: python scripts/matrix random-engines [--seconds N] [--seed N]
 
 Where `random` has a faked model, these engines compute, and are asked for structured output,
 several samples, stop strings, likelihoods, embeddings and images as well, with adapters, sessions
-and drafts, and some of them beside a KV connector. Meanwhile requests are aborted, and the engine
-is paused, sleeps or is reset (tests/engine/random_plan.py). Each answer is compared with plain
-vLLM's. Prints what the runs have seen and what they never did, and the seed and differences of
-each that failed; `--seed N --seconds 0` repeats one. Status 1 if any failed.
+and drafts, some of them beside a KV connector, with windows or on two ranks. Meanwhile requests are
+aborted, and the engine is paused, sleeps, is reset, or gets other weights or adapters
+(tests/engine/random_plan.py). Each answer is compared with plain vLLM's. Prints what the runs have
+seen and what they never did, and the seed and differences of each that failed; `--seed N --seconds
+0` repeats one. Status 1 if any failed.
 """
 
 from __future__ import annotations

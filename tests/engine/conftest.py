@@ -70,17 +70,17 @@ class Engines:
         """A model every second layer of which looks back 64 tokens only."""
         return str(model.write_model(self._folder / "narrow", window=64))
 
-    def llava(self) -> str:
+    def llava(self, window: int = 0) -> str:
         """A model that sees images."""
         from engine import images
 
-        return str(images.write(self._folder / "llava"))
+        return str(images.write(self._folder / f"llava{window}", window))
 
-    def drafts(self) -> dict[str, str]:
+    def drafts(self, window: int = 0) -> dict[str, str]:
         """A model whose next token can be guessed, and models that draft for it."""
         from engine import drafts
 
-        return drafts.write(self._folder / "drafts")
+        return drafts.write(self._folder / f"drafts{window}", window=window)
 
     def guessable_states(self) -> str:
         """A model half of whose layers keep a state, and that drafts for itself."""

@@ -19,14 +19,15 @@ _STATES_SHARE = 0.8  # the same with layers that keep a state
 _ATTENTION = 0.5  # of the gains in `model`: the rest of an answer, the whole prompt's
 
 
-def write(folder: Path, heads: int = 8) -> dict[str, str]:
+def write(folder: Path, heads: int = 8, window: int = 0) -> dict[str, str]:
     """Write the target and its drafts; their folders by name.
 
-    There are as many heads of keys: values are as wide as the model.
+    There are as many heads of keys: values are as wide as the model. With a window, every second
+    layer of the target looks back that many tokens only, and so does the draft's; there is no MTP.
     """
     from safetensors.torch import load_file
 
-    target = write_model(folder / "target", heads, heads, HIDDEN // heads)
+    target = write_model(folder / "target", heads, heads, HIDDEN // heads, window)
     file = target / "model.safetensors"
     weights = load_file(file)
     for name in weights:
@@ -36,7 +37,8 @@ def write(folder: Path, heads: int = 8) -> dict[str, str]:
     weights["lm_head.weight"][_successors()] += _SHARE / 16 * embedded
     _save(file, weights)
     made = {"target": target, "eagle3": _write_eagle3(folder / "eagle3", target, weights)}
-    made["mtp"] = _write_mtp(folder / "mtp", target, weights)
+    if not window:  # MiMo's layers have none
+        made["mtp"] = _write_mtp(folder / "mtp", target, weights)
     return {name: str(path) for name, path in made.items()}
 
 
@@ -77,6 +79,8 @@ def _write_eagle3(folder: Path, target: Path, weights: dict[str, Any]) -> Path:
         "draft_vocab_size": VOCABULARY,
         "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
     }
+    if "layer_types" in json.loads((target / "config.json").read_text()):
+        changes["layer_types"] = ["sliding_attention"]
     return _write(folder, target, changes, made)
 
 

@@ -20,8 +20,8 @@ def noise(seed: int) -> Any:
     return Image.fromarray(pixels)
 
 
-def write(folder: Path) -> Path:
-    """Write config, weights, tokenizer and image processor."""
+def write(folder: Path, window: int = 0) -> Path:
+    """Write config, weights, tokenizer and image processor; ``window``: as in `model`."""
     import torch
     from engine.model import HIDDEN, LAYERS, VOCABULARY
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
@@ -32,6 +32,9 @@ def write(folder: Path) -> Path:
         num_attention_heads=8, num_key_value_heads=4, head_dim=32, max_position_embeddings=4096,
         bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=False,
     )  # fmt: skip
+    if window:
+        text.layer_types = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+        text.sliding_window = window
     vision = CLIPVisionConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
         image_size=_SIDE, patch_size=_PATCH, projection_dim=64,

@@ -14,8 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import random_plan
+from random_commands import Commands
 from random_left import left_behind
 from random_requests import Answers, Sessions, ask, lora_of, one_answer, params, prompt_of
+from random_updates import Weights
 
 _AGAIN = 8  # requests that are asked alone at the end
 _MOST_STEPS = 6000
@@ -23,7 +25,22 @@ _MOST_STEPS = 6000
 
 def asked_alone(stage: Any) -> dict[str, Any]:
     """By request, what plain vLLM answers: whole, and with the likeliest tokens of each place."""
-    requests = _plan().requests
+    plan = _plan()
+    found = _asked_alone(stage, plan, lora_of)
+    if "updates" in plan.has:
+        weights = Weights(stage, plan)
+        rng = random.Random(plan.seed)
+        weights.change(weights.choose(rng), rng)
+        of_second = _asked_alone(stage, plan, weights.lora_of)
+        assert of_second != found, "the two sets of weights answer alike"
+        found |= {f"{name} second": answers for name, answers in of_second.items()}
+    return found
+
+
+def _asked_alone(
+    stage: Any, plan: random_plan.Plan, lora_of: Callable[[random_plan.Request], Any]
+) -> dict[str, Any]:
+    requests = plan.requests
     found = {str(at): _session(stage, one) for at, one in enumerate(requests) if one.turns}
     others = {str(at): one for at, one in enumerate(requests) if not one.turns}
     outputs = stage.llm.generate(
@@ -62,7 +79,12 @@ def played_at_random(stage: Any) -> dict[str, Any]:
     run.ask_again()
     run.settle()
     left = left_behind(stage) + run.commands.refused()
-    return {**run.answers.result(), "left": left, "seen": run.counts()}
+    return {
+        **run.answers.result(),
+        "second": sorted(run.second),
+        "left": left,
+        "seen": run.counts(),
+    }
 
 
 def _plan() -> random_plan.Plan:
@@ -80,9 +102,11 @@ class _Run:
         self._next = 0
         self.seen: Counter[str] = Counter()
         self.answers = Answers()
-        self.commands = _Commands(stage, self.seen)
+        self.commands = Commands(stage, self.seen)
         self._sessions = Sessions(self._engine, self._plan.requests, self.answers, self.seen)
         self._parked: set[str] = set()
+        self.second: set[str] = set()
+        self._weights = Weights(stage, self._plan) if "updates" in self._plan.has else None
         if "throttled" in self._plan.has:
             throttled = random.Random(f"throttled {self._plan.seed}")
             self._core._should_throttle_prefills = lambda: throttled.random() < 0.5
@@ -152,11 +176,15 @@ class _Run:
         if request.turns:
             self._sessions.turn(at, self._by_priority)
         else:
-            ask(self._engine, str(at), request, self._by_priority)
+            self._ask(str(at), request)
             self.answers.asked(str(at))
 
+    def _ask(self, name: str, request: random_plan.Request) -> None:
+        lora = (self._weights.lora_of if self._weights else lora_of)(request)
+        ask(self._engine, name, request, self._by_priority, lora)
+
     def _alone(self, name: str, request: random_plan.Request) -> None:
-        ask(self._engine, name, request, self._by_priority)
+        self._ask(name, request)
         self.answers.asked(name)
         for _ in range(_MOST_STEPS):
             if not self._engine.has_unfinished_requests():
@@ -168,6 +196,8 @@ class _Run:
         self.seen["steps"] += 1
         for output in self._engine.step():
             self.answers.take(output)
+            if self._weights and self._weights.second:
+                self.second.add(output.request_id)
         if self._stage.tier is not None:
             self._parked.update(self._stage.tier._loads._parked)
 
@@ -182,6 +212,8 @@ class _Run:
 
     def _disturb(self) -> None:
         rng = self._rng
+        if self._weights and rng.random() < 0.15:
+            self._update(self._weights)
         share = rng.random() / self._rate
         resets = "resets" in self._plan.has
         odds: tuple[tuple[float, Callable[[], None]], ...] = (
@@ -229,18 +261,38 @@ class _Run:
         self._engine.collective_rpc(_nothing)
         self.seen["called workers"] += 1
 
+    def _update(self, weights: Weights) -> None:
+        """Give the engine other weights; those whose answers would be of both are aborted."""
+        self._pause_all()
+        how = weights.choose(self._rng)
+        for name in self.answers.open():
+            if weights.outdates(name, how) or self.answers.begun(name):
+                self.answers.aborted(name)
+                self._engine.abort_request([name])
+                self.seen["aborted"] += 1
+            else:
+                self.seen["kept for new weights"] += 1
+        self._drain()
+        weights.change(how, self._rng)
+        self.seen[how] += 1
+        self._core.resume_scheduler()
+
     def _hold(self) -> str:
         """Nothing is under way any more: what runs is kept, or aborted."""
-        from vllm.v1.core.sched.interface import PauseState
-
         if self._rng.random() < 0.25:
             for name in self.answers.open():
                 self._abort(name)
             return "abort"
+        self._pause_all()
+        return "keep"
+
+    def _pause_all(self) -> None:
+        from vllm.v1.core.sched.interface import PauseState
+
         self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         for _ in range(20):
             if not self._core.batch_queue:
-                return "keep"
+                return
             self._step()
         raise AssertionError("steps under way do not come to an end")
 
@@ -299,64 +351,3 @@ def _unless_a_session_holds_blocks(error: RuntimeError) -> None:
 
 def _nothing(_: Any) -> None:
     """Runs on each worker."""
-
-
-class _Commands:
-    """What an operator asks of a running tier, as its socket hands it on."""
-
-    def __init__(self, stage: Any, seen: Counter[str]) -> None:
-        self._stage, self._seen = stage, seen
-        self._asked: list[Any] = []
-        if stage.tier is not None:
-            from kvoffload_patch.integration.engine.control import Desk
-
-            ranks = stage.tier._ranks
-            self._desk = Desk(stage.breaker, stage.tier._manager, ranks, {}, lambda: None)
-            self._slots, self._slot_bytes = ranks.num_slots, ranks.slot_bytes
-
-    def give(self, rng: random.Random, count: int) -> None:
-        """For the next step to carry out; plain vLLM is given none, of the same numbers."""
-        kinds = ["pause", *4 * ["resume"], "empty", "resize", "resize", "set", "set"]
-        for _ in range(count):
-            kind, numbers = rng.choice(kinds), random.Random(rng.random())
-            if self._stage.tier is not None:
-                self._give(kind, numbers)
-
-    def restore(self) -> None:
-        """Let the tier have all of its room again, and store."""
-        if self._stage.tier is not None:
-            self._resize(self._slots)
-            self._ask("resume")
-
-    def _give(self, kind: str, rng: random.Random) -> None:
-        from kvoffload_patch.config import EVICTIONS, GPU_PREFIXES, LOAD_MODES
-
-        if kind == "resize":
-            self._resize(rng.randint(1, self._slots))
-        elif kind == "set":
-            eviction, load_mode = rng.choice(EVICTIONS), rng.choice(LOAD_MODES)
-            prefixes, stall_ms = rng.choice(GPU_PREFIXES), rng.choice([0.0, 1.0, 500.0])
-            more = {"gpu_prefixes": prefixes, "max_stall_ms": stall_ms}
-            self._ask(kind, eviction=eviction, load_mode=load_mode, **more)
-        else:
-            self._ask(kind)
-        self._seen[kind] += 1
-
-    def _resize(self, slots: int) -> None:
-        self._ask("resize", gib=slots * self._slot_bytes / (1 << 30))
-
-    def _ask(self, kind: str, **values: Any) -> None:
-        from kvoffload_patch.control.commands import Command
-        from kvoffload_patch.integration.engine.control import Asked
-
-        self._asked.append(Asked(Command(kind, values)))
-        self._stage.breaker.asked.append(self._asked[-1])
-
-    def refused(self) -> list[str]:
-        """Commands that were not carried out; loads that are checked first cannot be inline."""
-        return [
-            f"a command: {one.error or 'never answered'}"
-            for one in self._asked
-            if not one.done.is_set()
-            or (one.error and "loads that can be checked" not in str(one.error))
-        ]

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from functools import cached_property
+from functools import cache
 from itertools import starmap
 from math import isnan
 from pathlib import Path
@@ -31,11 +31,13 @@ from engine import engines, random_plan  # noqa: E402
 # Of the natural logs: what is nearer is equally likely, and rounding decides.
 _EQUAL = 0.001
 _FAR = 0.05
+_WINDOW = 64  # tokens, beside full attention
 _SHOWN = 6  # differences of a run
 # What plain vLLM is not asked with: nothing disturbs it, and drafts change no answer.
 _LEFT_OUT = (
     "speculative_config", "scheduling_policy", "kv_events_config", "long_prefill_token_threshold",
-    "enable_chunked_prefill", "kv_transfer_config",
+    "enable_chunked_prefill", "kv_transfer_config", "tensor_parallel_size",
+    "disable_hybrid_kv_cache_manager",
 )  # fmt: skip
 _UNDISTURBED = {
     "num_gpu_blocks_override": 700, "async_scheduling": False, "max_num_batched_tokens": 512,
@@ -51,30 +53,24 @@ class Models:
 
     def __init__(self, real: Any) -> None:
         self._real = real
-
-    @cached_property
-    def _drafts(self) -> dict[str, str]:
-        return dict(self._real.drafts())
-
-    @cached_property
-    def _llava(self) -> str:
-        return str(self._real.llava())
+        self._drafts, self._llava = cache(real.drafts), cache(real.llava)
 
     def arguments(self, plan: random_plan.Plan) -> dict[str, Any]:
         """All arguments of the engine of a plan."""
         engine, kind = dict(plan.engine), plan.kind
-        if kind == "window":
+        window = _WINDOW if "windows" in plan.has else 0
+        if kind == "window" or (window and kind in ("lora", "embeds")):
             engine["model"] = self._real.narrow
         elif kind == "images":
-            engine["model"] = self._llava
+            engine["model"] = self._llava(window)
         elif kind == "states":
             engine["model"] = self._real.architecture("lfm2")
         elif kind in random_plan.DRAFTS:
-            engine["model"] = self._drafts["mtp" if kind == "mtp" else "target"]
+            engine["model"] = self._drafts(window)["mtp" if kind == "mtp" else "target"]
         if kind == "eagle3":
             drafting = engine["speculative_config"]
             engine["speculative_config"] = drafting.replace(
-                random_plan.FOLDER, self._drafts["eagle3"]
+                random_plan.FOLDER, self._drafts(window)["eagle3"]
             )
         return engine
 
@@ -107,12 +103,14 @@ def differences(right: dict[str, Any], played: dict[str, Any]) -> list[str]:
     """A line for each answer that is not as plain vLLM has it, and for each thing left behind.
 
     Args:
-        right: by request, by sample, its whole answer.
-        played: what `random_engine.played_at_random` returns.
+        right: by request, by sample, its whole answer; behind " second", with the second weights.
+        played: what `random_engine.played_at_random` returns; ``second``: who was answered with the
+            second set of weights.
     """
     found = list(played["left"])
     for name, answers in played["answers"].items():
-        whole, done = right[name.split()[0]], played["states"][name] == "done"
+        weights = " second" if name in played.get("second", ()) else ""
+        whole, done = right[name.split()[0] + weights], played["states"][name] == "done"
         if done and answers.keys() != whole.keys():
             found.append(f"{name}: samples {list(answers)}, not {list(whole)}")
         for index, answer in answers.items():

@@ -32,18 +32,25 @@ RUN_SHARES = {
     "long prefills in parts": 0.25,
 }
 BESIDES = {"whole prefills": 0.15, "small steps": 0.2, "connector": 0.2}  # drawn by themselves
+MORE = {"windows": 0.5, "one manager": 0.3, "two ranks": 0.2, "updates": 0.3}  # where they can be
 # What requests ask for, as `Request.features` names it.
 ASKED = (
     "salt", "adapter", "session", "embeddings", "image", "structured", "stop strings", "samples",
     "min_tokens", "stop tokens", "allowed tokens", "repetition penalty", "logprobs",
     "prompt_logprobs", "not stored",
 )  # fmt: skip
+# How an engine gets other weights: those of its adapters, or else its own.
+UPDATES = (
+    "adapters in place", "adapters unloaded", "adapters elsewhere", "weights behind a reset",
+    "weights before a reset", "weights without a reset", "weights asleep",
+)  # fmt: skip
 COUNTED = ("stored", "loaded", "evicted", "dropped", "failed")  # by the tier, of blocks
 # What happens in a run, with its tier and to those who ask.
 EVENTS = (
     "steps", "turns", "aborted", "aborted within a step", "preempted", "parked", "asked again",
     "reset", "refused reset", "paused", "paused with a reset", "paused with aborts", "slept",
-    "slept with aborts", "called workers", *COUNTED, "pause", "resume", "empty", "resize", "set",
+    "slept with aborts", "called workers", "kept for new weights", *UPDATES, *COUNTED, "pause",
+    "resume", "empty", "resize", "set",
 )  # fmt: skip
 _BY_ARGUMENT = {
     "n": "samples", "stop": "stop strings", "stop_token_ids": "stop tokens",
@@ -54,7 +61,7 @@ IMAGE_TOKEN, IMAGE_TOKENS = 3, 64  # of `images`
 _LATE: tuple[int | str, ...] = (0, 3, 3, 8, "stream")
 _STORES = ("eager", "lazy", "auto")
 LIKENESSES = (
-    *dict.fromkeys(KINDS), *RUN_SHARES, *BESIDES,
+    *dict.fromkeys(KINDS), *RUN_SHARES, *BESIDES, *MORE,
     *(f"late: {late}" for late in dict.fromkeys(_LATE)), *(f"stores: {store}" for store in _STORES),
 )  # fmt: skip
 _REGEX = ("(t[0-9]+){3,9}", "t1(t2|t3)t[4-9]{1,3}(t[0-9]{2}){2,60}")
@@ -125,16 +132,17 @@ def plan(seed: int) -> Plan:
     rng, besides = random.Random(f"engine {seed}"), random.Random(f"besides {seed}")
     kind = rng.choice(KINDS)
     has = _of_the_run(rng, besides, kind)
+    has |= _more(random.Random(f"more {seed}"), kind, has)
     late = rng.choice(_LATE)
     if kind == "states" and late == "stream":
         late = 3  # answers differed with the stream of the tests, and in no other way
-    env = {"TEST_SLEEP": "1"}
+    env = {"TEST_SLEEP": "1"} | ({"TEST_FORK_WORKERS": "1"} if "two ranks" in has else {})
     if "flipped bits" in has:
         env["TEST_FLIP_STORES"] = rng.choice(["2", "5"])
     if kind in _REPLACED:
         env[_REPLACED[kind]] = "1"
     engine, tier = _engine(rng, kind, has), _tier(rng, kind, has)
-    engine |= _steps(besides, has) | _connector(besides, has)
+    engine |= _steps(besides, has) | _connector(besides, has) | _shape(has)
     tier = _less_usual(besides, tier["KVOFFLOAD_LOAD_MODE"]) | tier
     return Plan(seed, kind, has, engine, tier, late, env, _Asker(seed, kind, has).requests())
 
@@ -157,6 +165,25 @@ def _of_the_run(rng: random.Random, besides: random.Random, kind: str) -> frozen
     if "whole prefills" in has:
         has -= {"long prefills in parts", "small steps"}
     return frozenset(has)
+
+
+def _more(rng: random.Random, kind: str, has: frozenset[str]) -> set[str]:
+    """Names of `MORE`."""
+    more = {name for name, share in MORE.items() if rng.random() < share}
+    if kind not in ("ngram", "eagle3", "images", "lora", "embeds"):
+        more.discard("windows")
+    if kind != "window" and "windows" not in more:
+        more.discard("one manager")
+    if "connector" in has:  # the tests' own is of one process, and keeps what it has
+        more -= {"two ranks", "updates"}
+    return more
+
+
+def _shape(has: frozenset[str]) -> dict[str, Any]:
+    """Of the cache and its ranks."""
+    shape: dict[str, Any] = {"num_gpu_blocks_override": 52} if "windows" in has else {}
+    shape |= {"disable_hybrid_kv_cache_manager": True} if "one manager" in has else {}
+    return shape | ({"tensor_parallel_size": 2} if "two ranks" in has else {})
 
 
 def _engine(rng: random.Random, kind: str, has: frozenset[str]) -> dict[str, Any]:
@@ -295,8 +322,9 @@ class _Asker:
         salt = rng.choice(["a", "b"]) if rng.random() < 0.25 else ""
         lora = rng.randrange(3) if kind == "lora" else 0
         # vLLM answers sessions wrongly with asynchronous scheduling and with drafts; the tests'
-        # connector takes a prompt to be known when its request comes.
-        sessions = not {"asynchronous", "connector"} & self._has and kind not in (*DRAFTS, "embeds")
+        # connector takes a prompt to be known when its request comes. Updates would be within one.
+        unfit = {"asynchronous", "connector", "updates"} & self._has
+        sessions = not unfit and kind not in (*DRAFTS, "embeds")
         if sessions and rng.random() < 0.15:
             return self._session(prompt, priority, lora)
         images: tuple[int, ...] = ()

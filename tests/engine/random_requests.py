@@ -53,11 +53,17 @@ def lora_of(request: random_plan.Request) -> LoRARequest | None:
     return LoRARequest(f"adapter {request.lora}", request.lora, folder)
 
 
-def ask(engine: Any, name: str, request: random_plan.Request, by_priority: bool) -> None:
+def ask(
+    engine: Any,
+    name: str,
+    request: random_plan.Request,
+    by_priority: bool,
+    lora: LoRARequest | None,
+) -> None:
     """Ask a `vllm.LLMEngine`."""
     priority = request.priority if by_priority else 0
     asked = prompt_of(request), params(request)
-    engine.add_request(name, *asked, lora_request=lora_of(request), priority=priority)
+    engine.add_request(name, *asked, lora_request=lora, priority=priority)
 
 
 def one_answer(output: Any, one: Any) -> dict[str, Any]:
@@ -105,6 +111,10 @@ class Answers:
     def open(self) -> list[str]:
         """Who waits for an answer, or for the rest of it."""
         return [name for name, state in self._states.items() if state == "open"]
+
+    def begun(self, name: str) -> bool:
+        """Whether any of its answer was given."""
+        return name in self._answers
 
     def done(self) -> list[int]:
         """Numbers of the requests that were answered in full."""

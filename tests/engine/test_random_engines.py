@@ -11,11 +11,13 @@ from packaging.version import Version
 
 from scripts.release.installed import version
 
-SEEDS = (4, 24, 110)  # adapters with flipped bits; loads within a step; embeddings
+# Adapters with flipped bits; two ranks, loads within a step; embeddings, windows and new weights.
+SEEDS = (4, 24, 749)
 SEEN = (
     "stored", "loaded", "evicted", "failed", "parked", "preempted", "aborted within a step",
     "paused with a reset", "slept", "empty", "resize", "set", "adapter", "embeddings",
-    "structured", "stop strings", "samples", "prompt_logprobs", "min_tokens",
+    "structured", "stop strings", "samples", "prompt_logprobs", "min_tokens", "run: two ranks",
+    "run: windows", "weights without a reset",
 )  # fmt: skip
 pytestmark = [
     pytest.mark.skipif(

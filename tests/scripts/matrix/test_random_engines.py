@@ -51,6 +51,9 @@ def _left_out(plan: Plan, request: Request) -> dict[str, bool]:
         "states in small steps": plan.kind == "states" and plan.engine[STEP] < 256,
         "images in small steps": plan.kind == "images" and plan.engine[STEP] < 128,
         "sessions beside a connector": "connector" in plan.has and "session" in asked,
+        "sessions and new weights": "updates" in plan.has and "session" in asked,
+        "a connector of one process": "connector" in plan.has and "two ranks" in plan.has,
+        "a connector and new weights": {"connector", "updates"} <= plan.has,
         "a connector that knows tokens alone": "connector" in plan.has and plan.kind != "plain",
     }
 
@@ -139,6 +142,15 @@ def test_an_answer_is_compared_as_far_as_it_was_given(
     found = random_engines.differences({"3": {"0": RIGHT}}, played)
     assert [one for one in found if why is None or why not in one] == []
     assert len(found) == (why is not None)
+
+
+def test_what_was_answered_with_the_second_weights_is_compared_with_theirs() -> None:
+    second, right = {"0": {**RIGHT, "tokens": [8, 6, 7]}}, {"3": {"0": RIGHT}}
+    played = {"left": [], "answers": {"3": second}, "states": {"3": "done"}}
+    right["3 second"] = second
+    assert random_engines.differences(right, {**played, "second": ["3"]}) == []
+    (found,) = random_engines.differences(right, {**played, "second": []})
+    assert "token 0" in found
 
 
 def test_samples_that_are_missing_and_what_is_left_behind_are_told() -> None:
