@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
@@ -41,12 +41,19 @@ class FreeFront:
         self._unplanned = 0  # of these, how many the tier was told of since the last plan
         self._waited: str | None = None  # request that has waited for stores
         self._asked = False  # it was told to wait since the last plan
-        self._refused: set[int] = set()  # blocks that are not stored until they are handed out
+        self._refused: set[int] = set()  # blocks that are not stored, see `refuse`
 
-    def hit(self, gpu_block_ids: Iterable[int]) -> None:
-        """Requests have taken these blocks out of the queue, and use what they hold."""
+    def hit(self, gpu_block_ids: Sequence[int], keys: Sequence[Hashable]) -> None:
+        """Requests that store have taken blocks with these keys out of the queue, and use them.
+
+        What they compute behind blocks that were refused is worth nothing without those.
+        """
         if self._told:
             self._told.difference_update(gpu_block_ids)
+        if not self._refused.isdisjoint(gpu_block_ids):
+            # Not those that others were given since, in which no step may have computed anything.
+            cached, pairs = self._view.still_cached, zip(gpu_block_ids, keys)
+            self._refused.difference_update([block for block, key in pairs if cached(block, key)])
 
     def handed_out(self, gpu_block_ids: Iterable[int]) -> None:
         """These blocks will be overwritten."""
@@ -56,7 +63,7 @@ class FreeFront:
             self._refused.difference_update(gpu_block_ids)
 
     def refuse(self, gpu_block_ids: Iterable[int]) -> None:
-        """These blocks are not to be stored, until they hold something else."""
+        """These blocks are not to be stored, until they are hit or hold something else."""
         self._refused.update(gpu_block_ids)
 
     def look(self) -> Mapping[Hashable, int]:

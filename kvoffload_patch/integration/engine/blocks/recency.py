@@ -127,7 +127,7 @@ class Recency:
         """Make recent what was noted since the last call."""
         for gpu_block_ids, keys in self.used:
             self._manager.hit_on_gpu(gpu_block_ids, keys, self._view.still_cached)
-            self._front.hit(gpu_block_ids)
+            self._front.hit(gpu_block_ids, keys)
         self.used.clear()
 
     def clear(self) -> None:

@@ -154,7 +154,7 @@ def test_what_is_in_front_has_been_told_whatever_comes_and_goes(seed: int) -> No
         elif rng.random() < 0.3 and free:
             hit = [world.pool.blocks[rng.choice(free_ids(world))]]
             world.pool.touch(hit)
-            front.hit([block.block_id for block in hit])
+            front.hit([block.block_id for block in hit], [block.block_hash for block in hit])
             known.difference_update(block.block_id for block in hit)
             running.append(hit)
         elif running:
@@ -177,6 +177,18 @@ def test_what_is_refused_is_not_told_until_it_was_handed_out() -> None:
     front.handed_out(free_ids(world))
     front.look()
     assert told.take() == first
+
+
+def test_what_was_refused_is_told_once_it_is_hit_if_it_is_the_same_yet() -> None:
+    world = World(num_blocks=9)
+    ended(world, 3, seed=1)
+    front, told = front_of(world, ahead=8)
+    tail, *rest = (b for b in free_ids(world) if world.pool.blocks[b].block_hash is not None)
+    front.refuse([tail, *rest])
+    keys = [world.pool.blocks[block].block_hash for block in rest]
+    front.hit([tail, *rest], [b"of before", *keys])
+    front.look()
+    assert told.take() == rest
 
 
 def test_a_request_waits_once_for_what_its_load_would_overwrite() -> None:

@@ -111,6 +111,31 @@ def test_a_request_that_opts_out_does_not_store_what_it_hits_either(store: str) 
     mini.check()
 
 
+@pytest.mark.parametrize("store", STORES)
+def test_what_others_hit_of_a_request_that_opts_out_is_stored_for_them(store: str) -> None:
+    mini = Mini(store=store)
+    shared = prompt(4, seed=1)
+    asked(mini, [*shared, 7], count=1, opts_out=True)
+    name = asked(mini, [*shared, 8], count=1)
+    assert mini.hits[name] == 4 * BLOCK
+    lose_all(mini)
+    assert held(mini, [*shared, 7]) == 4
+    mini.check()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_answers_that_the_next_turn_hits_are_stored_with_it(store: str) -> None:
+    """What that turn computes behind them is worth nothing without them."""
+    mini = Mini(store=store, store_decode=False)
+    name = asked(mini, prompt(2, seed=1), count=3 * BLOCK + 1)
+    turn = [*prompt(2, seed=1), *mini.answers[name], *prompt(1, seed=2)]
+    name = asked(mini, turn, count=1)
+    assert mini.hits[name] == 5 * BLOCK
+    lose_all(mini)
+    assert held(mini, turn) == 6
+    mini.check()
+
+
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("decode", [True, False])
