@@ -44,7 +44,7 @@ class PrefixStats:
 
                 self._host = CacheHitSource.HOST
 
-    def count(self, request: Any, queried: int, hit: int) -> int:
+    def count(self, request: Any, queried: int, hit: int) -> tuple[int, int]:
         """A request was admitted by the `schedule` that has just returned.
 
         Args:
@@ -53,14 +53,17 @@ class PrefixStats:
             hit: of these, the tokens that the tier had.
 
         Returns:
-            The tokens that count as hits: no more than vLLM has found when it admitted the request.
+            Both, as they count: by what vLLM has found when it admitted the request. Others of the
+            same step may have computed more of its prefix since, or taken some of what it hits.
         """
         preempted = getattr(request, "num_preemptions", 0) > 0
-        if not preempted:  # vLLM says it of the first time only
-            hit = min(hit, _found_by_vllm(request))
+        found = None if preempted else _found_by_vllm(request)  # said of the first time only
+        if found is not None:
+            hit = min(hit, found)
+            queried = queried and int(request.num_tokens) - (found - hit)
         external = getattr(self._scheduler, "connector_prefix_cache_stats", None)
         if external is None or not self._counting or queried <= 0:
-            return hit
+            return queried, hit
         external.record(num_tokens=queried, num_hits=hit, preempted=preempted)
         own = self._scheduler.kv_cache_manager.prefix_cache_stats
         if preempted:
@@ -68,7 +71,7 @@ class PrefixStats:
         elif hit:
             own.hits = max(0, own.hits - hit)
             self._move(request, hit, external)
-        return hit
+        return queried, hit
 
     def restore(self) -> None:
         """Leave vLLM's counters to vLLM."""
@@ -93,10 +96,13 @@ def _count_nothing(*_: Any) -> None:
     """In the place of vLLM's own count."""
 
 
-def _found_by_vllm(request: Any) -> int:
-    """Tokens of its prefix that vLLM has found on the GPU when it admitted a request."""
+def _found_by_vllm(request: Any) -> int | None:
+    """Tokens of its prefix that vLLM has found on the GPU when it admitted a request.
+
+    None where that is not known: from 0.25 on, of a request's second turn.
+    """
     prefill = getattr(request, "prefill_stats", None)
     if prefill is not None:
         return int(prefill.num_local_cached_tokens)
-    # Neither is there in a request's second turn, from 0.25 on.
-    return int(getattr(request, "num_cached_tokens", request.num_tokens))
+    found: int | None = getattr(request, "num_cached_tokens", None)
+    return found

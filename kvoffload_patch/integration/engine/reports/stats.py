@@ -122,7 +122,7 @@ class HitCounts:
         counted = [request_id for request_id in fewer if request_id in more]
         for request_id in counted:
             request, queried, hit, _, since = self._looked_up.pop(request_id)
-            hit = self._view.prefix_stats.count(request, queried, hit)
+            queried, hit = self._view.prefix_stats.count(request, queried, hit)
             self._report.count_hit(queried, hit)
             if self._spans is not None:
                 self._spans.admitted(request, since, queried, hit)

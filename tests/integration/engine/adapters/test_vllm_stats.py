@@ -88,8 +88,24 @@ def test_no_more_is_counted_than_vllm_has_found() -> None:
     mini = Mini()
     request = mini.scheduler.requests[mini.add(prompt(3, seed=1))]
     mini.begin_step()
-    counted = mini.view.prefix_stats.count(request, queried=100, hit=50)
-    assert counted == 0
+    counted = mini.view.prefix_stats.count(request, queried=40, hit=30)
+    assert counted == (3 * BLOCK + 1, 0)
+
+
+@pytest.mark.parametrize("load_mode", MODES)
+def test_what_another_of_the_same_step_computes_is_found_on_the_gpu(load_mode: str) -> None:
+    mini = Mini(load_mode=load_mode, blocks=60)
+    mini.only_in_cpu(prompt(1, seed=1))
+    figures, before = Figures(mini), mini.tier.counts()
+    for _ in range(3):
+        mini.add(prompt(3, seed=1), count=1)
+    mini.run()
+    mini.check()
+    counts = mini.tier.counts()
+    queried, hit = counts.queried - before.queried, counts.hit - before.hit
+    assert (figures.beyond, figures.external) == (queried, hit)
+    assert hit == BLOCK
+    assert queried - hit == figures.computed, "what nobody had is computed"
 
 
 def test_a_connectors_counters_are_left_alone() -> None:
