@@ -106,7 +106,7 @@ class HitCounts:
         """A request was looked up, and what was found is used now, or not yet if deferred."""
         used = not found.deferred
         before = self._looked_up.get(request.request_id)
-        if before is None or (used and not before.used):
+        if before is None or not before.used:
             beyond_gpu = request.num_tokens - found.gpu_tokens
             beyond_gpu *= self._view.may_hit(request)
             hit = found.tokens - found.gpu_tokens if used else 0

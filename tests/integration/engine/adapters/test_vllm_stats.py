@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 from integration.engine.mini import BLOCK, Mini
 
 from kvoffload_patch.integration.engine.adapters.vllm_stats import PrefixStats
+from kvoffload_patch.integration.engine.requests.lookup import LookupResult
 
 MODES = ["inline", "parked"]
 
@@ -90,6 +91,19 @@ def test_no_more_is_counted_than_vllm_has_found() -> None:
     mini.begin_step()
     counted = mini.view.prefix_stats.count(request, queried=40, hit=30)
     assert counted == (3 * BLOCK + 1, 0)
+
+
+def test_one_that_was_preempted_counts_by_its_last_lookup_if_it_had_to_wait() -> None:
+    mini = Mini()
+    request = mini.scheduler.requests[mini.add(prompt(3, seed=1))]
+    request.num_preemptions, hits = 1, mini.tier._hits
+    for on_gpu in (2 * BLOCK, 0):  # others were given these meanwhile
+        found = LookupResult(request.num_tokens)
+        found.tokens = found.gpu_tokens = on_gpu
+        found.deferred = True
+        hits.note(request, found)
+    hits.admitted({request.request_id: 1})
+    assert (mini.tier.counts().queried, mini.tier.counts().hit) == (request.num_tokens, 0)
 
 
 @pytest.mark.parametrize("load_mode", MODES)
