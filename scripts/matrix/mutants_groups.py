@@ -143,7 +143,7 @@ GROUPS = (
     Mutant(
         "blocks that a request hits go to one before it",
         "integration/engine/requests/loads.py",
-        "if not (found.found or self._is_next(found.gpu_blocks, taken)):",
+        "if not (found.found or self.is_next(found.gpu_blocks, taken)):",
         "if not found.found:",
         (
             "integration/engine/requests/test_admission.py::"

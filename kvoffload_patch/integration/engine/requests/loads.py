@@ -162,14 +162,14 @@ class LoadBook:
             found: what it hits.
             taken: blocks that others are given before it, at most.
         """
-        if not (found.found or self._is_next(found.gpu_blocks, taken)):
+        if not (found.found or self.is_next(found.gpu_blocks, taken)):
             self._at_risk.append(found.gpu_blocks)
             return
         self._hold(found.gpu_blocks)
         self._held.extend(found.gpu_blocks)
         self._give(found)
 
-    def _is_next(self, blocks: Sequence[Any], count: int) -> bool:
+    def is_next(self, blocks: Sequence[Any], count: int) -> bool:
         """Whether one of these may be among the next ``count`` that vLLM hands out.
 
         A step looks at each free block once at most: where something is held, so are these.

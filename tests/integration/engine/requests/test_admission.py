@@ -187,6 +187,27 @@ def test_what_is_hit_on_the_gpu_is_not_given_to_those_before_it() -> None:
     mini.check()
 
 
+@pytest.mark.parametrize(("missing", "at_once"), [(9, True), (12, False)])
+def test_nor_is_what_one_hits_that_vllm_alone_may_find_room_for(
+    missing: int, at_once: bool
+) -> None:
+    """It is held where that leaves those before it their room, and else it waits for their step."""
+    mini = Mini(blocks=25)
+    for seed in (1, 2, 3):
+        mini.add(prompt(6, seed=seed))
+        mini.run()
+    tight = Tight(mini, missing)
+    new, hit = mini.add(prompt(8, seed=4)), mini.add(prompt(6, seed=1))
+    mini.step()
+    assert names(mini.scheduler.running) == [new, hit][: 1 + at_once]
+    tight.blocks = 0
+    mini.run()
+    mini.check()
+    assert mini.hits == {**mini.hits, new: 0, hit: 6 * BLOCK}
+    assert mini.manager.stats.loaded == (0 if at_once else 3), "what the one before was given"
+    nothing_held(mini)
+
+
 def test_however_many_hit_the_gpu_a_step_looks_at_each_free_block_once() -> None:
     mini, looked = Mini(blocks=400), []
     mini.add(prompt(6, seed=1))
