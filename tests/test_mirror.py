@@ -72,6 +72,7 @@ ACROSS = {
     "integration/engine/test_random_faults.py",
     "integration/engine/test_random_hits.py",
     "integration/engine/test_random_runs.py",
+    "integration/engine/test_random_waste.py",
     "test_budgets.py",
     "test_constants.py",
     "test_costs.py",
