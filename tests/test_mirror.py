@@ -44,8 +44,6 @@ TESTED_BY = {
     "patching/records.py": "patching/test_check_verified.py",
     "patching/sources.py": "patching/test_check.py",
     # A part of the check at start.
-    # What admission counts.
-    "integration/engine/requests/budget.py": "integration/engine/requests/test_admission.py",
     "integration/engine/eligible_states.py": "integration/engine/test_eligibility.py",
     # Data, names and errors: the tests of their users show what they hold.
     "integration/errors.py": "integration/engine/test_eligibility.py",

@@ -46,7 +46,7 @@ CONNECTORS = (
     ),
     Mutant(
         "a request whose blocks a connector has brought takes no room of those behind it",
-        _FILES + "requests/budget.py",
+        _FILES + "requests/admission.py",
         "self.needed = self._view.groups.new_blocks(request, todo)",
         "self.needed = 0",
         (

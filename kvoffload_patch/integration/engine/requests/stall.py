@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 from kvoffload_patch.integration.engine.requests.pace import Pace
+
+
+class Wait(Enum):
+    """What a request must wait for, if anything."""
+
+    NOTHING = "nothing"
+    ROOM = "run slots, tokens or blocks"  # those behind it wait as well, as in vLLM
+    LOAD = "the bus, or stores of what its load overwrites"  # nobody else waits for that
 
 
 class Stall:
