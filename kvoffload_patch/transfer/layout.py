@@ -7,7 +7,7 @@ tensors have. What a byte means (K or V, head, token, dtype) does not matter her
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -112,21 +112,6 @@ class BlockLayout:
         if len(groups) > 1 and self.block_bytes - self.offsets[groups[-1][0]] < min_bytes:
             groups[-2:] = [(groups[-2][0], groups[-1][1])]
         return groups
-
-    def halve_last(self, groups: Sequence[Rows], min_bytes: int) -> list[Rows]:
-        """The same groups of `cut`, of the last one its halves if these have ``min_bytes`` each."""
-        *others, (first, end) = groups
-        half = self.offsets[first] + self.row_bytes((first, end)) // 2
-        middle = bisect_left(self.offsets, half, first, end)
-        halves = (first, middle), (middle, end)
-        if min(map(self.row_bytes, halves)) < max(1, min_bytes):
-            return [*groups]
-        return [*others, *halves]
-
-    def row_bytes(self, rows: Rows) -> int:
-        """Bytes of these rows of a block."""
-        first, end = rows
-        return sum(row.shape[1] for row in self.rows[first:end])
 
     def group_of_tensor(self, index: int, groups: Sequence[Rows]) -> int:
         """The last of the groups of `cut` that has bytes of a tensor, by its place as given."""

@@ -24,8 +24,7 @@ LOAD_TIMES_BYTES = 1 << 30
 READY_BLOCKS = 1024
 # Groups of rows in which a load comes where the forward pass waits for it by layer: enough of them
 # for compute to begin early, each large enough for the bus. The first of 2, 4 and 8 is there after
-# 7.5, 4.0 and 2.3 of 14.4 ms; 8 take the host up to 0.8 ms more than 4 (scripts/bench tuned). The
-# last one comes in two halves besides.
+# 7.5, 4.0 and 2.3 of 14.4 ms; 8 take the host up to 0.8 ms more than 4 (scripts/bench tuned).
 LOAD_GROUPS, LOAD_GROUP_BYTES = 4, 256 << 10
 # Blocks of a run of slots, on average, from which on a run is one copy of the driver's where loads
 # come by layer, and not each row of its own: the host has less to do then, and the bus takes

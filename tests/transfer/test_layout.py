@@ -135,26 +135,6 @@ def test_groups_are_of_nearly_equal_size(
 
 
 @pytest.mark.parametrize(
-    ("rows", "min_bytes", "sizes"),
-    [
-        ([10] * 32, 40, [80, 80, 80, 40, 40]),
-        ([10] * 32, 41, [80, 80, 80, 80]),
-        ([10] * 30, 1, [80, 80, 70, 40, 30]),
-        ([10] * 4, 0, [10] * 4),
-        ([10, 10, 10, 30, 1], 1, [20, 40, 1]),
-        ([5, 5, 5, 1, 30], 1, [15, 31]),
-    ],
-)
-def test_the_last_group_can_come_in_two_halves(
-    rows: list[int], min_bytes: int, sizes: list[int]
-) -> None:
-    layout = BlockLayout([torch.zeros(4, size, dtype=torch.uint8) for size in rows], 4, 0)
-    groups = layout.halve_last(layout.cut(4, 1), min_bytes)
-    assert list(map(layout.row_bytes, groups)) == sizes
-    assert [row for first, end in groups for row in range(first, end)] == list(range(len(rows)))
-
-
-@pytest.mark.parametrize(
     ("name", "rows"),
     [
         ("kv_outermost", 2),

@@ -132,8 +132,7 @@ class RankTier:
             chosen = choose_backend(layout, slots, ready, backend, integrity, groups, complete)
             run_canary(layout, chosen.backend, slot=ready - 1)
         self.load_ms_per_block, self.copies = chosen.load_ms_per_block, chosen.report
-        largest = max(map(layout.row_bytes, chosen.backend.groups), default=layout.block_bytes)
-        self.overlap = 1 - largest / layout.block_bytes
+        self.overlap = 1 - 1 / max(1, len(chosen.backend.groups))
         if gate is not None and groups and not chosen.backend.groups:
             gate.shut(f"copies {chosen.backend.name} bring all layers of a block at once")
         self._checksums, self._load_times = chosen.backend.checksums, chosen.backend.load_times

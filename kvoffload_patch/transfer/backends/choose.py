@@ -93,12 +93,8 @@ def _opened(
 
 
 def load_groups(layout: BlockLayout) -> list[Rows]:
-    """The groups in which loads may bring rows; one if a block has too few bytes for more.
-
-    Where a load is what a step waits for, the step ends when the last group is there and computed.
-    """
-    groups = layout.cut(LOAD_GROUPS, LOAD_GROUP_BYTES)
-    return layout.halve_last(groups, LOAD_GROUP_BYTES) if groups[1:] else groups
+    """The groups in which loads may bring rows; one if a block has too few bytes for more."""
+    return layout.cut(LOAD_GROUPS, LOAD_GROUP_BYTES)
 
 
 class _Speed(NamedTuple):

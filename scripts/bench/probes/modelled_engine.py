@@ -3,7 +3,7 @@
 A step is scheduled while the one before it runs, as with asynchronous scheduling. It takes a time
 for itself, for each request and for each token of a prompt; loads cross the bus one after the
 other, and a step waits for those that its plan names: where they come by layer and the step has a
-prompt in it, for each group of rows of the last one when it comes to those layers. What a
+prompt in it, for each quarter of the last one when it comes to that quarter of its layers. What a
 GPU does besides, such as copies that slow each other, is left out.
 """
 
@@ -15,13 +15,12 @@ from kvoffload_patch.integration.protocol import PLAN, RESULT
 from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.plan import TransferResult
 from kvoffload_patch.transfer.backends.load_times import LoadTimes
-from kvoffload_patch.transfer.tuning import LOAD_BUFFERS, LOAD_SLICE_BYTES
+from kvoffload_patch.transfer.tuning import LOAD_BUFFERS, LOAD_GROUPS, LOAD_SLICE_BYTES
 from scripts.bench.step_sides import Ranks, Sim, TierSim
 
 BLOCK_BYTES = 2 << 20
 SLICE_BLOCKS = LOAD_SLICE_BYTES // BLOCK_BYTES
 LOAD_MS = 0.041  # of a block, when the tier is opened
-GROUP_ENDS = 0.25, 0.5, 0.75, 0.875, 1.0  # of the groups in which a load brings rows
 RUN_SLOTS = 256
 GPU_BLOCKS = 12_000
 FREE_BLOCKS = 40_000  # of a GPU that holds everything
@@ -133,7 +132,7 @@ class Tiered(TierSim):
         self.now = clock
         self.ranks = Ranks()
         self.ranks.load_ms_per_block = LOAD_MS
-        self.ranks.overlap = 0.75 if by_layer else 0.0
+        self.ranks.overlap = 1 - 1 / LOAD_GROUPS if by_layer else 0.0
         super().__init__(RUN_SLOTS, GPU_BLOCKS)
 
 
@@ -210,9 +209,10 @@ class TierEngine(Engine):
         end = begin + takes
         if awaited:
             first, last = self._loads.times(awaited)
-            ends = GROUP_ENDS if self._by_layer and _has_prompt(step) else (1.0,)
-            for before, part in zip((0.0, *ends), ends):
-                end = max(end, first + (last - first) * part + takes * (1 - before))
+            parts = LOAD_GROUPS if self._by_layer and _has_prompt(step) else 1
+            for part in range(1, parts + 1):
+                there = first + (last - first) * part / parts
+                end = max(end, there + takes * (parts - part + 1) / parts)
         plan = getattr(step, PLAN, None)
         for store in plan.after if plan is not None else ():
             self._stores.carry(len(store.source_ids), end)

@@ -62,19 +62,6 @@ def _loads_by_layer() -> Changes:
     return not_hidden, (LayerGate, "passes", lambda self, step: False)
 
 
-def _last_group_in_halves() -> Changes:
-    """A step waits for both at once."""
-    from kvoffload_patch.transfer.engine import CopyEngine
-
-    wait = CopyEngine.wait_group
-
-    def both(self: Any, group: int) -> None:
-        last = len(self._arriving) - 1
-        wait(self, last if group == last - 1 else group)
-
-    return ((CopyEngine, "wait_group", both),)
-
-
 def _stores_of_several_steps() -> Changes:
     from kvoffload_patch.integration.engine.blocks.store_choice import StoreChoice
 
@@ -110,7 +97,6 @@ _CHANGES: dict[str, Callable[[], Changes]] = {
     "joining early": _joining_early,
     "joining into a stall": _joining_into_a_stall,
     "loads by layer": _loads_by_layer,
-    "last group in halves": _last_group_in_halves,
     "loads within a step": _loads_within_a_step,
     "joins before loads are over": _joins_before_loads_are_over,
     "stores of several steps": _stores_of_several_steps,

@@ -41,7 +41,7 @@ class TestGroups:
 
     @pytest.fixture(autouse=True)
     def groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(TorchBackend, "groups", ((0, 4), (4, 8)))
+        monkeypatch.setattr(TorchBackend, "groups", ((0, 2), (2, 4)))
 
     def test_it_is_said_once_a_step_has_come_by_every_layer(self, machine: Any) -> None:
         machine.tier.begin_step(None, step(1, 1))

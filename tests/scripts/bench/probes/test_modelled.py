@@ -26,9 +26,9 @@ def test_loads_cross_one_after_the_other_and_are_timed_on_the_way() -> None:
     assert bus.done() == 2 and bus.next_end(after=260) == 260
 
 
-@pytest.mark.parametrize(("by_layer", "part"), [(True, 1 / 8), (False, 1)])
+@pytest.mark.parametrize(("by_layer", "part"), [(True, 1 / 4), (False, 1)])
 def test_a_step_waits_for_what_it_reads(by_layer: bool, part: float) -> None:
-    """By layer only the last group of its layers is behind the end of a long load."""
+    """By layer only the last quarter of its layers is behind the end of a long load."""
     engine = TierEngine(1.0, by_layer, follows=True)
     engine._loads._ms_per_block = 0.05
     load = SimpleNamespace(target_ids=range(1000), ticket=1)
