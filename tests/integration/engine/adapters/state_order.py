@@ -29,8 +29,8 @@ def states_last(groups: Any, keys: Iterable[Hashable]) -> tuple[list[Hashable], 
     from kvoffload_patch.integration.engine.adapters.prefix_groups import _split
 
     given = list(keys)
-    states = [key for key in given if _split(key)[1] != groups._first]
-    return [*states[::-1], *(key for key in given if _split(key)[1] == groups._first)], {}
+    states = [key for key in given if _split(key)[1] != groups.first]
+    return [*states[::-1], *(key for key in given if _split(key)[1] == groups.first)], {}
 
 
 def play(seed: int, order: str) -> dict[str, int]:
@@ -62,6 +62,7 @@ def play(seed: int, order: str) -> dict[str, int]:
             asked, hits = asked + len(talk), hits + mini.hits[name]
             talk += mini.answers[name] + prompt(rng.randrange(3), seed=1000 + turn, tail=9)
         mini.check()
+        assert not mini.breaker.detached, mini.breaker.failure  # plain vLLM is right, too
     finally:
         PrefixGroups.in_order = as_made  # type: ignore[method-assign]
     return {"asked": asked, "hits": hits, "stored": mini.manager.stats.stored}
