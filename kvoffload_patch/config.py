@@ -140,7 +140,8 @@ class Settings:
     strict: bool = _switch(
         "KVOFFLOAD_STRICT",
         True,
-        "a refusal aborts; when off it is one line on stderr and vLLM runs without the CPU tier",
+        "a refusal aborts; when off it is one line on stderr or in vLLM's log, and vLLM runs"
+        " without the CPU tier",
     )
     cpu_gib: float | str = _variable(
         "KVOFFLOAD_CPU_GIB",
@@ -229,8 +230,8 @@ class Settings:
     allow_unverified: bool = _switch(
         "KVOFFLOAD_ALLOW_UNVERIFIED",
         False,
-        "patch a vLLM release, fork or function body that was not verified; parameters and"
-        " attributes must match all the same",
+        "patch a vLLM release, fork or function body that was not verified, and use the tier where"
+        " nobody has run it; parameters and attributes must match all the same",
     )
     max_stall_ms: float = _variable(
         "KVOFFLOAD_MAX_STALL_MS",

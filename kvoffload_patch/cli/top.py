@@ -175,7 +175,8 @@ def _parser() -> Parser:
         "hits since the engine started; a + behind the state says that the tier still grows. With "
         "rich installed the terminal shows them live, else as tables below each other.",
         epilog="examples:\n  kvoffload top\n  kvoffload top --once\n  kvoffload top --json "
-        "--interval 10 >> tier.jsonl\nexit status: 0; 2 if --once finds no engine.",
+        "--interval 10 >> tier.jsonl\nexit status: 0; 2 if --once finds no engine, or --engine "
+        "none of those that run.",
     )
     parser.add_argument("--once", action="store_true", help="one interval, then end")
     parser.add_argument("--json", action="store_true", help="one JSON object on a line each time")
