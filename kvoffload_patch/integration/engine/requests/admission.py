@@ -269,6 +269,8 @@ class Admission:
     def _look_up(self, request: Any, budget: AdmissionBudget, stall: Stall) -> bool:
         """Look a request up and load what it hits; False if those behind it must wait."""
         result = self._cache.get(request.request_id, request.num_tokens)
+        if result and not result.keys and any(map(self._view.gpu_lookup(), result.missing)):
+            result = None  # others have computed some of it, behind which the tier may have more
         wait = Wait.NOTHING if result is None else self._wait(request, result, budget)
         if result is None or not (result.settled or wait != Wait.NOTHING):
             pool = self._pool_for(request)

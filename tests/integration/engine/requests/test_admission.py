@@ -23,6 +23,7 @@ from scheduler_half.scenarios import (
 )
 from vllm.v1.request import RequestStatus
 
+from kvoffload_patch.integration.engine.requests.admission import AdmissionBudget
 from kvoffload_patch.links import LOAD
 
 BUS_MS = 150
@@ -236,6 +237,32 @@ def test_a_request_without_a_hit_is_admitted_if_vllm_finds_room() -> None:
     tight.blocks = 0
     mini.step()
     assert names(mini.scheduler.running) == [running, fresh, behind]
+
+
+def test_one_that_waits_is_looked_up_again_once_others_have_computed_what_it_lacked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind that the tier has more, without which vLLM would admit it if it found room."""
+    mini = Mini(blocks=49, late=3)
+    tokens = prompt(8, seed=1)
+    mini.only_in_cpu(tokens)
+    for key in list(mini.manager._slot_of)[:2]:
+        mini.manager.discard(key)
+    mini.add([*tokens[: 2 * BLOCK], *prompt(14, seed=2)], count=2)  # more than a step takes
+    waits = mini.add(tokens)
+    fits, room = AdmissionBudget.fits, {"more": False}
+
+    def counted(self: AdmissionBudget, request: Any, *args: Any) -> bool:
+        return (request.request_id != waits or room["more"]) and fits(self, request, *args)
+
+    monkeypatch.setattr(AdmissionBudget, "fits", counted)
+    for _ in range(2):
+        mini.step()
+        assert waits not in mini.hits
+    room["more"] = True
+    mini.run()
+    mini.check()
+    assert mini.hits[waits] == 8 * BLOCK
 
 
 # The limit
