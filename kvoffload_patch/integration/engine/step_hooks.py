@@ -44,10 +44,10 @@ def update_from_output(wrapped: Method, live: list[bool], breaker: Breaker) -> M
             outputs = wrapped(scheduler_output, model_runner_output, *args, **kwargs)
         finally:
             end()
+        if breaker.asked:
+            breaker.answer_if_idle()  # first: what it has the reporter send overtakes ``outputs``
         if breaker.reporter is not None:
             breaker.reporter.step_ended(outputs)
-        if breaker.asked:
-            breaker.answer_if_idle()
         return outputs
 
     return hook

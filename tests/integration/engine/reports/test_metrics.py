@@ -42,6 +42,7 @@ class FrontEnd:
         def watched(*args: Any) -> Any:
             outputs = update(*args)
             self.steps += 1
+            self.drain()  # what was sent meanwhile is in the queue before what the step returns
             for one in outputs.values():
                 self.take(one)
             return outputs
@@ -101,6 +102,19 @@ def test_everything_is_there_before_the_first_request() -> None:
         known = [values for _, values in metric.labels]
         sent = {labels for name, labels in found.values if name == metric.name}
         assert not known or not all(known) or sent == set(itertools.product(*known)), metric.name
+
+
+def test_what_a_command_changes_when_the_last_step_ends_is_said_last() -> None:
+    """What a step returns reaches the front end after what was sent while it was taken in."""
+    mini = Mini(store="eager")
+    found = reported(mini)
+    mini.add(prompt(3, seed=1), count=1)
+    mini.begin_step()
+    one = mini.ask("empty")
+    mini.end_step()
+    found.drain()
+    assert one.result == {"forgotten_blocks": 3} and mini.manager.num_used == 0
+    assert (found["used_blocks"], found["removed_blocks emptied"]) == (0, 3)
 
 
 @pytest.mark.parametrize("load_mode", ["inline", "parked"])
