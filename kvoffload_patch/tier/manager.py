@@ -151,10 +151,12 @@ class OffloadManager(TierState):
         if self._store_of and gpu_block_ids:
             self._stores.wait_for(max(map(self._store_of.pop, gpu_block_ids, repeat(0))))
 
-    def drop_queued(self) -> None:
-        """What was queued, or waits, and is not planned yet is not stored."""
+    def drop_queued(self) -> int:
+        """What was queued, or waits, and is not planned yet is not stored; how many blocks."""
+        dropped = len(self._queue) + len(self._waiting)
         self._queue.clear()
         self._waiting.clear()
+        return dropped
 
     def discard(self, key: Hashable, reason: RemovedBy = "invalid") -> None:
         """What the GPU holds, and may have stored, under ``key`` turned out to be wrong."""

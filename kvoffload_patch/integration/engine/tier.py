@@ -311,7 +311,7 @@ class SchedulerTier:
 
     def _stop(self) -> None:
         self.paused = True
-        self._manager.drop_queued()
+        self._manager.stats.paused += self._manager.drop_queued()
         self._recency.used.clear()
         self._lookups.clear()
         self._front.look_again()

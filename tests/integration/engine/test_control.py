@@ -76,6 +76,20 @@ def test_a_paused_tier_loads_and_stores_nothing_until_it_is_resumed() -> None:
     nothing_held(mini)
 
 
+def test_what_waits_to_be_stored_when_it_is_paused_is_counted() -> None:
+    """The few blocks that decodes fill wait for some steps."""
+    mini = Mini(blocks=100, store="eager")
+    mini.add(prompt(2, seed=1), count=2 * BLOCK)
+    while not mini.manager._waiting:
+        mini.step()
+    mini.ask("pause")
+    mini.run()
+    mini.settle()
+    stats = mini.manager.stats
+    assert (stats.stored, stats.paused) == (2, 2), "of four blocks that are computed"
+    nothing_held(mini)
+
+
 def test_what_is_under_way_when_it_is_paused_ends() -> None:
     mini = Mini(load_mode="parked", late=3)
     tokens = prompt(6, seed=1)
