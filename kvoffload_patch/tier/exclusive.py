@@ -69,6 +69,14 @@ class Exclusive:
         for slot in slots:
             self._given[slot] = 1
 
+    def go_on(self, before: Exclusive) -> None:
+        """Know of the GPU what this one knew, which has ended; after `begin`. O(slots in use)."""
+        self._on_gpu, self._key_in = before._on_gpu, before._key_in
+        self._again, self._owed = before._again, before._owed
+        if not self.tight:
+            found, given = self._on_gpu, self._given
+            self.hit([slot for key, slot in self._slot_of.items() if key in found and given[slot]])
+
     def end(self) -> None:
         """The other policy orders all of them from now on. O(copies)."""
         self._others.insert(self._copies.take_oldest(0, self._copies.sizes[0]))

@@ -325,6 +325,7 @@ class OffloadManager(TierState):
 
     def _reorder(self, num_slots: int) -> None:
         """A new policy for so many slots, and for what can be evicted now, in its order."""
+        before = self._exclusive
         self._be_inclusive()
         in_order = self._prefixes.take_all()
         if num_slots < self.num_slots:
@@ -335,7 +336,7 @@ class OffloadManager(TierState):
         pinned = self._held.pinned()
         self._prefixes.insert([*in_order, *pinned])
         self._prefixes.pin(pinned)
-        self._follow_gain()
+        self._follow_gain(before)
 
     def _plan_store(
         self, storable: Storable, computed: Blocks, leaving: Blocks

@@ -164,21 +164,26 @@ class TierState:
             policy.sample = self._gain.sample
         return policy
 
-    def _follow_gain(self) -> None:
-        """Hold other blocks than the GPU if that is wanted, or pays; O(slots in use) if not yet."""
+    def _follow_gain(self, before: Exclusive | None = None) -> None:
+        """Hold other blocks than the GPU if that is wanted, or pays; O(slots in use) if not yet.
+
+        ``before``: what did so until now, and knows what the GPU has.
+        """
         lazy = self._store_policy != "eager" if self._gain is None else self._gain.pays
         if lazy != (self._exclusive is not None):
             if lazy:
-                self._be_exclusive()
+                self._be_exclusive(before)
             else:
                 self._be_inclusive()
 
-    def _be_exclusive(self) -> None:
+    def _be_exclusive(self, before: Exclusive | None) -> None:
         """What the GPU holds as well leaves first from now on, as far as it is told of it."""
         self._ended.clear()
         self._prefixes.remove(self._held.pinned())
         self._exclusive = self._policy = Exclusive(self._prefixes, self._key_of, self._slot_of)
         self._exclusive.begin(filter(self._is_idle, self._slot_of.values()))
+        if before is not None:
+            self._exclusive.go_on(before)
 
     def _be_inclusive(self) -> None:
         """The tier may hold what the GPU holds: the policy alone says what leaves."""

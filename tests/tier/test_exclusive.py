@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import pytest
 from tier.plans import store_of
 from tier.strict import Strict
 
@@ -283,6 +284,41 @@ def test_a_reset_or_another_policy_leaves_auto_as_it_was() -> None:
         assert tier.lazy
         gain.pays = False
         assert plan(tier, c=2, d=3, e=4, f=5) == "cdef" and not tier.lazy
+
+
+def change_policy(tier: OffloadManager) -> None:
+    tier.change_policy(LRUPolicy)
+
+
+def use_less(tier: OffloadManager) -> None:
+    tier.resize(2)
+
+
+@pytest.mark.parametrize("happens", [change_policy, use_less])
+def test_what_the_gpu_holds_is_known_after_another_policy_or_size(
+    happens: Callable[[OffloadManager], None],
+) -> None:
+    tier = OffloadManager(2 + (happens is use_less), LRUPolicy, store="auto")
+    plan(tier, a=0, b=1)
+    lose(tier, [(0, "a"), (1, "b")])
+    tier.begin_load("b", [5])
+    plan(tier)
+    happens(tier)
+    plan(tier, c=6)
+    assert lose(tier, [(6, "c")]) == "c"
+    assert held(tier) == "ac", "b is a copy as before"
+
+
+@pytest.mark.parametrize("happens", [change_policy, use_less])
+def test_what_the_gpu_loses_at_once_is_stored_at_once_after_another_policy_or_size(
+    happens: Callable[[OffloadManager], None],
+) -> None:
+    tier = OffloadManager(4, LRUPolicy, store="lazy")
+    plan(tier, a=0)
+    tier.note_new_blocks([0])
+    assert tier.stats.overwritten == 1
+    happens(tier)
+    assert plan(tier, b=1) == "b"
 
 
 def test_auto_weighs_what_is_computed_loaded_and_hit() -> None:
