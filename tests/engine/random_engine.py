@@ -130,7 +130,7 @@ class _Run:
                 break
             self._step()
         else:
-            raise AssertionError(f"these do not come to an end: {self.answers.open()}")
+            raise AssertionError(f"{random_plan.NO_END}: {self.answers.open()}")
         self._drain()
 
     def ask_again(self) -> None:

@@ -66,6 +66,7 @@ LIKENESSES = (
 )  # fmt: skip
 _REGEX = ("(t[0-9]+){3,9}", "t1(t2|t3)t[4-9]{1,3}(t[0-9]{2}){2,60}")
 _BLOCK, _LONGEST = 32, 420
+NO_END = "these do not come to an end"  # how a run says that of requests
 _BLOCK_OF_STATES, _LONGEST_OF_STATES = 128, 1600
 _BLOCK_BYTES = 4 * 2 * 4 * 32 * 4 * _BLOCK  # layers, K and V, heads, their width, float32
 _DRAFTS_BYTES = 2.5  # of these: twice the heads, and a draft model's layer

@@ -6,10 +6,11 @@ The engines themselves: tests/engine/test_random_engines.py.
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine import random_engines, random_plan
+from engine import engines, random_engines, random_plan
 from engine.random_plan import DRAFTS, Plan, Request
 
 PLANS = [random_plan.plan(seed) for seed in range(120)]
@@ -61,6 +62,23 @@ def _left_out(plan: Plan, request: Request) -> dict[str, bool]:
 def test_what_is_to_be_left_out_is_never_asked_for() -> None:
     asked = [_left_out(plan, request) for plan, request in ASKED]
     assert {name for one in asked for name, is_asked in one.items() if is_asked} == set()
+
+
+def test_what_plain_vllm_does_not_end_either_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends, none = f"... {random_plan.NO_END}: ['13']", "RuntimeError"
+    for plain, failed in ((ends, False), (none, True)):
+        run, other = (engines.Run(1, log) for log in (ends, plain))
+        right = engines.Run(0, "", results={"asked_alone": {}})
+        real = SimpleNamespace(
+            loras=[], on=lambda *_, run=run, **__: run,
+            off=lambda what, *_, right=right, other=other, **__:
+                right if what == ["asked_alone"] else other,
+        )  # fmt: skip
+        models = SimpleNamespace(arguments=lambda plan: dict(plan.engine))
+        seen, wrong = random_engines.play(real, models, 0)
+        assert bool(wrong) == failed and bool(seen[random_plan.NO_END]) != failed
 
 
 def test_requests_fit_into_the_model() -> None:
