@@ -40,6 +40,20 @@ def lacks_cuda() -> bool:
     return True
 
 
+def lacks_tier(command: str) -> bool:
+    """Whether this process is to run without a tier, and says how the command is begun with one."""
+    from kvoffload_patch.config import is_enabled
+
+    if is_enabled():
+        return False
+    print(
+        "error: expected a CPU tier, but none is asked for; run this as"
+        f" `python -m kvoffload_patch --cpu-gib 72 python scripts/bench {command} ...`.",
+        file=sys.stderr,
+    )
+    return True
+
+
 def summary(samples: Sequence[float]) -> dict[str, Any]:
     """The samples themselves, their median, and their spread."""
     return {

@@ -30,7 +30,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import machine, quantile, say, write_json
+from scripts.bench.common import lacks_tier, machine, quantile, say, write_json
 from scripts.bench.probes.closed_loop import Asked, ClosedLoop
 from scripts.bench.probes.switches import MECHANISMS, switch_off
 from scripts.bench.probes.tier_calls import tier_took
@@ -254,6 +254,8 @@ def options_given() -> argparse.Namespace:
 def main() -> int:
     """Play cycles until the time is over."""
     options = options_given()
+    if lacks_tier("mechanisms"):
+        return 2
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     from vllm import LLM
 

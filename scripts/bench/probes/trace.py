@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import machine, say, write_json
+from scripts.bench.common import lacks_tier, machine, say, write_json
 from scripts.bench.probes import observers, trace_report
 from scripts.bench.probes.closed_loop import Asked, ClosedLoop
 from scripts.bench.probes.switches import MECHANISMS
@@ -235,6 +235,8 @@ def main() -> int:
     began = time.perf_counter()
     options = options_given()
     if options.read is None:
+        if lacks_tier("trace"):
+            return 2
         prepare(options)
         say(f"events: {options.events}")
         play(options, began)

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
+from scripts import ROOT
 from scripts.bench.common import write_json
 
 
@@ -19,6 +25,17 @@ def test_numbers_of_a_list_share_a_line_and_all_else_is_as_it_was(tmp_path: Path
     assert json.loads(text) == document
     assert ' "at": [1.5, -2, 3e-05],\n' in text and ' "numbers": [0]\n' in text
     assert [path.name for path in file.parent.iterdir()] == ["found.json"]
+
+
+@pytest.mark.parametrize("command", ["trace", "mechanisms"])
+def test_what_needs_a_tier_says_so_before_it_starts_an_engine(command: str) -> None:
+    """A bare run found out once the engine was up, minutes later."""
+    environ = {name: v for name, v in os.environ.items() if not name.startswith("KVOFFLOAD_")}
+    done = subprocess.run(
+        [sys.executable, "scripts/bench", command, "--model", "no such folder"],
+        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and f"scripts/bench {command} ..." in done.stderr
 
 
 def test_without_a_file_nothing_is_written() -> None:
