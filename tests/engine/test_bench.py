@@ -42,3 +42,23 @@ def test_histories_come_back_with_the_tier_alone(tmp_path: Path) -> None:
     assert off["found_tokens"] == 0
     assert on["found_tokens"] >= 5 * (HISTORY // BLOCK * BLOCK - BLOCK)
     assert [file.name for file in Path(tmp_path / "out").glob("*.log")]
+
+
+def test_a_trace_of_conversations_has_their_loads_and_a_floor_without(tmp_path: Path) -> None:
+    """What it observes are parts of the package that nothing else names."""
+    found = tmp_path / "trace.json"
+    words = [
+        *("--small", "--seconds", "1", "--period", "0.8", "--settle", "0.3", "--only", "nothing"),
+        *("--json", str(found)),
+    ]
+    armed = ("-m", "kvoffload_patch", "--cpu-gib", "0.25", sys.executable)
+    done = subprocess.run(
+        [sys.executable, *armed, str(ROOT / "scripts/bench"), "trace", *words],
+        env={**engines.environment(), "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    variants = json.loads(found.read_text())["figures"]["variants"]
+    blocks = {name: one["blocks"] for name, one in variants.items()}
+    assert blocks.pop("floor") == 0 and set(blocks) == {"on", "nothing"}
+    assert min(blocks.values()) > 1, blocks

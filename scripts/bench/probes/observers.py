@@ -240,7 +240,7 @@ def attach(worker: Any, path: str) -> dict[str, Any]:
     ranks, rank = worker.vllm_config.parallel_config.world_size, attached(worker.model_runner)
     if ranks > 1 or rank is None:
         raise RuntimeError(f"trace: expected one rank with a CPU tier, found {ranks}, {rank}")
-    device = rank._tensor.device
+    device = worker.device
     recorder = Recorder(Path(path), DeviceClock(torch) if device.type == "cuda" else HostClock())
     recorder.block_bytes = (
         sum(tensor.numel() * tensor.element_size() for tensor in worker.model_runner.kv_caches)
