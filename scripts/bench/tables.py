@@ -69,6 +69,7 @@ OTHER_CHATS = {
     "chats-pair.json": "the same, no prompts before them",
     "chats-newest.json": "one system after the other, vLLM 0.33.0 on an H200",
     "chats-heads.json": "the same, vLLM 0.26.0, seven turns, heads of prefixes on the GPU",
+    "chats-faster.json": "one system after the other, an H200 with a faster host",
     "chats-crowded.json": "more at a time, of more lengths, vLLM 0.26.0 on another H200",
 }
 # The same on two GPUs for each server, two servers at a time.
