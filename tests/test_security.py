@@ -131,7 +131,7 @@ before = {str(path) for path in root.rglob("*")}
 
 listener = Listener(lambda command: {})
 board = slot_counts.make_slot_counts([0, 1])
-patch_files.write_all({host: (b"old", b"new")})
+patch_files.write(host, b"new")
 (engine,) = client.find()
 client.ask(engine, "status")
 made = {p: oct(os.stat(p).st_mode & 0o777) for p in map(str, root.rglob("*")) if p not in before}

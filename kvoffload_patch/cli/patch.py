@@ -1,4 +1,4 @@
-"""`python -m kvoffload_patch patch`: put the arming lines into an installed vLLM's own files.
+"""`python -m kvoffload_patch patch`: put the arming lines into a file of an installed vLLM.
 
 For images where nothing of ours may run at interpreter start. Owns options, texts and exit codes of
 this command, and finds vLLM, its release and the release's patch file, without importing vLLM.
@@ -49,8 +49,8 @@ class Refused(Exception):
     """One sentence: what was expected, what was found, what to do."""
 
 
-class UnknownFiles(Refused):
-    """The files are neither as released nor as patched by us."""
+class UnknownFile(Refused):
+    """The file is neither as released nor as patched by us."""
 
 
 class Installed:
@@ -69,54 +69,43 @@ class Installed:
             )
         self.version = _version(None if folder is None else self.folder)
         self.release = _release(self.version)
-        self.patches = patch_files.parse(_patch_file(self.release).read_bytes())
-        self.data = {patch.path: self._read(patch.path) for patch in self.patches}
-
-    def file(self, path: str) -> Path:
-        """Where the file that patches call `vllm/...` lies."""
-        return self.folder / path[len("vllm/") :]
+        self.patch = patch_files.parse(_patch_file(self.release).read_bytes())
+        self.file = self.folder / self.patch.path[len("vllm/") :]
+        self.data = self._read()
 
     def state(self) -> str:
-        """ "released" or "patched", for all files together.
+        """ "released" or "patched".
 
         Raises:
-            UnknownFiles: a file is neither, or they are not all the same.
+            UnknownFile: the file is neither.
         """
-        states = {patch.path: patch.state(self.data[patch.path]) for patch in self.patches}
-        if len(set(states.values())) > 1 or "unknown" in states.values():
-            raise UnknownFiles(self._difference(states))
-        return next(iter(states.values()))
+        state = self.patch.state(self.data)
+        if state == "unknown":
+            raise UnknownFile(self._difference())
+        return state
 
     def change(self, apply: bool) -> None:
-        """Apply every patch or revert every one; raises OSError if the files cannot be written."""
-        changes = {}
-        for patch in self.patches:
-            old = self.data[patch.path]
-            new = patch.apply(old) if apply else patch.revert(old)
-            changes[self.file(patch.path)] = (old, new)
-        patch_files.write_all(changes)
+        """Apply the patch or revert it; raises OSError if the file cannot be written."""
+        new = self.patch.apply(self.data) if apply else self.patch.revert(self.data)
+        patch_files.write(self.file, new)
 
-    def _read(self, path: str) -> bytes:
+    def _read(self) -> bytes:
         try:
-            return self.file(path).read_bytes()
+            return self.file.read_bytes()
         except OSError as error:
-            raise UnknownFiles(
-                f"expected {self.file(path)} of vLLM {self.version}, found that it cannot be read"
+            raise UnknownFile(
+                f"expected {self.file} of vLLM {self.version}, found that it cannot be read"
                 f" ({error.strerror}); reinstall this release."
             ) from None
 
-    def _difference(self, states: dict[str, str]) -> str:
-        (path, state), *_ = sorted(states.items(), key=lambda item: item[1] != "unknown")
-        patch = next(patch for patch in self.patches if patch.path == path)
-        known = [f"{one[:12]} as released" for one in patch.patched_of]
-        known += [f"{one[:12]} patched" for one in patch.patched_of.values()]
-        found = patch_files.sha256(self.data[path])[:12]
-        if state != "unknown":
-            found += ", while another file is in another state"
+    def _difference(self) -> str:
+        patched_of = self.patch.patched_of
+        known = [f"{one[:12]} as released" for one in patched_of]
+        known += [f"{one[:12]} patched" for one in patched_of.values()]
         return (
-            f"expected {self.file(path)} of vLLM {self.version} with a known sha256"
-            f" ({', '.join(known)}), found {found}; reinstall this release, or revert with the"
-            " version of kvoffload_patch that patched it."
+            f"expected {self.file} of vLLM {self.version} with a known sha256"
+            f" ({', '.join(known)}), found {patch_files.sha256(self.data)[:12]}; reinstall this"
+            " release, or revert with the version of kvoffload_patch that patched it."
         )
 
 
@@ -131,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
             print(json.dumps({"error": sentence}, indent=1))
         else:
             print(sentence, file=sys.stderr, flush=True)
-        unknown = arguments.check and isinstance(error, UnknownFiles)
+        unknown = arguments.check and isinstance(error, UnknownFile)
         return EXIT_UNKNOWN if unknown else EXIT_REFUSED
     line = f"vLLM {found['vllm']} in {found['folder']}: {found['said']}"
     print(json.dumps(found, indent=1) if arguments.json else line)
@@ -139,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Do it, and what to say: the release, its folder, the files' state, and whether it changed."""
+    """Do it, and what to say: the release, its folder, the file's state, and whether it changed."""
     installed = Installed(arguments.vllm)
     about = {"vllm": installed.version, "folder": str(installed.folder)}
     before = installed.state()

@@ -1,9 +1,10 @@
-"""Patch files for an installed vLLM: reading them, applying them to bytes, and writing all or none.
+"""Patch files for an installed vLLM: reading one, applying it to bytes, and writing the file.
 
-A patch file is a zero-context unified diff that only adds lines, so that no vLLM code is in it; the
-lines `# sha256 FILE RELEASED PATCHED` before the diff name every build it is for. `patch -p1` and
-`git apply --unidiff-zero` take it too, but they apply zero-context hunks by line number to whatever
-is there: the hashes are what makes it safe. Knows no release and looks for nothing.
+A patch file is a zero-context unified diff that only adds lines at one place of one file, so that
+no vLLM code is in it; the lines `# sha256 FILE RELEASED PATCHED` before the diff name every build
+it is for. `patch -p1` and `git apply --unidiff-zero` take it too, but they apply zero-context hunks
+by line number to whatever is there: the hashes are what makes it safe. Knows no release and looks
+for nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import re
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 _HASHES = re.compile(r"# sha256 (vllm/[\w/]+\.py) ([0-9a-f]{64}) ([0-9a-f]{64})", re.ASCII)
@@ -27,20 +29,20 @@ class BadPatchFile(Exception):
 
 
 @dataclass(frozen=True)
-class Hunk:
-    """Lines to add behind line `after` of the released file; 0 is its beginning."""
-
-    after: int
-    lines: tuple[bytes, ...]
-
-
-@dataclass
 class FilePatch:
-    """What one file of vLLM gets; `patched_of` maps the sha256 of each known build's file."""
+    """Lines that a file of vLLM gets.
+
+    Attributes:
+        path: of the file, as `vllm/...`.
+        after: they come behind this line of the released file; 0 is its beginning.
+        lines: what is added.
+        patched_of: the sha256 that each known build's file has with them, by the one without.
+    """
 
     path: str
-    patched_of: dict[str, str] = field(default_factory=dict)
-    hunks: list[Hunk] = field(default_factory=list)
+    after: int
+    lines: tuple[bytes, ...]
+    patched_of: Mapping[str, str]
 
     def state(self, data: bytes) -> str:
         """What `data` is: "released", "patched", or "unknown"."""
@@ -53,24 +55,22 @@ class FilePatch:
         """The released `data` with the lines added, verified by its hash."""
         patched = self.add_lines(data)
         if sha256(patched) != self.patched_of[sha256(data)]:
-            raise BadPatchFile(f"the hunks for {self.path} do not give the hash in the header")
+            raise BadPatchFile(f"the hunk for {self.path} does not give the hash in the header")
         return patched
 
     def revert(self, data: bytes) -> bytes:
         """The released file that was patched into `data`, verified by its hash."""
         lines = data.splitlines(keepends=True)
-        for hunk in self.hunks:  # those before it are gone already
-            del lines[hunk.after : hunk.after + len(hunk.lines)]
+        del lines[self.after : self.after + len(self.lines)]
         released = b"".join(lines)
         if self.patched_of.get(sha256(released)) != sha256(data):
-            raise BadPatchFile(f"the hunks for {self.path} do not give the hash in the header")
+            raise BadPatchFile(f"the hunk for {self.path} does not give the hash in the header")
         return released
 
     def add_lines(self, data: bytes) -> bytes:
-        """`data` with the lines of every hunk added, whatever it is."""
+        """`data` with the lines added, whatever it is."""
         lines = data.splitlines(keepends=True)
-        for hunk in reversed(self.hunks):
-            lines[hunk.after : hunk.after] = hunk.lines
+        lines[self.after : self.after] = self.lines
         return b"".join(lines)
 
 
@@ -79,76 +79,53 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def parse(data: bytes) -> list[FilePatch]:
-    """The files that a patch file changes, in its order.
+def parse(data: bytes) -> FilePatch:
+    """What a patch file does.
 
     Raises:
-        BadPatchFile: something in it is not a header, a hash, or a hunk that only adds.
+        BadPatchFile: it is other than words, the hashes of one file, and a hunk that only adds.
     """
     try:
-        lines = iter(data.decode().splitlines())
+        lines = data.decode().splitlines()
     except UnicodeDecodeError:
         raise BadPatchFile("bytes that are no text") from None
-    known: dict[str, dict[str, str]] = {}
-    patches: list[FilePatch] = []
-    for line in lines:
-        hashes, hunk = _HASHES.fullmatch(line), _HUNK.fullmatch(line)
-        if hashes and not patches:
-            path, released, patched = hashes.groups()
-            known.setdefault(path, {})[released] = patched
-        elif line.startswith("--- a/"):
-            path = line[len("--- a/") :]
-            if path not in known or next(lines, "") != f"+++ b/{path}":
-                raise BadPatchFile(f"no hashes for {path!r}, or its two header lines differ")
-            patches.append(FilePatch(path, known.pop(path)))
-        elif hunk and patches:
-            patches[-1].hunks.append(_hunk(patches[-1], [int(n) for n in hunk.groups()], lines))
-        elif patches or not line.startswith("#"):
-            raise BadPatchFile(f"unexpected line {line!r}")
-    if known or not patches or not all(patch.hunks for patch in patches):
-        raise BadPatchFile("a file without hunks")
-    return patches
-
-
-def _hunk(patch: FilePatch, numbers: list[int], lines: Iterator[str]) -> Hunk:
-    after, first, count = numbers
-    added = [line for _, line in zip(range(count), lines)]  # in this order it takes no line more
+    end = next((at for at, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    hashes = [found.groups() for found in map(_HASHES.fullmatch, lines[:end]) if found]
+    paths = sorted({path for path, _, _ in hashes})
+    if len(paths) != 1:
+        raise BadPatchFile(f"hashes of {len(paths)} files")
+    [path] = paths
+    names, hunk, added = lines[end : end + 2], lines[end + 2 : end + 3], lines[end + 3 :]
+    numbers = _HUNK.fullmatch("".join(hunk))
+    if names != [f"--- a/{path}", f"+++ b/{path}"] or numbers is None:
+        raise BadPatchFile(f"no hunk of {path} behind its hashes")
+    after, first, count = map(int, numbers.groups())
     if not added or len(added) != count or not all(line.startswith("+") for line in added):
-        raise BadPatchFile(f"a hunk of {patch.path} does other than add {count} lines")
-    earlier = sum(len(hunk.lines) for hunk in patch.hunks)
-    in_order = not patch.hunks or patch.hunks[-1].after < after
-    if first != after + earlier + 1 or not in_order:
-        raise BadPatchFile(f"the line numbers of a hunk of {patch.path} contradict each other")
-    return Hunk(after, tuple(line[1:].encode() + b"\n" for line in added))
+        raise BadPatchFile(f"a hunk of {path} that does other than add {count} lines")
+    if first != after + 1:
+        raise BadPatchFile(f"line numbers of the hunk of {path} that contradict each other")
+    new = tuple(line[1:].encode() + b"\n" for line in added)
+    return FilePatch(path, after, new, {released: patched for _, released, patched in hashes})
 
 
-def write_all(changes: Mapping[Path, tuple[bytes, bytes]]) -> None:
-    """Replace each file, given as (what it holds, what it is to hold), or leave all as they are.
-
-    Raises:
-        OSError: the file that it names could not be written; those before it have their old
-            contents again.
-    """
-    done: list[Path] = []
-    try:
-        for path, (_, new) in changes.items():
-            _replace(path, new)
-            done.append(path)
-    except BaseException as error:
-        if isinstance(error, OSError):
-            error.filename = str(path)  # a disk that is full names none, and others what is gone
-        for written in done:
-            _replace(written, changes[written][0])
-        raise
-
-
-def _replace(path: Path, data: bytes) -> None:
+def write(path: Path, data: bytes) -> None:
     """Put a new file in the place of `path`, with its mode.
 
     Never written in place: installers hard-link files from their caches, and another process may be
     reading it. Its bytecode goes first: most is outdated by the source's size and time, but some is
     compiled to be used unchecked.
+
+    Raises:
+        OSError: it could not be written, and is as it was; the error names it.
     """
+    try:
+        _replace(path, data)
+    except OSError as error:
+        error.filename = str(path)  # a disk that is full names none, and others what is gone
+        raise
+
+
+def _replace(path: Path, data: bytes) -> None:
     mode = stat.S_IMODE(path.stat().st_mode)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -161,7 +138,8 @@ def _replace(path: Path, data: bytes) -> None:
             cached.unlink()
         os.replace(name, path)
     except BaseException:
-        os.unlink(name)
+        with suppress(FileNotFoundError):  # as where a key came when it was in place already
+            os.unlink(name)
         raise
 
 

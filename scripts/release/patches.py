@@ -118,10 +118,11 @@ def render(release: str, files: list[bytes], path: str = PATCHED) -> str:
     count = len(ADDED.splitlines())
     diff = f"--- a/{path}\n+++ b/{path}\n@@ -{after},0 +{after + 1},{count} @@\n"
     diff += "".join(f"+{line}\n" for line in ADDED.splitlines())
-    hunk = patch_files.Hunk(after, tuple(f"{line}\n".encode() for line in ADDED.splitlines()))
+    added = tuple(f"{line}\n".encode() for line in ADDED.splitlines())
+    patch = patch_files.FilePatch(path, after, added, {})
     hashes = ""
     for text in files:
-        patched = patch_files.FilePatch(path, hunks=[hunk]).add_lines(text)
+        patched = patch.add_lines(text)
         check(text, patched)
         hashes += f"# sha256 {path} {patch_files.sha256(text)} {patch_files.sha256(patched)}\n"
     return f"# vLLM {release}: arm kvoffload_patch when vllm is imported; see README.md.\n" + (

@@ -52,9 +52,8 @@ def patch(data: bytes) -> None:
         found = patch_files.parse(data)
     except patch_files.BadPatchFile:
         return
-    for one in found:
-        one.state(data)
-        one.add_lines(data)
+    found.state(data)
+    found.add_lines(data)
 
 
 def control(data: bytes) -> None:
@@ -77,7 +76,7 @@ def _pairs(data: bytes) -> dict[str, str]:
 TARGETS: dict[str, Callable[[bytes], None]] = {"config": config, "patch": patch, "control": control}
 _PATCH = (
     b"# text\n# sha256 vllm/a.py " + b"0" * 64 + b" " + b"1" * 64 + b"\n--- a/vllm/a.py\n"
-    b"+++ b/vllm/a.py\n@@ -1,0 +2,2 @@\n+x = 1\n+y = 2\n@@ -7,0 +10,1 @@\n+z = 3\n"
+    b"+++ b/vllm/a.py\n@@ -1,0 +2,2 @@\n+x = 1\n+y = 2\n"
 )
 SEEDS: dict[str, list[bytes]] = {
     "config": [

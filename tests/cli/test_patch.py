@@ -26,7 +26,7 @@ from scripts.release import patches as make_patches
 from scripts.release.patches import ADDED
 
 RELEASED = b'"""Fake."""\n\nfrom vllm.engine import Engine\n'
-(DIFF,) = parse((TEXT := make_patches.render("9.9.1", [RELEASED])).encode())
+DIFF = parse((TEXT := make_patches.render("9.9.1", [RELEASED])).encode())
 PATCHED = DIFF.apply(RELEASED)
 
 
@@ -164,20 +164,25 @@ def test_what_cannot_be_written_is_refused(
         assert site.file.read_bytes() == RELEASED and not list(site.vllm.glob(".*"))
 
 
-def test_files_in_different_states_are_unknown(site: Site, capsys: Output) -> None:
+def test_a_file_that_cannot_be_read_is_unknown(site: Site, capsys: Output) -> None:
     other = TEXT.replace("vllm/__init__.py", "vllm/b.py")
-    hashes = [line for line in other.splitlines() if line.startswith("# sha256")]
-    diff = other[other.index("---") :]
-    both = "\n".join([*hashes, TEXT + diff])
-    Sandbox.write(patch.PATCHES / "vllm-9.9.1.patch", both)
+    Sandbox.write(patch.PATCHES / "vllm-9.9.1.patch", other)
     assert site.run("--check") == 1
     assert "b.py of vLLM 9.9.1, found that it cannot be read" in capsys.readouterr().err
-    (site.vllm / "b.py").write_bytes(PATCHED)
-    assert site.run("--apply") == 2
-    assert "while another file is in another state" in capsys.readouterr().err
     (site.vllm / "b.py").write_bytes(RELEASED)
     assert site.run("--apply") == 0
-    assert (site.vllm / "b.py").read_bytes() == site.file.read_bytes() == PATCHED
+    assert (site.vllm / "b.py").read_bytes() == PATCHED and site.file.read_bytes() == RELEASED
+
+
+def test_where_there_is_no_vllm_nothing_is_changed(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(package: str) -> Path:
+        raise FileNotFoundError(package)
+
+    monkeypatch.setattr(patch, "find_source", none)
+    assert patch.main(["--apply"]) == 2
+    assert "found none; run the Python that has it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", py_compile.PycInvalidationMode)

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def test_a_file_only_adds_our_lines(release: str) -> None:
     begin = lines.index(hunks[0]) + 1
     assert len(hunks) == 1 and lines[begin:] == [*(f"+{x}" for x in ADDED.splitlines()), ""]
     assert f"vLLM {release}:" in lines[0]
-    (patch,) = parse(FILES[release].read_bytes())
+    patch = parse(FILES[release].read_bytes())
     assert patch.path == "vllm/__init__.py"
     assert len(patch.patched_of) == (2 if make_patches.release_key(release) < [0, 17] else 1)
 
@@ -83,7 +84,7 @@ def test_the_script_makes_the_same_bytes(release: str) -> None:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_applied_and_reverted_on_its_release(release: str, tmp_path: Path) -> None:
-    (patch,) = parse(FILES[release].read_bytes())
+    patch = parse(FILES[release].read_bytes())
     builds = make_patches.builds(release, source)
     assert source(release) in builds
     assert {sha256(text) for text in builds} == set(patch.patched_of)
@@ -122,11 +123,11 @@ def _apply_with(tool: str, file: Path, text: bytes, patched: bytes, site: Path) 
 
 def test_the_lines_come_before_the_first_import() -> None:
     with_future = b'"""D."""\nfrom __future__ import annotations\n\nimport a\n'
-    (patch,) = parse(make_patches.render("9.9.1", [with_future]).encode())
-    assert [hunk.after for hunk in patch.hunks] == [2]
+    patch = parse(make_patches.render("9.9.1", [with_future]).encode())
+    assert patch.after == 2
     for text in (b'import a\n"""D."""\n', b"x = f()\n", b""):
-        (patch,) = parse(make_patches.render("9.9.1", [text]).encode())
-        assert [hunk.after for hunk in patch.hunks] == [0]
+        patch = parse(make_patches.render("9.9.1", [text]).encode())
+        assert patch.after == 0
     other_build = b"import a\n" * 9 + with_future
     with pytest.raises(make_patches.CannotPatch, match="too late"):
         make_patches.render("9.9.1", [with_future, other_build])
@@ -145,26 +146,20 @@ GOOD = f"""\
 @@ -1,0 +2,2 @@
 +one
 +
-@@ -3,0 +6,1 @@
-+two
 """
 
 
-def test_hunks_are_added_and_taken_out_by_line() -> None:
-    (patch,) = parse(GOOD.encode())
-    old = b"a\nb\nc"
-    new = patch.add_lines(old.replace(b"c", b"c\n"))
-    assert new == b"a\none\n\nb\nc\ntwo\n"
-    patch.patched_of = {sha256(b"a\nb\nc\n"): sha256(new)}
-    assert patch.apply(b"a\nb\nc\n") == new
-    assert patch.revert(new) == b"a\nb\nc\n"
-    assert patch.state(old) == "unknown"
+def test_lines_are_added_and_taken_out_by_line() -> None:
+    old, new = b"a\nb\n", b"a\none\n\nb\n"
+    patch = replace(parse(GOOD.encode()), patched_of={sha256(old): sha256(new)})
+    assert patch.apply(old) == new
+    assert patch.revert(new) == old
+    assert patch.state(b"a\nb") == "unknown"
 
 
 def test_a_result_with_another_hash_is_not_used() -> None:
-    (patch,) = parse(GOOD.encode())
     old = b"a\nb\nc\n"
-    patch.patched_of = {sha256(old): sha256(b"other")}
+    patch = replace(parse(GOOD.encode()), patched_of={sha256(old): sha256(b"other")})
     with pytest.raises(BadPatchFile):
         patch.apply(old)
     with pytest.raises(BadPatchFile):
@@ -176,13 +171,18 @@ def test_a_result_with_another_hash_is_not_used() -> None:
     [
         ("+one", "-one"),
         ("+one", " one"),
-        ("+two\n", ""),
         ("@@ -1,0", "@@ -1,1"),
         ("@@ -1,0", "@@ -5,0"),
         ("+2,2", "+3,2"),
         ("+2,2", "+2,1"),
         ("+2,2", "+2,3"),
-        ("+6,1", "+6,0"),
+        ("+2,2", "+2,0"),
+        (" @@\n", " @@\n" + GOOD[GOOD.index("@@") :]),
+        (GOOD, GOOD + GOOD[GOOD.index("@@") :]),
+        (GOOD, GOOD + GOOD),
+        (GOOD[GOOD.index("@@") :], ""),
+        (GOOD[GOOD.index("+one") :], ""),
+        ("# words", "# sha256 vllm/b.py " + "1" * 64 + " " + "2" * 64),
         ("b/vllm/a.py", "b/vllm/b.py"),
         ("a/vllm/a.py", "a/other/a.py"),
         ("# sha256", "# sha"),
@@ -191,31 +191,42 @@ def test_a_result_with_another_hash_is_not_used() -> None:
     ],
 )
 def test_a_file_that_does_anything_else_is_not_read(found: str, instead: str) -> None:
-    assert found in GOOD and len(parse(GOOD.encode())) == 1
+    assert found in GOOD and parse(GOOD.encode()).lines == (b"one\n", b"\n")
     with pytest.raises(BadPatchFile):
         parse(GOOD.replace(found, instead, 1).encode())
 
 
-def test_all_files_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [tmp_path / name for name in ("a.py", "b.py", "c.py")]
-    for path in paths:
-        path.write_bytes(b"old")
-    replace = os.replace
+def test_a_file_that_cannot_be_written_is_as_it_was_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.py"
+    path.write_bytes(b"old")
 
     def failing(name: str, path: Path) -> None:
-        if path == paths[1]:
-            raise PermissionError(13, "Permission denied", str(path))
-        replace(name, path)
+        raise PermissionError(13, "Permission denied", name)
 
-    changes = {path: (b"old", b"new") for path in paths}
     monkeypatch.setattr(patch_files.os, "replace", failing)
-    with pytest.raises(PermissionError):
-        patch_files.write_all(changes)
-    assert sorted(tmp_path.iterdir()) == paths  # no temporary file is left
-    assert [path.read_bytes() for path in paths] == [b"old"] * 3
-    monkeypatch.setattr(patch_files.os, "replace", replace)
-    patch_files.write_all(changes)
-    assert [path.read_bytes() for path in paths] == [b"new"] * 3
+    with pytest.raises(PermissionError) as raised:
+        patch_files.write(path, b"new")
+    assert raised.value.filename == str(path)
+    assert list(tmp_path.iterdir()) == [path], "no temporary file is left"
+    assert path.read_bytes() == b"old"
+
+
+def test_a_key_that_comes_when_the_file_is_in_place_is_what_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.py"
+    path.write_bytes(b"old")
+    put = os.replace
+
+    def interrupted(name: str, path: Path) -> None:
+        put(name, path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(patch_files.os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        patch_files.write(path, b"new")
 
 
 def test_a_file_is_replaced_and_keeps_its_mode(tmp_path: Path) -> None:
@@ -223,6 +234,6 @@ def test_a_file_is_replaced_and_keeps_its_mode(tmp_path: Path) -> None:
     path.write_bytes(b"old")
     path.chmod(0o640)
     os.link(path, linked)  # as installers do
-    patch_files.write_all({path: (b"old", b"new")})
+    patch_files.write(path, b"new")
     assert (path.read_bytes(), linked.read_bytes()) == (b"new", b"old")
     assert path.stat().st_mode & 0o777 == 0o640
