@@ -304,7 +304,7 @@ _CONFIG = (
     *_has(
         "vllm.config",
         "SchedulerConfig",
-        (_ANY, "long_prefill_token_threshold enable_chunked_prefill"),
+        (_ANY, "long_prefill_token_threshold enable_chunked_prefill max_num_batched_tokens"),
         (">=0.10", "async_scheduling"),
     ),
     *_has(

@@ -277,14 +277,16 @@ class SchedulerView:
     def prompt_tokens_in_step(self) -> int:
         """Tokens that a step gives to one prompt, at most."""
         scheduler = self.scheduler
-        threshold = scheduler.scheduler_config.long_prefill_token_threshold
-        if threshold <= 0:
-            return int(scheduler.max_num_scheduled_tokens)
-        if getattr(scheduler, "adaptive_long_prefill_threshold", False):
+        config, most = scheduler.scheduler_config, int(scheduler.max_num_scheduled_tokens)
+        threshold = int(config.long_prefill_token_threshold)
+        adaptive = getattr(scheduler, "adaptive_long_prefill_threshold", None)
+        if threshold > 0 and adaptive is not None:  # from 0.31 on
             requests = len(scheduler.running) + sum(map(len, self._queues))
-            share = scheduler.max_num_scheduled_tokens // max(1, requests)
-            threshold = max(threshold, share)
-        return int(min(threshold, scheduler.max_num_scheduled_tokens))
+            if requests <= 1:
+                return most
+            if adaptive:
+                threshold = max(threshold, config.max_num_batched_tokens // requests)
+        return min(threshold, most) if threshold > 0 else most
 
     def count_blocks_for_running(self) -> int:
         """Blocks that running requests take in this step; O(running requests).

@@ -79,6 +79,24 @@ def test_a_prompt_under_way_takes_the_tokens_of_a_step_once(load_mode: str) -> N
     assert admitted == [1, 1]
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_what_a_step_gives_to_one_prompt_is_known(adaptive: bool, count: int) -> None:
+    """Also where one has the step to itself, and where all have their share, from 0.31 on."""
+    limits = {"max_num_batched_tokens": 90, "long_prefill_token_threshold": 8}
+    mini = Mini(blocks=201, limits=limits)
+    if not hasattr(mini.scheduler, "adaptive_long_prefill_threshold"):
+        pytest.skip("this release has a fixed number")
+    mini.scheduler.adaptive_long_prefill_threshold = adaptive
+    mini.scheduler.max_num_scheduled_tokens = 80  # fewer, as with drafts
+    for seed in range(count):
+        mini.add(prompt(30, seed=seed), count=1)
+    known = mini.view.prompt_tokens_in_step()
+    got = mini.begin_step().num_scheduled_tokens.values()
+    assert known == max(got)
+    mini.end_step()
+
+
 @pytest.mark.parametrize("load_mode", ["inline", "parked"])
 def test_a_hit_whose_adapter_is_one_too_many_keeps_nobody_waiting(load_mode: str) -> None:
     """vLLM passes over it, whether there is room for it or not."""
