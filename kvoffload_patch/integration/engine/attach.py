@@ -90,11 +90,13 @@ def refuse_v0() -> None:
 
 def detach(engine_core: Any) -> None:
     """The engine core shuts down: end the copies, give memory back, take the hooks off."""
-    control.close_socket(engine_core)
-    scheduler = getattr(engine_core, "scheduler", None)
-    breaker = None if scheduler is None else attached(scheduler)
-    if breaker is not None:
-        breaker.close()
+    try:
+        control.close_socket(engine_core)
+    finally:
+        scheduler = getattr(engine_core, "scheduler", None)
+        breaker = None if scheduler is None else attached(scheduler)
+        if breaker is not None:
+            breaker.close()
 
 
 def connect(

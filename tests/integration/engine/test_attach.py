@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import re
 from collections.abc import Iterator
@@ -115,6 +116,35 @@ def test_a_tier_is_attached_once_and_detached() -> None:
     assert mini.changed() == before
     detach(core)
     detach(SimpleNamespace())
+
+
+@pytest.mark.parametrize("part", ["socket", "tier"])
+@pytest.mark.parametrize(
+    "how", [OSError("made to fail"), KeyboardInterrupt()], ids=["error", "key"]
+)
+def test_what_fails_at_the_end_keeps_nothing_else_from_ending(
+    part: str, how: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own shutdown ends its workers; the tier's gives its memory back."""
+    mini, executor = Mini(tier=False), Executor()
+    executor.driver_worker = object()  # type: ignore[attr-defined]
+    before, core, ended = mini.changed(), engine(mini, executor), list[str]()
+    attach(core, mini.config)
+
+    def fail(*_: Any) -> None:
+        raise how
+
+    where = {"socket": (attach_module.control, "close_socket"), "tier": (SchedulerTier, "close")}
+    monkeypatch.setattr(*where[part], fail)
+    warned: list[str] = []
+    monkeypatch.setattr(hooks.logger, "warning", lambda text, *a: warned.append(text % a))
+    key = isinstance(how, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt) if key else contextlib.nullcontext():
+        hooks.shutdown(lambda: ended.append("vLLM"), core, (), {})
+    assert ended == ["vLLM"] and TIER not in vars(mini.scheduler)
+    if part == "socket":
+        assert not executor.open and mini.changed() == before
+    assert key or "not closed in order: made to fail" in warned[0]
 
 
 @pytest.mark.parametrize(("fails", "state"), [("", "on"), ("open_rank", "refused")])
