@@ -193,6 +193,21 @@ def test_vllm_and_vllm_ascend_are_patched_both_or_neither(
     assert found["plain"] == [True] * len(POINTS)
 
 
+def test_if_one_of_them_cannot_be_armed_the_other_is_not(tmp_path: Path) -> None:
+    """vllm-ascend was imported before, and another has replaced what is to be patched there."""
+    of_ascend.stubs(of_ascend.SNAPSHOTS["0.23.0"], tmp_path)
+    info = tmp_path / "vllm_ascend-0.23.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-ascend\nVersion: 0.23.0\n")
+    code = f"replace(*{OF_ASCEND!r})\nimport {of_ascend.RUNNER}\n" + IMPORT_ALL
+    code += "os.environ['KVOFFLOAD_ENABLE'] = '1'\n"
+    code += "from kvoffload_patch._bootstrap import plugin\nplugin()\n" + REPORT
+    done, told = run(tmp_path, code, "0.23.0", KVOFFLOAD_STRICT="0", KVOFFLOAD_ENABLE="")
+    found = only(done, told)
+    assert len(errors(done)) == 1 and "vLLM runs without the CPU tier." in errors(done)[0]
+    assert found["plain"] == [True] * len(POINTS) and found["installed"] == []
+
+
 def test_what_a_tier_uses_stays_when_a_later_module_is_refused(tmp_path: Path) -> None:
     """A step whose plan is not carried out would read what no load has brought."""
     code = f"replace({SECOND!r}, 'GPUModelRunner', 'execute_model')\n" + MAIN + IMPORT_ALL

@@ -78,6 +78,19 @@ def test_another_file_at_the_same_place_is_not_taken_for_it(file: SharedFile) ->
     assert not missing.is_reachable()
 
 
+def test_a_file_that_cannot_be_made_this_users_alone_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def denied(*_: int) -> None:
+        raise PermissionError("made to fail")
+
+    before = open_files()
+    monkeypatch.setattr(os, "fchmod", denied)
+    with pytest.raises(PermissionError):
+        SharedFile([0, 1])
+    assert not files_opened_since(before)
+
+
 def test_the_file_of_another_process_of_the_same_number_is_not_taken_for_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import mmap
@@ -200,6 +201,26 @@ def test_pages_behind_what_is_kept_go_back_and_can_be_taken_again() -> None:
     host.toucher.start(64 * MIB)
     assert host.toucher.wait(64 * MIB)
     assert resident_bytes() - before > 60 * MIB
+    host.close()
+
+
+def test_pages_that_the_system_does_not_take_back_are_an_error_unless_it_was_interrupted(
+    monkeypatch: Any,
+) -> None:
+    answers = [errno.EINTR, errno.EAGAIN, 0, errno.EINVAL]
+
+    def madvise(*_: Any) -> int:
+        code = answers.pop(0)
+        ctypes.set_errno(code)
+        return -1 if code else 0
+
+    host = HostMapping(3 * MIB)
+    monkeypatch.setattr(mapping, "_madvise", madvise)
+    host.give_back(MIB)
+    assert answers == [errno.EINVAL], "it was asked until it was done"
+    with pytest.raises(OSError, match=f"of {2 * MIB} bytes: EINVAL"):
+        host.give_back(MIB)
+    monkeypatch.undo()
     host.close()
 
 

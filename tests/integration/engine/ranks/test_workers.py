@@ -240,6 +240,35 @@ def test_a_board_that_cannot_be_opened_is_said(worker: Any) -> None:
     assert not hasattr(worker.model_runner, TIER)
 
 
+def test_a_rank_that_cannot_take_part_says_why(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc, "runner_is_patched", lambda runner: "its runner is not patched")
+    assert rpc.describe_rank(worker).error == "its runner is not patched"
+    monkeypatch.setattr(rpc, "runner_is_patched", lambda runner: "")
+    del worker.model_runner.kv_caches
+    described = rpc.describe_rank(worker)
+    assert "kv_caches" in described.error and described.version == __version__
+    with pytest.raises(TierRefused, match="kv_caches"):
+        RankGroup(Executor([described], [1])).open(512)
+
+
+def test_a_rank_without_a_tier_knows_of_no_copy_that_is_done(worker: Any) -> None:
+    """So what a reset finds on the GPU may lack what a copy should have brought."""
+    assert rpc.drain_rank(worker) is False
+    rpc.open_rank(worker, 4)
+    assert rpc.drain_rank(worker) is True
+    rpc.close_rank(worker)
+
+
+def test_weights_that_cannot_be_compared_have_no_digest(worker: Any) -> None:
+    def no_memory() -> Any:
+        raise RuntimeError("out of memory")
+
+    worker.model_runner.get_model = no_memory
+    assert rpc.digest_weights(worker) == ""
+
+
 def test_an_engine_in_the_same_process_asks_its_rank_what_is_done(worker: Any) -> None:
     rpc.open_rank(worker, 5)
     tier = getattr(worker.model_runner, TIER)
