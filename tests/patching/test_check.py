@@ -22,6 +22,7 @@ from kvoffload_patch.patching import (
     release_of,
 )
 from kvoffload_patch.patching.check import select
+from kvoffload_patch.patching.sources import Sources
 
 HOST = Host("Toy", ("toy",), "toy", ">=1.0,<1.4", "use toy 1.3")
 POINT = PatchPoint(
@@ -304,3 +305,36 @@ def test_a_target_that_must_be_absent_and_is_there_is_refused(verify, where):
 def test_an_absent_target_has_no_hook():
     with pytest.raises(PatchTableError, match="target is absent"):
         change(absent=True)
+
+
+@pytest.fixture
+def found(tmp_path: Path):
+    """Attributes of `Engine` in toy.core, of so many modules."""
+
+    def run(**modules):
+        files = {f"toy.{name}": tmp_path / f"{name}.py" for name in modules}
+        for name, text in modules.items():
+            files[f"toy.{name}"].write_text(text)
+
+        def find(module):
+            if module not in files:
+                raise FileNotFoundError(module)
+            return files[module]
+
+        return Sources(find).attributes("toy.core", "Engine")
+
+    return run
+
+
+def test_attributes_are_found_through_imports_and_base_classes(found):
+    core = "from toy.a import Base as Up\nclass Engine(Up): own = 1\n"
+    assert found(core=core, a="from toy.b import Base\n", b="class Base: up = 2\n") == {"own", "up"}
+
+
+def test_classes_and_imports_that_go_in_a_circle_end(found):
+    core = "from toy.a import Base\nclass Engine(Base): own = 1\n"
+    round_about = "from toy.core import Engine\nclass Base(Engine): up = 2\n"
+    assert found(core=core, a=round_about) == {"own", "up"}
+    assert found(core=core, a="from toy.b import Base\n", b="from toy.a import Base\n") == {"own"}
+    assert found(core="from toy.a import Engine\n", a="from toy.core import Engine\n") is None
+    assert found(core="from toy.absent import Engine\n") is None

@@ -329,6 +329,34 @@ def test_closing_puts_everything_back_and_comes_once() -> None:
     as_vllm_made_it(mini)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_hooks_that_others_have_wrapped_call_on_and_note_nothing(fails: bool) -> None:
+    """They cannot be taken off: what others have set over them calls them as before."""
+    mini = Mini()
+    tokens = prompt(4, seed=1)
+    hooks = [(owner, name, hook) for owner, name, hook in mini.hooks._set]
+    for owner, name, hook in hooks:
+        setattr(owner, name, lambda *args, _hook=hook, **more: _hook(*args, **more))
+    mini.only_in_cpu(tokens)
+    if fails:
+        mini.breaker.failed("by hand", LookupError("made to fail"))
+        mini.add(tokens)
+        mini.step()
+    else:
+        mini.breaker.close()
+    assert mini.breaker.detached and len(hooks) > 5
+    noted = len(mini.tier.cached), len(mini.tier.handed_out)
+    before = len(mini.plans)
+    name, gone = mini.add(tokens), mini.add(prompt(3, seed=2))
+    mini.step()
+    mini.abort(gone)
+    mini.run()
+    mini.check()
+    assert mini.pool.reset_prefix_cache() and len(mini.answers[name]) == 4
+    assert (len(mini.tier.cached), len(mini.tier.handed_out)) == noted, "nobody looks at it"
+    assert mini.plans[before:] == [] and mini.ranks.closed == 1
+
+
 def test_a_scheduler_with_a_tier_is_not_copied_with_its_hooks() -> None:
     """The copy's hooks would act upon the tier of the original."""
     mini = Mini()

@@ -342,6 +342,15 @@ def test_a_change_that_takes_too_long_is_said(monkeypatch: pytest.MonkeyPatch) -
         desk.answer(Command("empty", {}))
 
 
+def test_a_policy_that_is_not_installed_is_refused_and_nothing_changes() -> None:
+    mini = Mini()
+    mini.only_in_cpu(prompt(4, seed=1))
+    before = mini.tier.settings
+    assert "nobodys" in asked(mini, "set", eviction="nobodys", log_interval=7.0).error
+    assert mini.tier.settings == before and not mini.breaker.detached
+    assert hits(mini, prompt(4, seed=1)) == 4 * BLOCK
+
+
 @pytest.mark.parametrize("method", ["pause", "empty", "resize", "change"])
 def test_a_fault_is_the_answer_and_the_engine_serves_on_without_the_tier(
     method: str, monkeypatch: pytest.MonkeyPatch
@@ -463,6 +472,27 @@ def test_an_engine_core_listens_until_it_shuts_down() -> None:
     control.close_socket(engine_core)
     control.close_socket(engine_core)
     assert client.find() == []
+
+
+def test_who_asks_an_engine_that_is_being_dropped_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its socket is taken away by the thread that collects it, beside that of who asks."""
+    asking: list[Any] = []
+
+    def listener(ask: Any) -> Any:
+        asking.append(ask)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(control, "Listener", listener)
+    mini = Mini()
+    desk = Desk(mini.breaker, mini.manager, mini.ranks, {}, lambda: None)  # type: ignore[arg-type]
+    desk.open()
+    (ask,) = asking
+    assert ask(Command("status", {}))["state"] == "on"
+    mini.breaker.answer_asked = int  # which has it as well
+    del desk
+    gc.collect()
+    with pytest.raises(Refused, match="found it gone"):
+        ask(Command("status", {}))
 
 
 @pytest.mark.usefixtures("runtime")

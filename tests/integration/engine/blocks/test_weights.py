@@ -94,6 +94,19 @@ def test_the_tier_survives_level_1(store: str, level: tuple[Any, Any]) -> None:
     assert engine.found() == 3
 
 
+def test_a_step_of_an_engine_that_sleeps_finds_nothing() -> None:
+    """As where vLLM was woken in part: the weights are not there, so nobody can compare them."""
+    engine = Engine()
+    engine.sleep(1)
+    world = engine.world
+    assert world.offload.num_used
+    request = world.add(PROMPT)
+    plan = world.step(request)
+    assert plan is None or not plan.before
+    assert world.offload.stats.removed["weights"] == 3
+    assert engine.world.tier.weights.doubted, "it is compared once it can be"
+
+
 @pytest.mark.parametrize("well", [True, False])
 def test_a_copy_that_failed_unheard_is_a_reason_to_keep_nothing(well: bool) -> None:
     engine = Engine("eager")
