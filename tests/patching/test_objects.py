@@ -158,6 +158,16 @@ def test_a_function_replaced_in_the_class_is_refused(monkeypatch: pytest.MonkeyP
         hooks(Engine())
 
 
+def test_a_function_that_others_have_taken_out_of_the_class_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(Engine, "stop")
+    one = Engine()
+    with pytest.raises(SignatureMismatch, match=rf"engine.stop not found in {__name__}.Engine"):
+        hooks(one)
+    assert vars(one) == {}
+
+
 def test_what_is_only_checked_is_checked_on_the_object_too() -> None:
     checked = point("Engine.stop", "self", hook="")
     one = Engine()

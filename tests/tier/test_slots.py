@@ -215,11 +215,12 @@ def test_a_pool_grows_at_the_same_cost_whatever_is_added() -> None:
             count += 1
             return trace
 
+        before = sys.gettrace()
         sys.settrace(trace)  # type: ignore[arg-type]
         try:
             pool.grow(10 + added)
         finally:
-            sys.settrace(None)
+            sys.settrace(before)
         return count
 
     assert steps(10_000_000) < steps(10) + 200

@@ -15,7 +15,7 @@ from integration.engine.mini import BLOCK, FakeRanks, Mini
 
 from kvoffload_patch.integration import carrier
 from kvoffload_patch.integration.engine.reports import metrics
-from kvoffload_patch.integration.metrics import BY_NAME, FAILED, ON, REFUSED
+from kvoffload_patch.integration.metrics import BY_NAME, FAILED, ON, PAUSED, REFUSED
 from kvoffload_patch.links import FAILURES, LATE, LOAD, MISMATCH, STORE
 
 BLOCK_BYTES = 1000
@@ -281,3 +281,33 @@ def test_an_engine_in_the_front_ends_process_publishes_at_once(
     mini.run()
     assert len(published) == 2 and front_end.records == 0
     assert all(engine == 0 for _, engine in published)
+
+
+@pytest.mark.parametrize("where", ["look", "planned"])
+def test_figures_that_cannot_be_taken_are_told_once_and_none_is_sent_any_more(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A front end would add up what was sent in halves."""
+    warned: list[str] = []
+    monkeypatch.setattr(metrics.logger, "warning", lambda text, *a, **_: warned.append(text % a))
+    mini = Mini()
+    front_end, reporter = reported(mini), mini.breaker.reporter
+    assert reporter is not None
+    calls: list[int] = []
+
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        raise LookupError("made to fail")
+
+    monkeypatch.setattr(reporter._times, where, fail)
+    mini.add(list(range(4 * BLOCK)))
+    mini.run()
+    records = front_end.records
+    reporter.changed(PAUSED, {})
+    mini.breaker.failed("by hand", LookupError("made to fail"))
+    mini.add(list(range(500, 500 + 4 * BLOCK)))
+    mini.run()
+    mini.check()
+    front_end.drain()
+    assert mini.breaker.detached and front_end.records == records
+    assert len(calls) == len(warned) == 1 and "made to fail" in warned[0]
