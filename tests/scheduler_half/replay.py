@@ -22,12 +22,8 @@ class Replay:
         self._block: dict[Hashable, Any] = {}  # how each block was described first
         self._manager = scheduler.kv_cache_manager
         self._pool = self._manager.block_pool
-        if not listens:
-            return
-        self._pool.enable_kv_cache_events = True
-        if hasattr(self._manager, "enable_kv_cache_events"):  # from 0.26 on
-            self._manager.enable_kv_cache_events = True
-        scheduler.kv_event_publisher = self
+        if listens:
+            listen(scheduler, self)
 
     def publish(self, batch: Any) -> None:
         """As an `EventPublisher`."""
@@ -43,7 +39,11 @@ class Replay:
             self._take(event)
         self._pool.kv_event_queue = []
         on_gpu = Counter(map(_outside, _cached_keys(self._pool)))
-        readable = [key for key in tier._slot_of if tier.lookup(key)] if tier else []
+        waits = tier.on_left.__self__._waits if tier else {}  # of `KVEvents`
+        readable = (
+            [key for key in tier._slot_of if tier.lookup(key) and key not in waits] if tier else []
+        )
+        assert not {*waits.values()} & {*readable, *_cached_keys(self._pool)}, "told of too late"
         in_tier = Counter(map(_outside, readable if _has_medium() else ()))
         for medium, there in (("GPU", on_gpu), ("CPU", in_tier)):
             said = +self.held[medium]
@@ -83,6 +83,15 @@ class Replay:
             if size:
                 assert self._block.setdefault(key, about) == about, "described in two ways"
             parent = event.block_hashes[nth]
+
+
+def listen(scheduler: Any, publisher: Any) -> None:
+    """Turn on a scheduler's events; ``publisher``: an `EventPublisher`, which gets them."""
+    manager = scheduler.kv_cache_manager
+    manager.block_pool.enable_kv_cache_events = True
+    if hasattr(manager, "enable_kv_cache_events"):  # from 0.26 on
+        manager.enable_kv_cache_events = True
+    scheduler.kv_event_publisher = publisher
 
 
 def _cached_keys(pool: Any) -> Iterable[Any]:

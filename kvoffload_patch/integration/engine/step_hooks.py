@@ -133,14 +133,14 @@ def invalid_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Metho
 # own, which costs half of one with arguments of any number.
 
 
-def _note_more(breaker: Breaker) -> Callable[[Any, Any, int, int, int], None] | None:
+def _note_more(breaker: Breaker) -> Callable[[Any, Any, int, int, int, int], None] | None:
     """Told of each call besides what is noted; None: nobody is."""
     events, choice = breaker.tier.events, breaker.tier.choice
 
-    def more(request: Any, blocks: Any, begin: int, end: int, size: int) -> None:
+    def more(request: Any, blocks: Any, begin: int, end: int, size: int, group: int) -> None:
         try:
             if events is not None:
-                events.cached(blocks[begin:end])
+                events.cached(request, blocks, begin, end, size, group)
             choice.note_answers(request, blocks, begin, end, size)
         except Exception as error:  # noqa: BLE001 - whatever it is, vLLM's own call goes on
             breaker.failed("cache_full_blocks", error)
@@ -182,7 +182,7 @@ def cache_full_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Me
             # Of what decodes it is one block: a tuple is made sooner than a list.
             note((request, (blocks[begin],) if end - begin == 1 else blocks[begin:end]))
             if more is not None:
-                more(request, blocks, begin, end, block_size)
+                more(request, blocks, begin, end, block_size, kv_cache_group_id)
         return result
 
     return hook
@@ -207,7 +207,7 @@ def cache_full_blocks_with_hashes(wrapped: Method, live: list[bool], breaker: Br
         if live:
             note((request, blocks[num_cached_blocks:num_full_blocks]))
             if more is not None:
-                more(request, blocks, *full)
+                more(request, blocks, *full, 0)  # its events have no medium and no groups
         return result
 
     return hook

@@ -322,7 +322,13 @@ class SchedulerView:
         """
         if not self.pool.enable_kv_cache_events:
             return None
-        events = KVEvents(self.pool, needed)
+        lookup, managers = self.gpu_lookup, self.manager.coordinator.single_type_managers
+        names = [type(manager).__name__ for manager in managers]
+        whole = [at for at, name in enumerate(names) if name == "FullAttentionManager"]
+        size = getattr(self.pool, "hash_block_size", None)
+        hashed = next((at for at in whole if self.block_sizes[at] == size), None)
+        key = None if hashed is None else lambda block_hash: self.key(block_hash, hashed)
+        events = KVEvents(self.pool, needed, lambda key: lookup()(key) is not None, whole, key)
         self.adapter.on_publish = events.loaded
         self.undo.append(events.withdraw)
         return events

@@ -46,11 +46,19 @@ class World:
         monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
         monkeypatch.setattr(vllm.distributed, "kv_events", module, raising=False)
         self.pool = SimpleNamespace(kv_event_queue=[])
+        self.pool.hash_block_size = 2
         self.held: set[Hashable] = set()
-        self.events = KVEvents(self.pool, self.held.__contains__)
+        self.gpu: set[Hashable] = set()
+        on_gpu = self.gpu.__contains__
+        self.events = KVEvents(self.pool, self.held.__contains__, on_gpu, [0], str.upper)
 
-    def cache(self, names: str, parent: str | None = None, **more: Any) -> None:
-        """vLLM caches blocks of two tokens; a dash is one that a window has left."""
+    def cache(
+        self, names: str, parent: str | None = None, before: str = "", group: int = 0, **more: Any
+    ) -> None:
+        """vLLM caches blocks of two tokens; a dash is one that a window has left.
+
+        ``before``: the blocks of the request before them.
+        """
         keys = [None if name == "-" else name for name in names]
         hashes = [f"hash {key}" for key in keys if key]
         tokens = [f"{name}{n}" for name in names for n in (1, 2)]
@@ -61,7 +69,11 @@ class World:
             lora_id=7, **{name: value for name, value in given.items() if name in known},
         )  # fmt: skip
         self.pool.kv_event_queue.append(event)
-        self.events.cached([SimpleNamespace(block_hash=key) for key in keys])
+        left = [None] * len(before) if group else [*before]  # by the window
+        blocks = [SimpleNamespace(block_hash=key) for key in [*left, *keys]]
+        request = SimpleNamespace(block_hashes=before + names)
+        self.gpu.update(key for key in keys if key)
+        self.events.cached(request, blocks, len(before), len(blocks), 2, group)
         self.events.take_in()
 
     def take(self) -> list[Any]:
@@ -179,12 +191,84 @@ def test_blocks_that_vllm_has_not_told_of_are_passed_over(monkeypatch: pytest.Mo
     assert [event["block_hashes"] for event in world.take()] == [["hash a", "hash c"]]
 
 
+def test_a_block_is_told_of_behind_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that does not know a parent passes over what is behind it."""
+    world = World(monkeypatch, LATEST)
+    world.held.update("abcde")
+    world.cache("abc")
+    world.cache("de", parent="hash c", before="abc")
+    world.gpu.clear()  # the last of a prefix was stored, and lost, first
+    world.take()
+    world.events.stored(["e"])
+    world.events.stored(["d", "c"])
+    assert world.take() == []
+    world.events.stored(["b", "a"])
+    assert [event["block_hashes"] for event in world.take()] == [
+        ["hash a", "hash b", "hash c"],
+        ["hash d", "hash e"],
+    ]
+    world.events.left("abcde")
+    assert [len(event["block_hashes"]) for event in world.take()] == [5]
+
+
+def test_a_block_that_waits_is_told_of_when_the_gpu_has_its_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch, LATEST)
+    world.held.update("abcd")
+    world.cache("abc")
+    for again in (lambda: world.cache("a"), lambda: world.events.loaded(["a"])):
+        world.gpu.clear()
+        world.events.stored(["b", "c"])
+        world.take()
+        world.gpu.add("a")
+        again()
+        on_gpu, told = world.take()
+        assert (on_gpu["block_hashes"], on_gpu["medium"]) == (["hash a"], "GPU")
+        assert (told["block_hashes"], told["medium"]) == (["hash b", "hash c"], "CPU")
+        world.events.left("bc")
+        world.take()
+
+
+def test_a_block_that_waits_and_leaves_is_never_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, LATEST)
+    world.held.update("abc")
+    world.cache("abc")
+    for leave in (lambda: world.events.left(["b", "c"]), world.events.withdraw):
+        world.gpu.clear()
+        world.take()
+        world.events.stored(["c", "b"])
+        leave()
+        world.events.stored(["a"])
+        world.events.left(["a"])
+        assert [event["block_hashes"] for event in world.take()] == [["hash a"]] * 2
+        assert not world.events._waits and not world.events._behind
+
+
+def test_a_block_of_a_window_waits_for_what_its_prefix_begins_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``A`` is block ``a`` in the group that reads all of a prefix."""
+    world = World(monkeypatch, LATEST)
+    world.held.update("ABCbc")
+    world.cache("ABC")
+    world.cache("bc", parent="hash a", before="a", group=1)
+    world.gpu.clear()
+    world.take()
+    world.events.stored(["c", "b"])
+    assert world.take() == []
+    world.events.stored(["A"])
+    assert [event["block_hashes"] for event in world.take()] == [["hash A"], ["hash b"]]
+
+
 def test_an_event_of_other_blocks_is_not_taken_for_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, MEDIUM)
     world.cache("a")
-    world.events.cached([SimpleNamespace(block_hash=key) for key in "bc"])  # of which none told
+    request = SimpleNamespace(block_hashes="abcd")
+    blocks = [SimpleNamespace(block_hash=key) for key in "abcd"]
+    world.events.cached(request, blocks, 1, 3, 2, 0)  # of which none told
     world.pool.kv_event_queue.append(world.removed(block_hashes=["hash z"], medium="GPU"))
-    world.events.cached([SimpleNamespace(block_hash="d")])
+    world.events.cached(request, blocks, 3, 4, 2, 0)
     world.events.take_in()
     world.take()
     world.events.stored(["a", "b", "c", "d"])
