@@ -1,9 +1,13 @@
-"""Random engines as a router sees them: `random_router.py FIRST COUNT`.
+"""Random engines as a router sees them: `random_router.py FIRST COUNT [RELEASE SOURCES]`.
 
 One run is one seed. After every output that vLLM takes in, the router of `router.py` predicts what
 the engine would find of some prompts, on the GPU and in CPU memory, and the engine is asked. What
 is not told yet is not compared: what is done between two outputs, such as a command or an abort,
 is told with the next one.
+
+SOURCES is the folder that has the release's `vllm/`; without both it is the installed one. What a
+release does not say of blocks is not asked for: adapters, salts, several KV cache groups, and
+before 0.10.2 what is in CPU memory.
 """
 
 from __future__ import annotations
@@ -42,10 +46,8 @@ class Oracle:
         self.mini: Any = None
 
     def publish(self, batch: Any) -> None:
-        """As an `EventPublisher`: what goes over the wire is all that the router has."""
-        import msgspec
-
-        self.router.take(msgspec.msgpack.encode(batch))
+        """As an `EventPublisher`."""
+        self.router.take(batch)
         self.seen["batches"] += 1
 
     def check(self, _: Any = None) -> None:
@@ -59,7 +61,8 @@ class Oracle:
     def compare(self, when: str, asked: tuple[list[int], Any, Any]) -> list[int]:
         """One prompt; returns what the router says."""
         predicted = self.router.predict(*asked, _groups(self.mini.device._windows))
-        for medium, told, there in zip(("GPU", "any"), predicted, self._find(asked)):
+        media = ("GPU", "any") if "medium" in self.router.fields else ("GPU",)
+        for medium, told, there in zip(media, predicted, self._find(asked)):
             self.seen[f"{medium} hit"] += there > 0
             self.seen["compared"] += 1
             if told > there:
@@ -85,6 +88,8 @@ class Oracle:
         lora = adapter(name, 1) if name else None
         hashed = mini.device.hashed
         request = make_request("asked", tokens, 1, 0, *hashed, salt=salt, lora_request=lora)
+        # Up to 0.9.2 vLLM remembers the hashes of a name.
+        getattr(mini.kv_manager, "req_to_block_hashes", {}).pop("asked", None)
         prefix = mini.view.prefix
         on_gpu = prefix.longest_hit(request, mini.pool)[1]
         if mini.breaker.detached:
@@ -99,7 +104,7 @@ def _groups(windows: Any) -> list[tuple[str, int]]:
             else ("state", 0) for one in windows]  # fmt: skip
 
 
-def make(seed: int) -> tuple[Any, Oracle]:
+def make(seed: int, most_in_flight: int, policies: Any) -> tuple[Any, Oracle]:
     """The engine of a seed, with its events on, and who reads them."""
     from integration.engine.mini import FakeRanks, Mini
     from integration.engine.random_runs import describe
@@ -107,10 +112,12 @@ def make(seed: int) -> tuple[Any, Oracle]:
     from scheduler_half.states import STATE
 
     rng, oracle = random.Random(f"routed {seed}"), Oracle(seed)
-    about = {**describe(seed), "wipe": False}
+    about = {**describe(seed, most_in_flight, policies=policies), "wipe": False}
     about["windows"] = rng.choice(
         [(None,), (None,), (None,), (None, 40), (40, None), (None, STATE)]
     )
+    if "group_idx" not in oracle.router.fields:
+        about["windows"] = (None,)
     about["blocks"] = max(49, about["blocks"]) if len(about["windows"]) > 1 else about["blocks"]
     about["retention"] = None
     rate = {"load": rng.choice([0, 0, 0.2]), "store": rng.choice([0, 0, 0.3])}
@@ -144,6 +151,8 @@ def _ask(mini: Any, oracle: Oracle, rng: random.Random, known: list[list[int]]) 
     own = prompt(rng.choice([0, 0, 1, 3]), rng.randrange(10**6), rng.choice([0, 1, 9]))
     asked = (rng.choice(known)[: rng.choice([16, 40, _LONGEST])] + own)[: _LONGEST - count]
     salt, name = rng.choice([None, None, "salt", "more salt"]), rng.choice([None, None, "x"])
+    salt = salt if "extra_keys" in oracle.router.fields else None
+    name = name if "lora_name" in oracle.router.fields else None
     more = {"lora_request": adapter(name, 1)} if name else {}
     oracle.prompts.append((asked, salt, name))
     if rng.random() < 0.5:
@@ -151,8 +160,8 @@ def _ask(mini: Any, oracle: Oracle, rng: random.Random, known: list[list[int]]) 
     return str(mini.add(asked, count, rng.randrange(3), salt=salt, **more))
 
 
-def run(seed: int) -> Oracle:
-    """One random run.
+def run(seed: int, most_in_flight: int = 6, policies: Any = ("fcfs", "fcfs", "priority")) -> Oracle:
+    """One random run; ``most_in_flight``, ``policies``: that the release can have.
 
     Raises:
         AssertionError: a wrong token, or something is left behind.
@@ -160,7 +169,7 @@ def run(seed: int) -> Oracle:
     from scheduler_half.device import LoadFailed
     from scheduler_half.scenarios import nothing_held
 
-    mini, oracle = make(seed)
+    mini, oracle = make(seed, most_in_flight, policies)
     try:
         _play(mini, oracle, seed)
     except LoadFailed:  # the engine ends, and what it had with it
@@ -223,7 +232,7 @@ def _alone(mini: Any, oracle: Oracle, rng: random.Random, known: list[list[int]]
         mini.pool.free_blocks(mini.pool.get_new_blocks(mini.pool.get_num_free_blocks()))
         mini.add([rng.randrange(30_000)], 1)  # what is lost is told with its output
         _idle(mini)
-    if mini.pool.kv_event_queue or mini.breaker.asked:
+    if mini.pool.kv_event_queue or mini.breaker.asked or "medium" not in oracle.router.fields:
         oracle.seen["behind"] += 1
         return
     for asked in oracle.prompts:
@@ -248,11 +257,18 @@ def _idle(mini: Any) -> None:
         mini.step()
 
 
-def main(first: str, count: str) -> int:
+def main(first: str, count: str, release: str = "", folder: str = "") -> int:
     """Play so many seeds, and say what was wrong."""
+    limits: tuple[Any, ...] = ()
+    if release:
+        from integration.engine.random_runs import most_in_flight, queues
+        from scheduler_half import half
+
+        half.use_release(release, Path(folder).resolve())
+        limits = most_in_flight(release), queues(release)
     found, seen = Counter[str](), Counter[str]()
     for seed in range(int(first), int(first) + int(count)):
-        oracle = run(seed)
+        oracle = run(seed, *limits)
         found.update(oracle.found)
         seen.update(oracle.seen)
         if +oracle.found:
