@@ -45,9 +45,12 @@ class SharedFileAddress:
             OSError: it cannot be opened here, or is another file.
         """
         file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        if os.readlink(f"/proc/self/fd/{file}") != self.name:
+        try:
+            if os.readlink(f"/proc/self/fd/{file}") != self.name:
+                raise OSError(f"expected {self.name} at {self.path}, found another file")
+        except BaseException:
             os.close(file)
-            raise OSError(f"expected {self.name} at {self.path}, found another file")
+            raise
         return file
 
 

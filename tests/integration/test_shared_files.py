@@ -91,6 +91,20 @@ def test_a_file_that_cannot_be_made_this_users_alone_is_none(
     assert not files_opened_since(before)
 
 
+def test_a_file_whose_name_cannot_be_read_is_closed(
+    file: SharedFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: str) -> str:
+        raise PermissionError("made to fail")
+
+    before = open_files()
+    monkeypatch.setattr(os, "readlink", denied)
+    with pytest.raises(PermissionError):
+        file.address.open()
+    monkeypatch.undo()
+    assert not files_opened_since(before)
+
+
 def test_the_file_of_another_process_of_the_same_number_is_not_taken_for_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -276,8 +276,10 @@ class Breaker:
         """The engine shuts down; does nothing once the tier is detached."""
         if not self.detached:
             self._take_off()
-            self.tier.close()
-            self._view.restore()
+            try:
+                self.tier.close()
+            finally:
+                self._view.restore()
 
     def withdraw(self) -> None:
         """Undo everything on vLLM's objects; no copy was ever planned."""

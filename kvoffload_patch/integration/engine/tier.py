@@ -396,5 +396,5 @@ class SchedulerTier:
 
     def close(self) -> None:
         """The engine shuts down."""
-        self._report.flush()
         self._ranks.close()
+        self._report.flush()

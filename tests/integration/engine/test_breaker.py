@@ -329,6 +329,18 @@ def test_closing_puts_everything_back_and_comes_once() -> None:
     as_vllm_made_it(mini)
 
 
+def test_closing_puts_everything_back_whatever_fails_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    mini = Mini()
+
+    def failing() -> None:
+        raise LookupError("made to fail")
+
+    monkeypatch.setattr(mini.tier._report, "flush", failing)
+    with pytest.raises(LookupError):
+        mini.breaker.close()
+    as_vllm_made_it(mini)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_hooks_that_others_have_wrapped_call_on_and_note_nothing(fails: bool) -> None:
     """They cannot be taken off: what others have set over them calls them as before."""
