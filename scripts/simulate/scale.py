@@ -2,8 +2,9 @@
 
 The tier's own manager with each policy, full: a new prompt is stored, which evicts as many blocks,
 and one of the prompts that it has is loaded, in turn. Microseconds of CPU time for each block
-stored and evicted, and for each loaded; medians over prompts. Writes docs/measured/scale.json, and
-`page` makes the table of docs/policies.md from that.
+stored and evicted, and for each loaded; medians over prompts. Then the commands that look at each
+slot: another policy, half as many slots, and forgetting every key. Writes docs/measured/scale.json,
+and `page` makes the tables of docs/policies.md from that.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ RESULTS = ROOT / "docs" / "measured" / "scale.json"
 SLOTS = (10_000, 100_000, 1_000_000)
 PROMPT_BLOCKS, KEY_BYTES, PROMPTS = 100, 32, 1000
 Keys = tuple[bytes, ...]
+# What is done to a full tier, as the rows and the table name it.
+COMMANDS = {"set_us": "set --eviction", "resize_us": "resize to half", "empty_us": "empty"}
 
 
 class Prompts:
@@ -62,6 +65,11 @@ class Prompts:
 
         return _timed(loaded)
 
+    def fill(self) -> None:
+        """Store as many prompts as there is room for."""
+        for _ in range(self.tier.num_slots // PROMPT_BLOCKS):
+            self.store(self.new())
+
     def _step(self, computed: dict[bytes, int], ended: Keys) -> None:
         """A step, whose copies are done by its end, and with it a request."""
         if computed:
@@ -84,14 +92,27 @@ def _timed(do: Callable[[], None]) -> float:
 def played(policy: str, slots: int, prompts: int = PROMPTS) -> dict[str, Any]:
     """Microseconds a block with one policy, in a tier of so many slots that is full."""
     asked = Prompts(policy, slots)
-    for _ in range(slots // PROMPT_BLOCKS):
-        asked.store(asked.new())
+    asked.fill()
     new = [asked.new() for _ in range(prompts)]
     stored, loaded = zip(*[(asked.store(keys), asked.load()) for keys in new])
     return {
         "policy": policy, "slots": slots,
-        "stored_us": _a_block(stored), "loaded_us": _a_block(loaded),
+        "stored_us": _a_block(stored), "loaded_us": _a_block(loaded), **commanded(policy, slots),
     }  # fmt: skip
+
+
+def commanded(policy: str, slots: int) -> dict[str, float]:
+    """Microseconds a slot that each of `COMMANDS` takes, in a tier of so many that is full."""
+    asked, to_empty = Prompts(policy, slots), Prompts(policy, slots)
+    asked.fill()
+    to_empty.fill()
+    other = POLICIES["arc" if policy == "lru" else "lru"]
+    took = {
+        "set_us": _timed(lambda: asked.tier.change_policy(other)),
+        "resize_us": _timed(lambda: asked.tier.resize(slots // 2)),
+        "empty_us": _timed(lambda: to_empty.tier.clear("emptied")),
+    }
+    return {name: round(1e6 * seconds / slots, 3) for name, seconds in took.items()}
 
 
 def _a_block(seconds: Sequence[float]) -> float:
@@ -99,16 +120,22 @@ def _a_block(seconds: Sequence[float]) -> float:
 
 
 def page(document: dict[str, Any]) -> str:
-    """The table: a line for each policy, a column for each size."""
-    sizes = sorted({row["slots"] for row in document["rows"]})
-    lines = [["µs a block: stored and evicted; loaded", *(f"{size:,} slots" for size in sizes)]]
-    for policy in dict.fromkeys(row["policy"] for row in document["rows"]):
-        of = {row["slots"]: row for row in document["rows"] if row["policy"] == policy}
-        found = (of[size] for size in sizes)
-        lines.append([policy, *(f"{r['stored_us']:.2f}; {r['loaded_us']:.2f}" for r in found)])
-    about = document["machine"]
+    """The tables: a line for each policy, a column for each size."""
+    rows, about = document["rows"], document["machine"]
+    blocks = _by_size("µs a block: stored and evicted; loaded", rows, ("stored_us", "loaded_us"))
+    commands = _by_size(f"µs a slot: {'; '.join(COMMANDS.values())}", rows, tuple(COMMANDS))
     said = f"Commit {about['commit']}, {about['date'][:10]}, {about['cpu']}: `{about['command']}`."
-    return f"{table(lines)}\n\n{said}"
+    return f"{blocks}\n\n{commands}\n\n{said}"
+
+
+def _by_size(title: str, rows: Sequence[dict[str, Any]], figures: Sequence[str]) -> str:
+    sizes = sorted({row["slots"] for row in rows})
+    lines = [[title, *(f"{size:,} slots" for size in sizes)]]
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        of = {row["slots"]: row for row in rows if row["policy"] == policy}
+        cells = ("; ".join(f"{of[size][name]:.2f}" for name in figures) for size in sizes)
+        lines.append([policy, *cells])
+    return table(lines)
 
 
 def main() -> int:
