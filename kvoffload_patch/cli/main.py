@@ -34,9 +34,10 @@ kvoffload [options] COMMAND [ARGUMENT ...]
 _DESCRIPTION = """\
 Run COMMAND, such as `vllm serve MODEL`, with a second KV-cache tier in CPU memory. COMMAND is
 looked for beside this Python first, then on PATH. Whatever follows it belongs to it.
-`status` shows the switch, the installed vLLM, every patch point, the verdict, and the engines that
-run. `top` shows these as they work; `pause`, `resume`, `empty`, `resize` and `set` are commands for
-them. Each has a --help of its own; `-- top` runs another program of that name.
+`status` shows the switch, the installed vLLM, the verdict, and the engines that run; with
+`--points` every patch point. `top` shows the engines as they work; `pause`, `resume`, `empty`,
+`resize` and `set` are commands for them. Each has a --help of its own; `-- top` runs another
+program of that name.
 `doctor` also looks at memory, limits and the bus, proves that the patch arms, says what would be
 chosen, and names every problem with its remedy.
 `bench` compares this machine without and with the tier, and with vLLM's own connectors.

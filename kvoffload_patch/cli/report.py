@@ -20,28 +20,29 @@ def main(argv: Sequence[str]) -> int:
         description="What is installed and whether it matches, without importing vLLM; and what "
         "each running engine of this user says of its tier.",
         epilog="examples:\n  kvoffload status\n  kvoffload --cpu-gib 64 status\n"
-        "  kvoffload status --json\n"
+        "  kvoffload status --points\n  kvoffload status --json\n"
         "exit status: 0 it matches; 2 refused, and the verdict says why.",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    as_json = parser.parse_args(argv).json
+    parser.add_argument("--points", action="store_true", help="a line for each patch point")
+    asked = parser.parse_args(argv)
     found = _bootstrap.status()
     found["verdict"] = as_given(str(found["verdict"]))
     running = engines.status()
     plain = plain_servers.found({int(engine.process) for engine in client.find()})
     wrong = client.not_looked_into()
-    if as_json:
+    if asked.json:
         more = {"engines": running, "not_looked_into": wrong, "without_tier": plain}
         print(json.dumps({**found, **more}, indent=1))
     else:
         unseen = wrong or ([] if running else [engines.NONE_RUNS])
         told = [f"engines:      {why}" for why in [*unseen, *map(plain_servers.text, plain)]]
-        print("\n".join([text(found), *told, *map(engines.text, running)]))
+        print("\n".join([text(found, asked.points), *told, *map(engines.text, running)]))
     return EXIT_OK if found["verdict"] == "ok" else EXIT_REFUSED
 
 
-def text(found: Mapping[str, object]) -> str:
-    """What `_bootstrap.status` has found, a few lines and one line per patch point."""
+def text(found: Mapping[str, object], each_point: bool) -> str:
+    """What `_bootstrap.status` has found, a few lines, and one for each patch point if asked."""
     flag = os.environ.get(_bootstrap.FLAG)
     points, table = found["points"], found["supported"]
     assert isinstance(points, list)
@@ -51,10 +52,11 @@ def text(found: Mapping[str, object]) -> str:
         # Without a table the settings were refused before anything was looked for.
         f"vLLM:         {found['release'] or ('not found' if table else 'not looked for')}",
         *([f"supported:    {table}"] if table else []),
-        f"patch points: {len(points)}",
+        f"patch points: {len(points)}" + ("" if each_point else " (--points lists them)"),
     ]
-    width = max((len(p["name"]) for p in points), default=0)
-    lines += [f"  {p['name']:{width}}  {p['module']}:{p['attribute']}{_note(p)}" for p in points]
+    listed = points if each_point else []
+    width = max((len(p["name"]) for p in listed), default=0)
+    lines += [f"  {p['name']:{width}}  {p['module']}:{p['attribute']}{_note(p)}" for p in listed]
     doubts = found.get("doubts", [])
     assert isinstance(doubts, list)
     lines += [f"unverified:   {doubt}" for doubt in doubts]

@@ -228,11 +228,18 @@ def without_engines(text: str) -> str:
 
 def test_status_shows_everything_and_does_not_import_vllm(box: Sandbox) -> None:
     done = box.run("-X", "importtime", "-m", "kvoffload_patch", "status", KVOFFLOAD_ENABLE="1")
-    assert without_engines(done.stdout).splitlines() == [
+    head = [
         "kvoffload_patch 0.1.0",
         "switch:       on (KVOFFLOAD_ENABLE=1)",
         "vLLM:         9.9.1",
         "supported:    >=9.0,<9.9",
+    ]
+    assert without_engines(done.stdout).splitlines() == [
+        *head, "patch points: 2 (--points lists them)", "verdict:      ok",
+    ]  # fmt: skip
+    listed = box.run("-m", "kvoffload_patch", "status", "--points", KVOFFLOAD_ENABLE="1")
+    assert without_engines(listed.stdout).splitlines() == [
+        *head,
         "patch points: 2",
         "  engine.step  vllm.engine:Engine.step",
         "  other        vllm.other:Other.stop",
@@ -256,7 +263,7 @@ def test_status_of_a_refusal(box: Sandbox) -> None:
 def test_status_says_what_is_wrong_with_settings_and_with_vllm_at_once(box: Sandbox) -> None:
     """A user who has mended the one would find the other only then."""
     done = box.run("-m", "kvoffload_patch", "status", KVOFFLOAD_ENABEL="1")
-    assert "vLLM:         9.9.1\n" in done.stdout and "patch points: 2\n" in done.stdout
+    assert "vLLM:         9.9.1\n" in done.stdout and "patch points: 2 (" in done.stdout
     assert "the closest one is KVOFFLOAD_ENABLE" in done.stdout and done.returncode == 2
     both = {"KVOFFLOAD_ENABEL": "1", "FAKE_ARM": "refuse"}
     done = box.run("-m", "kvoffload_patch", "status", **both)
