@@ -78,6 +78,7 @@ ACROSS = {
     "test_costs.py",
     "test_docs.py",
     "test_environment.py",
+    "test_gpu_marked.py",
     "test_layers.py",
     "test_mirror.py",
     "test_oldest_python.py",

@@ -24,4 +24,5 @@ if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = before
 
 # Machines that run what is marked `gpu` need pytest, torch, numpy and Triton only.
-collect_ignore = [] if find_spec("hypothesis") else ["test_engine_model.py"]
+NEED_HYPOTHESIS = ["test_engine_model.py", "memory/test_host_buffer_pieces.py"]
+collect_ignore = [] if find_spec("hypothesis") else NEED_HYPOTHESIS

@@ -12,14 +12,12 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transfer.layouts import DEVICES
 from transfer.registrars import Registrar, grown
 from transfer.resident import is_mapped, kvoffload_threads, resident_bytes
 
 from kvoffload_patch.transfer.errors import NoSlots
-from kvoffload_patch.transfer.memory.host_buffer import HostBuffer, _slots_per_piece, slot_pitch
+from kvoffload_patch.transfer.memory.host_buffer import HostBuffer
 from kvoffload_patch.transfer.memory.mapping import HostMapping
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -91,18 +89,6 @@ def test_the_mapping_goes_with_the_last_tensor_that_refers_to_it(device: torch.d
 
 
 # Pieces
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.integers(1, 1 << 26), st.sampled_from([1 << 16, MIB, 3 * MIB, 256 * MIB]))
-def test_pieces_hold_whole_slots_and_begin_on_pages(block_bytes: int, piece_bytes: int) -> None:
-    pitch = slot_pitch(block_bytes)
-    count = _slots_per_piece(pitch, piece_bytes)
-    assert count >= 1
-    assert count * pitch % mmap.PAGESIZE == 0
-    fewest = next(n for n in (1, 2, 4, 8) if n * pitch % mmap.PAGESIZE == 0)
-    assert count * pitch <= max(piece_bytes, fewest * pitch)
-    assert (count + 4096) * pitch > piece_bytes, "much smaller than allowed"
 
 
 @pytest.mark.parametrize("block_bytes", [512, 4096, 100_000, 2 * MIB, 2 * MIB + 1, 5 * MIB])
