@@ -197,6 +197,15 @@ class Device:
             LoadFailed: nothing of this step may come out.
         """
         self._begin(plan)
+        names, sampled = self.compute(scheduled, tokens_of)
+        for store in plan.after if plan else ():
+            self._submit(store, plan, behind=LOAD)
+        return names, sampled, self._result()
+
+    def compute(
+        self, scheduled: Any, tokens_of: Callable[[str], list[int]]
+    ) -> tuple[list[str], list[list[int]]]:
+        """The step without its copies: (names, tokens sampled for each)."""
         self._prepare(scheduled)
         starts = self._take_in(scheduled, tokens_of)
         names = list(scheduled.num_scheduled_tokens)
@@ -206,9 +215,7 @@ class Device:
             self._forward(scheduled, name, starts[name], scheduled.num_scheduled_tokens[name])
             for name in names
         ]
-        for store in plan.after if plan else ():
-            self._submit(store, plan, behind=LOAD)
-        return names, sampled, self._result()
+        return names, sampled
 
     def drain(self) -> None:
         """Return when every copy is done."""

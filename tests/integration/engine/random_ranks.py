@@ -1,0 +1,136 @@
+"""Random runs over vLLM's scheduler with several ranks: `random_ranks.py FIRST COUNT`.
+
+One run is one seed: what `random_runs` has of requests, commands and settings, and besides how many
+ranks there are, what they share, how fast each is and its memory grows, and which copies fail on
+which. Every rank must compute upon the right bytes in each step whose tokens the engine gives away,
+every request must come to its end, and nothing may be left behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+_TESTS = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path[:0] = [str(_TESTS.parent), str(_TESTS)]
+
+_OURS = ("grows", "num_slots", "shards", "late", "unit", "wipe")  # of `random_runs.describe`
+
+
+def describe(seed: int) -> tuple[Any, dict[str, float], int | None]:
+    """The shape of a seed's engine, how many copies fail, and on which rank; None: on any."""
+    from integration.engine.modelled_ranks import Shape
+
+    rng = random.Random(f"ranks {seed}")
+    parts, stages = rng.choice([(2, 1), (2, 1), (3, 1), (1, 2), (2, 2)])
+    board = rng.random() < 0.8
+    grows = rng.choice([0, 0, 1, 1, 2])
+    integrity = rng.choice(["off", "off", "sample", "full"])
+    alike = parts > 1 and rng.random() < 0.5
+    rates = {"load": rng.choice([0, 0, 0.1, 0.4]), "store": rng.choice([0, 0, 0, 0.3])}
+    failing = rng.choice([None, *range(parts * stages)])
+    return Shape(parts, stages, alike, board, integrity, grows), rates, failing
+
+
+def run(seed: int) -> Counter[str]:
+    """One random run; what has happened in it.
+
+    Raises:
+        AssertionError: something is wrong, or is left behind.
+    """
+    from integration.engine import random_runs
+    from integration.engine.modelled_ranks import RanksMini, opened
+    from integration.engine.random_users import Users
+
+    rng, (shape, rates, failing) = random.Random(seed), describe(seed)
+    about = {k: v for k, v in random_runs.describe(seed).items() if k not in _OURS}
+    if shape.integrity == "full" or (rates["load"] and rng.random() < 0.7):
+        about["load_mode"] = "parked"  # not promised before it has come, so it may fail
+    users = Users(seed)
+    commands = random.Random(f"commands {seed}") if seed % 2 else None
+    num_slots = rng.choice([6, 30, 100, 400])
+    ranks = opened(shape, num_slots, about["blocks"], about["windows"], rng, rates, failing)
+    with ranks as (executor, group):
+        mini = RanksMini(
+            executor, group, rng, num_slots=num_slots, events=seed % 3 == 0, weighs=False,
+            wipe=seed % 5 == 0, integrity=shape.integrity, **users.settings(about, False),
+        )  # fmt: skip
+        if seed % 4 == 0 and shape.integrity != "full":  # there all loads are compared
+            random_runs._looked_at(mini, seed)
+        return _played(mini, rng, users, commands, shape)
+
+
+def _played(mini: Any, rng: random.Random, users: Any, commands: Any, shape: Any) -> Counter[str]:
+    from integration.engine import random_runs
+    from integration.engine.modelled_ranks import Died
+    from scheduler_half.scenarios import nothing_held
+
+    from kvoffload_patch.integration.errors import PromiseBroken
+
+    try:
+        asked = random_runs._play(mini, rng, users, commands, None, None)
+        mini.run(steps=random_runs._MAX_STEPS)
+    except (Died, PromiseBroken, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "kvoffload_patch: expected" not in f"{error}":
+            raise
+        # A load that a step reads is a promise: the engine ends, and no wrong token has come out.
+        assert _may_end(mini.executor.ranks, shape), "the engine has ended for no reason"
+        assert mini.only_right_tokens()
+        return _seen(mini) + Counter({"ended": 1, f"ended by {type(error).__name__}": 1})
+    users.check(mini)
+    mini.check()
+    nothing_held(mini)
+    assert not mini.breaker.detached, mini.breaker.failure
+    # Loads that are all compared are parked.
+    refused = [one for one in asked if one.error and "KVOFFLOAD_INTEGRITY" not in one.error]
+    assert not refused and all(one.done.is_set() for one in asked)
+    return _seen(mini)
+
+
+def _may_end(ranks: Any, shape: Any) -> bool:
+    """Whether a step may lack what it was promised.
+
+    Where ranks share memory only a load that fails is lost on the engine; where they do not, nor
+    does it hear what one of them could not store, or has found wrong.
+    """
+    unheard = any(rank.failed["store"] or rank.corrupted for rank in ranks)
+    return any(rank.failed["load"] for rank in ranks) or (unheard and not shape.board)
+
+
+def _seen(mini: Any) -> Counter[str]:
+    stats, ranks = mini.manager.stats, mini.executor.ranks
+    seen = Counter[str](runs=1)
+    for name in ("loaded", "stored", "evicted", "failed", "mismatches"):
+        seen[name] = getattr(stats, name)
+    seen["resumed"] = ranks[0].resumed
+    for name in ("load", "store"):
+        seen[f"failed {name}s"] = sum(rank.failed[name] for rank in ranks)
+    seen["corrupted"] = sum(rank.corrupted for rank in ranks)
+    seen["waited for slots"] = sum(rank.memory.waited for rank in ranks if rank.memory is not None)
+    seen["calls"] = mini.executor.calls
+    return seen
+
+
+def main(first: str, count: str) -> int:
+    """Play so many seeds, and say what came out."""
+    logging.disable()
+    seen, failed = Counter[str](), dict[int, str]()
+    for seed in range(int(first), int(first) + int(count)):
+        try:
+            seen += run(seed)
+        except Exception:  # noqa: BLE001 - it is what came out
+            failed[seed] = "".join(traceback.format_exc().splitlines(True)[-12:])
+            print(f"seed {seed}: {describe(seed)}\n{failed[seed]}", flush=True)
+    print(f"{dict(seen)}; failed: {list(failed)}", flush=True)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    os._exit(main(*sys.argv[1:]))

@@ -1,0 +1,34 @@
+"""Random runs with several ranks, always the same ones; `random_ranks.py` plays others."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from integration.engine.random_ranks import describe, run
+
+SEEDS = range(2000, 2040)
+
+
+def test_every_rank_computes_upon_the_right_bytes() -> None:
+    seen = Counter[str]()
+    for seed in SEEDS:
+        try:
+            seen += run(seed)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {describe(seed)}") from error
+    wanted = ("loaded", "stored", "evicted", "failed loads", "failed stores", "mismatches")
+    for name in (*wanted, "resumed", "calls", "ended"):
+        assert seen[name], f"no run has {name} anything"
+    assert seen["ended"] < len(SEEDS) / 5
+
+
+def test_the_runs_are_of_all_kinds() -> None:
+    shapes = [describe(seed)[0] for seed in SEEDS]
+    assert {(s.parts, s.stages) for s in shapes} == {(2, 1), (3, 1), (1, 2), (2, 2)}
+    assert {(s.alike, s.board) for s in shapes} == {(a, b) for a in (0, 1) for b in (0, 1)}
+    assert {s.integrity for s in shapes} == {"off", "sample", "full"}
+    assert {s.grows for s in shapes} == {0, 1, 2}
