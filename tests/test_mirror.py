@@ -67,6 +67,7 @@ TESTED_BY = {
 ACROSS = {
     "integration/engine/test_moved.py",
     "integration/engine/test_paths.py",
+    "integration/engine/test_random_beside.py",
     "integration/engine/test_random_control.py",
     "integration/engine/test_random_faults.py",
     "integration/engine/test_random_hits.py",

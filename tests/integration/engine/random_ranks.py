@@ -26,7 +26,7 @@ _OURS = ("grows", "num_slots", "shards", "late", "unit", "wipe")  # of `random_r
 
 def describe(seed: int) -> tuple[Any, dict[str, float], int | None]:
     """The shape of a seed's engine, how many copies fail, and on which rank; None: on any."""
-    from integration.engine.modelled_ranks import Shape
+    from integration.engine.modelled_rank import Shape
 
     rng = random.Random(f"ranks {seed}")
     parts, stages = rng.choice([(2, 1), (2, 1), (3, 1), (1, 2), (2, 2)])
@@ -46,8 +46,8 @@ def run(seed: int) -> Counter[str]:
         AssertionError: something is wrong, or is left behind.
     """
     from integration.engine import random_runs
-    from integration.engine.modelled_ranks import RanksMini, opened
     from integration.engine.random_users import Users
+    from integration.engine.several_ranks import RanksMini, opened
 
     rng, (shape, rates, failing) = random.Random(seed), describe(seed)
     about = {k: v for k, v in random_runs.describe(seed).items() if k not in _OURS}
@@ -69,7 +69,7 @@ def run(seed: int) -> Counter[str]:
 
 def _played(mini: Any, rng: random.Random, users: Any, commands: Any, shape: Any) -> Counter[str]:
     from integration.engine import random_runs
-    from integration.engine.modelled_ranks import Died
+    from integration.engine.several_ranks import Died
     from scheduler_half.scenarios import nothing_held
 
     from kvoffload_patch.integration.errors import PromiseBroken
