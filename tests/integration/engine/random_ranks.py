@@ -62,9 +62,30 @@ def run(seed: int) -> Counter[str]:
             executor, group, rng, num_slots=num_slots, events=seed % 3 == 0, weighs=False,
             wipe=seed % 5 == 0, integrity=shape.integrity, **users.settings(about, False),
         )  # fmt: skip
+        control = _watched(mini, seed) if seed % 4 == 3 else None
         if seed % 4 == 0 and shape.integrity != "full":  # there all loads are compared
             random_runs._looked_at(mini, seed)
-        return _played(mini, rng, users, commands, shape)
+        seen = _played(mini, rng, users, commands, shape)
+        wrong = +control.found if control is not None else Counter[str]()
+        if shape.grows:
+            del wrong["resize: another size"]  # until each rank has memory for it
+        assert not wrong, wrong
+        return seen
+
+
+def _watched(mini: Any, seed: int) -> Any:
+    """With commands between any two steps, and what they are to keep compared."""
+    from integration.engine.random_control import Control, command
+
+    rng, control = random.Random(f"between steps {seed}"), Control(mini)
+    often, kinds = rng.choice([0.03, 0.2]), ("pause", *["resume"] * 3, "empty", "resize", "set")
+
+    def perhaps() -> None:
+        if rng.random() < often and not mini.breaker.detached:
+            command(mini, rng, kinds, mini.ranks.num_slots // 3 or 1)
+
+    control.within = perhaps
+    return control
 
 
 def _played(mini: Any, rng: random.Random, users: Any, commands: Any, shape: Any) -> Counter[str]:
@@ -86,6 +107,7 @@ def _played(mini: Any, rng: random.Random, users: Any, commands: Any, shape: Any
         return _seen(mini) + Counter({"ended": 1, f"ended by {type(error).__name__}": 1})
     users.check(mini)
     mini.check()
+    mini.ask("resume")
     nothing_held(mini)
     assert not mini.breaker.detached, mini.breaker.failure
     # Loads that are all compared are parked.

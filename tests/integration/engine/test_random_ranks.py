@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from integration.engine.random_ranks import describe, run
 
-SEEDS = range(2000, 2040)
+SEEDS = (*range(2000, 2032), 2052, 2154)  # the last: a rank that nobody hears fails
 
 
 def test_every_rank_computes_upon_the_right_bytes() -> None:
