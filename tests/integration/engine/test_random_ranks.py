@@ -10,7 +10,8 @@ pytest.importorskip("vllm")
 
 from integration.engine.random_ranks import describe, run
 
-SEEDS = (*range(2000, 2032), 2052, 2154)  # the last: a rank that nobody hears fails
+# The last: a rank that nobody hears fails, or has not stored what another one has.
+SEEDS = (*range(2000, 2030), 2052, 2154, 2138)
 
 
 def test_every_rank_computes_upon_the_right_bytes() -> None:
