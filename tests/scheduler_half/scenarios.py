@@ -63,7 +63,7 @@ def nothing_held(mini: Mini) -> None:
     queued = mini.pool.free_block_queue.get_all_free_blocks()
     assert len({block.block_id for block in queued}) == len(queued) == free_blocks(mini)
     assert not any(block.ref_cnt for block in queued), "a block in use is in the free queue"
-    assert not of_the_tier(mini.tier)
+    assert not of_the_tier(mini.tier), of_the_tier(mini.tier)
     if mini.replay is not None:
         mini.replay.check(mini.manager)
     assert not kvoffload_threads(), "threads of ours"

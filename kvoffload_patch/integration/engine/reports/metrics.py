@@ -232,12 +232,12 @@ class Reporter:
         """The tier goes on in this state, and with these labels of `build_info`."""
         if self._ended:
             return
-        before, self._about = self._labels(), {**self._about, **about}
-        values: list[Value] = [] if state == self._state else _states(state)
-        if self._labels() != before:
-            values += [("build_info", before, 0), ("build_info", self._labels(), 1)]
-        self._state = state
         with _unseen():
+            before, self._about = self._labels(), {**self._about, **about}
+            values: list[Value] = [] if state == self._state else _states(state)
+            if self._labels() != before:
+                values += [("build_info", before, 0), ("build_info", self._labels(), 1)]
+            self._state = state
             if not self._scheduler.requests:  # no step is to come that would say how full it is
                 values += self._changes()
             if values:

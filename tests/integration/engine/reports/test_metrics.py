@@ -311,3 +311,20 @@ def test_figures_that_cannot_be_taken_are_told_once_and_none_is_sent_any_more(
     front_end.drain()
     assert mini.breaker.detached and front_end.records == records
     assert len(calls) == len(warned) == 1 and "made to fail" in warned[0]
+
+
+def test_a_command_is_carried_out_though_its_figures_cannot_be_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mini = Mini()
+    reported(mini)
+
+    def fail(*_: Any) -> None:
+        raise LookupError("made to fail")
+
+    monkeypatch.setattr(metrics.Reporter, "_labels", fail)
+    asked = mini.ask("pause")
+    mini.add(list(range(4 * BLOCK)))
+    mini.run()
+    assert asked.done.is_set() and not asked.error
+    assert mini.tier.paused and not mini.breaker.detached
