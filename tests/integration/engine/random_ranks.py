@@ -1,9 +1,12 @@
-"""Random runs over vLLM's scheduler with several ranks: `random_ranks.py FIRST COUNT`.
+"""Random runs over vLLM's scheduler with several ranks.
+
+Usage: python tests/integration/engine/random_ranks.py FIRST COUNT [RELEASE SOURCES]
 
 One run is one seed: what `random_runs` has of requests, commands and settings, and besides how many
 ranks there are, what they share, how fast each is and its memory grows, and which copies fail on
 which. Every rank must compute upon the right bytes in each step whose tokens the engine gives away,
-every request must come to its end, and nothing may be left behind.
+every request must come to its end, and nothing may be left behind. SOURCES is the folder that has
+the release's `vllm/`; without both it is the installed one.
 """
 
 from __future__ import annotations
@@ -39,8 +42,12 @@ def describe(seed: int) -> tuple[Any, dict[str, float], int | None]:
     return Shape(parts, stages, alike, board, integrity, grows), rates, failing
 
 
-def run(seed: int) -> Counter[str]:
+def run(seed: int, limits: tuple[Any, ...] = ()) -> Counter[str]:
     """One random run; what has happened in it.
+
+    Args:
+        seed: of the run.
+        limits: of a release: steps under way, and policies of its queue.
 
     Raises:
         AssertionError: something is wrong, or is left behind.
@@ -50,7 +57,9 @@ def run(seed: int) -> Counter[str]:
     from integration.engine.several_ranks import RanksMini, opened
 
     rng, (shape, rates, failing) = random.Random(seed), describe(seed)
-    about = {k: v for k, v in random_runs.describe(seed).items() if k not in _OURS}
+    most, policies = limits or (6, random_runs.POLICIES)
+    drawn = random_runs.describe(seed, most, policies=policies)
+    about = {k: v for k, v in drawn.items() if k not in _OURS}
     if shape.integrity == "full" or (rates["load"] and rng.random() < 0.7):
         about["load_mode"] = "parked"  # not promised before it has come, so it may fail
     users = Users(seed)
@@ -140,13 +149,20 @@ def _seen(mini: Any) -> Counter[str]:
     return seen
 
 
-def main(first: str, count: str) -> int:
+def main(first: str, count: str, release: str = "", folder: str = "") -> int:
     """Play so many seeds, and say what came out."""
     logging.disable()
+    limits: tuple[Any, ...] = ()
+    if release:
+        from integration.engine.random_runs import most_in_flight, queues
+        from scheduler_half import half
+
+        half.use_release(release, Path(folder).resolve())
+        limits = most_in_flight(release), queues(release)
     seen, failed = Counter[str](), dict[int, str]()
     for seed in range(int(first), int(first) + int(count)):
         try:
-            seen += run(seed)
+            seen += run(seed, limits)
         except Exception:  # noqa: BLE001 - it is what came out
             failed[seed] = "".join(traceback.format_exc().splitlines(True)[-12:])
             print(f"seed {seed}: {describe(seed)}\n{failed[seed]}", flush=True)
