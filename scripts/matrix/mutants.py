@@ -40,9 +40,12 @@ from scripts.matrix.mutants_groups import GROUPS
 from scripts.matrix.mutants_heads import HEADS
 from scripts.matrix.mutants_list import MEMORY, TIER, TRANSFER, WORKER, Mutant
 from scripts.matrix.mutants_patching import PATCHING
+from scripts.matrix.mutants_reports import REPORTS
 
 # Those that take longest come first.
-MUTANTS = (*ENGINE, *CONNECTORS, *GROUPS, *HEADS, *WORKER, *TRANSFER, *TIER, *MEMORY, *PATCHING)
+MUTANTS = (
+    *ENGINE, *CONNECTORS, *GROUPS, *HEADS, *REPORTS, *WORKER, *TRANSFER, *TIER, *MEMORY, *PATCHING,
+)  # fmt: skip
 PACKAGE = "kvoffload_patch"
 COPIED = (PACKAGE, "scripts", "tests", "pyproject.toml")
 PYTEST = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider")
