@@ -54,7 +54,7 @@ class AdmissionBudget:
         admissible: requests that `schedule` may admit so far, parked ones not included.
         adapters: of LoRA, of which a step may have so many; None without.
         reserved: whether some of the room is kept for requests that wait, of which vLLM knows not.
-        needed: blocks that the request asked for last needs.
+        needed, in_all: blocks that the request asked for last needs; with those that others hold.
         taken: blocks that running requests and those before the next one are given, at most.
     """
 
@@ -72,7 +72,7 @@ class AdmissionBudget:
             self._keep_watermark()
         self._ahead = LOOK_AHEAD_REQUESTS
         self.adapters = adapters_of(view.scheduler)
-        self.needed = self.admissible = 0
+        self.needed = self.in_all = self.admissible = 0
         self.reserved = parked > 0
 
     @property
@@ -105,7 +105,7 @@ class AdmissionBudget:
         tokens = int(request.num_tokens)
         if not self.reserved:
             tokens = self._view.tokens_to_fit(request, hit_tokens)
-        self.needed = self._view.blocks_for(tokens, hit_tokens)
+        self.needed = self.in_all = self._view.blocks_for(tokens, hit_tokens)
         if self.needed > self.blocks - self._for_running:
             self.needed -= sum(1 for block in gpu_blocks if block.ref_cnt)
         return self.requests > 0 and self.has(self.needed)
@@ -321,7 +321,7 @@ class Admission:
             loaded = self._loads.load_inline(request, result)
             self.stalled_ms += stall.add_inline(len(result.keys))
             return loaded
-        self._loads.park(request, result, budget.needed, compared)
+        self._loads.park(request, result, budget.in_all, compared)
         budget.reserve(budget.needed)
         stall.add_parked(len(result.keys))
         return None

@@ -644,3 +644,19 @@ def test_one_behind_does_not_take_the_room_of_a_request_whose_blocks_have_arrive
         mini.run(steps=50)
         mini.check()
     assert took[0] == took[1] < 5
+
+
+def test_a_parked_request_keeps_room_for_what_it_computes_beside_one_that_has_its_prefix() -> None:
+    """Also where it fits only as it takes nothing for that prefix."""
+    mini = Mini(blocks=30, load_mode="parked")
+    known, behind = prompt(12, seed=1, tail=0), prompt(4, seed=2, tail=0)
+    mini.only_in_cpu([*known, *behind, 3])
+    mini.add([*known, 4], count=40)
+    while not mini.scheduler.running:
+        mini.step()
+    mini.settle()
+    mini.add([*known, *behind, *prompt(3, seed=5)], count=1)
+    mini.begin_step()
+    assert mini.tier._loads.reserved() == (1, 4), "three blocks of its own, and a part of one"
+    mini.run()
+    mini.check()
