@@ -13,7 +13,8 @@ of `bench chats`: 72 chats, 12 at a time, each back as soon as it is answered.
   heads, prefixes  with --heads: `followed` with KVOFFLOAD_GPU_PREFIXES=auto and whole, in place of
                    all but the floor
 
-Times are the model's: compare them with each other.
+Times are the model's: compare them with each other. With PYTHONHASHSEED=0 before it a run can be
+repeated; otherwise hashes of blocks differ from run to run, and with them some figures.
 """
 
 from __future__ import annotations
