@@ -42,10 +42,9 @@ def shutdown(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
         detach(instance)
     except Exception as error:  # noqa: BLE001 - vLLM's own shutdown must follow
         logger.warning("kvoffload_patch: the CPU tier was not closed in order: %s", error)
-    except BaseException:  # such as a key while copies are waited for
-        wrapped(*args, **kwargs)
-        raise
-    return wrapped(*args, **kwargs)
+    finally:  # also after a key while copies are waited for
+        result = wrapped(*args, **kwargs)
+    return result
 
 
 def sleep(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -396,5 +396,5 @@ class SchedulerTier:
 
     def close(self) -> None:
         """The engine shuts down."""
-        self._ranks.close()
+        self._ranks.close()  # first: a log line that fails keeps no memory
         self._report.flush()

@@ -42,12 +42,12 @@ def describe(seed: int) -> tuple[Any, dict[str, float], int | None]:
     return Shape(parts, stages, alike, board, integrity, grows), rates, failing
 
 
-def run(seed: int, limits: tuple[Any, ...] = ()) -> Counter[str]:
+def run(seed: int, *limits: Any) -> Counter[str]:
     """One random run; what has happened in it.
 
     Args:
         seed: of the run.
-        limits: of a release: steps under way, and policies of its queue.
+        limits: as `random_runs.limits_of` has them.
 
     Raises:
         AssertionError: something is wrong, or is left behind.
@@ -57,7 +57,7 @@ def run(seed: int, limits: tuple[Any, ...] = ()) -> Counter[str]:
     from integration.engine.several_ranks import RanksMini, opened
 
     rng, (shape, rates, failing) = random.Random(seed), describe(seed)
-    most, policies = limits or (6, random_runs.POLICIES)
+    most, policies = limits or random_runs.limits_of()
     drawn = random_runs.describe(seed, most, policies=policies)
     about = {k: v for k, v in drawn.items() if k not in _OURS}
     if shape.integrity == "full" or (rates["load"] and rng.random() < 0.7):
@@ -152,17 +152,13 @@ def _seen(mini: Any) -> Counter[str]:
 def main(first: str, count: str, release: str = "", folder: str = "") -> int:
     """Play so many seeds, and say what came out."""
     logging.disable()
-    limits: tuple[Any, ...] = ()
-    if release:
-        from integration.engine.random_runs import most_in_flight, queues
-        from scheduler_half import half
+    from integration.engine.random_runs import limits_of
 
-        half.use_release(release, Path(folder).resolve())
-        limits = most_in_flight(release), queues(release)
+    limits = limits_of(release, folder)
     seen, failed = Counter[str](), dict[int, str]()
     for seed in range(int(first), int(first) + int(count)):
         try:
-            seen += run(seed, limits)
+            seen += run(seed, *limits)
         except Exception:  # noqa: BLE001 - it is what came out
             failed[seed] = "".join(traceback.format_exc().splitlines(True)[-12:])
             print(f"seed {seed}: {describe(seed)}\n{failed[seed]}", flush=True)

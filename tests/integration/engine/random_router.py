@@ -259,13 +259,9 @@ def _idle(mini: Any) -> None:
 
 def main(first: str, count: str, release: str = "", folder: str = "") -> int:
     """Play so many seeds, and say what was wrong."""
-    limits: tuple[Any, ...] = ()
-    if release:
-        from integration.engine.random_runs import most_in_flight, queues
-        from scheduler_half import half
+    from integration.engine.random_runs import limits_of
 
-        half.use_release(release, Path(folder).resolve())
-        limits = most_in_flight(release), queues(release)
+    limits = limits_of(release, folder)
     found, seen = Counter[str](), Counter[str]()
     for seed in range(int(first), int(first) + int(count)):
         oracle = run(seed, *limits)

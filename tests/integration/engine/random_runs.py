@@ -330,15 +330,10 @@ def main(
     seed: str, seconds: str, release: str = "", folder: str = "", shape: str | None = None
 ) -> int:
     """Run seed after seed for so long, and print what came out."""
-    most, policies = 6, POLICIES
+    most, policies = limits_of(release, folder)
     first, _, behind = (shape or "").partition("+")
     beside = {"connector": first == CONNECTOR, "drafts": first == DRAFTS}
     shape = (behind if any(beside.values()) else shape) or None
-    if release:
-        from scheduler_half import half
-
-        half.use_release(release, Path(folder).resolve())
-        most, policies = most_in_flight(release), queues(release)
     end, at = 0.0, int(seed)
     failed: dict[str, str] = {}
     seen: dict[str, int] = {}
@@ -355,6 +350,19 @@ def main(
     print(json.dumps({"release": release, "runs": runs, "seen": seen, "failed": failed}, indent=1))
     sys.stdout.flush()
     return int(bool(failed))
+
+
+def limits_of(release: str = "", folder: str = "") -> tuple[int, Policies]:
+    """Steps under way at most, and policies of the queue, of a release, which vLLM is from now on.
+
+    ``folder`` has its `vllm/`. Without both it is the installed one.
+    """
+    if not release:
+        return 6, POLICIES
+    from scheduler_half import half
+
+    half.use_release(release, Path(folder).resolve())
+    return most_in_flight(release), queues(release)
 
 
 def most_in_flight(release: str) -> int:

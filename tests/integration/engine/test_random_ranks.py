@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
 pytest.importorskip("vllm")
 
 from integration.engine.random_ranks import describe, run
+from integration.engine.seeds import played
 
 # The last: a rank is behind the one that reports, one that nobody hears fails, a load that has
 # failed writes late, a rank has not stored what others have.
@@ -16,12 +15,7 @@ SEEDS = (*range(2000, 2026), 2033, 2052, 2154, 2104, 2138)
 
 
 def test_every_rank_computes_upon_the_right_bytes() -> None:
-    seen = Counter[str]()
-    for seed in SEEDS:
-        try:
-            seen += run(seed)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {describe(seed)}") from error
+    seen = played(run, SEEDS, describe)
     wanted = ("loaded", "stored", "evicted", "failed loads", "failed stores", "mismatches")
     for name in (*wanted, "resumed", "calls", "ended"):
         assert seen[name], f"no run has {name} anything"
