@@ -16,7 +16,7 @@ from transfer.opened import Opened
 from kvoffload_patch.transfer.backends.tiles import TileMover
 from kvoffload_patch.transfer.layout import BlockLayout
 
-BACKENDS = ("staged", "singles")
+BACKENDS = ("staged", "groups", "singles")
 SOURCE, SLOTS, TARGET = [4, 2, 0, 6, 1], [0, 1, 2, 9, 7], [5, 3, 1, 0, 2]
 
 
