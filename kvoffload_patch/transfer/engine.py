@@ -177,12 +177,6 @@ class CopyEngine:
         done = tuple([(link.link, link.poll()) for link in links])
         return TransferResult(done, tuple([one for link in links for one in link.failed()]))
 
-    def loads_done(self) -> int:
-        """The last load done; 0 while one has failed that the other side may not know of."""
-        loads = self._links[LOAD].queue
-        done = loads.poll()
-        return 0 if loads.failed else done
-
     def wait_loads(self, timeout_s: float) -> None:
         """Sleep until another load is done, if any is to come; ``timeout_s`` at most."""
         queues, until = [link.queue for link in self._into_gpu], time.monotonic() + timeout_s

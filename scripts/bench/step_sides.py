@@ -114,10 +114,6 @@ class Ranks:
     sharing = 1
     overlap = 0.0
 
-    def loads_done(self) -> int:
-        """What is done comes with a step's output."""
-        return 0
-
     def step_failure(self) -> str:
         """No copy is made."""
         return ""

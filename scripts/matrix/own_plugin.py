@@ -47,10 +47,6 @@ class Ranks:
     def close(self) -> None:
         """There is no memory to give back."""
 
-    def loads_done(self) -> int:
-        """Outputs tell."""
-        return 0
-
     def step_failure(self) -> str:
         """No copy is made."""
         return ""

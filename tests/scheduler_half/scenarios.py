@@ -226,7 +226,7 @@ def crowd() -> Facts:
     for seed, load_mode in ((5, "parked"), (1, "auto"), (2, "inline")):
         rng = random.Random(seed)
         late, blocks = rng.randrange(4), rng.choice([25, 40])
-        ranks = FakeRanks(rng.choice([0.1, 1.0, 15.0, 60.0]), here=load_mode != "parked")
+        ranks = FakeRanks(rng.choice([0.1, 1.0, 15.0, 60.0]))
         mini = Mini(load_mode=load_mode, late=late, blocks=blocks, num_slots=2000, ranks=ranks)
         known = [prompt(rng.randrange(1, 12), seed=1000 + n) for n in range(10)]
         mini.only_in_cpu(*known)

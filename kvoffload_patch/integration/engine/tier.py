@@ -118,8 +118,6 @@ class SchedulerTier:
             self._admission.look_up_waiting()
 
     def _finish_loads(self) -> None:
-        if done := self._ranks.loads_done():
-            self._manager.apply(TransferResult(((LOAD, done),)))
         for request_id, result in self._loads.finish(self._may_wait_ms()):
             # Unless the tier has got more of it since.
             if not any(map(self._manager.lookup, result.missing)):

@@ -7,7 +7,6 @@ makes it, so that no exception reaches the executor.
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,8 +27,6 @@ from kvoffload_patch.integration.worker.weights import weights_digest
 from kvoffload_patch.memory import attainable, shareable
 from kvoffload_patch.plan import TransferPlan
 
-# A forked process has the same, and one in another container may have the same number.
-_TOKEN = secrets.token_hex(8)
 # Tiers whose copies did not end: the memory that these may use stays, for as long as the process.
 _NOT_FREED: list[RankTier] = []
 
@@ -198,16 +195,6 @@ def digest_weights(worker: Any) -> str:
 def end_process() -> None:
     """End this process at once: a thread of it is blocked, so it cannot end in order."""
     os._exit(1)
-
-
-def this_process() -> tuple[str, int]:
-    """What no other process says of itself."""
-    return _TOKEN, os.getpid()
-
-
-def rank_here(worker: Any, asking: tuple[str, int]) -> RankTier | None:
-    """The rank's tier itself, for an engine in the same process; None for others."""
-    return getattr(worker.model_runner, TIER) if asking == this_process() else None
 
 
 def close_rank(worker: Any) -> None:

@@ -156,10 +156,6 @@ class RankTier:
         """Whether more slots will become usable."""
         return bool(self._host.growing)
 
-    def loads_done(self) -> int:
-        """The last load done, as `CopyEngine.loads_done`; never waits."""
-        return self._engine.loads_done()
-
     def begin_step(self, plan: TransferPlan | None, step: Any) -> None:
         """Before the forward pass of a step, as vLLM's scheduler describes it.
 

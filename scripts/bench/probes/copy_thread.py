@@ -9,9 +9,7 @@ calls that give Python's lock up, as PyTorch's do; other threads that want the l
   joining   each step stores one slice; parked loads keep the bus busy
   prefill   each step stores 32 slices, and takes the device 100 ms
 
-Times are what launching takes, in milliseconds of wall time, in turns with `alone`. Beside
-`joining`, a scheduler in the same process asks which loads are done; a driver that has to be asked
-for an event takes longer than these events do.
+Times are what launching takes, in milliseconds of wall time, in turns with `alone`.
 """
 
 from __future__ import annotations
@@ -148,13 +146,6 @@ class Steps:
         time.sleep(max(0.0, self._compute.end - self._device_s - time.perf_counter()))
         return 1000 * took
 
-    def ask(self, times: int) -> float:
-        """Microseconds of asking which loads are done, as a scheduler in this process does."""
-        began = time.perf_counter()
-        for _ in range(times):
-            self._engine.loads_done()
-        return 1e6 * (time.perf_counter() - began) / times
-
     def close(self) -> None:
         """End the thread."""
         self._engine.close()
@@ -195,7 +186,6 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, list[float]] = {"alone": [], **{kind: [] for kind in KINDS}}
-    asked: list[float] = []
     for _ in range(args.turns):
         found["alone"] += alone(args.steps)
         for kind, how in KINDS.items():
@@ -203,8 +193,6 @@ def main() -> None:
             try:
                 for _ in range(args.steps):
                     found[kind].append(steps.step())
-                    if kind == "joining":
-                        asked.append(steps.ask(100))
             finally:
                 steps.close()
     rows = [["", "median", "p90", "over alone"]]
@@ -213,9 +201,4 @@ def main() -> None:
         median = quantile(times, 0.5)
         rows.append([kind, f"{median:.2f}", f"{quantile(times, 0.9):.2f}", f"{median / base:.2f}"])
     say(table(rows))
-    median, p90 = quantile(asked, 0.5), quantile(asked, 0.9)
-    say(f"\nasking which loads are done: {median:.1f} us, p90 {p90:.1f}")
-    write_json(
-        args.json,
-        {"machine": machine(), "steps": args.steps, "launch_ms": found, "ask_us": asked},
-    )
+    write_json(args.json, {"machine": machine(), "steps": args.steps, "launch_ms": found})

@@ -17,12 +17,6 @@ def _last_block() -> Changes:
     return ((FullPromptHits, "load", lambda self, *args, **kwargs: None),)
 
 
-def _rank_asked() -> Changes:
-    from kvoffload_patch.integration.engine.ranks.workers import RankGroup
-
-    return ((RankGroup, "loads_done", lambda self: 0),)
-
-
 def _joining_early() -> Changes:
     from kvoffload_patch.integration.engine.tier import SchedulerTier
 
@@ -93,7 +87,6 @@ def _tier() -> Changes:
 
 _CHANGES: dict[str, Callable[[], Changes]] = {
     "last block loaded": _last_block,
-    "rank asked before a step": _rank_asked,
     "joining early": _joining_early,
     "joining into a stall": _joining_into_a_stall,
     "loads by layer": _loads_by_layer,

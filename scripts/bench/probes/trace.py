@@ -53,7 +53,7 @@ SMALL = {
     "chats": 20, "floor_chats": 4, "at_once": 4, "history": (400, 700), "new": (10, 40),
     "answer": (8, 14), "vocabulary": 1000, "period": 1.5, "settle": 0.5, "on": 1,
 }  # fmt: skip
-SWITCHED = "nothing,joining early,joining into a stall,rank asked before a step"
+SWITCHED = "nothing,joining early,joining into a stall"
 RESERVE_S = 12.0  # for the figures, at the end
 FOUND, FILL_TRIES = 0.99, 5
 WARM_UP_S = 2.0

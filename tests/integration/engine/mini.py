@@ -54,18 +54,17 @@ _LIMITS = {"watermark": 0.0, "enable_chunked_prefill": True, "long_prefill_token
 
 
 class FakeRanks:
-    """One rank; its device carries out the plans. ``here``: in the scheduler's process."""
+    """One rank; its device carries out the plans."""
 
     def __init__(
         self,
         load_ms_per_block: float = 1.0,
         copies_overlap: bool = True,
-        here: bool = True,
         overlap: float = 0.0,
         compares: bool = False,
     ) -> None:
         self.load_ms_per_block, self.copies_overlap = load_ms_per_block, copies_overlap
-        self.overlap, self.compares, self.here, self.sharing = overlap, compares, here, 1
+        self.overlap, self.compares, self.sharing = overlap, compares, 1
         self.device: Device | None = None
         self.drains = self.closed = 0
         self.block_bytes = self.slot_bytes = SLOT_BYTES
@@ -112,10 +111,6 @@ class FakeRanks:
 
     def close(self) -> None:
         self.closed += 1
-
-    def loads_done(self) -> int:
-        """The last load done by now, as far as none has failed."""
-        return self.device.loads_done() if self.here and self.device is not None else 0
 
 
 class Mini:

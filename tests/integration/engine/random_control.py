@@ -132,7 +132,7 @@ def _make(seed: int, **more: Any) -> Any:
 
     rng = random.Random(f"control {seed}")
     about = {name: value for name, value in describe(seed).items() if name not in _WHOLE}
-    ranks = FakeRanks(rng.choice([0.1, 1.0, 15.0]), here=rng.random() < 0.5)
+    ranks = FakeRanks(rng.choice([0.1, 1.0, 15.0]))
     return Mini(ranks=ranks, weighs=False, **{**about, **more})
 
 

@@ -130,7 +130,7 @@ def make(seed: int, most_in_flight: int, policies: Any) -> tuple[Any, Oracle]:
 
     # In a quarter of the runs with failing stores the tier is detached.
     about["max_failed_copies"] = rng.choice([3, *[1 << 30] * 3])
-    ranks = FakeRanks(rng.choice([0.1, 1.0, 15.0]), here=rng.random() < 0.5, compares=True)
+    ranks = FakeRanks(rng.choice([0.1, 1.0, 15.0]), compares=True)
     mini = Heard(lambda link, _: failing.random() < rate[link], ranks=ranks, weighs=False, **about)
     oracle.mini, mini.replay = mini, oracle
     return mini, oracle

@@ -123,8 +123,7 @@ def _ranks(rng: random.Random, seed: int) -> Any:
     from integration.engine.mini import FakeRanks
 
     ms_per_block = rng.choice([0.1, 1.0, 15.0, 60.0])
-    here, compares = rng.random() < 0.5, seed % 3 < 2
-    return FakeRanks(ms_per_block, here=here, overlap=0.75 * (seed % 2), compares=compares)
+    return FakeRanks(ms_per_block, overlap=0.75 * (seed % 2), compares=seed % 3 < 2)
 
 
 def run(

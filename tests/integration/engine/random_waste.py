@@ -100,7 +100,7 @@ def run(seed: int, store: str = "eager") -> Waste:
 
     rng = random.Random(f"waste {seed}")
     about = {name: value for name, value in describe(seed).items() if name not in _WHOLE}
-    ranks = FakeRanks(rng.choice([0.1, 1.0, 15.0]), here=rng.random() < 0.5)
+    ranks = FakeRanks(rng.choice([0.1, 1.0, 15.0]))
     mini = Mini(ranks=ranks, weighs=False, **{**about, "num_slots": 4000, "store": store})
     waste, counts = Waste(mini), rng.choice([[1, 2, 5, 20], [10, 30, 60]])
     known = [prompt(rng.randrange(1, 7), rng.randrange(10**6), tail=7) for _ in range(5)]

@@ -366,7 +366,7 @@ def test_what_fails_only_when_the_ranks_are_open_closes_them(
     untouched(mini, before, executor)
 
 
-@pytest.mark.parametrize("call", ["describe_rank", "open_rank", "rank_here"])
+@pytest.mark.parametrize("call", ["describe_rank", "open_rank"])
 @pytest.mark.parametrize("how", [None, RuntimeError("worker died"), TimeoutError("too late")])
 def test_a_worker_that_fails_or_is_silent_is_a_refusal(
     call: str, how: Exception | None, log: list[str]
@@ -434,9 +434,6 @@ def test_what_is_sent_to_a_worker_needs_nothing_of_ours_to_be_read() -> None:
     assert not done and text.startswith("ModuleNotFoundError: No module named")
     done, text = rpc.answering(rpc.drain_rank)(SimpleNamespace())
     assert not done and text.startswith("AttributeError: ")
-    assert rpc.answering(rpc.rank_here)(
-        SimpleNamespace(model_runner=SimpleNamespace(**{TIER: 7})), rpc.this_process()
-    ) == (True, 7)
 
 
 def test_a_policy_of_a_users_own_that_is_none_is_no_fault_to_report(

@@ -34,7 +34,7 @@ CALLED = [
     ("_manager", "begin_load"), ("_manager", "expose_load"),
     ("_manager", "note_new_blocks"), ("_manager", "apply"), ("_manager", "hit_on_gpu"),
     ("_manager", "offer"), ("_front", "look"), ("_front", "hit"), ("_front", "handed_out"),
-    ("_ranks", "loads_done"), ("_view", "publish"), ("_view", "take_blocks"), ("_view", "unpark"),
+    ("_view", "publish"), ("_view", "take_blocks"), ("_view", "unpark"),
 ]  # fmt: skip
 
 

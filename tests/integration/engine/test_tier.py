@@ -192,7 +192,7 @@ def test_slots_that_the_ranks_have_by_now_are_used() -> None:
 
 def test_an_output_without_what_is_done_ends_the_engine() -> None:
     """Parked requests would wait for ever, in steps without tokens."""
-    mini = Mini(load_mode="parked", ranks=FakeRanks(here=False))
+    mini = Mini(load_mode="parked", ranks=FakeRanks())
     mini.only_in_cpu(long_prompt(6, seed=1))
     mini.add(long_prompt(6, seed=1), count=3)
     mini.begin_step()
@@ -219,7 +219,7 @@ def test_no_token_leaves_of_a_step_that_has_failed_on_another_rank() -> None:
 
 
 def test_results_that_come_late_or_twice_say_nothing_new() -> None:
-    mini = Mini(load_mode="parked", late=0, ranks=FakeRanks(here=False))
+    mini = Mini(load_mode="parked", late=0, ranks=FakeRanks())
     mini.only_in_cpu(long_prompt(6, seed=1))
     before = mini.manager.drained()
     name = mini.add(long_prompt(6, seed=1), count=3)

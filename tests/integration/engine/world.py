@@ -144,9 +144,6 @@ class FakeRanks:
         self.calls.append("drain")
         return True
 
-    def loads_done(self) -> int:
-        return 0
-
     def step_failure(self) -> str:
         return ""
 

@@ -229,19 +229,6 @@ def test_a_rank_that_is_closed_leaves_nothing(runner: Any, integrity: str) -> No
     assert not files_opened_since(files)
 
 
-def test_the_memory_of_a_rank_goes_when_it_is_closed_though_some_have_it(runner: Any) -> None:
-    """The engine's side keeps what it asks a rank of its process by for as long as it lives."""
-    before = unforked_bytes()
-    made = rank.RankTier(runner, (256 << 20) // 512)
-    asks = made.loads_done
-    step(made, a_plan(store=a_store(1, (1,), (0,))))
-    assert unforked_bytes() >= before + (256 << 20), "is this looking for mappings?"
-    made.close()
-    del made
-    gc.collect()
-    assert unforked_bytes() == before and asks is not None
-
-
 @pytest.mark.parametrize("where", ["_begin_step", "end", "_end_step"])
 def test_no_step_begins_after_one_that_has_failed(
     tier: rank.RankTier, where: str, monkeypatch: pytest.MonkeyPatch

@@ -68,7 +68,6 @@ class RankGroup:
         self.load_ms_per_block = self.overlap = 0.0
         self.copies = self.size = ""
         self.copies_overlap = self.growing = self.compares = False
-        self._here: Callable[[], int] | None = None  # asks a rank of this process
         self._common: tuple[tuple[int, ...], ...] = ()  # ranks that have slots in common
         self.silent, self.told_of_all = False, True
         self._alarms: Alarms | None = None
@@ -115,9 +114,6 @@ class RankGroup:
         self.copies_overlap = ranks[0].device != "cpu"
         self.compares = all(r.compares for r in opened)
         self.overlap = min(r.overlap for r in opened)
-        if len(ranks) == 1:
-            [rank] = self._call(worker_side.rank_here, worker_side.this_process())
-            self._here = rank.loads_done if rank is not None else None
 
     @property
     def sharing(self) -> int:
@@ -164,14 +160,6 @@ class RankGroup:
         """The ranks, with what they have in common counted for the first of them."""
         others = {rank for members in self._common for rank in members[1:]}
         return [replace(r, block_bytes=0, slot_bytes=0) if r.rank in others else r for r in ranks]
-
-    def loads_done(self) -> int:
-        """The last load done by now, where the only rank is in this process; else 0.
-
-        The same comes with the output of a step, one or two steps later. Of loads that have
-        failed only that tells.
-        """
-        return self._here() if self._here is not None else 0
 
     def step_failure(self) -> str:
         """Why no token of a step may be given away: a rank that reports nothing could not do it.
@@ -238,7 +226,6 @@ class RankGroup:
             TierRefused: a load that is promised has failed on a rank, or a rank does not answer, or
                 has not before.
         """
-        self._here = None
         self._call(worker_side.finish_rank, plan)
 
     def give_back(self) -> None:
@@ -249,7 +236,6 @@ class RankGroup:
 
     def close(self) -> None:
         """Free the memory of a worker in this process; those in others free it by ending."""
-        self._here = None  # which has a KV tensor, and vLLM frees those
         if hasattr(self._executor, "driver_worker") and not self.silent:
             self._call(worker_side.close_rank)
 

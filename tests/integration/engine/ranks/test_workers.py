@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import pickle
-import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +42,6 @@ class Executor:
             "describe_rank": [dataclasses.replace(r, of_ranks=len(ranks)) for r in ranks],
             "open_rank": [RankOpened(r.rank, r.pid, n, n > 5, 0.5) for r, n in zip(ranks, ready)],
             "can_share": [(True, True) for _ in ready],
-            "rank_here": [None for _ in ready],
         }
         self.calls: list[tuple[Any, ...]] = []
 
@@ -85,7 +82,7 @@ def test_one_rank_shares_with_nobody() -> None:
     executor = Executor([geometry(0)], [9])
     ranks = RankGroup(executor)
     ranks.open(512 * 20)
-    assert [call[0] for call in executor.calls] == ["describe_rank", "open_rank", "rank_here"]
+    assert [call[0] for call in executor.calls] == ["describe_rank", "open_rank"]
     assert executor.calls[1][-4:-1] == (None, [], False) and ranks.growing
 
 
@@ -267,43 +264,6 @@ def test_weights_that_cannot_be_compared_have_no_digest(worker: Any) -> None:
 
     worker.model_runner.get_model = no_memory
     assert rpc.digest_weights(worker) == ""
-
-
-def test_an_engine_in_the_same_process_asks_its_rank_what_is_done(worker: Any) -> None:
-    rpc.open_rank(worker, 5)
-    tier = getattr(worker.model_runner, TIER)
-    assert rpc.rank_here(worker, rpc.this_process()) is tier
-    token, pid = rpc.this_process()
-    assert rpc.rank_here(worker, (token, pid + 1)) is None
-    assert rpc.rank_here(worker, ("0123", pid)) is None
-    executor = Executor([geometry(0)], [5])
-    ranks = RankGroup(executor)
-    ranks.open(512 * 5)
-    assert executor.calls[-1] == ("rank_here", (token, pid))
-    assert ranks.loads_done() == 0, "it is in another process"
-    executor.answers["rank_here"] = [tier]
-    ranks.open(512 * 5)
-    step = SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={"a": 1})
-    tier.begin_step(a_plan(store=a_store(1, (3,), (0,))), step)
-    tier.end_step(output())
-    tier.begin_step(a_plan((a_load(1, (0,), (0,)),)), step)
-    assert ranks.loads_done() == 1
-    rpc.close_rank(worker)
-
-
-def test_an_engine_that_has_shut_down_keeps_nothing_of_a_rank(worker: Any) -> None:
-    """Who keeps the engine, as an LLM in the own process, would keep the KV cache."""
-    rpc.open_rank(worker, 5)
-    executor = Executor([geometry(0)], [5])
-    executor.answers["rank_here"] = [getattr(worker.model_runner, TIER)]
-    ranks = RankGroup(executor)
-    ranks.open(512 * 5)
-    executor.answers.clear()
-    kept = weakref.ref(getattr(worker.model_runner, TIER))
-    rpc.close_rank(worker)
-    ranks.close()
-    gc.collect()
-    assert kept() is None and ranks.loads_done() == 0
 
 
 def executor_of(module: str, **own: Any) -> type[Executor]:

@@ -567,7 +567,7 @@ def test_every_request_hits_what_it_could_and_comes_to_its_end(
         late=rng.randrange(4),
         blocks=rng.choice([25, 40]),
         num_slots=2000,
-        ranks=FakeRanks(rng.choice([0.1, 1.0, 15.0, 60.0]), here=bool(seed % 2)),
+        ranks=FakeRanks(rng.choice([0.1, 1.0, 15.0, 60.0])),
         load_mode=load_mode,
     )
     known = [prompt(rng.randrange(1, 12), seed=1000 + n, tail=1) for n in range(10)]

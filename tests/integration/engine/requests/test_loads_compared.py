@@ -77,7 +77,7 @@ def test_all_none_or_the_first(integrity: str, compares: bool, wanted: int) -> N
 @pytest.mark.parametrize("step_ms", [1.0, 20.0])
 def test_it_is_not_promised_before_it_is_known_to_be_right(step_ms: float) -> None:
     """A load that is not compared counts as done once it will be in time for the step."""
-    ranks = FakeRanks(0.01, compares=True, here=False)
+    ranks = FakeRanks(0.01, compares=True)
     mini = Mini(load_mode="auto", late=9, in_flight=2, step_ms=step_ms, blocks=90, ranks=ranks)
     known = [prompt(6, seed=seed) for seed in range(9)]
     mini.only_in_cpu(*known)
@@ -172,7 +172,7 @@ def test_once_one_was_found_wrong_all_are_compared(load_mode: str) -> None:
 @pytest.mark.parametrize("load_mode", ["auto", "parked"])
 def test_what_a_reset_waits_for_has_not_come_right(load_mode: str) -> None:
     """Nobody says how it ended: the first load may have been wrong."""
-    ranks = FakeRanks(compares=True, here=False)
+    ranks = FakeRanks(compares=True)
     mini = Mini(load_mode=load_mode, blocks=60, late=9, ranks=ranks)
     known = [prompt(6, seed=seed) for seed in range(3)]
     mini.only_in_cpu(*known)

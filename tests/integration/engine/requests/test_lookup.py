@@ -549,23 +549,6 @@ def test_a_load_is_expected_to_take_what_loads_take_lately(slowdown: float, join
     assert parked(requests) == [not joins]
 
 
-def test_where_the_rank_is_in_this_process_it_is_asked_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world, requests, loads = parked_beside(1, 4, 4)
-    asked: list[int] = []
-    monkeypatch.setattr(world.ranks, "loads_done", lambda: asked.append(1) or loads[0].ticket)
-    world.step()
-    assert world.offload.load_done(loads[0].ticket)
-    assert parked(requests) == [False, True]
-    arrive(world, loads[1])
-    world.step()
-    assert parked(requests) == [False, False]
-    del asked[:]
-    world.step()
-    assert not asked, "nothing is under way"
-
-
 def test_a_request_whose_load_has_failed_is_looked_up_again() -> None:
     world, requests, loads = parked_beside(4, 4, 4)
     stores_done = world.offload.drained().done_on(STORE)
