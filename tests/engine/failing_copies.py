@@ -25,7 +25,8 @@ def install_on(stage: Any) -> None:
     """Make copies of an engine's ranks fail, wherever they run."""
     install()
     if every := int(os.environ.get("TEST_COMPARE_EVERY", "0")):
-        attached(stage.core.scheduler).tier._admission._compare_every = every
+        comparing = attached(stage.core.scheduler).tier._admission.comparing
+        comparing._parked_every = comparing._every = every
     executor = getattr(stage.core, "model_executor", None)
     if executor is not None and executor.parallel_config.world_size > 1:
         executor.collective_rpc(install)

@@ -194,7 +194,7 @@ class SchedulerTier:
 
     def _after_admissions(self, output: Any) -> None:
         """Requests may have been admitted: count their hits, give up what was held for them."""
-        promptly = self._promptly and not self._admission.compares_all
+        promptly = self._promptly and not self._admission.comparing.all
         if promptly and output.scheduled_new_reqs and not self.paused:
             alone = not self._loads.under_way
             self._full_prompts.load(output, self.cached, self._loads.readers, alone)

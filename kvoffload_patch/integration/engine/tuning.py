@@ -16,10 +16,10 @@ BUS_AHEAD_MS = 150.0
 # Requests behind the step's last token for which loads are begun already. Not measured alone: at
 # 20 ms each they keep the bus busy beyond `BUS_AHEAD_MS`.
 LOOK_AHEAD_REQUESTS = 16
-# Of so many loads one is compared with checksums, unless all are (`Admission.compares_all`). It is
-# parked, which costs its first token some ms, so they are fewer than one request in twenty. Not
-# measured.
-SAMPLED_LOADS = 32
+# Of so many loads one is compared with checksums, unless all are (`Comparing.all`): the next one
+# that is parked anyway, or after more, whichever it is. To be parked for that alone costs a first
+# token 16 ms, which must not show in the slowest of a hundred (docs/performance.md, "Checksums").
+SAMPLED_PARKED_LOADS, SAMPLED_LOADS = 32, 256
 # Loads that take longer are better awaited by layer, in a step that computes a prompt's last block,
 # than as a whole, in one that loads it and computes a token: a load of t ms ends these about
 # max(t + 3, 11 + t / 4) and t + 6 ms later, with steps of 11 and 6 ms. Reckoned, not measured.

@@ -247,7 +247,8 @@ def _looked_at(mini: Any, seed: int) -> tuple[list[int], list[int]]:
     from integration.engine.random_looks import compare, let_stores_wait
 
     if mini.ranks.compares:
-        mini.tier._admission._compare_every = 2 + seed % 5
+        comparing = mini.tier._admission.comparing
+        comparing._parked_every, comparing._every = 2 + seed % 3, 2 + seed % 5
     return compare(mini), let_stores_wait(mini, seed)
 
 

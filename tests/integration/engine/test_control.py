@@ -547,7 +547,7 @@ def test_a_status_says_whether_any_load_is_compared(overlap: bool, compares: boo
         assert mini.desk is not None
         status = mini.desk.status()
         assert (status["integrity"], status["compares"]) == ("sample", parked and compares)
-        assert status["compares"] == mini.tier._admission._compares
+        assert status["compares"] == mini.tier._admission.comparing.active
 
 
 def test_a_tier_that_has_failed_has_nothing() -> None:

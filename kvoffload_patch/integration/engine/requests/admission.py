@@ -15,6 +15,7 @@ from kvoffload_patch.integration.engine.blocks.recency import Recency
 from kvoffload_patch.integration.engine.blocks.store_choice import stores
 from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 from kvoffload_patch.integration.engine.reports.stats import HitCounts
+from kvoffload_patch.integration.engine.requests.comparing import Comparing
 from kvoffload_patch.integration.engine.requests.loads import LoadBook, parks
 from kvoffload_patch.integration.engine.requests.lookup import (
     LookupCache,
@@ -26,14 +27,10 @@ from kvoffload_patch.integration.engine.requests.stall import Stall, Wait
 from kvoffload_patch.integration.engine.tuning import (
     BUS_AHEAD_MS,
     LOOK_AHEAD_REQUESTS,
-    SAMPLED_LOADS,
     SCAN_MARGIN_REQUESTS,
 )
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies import policy_named
-
-# Of so many loads one is compared, as users choose it.
-_COMPARED = {"off": 0, "sample": SAMPLED_LOADS, "full": 1}
 
 
 class AdmissionBudget:
@@ -185,6 +182,7 @@ class Admission:
         settings: of the process.
 
     Attributes:
+        comparing: which loads are compared with checksums.
         stalled_ms: that inline loads were expected to hold requests up since start, over all.
     """
 
@@ -208,9 +206,7 @@ class Admission:
         self._front = front
         self._pace = pace
         self._copies_overlap = ranks.copies_overlap
-        self._stats = manager.stats
-        # One load of so many is compared with checksums; 0: none is.
-        self._compare_every = _COMPARED[settings.integrity] if ranks.compares else 0
+        self.comparing = Comparing(settings.integrity, ranks.compares, loads, manager.stats)
         self.stalled_ms = 0.0
         self._pool = StandInPool(view, manager, loads.arriving, loads.ticket_of)
         self._gpu_alone: StandInPool | None = None  # for those that the tier is not used for
@@ -220,17 +216,7 @@ class Admission:
         """Load by these settings from the next step on."""
         self._settings = settings
         self._parks = parks(settings.load_mode, self._copies_overlap)
-        self._compares = self._parks and self._compare_every > 0
-
-    @property
-    def compares_all(self) -> bool:
-        """Whether every load is compared: until one has come right, and once one was wrong.
-
-        What is always wrong is found that way before a step reads any of it.
-        """
-        return self._compares and (
-            not self._loads.found_right or self._stats.mismatches > 0 or self._compare_every == 1
-        )
+        self.comparing.parks = self._parks
 
     def look_up_waiting(self) -> None:
         """Begin the loads of this step, and cap what `schedule` admits if lookups end early."""
@@ -316,22 +302,18 @@ class Admission:
         Raises:
             NoBlocks: there are no blocks to load into, whatever was counted.
         """
-        compared = self._is_compared(result)
-        if not compared and self._inline(request, result, budget, stall):
+        only_compared = bool(result.keys) and self.comparing.parks_next()
+        if not only_compared and self._inline(request, result, budget, stall):
             loaded = self._loads.load_inline(request, result)
             self.stalled_ms += stall.add_inline(len(result.keys))
             return loaded
+        compared = bool(result.keys) and self.comparing.compares_next()
         self._loads.park(request, result, budget.in_all, compared)
+        if compared:
+            self.comparing.began()
         budget.reserve(budget.needed)
         stall.add_parked(len(result.keys))
         return None
-
-    def _is_compared(self, result: LookupResult) -> bool:
-        """Whether the load of these blocks is compared: no step may read it before that."""
-        if not (self._compares and result.keys):
-            return False
-        begun = self._loads.num_inline + self._loads.num_parked_ever
-        return begun % self._compare_every == 0 or self.compares_all
 
     def _wait(self, request: Any, result: LookupResult, budget: AdmissionBudget) -> Wait:
         """What a request waits for before it can be admitted or parked: room, and then the bus."""
