@@ -74,6 +74,7 @@ ACROSS = {
     "integration/engine/test_random_ranks.py",
     "integration/engine/test_random_router.py",
     "integration/engine/test_random_runs.py",
+    "integration/engine/test_random_streams.py",
     "integration/engine/test_random_waste.py",
     "test_budgets.py",
     "test_constants.py",

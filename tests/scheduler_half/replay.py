@@ -38,14 +38,7 @@ class Replay:
         for event in self._pool.kv_event_queue:
             self._take(event)
         self._pool.kv_event_queue = []
-        on_gpu = Counter(map(_outside, _cached_keys(self._pool)))
-        waits = tier.on_left.__self__._waits if tier else {}  # of `KVEvents`
-        readable = (
-            [key for key in tier._slot_of if tier.lookup(key) and key not in waits] if tier else []
-        )
-        assert not {*waits.values()} & {*readable, *_cached_keys(self._pool)}, "told of too late"
-        in_tier = Counter(map(_outside, readable if _has_medium() else ()))
-        for medium, there in (("GPU", on_gpu), ("CPU", in_tier)):
+        for medium, there in held(self._pool, tier).items():
             said = +self.held[medium]
             assert said == there, (
                 f"{medium}: {len(said - there)} only in the stream, {len(there - said)} not in it"
@@ -83,6 +76,21 @@ class Replay:
             if size:
                 assert self._block.setdefault(key, about) == about, "described in two ways"
             parent = event.block_hashes[nth]
+
+
+def held(pool: Any, tier: Any) -> dict[str, Counter[Hashable]]:
+    """What both caches have, as events name it; ``tier``: an `OffloadManager`, or None.
+
+    Raises:
+        AssertionError: a block of the tier is not told of, which nothing keeps back any more.
+    """
+    on_gpu = [*_cached_keys(pool)]
+    waits = tier.on_left.__self__._waits if tier else {}  # of `KVEvents`
+    readable = [key for key in (tier._slot_of if tier else ()) if tier.lookup(key)]
+    readable = [key for key in readable if key not in waits]
+    assert not {*waits.values()} & {*readable, *on_gpu}, "told of too late"
+    in_tier = readable if _has_medium() else []
+    return {"GPU": Counter(map(_outside, on_gpu)), "CPU": Counter(map(_outside, in_tier))}
 
 
 def listen(scheduler: Any, publisher: Any) -> None:

@@ -33,6 +33,7 @@ class Oracle:
         found: tokens predicted otherwise than found, and what events said wrongly, by what it is.
         seen: how often what could be wrong has happened.
         prompts: what is asked for: tokens, salt, adapter.
+        names: of the requests.
     """
 
     def __init__(self, seed: int) -> None:
@@ -43,6 +44,7 @@ class Oracle:
         self.router = Router(BLOCK)
         self.found, self.seen = Counter[str](), Counter[str]()
         self.prompts: list[tuple[list[int], Any, Any]] = []
+        self.names: list[str] = []
         self.mini: Any = None
 
     def publish(self, batch: Any) -> None:
@@ -60,7 +62,7 @@ class Oracle:
 
     def compare(self, when: str, asked: tuple[list[int], Any, Any]) -> list[int]:
         """One prompt; returns what the router says."""
-        predicted = self.router.predict(*asked, _groups(self.mini.device._windows))
+        predicted = self.router.predict(*asked, groups(self.mini.device._windows))
         media = ("GPU", "any") if "medium" in self.router.fields else ("GPU",)
         for medium, told, there in zip(media, predicted, self._find(asked)):
             self.seen[f"{medium} hit"] += there > 0
@@ -99,19 +101,22 @@ class Oracle:
         return on_gpu, found
 
 
-def _groups(windows: Any) -> list[tuple[str, int]]:
+def groups(windows: Any) -> list[tuple[str, int]]:
+    """KV cache groups, as a router knows them."""
     return [("full", 0) if one is None else ("window", one) if isinstance(one, int)
             else ("state", 0) for one in windows]  # fmt: skip
 
 
-def make(seed: int, most_in_flight: int, policies: Any) -> tuple[Any, Oracle]:
+def make(
+    seed: int, most_in_flight: int, policies: Any, oracle: Oracle | None = None
+) -> tuple[Any, Oracle]:
     """The engine of a seed, with its events on, and who reads them."""
     from integration.engine.mini import FakeRanks, Mini
     from integration.engine.random_runs import describe
     from scheduler_half.replay import listen
     from scheduler_half.states import STATE
 
-    rng, oracle = random.Random(f"routed {seed}"), Oracle(seed)
+    rng, oracle = random.Random(f"routed {seed}"), oracle or Oracle(seed)
     about = {**describe(seed, most_in_flight, policies=policies), "wipe": False}
     about["windows"] = rng.choice(
         [(None,), (None,), (None,), (None, 40), (40, None), (None, STATE)]
@@ -136,15 +141,15 @@ def make(seed: int, most_in_flight: int, policies: Any) -> tuple[Any, Oracle]:
     return mini, oracle
 
 
-def _known(rng: random.Random) -> list[list[int]]:
+def known_prompts(rng: random.Random) -> list[list[int]]:
+    """With which most requests begin."""
     from scheduler_half.scenarios import prompt
 
     return [prompt(rng.randrange(1, 14), rng.randrange(10**6), tail=7) for _ in range(6)]
 
 
-def _ask(mini: Any, oracle: Oracle, rng: random.Random, known: list[list[int]]) -> str:
+def ask(mini: Any, oracle: Oracle, rng: random.Random, known: list[list[int]]) -> str:
     """One more request, most of which begin as others did."""
-    from integration.engine.random_adapters import adapter
     from scheduler_half.scenarios import prompt
 
     count = rng.choice([1, 2, 5, 20, 60])
@@ -153,11 +158,20 @@ def _ask(mini: Any, oracle: Oracle, rng: random.Random, known: list[list[int]]) 
     salt, name = rng.choice([None, None, "salt", "more salt"]), rng.choice([None, None, "x"])
     salt = salt if "extra_keys" in oracle.router.fields else None
     name = name if "lora_name" in oracle.router.fields else None
-    more = {"lora_request": adapter(name, 1)} if name else {}
-    oracle.prompts.append((asked, salt, name))
     if rng.random() < 0.5:
         known.append(asked)
-    return str(mini.add(asked, count, rng.randrange(3), salt=salt, **more))
+    return ask_for(mini, oracle, asked, count, salt, name, rng.randrange(3))
+
+
+def ask_for(
+    mini: Any, oracle: Oracle, asked: list[int], count: int, salt: Any, name: Any, priority: int = 0
+) -> str:
+    """One more request, of an adapter of this name if there is one."""
+    from integration.engine.random_adapters import adapter
+
+    more = {"lora_request": adapter(name, 1)} if name else {}
+    oracle.prompts.append((asked, salt, name))
+    return str(mini.add(asked, count, priority, salt=salt, **more))
 
 
 def run(seed: int, most_in_flight: int = 6, policies: Any = ("fcfs", "fcfs", "priority")) -> Oracle:
@@ -191,14 +205,14 @@ def _play(mini: Any, oracle: Oracle, seed: int) -> None:
     from integration.engine.random_control import command
     from integration.engine.trainer import Trainer
 
-    rng, trainer, names = random.Random(f"requests {seed}"), Trainer(mini, seed), list[str]()
-    known, often = _known(rng), rng.choice([0, 0.02, 0.2])
+    rng, trainer, names = random.Random(f"requests {seed}"), Trainer(mini, seed), oracle.names
+    known, often = known_prompts(rng), rng.choice([0, 0.02, 0.2])
     for _ in range(_REQUESTS):
-        names.append(_ask(mini, oracle, rng, known))
+        names.append(ask(mini, oracle, rng, known))
         for _ in range(rng.choice([0, 0, 1, 2, 5, 30])):
             if mini.queue or mini.scheduler.has_requests():
                 mini.step()
-        _disturb(mini, rng, names)
+        disturb(mini, rng, names)
         if not mini.breaker.detached:
             trainer.disturb()
             if rng.random() < often:
@@ -209,7 +223,7 @@ def _play(mini: Any, oracle: Oracle, seed: int) -> None:
     mini.run()
 
 
-def _disturb(mini: Any, rng: random.Random, names: list[str]) -> None:
+def disturb(mini: Any, rng: random.Random, names: list[str]) -> None:
     """Abort a request, reset the prefix cache, or let others have free blocks of the GPU."""
     from integration.engine.trainer import reset
 
@@ -227,17 +241,17 @@ def _alone(mini: Any, oracle: Oracle, rng: random.Random, known: list[list[int]]
     Of a prompt of whole blocks the tier may have all but the last token, for which the router
     predicts the blocks before the last.
     """
-    _idle(mini)
+    idle(mini)
     if rng.random() < 0.5:
         mini.pool.free_blocks(mini.pool.get_new_blocks(mini.pool.get_num_free_blocks()))
         mini.add([rng.randrange(30_000)], 1)  # what is lost is told with its output
-        _idle(mini)
+        idle(mini)
     if mini.pool.kv_event_queue or mini.breaker.asked or "medium" not in oracle.router.fields:
         oracle.seen["behind"] += 1
         return
     for asked in oracle.prompts:
         oracle.compare("idle", asked)
-    name, stats = _ask(mini, oracle, rng, known), mini.manager.stats
+    name, stats = ask(mini, oracle, rng, known), mini.manager.stats
     (tokens, *about), failed = oracle.prompts[-1], stats.failed
     gpu, both = oracle.compare("alone", (tokens, *about))
     while name not in mini.hits:
@@ -252,7 +266,8 @@ def _alone(mini: Any, oracle: Oracle, rng: random.Random, known: list[list[int]]
     oracle.seen["alone, of the tier"] += both > gpu
 
 
-def _idle(mini: Any) -> None:
+def idle(mini: Any) -> None:
+    """Step until nobody asks for anything."""
     while mini.queue or mini.scheduler.has_requests():
         mini.step()
 
