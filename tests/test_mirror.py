@@ -75,6 +75,7 @@ ACROSS = {
     "integration/engine/test_random_router.py",
     "integration/engine/test_random_runs.py",
     "integration/engine/test_random_streams.py",
+    "integration/engine/test_random_trained.py",
     "integration/engine/test_random_waste.py",
     "test_budgets.py",
     "test_constants.py",

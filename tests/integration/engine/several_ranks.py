@@ -173,12 +173,12 @@ class RanksMini(Mini):
 @contextmanager
 def opened(
     shape: Shape, num_slots: int, blocks: int, windows: Any, rng: random.Random,
-    rates: dict[str, float], failing: int | None = None,
+    rates: dict[str, float], failing: int | None = None, kind: type[Rank] = Rank,
 ) -> Iterator[tuple[Executor, RankGroup]]:  # fmt: skip
     """Ranks with a tier each, closed at the end; ``failing``: the one whose copies fail, or all."""
     none = dict.fromkeys(rates, 0.0)
     ranks = [
-        Rank(n, blocks, windows, shape, rng, rates if failing in (None, n) else none)
+        kind(n, blocks, windows, shape, rng, rates if failing in (None, n) else none)
         for n in range(shape.ranks)
     ]
     executor = Executor(ranks, shape, rng)
