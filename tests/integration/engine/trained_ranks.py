@@ -144,21 +144,29 @@ class RanksTrainer:
             return
         if mini.tier.weights.mixed:
             assert not mini.manager._slot_of, "blocks of the weights before are in the tier"
-            if rng.random() < 0.3:
-                self._take_in()
+            if rng.random() < 0.3 and self._take_in():
                 self.seen["reset"] += reset(mini)
         if mini.breaker.detached or rng.random() > self._often:
             return
         if rng.random() < 0.3:
             self._update()
-        else:
-            self._take_in()
+        elif self._take_in():
             self._sleep()
 
-    def _take_in(self) -> None:
-        """What is under way comes to its end, as vLLM has it before it sleeps or resets."""
+    def _take_in(self) -> bool:
+        """What is under way comes to its end, as before a reset; whether vLLM then answers rightly.
+
+        Releases that drop a token of each request that a reset preempts, as one that is under way,
+        do so where none is any more.
+        """
+        from vllm.v1.request import Request
+
+        drops = "discard_latest_async_tokens" in Request.__init__.__code__.co_names
+        if self._mini.queue and drops and self._mini.config.scheduler_config.async_scheduling:
+            return False
         while self._mini.queue:
             self._mini.end_step()
+        return True
 
     def _update(self) -> None:
         """As `collective_rpc` does, whose hook tells the tier, whatever some ranks have raised."""
