@@ -71,6 +71,8 @@ OTHER_CHATS = {
     "chats-heads.json": "the same, vLLM 0.26.0, seven turns, heads of prefixes on the GPU",
     "chats-faster.json": "one system after the other, an H200 with a faster host",
     "chats-crowded.json": "more at a time, of more lengths, vLLM 0.26.0 on another H200",
+    "chats-short.json": "short histories, six at a time",
+    "chats-compared.json": "the same, fewer loads parked to be compared, on a host with slow phases",
 }
 # The same on two GPUs for each server, two servers at a time.
 RANKS = {

@@ -154,3 +154,11 @@ def test_a_size_asked_for_is_the_tiers_and_its_share_of_the_others() -> None:
         command.load_of(args)
     with pytest.raises(ValueError, match="phase 'last': expected one of quiet, first, later"):
         command.known_phase("last")
+
+
+def test_of_merged_runs_first_tokens_are_kept_and_all_figures() -> None:
+    later = {"gaps": {"p50": 5.0}, "requests": [{"sent": 1.0, "at": [2.5, 4.0, 9.0]}]}
+    record = {"results": {"later": later, "quiet": {"first": [3.0]}}}
+    command.keep_first_tokens([record])
+    assert later == {"gaps": {"p50": 5.0}, "requests": [{"sent": 1.0, "at": [2.5]}]}
+    assert record["results"]["quiet"] == {"first": [3.0]}
