@@ -72,7 +72,7 @@ OTHER_CHATS = {
     "chats-faster.json": "one system after the other, an H200 with a faster host",
     "chats-crowded.json": "more at a time, of more lengths, vLLM 0.26.0 on another H200",
     "chats-short.json": "short histories, six at a time",
-    "chats-compared.json": "the same, fewer loads parked to be compared, on a host with slow phases",
+    "chats-compared.json": "the same, fewer loads compared, a host with slow phases",
 }
 # The same on two GPUs for each server, two servers at a time.
 RANKS = {
@@ -102,8 +102,6 @@ MECHANISMS = {
     "mechanisms-quiet.json": "eager prefill, quiet engine",
     "mechanisms-s3.json": "eager prefill, 60 sessions in turns",
 }
-
-
 PIECES = {
     "chats-pieces-v1.json": "two servers at a time, runner V1",
     "chats-pieces-v2.json": "the same, runner V2",
