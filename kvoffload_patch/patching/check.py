@@ -157,7 +157,9 @@ def _release_doubts(host: Host, version: str, release: Version) -> Iterator[str]
         return
     full = Version(version)
     known = {Version(known) for known in host.records.releases}
-    if release not in known or full.is_prerelease:  # a development version counts as one
+    # A development version counts as one before a release.
+    unread = full.is_prerelease and full.public not in host.records.candidates
+    if release not in known or unread:
         yield f"this release is not one of those verified ({_span(host)})"
     elif not host.is_own_build(full.local):
         yield f"'+{full.local}' is not a build of {host.name}'s own"

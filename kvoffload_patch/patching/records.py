@@ -27,18 +27,21 @@ class Records:
         table: fingerprint of the table that they were verified with.
         bodies: by "module:attribute", digests by the first release that has them.
         files: by module, digests by the first release that has them.
+        candidates: what was read of releases that have a candidate and nothing final.
     """
 
     releases: tuple[str, ...]
     table: str
     bodies: _Eras
     files: _Eras
+    candidates: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, file: Path) -> Records:
         """Read a data file."""
         found = json.loads(file.read_text(encoding="utf-8"))
-        return cls(**{**found, "releases": tuple(found["releases"])})
+        lists = {name: tuple(found.get(name, ())) for name in ("releases", "candidates")}
+        return cls(**{**found, **lists})
 
     def nearest(self, release: Version) -> str:
         """The newest verified release that is not newer than `release`; the oldest if none is."""

@@ -76,14 +76,17 @@ def write(clone: Path) -> None:
         ["git", "-C", str(clone), "tag", "-l", "v*"], check=True, capture_output=True, text=True
     )
     facts: dict[str, Facts] = {}
+    candidates: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for release, tag in tags_of(listed.stdout.split()).items():
             sources = unpacked(clone, tag, Path(folder))
+            if Version(tag).is_prerelease:
+                candidates.append(str(Version(tag)))
             facts[release] = facts_of(release, [sources], ascend.VLLM_ASCEND, ascend.POINTS)
             taken = {"release": release, "tag": tag, **found_in(sources, ascend.POINTS, ())}
             FOLDER.mkdir(exist_ok=True)
             (FOLDER / f"{release}.json").write_text(snapshot_text(taken), encoding="utf-8")
-    text = text_of(facts, ascend.VLLM_ASCEND, ascend.POINTS)
+    text = text_of(facts, ascend.VLLM_ASCEND, ascend.POINTS, candidates)
     ascend.DATA.write_text(text, encoding="utf-8")
 
 

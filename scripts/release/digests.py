@@ -92,12 +92,23 @@ def kept(records: Records) -> dict[str, Facts]:
 
 
 def text_of(
-    facts: Mapping[str, Facts], host: Host = VLLM, points: Sequence[PatchPoint] = POINTS
+    facts: Mapping[str, Facts],
+    host: Host = VLLM,
+    points: Sequence[PatchPoint] = POINTS,
+    candidates: Sequence[str] = (),
 ) -> str:
-    """The data file's content: each digest under the first release that has it."""
+    """The data file's content: each digest under the first release that has it.
+
+    Args:
+        facts: by release.
+        host: whose releases they are.
+        points: its table.
+        candidates: versions that were read in place of releases.
+    """
     releases = sorted(facts, key=Version)
     data = {
         "releases": releases,
+        **({"candidates": list(candidates)} if candidates else {}),
         "table": fingerprint(host, points),
         "bodies": _by_era(releases, [facts[release].bodies for release in releases]),
         "files": _by_era(releases, [facts[release].files for release in releases]),

@@ -94,18 +94,18 @@ def test_a_runner_that_changed_is_refused(old: str, new: str, found: str, tmp_pa
     assert found in str(refusal.value)
 
 
-@pytest.mark.parametrize("version", ["0.11.0", "0.12.0rc1", "0.27.0", "1.0"])
+@pytest.mark.parametrize("version", ["0.11.0", "0.12.0rc1", "0.28.0", "1.0"])
 def test_other_releases_are_refused_before_any_source_is_read(version: str) -> None:
     with pytest.raises(UnsupportedVersion) as refusal:
         decide(VLLM_ASCEND, POINTS, version, of_vllm.unread, allow_unverified=True)
     assert str(refusal.value) == (
-        f"vllm-ascend {version} is not supported (supported: 0.13.0 to 0.25.1; "
-        "KVOFFLOAD_ALLOW_UNVERIFIED=1 reaches >=0.13.0,<0.27 only); "
+        f"vllm-ascend {version} is not supported (supported: 0.13.0 to 0.26.0; "
+        "KVOFFLOAD_ALLOW_UNVERIFIED=1 reaches >=0.13.0,<0.28 only); "
         "install one of these, or set KVOFFLOAD_STRICT=0 to serve without the CPU tier."
     )
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.23.1", "0.25.1rc1", "0.23.0.dev1"])
+@pytest.mark.parametrize("version", ["0.27.0", "0.23.1", "0.25.1rc2", "0.23.0rc1", "0.23.0.dev1"])
 def test_a_release_that_was_not_read_is_refused_and_can_be_allowed(
     version: str, tmp_path: Path
 ) -> None:
@@ -114,6 +114,16 @@ def test_a_release_that_was_not_read_is_refused_and_can_be_allowed(
     sources = stubs(SNAPSHOTS["0.25.1"], tmp_path)
     decided = decide(VLLM_ASCEND, POINTS, version, sources, allow_unverified=True)
     assert len(decided.wrapped) == 3
+
+
+def test_a_candidate_that_was_read_is_accepted_as_its_release_is(tmp_path: Path) -> None:
+    """Most minor releases have nothing else."""
+    tags = {release: Version(taken["tag"]) for release, taken in SNAPSHOTS.items()}
+    assert RECORDS.candidates == tuple(str(tag) for tag in tags.values() if tag.is_prerelease)
+    for release, tag in tags.items():
+        with pytest.raises(UnverifiedHost, match="is not what") as refused:  # stubs have no bodies
+            decide(VLLM_ASCEND, POINTS, str(tag), stubs(SNAPSHOTS[release], tmp_path / release))
+        assert "this release" not in str(refused.value)
 
 
 # --- Armed in a process that imports both. ---
