@@ -29,9 +29,9 @@ class ClosedLoop:
         """Whether any request is not answered."""
         return bool(self._engine.has_unfinished_requests())
 
-    def fill(self) -> None:
-        """Every client without a request asks."""
-        while self._free:
+    def fill(self, goes_on: Callable[[], bool] = lambda: True) -> None:
+        """Every client without a request asks, one by one, for as long as it goes on."""
+        while self._free and goes_on():
             self._free -= 1
             ask(self._engine, *self._ask())
 

@@ -11,6 +11,8 @@ of them alike. A round plays what users do:
   decodes  many short prompts with long answers: milliseconds of a decode step
   arrivals sessions that come back at a fixed rate beside running decodes: time between tokens
   chats    so many sessions at a time, each asked again with a new message when one is answered
+  fresh    as many prompts at a time of 300 to 3,500 tokens that nobody has asked before, the same
+           lengths each time: also milliseconds until all are answered
   crowd    short prompts with answers of many lengths, so many at a time, nothing of which is found
            again: milliseconds until twice as many are answered, and microseconds that the tier's
            calls took of a step, and enqueuing copies in these, and the copy thread for that
@@ -27,6 +29,7 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,8 @@ from scripts.bench.probes.closed_loop import Asked, ClosedLoop
 from scripts.bench.probes.switches import MECHANISMS, switch_off
 from scripts.bench.probes.tier_calls import tier_took
 from scripts.bench.serve.load import ask, sampling
+
+FRESH_TOKENS = 300, 3500
 
 
 class Load:
@@ -133,41 +138,68 @@ class Load:
         }
 
     def chats(self) -> dict[str, float]:
-        """Sessions that come back one by one: milliseconds to the first token, and per token.
+        """Sessions that come back one by one: milliseconds to the first token, and per token."""
 
-        The first of each client come all at once, and do not count.
+        def ask() -> Asked:
+            new = self.tokens(self.random.randrange(60, 180))
+            return self.named("chat"), next(self.rotation) + new, self.random.randrange(32, 96)
+
+        until = time.perf_counter() + self.options.phase
+        return self.answered("chats", ask, lambda: time.perf_counter() < until)
+
+    def fresh(self) -> dict[str, float]:
+        """Prompts that nobody has asked before, in the same way, and milliseconds for all."""
+        lengths, left = random.Random(self.options.seed), self.options.fresh
+
+        def ask() -> Asked:
+            nonlocal left
+            left -= 1
+            new = self.tokens(lengths.randrange(*FRESH_TOKENS))
+            return self.named("fresh"), new, lengths.randrange(32, 96)
+
+        began = time.perf_counter()
+        found = self.answered("fresh", ask, lambda: left > 0)
+        return {**found, "fresh, all": 1000 * (time.perf_counter() - began)}
+
+    def named(self, kind: str) -> str:
+        """A name that no request has had."""
+        self.count += 1
+        return f"{kind}-{self.count}"
+
+    def answered(
+        self, kind: str, ask: Callable[[], Asked], goes_on: Callable[[], bool]
+    ) -> dict[str, float]:
+        """So many at a time while it goes on; milliseconds to first tokens, and per token.
+
+        The first of each client do not count: these come together.
         """
-        options = self.options
         asked: dict[str, float] = {}
         first: dict[str, tuple[float, int]] = {}  # when, and how many tokens came then
         waits, per_token = list[float](), list[float]()
 
-        def ask() -> Asked:
-            self.count += 1
-            name, new = f"chat-{self.count}", self.random.randrange(60, 180)
-            asked[name] = time.perf_counter()
-            return name, next(self.rotation) + self.tokens(new), self.random.randrange(32, 96)
+        def asks() -> Asked:
+            request = ask()
+            asked[request[0]] = time.perf_counter()
+            return request
 
-        loop, until = ClosedLoop(self.llm.llm_engine, options.at_once, ask), time.perf_counter()
-        until += options.phase
-        loop.fill()
+        loop = ClosedLoop(self.llm.llm_engine, self.options.at_once, asks)
+        loop.fill(goes_on)
         while loop.busy:
             for output in loop.step():
                 now, name = time.perf_counter(), output.request_id
                 count = len(output.outputs[0].token_ids)
                 if name not in first:
                     first[name] = now, 0
-                    if len(first) > options.at_once:
+                    if len(first) > self.options.at_once:
                         waits.append(1000 * (now - asked[name]))
                 else:
                     first[name] = first[name][0], first[name][1] + count
                 if output.finished:
                     per_token.append(1000 * (now - first[name][0]) / max(1, first[name][1]))
-            if time.perf_counter() < until:
-                loop.fill()
+            loop.fill(goes_on)
         found = {"first token": waits, "per token": per_token}
         return {
-            f"chats, {name}, p{share}": quantile(values, share / 100)
+            f"{kind}, {name}, p{share}": quantile(values, share / 100)
             for name, values in found.items()
             for share in (50, 90)
         }
@@ -202,6 +234,8 @@ def play(load: Load, mechanism: str) -> dict[str, Any]:
         found.update(load.arrivals())
     if "chats" in parts:
         found.update(load.chats())
+    if "fresh" in parts:
+        found.update(load.fresh())
     if "crowd" in parts:
         found.update(load.crowd())
     return found
@@ -238,6 +272,7 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--decodes", type=int, default=64)
     parser.add_argument("--decode-tokens", type=int, default=96)
     parser.add_argument("--crowd", type=int, default=256)
+    parser.add_argument("--fresh", type=int, default=60)
     parser.add_argument("--max-tokens", type=int, default=12000)
     parser.add_argument("--at-once", type=int, default=12)
     parser.add_argument("--rate", type=float, default=5.0)
