@@ -139,7 +139,7 @@ def text(found: Mapping[str, Any]) -> str:
         f"  speed:     {_speed(found)}",
         f"  failed:    {found['failed_copies']} copies of {found['failed_blocks']} blocks"
         f"{_by(found.get('failed_by', {}))}; "
-        f"{found['mismatches']} loads brought other bytes than were stored",
+        f"{found['mismatches']} loads{_compared(found)} brought other bytes than were stored",
         f"  under way: {found['queued_loads']} loads, {found['queued_stores']} stores, "
         f"{found['parked_requests']} requests parked; last step "
         f"{found['seconds_since_step']:.1f} s ago{_unfinished(found)}",
@@ -151,6 +151,12 @@ def text(found: Mapping[str, Any]) -> str:
         lines.append(f"  left out:  {why}: {', '.join(stale)}")
     lines += [f"  unverified: {doubt}" for doubt in found.get("unverified", ())]
     return "\n".join(lines)
+
+
+def _compared(found: Mapping[str, Any]) -> str:
+    """Of how many loads that is known; older engines do not tell."""
+    compared = found.get("compared_loads")
+    return "" if compared is None else f" of {compared} compared"
 
 
 def _number(found: Mapping[str, Any]) -> str:

@@ -166,6 +166,7 @@ METRICS = (
     ),
     Metric("failed_bytes", "counter", _SAME, FAILED_COPY),
     Metric("failed_copies", "counter", "Copies that failed, of however many blocks.", FAILED_COPY),
+    Metric("compared_copies", "counter", "Loads that are compared with checksums."),
     Metric(
         "mismatched_copies",
         "counter",

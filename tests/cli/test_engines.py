@@ -259,6 +259,14 @@ def test_status_has_the_engines_that_run(one: Engine, another: Engine, capsys: A
     assert sorted(each["engine"] for each in found["engines"]) == sorted([one.name, another.name])
 
 
+def test_what_was_wrong_is_told_beside_what_was_compared() -> None:
+    made = Engine(compared_loads=40)
+    try:
+        assert "; 8 loads of 40 compared brought other bytes" in engines.text(engines.status()[0])
+    finally:
+        made.listener.close()
+
+
 def test_an_engine_of_another_version_hides_no_other(
     one: Engine, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -159,6 +159,7 @@ class Desk:
             "failed_by": {
                 " ".join(labels): one.copies for labels, one in failed_copies(stats) if one.copies
             },
+            "compared_loads": counts.compared,
             "mismatches": stats.mismatches,
             "stale_loras": _some(self._breaker.stale_loras),
             **self._under_way(counts.parked_now),

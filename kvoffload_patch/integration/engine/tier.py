@@ -382,8 +382,9 @@ class SchedulerTier:
         """What was counted since start, and what is so now."""
         report, loads, sizes = self._report, self._loads, self._view.groups.cached_sizes
         begun = loads.num_inline, loads.num_parked_ever
+        stalled_ms, compared = self._admission.stalled_ms, self._admission.comparing.num_compared
         return TierCounts(
-            report.queried, report.hit, *begun, loads.num_parked, sizes, self._admission.stalled_ms
+            report.queried, report.hit, *begun, loads.num_parked, sizes, stalled_ms, compared
         )
 
     def take_parked_times(self) -> list[float]:

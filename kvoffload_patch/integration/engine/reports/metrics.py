@@ -134,6 +134,7 @@ class TierCounts(NamedTuple):
         parked_now: requests that wait for a load.
         block_sizes: tokens of a block, by KV cache group in the prefix cache.
         stalled_ms: that inline loads were expected to hold requests up, summed over these.
+        compared: loads that are compared with checksums.
     """
 
     queried: int
@@ -143,6 +144,7 @@ class TierCounts(NamedTuple):
     parked_now: int
     block_sizes: tuple[int, ...]
     stalled_ms: float
+    compared: int
 
 
 class CopyTimes:
@@ -326,6 +328,7 @@ class Reporter:
             yield f"{name}_bytes", labels, number * self._block_bytes
         for labels, failed in failed_copies(stats):
             yield "failed_copies", labels, failed.copies
+        yield "compared_copies", (), counts.compared
         yield "mismatched_copies", (), stats.mismatches
         for direction, link in _LINKS.items():
             yield "copies", (direction,), self._times.ended[direction]

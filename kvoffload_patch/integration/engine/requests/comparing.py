@@ -22,6 +22,7 @@ class Comparing:
 
     Attributes:
         parks: whether loads are parked at all: if none is, none is compared.
+        num_compared: loads that were, or are about to be, since start.
     """
 
     def __init__(self, integrity: str, possible: bool, loads: LoadBook, stats: TierStats) -> None:
@@ -29,6 +30,7 @@ class Comparing:
         self._loads, self._stats = loads, stats
         self._last = 0  # loads begun before the last one that was compared
         self.parks = False
+        self.num_compared = 0
 
     @property
     def active(self) -> bool:
@@ -56,6 +58,7 @@ class Comparing:
     def began(self) -> None:
         """The load that was begun last is compared."""
         self._last = self._begun() - 1
+        self.num_compared += 1
 
     def _begun(self) -> int:
         return self._loads.num_inline + self._loads.num_parked_ever

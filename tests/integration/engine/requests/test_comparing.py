@@ -57,6 +57,8 @@ def test_of_loads_within_a_step_fewer_are_compared_than_of_parked_ones(
     mini.tier.change(replace(mini.tier.settings, load_mode="parked"))
     ask_one_by_one(mini, known[16:])
     assert [n for n, load in enumerate(loads(mini)) if load.compared][3:] == [17, 20, 23]
+    mini.ask("resume")
+    assert mini.desk.status()["compared_loads"] == mini.tier.counts().compared == 6
     mini.check()
     nothing_held(mini)
 
