@@ -119,7 +119,7 @@ def _decide() -> None:
     except Exception as error:  # noqa: BLE001 - whatever went wrong, vLLM must not run half patched
         _State.refusal = error
         outcome = "" if is_strict() else WITHOUT
-        print(with_name(sentence(error)) + outcome, file=sys.stderr, flush=True)
+        say(with_name(sentence(error)) + outcome)
     else:
         _State.armed = True
 
@@ -150,6 +150,19 @@ def status() -> dict[str, object]:
     armed = _State.armed and refusal is None
     own = {"version": kvoffload_patch.__version__, "enabled": enabled, "armed": armed}
     return {**own, "refusal": refusal, **found}
+
+
+def say(line: str) -> None:
+    """Say it on standard error, if there is one that takes it.
+
+    A log that is full, closed or read by nobody does not decide what is served, or how that ends.
+    """
+    stream = sys.stderr  # None: closed from the first, and `print` would take standard output
+    try:
+        if stream is not None:
+            print(line, file=stream, flush=True)
+    except (OSError, ValueError):
+        pass
 
 
 def sentence(error: Exception) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
+import subprocess
 import time
 import timeit
 from collections.abc import Callable
@@ -228,6 +230,36 @@ def test_refusal_that_is_not_strict_serves_plain_vllm(box: Sandbox) -> None:
     done = box.run("-c", f"{STEP}; import vllm", **variables)
     assert (done.stdout, done.returncode) == (PLAIN, 0)
     assert done.stderr == f"{SENTENCE} vLLM runs without the CPU tier.\n"
+
+
+def _as_it_is(_: Sandbox, __: Path) -> dict[str, str]:
+    return {"FAKE_ARM": "refuse"}
+
+
+@pytest.mark.parametrize("damage", [_as_it_is, *DAMAGE])
+@pytest.mark.parametrize("log", ["2>/dev/full", "2>&-"])
+def test_without_a_log_plain_vllm_is_served_all_the_same(
+    box: Sandbox, tmp_path: Path, damage: Callable[[Sandbox, Path], dict[str, str]], log: str
+) -> None:
+    """And standard output has nothing but what the program says."""
+    more = damage(box, tmp_path)
+    environ = {"KVOFFLOAD_ENABLE": "1", "KVOFFLOAD_STRICT": "0", "ARM_LOG": str(box.arm_log)}
+    command = ["sh", "-c", f'exec "$0" "$@" {log}', str(box.python), "-c", STEP]
+    done = subprocess.run(command, env={**environ, **more}, cwd=box.root, stdout=subprocess.PIPE)
+    assert done.stdout.decode() == PLAIN
+
+
+def test_what_is_said_never_raises() -> None:
+    """`say` alone writes to standard error, and what is run where it cannot be imported."""
+    package = ROOT / "kvoffload_patch"
+    found = set()
+    for file in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(called, ast.Name) and called.id == "print":
+                to = {word.arg for word in node.keywords}  # type: ignore[union-attr]
+                found |= {file.relative_to(package).as_posix()} if "file" in to else set()
+    assert found == {"_bootstrap.py", "_sitecustomize/sitecustomize.py", "__main__.py"}
 
 
 def test_unexpected_error_is_a_refusal_too(box: Sandbox) -> None:

@@ -89,7 +89,12 @@ class _Blocker:
             return
         if _word("KVOFFLOAD_STRICT") not in _OFF:
             raise ImportError(self._text, name="vllm")
-        print(self._text + " vLLM runs without the CPU tier.", file=sys.stderr, flush=True)
+        stream, text = sys.stderr, self._text + " vLLM runs without the CPU tier."
+        try:  # as `_bootstrap.say` does
+            if stream is not None:
+                print(text, file=stream, flush=True)
+        except (OSError, ValueError):
+            pass
 
 
 def _run_shadowed() -> None:

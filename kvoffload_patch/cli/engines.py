@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvoffload_patch import __version__
+from kvoffload_patch._bootstrap import say
 from kvoffload_patch.cli.options import EXIT_OK, EXIT_REFUSED, Parser
 from kvoffload_patch.cli.printable import printable
 from kvoffload_patch.config import GIB, as_given, option
@@ -71,7 +71,7 @@ def main(name: str, argv: Sequence[str]) -> int:
         print(json.dumps(results, indent=1))
     for found in () if asked.json else results:
         if "error" in found:
-            print(f"kvoffload_patch: {found['engine']}: {found['error']}", file=sys.stderr)
+            say(f"kvoffload_patch: {found['engine']}: {found['error']}")
         else:
             print(_line(name, found))
     return EXIT_REFUSED if any("error" in found for found in results) else EXIT_OK

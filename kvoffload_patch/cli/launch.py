@@ -12,6 +12,7 @@ from pathlib import Path
 
 import kvoffload_patch
 from kvoffload_patch import launch_token
+from kvoffload_patch._bootstrap import say
 from kvoffload_patch.cli import watch
 
 _STARTUP_CODE_RAN = "import sys; sys.exit('kvoffload_patch._bootstrap' not in sys.modules)"
@@ -77,11 +78,9 @@ def _watch(command: Sequence[str]) -> None:
     try:
         watch.start(command, token)
     except OSError as error:
-        print(
+        say(
             f"kvoffload_patch: a vLLM that is started without the CPU tier will not be noticed,"
-            f" because this system does not show what runs ({error}).",
-            file=sys.stderr,
-            flush=True,
+            f" because this system does not show what runs ({error})."
         )
 
 

@@ -10,10 +10,9 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 
 from kvoffload_patch import __version__
-from kvoffload_patch._bootstrap import WITHOUT, is_strict, sentence, with_name
+from kvoffload_patch._bootstrap import WITHOUT, is_strict, say, sentence, with_name
 from kvoffload_patch.cli import launch, preflight
 from kvoffload_patch.cli.options import EXIT_OK, EXIT_REFUSED, Parser
 from kvoffload_patch.config import AUTO, VARIABLES, option
@@ -74,24 +73,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has enough
         _discard_output()
     except ImportError as error:  # of what a command needs; the package itself is there
-        _tell(f"kvoffload_patch: {sentence(error)}")
+        say(f"kvoffload_patch: {sentence(error)}")
         return EXIT_REFUSED
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
         _discard_output()
-        _tell(
+        say(
             f"kvoffload_patch: expected to write {error.filename or 'what was asked for'}, found "
             f"{error.strerror}; make room there, or have it written elsewhere."
         )
         return EXIT_REFUSED
     return status
-
-
-def _tell(line: str) -> None:
-    """Say it on standard error, if that can be written: a full log is no reason not to serve."""
-    with suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
 
 
 def _discard_output() -> None:
@@ -223,7 +216,7 @@ class _Launch:
     def _say(self, line: str) -> None:
         self._said.append(line)
         if not self._as_json:
-            _tell(line)
+            say(line)
 
     def _end(self, refused: bool) -> int:
         if self._as_json:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from kvoffload_patch._bootstrap import say
 from kvoffload_patch.config import VARIABLES, option
 
 EXIT_OK, EXIT_REFUSED = 0, 2
@@ -114,7 +115,7 @@ class Parser(argparse.ArgumentParser):
         """Say why nothing is done, to programs as well if they asked; returns the exit status."""
         if "--json" in self._given:
             print(json.dumps({"error": sentence}, indent=1), flush=True)
-        print(f"kvoffload_patch: {sentence}", file=sys.stderr, flush=True)
+        say(f"kvoffload_patch: {sentence}")
         return EXIT_REFUSED
 
     def _refuse(self, sentences: Sequence[str]) -> NoReturn:

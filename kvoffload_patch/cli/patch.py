@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
         if arguments.json:
             print(json.dumps({"error": sentence}, indent=1))
         else:
-            print(sentence, file=sys.stderr, flush=True)
+            _bootstrap.say(sentence)
         unknown = arguments.check and isinstance(error, UnknownFile)
         return EXIT_UNKNOWN if unknown else EXIT_REFUSED
     line = f"vLLM {found['vllm']} in {found['folder']}: {found['said']}"

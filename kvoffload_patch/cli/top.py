@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from kvoffload_patch._bootstrap import say
 from kvoffload_patch.cli import engines
 from kvoffload_patch.cli.options import EXIT_OK, EXIT_REFUSED, Parser
 from kvoffload_patch.cli.signals import ended_in_order
@@ -121,8 +122,7 @@ def _view(asked: argparse.Namespace) -> AbstractContextManager[Callable[[list[An
     try:
         from kvoffload_patch.cli.live import View
     except ImportError:
-        print("kvoffload_patch: a live view needs rich, found none; pip install rich.",
-              file=sys.stderr)  # fmt: skip
+        say("kvoffload_patch: a live view needs rich, found none; pip install rich.")
         return nullcontext(_print_table)
     return View(table)
 
@@ -156,7 +156,7 @@ def _refuse(asked: argparse.Namespace) -> int:
     try:
         engines.chosen(client.find(), asked.engine, every=True)
     except Refused as refusal:
-        print(f"kvoffload_patch: {refusal}", file=sys.stderr)
+        say(f"kvoffload_patch: {refusal}")
     return EXIT_REFUSED
 
 

@@ -18,7 +18,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvoffload_patch import launch_token
-from kvoffload_patch._bootstrap import with_name
+from kvoffload_patch._bootstrap import say, with_name
 from kvoffload_patch.cli.processes import (
     all_parents,
     below,
@@ -94,7 +93,7 @@ class Watch:
         self._let_go()
         self._look()
         for refusal in launch_token.told(self._told) if self._told is not None else ():
-            print(refusal, file=sys.stderr, flush=True)
+            say(refusal)
         if os.getppid() == self._pid:  # the command reaps orphans, or rather does not: wait for it
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             self._ended(None)
@@ -150,7 +149,7 @@ class Watch:
             " kvoffload_patch for that Python and pass the environment on to it, or set"
             " KVOFFLOAD_STRICT=0 to serve without the CPU tier."
         )
-        print(with_name(text), file=sys.stderr, flush=True)
+        say(with_name(text))
         _end(pid)
 
 

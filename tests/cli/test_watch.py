@@ -126,6 +126,21 @@ def test_an_engine_of_another_python_is_ended_with_one_sentence(
     assert not [line for line in more if "kvoffload_patch" in line]
 
 
+def redirected(how: str) -> tuple[str, ...]:
+    """A start of the launch by a shell that redirects its streams."""
+    line = f'exec "$0" -m kvoffload_patch "$@" {how}'
+    code = f"import os, sys; os.execvp('sh', ['sh', '-c', {line!r}, sys.executable, *sys.argv[1:]])"
+    return "-c", code
+
+
+@pytest.mark.parametrize("how", ["2>/dev/full", "2>&-"])
+def test_it_is_ended_where_that_cannot_be_said(
+    box: Sandbox, other: Sandbox, launch: Launch, how: str
+) -> None:
+    run = launch("bash", wrapper(box, bare(other, "ended")), start=redirected(how))
+    assert run.end()[0] == 128 + signal.SIGKILL
+
+
 def test_only_the_engine_without_our_code_is_ended(
     box: Sandbox, other: Sandbox, launch: Launch
 ) -> None:

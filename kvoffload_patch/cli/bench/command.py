@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload_patch import __version__, _bootstrap
+from kvoffload_patch._bootstrap import say
 from kvoffload_patch.cli import preflight
 from kvoffload_patch.cli.bench import load as loads
 from kvoffload_patch.cli.bench import modes, report
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     _show(document, asked)
     failed = [name for name, m in document["modes"].items() if "error" in m]
     if failed:
-        _say(_failure(failed))
+        say(_failure(failed))
     return EXIT_FAILED if failed else EXIT_OK
 
 
@@ -100,7 +100,7 @@ def measure(asked: argparse.Namespace, serve: Sequence[str], logs: Path) -> dict
         "chats": asked.chats, "gpu_tokens": None, "modes": {},
     }  # fmt: skip
     for mode in asked.chosen:
-        _say(f"{modes.TITLES[mode]}: starting")
+        say(f"{modes.TITLES[mode]}: starting")
         port = free_port()
         words = [*_arguments(asked, serve, load, port), *serve]
         command = modes.command(mode, asked.gib, asked.model, words)
@@ -111,7 +111,7 @@ def measure(asked: argparse.Namespace, serve: Sequence[str], logs: Path) -> dict
             ) as server:
                 document["modes"][mode] = _played(server, mode, load, document)
         except ServerFailed as error:
-            _say(f"{modes.TITLES[mode]}: {error}")
+            say(f"{modes.TITLES[mode]}: {error}")
             document["modes"][mode] = {"error": str(error)}
     return document
 
@@ -126,7 +126,7 @@ def _played(server: Server, mode: str, load: Load, document: dict[str, Any]) -> 
                 " many chats exceed the GPU cache; say it by --chats"
             )
         document["chats"] = load.chats_for(document["gpu_tokens"])
-    _say(f"{modes.TITLES[mode]}: {document['chats']} chats of {load.turns} turns")
+    say(f"{modes.TITLES[mode]}: {document['chats']} chats of {load.turns} turns")
     return loads.play(server, load, document["chats"])
 
 
@@ -165,7 +165,7 @@ def _chosen(text: str | None) -> list[str]:
     if cannot and text is not None:
         raise BenchRefused(f"--modes: {'; '.join(cannot.values())}; leave it out.")
     for why in cannot.values() if vllm else ():  # without vLLM that is what is said
-        _say(f"left out: {why}.")
+        say(f"left out: {why}.")
     return [name for name in dict.fromkeys(names) if name not in cannot]
 
 
@@ -238,12 +238,8 @@ def _show(document: dict[str, Any], asked: argparse.Namespace) -> None:
         return
     (asked.out / "bench.json").write_text(as_json + "\n")
     if not report.draw(document, asked.out / "bench.png"):
-        _say("no picture was drawn: expected matplotlib, found none; pip install matplotlib.")
-    _say(f"written to {asked.out}")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+        say("no picture was drawn: expected matplotlib, found none; pip install matplotlib.")
+    say(f"written to {asked.out}")
 
 
 def _parser() -> Parser:
