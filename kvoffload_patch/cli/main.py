@@ -93,19 +93,19 @@ def _discard_output() -> None:
 
 
 def _open_streams() -> None:
-    """Give what was started with `>&-` or `2>&-` the null device there, and so COMMAND as well.
+    """Give what was started with `<&-`, `>&-` or `2>&-` the null device there, and COMMAND as well.
 
     Without a stream Python has None, which cannot be flushed, and the next file that is opened gets
-    its number and what others write there.
+    its number: what others write there comes to it, and who gives itself the null device loses it.
     """
-    for number, name in ((1, "stdout"), (2, "stderr")):
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            null = os.open(os.devnull, os.O_WRONLY)
+            null = os.open(os.devnull, os.O_RDWR)
             if null != number:
                 os.dup2(null, number)
                 os.close(null)
             os.set_inheritable(number, True)
-            setattr(sys, name, os.fdopen(number, "w", closefd=False))
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):  # a name may have what its encoding lacks
             stream.reconfigure(errors="backslashreplace")

@@ -133,8 +133,8 @@ def redirected(how: str) -> tuple[str, ...]:
     return "-c", code
 
 
-@pytest.mark.parametrize("how", ["2>/dev/full", "2>&-"])
-def test_it_is_ended_where_that_cannot_be_said(
+@pytest.mark.parametrize("how", ["2>/dev/full", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_it_is_ended_whatever_the_streams_are(
     box: Sandbox, other: Sandbox, launch: Launch, how: str
 ) -> None:
     run = launch("bash", wrapper(box, bare(other, "ended")), start=redirected(how))
