@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from kvoffload_patch import launch_token
 from kvoffload_patch._bootstrap import say
 from kvoffload_patch.cli import watch
 
+# python, python3.13, python3.13t, python3-dbg; not a user's python_serve.sh, which would be run
+# with the options of an interpreter.
+_PYTHON = re.compile(r"python[\d.]*[dt]*(-dbg)?", re.ASCII)
 _STARTUP_CODE_RAN = "import sys; sys.exit('kvoffload_patch._bootstrap' not in sys.modules)"
 
 
@@ -87,14 +91,18 @@ def _watch(command: Sequence[str]) -> None:
 def _interpreter(program: str) -> list[str] | None:
     """The Python that will run `program`, with its options: itself, or that of its first line."""
     words = [program]
-    if not os.path.basename(program).startswith("python"):
+    if not _is_python(program):
         words = _first_line(program)[2:].split()
     if words and os.path.basename(words[0]) == "env":
         del words[0]
-    if words and os.path.basename(words[0]).startswith("python"):
+    if words and _is_python(words[0]):
         found = shutil.which(words[0])
         return [found, *words[1:]] if found else None
     return None
+
+
+def _is_python(program: str) -> bool:
+    return bool(_PYTHON.fullmatch(os.path.basename(program)))
 
 
 def _first_line(program: str) -> str:
@@ -108,9 +116,19 @@ def _first_line(program: str) -> str:
 
 
 def _runs_startup_code(interpreter: Sequence[str]) -> bool:
-    """Ask a child: it knows about site folders, editable installs and PYTHONPATH better than us."""
+    """Ask a child: it knows about site folders, editable installs and PYTHONPATH better than us.
+
+    Raises:
+        NotArmed: there can be no such child.
+    """
     command = [*interpreter, "-c", _STARTUP_CODE_RAN]
-    return subprocess.run(command, capture_output=True).returncode == 0
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except OSError as error:  # as a binary for other processors
+        raise NotArmed(
+            f"expected to run {interpreter[0]}, found {error.strerror}; give a program whose Python"
+            " this system can run."
+        ) from None
 
 
 def _add_to_pythonpath(folder: Path) -> None:

@@ -400,6 +400,35 @@ def test_a_python_that_would_not_run_the_start_up_code_is_refused(box: Sandbox) 
     ]
 
 
+def test_a_python_that_cannot_run_is_a_sentence(box: Sandbox) -> None:
+    python = box.write(box.root / "other/python3", "\x7fELF")
+    python.chmod(0o755)
+    box.command("theirs", "").write_text(f"#!{python}\n{SHOW}")
+    done = box.run("-m", "kvoffload_patch", "theirs")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[1:] == [
+        f"kvoffload_patch: expected to run {python}, found Exec format error; give a program whose"
+        " Python this system can run."
+    ]
+
+
+@pytest.mark.parametrize("name", ["python_serve", "python.sh", "python3-serve", "pythonic"])
+def test_a_program_that_is_called_almost_python_runs_once(box: Sandbox, name: str) -> None:
+    """It was asked what a Python is asked: run, with options that it does not know."""
+    box.write(box.bin / name, '#!/bin/sh\necho "$@" >> ran\n').chmod(0o755)
+    assert box.run("-m", "kvoffload_patch", name, "MODEL").returncode == 0
+    assert (box.root / "ran").read_text() == "MODEL\n"
+
+
+@pytest.mark.parametrize("name", ["python3.99", "python3.13t", "python3d", "python3-dbg"])
+def test_a_python_is_known_by_its_name(bare: Sandbox, name: str) -> None:
+    (bare.root / "other").mkdir()
+    (bare.root / f"other/{name}").symlink_to(bare.python)
+    bare.command("theirs", "").write_text(f"#!{bare.root}/other/{name} -S\n{SHOW}")
+    done = bare.run("-m", "kvoffload_patch", "theirs")
+    assert done.returncode == 2 and "found that it does not" in done.stderr
+
+
 def test_a_wrapper_gets_the_folder_for_whatever_python_it_runs(box: Sandbox, bare: Sandbox) -> None:
     wrapper = box.write(box.root / "wrapper.sh", f"#!/bin/sh\nexec {bare.bin}/vllm serve\n")
     wrapper.chmod(0o755)
