@@ -13,12 +13,16 @@ _ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit meanwhile, with the status that a shell has for them."""
+    """SIGTERM and SIGHUP raise SystemExit meanwhile, with the status that a shell has for them.
+
+    One that is ignored stays so: under nohup a command outlives its terminal.
+    """
 
     def end(number: int, _: object) -> NoReturn:
         sys.exit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in _ENDS}
+    heard = [number for number in _ENDS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in heard}
     try:
         yield
     finally:
