@@ -28,7 +28,7 @@ _SWITCHES = {"KVOFFLOAD_ENABLE": "1", "KVOFFLOAD_DISABLE": "", "KVOFFLOAD_STRICT
 
 def check() -> list[Finding]:
     """Arm in a child, whatever the switches say here."""
-    return judge(ask(["-c", _CHILD], TIMEOUT_S, **_SWITCHES))
+    return judge(ask(_CHILD, TIMEOUT_S, **_SWITCHES))
 
 
 def judge(found: Mapping[str, Any]) -> list[Finding]:

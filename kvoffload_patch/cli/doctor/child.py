@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from kvoffload_patch.cli.printable import printable
@@ -14,17 +14,21 @@ from kvoffload_patch.cli.printable import printable
 MARK = "KVOFFLOAD-DOCTOR "
 
 
-def ask(arguments: Sequence[str], timeout_s: float, **variables: str) -> dict[str, Any]:
-    """Run this Python with arguments and return what it says behind `MARK`.
+def ask(code: str, timeout_s: float, **variables: str) -> dict[str, Any]:
+    """Run code in a child and return what it says behind `MARK`.
+
+    Modules are looked for where this process looks. With ``-c`` and ``-m`` Python begins in the
+    current folder, where an engine does not: a clone of vLLM's repository has a ``vllm``.
 
     Returns:
         The object; or ``{"error": ...}`` with the last line on standard error, or with why there
         is none. Never raises for what the child does.
     """
     environ = {**os.environ, **variables}
+    path = f"import sys; sys.path[:] = {sys.path!a}\n"
     try:
         done = subprocess.run(
-            [sys.executable, *arguments],
+            [sys.executable, "-c", path + code],
             env=environ,
             capture_output=True,
             text=True,

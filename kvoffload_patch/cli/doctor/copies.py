@@ -16,8 +16,8 @@ SLOW_GB_PER_S = 4.0
 def check(gpu: bool) -> list[Finding]:
     """The bus of the first GPU, or CPU memory where there is none."""
     where = "gpu" if gpu else "memory"
-    module = "kvoffload_patch.cli.doctor.copy_speed"
-    return judge(ask(["-m", module, where], TIMEOUT_S, KVOFFLOAD_DISABLE="1"))
+    code = f"from kvoffload_patch.cli.doctor import copy_speed; copy_speed.main({where!r})"
+    return judge(ask(code, TIMEOUT_S, KVOFFLOAD_DISABLE="1"))
 
 
 def judge(found: Mapping[str, Any]) -> list[Finding]:

@@ -5,13 +5,17 @@ A reading for people, best of a few copies; the tier times its own copies when i
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 
 from kvoffload_patch.cli.doctor.child import answer
 
 COPIED_BYTES, REPEATS = 256 << 20, 3
+
+
+def main(where: str) -> None:
+    """Answer with the speed of ``gpu``, or that of ``memory``."""
+    answer(of_gpu() if where == "gpu" else of_memory())
 
 
 def of_memory() -> dict[str, object]:
@@ -53,7 +57,3 @@ def _gb_per_s(copy: Callable[[], None]) -> float:
         copy()
         best = min(best, time.perf_counter() - began)
     return round(COPIED_BYTES / best / 1e9, 2)
-
-
-if __name__ == "__main__":
-    answer(of_gpu() if sys.argv[1:] == ["gpu"] else of_memory())

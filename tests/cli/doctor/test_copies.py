@@ -18,7 +18,7 @@ def test_the_gpu_is_measured_where_there_is_one(
     asked: list[Any] = []
     monkeypatch.setattr(copies, "ask", lambda *a, **k: asked.append((a, k)) or {"memory": 9.0})
     copies.check(gpu)
-    assert asked[0][0][0][-1] == word
+    assert f"main({word!r})" in asked[0][0][0]
     assert asked[0][1] == {"KVOFFLOAD_DISABLE": "1"}, "nothing is patched to measure"
 
 
@@ -36,3 +36,8 @@ def test_what_was_measured(found: dict[str, Any], text: str, problem: str) -> No
     assert text in finding.found and problem in finding.problem
     assert bool(finding.problem) is bool(problem) is bool(finding.remedy)
     assert not finding.refused
+
+
+def test_a_child_measures_memory() -> None:
+    (finding,) = copies.check(gpu=False)
+    assert finding.found.endswith(" GB/s within CPU memory, one thread; no GPU"), finding.problem
