@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 from collections.abc import Container, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kvoffload_patch.cli.printable import printable
@@ -101,18 +102,18 @@ def listens(pid: int) -> bool:
     for table, (state, inode_at) in _LISTENING.items():
         for line in read(f"/proc/{pid}/net/{table}").splitlines()[1:]:
             fields = line.split()
-            if fields[3] == state:
+            # The name of a socket may have anything in it, line breaks as well.
+            if len(fields) > inode_at and fields[3] == state:
                 listening.add(f"socket:[{fields[inode_at]}]")
     return any(link in listening for link in _descriptors(pid))
 
 
 def _descriptors(pid: int) -> list[str]:
     found = []
-    try:
+    with suppress(OSError):  # it has ended, or is another user's
         for name in os.listdir(f"/proc/{pid}/fd"):
-            found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
-    except OSError:
-        pass  # one was closed meanwhile, and the next look comes
+            with suppress(OSError):  # this one was closed meanwhile
+                found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
     return found
 
 

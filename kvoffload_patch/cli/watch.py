@@ -155,8 +155,11 @@ class Watch:
 
 def _end(pid: int) -> None:
     """Kill a process, so that its exit status says so, and let those below it clear up."""
-    handles = [h for h in map(_open, below(pid, all_parents())[1:]) if h is not None]
-    os.kill(pid, signal.SIGKILL if pid != 1 else signal.SIGTERM)  # 1 cannot be killed from inside
+    own, *others = map(_open, below(pid, all_parents()))
+    handles = [handle for handle in others if handle is not None]
+    if own is not None:
+        _send(own, signal.SIGKILL if pid != 1 else signal.SIGTERM)  # 1 cannot be killed from inside
+        os.close(own)
     for handle in handles:
         _send(handle, signal.SIGTERM)
     until = time.monotonic() + GRACE_S

@@ -47,6 +47,29 @@ def test_who_listens_is_known() -> None:
     assert processes.listens(os.getpid()) == before
 
 
+def test_names_of_sockets_hide_nobody_who_listens() -> None:
+    """Any process of the machine may give its socket such a name."""
+    with socket.socket(socket.AF_UNIX) as odd, socket.socket() as one:
+        odd.bind(f"\0{os.getpid()}\nx\n\v0A 00010000 \u2028")
+        one.listen()
+        assert processes.listens(os.getpid())
+
+
+def test_what_is_closed_meanwhile_hides_nobody_who_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    readlink, closed = os.readlink, list[str]()
+
+    def first_is_closed(path: str) -> str:
+        if not closed:
+            closed.append(path)
+            raise FileNotFoundError(path)
+        return readlink(path)
+
+    with socket.socket() as one:
+        one.listen()
+        monkeypatch.setattr(os, "readlink", first_is_closed)
+        assert processes.listens(os.getpid()) and closed
+
+
 def test_a_process_that_has_ended_has_nothing() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()

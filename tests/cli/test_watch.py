@@ -17,6 +17,8 @@ import pytest
 from cli.fake_engine import PATIENCE_S, until, with_engine
 from sandbox import Sandbox
 
+from kvoffload_patch.cli import watch
+
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 
 
@@ -155,6 +157,12 @@ def test_only_the_engine_without_our_code_is_ended(
     alive = {name for name, pid in pids.items() if state(pid) not in ("", "Z")}
     assert alive == {"armed", "armed disabled", "deaf"}
     assert pids.keys() - alive == {"ended", "ended too"}
+
+
+def test_one_that_has_ended_by_itself_is_no_error() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    watch._end(ended.pid)
 
 
 def test_the_next_one_is_ended_too(box: Sandbox, other: Sandbox, launch: Launch) -> None:
