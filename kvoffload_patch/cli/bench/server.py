@@ -106,13 +106,15 @@ class Server:
             Seconds that it took to end by itself, once asked to; None if it did not, or had ended.
         """
         took = None
-        if self._process.poll() is None:
-            begin = time.monotonic()
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(self._end_s)
-                took = time.monotonic() - begin
-        self.kill()
+        try:
+            if self._process.poll() is None:
+                begin = time.monotonic()
+                self._process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(self._end_s)
+                    took = time.monotonic() - begin
+        finally:  # who does not want to wait presses Ctrl-C again
+            self.kill()
         return took
 
     def kill(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -71,16 +72,38 @@ def test_two_that_do_not_listen_yet_are_not_given_the_same_port(
         free_port()
 
 
-def test_one_that_does_not_end_is_killed(tmp_path: Path) -> None:
+def deaf_server(folder: Path, end_s: float) -> Server:
+    """One that has started, and does not end by itself."""
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True)"
     command = [sys.executable, "-c", f"{deaf}; time.sleep(600)"]
-    server = Server(command, {}, free_port(), tmp_path / "log", 1, end_s=0.2)
+    server = Server(command, {}, free_port(), folder / "log", 1, end_s=end_s)
     server.start()
     until = time.monotonic() + 60
-    while not (tmp_path / "log").read_text():
+    while not (folder / "log").read_text():
         assert time.monotonic() < until
         time.sleep(0.01)
+    return server
+
+
+def test_one_that_does_not_end_is_killed(tmp_path: Path) -> None:
+    server = deaf_server(tmp_path, 0.2)
     assert server.end() is None
+    assert server.status() == -9 and not is_running(server.pid)
+
+
+def test_who_does_not_wait_for_its_end_leaves_nothing_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = deaf_server(tmp_path, 600.0)
+    terminate = server._process.terminate
+
+    def again() -> None:
+        terminate()
+        signal.raise_signal(signal.SIGINT)  # Ctrl-C, for the second time
+
+    monkeypatch.setattr(server._process, "terminate", again)
+    with pytest.raises(KeyboardInterrupt):
+        server.end()
     assert server.status() == -9 and not is_running(server.pid)
 
 
