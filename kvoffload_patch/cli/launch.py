@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from kvoffload_patch.cli import watch
 # with the options of an interpreter.
 _PYTHON = re.compile(r"python[\d.]*[dt]*(-dbg)?", re.ASCII)
 _STARTUP_CODE_RAN = "import sys; sys.exit('kvoffload_patch._bootstrap' not in sys.modules)"
+# What a process ignores stays ignored in the program that it becomes, and in all that this starts.
+_PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 class NotArmed(Exception):
@@ -70,9 +73,12 @@ def replace_process(command: list[str], watched: bool) -> OSError:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # a full log is no reason not to serve
             stream.flush()
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in _PYTHON_IGNORES}
     try:
         os.execvpe(command[0], command, os.environ)
     except OSError as error:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         return error
 
 

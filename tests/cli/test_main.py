@@ -429,6 +429,13 @@ def test_a_python_is_known_by_its_name(bare: Sandbox, name: str) -> None:
     assert done.returncode == 2 and "found that it does not" in done.stderr
 
 
+def test_the_command_ignores_no_more_signals_than_without_us(box: Sandbox) -> None:
+    """Else `yes | head` in a script writes errors: a shell cannot take that back."""
+    command = ["grep", "SigIgn", "/proc/self/status"]
+    plain = subprocess.run(command, capture_output=True, text=True).stdout
+    assert box.run("-m", "kvoffload_patch", *command).stdout == plain
+
+
 def test_a_wrapper_gets_the_folder_for_whatever_python_it_runs(box: Sandbox, bare: Sandbox) -> None:
     wrapper = box.write(box.root / "wrapper.sh", f"#!/bin/sh\nexec {bare.bin}/vllm serve\n")
     wrapper.chmod(0o755)
