@@ -109,7 +109,7 @@ def parse(data: bytes) -> FilePatch:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Put a new file in the place of `path`, with its mode.
+    """Put a new file in the place of `path`, with its mode and, where that may be given, its owner.
 
     Never written in place: installers hard-link files from their caches, and another process may be
     reading it. Its bytecode goes first: most is outdated by the source's size and time, but some is
@@ -126,14 +126,16 @@ def write(path: Path, data: bytes) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    mode = stat.S_IMODE(path.stat().st_mode)
+    before = path.stat()
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, mode)
+        with suppress(PermissionError):  # of another user, in a folder that both may write to
+            os.chown(name, before.st_uid, before.st_gid)
+        os.chmod(name, stat.S_IMODE(before.st_mode))
         for cached in _bytecode(path):
             cached.unlink()
         os.replace(name, path)

@@ -164,6 +164,17 @@ def test_what_cannot_be_written_is_refused(
         assert site.file.read_bytes() == RELEASED and not list(site.vllm.glob(".*"))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to others")
+def test_root_takes_no_file_from_its_owner(site: Site) -> None:
+    """With mode 600 nobody else could read it any more."""
+    os.chown(site.file, 1234, 1235)
+    site.file.chmod(0o600)
+    for action in ("--apply", "--revert"):
+        assert site.run(action) == 0
+        found = site.file.stat()
+        assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (1234, 1235, 0o600)
+
+
 def test_a_file_that_cannot_be_read_is_unknown(site: Site, capsys: Output) -> None:
     other = TEXT.replace("vllm/__init__.py", "vllm/b.py")
     Sandbox.write(patch.PATCHES / "vllm-9.9.1.patch", other)
