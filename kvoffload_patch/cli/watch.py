@@ -101,7 +101,8 @@ class Watch:
     def _let_go(self) -> None:
         """Hold nothing that others may wait for or count, but standard error for our sentence."""
         os.chdir("/")
-        Path("/proc/self/comm").write_text("kvoffload-watch", encoding="utf-8")
+        with contextlib.suppress(OSError):  # a name only, and /proc may be read-only
+            Path("/proc/self/comm").write_text("kvoffload-watch", encoding="utf-8")
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)
         os.dup2(null, 1)

@@ -159,6 +159,22 @@ def test_only_the_engine_without_our_code_is_ended(
     assert pids.keys() - alive == {"ended", "ended too"}
 
 
+NAMELESS = """\
+import pathlib, runpy, sys
+def write_text(*_, **__):
+    raise OSError(30, "Read-only file system")
+pathlib.Path.write_text = write_text
+sys.argv[0] = ""
+runpy.run_module("kvoffload_patch", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_it_is_ended_where_proc_is_read_only(box: Sandbox, other: Sandbox, launch: Launch) -> None:
+    run = launch("bash", wrapper(box, bare(other, "ended")), start=("-c", NAMELESS))
+    status, _, err = run.end()
+    assert status == 128 + signal.SIGKILL and "Traceback" not in err
+
+
 def test_one_that_has_ended_by_itself_is_no_error() -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
