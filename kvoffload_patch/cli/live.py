@@ -142,7 +142,7 @@ def _typed_at_once() -> Iterator[int | None]:
         before = termios.tcgetattr(terminal)
         if os.tcgetpgrp(terminal) != os.getpgrp():  # it would be stopped
             raise OSError
-    except (OSError, ValueError, AttributeError, termios.error):
+    except (OSError, ValueError, termios.error):
         yield None
         return
     tty.setcbreak(terminal, termios.TCSANOW)
