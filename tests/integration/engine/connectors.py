@@ -147,12 +147,16 @@ class RandomConnector(Connector, _ManyGroups):  # type: ignore[misc, valid-type]
         self._ends = seed % 2 == 0
         self._may_fail = _can_fail(mini, self._ends)
         self._invalid = set[int]()
+        self._arrived = set[str]()
+        self._take_part(mini)
+
+    def _take_part(self, mini: Mini) -> None:
+        """In the steps of the engine and of its device."""
         self._end_step = mini.end_step
         mini.end_step = self._forget  # type: ignore[method-assign]
         self._prepare, self._begin_step = mini.device._prepare, mini.begin_step
         mini.device._prepare = self._bring  # type: ignore[method-assign]
         mini.begin_step = self._say  # type: ignore[method-assign]
-        self._arrived = set[str]()
 
     def show(self, prompt: list[int]) -> None:
         """A prompt that it has from now on, or its beginning; often it has nothing of it."""

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from engine.late_copies import LateQueue
 from scheduler_half import parts
 from scheduler_half.device import BLOCK, Device
 
@@ -160,17 +161,23 @@ class Rank(Device):
         shape: of the engine.
         rng: says which copies fail.
         rates: how many of each direction do.
+
+    Attributes:
+        queue: of the copies of each link.
+        apart: between the values of a token in this rank's blocks and in `Device`'s.
     """
+
+    queue: type[LateQueue] = LateQueue
 
     def __init__(
         self, number: int, blocks: int, windows: Any, shape: Shape, rng: random.Random,
         rates: dict[str, float],
     ) -> None:  # fmt: skip
         super().__init__(blocks, 1, windows, 0, lambda *_: False)
-        self.number, self._rng, self._rates = number, rng, rates
-        apart = number // shape.parts if shape.alike else number
+        self.number, self.shape, self._rng, self._rates = number, shape, rng, rates
+        self.apart = _APART * (1 + (number // shape.parts if shape.alike else number))
         tensor = torch.zeros(blocks, 1, BLOCK, dtype=torch.int64)
-        self.kv: Any = _Blocks(tensor, _APART * (1 + apart))
+        self.kv: Any = _Blocks(tensor, self.apart)
         sizes = {"tensor_parallel_size": shape.parts, "pipeline_parallel_size": shape.stages}
         self.runner = SimpleNamespace(
             kv_caches=[tensor], device=torch.device("cpu"),
@@ -184,6 +191,7 @@ class Rank(Device):
         self.sent = deque[Step]()
         self._begun: Step | None = None
         self.steps = self.corrupted = 0
+        self.flipped = set[int]()  # slots that hold something else than was stored
         self.failed = {"load": 0, "store": 0}  # copies
         self.memory: _Memory | None = None
 
@@ -213,8 +221,11 @@ class Rank(Device):
                     self.runner.kv_caches[0][list(target_ids)] = WRONG
                 raise OSError("no such device")
             verdict = yield from as_made(source_ids, target_ids, streams, compared) or ()
+            if is_store:
+                self.flipped.difference_update(target_ids)
             if is_store and self._corrupts and self._rng.random() < 0.1:
                 self.corrupted += 1
+                self.flipped.add(target_ids[0])
                 attached(self.runner)._host.slots[target_ids[0], 0] ^= 1
             return verdict
 

@@ -97,7 +97,9 @@ def _watched(mini: Any, seed: int) -> Any:
     return control
 
 
-def _played(mini: Any, rng: random.Random, users: Any, commands: Any, shape: Any) -> Counter[str]:
+def _played(
+    mini: Any, rng: random.Random, users: Any, commands: Any, shape: Any, connector: Any = None
+) -> Counter[str]:
     from integration.engine import random_runs
     from integration.engine.several_ranks import Died
     from scheduler_half.scenarios import nothing_held
@@ -105,8 +107,8 @@ def _played(mini: Any, rng: random.Random, users: Any, commands: Any, shape: Any
     from kvoffload_patch.integration.errors import PromiseBroken
 
     try:
-        asked = random_runs._play(mini, rng, users, commands, None, None)
-        mini.run(steps=random_runs._MAX_STEPS)
+        asked = random_runs._play(mini, rng, users, commands, None, connector)
+        random_runs._end(mini, connector)
     except (Died, PromiseBroken, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "kvoffload_patch: expected" not in f"{error}":
             raise
@@ -145,7 +147,7 @@ def _seen(mini: Any) -> Counter[str]:
         seen[f"failed {name}s"] = sum(rank.failed[name] for rank in ranks)
     seen["corrupted"] = sum(rank.corrupted for rank in ranks)
     seen["waited for slots"] = sum(rank.memory.waited for rank in ranks if rank.memory is not None)
-    seen["calls"] = mini.executor.calls
+    seen["calls"], seen["compared"] = mini.executor.calls, mini.compared
     return seen
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from engine.late_copies import LateQueue
+from integration.engine.agreement import Agreement
 from integration.engine.mini import SLOT_BYTES, Mini
 from integration.engine.modelled_rank import WRONG, Rank, Shape, Step
 
@@ -102,7 +102,7 @@ class Ranks:
 
     def __init__(self, executor: Executor, group: RankGroup) -> None:
         self._executor, self._group = executor, group
-        self.hashed = executor.reporting.hashed
+        self.hashed, self._windows = executor.reporting.hashed, executor.reporting._windows
         self.slots: list[Any] = []
 
     def drain(self) -> None:
@@ -130,6 +130,12 @@ class RanksMini(Mini):
         super().__init__(ranks=group, **about)  # type: ignore[arg-type]
         self.device = Ranks(executor, group)  # type: ignore[assignment]
         self.executor = executor
+        self._agreement, self._settled = Agreement(self), False
+
+    def settle(self) -> None:
+        """As `Mini.settle`, which takes copies that have failed for done: slots are not right."""
+        self._settled = True
+        super().settle()
 
     def _attach(self, *args: Any) -> None:
         self._usable, self._grows = self._group.num_usable, int(self._group.growing)
@@ -146,6 +152,7 @@ class RanksMini(Mini):
         )
         for rank in self.executor.ranks:
             rank.sent.append(step)
+        self._agreement.meet()
         self.queue.appendleft((scheduled, step))
         self.executor.work(self._rng.choice([0, 1, 3, 10]))
         return scheduled
@@ -157,12 +164,22 @@ class RanksMini(Mini):
         self.queue[-1] = scheduled, output
         self._results.append(getattr(output, RESULT, TransferResult()))
         super().end_step()
+        self._check_sampled(step)
+        self._check_slots()
+        if not self._settled:
+            self._agreement.check()
+        if not self.breaker.detached and self._rng.random() < 0.05:
+            self.tier.on_result(self._rng.choice(self._results))  # once more, or too late
+
+    def _check_sampled(self, step: Step) -> None:
         first, *others = step.sampled.values()
         assert len(others) == len(self.executor.ranks) - 1
         assert others == [first] * len(others), "a rank has computed upon wrong bytes"
-        self._check_slots()
-        if not self.breaker.detached and self._rng.random() < 0.05:
-            self.tier.on_result(self._rng.choice(self._results))  # once more, or too late
+
+    @property
+    def compared(self) -> int:
+        """Readable slots whose bytes were looked at, over all ranks and steps."""
+        return self._agreement.compared
 
     def _check_slots(self) -> None:
         """The tier uses no slot that some rank lacks."""
@@ -183,7 +200,7 @@ def opened(
     ]
     executor = Executor(ranks, shape, rng)
     group = RankGroup(executor, _die)
-    late = mock.patch.object(copy_engine, "SyncCopyQueue", LateQueue)
+    late = mock.patch.object(copy_engine, "SyncCopyQueue", kind.queue)
     try:
         with late:
             group.open(num_slots * SLOT_BYTES, integrity=shape.integrity)
