@@ -71,6 +71,7 @@ ACROSS = {
     "integration/engine/test_random_control.py",
     "integration/engine/test_random_faults.py",
     "integration/engine/test_random_hits.py",
+    "integration/engine/test_random_hung.py",
     "integration/engine/test_random_invalid.py",
     "integration/engine/test_random_ranks.py",
     "integration/engine/test_random_router.py",
