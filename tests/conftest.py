@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import replaced
+import torch
 from costs import Costs
 from transfer import resident
 
@@ -22,6 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """In each worker of xdist: what the tests start hears Ctrl-C, and costs are counted."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as behind a shell's `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Others run beside it: threads that wait for a processor make a small operation take 100 times.
+    torch.set_num_threads(1)
     if config.getoption("--costs"):
         config.pluginmanager.register(Costs())
 

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 _TESTS = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(_TESTS.parent), str(_TESTS)]
@@ -243,6 +245,7 @@ def _closes(group: Any, executor: Any, clock: Any) -> None:
 def main(first: str, count: str, release: str = "", folder: str = "") -> int:
     """Play so many seeds, and say what came out."""
     logging.disable()
+    torch.set_num_threads(1)  # as tests/conftest.py says
     from integration.engine.random_runs import limits_of
 
     limits = limits_of(release, folder)

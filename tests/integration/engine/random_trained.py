@@ -19,6 +19,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 _TESTS = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(_TESTS.parent), str(_TESTS)]
@@ -155,6 +157,7 @@ def _played(
 def main(first: str, count: str, release: str = "", folder: str = "") -> int:
     """Play so many seeds, and say what came out."""
     logging.disable()
+    torch.set_num_threads(1)  # as tests/conftest.py says
     from integration.engine.random_runs import limits_of
 
     limits = limits_of(release, folder)
