@@ -194,13 +194,6 @@ TRANSFER = (
         ("transfer/test_engine_by_layer.py",),
     ),
     Mutant(
-        "a load that failed is said to be done",
-        "transfer/engine.py",
-        "return 0 if loads.failed else done",
-        "return done",
-        ("transfer/test_engine.py",),
-    ),
-    Mutant(
         "copies do not wait for what was computed before them",
         "transfer/queue.py",
         "self.streams.blocks.wait_event(job.compute)",
