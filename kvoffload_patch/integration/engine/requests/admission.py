@@ -15,7 +15,7 @@ from kvoffload_patch.integration.engine.blocks.recency import Recency
 from kvoffload_patch.integration.engine.blocks.store_choice import stores
 from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 from kvoffload_patch.integration.engine.reports.stats import HitCounts
-from kvoffload_patch.integration.engine.requests.comparing import Comparing
+from kvoffload_patch.integration.engine.requests.inline import Comparing, Stall, Wait
 from kvoffload_patch.integration.engine.requests.loads import LoadBook, parks
 from kvoffload_patch.integration.engine.requests.lookup import (
     LookupCache,
@@ -23,7 +23,6 @@ from kvoffload_patch.integration.engine.requests.lookup import (
     StandInPool,
 )
 from kvoffload_patch.integration.engine.requests.pace import Pace
-from kvoffload_patch.integration.engine.requests.stall import Stall, Wait
 from kvoffload_patch.integration.engine.tuning import (
     BUS_AHEAD_MS,
     LOOK_AHEAD_REQUESTS,

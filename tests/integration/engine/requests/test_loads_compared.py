@@ -14,7 +14,7 @@ from integration.engine.mini import FakeRanks, Mini
 from scheduler_half.device import LoadFailed
 from scheduler_half.scenarios import nothing_held, prompt, talk
 
-from kvoffload_patch.integration.engine.requests import comparing
+from kvoffload_patch.integration.engine.requests import inline
 from kvoffload_patch.integration.engine.tuning import SAMPLED_LOADS, SAMPLED_PARKED_LOADS
 from kvoffload_patch.links import LOAD, MISMATCH
 
@@ -35,20 +35,20 @@ def ask_one_by_one(mini: Mini, prompts: list[list[int]]) -> None:
 
 @pytest.fixture
 def one_in_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(comparing._COMPARED, "sample", (3, 3))
+    monkeypatch.setitem(inline._COMPARED, "sample", (3, 3))
 
 
 def test_how_many_are_compared() -> None:
     """What is parked for that alone must not be among the slowest of a hundred first tokens."""
-    assert comparing._COMPARED["sample"] == (SAMPLED_PARKED_LOADS, SAMPLED_LOADS)
-    assert comparing._COMPARED["off"] == (0, 0) and comparing._COMPARED["full"] == (1, 1)
+    assert inline._COMPARED["sample"] == (SAMPLED_PARKED_LOADS, SAMPLED_LOADS)
+    assert inline._COMPARED["off"] == (0, 0) and inline._COMPARED["full"] == (1, 1)
     assert SAMPLED_LOADS > 200 > SAMPLED_PARKED_LOADS
 
 
 def test_of_loads_within_a_step_fewer_are_compared_than_of_parked_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(comparing._COMPARED, "sample", (3, 7))
+    monkeypatch.setitem(inline._COMPARED, "sample", (3, 7))
     mini = Mini(load_mode="auto", blocks=60, ranks=FakeRanks(compares=True), max_stall_ms=1e6)
     known = [prompt(6, seed=seed) for seed in range(26)]
     mini.only_in_cpu(*known)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kvoffload_patch.integration.engine.requests.stall import Stall
+from kvoffload_patch.integration.engine.requests.inline import Stall
 
 
 def make(
