@@ -392,7 +392,7 @@ class _Asker:
         rng = self._rng
         if rng.random() < 0.15:
             asked["stop_token_ids"] = self._tokens(200)
-            if self._kind not in DRAFTS:  # vLLM ends before that number with them
+            if self._kind not in DRAFTS and "asynchronous" not in self._has:  # docs/limits.md
                 asked["min_tokens"] = min(count, 4)
         if rng.random() < 0.1 and not embeds:
             asked["repetition_penalty"] = 1.3

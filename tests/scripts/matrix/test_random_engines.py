@@ -38,6 +38,7 @@ def _left_out(plan: Plan, request: Request) -> dict[str, bool]:
     return {
         "structured output with drafts": drafts and "structured" in asked,
         "min_tokens with drafts": drafts and "min_tokens" in asked,
+        "min_tokens, asynchronous": asynchronous and "min_tokens" in asked,
         "samples with drafts": drafts and "samples" in asked,
         "sessions with drafts": drafts and "session" in asked,
         "sessions, asynchronous": asynchronous and "session" in asked,
