@@ -10,18 +10,14 @@ token is wrong until then; what goes on in time ends nothing.
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import sys
-import traceback
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-import torch
 
 _TESTS = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
@@ -242,23 +238,7 @@ def _closes(group: Any, executor: Any, clock: Any) -> None:
             queue.over()
 
 
-def main(first: str, count: str, release: str = "", folder: str = "") -> int:
-    """Play so many seeds, and say what came out."""
-    logging.disable()
-    torch.set_num_threads(1)  # as tests/conftest.py says
-    from integration.engine.random_runs import limits_of
-
-    limits = limits_of(release, folder)
-    seen, failed = Counter[str](), dict[int, str]()
-    for seed in range(int(first), int(first) + int(count)):
-        try:
-            seen += run(seed, *limits)
-        except Exception:  # noqa: BLE001 - it is what came out
-            failed[seed] = "".join(traceback.format_exc().splitlines(True)[-14:])
-            print(f"seed {seed}: {describe(seed)}\n{failed[seed]}", flush=True)
-    print(f"{dict(seen)}; failed: {list(failed)}", flush=True)
-    return int(bool(failed))
-
-
 if __name__ == "__main__":
-    os._exit(main(*sys.argv[1:]))
+    from integration.engine.seeds import play
+
+    os._exit(play(run, describe, *sys.argv[1:]))

@@ -9,16 +9,12 @@ No token that is given away may rest on an invalid block, on any rank, nor may a
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import sys
-import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
-
-import torch
 
 _TESTS = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
@@ -84,23 +80,7 @@ def run(seed: int, *limits: Any) -> Counter[str]:
         return seen + Counter({how: bool(connector.failed)})
 
 
-def main(first: str, count: str, release: str = "", folder: str = "") -> int:
-    """Play so many seeds, and say what came out."""
-    logging.disable()
-    torch.set_num_threads(1)  # as tests/conftest.py says
-    from integration.engine.random_runs import limits_of
-
-    limits = limits_of(release, folder)
-    seen, failed = Counter[str](), dict[int, str]()
-    for seed in range(int(first), int(first) + int(count)):
-        try:
-            seen += run(seed, *limits)
-        except Exception:  # noqa: BLE001 - it is what came out
-            failed[seed] = "".join(traceback.format_exc().splitlines(True)[-14:])
-            print(f"seed {seed}: {describe(seed)}\n{failed[seed]}", flush=True)
-    print(f"{dict(seen)}; failed: {list(failed)}", flush=True)
-    return int(bool(failed))
-
-
 if __name__ == "__main__":
-    os._exit(main(*sys.argv[1:]))
+    from integration.engine.seeds import play
+
+    os._exit(play(run, describe, *sys.argv[1:]))
