@@ -18,7 +18,7 @@ BUS_AHEAD_MS = 150.0
 LOOK_AHEAD_REQUESTS = 16
 # Of so many loads one is compared with checksums, unless all are (`Comparing.all`): the next one
 # that is parked anyway, or after more, whichever it is. To be parked for that alone costs a first
-# token 16 ms, which must not show in the slowest of a hundred (docs/performance.md, "Checksums").
+# token 16 ms, which must not show in the slowest of a hundred (docs/measurements.md).
 SAMPLED_PARKED_LOADS, SAMPLED_LOADS = 32, 256
 # Loads that take longer are better awaited by layer, in a step that computes a prompt's last block,
 # than as a whole, in one that loads it and computes a token: a load of t ms ends these about
