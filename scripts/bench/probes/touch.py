@@ -4,10 +4,11 @@ Taking pages of CPU memory in the background, and what that does to a thread tha
 
 Two ways, with huge pages and without: MADV_POPULATE_WRITE in steps of 32 and 2 MiB, and page faults
 (`kvoffload_patch.transfer.memory.mapping.touch`). Meanwhile another thread maps and unmaps 1 MiB,
-as loading a model and capturing CUDA graphs do all the time. Says how much of the memory the kernel
-took as huge pages, and with a CUDA GPU what the driver takes to register it, piece by piece as a
-tier does. What the first row takes, a virtual machine may never have had before; the others find
-again what it has had.
+as loading a model and capturing CUDA graphs do all the time, and runs Python, as compiling the
+model does: how many times as long as alone. Says how much of the memory the kernel took as huge
+pages, and with a CUDA GPU what the driver takes to register it, piece by piece as a tier does. What
+the first row takes, a virtual machine may never have had before; the others find again what it has
+had.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import mmap
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -105,6 +107,14 @@ def map_and_unmap() -> float:
     return time.perf_counter() - began
 
 
+def run_python() -> float:
+    """Seconds of about a millisecond's work that makes objects and throws them away."""
+    began = time.perf_counter()
+    for i in range(2000):
+        {i: [str(i), (i, began)]}.popitem()
+    return time.perf_counter() - began
+
+
 def measure(
     take: Callable[[torch.Tensor], None], nbytes: int, threads: int, huge: bool
 ) -> dict[str, Any]:
@@ -121,18 +131,20 @@ def measure(
             take(memory[begin : begin + STEP])
 
     runners = [threading.Thread(target=run) for _ in range(threads)]
+    alone, beside = [run_python() for _ in range(200)], [run_python()]
     began = time.perf_counter()
     for runner in runners:
         runner.start()
     waits = [1000 * map_and_unmap()]
     while any(runner.is_alive() for runner in runners):
         waits.append(1000 * map_and_unmap())
-        time.sleep(0.0005)
+        beside.append(run_python())
     seconds = time.perf_counter() - began
     return {
         "huge_share": huge_bytes(Path("/proc/self/smaps").read_text(), memory.data_ptr()) / nbytes,
         "register_ms": registering(memory),
         "gib_per_s": nbytes / GIB / seconds,
+        "python_times": statistics.mean(beside) / statistics.mean(alone),
         "map_mean_ms": sum(waits) / len(waits),
         "map_p99_ms": quantile(waits, 0.99),
         "map_max_ms": max(waits),
@@ -142,12 +154,13 @@ def measure(
 def report(cells: list[dict[str, Any]]) -> str:
     """A line for each way, with huge pages and without."""
     rows = [["way", "threads", "pages", "so many huge", "GiB/s", "mapping 1 MiB: mean", "p99",
-             "max, ms", "registering 32 MiB, ms"]]  # fmt: skip
+             "max, ms", "Python, times as long", "registering 32 MiB, ms"]]  # fmt: skip
     for found in cells:
         rows.append([
             found["way"], str(found["threads"]), "2 MiB" if found["huge"] else "4 KiB",
             f"{100 * found['huge_share']:.0f} %", f"{found['gib_per_s']:.2f}",
             *(f"{found[f'map_{kind}_ms']:.3f}" for kind in ("mean", "p99", "max")),
+            f"{found['python_times']:.2f}",
             cell(found["register_ms"]),
         ])  # fmt: skip
     return table(rows)
