@@ -95,6 +95,7 @@ MECHANISMS = {
     "mechanisms-ahead.json": "default graphs, 12 sessions at a time, beside a second server",
     "mechanisms-arrivals.json": "default graphs, 14 sessions a second beside 12 decodes",
     "mechanisms-chats.json": "default graphs, 12 sessions at a time, each back at once",
+    "mechanisms-short.json": "default graphs, 6 of 160 short sessions at a time, beside starts",
     "mechanisms-crowd.json": "Llama-3.2-1B's shape, 256 long answers at a time",
     "mechanisms-crowd-8b.json": "Llama-3.1-8B's shape, 256 long answers at a time",
     "mechanisms-heads.json": "eager prefill, 60 sessions in turns, then 12 at a time",

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 # What is replaced: owner, name and value.
 Change = tuple[Any, str, Any]
 Changes = tuple[Change, ...]
-
-SHORT_LOAD_BYTES, SHORT_LOAD_MS = 320 << 20, 7.0
 
 
 def _last_block() -> Changes:
@@ -59,24 +56,6 @@ def _loads_by_layer() -> Changes:
     return not_hidden, (LayerGate, "passes", lambda self, step: False)
 
 
-def _short_loads_by_layer() -> Changes:
-    """Loads of a few ms come at once, and are awaited as a whole."""
-    from kvoffload_patch.integration.engine.requests.pace import Pace
-    from kvoffload_patch.transfer.backends.staged import StagedBackend
-
-    grouped, hidden = StagedBackend._load_groups, Pace.hidden_ms
-
-    def load(self: Any, gpu_block_ids: Any, cpu_slots: Any, *rest: Any) -> Any:
-        short = len(cpu_slots) * self._slots.pitch < SHORT_LOAD_BYTES
-        return (self._load if short else partial(grouped, self))(gpu_block_ids, cpu_slots, *rest)
-
-    def hidden_ms(self: Any, num_blocks: int) -> float:
-        short = self.ms_per_block * num_blocks < SHORT_LOAD_MS
-        return 0.0 if short else hidden(self, num_blocks)
-
-    return (StagedBackend, "_load_groups", load), (Pace, "hidden_ms", hidden_ms)
-
-
 def _stores_of_several_steps() -> Changes:
     from kvoffload_patch.integration.engine.blocks.store_choice import StoreChoice
 
@@ -111,7 +90,6 @@ _CHANGES: dict[str, Callable[[], Changes]] = {
     "joining early": _joining_early,
     "joining into a stall": _joining_into_a_stall,
     "loads by layer": _loads_by_layer,
-    "short loads by layer": _short_loads_by_layer,
     "loads within a step": _loads_within_a_step,
     "joins before loads are over": _joins_before_loads_are_over,
     "stores of several steps": _stores_of_several_steps,
