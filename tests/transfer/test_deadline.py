@@ -19,6 +19,7 @@ from transfer.resident import kvoffload_threads
 from kvoffload_patch.links import CPU, GPU, LATE, LOAD, STORE
 from kvoffload_patch.plan import Transfer, TransferPlan
 from kvoffload_patch.transfer import deadline
+from kvoffload_patch.transfer import engine as copy_engine
 from kvoffload_patch.transfer import queue as copy_queue
 from kvoffload_patch.transfer.backends.base import Slices, Streams
 from kvoffload_patch.transfer.deadline import DEADLINE_PERIOD_S, DEADLINE_S, DeadlineWatch, Oldest
@@ -94,7 +95,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
 
 
 def test_a_copy_on_the_device_that_never_ends_ends_the_engine(
-    rank: Rank, caplog: pytest.LogCaptureFixture
+    rank: Rank, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may still write to its blocks, so it is not done, and not failed either."""
     rank.begin_loads(2, waits=((LOAD, 1),))
@@ -105,12 +106,34 @@ def test_a_copy_on_the_device_that_never_ends_ends_the_engine(
         rank.look(1)
     (said,) = [record.message for record in caplog.records]
     assert "expected copy 1 from cpu to gpu to be done by now, found no progress for 60 s" in said
-    for call in (rank.engine.poll, partial(rank.engine.begin_step, None)):
+    monkeypatch.setattr(copy_engine, "time", SimpleNamespace())  # nobody naps any more
+    wait_done = partial(rank.engine.wait_done, ((LOAD, 1),))
+    for call in (rank.engine.poll, partial(rank.engine.begin_step, None), wait_done):
         with pytest.raises(TransferError, match="copy 1 from cpu to gpu .* the device may still"):
             call()
     rank.look(3)
     assert len(caplog.records) == 1, "it is said once"
     assert rank.loads.poll() == 0 and not rank.loads.failed
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_step_without_tokens_waits_for_a_load_and_no_longer_than_it_may(
+    rank: Rank, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else enqueues or computes; a load that never ends is raised by what comes after."""
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        assert sum(slept) < 1, "it waits for ever"
+        slept.append(seconds)
+        while ends and rank.loads.poll() < 1:
+            rank.cuda.run_one()
+
+    now = SimpleNamespace(sleep=sleep, monotonic=lambda: sum(slept))
+    monkeypatch.setattr(copy_engine, "time", now)
+    rank.begin_loads(2, waits=((LOAD, 1),))
+    rank.engine.wait_loads(0.5)
+    assert len(slept) == 1 if ends else 0.5 <= sum(slept) < 0.6
 
 
 def test_a_copy_that_was_late_and_ends_does_not_end_the_engine(

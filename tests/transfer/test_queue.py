@@ -358,6 +358,42 @@ def test_one_thread_submits_while_another_one_enqueues() -> None:
     assert not queue.failed
 
 
+@pytest.mark.parametrize("direction", ["loads", "stores"])
+def test_what_is_abandoned_is_over_when_both_streams_have_done_what_they_were_given(
+    setup: Setup, direction: str
+) -> None:
+    """Of a copy that is enqueued in part neither waits for the other yet; memory is freed then."""
+    queue = getattr(setup, direction)
+
+    def start(streams: Any) -> Iterator[int]:
+        for stream in (streams.bus, streams.blocks):
+            stream.append(partial(setup.log.append, "given"))
+        yield 0
+
+    queue.submit(1, start, ())
+    assert queue.advance()
+    end = queue.abandon()
+    setup.cuda.run_until(end.query)
+    assert setup.log == ["given"] * 2 and not queue.queued
+
+
+def test_only_the_copy_that_is_late_fails_and_others_go_on_after_that(setup: Setup) -> None:
+    """Who has found it late may say so when it is done, and another one has come to the front."""
+    queue = setup.loads
+    setup.submit(queue, 1)
+    queue.drain()
+    assert not queue.expire(1, "late"), "nothing is queued"
+    setup.submit(queue, 2)
+    setup.submit(queue, 3)
+    assert not queue.expire(1, "late") and not queue.failed
+    assert queue.expire(2, "late") and list(queue.failed) == [2]
+    # The thread that enqueues is another one.
+    thread = threading.Thread(target=queue.flush, args=(3,), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive() and not queue.queued
+
+
 def test_the_cpu_device_copies_at_once_and_fails_at_once() -> None:
     queue, calls = SyncCopyQueue(), []
 

@@ -47,6 +47,25 @@ def places(play: Callable[[int], bool]) -> int:
     return at - 1
 
 
+def assert_later_ones_go_behind_compute(cuda: FakeCuda, queue: CopyQueue) -> None:
+    """Each has events of its own: with one of another's it would read what is not computed yet."""
+    log: list[tuple[int, str]] = []
+
+    def start(ticket: int, streams: Any) -> Iterator[int]:
+        streams.blocks.append(partial(log.append, (ticket, "copied")))
+        yield 0
+
+    tickets = range(2, 5)  # so many that the second takes an event that the first one's end takes
+    for ticket in tickets:
+        cuda.current.append(partial(log.append, (ticket, "computed")))
+        queue.submit(ticket, partial(start, ticket), ())
+    queue.flush(max(tickets))
+    while cuda.run_one(cuda.streams.index(queue.streams.blocks)):
+        pass  # copies go on whenever they can
+    assert [one for one, what in log if what == "copied"] == [*tickets]
+    assert all(log.index((one, "computed")) < log.index((one, "copied")) for one in tickets)
+
+
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_copy_is_waited_for_and_not_taken_for_right_wherever_it_is_interrupted(
     refused: bool,
@@ -76,6 +95,7 @@ def test_a_copy_is_waited_for_and_not_taken_for_right_wherever_it_is_interrupted
             assert len(log) == enqueued, "the device was at work on what nobody waits for"
             assert (queue.poll(), list(queue.failed)) == (1, [1]), f"place {at}"
             assert bool(lost) or not refused
+            assert_later_ones_go_behind_compute(cuda, queue)
             return found
 
     assert places(play) > 20
