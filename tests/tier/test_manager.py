@@ -649,6 +649,27 @@ def test_while_a_tier_grows_what_the_gpu_is_about_to_lose_evicts_and_the_rest_wa
     assert tier.stats.overwritten == 1 and not tier.looks_ahead, "it came too late"
 
 
+def test_a_key_that_waits_in_two_gpu_blocks_has_one_slot_when_another_is_usable() -> None:
+    """With two, the one that nobody finds would be evicted as if it were the other."""
+    tier = OffloadManager(1, LRUPolicy, growing=True)
+    plan_store(tier, "aa")
+    tier.apply(a_result(0, 1, num_slots=3, growing=True))
+    assert store_of(tier.make_plan(always)) is None and tier.num_used == 1
+
+
+def test_what_is_forgotten_is_not_stored_though_the_gpu_was_about_to_lose_it() -> None:
+    """It may be of other weights than what is looked up from now on."""
+    tier = OffloadManager(1, LRUPolicy, growing=True)
+    store(tier, "a")
+    for block, key in enumerate("bc"):
+        tier.queue_store(key, block)
+    tier.about_to_lose([0], "b")
+    tier.clear("weights")
+    tier.make_plan(always)
+    tier.apply(tier.drained())
+    assert readable(tier, "abc") == "" and not tier.num_used
+
+
 def test_what_cannot_wait_takes_the_free_slots_before_what_can() -> None:
     tier = OffloadManager(3, LRUPolicy, growing=True)
     for key, block in zip("abcd", range(4)):

@@ -22,6 +22,7 @@ from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.layout import BlockLayout
 from kvoffload_patch.transfer.link import Copy, must_follow
 from kvoffload_patch.transfer.queue import CopyQueue
+from kvoffload_patch.transfer.turns import Turn
 
 DISK = "disk"
 READ: Link = (DISK, CPU)
@@ -54,13 +55,13 @@ class Rank:
     name = "words"
     groups = ()
 
-    def __init__(self, cuda: FakeCuda) -> None:
+    def __init__(self, cuda: FakeCuda, **how: Any) -> None:
         self.cuda = cuda
         self.words: dict[str, dict[int, str]] = {GPU: {}, CPU: {}, DISK: {}}
         self.fails: set[Link] = set()
         more: dict[Link, Copy] = {READ: self._on(READ), WRITE: self._on(WRITE)}
         layout = BlockLayout([torch.zeros(4, 3)], 4)
-        self.engine: Any = CopyEngine(layout, self, more=more)
+        self.engine: Any = CopyEngine(layout, self, more=more, **how)
         lock = threading.RLock()
         for link, copies in self.engine._links.items():
             copies.queue = CopyQueue(cuda, lock, link[1] != GPU, slices_ahead=4)
@@ -173,3 +174,30 @@ def test_a_copy_out_of_the_gpu_before_a_step_goes_behind_those_of_the_step_befor
     rank.drain()
     assert rank.words[CPU] == {5: "second"}
     assert rank.engine.poll().done_on(STORE) == 2
+
+
+def test_ranks_with_slots_in_common_store_a_part_each_and_load_all() -> None:
+    """A rank may have none of a store. Slots alone are waited for, until they are usable."""
+
+    def wait_ready(slots: int) -> None:
+        assert slots <= 8, "so many are to come"
+
+    held = {11: "head", 12: "middle", 13: "tail"}
+    store = TransferPlan(after=(Transfer(1, *STORE, (11, 12), (4, 7)),))
+    more = TransferPlan(after=(Transfer(2, *STORE, (13,), (5,)),))
+    load = TransferPlan((Transfer(1, *LOAD, (4, 7, 5), (21, 22, 23)),), done=((STORE, 2),))
+    with FakeCuda() as cuda:
+        ranks = [Rank(cuda, turn=Turn(at, 2), wait_ready=wait_ready) for at in range(2)]
+        for rank in ranks:
+            rank.words[GPU].update(held)
+            for plan in store, more:
+                rank.step(plan)
+            rank.drain()
+        assert [rank.words[CPU] for rank in ranks] == [{4: "head"}, {7: "middle", 5: "tail"}]
+        for rank, other in zip(ranks, reversed(ranks)):
+            rank.words[CPU].update(other.words[CPU])
+        for rank in ranks:
+            rank.step(load)
+            rank.drain()
+            assert rank.engine.poll().failed == ()
+            assert [rank.words[GPU].get(block) for block in (21, 22, 23)] == [*held.values()]
