@@ -123,10 +123,6 @@ class HeldSlots:
         """The keys of these slots are forgotten while a transfer uses them."""
         self.forgotten.update(slots)
 
-    def forgotten_behind(self, num_slots: int) -> list[int]:
-        """Slots in use, from this number on, that belong to no key."""
-        return [slot for slot in self.forgotten if slot >= num_slots]
-
     def take_forgotten(self, slots: Slots) -> set[int]:
         """Those of these slots, which nothing uses any more, that belong to no key."""
         free = self.forgotten.intersection(slots)

@@ -318,9 +318,8 @@ class OffloadManager(TierState):
         """So many slots are usable, and more are to come or not."""
         self._growing = growing
         if num_slots > self.num_slots:
-            late = self._held.forgotten_behind(self.num_slots)  # given up, and still under way
             self._count_slots(num_slots)
-            self._slots.grow(num_slots, late)
+            self._slots.grow(num_slots, self._held.forgotten)  # some are still under way
             self._policy.grow()
 
     def _reorder(self, num_slots: int) -> None:
