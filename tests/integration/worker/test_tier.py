@@ -101,16 +101,18 @@ def test_a_load_beside_the_step_may_fail_and_is_told(
     assert step(tier, a_plan(loads_done=2)).failed == ()
 
 
+@pytest.mark.parametrize("step_follows", [True, False])
 def test_a_load_that_failed_on_this_rank_alone_raises_once_it_is_read(
-    tier: rank.RankTier, monkeypatch: pytest.MonkeyPatch
+    tier: rank.RankTier, step_follows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank that reports has it, so the scheduler publishes it and says that it is done."""
     with monkeypatch.context() as broken:
         broken.setattr(TorchBackend, "load", out_of_memory)
         step(tier, a_plan((a_load(1, (4,), (0,)),), stores_done=1))
     assert step(tier, None).failed_on(LOAD) == (1,)
+    plan = a_plan(wait_load=1, promised_loads=(1,), loads_done=1)
     with pytest.raises(RuntimeError, match="expected copy 1 "):
-        tier.begin_step(a_plan(wait_load=1, promised_loads=(1,), loads_done=1), STEP)
+        tier.begin_step(plan, STEP) if step_follows else tier.finish(plan)
 
 
 def test_kv_tensors_that_were_replaced_are_not_read(tier: rank.RankTier, runner: Any) -> None:
