@@ -388,6 +388,21 @@ def test_a_rank_that_cannot_keep_a_promise_says_so_and_closes(
         assert not hasattr(runner, TIER)
 
 
+def test_a_rank_is_finished_once_its_copies_are_over_and_says_what_failed_until_then(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device they go on beside the host, and bytes are compared when a copy is done."""
+    monkeypatch.setattr(copy_engine, "SyncCopyQueue", Behind)
+    tier = rank.RankTier(runner, num_slots=5)
+    step(tier, a_plan(store=a_store(1, (1,), (0,))))
+    assert tier.drain()
+    monkeypatch.setattr(TorchBackend, "load", out_of_memory)
+    plan = a_plan((a_load(1, (4,), (0,)),), stores_done=1, wait_load=1, promised_loads=(1,))
+    with pytest.raises(RuntimeError, match=r"copy 1 .* failed \(out of memory\)"):
+        tier.finish(plan)
+    tier.close()
+
+
 def test_a_rank_whose_copies_never_end_begins_no_step_any_more(
     tier: rank.RankTier, runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
