@@ -127,8 +127,9 @@ def test_what_was_computed_behind_a_window_that_does_not_show_it_is_discarded_as
     nothing_held(mini)
 
 
+@pytest.mark.parametrize("waits_on", [True, False], ids=["waits on", "aborted, too"])
 @pytest.mark.parametrize("gone", [True, False], ids=["aborted", "computes them again"])
-def test_a_request_that_waits_for_a_load_holds_none_of_them(gone: bool) -> None:
+def test_a_request_that_waits_for_a_load_holds_none_of_them(gone: bool, waits_on: bool) -> None:
     """It is no request that vLLM would compute them again for."""
     mini = Mini(blocks=60, in_flight=2, asynchronous=False, load_mode="parked", late=2)
     asked = prompt(6, seed=1, tail=3)
@@ -146,6 +147,8 @@ def test_a_request_that_waits_for_a_load_holds_none_of_them(gone: bool) -> None:
     assert waits in mini.tier._loads._parked
     if gone:
         mini.abort(name)
+    if not waits_on:
+        mini.abort(waits)
     end_step(mini, invalid_block_ids=set(connector.filled[name][1:]))
     (load,) = mini.tier._loads.under_way
     untrusted = mini.tier._invalid.untrusted
@@ -153,8 +156,33 @@ def test_a_request_that_waits_for_a_load_holds_none_of_them(gone: bool) -> None:
     assert not [block for block in load.waiting[0].held if block.block_id in untrusted]
     mini.run()
     mini.check()
-    assert mini.hits[waits] == (0 if gone else 6 * BLOCK)
-    assert not untrusted
+    assert mini.hits.get(waits) == ((0 if gone else 6 * BLOCK) if waits_on else None)
+    assert not (untrusted or mini.breaker.detached)
+    nothing_held(mini)
+
+
+def test_a_request_that_is_parked_before_they_are_computed_again_holds_none_of_them() -> None:
+    """Who computes them again may go before it has; who waits would have them as they are."""
+    limits = {"max_num_batched_tokens": BLOCK, "max_num_scheduled_tokens": BLOCK}
+    mini = Mini(blocks=60, load_mode="parked", late=3, limits=limits)
+    asked = prompt(6, seed=1, tail=3)
+    known = asked[: 3 * BLOCK]
+    mini.only_in_cpu(asked)
+    for key in keys_of(mini, known):
+        mini.manager.discard(key)
+    connector = Connector(mini, False, known)
+    connector.fails = True
+    name = mini.add(known + prompt(1, seed=2, tail=3), count=30)
+    mini.begin_step()
+    connector.known.clear()
+    end_step(mini, invalid_block_ids=set(connector.filled[name][1:]))
+    waits = mini.add(asked, count=3)
+    mini.begin_step()
+    assert waits in mini.tier._loads._parked
+    mini.abort(name)
+    mini.run()
+    mini.check()
+    assert mini.hits[waits] == BLOCK and not mini.tier._invalid.untrusted
     nothing_held(mini)
 
 
