@@ -126,6 +126,28 @@ def test_what_the_device_may_use_stays_until_it_is_done(
     assert not is_mapped(address) and not registrar.held and cuda.idle
 
 
+def test_what_a_late_copy_may_use_stays_as_well(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can say any more whether anybody waits for it."""
+    monkeypatch.setattr(deadline, "DEADLINE_S", 0.02)
+    registrar = Registrar()
+    ranks = [rank := Rank(registrar)]
+    held = weakref.ref(rank.host)
+    copy(rank, LOAD, 1)
+    while cuda.current.can_go_on():
+        cuda.current.go_on()
+    watch: Any = weakref.proxy(rank.engine._watch)
+    wait(lambda: watch.overdue)
+    del rank
+    drop(ranks)
+    time.sleep(0.05)  # some looks
+    assert held() is not None and registrar.held and kvoffload_threads()
+    cuda.run()
+    wait(lambda: not kvoffload_threads())
+    assert held() is None and not registrar.held
+
+
 def test_the_end_of_the_process_frees_nothing_under_the_device(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
