@@ -32,7 +32,8 @@ def _of_vllm(scheduler: Any) -> list[str]:
 def of_the_tier(tier: Any) -> list[str]:
     """The same of a `SchedulerTier` alone."""
     manager, loads = tier._manager, tier._loads
-    names = ("_parked", "arriving", "readers", "_held", "_at_risk")
+    own = ("_parked", "under_way", "_by_ticket", "arriving", "ticket_of")
+    names = (*own, "readers", "_held", "_at_risk")
     return _said({
         "slots without a key": manager.num_used - len(manager._slot_of),
         "copies": manager.busy,
