@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from itertools import islice, repeat
 from types import MappingProxyType
+from typing import Any
 
 from kvoffload_patch.links import CPU, GPU, LOAD
 from kvoffload_patch.plan import Transfer, TransferPlan, TransferResult
@@ -24,13 +25,16 @@ class OffloadManager(TierState):
 
     # Looking up
 
-    def touch(self, keys: Keys) -> None:
+    def touch(self, keys: Keys) -> Sequence[Any]:
         """Refresh the recency of a prefix, given head first; the head ends most recent.
 
         A block is worth nothing without those before it, so a prefix is evicted from its tail.
+        Returns the slot of each; None where it has none.
         """
-        found = filter(self._slot_of.__contains__, reversed(keys))
-        self._policy.hit(list(map(self._slot_of.__getitem__, found)))
+        slots = self._find(keys)
+        known = slots if isinstance(slots, range) else [s for s in slots if s is not None]
+        self._policy.hit(known[::-1])
+        return slots
 
     def request_ended(self, keys: Keys, together: bool = True, rests: Rests = IN_A_ROW) -> None:
         """A request has ended; what it means is done once its copies are.
@@ -65,11 +69,10 @@ class OffloadManager(TierState):
             self._exclusive.hit_on_gpu(gpu_block_ids, keys, cached)
             if not self._exclusive.tight:
                 return
-        else:
-            self.touch(keys)
-        if all(map(self._slot_of.__contains__, keys)):
+        slots = self.touch(keys) if self._exclusive is None else self._find(keys)
+        if isinstance(slots, range):
             return
-        missing = {k: block for k, block in zip(keys, gpu_block_ids) if k not in self._slot_of}
+        missing = {k: block for k, block, at in zip(keys, gpu_block_ids, slots) if at is None}
         enough = self._often_used(missing)
         for gpu_block_id, key in zip(gpu_block_ids, keys):
             # What has left the GPU cache meanwhile may have made room for another's store.
@@ -160,8 +163,7 @@ class OffloadManager(TierState):
 
     def discard(self, key: Hashable, reason: RemovedBy = "invalid") -> None:
         """What the GPU holds, and may have stored, under ``key`` turned out to be wrong."""
-        slot = self._slot_of.pop(key, None)
-        if slot is None:
+        if (slot := self._slot_of.pop(key, None)) is None:
             return
         self.stats.removed[reason] += 1
         if self.on_left is not None:
@@ -283,8 +285,7 @@ class OffloadManager(TierState):
 
     def clear(self, reason: RemovedBy = "reset") -> None:
         """Forget every key. Slots of transfers under way come back when those are done."""
-        under_way = (slots for link in self._links.values() for _, _, slots in link.under_way)
-        held = {slot for slots in under_way for slot in slots if slot < self.num_slots}
+        held = {slot for slot in self._slots_under_way() if slot < self.num_slots}
         self._held.forget(held)
         self.stats.removed[reason] += len(self._slot_of)
         if self.on_left is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress, count
 from operator import ne
 from typing import Any
@@ -273,6 +273,11 @@ class TierState:
         """Whether no transfer under way uses a slot that holds a block."""
         return self._store_to[slot] <= self._stores.done and not self._held.is_read(slot)
 
+    def _slots_under_way(self) -> Iterator[int]:
+        """Slots that transfers under way use, some of them several times."""
+        transfers = chain.from_iterable(link.under_way for link in self._links.values())
+        return chain.from_iterable(slots for _, _, slots in transfers)
+
     def _forget_behind(self, num_slots: int) -> None:
         """Forget what is in slots from this number on, all at once: a step waits for it.
 
@@ -284,8 +289,7 @@ class TierState:
             self.on_left(beyond)  # in one event
         for key in beyond:
             del self._slot_of[key]
-        under_way = (slots for link in self._links.values() for _, _, slots in link.under_way)
-        self._held.forget(slot for slots in under_way for slot in slots if slot >= num_slots)
+        self._held.forget(slot for slot in self._slots_under_way() if slot >= num_slots)
         self._slots.shrink(num_slots)
 
     def _count_slots(self, num_slots: int) -> None:

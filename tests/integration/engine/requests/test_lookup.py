@@ -596,7 +596,7 @@ def test_a_hit_on_the_gpu_is_kept_recent_and_stored_again_one_step_later() -> No
         world.offload.discard(key)  # the tier loses two of them
     touched: list[Any] = []
     touch = world.offload.touch
-    world.offload.touch = lambda keys: (touched.append(keys), touch(keys))  # type: ignore[method-assign]
+    world.offload.touch = lambda keys: touched.append(keys) or touch(keys)  # type: ignore[method-assign]
     second = world.add(prompt(3))
     now = world.step(second)
     assert store_of(now) is None
