@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import repeat
+from operator import add
 from typing import Any
 
 
@@ -251,8 +253,8 @@ def key_maker() -> Callable[[Any, int], Hashable]:
     return made
 
 
-def keys_maker(key: Callable[[Any, int], Any]) -> Callable[[Sequence[Any]], list[Hashable]]:
-    """What makes the keys of many blocks of the first KV cache group.
+def keys_maker(key: Callable[[Any, int], Any]) -> Callable[[Iterable[Any]], Iterator[Hashable]]:
+    """What makes the keys of many blocks of the first KV cache group, each when it is asked for.
 
     From 0.10.2 on a key is its hash and the bytes of its group, in this order: then no function
     is called for each.
@@ -262,8 +264,8 @@ def keys_maker(key: Callable[[Any, int], Any]) -> Callable[[Sequence[Any]], list
     """
     end, some = key(b"", 0), b"a hash"
     if isinstance(end, bytes) and key(some, 0) == some + end:
-        return lambda hashes: [block_hash + end for block_hash in hashes]
-    return lambda hashes: [key(block_hash, 0) for block_hash in hashes]
+        return lambda hashes: map(add, hashes, repeat(end))
+    return lambda hashes: map(key, hashes, repeat(0))
 
 
 def _split(blocks: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -180,7 +180,7 @@ class LoadBook:
             found = self._view.free_after(self._last_next, more)
             self._next.update([block.block_id for block in found])
             self._last_next = found[-1] if found else self._last_next
-        return not self._next.isdisjoint([block.block_id for block in blocks])
+        return bool(self._next) and not self._next.isdisjoint([b.block_id for b in blocks])
 
     def _hold(self, blocks: Sequence[Any]) -> None:
         """Keep these from being handed out: others, which may be at risk, would come sooner."""

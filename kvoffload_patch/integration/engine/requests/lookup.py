@@ -149,8 +149,7 @@ class StandInPool:
         if self._view.in_order:
             self._look_up_in_order(request, result, max_tier_hits)
             return result
-        self._stand_ins, self._most = {}, max_tier_hits
-        self._on_gpu = self._view.gpu_lookup()
+        self._stand_ins, self._most, self._on_gpu = {}, max_tier_hits, self._view.gpu_lookup()
         groups, tokens = self._view.prefix.longest_hit(request, self)
         if 0 < tokens <= self._view.groups.replay_tokens:  # vLLM leaves it, and computes all of it
             result.arriving.clear()
@@ -239,17 +238,20 @@ class StandInPool:
         # In the way of the step, hundreds of times in a lookup.
         key_of, gpu_block, otherwise = self._key, self._view.gpu_lookup(), self._otherwise
         slot, arriving, stand_in = self._manager.reader(), self._arriving, [STAND_IN]
-        run: Iterator[tuple[Hashable, Hashable]] = iter(())
+        run: Iterator[Any] = iter(())  # hashes and keys, of blocks to load
+        known: Iterator[Any] = zip(hashes, self._view.keys_of(hashes))
 
         def get_cached_block(block_hash: Hashable, _: list[int]) -> list[Any] | None:
-            nonlocal run
+            nonlocal run, known
             for expected, key in run:
                 if expected is block_hash:
                     keys.append(key)
                     return stand_in
                 run = iter(())  # vLLM asks in another order: each block is looked for by itself
                 break
-            key = key_of(block_hash, 0)
+            expected, key = next(known, (None, None))
+            if expected is not block_hash:
+                known, key = iter(()), key_of(block_hash, 0)
             block = gpu_block(key)
             if block is None:
                 if len(keys) < most and key not in arriving and slot(key) is not None:
@@ -257,8 +259,7 @@ class StandInPool:
                     if len(keys) == 1:
                         run = self._run_behind(hashes, len(on_gpu), most)
                     return stand_in
-                block = otherwise(key, False)
-                if block is None:
+                if (block := otherwise(key, False)) is None:
                     return None
             (behind if keys else on_gpu).append(block)
             return [block]
@@ -271,8 +272,8 @@ class StandInPool:
         None where it is not known that all of them have to be loaded: some may be on the GPU.
         """
         rest = hashes[at + 1 : at + most]
-        keys = self._view.keys_of(rest)
-        keys = keys[: self._manager.num_readable(keys)]
+        keys = list(self._view.keys_of(rest))
+        del keys[self._manager.num_readable(keys) :]
         if not self._view.gpu_lacks(keys) or not self._arriving.keys().isdisjoint(keys):
             return iter(())
         return zip(rest, keys)
@@ -393,8 +394,7 @@ class LookupCache:
 
 
 def _discard(index: dict, item: Hashable, request_id: str) -> None:  # type: ignore[type-arg]
-    waiting = index.get(item)
-    if waiting is not None:
+    if (waiting := index.get(item)) is not None:
         waiting.discard(request_id)
         if not waiting:
             del index[item]

@@ -239,7 +239,7 @@ def test_keys_of_many_blocks_are_those_made_one_by_one() -> None:
 
     for key in (behind, before, lambda block_hash, group: (block_hash, group)):
         hashes = [b"one", b"two"]
-        assert keys_maker(key)(hashes) == [key(block_hash, 0) for block_hash in hashes]
+        assert list(keys_maker(key)(hashes)) == [key(block_hash, 0) for block_hash in hashes]
 
 
 class CountedPool(PoolOfMethod):
