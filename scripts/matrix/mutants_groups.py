@@ -50,7 +50,7 @@ GROUPS = (
     Mutant(
         "a block counts as whole under the key of a part",
         _FILES + "adapters/vllm_groups.py",
-        "if self.parts and key is not None and block.block_hash_num_tokens % self.block_sizes[0]:",
+        "if keys[at] is not None and block.block_hash_num_tokens % size:",
         "if False:",
         (_RANDOM_PARTS,),
     ),

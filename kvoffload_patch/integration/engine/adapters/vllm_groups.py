@@ -94,16 +94,19 @@ class CacheGroups:
             total += min(blocks, self.states.get(group, blocks))
         return total
 
-    def key_of(self, block: Any) -> Hashable:
-        """The key of a GPU block; None if it is not in the prefix cache as a whole.
+    def keys_in(self, blocks: Sequence[Any]) -> list[Hashable]:
+        """The key of each of these GPU blocks; None if it is not in the prefix cache as a whole.
 
         With hits that end within a block, the block of a state is written to after it has got a
         key: the next step of its request moves that to another block.
         """
-        key: Hashable = block.block_hash
-        if self.parts and key is not None and block.block_hash_num_tokens % self.block_sizes[0]:
-            return None
-        return key
+        keys: list[Hashable] = [block._block_hash for block in blocks]  # where its property does
+        if self.parts:
+            size = self.block_sizes[0]
+            for at, block in enumerate(blocks):
+                if keys[at] is not None and block.block_hash_num_tokens % size:
+                    keys[at] = None
+        return keys
 
     def computed_from(self, hit_tokens: int) -> int:
         """The token from which on a request is computed that hits so many."""

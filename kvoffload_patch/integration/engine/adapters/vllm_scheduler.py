@@ -36,7 +36,7 @@ class SchedulerView:
     Attributes:
         adapter: of the block pool.
         groups: what its KV cache groups take of the GPU; block_sizes, state_groups, blocks_for,
-            key_of, decode_tokens and decode_blocks are theirs.
+            keys_in, decode_tokens and decode_blocks are theirs.
         in_order: whether vLLM looks up block after block of a prefix, and stops at the first miss.
         prefills: running requests of whose prompts a part is computed, by name.
         part_keys: of blocks in which hits may end; None where no hit ends within a block.
@@ -64,7 +64,7 @@ class SchedulerView:
         self.groups = groups = CacheGroups(scheduler, managers)
         self.block_sizes, self.state_groups = groups.block_sizes, groups.states
         self.blocks_for, self.decode_blocks = groups.blocks_for, groups.decode_blocks
-        self.key_of, self.decode_tokens = groups.key_of, groups.decode_tokens
+        self.keys_in, self.decode_tokens = groups.keys_in, groups.decode_tokens
         self.in_order = [type(m).__name__ for m in managers] == ["FullAttentionManager"]
         self._parked_status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self._running_status = RequestStatus.RUNNING
@@ -351,7 +351,8 @@ class SchedulerView:
 
     def still_cached(self, gpu_block_id: int, key: Hashable) -> bool:
         """Whether a GPU block is in the prefix cache under this key."""
-        return self.cached_key(gpu_block_id) == key
+        found: bool = self.pool.blocks[gpu_block_id]._block_hash == key  # of many, a call less
+        return found
 
     def block_tables(self, request_id: str) -> tuple[list[int], ...]:
         """The GPU blocks of a running request, in order, for each KV cache group."""

@@ -137,7 +137,7 @@ class FreeFront:
                 last = blocks[-1] if len(blocks) == missing else last
             told.update(found)
             ids += found
-            keys += map(self._view.key_of, blocks)
+            keys += self._view.keys_in(blocks)
         self._last = last
         if not all(keys) or self._refused:
             pairs = zip(ids, keys)

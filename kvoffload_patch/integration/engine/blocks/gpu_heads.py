@@ -74,7 +74,7 @@ class GpuHeads:
         """
         view = self._view
         front = view.free_after(None, HEADS_FRONT_BLOCKS + ended * view.decode_blocks)
-        return not any(map(view.key_of, front))
+        return not any(view.keys_in(front))
 
     def clear(self) -> None:
         """The prefix cache is empty."""

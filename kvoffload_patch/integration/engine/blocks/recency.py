@@ -65,12 +65,12 @@ class Recency:
     def note(self, request_id: str, found: LookupResult) -> None:
         """A request hits this; loads under way may fill some of the GPU blocks."""
         blocks = found.gpu_blocks
-        keys = list(map(self._view.key_of, blocks))
+        keys = cached = self._view.keys_in(blocks)
         if not all(keys):  # loads under way fill some, and of some a part is hit
             blocks = [block for block, key in zip(blocks, keys) if key is not None]
+            cached = [key for key in keys if key is not None]
         if blocks:
-            ids = [block.block_id for block in blocks]
-            self.used.append((ids, [key for key in keys if key is not None]))
+            self.used.append(([block.block_id for block in blocks], cached))
         self.keys[request_id] = found.merged(keys, found.keys)
         if keys or found.keys:
             self._at_once[request_id] = len(keys or found.keys)
