@@ -66,30 +66,31 @@ class BatchLists:
             slots: one that is there twice counts where it is last.
             which: the list to which they all go; None: each stays in its own.
         """
-        if len(set(slots)) < len(slots):
+        if not isinstance(slots, range) and len(set(slots)) < len(slots):
             slots = list(dict.fromkeys(reversed(slots)))[::-1]
-        numbers = list(map(self.batch_of.__getitem__, slots))
+        lists, batch_of = self._lists, self.batch_of
         loose: list[int] = []
         end = 0
-        for number, run in groupby(numbers):
+        for number, run in groupby(map(batch_of.__getitem__, slots)):
             begin, end = end, end + len(list(run))
-            if number:
-                some = list(slots[begin:end])
-                home = number % len(self._lists)
-                batch = self._lists[home].get(number)
-                if batch is None or batch.left < end - begin or not _is_all_of(some, batch):
-                    loose += some
-                    continue
-                self._move(loose, which)
-                loose = []
-                if which is None or which == home:
-                    self._lists[home].move_to_end(number)
-                    self._last += len(self._lists)
-                    batch.used = self._last
-                else:
-                    del self._lists[home][number]
-                    self.sizes[home] -= len(some)
-                    self.add(which, some)
+            if not number:
+                continue
+            some, home = slots[begin:end], number % len(lists)
+            batch = lists[home][number]
+            # Whole is what has all that is left of it, in its order.
+            if batch.left > len(some) or batch.slots[batch.begin :] != list(some):
+                loose += some
+                continue
+            self._move(loose, which)
+            loose = []
+            if which is None or which == home:
+                lists[home].move_to_end(number)
+                self._last += len(lists)
+                batch.used = self._last
+            else:
+                del lists[home][number]
+                self.sizes[home] -= len(some)
+                self.add(which, some)
         self._move(loose, which)
 
     def take(self, slots: Sequence[int]) -> None:
@@ -142,18 +143,18 @@ class BatchLists:
         return taken
 
     def _move(self, slots: list[int], which: int | None) -> None:
-        """Take these, which are not whole batches, and add them behind all others."""
+        """Take these, which are in a list each, and add them behind all others."""
         if not slots:
             return
         batch_of, lists = self.batch_of, range(len(self._lists))
-        known = [slot for slot in slots if batch_of[slot]]
-        homes = [batch_of[slot] % len(lists) for slot in known]
-        self.take(known)
         if which is not None:
-            self.add(which, known)
+            self.take(slots)
+            self.add(which, slots)
             return
+        homes = [batch_of[slot] % len(lists) for slot in slots]
+        self.take(slots)
         for home in lists:
-            self.add(home, [slot for slot, its in zip(known, homes) if its == home])
+            self.add(home, [slot for slot, its in zip(slots, homes) if its == home])
 
     def _shrink(self, number: int, batch: _Batch) -> None:
         """Forget what has left a batch: at most as much work as was done to take it out."""
@@ -169,8 +170,3 @@ def fill(values: list[int], slots: Sequence[int], value: int) -> None:
     """
     for slot in slots:
         values[slot] = value
-
-
-def _is_all_of(slots: list[int], batch: _Batch) -> bool:
-    """Whether these are what is left of a batch, in its order."""
-    return batch.left == len(slots) and batch.slots[batch.begin :] == slots
