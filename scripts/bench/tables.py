@@ -108,10 +108,7 @@ PIECES = {
     "chats-pieces-v2.json": "the same, runner V2",
     "chats-pieces-floor.json": "beside the floor, runner V1",
 }
-HEADS = {
-    "trace-heads.json": "prefills launched eagerly",
-    "trace-heads-graphs.json": "default graphs",
-}
+HEADS = {"trace-heads.json": "eager prefill", "trace-heads-graphs.json": "default graphs"}
 HEADS_METRICS = ("first token", "on the bus", "in its step", "a token")
 PIECES_ROWS = {
     "later turns: first token, p50, ms",
