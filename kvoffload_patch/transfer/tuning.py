@@ -103,9 +103,9 @@ TOUCH_BYTES = 32 << 20
 # at least and at most so many. Memory that a virtual machine has not had yet came at 0.4 to 0.6
 # GiB/s for each thread that had a core, and at 14 for two once it had had it (scripts/bench touch).
 TOUCH_THREADS, MOST_TOUCH_THREADS = 2, 8
-# How often the memory available is looked up: so many bytes for each thread is what they take until
-# the next time, or less. Not measured.
-CHECKED_BYTES = 64 << 20
+# How often the memory available is looked up: what threads take until the next time is so many
+# bytes for each, or one of so many parts of what may still be taken, if that is more. Not measured.
+CHECKED_BYTES, LOOK_PARTS = 64 << 20, 64
 # For how long memory that is missing is looked for again: a virtual machine may be given more only
 # as it uses what it has. Not measured.
 MEMORY_PATIENCE_S = 10.0

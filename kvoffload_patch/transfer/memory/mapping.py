@@ -27,6 +27,7 @@ from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.memory.numa import prefer_node
 from kvoffload_patch.transfer.tuning import (
     CHECKED_BYTES,
+    LOOK_PARTS,
     MEMORY_PATIENCE_S,
     MOST_TOUCH_THREADS,
     TOUCH_BYTES,
@@ -175,6 +176,7 @@ class Toucher:
         self._threads: list[JoinedThread] = []
         self._done: set[int] = set()  # steps done beyond the prefix
         self._prefix = self._next = self._goal = 0  # in steps
+        self._looks_at = 0  # the step before which memory is looked up again
         self._kept = 0  # bytes from the start on that may be in use, and are not touched again
         self.ended = ""
 
@@ -203,7 +205,7 @@ class Toucher:
         self._stopping.clear()
         self.ended = ""
         self._goal = -(-min(nbytes, self._nbytes) // TOUCH_BYTES)
-        self._next = self._prefix  # what lies behind it may be touched again
+        self._next = self._looks_at = self._prefix  # what lies behind may be touched again
         self._done.clear()
         for i in range(min(self._num_threads, self._goal - self._prefix)):
             thread = JoinedThread(self._run, f"kvoffload-touch-{i}", self.ask_to_stop)
@@ -246,7 +248,10 @@ class Toucher:
                     if step >= self._goal or self._stopping.is_set():
                         return
                     self._next += 1
-                if step % (CHECKED_BYTES // TOUCH_BYTES) == 0 and not self._room():
+                    looks = step >= self._looks_at
+                    if looks:  # meanwhile others go on for as much as was checked for them
+                        self._looks_at = step + CHECKED_BYTES // TOUCH_BYTES
+                if looks and not self._room(step):
                     return
                 self._touch(step)
         except Exception as error:  # noqa: BLE001 - raised again by the caller that waits
@@ -264,13 +269,19 @@ class Toucher:
                 self._prefix += 1
             self._changed.notify_all()
 
-    def _room(self) -> bool:
-        """Whether there is memory for what will be touched until the next look, after waiting."""
+    def _room(self, step: int) -> bool:
+        """Whether there is memory for what will be touched until the next look, after waiting.
+
+        The more there is, the later that comes: a look takes Python from the loading of the model.
+        """
         needed = min(CHECKED_BYTES * self._num_threads, self._nbytes) + RESERVE_BYTES
         deadline, pause = time.monotonic() + MEMORY_PATIENCE_S, 0.05
         while not self._stopping.is_set():
             found = self._available()
             if found >= needed:
+                until = step + (found - RESERVE_BYTES) // LOOK_PARTS // TOUCH_BYTES
+                with self._changed:
+                    self._looks_at = max(self._looks_at, until)
                 return True
             if time.monotonic() >= deadline:
                 self._end(

@@ -303,7 +303,7 @@ def test_memory_that_comes_later_is_waited_for() -> None:
     looks, more = iter(range(4)), threading.Event()
 
     def available() -> int:
-        return 1 << 40 if next(looks, None) is not None or more.is_set() else 0
+        return 64 * MIB if next(looks, None) is not None or more.is_set() else 0
 
     host = grown(64, 2 * MIB, Registrar(), available_bytes=available)
     host._growth._thread.join(0.3)  # type: ignore[union-attr]

@@ -180,11 +180,30 @@ def test_what_is_free_is_looked_up_before_it_is_taken_and_something_is_left(
     assert not host.toucher.wait(200 * MIB)
     assert 60 * MIB < host.toucher.touched <= 80 * MIB
     assert "of memory available to go on, found 0.0" in host.toucher.ended
+    assert len(taken_at) >= 15, "little is left"
+    taken_at.clear()
     free[0] = 1 << 40
     host.toucher.start(200 * MIB)  # more may have become free since
     assert host.toucher.wait(200 * MIB)
     assert not host.toucher.ended
-    assert len(taken_at) >= 50
+    assert len(taken_at) <= 2, "much is left"
+    host.close()
+
+
+def test_the_more_is_free_the_later_it_is_looked_up_again() -> None:
+    """A look takes Python from the loading of the model; others may take a part of it meanwhile."""
+    taken_at = []
+
+    def available() -> int:
+        taken_at.append(host.toucher.touched)
+        return mapping.RESERVE_BYTES + (1 << 30) - host.toucher.touched
+
+    host = HostMapping(512 * MIB, available_bytes=available, threads=1)
+    host.toucher.start(512 * MIB)
+    assert host.toucher.wait(512 * MIB)
+    between = [after - before for before, after in zip(taken_at, taken_at[1:])]
+    assert between[0] == (1 << 30) // mapping.LOOK_PARTS and between == sorted(between)[::-1]
+    assert between[-1] >= (1 << 29) // mapping.LOOK_PARTS - MIB
     host.close()
 
 
