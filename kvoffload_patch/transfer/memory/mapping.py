@@ -172,6 +172,7 @@ class Toucher:
         self._available = available_bytes
         self._num_threads = threads
         self._changed = threading.Condition()
+        self._looking = threading.Lock()  # one at a time, whose answer is the others' as well
         self._stopping = threading.Event()
         self._threads: list[JoinedThread] = []
         self._done: set[int] = set()  # steps done beyond the prefix
@@ -248,11 +249,9 @@ class Toucher:
                     if step >= self._goal or self._stopping.is_set():
                         return
                     self._next += 1
-                    looks = step >= self._looks_at
-                    if looks:  # meanwhile others go on for as much as was checked for them
-                        self._looks_at = step + CHECKED_BYTES // TOUCH_BYTES
-                if looks and not self._room(step):
-                    return
+                with self._looking:
+                    if self.ended or step >= self._looks_at and not self._room(step):
+                        return
                 self._touch(step)
         except Exception as error:  # noqa: BLE001 - raised again by the caller that waits
             self._end(f"expected to touch CPU memory, found {error}")
@@ -279,9 +278,8 @@ class Toucher:
         while not self._stopping.is_set():
             found = self._available()
             if found >= needed:
-                until = step + (found - RESERVE_BYTES) // LOOK_PARTS // TOUCH_BYTES
-                with self._changed:
-                    self._looks_at = max(self._looks_at, until)
+                more = max(CHECKED_BYTES, (found - RESERVE_BYTES) // LOOK_PARTS)
+                self._looks_at = step + more // TOUCH_BYTES
                 return True
             if time.monotonic() >= deadline:
                 self._end(

@@ -2,7 +2,8 @@
 
 Taking pages of CPU memory in the background, and what that does to a thread that maps memory.
 
-Two ways, with huge pages and without: MADV_POPULATE_WRITE in steps of 32 and 2 MiB, and page faults
+Three ways: a tier's threads, which look up the memory available meanwhile, with huge pages; with
+and without these, MADV_POPULATE_WRITE in steps of 32 and 2 MiB, and page faults
 (`kvoffload_patch.transfer.memory.mapping.touch`). Meanwhile another thread maps and unmaps 1 MiB,
 as loading a model and capturing CUDA graphs do all the time, and runs Python, as compiling the
 model does: how many times as long as alone. Says how much of the memory the kernel took as huge
@@ -25,14 +26,15 @@ from typing import Any
 
 import torch
 
+from kvoffload_patch.memory import available
 from kvoffload_patch.transfer.device import device_of
-from kvoffload_patch.transfer.memory.mapping import GIB, advise, touch
+from kvoffload_patch.transfer.memory.mapping import GIB, HostMapping, advise, touch
 from kvoffload_patch.transfer.tuning import PIECE_BYTES
 from scripts.bench.common import cell, machine, quantile, say, table, write_json
 
 MIB = 1 << 20
 STEP = 32 * MIB
-FIRST = "faults, the first memory"
+FIRST, TIER = "faults, the first memory", "a tier's threads"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _HUGE_PAGE = 2 * MIB
 
@@ -115,12 +117,11 @@ def run_python() -> float:
     return time.perf_counter() - began
 
 
-def measure(
-    take: Callable[[torch.Tensor], None], nbytes: int, threads: int, huge: bool
-) -> dict[str, Any]:
-    """GiB/s, and milliseconds of mapping beside it."""
-    memory = fresh(nbytes, huge)
-    steps, lock = iter(range(0, nbytes, STEP)), threading.Lock()
+def steps_of(
+    take: Callable[[torch.Tensor], None], memory: torch.Tensor, threads: int
+) -> Callable[[], bool]:
+    """Take it step by step on so many threads; says whether they are still at it."""
+    steps, lock = iter(range(0, memory.numel(), STEP)), threading.Lock()
 
     def run() -> None:
         while True:
@@ -131,37 +132,66 @@ def measure(
             take(memory[begin : begin + STEP])
 
     runners = [threading.Thread(target=run) for _ in range(threads)]
-    alone, beside = [run_python() for _ in range(200)], [run_python()]
-    began = time.perf_counter()
     for runner in runners:
         runner.start()
+    return lambda: any(runner.is_alive() for runner in runners)
+
+
+def begun(
+    take: Callable[[torch.Tensor], None] | None, nbytes: int, threads: int, huge: bool
+) -> tuple[torch.Tensor, Callable[[], bool]]:
+    """Memory that is taken from now on, by a tier for None, and whether that goes on."""
+    if take is not None:
+        memory = fresh(nbytes, huge)
+        return memory, steps_of(take, memory, threads)
+    mapping = HostMapping(nbytes, None, lambda: available().nbytes, threads=threads)
+    mapping.toucher.start(nbytes)  # until the mapping is dropped
+    return mapping.memory, lambda: mapping.toucher.touched < nbytes and not mapping.toucher.ended
+
+
+def measure(
+    take: Callable[[torch.Tensor], None] | None, nbytes: int, threads: int, huge: bool
+) -> dict[str, Any]:
+    """GiB/s, and milliseconds of mapping beside it; both once more beside Python."""
+    began = time.perf_counter()
+    memory, goes_on = begun(take, nbytes, threads, huge)
     waits = [1000 * map_and_unmap()]
-    while any(runner.is_alive() for runner in runners):
+    while goes_on():
         waits.append(1000 * map_and_unmap())
-        beside.append(run_python())
+        time.sleep(0.0005)
     seconds = time.perf_counter() - began
-    return {
+    found = {
         "huge_share": huge_bytes(Path("/proc/self/smaps").read_text(), memory.data_ptr()) / nbytes,
         "register_ms": registering(memory),
         "gib_per_s": nbytes / GIB / seconds,
-        "python_times": statistics.mean(beside) / statistics.mean(alone),
         "map_mean_ms": sum(waits) / len(waits),
         "map_p99_ms": quantile(waits, 0.99),
         "map_max_ms": max(waits),
     }
+    del memory
+    alone, began = [run_python() for _ in range(200)], time.perf_counter()
+    memory, goes_on = begun(take, nbytes, threads, huge)
+    beside = [run_python()]
+    while goes_on():
+        beside.append(run_python())
+    seconds = time.perf_counter() - began
+    found["gib_per_s_beside_python"] = nbytes / GIB / seconds
+    found["python_times"] = statistics.mean(beside) / statistics.mean(alone)
+    return found
 
 
 def report(cells: list[dict[str, Any]]) -> str:
     """A line for each way, with huge pages and without."""
     rows = [["way", "threads", "pages", "so many huge", "GiB/s", "mapping 1 MiB: mean", "p99",
-             "max, ms", "Python, times as long", "registering 32 MiB, ms"]]  # fmt: skip
+             "max, ms", "registering 32 MiB, ms", "Python beside it, times as long",
+             "GiB/s then"]]  # fmt: skip
     for found in cells:
         rows.append([
             found["way"], str(found["threads"]), "2 MiB" if found["huge"] else "4 KiB",
             f"{100 * found['huge_share']:.0f} %", f"{found['gib_per_s']:.2f}",
             *(f"{found[f'map_{kind}_ms']:.3f}" for kind in ("mean", "p99", "max")),
-            f"{found['python_times']:.2f}",
-            cell(found["register_ms"]),
+            cell(found["register_ms"]), f"{found['python_times']:.2f}",
+            f"{found['gib_per_s_beside_python']:.2f}",
         ])  # fmt: skip
     return table(rows)
 
@@ -183,8 +213,10 @@ def main() -> None:
         (name, threads, huge) for huge in (True, False) for threads in counts for name in ways
     ]
     cells = []
-    for name, threads, huge in [(FIRST, max(counts), True), *chosen]:
-        found = measure(ways.get(name, touch), int(args.gib * GIB), threads, huge)
+    tiers = [(TIER, threads, True) for threads in counts]
+    for name, threads, huge in [(FIRST, max(counts), True), *tiers, *chosen]:
+        take = None if name == TIER else ways.get(name, touch)
+        found = measure(take, int(args.gib * GIB), threads, huge)
         cells.append({"way": name, "threads": threads, "huge": huge, **found})
     say(report(cells))
     if args.json:

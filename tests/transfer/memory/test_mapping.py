@@ -117,10 +117,22 @@ def test_so_many_threads_touch_and_leave_room_for_each_other(
     assert host.toucher.wait(64 * MIB), host.toucher.ended
     host.close()
     monkeypatch.setattr(mapping, "MEMORY_PATIENCE_S", 0.0)
-    host = HostMapping(64 * MIB, available_bytes=lambda: enough - 1, threads=threads)
+    looks: list[int] = []
+
+    def too_little() -> int:
+        looks.append(1)
+        deadline = time.monotonic() + 20
+        while host.toucher._next < threads and time.monotonic() < deadline:
+            time.sleep(0.001)  # each has a step to take
+        return enough - 1
+
+    host = HostMapping(64 * MIB, available_bytes=too_little, threads=threads)
     host.toucher.start(64 * MIB)
     assert not host.toucher.wait(64 * MIB)
+    for thread in host.toucher._threads:
+        thread.join(20)
     assert "of memory available to go on" in host.toucher.ended
+    assert len(looks) == 1, "who has waited in vain has done so for all"
     host.close()
 
 

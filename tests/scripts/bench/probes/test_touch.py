@@ -29,9 +29,10 @@ def test_each_way_is_measured_and_told(
     monkeypatch.setattr("sys.argv", ["touch", "--gib", "0.0625", "--threads", "2"])
     touch.main()
     head, _, *rows = capsys.readouterr().out.splitlines()
-    assert "so many huge" in head and len(rows) == 7 and touch.FIRST in rows[0]
+    assert "so many huge" in head and len(rows) == 8 and touch.FIRST in rows[0]
+    assert touch.TIER in rows[1]
     shares = [int(row.split("|")[4].split()[0]) for row in rows]
-    assert shares[4:] == [0, 0, 0], "pages of 4 KiB were asked for"
+    assert shares[5:] == [0, 0, 0], "pages of 4 KiB were asked for"
     assert all(0 <= share <= 100 for share in shares)
 
 
