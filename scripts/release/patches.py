@@ -51,7 +51,11 @@ def _arm_kvoffload() -> None:
         if os.environ.get("KVOFFLOAD_DISABLE", "").strip().lower() in ("1", "true", "yes", "on"):
             return
         if os.environ.get("KVOFFLOAD_STRICT", "").strip().lower() in ("0", "false", "no", "off"):
-            print(text + " vLLM runs without the CPU tier.", file=sys.stderr, flush=True)
+            try:
+                if sys.stderr is not None:  # or `print` would take standard output
+                    print(text + " vLLM runs without the CPU tier.", file=sys.stderr, flush=True)
+            except (OSError, ValueError):
+                pass  # closed, full or read by nobody
             return
         raise ImportError(text, name="vllm") from error
     plugin()

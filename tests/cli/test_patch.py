@@ -304,6 +304,11 @@ def test_a_missing_package_ends_the_import(box: Sandbox) -> None:
     assert done.stderr == f"{sentence} vLLM runs without the CPU tier.\n"
     for off in ({}, {"KVOFFLOAD_ENABLE": "1", "KVOFFLOAD_DISABLE": "1"}):
         assert box.run("-c", STEP, **off).stderr == ""
+    environ = {"KVOFFLOAD_ENABLE": "1", "KVOFFLOAD_STRICT": "0"}
+    for log in ("2>/dev/full", "2>&-"):
+        command = ["sh", "-c", f'exec "$0" "$@" {log}', str(box.python), "-c", STEP]
+        done = subprocess.run(command, env=environ, cwd=box.root, stdout=subprocess.PIPE)
+        assert done.stdout == b"plain\n", log
 
 
 def test_this_package_refuses_a_release_that_it_does_not_know(site: Site) -> None:
