@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -45,7 +46,28 @@ def test_command_lines() -> None:
     assert found[modes.SIMPLE][len(serve) :][:2] == ["--kv-offloading-size", "2.5"]
 
 
-def test_only_its_own_mode_gets_what_switches_a_tier_on() -> None:
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="-m always looks in the current folder")
+@pytest.mark.parametrize("looks_here", [False, True])
+def test_a_server_is_of_the_vllm_that_this_process_finds(
+    looks_here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout of vLLM is a folder with a vllm that is not built."""
+    for name in ("installed", "here"):
+        folder = tmp_path / name / "vllm/entrypoints/cli"
+        folder.mkdir(parents=True)
+        for package in (folder, *folder.parents[:2]):
+            (package / "__init__.py").touch()
+        (folder / "main.py").write_text(f"print({name!r})")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", ["" if looks_here else "/bin", str(tmp_path / "installed")])
+    environ = modes.environment(modes.OFF, 2.5, {"PYTHONPATH": str(tmp_path / "installed")})
+    command = [sys.executable, *modes.command(modes.OFF, 2.5, "M", [])[1:]]
+    said = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True).stdout
+    assert said == ("here\n" if looks_here else "installed\n")
+
+
+def test_only_its_own_mode_gets_what_switches_a_tier_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [""])
     user = {
         "HOME": "/h", "KVOFFLOAD_ENABLE": "1", "KVOFFLOAD_EVICTION": "lru",
         "VLLM_USE_SIMPLE_KV_OFFLOAD": "1",
