@@ -172,7 +172,7 @@ class Toucher:
         self._available = available_bytes
         self._num_threads = threads
         self._changed = threading.Condition()
-        self._looking = threading.Lock()  # one at a time, whose answer is the others' as well
+        self._looking = threading.Lock()
         self._stopping = threading.Event()
         self._threads: list[JoinedThread] = []
         self._done: set[int] = set()  # steps done beyond the prefix
@@ -249,12 +249,16 @@ class Toucher:
                     if step >= self._goal or self._stopping.is_set():
                         return
                     self._next += 1
-                with self._looking:
-                    if self.ended or step >= self._looks_at and not self._room(step):
-                        return
+                if step >= self._looks_at and not self._looked_up(step):
+                    return
                 self._touch(step)
         except Exception as error:  # noqa: BLE001 - raised again by the caller that waits
             self._end(f"expected to touch CPU memory, found {error}")
+
+    def _looked_up(self, step: int) -> bool:
+        """Whether there is memory for this step; who waits for another's look has its answer."""
+        with self._looking:
+            return not self.ended and (step < self._looks_at or self._room(step))
 
     def _touch(self, step: int) -> None:
         begin = max(step * TOUCH_BYTES, self._kept)

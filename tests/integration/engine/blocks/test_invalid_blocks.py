@@ -127,11 +127,11 @@ def test_what_was_computed_behind_a_window_that_does_not_show_it_is_discarded_as
     nothing_held(mini)
 
 
-@pytest.mark.parametrize("waits_on", [True, False], ids=["waits on", "aborted, too"])
-@pytest.mark.parametrize("gone", [True, False], ids=["aborted", "computes them again"])
-def test_a_request_that_waits_for_a_load_holds_none_of_them(gone: bool, waits_on: bool) -> None:
-    """It is no request that vLLM would compute them again for."""
-    mini = Mini(blocks=60, in_flight=2, asynchronous=False, load_mode="parked", late=2)
+def half_in_cpu(mini: Mini) -> tuple[list[int], Connector, str]:
+    """A prompt whose head a connector has and the tier does not, which has the rest; it fails.
+
+    Asked for is another one with that head, by the name that comes last.
+    """
     asked = prompt(6, seed=1, tail=3)
     known = asked[: 3 * BLOCK]
     mini.only_in_cpu(asked)
@@ -139,7 +139,15 @@ def test_a_request_that_waits_for_a_load_holds_none_of_them(gone: bool, waits_on
         mini.manager.discard(key)
     connector = Connector(mini, False, known)
     connector.fails = True
-    name = mini.add(known + prompt(1, seed=2, tail=3), count=30)
+    return asked, connector, mini.add(known + prompt(1, seed=2, tail=3), count=30)
+
+
+@pytest.mark.parametrize("waits_on", [True, False], ids=["waits on", "aborted, too"])
+@pytest.mark.parametrize("gone", [True, False], ids=["aborted", "computes them again"])
+def test_a_request_that_waits_for_a_load_holds_none_of_them(gone: bool, waits_on: bool) -> None:
+    """It is no request that vLLM would compute them again for."""
+    mini = Mini(blocks=60, in_flight=2, asynchronous=False, load_mode="parked", late=2)
+    asked, connector, name = half_in_cpu(mini)
     mini.begin_step()
     connector.known.clear()
     waits = mini.add(asked, count=3)
@@ -165,14 +173,7 @@ def test_a_request_that_is_parked_before_they_are_computed_again_holds_none_of_t
     """Who computes them again may go before it has; who waits would have them as they are."""
     limits = {"max_num_batched_tokens": BLOCK, "max_num_scheduled_tokens": BLOCK}
     mini = Mini(blocks=60, load_mode="parked", late=3, limits=limits)
-    asked = prompt(6, seed=1, tail=3)
-    known = asked[: 3 * BLOCK]
-    mini.only_in_cpu(asked)
-    for key in keys_of(mini, known):
-        mini.manager.discard(key)
-    connector = Connector(mini, False, known)
-    connector.fails = True
-    name = mini.add(known + prompt(1, seed=2, tail=3), count=30)
+    asked, connector, name = half_in_cpu(mini)
     mini.begin_step()
     connector.known.clear()
     end_step(mini, invalid_block_ids=set(connector.filled[name][1:]))
