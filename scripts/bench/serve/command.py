@@ -14,6 +14,8 @@ Scenarios S1 to S4 on a real vLLM: plain, with this tier, and with what else the
   pressure_tokens  the same on the small model of `tokens`: are greedy answers equal?
   tokens   greedy answers of single requests, equal with and without, on a small model of its own
   start    how long an engine takes to start (also measured with each of s1 to s4)
+  startgraphs the same with vLLM's own choice of compilation and CUDA graphs, of which the first
+           engine on a machine makes what the others find: --rounds 3
 
 Each mode runs in a process of its own, one after the other, or with --side-by-side, for engines
 that play S4 alone, all alive together: prepared once, they take turns phase by phase, in another

@@ -14,7 +14,7 @@ from typing import Any
 from scripts import ROOT
 from scripts.bench.jobs import AnyJob, Launch
 from scripts.bench.serve import modes, pressure
-from scripts.bench.serve.sizes import ENGINES, Sizes
+from scripts.bench.serve.sizes import ENGINES, STARTS, Sizes
 
 ARRIVALS = ("s4", "s4graphs")  # what engines can play side by side
 SMALL_MODEL = ("tokens", "pressure_tokens")  # engines with the model of the check of answers
@@ -174,7 +174,7 @@ def jobs(
                 # The time tells apart sets of different runs that are put together with --merge.
                 together = f"{engine}-{turn} {time.strftime('%Y-%m-%dT%H:%M:%S%z')}"
                 made.append([Job(mode, engine, picked, turn, together=together) for mode in names])
-            elif picked or (engine == "main" and "start" in chosen):
+            elif picked or STARTS.get(engine) in chosen:
                 made += [[Job(mode, engine, picked, turn)] for mode in names]
     return made
 

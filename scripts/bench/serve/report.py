@@ -10,6 +10,7 @@ from typing import Any
 
 from scripts.bench.common import bars, pyplot, say, summary, table, verdict
 from scripts.bench.serve import pairs, pressed
+from scripts.bench.serve.sizes import STARTS
 
 Samples = list[float]
 
@@ -45,10 +46,13 @@ def _ratio(scenario: str, kind: str) -> Callable[[dict[str, Any]], Samples]:
     return of
 
 
-def _start(job: dict[str, Any]) -> Samples:
-    counts = job["engine"] == "main" and job["start_s"] is not None
-    beside = job.get("side_by_side", False)  # other engines held memory meanwhile
-    return [job["start_s"]] if counts and not beside else []
+def _start(engine: str) -> Callable[[dict[str, Any]], Samples]:
+    def samples(job: dict[str, Any]) -> Samples:
+        counts = job["engine"] == engine and job["start_s"] is not None
+        beside = job.get("side_by_side", False)  # other engines held memory meanwhile
+        return [job["start_s"]] if counts and not beside else []
+
+    return samples
 
 
 def _arrivals(scenario: str, title: str) -> list[Figure]:
@@ -78,7 +82,8 @@ FIGURES = [
         Figure(f"pressure_{key}", title, "", pressed.samples(key, unit))
         for key, title, unit in pressed.ROWS
     ),
-    Figure("start", "engine start (s)", "Engine start (s)", _start),
+    Figure("start", "engine start (s)", "Engine start (s)", _start("main")),
+    Figure("startgraphs", "engine start, default graphs (s)", "", _start("graphs")),
 ]
 
 Found = dict[str, dict[str, dict[str, Any]]]  # figure, mode -> summary
@@ -196,7 +201,8 @@ def _verdicts(found: Found, document: dict[str, Any]) -> list[str]:
         verdict("S2 over off", against("s2", off("s2"), lambda a, b: a / b), 1.01),
         verdict("S4, p99 over p99 without arrivals", ours("s4_ratio"), 1.2),
         verdict("S4, default graphs, the same", ours("s4graphs_ratio"), 1.2),
-        verdict("start over off", against("start", off("start"), lambda a, b: a - b), 1.5, " s"),
+        *(verdict(f"{key} over off", against(key, off(key), lambda a, b: a - b), 1.5, " s")
+          for key in STARTS.values()),
         verdict("one-token requests found again, share",
                 one[0]["hits"] / one[0]["asked"] if one else None, 1.0, most=False),
     ]  # fmt: skip
