@@ -224,6 +224,27 @@ def test_a_call_has_its_turn_where_steps_follow_each_other_at_once(
         running.result(60)
 
 
+def test_a_call_has_its_turn_after_a_step_of_which_no_end_was_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the next step waits for the call, which waits for the step before that."""
+    monkeypatch.setattr(step_order, "STEP_ENDS_S", 2.0)
+    order = StepOrder(int)
+
+    def call() -> None:
+        with order.between_steps():
+            pass
+
+    with ThreadPoolExecutor(1) as steps, ThreadPoolExecutor(1) as calls:
+        assert steps.submit(order.step_begins).result(60)
+        called = calls.submit(call)
+        while not order._calls:
+            assert not called.done()
+            time.sleep(0.001)
+        assert steps.submit(order.step_begins).result(60)
+        called.result(60)
+
+
 def test_a_call_beside_steps_waits_for_what_they_have_given_the_device() -> None:
     settled: list[str] = []
     order = StepOrder(lambda: settled.append("device"))
