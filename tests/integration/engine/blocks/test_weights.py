@@ -170,6 +170,18 @@ def test_asleep_twice_is_compared_once_awake() -> None:
     assert engine.found() == 0
 
 
+def test_weights_that_are_changed_until_a_pause_ends_empty_it() -> None:
+    """A trainer wakes the engine, which has steps while it is paused, and writes after some."""
+    engine = Engine()
+    engine.sleep(1)
+    engine.ranks.asleep = False
+    engine.world.scheduler.pause_state = PauseState.PAUSED_ALL
+    engine.world.step()
+    engine.ranks.found = ("a", "c")
+    engine.world.scheduler.pause_state = PauseState.UNPAUSED
+    assert engine.found() == 0
+
+
 def test_an_engine_that_is_not_watched_asks_no_rank_and_keeps_nothing() -> None:
     engine = Engine(watched=False)
     engine.sleep(1)
