@@ -152,6 +152,40 @@ def test_blocks_of_answers_are_stored_unless_that_is_off(
     mini.check()
 
 
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("how", ["as it is", "opts out", "decode is off"])
+def test_a_block_that_vllm_caches_after_the_last_step_is_stored_as_the_others_are(
+    how: str, store: str
+) -> None:
+    """The asynchronous scheduler does so as it takes in the output; no step comes after it."""
+    mini = Mini(store=store, store_decode=how != "decode is off", in_flight=2)
+    tokens = prompt(2, seed=1)[: 2 * BLOCK - 2]
+    name = mini.add(tokens, count=4 * BLOCK - len(tokens) + 1)
+    request = mini.scheduler.requests[name]
+    request.sampling_params.extra_args = {ARGUMENT: 0} if how == "opts out" else None
+    keys = []
+    while mini.scheduler.has_unfinished_requests() or mini.queue:
+        mini.step()
+        keys += [block.block_hash for _, found in mini.tier.cached for block in found]
+    assert len(keys) == 1, "this test shows nothing"
+    lose_all(mini)
+    assert mini.manager.holds(keys[0]) == (how == "as it is")
+    mini.check()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_prompts_are_stored_from_blocks_that_had_answers(store: str) -> None:
+    mini = Mini(store=store, store_decode=False)
+    for seed in range(20, 24):
+        asked(mini, prompt(1, seed=seed), count=6 * BLOCK)
+    prompts = [prompt(5, seed=seed) for seed in range(4)]
+    for tokens in prompts:
+        asked(mini, tokens, count=1)
+    lose_all(mini)
+    assert [held(mini, tokens) for tokens in prompts] == [5] * 4
+    mini.check()
+
+
 @pytest.mark.parametrize("later", ["as it is", "paused"])
 def test_keys_of_blocks_that_no_step_computes_leave_vllms_cache(later: str) -> None:
     """Priorities let vLLM preempt a request that the same step has scheduled already."""
