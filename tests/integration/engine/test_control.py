@@ -90,6 +90,26 @@ def test_what_waits_to_be_stored_when_it_is_paused_is_counted() -> None:
     nothing_held(mini)
 
 
+def test_what_the_gpu_loses_while_it_is_paused_is_not_stored() -> None:
+    """It may be of other weights than its key stands for."""
+    mini = Mini(store="lazy")
+    mini.add(prompt(6, seed=1), count=1)
+    mini.run()
+    mini.ask("pause")
+    for seed in range(50, 56):
+        mini.add(prompt(5, seed=seed), count=1)
+        mini.run()
+    mini.settle()
+    assert mini.manager.stats.stored == 0
+    asked(mini, "resume")
+    for seed in range(60, 66):
+        mini.add(prompt(5, seed=seed), count=1)
+        mini.run()
+    mini.settle()
+    assert mini.manager.stats.stored > 0, "this test shows nothing"
+    nothing_held(mini)
+
+
 def test_what_is_under_way_when_it_is_paused_ends() -> None:
     mini = Mini(load_mode="parked", late=3)
     tokens = prompt(6, seed=1)
