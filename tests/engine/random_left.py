@@ -45,6 +45,8 @@ def of_the_tier(tier: Any) -> list[str]:
         "stores of a step that is over": () if manager.growing else manager._queue,
         "prefills": tier._view.prefills,
         "blocks said to be cached": tier.cached,
+        # The last one stays until another output is taken in.
+        "steps beside a connector": list(tier._invalid._in_flight)[1:],
         **{f"loads, {name}": getattr(loads, name) for name in names},
     })  # fmt: skip
 

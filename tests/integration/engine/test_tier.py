@@ -160,6 +160,18 @@ def test_what_a_step_computes_in_new_blocks_is_stored_while_others_are_not_trust
     assert world.tier._invalid.untrusted and block.ref_cnt
 
 
+def test_of_what_becomes_free_within_a_step_only_what_is_trusted_is_stored() -> None:
+    """As with a preemption, after which the GPU may lose the blocks in the next step."""
+    world = World(store="lazy")
+    right, wrong = world.add(prompt(2, seed=1)), world.add(prompt(2, seed=2))
+    world.step(right, wrong)
+    for key in world.hash_keys(wrong):
+        world.tier._invalid.untrusted[world.view.gpu_lookup()(key).block_id] = key
+    world.step(body=lambda: [world.end(request) for request in (right, wrong)])
+    assert all(map(world.offload.holds, world.hash_keys(right)))
+    assert not any(map(world.offload.holds, world.hash_keys(wrong)))
+
+
 def test_a_parked_load_that_failed_is_not_published() -> None:
     world = World(load_mode="parked")
     world.only_in_cpu(prompt(4))
