@@ -110,6 +110,26 @@ def test_what_the_gpu_loses_while_it_is_paused_is_not_stored() -> None:
     nothing_held(mini)
 
 
+@pytest.mark.parametrize(("paused", "loaded"), [(False, 1), (True, 0)])
+def test_the_last_block_of_a_prompt_is_not_loaded_while_it_is_paused(
+    paused: bool, loaded: int
+) -> None:
+    mini = Mini(load_mode="auto")
+    tokens = prompt(6, seed=1, tail=0)
+    mini.only_in_cpu(tokens)
+    mini.add(tokens[: 5 * BLOCK + 1], count=1)
+    mini.run()
+    before = mini.manager.stats.loaded
+    if paused:
+        mini.ask("pause")
+    mini.add(tokens, count=2)
+    mini.run()
+    mini.settle()
+    assert mini.manager.stats.loaded - before == loaded
+    mini.check()
+    nothing_held(mini)
+
+
 def test_what_is_under_way_when_it_is_paused_ends() -> None:
     mini = Mini(load_mode="parked", late=3)
     tokens = prompt(6, seed=1)

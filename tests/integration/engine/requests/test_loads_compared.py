@@ -95,6 +95,23 @@ def test_all_none_or_the_first(integrity: str, compares: bool, wanted: int) -> N
     assert len(loads(mini)) == 5 and len(compared(mini)) == wanted
 
 
+@pytest.mark.parametrize(
+    ("integrity", "load_mode", "wanted"),
+    [("off", "auto", [False, False]), ("full", "auto", [True]), ("off", "parked", [False])],
+)
+def test_the_last_block_of_a_prompt_is_not_loaded_where_the_step_may_not_wait_for_it(
+    integrity: str, load_mode: str, wanted: list[bool]
+) -> None:
+    """It is loaded within the step that reads it, and so is not known to be right before."""
+    ranks = FakeRanks(compares=True)
+    mini = Mini(load_mode=load_mode, blocks=60, ranks=ranks, integrity=integrity)
+    mini.only_in_cpu(prompt(6, seed=1, tail=0))
+    ask_one_by_one(mini, [prompt(6, seed=1, tail=0)])
+    assert [load.compared for load in loads(mini)] == wanted
+    mini.check()
+    nothing_held(mini)
+
+
 @pytest.mark.usefixtures("one_in_three")
 @pytest.mark.parametrize("step_ms", [1.0, 20.0])
 def test_it_is_not_promised_before_it_is_known_to_be_right(step_ms: float) -> None:
