@@ -110,6 +110,18 @@ def test_what_the_gpu_loses_while_it_is_paused_is_not_stored() -> None:
     nothing_held(mini)
 
 
+@pytest.mark.parametrize("last", ["pause", "resume"])
+def test_a_reset_leaves_it_as_it_was_asked_to_be_last(last: str) -> None:
+    mini = Mini(store="eager")
+    asked(mini, "pause")
+    asked(mini, last)
+    assert mini.scheduler.reset_prefix_cache()
+    mini.add(prompt(6, seed=1), count=1)
+    mini.run()
+    mini.settle()
+    assert mini.manager.stats.stored == (6 if last == "resume" else 0)
+
+
 @pytest.mark.parametrize(("paused", "loaded"), [(False, 1), (True, 0)])
 def test_the_last_block_of_a_prompt_is_not_loaded_while_it_is_paused(
     paused: bool, loaded: int
