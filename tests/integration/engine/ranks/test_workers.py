@@ -435,11 +435,41 @@ def test_a_rank_that_shares_a_board_says_what_all_have_once_all_are_resized(work
     rpc.close_rank(worker)
 
 
-def test_what_the_rank_that_overlaps_least_says_is_counted_with() -> None:
+def test_of_what_open_ranks_say_that_counts_which_holds_for_all() -> None:
     executor = Executor([geometry(0), geometry(1)], [9, 9])
-    executor.answers["open_rank"] = [
-        RankOpened(rank, rank, 9, overlap=overlap) for rank, overlap in ((0, 0.75), (1, 0.0))
-    ]
+    fast = RankOpened(0, 1000, 9, False, 0.5, "in one piece", 0.75, True)
+    slow = RankOpened(1, 1001, 9, False, 2.0, "by kernels", 0.5, True)
+    executor.answers["open_rank"] = [fast, slow]
     ranks = RankGroup(executor)
     ranks.open(512 * 40, by_layer=True)
-    assert ranks.overlap == 0 and executor.calls[-1][-2] is True
+    assert executor.calls[-1][-2] is True
+    assert (ranks.load_ms_per_block, ranks.copies, ranks.overlap) == (2.0, "by kernels", 0.5)
+    assert ranks.compares and ranks.copies_overlap
+    executor.answers["open_rank"][0] = dataclasses.replace(fast, compares=False)
+    ranks.open(512 * 40)
+    assert not ranks.compares
+    on_cpu = RankGroup(Executor([geometry(0, device="cpu")], [9]))
+    on_cpu.open(512 * 20)
+    assert not on_cpu.copies_overlap
+
+
+def test_a_rank_that_could_not_open_its_tier_is_named() -> None:
+    executor = Executor([geometry(0), geometry(1)], [9, 9])
+    executor.answers["open_rank"][1] = RankOpened(1, 1001, error="no memory is left")
+    said = r"rank 1 \(pid 1001\) failed to open the CPU tier: no memory is left"
+    with pytest.raises(TierRefused, match=said):
+        RankGroup(executor).open(512 * 40)
+
+
+@pytest.mark.parametrize(("here", "silent", "closed"), [(1, 0, 1), (1, 1, 0), (0, 0, 0)])
+def test_only_a_worker_of_this_process_that_answers_is_closed_with_the_engine(
+    here: bool, silent: bool, closed: bool
+) -> None:
+    """An engine after it needs the memory; those in others give it back by ending."""
+    executor = Executor([geometry(0)], [9])
+    if here:
+        executor.driver_worker = object()  # type: ignore[attr-defined]
+    ranks = RankGroup(executor)
+    ranks.silent = silent
+    ranks.close()
+    assert executor.calls == [("close_rank",)] * closed
