@@ -473,3 +473,13 @@ def test_only_a_worker_of_this_process_that_answers_is_closed_with_the_engine(
     ranks.silent = silent
     ranks.close()
     assert executor.calls == [("close_rank",)] * closed
+
+
+def test_the_end_of_a_tier_that_has_failed_on_one_rank_is_no_end_of_it() -> None:
+    """A load that a step was promised may have failed there."""
+    executor = Executor([geometry(0), geometry(1)], [9, 9])
+    answers = [(True, None), (False, "RuntimeError: it has failed")]
+    executor.collective_rpc = lambda *_, **__: answers  # type: ignore[method-assign]
+    said = "to answer finish_rank, found RuntimeError: it has failed on 1 of 2"
+    with pytest.raises(TierRefused, match=said):
+        RankGroup(executor).finish(None)
