@@ -75,6 +75,9 @@ class _AnyGrammar:
         """Up to 0.29 the grammar itself takes them, where this says so."""
         return False
 
+    def grammar_bitmask(self, *_: Any) -> None:
+        """Up to 0.11.0 a step is scheduled with it."""
+
 
 def _grammar_status(known: Any) -> Any:
     name = "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"  # from 0.19 on
