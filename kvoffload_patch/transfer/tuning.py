@@ -104,7 +104,8 @@ TOUCH_BYTES = 32 << 20
 # GiB/s for each thread that had a core, and at 14 for two once it had had it (scripts/bench touch).
 TOUCH_THREADS, MOST_TOUCH_THREADS = 2, 8
 # How often the memory available is looked up: what threads take until the next time is so many
-# bytes for each, or one of so many parts of what may still be taken, if that is more. Not measured.
+# bytes for each, or one of so many parts of what may still be taken, if that is more. With looks
+# every 64 MiB a thread that runs Python took 1.4 times as long (docs/history.md, "Starting").
 CHECKED_BYTES, LOOK_PARTS = 64 << 20, 64
 # For how long memory that is missing is looked for again: a virtual machine may be given more only
 # as it uses what it has. Not measured.

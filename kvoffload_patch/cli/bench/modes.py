@@ -72,7 +72,7 @@ def command(mode: str, gib: float, model: str, arguments: Sequence[str]) -> list
 def environment(mode: str, gib: float, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a mode's server: the user's, but for what decides on the mode."""
     kept = {k: v for k, v in environ.items() if k not in ("KVOFFLOAD_ENABLE", _SIMPLE_SWITCH)}
-    if not {"", str(Path.cwd())} & set(sys.path):
+    if not any(folder.exists() and folder.samefile(".") for folder in map(Path, sys.path)):
         kept["PYTHONSAFEPATH"] = "1"  # nor does the server take a vllm of this folder (Python 3.11)
     if mode == ON:
         return {**kept, "KVOFFLOAD_CPU_GIB": f"{gib:g}"}

@@ -152,7 +152,7 @@ def begun(
 def measure(
     take: Callable[[torch.Tensor], None] | None, nbytes: int, threads: int, huge: bool
 ) -> dict[str, Any]:
-    """GiB/s, and milliseconds of mapping beside it; both once more beside Python."""
+    """GiB/s and milliseconds of mapping beside it; then GiB/s beside Python, which takes longer."""
     began = time.perf_counter()
     memory, goes_on = begun(take, nbytes, threads, huge)
     waits = [1000 * map_and_unmap()]

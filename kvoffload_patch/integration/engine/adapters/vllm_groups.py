@@ -100,7 +100,7 @@ class CacheGroups:
         With hits that end within a block, the block of a state is written to after it has got a
         key: the next step of its request moves that to another block.
         """
-        keys: list[Hashable] = [block._block_hash for block in blocks]  # where its property does
+        keys: list[Hashable] = [block._block_hash for block in blocks]  # no call for each
         if self.parts:
             size = self.block_sizes[0]
             for at, block in enumerate(blocks):

@@ -351,7 +351,7 @@ class SchedulerView:
 
     def still_cached(self, gpu_block_id: int, key: Hashable) -> bool:
         """Whether a GPU block is in the prefix cache under this key."""
-        found: bool = self.pool.blocks[gpu_block_id]._block_hash == key  # of many, a call less
+        found: bool = self.pool.blocks[gpu_block_id]._block_hash == key  # no call for each
         return found
 
     def block_tables(self, request_id: str) -> tuple[list[int], ...]:
