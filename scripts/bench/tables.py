@@ -70,6 +70,7 @@ OTHER_CHATS = {
     "chats-newest.json": "one system after the other, vLLM 0.33.0 on an H200",
     "chats-heads.json": "the same, vLLM 0.26.0, seven turns, heads of prefixes on the GPU",
     "chats-faster.json": "one system after the other, an H200 with a faster host",
+    "chats-slower.json": "one system after the other, an H200 with a slower host",
     "chats-crowded.json": "more at a time, of more lengths, vLLM 0.26.0 on another H200",
     "chats-short.json": "short histories, six at a time",
     "chats-compared.json": "the same, fewer loads compared, a host with slow phases",
