@@ -177,6 +177,18 @@ def test_a_tier_on_which_a_step_has_failed_is_not_detached(worker: Any, board: B
     assert "expected rank 1 to carry out its part" in board[1].said()
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_tier_whose_steps_were_carried_out_is_finished_with_its_last_loads(
+    shares: bool, worker: Any, board: Board
+) -> None:
+    opened(worker, board if shares else None)
+    [layer] = worker.model_runner.kv_caches
+    step(worker, STORE)
+    layer[4:6] = -1
+    rpc.finish_rank(worker, LOAD)
+    assert layer[4:6].equal(layer[1:3])
+
+
 def test_a_step_that_is_carried_out_says_nothing_and_has_a_result(
     worker: Any, board: Board
 ) -> None:

@@ -166,6 +166,20 @@ def test_what_is_in_front_has_been_told_whatever_comes_and_goes(seed: int) -> No
         assert len(front._told) <= ahead + 6
 
 
+def test_the_front_is_told_while_one_that_stores_nothing_uses_what_was_looked_at_last() -> None:
+    """Nobody tells of its hit; from a block that is in use no way leads on in vLLM's queue."""
+    world = World(num_blocks=9)
+    ended(world, 3, seed=1)
+    ended(world, 3, seed=2)
+    front, told = front_of(world, ahead=4)
+    front.look()
+    told.take()
+    world.pool.touch([world.pool.blocks[free_ids(world)[3]]])
+    front.handed_out([block.block_id for block in world.pool.get_new_blocks(2)])
+    front.look()
+    assert told.take() == free_ids(world)[1:3]
+
+
 def test_what_is_refused_is_not_told_until_it_was_handed_out() -> None:
     world = World(num_blocks=9)
     ended(world, 3, seed=1)

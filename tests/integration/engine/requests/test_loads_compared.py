@@ -208,6 +208,25 @@ def test_once_one_was_found_wrong_all_are_compared(load_mode: str) -> None:
     nothing_held(mini)
 
 
+@pytest.mark.usefixtures("one_in_three")
+@pytest.mark.parametrize("load_mode", ["auto", "parked"])
+def test_one_that_is_wrong_after_others_were_right_has_all_compared(load_mode: str) -> None:
+    """What has gone wrong since then is not read by a load that nobody looks at."""
+    mini: Any = None
+
+    def fails(direction: str, ticket: int) -> bool:
+        return direction == "load" and sorted(compared(mini))[1:2] == [ticket]
+
+    mini = Mini(fails=fails, load_mode=load_mode, blocks=60, ranks=FakeRanks(compares=True))
+    mini.device.reason = MISMATCH
+    known = [prompt(6, seed=seed) for seed in range(7)]
+    mini.only_in_cpu(*known)
+    ask_one_by_one(mini, known)
+    mini.check()
+    assert [load.compared for load in loads(mini)] == [True, False, False, *4 * [True]]
+    nothing_held(mini)
+
+
 @pytest.mark.parametrize("load_mode", ["auto", "parked"])
 def test_what_a_reset_waits_for_has_not_come_right(load_mode: str) -> None:
     """Nobody says how it ended: the first load may have been wrong."""
