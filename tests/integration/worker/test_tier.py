@@ -267,6 +267,22 @@ def test_a_batch_behind_a_step_without_tokens_computes_into_no_block(
     assert slots.tolist() == ([-1] * 4 if cleared else [0, 1, 2, 3])
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_nor_is_it_asked_of_a_runner_that_keeps_no_slots_or_keeps_them_elsewhere(
+    tier: rank.RankTier, runner: Any, keeps: bool
+) -> None:
+    """Runner V2 keeps none; the tables of vllm-ascend are not vLLM's."""
+    if keeps:
+        keep_slots(runner, slots := torch.arange(4))
+        own = SimpleNamespace(slot_mapping=SimpleNamespace(np=None))
+        runner.input_batch.block_table.block_tables.insert(0, own)
+    else:
+        runner.vllm_config.parallel_config.data_parallel_size = 2
+    idle = SimpleNamespace(total_num_scheduled_tokens=0, num_scheduled_tokens={})
+    tier.begin_step(a_plan((a_load(1, (4,), (0,)),), stores_done=1), idle)
+    assert not keeps or slots.tolist() == [-1] * 4
+
+
 def flip(tier: rank.RankTier, slot: int) -> None:
     tier._host.slots[slot, 3] ^= 1
 

@@ -150,6 +150,16 @@ def test_tensors_that_the_runners_list_leaves_out_are_taken_from_the_layers(in_l
     assert len(found) == 3 and all(map(torch.equal, found, (latent, keys, state)))
 
 
+def test_from_0_29_on_blocks_are_counted_by_the_first_dimension_whatever_others_are() -> None:
+    whole = torch.arange(6 * 2 * 6.0).reshape(6, 2, 6)  # block, layer, content
+    placed = SimpleNamespace(
+        num_blocks=6, kv_cache_tensors=[SimpleNamespace(layer_stride=6)], kv_cache_groups=[]
+    )
+    runner = SimpleNamespace(kv_caches=[whole[:, 0], whole[:, 1]], kv_cache_config=placed)
+    layout = block_layout(runner)
+    assert [row.view(torch.float32).tolist() for row in layout.rows] == [whole.flatten(1).tolist()]
+
+
 def test_states_of_a_layer_come_as_a_list_up_to_0_28() -> None:
     """Convolution and state in one page with padding behind them, attention over all of it."""
     blocks, page = 6, 64  # bytes

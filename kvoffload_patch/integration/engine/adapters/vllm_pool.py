@@ -88,7 +88,7 @@ class PoolAdapter:
         Args:
             scheduled: vLLM's `SchedulerOutput`, before anything is given back.
         """
-        if self._num_held and scheduled.num_common_prefix_blocks:
+        if self._num_held:
             scheduled.num_common_prefix_blocks = [0] * len(scheduled.num_common_prefix_blocks)
 
     def publish(self, keys: Sequence[Hashable], ends: Sequence[int], blocks: Sequence[Any]) -> None:
@@ -118,9 +118,6 @@ class PoolAdapter:
         held = self._taken - self._freed
         by_id = self._pool.blocks
         self._free([by_id[block_id] for block_id in held.elements()], True)
-        self._taken.clear()
-        self._freed.clear()
-        self._num_held = 0
 
     def _free(self, blocks: list[Any], repeated: bool) -> None:
         if repeated:

@@ -90,7 +90,9 @@ class AdmissionBudget:
         return needed <= self.tokens
 
     def fits(self, request: Any, hit_tokens: int, gpu_blocks: Sequence[Any]) -> bool:
-        """Whether a request can be admitted; `admit` or `reserve` then takes what it needs.
+        """Whether there are blocks for a request; `admit` or `reserve` then takes what it needs.
+
+        Run slots are `full`'s: it is asked before any request is looked up.
 
         Args:
             request: of vLLM.
@@ -104,7 +106,7 @@ class AdmissionBudget:
         self.needed = self.in_all = self._view.blocks_for(tokens, hit_tokens)
         if self.needed > self.blocks - self._for_running:
             self.needed -= sum(1 for block in gpu_blocks if block.ref_cnt)
-        return self.requests > 0 and self.has(self.needed)
+        return self.has(self.needed)
 
     def leaves_headroom(self) -> bool:
         """Whether running requests find a block each besides what `fits` was asked for last.
