@@ -27,6 +27,12 @@ def swap_values(model: torch.nn.Module) -> None:
     flat[[2, 900]] = flat[[900, 2]]
 
 
+def swap_neighbours(model: torch.nn.Module) -> None:
+    """The second and third place have the same number, if that is the place made odd."""
+    flat = model[0].weight.data.view(-1)
+    flat[1:3] = flat[1:3].flip(0)
+
+
 def swap_tensors(model: torch.nn.Module) -> None:
     first, second = model[0].weight.data.clone(), model[1].weight.data.clone()
     model[0].weight.data.copy_(second)
@@ -51,7 +57,7 @@ def scale(model: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [swap_values, swap_tensors, last_byte, one_bit, two_signs, scale]
+    "change", [swap_values, swap_neighbours, swap_tensors, last_byte, one_bit, two_signs, scale]
 )
 @pytest.mark.parametrize("piece", [64, 1 << 21])
 def test_other_weights_have_another_digest(

@@ -28,6 +28,26 @@ def count_searches(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return searches
 
 
+def test_vllm_counts_a_request_once_however_often_it_is_looked_up_for_the_tier(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some releases count in `get_computed_blocks`, where statistics are on."""
+    mini, counted = Mini(), list[Any]()
+    find = mini.kv_manager.get_computed_blocks
+
+    def counting(request: Any) -> Any:
+        if mini.kv_manager.log_stats:
+            counted.append(request)
+        return find(request)
+
+    monkeypatch.setattr(mini.kv_manager, "get_computed_blocks", counting)
+    request = mini.scheduler.requests[mini.add(prompt(6, seed=1))]
+    mini.view.prefix.longest_hit(request, mini.pool)
+    assert counted == []
+    mini.run()
+    assert counted == [request]
+
+
 @pytest.mark.parametrize("load_mode", MODES)
 @pytest.mark.parametrize("also_on_gpu", [False, True])
 def test_vllm_does_not_search_for_what_was_loaded(
@@ -125,6 +145,33 @@ def test_a_result_is_given_for_one_schedule_one_request_and_one_length() -> None
     prefix.give(found)
     mini.view.schedule_over()
     assert coordinator.find_longest_cache_hit(hashes, length) is not found.result
+
+
+def test_where_a_result_cannot_be_given_vllm_searches_and_the_tier_is_detached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was loaded is in vLLM's own cache by then."""
+    mini = Mini(load_mode="inline")
+    asked = [prompt(3, seed=1), prompt(3, seed=2)]
+    mini.only_in_cpu(*asked)
+    prefix = mini.view.prefix
+    give, fails = prefix.give, prefix.failed
+    told = list[tuple[str, Exception]]()
+
+    def failed(where: str, error: Exception) -> None:
+        told.append((where, error))
+        fails(where, error)
+
+    monkeypatch.setattr(
+        prefix, "give", lambda found: give(found._replace(result=None, may_grow=True))
+    )
+    monkeypatch.setattr(prefix, "failed", failed)
+    names = [mini.add(one) for one in asked]
+    mini.run()
+    mini.check()
+    assert [mini.hits[name] for name in names] == 2 * [3 * BLOCK]
+    assert [where for where, _ in told] == ["find_longest_cache_hit"], "nor is more given"
+    assert mini.breaker.detached
 
 
 def test_a_parked_request_is_not_given_what_a_connector_has_taken_back(

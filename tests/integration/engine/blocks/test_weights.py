@@ -153,6 +153,18 @@ def test_weights_that_were_changed_in_sleep_empty_it(found: tuple[str, ...]) -> 
     assert engine.world.offload.stats.removed == {**NONE, "weights": 3}
 
 
+@pytest.mark.parametrize("found", [("a", ""), ("", "")])
+def test_weights_that_no_rank_or_not_every_one_compares_are_never_the_same(
+    found: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank has the same empty text each time, whatever its weights are."""
+    monkeypatch.setattr(Ranks, "found", found)
+    engine = Engine()
+    assert engine.world.offload.num_used == 3
+    engine.sleep(1)
+    assert engine.world.offload.num_used == 0 and engine.found() == 0
+
+
 def test_weights_that_were_changed_before_sleep_and_back_in_it_empty_it() -> None:
     engine = Engine()
     engine.ranks.found = ("a", "c")
