@@ -83,7 +83,7 @@ class Growth:
         self._changed = threading.Condition()
         self._register_lock = threading.Lock()
         self._quiet_asked = 0  # by so many
-        self._stopping = self._over = False
+        self._stopping = self._over = self._dropped = False
         self._thread = self._new_thread()
 
     def start(self) -> None:
@@ -186,6 +186,12 @@ class Growth:
             _NOT_FREED.append(self._mapping.memory)
             logger.warning("kvoffload_patch: CPU memory of the tier is not given back: %s", error)
             return
+        if self._thread is threading.current_thread():
+            self._dropped = True  # it may be at a piece, and takes that back as well when it ends
+            return
+        self._unregister_all()
+
+    def _unregister_all(self) -> None:
         while self._registered:
             self._registrar.unregister(self._registered.pop())
 
@@ -214,6 +220,8 @@ class Growth:
         if why and not self._stopping:
             # What cannot be registered is of no use to anybody here.
             self._mapping.keep(self.num_registered * self._pitch)
+        if self._dropped:
+            self._unregister_all()
 
     def _register_all(self) -> str:
         """Register piece after piece; why not all, or nothing."""

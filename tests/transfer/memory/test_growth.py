@@ -40,10 +40,20 @@ def test_registering_leaves_the_driver_to_steps(
     """Unless stores have come near the end of what is usable: 4 slots at the first pause."""
     pauses: list[float] = []
     now, go = [1000.0], threading.Event()
-    clock = SimpleNamespace(
-        monotonic=lambda: now[0], perf_counter=lambda: now[0], sleep=pauses.append
-    )
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0], sleep=sleep)
     monkeypatch.setattr(growth, "time", clock)
+    touched = mapping.Toucher.wait
+
+    def comes_late(toucher: mapping.Toucher, nbytes: int) -> bool:
+        now[0] += 0.5
+        return touched(toucher, nbytes)
+
+    monkeypatch.setattr(mapping.Toucher, "wait", comes_late)
 
     def takes_two_seconds(index: int) -> None:
         now[0] += 2.0
@@ -58,8 +68,9 @@ def test_registering_leaves_the_driver_to_steps(
     host._growth._thread.join(20)  # type: ignore[union-attr]
     beside = beside_steps and last_slot < 3
     assert pauses == [2.0 * growth.PAUSE_TIMES] * beside, "the next calls end long after the step"
-    assert host.growth_spent == "0.0 s waiting for pages, 8.0 s registering, 0.0 s held back", (
-        "this clock stands still while it is held back, and while pages are taken"
+    held_back = 2.0 * growth.PAUSE_TIMES * beside
+    assert host.growth_spent == (
+        f"2.0 s waiting for pages, 8.0 s registering, {held_back} s held back"
     )
     host.close()
 
@@ -110,7 +121,10 @@ def test_the_launch_of_a_step_passes_before_the_next_piece_is_registered(
 
     host = grown(8, 2 * MIB, Registrar(before=before))
     assert within.wait(20), "this piece is not to wait"
-    host._growth._launched = Launched()  # type: ignore[union-attr]
+    found = host._growth
+    assert found is not None
+    found._launched = Launched()
+    found._launched.set()  # as a step leaves it
     host.step_begins(last_slot=7)
     begun.set()
     host.wait_ready(4)
@@ -121,8 +135,7 @@ def test_the_launch_of_a_step_passes_before_the_next_piece_is_registered(
         host.step_ends()
     host.wait_ready(8)
     assert seen[0] == ends
-    spent = host._growth.spent.held_back  # type: ignore[union-attr]
-    assert 0.04 < spent < 10
+    assert 0.04 < found.spent.held_back < 10
     host.close()
 
 
@@ -167,6 +180,28 @@ def test_who_waits_for_quiet_comes_before_the_next_piece() -> None:
             time.sleep(0.001)
         go.set()
         assert asked.result(20) == [4, 4], "two pieces of two slots"
+    host.wait_ready(8)
+    host.close()
+
+
+def test_quiet_waits_for_the_piece_that_the_driver_is_at() -> None:
+    """Or what is timed within it would have waited for the driver."""
+    registrar, reached, go = held_up(1)
+    host = grown(8, 2 * MIB, registrar)
+    assert reached.wait(20)
+    begun = threading.Event()
+
+    def ask() -> None:
+        with host.quiet():
+            begun.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        try:
+            assert not begun.wait(0.1)
+        finally:
+            go.set()
+        asked.result(20)
     host.wait_ready(8)
     host.close()
 
@@ -267,9 +302,14 @@ def test_a_driver_that_registers_nothing_is_an_error_that_blames_no_size() -> No
         grown(24, 2 * MIB, Registrar(before=refuse))
 
 
-def test_a_refusal_of_the_first_piece_is_an_error_and_leaves_nothing() -> None:
+@pytest.mark.parametrize("limit, said", [(8 << 20, "8192 kB"), (-1, "unlimited")])
+def test_a_refusal_of_the_first_piece_is_an_error_and_leaves_nothing(
+    limit: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growth.resource, "getrlimit", lambda _: (limit, limit))
     registrar = Registrar(refuse_at=0)
-    with pytest.raises(TransferError, match=r"MiB more, found error 2 .*; lower KVOFF") as caught:
+    text = rf"MiB more, found error 2 .* ulimit -l {said}\); lower KVOFF"
+    with pytest.raises(TransferError, match=text) as caught:
         grown(8, 2 * MIB, registrar)
     assert not is_mapped(registrar.asked[0][0]), "kept by the traceback"
     assert "\n" not in str(caught.value)
@@ -457,6 +497,28 @@ def test_slots_behind_those_that_are_wanted_are_wiped_as_well() -> None:
     host.wipe()
     assert not host.slots[:42].any()
     host.close()
+
+
+def test_what_the_registering_thread_itself_drops_is_not_left_registered() -> None:
+    """It may collect garbage at any time, also in the middle of a piece."""
+    dropped: list[HostBuffer] = []
+    waiting, dropping = threading.Event(), threading.Event()
+
+    def drop(index: int) -> None:
+        if index == 2:
+            waiting.wait(20)
+            dropped.clear()
+            dropping.set()
+
+    registrar = Registrar(before=drop)
+    dropped.append(grown(24, 2 * MIB, registrar))
+    thread = dropped[0]._growth._thread  # type: ignore[union-attr]
+    address = dropped[0].slots.data_ptr()
+    waiting.set()
+    thread.join(20)
+    assert dropping.is_set() and len(registrar.asked) == 3
+    gc.collect()
+    assert not registrar.held and not is_mapped(address)
 
 
 def test_a_driver_that_does_not_return_is_not_waited_for_where_a_stop_is_asked_for() -> None:
