@@ -88,7 +88,7 @@ class Growth:
 
     def start(self) -> None:
         """Begin, on a thread of its own."""
-        nbytes = min(_pieces(self._wanted, self._per_piece), self._all) * self._pitch
+        nbytes = self._in_pieces(self._wanted) * self._pitch
         self._mapping.keep(nbytes)
         self._mapping.toucher.start(nbytes)
         self._thread.start()
@@ -108,10 +108,8 @@ class Growth:
         self._wanted, self.ended = num_slots, ""
         self._slots_used = min(self._slots_used, num_slots)
         self.num_ready = min(self.num_registered, num_slots)
-        kept = self.num_registered
-        if self._mapping.is_shared:  # another process may have registered more of what is wanted
-            kept = max(kept, min(_pieces(num_slots, self._per_piece), self._all))
-        self._mapping.give_back(kept * self._pitch)
+        # Of what is wanted nothing: where it is shared, another process may have registered more.
+        self._mapping.give_back(self._in_pieces(num_slots) * self._pitch)
         if self.num_ready < num_slots:
             self._stopping = self._over = False
             self._thread = self._new_thread()
@@ -203,6 +201,10 @@ class Growth:
         """Slots that the driver knows: whole pieces, some of whose slots may not be wanted."""
         return min(len(self._registered) * self._per_piece, self._all)
 
+    def _in_pieces(self, num_slots: int) -> int:
+        """So many slots, rounded up to whole pieces, of which the last may have fewer."""
+        return min(-(-num_slots // self._per_piece) * self._per_piece, self._all)
+
     def _run(self) -> None:
         why = ""
         try:
@@ -284,11 +286,6 @@ class Growth:
             f"({self._available() / GIB:.1f} GiB of memory available, ulimit -l "
             f"{_locked_limit()}); lower KVOFFLOAD_CPU_GIB, or raise what is short."
         )
-
-
-def _pieces(num_slots: int, per_piece: int) -> int:
-    """So many slots, rounded up to whole pieces."""
-    return -(-num_slots // per_piece) * per_piece
 
 
 def _locked_limit() -> str:

@@ -101,11 +101,6 @@ class HostMapping:
         self._stop = weakref.finalize(self, self.toucher.stop)
         self._stop.atexit = False  # the end of the process waits for threads by itself
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether other processes map it as well."""
-        return self._file is not None
-
     @contextmanager
     def alone(self) -> Iterator[None]:
         """No other process that maps it is within this."""

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transfer.registrars import Registrar, grown
-from transfer.resident import is_mapped, resident_bytes
+from transfer.resident import is_mapped, kvoffload_threads, resident_bytes
 
 from kvoffload_patch.transfer.errors import CannotRegister, NoSlots, TransferError
 from kvoffload_patch.transfer.memory import growth, mapping
@@ -400,7 +400,7 @@ def test_a_waiter_is_told_of_the_end() -> None:
 
 
 def test_fewer_slots_give_whole_pieces_back_and_more_are_registered_again() -> None:
-    registrar = Registrar()
+    registrar, before = Registrar(), resident_bytes()
     host = grown(24, 2 * MIB, registrar)  # two slots in each piece
     host.wait_ready(24)
     host.slots[:] = 1
@@ -411,6 +411,9 @@ def test_fewer_slots_give_whole_pieces_back_and_more_are_registered_again() -> N
         host.wait_ready(6)
     host.resize(9)
     assert host.wait_up_to(9) == 9 and len(registrar.held) == 5
+    while kvoffload_threads():
+        time.sleep(0.001)
+    assert resident_bytes() - before < 24 * MIB, "took more than is wanted"
     host.resize(24)
     host.wait_ready(24)
     assert len(registrar.held) == 12 and len(registrar.asked) == 12 + 2 + 7
