@@ -270,6 +270,10 @@ REFUSALS: dict[str, tuple[Refused, str]] = {
         lambda: BlockLayout(shared_lengths(), 7),
         "rows of different KV tensors share bytes",
     ),
+    "blocks at different distances share bytes": (
+        lambda: BlockLayout(different_distances(), 7),
+        "rows of different KV tensors share bytes",
+    ),
     "one block's bytes are another's": (
         lambda: BlockLayout(shifted_by_a_block(), 7),
         OVERLAP,
@@ -285,6 +289,12 @@ def shared_rows() -> list[torch.Tensor]:
 def shared_lengths() -> list[torch.Tensor]:
     memory = torch.zeros(4096, dtype=torch.uint8)
     return [memory.as_strided((7, 10), (10, 1), 0), memory.as_strided((7, 20), (20, 1), 20)]
+
+
+def different_distances() -> list[torch.Tensor]:
+    """The first blocks lie side by side; the second one of the second is that of the first."""
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    return [memory.as_strided((7, 6), (20, 1), 0), memory.as_strided((7, 4), (12, 1), 8)]
 
 
 def shifted_by_a_block() -> list[torch.Tensor]:
@@ -342,6 +352,12 @@ def test_tensors_with_more_blocks_than_are_known_are_laid_out_by_their_bytes(nam
     for block in (0, 49):
         views = [view.shape for view in layout.block_views(block)]
         assert views == [view.shape for view in known.block_views(block)]
+
+
+def test_bytes_of_which_the_last_block_would_have_fewer_are_refused() -> None:
+    """Eight entries in blocks of three: not two blocks of four."""
+    with pytest.raises(LayoutRefused, match="blocks of 60 bytes, found 1"):
+        layout_by_bytes([torch.zeros(8, 5)], 60, 1)
 
 
 @pytest.mark.parametrize(("nbytes", "found"), [(472, 0), (6000, 2)])

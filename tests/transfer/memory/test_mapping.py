@@ -136,6 +136,30 @@ def test_so_many_threads_touch_and_leave_room_for_each_other(
     host.close()
 
 
+@pytest.mark.parametrize("ranks, threads", [(1, 8), (8, 4), (64, 2)])
+def test_threads_leave_half_of_the_cores_but_there_are_two(
+    ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapping.os, "sched_getaffinity", lambda _: set(range(64)))
+    assert mapping.touch_threads(ranks) == threads
+
+
+def test_its_pages_are_asked_for_from_its_node_before_any_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    def prefer(address: int, nbytes: int, node: int) -> None:
+        asked.append((address, nbytes, node))
+
+    monkeypatch.setattr(mapping, "prefer_node", prefer)
+    host = HostMapping(5 * MIB + 1, node=1)
+    assert asked == [(host.memory.data_ptr(), 5 * MIB + mmap.PAGESIZE, 1)]
+    host.close()
+    HostMapping(MIB).close()
+    assert len(asked) == 1
+
+
 def test_a_page_that_cannot_be_had_ends_it(monkeypatch: Any) -> None:
     asked: list[int] = []
 
@@ -235,6 +259,20 @@ def test_pages_behind_what_is_kept_go_back_and_can_be_taken_again() -> None:
     host.close()
 
 
+def test_what_is_kept_and_was_never_touched_is_touched_later() -> None:
+    before = resident_bytes()
+    host = HostMapping(64 * MIB)
+    host.toucher.start(8 * MIB)
+    assert host.toucher.wait(8 * MIB)
+    host.toucher.stop()
+    host.give_back(32 * MIB)
+    assert host.toucher.touched == 8 * MIB
+    host.toucher.start(32 * MIB)
+    assert host.toucher.wait(32 * MIB)
+    assert resident_bytes() - before > 30 * MIB
+    host.close()
+
+
 def test_pages_that_the_system_does_not_take_back_are_an_error_unless_it_was_interrupted(
     monkeypatch: Any,
 ) -> None:
@@ -278,6 +316,16 @@ def test_a_core_dump_has_nothing_of_it() -> None:
             flags[first, last] = line.split()[1:]
     (found,) = [flags[span] for span in flags if span[0] <= begin < span[1]]
     assert "dd" in found
+    host.close()
+
+
+def test_memory_that_is_missing_is_looked_up_now_and_then() -> None:
+    """Each look takes Python from the loading of the model."""
+    looks: list[int] = []
+    host = HostMapping(64 * MIB, available_bytes=lambda: looks.append(1) or 0, threads=1)
+    host.toucher.start(64 * MIB)
+    assert not host.toucher.wait(64 * MIB)
+    assert 2 <= len(looks) < 10, "for so long as it is waited for"
     host.close()
 
 

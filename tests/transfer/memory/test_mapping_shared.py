@@ -54,10 +54,12 @@ def test_it_is_touched_by_everyone_and_wiped_by_nobody(shared: Opens) -> None:
 
 def test_what_another_may_use_is_kept_until_all_give_it_back(shared: Opens) -> None:
     one, other = shared(), shared()
-    other.toucher.start(64 * MIB)
-    assert other.toucher.wait(64 * MIB)
+    for host in (one, other):
+        host.toucher.start(64 * MIB)
+        assert host.toucher.wait(64 * MIB)
+    other.memory.fill_(7)
     one.keep(16 * MIB)
-    assert pages_of(one) == 64 * MIB
+    assert int(other.memory.min()) == 7 and pages_of(one) == 64 * MIB
     one.give_back(16 * MIB)
     assert pages_of(other) == 16 * MIB
     for host in (one, other):
