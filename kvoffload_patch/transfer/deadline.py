@@ -99,8 +99,7 @@ class DeadlineWatch:
     def close(self) -> None:
         """End the thread."""
         self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join(EXIT_S)  # it may be in a driver that never returns
+        self._thread.join(EXIT_S)  # it may be in a driver that never returns
 
     def look(self) -> None:
         """Look at each queue once; called every `DEADLINE_PERIOD_S`."""

@@ -49,7 +49,6 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
     words = (ctypes.c_ulong * (node // _LONG_BITS + 1))()
     words[node // _LONG_BITS] = 1 << (node % _LONG_BITS)
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.syscall.restype = ctypes.c_long
     answer = libc.syscall(
         ctypes.c_long(number),
         ctypes.c_void_p(address),

@@ -164,6 +164,35 @@ def test_what_is_stored_again_replaces_what_was_there(opened: Open, name: str, d
     assert setup.case.content(0) == wanted
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
+@pytest.mark.parametrize(
+    ("name", "direction", "end"),
+    [
+        *((name, "store", "bus") for name in ("packed", "direct", "staged", "groups")),
+        *((name, "load", "blocks") for name in ("packed", "direct", "staged", "groups")),
+        *((name, "store", "blocks") for name in ("packed", "direct")),  # which fill slots there
+    ],
+)
+def test_the_end_of_a_copy_waits_for_its_other_stream(
+    opened: Open, name: str, direction: str, end: str
+) -> None:
+    """Torch's own copies are made at once here: only the streams show what they would be behind."""
+    setup = opened("kv_outermost", name, "cpu", chunk=1)
+    assert setup.streams is not None
+    first, last = setup.streams.bus, setup.streams.blocks
+    if end == "bus":
+        first, last = last, first
+    order: list[str] = []
+    first.append(lambda: order.append("what the other stream had before"))
+    getattr(setup, direction)([1, 2, 3], [2, 3, 4])
+    last.append(lambda: order.append("what comes after it"))
+    while last.can_go_on():
+        last.go_on()
+    assert order == []
+    setup.wait()
+    assert order == ["what the other stream had before", "what comes after it"]
+
+
 def test_slots_that_the_device_does_not_know_are_read_when_stores_before_are_done(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
