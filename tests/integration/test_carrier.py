@@ -64,6 +64,15 @@ def test_the_message_is_the_one_that_vllm_would_have_got(record: Any, taken: lis
         assert getattr(found.scheduler_stats, name) == getattr(plain.scheduler_stats, name), name
 
 
+def test_what_vllm_does_with_a_message_that_has_come_is_still_done(taken: list[Any]) -> None:
+    """It gives one without a time the time at which it came."""
+    timeless = EngineCoreOutputs()
+    timeless.timestamp = 0.0
+    sent_without = MsgpackEncoder().encode(timeless)
+    assert MsgpackDecoder(EngineCoreOutputs).decode(sent_without).timestamp > 0
+    assert decoder().decode(sent_without).timestamp > 0
+
+
 def test_a_front_end_that_knows_nothing_of_records_skips_them() -> None:
     found = MsgpackDecoder(EngineCoreOutputs).decode(sent(record=RECORD))
     assert type(found.scheduler_stats) is SchedulerStats

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from transfer.allocations import NoAllocations, taken_on_the_gpu
-from transfer.fake_cuda import FakeCuda
+from transfer.fake_cuda import FakeCuda, FakeStream
 from transfer.layouts import LAYOUTS, needs_gpu
 from transfer.opened import NUM_SLOTS, WAYS, Open, Opened, round_trip
 
@@ -191,6 +191,23 @@ def test_the_end_of_a_copy_waits_for_its_other_stream(
     assert order == []
     setup.wait()
     assert order == ["what the other stream had before", "what comes after it"]
+
+
+def test_torchs_own_copies_are_on_the_stream_of_the_blocks(opened: Open) -> None:
+    """They go to the current one, so that has to be it for every slice."""
+    setup = opened("kv_outermost", "packed", "cpu", chunk=1)
+    assert setup.streams is not None and setup.cuda is not None
+    cuda, seen = setup.cuda, []
+
+    def current_stream() -> FakeStream:
+        seen.append(cuda.current)
+        return cuda.current
+
+    cuda.current_stream = current_stream  # type: ignore[method-assign]
+    setup.store([1, 2], [3, 4])
+    setup.load([1, 2], [3, 4])
+    assert seen == [setup.streams.blocks] * 4
+    assert cuda.current is not setup.streams.blocks
 
 
 def test_slots_that_the_device_does_not_know_are_read_when_stores_before_are_done(
