@@ -184,7 +184,7 @@ class Growth:
             _NOT_FREED.append(self._mapping.memory)
             logger.warning("kvoffload_patch: CPU memory of the tier is not given back: %s", error)
             return
-        if self._thread is threading.current_thread():
+        if self._thread is threading.current_thread() and not self._over:
             self._dropped = True  # it may be at a piece, and takes that back as well when it ends
             return
         self._unregister_all()
@@ -219,11 +219,11 @@ class Growth:
             with self._changed:
                 self._over = True
                 self._changed.notify_all()
+            if self._dropped:
+                self._unregister_all()
         if why and not self._stopping:
             # What cannot be registered is of no use to anybody here.
             self._mapping.keep(self.num_registered * self._pitch)
-        if self._dropped:
-            self._unregister_all()
 
     def _register_all(self) -> str:
         """Register piece after piece; why not all, or nothing."""

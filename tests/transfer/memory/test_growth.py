@@ -524,6 +524,29 @@ def test_what_the_registering_thread_itself_drops_is_not_left_registered() -> No
     assert not registrar.held and not is_mapped(address)
 
 
+def test_what_that_thread_drops_when_it_is_over_is_not_left_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dropped: list[HostBuffer] = []
+    waiting = threading.Event()
+    keep = mapping.HostMapping.keep
+
+    def drop(found: mapping.HostMapping, nbytes: int) -> None:
+        if threading.current_thread() is thread:
+            dropped.clear()
+        keep(found, nbytes)
+
+    registrar = Registrar(
+        before=lambda _: waiting.wait(20) if registrar.held else None, refuse_at=2
+    )
+    dropped.append(grown(24, 2 * MIB, registrar))
+    thread = dropped[0]._growth._thread  # type: ignore[union-attr]
+    monkeypatch.setattr(mapping.HostMapping, "keep", drop)
+    waiting.set()
+    thread.join(20)
+    assert not dropped and not registrar.held
+
+
 def test_a_driver_that_does_not_return_is_not_waited_for_where_a_stop_is_asked_for() -> None:
     registrar, reached, go = held_up(1)
     host = grown(120, 192 << 10, registrar)
