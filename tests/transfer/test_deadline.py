@@ -150,6 +150,36 @@ def test_a_copy_that_was_late_and_ends_does_not_end_the_engine(
     assert "make progress again" in caplog.records[-1].message
 
 
+def test_a_late_copy_that_ends_before_the_next_look_lets_the_next_one_have_its_time(
+    rank: Rank,
+) -> None:
+    rank.begin_loads(2, waits=((LOAD, 1),))
+    rank.look(LOOKS + 1)
+    assert rank.watch.overdue
+    rank.cuda.run()
+    assert rank.engine.poll().done_on(LOAD) == 1
+
+
+def test_a_late_copy_that_a_look_finds_done_while_it_is_checked_raises_nothing(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step has begun to check when the thread of looks comes to it."""
+    rank.begin_loads(waits=((LOAD, 1),))
+    rank.look(LOOKS + 1)
+
+    with monkeypatch.context() as patched:
+
+        def oldest() -> Oldest | None:
+            patched.undo()
+            rank.cuda.run()
+            rank.look(1)
+            return rank.loads.oldest()
+
+        patched.setattr(rank.loads, "oldest", oldest)
+        rank.watch.check()
+    assert not rank.watch.overdue
+
+
 def test_a_copy_of_which_nothing_is_enqueued_fails(
     rank: Rank, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from transfer.allocations import NoAllocations, taken_on_the_gpu
 from transfer.fake_cuda import FakeCuda, FakeStream
 from transfer.layouts import LAYOUTS, needs_gpu
 from transfer.opened import NUM_SLOTS, WAYS, Open, Opened, round_trip
+
+from kvoffload_patch.transfer.backends.base import Slices, copy_now
 
 every_way = pytest.mark.parametrize(("name", "device"), WAYS)
 
@@ -222,3 +225,24 @@ def test_slots_that_the_device_does_not_know_are_read_when_stores_before_are_don
     setup.load([1, 2, 3], [2, 3, 4])
     setup.wait()
     assert all(bool((row[1:4] == 9).all()) for row in rows)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_copy_made_now_begins_and_ends_with_nothing_under_way(fails: bool) -> None:
+    """What was computed before may fill its blocks; its memory may be given back behind it."""
+    done: list[str] = []
+
+    def copy() -> Slices:
+        assert done == ["computed"]
+        stream.append(lambda: done.append("copied"))
+        yield 0
+        if fails:
+            raise ValueError("as the test asked")
+        return None
+
+    with FakeCuda() as cuda:
+        stream = cuda.new_stream()
+        cuda.current.append(lambda: done.append("computed"))
+        with pytest.raises(ValueError, match="as the test") if fails else nullcontext():
+            assert copy_now(torch.device("cpu"), copy) >= 0
+        assert done == ["computed", "copied"]

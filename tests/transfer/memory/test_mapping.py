@@ -201,6 +201,30 @@ def test_a_step_that_is_ahead_does_not_count_before_those_behind_it(monkeypatch:
     host.close()
 
 
+def test_no_two_threads_take_the_same_piece(monkeypatch: Any) -> None:
+    """The later one would write to what is registered and stored to by then."""
+    taken: list[int] = []
+    monkeypatch.setattr(mapping, "touch", lambda memory: taken.append(memory.data_ptr()))
+    monkeypatch.setattr(threading.Event, "is_set", give_way(threading.Event.is_set))
+    host = HostMapping(32 * MIB, threads=4)
+    host.toucher.start(32 * MIB)
+    while kvoffload_threads():  # one that is never taken would be waited for without end
+        time.sleep(0.001)
+    assert host.toucher.touched == 32 * MIB
+    host.close()
+    assert sorted(taken) == [min(taken) + step * MIB for step in range(32)]
+
+
+def give_way(call: Any) -> Any:
+    """The same, but every other thread goes on first as far as it can."""
+
+    def called(*args: Any) -> Any:
+        time.sleep(0.002)
+        return call(*args)
+
+    return called
+
+
 def test_what_is_free_is_looked_up_before_it_is_taken_and_something_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
