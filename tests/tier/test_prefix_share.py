@@ -127,3 +127,45 @@ def test_requests_that_use_a_prefix_at_the_same_time_use_it_at_once() -> None:
         keys = [(turn // 2, at) for at in range(LENGTH)]
         share.ended(keys, Hit(LENGTH * (turn % 2), LENGTH, share.now - LENGTH), GPU, SLOTS)
     assert share._used_again[0] and not any(share._used_again[1:])
+
+
+def test_the_tail_is_given_up_unless_the_whole_is_to_stay() -> None:
+    share = PrefixShare(GPU)
+    keys = [*range(10)]
+    assert not share.ended(keys, NO_HIT, GPU, SLOTS)
+    share.share = 0.25
+    assert share.ended(keys, NO_HIT, GPU, SLOTS) == [3, 4, 5, 6, 7, 8, 9]
+    assert not share.ended(keys, NO_HIT, GPU, SLOTS, whole=True)
+
+
+@pytest.mark.parametrize("gpu", [1, 5, 64, GPU])
+def test_what_is_remembered_of_uses_has_a_bound(gpu: int) -> None:
+    """Whatever is used: a few keys always, others once, and some after a long time."""
+    share, rng = PrefixShare(gpu), random.Random(gpu)
+    for turn in range(4000):
+        old = [("often", 0)] + [("old", rng.randrange(turn // 10 + 1)) for _ in range(4)]
+        keys = [*dict.fromkeys(old), *((turn, at) for at in range(rng.randrange(20)))]
+        on_gpu = rng.randrange(len(keys))
+        hit = Hit(rng.randrange(on_gpu, len(keys)), on_gpu, share.now)
+        share.ended(keys, hit, rng.randrange(gpu + 1), SLOTS)
+        assert 0 < share.share <= 1
+        assert 0 <= share._room <= gpu
+        assert len(share._last) <= USES_TIMES * max(USES_PARTS, gpu) + gpu + 50
+
+
+def test_where_all_that_was_remembered_is_old_nothing_is() -> None:
+    share = PrefixShare(1 << 20)
+    share.ended([0], NO_HIT, 9, SLOTS)
+    assert share._last
+    odd = range(1, 1 << 22, 2)  # none of them is in the sample
+    for _ in range(6):
+        share.ended(odd, NO_HIT, 9, SLOTS)
+    assert not share._last
+
+
+def test_what_is_forgotten_is_the_oldest_alone() -> None:
+    share = PrefixShare(64)
+    for turn in range(2 * USES_TIMES):
+        share.ended([64 * turn + at for at in range(64)], NO_HIT, 64, SLOTS)
+    assert 0 not in share._last and 64 * 2 * USES_TIMES - 1 in share._last
+    assert len(share._last) >= USES_TIMES * 64

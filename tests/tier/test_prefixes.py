@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import chain, takewhile
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import settings
@@ -150,6 +150,109 @@ def test_slots_that_become_usable_later_have_their_place_in_prefixes() -> None:
     order.insert([1])
     order.ended([[0, 1]], together=False)
     assert list(order.evict(1)) == [1]
+
+
+def test_what_was_due_before_all_was_taken_is_not_what_leaves_next() -> None:
+    order = order_of(6)
+    order.ended([[0, 1, 2]], together=False)
+    order.ended([[3, 4]], together=False)
+    assert list(order.evict(1)) == [2]
+    assert sorted(order.take_all()) == [0, 1, 3, 4, 5]
+    order.policy = LRUPolicy(order._key_of)
+    order.insert([3, 4, 0, 1, 5])
+    assert list(order.evict(1)) == [4]
+
+
+def test_what_was_due_and_is_used_again_is_not_what_leaves_next() -> None:
+    order = order_of(6)
+    order.ended([[0, 1, 2]], together=False)
+    order.ended([[3, 4]], together=False)
+    assert list(order.evict(1)) == [2]
+    order.hit([1, 0])
+    assert list(order.evict(1)) == [4]
+
+
+@pytest.mark.parametrize(
+    "prefixes",
+    [[[0, 3]], [[0, 5]], [[4, 5]], [[3, 1]], [[0, 2], [0, 4], [0, 5]], [[0, 4], [0, 5], [0, 2]]],
+)
+def test_what_is_left_of_fewer_slots_rests_on_nothing_that_is_gone(
+    prefixes: list[list[int]],
+) -> None:
+    order = order_of(6)
+    for prefix in prefixes:
+        order.ended([[slot] for slot in prefix], together=False)
+    assert sorted(order.take_all()) == [0, 1, 2, 3, 4, 5]
+    key_of = cast("list[str]", order._key_of)
+    del key_of[3:]
+    order.policy = LRUPolicy(key_of)
+    order.shrink(3)
+    order.insert([1, 2, 0])
+    first = [2] if [0, 2] in prefixes else [0]
+    assert list(order.evict(1)) == [1]
+    order.hit([2])
+    assert list(order.evict(1)) == first, "what 0 rested on, or what rested on 0, is gone"
+    assert sorted(order.evict(9)) == sorted({0, 2} - {*first})
+
+
+@pytest.mark.parametrize(("head", "tail"), [(3, 1), (5, 1), (1, 3), (1, 4), (4, 5)])
+def test_slots_that_are_given_up_and_come_again_are_linked_again(head: int, tail: int) -> None:
+    order = order_of(6)
+    order.ended([[head], [tail]], together=False)
+    order.take_all()
+    key_of = cast("list[str]", order._key_of)
+    del key_of[3:]
+    order.policy = LRUPolicy(key_of)
+    order.shrink(3)
+    key_of += ["more"] * 3
+    order.grow()
+    order.insert([head, tail])
+    order.ended([[head], [tail]], together=False)
+    assert list(order.evict(1)) == [tail]
+
+
+def test_what_is_due_stays_with_a_request_that_used_it_and_ends() -> None:
+    order = order_of(6)
+    order.ended([[0, 1, 2]], together=False)
+    assert list(order.evict(1)) == [2]
+    order.ended([[0, 1]], together=True)
+    assert list(order.evict(3)) == [3, 4, 5]
+
+
+def test_a_run_that_is_used_again_keeps_what_parts_from_it() -> None:
+    order = order_of(8)
+    for pieces in ([range(4)], [range(2), range(5, 7)], [range(4)], [range(5)]):
+        order.ended(pieces, together=False)
+    order.policy.hit([5, 6])  # as if only these were used
+    assert {*order.evict(7)} == {0, 1, 2, 3, 4, 5, 6}
+
+
+def test_a_run_of_new_blocks_keeps_what_rests_on_its_first() -> None:
+    order = order_of(8)
+    for pieces in ([[0], [5]], [range(4)]):
+        order.ended(pieces, together=False)
+    order.policy.hit([5])  # as if only this were used
+    assert {*order.evict(5)} == {0, 1, 2, 3, 5}
+
+
+def test_a_prefix_that_begins_within_another_one_leaves_the_last_slot_what_it_has() -> None:
+    order = order_of(4)
+    for prefix in ([2, 0], [3, 1], [0]):
+        order.ended([prefix], together=False)
+    order.hit([0, 1, 2])
+    assert list(order.evict(1)) == [1], "3 is the oldest"
+
+
+@pytest.mark.parametrize("prefix", [range(20), range(0, 40, 2)])
+def test_what_left_as_a_whole_rests_on_nothing_when_its_slots_hold_others(prefix: range) -> None:
+    order = order_of(40)
+    order.ended([prefix if prefix.step == 1 else [*prefix]], together=True)
+    order.hit([slot for slot in range(40) if slot not in prefix])
+    assert sorted(order.evict(20)) == [*prefix]
+    order.hit([slot for slot in range(40) if slot not in prefix])
+    order.evict(20)
+    order.insert([*prefix])
+    assert list(order.evict(1)) == [0]
 
 
 @pytest.mark.parametrize("name", POLICIES)
