@@ -9,7 +9,7 @@ import pytest
 from kvoffload_patch.tier.gain import ExclusiveGain
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies import POLICIES
-from kvoffload_patch.tier.tuning import MODEL_BLOCKS, RECOMPUTE_TIMES
+from kvoffload_patch.tier.tuning import MODEL_BLOCKS, MODEL_LEAD_PARTS, RECOMPUTE_TIMES
 
 
 def go_round(gain: ExclusiveGain, keys: int, times: int, slots: int) -> None:
@@ -49,6 +49,37 @@ def test_it_ends_with_the_load_that_it_paid_for() -> None:
     assert not gain.pays
 
 
+def test_it_begins_when_the_gain_is_clear_and_ends_below_half_of_the_cost() -> None:
+    """Between these it stays as it is, so that it does not come and go."""
+    gain = ExclusiveGain(MODEL_LEAD_PARTS, 100)  # clear: one block more than what it costs
+    gain.computed([f"{n}" for n in range(MODEL_LEAD_PARTS)])
+    gain.computed(["more", "most"])  # two of the first left the tier, and are still on the GPU
+    gain.loaded(["0"])
+    assert gain._lead == 1 and not gain.pays, "it costs something, too"
+    gain.loaded(["1"])
+    assert gain.pays
+    while gain.pays:
+        before = gain._lead, gain._loaded / RECOMPUTE_TIMES
+        gain.loaded(["0"])
+    lead, cost = before
+    assert 0.4 * cost < lead < 0.6 * cost
+
+
+def test_a_prompt_that_is_much_longer_than_the_tier_turns_nothing_round() -> None:
+    gain = ExclusiveGain(4, 4)
+    gain.computed("abcd")
+    for _ in range(100):
+        gain.loaded("abcd")
+    gain.computed([f"{n}" for n in range(1000)])
+    assert not gain.pays
+
+
+def test_a_tier_without_slots_can_be_told_of_what_is_computed() -> None:
+    gain = ExclusiveGain(0, 4)
+    gain.computed("ab")
+    assert not gain.pays
+
+
 def test_little_gain_for_many_loads_does_not_pay() -> None:
     """One block that only both together would keep, for so many loads of others."""
     for often, pays in ((RECOMPUTE_TIMES // 4, True), (4 * RECOMPUTE_TIMES, False)):
@@ -71,6 +102,12 @@ def test_what_the_gpu_has_used_lately_is_kept_longer() -> None:
         one.computed("ij")
         one.loaded("abcd")
     assert (gain._lead > 0, other._lead > 0) == (False, True), "a and b had left the tier"
+    gain = ExclusiveGain(8, 4)
+    gain.computed("abcdefgh")
+    gain.hit_on_gpu("ab")
+    gain.computed("ijklmnop")
+    gain.loaded("ab")
+    assert gain._lead > 0, "both together have them still"
 
 
 def test_a_larger_tier_is_modelled_by_a_sample() -> None:
@@ -81,6 +118,11 @@ def test_a_larger_tier_is_modelled_by_a_sample() -> None:
         for prompt in prompts:
             gain.computed(prompt)
     assert gain.pays
+    for prompt in prompts:
+        gain.hit_on_gpu(prompt)
+        gain.loaded(prompt)
+    mask = gain._one_in - 1
+    assert not any(hash(key) & mask for key in [*gain._inclusive.keys, *gain._exclusive.keys])
     assert len([*gain._inclusive.keys]) <= MODEL_BLOCKS
     assert len([*gain._exclusive.keys]) <= 3 * MODEL_BLOCKS // 2
 
@@ -93,6 +135,7 @@ def test_a_tier_that_grows_goes_on_and_one_that_shrinks_begins_again() -> None:
     assert before <= {*gain._inclusive.keys}
     go_round(gain, keys=80, times=3, slots=64)
     assert gain.pays and len({*gain._inclusive.keys}) == 64
+    assert len({*gain._exclusive.keys}) == 80
     gain.resize(32)
     assert not [*gain._inclusive.keys] and gain.pays
     gain.resize(2 * MODEL_BLOCKS)

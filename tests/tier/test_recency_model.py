@@ -10,24 +10,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload_patch.tier.manager import OffloadManager
-from kvoffload_patch.tier.policies.adaptive import AdaptivePolicy
+from kvoffload_patch.tier.policies.adaptive import AdaptivePolicy, ArcModel
+from kvoffload_patch.tier.policies.arc import ArcPolicy
 from kvoffload_patch.tier.policies.lru import LRUPolicy
 from kvoffload_patch.tier.recency_model import KeySample, RecencyModel, sample_of
 from kvoffload_patch.tier.tuning import MODEL_BLOCKS
 
 
 class Tier:
-    """Slots that `LRUPolicy` orders; what is missing is stored behind what is there."""
+    """Slots that a policy orders; what is missing is stored behind what is there."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, policy: type[LRUPolicy | ArcPolicy]) -> None:
         self.key_of: list[object] = [None] * slots
         self.slot_of: dict[object, int] = {}
-        self.policy = LRUPolicy(self.key_of)
+        self.policy = policy(self.key_of)
 
     def use(self, keys: list[str]) -> int:
         missing = [key for key in dict.fromkeys(keys) if key not in self.slot_of]
         self.policy.hit([self.slot_of[key] for key in keys if key in self.slot_of])
         stored = missing[-len(self.key_of) :]
+        self.policy.miss(stored)
         used = len(self.slot_of)
         slots = [*range(used, min(used + len(stored), len(self.key_of)))]
         for slot in self.policy.evict(len(stored) - len(slots)):
@@ -43,19 +45,34 @@ class Tier:
         self.policy.grow()
 
 
+MODELS: dict[type, type[RecencyModel | ArcModel]] = {LRUPolicy: RecencyModel, ArcPolicy: ArcModel}
+
+
+def grow(model: RecencyModel | ArcModel, slots: int) -> None:
+    if isinstance(model, ArcModel):
+        model.grow(slots)
+    else:
+        model.slots = slots
+
+
 uses = st.lists(st.lists(st.sampled_from("abcdefghijkl"), min_size=1, max_size=8), max_size=30)
 
 
-@given(st.integers(1, 9), st.integers(0, 4), uses)
-def test_it_has_what_the_policy_keeps(slots: int, more: int, told: list[list[str]]) -> None:
-    model, tier = RecencyModel(slots), Tier(slots)
+@pytest.mark.parametrize("policy", [LRUPolicy, ArcPolicy])
+@given(slots=st.integers(1, 9), more=st.integers(0, 4), told=uses)
+def test_it_has_what_the_policy_keeps(
+    policy: type[LRUPolicy | ArcPolicy], slots: int, more: int, told: list[list[str]]
+) -> None:
+    """And so has the model of `adaptive` with `arc`."""
+    model, tier = MODELS[policy](slots), Tier(slots, policy)
     for place, keys in enumerate(told):
         if place == len(told) // 2:
-            model.slots = slots + more
+            grow(model, slots + more)
             tier.grow(slots + more)
         if place % 3 == 2:
-            model.ended(keys)
-            tier.policy.regroup([tier.slot_of[key] for key in keys if key in tier.slot_of])
+            used = told[place - 1][::-1]
+            model.ended(used)
+            tier.policy.regroup([tier.slot_of[key] for key in used if key in tier.slot_of])
         assert model.use(keys) == tier.use(keys)
         assert set(model.keys) == set(tier.slot_of)
 
@@ -80,6 +97,7 @@ def test_the_same_keys_are_looked_at_once() -> None:
     assert first == [key for key in keys if hash(key) % 4 == 0] and 20 < len(first) < 80
     assert sample.of(keys, 4) is first
     assert sample.of([*keys], 4) is not first, "other objects may hold other keys"
+    sample.look(keys, 4)
     assert sample.of(keys, 8) == [key for key in keys if hash(key) % 8 == 0]
     keys.clear()
     assert sample.look(keys, 8) == []

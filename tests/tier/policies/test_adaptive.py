@@ -66,6 +66,16 @@ def test_what_was_used_least_recently_leaves_whether_once_or_often() -> None:
     assert tier.evict(8) == "kl"
 
 
+def test_what_is_used_as_a_whole_time_and_again_is_as_recent_as_its_last_use() -> None:
+    tier = letters(8)
+    tier.store("ab")
+    tier.store("cd")
+    tier.hit("ab")
+    tier.store("ef")
+    tier.hit("ab")
+    assert tier.evict(4) == "cdef"
+
+
 def test_prompts_that_never_come_again_are_given_up_once_that_is_seen_to_recompute_less() -> None:
     tier = Numbers(AdaptivePolicy, 64)
     keys = list(favourites(4000))
@@ -134,6 +144,18 @@ def test_a_sample_of_a_large_tier_is_as_good() -> None:
     tier.ask_all(list(favourites(40_000, hot=hot)))
     assert not tier.policy.by_recency
     assert tier.policy._lru_model.slots == MODEL_BLOCKS
+    tier.policy.hit(range(4 * MODEL_BLOCKS))
+    known = {*tier.policy._lru_model.keys, *tier.policy._arc_model.keys}
+    assert known and not any(hash(key) % 4 for key in known)
+
+
+def test_what_arc_remembers_is_kept_while_it_leads() -> None:
+    tier = Numbers(AdaptivePolicy, 64)
+    tier.ask_all(list(favourites(4000)))
+    assert not tier.policy.by_recency
+    tier.policy._lost.add([5], 0, 9)
+    tier.policy._count([1])
+    assert not tier.policy.by_recency and tier.policy._lost.of([5])
 
 
 def test_what_is_hit_on_the_gpu_is_used_but_proves_nothing() -> None:
@@ -145,8 +167,36 @@ def test_what_is_hit_on_the_gpu_is_used_but_proves_nothing() -> None:
     tier.hit("a")
     assert tier.policy._lead == before
     assert "a" in tier.policy._lru_model.keys
+    assert tier.policy._arc_model.policy._lists.sizes == [3, 1], "there it was used again"
     tier.policy.pin(tier.slots("b"))
     assert tier.policy._lead != before, "a load is one that a tier without it recomputes"
+
+
+def test_what_has_ended_is_together_here_and_in_the_models() -> None:
+    tier = letters(4)
+    tier.store("ab")
+    tier.store("c")
+    tier.ended("cba")
+    assert tier.store("xyz") == "cb"
+    tier.policy._tell_stored()
+    for model in (tier.policy._lru_model, tier.policy._arc_model):
+        assert "a" in model.keys and "b" not in model.keys
+
+
+def test_the_models_lose_the_tail_of_what_was_stored_together_first() -> None:
+    tier = letters(4)
+    tier.store("abcd")
+    tier.policy._tell_stored()
+    assert tier.store("x") == "a"
+    tier.policy._tell_stored()
+    assert {*tier.policy._lru_model.keys} == {*tier.policy._arc_model.keys} == {*"bcdx"}
+
+
+def test_a_prompt_that_is_much_longer_than_the_tier_turns_nothing_round() -> None:
+    policy = letters(4).policy
+    policy._lead = -100.0  # recency was much better lately
+    policy._count(range(1000))
+    assert policy.by_recency
 
 
 @pytest.mark.parametrize("slots", [1, 3, 64, 5000])
@@ -167,7 +217,7 @@ def test_models_grow_with_the_tier_and_begin_again_where_the_sample_changes() ->
     tier.policy._tell_stored()
     tier.key_of += [-1] * 400
     tier.policy.grow()
-    assert len(tier.policy._arc_model._key_of) == 1000
+    assert len(tier.policy._arc_model._key_of) == tier.policy._lru_model.slots == 1000
     assert len([*tier.policy._arc_model.keys]) == 600
     tier.key_of += [-1] * 1000
     tier.policy.grow()

@@ -28,6 +28,7 @@ def test_what_a_request_computes_behind_a_prefix_used_again_counts_as_used_again
     tier.hit("ba")
     tier.store("dc")
     tier.ended("dcba")
+    assert tier.policy._lists.sizes == [1, 4]
     assert tier.evict(5) == "xdcba", "d and c were used once, and stay with a and b"
 
 
@@ -67,6 +68,41 @@ def test_a_list_of_which_fewer_are_remembered_moves_the_share_further() -> None:
     assert tier.policy.share == 24 - 6 / 2
     tier.policy.miss("a")
     assert tier.policy.share == 24 - 6 / 2 + 1
+
+
+def test_the_other_list_gets_more_as_well_and_no_share_is_beyond_the_tier() -> None:
+    tier = arc_tier(24)
+    tier.store("abcdefghijklmnopqrstuvwx")
+    tier.hit("cdefgh")
+    tier.policy.share = 15.0
+    assert tier.evict(3) == "abi"
+    tier.policy.share = 24.0
+    assert tier.evict(5) == "cdefg"
+    tier.policy.share = 2.0
+    tier.policy.miss("a")
+    assert tier.policy.share == 2 + 5 / 3
+    tier.policy.miss("bi")
+    assert tier.policy.share == 2 + 5 / 3 + 2 * 5 / 2
+    tier.policy.share = 24.0
+    assert tier.evict(1) == "h"
+    tier.policy.share = 0.0
+    tier.policy.miss("c")
+    assert tier.policy.share == 0
+    assert tier.evict(1) == "j"
+    tier.policy.share = 24.0
+    tier.policy.miss("j")
+    assert tier.policy.share == 24
+
+
+def test_what_is_new_beside_what_comes_again_is_new() -> None:
+    tier = arc_tier(4)
+    tier.store("abcd")
+    assert tier.store("e") == "a"
+    tier.store("fa")
+    assert tier.policy._lists.sizes == [3, 1]
+    tier.policy.remove(tier.slots("a"))
+    tier.policy.insert(tier.slots("a"))
+    assert tier.policy._lists.sizes == [4, 0], "it has come again once"
 
 
 def test_what_comes_again_counts_as_used_again() -> None:

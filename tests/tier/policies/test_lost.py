@@ -49,11 +49,21 @@ def test_what_leaves_again_while_it_is_remembered_counts_once() -> None:
 
 def test_nothing_is_left_of_what_is_cleared() -> None:
     lost = LostKeys(2)
-    lost.add("ab", 1, 10)
+    lost.add("xy", 1, 10)
     lost.clear()
     assert lost.counts == [0, 0]
     lost.add("ab", 0, 2)
     assert lost.counts == [2, 0], "old evictions count no more"
+    lost.add("cd", 0, 2)
+    assert lost.of("abcd") == {*"cd"}, "nor are they what is forgotten first"
+
+
+def test_evictions_of_nothing_take_no_memory() -> None:
+    """As where nothing can be evicted, and each step asks."""
+    lost = LostKeys(1)
+    for _ in range(100):
+        lost.add([], 0, 4)
+    assert not lost._evictions
 
 
 class OneByOne:

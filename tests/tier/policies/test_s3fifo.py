@@ -52,6 +52,23 @@ def test_a_pinned_slot_stays_and_its_load_is_a_use() -> None:
     assert sorted(policy.evict(9)) == [10, 11]
 
 
+def test_the_uses_of_what_was_removed_are_not_those_of_what_takes_its_slot() -> None:
+    policy = holding(*range(10))
+    policy.hit([0])
+    policy.remove([0])
+    policy.insert([0, 10, 11, 12])
+    assert list(policy.evict(10)) == [*range(1, 10), 0]
+
+
+def test_a_key_that_came_back_once_is_new_the_next_time() -> None:
+    policy = holding(0, 1)
+    assert list(policy.evict(1)) == [0]
+    policy.insert([0])
+    assert list(policy.evict(1)) == [0], "there is room for what is new"
+    policy.insert([0])
+    assert policy._queues.sizes == [2, 0]
+
+
 def test_what_is_remembered_of_evictions_has_a_bound() -> None:
     policy, rng = S3FifoPolicy(KEYS), random.Random(0)
     for _ in range(2000):
