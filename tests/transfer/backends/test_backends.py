@@ -51,6 +51,12 @@ def test_any_order_and_number_of_blocks(
         round_trip(setup, source, slots, target)
 
 
+@every_way
+def test_a_block_that_is_larger_than_a_slice_is_one(opened: Open, name: str, device: str) -> None:
+    setup = opened("kv_outermost", name, device, chunk=0, per_piece=5, ready=3)
+    round_trip(setup, [4, 2, 0, 6], [3, 4, 5, 9], [0, 1, 2, 3])
+
+
 def pick(rng: random.Random, count: int) -> list[int]:
     """Slots in random runs and order."""
     if rng.random() < 0.3:
