@@ -239,6 +239,18 @@ def test_a_reset_while_sleep_waits_for_requests_is_not_that_of_sleep() -> None:
     assert engine.found() == 3
 
 
+@pytest.mark.parametrize("resets", [1, 2])
+def test_a_reset_of_a_users_before_sleeps_own_forgets_what_it_would_have_kept(resets: int) -> None:
+    """Both come at rest where sleep keeps requests and waits for steps under way alone."""
+    engine, future = Engine(), Future[None]()
+    hooks.sleep(lambda *_: future, engine.core, (1, "keep"), {})
+    engine.world.scheduler.pause_state = PauseState.PAUSED_ALL
+    for _ in range(resets):
+        engine.reset()
+    future.set_result(None)
+    assert engine.world.offload.num_used == (3 if resets == 1 else 0)
+
+
 def test_a_sleep_that_keeps_requests_keeps_what_is_held() -> None:
     engine = Engine()
     scheduler = engine.world.scheduler
