@@ -121,6 +121,31 @@ def test_a_hit_whose_adapter_is_one_too_many_keeps_nobody_waiting(load_mode: str
 
 
 @pytest.mark.parametrize("load_mode", ["inline", "parked"])
+def test_nor_does_one_whose_adapter_is_too_many_beside_one_admitted_in_the_same_step(
+    load_mode: str,
+) -> None:
+    """A load would have no reader, and would take the room of those behind it."""
+    mini = Mini(load_mode=load_mode)
+    mini.scheduler.lora_config = mini.scheduler.vllm_config.lora_config = SimpleNamespace(
+        max_loras=1
+    )
+    known, other = prompt(18, seed=1), {"lora_request": adapter("b", 2)}
+    mini.add(known, count=1, **other)
+    mini.run()
+    mini.only_in_cpu()
+    loaded = mini.manager.stats.loaded
+    one = mini.add(prompt(1, seed=2), count=9, lora_request=adapter("a", 1))
+    hit, behind = mini.add([*known, 3], **other), mini.add(prompt(7, seed=3))
+    mini.step()
+    assert names(mini.scheduler.running) == [one, behind]
+    assert mini.manager.stats.loaded == loaded and not any(plan.before for plan in mini.plans[-1:])
+    mini.run()
+    mini.check()
+    assert mini.hits[hit] == 18 * BLOCK
+    nothing_held(mini)
+
+
+@pytest.mark.parametrize("load_mode", ["inline", "parked"])
 def test_a_hit_without_room_is_not_admitted_without_it_while_others_run(load_mode: str) -> None:
     mini = Mini(load_mode=load_mode)
     mini.only_in_cpu(prompt(6, seed=1))
@@ -242,6 +267,47 @@ def test_however_many_hit_the_gpu_a_step_looks_at_each_free_block_once() -> None
     mini.begin_step()
     assert [mini.hits[name] for name in hits] == 6 * [6 * BLOCK]
     assert list(map(len, looked))[:5] == 5 * [8], "what the one before is given"
+
+
+def test_running_requests_that_need_no_block_leave_all_of_them_to_those_that_wait() -> None:
+    """As in vLLM: each takes one in one of its steps, and none in this."""
+    mini = Mini()
+    running = [mini.add(prompt(2, seed=seed), count=9) for seed in range(4)]
+    mini.step()
+    assert mini.pool.get_num_free_blocks() == 12
+    waiting = [mini.add(prompt(8, seed=5)), mini.add(prompt(2, seed=6))]
+    mini.step()
+    assert names(mini.scheduler.running) == [*running, *waiting]
+
+
+def test_one_without_a_hit_leaves_running_and_parked_requests_their_room() -> None:
+    """VLLM, which knows nothing of the parked one's, would admit it beside the running one."""
+    mini = Mini(blocks=41, load_mode="parked", late=3)
+    mini.only_in_cpu(prompt(4, seed=1))
+    running = mini.add(prompt(20, seed=2), count=30)
+    hit = mini.add(prompt(4, seed=1, tail=6 * BLOCK))
+    mini.step()
+    assert mini.pool.get_num_free_blocks() == 20, "5 of them are the running one's, 7 the hit's"
+    mini.add(prompt(10, seed=3))
+    mini.step()
+    assert names(mini.scheduler.running) == [running]
+    mini.run()
+    mini.check()
+    assert list(mini.hits)[2] == hit
+
+
+def test_a_long_prompt_needs_room_for_what_its_first_step_computes_if_vllm_asks_no_more() -> None:
+    """Room for all of it would have it wait for others, whom vLLM runs it beside."""
+    mini = Mini(blocks=41, load_mode="inline")
+    mini.scheduler.scheduler_reserve_full_isl = False
+    mini.only_in_cpu(prompt(2, seed=1))
+    running = mini.add(prompt(13, seed=2), count=9)
+    mini.step()
+    long = mini.add([*prompt(2, seed=1)[: 2 * BLOCK], *prompt(28, seed=3)], count=1)
+    mini.step()
+    assert names(mini.scheduler.running) == [running, long] and mini.hits[long] == 2 * BLOCK
+    mini.run()
+    mini.check()
 
 
 def test_a_request_without_a_hit_is_admitted_if_vllm_finds_room() -> None:
@@ -444,6 +510,13 @@ def test_a_load_leaves_vllm_its_watermark(running: bool) -> None:
     mini.check()
     nothing_held(mini)
     assert mini.hits[hit] == 12 * BLOCK, "when the other one was done"
+
+
+def test_vllm_keeps_its_watermark_once_however_many_it_admits() -> None:
+    mini = Mini(load_mode="inline", blocks=41, limits={"watermark": 0.5})  # 20 blocks
+    asked = [mini.add(prompt(3, seed=seed)) for seed in range(5)]
+    mini.step()
+    assert names(mini.scheduler.running) == asked
 
 
 def test_a_prompt_may_be_split_by_a_threshold() -> None:
