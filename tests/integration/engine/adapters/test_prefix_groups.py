@@ -48,7 +48,7 @@ def test_what_ends_with_a_block_of_full_attention_rests_on_it(key: Any) -> None:
         (
             lambda made_of, group: bytes([group]) + made_of,
             [FullAttentionManager(), SlidingWindowManager()],
-            [b"\\0aaaa", b"\\1aaaa"],
+            [b"\0a" + bytes(4), b"\1a" + bytes(4)],  # as if both were of the first group
         ),
     ],
     ids=["no full attention", "blocks of other sizes", "keys made otherwise"],

@@ -12,6 +12,8 @@ from integration.engine.mini import Mini
 from scheduler_half import parts
 from scheduler_half.scenarios import nothing_held, prompt
 
+from kvoffload_patch.tier.prefix_share import PrefixShare
+
 CHATS, LENGTH, GPU = 12, 8, 61  # blocks of a chat and of the GPU, of which one is the null block
 ASKED = prompt(LENGTH, seed=77)
 
@@ -110,6 +112,26 @@ def test_windows_are_handed_out_with_the_tail_that_they_end_with() -> None:
     assert len(given) > LENGTH // 2 and {*queue(mini)[: len(given)]} == given
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 40), (40, None)])
+def test_what_is_hit_is_weighed_in_blocks_of_full_attention(
+    windows: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of windows are left with them, and say nothing of how much of a prefix is there."""
+    mini, told = Mini(blocks=GPU, windows=windows, store="eager"), list[tuple[int, int, int]]()
+    ended = PrefixShare.ended
+
+    def noted(self: PrefixShare, keys: Any, hit: Any, *about: Any) -> Any:
+        told.append((len(keys), hit.blocks, hit.on_gpu))
+        return ended(self, keys, hit, *about)
+
+    monkeypatch.setattr(PrefixShare, "ended", noted)
+    for _ in range(2):
+        ask(mini, ASKED)
+    mini.pool.free_blocks(mini.pool.get_new_blocks(mini.pool.get_num_free_blocks()))
+    ask(mini, ASKED)
+    assert told == [(LENGTH, 0, 0), (LENGTH, LENGTH, LENGTH), (LENGTH, LENGTH, 0)]
+
+
 @pytest.mark.parametrize("windows", [(40,), ("state",)])
 def test_no_heads_are_kept_without_full_attention(windows: tuple[Any, ...]) -> None:
     mini = Mini(blocks=GPU, windows=windows)
@@ -117,11 +139,21 @@ def test_no_heads_are_kept_without_full_attention(windows: tuple[Any, ...]) -> N
     assert mini.tier._recency.heads is None and mini.tier.gpu_share == 1
 
 
+def test_no_heads_are_kept_where_blocks_are_handed_out_in_an_order_that_is_not_known() -> None:
+    mini = Mini(blocks=GPU, gpu_prefixes="whole")
+    mini.view.adapter.in_order = False
+    change(mini, "auto")
+    ask_all(mini, 4)
+    assert mini.tier.gpu_share == 1 and not mini.breaker.detached
+
+
 def test_what_the_gpu_keeps_changes_while_it_serves() -> None:
     mini = Mini(blocks=GPU, gpu_prefixes="whole")
     rounds(mini, 4)
     change(mini, "auto")
     assert sum(rounds(mini, 5)[-CHATS:]) > CHATS * LENGTH / 4 and mini.tier.gpu_share < 0.7
+    change(mini, "auto")
+    assert mini.tier.gpu_share < 0.7, "it is so already, and goes on with what it has found"
     change(mini, "whole")
     assert not any(rounds(mini, 2)[-CHATS:]) and mini.tier.gpu_share == 1
     nothing_held(mini)

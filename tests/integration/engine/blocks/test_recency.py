@@ -42,6 +42,19 @@ def test_what_was_stored_or_loaded_at_once_is_not_put_together_again(
     assert told[1:] == [(8, True)]
 
 
+def test_a_block_that_a_load_fills_is_not_stored_for_another_that_waits_for_it() -> None:
+    """It has no key yet, and nobody would find what is stored without one."""
+    mini = Mini(load_mode="parked", late=3, store="eager")
+    asked = prompt(6, seed=1)
+    mini.only_in_cpu(asked)
+    for _ in range(2):
+        mini.add(asked, count=1)
+    mini.run()
+    mini.settle()
+    assert mini.manager.stats.loaded == 6 and mini.manager.stats.stored == 6
+    assert not mini.manager.holds(None)
+
+
 @pytest.mark.parametrize("load_mode", ["inline", "parked"])
 def test_a_prefix_is_told_in_order_though_the_gpu_has_lost_its_middle(
     load_mode: str, monkeypatch: pytest.MonkeyPatch
@@ -84,11 +97,12 @@ def test_a_session_leaves_the_tier_from_its_tail_whichever_turn_has_computed_it(
     assert name not in mini.tier._recency.keys
 
 
+@pytest.mark.parametrize("kept", ["auto", "whole"])
 @pytest.mark.parametrize("windows", [(None, 40), (40, None), (None, 40, None)])
 def test_blocks_of_other_groups_rest_on_those_of_full_attention(
-    windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+    windows: tuple[int | None, ...], kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mini = Mini(windows=windows, blocks=73)
+    mini = Mini(windows=windows, blocks=73, gpu_prefixes=kept)
     told: list[Any] = []
     monkeypatch.setattr(mini.manager, "request_ended", lambda *how: told.append(how))
     asked = prompt(3, seed=1)

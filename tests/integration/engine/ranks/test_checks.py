@@ -73,5 +73,9 @@ def test_a_host_has_room_for_all_of_its_ranks_beside_what_stays_free() -> None:
     check_size(hosts, 1536 * 9, 9, 1536)
     with pytest.raises(TierRefused, match=r"would take 0\.0 GiB on b, where 0\.0 GiB fit: 1\.0"):
         check_size(hosts, 1536 * 10, 10, 1536)
+    for room, fits in ((GIB + 511, r"0\.0 GiB fit: 1\.0"), (GIB // 2, r"0\.0 GiB fit: 0\.5")):
+        full = by_host([geometry(0, available_bytes=room)])
+        with pytest.raises(TierRefused, match=rf"{fits} .* or free memory"):
+            check_size(full, None, 0, 512)
     with pytest.raises(TierRefused, match="to hold at least one block .* found 9.31e-10"):
         check_size(hosts, 1, 0, 1536)
