@@ -161,6 +161,29 @@ def test_an_unparked_request_stays_among_those_skipped_in_older_releases() -> No
     assert not view.scheduler.waiting
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_of_two_that_are_unparked_only_the_one_that_was_moved_is_put_back(policy: str) -> None:
+    """The other is in its queue yet, and would be there twice. One may also be named twice."""
+    view = make_view(policy=policy)
+    moved, there = (make_request(prompt(1), arrival_time=t) for t in (0.0, 1.0))
+    for request in (moved, there):
+        view.park(request)
+    view.scheduler.holding.add_request(moved)
+    view.scheduler.waiting.add_request(there)
+    view.unpark([moved.request_id, there.request_id, moved.request_id])
+    assert list(view.scheduler.waiting) == [moved, there] and not view.scheduler.holding
+    assert not view.is_parked(moved) and not view.is_parked(there)
+
+
+def test_no_more_requests_run_than_vllm_lets_run_however_many_are_admitted() -> None:
+    view = make_view(max_running=4)
+    for admitted, limit in ((9, 4), (3, 3)):
+        view.cap_admissions(admitted)
+        assert view.scheduler.max_num_running_reqs == limit
+        view.schedule_over()
+        assert view.scheduler.max_num_running_reqs == 4
+
+
 def test_a_status_that_others_have_set_since_is_left_alone() -> None:
     view = make_view()
     request = make_request(prompt(1))
@@ -183,6 +206,17 @@ def test_open_are_those_that_wait_for_nothing_but_their_turn(status: RequestStat
     assert not view.needs_lookup(request)
 
 
+@pytest.mark.parametrize(("dropped", "asked"), [(False, False), (True, True)])
+def test_one_that_was_preempted_waits_for_its_tokens_under_way(dropped: bool, asked: bool) -> None:
+    """From 0.27 on vLLM passes over it until these are there, unless it wants none of them."""
+    view, request = make_view(), make_request(prompt(1))
+    request.status = RequestStatus.PREEMPTED
+    request.num_stale_output_tokens, request.drop_stale_output = 2, dropped
+    assert view.needs_lookup(request) is asked
+    request.num_stale_output_tokens = 0
+    assert view.needs_lookup(request)
+
+
 def test_a_request_is_open_once_its_grammar_is_there() -> None:
     view = make_view()
     request = make_request(prompt(1))
@@ -191,6 +225,10 @@ def test_a_request_is_open_once_its_grammar_is_there() -> None:
     assert not view.needs_lookup(request)
     request.structured_output_request.grammar = object()
     assert view.needs_lookup(request)
+    view.park(request)
+    assert view.is_parked(request) and not view.needs_lookup(request), "a load is under way for it"
+    view.unpark()
+    assert not view.is_parked(request) and view.needs_lookup(request)
     request.structured_output_request.grammar = ValueError("it cannot be compiled")
     assert not view.needs_lookup(request)
     request.structured_output_request = None

@@ -493,6 +493,21 @@ def test_a_load_leaves_running_prompts_their_blocks() -> None:
     running_prompt()
 
 
+def test_a_prompt_that_is_computed_again_is_reckoned_as_one_under_way() -> None:
+    """It takes what a prompt takes in a step; of a decode that is a block at most."""
+    mini = Mini(blocks=61)
+    name = mini.add(prompt(30, seed=1), count=9)
+    while not mini.answers[name]:
+        mini.step()
+    assert mini.scheduler.reset_prefix_cache(reset_running_requests=True)
+    mini.step()
+    (_, blocks), free = mini.view.demand_of_running(), mini.pool.get_num_free_blocks()
+    mini.step()
+    assert 1 < free - mini.pool.get_num_free_blocks() <= blocks
+    mini.run()
+    mini.check()
+
+
 @pytest.mark.parametrize("running", [True, False])
 def test_a_load_leaves_vllm_its_watermark(running: bool) -> None:
     """Without room beside the watermark vLLM would not admit whom it is for."""
