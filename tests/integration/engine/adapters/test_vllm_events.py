@@ -158,6 +158,22 @@ def test_what_nobody_has_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) 
     assert len(world.take()) == 401 + 1
 
 
+def test_what_was_cached_is_taken_in_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, asked = World(monkeypatch, MEDIUM), list[Hashable]()
+
+    def needed(key: Hashable) -> bool:
+        asked.append(key)
+        return True
+
+    world.events = KVEvents(world.pool, needed, world.gpu.__contains__, [0], str.upper)
+    world.cache("ab")
+    world.cache("cd", before="ab", parent="hash b")
+    assert asked
+    asked.clear()
+    world.events.take_in()
+    assert asked == []
+
+
 def test_a_block_that_was_forgotten_leaves_under_the_name_it_came_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -228,6 +244,8 @@ def test_a_block_that_waits_is_told_of_when_the_gpu_has_its_parent(
         assert (told["block_hashes"], told["medium"]) == (["hash b", "hash c"], "CPU")
         world.events.left("bc")
         world.take()
+    world.events.withdraw()
+    assert world.take() == [], "nothing waits, or is told of, any more"
 
 
 def test_a_block_that_waits_and_leaves_is_never_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

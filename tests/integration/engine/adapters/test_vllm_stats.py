@@ -124,13 +124,31 @@ def test_what_another_of_the_same_step_computes_is_found_on_the_gpu(load_mode: s
 
 def test_a_connectors_counters_are_left_alone() -> None:
     mini = Mini(tier=False)
+    request = mini.scheduler.requests[mini.add(prompt(3, seed=1))]
+    request.num_preemptions = 1
     mini.scheduler.connector, mini.scheduler.connector_prefix_cache_stats = object(), "its own"
     from kvoffload_patch.integration.engine.adapters.vllm_stats import PrefixStats
 
     stats = PrefixStats(mini.scheduler)
     stats.enable()
+    assert stats.count(request, queried=40, hit=30) == (40, 30)
     stats.restore()
     assert mini.scheduler.connector_prefix_cache_stats == "its own"
+
+
+def test_what_one_that_was_preempted_hits_beyond_the_gpu_is_no_hit_of_the_gpus() -> None:
+    """Nor of its prompt, which was counted when it was admitted first."""
+    mini = Mini()
+    request = mini.scheduler.requests[mini.add(prompt(3, seed=1))]
+    own, beyond = mini.kv_manager.prefix_cache_stats, mini.scheduler.connector_prefix_cache_stats
+    request.num_preemptions, own.preempted_hits, own.hits = 1, 48, 7
+    before = vars(request).get("num_external_computed_tokens")
+    assert mini.view.prefix_stats.count(request, queried=40, hit=30) == (40, 30)
+    assert (own.preempted_hits, own.hits) == (18, 7)
+    assert (beyond.preempted_hits, beyond.preempted_queries, beyond.hits) == (30, 40, 0)
+    assert vars(request).get("num_external_computed_tokens") == before
+    mini.view.prefix_stats.count(request, queried=40, hit=30)
+    assert own.preempted_hits == 0, "no figure is below 0"
 
 
 def test_a_request_that_may_not_hit_is_no_query() -> None:
@@ -158,5 +176,24 @@ def test_no_query_is_counted_by_vllm_as_well() -> None:
     stats.enable()
     scheduler._update_connector_prefix_cache_stats(SimpleNamespace(num_tokens=83))
     assert scheduler.connector_prefix_cache_stats.queries == 0
+    own = SimpleNamespace(hits=48)
+    scheduler.kv_cache_manager = SimpleNamespace(prefix_cache_stats=own)
+    about = {"num_tokens": 83, "num_cached_tokens": 48, "num_external_computed_tokens": 0}
+    request = SimpleNamespace(**about)
+    assert stats.count(request, queried=83, hit=32) == (67, 32)
+    assert (own.hits, request.num_external_computed_tokens) == (16, 32)
     stats.restore()
     assert not vars(scheduler).get("_update_connector_prefix_cache_stats")
+    assert scheduler.connector_prefix_cache_stats is None, "vLLM reports none of it any more"
+
+
+def test_nothing_is_counted_where_statistics_are_off_or_know_of_no_other_cache() -> None:
+    scheduler: Any = Scheduler()
+    scheduler.log_stats = False
+    for one in (scheduler, SimpleNamespace(log_stats=True, connector=None)):
+        before = dict(vars(one))
+        stats = PrefixStats(one)
+        stats.enable()
+        request = SimpleNamespace(num_tokens=83, num_cached_tokens=48)
+        assert stats.count(request, queried=83, hit=32) == (67, 32)
+        assert vars(one) == before
