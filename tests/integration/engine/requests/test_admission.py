@@ -204,6 +204,23 @@ def test_a_hit_without_room_waits_for_one_that_is_parked_in_the_same_step() -> N
     mini.check()
 
 
+def test_a_short_load_behind_a_parked_one_of_its_step_keeps_nobody_waiting() -> None:
+    """It crosses the bus behind that one, for which whoever runs would wait as well."""
+    mini = Mini(blocks=129, load_mode="auto", max_stall_ms=30)
+    long, short = prompt(60, seed=1), prompt(10, seed=2)
+    mini.only_in_cpu(long, short)
+    mini.add(prompt(1, seed=3), count=20)
+    mini.step()
+    hits = [mini.add(long), mini.add(short)]
+    mini.step()
+    assert [mini.scheduler.requests[name].status.name for name in hits] == [
+        "WAITING_FOR_REMOTE_KVS"
+    ] * 2
+    mini.run()
+    assert [mini.hits[name] for name in hits] == [60 * BLOCK, 10 * BLOCK]
+    mini.check()
+
+
 def test_one_that_waits_for_anothers_load_and_has_no_room_keeps_its_hit() -> None:
     mini = Mini(load_mode="parked", late=3)
     mini.only_in_cpu(prompt(6, seed=1))
