@@ -80,6 +80,30 @@ def test_a_parked_load_before_an_inline_one_may_still_fail() -> None:
     nothing_held(mini)
 
 
+def test_who_hits_what_a_parked_load_brings_does_not_join_a_step_before_that_is_known() -> None:
+    """Its own load could be within the step; that of the blocks before it may still fail."""
+    mini = Mini(
+        fails=lambda direction, ticket: direction == "load" and ticket == 1,
+        load_mode="parked",
+        late=20,
+        max_stall_ms=1000,
+    )
+    mini.only_in_cpu(prompt(8, seed=1))
+    mini.add(prompt(1, seed=2), count=20)
+    mini.step()
+    begins = mini.add(prompt(8, seed=1)[: 6 * BLOCK + 1])
+    mini.step()
+    mini.ask("set", load_mode="auto")
+    goes_on = mini.add(prompt(8, seed=1))
+    mini.step()
+    assert [mini.scheduler.requests[name].status.name for name in (begins, goes_on)] == [
+        "WAITING_FOR_REMOTE_KVS"
+    ] * 2
+    mini.run()
+    mini.check()
+    nothing_held(mini)
+
+
 def test_the_last_block_of_a_prompt_does_not_arrive_and_another_has_computed_on_it() -> None:
     """Both are admitted in one schedule(): the second reads a block that the first would load."""
     failed: set[int] = set()
