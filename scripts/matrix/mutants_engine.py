@@ -231,6 +231,16 @@ ENGINE = (
         (_FILES + "requests/test_loads_compared.py",),
     ),
     Mutant(
+        "who hits what a parked load brings loads the rest within its step",
+        _FILES + "requests/admission.py",
+        "if result.arriving:\n            return False",
+        "pass",
+        (
+            _FILES
+            + "requests/test_loads_failed.py::test_who_hits_what_a_parked_load_brings_waits_for_it",
+        ),
+    ),
+    Mutant(
         "of loads within their steps as many are compared as of parked ones",
         _FILES + "requests/inline.py",
         "self._since() >= self._every or",

@@ -80,7 +80,7 @@ def test_a_parked_load_before_an_inline_one_may_still_fail() -> None:
     nothing_held(mini)
 
 
-def test_who_hits_what_a_parked_load_brings_does_not_join_a_step_before_that_is_known() -> None:
+def test_who_hits_what_a_parked_load_brings_waits_for_it() -> None:
     """Its own load could be within the step; that of the blocks before it may still fail."""
     mini = Mini(
         fails=lambda direction, ticket: direction == "load" and ticket == 1,
