@@ -205,7 +205,7 @@ def test_a_hit_without_room_waits_for_one_that_is_parked_in_the_same_step() -> N
 
 
 def test_a_short_load_behind_a_parked_one_of_its_step_keeps_nobody_waiting() -> None:
-    """It crosses the bus behind that one, for which whoever runs would wait as well."""
+    """It crosses the bus behind that one, for which running requests would wait as well."""
     mini = Mini(blocks=129, load_mode="auto", max_stall_ms=30)
     long, short = prompt(60, seed=1), prompt(10, seed=2)
     mini.only_in_cpu(long, short)
