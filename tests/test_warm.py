@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from engine.warm import WarmProcess
+from engine.warm import Forked, WarmProcess
 from sandbox import ROOT
 
 PROGRAM = """
@@ -95,3 +96,11 @@ def test_what_takes_too_long_is_ended(start: Start) -> None:
     with pytest.raises(TimeoutError, match=r"an engine took 0\.3 s"):
         warm.play({"status": 0, "until": NEVER}, {"NAME": "a"}, 0.3)
     assert played(warm, "b", 5)[0] == 5
+
+
+def test_one_that_has_ended_before_its_pid_is_read_has_a_status() -> None:
+    here, there = socket.socketpair()
+    there.sendall(b"123456789\n3\n")
+    forked = Forked(here)
+    assert (forked.pid, forked.wait(0)) == (123456789, 3)
+    there.close()

@@ -133,7 +133,8 @@ class Forked:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._lines = connection.makefile("r")
+        # Unbuffered: a status read ahead with the pid is one that `select` never sees.
+        self._lines = connection.makefile("rb", buffering=0)
         self.pid = int(self._lines.readline())
         self._status: int | None = None
 
