@@ -1,11 +1,11 @@
 """A trial that is not in the package: loads of requests that vLLM has not taken yet.
 
 A request that arrives while a step runs is looked up, and its load enqueued, when the next step is
-scheduled: 4 ms of the host's time for 5,500 tokens, for which the device waits (docs, "What a join
-costs"). Here the engine's thread does it when it has nothing else to do: when a step has been
-launched, and while it waits for the output of the one before. The load is parked, and goes to the
-rank at once, by a plan without a step; its request joins the next step as any whose load is under
-way. One rank in the engine's process, vLLM 0.26.0's names, asynchronous scheduling.
+scheduled, and the device waits meanwhile (docs/measurements.md, "What a join costs"). Here the
+engine's thread does it when it has nothing else to do: when a step has been launched, and while it
+waits for the output of the one before. The load is parked, and goes to the rank at once, by a plan
+without a step; its request joins the next step as any whose load is under way. One rank in the
+engine's process, vLLM 0.26.0's names, asynchronous scheduling.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class EarlyLoads:
         core: vLLM's `EngineCoreProc`, with a tier attached.
 
     Attributes:
-        begun: loads that were begun so, and requests that were looked up for it.
+        begun: loads that were begun so.
+        looked_up: requests that were taken out of the queue and looked up.
     """
 
     def __init__(self, core: Any) -> None:
