@@ -33,7 +33,7 @@ def compare(runner: str, kind: Kind, off: Answers, on: Answers, *few: Answers) -
         if "error" in results:
             ended = gpu_states.ended if kind.asked == STATES else _ended
             return {**found, **ended(side, results["error"])}
-    if kind.lmcache and (why := _wrong_alone(kind, off, *few)):
+    if why := _wrong_alone(kind, off, *few):
         return {**found, "outcome": "skipped", "why": why}
     if kind.asked in gpu_nodes.LOST:
         return {**found, **gpu_nodes.judge(kind.name, kind.asked, off, on)}
@@ -72,8 +72,14 @@ def _alike(kind: Kind, off: Answers, on: Answers) -> list[tuple[Any, Any]]:
     return list(zip(plain, its))
 
 
-def _wrong_alone(kind: Kind, off: Answers, alone: Answers) -> str:
-    """Why answers beside LMCache say nothing of the tier; empty if they do."""
+def _wrong_alone(kind: Kind, off: Answers, *few: Answers) -> str:
+    """Why answers without the tier say nothing of it; empty if they do."""
+    if kind.asked == STATES:
+        return "" if kind.unrepeated else gpu_states.wrong_alone(off)
+    return _wrong_beside_lmcache(kind, off, *few) if kind.lmcache else ""
+
+
+def _wrong_beside_lmcache(kind: Kind, off: Answers, alone: Answers) -> str:
     plain, its = (side[kind.asked]["tokens"] for side in (off, alone))
     equal = sum(a == b for a, b in zip(plain, its))
     if not alone[kind.asked]["brought"]:

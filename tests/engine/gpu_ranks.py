@@ -53,7 +53,8 @@ def _divided(name: str, ranks: int, held: str = "", **parallel: int) -> Kind:
     """Ranks that divide a prompt between them (prefill context parallelism)."""
     written = "mla" if ranks == 2 else "mla eight heads"
     engine = {**_DIVIDED, "prefill_context_parallel_size": 2, **parallel}
-    return Kind(f"mla, {name} that divide a prompt", written, engine, ranks, one_copy=held)
+    name, tried = f"mla, {name} that divide a prompt", {"KVOFFLOAD_ALLOW_UNVERIFIED": "1"}
+    return Kind(name, written, engine, ranks, one_copy=held, settings=tried)
 
 
 MODELS: dict[str, Callable[[Path], object]] = {

@@ -92,6 +92,18 @@ def ended(side: str, log: str) -> dict[str, Any]:
     return {"outcome": "failed", "why": f"{side}: {log}"}
 
 
+def wrong_alone(off: dict[str, Any]) -> str:
+    """Why answers of plain vLLM say nothing of the tier; empty if they do."""
+    answers = off["lengths_alone"]["tokens"]
+    found_again = len(answers) - ROUND
+    if found_again <= 0 or _repeated(answers) > ROUND:
+        return ""
+    return (
+        f"plain vLLM by itself answers none of {found_again} prompts as before where it finds "
+        "their prefixes"
+    )
+
+
 def one_of(plain: list[Any], its: list[Any]) -> list[Any]:
     """For each of the tier's answers: itself if plain vLLM gave it in some round, or plain's."""
     rounds = [plain[at::ROUND] for at in range(ROUND)]

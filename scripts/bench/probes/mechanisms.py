@@ -35,7 +35,7 @@ from typing import Any
 
 from scripts.bench.common import lacks_tier, machine, quantile, say, write_json
 from scripts.bench.probes.closed_loop import Asked, ClosedLoop
-from scripts.bench.probes.switches import MECHANISMS, NAMES, switch_off
+from scripts.bench.probes.switches import MECHANISMS, switch_off
 from scripts.bench.probes.tier_calls import tier_took
 from scripts.bench.serve.load import ask, sampling
 
@@ -246,7 +246,7 @@ def report(rounds: list[dict[str, Any]]) -> str:
     figures = [name for name in rounds[0] if name != "without"]
     lines = ["| without | rounds | " + " | ".join(figures) + " |"]
     lines.append("| --- | ---: |" + " ---: |" * len(figures))
-    for mechanism in NAMES:
+    for mechanism in MECHANISMS:
         own = [r for r in rounds if r["without"] == mechanism]
         if not own:
             continue

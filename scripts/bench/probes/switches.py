@@ -85,13 +85,6 @@ def _tier() -> Changes:
     return tuple((tier, "paused", True) for tier in tiers)
 
 
-def _waiting_for_steps() -> Changes:
-    """A trial: loads begin when their requests arrive, not when the next step is scheduled."""
-    from scripts.bench.probes.early import changes
-
-    return changes()
-
-
 _CHANGES: dict[str, Callable[[], Changes]] = {
     "last block loaded": _last_block,
     "joining early": _joining_early,
@@ -104,10 +97,7 @@ _CHANGES: dict[str, Callable[[], Changes]] = {
     "heads of prefixes": _heads_of_prefixes,
     "the tier": _tier,
 }
-# Played if they are asked for by name: what is on is not in the package.
-_TRIALS = {"waiting for steps": _waiting_for_steps}
 MECHANISMS = ("nothing", *_CHANGES)
-NAMES = (*MECHANISMS, *_TRIALS)
 
 
 def switch_off(worker: Any, mechanism: str) -> str:
@@ -118,7 +108,7 @@ def switch_off(worker: Any, mechanism: str) -> str:
     while undo:
         setattr(*undo.pop())
     if mechanism != "nothing":
-        for owner, name, value in {**_CHANGES, **_TRIALS}[mechanism]():
+        for owner, name, value in _CHANGES[mechanism]():
             undo.append((owner, name, vars(owner)[name]))
             setattr(owner, name, value)
     return mechanism

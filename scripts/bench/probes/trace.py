@@ -30,7 +30,7 @@ from typing import Any
 from scripts.bench.common import lacks_tier, machine, say, write_json
 from scripts.bench.probes import observers, trace_report
 from scripts.bench.probes.closed_loop import Asked, ClosedLoop
-from scripts.bench.probes.switches import NAMES
+from scripts.bench.probes.switches import MECHANISMS
 from scripts.bench.probes.trace_events import read
 from scripts.bench.probes.trace_figures import FLOOR, ON, Figures
 from scripts.bench.probes.trace_joins import joins_alone
@@ -133,7 +133,7 @@ class Player:
             self._loop.step()
 
     def _begin(self, cycle: int, variant: str, paused: bool = False, off: str = "nothing") -> None:
-        off = variant if variant in NAMES else off
+        off = variant if variant in MECHANISMS else off
         arguments = cycle, variant, off, paused
         self._llm.collective_rpc(observers.begin_period, args=arguments)
 
@@ -214,8 +214,8 @@ def prepare(options: argparse.Namespace) -> None:
     stem = options.json.stem if options.json else "trace"
     options.events = options.events or folder / f"{stem}.events.jsonl"
     options.only = [name for name in options.only.split(",") if name]
-    if unknown := set(options.only) - set(NAMES):
-        raise SystemExit(f"--only: expected some of {', '.join(NAMES)}, found {unknown}")
+    if unknown := set(options.only) - set(MECHANISMS):
+        raise SystemExit(f"--only: expected some of {', '.join(MECHANISMS)}, found {unknown}")
     options.engine = {**(SMALL_ENGINE if options.small else ENGINE), **options.engine}
     if options.small:
         from scripts.bench.serve.job import write_tokens_model

@@ -187,7 +187,7 @@ def test_first_answers_are_counted_where_plain_vllm_does_not_repeat_them(
     assert kind.unsteady == UNSTEADY
     sides = side(), tier(), few(), scores()
     for one in sides:
-        one["lengths_alone"] = {"tokens": [[1], [2], [3]], "cached": 640}
+        one["lengths_alone"] = {"tokens": [[1], [1], [1]], "cached": 640}
     for at in other:
         sides[1]["lengths_alone"]["tokens"][at] = [9]
     found = gpu_kinds.compare("v1", replace(kind, unsteady=1), *sides)
@@ -249,6 +249,25 @@ def test_that_plain_vllm_ends_is_no_fault_of_the_tier() -> None:
     assert found["why"] == "plain vLLM ends by itself: RuntimeError: no such kernel"
     found = gpu_kinds.compare("v1", KIND, side(), {"error": log}, few())
     assert (found["outcome"], found["why"]) == ("failed", f"on: {log}")
+
+
+@pytest.mark.usefixtures("one_prompt_a_round")
+@pytest.mark.parametrize(
+    ("plain", "outcome"),
+    [([[1], [2], [3]], "skipped"), ([[1], [2], [1]], "passed")],
+    ids=["never", "once"],
+)
+def test_where_plain_vllm_answers_wrongly_behind_each_of_its_hits_nothing_is_compared(
+    plain: list[list[int]], outcome: str
+) -> None:
+    sides = side(), tier(), few(), scores()
+    for one in sides:
+        one["lengths_alone"] = {"tokens": plain, "cached": 640}
+    found = gpu_kinds.compare("v1", KIND, *sides)
+    assert found["outcome"] == outcome
+    if outcome == "skipped":
+        assert found["why"].startswith("plain vLLM by itself answers none of 2 prompts as before")
+    assert gpu_kinds.compare("v1", replace(KIND, unrepeated=True), *sides)["outcome"] == "passed"
 
 
 def test_the_tier_is_asked_to_try_what_nobody_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
