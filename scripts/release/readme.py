@@ -16,7 +16,7 @@ CPU = (
     "the same tests of evicted prefixes, late copies, abort, reset, two ranks and (from 0.11.2 on) "
     "asynchronous scheduling, on real engines on the CPU, model runner V1 and (from 0.23.0 on) V2"
 )
-GPU = "both model runners on one GPU, with CUDA graphs and"
+GPU = "on one GPU, with CUDA graphs and"
 SCHEDULER = (
     "its own scheduler with a faked model, and its functions and attributes against the patch table"
 )
@@ -35,7 +35,7 @@ def table() -> str:
     rows = [
         (installed, "the tests, real engines included"),
         (first, CPU),
-        (", ".join(gpu), f"{GPU} {_without_graphs(gpu)}{_more(gpu)}"),
+        (", ".join(gpu), f"{_runners(gpu)} {GPU} {_without_graphs(gpu)}{_more(gpu)}"),
         (f"every release from {known[0]} to {known[-1]}", SCHEDULER),
     ]
     return HEAD + "".join(f"| {which} | {how} |\n" for which, how in rows) + REFUSED
@@ -53,6 +53,15 @@ _MORE = (
     ("mla", "with MLA"),
     ("eagle3", "with drafts"),
 )
+
+
+def _runners(gpu: dict[str, dict[str, Any]]) -> str:
+    """Both, and where it was one of them."""
+    alone = []
+    for name, one in gpu.items():
+        played = {t["name"][:2] for t in one["tests"] if t["outcome"] == "passed"}
+        alone += [f"{runner.upper()} alone on {name}" for runner in played if len(played) == 1]
+    return "both model runners" + (f" ({', '.join(alone)})" if alone else "")
 
 
 def _without_graphs(gpu: dict[str, dict[str, Any]]) -> str:

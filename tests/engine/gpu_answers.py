@@ -190,12 +190,14 @@ def _beside(off: dict[str, Any], on: dict[str, Any], found: dict[str, Any]) -> l
     ]
 
 
-# vLLM asks before the tier is attached: nothing of the tier has run then.
+# vLLM says so before the tier is attached: nothing of the tier has run then.
 _NO_ROOM = re.compile(r"ValueError: (To serve at least one request with .*?) Try increasing")
+_NO_SUCH = re.compile(r"Value error, (Model Runner V\d does not support: .+?) \[type=value_error")
 
 
 def _ended(side: str, log: str) -> dict[str, Any]:
     """An engine that has not answered, the plain one ("off") or that with the tier ("on")."""
-    if no_room := _NO_ROOM.search(log):
-        return {"outcome": "skipped", "why": f"vLLM does not start: {no_room.group(1)}"}
+    for reason in (_NO_ROOM, _NO_SUCH):
+        if why := reason.search(log):
+            return {"outcome": "skipped", "why": f"vLLM does not start: {why.group(1)}"}
     return {"outcome": "failed", "why": f"{side}: {log}"}

@@ -16,8 +16,8 @@ from engine.gpu_answers import FLIPPED
 from engine.gpu_kind import EAGER, GRAPHS, HEADS, MLA, Kind
 
 # vLLM 0.26.0 divides prompts with runner V2 and MLA alone, and without full graphs. With runner V1
-# each rank computes all of a prompt. Where ranks have a part of each block as well, its plain
-# engine hangs as it warms up.
+# each rank computes all of a prompt, and 0.32.0 does not start. Where ranks have a part of each
+# block as well, 0.26.0's plain engine hangs as it warms up.
 _DIVIDED = {**EAGER, "attention_backend": MLA["attention_backend"]}
 
 _WORDS = {2: "two", 4: "four"}

@@ -19,6 +19,7 @@ from kvoffload_patch.integration.engine.attach import attach
 from kvoffload_patch.integration.engine.eligibility import (
     _OFFLOADERS,
     _PARTS_SHOWN,
+    _PREFILL_SHOWN,
     check_eligible,
 )
 from kvoffload_patch.integration.engine.eligible_states import (
@@ -154,7 +155,7 @@ REFUSED = {
     ),
     "prefill context parallel": (
         config(prefill_context_parallel_size=4), scheduler(),
-        r"prefill_context_parallel_size 1, or .* run \(0.26.0 on cuda\), found 4 with ",
+        r"prefill_context_parallel_size 1, or .* run \(0.26.0 on cuda, .*\), found 4 with ",
     ),
     "elastic": (config(enable_elastic_ep=True), scheduler(), "elastic expert parallelism"),
     "an engine that goes on": (
@@ -724,6 +725,14 @@ def test_what_was_shown_beside_states_on_a_gpu_has_results_there() -> None:
             _must_be_green_on_a_gpu(row, release)
 
 
+def test_every_release_with_which_ranks_divided_a_prompt_has_results_of_it() -> None:
+    """Some have it with runner V2 alone."""
+    (row,) = [row for row in ROWS if row.name.startswith("prefill context parallelism (PCP)")]
+    assert {device for _, device in _PREFILL_SHOWN} == {"cuda"}
+    for release, _ in _PREFILL_SHOWN:
+        _must_be_green_on_a_gpu(row, release, "V2)")
+
+
 def test_the_table_of_states_in_the_documents_is_the_one_that_decides() -> None:
     kinds = {
         "gated delta nets (Qwen3-Next)": ("GDN_ATTN",),
@@ -751,11 +760,11 @@ def _releases_in(text: str, known: set[str]) -> set[str]:
     return found
 
 
-def _must_be_green_on_a_gpu(row: Any, release: str) -> None:
+def _must_be_green_on_a_gpu(row: Any, release: str, runners: str = "(V1, V2)") -> None:
     on_it = [one for one in features_gpu.load() if one["release"] == release]
     (line,) = features_gpu.lines(row, on_it)
     assert line.verdict.startswith("green"), (release, row)
-    assert "(V1, V2)" in line.what, "one of the runners was not played"
+    assert runners in line.what, "one of the runners was not played"
 
 
 @pytest.mark.parametrize(

@@ -201,12 +201,24 @@ def test_a_result_of_skipped_kinds_alone_is_not_green() -> None:
     assert gpu._verdict([{"outcome": "skipped"}]) == gpu._verdict([]) == "red"
 
 
-def test_an_engine_that_vllm_has_no_room_for_was_not_run() -> None:
+@pytest.mark.parametrize(
+    ("log", "why"),
+    [
+        (
+            "ValueError: To serve at least one request with 2048, no. Try increasing `a`\nmore",
+            "To serve at least one request with 2048, no.",
+        ),
+        (
+            "1 error\n  Value error, Model Runner V1 does not support: b [type=value_error",
+            "Model Runner V1 does not support: b",
+        ),
+    ],
+    ids=["no room", "not with this runner"],
+)
+def test_an_engine_that_vllm_does_not_start_was_not_run(log: str, why: str) -> None:
     kind, answered = gpu_kinds.KINDS[0], {"one_copy": ""}
-    log = "ValueError: To serve at least one request with 2048, no. Try increasing `a`\nmore"
     found = gpu_answers.compare("v1", kind, answered, {"error": log})
-    assert found["outcome"] == "skipped"
-    assert found["why"] == "vLLM does not start: To serve at least one request with 2048, no."
+    assert (found["outcome"], found["why"]) == ("skipped", f"vLLM does not start: {why}")
     other = gpu_answers.compare("v1", kind, {"error": "RuntimeError: no"}, answered)
     assert (other["outcome"], other["why"]) == ("failed", "off: RuntimeError: no")
 
