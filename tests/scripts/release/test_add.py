@@ -48,14 +48,6 @@ def test_the_readme_lists_what_the_files_say() -> None:
     assert readme.PAGE.read_text(encoding="utf-8") == readme.page()
 
 
-def test_the_readme_says_where_one_model_runner_alone_was_run() -> None:
-    tests = [{"name": name, "outcome": "passed"} for name in ("v1, graphs", "v2, graphs")]
-    gpu = {"0.26.0": {"tests": tests}}
-    assert readme._runners(gpu) == "both model runners"
-    gpu["0.28.0"] = {"tests": [{**tests[0], "outcome": "skipped"}, tests[1]]}
-    assert readme._runners(gpu) == "both model runners (V2 alone on 0.28.0)"
-
-
 def test_engines_are_those_of_each_minor_releases_last_cpu_build() -> None:
     assert {"0.9.2", "0.10.2", "0.11.2", "0.32.0"} <= set(engines.RELEASES)
     assert not {"0.9.1", "0.11.0", "0.11.1", "0.33.0"} & set(engines.RELEASES)
