@@ -16,7 +16,7 @@ from scripts.bench import step as bench_step
 from scripts.bench.chats import bound as chats_bound
 from scripts.bench.chats import figures as chats_figures
 from scripts.bench.chats import report as chats_report
-from scripts.bench.common import ROOT, cell, digits, table
+from scripts.bench.common import ROOT, cell, digits, ran, ran_on, table
 from scripts.bench.probes import trace_report
 from scripts.bench.serve import pressed
 from scripts.bench.serve import report as serve
@@ -139,7 +139,7 @@ def _each(names: dict[str, str], make: Callable[[Any, str], str]) -> str:
         document = read(name)
         if document is not None:
             machines = document["machines"] if "machines" in document else [document["machine"]]
-            parts += [make(document, words), *dict.fromkeys(map(ran_on, machines))]
+            parts += [make(document, words), *ran(machines)]
     return "\n\n".join(parts) or "not measured"
 
 
@@ -213,6 +213,12 @@ def conversations() -> str:
         return _conversations({**document, "jobs": as_they_come}, CONVERSATIONS)
 
     return _made("chats.json", make)
+
+
+def bound_of_conversations() -> str | None:
+    """Of the last pair of `conversations`, which says what it ran on."""
+    document = read("chats.json")
+    return document and chats_bound.table_of(document)
 
 
 def _conversations(document: dict[str, Any], chosen: tuple[str, ...]) -> str:
@@ -358,20 +364,9 @@ def enqueued() -> str:
     for pair in zip(*(side["rows"] for side in sides)):
         found = [one[what] for what in ("host_ms", "device_ms") for one in pair]
         rows.append([pair[0]["case"], *(cell(values) for values in found)])
-    ran = dict.fromkeys(ran_on(one["machines"][-1]) for one in sides)
-    ran_chats = [ran_on(machine) for machine in chats["machines"]]
+    ran_sides, ran_chats = ran([one["machines"][-1] for one in sides]), ran(chats["machines"])
     later = chats_report.later(chats, "two servers at the same time, each on a GPU of one host")
-    return "\n\n".join([table(rows), *ran, later, *ran_chats])
-
-
-def ran_on(machine: dict[str, Any]) -> str:
-    """Commit, date, machine and command of a result."""
-    gpu = machine.get("gpu", "none")
-    where = gpu.split(",")[0] if gpu != "none" else machine.get("cpu", "CPU")
-    return (
-        f"Commit {machine['commit']}, {machine['date'][:10]}, {where}, {machine['cpus']} cores, "
-        f"vLLM {machine['vllm']}: `{machine['command']}`"
-    )
+    return "\n\n".join([table(rows), *ran_sides, later, *ran_chats])
 
 
 PROBED = ("modelled", "modelled-heads", "long", "long-eager", "beside", "tuned")
@@ -387,7 +382,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "bound": partial(_made, "trace.json", trace_report.bound),  # what an ideal tier would take
     "slowest": partial(_made, "trace.json", trace_report.slowest),
     "heads on a GPU": heads,
-    "conversations bound": partial(_made, "chats.json", chats_bound.table_of),
+    "conversations bound": bound_of_conversations,
     "by layer": by_layer,
     "served first": partial(_made, "serve-first.json", _served),  # the tier still grows
     "joins since": partial(joins, "trace-joins-newest.json"),

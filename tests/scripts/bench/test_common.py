@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts import ROOT
-from scripts.bench.common import write_json
+from scripts.bench.common import ran, write_json
 
 
 def test_numbers_of_a_list_share_a_line_and_all_else_is_as_it_was(tmp_path: Path) -> None:
@@ -40,3 +40,13 @@ def test_what_needs_a_tier_says_so_before_it_starts_an_engine(command: str) -> N
 
 def test_without_a_file_nothing_is_written() -> None:
     write_json(None, {"one": object()})
+
+
+def test_results_of_which_only_the_commands_differ_are_said_in_one_line() -> None:
+    first = {"commit": "abc", "date": "2026-11-22T10:00", "cpu": "EPYC", "vllm": "0.26", "cpus": 2}
+    first |= {"gpu": "none", "command": "bench a"}
+    results = [first, {**first, "command": "bench b"}, {**first, "commit": "def"}, first]
+    assert ran(results) == [
+        "Commit abc, 2026-11-22, EPYC, 2 cores, vLLM 0.26: `bench a`, `bench b`",
+        "Commit def, 2026-11-22, EPYC, 2 cores, vLLM 0.26: `bench a`",
+    ]
