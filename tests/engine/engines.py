@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +67,19 @@ class Run:
         return self.results[scenario]
 
 
+@cache
+def _sockets() -> str:
+    """A folder for vLLM's own sockets, which it leaves behind: it goes with this process."""
+    folder, owner = tempfile.mkdtemp(prefix="vllm-"), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # not a child that was forked
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
+
+
 def environment(**extra: str) -> dict[str, str]:
     """A clean environment for an engine on the CPU, without network and without the switch."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("KVOFFLOAD_", "VLLM_"))}
@@ -77,6 +93,7 @@ def environment(**extra: str) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "KVOFFLOAD_CONTROL": "0",  # in a folder that other engines of this machine use
+        "VLLM_RPC_BASE_PATH": _sockets(),
         "PYTHONPATH": os.pathsep.join(
             [str(ROOT), str(HERE), *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]
         ),

@@ -67,9 +67,9 @@ def test_mechanisms_are_switched_off_one_at_a_time(tmp_path: Path) -> None:
     }  # fmt: skip
     rounds = probed(
         tmp_path, "mechanisms", "--model", str(model), "--engine", json.dumps(engine),
-        "--parts", "turn,arrivals,fresh", "--cycles", "1", "--settle", "0", "--phase", "0.3",
-        "--sessions", "8", "--tokens", "300", "--answer", "4", "--decodes", "4", "--fresh", "3",
-        "--at-once", "2", "--vocabulary", "60",
+        "--parts", "turn,arrivals,fresh", "--cycles", "1", "--settle", "0", "--phase", "0.1",
+        "--sessions", "8", "--tokens", "200", "--answer", "2", "--decodes", "2", "--fresh", "2",
+        "--at-once", "1", "--vocabulary", "60",
     )["rounds"]  # fmt: skip
     assert {one["without"] for one in rounds} == set(MECHANISMS)
     assert all(one["turn"] > 0 and one["fresh, all"] > 0 for one in rounds)
