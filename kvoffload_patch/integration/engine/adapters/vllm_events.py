@@ -145,9 +145,8 @@ class KVEvents:
             else:
                 del self._told[oldest]
 
-    def loaded(self, keys: Iterable[Hashable]) -> None:
+    def loaded(self, keys: Sequence[Hashable]) -> None:
         """The tier has put these into the GPU's prefix cache."""
-        keys = list(keys)
         self._pool.kv_event_queue += self._stored(keys)
         if self._behind:
             self._followed(keys)

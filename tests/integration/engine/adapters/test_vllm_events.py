@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,11 +53,12 @@ class World:
         self.events = KVEvents(self.pool, self.held.__contains__, on_gpu, [0], str.upper)
 
     def cache(
-        self, names: str, parent: str | None = None, before: str = "", group: int = 0, **more: Any
-    ) -> None:
+        self, names: str, parent: str | None = None, before: str = "", group: int = 0,
+        size: int = 2, **more: Any,
+    ) -> None:  # fmt: skip
         """vLLM caches blocks of two tokens; a dash is one that a window has left.
 
-        ``before``: the blocks of the request before them.
+        ``before``: the blocks of the request before them. ``size``: tokens of the group's blocks.
         """
         keys = [None if name == "-" else name for name in names]
         hashes = [f"hash {key}" for key in keys if key]
@@ -73,7 +74,7 @@ class World:
         blocks = [SimpleNamespace(block_hash=key) for key in [*left, *keys]]
         request = SimpleNamespace(block_hashes=before + names)
         self.gpu.update(key for key in keys if key)
-        self.events.cached(request, blocks, len(before), len(blocks), 2, group)
+        self.events.cached(request, blocks, len(before), len(blocks), size, group)
         self.events.take_in()
 
     def take(self) -> list[Any]:
@@ -263,6 +264,23 @@ def test_a_block_that_waits_and_leaves_is_never_told_of(monkeypatch: pytest.Monk
         assert not world.events._waits and not world.events._behind
 
 
+def test_of_two_blocks_that_wait_for_one_parent_each_leaves_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch, LATEST)
+    world.held.update("abcd")
+    world.cache("a")
+    for name in "bcd":
+        world.cache(name, parent="hash a", before="a")
+    world.gpu.clear()
+    world.take()
+    world.events.stored(["b", "c", "d"])
+    world.events.left(["b"])
+    world.events.left(["c"])
+    world.events.stored(["a"])
+    assert [event["block_hashes"] for event in world.take()] == [["hash a"], ["hash d"]]
+
+
 def test_a_block_of_a_window_waits_for_what_its_prefix_begins_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -279,6 +297,36 @@ def test_a_block_of_a_window_waits_for_what_its_prefix_begins_with(
     assert [event["block_hashes"] for event in world.take()] == [["hash A"], ["hash b"]]
 
 
+def test_each_block_waits_for_the_one_before_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a group that reads a whole prefix, and in one of windows for that of the former."""
+    world = World(monkeypatch, LATEST)
+    world.held.update("ABCDabcd")
+    for names, group in (("ABCD", 0), ("abcd", 1)):
+        world.cache(names[:2], group=group)
+        world.cache(names[2:], f"hash {names[1]}", names[:2], group)
+    world.gpu.clear()
+    world.take()
+    told = {key: "" for key in "dcDb"} | {"a": "a", "A": "Ab", "C": "", "B": "BCDcd"}
+    for key, expected in told.items():
+        world.events.stored([key])
+        said = [one for event in world.take() for one in event["block_hashes"]]
+        assert sorted(said) == [f"hash {one}" for one in expected], key
+
+
+@pytest.mark.parametrize(("size", "key"), [(4, str.upper), (2, None)])
+def test_a_block_of_a_window_that_is_no_block_of_its_prefix_waits_for_none(
+    size: int, key: Callable[[Any], Hashable] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has more tokens than a hash stands for; or no group reads a whole prefix."""
+    world = World(monkeypatch, LATEST)
+    world.events = KVEvents(world.pool, world.held.__contains__, world.gpu.__contains__, [0], key)
+    world.cache("abc", group=1, size=size)
+    world.gpu.clear()
+    world.take()
+    world.events.stored(["c", "b"])
+    assert [event["block_hashes"] for event in world.take()] == [["hash c"], ["hash b"]]
+
+
 def test_an_event_of_other_blocks_is_not_taken_for_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, MEDIUM)
     world.cache("a")
@@ -289,6 +337,8 @@ def test_an_event_of_other_blocks_is_not_taken_for_theirs(monkeypatch: pytest.Mo
     world.events.cached(request, blocks, 3, 4, 2, 0)
     world.events.take_in()
     world.take()
+    world.events.cached(request, blocks, 3, 4, 2, 0)  # of which nothing was said at all
+    world.events.take_in()
     world.events.stored(["a", "b", "c", "d"])
     assert [event["block_hashes"] for event in world.take()] == [["hash a"]]
 
