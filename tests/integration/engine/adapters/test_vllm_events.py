@@ -120,6 +120,19 @@ def test_a_loaded_block_is_told_of_as_the_gpus(monkeypatch: pytest.MonkeyPatch) 
     assert second["parent_block_hash"] == "hash b" and second["medium"] == "GPU"
 
 
+def test_blocks_of_two_events_are_told_of_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the first of one and the second of another, which only look like neighbours."""
+    world = World(monkeypatch, LATEST)
+    world.held.update("abcd")
+    world.cache("ab")
+    world.cache("cd", parent="hash b", before="ab")
+    world.take()
+    world.events.stored(["a", "d"])
+    first, second = world.take()
+    assert (first["block_hashes"], first["token_ids"]) == (["hash a"], ["a1", "a2"])
+    assert (second["block_hashes"], second["token_ids"]) == (["hash d"], ["d1", "d2"])
+
+
 def test_without_a_medium_only_loads_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, OLDEST)
     world.cache("ab")
