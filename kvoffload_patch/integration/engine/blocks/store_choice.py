@@ -139,10 +139,10 @@ class StoreChoice:
         found: dict[Hashable, int] = {}
         for request, blocks in cached:
             if stores(request):
-                found.update({b.block_hash: b.block_id for b in blocks if not b.is_null})
+                found.update({block.block_hash: block.block_id for block in blocks})
             else:
                 self._leave_out(blocks)
-        found.pop(None, None)
+        found.pop(None, None)  # as above
         return self._without_answers(found) if self._answers else found
 
     def session_went_on(self, session: Any) -> None:

@@ -152,6 +152,14 @@ def test_blocks_of_answers_are_stored_unless_that_is_off(
     mini.check()
 
 
+def test_blocks_of_answers_are_stored_though_events_are_told_of_them_as_well() -> None:
+    """Both are told of what is cached, of which answers matter only where they are not stored."""
+    mini = Mini(store="eager", events=True)
+    asked(mini, prompt(1, seed=1), count=2 * BLOCK + 1)
+    mini.settle()
+    assert mini.manager.stats.stored == 3 and not mini.breaker.detached
+
+
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("how", ["as it is", "opts out", "decode is off"])
 def test_a_block_that_vllm_caches_after_the_last_step_is_stored_as_the_others_are(
@@ -210,6 +218,32 @@ def test_keys_of_blocks_that_no_step_computes_leave_vllms_cache(later: str) -> N
     nothing_held(mini)
 
 
+def test_what_several_requests_compute_in_a_step_is_stored() -> None:
+    mini = Mini(store="eager")
+    prompts = [prompt(3, seed=seed) for seed in range(3)]
+    for tokens in prompts:
+        mini.add(tokens, count=2)
+    mini.step()
+    assert len(mini.scheduler.running) == 3, "this test shows nothing"
+    mini.run()
+    mini.settle()
+    assert mini.manager.stats.stored == 9
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_prompt_is_stored_that_is_computed_in_the_step_of_anothers_answer(store: str) -> None:
+    mini = Mini(store=store, store_decode=False)
+    mini.add(prompt(1, seed=1)[: BLOCK - 1], count=2)
+    mini.step()
+    tokens = prompt(3, seed=2)
+    mini.add(tokens, count=1)
+    mini.run()
+    assert mini.manager.stats.not_stored["decode"] == 1
+    lose_all(mini)
+    assert held(mini, [*tokens, 7]) == 3
+    mini.check()
+
+
 def choice_of(mini: Mini, running: int = 4) -> StoreChoice:
     """A choice made of a scheduler as it is now, with so many running requests."""
     mini.scheduler.running = [object()] * running
@@ -221,6 +255,7 @@ def test_few_blocks_of_running_requests_can_wait() -> None:
     assert choice.can_wait(0)
     assert choice.can_wait(4)
     assert not choice.can_wait(5), "a prompt's blocks"
+    assert choice_of(Mini(blocks=101), running=1).can_wait(1)
 
 
 def test_nothing_waits_where_no_step_is_sure_to_come_or_a_connector_is() -> None:
