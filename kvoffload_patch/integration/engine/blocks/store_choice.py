@@ -169,10 +169,12 @@ class StoreChoice:
 
         vLLM leaves their keys in its prefix cache, and the next request that hits them, that one
         itself mostly, reads what was there before. So they are taken out; not blocks that are in
-        use, which were handed out since, nor those that a connector has filled.
+        use, which were handed out since to a request that may fill and store them. Those that a
+        connector fills have their keys, and are not stored.
         """
-        self._front.refuse([block.block_id for block in blocks])
-        if not request.num_computed_tokens:
+        if request.num_computed_tokens:
+            self._front.refuse([block.block_id for block in blocks])
+        else:
             self._uncache([block for block in blocks if not block.ref_cnt])
 
     def _leave_out(self, blocks: Iterable[Any]) -> None:

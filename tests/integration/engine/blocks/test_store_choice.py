@@ -194,6 +194,17 @@ def test_prompts_are_stored_from_blocks_that_had_answers(store: str) -> None:
     mini.check()
 
 
+def test_a_block_that_had_an_answer_before_a_reset_is_stored_as_a_prompts() -> None:
+    choice = (mini := Mini(store_decode=False)).tier.choice
+    asks = SimpleNamespace(request_id="r1", num_prompt_tokens=0, sampling_params=None)
+    blocks = [SimpleNamespace(block_id=3, _block_hash="key")]
+    for reset in (False, True):
+        choice.note_answers(asks, blocks, 0, 1, BLOCK)
+        if reset:
+            assert mini.scheduler.reset_prefix_cache()
+        assert choice.computed([(asks, blocks)], {"r1": 1}) == ({"key": 3} if reset else {})
+
+
 @pytest.mark.parametrize("later", ["as it is", "paused"])
 def test_keys_of_blocks_that_no_step_computes_leave_vllms_cache(later: str) -> None:
     """Priorities let vLLM preempt a request that the same step has scheduled already."""
@@ -216,6 +227,31 @@ def test_keys_of_blocks_that_no_step_computes_leave_vllms_cache(later: str) -> N
     mini.check()
     assert mini.hits[low] == 0 and mini.hits[again] > 0
     nothing_held(mini)
+
+
+@pytest.mark.parametrize("blocks", [21, 22])
+@pytest.mark.parametrize("store", STORES)
+def test_blocks_that_another_request_fills_in_the_step_of_a_preemption_are_stored(
+    store: str, blocks: int
+) -> None:
+    """They were taken from a request that the same step had scheduled already."""
+    mini = Mini(
+        blocks=blocks, store=store, policy="priority", limits={"long_prefill_token_threshold": 48}
+    )
+    mini.scheduler.adaptive_long_prefill_threshold = False
+    mini.add(prompt(0, seed=3, tail=2), count=14)  # prompts come in parts while others decode
+    mini.step()
+    prompts = [prompt(15, seed=1), prompt(12, seed=2)]
+    for tokens, priority in zip(prompts, (5, 0)):
+        mini.add(tokens, count=1, priority=priority)
+        mini.step()
+    mini.run()
+    assert mini.device.resumed == 1, "this test shows nothing"
+    lose_all(mini)
+    for tokens in prompts:
+        made_of = make_request("asked", tokens, 1).block_hashes
+        assert all(mini.manager.holds(mini.view.key(one, 0)) for one in made_of)
+    mini.check()
 
 
 def test_what_several_requests_compute_in_a_step_is_stored() -> None:
