@@ -101,6 +101,16 @@ def test_only_who_finds_it_can_use_it(board: SharedFile) -> None:
         SlotCounts(address, 4)
 
 
+def test_a_rank_keeps_no_file_open_for_its_view_but_that_of_the_mapping(
+    address: SharedFileAddress,
+) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    view = SlotCounts(address, 4)
+    assert view.exchange(1, True) == (0, True)
+    del view
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
 def test_an_engine_that_is_killed_leaves_nothing() -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILLED], env=ENVIRONMENT, capture_output=True, text=True, check=False
