@@ -286,13 +286,16 @@ def test_however_many_hit_the_gpu_a_step_looks_at_each_free_block_once() -> None
     assert list(map(len, looked))[:5] == 5 * [8], "what the one before is given"
 
 
-def test_running_requests_that_need_no_block_leave_all_of_them_to_those_that_wait() -> None:
+@pytest.mark.parametrize(("blocks", "asked"), [(25, [8, 2]), (17, [1, 1])])
+def test_running_requests_that_need_no_block_leave_all_of_them_to_those_that_wait(
+    blocks: int, asked: list[int]
+) -> None:
     """As in vLLM: each takes one in one of its steps, and none in this."""
-    mini = Mini()
+    mini = Mini(blocks=blocks)
     running = [mini.add(prompt(2, seed=seed), count=9) for seed in range(4)]
     mini.step()
-    assert mini.pool.get_num_free_blocks() == 12
-    waiting = [mini.add(prompt(8, seed=5)), mini.add(prompt(2, seed=6))]
+    assert mini.pool.get_num_free_blocks() == sum(asked) + len(asked)
+    waiting = [mini.add(prompt(n, seed=5 + at)) for at, n in enumerate(asked)]
     mini.step()
     assert names(mini.scheduler.running) == [*running, *waiting]
 
@@ -325,6 +328,18 @@ def test_a_long_prompt_needs_room_for_what_its_first_step_computes_if_vllm_asks_
     assert names(mini.scheduler.running) == [running, long] and mini.hits[long] == 2 * BLOCK
     mini.run()
     mini.check()
+
+
+def test_a_long_prompt_takes_in_none_of_its_steps_what_a_parked_request_needs() -> None:
+    """It waits for room for all of it, also if vLLM asks for that of its first step alone."""
+    mini = Mini(blocks=41, load_mode="parked", late=3)
+    mini.scheduler.scheduler_reserve_full_isl = False
+    mini.only_in_cpu(prompt(4, seed=1))
+    hit = mini.add(prompt(4, seed=1, tail=6 * BLOCK), count=30)
+    long = mini.add(prompt(33, seed=2))
+    mini.run()
+    mini.check()
+    assert list(mini.hits)[1:] == [hit, long] and mini.hits[hit] == 4 * BLOCK
 
 
 def test_a_request_without_a_hit_is_admitted_if_vllm_finds_room() -> None:
@@ -483,6 +498,23 @@ def test_nothing_is_loaded_inline_for_a_step_whose_tokens_running_prompts_take(
 
 
 @pytest.mark.parametrize("load_mode", ["inline", "auto"])
+@pytest.mark.parametrize("split", [True, False])
+def test_the_last_tokens_of_a_step_are_enough_for_a_hit(split: bool, load_mode: str) -> None:
+    """One where a prompt may be split, and else as many as it has left to compute."""
+    mini = Mini(load_mode=load_mode, blocks=101, limits={"enable_chunked_prefill": split})
+    mini.only_in_cpu(prompt(4, seed=1))
+    tail = 1 if split else 6
+    mini.add(prompt(0, seed=2, tail=256 - tail), count=1)
+    hit = mini.add(prompt(4, seed=1, tail=6), count=1)
+    scheduled = mini.begin_step()
+    assert scheduled.num_scheduled_tokens.get(hit) == tail
+    assert mini.hits[hit] == 4 * BLOCK
+    mini.end_step()
+    mini.run()
+    mini.check()
+
+
+@pytest.mark.parametrize("load_mode", ["inline", "auto"])
 def test_a_prompt_that_may_not_be_split_is_loaded_for_the_step_that_has_tokens_for_all_of_it(
     load_mode: str,
 ) -> None:
@@ -542,6 +574,16 @@ def test_a_load_leaves_vllm_its_watermark(running: bool) -> None:
     mini.check()
     nothing_held(mini)
     assert mini.hits[hit] == 12 * BLOCK, "when the other one was done"
+
+
+def test_one_that_begins_where_nothing_runs_needs_no_room_beside_the_watermark() -> None:
+    """Where the tier asked for it, vLLM would admit it without its hit."""
+    mini = Mini(load_mode="inline", blocks=41, limits={"watermark": 0.5})  # 20 blocks
+    mini.only_in_cpu(prompt(24, seed=1))
+    hit = mini.add(prompt(24, seed=1))
+    mini.run()
+    mini.check()
+    assert mini.hits[hit] == 24 * BLOCK
 
 
 def test_vllm_keeps_its_watermark_once_however_many_it_admits() -> None:
@@ -751,8 +793,29 @@ def test_one_behind_does_not_take_the_room_of_a_request_whose_blocks_have_arrive
     assert took[0] == took[1] < 5
 
 
-def test_a_parked_request_keeps_room_for_what_it_computes_beside_one_that_has_its_prefix() -> None:
-    """Also where it fits only as it takes nothing for that prefix."""
+def test_one_whose_blocks_have_arrived_takes_room_for_the_rest_alone() -> None:
+    """One behind it that just fits beside it is admitted with it, and hits what it can."""
+    mini = Mini(blocks=30, load_mode="inline")
+    known, sent = prompt(8, seed=7), prompt(19, seed=3)
+    mini.only_in_cpu(known)
+    connector = Connector(mini, True, sent[: 8 * BLOCK])
+    name = mini.add(sent)
+    mini.step()
+    connector.fill(name)
+    mini.scheduler.finished_recving_kv_req_ids.add(name)
+    hit = mini.add(known)
+    while name not in mini.hits:
+        mini.step()
+    assert mini.hits.get(hit) == 8 * BLOCK
+    mini.run(steps=50)
+    mini.check()
+
+
+@pytest.mark.parametrize(("own", "room"), [(3 * BLOCK + 1, 4), (1, 1), (0, 1)])
+def test_a_parked_request_keeps_room_for_what_it_computes_beside_one_that_has_its_prefix(
+    own: int, room: int
+) -> None:
+    """Also where it fits, or leaves the other a block, only as it takes none for that prefix."""
     mini = Mini(blocks=30, load_mode="parked")
     known, behind = prompt(12, seed=1, tail=0), prompt(4, seed=2, tail=0)
     mini.only_in_cpu([*known, *behind, 3])
@@ -760,8 +823,8 @@ def test_a_parked_request_keeps_room_for_what_it_computes_beside_one_that_has_it
     while not mini.scheduler.running:
         mini.step()
     mini.settle()
-    mini.add([*known, *behind, *prompt(3, seed=5)], count=1)
+    mini.add([*known, *behind, *prompt(0, seed=5, tail=own)], count=1)
     mini.begin_step()
-    assert mini.tier._loads.reserved() == (1, 4), "three blocks of its own, and a part of one"
+    assert mini.tier._loads.reserved() == (1, room), "blocks of its own"
     mini.run()
     mini.check()
