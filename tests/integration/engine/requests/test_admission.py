@@ -381,6 +381,41 @@ def test_one_that_waits_is_looked_up_again_once_others_have_computed_what_it_lac
     assert mini.hits[waits] == 8 * BLOCK
 
 
+def test_what_comes_to_the_gpu_while_one_waits_is_no_hit_of_the_tier() -> None:
+    mini = Mini(load_mode="inline", policy="priority")
+    mini.only_in_cpu(prompt(6, seed=1))
+    tight = Tight(mini, 15)
+    mini.add(prompt(2, seed=2), count=20)
+    mini.step()
+    waits = mini.add(prompt(6, seed=1), priority=2)
+    mini.step()
+    assert waits not in mini.hits
+    tight.blocks = 0
+    first = mini.add(prompt(6, seed=1), priority=1)
+    mini.run()
+    mini.check()
+    assert mini.hits[first] == mini.hits[waits] == 6 * BLOCK
+    assert mini.tier.counts().hit == 6 * BLOCK, "that of the first alone"
+
+
+def test_one_that_waits_uses_what_it_hits_once() -> None:
+    """Or else what is stored from the third use on would be stored after the second."""
+    mini = Mini(store="eager", store_min_uses=3)
+    mini.add(prompt(6, seed=1), count=1)
+    mini.run()
+    running = mini.add(prompt(10, seed=2), count=60)
+    mini.step()
+    waits = mini.add(prompt(6, seed=1) + prompt(8, seed=3), count=1)
+    for _ in range(3):
+        mini.step()
+        assert waits not in mini.hits
+    mini.abort(running)
+    mini.run()
+    mini.add(prompt(1, seed=4), count=1)
+    mini.run()
+    assert mini.hits[waits] == 6 * BLOCK and mini.manager.stats.stored == 0
+
+
 # The limit
 
 

@@ -63,6 +63,18 @@ def test_of_loads_within_a_step_fewer_are_compared_than_of_parked_ones(
     nothing_held(mini)
 
 
+@pytest.mark.parametrize("integrity", ["sample", "full"])
+def test_one_that_waits_for_anothers_load_is_no_load_that_is_compared(integrity: str) -> None:
+    """Where some are chosen, the next one that is to be compared would not be."""
+    mini = Mini(ranks=FakeRanks(compares=True), late=3, integrity=integrity)
+    mini.only_in_cpu(prompt(6, seed=1))
+    for _ in range(2):
+        mini.add(prompt(6, seed=1))
+    mini.run()
+    mini.check()
+    assert mini.tier.counts().compared == len(compared(mini)) == len(loads(mini)) == 1
+
+
 @pytest.mark.usefixtures("one_in_three")
 @pytest.mark.parametrize("load_mode", ["inline", "auto", "parked"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["GPU", "CPU"])
