@@ -261,7 +261,7 @@ class Admission:
         wait = Wait.NOTHING if result is None else self._wait(request, result, budget)
         if result is None or not (result.settled or wait != Wait.NOTHING):
             pool = self._pool_for(request)
-            result = pool.look_up(request, max_tier_hits=max(1, budget.blocks))
+            result = pool.look_up(request, max_tier_hits=budget.blocks)
             wait = self._wait(request, result, budget)
             result.deferred = wait != Wait.NOTHING
             self._cache.put(request.request_id, result)
@@ -273,12 +273,10 @@ class Admission:
         if result.keys or result.arriving:
             self._cache.forget(request.request_id)
             try:
-                loaded = self._load(request, result, budget, stall)
+                if not self._load(request, result, budget, stall):
+                    return True
             except NoBlocks:
                 return self._defer(request, result, Wait.ROOM, budget)
-            if loaded is None:
-                return True
-            result = loaded
         else:
             self._loads.protect(result, budget.taken)
         if budget.tokens > 0:
@@ -297,24 +295,24 @@ class Admission:
 
     def _load(
         self, request: Any, result: LookupResult, budget: AdmissionBudget, stall: Stall
-    ) -> LookupResult | None:
-        """Begin a load; what the request hits in this step, or None if it is parked.
+    ) -> bool:
+        """Begin a load; whether it is within this step, or else the request is parked.
 
         Raises:
             NoBlocks: there are no blocks to load into, whatever was counted.
         """
-        only_compared = bool(result.keys) and self.comparing.parks_next()
+        only_compared = self.comparing.parks_next()
         if not only_compared and self._inline(request, result, budget, stall):
-            loaded = self._loads.load_inline(request, result)
+            self._loads.load_inline(request, result)
             self.stalled_ms += stall.add_inline(len(result.keys))
-            return loaded
+            return True
         compared = bool(result.keys) and self.comparing.compares_next()
         self._loads.park(request, result, budget.in_all, compared)
         if compared:
             self.comparing.began()
         budget.reserve(budget.needed)
         stall.add_parked(len(result.keys))
-        return None
+        return False
 
     def _wait(self, request: Any, result: LookupResult, budget: AdmissionBudget) -> Wait:
         """What a request waits for before it can be admitted or parked: room, and then the bus."""

@@ -195,8 +195,8 @@ class LoadBook:
         self._next.clear()
         self._last_next = None
 
-    def load_inline(self, request: Any, found: LookupResult) -> LookupResult:
-        """Load what was found so that this very step can use it; returns what it hits then.
+    def load_inline(self, request: Any, found: LookupResult) -> None:
+        """Load what was found so that this very step can use it.
 
         Raises:
             NoBlocks: there are no blocks to load into; what is held is given up with the step.
@@ -209,9 +209,7 @@ class LoadBook:
         self._manager.expose_load(ticket)
         self.readers.append(request.request_id)
         self.num_inline += 1
-        result = found.loaded(blocks)
-        self._give(result)
-        return result
+        self._give(found.loaded(blocks))
 
     def park(self, request: Any, found: LookupResult, needed: int, compared: bool = False) -> None:
         """Load what was found while others run, and wait for what others load already.
