@@ -236,6 +236,24 @@ def test_one_that_waits_for_anothers_load_and_has_no_room_keeps_its_hit() -> Non
     mini.check()
 
 
+def test_nor_does_it_lose_its_hit_if_nobody_is_parked_for_that_load_any_more() -> None:
+    mini = Mini(load_mode="parked", late=5)
+    mini.only_in_cpu(prompt(6, seed=1))
+    mini.add(prompt(2, seed=2), count=20)
+    mini.step()
+    began = mini.add(prompt(6, seed=1))
+    mini.step()
+    mini.abort(began)
+    tight = Tight(mini, 12)
+    waits = mini.add([*prompt(6, seed=1)[: 6 * BLOCK], *prompt(5, seed=3)])
+    mini.step()
+    assert mini.tier._loads.under_way and waits not in mini.hits
+    tight.blocks = 0
+    mini.run()
+    mini.check()
+    assert mini.hits[waits] == 6 * BLOCK and mini.manager.stats.loaded == 6
+
+
 def test_what_is_hit_on_the_gpu_is_not_given_to_those_before_it() -> None:
     mini = Mini(blocks=25)
     for seed in (1, 2, 3):  # 7 blocks each, so the next one takes 3 that are new and 6 of the first
@@ -328,6 +346,26 @@ def test_a_long_prompt_needs_room_for_what_its_first_step_computes_if_vllm_asks_
     assert names(mini.scheduler.running) == [running, long] and mini.hits[long] == 2 * BLOCK
     mini.run()
     mini.check()
+
+
+@pytest.mark.parametrize("load_mode", ["inline", "parked"])
+def test_nothing_is_loaded_for_a_long_prompt_until_vllm_has_room_for_all_of_it(
+    load_mode: str,
+) -> None:
+    mini = Mini(blocks=61, load_mode=load_mode)
+    if not getattr(mini.scheduler, "scheduler_reserve_full_isl", False):
+        pytest.skip("this release asks for the room of a first step alone")
+    mini.only_in_cpu(prompt(4, seed=1))
+    running = mini.add(prompt(20, seed=2), count=9)
+    mini.step()
+    mini.step()
+    hit = mini.add([*prompt(4, seed=1)[: 4 * BLOCK], *prompt(40, seed=3)])
+    while running in mini.scheduler.requests:
+        assert mini.manager.stats.loaded == 0 and hit not in mini.hits
+        mini.step()
+    mini.run()
+    mini.check()
+    assert mini.hits[hit] == 4 * BLOCK
 
 
 def test_a_long_prompt_takes_in_none_of_its_steps_what_a_parked_request_needs() -> None:
