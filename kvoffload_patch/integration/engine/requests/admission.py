@@ -276,7 +276,7 @@ class Admission:
                 if not self._load(request, result, budget, stall):
                     return True
             except NoBlocks:
-                return self._defer(request, result, Wait.ROOM, budget)
+                return False
         else:
             self._loads.protect(result, budget.taken)
         if budget.tokens > 0:
