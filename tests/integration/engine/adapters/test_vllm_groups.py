@@ -98,11 +98,31 @@ def test_a_ring_takes_one_block_of_a_request_whatever_its_length() -> None:
         assert both.new_blocks(begun, 3 * BLOCK) == 3
 
 
+def test_a_decode_takes_the_tokens_of_its_drafts_and_blocks_for_what_is_drafted_next() -> None:
+    full = spec("FullAttentionSpec", block_size=BLOCK)
+    plain = groups(full, full)
+    assert (plain.decode_tokens, plain.decode_blocks) == (1, 2)
+    for ahead, blocks in ((BLOCK - 4, 1), (BLOCK - 3, 2)):
+        drafts = groups(full, num_spec_tokens=3, num_lookahead_tokens=ahead)
+        assert (drafts.decode_tokens, drafts.decode_blocks) == (1 + 3, blocks)
+
+
 def test_a_window_of_many_layers_is_that_of_one() -> None:
     window = spec("SlidingWindowSpec", sliding_window=32, block_size=BLOCK)
     many = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": window}, block_size=BLOCK)
     for one in (window, many):
         assert groups(one).blocks_for(50 * BLOCK) == (32 + 64) // BLOCK
+
+
+def test_however_long_a_prompt_is_it_takes_a_window_a_chunk_or_two_states_of_a_group() -> None:
+    """What it does not need would keep its hit waiting for room."""
+    window = spec("SlidingWindowSpec", sliding_window=32, block_size=BLOCK)
+    chunk = spec("ChunkedLocalAttentionSpec", attention_chunk_size=32, block_size=BLOCK)
+    for one in (window, chunk):
+        assert groups(one).blocks_for(50 * BLOCK) == (32 + 64) // BLOCK
+        assert groups(one).blocks_for(BLOCK) == 1
+    state = spec("MambaSpec", block_size=BLOCK)
+    assert groups(state).blocks_for(50 * BLOCK) == 2
 
 
 def test_what_a_window_does_not_reach_behind_a_hit_takes_no_blocks() -> None:
@@ -113,6 +133,9 @@ def test_what_a_window_does_not_reach_behind_a_hit_takes_no_blocks() -> None:
     assert groups(full).blocks_for(hit + more, hit) == (hit + more) // BLOCK
     # Of 32 tokens the first one is in the block before.
     assert groups(window).blocks_for(hit + more, hit) == 32 // BLOCK + 1
+    for tokens, blocks in ((33, 2), (34, 3)):  # the token behind the hit is one of them
+        other = spec("SlidingWindowSpec", sliding_window=tokens, block_size=BLOCK)
+        assert groups(other).blocks_for(hit + more, hit) == blocks + 1
     assert groups(chunk).blocks_for(hit + more, hit) == 1
     assert groups(chunk).blocks_for(hit + more, hit - 1) == 32 // BLOCK + 1
     assert groups(window).blocks_for(hit + more, 31) == (32 + 64) // BLOCK
