@@ -356,6 +356,15 @@ def test_an_event_of_other_blocks_is_not_taken_for_theirs(monkeypatch: pytest.Mo
     assert [event["block_hashes"] for event in world.take()] == [["hash a"]]
 
 
+def test_a_tier_that_is_withdrawn_tells_that_its_blocks_are_gone() -> None:
+    """A router would send requests for them to this engine for ever."""
+    mini = Mini(events=True)
+    mini.only_in_cpu(prompt(4, seed=1))
+    assert mini.replay is not None and sum(mini.replay.held["CPU"].values()) == 4
+    mini.breaker.withdraw()
+    mini.replay.check()  # with the GPU's blocks alone
+
+
 def test_looking_up_tells_nobody_of_what_it_finds() -> None:
     mini = Mini(events=True)
     asked = prompt(4, seed=1)
