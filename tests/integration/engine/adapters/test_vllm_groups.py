@@ -123,6 +123,9 @@ def test_however_long_a_prompt_is_it_takes_a_window_a_chunk_or_two_states_of_a_g
         assert groups(one).blocks_for(BLOCK) == 1
     state = spec("MambaSpec", block_size=BLOCK)
     assert groups(state).blocks_for(50 * BLOCK) == 2
+    begun = SimpleNamespace(num_computed_tokens=BLOCK)
+    more = (0, 1, 2 * BLOCK, 9 * BLOCK)
+    assert [groups(state).new_blocks(begun, tokens) for tokens in more] == [0, 1, 2, 2]
 
 
 def test_what_a_window_does_not_reach_behind_a_hit_takes_no_blocks() -> None:
