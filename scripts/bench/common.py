@@ -91,21 +91,20 @@ def machine() -> dict[str, Any]:
 
 
 def ran_on(machine: dict[str, Any]) -> str:
-    """Commit, date, machine and command of a result, as `machine` has them."""
+    """Commit, date and machine of a result, as `machine` has them."""
     gpu = machine.get("gpu", "none")
     where = gpu.split(",")[0] if gpu != "none" else machine.get("cpu", "CPU")
     return (
         f"Commit {machine['commit']}, {machine['date'][:10]}, {where}, {machine['cpus']} cores, "
-        f"vLLM {machine['vllm']}: `{machine['command']}`"
+        f"vLLM {machine['vllm']}"
     )
 
 
-def ran(machines: Sequence[dict[str, Any]]) -> list[str]:
-    """The same of several results, in one line where only their commands differ."""
+def ran(*machines: dict[str, Any]) -> list[str]:
+    """The same of several results with their commands; one line where only these differ."""
     commands = dict[str, dict[str, None]]()
     for machine in machines:
-        where, between, command = ran_on(machine).partition(": `")
-        commands.setdefault(where, {})[between[-1] + command] = None
+        commands.setdefault(ran_on(machine), {})[f"`{machine['command']}`"] = None
     return [f"{where}: {', '.join(found)}" for where, found in commands.items()]
 
 

@@ -139,7 +139,7 @@ def _each(names: dict[str, str], make: Callable[[Any, str], str]) -> str:
         document = read(name)
         if document is not None:
             machines = document["machines"] if "machines" in document else [document["machine"]]
-            parts += [make(document, words), *ran(machines)]
+            parts += [make(document, words), *ran(*machines)]
     return "\n\n".join(parts) or "not measured"
 
 
@@ -148,7 +148,7 @@ def served() -> str:
     document = read("serve.json")
     if document is None:
         return "not measured"
-    return f"{_served(document)}\n\n{ran_on(document['machines'][-1])}"
+    return "\n\n".join([_served(document), *ran(document["machines"][-1])])
 
 
 def _served(document: dict[str, Any]) -> str:
@@ -175,8 +175,8 @@ def pairs() -> str:
         found = [serve.figures(document).get(key, {}) for document in documents]
         samples = [by_mode["ours"]["samples"] if by_mode else [] for by_mode in found]
         rows.append([what, *(cell(values, factor) for values in samples)])
-    ran = [ran_on(document["machines"][-1]) for document in documents]
-    return "\n\n".join([table(rows), *ran])
+    machines = [document["machines"][-1] for document in documents]
+    return "\n\n".join([table(rows), *ran(*machines)])
 
 
 def short() -> str | None:
@@ -190,8 +190,7 @@ def short() -> str | None:
     for key, words, factor in SHORT:
         samples = [found.get(key, {}).get(mode, {"samples": []})["samples"] for mode in shown]
         rows.append([words, *(_middle(values, factor) for values in samples)])
-    ran = ran_on(document["machines"][-1]).partition(": `")[0]
-    return f"{table(rows)}\n\n{ran}."
+    return f"{table(rows)}\n\n{ran_on(document['machines'][-1])}."
 
 
 def _middle(values: list[float], factor: float) -> str:
@@ -364,7 +363,7 @@ def enqueued() -> str:
     for pair in zip(*(side["rows"] for side in sides)):
         found = [one[what] for what in ("host_ms", "device_ms") for one in pair]
         rows.append([pair[0]["case"], *(cell(values) for values in found)])
-    ran_sides, ran_chats = ran([one["machines"][-1] for one in sides]), ran(chats["machines"])
+    ran_sides, ran_chats = ran(*(one["machines"][-1] for one in sides)), ran(*chats["machines"])
     later = chats_report.later(chats, "two servers at the same time, each on a GPU of one host")
     return "\n\n".join([table(rows), *ran_sides, later, *ran_chats])
 

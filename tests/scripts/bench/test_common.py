@@ -46,7 +46,7 @@ def test_results_of_which_only_the_commands_differ_are_said_in_one_line() -> Non
     first = {"commit": "abc", "date": "2026-11-22T10:00", "cpu": "EPYC", "vllm": "0.26", "cpus": 2}
     first |= {"gpu": "none", "command": "bench a"}
     results = [first, {**first, "command": "bench b"}, {**first, "commit": "def"}, first]
-    assert ran(results) == [
+    assert ran(*results) == [
         "Commit abc, 2026-11-22, EPYC, 2 cores, vLLM 0.26: `bench a`, `bench b`",
         "Commit def, 2026-11-22, EPYC, 2 cores, vLLM 0.26: `bench a`",
     ]
