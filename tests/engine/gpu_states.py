@@ -75,7 +75,10 @@ MODELS: dict[str, Callable[[Path], object]] = {
     "conv": partial(architectures.write, "lfm2", **_HEADS),
     "linear": linear_attention.write,
 }
-_ERROR = re.compile(r"^(?:\(\w+ pid=\d+\) )*(?:\w+\.)*(\w*Error: .+)$", re.MULTILINE)
+_BY = r"(?:\(\w+ pid=\d+\) )*"
+# Pydantic says in the next line what was wrong, and behind that what it was given.
+_CAUSE = r"  (?:Value error|Assertion failed), (?P<cause>.+?)(?: \[type=.*)?"
+_ERROR = re.compile(rf"^{_BY}(?:\w+\.)*(?P<error>\w*Error: .+)(?:\n{_BY}{_CAUSE})?$", re.MULTILINE)
 
 
 def engine(kind: str) -> dict[str, Any]:
@@ -86,8 +89,8 @@ def engine(kind: str) -> dict[str, Any]:
 def ended(side: str, log: str) -> dict[str, Any]:
     """An engine that has not answered; that plain vLLM does not is no fault of the tier."""
     if side == "off":
-        said = _ERROR.findall(log)
-        why = said[-1] if said else log[-300:]
+        said = list(_ERROR.finditer(log))
+        why = said[-1]["cause"] or said[-1]["error"] if said else log[-300:]
         return {"outcome": "skipped", "why": f"plain vLLM ends by itself: {why[:300]}"}
     return {"outcome": "failed", "why": f"{side}: {log}"}
 

@@ -251,6 +251,17 @@ def test_that_plain_vllm_ends_is_no_fault_of_the_tier() -> None:
     assert (found["outcome"], found["why"]) == ("failed", f"on: {log}")
 
 
+@pytest.mark.parametrize("by", ["", "(EngineCore pid=7) "])
+def test_of_a_configuration_that_plain_vllm_refuses_the_reason_is_said(by: str) -> None:
+    log = (
+        f"{by}pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig\n"
+        f"{by}  Assertion failed, no align mode. [type=assertion_error, input_value=ArgsKwargs()]\n"
+        f"{by}    For further information visit"
+    )
+    found = gpu_kinds.compare("v2", KIND, {"error": log}, tier(), few())
+    assert found["why"] == "plain vLLM ends by itself: no align mode."
+
+
 @pytest.mark.usefixtures("one_prompt_a_round")
 @pytest.mark.parametrize(
     ("plain", "outcome"),
