@@ -275,6 +275,45 @@ def test_a_load_waits_a_step_for_stores_while_others_run_and_loses_nothing() -> 
     assert mini.answers[runs]
 
 
+def full_of_what_is_not_stored() -> tuple[Mini, list[list[int]]]:
+    """An engine at rest whose GPU holds nothing but blocks that the tier lacks; what it has."""
+    mini = Mini(blocks=49, load_mode="parked", store="auto", weighs=False, late=3)
+    old = [long_prompt(14, seed=seed) for seed in (1, 2)]
+    mini.only_in_cpu(*old)
+    mini.manager._stores_ahead = False
+    mini.tier._front._ahead = 0
+    for seed in (3, 4, 5):
+        mini.add(long_prompt(14, seed=seed), count=1)
+        mini.run()
+    mini.settle()
+    return mini, old
+
+
+def test_a_load_waits_for_no_stores_where_nothing_runs_that_would_hide_the_step() -> None:
+    mini, (old, _) = full_of_what_is_not_stored()
+    mini.add(old, count=1)
+    mini.begin_step()
+    assert mini.plans[-1].before and store_of(mini.plans[-1]) is None
+    mini.end_step()
+    mini.run()
+    mini.check()
+
+
+def test_a_load_waits_for_stores_where_a_request_waits_for_another() -> None:
+    mini, (old, other) = full_of_what_is_not_stored()
+    mini.add(old, count=1)
+    mini.step()
+    lost, plans = mini.manager.stats.overwritten, len(mini.plans)
+    assert mini.tier._loads.under_way and not mini.scheduler.running
+    again = mini.add(other, count=1)
+    mini.step()
+    (plan,) = mini.plans[plans:]
+    assert store_of(plan) is not None and not plan.before
+    mini.run()
+    mini.check()
+    assert mini.hits[again] and mini.manager.stats.overwritten == lost
+
+
 def test_what_may_not_be_stored_is_not_after_a_reset_that_is_refused() -> None:
     from scheduler_half.scenarios import reset_refused
 
