@@ -229,6 +229,23 @@ def test_keys_of_blocks_that_no_step_computes_leave_vllms_cache(later: str) -> N
     nothing_held(mini)
 
 
+@pytest.mark.parametrize("filled", [True, False])
+def test_what_a_connector_fills_keeps_its_keys_and_is_not_stored_by_them(filled: bool) -> None:
+    """Its request is in no step, as if preempted: whether all of it has arrived is not known."""
+    mini = Mini(blocks=49, store="lazy", weighs=False)
+    asked(mini, prompt(3, seed=1), count=1)
+    keys = [mini.view.key(h, 0) for h in make_request("r", prompt(3, seed=1), 1).block_hashes]
+    blocks = [mini.view.gpu_lookup()(key) for key in keys]
+    assert all(blocks) and not any(map(mini.manager.holds, keys))
+    waits = SimpleNamespace(request_id="r", num_computed_tokens=3 * BLOCK)
+    if filled:
+        assert mini.tier.choice.computed([(waits, blocks)], {}) == {}
+        assert mini.view.keys_in(blocks) == keys
+    lose_all(mini)
+    lose_all(mini)
+    assert [mini.manager.holds(key) for key in keys] == [not filled] * 3
+
+
 @pytest.mark.parametrize("blocks", [21, 22])
 @pytest.mark.parametrize("store", STORES)
 def test_blocks_that_another_request_fills_in_the_step_of_a_preemption_are_stored(
