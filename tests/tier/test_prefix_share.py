@@ -14,18 +14,32 @@ LENGTH, GPU, SLOTS = 32, 960, 1 << 20
 
 
 def play(
-    share: PrefixShare, chats: int, rounds: int, slots: int = SLOTS, room: int = GPU, seed: int = -1
+    share: PrefixShare,
+    chats: int,
+    rounds: int,
+    slots: int = SLOTS,
+    room: int = GPU,
+    seed: int = -1,
+    free: int | None = None,
+    times: int = 1,
 ) -> None:
-    """Conversations that come back in turns, or at random, on a GPU whose heads are in a queue."""
+    """Conversations that come back in turns, or at random, on a GPU whose heads are in a queue.
+
+    Args:
+        room: blocks of that queue.
+        free: what the GPU says that nobody uses; None: as much.
+        times: that each comes in a row.
+    """
     source = random.Random(seed)
     held: deque[tuple[int, int]] = deque()  # chat, blocks of its head; the next to leave first
-    for turn in range(rounds * chats):
-        chat = turn % chats if seed < 0 else source.randrange(chats)
+    for turn in range(rounds * chats * times):
+        chat = turn // times % chats if seed < 0 else source.randrange(chats)
         keys = [(chat, at) for at in range(LENGTH)]
         on_gpu = next((blocks for one, blocks in held if one == chat), 0)
         held = deque(one for one in held if one[0] != chat)
-        found = LENGTH if turn >= chats else 0
-        tail = share.ended(keys, Hit(found, on_gpu, share.now), room, slots)
+        found = LENGTH if turn >= chats * times or turn % times else 0
+        unused = room if free is None else free
+        tail = share.ended(keys, Hit(found, on_gpu, share.now), unused, slots)
         held.append((chat, LENGTH - len(tail)))
         assert share._room <= GPU
         while sum(blocks for _, blocks in held) > room:
@@ -48,6 +62,13 @@ def test_what_the_gpu_has_room_for_is_kept_as_a_whole(chats: int) -> None:
 def test_what_comes_back_at_random_is_kept_as_a_whole() -> None:
     share = PrefixShare(GPU)
     play(share, chats=60, rounds=12, seed=1)
+    assert share.share == 1
+
+
+def test_what_mostly_comes_back_at_once_is_kept_as_a_whole() -> None:
+    """As much of that would be lost as heads would bring when the turn comes to them again."""
+    share = PrefixShare(GPU)
+    play(share, chats=60, rounds=8, times=2)
     assert share.share == 1
 
 
@@ -86,6 +107,68 @@ def test_the_room_is_that_in_which_heads_are_found_again() -> None:
     assert 0.15 <= share.share <= 0.25
 
 
+def test_what_is_found_again_says_how_much_room_there_is_whatever_is_free() -> None:
+    """As where what requests use for a short time is free again whenever one of them ends."""
+    share = PrefixShare(GPU)
+    play(share, chats=60, rounds=8, room=GPU // 2, free=GPU)
+    assert 0.15 <= share.share <= 0.25
+
+
+def used_once() -> PrefixShare:
+    """A share for 64 blocks, of which 40 requests have used four others each, kept as a whole."""
+    share = PrefixShare(64)
+    for turn in range(40):
+        share.ended(used_by(turn), NO_HIT, 64, SLOTS, whole=True)
+    assert share._one_in == 1 and share._room == 64
+    return share
+
+
+def used_by(turn: int) -> list[int]:
+    return [4 * turn + at for at in range(4)]
+
+
+def test_what_was_kept_and_lost_has_taken_more_room_than_there_is() -> None:
+    share = used_once()
+    share.ended(used_by(30), Hit(4, 4, share.now), 64, SLOTS, whole=True)
+    assert share._room == 64
+    share.ended(used_by(30), Hit(4, 3, share.now), 64, SLOTS)
+    assert 56 <= share._room < 57, "the last one was lost at once"
+
+
+@pytest.mark.parametrize("since", [4, 8])
+def test_what_was_kept_and_found_has_taken_no_more_room_than_there_is(since: int) -> None:
+    share = used_once()
+    share._room = 24.0
+    share.ended(used_by(39 - since), Hit(4, 4, share.now), 64, SLOTS)
+    assert (25 < share._room < 26) if since == 8 else 24 < share._room < 24.05
+
+
+def test_what_was_lost_in_more_room_than_there_is_says_nothing() -> None:
+    share = used_once()
+    share._room = 24.0
+    share.ended(used_by(30), Hit(4, 2, share.now), 64, SLOTS)
+    assert 24 < share._room < 24.05
+
+
+def test_of_what_was_kept_in_part_so_much_less_has_taken_the_room() -> None:
+    share = used_once()
+    share.share = 0.5
+    share.ended(used_by(40), NO_HIT, 64, SLOTS)
+    for turn in range(41, 56):
+        share.ended(used_by(turn), NO_HIT, 64, SLOTS, whole=True)
+    share._room = 24.0
+    share.ended(used_by(40), Hit(4, 2, share.now), 64, SLOTS)
+    assert 25 < share._room < 26, "half of 64 blocks; nor was its tail lost"
+
+
+@pytest.mark.parametrize("found", [0, 1, 3])
+def test_what_a_request_has_not_found_is_not_used_again(found: int) -> None:
+    """The tier has lost it, and the GPU may have kept it for as long as it should."""
+    share = used_once()
+    share.ended(used_by(30), Hit(found, found, share.now), 64, SLOTS)
+    assert round(sum(share._used_again)) == found and share._room == 64
+
+
 @pytest.mark.parametrize("before", [0, 40])
 def test_what_requests_use_has_no_room_for_heads_from_the_first_return_on(before: int) -> None:
     """Also if few requests ran before, so that the GPU had more room."""
@@ -103,6 +186,14 @@ def test_it_learns_that_prefixes_come_back_sooner() -> None:
     assert share.share == 1
 
 
+def test_what_may_come_back_later_than_was_seen_is_kept_in_part_until_then() -> None:
+    share, kept = PrefixShare(64), []
+    for turn in range(2 * USES_TIMES * 64 // 4):
+        share.ended(used_by(turn), NO_HIT, 64, SLOTS)
+        kept.append(share.share)
+    assert kept[40] < 0.5 and kept[-1] == 1
+
+
 def test_what_was_used_long_ago_is_forgotten() -> None:
     share = PrefixShare(GPU)
     for turn in range(3000):
@@ -118,6 +209,7 @@ def test_old_uses_count_less_by_how_much_was_used_since(length: int) -> None:
         share.ended([(turn, at) for at in range(length)], NO_HIT, GPU, SLOTS)
     forgotten = USES_MEMORY_TIMES * GPU / share._one_in  # what came long ago counts for nothing
     assert 0.75 * forgotten < share._expected < 1.25 * forgotten
+    assert 0.75 * forgotten < share._used < 1.25 * forgotten, "as many were in the sample"
 
 
 def test_requests_that_use_a_prefix_at_the_same_time_use_it_at_once() -> None:
