@@ -150,6 +150,24 @@ def test_what_was_lost_in_more_room_than_there_is_says_nothing() -> None:
     assert 24 < share._room < 24.05
 
 
+def test_what_was_used_again_at_once_has_taken_no_more_room() -> None:
+    share = PrefixShare(64)
+    for turn in range(40):
+        for found in (0, 4):
+            share.ended(used_by(turn), Hit(found, found, share.now), 64, SLOTS, whole=True)
+    share._room = 24.0
+    share.ended(used_by(31), Hit(4, 4, share.now), 64, SLOTS)
+    assert 25 < share._room < 26, "64 uses since, of which each second was of another block"
+
+
+def test_no_less_than_nothing_is_found_and_no_more_than_all_whatever_the_sample_has() -> None:
+    share = used_once()
+    share._used = 2 * share._expected
+    assert share._hit_ratio()(8) == 0
+    share._used_again[20] = 2 * share._expected
+    assert share._hit_ratio()(1000) == 1
+
+
 def test_of_what_was_kept_in_part_so_much_less_has_taken_the_room() -> None:
     share = used_once()
     share.share = 0.5
