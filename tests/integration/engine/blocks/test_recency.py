@@ -14,6 +14,8 @@ from scheduler_half import parts
 from scheduler_half.scenarios import prompt
 
 from kvoffload_patch.config import EVICTIONS
+from kvoffload_patch.integration.engine.requests.lookup import LookupResult
+from kvoffload_patch.tier.prefix_share import PrefixShare
 
 
 def hashes(tokens: list[int]) -> list[Any]:
@@ -53,6 +55,50 @@ def test_a_block_that_a_load_fills_is_not_stored_for_another_that_waits_for_it()
     mini.settle()
     assert mini.manager.stats.loaded == 6 and mini.manager.stats.stored == 6
     assert not mini.manager.holds(None)
+
+
+def test_what_is_computed_twice_is_told_once_where_it_came_first() -> None:
+    """A block that came to rest on itself would have the tier look for a tail for ever."""
+    mini = Mini(blocks=13, num_slots=40, store="eager", load_mode="inline", weighs=False)
+    mini.tier.pause()  # so that one that is preempted is not looked up again
+    asked = [prompt(4, seed=seed) for seed in (1, 2)]
+    for tokens in asked:
+        mini.add(tokens, count=3 * BLOCK)
+    told: list[Any] = []
+    wrapped = mini.manager.request_ended
+    mini.manager.request_ended = lambda keys, *how: (  # type: ignore[method-assign]
+        told.append(keys),
+        wrapped(keys, *how),
+    )
+    mini.run()
+    mini.step()
+    assert mini.device.resumed, "this test shows nothing"
+    keys = [[mini.view.key(h, 0) for h in hashes(tokens)] for tokens in asked]
+    assert sorted(made[:4] for made in told) == sorted(keys)
+    assert all(len(made) == len({*made}) for made in told)
+
+
+@pytest.mark.parametrize("more", [[], ["computed"]])
+def test_what_anothers_load_has_filled_is_told_with_that_alone(
+    more: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had no key yet; what comes behind a key that the tier lacks would leave next."""
+    mini, asked = Mini(gpu_prefixes="auto"), prompt(2, seed=1)
+    mini.only_in_cpu(asked)
+    mini.add(asked, count=1)
+    mini.run()
+    find, (key, _) = mini.view.gpu_lookup(), (mini.view.key(one, 0) for one in hashes(asked))
+    shares, tiers = list[Any](), list[Any]()
+    monkeypatch.setattr(PrefixShare, "ended", lambda self, keys, *how: shares.append(keys) or ())
+    monkeypatch.setattr(mini.manager, "request_ended", lambda keys, *how: tiers.append(keys))
+    recency, found = mini.tier._recency, LookupResult(3 * BLOCK)
+    arriving = mini.pool.get_new_blocks(1)
+    found.gpu_blocks, found.tokens = [find(key), *arriving], 2 * BLOCK
+    recency.note("a request", found)
+    if more:
+        recency.computes("a request", more)
+    recency.ended(["a request"])
+    assert shares == [[key, *more]] and tiers == [[key, *more]] * len(more)
 
 
 @pytest.mark.parametrize("load_mode", ["inline", "parked"])
@@ -129,6 +175,18 @@ def test_blocks_without_a_key_are_left_out(monkeypatch: pytest.MonkeyPatch) -> N
     mini.tier._recency.computes("a request", [None, window, full])
     mini.tier._recency.ended(["a request"])
     assert told == [([full, window], False, {window: full})]
+
+
+def test_what_is_in_no_known_order_has_no_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a block of a window that no block of full attention ends with."""
+    mini, shares = Mini(windows=(None, 40), blocks=73, gpu_prefixes="auto"), list[Any]()
+    monkeypatch.setattr(PrefixShare, "ended", lambda self, keys, *how: shares.append(keys) or ())
+    made_of = hashes(prompt(2, seed=1, tail=0))
+    full, *windows = (mini.view.key(made_of[at], group) for at, group in ((0, 0), (0, 1), (1, 1)))
+    for name, window in zip("ab", windows):
+        mini.tier._recency.computes(name, [window, full])
+        mini.tier._recency.ended([name])
+    assert shares == [[full]]
 
 
 def test_windows_alone_rest_on_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
