@@ -177,6 +177,18 @@ def test_blocks_without_a_key_are_left_out(monkeypatch: pytest.MonkeyPatch) -> N
     assert told == [([full, window], False, {window: full})]
 
 
+def test_nothing_that_was_noted_is_left_once_vllm_has_forgotten_its_blocks() -> None:
+    mini, asked = Mini(), prompt(3, seed=1)
+    recency = mini.tier._recency
+    mini.only_in_cpu(asked)
+    for _ in range(2):
+        mini.add(asked, count=1)
+        mini.run()
+    assert recency.keys and recency._at_once and recency._hit
+    assert mini.scheduler.reset_prefix_cache()
+    assert not (recency.used or recency.keys or recency._at_once or recency._hit)
+
+
 def test_what_is_in_no_known_order_has_no_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a block of a window that no block of full attention ends with."""
     mini, shares = Mini(windows=(None, 40), blocks=73, gpu_prefixes="auto"), list[Any]()
