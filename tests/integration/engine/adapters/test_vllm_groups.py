@@ -70,6 +70,8 @@ def test_a_checkpoint_is_one_state_more() -> None:
     drafted, attends = spec("MambaSpec", num_speculative_blocks=3), spec("FullAttentionSpec")
     assert not keeps_state(attends) and draft_states_held([plain, attends]) == 0
     assert draft_states_held([drafted, attends, drafted]) == 6
+    some = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": plain, "b": drafted})
+    assert draft_states_held([some]) == 3, "as many as any of its layers"
 
 
 def test_beside_a_drafting_model_some_group_leaves_its_last_block_out() -> None:
