@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView, _heap_order
+from kvoffload_patch.integration.engine.adapters.vllm_scheduler import (
+    SchedulerView,
+    _heap_order,
+    _resumed,
+)
 
 pytest.importorskip("vllm")
 
@@ -37,6 +41,16 @@ class Counted:
 def make_view(**scheduler: Any) -> SchedulerView:
     """A view of a scheduler with nothing in its queues."""
     return SchedulerView(FakeScheduler(make_manager(9), **scheduler))
+
+
+def test_what_begins_again_in_a_step_is_known_in_every_release() -> None:
+    """Without it, a prompt that is computed again would be reckoned as a decode."""
+    again = {"a": False, "b": True, "c": True}
+    assert [*_resumed(SimpleNamespace(resumed_req_ids={"b"}))] == ["b"]
+    names = SimpleNamespace(req_ids=[*again], resumed_from_preemption=[*again.values()])
+    assert [*_resumed(names)] == ["b", "c"]  # up to 0.11.0
+    each = [SimpleNamespace(req_id=n, resumed_from_preemption=yes) for n, yes in again.items()]
+    assert [*_resumed(each)] == ["b", "c"]  # up to 0.9.1
 
 
 @pytest.mark.parametrize("counts", [True, False])
