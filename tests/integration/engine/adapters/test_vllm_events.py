@@ -148,14 +148,15 @@ def test_a_block_behind_one_that_a_window_left_is_told_of_without_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(monkeypatch, MEDIUM)
-    world.cache("a-bc")
+    world.cache("a-bc", parent="hash of before")
     world.take()
     world.events.stored(["a", "b", "c"])
     whole, behind = world.take()
-    assert whole["token_ids"] == ["a1", "a2"]
+    assert (whole["parent_block_hash"], whole["token_ids"]) == ("hash of before", ["a1", "a2"])
     # Its parent has no hash in the stream: as vLLM's connectors tell of such blocks.
     assert behind["block_hashes"] == ["hash b", "hash c"]
     assert (behind["token_ids"], behind["block_size"]) == ([], 0)
+    assert behind["parent_block_hash"] is None
     world.events.loaded(["c"])
     (last,) = world.take()
     assert (last["parent_block_hash"], last["token_ids"]) == ("hash b", ["c1", "c2"])
