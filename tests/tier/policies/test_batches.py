@@ -109,3 +109,10 @@ def test_a_batch_whose_slots_are_used_elsewhere_does_not_keep_their_numbers() ->
     for slot in range(999, 0, -1):
         lists.make_recent([slot])
     assert sum(len(batch.slots) for batch in lists._lists[0].values()) <= 2 * 1000
+
+
+def test_nothing_is_no_batch() -> None:
+    lists = BatchLists(1, SLOTS)
+    for _ in range(100):
+        lists.add(0, [])
+    assert not lists._lists[0]
