@@ -56,8 +56,21 @@ def test_the_uses_of_what_was_removed_are_not_those_of_what_takes_its_slot() -> 
     policy = holding(*range(10))
     policy.hit([0])
     policy.remove([0])
+    assert policy._queues.sizes == [9, 0] and not any(policy._uses)
     policy.insert([0, 10, 11, 12])
     assert list(policy.evict(10)) == [*range(1, 10), 0]
+
+
+def test_more_slots_can_come_of_which_none_was_used() -> None:
+    keys = KEYS[:4]
+    policy = S3FifoPolicy(keys)
+    policy.insert(range(4))
+    keys += KEYS[4:]
+    policy.grow()
+    policy.insert(range(4, 20))
+    policy.hit([5])
+    assert list(policy.evict(8)) == [0, 1, 2, 3, 4, 6, 7, 8]
+    assert len(policy._uses) == len(policy._queues.batch_of) == 20
 
 
 def test_a_key_that_came_back_once_is_new_the_next_time() -> None:
