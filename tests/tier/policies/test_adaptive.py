@@ -9,7 +9,7 @@ import pytest
 from tier.policies.letters import Letters
 
 from kvoffload_patch.tier.policies import adaptive
-from kvoffload_patch.tier.policies.adaptive import AdaptivePolicy
+from kvoffload_patch.tier.policies.adaptive import AdaptivePolicy, ArcModel
 from kvoffload_patch.tier.policies.arc import ArcPolicy
 from kvoffload_patch.tier.policies.lru import LRUPolicy
 from kvoffload_patch.tier.policy import EvictionPolicy
@@ -183,6 +183,14 @@ def test_what_has_ended_is_together_here_and_in_the_models() -> None:
         assert "a" in model.keys and "b" not in model.keys
 
 
+def test_what_a_model_has_lost_by_the_end_of_its_request_is_passed_over() -> None:
+    model = ArcModel(2)
+    assert model.use("abc") == 3
+    assert {*model.keys} == {"b", "c"}
+    model.ended("cba")
+    assert model.use("d") == 1 and {*model.keys} == {"b", "d"}, "its tail has left"
+
+
 def test_the_models_lose_the_tail_of_what_was_stored_together_first() -> None:
     tier = letters(4)
     tier.store("abcd")
@@ -219,6 +227,9 @@ def test_models_grow_with_the_tier_and_begin_again_where_the_sample_changes() ->
     tier.policy.grow()
     assert len(tier.policy._arc_model._key_of) == tier.policy._lru_model.slots == 1000
     assert len([*tier.policy._arc_model.keys]) == 600
+    tier.ask_all(range(600, 1000))
+    tier.policy._tell_stored()
+    assert len([*tier.policy._arc_model.keys]) == 1000
     tier.key_of += [-1] * 1000
     tier.policy.grow()
     assert tier.policy._one_in == 2 and len(tier.policy._arc_model._key_of) == 1000
