@@ -139,12 +139,10 @@ def _unshown_states(vllm_config: Any, of_layers: Sequence[Any], kind: str) -> st
     known = STATES_OF_DRAFTS_SHOWN if drafted else STATES_SHOWN
     if kind in known.get((release, device), ()):
         return None
-    shown = "; ".join(
-        f"{', '.join(kinds)} with {on} on {where}" for (on, where), kinds in known.items()
-    )
+    shown = [on for (on, where), of in known.items() if where == device and kind in of]
     return (
-        f"expected states{beside} that were shown to come back ({shown}), found {kind} with "
-        f"{release} on {device}"
+        f"expected a release with which {kind} states{beside} were shown to come back on {device} "
+        f"({', '.join(shown) or 'none'}), found {release}"
     )
 
 
