@@ -55,6 +55,11 @@ class FreeFront:
             cached, pairs = self._view.still_cached, zip(gpu_block_ids, keys)
             self._refused.difference_update([block for block, key in pairs if cached(block, key)])
 
+    def held(self, blocks: Iterable[Any]) -> None:
+        """The tier has held these, so that those of them that nobody uses are handed out last."""
+        if self._told:
+            self._told.difference_update([block.block_id for block in blocks])
+
     def handed_out(self, gpu_block_ids: Iterable[int]) -> None:
         """These blocks will be overwritten."""
         if self._told:

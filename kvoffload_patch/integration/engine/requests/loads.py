@@ -312,15 +312,16 @@ class LoadBook:
         for request_id in list(self._parked):
             self.abort(request_id)
 
-    def after_schedule(self) -> None:
-        """`schedule` has returned: what it admitted holds its own references."""
+    def after_schedule(self) -> list[Any]:
+        """`schedule` has returned; what was held is given up, so that it is handed out last."""
         self.awaited_ms = self.stalled_ms = 0.0
         self._at_risk.clear()
         self._forget_next()
         self.readers.clear()
-        if self._held:
-            held, self._held = self._held, []
+        held, self._held = self._held, []
+        if held:
             self._view.release(reversed(held))
+        return held
 
     def distrust(self) -> None:
         """What is under way is of other weights: nothing of it is published."""

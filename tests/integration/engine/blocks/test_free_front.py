@@ -180,6 +180,27 @@ def test_the_front_is_told_while_one_that_stores_nothing_uses_what_was_looked_at
     assert told.take() == free_ids(world)[1:3]
 
 
+def test_what_is_free_before_a_block_that_the_tier_has_held_is_told() -> None:
+    """As for a request that waits for room: its hit comes to the end of vLLM's queue each step."""
+    mini = Mini(store="lazy", blocks=25)
+    mini.tier._loads.is_next = lambda blocks, taken: True
+    mini.add(hit := long_prompt(2, seed=1), count=1)
+    mini.run()
+    mini.add(long_prompt(12, seed=2, tail=1), count=9)
+    ends = mini.add(long_prompt(4, seed=3), count=2)
+    mini.step()
+    waits = mini.add(hit + long_prompt(12, seed=4), count=1)
+    while ends in mini.scheduler.requests:
+        mini.step()
+    mini.step()
+    keys = [block.block_hash for block in mini.view.free_after(None, 25)]
+    found = [mini.manager.holds(key) for key in keys if key is not None]
+    assert waits not in mini.hits and len(found) == 6, "this test shows nothing"
+    assert all(found)
+    mini.run()
+    mini.check()
+
+
 def test_what_is_refused_is_not_told_until_it_was_handed_out() -> None:
     world = World(num_blocks=9)
     ended(world, 3, seed=1)
