@@ -92,13 +92,14 @@ class Exclusive:
         """
         return self._owed > 0
 
-    def handed_out(self, gpu_block_ids: Sequence[int], dropped: int) -> int:
-        """These blocks are overwritten, and this number of them was still to be stored.
+    def handed_out(self, gpu_block_ids: Sequence[int], dropped: Sequence[int]) -> int:
+        """These blocks are overwritten, and ``dropped`` of them were still to be stored.
 
         Returns:
             How many are lost, with those that had not come to be stored yet.
         """
-        lost = dropped + self._leave(gpu_block_ids)
+        self._leave(dropped)  # or they would count twice
+        lost = len(dropped) + self._leave(gpu_block_ids)
         self._owed = max(0, self._owed - len(gpu_block_ids)) + HELD_BACK_BLOCKS * lost
         self._owed = min(self._owed, HELD_BACK_TIMES * len(self._key_of))
         return lost

@@ -147,9 +147,10 @@ class OffloadManager(TierState):
         A store of theirs that is not planned is dropped; the last one that was planned is waited
         for by the next plan's forward pass, known to be done or not: another rank may be behind.
         """
-        lost = self._queue.drop(gpu_block_ids) + self._waiting.drop(gpu_block_ids)
+        dropped = self._queue.drop(gpu_block_ids) + self._waiting.drop(gpu_block_ids)
+        lost = len(dropped)
         if self._exclusive is not None:
-            lost = self._exclusive.handed_out(gpu_block_ids, lost)
+            lost = self._exclusive.handed_out(gpu_block_ids, dropped)
         self.stats.overwritten += lost
         if self._store_of and gpu_block_ids:
             self._stores.wait_for(max(map(self._store_of.pop, gpu_block_ids, repeat(0))))

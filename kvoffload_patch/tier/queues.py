@@ -46,8 +46,8 @@ class StoreQueue:
             if self._keys.get(gpu_block_id) == key:
                 self.add_first(key, gpu_block_id)
 
-    def drop(self, gpu_block_ids: Sequence[int]) -> int:
-        """These GPU blocks are overwritten; returns how many of them were to be stored."""
+    def drop(self, gpu_block_ids: Sequence[int]) -> list[int]:
+        """These GPU blocks are overwritten; returns those of them that were to be stored."""
         return _drop(self._keys, gpu_block_ids) + _drop(self._first, gpu_block_ids)
 
     def clear(self) -> None:
@@ -89,7 +89,7 @@ class WaitingBlocks:
         self._steps += bool(self._keys)
         return 0 < len(self._keys) < TOGETHER_BLOCKS and self._steps < TOGETHER_STEPS
 
-    def drop(self, gpu_block_ids: Sequence[int]) -> int:
+    def drop(self, gpu_block_ids: Sequence[int]) -> list[int]:
         """As `StoreQueue.drop`."""
         dropped = _drop(self._keys, gpu_block_ids)
         if not self._keys:
@@ -109,14 +109,11 @@ class WaitingBlocks:
         return dict(taken), lost
 
 
-def _drop(keys: dict[int, Hashable], gpu_block_ids: Sequence[int]) -> int:
-    """Forget what is overwritten; returns how many that are. Mostly none of them."""
+def _drop(keys: dict[int, Hashable], gpu_block_ids: Sequence[int]) -> list[int]:
+    """Forget what is overwritten; returns which of these that is. Mostly none of them."""
     if not keys or keys.keys().isdisjoint(gpu_block_ids):
-        return 0
-    before = len(keys)
-    for gpu_block_id in gpu_block_ids:
-        keys.pop(gpu_block_id, None)
-    return before - len(keys)
+        return []
+    return [block for block in gpu_block_ids if keys.pop(block, None) is not None]
 
 
 def _take(

@@ -107,6 +107,15 @@ def test_what_is_handed_out_before_it_came_to_be_stored_is_counted() -> None:
     assert tier.stats.overwritten == 2, "it held nothing more"
 
 
+def test_what_is_handed_out_while_it_waits_to_be_stored_counts_once() -> None:
+    tier = OffloadManager(1, LRUPolicy, store="auto")
+    for key, block in tier.offer({"a": 0, "b": 1}).items():
+        tier.queue_store(key, block)
+    assert len(tier._queue) == 1, "b has no slot yet"
+    tier.note_new_blocks([0, 1])
+    assert tier.stats.overwritten == 2
+
+
 def test_a_copy_stays_once_the_gpu_has_lost_the_block_or_is_about_to() -> None:
     for handed_out in (True, False):
         tier = OffloadManager(3, LRUPolicy, store="auto")
