@@ -73,6 +73,7 @@ ACROSS = {
     "integration/engine/test_random_hits.py",
     "integration/engine/test_random_hung.py",
     "integration/engine/test_random_invalid.py",
+    "integration/engine/test_random_losses.py",
     "integration/engine/test_random_ranks.py",
     "integration/engine/test_random_router.py",
     "integration/engine/test_random_runs.py",
