@@ -33,6 +33,7 @@ BEFORE = " at d7e3e02"
 # Figures of `bench serve` on the page: key, words, factor to the unit in the words.
 SERVED = (
     ("s1", "S1: first token of 8,192 tokens in CPU memory, ms", 1000),
+    ("s1again", "S1 again, which the GPU has then, ms", 1000),
     ("s3", "S3: 60 sessions of 8k tokens, the GPU holds 23; a turn of all, s", 1),
     ("s2", "S2: 200 fresh prompts of 2,048 tokens, nothing to find, s", 1),
     ("start", "engine start with the tier, s", 1),
@@ -143,20 +144,13 @@ def _each(names: dict[str, str], make: Callable[[Any, str], str]) -> str:
     return "\n\n".join(parts) or "not measured"
 
 
-def served() -> str:
-    """S1 to S3 and the start by mode."""
-    document = read("serve.json")
-    if document is None:
-        return "not measured"
-    return "\n\n".join([_served(document), *ran(document["machines"][-1])])
-
-
 def _served(document: dict[str, Any]) -> str:
     found = serve.figures(document)
     shown = [mode for mode in MODES if any(mode in by_mode for by_mode in found.values())]
     rows = [["median (smallest to largest)", *(MODES[mode] for mode in shown)]]
     for key, words, factor in SERVED:
-        by_mode = found.get(key, {})
+        if not (by_mode := found.get(key)):
+            continue
         samples = [by_mode.get(mode, {"samples": []})["samples"] for mode in shown]
         rows.append([words, *(cell(values, factor) for values in samples)])
     return table(rows)
@@ -173,6 +167,8 @@ def pairs() -> str:
     rows[0] += [f"{words[g]}, {MODES['ours']}{'' if s == 'new' else BEFORE}" for g, s in sides]
     for key, what, factor in SERVED:
         found = [serve.figures(document).get(key, {}) for document in documents]
+        if not any(found):
+            continue
         samples = [by_mode["ours"]["samples"] if by_mode else [] for by_mode in found]
         rows.append([what, *(cell(values, factor) for values in samples)])
     machines = [document["machines"][-1] for document in documents]
@@ -370,7 +366,7 @@ def enqueued() -> str:
 
 PROBED = ("modelled", "modelled-heads", "long", "long-eager", "beside", "tuned")
 _BY_NAME: tuple[Callable[[], str | None], ...] = (
-    short, served, pairs, conversations, chats, mechanisms, trace, joins, goals, step, enqueued,
+    short, pairs, conversations, chats, mechanisms, trace, joins, goals, step, enqueued,
     pieces, transfer, checksums, ranks, pressure,
 )  # fmt: skip
 TABLES: dict[str, Callable[[], str | None]] = {
@@ -383,6 +379,8 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "heads on a GPU": heads,
     "conversations bound": bound_of_conversations,
     "by layer": by_layer,
+    "served": partial(_made, "serve.json", _served),
+    "served beside": partial(_made, "serve-beside.json", _served),
     "served first": partial(_made, "serve-first.json", _served),  # the tier still grows
     "joins since": partial(joins, "trace-joins-newest.json"),
     "launches": partial(joins, "trace-launches.json"),

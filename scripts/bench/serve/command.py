@@ -3,7 +3,8 @@
 Scenarios S1 to S4 on a real vLLM: plain, with this tier, and with what else there is, in turn.
 
   s3       sessions that the GPU cannot hold together, all at once, several turns
-  s1       one prompt of S3 whose KV has left the GPU; time of `LLM.generate` for one token
+  s1       one prompt of S3 whose KV has left the GPU; time of `LLM.generate` for one token,
+           and of the same again, which the GPU has then
   s4       decodes that run while prompts whose KV has left the GPU arrive at a fixed rate
   s2       fresh prompts: nothing to find, what storing costs
   s1long   S1 with longer prompts in rotation, on an engine with a smaller GPU cache

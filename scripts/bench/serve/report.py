@@ -33,6 +33,10 @@ def _of(scenario: str) -> Callable[[dict[str, Any]], Samples]:
     return lambda job: job["results"].get(scenario, {}).get("samples", [])
 
 
+def _again(scenario: str) -> Callable[[dict[str, Any]], Samples]:
+    return lambda job: job["results"].get(scenario, {}).get("again", {}).get("samples", [])
+
+
 def _phase(scenario: str, kind: str, name: str) -> Callable[[dict[str, Any]], Samples]:
     return lambda job: [p[name] for p in job["results"].get(scenario, {}).get(kind, [])]
 
@@ -73,6 +77,7 @@ def _arrivals(scenario: str, title: str) -> list[Figure]:
 
 FIGURES = [
     Figure("s1", "S1 first token (s)", "S1: time to first token (s)", _of("s1")),
+    Figure("s1again", "S1, from the GPU (s)", "", _again("s1")),
     Figure("s1long", "S1 long, first token (s)", "S1: time to first token (s)", _of("s1long")),
     Figure("s3", "S3 a turn (s)", "S3, S2 (s)", _of("s3")),
     Figure("s2", "S2 (s)", "S3, S2 (s)", _of("s2")),

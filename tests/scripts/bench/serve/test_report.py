@@ -1,4 +1,4 @@
-"""`bench serve`: what is said of starts."""
+"""`bench serve`: what is said of starts, and of what the GPU itself had."""
 
 from __future__ import annotations
 
@@ -28,3 +28,12 @@ def test_starts_are_counted_by_what_an_engine_compiles() -> None:
     assert medians == {"start": {"off": 8.0, "ours": 9.0}, "startgraphs": {"off": 18.0, "ours": 22}}
     said = [line for line in report._verdicts(found, document) if "start" in line]
     assert [line.split()[0] for line in said] == ["ok", "MISS"]
+
+
+def test_a_prompt_that_the_gpu_still_has_is_a_row_beside_the_same_from_cpu_memory() -> None:
+    again = {"samples": [0.02], "cached": [0.9]}
+    jobs = [record(mode, "main", 8.0) for mode in ("off", "ours")]
+    jobs[1]["results"] = {"s1": {"samples": [0.04, 0.03], "cached": [0.9, 0.9], "again": again}}
+    found = report.figures({"jobs": jobs})
+    assert found["s1"]["ours"]["samples"] == [0.04, 0.03]
+    assert {mode: one["samples"] for mode, one in found["s1again"].items()} == {"ours": [0.02]}
