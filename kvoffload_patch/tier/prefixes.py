@@ -205,12 +205,18 @@ class PrefixOrder:
         return chosen
 
     def _next_tail(self) -> int:
-        """A slot on which nothing rests, behind the first that is due, or that itself."""
+        """A slot on which nothing rests, behind the first that is due, or that itself.
+
+        Raises:
+            RuntimeError: there is none. It ends what would go on for ever, and holds the step up.
+        """
         path = self._path
         if not path:
             path.append(next(iter(self._due)))
         while (tail := self._one_behind(path[-1])) != NONE:
             path.append(tail)
+            if len(path) > len(self._before):
+                raise RuntimeError(f"the block in slot {tail} rests on itself")
         return path.pop()
 
     def _is_closed(self, slots: Sequence[int], runs: Sequence[range]) -> bool:

@@ -376,3 +376,12 @@ def test_runs_of_neighbours_leave_as_the_same_blocks_one_by_one(
         for o, hs in zip((quick, plain), heads)
     ]
     assert valid[0] == valid[1] and any(valid[0])
+
+
+def test_a_block_that_rests_on_itself_ends_the_search_for_a_tail() -> None:
+    """Whoever told an order so has a fault; the step must not hang by it."""
+    order = order_of(4)
+    order.ended([[1, 2, 1]], together=False)
+    assert order.evict(1) == [0]
+    with pytest.raises(RuntimeError, match="the block in slot . rests on itself"):
+        order.evict(1)
