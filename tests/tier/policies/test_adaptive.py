@@ -10,7 +10,7 @@ from tier.policies.letters import Letters
 
 from kvoffload_patch.tier.policies import adaptive
 from kvoffload_patch.tier.policies.adaptive import AdaptivePolicy, ArcModel
-from kvoffload_patch.tier.policies.arc import ArcPolicy
+from kvoffload_patch.tier.policies.arc import AGAIN, ArcPolicy
 from kvoffload_patch.tier.policies.lru import LRUPolicy
 from kvoffload_patch.tier.policy import EvictionPolicy
 from kvoffload_patch.tier.tuning import MODEL_BLOCKS
@@ -191,6 +191,15 @@ def test_what_a_model_has_lost_by_the_end_of_its_request_is_passed_over() -> Non
     assert model.use("d") == 1 and {*model.keys} == {"b", "d"}, "its tail has left"
 
 
+def test_the_model_of_arc_learns_from_what_it_computes_again() -> None:
+    model = ArcModel(9)
+    model.use("abcdefghi")
+    model.use("jk")
+    assert model.policy.share == 9 / 8
+    assert model.use("a") == 1, "what it has lost last"
+    assert model.policy.share > 2 and model.policy._lists.sizes[AGAIN] == 1
+
+
 def test_the_models_lose_the_tail_of_what_was_stored_together_first() -> None:
     tier = letters(4)
     tier.store("abcd")
@@ -205,6 +214,22 @@ def test_a_prompt_that_is_much_longer_than_the_tier_turns_nothing_round() -> Non
     policy._lead = -100.0  # recency was much better lately
     policy._count(range(1000))
     assert policy.by_recency
+
+
+@pytest.mark.parametrize("by_recency", [True, False])
+def test_a_small_lead_changes_nothing(by_recency: bool) -> None:
+    policy = letters(200).policy  # a lead of 1 turns it to ARC, and one below 0.1 back
+    policy.by_recency, policy._lead = by_recency, 0.5
+    policy._count(["a"])
+    assert policy.by_recency == by_recency
+
+
+def test_old_counts_fade_to_a_third_over_several_keys_for_each_slot() -> None:
+    policy = letters(64).policy
+    policy._lead = 100.0
+    for key in range(adaptive.MODEL_MEMORY_TIMES * 64):
+        policy._count([key])  # both models miss it
+    assert 33 < policy._lead < 40
 
 
 @pytest.mark.parametrize("slots", [1, 3, 64, 5000])
