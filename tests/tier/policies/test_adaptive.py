@@ -232,6 +232,18 @@ def test_old_counts_fade_to_a_third_over_several_keys_for_each_slot() -> None:
     assert 33 < policy._lead < 40
 
 
+def test_what_no_model_has_is_forgotten_once_that_is_much() -> None:
+    policy = letters(64).policy
+    policy._lru_model.use(["a"])
+    policy._arc_model.use(["b"])
+    policy._known.update(range(adaptive.MODEL_MEMORY_TIMES * 64))
+    policy._count(["c"])
+    assert len(policy._known) == adaptive.MODEL_MEMORY_TIMES * 64, "models are walked seldom"
+    policy._known.add("d")
+    policy._count(["c"])
+    assert policy._known == {"a", "b", "c"}, "what one of them has is known"
+
+
 @pytest.mark.parametrize("slots", [1, 3, 64, 5000])
 def test_what_is_remembered_is_bounded(slots: int) -> None:
     tier = Numbers(AdaptivePolicy, slots)

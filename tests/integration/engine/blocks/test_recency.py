@@ -89,7 +89,9 @@ def test_what_anothers_load_has_filled_is_told_with_that_alone(
     mini.run()
     find, (key, _) = mini.view.gpu_lookup(), (mini.view.key(one, 0) for one in hashes(asked))
     shares, tiers = list[Any](), list[Any]()
-    monkeypatch.setattr(PrefixShare, "ended", lambda self, keys, *how: shares.append(keys) or ())
+    monkeypatch.setattr(
+        PrefixShare, "ended", lambda _, keys, hit, *how: shares.append((keys, hit.blocks)) or ()
+    )
     monkeypatch.setattr(mini.manager, "request_ended", lambda keys, *how: tiers.append(keys))
     recency, found = mini.tier._recency, LookupResult(3 * BLOCK)
     arriving = mini.pool.get_new_blocks(1)
@@ -98,7 +100,7 @@ def test_what_anothers_load_has_filled_is_told_with_that_alone(
     if more:
         recency.computes("a request", more)
     recency.ended(["a request"])
-    assert shares == [[key, *more]] and tiers == [[key, *more]] * len(more)
+    assert shares == [([key, *more], 1)] and tiers == [[key, *more]] * len(more)
 
 
 @pytest.mark.parametrize("load_mode", ["inline", "parked"])
@@ -209,6 +211,9 @@ def test_windows_alone_rest_on_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     mini.run()
     mini.step()
     assert told == [(True, None)]
+    mini.tier._recency.computes("a request", [mini.view.key(one, 0) for one in hashes([5] * 99)])
+    mini.tier._recency.ended(["a request"])
+    assert len(told) == 1, "what is stored at once is together as it is"
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
