@@ -74,6 +74,29 @@ def test_random_uses(number: int, seed: int) -> None:
     assert emptied(lists) == plain.lists
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_oldest_of_all_lists_leave_in_the_order_of_their_use(seed: int) -> None:
+    rng, lists, order = random.Random(seed), BatchLists(2, SLOTS), list[int]()
+    for _ in range(300):
+        which, count = rng.randrange(2), rng.randrange(9)
+        its = [slot for slot in order if lists.batch_of[slot] % 2 == which]
+        begin = rng.randrange(len(its) + 1)
+        some = its[begin : begin + count]  # mostly of whole batches
+        kind = rng.randrange(4)
+        if kind == 0:
+            some = rng.sample([*{*range(SLOTS)} - {*order}], min(count, SLOTS - len(order)))
+            lists.add(which, some)
+        elif kind == 1:
+            lists.make_recent(some, rng.choice([None, 0, 1]))
+        elif kind == 2:
+            some = order[:count]
+            assert lists.take_oldest_of_all(count) == some
+        else:
+            lists.take(some)
+        order = [slot for slot in order if slot not in some] + (some if kind < 2 else [])
+    assert lists.take_oldest_of_all(SLOTS) == order
+
+
 def test_a_batch_that_is_used_as_a_whole_is_moved_as_one() -> None:
     lists = BatchLists(2, SLOTS)
     lists.add(0, [1, 2, 3])
@@ -100,7 +123,16 @@ def test_more_slots_can_come() -> None:
     lists.add(0, [0])
     lists.grow(3)
     lists.add(0, [2])
-    assert emptied(lists) == [[0, 2]]
+    lists.make_recent([1, 0])
+    assert lists.batch_of[1:2] == [0] and len(lists.batch_of) == 3
+    assert emptied(lists) == [[2, 0]]
+
+
+def test_a_list_of_slots_stays_its_callers() -> None:
+    lists, slots = BatchLists(1, SLOTS), [1, 2]
+    lists.add(0, slots)
+    slots.clear()
+    assert emptied(lists) == [[1, 2]]
 
 
 def test_a_batch_whose_slots_are_used_elsewhere_does_not_keep_their_numbers() -> None:
@@ -108,7 +140,26 @@ def test_a_batch_whose_slots_are_used_elsewhere_does_not_keep_their_numbers() ->
     lists.add(0, range(1000))
     for slot in range(999, 0, -1):
         lists.make_recent([slot])
-    assert sum(len(batch.slots) for batch in lists._lists[0].values()) <= 2 * 1000
+    assert sum(len(batch.slots) for batch in lists._lists[0].values()) <= 1001
+
+
+def test_a_batch_of_which_all_was_taken_is_gone() -> None:
+    """Or each load would leave one until what is older than it has left the tier."""
+    lists = BatchLists(1, SLOTS)
+    for _ in range(100):
+        lists.add(0, [1, 2])
+        lists.take([2])
+        lists.take([1])
+    assert not lists._lists[0]
+
+
+def test_what_is_used_again_as_a_whole_leaves_after_what_another_list_was_given_before() -> None:
+    lists = BatchLists(2, SLOTS)
+    lists.add(0, [1, 2])
+    lists.add(1, [3])
+    lists.make_recent([1, 2])
+    lists.add(1, [4])
+    assert lists.take_oldest_of_all(9) == [3, 1, 2, 4]
 
 
 def test_nothing_is_no_batch() -> None:
