@@ -174,8 +174,11 @@ def test_what_was_due_and_is_used_again_is_not_what_leaves_next() -> None:
 
 @pytest.mark.parametrize(
     "prefixes",
-    [[[0, 3]], [[0, 5]], [[4, 5]], [[3, 1]], [[0, 2], [0, 4], [0, 5]], [[0, 4], [0, 5], [0, 2]]],
-)
+    [
+        [[0, 3]], [[0, 5]], [[4, 5]], [[3, 1]], [[0, 2], [0, 4], [0, 5]], [[0, 4], [0, 5], [0, 2]],
+        [[0, 3], [0, 2]],
+    ],
+)  # fmt: skip
 def test_what_is_left_of_fewer_slots_rests_on_nothing_that_is_gone(
     prefixes: list[list[int]],
 ) -> None:
@@ -193,6 +196,18 @@ def test_what_is_left_of_fewer_slots_rests_on_nothing_that_is_gone(
     order.hit([2])
     assert list(order.evict(1)) == first, "what 0 rested on, or what rested on 0, is gone"
     assert sorted(order.evict(9)) == sorted({0, 2} - {*first})
+
+
+def test_neighbours_among_fewer_slots_rest_on_each_other() -> None:
+    order = order_of(6)
+    order.take_all()
+    key_of = cast("list[str]", order._key_of)
+    del key_of[3:]
+    order.policy = LRUPolicy(key_of)
+    order.shrink(3)
+    order.insert([0, 1, 2])
+    order.ended([range(3)], together=False)
+    assert [*order.evict(1), *order.evict(1), *order.evict(1)] == [2, 1, 0]
 
 
 @pytest.mark.parametrize(("head", "tail"), [(3, 1), (5, 1), (1, 3), (1, 4), (4, 5)])

@@ -111,3 +111,21 @@ def test_loads_of_several_slices_are_timed(opened: Open, name: str) -> None:
     assert not times.ms_per_byte(), "it is under way"
     setup.wait()
     assert times.ms_per_byte() > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
+@pytest.mark.parametrize("name", ["staged", "groups"])
+def test_loads_are_timed_by_the_bytes_that_cross(
+    opened: Open, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = opened("kv_outermost", name, "cpu", chunk=1)
+    told: list[object] = []
+    times = setup.backend.load_times
+    monkeypatch.setattr(times, "begin", lambda: told.append("begins"))
+    monkeypatch.setattr(times, "crossed", lambda nbytes, bus: told.append(nbytes))
+    monkeypatch.setattr(times, "end", lambda bus: told.append("ends"))
+    setup.load([*range(7)], [*range(7)])
+    setup.wait()
+    (first, *crossed, last) = told
+    assert (first, last) == ("begins", "ends")
+    assert sum(nbytes for nbytes in crossed if isinstance(nbytes, int)) == 7 * setup.slots.pitch
