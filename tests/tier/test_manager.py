@@ -570,6 +570,29 @@ def test_what_waited_and_is_handed_out_is_not_stored() -> None:
     assert store_of(tier.make_plan(always)).source_ids == (2,)  # type: ignore[union-attr]
 
 
+def test_what_waited_and_has_lost_its_key_is_not_stored() -> None:
+    """The GPU block may hold anything."""
+    tier = OffloadManager(100, LRUPolicy)
+    assert wait_for_more(tier, "first", 1) is None
+    assert wait_for_more(tier, "second", 2) is None
+    plan = tier.make_plan(lambda block, key: block != 1)
+    assert store_of(plan).source_ids == (2,)  # type: ignore[union-attr]
+    assert tier.stats.overwritten == 1
+
+
+@pytest.mark.parametrize("handed_out", [True, False])
+def test_steps_count_from_the_first_block_that_waits(handed_out: bool) -> None:
+    tier = OffloadManager(100, LRUPolicy)
+    for step in range(TOGETHER_STEPS - 1):
+        if handed_out:
+            assert wait_for_more(tier, f"{step}", step) is None
+        else:
+            assert tier.make_plan(always, can_wait=True) is None
+    if handed_out:
+        tier.note_new_blocks([*range(TOGETHER_STEPS)])
+    assert wait_for_more(tier, "next", 50) is None
+
+
 @pytest.mark.parametrize(("store", "growing"), [("lazy", False), ("eager", True)])
 def test_nothing_waits_where_blocks_are_stored_before_the_gpu_loses_them(
     store: str, growing: bool
@@ -647,6 +670,16 @@ def test_while_a_tier_grows_what_the_gpu_is_about_to_lose_evicts_and_the_rest_wa
     tier.about_to_lose([4], ["e"])
     tier.note_new_blocks([4])
     assert tier.stats.overwritten == 1 and not tier.looks_ahead, "it came too late"
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_the_gpu_is_about_to_lose_is_stored_though_nothing_else_is(kept: bool) -> None:
+    tier = OffloadManager(1, LRUPolicy, growing=True)
+    store(tier, "a")
+    assert tier.make_plan(always, {"b": 1}) is None, "it waits for a slot"
+    tier.about_to_lose([1], ["b"])
+    plan = tier.make_plan(lambda block, key: kept)
+    assert (plan is not None) == kept and tier.stats.overwritten == (not kept)
 
 
 def test_a_key_that_waits_in_two_gpu_blocks_has_one_slot_when_another_is_usable() -> None:

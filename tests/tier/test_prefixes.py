@@ -16,6 +16,7 @@ from tier.prefix_machine import PrefixMachine, busy
 from kvoffload_patch.tier import prefixes
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies import POLICIES
+from kvoffload_patch.tier.policies.arc import ArcPolicy
 from kvoffload_patch.tier.policies.lru import LRUPolicy
 from kvoffload_patch.tier.policy import EvictionPolicy
 from kvoffload_patch.tier.prefixes import PrefixOrder
@@ -145,11 +146,22 @@ def test_another_policy_is_given_all_that_can_leave() -> None:
 
 def test_slots_that_become_usable_later_have_their_place_in_prefixes() -> None:
     order = order_of(1)
-    order._key_of.append("more")  # type: ignore[attr-defined]
+    cast("list[str]", order._key_of).extend(["more"] * 3)
     order.grow()
-    order.insert([1])
-    order.ended([[0, 1]], together=False)
-    assert list(order.evict(1)) == [1]
+    order.insert([1, 2, 3])
+    order.ended([range(4)], together=False)
+    assert [*order.evict(1), *order.evict(1), *order.evict(1)] == [3, 2, 1]
+    assert len(order._before) == len(order._behind) == len(order._numbers) == 4
+
+
+def test_the_policy_is_told_what_is_missing() -> None:
+    key_of = [f"key {slot}" for slot in range(9)]
+    policy = ArcPolicy(key_of)
+    order = PrefixOrder(policy, key_of, lambda slot: True, lambda slots: 0)
+    order.insert(range(9))
+    assert list(order.evict(1)) == [0]
+    order.miss(["key 0"])
+    assert policy.share > 9 / 8, "more for what was used once"
 
 
 def test_what_was_due_before_all_was_taken_is_not_what_leaves_next() -> None:
@@ -232,6 +244,12 @@ def test_what_is_due_stays_with_a_request_that_used_it_and_ends() -> None:
     assert list(order.evict(1)) == [2]
     order.ended([[0, 1]], together=True)
     assert list(order.evict(3)) == [3, 4, 5]
+
+
+def test_what_has_ended_is_told_to_the_policy_together_its_head_last() -> None:
+    order = order_of(5)
+    order.ended([range(2), [3, 2]], together=True)
+    assert order.take_all() == [4, 2, 3, 1, 0]
 
 
 def test_a_run_that_is_used_again_keeps_what_parts_from_it() -> None:
