@@ -10,6 +10,7 @@ from tier.strict import Strict
 
 from kvoffload_patch.tier.exclusive import blocks_ahead
 from kvoffload_patch.tier.manager import OffloadManager
+from kvoffload_patch.tier.policies.arc import ArcPolicy
 from kvoffload_patch.tier.policies.lru import LRUPolicy
 
 
@@ -133,14 +134,52 @@ def test_a_copy_stays_once_the_gpu_has_lost_the_block_or_is_about_to() -> None:
         assert held(tier) == "abd"
 
 
-def test_what_is_hit_on_the_gpu_becomes_a_copy_if_the_gpu_still_has_it() -> None:
+@pytest.mark.parametrize(
+    ("cached", "handed_out", "left"),
+    [("b", [], "ac"), ("a", [], "bc"), ("ab", [], "ac"), ("ab", [1], "bc")],
+)
+def test_what_is_hit_on_the_gpu_becomes_a_copy_if_the_gpu_still_has_it(
+    cached: str, handed_out: list[int], left: str
+) -> None:
     tier = OffloadManager(2, LRUPolicy, store="auto")
     plan(tier, a=0, b=1)
     tier.about_to_lose([0, 1], ["a", "b"])  # both stay; a would leave first
-    tier.hit_on_gpu([0, 1], ["a", "b"], lambda block, key: key == "b")
+    tier.hit_on_gpu([0, 1], ["a", "b"], lambda block, key: key in cached)
+    tier.note_new_blocks(handed_out)
     plan(tier, c=7)
     lose(tier, [(7, "c")])
-    assert held(tier) == "ac"
+    assert held(tier) == left
+
+
+def test_of_what_one_plan_stores_the_gpu_has_lost_some_when_it_is_done() -> None:
+    tier = OffloadManager(2, Strict, store="auto")
+    tier.make_plan(lambda block, key: True, {"a": 0, "b": 1})
+    tier.note_new_blocks([0])
+    tier.apply(tier.drained())
+    for key, block, left in (("c", 7, "ac"), ("d", 8, "cd")):
+        plan(tier, **{key: block})
+        assert lose(tier, [(block, key)]) == key and held(tier) == left
+
+
+def test_slots_that_become_usable_hold_copies_and_what_the_gpu_has_lost() -> None:
+    tier = OffloadManager(1, Strict, growing=True, store="auto")
+    assert plan(tier, a=0) == "a"
+    tier.apply(tier.drained()._replace(num_slots=3, growing=False))
+    assert plan(tier, b=1, c=2) == "bc"
+    lose(tier, [(2, "c"), (0, "a")])
+    plan(tier, d=3)
+    assert lose(tier, [(3, "d")]) == "d" and held(tier) == "acd", "b was a copy"
+
+
+def test_the_policy_behind_is_told_what_is_missing() -> None:
+    tier = OffloadManager(9, ArcPolicy, store="lazy")
+    for block, key in enumerate("abcdefghij"):
+        plan(tier, **{key: block})
+        lose(tier, [(block, key)])
+    policy = tier._prefixes.policy
+    assert "a" not in held(tier) and policy.share == 9 / 8
+    plan(tier, a=20)
+    assert policy.share > 9 / 8, "more for what was used once"
 
 
 def test_a_loading_slot_is_not_evicted_however_often_it_is_hit() -> None:

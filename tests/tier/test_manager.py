@@ -505,6 +505,24 @@ def test_the_blocks_of_a_request_are_put_together_once_all_of_them_are_stored() 
     assert readable(tier, "abcd") == "abd"
 
 
+@pytest.mark.parametrize("rests", [None, {"A": "a", "B": "b"}])
+def test_what_a_request_of_several_groups_has_stored_is_put_together(rests: Any) -> None:
+    tier = OffloadManager(5, LRUPolicy)
+    for key in "aAbBx":
+        store(tier, key)
+    tier.request_ended("aAbB", True, rests)
+    assert evict_in_order(tier, "aAbBx") == "xBbAa"
+
+
+def test_what_is_behind_a_missing_block_is_put_together_where_no_order_is_known() -> None:
+    tier = OffloadManager(4, LRUPolicy)
+    for key in "abcx":
+        store(tier, key)
+    tier.discard("b")
+    tier.request_ended("abc", True, None)
+    assert evict_in_order(tier, "acx?") == "xca"
+
+
 def test_what_ended_before_a_clear_is_forgotten_with_it() -> None:
     tier = OffloadManager(2, LRUPolicy)
     plan_store(tier, "a")
