@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Collection, Sequence
 
 import pytest
 from tier.plans import store_of
@@ -191,6 +192,53 @@ def test_a_loading_slot_is_not_evicted_however_often_it_is_hit() -> None:
     tier.about_to_lose([7], ["c"])
     tier.make_plan(lambda block, key: True)
     assert (held(tier), tier.stats.dropped) == ("a", 1)
+
+
+@pytest.mark.parametrize("store", ["auto", "lazy"])
+@pytest.mark.parametrize("seed", range(8))
+def test_each_slot_that_can_leave_is_a_copy_or_the_policys_behind(seed: int, store: str) -> None:
+    """In neither order it would never leave, in both another block would leave with it."""
+    rng, gpu, copies = random.Random(seed), dict[int, str](), 0
+    tier = OffloadManager(8, Strict, store=store)
+    for _ in range(200):
+        happens, blocks = rng.randrange(6), rng.sample(range(12), rng.randrange(1, 4))
+        keys = rng.sample("abcdefghijklmnop", len(blocks))
+        held = [block for block in blocks if block in gpu]
+        if happens < 3:
+            if rng.randrange(8):
+                tier.about_to_lose(held, [gpu[block] for block in held])
+                tier.make_plan(lambda block, key: True)
+            tier.note_new_blocks(blocks)
+            loads = happens == 2 and all(map(tier.lookup, keys))
+            gpu = {block: key for block, key in gpu.items() if block not in blocks}
+            if loads:
+                tier.begin_load(keys, blocks)
+            gpu.update(zip(blocks, keys))
+            computed = {} if loads else dict(zip(keys, blocks))
+            tier.make_plan(lambda block, key: True, computed)
+        elif happens == 3:
+            tier.about_to_lose(held, [gpu[block] for block in held])
+        elif happens == 4:
+            tier.hit_on_gpu(held, [gpu[block] for block in held], lambda *_: True)
+        else:
+            tier.discard(keys[0])
+        if rng.randrange(2):
+            tier.apply(tier.drained())
+        copies += minded(tier, gpu.values())
+    assert copies
+
+
+def minded(tier: OffloadManager, on_gpu: Collection[str]) -> int:
+    """How many copies there are; each slot is in the orders that it should be in."""
+    order, behind = tier._exclusive, tier._prefixes.policy
+    assert order is not None and isinstance(behind, Strict)
+    copies = {slot for slot, batch in enumerate(order._copies.batch_of) if batch}
+    given = {slot for slot, flag in enumerate(order._given) if flag}
+    idle = {slot for slot in tier._slot_of.values() if tier._is_idle(slot)}
+    assert not copies & given and copies | given == idle
+    assert given == behind.known and len(copies) == order._copies.sizes[0]
+    assert {tier._key_of[slot] for slot in copies} <= {*on_gpu}, "only the tier has it"
+    return len(copies)
 
 
 class Told(LRUPolicy):
