@@ -25,6 +25,7 @@ class Agreement:
 
     Attributes:
         compared: slots, over all ranks and looks.
+        compared_blocks: of the GPU, likewise.
     """
 
     def __init__(self, mini: Any) -> None:
@@ -36,7 +37,9 @@ class Agreement:
         self._table = torch.zeros(0, BLOCK, dtype=torch.int64)  # what blocks hold
         self._rows = dict[Hashable, int]()  # of the table, by key
         self._known = dict[str, tuple[int, int]]()  # blocks of a request, and the value behind them
-        self.compared = 0
+        self.compared = self.compared_blocks = 0
+        self._wrong_blocks = dict[int, list[int]]()
+        self._before, mini.tier.before_schedule = mini.tier.before_schedule, self._before_schedule
 
     def meet(self) -> None:
         """Those who ask now may have gone before a step has ended."""
@@ -53,12 +56,10 @@ class Agreement:
             return
         manager = self._mini.manager
         keys = [key for key in manager._slot_of if manager.lookup(key) is not None]
-        unknown = [key for key in keys if key not in self._rows]
-        assert not unknown, f"nobody has asked for what {len(unknown)} keys are of"
         if not keys:
             return
         slots = [manager._slot_of[key] for key in keys]
-        right, stored = self._table[[self._rows[key] for key in keys]], dict[int, torch.Tensor]()
+        right, stored = self._right(keys), dict[int, torch.Tensor]()
         for rank in self._mini.executor.ranks:
             if (tier := attached(rank.runner)) is not None:
                 lacks = self._lacks(rank, tier, slots)
@@ -70,6 +71,44 @@ class Agreement:
                 if found.shape[1] > BLOCK and not lacks:  # a trainer may forget some ranks
                     weights = stored.setdefault(rank.version, found[:, BLOCK:])
                     assert weights.equal(found[:, BLOCK:]), "ranks stored of other weights"
+
+    def _before_schedule(self) -> None:
+        """The tier has taken out what is wrong; an assertion in here would only detach it."""
+        self._before()
+        self._wrong_blocks = {} if self._mini.queue else self._wrong_on_gpu()
+
+    def check_blocks(self) -> None:
+        """What was in the GPU's prefix cache before the step that is scheduled, and in no use.
+
+        Raises:
+            AssertionError: a block held something else on some rank.
+        """
+        assert not self._wrong_blocks, f"blocks that hold something else: {self._wrong_blocks}"
+
+    def _wrong_on_gpu(self) -> dict[int, list[int]]:
+        """By rank; no step is under way, and some ranks may not have ended those before.
+
+        Blocks in use may be computed again, or be filled by a load.
+        """
+        self._learn()
+        pool, wrong = self._mini.pool, dict[int, list[int]]()
+        blocks = [one for one in pool.blocks if one.block_hash is not None and not one.ref_cnt]
+        if not blocks:
+            return wrong
+        ids, right = [one.block_id for one in blocks], self._right([b.block_hash for b in blocks])
+        for rank in self._mini.executor.ranks:
+            if not rank.sent:
+                differs = rank.runner.kv_caches[0][ids, 0] != right + rank.apart
+                if found := [ids[at] for [at] in differs.any(dim=1).nonzero().tolist()]:
+                    wrong[rank.number] = found
+                self.compared_blocks += len(ids)
+        return wrong
+
+    def _right(self, keys: list[Any]) -> torch.Tensor:
+        """What blocks of these keys hold."""
+        unknown = [key for key in keys if key not in self._rows]
+        assert not unknown, f"nobody has asked for what {len(unknown)} keys are of"
+        return self._table[[self._rows[key] for key in keys]]
 
     def _lacks(self, rank: Any, tier: Any, slots: list[int]) -> set[int]:
         """Slots of which a rank without a board knows that it has not what they are to hold."""

@@ -195,9 +195,23 @@ class RanksConnector(RandomConnector):
 
 
 class ConnectedRanks(RanksMini):
-    """`RanksMini` beside a connector: of a step that lacked blocks vLLM drops some tokens."""
+    """`RanksMini` beside a connector: of a step that lacked blocks vLLM drops some tokens.
+
+    Attributes:
+        leaves: how often a request of a step is aborted while that is under way, as an engine does
+            before it takes the output in.
+        left: how many were.
+    """
+
+    leaves, left = 0.0, 0
 
     def end_step(self) -> None:
+        names = list(self.queue[-1][0].num_scheduled_tokens) if self.leaves else []
+        if names and self._rng.random() < self.leaves:
+            name = self._rng.choice(names)
+            if name in self.scheduler.requests:
+                self.abort(name)
+                self.left += 1
         self._before = {name: len(tokens) for name, tokens in self.answers.items()}
         super().end_step()
 

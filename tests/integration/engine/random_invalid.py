@@ -70,10 +70,11 @@ def run(seed: int, *limits: Any) -> Counter[str]:
             executor, group, rng, num_slots=num_slots, events=seed % 3 == 0, weighs=False,
             wipe=seed % 5 == 0, integrity=shape.integrity, **users.settings(about, False),
         )  # fmt: skip
-        connector = RanksConnector(mini, seed)
+        connector, mini.leaves = RanksConnector(mini, seed), 0.2 if seed % 5 == 1 else 0.0
         seen = random_ranks._played(mini, rng, users, commands, shape, connector)
         for name in ("loads", "failed", "alone", "sent"):
             seen[f"connector {name}"] = getattr(connector, name)
+        seen["left"] = mini.left
         policy = "ends" if connector._ends else "recomputes"
         how = f"{'beside' if connector._beside else 'within'}, {policy}"
         return seen + Counter({how: bool(connector.failed)})

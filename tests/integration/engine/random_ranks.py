@@ -152,6 +152,7 @@ def _seen(mini: Any) -> Counter[str]:
     seen["corrupted"] = sum(rank.corrupted for rank in ranks)
     seen["waited for slots"] = sum(rank.memory.waited for rank in ranks if rank.memory is not None)
     seen["calls"], seen["compared"] = mini.executor.calls, mini.compared
+    seen["compared blocks"] = mini.compared_blocks
     return seen
 
 

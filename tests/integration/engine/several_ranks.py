@@ -145,6 +145,7 @@ class RanksMini(Mini):
         """Schedule a step and send it to every rank."""
         self.time += self.step_ms / 1000
         scheduled = self.scheduler.schedule(**self.how)
+        self._agreement.check_blocks()
         for new in scheduled.scheduled_new_reqs:
             self.hits.setdefault(new.req_id, new.num_computed_tokens)
         step = Step(
@@ -180,6 +181,11 @@ class RanksMini(Mini):
     def compared(self) -> int:
         """Readable slots whose bytes were looked at, over all ranks and steps."""
         return self._agreement.compared
+
+    @property
+    def compared_blocks(self) -> int:
+        """Blocks of the GPU's prefix cache, likewise."""
+        return self._agreement.compared_blocks
 
     def _check_slots(self) -> None:
         """The tier uses no slot that some rank lacks."""
