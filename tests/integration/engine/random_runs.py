@@ -2,8 +2,8 @@
 
 One run is one seed: what the engine is like, who asks for what and when, which copies fail, what is
 aborted, when the prefix cache is reset, and when the engine sleeps or is given other weights. Every
-token that came out must be right, every request must come to its end, vLLM must be given what it
-would find, and nothing may be left behind.
+token that came out must be right, every request must come to its end and hit what is there, vLLM
+must be given what it would find, and nothing may be left behind.
 
 SOURCES is the folder that has the release's `vllm/`; without both it is the installed one. SHAPE is
 STATE, CHECKPOINTS, PARTS, CHUNKS or UNCACHED; or CONNECTOR, with one of these but UNCACHED behind a
@@ -138,6 +138,7 @@ def run(
         AssertionError: something is wrong, or is left behind.
     """
     from integration.engine.mini import Mini
+    from integration.engine.random_found import Finds
     from integration.engine.random_users import Users
     from integration.engine.trainer import Trainer
     from scheduler_half.device import LoadFailed
@@ -154,7 +155,8 @@ def run(
         weighs=False, drafter=drafter, **users.settings(about, not (drafts or connector))
     )  # fmt: skip
     gain, (given, waited) = _weighed(mini, about, seed), _looked_at(mini, seed)
-    trainer, beside = Trainer(mini, seed), _connector(mini, seed) if connector else None
+    finds, trainer = Finds(mini, seed % 5 == 4 and not connector), Trainer(mini, seed)
+    beside = _connector(mini, seed) if connector else None
     taught = None if connector or drafts or users.alone else trainer
     try:
         asked = _play(mini, rng, users, commands, taught, beside)
@@ -168,10 +170,11 @@ def run(
     mini.check()
     nothing_held(mini)
     assert not mini.breaker.detached, mini.breaker.failure
+    assert not finds.found, finds.found
     assert [one.error for one in asked if one.error or not one.done.is_set()] == []
     return {
-        **_moved(mini), **users.seen(), **_beside(drafter, beside), "asked": len(asked),
-        "given": len(given), "changes": gain.changes, "waited": len(waited), **trainer.seen(),
+        **_moved(mini), **users.seen(), **_beside(drafter, beside), **trainer.seen(), **finds.seen,
+        "asked": len(asked), "given": len(given), "changes": gain.changes, "waited": len(waited),
     }  # fmt: skip
 
 

@@ -65,6 +65,7 @@ def test_random_runs(part: int) -> None:
         "private",
         "crowds",
         "waited",
+        "there",
     )
     # Few runs can keep anything through sleep: not those with events, or a copy that failed.
     pauses = ("pauses",) if hasattr(Scheduler, "set_pause_state") else ()

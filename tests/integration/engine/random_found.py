@@ -1,0 +1,157 @@
+"""Whether each request of a random run hits what is there when it is looked up, or why not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+from kvoffload_patch.integration.engine.requests.lookup import TierHit
+
+
+class Everything:
+    """A block pool for vLLM's search: what the GPU has, what comes to it, and what the tier has.
+
+    Args:
+        mini: the engine.
+        alone: the GPU, without the tier and what comes from it.
+    """
+
+    def __init__(self, mini: Any, alone: bool) -> None:
+        self._real, self._view = mini.pool, mini.view
+        self._untrusted = mini.tier._invalid.untrusted
+        self._arriving = {} if alone else mini.tier._loads.arriving
+        self._readable = _none if alone else mini.manager.lookup
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def get_cached_block(self, block_hash: Any, group_ids: list[int]) -> list[Any] | None:
+        """As vLLM's."""
+        found = list[Any]()
+        for group in group_ids:
+            on_gpu = self._real.get_cached_block(block_hash, [group]) or ()
+            if on_gpu and not self._is_wrong(*on_gpu):
+                found += on_gpu
+                continue
+            key = self._view.key(block_hash, group)
+            if key not in self._arriving and not self._readable(key):
+                return None
+            found.append(TierHit(key))
+        return found
+
+    def _is_wrong(self, block: Any) -> bool:
+        """Whether it leaves the prefix cache in this step: a connector has failed to fill it."""
+        return not block.ref_cnt and block.block_id in self._untrusted
+
+
+def _none(_: object) -> bool:
+    return False
+
+
+class _There(NamedTuple):
+    """What a request could hit at the begin of a step, of so many; ``alone``: on the GPU."""
+
+    tokens: int
+    alone: bool
+    step: int
+
+
+class Finds:
+    """Watches a `Mini`: a request hits all that is there in the step that looks it up for good.
+
+    That is the last one before which it waits for nothing but its turn: it is admitted in this
+    step, or is parked until a load is done.
+
+    Args:
+        mini: the engine.
+        watches: whether it does, which is not cheap: all that waits is looked up in each step.
+
+    Attributes:
+        seen: requests that were admitted, tokens that were there for them, and, of those that hit
+            less, why.
+        found: the same of those that hit less for no reason that is known.
+    """
+
+    def __init__(self, mini: Any, watches: bool) -> None:
+        self._mini = mini
+        self.seen, self.found = Counter[str](), Counter[str]()
+        if not watches:
+            return
+        self._step, mini.begin_step = mini.begin_step, self._begin_step
+        tier = mini.tier
+        self._before, tier.before_schedule = tier.before_schedule, self._look
+        admission, loads = tier._admission, tier._loads
+        self._look_up, admission._look_up = admission._look_up, self._looked_up
+        self._not_hit, loads._not_hit = loads._not_hit, self._failed
+        self._there = dict[str, _There]()
+        self._may_join = dict[str, bool]()  # looked up in this step, and whether it fits
+        self._number = 0
+
+    def _looked_up(self, request: Any, *more: Any) -> bool:
+        fits = bool(self._look_up(request, *more))
+        self._may_join[request.request_id] = fits
+        return fits
+
+    def _failed(self, name: str) -> None:
+        self._not_hit(name)
+        if self._there.pop(name, None):
+            self.seen["load failed"] += 1
+
+    def _look(self) -> None:
+        """Before the tier does anything in a step, commands aside."""
+        view, tier = self._mini.view, self._mini.tier
+        for request in list(view.waiting()):
+            if view.needs_lookup(request):
+                alone = tier.paused or view.is_stale(request)
+                _, tokens = view.prefix.longest_hit(request, Everything(self._mini, alone))
+                begins = view.groups.computed_from(
+                    tokens
+                )  # of a hit vLLM may compute the end again
+                there = _There(begins, alone, self._number)
+                self._there[request.request_id] = there
+        self._before()
+
+    def _begin_step(self) -> Any:
+        stats = self._mini.manager.stats
+        self._number += 1
+        self._may_join.clear()
+        emptied = stats.removed["weights"]
+        scheduled = self._step()
+        for name, found in admitted(scheduled):
+            if (there := self._there.pop(name, None)) is not None:
+                self.seen.update({"admitted": 1, "there": there.tokens})
+                if found < there.tokens:
+                    self._less(name, there, found, stats.removed["weights"] > emptied)
+        return scheduled
+
+    def _less(self, name: str, there: _There, found: int, other_weights: bool) -> None:
+        if there.alone:
+            self.seen["less: paused"] += 1  # nothing is held on the GPU for it
+        elif other_weights:
+            self.seen["less: other weights"] += 1
+        elif name not in self._may_join and there.step == self._number and self._passed_over():
+            self.seen["less: joins for another"] += 1
+        elif not self._may_join.get(name, True):
+            self.seen["less: no room to keep it"] += 1
+        else:
+            parked = "parked" if there.step < self._number else "at once"
+            self.found[f"{name}, {parked}, found {found} of {there.tokens}"] += 1
+
+    def _passed_over(self) -> bool:
+        """Whether vLLM has passed over a request that it might admit."""
+        waiting = {request.request_id for request in self._mini.view.waiting()}
+        return not waiting.isdisjoint(name for name, fits in self._may_join.items() if fits)
+
+
+def admitted(scheduled: Any) -> list[tuple[str, int]]:
+    """Requests that begin in a step, or begin again, and what is computed of each."""
+    new = [(one.req_id, one.num_computed_tokens) for one in scheduled.scheduled_new_reqs]
+    cached = scheduled.scheduled_cached_reqs
+    if isinstance(cached, list):  # up to 0.9
+        again = [one for one in cached if one.resumed_from_preemption]
+        return new + [(one.req_id, one.num_computed_tokens) for one in again]
+    names = getattr(cached, "resumed_req_ids", None)
+    if names is None:  # up to 0.11.0
+        names = [n for n, again in zip(cached.req_ids, cached.resumed_from_preemption) if again]
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens))
+    return new + [(name, computed[name]) for name in names]
