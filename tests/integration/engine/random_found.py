@@ -19,8 +19,9 @@ class Everything:
     def __init__(self, mini: Any, alone: bool) -> None:
         self._real, self._view = mini.pool, mini.view
         self._untrusted = mini.tier._invalid.untrusted
-        self._arriving = {} if alone else mini.tier._loads.arriving
+        self._ticket_of = {} if alone else mini.tier._loads.ticket_of
         self._readable = _none if alone else mini.manager.lookup
+        self._failed = mini.manager.load_failed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -34,10 +35,14 @@ class Everything:
                 found += on_gpu
                 continue
             key = self._view.key(block_hash, group)
-            if key not in self._arriving and not self._readable(key):
+            if not self._arrives(key) and not self._readable(key):
                 return None
             found.append(TierHit(key))
         return found
+
+    def _arrives(self, key: Any) -> bool:
+        ticket = self._ticket_of.get(key)
+        return ticket is not None and not self._failed(ticket)
 
     def _is_wrong(self, block: Any) -> bool:
         """Whether it leaves the prefix cache in this step: a connector has failed to fill it."""
@@ -104,11 +109,9 @@ class Finds:
             if view.needs_lookup(request):
                 alone = tier.paused or view.is_stale(request)
                 _, tokens = view.prefix.longest_hit(request, Everything(self._mini, alone))
-                begins = view.groups.computed_from(
-                    tokens
-                )  # of a hit vLLM may compute the end again
-                there = _There(begins, alone, self._number)
-                self._there[request.request_id] = there
+                # Of a hit vLLM may compute the end again.
+                begins = view.groups.computed_from(tokens)
+                self._there[request.request_id] = _There(begins, alone, self._number)
         self._before()
 
     def _begin_step(self) -> Any:
@@ -117,12 +120,22 @@ class Finds:
         self._may_join.clear()
         emptied = stats.removed["weights"]
         scheduled = self._step()
+        self._leave_to_connector()
         for name, found in admitted(scheduled):
             if (there := self._there.pop(name, None)) is not None:
                 self.seen.update({"admitted": 1, "there": there.tokens})
                 if found < there.tokens:
                     self._less(name, there, found, stats.removed["weights"] > emptied)
         return scheduled
+
+    def _leave_to_connector(self) -> None:
+        """Forget what a connector loads for from this step on, without a look of the tier."""
+        requests = self._mini.scheduler.requests
+        for name in self._there.keys() - self._may_join.keys():
+            now = name in requests and self._there[name].step == self._number
+            if now and requests[name].status.name == "WAITING_FOR_REMOTE_KVS":
+                del self._there[name]
+                self.seen["a connector's"] += 1
 
     def _less(self, name: str, there: _There, found: int, other_weights: bool) -> None:
         if there.alone:

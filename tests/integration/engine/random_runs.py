@@ -155,7 +155,7 @@ def run(
         weighs=False, drafter=drafter, **users.settings(about, not (drafts or connector))
     )  # fmt: skip
     gain, (given, waited) = _weighed(mini, about, seed), _looked_at(mini, seed)
-    finds, trainer = Finds(mini, seed % 5 == 4 and not connector), Trainer(mini, seed)
+    finds, trainer = Finds(mini, seed % 5 == 4), Trainer(mini, seed)
     beside = _connector(mini, seed) if connector else None
     taught = None if connector or drafts or users.alone else trainer
     try:
