@@ -98,7 +98,8 @@ class Agreement:
         ids, right = [one.block_id for one in blocks], self._right([b.block_hash for b in blocks])
         for rank in self._mini.executor.ranks:
             if not rank.sent:
-                differs = rank.runner.kv_caches[0][ids, 0] != right + rank.apart
+                held = rank.runner.kv_caches[0][ids, 0][:, :BLOCK]  # weights may be behind
+                differs = held != right + rank.apart
                 if found := [ids[at] for [at] in differs.any(dim=1).nonzero().tolist()]:
                     wrong[rank.number] = found
                 self.compared_blocks += len(ids)
