@@ -412,7 +412,7 @@ def test_runs_of_neighbours_leave_as_the_same_blocks_one_by_one(
 
 
 def test_a_block_that_rests_on_itself_ends_the_search_for_a_tail() -> None:
-    """Whoever told an order so has a fault; the step must not hang by it."""
+    """Such an order is a fault of those who tell it, by which a step must not hang."""
     order = order_of(4)
     order.ended([[1, 2, 1]], together=False)
     assert order.evict(1) == [0]

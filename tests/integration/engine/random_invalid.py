@@ -38,13 +38,7 @@ def run(seed: int, *limits: Any) -> Counter[str]:
     Raises:
         AssertionError: something is wrong, or is left behind.
     """
-    from integration.engine import random_ranks, random_runs
-    from integration.engine.connected_ranks import (
-        ConnectedRank,
-        ConnectedRanks,
-        RanksConnector,
-        StreamRank,
-    )
+    from integration.engine import connected_ranks, random_ranks, random_runs
     from integration.engine.random_users import Users
     from integration.engine.several_ranks import opened
 
@@ -63,14 +57,15 @@ def run(seed: int, *limits: Any) -> Counter[str]:
     users, num_slots = Users(seed), rng.choice([6, 30, 100, 400])
     commands = random.Random(f"commands {seed}") if seed % 2 else None
     # What has failed is known when a copy is enqueued, and on these streams only when it is made.
-    kind = ConnectedRank if seed % 3 == 0 else StreamRank
+    kind = connected_ranks.ConnectedRank if seed % 3 == 0 else connected_ranks.StreamRank
     ranks = opened(shape, num_slots, about["blocks"], about["windows"], rng, rates, failing, kind)
     with ranks as (executor, group):
-        mini = ConnectedRanks(
+        mini = connected_ranks.ConnectedRanks(
             executor, group, rng, num_slots=num_slots, events=seed % 3 == 0, weighs=False,
             wipe=seed % 5 == 0, integrity=shape.integrity, **users.settings(about, False),
         )  # fmt: skip
-        connector, mini.leaves = RanksConnector(mini, seed), 0.2 if seed % 5 == 1 else 0.0
+        connector = connected_ranks.RanksConnector(mini, seed)
+        mini.leaves = 0.2 if seed % 5 == 1 else 0.0
         seen = random_ranks._played(mini, rng, users, commands, shape, connector)
         for name in ("loads", "failed", "alone", "sent"):
             seen[f"connector {name}"] = getattr(connector, name)

@@ -142,7 +142,6 @@ def run(
     from integration.engine.random_users import Users
     from integration.engine.trainer import Trainer
     from scheduler_half.device import LoadFailed
-    from scheduler_half.scenarios import nothing_held
 
     rng, users = random.Random(seed), Users(seed)
     # A number that others do not rest on: half of the runs are asked for nothing.
@@ -160,28 +159,31 @@ def run(
     taught = None if connector or drafts or users.alone else trainer
     try:
         asked = _play(mini, rng, users, commands, taught, beside)
-        _end(mini, beside)
+        mini.run(steps=_MAX_STEPS)
+        if beside is not None:
+            beside.over()
     except LoadFailed:
         # A load that a step reads is a promise: the engine ends, and no wrong token has come out.
         users.check(mini, ended=True)
         assert rate["load"] and mini.only_right_tokens()
         return {**_moved(mini), "ended": 1}
     users.check(mini)
-    mini.check()
-    nothing_held(mini)
-    assert not mini.breaker.detached, mini.breaker.failure
-    assert not finds.found, finds.found
-    assert [one.error for one in asked if one.error or not one.done.is_set()] == []
+    _check(mini, finds, asked)
     return {
         **_moved(mini), **users.seen(), **_beside(drafter, beside), **trainer.seen(), **finds.seen,
         "asked": len(asked), "given": len(given), "changes": gain.changes, "waited": len(waited),
     }  # fmt: skip
 
 
-def _end(mini: Any, connector: Any) -> None:
-    mini.run(steps=_MAX_STEPS)
-    if connector is not None:
-        connector.over()
+def _check(mini: Any, finds: Any, asked: list[Any]) -> None:
+    """What every run that has come to its end must show."""
+    from scheduler_half.scenarios import nothing_held
+
+    mini.check()
+    nothing_held(mini)
+    assert not mini.breaker.detached, mini.breaker.failure
+    assert not finds.found, finds.found
+    assert [one.error for one in asked if one.error or not one.done.is_set()] == []
 
 
 def _beside(drafter: Any, connector: Any) -> dict[str, int]:
