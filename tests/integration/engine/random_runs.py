@@ -159,9 +159,7 @@ def run(
     taught = None if connector or drafts or users.alone else trainer
     try:
         asked = _play(mini, rng, users, commands, taught, beside)
-        mini.run(steps=_MAX_STEPS)
-        if beside is not None:
-            beside.over()
+        _end(mini, beside)
     except LoadFailed:
         # A load that a step reads is a promise: the engine ends, and no wrong token has come out.
         users.check(mini, ended=True)
@@ -181,18 +179,21 @@ def _check(mini: Any, finds: Any, asked: list[Any]) -> None:
 
     mini.check()
     nothing_held(mini)
-    assert not mini.breaker.detached, mini.breaker.failure
-    assert not finds.found, finds.found
+    assert not (mini.breaker.detached or finds.found), (mini.breaker.failure, finds.found)
     assert [one.error for one in asked if one.error or not one.done.is_set()] == []
+
+
+def _end(mini: Any, connector: Any) -> None:
+    mini.run(steps=_MAX_STEPS)
+    if connector is not None:
+        connector.over()
 
 
 def _beside(drafter: Any, connector: Any) -> dict[str, int]:
     drafted = ("accepted", "refused") if drafter is not None else ()
     brought = ("loads", "failed", "sent") if connector is not None else ()
-    return {
-        **{name: getattr(drafter, name) for name in drafted},
-        **{f"connector {name}": getattr(connector, name) for name in brought},
-    }
+    seen = {name: getattr(drafter, name) for name in drafted}
+    return seen | {f"connector {name}": getattr(connector, name) for name in brought}
 
 
 def _moved(mini: Any) -> dict[str, int]:
