@@ -23,11 +23,8 @@ mapped = mmap.mmap(kernels.fileno(), 0, access=mmap.ACCESS_READ)
 if "attached" in kinds:
     from kvoffload_patch import launch_token
     launch_token.confirm(launch_token.ATTACHED)
-def stop(*_):
-    os.write(1, " ".join([*kinds, "stopped\\n"]).encode())  # print may be under way
-    os._exit(7)
-signal.signal(signal.SIGTERM, stop)
-signal.signal(signal.SIGINT, stop)
+ends = {signal.SIGTERM, signal.SIGINT}
+signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # a handler may run right before a wait begins
 deaf = "deaf" in kinds
 if "child" in kinds:
     deaf = os.fork() != 0
@@ -36,8 +33,9 @@ print(*kinds, os.getpid(), flush=True)
 server = socket.socket()
 if not deaf:
     server.listen()
-while True:
-    signal.pause()
+signal.sigwait(ends)
+os.write(1, " ".join([*kinds, "stopped\\n"]).encode())
+os._exit(7)
 """
 
 
