@@ -103,6 +103,8 @@ class AdmissionBudget:
         tokens = int(request.num_tokens)
         if not self.reserved:
             tokens = self._view.tokens_to_fit(request, hit_tokens)
+        # vLLM takes slots for those that may be drafted as well.
+        tokens += int(self._view.scheduler.num_lookahead_tokens)
         self.needed = self.in_all = self._view.blocks_for(tokens, hit_tokens)
         if self.needed > self.blocks - self._for_running:
             self.needed -= sum(1 for block in gpu_blocks if block.ref_cnt)

@@ -901,3 +901,15 @@ def test_a_parked_request_keeps_room_for_what_it_computes_beside_one_that_has_it
     assert mini.tier._loads.reserved() == (1, room), "blocks of its own"
     mini.run()
     mini.check()
+
+
+def test_slots_of_drafted_tokens_are_counted_as_vllm_does() -> None:
+    """A prompt ends 4 tokens before its block does; with 5 to be drafted it needs another."""
+    mini = Mini(lookahead=5)
+    name = mini.add(prompt(3, 1, tail=12), 2)
+    budget = AdmissionBudget(mini.view)
+    assert budget.fits(mini.scheduler.requests[name], 0, ())
+    assert budget.needed == 5
+    free = mini.pool.get_num_free_blocks()
+    mini.step()
+    assert free - mini.pool.get_num_free_blocks() == budget.needed
