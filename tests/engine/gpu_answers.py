@@ -75,7 +75,7 @@ def _alike(kind: Kind, off: Answers, on: Answers) -> list[tuple[Any, Any]]:
 def _wrong_alone(kind: Kind, off: Answers, *few: Answers) -> str:
     """Why answers without the tier say nothing of it; empty if they do."""
     if kind.asked == STATES:
-        return "" if kind.unrepeated else gpu_states.wrong_alone(off)
+        return "" if kind.unrepeated else gpu_states.wrong_alone(off, few[0])
     return _wrong_beside_lmcache(kind, off, *few) if kind.lmcache else ""
 
 
@@ -192,7 +192,10 @@ def _beside(off: dict[str, Any], on: dict[str, Any], found: dict[str, Any]) -> l
 
 # vLLM says so before the tier is attached: nothing of the tier has run then.
 _NO_ROOM = re.compile(r"ValueError: (To serve at least one request with .*?) Try increasing")
-_NO_SUCH = re.compile(r"Value error, (Model Runner V\d does not support: .+?) \[type=value_error")
+_NO_SUCH = re.compile(
+    r"Value error, (Model Runner V\d does not support: .+?|[^\n]+ requires Model Runner V2\.)"
+    r"[^\n]* \[type=value_error"
+)
 
 
 def _ended(side: str, log: str) -> dict[str, Any]:

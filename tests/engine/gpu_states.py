@@ -95,9 +95,14 @@ def ended(side: str, log: str) -> dict[str, Any]:
     return {"outcome": "failed", "why": f"{side}: {log}"}
 
 
-def wrong_alone(off: dict[str, Any]) -> str:
-    """Why answers of plain vLLM say nothing of the tier; empty if they do."""
-    answers = off["lengths_alone"]["tokens"]
+def wrong_alone(off: dict[str, Any], few: dict[str, Any]) -> str:
+    """Why answers of plain vLLM, with many blocks and with few, say nothing of the tier.
+
+    Empty if they do.
+    """
+    answers, again = (one["lengths_alone"]["tokens"] for one in (off, few))
+    if answers and not any(a == b for a, b in zip(answers[:ROUND], again)):
+        return "plain vLLM by itself answers no prompt alike in two engines, with nothing to find"
     found_again = len(answers) - ROUND
     if found_again <= 0 or _repeated(answers) > ROUND:
         return ""

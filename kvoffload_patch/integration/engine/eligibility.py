@@ -25,7 +25,10 @@ from kvoffload_patch.patching import is_set_on
 # Of the known specs, those of which ranks can hold a part of each block (decode context parallel).
 _SHARDED_SPECS = {"FullAttentionSpec", "MLAAttentionSpec"}
 # Releases of vLLM and devices on which hits that end within a block came out right.
-_PARTS_SHOWN = tuple(product(("0.30.0", "0.31.0", "0.32.0", "0.33.0"), ("cpu", "cuda")))
+_PARTS_SHOWN = (
+    ("0.28.0", "cuda"),
+    *product(("0.30.0", "0.31.0", "0.32.0", "0.33.0"), ("cpu", "cuda")),
+)
 # Releases of vLLM and devices on which prompts that ranks divided between them came back.
 _PREFILL_SHOWN = tuple(product(("0.26.0", "0.29.0", "0.32.0"), ("cuda",)))
 # vLLM's own connectors that keep blocks in CPU memory (from 0.11.0, 0.19 and 0.33 on; the last is

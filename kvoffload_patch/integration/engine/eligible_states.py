@@ -15,6 +15,7 @@ _EVERY = ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV")
 STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.23.0", "cuda"): ("GDN_ATTN", "MAMBA1", "MAMBA2", "SHORT_CONV"),
     ("0.26.0", "cuda"): _EVERY,
+    ("0.28.0", "cuda"): _EVERY,
     ("0.30.0", "cpu"): ("GDN_ATTN", "LINEAR"),
     ("0.30.0", "cuda"): _EVERY,
     ("0.31.0", "cpu"): ("GDN_ATTN", "LINEAR"),
@@ -26,6 +27,7 @@ STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
 }
 # The same beside speculative decoding, which keeps states of drafted tokens as well.
 STATES_OF_DRAFTS_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
+    ("0.28.0", "cuda"): ("GDN_ATTN",),
     ("0.30.0", "cuda"): ("GDN_ATTN",),
     ("0.31.0", "cuda"): ("GDN_ATTN",),
     ("0.32.0", "cpu"): ("GDN_ATTN",),
@@ -34,7 +36,10 @@ STATES_OF_DRAFTS_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.33.0", "cuda"): ("GDN_ATTN",),
 }
 # By release, the same on a GPU with several pipeline stages.
-STATES_ON_STAGES_SHOWN: dict[str, tuple[str, ...]] = {"0.26.0": ("GDN_ATTN",)}
+STATES_ON_STAGES_SHOWN: dict[str, tuple[str, ...]] = {
+    "0.26.0": ("GDN_ATTN",),
+    "0.28.0": ("GDN_ATTN",),
+}
 # Models whose delta attention has the name of gated delta nets and is not beside MLA.
 DELTA_ATTENTION = ("AliceAIForCausalLM",)
 # Where drafts were shown with model runner V1 alone.

@@ -71,7 +71,7 @@ class _AnyGrammar:
     def validate_tokens(self, _: Any, tokens: Any) -> Any:
         return tokens
 
-    def should_advance(self, _: Any) -> bool:
+    def should_advance(self, *_: Any, **__: Any) -> bool:
         """Up to 0.29 the grammar itself takes them, where this says so."""
         return False
 

@@ -212,8 +212,12 @@ def test_a_result_of_skipped_kinds_alone_is_not_green() -> None:
             "1 error\n  Value error, Model Runner V1 does not support: b [type=value_error",
             "Model Runner V1 does not support: b",
         ),
+        (
+            "1 error\n  Value error, B requires Model Runner V2. Remove C. [type=value_error",
+            "B requires Model Runner V2.",
+        ),
     ],
-    ids=["no room", "not with this runner"],
+    ids=["no room", "not with this runner", "with the other alone"],
 )
 def test_an_engine_that_vllm_does_not_start_was_not_run(log: str, why: str) -> None:
     kind, answered = gpu_kinds.KINDS[0], {"one_copy": ""}

@@ -281,6 +281,15 @@ def test_where_plain_vllm_answers_wrongly_behind_each_of_its_hits_nothing_is_com
     assert gpu_kinds.compare("v1", replace(KIND, unrepeated=True), *sides)["outcome"] == "passed"
 
 
+@pytest.mark.usefixtures("one_prompt_a_round")
+def test_nor_where_two_plain_engines_do_not_give_one_answer_alike() -> None:
+    sides = side(), tier(), few(), scores()
+    for n, one in enumerate(sides[:3]):
+        one["lengths_alone"] = {"tokens": [[n], [n], [n]], "cached": 640}
+    found = gpu_kinds.compare("v1", KIND, *sides)
+    assert found["outcome"] == "skipped" and "no prompt alike in two engines" in found["why"]
+
+
 def test_the_tier_is_asked_to_try_what_nobody_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
 
