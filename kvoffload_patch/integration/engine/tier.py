@@ -199,6 +199,7 @@ class SchedulerTier:
             alone = not self._loads.under_way
             self._full_prompts.load(output, self.cached, self._loads.readers, alone)
         self._front.held(self._loads.after_schedule())
+        self._admission.step_scheduled(output)
         for request_id in self._hits.admitted(output.num_scheduled_tokens):
             self._lookups.forget(request_id)
         self._lookups.end_step()

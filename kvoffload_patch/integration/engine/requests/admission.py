@@ -211,6 +211,7 @@ class Admission:
         self._copies_overlap = ranks.copies_overlap
         self.comparing = Comparing(settings.integrity, ranks.compares, loads, manager.stats)
         self.stalled_ms = 0.0
+        self._let_in = self._stood_still = False
         self._pool = StandInPool(view, manager, loads.arriving, loads.ticket_of)
         self._gpu_alone: StandInPool | None = None  # for those that the tier is not used for
         self.use(settings)
@@ -224,11 +225,19 @@ class Admission:
     def look_up_waiting(self) -> None:
         """Begin the loads of this step, and cap what `schedule` admits if lookups end early."""
         budget = AdmissionBudget(self._view, *self._loads.reserved())
-        if self._look_up_in_order(budget):
+        all_may = self._look_up_in_order(budget)
+        self._let_in = budget.admissible > 0
+        if all_may:
             return
         if budget.admissible or self._view.scheduler.running or self._loads.under_way:
             # What was not looked up must not be admitted without what the tier has for it.
             self._view.cap_admissions(budget.admissible)
+
+    def step_scheduled(self, output: Any) -> None:
+        """`schedule` has returned this output: has it computed nothing, though it could?"""
+        idle = not (self._view.scheduler.running or self._loads.under_way)
+        self._stood_still = self._let_in and idle and not output.num_scheduled_tokens
+        self._let_in = False
 
     def _look_up_in_order(self, budget: AdmissionBudget) -> bool:
         """Look waiting requests up, and load what they hit; whether all may be admitted."""
@@ -252,6 +261,9 @@ class Admission:
             if budget.full or budget.out_of_tokens(self._parks):
                 return False
             if not self._look_up(request, budget, stall):
+                return False
+            if self._stood_still and budget.admissible:
+                # It was not taken, so what is held for those behind it may be what it lacks.
                 return False
         return True
 

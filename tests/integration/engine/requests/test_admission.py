@@ -913,3 +913,23 @@ def test_slots_of_drafted_tokens_are_counted_as_vllm_does() -> None:
     free = mini.pool.get_num_free_blocks()
     mini.step()
     assert free - mini.pool.get_num_free_blocks() == budget.needed
+
+
+def test_what_is_held_for_those_that_wait_does_not_keep_the_first_one_out_for_ever() -> None:
+    """Whatever vLLM needs for it that nobody has counted."""
+    mini = Mini(blocks=25)
+    first, second = prompt(16, 1), prompt(6, 2)
+    for asked in (second, first):
+        mini.add(asked, 1)
+        mini.run()
+    coordinator, more = mini.kv_manager.coordinator, {mini.add(first + prompt(1, 3), 2): 2}
+    mini.add(second + prompt(9, 4), 2)
+    count = coordinator.get_num_blocks_to_allocate
+
+    def needs(*args: Any, **kwargs: Any) -> int:
+        return int(count(*args, **kwargs)) + more.get(kwargs.get("request_id") or args[0], 0)
+
+    coordinator.get_num_blocks_to_allocate = needs
+    mini.run(steps=200)
+    mini.check()
+    nothing_held(mini)

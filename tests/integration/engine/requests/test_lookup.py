@@ -129,8 +129,8 @@ def test_those_that_do_not_fit_beside_a_parked_load_are_not_looked_up_twice(
 
 def test_a_longer_request_is_looked_up_again(look_ups: LookUps) -> None:
     world = World()
-    first, second = add_many(world, 2)
-    world.step()
+    runs, first, second = add_many(world, 3)
+    world.step(runs)
     look_ups.take()
     second.append_output_token_ids(7)
     world.step()
