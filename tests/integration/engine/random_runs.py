@@ -31,6 +31,7 @@ from integration.engine.random_shapes import (  # noqa: E402
     CONNECTOR,
     DRAFTS,
     PARTS,
+    beside_drafts,
     groups,
     retention,
     unit,
@@ -208,12 +209,10 @@ def _moved(mini: Any) -> dict[str, int]:
 
 
 def _drafter(seed: int, about: dict[str, Any]) -> Any:
-    """What drafts, and an engine that can: one step at a time if it is not asynchronous."""
+    """What drafts, and an engine that can."""
     from scheduler_half.drafts import Drafter
 
-    about["blocks"], about["lookahead"] = max(60, about["blocks"]), 0
-    if not about["asynchronous"]:
-        about["in_flight"] = 1
+    beside_drafts(about)
     ahead = (seed % 3 > 0) * _hashed_ahead(seed, about["windows"])
     return Drafter(1 + seed % 4, seed, seed % 3 > 0, about["asynchronous"], ahead)
 

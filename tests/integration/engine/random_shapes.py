@@ -11,6 +11,7 @@ PARTS = "parts"  # states, and hits that may end within a block
 CHUNKS = "chunks"  # attention within chunks
 CONNECTOR = "connector"  # beside a KV connector: none of these, or `connector+state`
 DRAFTS = "drafts"  # beside speculative decoding: none of these, or `drafts+state`
+_WINDOW = 40  # of the groups that no shape is asked for
 UNCACHED = "uncached"  # groups beside full attention that take no part in the prefix cache
 
 
@@ -40,6 +41,22 @@ def retention(seed: int, windows: tuple[Any, ...], shape: str | None) -> int | N
     """
     drawn = random.Random(f"retention {seed}").choice([None, 0, 0, 64])
     return None if windows == (None,) or shape in (UNCACHED, CHUNKS) else drawn
+
+
+def beside_drafts(about: dict[str, Any]) -> None:
+    """Make an engine one that can draft: with one step at a time if it is not asynchronous.
+
+    Up to 0.25 vLLM hands blocks of a window out as if all drafts of the steps under way were
+    accepted, and answers wrongly by itself.
+    """
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    about["blocks"], about["lookahead"] = max(60, about["blocks"]), 0
+    gives_up = getattr(KVCacheManager, "remove_skipped_blocks", None)
+    if not about["asynchronous"]:
+        about["in_flight"] = 1
+    elif not gives_up or "processed_computed_tokens" not in gives_up.__code__.co_varnames:
+        about["windows"] = tuple(one for one in about["windows"] if one != _WINDOW) or (None,)
 
 
 def groups(shape: str) -> list[tuple[Any, ...]]:
