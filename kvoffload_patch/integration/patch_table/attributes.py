@@ -166,6 +166,8 @@ _CACHE = (
         "vllm.v1.core.single_type_kv_cache_manager",
         "SingleTypeKVCacheManager",
         (_ANY, "block_pool block_size kv_cache_spec"),
+        (">=0.20,<0.31", "_max_admission_blocks_per_request"),
+        (">=0.31", "max_admission_blocks_per_request"),
         (">=0.23", "use_eagle"),
     ),
     *_has(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -38,7 +39,10 @@ class CacheGroups:
         self.states = {i: states_held(spec) for i, spec in enumerate(specs) if keeps_state(spec)}
         self.replay_tokens = int(getattr(scheduler, "prefix_replay_tokens", 0))
         self.parts = hits_parts(scheduler)
-        self._spans = tuple(map(self._tokens_held, managers))
+        self._most = tuple(map(self._blocks_held, managers))
+        # From 0.19 on a request is admitted only where there is room for all of its prompt.
+        self._reserves_all = bool(getattr(scheduler, "scheduler_reserve_full_isl", False))
+        self._caps = tuple(map(_admission_cap, managers))
         self._windows = tuple(map(_window_of, managers))
         self._draft_blocks = draft_states_held(specs)
         # Of groups that take blocks as a request grows; by index, which `states` has too.
@@ -52,16 +56,20 @@ class CacheGroups:
         self._moved = len(self.states) * self.parts
         self.decode_blocks += self._moved
 
-    def _tokens_held(self, manager: Any) -> int | None:
-        """Tokens whose blocks a request keeps in this group; None where it keeps all."""
-        spec = manager.kv_cache_spec
+    def _blocks_held(self, manager: Any) -> int | None:
+        """Blocks of this group that a request keeps, at most; None where it keeps all."""
+        spec, size = manager.kv_cache_spec, int(manager.block_size)
         if keeps_state(spec):
-            return states_held(spec) * int(members(spec)[0].block_size)
+            return states_held(spec)
         if is_ring(spec):
-            return int(members(spec)[0].block_size)
+            return 1
         window, chunk = _window_of(manager)
-        seen = window or chunk
-        return seen + self._scheduler.max_num_scheduled_tokens if seen else None
+        if not (window or chunk):
+            return None
+        ahead = self._scheduler.max_num_scheduled_tokens + self._scheduler.num_lookahead_tokens
+        # What a window reaches of the first block may be its last token.
+        seen = window - 1 + size if window else chunk
+        return -(-(seen + int(ahead)) // size)
 
     def blocks_for(self, tokens: int, hit_tokens: int = 0) -> int:
         """Blocks, over all groups, that hold this many tokens of one request, and its drafts.
@@ -73,11 +81,16 @@ class CacheGroups:
         total = self._draft_blocks
         if self.parts and hit_tokens:
             total += len(self.block_sizes)  # a copy of the block in which the hit ends
-        for size, span, (window, chunk) in zip(self.block_sizes, self._spans, self._windows):
+        groups = zip(self.block_sizes, self._most, self._caps, self._windows)
+        for size, most, cap, (window, chunk) in groups:
             unseen = max(0, hit_tokens - window + 1) if window else 0
             unseen = hit_tokens // chunk * chunk if chunk else unseen
-            held = tokens - unseen // size * size
-            total += -(-(held if span is None else min(held, span)) // size)
+            whole, unseen = -(-tokens // size), unseen // size
+            held = whole - unseen
+            if most is not None:
+                counted = min(whole, cap) - unseen if self._reserves_all else 0
+                held = max(min(held, most), counted)
+            total += held
         return total
 
     def new_blocks(self, request: Any, tokens: int) -> int:
@@ -111,6 +124,20 @@ class CacheGroups:
     def computed_from(self, hit_tokens: int) -> int:
         """The token from which on a request is computed that hits so many."""
         return max(0, hit_tokens - self.replay_tokens)
+
+
+def _admission_cap(manager: Any) -> int:
+    """Blocks that vLLM counts of all of a prompt in this group, at most.
+
+    Of a window, those of a step, and with asynchronous scheduling from 0.26 on of all steps under
+    way. No fewer than there are in 0.19, which counts one for each of the prompt's. 0 of states and
+    rings, which vLLM counts as those that a request keeps.
+    """
+    if keeps_state(manager.kv_cache_spec) or is_ring(manager.kv_cache_spec):
+        return 0
+    names = "max_admission_blocks_per_request", "_max_admission_blocks_per_request"  # up to 0.30
+    caps = [getattr(manager, name, None) for name in names]
+    return next((int(cap) for cap in caps if cap is not None), sys.maxsize)
 
 
 def _window_of(manager: Any) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from scheduler_half.device import Replay, Ring
 from scheduler_half.scenarios import prompt
 from scheduler_half.states import STATE
 from vllm.v1 import kv_cache_interface
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvoffload_patch.integration.engine.adapters.vllm_groups import (
     CacheGroups,
@@ -25,12 +26,17 @@ from kvoffload_patch.integration.engine.adapters.vllm_groups import (
     leaves_last_out,
     states_held,
 )
+from kvoffload_patch.integration.engine.requests.admission import AdmissionBudget
 
 WINDOW = 40
 SHAPES = [(None, Replay(WINDOW)), (Replay(WINDOW), None, Ring(8))]
 replays = pytest.mark.skipif(
     not hasattr(kv_cache_interface.KVCacheSpec, "prefix_replay_tokens"),
     reason="this vLLM has no window that it fills again behind a hit",
+)
+reserves_all = pytest.mark.skipif(
+    "scheduler_reserve_full_isl" not in Scheduler.__init__.__code__.co_names,
+    reason="this vLLM admits a request where there is room for its first step",
 )
 
 
@@ -43,9 +49,13 @@ def spec(kind: str, **fields: Any) -> Any:
 
 def groups(*specs: Any, steps_of: int = 64, **scheduler: Any) -> CacheGroups:
     """Those of a scheduler that gives a step so many tokens."""
+    managers = [SimpleNamespace(kv_cache_spec=one, block_size=one.block_size) for one in specs]
+    return groups_of(managers, steps_of, **scheduler)
+
+
+def groups_of(managers: list[Any], steps_of: int = 64, **scheduler: Any) -> CacheGroups:
     about = {"num_lookahead_tokens": 0, "max_num_scheduled_tokens": steps_of, **scheduler}
     about.setdefault("kv_cache_manager", SimpleNamespace(coordinator=SimpleNamespace()))
-    managers = [SimpleNamespace(kv_cache_spec=one, block_size=one.block_size) for one in specs]
     return CacheGroups(SimpleNamespace(**about), managers)
 
 
@@ -113,15 +123,15 @@ def test_a_window_of_many_layers_is_that_of_one() -> None:
     window = spec("SlidingWindowSpec", sliding_window=32, block_size=BLOCK)
     many = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": window}, block_size=BLOCK)
     for one in (window, many):
-        assert groups(one).blocks_for(50 * BLOCK) == (32 + 64) // BLOCK
+        assert groups(one).blocks_for(50 * BLOCK) == (32 + 64) // BLOCK + 1
 
 
 def test_however_long_a_prompt_is_it_takes_a_window_a_chunk_or_two_states_of_a_group() -> None:
     """What it does not need would keep its hit waiting for room."""
     window = spec("SlidingWindowSpec", sliding_window=32, block_size=BLOCK)
     chunk = spec("ChunkedLocalAttentionSpec", attention_chunk_size=32, block_size=BLOCK)
-    for one in (window, chunk):
-        assert groups(one).blocks_for(50 * BLOCK) == (32 + 64) // BLOCK
+    for one, more in ((window, 1), (chunk, 0)):  # a window may begin within a block
+        assert groups(one).blocks_for(50 * BLOCK) == (32 + 64) // BLOCK + more
         assert groups(one).blocks_for(BLOCK) == 1
     state = spec("MambaSpec", block_size=BLOCK)
     assert groups(state).blocks_for(50 * BLOCK) == 2
@@ -143,7 +153,48 @@ def test_what_a_window_does_not_reach_behind_a_hit_takes_no_blocks() -> None:
         assert groups(other).blocks_for(hit + more, hit) == blocks + 1
     assert groups(chunk).blocks_for(hit + more, hit) == 1
     assert groups(chunk).blocks_for(hit + more, hit - 1) == 32 // BLOCK + 1
-    assert groups(window).blocks_for(hit + more, 31) == (32 + 64) // BLOCK
+    assert groups(window).blocks_for(hit + more, 31) == (32 + 64) // BLOCK + 1
+
+
+@reserves_all
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("hit", [0, 2, 30])
+def test_a_prompt_longer_than_a_window_and_a_step_needs_what_vllm_asks_room_for(
+    steps: int, hit: int
+) -> None:
+    """With less, those behind it hold what it lacks, for ever where nothing runs.
+
+    vLLM counts a block for a window that begins within one, and each step that may be under way.
+    """
+    for lacks in (1, 0):
+        mini = mini_of((None, WINDOW), in_flight=steps, lookahead=5)
+        if hit:
+            mini.add(prompt(hit, seed=1), count=1)
+            mini.run()
+        name = mini.add([*prompt(hit, seed=1, tail=0), *prompt(40 - hit, seed=2, tail=2)], count=2)
+        request, budget = mini.scheduler.requests[name], AdmissionBudget(mini.view)
+        found = mini.tier._admission._pool.look_up(request, 0)
+        assert found.tokens == hit * BLOCK and budget.fits(request, found.tokens, found.gpu_blocks)
+        free = mini.pool.get_num_free_blocks()
+        mini.pool.get_new_blocks(free - budget.needed + lacks)
+        assert len(mini.begin_step().scheduled_new_reqs) == 1 - lacks
+
+
+def test_room_for_all_of_a_prompt_is_asked_for_in_each_group_where_vllm_does() -> None:
+    """In 0.19 it counts each block of a prompt, whatever the window; from 0.20 on up to a cap."""
+    window = spec("SlidingWindowSpec", sliding_window=32, block_size=BLOCK)
+    kept = (32 + 64) // BLOCK + 1
+    assert groups(window, num_lookahead_tokens=5).blocks_for(50 * BLOCK) == kept + 1
+    all_of_it = groups(window, scheduler_reserve_full_isl=True)
+    assert all_of_it.blocks_for(50 * BLOCK) == 50
+    assert all_of_it.blocks_for(50 * BLOCK, 40 * BLOCK) == 50 - 38
+    assert groups(window, scheduler_reserve_full_isl=False).blocks_for(50 * BLOCK) == kept
+    for name in ("_max_admission_blocks_per_request", "max_admission_blocks_per_request"):
+        for cap in (kept - 1, kept, kept + 4):
+            manager = SimpleNamespace(kv_cache_spec=window, block_size=BLOCK, **{name: cap})
+            capped = groups_of([manager], scheduler_reserve_full_isl=True)
+            assert capped.blocks_for(50 * BLOCK) == max(cap, kept)
+            assert capped.blocks_for(2 * BLOCK) == 2
 
 
 def test_what_is_computed_again_takes_tokens_of_the_step_and_no_blocks() -> None:
