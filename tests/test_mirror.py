@@ -70,6 +70,7 @@ ACROSS = {
     "integration/engine/test_random_beside.py",
     "integration/engine/test_random_control.py",
     "integration/engine/test_random_faults.py",
+    "integration/engine/test_random_found.py",
     "integration/engine/test_random_hits.py",
     "integration/engine/test_random_hung.py",
     "integration/engine/test_random_invalid.py",

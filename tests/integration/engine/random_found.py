@@ -14,6 +14,9 @@ class Everything:
     Args:
         mini: the engine.
         alone: the GPU, without the tier and what comes from it.
+
+    Attributes:
+        only_there: blocks that were found free on the GPU and that the tier lacks, by key.
     """
 
     def __init__(self, mini: Any, alone: bool) -> None:
@@ -22,6 +25,7 @@ class Everything:
         self._ticket_of = {} if alone else mini.tier._loads.ticket_of
         self._readable = _none if alone else mini.manager.lookup
         self._failed = mini.manager.load_failed
+        self.only_there: dict[Any, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -31,10 +35,12 @@ class Everything:
         found = list[Any]()
         for group in group_ids:
             on_gpu = self._real.get_cached_block(block_hash, [group]) or ()
+            key = self._view.key(block_hash, group)
             if on_gpu and not self._is_wrong(*on_gpu):
                 found += on_gpu
+                if not on_gpu[0].ref_cnt and not self._readable(key):
+                    self.only_there[key] = on_gpu[0]
                 continue
-            key = self._view.key(block_hash, group)
             if not self._arrives(key) and not self._readable(key):
                 return None
             found.append(TierHit(key))
@@ -54,11 +60,16 @@ def _none(_: object) -> bool:
 
 
 class _There(NamedTuple):
-    """What a request could hit at the begin of a step, of so many; ``alone``: on the GPU."""
+    """What a request could hit at the begin of a step, of so many; ``alone``: on the GPU.
+
+    ``at_risk``: keys of what of it only free blocks of the GPU had, and whether the tier has had
+    its turn to store it, or was not to.
+    """
 
     tokens: int
     alone: bool
     step: int
+    at_risk: dict[Any, bool]
 
 
 class Finds:
@@ -88,13 +99,29 @@ class Finds:
         admission, loads = tier._admission, tier._loads
         self._look_up, admission._look_up = admission._look_up, self._looked_up
         self._not_hit, loads._not_hit = loads._not_hit, self._failed
+        self._plan, mini.manager._plan_store = mini.manager._plan_store, self._stored
         self._there = dict[str, _There]()
         self._may_join = dict[str, bool]()  # looked up in this step, and whether it fits
+        self._let_in = set[str]()  # those that vLLM may admit in this step
+        self._begun = set[Any]()  # keys of all stores, whatever became of them
+        self._idle = False  # a load of this step may have begun on an idle engine
         self._number = 0
 
+    def _stored(self, *args: Any) -> Any:
+        if stores := self._plan(*args):
+            self._begun.update(self._mini.manager._stores.under_way[-1][1])
+        return stores
+
     def _looked_up(self, request: Any, *more: Any) -> bool:
+        self._taken_before(request)
+        running, loads = self._mini.scheduler.running, self._mini.tier._loads
+        self._idle |= not (running or loads.under_way)
+        budget, *_ = more
+        before = budget.admissible
         fits = bool(self._look_up(request, *more))
         self._may_join[request.request_id] = fits
+        if budget.admissible > before:  # also one that does not fit by the tier's count
+            self._let_in.add(request.request_id)
         return fits
 
     def _failed(self, name: str) -> None:
@@ -108,16 +135,49 @@ class Finds:
         for request in list(view.waiting()):
             if view.needs_lookup(request):
                 alone = tier.paused or view.is_stale(request)
-                _, tokens = view.prefix.longest_hit(request, Everything(self._mini, alone))
-                # Of a hit vLLM may compute the end again.
-                begins = view.groups.computed_from(tokens)
-                self._there[request.request_id] = _There(begins, alone, self._number)
+                begins, only_there = self._search(request, alone)
+                at_risk = {key: self._had_its_turn(key, at) for key, at in only_there.items()}
+                self._there[request.request_id] = _There(begins, alone, self._number, at_risk)
         self._before()
+
+    def _search(self, request: Any, alone: bool) -> tuple[int, dict[Any, Any]]:
+        """Tokens that a request could hit, and what of them only free blocks of the GPU have."""
+        everything, prefix = Everything(self._mini, alone), self._mini.view.prefix
+        _, tokens = prefix.longest_hit(request, everything)
+        # Of a hit vLLM may compute the end again.
+        return self._mini.view.groups.computed_from(tokens), everything.only_there
+
+    def _had_its_turn(self, key: Any, block: Any) -> bool:
+        """Whether the tier has begun to store a block before, or was not to."""
+        tier, stats = self._mini.tier, self._mini.manager.stats
+        left_out = stats.paused + stats.opted_out + stats.decode + stats.few_uses + stats.dropped
+        return key in self._begun or left_out > 0 or block.block_id in tier._front._refused
+
+    def _taken_before(self, request: Any) -> None:
+        """A request is about to be looked up: what loads before it were given is not there.
+
+        Of what only the GPU has a load may take blocks that one behind it would hit
+        (docs/admission.md): where the store is under way or has failed, or the tier has evicted it.
+        Not what the tier could have stored first and has not, but that an idle engine waits for no
+        store.
+        """
+        there = self._there.get(request.request_id)
+        if there is None or there.alone or there.step != self._number:
+            return
+        on_gpu, readable = self._mini.view.gpu_lookup(), self._mini.manager.lookup
+        lost = [key for key in there.at_risk if on_gpu(key) is None and not readable(key)]
+        if lost and (self._idle or all(map(there.at_risk.get, lost))):
+            tokens, _ = self._search(request, alone=False)
+            if tokens < there.tokens:
+                self.seen["less: loads before it took it"] += 1
+                self._there[request.request_id] = there._replace(tokens=tokens)
 
     def _begin_step(self) -> Any:
         stats = self._mini.manager.stats
         self._number += 1
         self._may_join.clear()
+        self._let_in.clear()
+        self._idle = False
         emptied = stats.removed["weights"]
         scheduled = self._step()
         self._leave_to_connector()
@@ -153,7 +213,7 @@ class Finds:
     def _passed_over(self) -> bool:
         """Whether vLLM has passed over a request that it might admit."""
         waiting = {request.request_id for request in self._mini.view.waiting()}
-        return not waiting.isdisjoint(name for name, fits in self._may_join.items() if fits)
+        return not waiting.isdisjoint(self._let_in)
 
 
 def admitted(scheduled: Any) -> list[tuple[str, int]]:
