@@ -381,6 +381,8 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "by layer": by_layer,
     "served": partial(_made, "serve.json", _served),
     "served beside": partial(_made, "serve-beside.json", _served),
+    "served again": partial(_made, "serve-again.json", _served),
+    "served again, default graphs": partial(_made, "serve-again-graphs.json", _served),
     "served first": partial(_made, "serve-first.json", _served),  # the tier still grows
     "joins since": partial(joins, "trace-joins-newest.json"),
     "launches": partial(joins, "trace-launches.json"),
