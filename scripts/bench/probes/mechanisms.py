@@ -68,11 +68,14 @@ class Load:
         return self.generate([s + self.tokens(32) for s in self.sessions], self.options.answer)
 
     def singles(self) -> dict[str, list[float]]:
-        """One prompt at a time, of sessions that have left the GPU."""
-        found: dict[str, list[float]] = {"aligned": [], "unaligned": [], "extended": []}
+        """One prompt at a time, of sessions that have left the GPU; some are asked twice."""
+        kinds = "aligned", "aligned, from the GPU", "unaligned", "extended"
+        found: dict[str, list[float]] = {kind: [] for kind in kinds}
         first = iter(self.sessions) if "turn" in self.options.parts else self.rotation
         for _ in range(2):
-            found["aligned"].append(self.generate([next(first)], 1))
+            prompt = next(first)
+            for kind in kinds[:2]:
+                found[kind].append(self.generate([prompt], 1))
             found["unaligned"].append(self.generate([next(first)[:-5]], 1))
             found["extended"].append(self.generate([next(first)[:-100] + self.tokens(200)], 1))
         return found
