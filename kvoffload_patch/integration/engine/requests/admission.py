@@ -252,6 +252,9 @@ class Admission:
         # What blocks so many must not keep those behind waiting.
         scans = max(0, self._view.free_run_slots() + SCAN_MARGIN_REQUESTS)
         for request in islice(self._view.waiting(), scans):
+            if self._stood_still and budget.admissible:
+                # The one before was not taken: what is held for others may be what it lacks.
+                return False
             if budget.adapters is not None and budget.adapters.refuse(request):
                 continue
             if not self._view.needs_lookup(request):
@@ -261,9 +264,6 @@ class Admission:
             if budget.full or budget.out_of_tokens(self._parks):
                 return False
             if not self._look_up(request, budget, stall):
-                return False
-            if self._stood_still and budget.admissible:
-                # It was not taken, so what is held for those behind it may be what it lacks.
                 return False
         return True
 

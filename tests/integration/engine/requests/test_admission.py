@@ -915,6 +915,18 @@ def test_slots_of_drafted_tokens_are_counted_as_vllm_does() -> None:
     assert free - mini.pool.get_num_free_blocks() == budget.needed
 
 
+def needs_more(mini: Mini, name: str, blocks: int) -> None:
+    """vLLM asks for more blocks for a request than anybody can know."""
+    coordinator = mini.kv_manager.coordinator
+    count = coordinator.get_num_blocks_to_allocate
+
+    def needs(*args: Any, **kwargs: Any) -> int:
+        request_id = kwargs.get("request_id") or args[0]
+        return int(count(*args, **kwargs)) + blocks * (request_id == name)
+
+    coordinator.get_num_blocks_to_allocate = needs
+
+
 def test_what_is_held_for_those_that_wait_does_not_keep_the_first_one_out_for_ever() -> None:
     """Whatever vLLM needs for it that nobody has counted."""
     mini = Mini(blocks=25)
@@ -922,14 +934,8 @@ def test_what_is_held_for_those_that_wait_does_not_keep_the_first_one_out_for_ev
     for asked in (second, first):
         mini.add(asked, 1)
         mini.run()
-    coordinator, more = mini.kv_manager.coordinator, {mini.add(first + prompt(1, 3), 2): 2}
+    needs_more(mini, mini.add(first + prompt(1, 3), 2), 2)
     mini.add(second + prompt(9, 4), 2)
-    count = coordinator.get_num_blocks_to_allocate
-
-    def needs(*args: Any, **kwargs: Any) -> int:
-        return int(count(*args, **kwargs)) + more.get(kwargs.get("request_id") or args[0], 0)
-
-    coordinator.get_num_blocks_to_allocate = needs
     mini.run(steps=200)
     mini.check()
     nothing_held(mini)
