@@ -211,7 +211,8 @@ class Admission:
         self._copies_overlap = ranks.copies_overlap
         self.comparing = Comparing(settings.integrity, ranks.compares, loads, manager.stats)
         self.stalled_ms = 0.0
-        self._let_in = self._stood_still = False
+        self._let_in: Any = None  # the first request that was looked up and may be admitted
+        self._stood_still = False
         self._pool = StandInPool(view, manager, loads.arriving, loads.ticket_of)
         self._gpu_alone: StandInPool | None = None  # for those that the tier is not used for
         self.use(settings)
@@ -225,9 +226,7 @@ class Admission:
     def look_up_waiting(self) -> None:
         """Begin the loads of this step, and cap what `schedule` admits if lookups end early."""
         budget = AdmissionBudget(self._view, *self._loads.reserved())
-        all_may = self._look_up_in_order(budget)
-        self._let_in = budget.admissible > 0
-        if all_may:
+        if self._look_up_in_order(budget):
             return
         if budget.admissible or self._view.scheduler.running or self._loads.under_way:
             # What was not looked up must not be admitted without what the tier has for it.
@@ -235,9 +234,10 @@ class Admission:
 
     def step_scheduled(self, output: Any) -> None:
         """`schedule` has returned this output: has it computed nothing, though it could?"""
+        first, self._let_in = self._let_in, None
         idle = not (self._view.scheduler.running or self._loads.under_way)
-        self._stood_still = self._let_in and idle and not output.num_scheduled_tokens
-        self._let_in = False
+        nothing = idle and first is not None and not output.num_scheduled_tokens
+        self._stood_still = nothing and self._view.needs_lookup(first)  # no connector has it
 
     def _look_up_in_order(self, budget: AdmissionBudget) -> bool:
         """Look waiting requests up, and load what they hit; whether all may be admitted."""
@@ -252,9 +252,6 @@ class Admission:
         # What blocks so many must not keep those behind waiting.
         scans = max(0, self._view.free_run_slots() + SCAN_MARGIN_REQUESTS)
         for request in islice(self._view.waiting(), scans):
-            if self._stood_still and budget.admissible:
-                # The one before was not taken: what is held for others may be what it lacks.
-                return False
             if budget.adapters is not None and budget.adapters.refuse(request):
                 continue
             if not self._view.needs_lookup(request):
@@ -265,6 +262,11 @@ class Admission:
                 return False
             if not self._look_up(request, budget, stall):
                 return False
+            if budget.admissible:
+                self._let_in = self._let_in or request
+                if self._stood_still:
+                    # It was not taken, so what is held for others may be what it lacks.
+                    return False
         return True
 
     def _look_up(self, request: Any, budget: AdmissionBudget, stall: Stall) -> bool:
