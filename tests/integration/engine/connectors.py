@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 from integration.engine.mini import BLOCK, Mini
+from integration.engine.random_shapes import MAX_TOKENS
 from scheduler_half.device import _GROUP, value_after
 from scheduler_half.states import KINDS
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -139,7 +140,7 @@ class RandomConnector(Connector, _ManyGroups):  # type: ignore[misc, valid-type]
 
     def __init__(self, mini: Mini, seed: int) -> None:
         self._rng = random.Random(f"connector {seed}")
-        super().__init__(mini, self._rng.random() < 0.5)
+        super().__init__(mini, self._rng.random() < 0.5 and _can_wait(mini))
         self.loads = self.failed = self.sent = 0
         self._sends, self._sending = seed % 4 > 1, list[str]()
         if hasattr(mini.scheduler, "defer_block_free"):
@@ -165,6 +166,11 @@ class RandomConnector(Connector, _ManyGroups):  # type: ignore[misc, valid-type]
             self.known.append(prompt[: blocks * BLOCK])
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        if not self._has_room(request):
+            return 0, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def _has_room(self, request: Any) -> bool:
         scheduler, groups = self._mini.scheduler, len(self._mini.device._windows)
         running = {one.request_id for one in scheduler.running}
         holding = [
@@ -173,9 +179,15 @@ class RandomConnector(Connector, _ManyGroups):  # type: ignore[misc, valid-type]
             if one.request_id not in running and one.num_computed_tokens and one is not request
         ]
         wanted = sum(groups * (one.num_tokens // BLOCK + _MARGIN) for one in [request, *holding])
-        if self._mini.pool.get_num_free_blocks() < wanted:
-            return 0, False
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if self._beside and not hasattr(scheduler, "skipped_waiting"):
+            # Up to 0.17 vLLM looks at the queue's head first. If that does not fit, those behind it
+            # wait, and keep what was loaded for them. So the longest one must fit beside all that.
+            kept = [one for one in scheduler.requests if one not in running]
+            held = sum(len(table) for one in kept for table in self._mini.view.block_tables(one))
+            longest = groups * (MAX_TOKENS // BLOCK + _MARGIN)
+            if self._mini.pool.num_gpu_blocks <= held + wanted + longest:
+                return False
+        return bool(self._mini.pool.get_num_free_blocks() >= wanted)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return KVConnectorMetadata()
@@ -188,12 +200,25 @@ class RandomConnector(Connector, _ManyGroups):  # type: ignore[misc, valid-type]
         for name in self.loading:
             if not self._beside or self._rng.random() < 0.4:
                 self.fails = self._may_fail and self._rng.random() < 0.3
+                self.fails = self.fails and self._is_told(scheduled)
                 self.fill(name)
                 self.loads += 1
                 self._arrived |= {name} if self._beside else set()
                 if self.fails:
                     self._invalid |= set(self.filled[name][1:])
                     self.failed += 1
+
+    def _is_told(self, scheduled: Any) -> bool:
+        """Whether the release looks for what was not filled among all that this step reads.
+
+        From 0.11.1 to 0.18 it looks, of a request's blocks, at as many as it hit when it was first
+        admitted. One that was preempted and begins again goes on with blocks that were not filled.
+        """
+        finds = type(self._mini.scheduler)._update_requests_with_invalid_blocks
+        if "num_scheduled_tokens" in finds.__code__.co_varnames:
+            return True
+        requests = self._mini.scheduler.requests
+        return not any(requests[one].num_preemptions for one in scheduled.num_scheduled_tokens)
 
     def _say(self) -> Any:
         scheduled = self._begin_step()
@@ -218,8 +243,13 @@ class RandomConnector(Connector, _ManyGroups):  # type: ignore[misc, valid-type]
                     sequence.tokens = self._mini._tokens(name)
 
     def over(self) -> None:
-        """Step until everything is sent."""
+        """Step until everything is sent.
+
+        Up to 0.21 vLLM makes no step for blocks that are sent alone: the next request's step tells.
+        """
         while self._sending or self._mini.queue:
+            if not (self._mini.queue or self._mini.scheduler.has_requests()):
+                self._mini.begin_step()
             self._mini.step()
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
@@ -230,6 +260,17 @@ class RandomConnector(Connector, _ManyGroups):  # type: ignore[misc, valid-type]
         return sends, None
 
     request_finished_all_groups = request_finished
+
+
+def _can_wait(mini: Any) -> bool:
+    """Whether the release takes loads beside the step.
+
+    Up to 0.17 what has arrived is counted by the blocks of the only group; beside a connector vLLM
+    has several there only if it is told to (`--no-disable-hybrid-kv-cache-manager`).
+    """
+    counts = type(mini.scheduler)._update_waiting_for_remote_kv
+    one_group = "get_block_ids" in counts.__code__.co_names
+    return not one_group or len(mini.device._windows) == 1
 
 
 def _can_fail(mini: Mini, ends: bool) -> bool:

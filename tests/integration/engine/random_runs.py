@@ -30,6 +30,7 @@ from integration.engine.random_shapes import (  # noqa: E402
     CHECKPOINTS,
     CONNECTOR,
     DRAFTS,
+    MAX_TOKENS,
     PARTS,
     beside_drafts,
     groups,
@@ -40,7 +41,6 @@ from integration.engine.random_shapes import (  # noqa: E402
 Policies = tuple[str, ...]
 POLICIES: Policies = ("fcfs", "fcfs", "priority")
 _MAX_STEPS = 8000
-_MAX_TOKENS = 340  # of a prompt and its answer: more than a step takes, and the GPU has room
 
 
 def describe(
@@ -281,7 +281,7 @@ def _play(
         if rng.random() < 0.05:  # more than a step takes
             asked = asked + prompt(14, seed=rng.randrange(10**6))
         count, priority = rng.choice(counts), rng.randrange(3)
-        asked = asked[: _MAX_TOKENS - count] or [3]
+        asked = asked[: MAX_TOKENS - count] or [3]
         names.append(users.add(mini, asked, count, priority))
         if connector is not None:
             connector.show(asked)

@@ -13,6 +13,7 @@ CONNECTOR = "connector"  # beside a KV connector: none of these, or `connector+s
 DRAFTS = "drafts"  # beside speculative decoding: none of these, or `drafts+state`
 _WINDOW = 40  # of the groups that no shape is asked for
 UNCACHED = "uncached"  # groups beside full attention that take no part in the prefix cache
+MAX_TOKENS = 340  # of a prompt and its answer: more than a step takes, and the GPU has room
 
 
 def keeps_the_end() -> bool:
