@@ -166,7 +166,7 @@ class RandomConnector(Connector, _ManyGroups):  # type: ignore[misc, valid-type]
             self.known.append(prompt[: blocks * BLOCK])
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        if not self._has_room(request):
+        if not self._has_room(request) or num_computed_tokens and _takes_hits(self._mini):
             return 0, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
@@ -262,7 +262,21 @@ class RandomConnector(Connector, _ManyGroups):  # type: ignore[misc, valid-type]
     request_finished_all_groups = request_finished
 
 
-def _can_wait(mini: Any) -> bool:
+def _takes_hits(mini: Mini) -> bool:
+    """Whether vLLM may hand out blocks that the same request has hit in another group.
+
+    From 0.14 to 0.23 it takes a group's blocks for what a connector brings before it references the
+    next group's hits. So a block is in two tables, and answers are wrong without a tier, too
+    (vLLM's issue 33775).
+    """
+    coordinator = mini.kv_manager.coordinator
+    manager = coordinator.single_type_managers[0]
+    one_by_one = hasattr(coordinator, "allocate_new_computed_blocks")
+    one_by_one = one_by_one and not hasattr(manager, "allocate_external_computed_blocks")
+    return one_by_one and len(mini.device._windows) > 1
+
+
+def _can_wait(mini: Mini) -> bool:
     """Whether the release takes loads beside the step.
 
     Up to 0.17 what has arrived is counted by the blocks of the only group; beside a connector vLLM
