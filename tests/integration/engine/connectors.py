@@ -173,15 +173,20 @@ class RandomConnector(Connector, _ManyGroups):  # type: ignore[misc, valid-type]
     def _has_room(self, request: Any) -> bool:
         scheduler, groups = self._mini.scheduler, len(self._mini.device._windows)
         running = {one.request_id for one in scheduler.running}
+        # From 0.27 on vLLM passes over one that was preempted with a step under way. The next step
+        # looks at it first, and those behind it keep what was loaded for them.
         holding = [
             one
             for one in scheduler.requests.values()
-            if one.request_id not in running and one.num_computed_tokens and one is not request
+            if one.request_id not in running and one is not request
+            if one.num_computed_tokens or getattr(one, "num_stale_output_tokens", 0)
         ]
         wanted = sum(groups * (one.num_tokens // BLOCK + _MARGIN) for one in [request, *holding])
-        if self._beside and not hasattr(scheduler, "skipped_waiting"):
-            # Up to 0.17 vLLM looks at the queue's head first. If that does not fit, those behind it
-            # wait, and keep what was loaded for them. So the longest one must fit beside all that.
+        by_priority = self._mini.config.scheduler_config.policy == "priority"
+        if self._beside and (by_priority or not hasattr(scheduler, "skipped_waiting")):
+            # Up to 0.17, and with priorities in all releases, vLLM may look first at one that does
+            # not fit. Those behind it wait, and keep what was loaded for them. So the longest one
+            # must fit beside all that.
             kept = [one for one in scheduler.requests if one not in running]
             held = sum(len(table) for one in kept for table in self._mini.view.block_tables(one))
             longest = groups * (MAX_TOKENS // BLOCK + _MARGIN)
