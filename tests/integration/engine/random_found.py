@@ -211,9 +211,15 @@ class Finds:
             self.found[f"{name}, {parked}, found {found} of {there.tokens}"] += 1
 
     def _passed_over(self) -> bool:
-        """Whether vLLM has passed over a request that it might admit."""
-        waiting = {request.request_id for request in self._mini.view.waiting()}
-        return not waiting.isdisjoint(self._let_in)
+        """Whether vLLM has passed over a request that it might admit.
+
+        One that a connector has begun to load for leaves its place as well, if it fitted or not.
+        """
+        view = self._mini.view
+        waiting = {one.request_id: one.status.name for one in view.waiting()}
+        loads = {name for name, status in waiting.items() if status == "WAITING_FOR_REMOTE_KVS"}
+        left = self._let_in | (loads & self._may_join.keys() - view._parked.keys())
+        return not left.isdisjoint(waiting)
 
 
 def admitted(scheduled: Any) -> list[tuple[str, int]]:
