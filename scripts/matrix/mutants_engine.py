@@ -48,8 +48,8 @@ ENGINE = (
     Mutant(
         "a sliding window is as long as the prompt",
         _FILES + "adapters/vllm_groups.py",
-        "seen + self._scheduler.max_num_scheduled_tokens if seen else None",
-        "None",
+        "return -(-(seen + int(ahead)) // size)",
+        "return None",
         (_FILES + "adapters/test_vllm_groups.py::test_a_window_of_many_layers_is_that_of_one",),
     ),
     Mutant(

@@ -6,12 +6,30 @@ from scripts.matrix.mutants_list import Mutant
 
 _FILES = "integration/engine/"
 _EXPERTS = "integration/engine/adapters/test_vllm_experts.py::"
+_ADMISSION = "integration/engine/requests/test_admission.py::"
 _BESIDE = "integration/engine/test_breaker_beside.py::"
 _LORA = "integration/engine/adapters/test_vllm_lora.py"
 _RANDOM_PARTS = "integration/engine/test_random_runs.py::test_random_runs_of_hits_within_a_block"
 _SILENT = "integration/engine/ranks/test_workers_silent.py::"
 
 GROUPS = (
+    Mutant(
+        "vLLM's count of a whole prompt does not matter",
+        _FILES + "adapters/vllm_groups.py",
+        "counted = min(whole, cap) - unseen if self._reserves_all else 0",
+        "counted = 0",
+        (_FILES + "adapters/test_vllm_groups.py",),
+    ),
+    Mutant(
+        "an engine that stood still holds blocks for all that wait",
+        _FILES + "requests/admission.py",
+        "if self._stood_still:",
+        "if False:",
+        (
+            _ADMISSION
+            + "test_what_is_held_for_those_that_wait_does_not_keep_the_first_one_out_for_ever",
+        ),
+    ),
     Mutant(
         "windows in one group free blocks",
         _FILES + "adapters/vllm_groups.py",

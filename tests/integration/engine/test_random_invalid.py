@@ -12,7 +12,7 @@ from integration.engine.seeds import played
 # Notice that a failed load is taken out of the tier: 0, 2, 4, 5, 18; what the host waits for before
 # a connector fills blocks: 17; that a request which has left had computed upon it: 41; that what is
 # wrong leaves the prefix cache: 2, 18.
-SEEDS = (0, 2, 4, 5, 7, 9, 11, 15, 17, 18, 22, 41, 51)
+SEEDS = (0, 2, 4, 5, 7, 9, 11, 15, 17, 18, 22, 41, 51, 52, 64)
 
 
 def test_no_token_and_no_slot_rests_on_a_block_that_some_rank_did_not_fill() -> None:
