@@ -32,6 +32,7 @@ from integration.engine.random_shapes import (  # noqa: E402
     DRAFTS,
     MAX_TOKENS,
     PARTS,
+    WINDOW,
     beside_drafts,
     groups,
     retention,
@@ -61,7 +62,7 @@ def describe(
 
     rng = random.Random(seed)
     in_flight = min(rng.choice([1, 2, 2, 3, 6]), most_in_flight)
-    windows: tuple[Any, ...] = rng.choice([(None,), (None,), (None, 40)])
+    windows: tuple[Any, ...] = rng.choice([(None,), (None,), (None, WINDOW)])
     blocks = rng.choice([25, 30, 49, 80])
     limits = {}
     if rng.random() < 0.2:

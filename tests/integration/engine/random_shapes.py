@@ -11,8 +11,8 @@ PARTS = "parts"  # states, and hits that may end within a block
 CHUNKS = "chunks"  # attention within chunks
 CONNECTOR = "connector"  # beside a KV connector: none of these, or `connector+state`
 DRAFTS = "drafts"  # beside speculative decoding: none of these, or `drafts+state`
-_WINDOW = 40  # of the groups that no shape is asked for
 UNCACHED = "uncached"  # groups beside full attention that take no part in the prefix cache
+WINDOW = 40  # of those that no shape is asked for
 MAX_TOKENS = 340  # of a prompt and its answer: more than a step takes, and the GPU has room
 
 
@@ -57,7 +57,7 @@ def beside_drafts(about: dict[str, Any]) -> None:
     if not about["asynchronous"]:
         about["in_flight"] = 1
     elif not gives_up or "processed_computed_tokens" not in gives_up.__code__.co_varnames:
-        about["windows"] = tuple(one for one in about["windows"] if one != _WINDOW) or (None,)
+        about["windows"] = tuple(one for one in about["windows"] if one != WINDOW) or (None,)
 
 
 def groups(shape: str) -> list[tuple[Any, ...]]:

@@ -11,7 +11,7 @@ from integration.engine.seeds import played
 
 # Notice that a failed load is taken out of the tier: 0, 2, 4, 5, 18; what the host waits for before
 # a connector fills blocks: 17; that a request which has left had computed upon it: 41; that what is
-# wrong leaves the prefix cache: 2, 18.
+# wrong leaves the prefix cache: 2, 18. Loads that fail beside the step end requests in 52 and 64.
 SEEDS = (0, 2, 4, 5, 7, 9, 11, 15, 17, 18, 22, 41, 51, 52, 64)
 
 
