@@ -102,7 +102,9 @@ MECHANISMS = {
     "mechanisms-crowd-8b.json": "Llama-3.1-8B's shape, 256 long answers at a time",
     "mechanisms-heads.json": "eager prefill, 60 sessions in turns, then 12 at a time",
     "mechanisms-default.json": "default graphs, 60 sessions in turns",
-    "mechanisms-quiet.json": "eager prefill, quiet engine",
+    "mechanisms-quiet.json": "eager prefill, one prompt at a time",
+    "mechanisms-quiet-graphs.json": "default graphs, one prompt at a time",
+    "mechanisms-turn.json": "default graphs, one prompt at a time after a turn of 60 sessions",
     "mechanisms-s3.json": "eager prefill, 60 sessions in turns",
 }
 PIECES = {
