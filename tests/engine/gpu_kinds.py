@@ -128,6 +128,17 @@ def _states(name: str, ranks: int = 1) -> Kind:
     )
 
 
+def _at_every_block(name: str) -> Kind:
+    """Of `gpu_states.AT_EVERY_BLOCK`."""
+    return replace(
+        _states(name),
+        name=f"states at every block: {name}",
+        engine={**gpu_states.engine(name), **gpu_states.EVERY_BLOCK},
+        blocks=gpu_states.EVERY_BLOCKS,
+        runners=("v1",),
+    )
+
+
 def _gated_delta_nets(way: str) -> Kind:
     """One of `gpu_states.GDN_WAYS`."""
     name = "gated delta net"
@@ -166,6 +177,7 @@ KINDS = [
     *(_states(name) for name in gpu_states.KINDS),
     _states("gated delta net", ranks=2),
     _states("Mamba 2", ranks=2),
+    *map(_at_every_block, gpu_states.AT_EVERY_BLOCK),
     *map(_gated_delta_nets, gpu_states.GDN_WAYS),
     *gpu_ranks.flipped("", "full", {}),
     Kind("sleep", "full", {**GRAPHS, "enable_sleep_mode": True}, asked=SLEEPS),

@@ -19,6 +19,7 @@ from engine import architectures, drafts, linear_attention
 
 ROUND = 10  # prompts that are asked alone, three times
 BLOCKS = (500, 48)  # all prompts; a few: GPU blocks
+EVERY_BLOCKS = (1000, 48)  # the same where each block of a prompt has its state as well
 # Where prompts are asked together, so far may a token of the tier be behind the likeliest one, when
 # all of its answer is computed as a prompt (natural log of their ratio), or as far as plain vLLM's.
 # Sums of bfloat16 round otherwise there: 0.17 was seen, of plain vLLM's as well, with or without a
@@ -43,6 +44,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "short convolutions": ("conv", _EXACT),
     "linear attention": ("linear", {"attention_backend": "TRITON_MLA"}),
 }
+# Those that vLLM up to 0.31 can keep at the end of every block, with model runner V1 alone. Its own
+# blocks of Mamba 1 would be of 2,048 tokens.
+AT_EVERY_BLOCK = ("Mamba 2", "Mamba 1")
+EVERY_BLOCK = {"mamba_cache_mode": "all", "mamba_block_size": 128}
 # By way of playing gated delta nets: the model, arguments besides, and the number of groups.
 GDN_WAYS: dict[str, tuple[str, dict[str, Any], int]] = {
     "with drafts": (

@@ -327,7 +327,8 @@ class Device:
         tables = read_tables(sequence.tables, self._common, self._windows)
         for group, (table, window, size) in enumerate(zip(tables, self._windows, self._sizes)):
             if window in KINDS:
-                if end and self.states.of(sequence, table) != right[end - 1] + group * _GROUP:
+                state = self.states.of(sequence, group, table, end) if end else 0
+                if end and state != right[end - 1] + group * _GROUP:
                     return False
                 continue
             added, stop = group * _GROUP, max(end, self._kept(sequence, group))

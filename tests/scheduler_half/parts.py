@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from scheduler_half.device import BLOCK, Chunk, Replay, Ring, Wide
-from scheduler_half.states import CHECKPOINTS, KINDS
+from scheduler_half.states import CHECKPOINTS, EVERY, KINDS
 
 MAX_TOKENS = 256  # of a step
 
@@ -91,11 +91,11 @@ def make_scheduler(
         config: of the engine; asynchronous scheduling takes the scheduler for that.
         blocks: GPU blocks, the null block included.
         windows: a KV cache group for each: its sliding window, None for full attention, a Chunk,
-            STATE or CHECKPOINTS.
+            STATE, CHECKPOINTS or EVERY.
         unit: tokens after which a hit may end, a part of a block; 0: blocks as a whole.
     """
     if set(KINDS) & set(windows):
-        config.cache_config.mamba_cache_mode = "align"
+        config.cache_config.mamba_cache_mode = "all" if EVERY in windows else "align"
     config.cache_config.num_gpu_blocks = blocks
     kv_cache_config = make_kv_cache_config(blocks, windows, _drafts(config), retention)
     size = block_size(config)
@@ -161,7 +161,8 @@ def make_kv_cache_config(
             "use_mla": False,
         }  # fmt: skip
         if window in KINDS:
-            about |= {"shapes": ((16,),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+            mode = "all" if window == EVERY else "align"
+            about |= {"shapes": ((16,),), "dtypes": (torch.float32,), "mamba_cache_mode": mode}
             about |= {"num_speculative_blocks": drafts} if drafts else {}
             if window == CHECKPOINTS:
                 about |= {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}

@@ -6,6 +6,9 @@ prompt's last step leaves the state at the end of the block before in that block
 rule says so. With drafts, the state behind each token of a step is in a block of its own, one
 behind another in the request's table; once it is known which tokens stand, the state at an end of a
 block that they have reached is copied to that block.
+
+In mode `all` nothing is copied: a step leaves the state at the end of each block in that block, and
+goes on from the one that holds the token before it.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-# In the place of a group's window: layers that keep a state; and such that can also leave the one
-# of an earlier token behind, within a step.
-STATE, CHECKPOINTS = "state", "state with checkpoints"
-KINDS = (STATE, CHECKPOINTS)
+# In the place of a group's window: layers that keep a state; such that can also leave the one of an
+# earlier token behind, within a step; and such that leave one at the end of every block (mode all).
+STATE, CHECKPOINTS, EVERY = "state", "state with checkpoints", "state at every block"
+ALIGNED = (STATE, CHECKPOINTS)
+KINDS = (*ALIGNED, EVERY)
 
 
 class StateWindow:
@@ -54,11 +58,14 @@ class StateGroups:
     ) -> None:
         self._kv, self._size, self._drops, self._unit = kv, size, drops, unit
         self._ahead = ahead
-        self._groups = {at: kind for at, kind in enumerate(windows) if kind in KINDS}
+        self._groups = {at: kind for at, kind in enumerate(windows) if kind in ALIGNED}
+        self._every = [at for at, kind in enumerate(windows) if kind == EVERY]
         self.moved = self.checkpoints = self.settled = 0
 
-    def of(self, sequence: Any, table: list[int]) -> int:
-        """The state that the next token of a request goes on from."""
+    def of(self, sequence: Any, group: int, table: list[int], end: int) -> int:
+        """The state that the next token of a request goes on from, behind ``end`` ones."""
+        if group in self._every:
+            return self._kv[table[(end - 1) // self._size]][0]
         window = sequence.window
         return self._kv[table[(window.column or 0) + window.accepted - 1]][0]
 
@@ -84,6 +91,7 @@ class StateGroups:
             drafts: tokens of it that were drafted.
             added: to the values of a group.
         """
+        self._fill_every(sequence, start, values, added)
         first = start if drafts else len(values) - 1
         for group, kind in self._groups.items():
             table = sequence.tables[group]
@@ -112,6 +120,18 @@ class StateGroups:
             self.settled += 1
         if target == window.column:
             window.accepted = 1
+
+    def _fill_every(
+        self, sequence: Any, start: int, values: list[int], added: Callable[[int], int]
+    ) -> None:
+        """The state at the end of each block that the step computes of, or of its last token."""
+        size, end = self._size, len(values)
+        for group in self._every:
+            table = sequence.tables[group]
+            for column in range(start // size, -(-end // size)):
+                assert table[column], "a step keeps its state in the null block"
+                value = values[min(end, (column + 1) * size) - 1]
+                self._kv[table[column]] = [value + added(group)] * size
 
     def _copy(self, sequence: Any, source: int, target: int) -> None:
         for group in self._groups:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvoffload_patch.integration.engine.adapters.vllm_groups import hits_parts, kinds, members
+from kvoffload_patch.integration.engine.adapters.vllm_groups import (
+    at_every_block,
+    hits_parts,
+    kinds,
+    members,
+)
 from kvoffload_patch.integration.install import release_in_use
 from kvoffload_patch.integration.spec_kinds import STATE_SPEC
 
@@ -35,11 +40,17 @@ STATES_OF_DRAFTS_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.33.0", "cpu"): ("GDN_ATTN",),
     ("0.33.0", "cuda"): ("GDN_ATTN",),
 }
-# By release, the same on a GPU with several pipeline stages.
+# The same in mode all, in which a step leaves one at the end of every block.
+STATES_AT_EVERY_BLOCK_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
+    ("0.23.0", "cuda"): ("MAMBA1", "MAMBA2"),
+    ("0.26.0", "cuda"): ("MAMBA1", "MAMBA2"),
+}
+# By release, the same as the first on a GPU with several pipeline stages.
 STATES_ON_STAGES_SHOWN: dict[str, tuple[str, ...]] = {
     "0.26.0": ("GDN_ATTN",),
     "0.28.0": ("GDN_ATTN",),
 }
+_FIELDS = "mamba_cache_mode", "num_speculative_blocks"
 # Models whose delta attention has the name of gated delta nets and is not beside MLA.
 DELTA_ATTENTION = ("AliceAIForCausalLM",)
 # Where drafts were shown with model runner V1 alone.
@@ -50,19 +61,20 @@ def problem(vllm_config: Any, spec: Any) -> str | None:
     """Why the states of a group cannot be kept; None if they can.
 
     A block is to hold the state behind its last token from the step that computes it until it is
-    handed out again, which vLLM's align mode does, and nothing besides the block is to be needed.
+    handed out again, as in vLLM's modes align and all, and nothing besides the block is to be
+    needed.
     """
     stages = vllm_config.parallel_config.pipeline_parallel_size
     ahead = getattr(vllm_config, "num_hash_lookahead_tokens", 0)  # from 0.33 on
     for member in members(spec):
         if type(member).__name__ != STATE_SPEC:
             return f"expected states alone, found {type(member).__name__} beside them"
-        mode = getattr(member, "mamba_cache_mode", "none")
-        if mode != "align":
-            shown = mode == "all" and release_in_use() in {release for release, _ in STATES_SHOWN}
-            remedy = " (start with --mamba-cache-mode align)" if shown else ""
-            return f"expected states kept in align mode, found mode {mode}{remedy}"
-        if stages > 1 and getattr(member, "num_speculative_blocks", 0):
+        mode, drafted = (getattr(member, name, 0) for name in _FIELDS)
+        if mode not in ("align", "all"):
+            return f"expected states kept in mode align or all, found mode {mode or 'none'}"
+        if mode == "all" and drafted:
+            return "expected states kept in align mode beside drafts, found mode all"
+        if stages > 1 and drafted:
             return (
                 "expected one pipeline stage beside states of drafted tokens, which other stages "
                 f"put in place some steps later, found {stages}"
@@ -139,15 +151,20 @@ def _unplayed_on_a_gpu(
 def _unshown_states(vllm_config: Any, of_layers: Sequence[Any], kind: str) -> str | None:
     """Why nobody has seen such states on this release and device."""
     release, device = release_in_use(), vllm_config.device_config.device_type
-    drafted = _drafted(of_layers)
-    beside = " beside speculative decoding" if drafted else ""
-    known = STATES_OF_DRAFTS_SHOWN if drafted else STATES_SHOWN
+    every, known, how = any(map(at_every_block, of_layers)), STATES_SHOWN, ""
+    if every:
+        known, how = STATES_AT_EVERY_BLOCK_SHOWN, " at every block (mode all)"
+    elif _drafted(of_layers):
+        known, how = STATES_OF_DRAFTS_SHOWN, " beside speculative decoding"
     if kind in known.get((release, device), ()):
         return None
     shown = [on for (on, where), of in known.items() if where == device and kind in of]
+    align = every and kind in STATES_SHOWN.get((release, device), ())
     return (
-        f"expected a release with which {kind} states{beside} were shown to come back on {device} "
+        f"expected a release with which {kind} states{how} were shown to come back on {device} "
         f"({', '.join(shown) or 'none'}), found {release}"
+        + " (or start with --mamba-cache-mode align)"
+        * align
     )
 
 

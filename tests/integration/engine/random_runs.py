@@ -6,9 +6,9 @@ token that came out must be right, every request must come to its end and hit wh
 must be given what it would find, and nothing may be left behind.
 
 SOURCES is the folder that has the release's `vllm/`; without both it is the installed one. SHAPE is
-STATE, CHECKPOINTS, PARTS, CHUNKS or UNCACHED; or CONNECTOR, with one of these but UNCACHED behind a
-plus sign, or without; or DRAFTS likewise, with STATE or CHECKPOINTS. Prints one JSON object; status
-1 if a run failed.
+STATE, CHECKPOINTS, EVERY, PARTS, CHUNKS or UNCACHED; or CONNECTOR, with one of these but UNCACHED
+behind a plus sign, or without; or DRAFTS likewise, with STATE or CHECKPOINTS. Prints one JSON
+object; status 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from integration.engine.random_shapes import (  # noqa: E402
     WINDOW,
     beside_drafts,
     groups,
+    least_blocks,
     retention,
     unit,
 )
@@ -53,8 +54,8 @@ def describe(
     Args:
         seed: of the run.
         most_in_flight: steps that the release may have under way at once.
-        shape: of the KV cache: what some layers keep, STATE or CHECKPOINTS; PARTS; CHUNKS; or
-            UNCACHED.
+        shape: of the KV cache: what some layers keep, STATE, CHECKPOINTS or EVERY; PARTS; CHUNKS;
+            or UNCACHED.
         policies: of vLLM's queue, of which one is drawn.
         shards: ranks that each hold a part of every block's tokens; blocks are as many fewer.
     """
@@ -80,7 +81,7 @@ def describe(
         "asynchronous": asynchronous,
         "load_mode": rng.choice(["auto", "auto", "parked", "inline"]),
         "late": rng.randrange(4),
-        "blocks": max(49, blocks) if len(windows) > 1 else blocks,
+        "blocks": max(least_blocks(windows), blocks),
         "num_slots": rng.choice([6, 30, 100, 400]),
         "policy": rng.choice(policies),
         "windows": windows,

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 # As in scheduler_half.states, which a release must be chosen before.
-STATE, CHECKPOINTS = "state", "state with checkpoints"
+STATE, CHECKPOINTS, EVERY = "state", "state with checkpoints", "state at every block"
 PARTS = "parts"  # states, and hits that may end within a block
 CHUNKS = "chunks"  # attention within chunks
 CONNECTOR = "connector"  # beside a KV connector: none of these, or `connector+state`
@@ -42,6 +42,13 @@ def retention(seed: int, windows: tuple[Any, ...], shape: str | None) -> int | N
     """
     drawn = random.Random(f"retention {seed}").choice([None, 0, 0, 64])
     return None if windows == (None,) or shape in (UNCACHED, CHUNKS) else drawn
+
+
+def least_blocks(windows: tuple[Any, ...]) -> int:
+    """GPU blocks with which vLLM admits any request: of a state at every block it counts all."""
+    if len(windows) == 1:
+        return 0
+    return 80 if windows.count(EVERY) > 1 else 49
 
 
 def beside_drafts(about: dict[str, Any]) -> None:

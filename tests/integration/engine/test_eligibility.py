@@ -24,6 +24,7 @@ from kvoffload_patch.integration.engine.eligibility import (
 )
 from kvoffload_patch.integration.engine.eligible_states import (
     DELTA_ATTENTION,
+    STATES_AT_EVERY_BLOCK_SHOWN,
     STATES_OF_DRAFTS_SHOWN,
     STATES_ON_STAGES_SHOWN,
     STATES_SHOWN,
@@ -210,7 +211,17 @@ REFUSED = {
     "states beside attention in one group": (
         config(), scheduler(SimpleNamespace(kv_cache_spec=UNIFORM)), "found MLAAttentionSpec",
     ),
-    "states at every block": (config(), states(mamba_cache_mode="all"), "found mode all"),
+    "states at every block": (
+        config(), states(mamba_cache_mode="all"),
+        r"GDN_ATTN states at every block \(mode all\) were shown .* on cpu \(none\), found ",
+    ),
+    "states at every block beside drafts": (
+        config(), states(mamba_cache_mode="all", num_speculative_blocks=2),
+        "align mode beside drafts, found mode all",
+    ),
+    "states outside of the prefix cache": (
+        config(), states(mamba_cache_mode="none"), "in mode align or all, found mode none",
+    ),
     "states of drafts": (
         config(),
         states(mamba_type=SimpleNamespace(name="MAMBA2"), num_speculative_blocks=2),
@@ -597,17 +608,32 @@ def test_delta_attention_is_refused_on_the_cpu_as_well() -> None:
         check_eligible(config(architectures=["AliceAIForCausalLM"]), states())
 
 
-def test_who_asks_for_states_at_every_block_is_told_what_to_start_with(
+def test_who_has_states_at_every_block_that_were_not_shown_is_told_what_to_start_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The default of Mamba 1 and 2 with 0.26.0; other releases refuse states in any mode."""
-    told = []
-    for release in ("0.19.1", "0.26.0"):
+    """Mode all is the default of Mamba 1 and 2 up to 0.27."""
+    remedy = "(or start with --mamba-cache-mode align)"
+    asked = states(mamba_cache_mode="all", mamba_type=SimpleNamespace(name="MAMBA2"))
+    for release, device, told in (("0.28.0", "cuda", True), ("0.19.1", "cuda", False)):
         monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", release)
-        with pytest.raises(TierRefused, match="found mode all") as refusal:
-            check_eligible(config(), states(mamba_cache_mode="all"))
-        told.append("(start with --mamba-cache-mode align)" in str(refusal.value))
-    assert told == [False, True]
+        with pytest.raises(TierRefused, match="MAMBA2 states at every block") as refusal:
+            check_eligible(config(device=device), asked)
+        assert (remedy in str(refusal.value)) == told
+        assert "KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it" in str(refusal.value)
+
+
+@pytest.mark.parametrize(("release", "device"), STATES_AT_EVERY_BLOCK_SHOWN)
+def test_states_at_every_block_are_approved_where_they_were_shown(
+    monkeypatch: pytest.MonkeyPatch, release: str, device: str
+) -> None:
+    monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", release)
+    for kind in ON_CUDA:
+        asked = states(mamba_cache_mode="all", mamba_type=SimpleNamespace(name=kind))
+        if kind in STATES_AT_EVERY_BLOCK_SHOWN[release, device]:
+            assert check_eligible(config(device=device), asked) == ()
+        else:
+            with pytest.raises(TierRefused, match=f"{kind} states at every block"):
+                check_eligible(config(device=device), asked)
 
 
 SOURCES = Path(os.environ.get("RELEASE_SOURCES") or ROOT / ".vllm-sources")

@@ -22,7 +22,7 @@ class CacheGroups:
         block_sizes: tokens of a block, by group.
         cached_sizes: of the groups that take part in the prefix cache.
         states: groups, by index, whose blocks hold a state after their last token, and how many of
-            these a request has at once, at most.
+            these a request has at once, at most, whatever a step computes.
         replay_tokens: of the end of a hit, that are computed again. A hit of no more is none.
         parts: whether a hit may end within a block (a --prefix-match-unit smaller than a block).
         decode_tokens: that a decode step gives to a request, at most.
@@ -59,7 +59,7 @@ class CacheGroups:
     def _blocks_held(self, manager: Any) -> int | None:
         """Blocks of this group that a request keeps, at most; None where it keeps all."""
         spec, size = manager.kv_cache_spec, int(manager.block_size)
-        if keeps_state(spec):
+        if keeps_state(spec) and not at_every_block(spec):
             return states_held(spec)
         if is_ring(spec):
             return 1
@@ -130,10 +130,12 @@ def _admission_cap(manager: Any) -> int:
     """Blocks that vLLM counts of all of a prompt in this group, at most.
 
     Of a window, those of a step, and with asynchronous scheduling from 0.26 on of all steps under
-    way. No fewer than there are in 0.19, which counts one for each of the prompt's. 0 of states and
-    rings, which vLLM counts as those that a request keeps.
+    way. No fewer than there are in 0.19, which counts one for each of the prompt's, as it does of
+    states at every block in any release. 0 of other states and rings, which vLLM counts as those
+    that a request keeps.
     """
-    if keeps_state(manager.kv_cache_spec) or is_ring(manager.kv_cache_spec):
+    spec = manager.kv_cache_spec
+    if is_ring(spec) or (keeps_state(spec) and not at_every_block(spec)):
         return 0
     names = "max_admission_blocks_per_request", "_max_admission_blocks_per_request"  # up to 0.30
     caps = [getattr(manager, name, None) for name in names]
@@ -143,8 +145,11 @@ def _admission_cap(manager: Any) -> int:
 def _window_of(manager: Any) -> tuple[int, int]:
     """Tokens of a group's sliding window, or of its chunks; 0 of what it has not.
 
-    Windows are one thing and blocks another where vLLM has one group for all layers.
+    Windows are one thing and blocks another where vLLM has one group for all layers. A window has
+    its own token as well as those before that it sees.
     """
+    if at_every_block(manager.kv_cache_spec):
+        return 2, 0
     if type(manager).__name__ == "FullAttentionManager":
         return 0, 0
     first = members(manager.kv_cache_spec)[0]
@@ -173,12 +178,22 @@ def keeps_state(spec: Any) -> bool:
     return any(type(one).__name__ == "MambaSpec" for one in members(spec))
 
 
+def at_every_block(spec: Any) -> bool:
+    """Whether a step leaves a state at the end of each block (mode all, up to 0.31).
+
+    Such blocks are given out and up as those of a window: the next token sees the one before alone.
+    """
+    return any(getattr(one, "mamba_cache_mode", None) == "all" for one in members(spec))
+
+
 def states_held(spec: Any) -> int:
     """States of such a group that a request has at once, at most.
 
     That of the token a step begins behind, that of its last one, and from 0.29 on those that a step
-    may leave behind between the two.
+    may leave behind between the two. In mode all one of each block that a step computes.
     """
+    if at_every_block(spec):
+        return sys.maxsize
     more = (getattr(one, "num_prefill_checkpoint_blocks", 0) for one in members(spec))
     return 2 + max(map(int, more))
 
