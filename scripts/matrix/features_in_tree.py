@@ -17,7 +17,7 @@ SAID: dict[str, tuple[str, str]] = {
         "taken",
     ),
     "states on a device on which they were not shown": ("taken beside full attention", "taken"),
-    "states at every block (mode all)": (_NO_MODE, _NO_MODE),
+    "states at every block that were not shown to come back": (_NO_MODE, _NO_MODE),
     "states with speculative decoding that were not shown to come back": (_TAKEN, _TAKEN),
     "states with --use-replayssm": (_REPLAYSSM, _REPLAYSSM),
     "hits that end within a block, on another release or device": (

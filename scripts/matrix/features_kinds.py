@@ -46,6 +46,10 @@ STATES = (
         "which the CPU build turns prefix caching off)",
     ),
 )
+# Cases of random runs; 0.32 has no such models, but still the manager of their blocks.
+KEPT = "_of_layers_that_keep_a_state"
+EVERY_BLOCK = f"{KEPT}[state at every block]"
+AT_EVERY_BLOCK = tuple(f"states at every block: {of}" for of in ("Mamba 2", "Mamba 1"))
 STATES_ON_TWO = tuple(f"states on two ranks: {of}" for of in ("gated delta net", "Mamba 2"))
 _FLIPPED = "all loads compared", "by default"
 FLIPPED = tuple(f"flipped bits, {how}" for how in _FLIPPED)

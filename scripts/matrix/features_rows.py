@@ -35,8 +35,8 @@ def _engine(
     return Row(name, f"real engine: {what}", played, gpu, gpus, beside)
 
 
-def _random(name: str, case: str) -> Row:
-    return Row(name, "vLLM's scheduler over a faked model, random runs", (f"{_RANDOM}{case}",))
+def _random(name: str, case: str, gpu: tuple[str, ...] = ()) -> Row:
+    return Row(name, "vLLM's scheduler over a faked model, random runs", (f"{_RANDOM}{case}",), gpu)
 
 
 def _refused(name: str, case: str) -> Row:
@@ -106,14 +106,14 @@ ROWS = (
         gpu=kinds.STATES_ON_TWO,
         gpus=2,
     ),
-    _random("states: one, two and three groups", "_of_layers_that_keep_a_state[state]"),
-    _random(
-        "states with checkpoints within a step",
-        "_of_layers_that_keep_a_state[state with checkpoints]",
-    ),
+    _random("states: one, two and three groups", f"{kinds.KEPT}[state]"),
+    _random("states with checkpoints within a step", f"{kinds.KEPT}[state with checkpoints]"),
     _refused("states of a kind that was not shown to come back", "states of another kind"),
     _refused("states on a device on which they were not shown", "states on a GPU"),
-    _refused("states at every block (mode all)", "states at every block"),
+    _random(
+        "states at every block (mode all, up to 0.31)", kinds.EVERY_BLOCK, kinds.AT_EVERY_BLOCK
+    ),
+    _refused("states at every block that were not shown to come back", "states at every block"),
     _engine(
         "states with speculative decoding",
         "Qwen3-Next shape with MTP, drafts accepted and refused, states of prompts and of answers, "

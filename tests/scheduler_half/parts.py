@@ -94,8 +94,8 @@ def make_scheduler(
             STATE, CHECKPOINTS or EVERY.
         unit: tokens after which a hit may end, a part of a block; 0: blocks as a whole.
     """
-    if set(KINDS) & set(windows):
-        config.cache_config.mamba_cache_mode = "all" if EVERY in windows else "align"
+    for window in set(KINDS) & set(windows):
+        vars(config.cache_config).update(_mode_of(window))
     config.cache_config.num_gpu_blocks = blocks
     kv_cache_config = make_kv_cache_config(blocks, windows, _drafts(config), retention)
     size = block_size(config)
@@ -122,6 +122,11 @@ def make_scheduler(
     if any(isinstance(window, Replay) for window in windows):
         scheduler.use_v2_model_runner = True  # which alone computes the end of a hit again
     return scheduler
+
+
+def _mode_of(kind: Any) -> dict[str, str]:
+    """Whether vLLM is to keep a state in each block, or as many as a request needs."""
+    return {"mamba_cache_mode": "all" if kind == EVERY else "align"}
 
 
 def _drafts(config: Any) -> int:
@@ -161,8 +166,7 @@ def make_kv_cache_config(
             "use_mla": False,
         }  # fmt: skip
         if window in KINDS:
-            mode = "all" if window == EVERY else "align"
-            about |= {"shapes": ((16,),), "dtypes": (torch.float32,), "mamba_cache_mode": mode}
+            about |= {"shapes": ((16,),), "dtypes": (torch.float32,), **_mode_of(window)}
             about |= {"num_speculative_blocks": drafts} if drafts else {}
             if window == CHECKPOINTS:
                 about |= {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}

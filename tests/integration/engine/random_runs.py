@@ -7,8 +7,8 @@ must be given what it would find, and nothing may be left behind.
 
 SOURCES is the folder that has the release's `vllm/`; without both it is the installed one. SHAPE is
 STATE, CHECKPOINTS, EVERY, PARTS, CHUNKS or UNCACHED; or CONNECTOR, with one of these but UNCACHED
-behind a plus sign, or without; or DRAFTS likewise, with STATE or CHECKPOINTS. Prints one JSON
-object; status 1 if a run failed.
+behind a plus sign, or without; or DRAFTS likewise, with STATE or CHECKPOINTS. Prints JSON; status 1
+if a run failed.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ def describe(
     Args:
         seed: of the run.
         most_in_flight: steps that the release may have under way at once.
-        shape: of the KV cache: what some layers keep, STATE, CHECKPOINTS or EVERY; PARTS; CHUNKS;
-            or UNCACHED.
+        shape: of the KV cache: STATE, CHECKPOINTS, EVERY, PARTS, CHUNKS or UNCACHED.
         policies: of vLLM's queue, of which one is drawn.
         shards: ranks that each hold a part of every block's tokens; blocks are as many fewer.
     """

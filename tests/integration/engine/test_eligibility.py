@@ -750,6 +750,14 @@ def test_every_release_whose_states_were_shown_has_results_of_them() -> None:
             assert {test["outcome"] for test in tests} == {"passed"} and not refused, (release, row)
 
 
+def test_every_release_whose_states_were_shown_at_every_block_has_results_of_them() -> None:
+    """With runner V1, which alone has them."""
+    (row,) = [row for row in ROWS if row.name.startswith("states at every block (mode all")]
+    for (release, device), shown in STATES_AT_EVERY_BLOCK_SHOWN.items():
+        assert (device, shown) == ("cuda", ("MAMBA1", "MAMBA2")), "the row has no others"
+        _must_be_green_on_a_gpu(row, release, "(V1)")
+
+
 def test_every_release_whose_states_were_shown_on_stages_has_results_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -13,7 +13,7 @@ from integration.engine.mini import BLOCK, Mini
 from integration.engine.random_shapes import keeps_the_end
 from scheduler_half.device import Replay, Ring
 from scheduler_half.scenarios import prompt
-from scheduler_half.states import STATE
+from scheduler_half.states import EVERY, STATE
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -27,12 +27,17 @@ from kvoffload_patch.integration.engine.adapters.vllm_groups import (
     states_held,
 )
 from kvoffload_patch.integration.engine.requests.admission import AdmissionBudget
+from kvoffload_patch.integration.install import older_than
 
 WINDOW = 40
 SHAPES = [(None, Replay(WINDOW)), (Replay(WINDOW), None, Ring(8))]
 replays = pytest.mark.skipif(
     not hasattr(kv_cache_interface.KVCacheSpec, "prefix_replay_tokens"),
     reason="this vLLM has no window that it fills again behind a hit",
+)
+every = pytest.mark.skipif(
+    older_than("0.17") or not older_than("0.33"),
+    reason="this vLLM has no manager of states at every block",
 )
 reserves_all = pytest.mark.skipif(
     "scheduler_reserve_full_isl" not in Scheduler.__init__.__code__.co_names,
@@ -140,6 +145,22 @@ def test_however_long_a_prompt_is_it_takes_a_window_a_chunk_or_two_states_of_a_g
     assert [groups(state).new_blocks(begun, tokens) for tokens in more] == [0, 1, 2, 2]
 
 
+def test_of_states_at_every_block_a_request_takes_those_that_a_step_computes() -> None:
+    """And the one that it begins behind, as of a window that sees the token before alone."""
+    state = spec("MambaSpec", block_size=BLOCK, mamba_cache_mode="all")
+    many = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": state}, block_size=BLOCK)
+    begun = SimpleNamespace(num_computed_tokens=BLOCK)
+    for one in (state, many):
+        made = groups(one)
+        assert set(made.states) == {0} and states_held(one) > 10**9
+        assert [made.blocks_for(n * BLOCK) for n in (1, 2, 50)] == [1, 2, 64 // BLOCK + 2]
+        assert made.blocks_for(41 * BLOCK, 40 * BLOCK) == 2
+        assert [made.new_blocks(begun, tokens) for tokens in (0, 1, 9 * BLOCK)] == [0, 1, 9]
+        reserved = groups(one, scheduler_reserve_full_isl=True)
+        assert reserved.blocks_for(50 * BLOCK) == 50
+        assert reserved.blocks_for(50 * BLOCK, 40 * BLOCK) == 11
+
+
 def test_what_a_window_does_not_reach_behind_a_hit_takes_no_blocks() -> None:
     full = spec("FullAttentionSpec", block_size=BLOCK)
     window = spec("SlidingWindowSpec", sliding_window=32, block_size=BLOCK)
@@ -159,15 +180,17 @@ def test_what_a_window_does_not_reach_behind_a_hit_takes_no_blocks() -> None:
 @reserves_all
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("hit", [0, 2, 30])
+@pytest.mark.parametrize("kind", [WINDOW, pytest.param(EVERY, marks=every)])
 def test_a_prompt_longer_than_a_window_and_a_step_needs_what_vllm_asks_room_for(
-    steps: int, hit: int
+    steps: int, hit: int, kind: Any
 ) -> None:
     """With less, those behind it hold what it lacks, for ever where nothing runs.
 
-    vLLM counts a block for a window that begins within one, and each step that may be under way.
+    vLLM counts a block for a window that begins within one, and each step that may be under way; of
+    states at every block it counts all.
     """
     for lacks in (1, 0):
-        mini = mini_of((None, WINDOW), in_flight=steps, lookahead=5)
+        mini = mini_of((None, kind), in_flight=steps, lookahead=5)
         if hit:
             mini.add(prompt(hit, seed=1), count=1)
             mini.run()
