@@ -614,7 +614,7 @@ def test_who_has_states_at_every_block_that_were_not_shown_is_told_what_to_start
     """Mode all is the default of Mamba 1 and 2 up to 0.27."""
     remedy = "(or start with --mamba-cache-mode align)"
     asked = states(mamba_cache_mode="all", mamba_type=SimpleNamespace(name="MAMBA2"))
-    for release, device, told in (("0.28.0", "cuda", True), ("0.19.1", "cuda", False)):
+    for release, device, told in (("0.31.0", "cuda", True), ("0.19.1", "cuda", False)):
         monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", release)
         with pytest.raises(TierRefused, match="MAMBA2 states at every block") as refusal:
             check_eligible(config(device=device), asked)
@@ -799,11 +799,13 @@ def test_the_table_of_states_in_the_documents_is_the_one_that_decides() -> None:
         "Mamba 1 (Jamba)": ("MAMBA1", "MAMBA2", "SHORT_CONV"),
         "linear attention (Bailing)": ("LINEAR",),
         "gated delta nets with speculative decoding": ("GDN_ATTN",),
+        "Mamba 1 and Mamba 2 [at every block]": ("MAMBA1", "MAMBA2"),
     }
+    of_way = {"speculative": STATES_OF_DRAFTS_SHOWN, "every block": STATES_AT_EVERY_BLOCK_SHOWN}
     lines = (ROOT / "docs/shapes.md").read_text().splitlines()
     for begin, of_row in kinds.items():
         (line,) = [line for line in lines if line.startswith(f"| {begin}")]
-        shown = STATES_OF_DRAFTS_SHOWN if "speculative" in begin else STATES_SHOWN
+        shown = next((one for way, one in of_way.items() if way in begin), STATES_SHOWN)
         for device, cell in zip(("cpu", "cuda"), line.split("|")[2:]):
             for kind in of_row:
                 taken = {
