@@ -21,6 +21,20 @@ GROUPS = (
         (_FILES + "adapters/test_vllm_groups.py",),
     ),
     Mutant(
+        "states at every block are counted as two of a request",
+        _FILES + "adapters/vllm_groups.py",
+        'return any(getattr(one, "mamba_cache_mode", None) == "all" for one in members(spec))',
+        "return False",
+        (_FILES + "adapters/test_vllm_groups.py",),
+    ),
+    Mutant(
+        "behind states at every block a request sees no other token",
+        _FILES + "adapters/vllm_groups.py",
+        "return 2, 0",
+        "return 1, 0",
+        (_FILES + "adapters/test_vllm_groups.py",),
+    ),
+    Mutant(
         "an engine that stood still holds blocks for all that wait",
         _FILES + "requests/admission.py",
         "if self._stood_still:",

@@ -36,7 +36,7 @@ def describe(seed: int) -> dict[str, Any]:
     from integration.engine.mini import BLOCK
     from scheduler_half.device import Chunk, Replay, Ring, Wide
     from scheduler_half.drafts import Drafter
-    from scheduler_half.states import CHECKPOINTS, STATE
+    from scheduler_half.states import CHECKPOINTS, EVERY, STATE
 
     rng = random.Random(f"hits {seed}")
     windows = rng.choice([
@@ -45,11 +45,13 @@ def describe(seed: int) -> dict[str, Any]:
         (None, CHECKPOINTS), (None, STATE, 40), (None, Wide(2 * BLOCK)), (Wide(3 * BLOCK), None),
         (None, Replay(40)), (None, Ring(8)),
     ])  # fmt: skip
+    if every := seed % 20 == 7:
+        windows = (None, EVERY)
     limits: dict[str, Any] = {"max_num_batched_tokens": rng.choice([64, 256, 256])}
     if rng.random() < 0.3:
         limits["long_prefill_token_threshold"] = rng.choice([20, 48])
-    windowed = any(kind in (STATE, CHECKPOINTS, 24, 40, 60) for kind in windows)
-    drafts = rng.random() < 0.5
+    windowed = any(kind in (STATE, CHECKPOINTS, EVERY, 24, 40, 60) for kind in windows)
+    drafts = rng.random() < 0.5 and not every
     return {
         "windows": windows, "blocks": _BLOCKS, "num_slots": _SLOTS, "limits": limits,
         "policy": rng.choice(["fcfs", "fcfs", "priority"]),
@@ -74,7 +76,7 @@ def run(seed: int, load_mode: str, one_by_one: bool) -> dict[str, int]:
     """
     from integration.engine.mini import BLOCK, Mini
     from scheduler_half.scenarios import NotThere
-    from scheduler_half.states import CHECKPOINTS, STATE
+    from scheduler_half.states import KINDS
 
     about = describe(seed)
     try:
@@ -84,7 +86,7 @@ def run(seed: int, load_mode: str, one_by_one: bool) -> dict[str, int]:
         raise NotThere(f"{about['windows']}: {type(reason).__name__} {reason}"[:150]) from reason
     mini = Mini(load_mode=load_mode, store="eager", **describe(seed))
     _play(mini, seed, one_by_one)
-    wrong, compared = {}, one_by_one or not {STATE, CHECKPOINTS} & {*about["windows"]}
+    wrong, compared = {}, one_by_one or not {*KINDS} & {*about["windows"]}
     for name, hit in plain.hits.items():
         length, found = len(plain.prompts[name]), mini.hits[name]
         whole = length % BLOCK == 0 and found == length - 1 and hit + BLOCK == length
