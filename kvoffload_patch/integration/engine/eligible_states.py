@@ -52,7 +52,6 @@ STATES_ON_STAGES_SHOWN: dict[str, tuple[str, ...]] = {
     "0.26.0": ("GDN_ATTN",),
     "0.28.0": ("GDN_ATTN",),
 }
-_FIELDS = "mamba_cache_mode", "num_speculative_blocks"
 # Models whose delta attention has the name of gated delta nets and is not beside MLA.
 DELTA_ATTENTION = ("AliceAIForCausalLM",)
 # Where drafts were shown with model runner V1 alone.
@@ -71,9 +70,10 @@ def problem(vllm_config: Any, spec: Any) -> str | None:
     for member in members(spec):
         if type(member).__name__ != STATE_SPEC:
             return f"expected states alone, found {type(member).__name__} beside them"
-        mode, drafted = (getattr(member, name, 0) for name in _FIELDS)
+        mode = getattr(member, "mamba_cache_mode", "none")
+        drafted = getattr(member, "num_speculative_blocks", 0)
         if mode not in ("align", "all"):
-            return f"expected states kept in mode align or all, found mode {mode or 'none'}"
+            return f"expected states kept in mode align or all, found mode {mode}"
         if mode == "all" and drafted:
             return "expected states kept in align mode beside drafts, found mode all"
         if stages > 1 and drafted:

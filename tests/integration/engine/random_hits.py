@@ -45,7 +45,7 @@ def describe(seed: int) -> dict[str, Any]:
         (None, CHECKPOINTS), (None, STATE, 40), (None, Wide(2 * BLOCK)), (Wide(3 * BLOCK), None),
         (None, Replay(40)), (None, Ring(8)),
     ])  # fmt: skip
-    if every := seed % 20 == 7:
+    if every := seed % 20 == 7:  # not in the list, so that other seeds keep their models
         windows = (None, EVERY)
     limits: dict[str, Any] = {"max_num_batched_tokens": rng.choice([64, 256, 256])}
     if rng.random() < 0.3:

@@ -528,9 +528,9 @@ def test_states_are_approved_where_they_were_shown(
 
 
 ON_CUDA = ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV")
-PLAYED_ON_CUDA = dict.fromkeys(("0.26.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"), ON_CUDA) | {
-    "0.23.0": ("GDN_ATTN", "MAMBA1", "MAMBA2", "SHORT_CONV")
-}
+PLAYED_ON_CUDA = dict.fromkeys(
+    ("0.26.0", "0.28.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"), ON_CUDA
+) | {"0.23.0": ("GDN_ATTN", "MAMBA1", "MAMBA2", "SHORT_CONV")}
 
 
 @pytest.mark.parametrize("kind", [*ON_CUDA, "CUSTOM"])
