@@ -46,6 +46,7 @@ STATES_AT_EVERY_BLOCK_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.26.0", "cuda"): ("MAMBA1", "MAMBA2"),
     ("0.28.0", "cuda"): ("MAMBA1", "MAMBA2"),
     ("0.30.0", "cuda"): ("MAMBA1", "MAMBA2"),
+    ("0.31.0", "cuda"): ("MAMBA1", "MAMBA2"),
 }
 # By release, the same as the first on a GPU with several pipeline stages.
 STATES_ON_STAGES_SHOWN: dict[str, tuple[str, ...]] = {

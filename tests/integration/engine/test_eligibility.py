@@ -613,11 +613,11 @@ def test_who_has_states_at_every_block_that_were_not_shown_is_told_what_to_start
 ) -> None:
     """Mode all is the default of Mamba 1 and 2 up to 0.27."""
     remedy = "(or start with --mamba-cache-mode align)"
-    asked = states(mamba_cache_mode="all", mamba_type=SimpleNamespace(name="MAMBA2"))
-    for release, device, told in (("0.31.0", "cuda", True), ("0.19.1", "cuda", False)):
+    for release, kind, told in (("0.31.0", "GDN_ATTN", True), ("0.19.1", "MAMBA2", False)):
         monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", release)
-        with pytest.raises(TierRefused, match="MAMBA2 states at every block") as refusal:
-            check_eligible(config(device=device), asked)
+        asked = states(mamba_cache_mode="all", mamba_type=SimpleNamespace(name=kind))
+        with pytest.raises(TierRefused, match=f"{kind} states at every block") as refusal:
+            check_eligible(config(device="cuda"), asked)
         assert (remedy in str(refusal.value)) == told
         assert "KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it" in str(refusal.value)
 
