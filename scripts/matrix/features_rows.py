@@ -120,7 +120,7 @@ ROWS = (
         "lost states (two kernels that the CPU build lacks are PyTorch's)",
         "test_states.py::test_a_prefix_comes_back_with_its_state_beside_drafts",
         "test_states.py::test_states_that_answers_leave_come_back_beside_drafts",
-        gpu=("states with drafts: gated delta net",),
+        gpu=kinds.STATES_WITH_DRAFTS,
     ),
     Row("states on two pipeline stages", kinds.NO_STAGES, gpu=kinds.STATES_ON_STAGES, gpus=2),
     Row(
@@ -134,9 +134,9 @@ ROWS = (
     _refused("states with --use-replayssm", "states outside of blocks"),
     _engine(
         "states beside a KV connector",
-        "Qwen3-Next shape, a connector of the test's own that brings blocks and states beside the "
-        "step",
+        "Qwen3-Next shape, a connector of the test's own whose loads are beside the step",
         f"{_CONNECTORS}states_that_a_connector_brings_come_back_from_the_tier",
+        gpu=kinds.STATES_BESIDE_A_CONNECTOR,
     ),
     _random("a KV connector, with states and without, every token compared", "_beside_a_connector"),
     _engine(

@@ -23,6 +23,29 @@ def hits_of_both(stage: Any) -> dict[str, Any]:
     return {"tokens": answers, "both": both, "brought": sum(brought), "tier": stage.tier_stats()}
 
 
+def brought_and_kept(stage: Any) -> dict[str, Any]:
+    """A KV connector has all prompts and the tier none; then the GPU loses them, twice.
+
+    The first answers are behind what the connector brings, the second behind what the tier has
+    stored of that. Plain vLLM without a connector finds all of it on its GPU.
+    """
+    from scenarios import prompts, tokens_of
+
+    asked, answers, connector = prompts(14, 12, 420), [], stage.core.scheduler.connector
+    for prompt in asked:
+        stage.play([prompt], max_tokens=1)
+    if connector is not None:
+        stage.llm.reset_prefix_cache()
+    counted, brought = _tokens_brought(connector), []
+    for turn in range(2):
+        for prompt in asked:
+            answers += tokens_of(stage.play([prompt]))
+        brought.append(sum(counted) - sum(brought))
+        if connector is not None:
+            stage.push_out(140 + turn)
+    return {"tokens": answers, "brought": brought, "tier": stage.tier_stats()}
+
+
 def _tokens_brought(connector: Any) -> list[int]:
     """A list to which each request that is admitted adds the tokens that the connector has for it.
 

@@ -128,6 +128,22 @@ def _save(file: Path, weights: dict[str, Any]) -> None:
     save_file(own, str(file), metadata={"format": "pt"})
 
 
+def write_mamba2(folder: Path, **changes: Any) -> Path:
+    """Nemotron-H, half of whose tokens follow from the token before, and so are in its prompts.
+
+    ``changes``: to its configuration.
+    """
+    from engine import architectures
+    from safetensors.torch import load_file
+
+    file = architectures.write("nemotron_h", folder, **changes) / "model.safetensors"
+    weights = load_file(file)
+    embedded = weights["backbone.embeddings.weight"]
+    weights["lm_head.weight"][_successors()] += _STATES_SHARE / 16 * embedded
+    _save(file, weights)
+    return folder
+
+
 def write_states(folder: Path, **changes: Any) -> Path:
     """Qwen3-Next, half of whose layers keep a state, with a layer that guesses the successor.
 

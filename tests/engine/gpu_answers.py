@@ -99,6 +99,9 @@ def _of_its_own(kind: Kind, off: Answers, on: Answers, found: Answers) -> list[b
         found["hits_of_both"] = on[kind.asked]["both"]
         found["tokens_brought"] = on[kind.asked]["brought"]
         return [found["hits_of_both"] > 0]
+    if kind.connector:
+        found["tokens_brought"] = on[kind.asked]["brought"]
+        return [found["tokens_brought"][0] > 0]
     if kind.asked == FLIPPED:
         return _flipped(off[FLIPPED], on[FLIPPED], found)
     if kind.asked == SLEEPS:

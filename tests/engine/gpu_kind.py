@@ -39,6 +39,7 @@ class Kind:
         ray: whether Ray starts its ranks, on two nodes with a GPU each, see `gpu_nodes`.
         lmcache: its variables, where the engines with few blocks have its connector, one of them
             without the tier; empty: without.
+        connector: whether the engine with the tier has the connector of `state_connector`, too.
         exact: vLLM computes a request as if it were alone, so prompts asked together are compared.
         blocks: of the GPU, without the tier and with it.
         late: how late the tier's copies are, see `late_copies`.
@@ -63,6 +64,7 @@ class Kind:
     kvcached: dict[str, str] = field(default_factory=dict)
     lmcache: dict[str, str] = field(default_factory=dict)
     ray: bool = False
+    connector: bool = False
     exact: bool = False
     blocks: tuple[int, int] = (BLOCKS_KEPT, BLOCKS_FEW)
     late: str = ""

@@ -155,6 +155,29 @@ def _gated_delta_nets(way: str) -> Kind:
     )
 
 
+def _beside_connector(name: str) -> Kind:
+    """Of `gpu_states.BESIDE_CONNECTOR`."""
+    return replace(
+        _states(name),
+        name=f"states beside a KV connector: {name}",
+        asked="brought_and_kept",
+        connector=True,
+    )
+
+
+def _with_n_grams() -> Kind:
+    """Mamba 2, for which there are no drafts of its own here."""
+    name = "Mamba 2"
+    return replace(
+        _states(name),
+        name=f"states with n-grams: {name}",
+        model="guessing mamba2",
+        engine={**gpu_states.engine(name), "speculative_config": gpu_states.N_GRAMS},
+        runners=("v1",),
+        unrepeated=True,
+    )
+
+
 MODELS: dict[str, Callable[[Path], object]] = {
     "full": partial(model.write_model, heads=2, kv_heads=1, head_dim=128),
     "windows": partial(model.write_model, heads=2, kv_heads=1, head_dim=128, window=256),
@@ -179,6 +202,8 @@ KINDS = [
     _states("Mamba 2", ranks=2),
     *map(_at_every_block, gpu_states.AT_EVERY_BLOCK),
     *map(_gated_delta_nets, gpu_states.GDN_WAYS),
+    *map(_beside_connector, gpu_states.BESIDE_CONNECTOR),
+    _with_n_grams(),
     *gpu_ranks.flipped("", "full", {}),
     Kind("sleep", "full", {**GRAPHS, "enable_sleep_mode": True}, asked=SLEEPS),
     Kind(
@@ -221,6 +246,8 @@ def play(folder: Path, gpus: str, runner: str, kind: Kind, tier: bool, few: bool
         engine["speculative_config"] = config.replace("{models}", str(folder))
     if kind.lmcache and few:
         engine["kv_transfer_config"] = json.dumps(LMCACHE)
+    if kind.connector and few:
+        engine["kv_transfer_config"] = json.dumps(gpu_states.CONNECTOR)
     settings = {"KVOFFLOAD_CPU_GIB": "1", **kind.settings} if tier else None
     late = kind.late if tier else ""
     env = _environment(gpus, runner, kind, tier, few)

@@ -33,6 +33,21 @@ _ENGINE = {
     "max_num_seqs": 16, "enforce_eager": False,
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
 }  # fmt: skip
+# Loads beside the step: vLLM's runners copy a state on before loads within the step begin.
+CONNECTOR = {
+    "kv_connector": "StateConnector",
+    "kv_role": "kv_both",
+    "kv_connector_module_path": "state_connector",
+    "kv_connector_extra_config": {"use_async": True},
+    "kv_load_failure_policy": "fail",
+}
+BESIDE_CONNECTOR = ("gated delta net", "Mamba 2")
+N_GRAMS = {
+    "method": "ngram",
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+    "num_speculative_tokens": 3,
+}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}  # of 64 numbers each
 _EXACT = {"dtype": "float32", "attention_backend": "TRITON_ATTN"}  # where the kernels take it
 # By kind: the folder of its model, and arguments of `vllm.LLM` besides.
@@ -66,16 +81,12 @@ UNREPEATED = ("with drafts", "with hits within a block")
 UNSTEADY = {"linear attention": ROUND}
 # Two heads of values to each of keys: with one, the kernel for a GPU refuses its inputs.
 _GDN_HEADS = {"linear_num_value_heads": 4}
+_MAMBA2 = {"num_key_value_heads": 8, "head_dim": 64, "ssm_state_size": 64}
 MODELS: dict[str, Callable[[Path], object]] = {
     "gdn": partial(architectures.write, "qwen3_next", **_GDN_HEADS),
     "guessing": partial(drafts.write_states, **_GDN_HEADS),
-    "mamba2": partial(
-        architectures.write,
-        "nemotron_h",
-        num_key_value_heads=8,
-        head_dim=64,
-        ssm_state_size=64,
-    ),
+    "mamba2": partial(architectures.write, "nemotron_h", **_MAMBA2),
+    "guessing mamba2": partial(drafts.write_mamba2, **_MAMBA2),
     "mamba1": partial(architectures.write, "jamba", **_HEADS),
     "conv": partial(architectures.write, "lfm2", **_HEADS),
     "linear": linear_attention.write,

@@ -12,7 +12,7 @@ import signal
 from typing import Any
 
 import release
-from both_tiers import hits_of_both  # noqa: F401
+from both_tiers import brought_and_kept, hits_of_both  # noqa: F401
 from model import CHUNK, VOCABULARY
 from pressure import under_pressure  # noqa: F401
 from turns import in_turns, singles  # noqa: F401
