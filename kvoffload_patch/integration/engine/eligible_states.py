@@ -43,8 +43,10 @@ STATES_OF_DRAFTS_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
 # The same in mode all, in which a step leaves one at the end of every block.
 STATES_AT_EVERY_BLOCK_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.23.0", "cuda"): ("MAMBA1", "MAMBA2"),
+    ("0.25.1", "cuda"): ("MAMBA1", "MAMBA2"),
     ("0.26.0", "cuda"): ("MAMBA1", "MAMBA2"),
     ("0.28.0", "cuda"): ("MAMBA1", "MAMBA2"),
+    ("0.29.0", "cuda"): ("MAMBA1", "MAMBA2"),
     ("0.30.0", "cuda"): ("MAMBA1", "MAMBA2"),
     ("0.31.0", "cuda"): ("MAMBA1", "MAMBA2"),
 }
@@ -53,6 +55,8 @@ STATES_ON_STAGES_SHOWN: dict[str, tuple[str, ...]] = {
     "0.26.0": ("GDN_ATTN",),
     "0.28.0": ("GDN_ATTN",),
 }
+# And beside a KV connector that brings blocks and states beside the step.
+STATES_BESIDE_A_CONNECTOR_SHOWN: dict[str, tuple[str, ...]] = {"0.32.0": ("GDN_ATTN",)}
 # Models whose delta attention has the name of gated delta nets and is not beside MLA.
 DELTA_ATTENTION = ("AliceAIForCausalLM",)
 # Where drafts were shown with model runner V1 alone.
@@ -127,13 +131,16 @@ def _unplayed_on_a_gpu(
     """
     stages, release = vllm_config.parallel_config.pipeline_parallel_size, release_in_use()
     if stages > 1 and kind not in STATES_ON_STAGES_SHOWN.get(release, ()):
-        shown = "; ".join(f"{', '.join(of)} with {on}" for on, of in STATES_ON_STAGES_SHOWN.items())
         yield (
             "expected one pipeline stage beside states on a GPU, or states that were shown with "
-            f"several ({shown}), found {stages} with {kind} and {release}"
+            f"several ({_told(STATES_ON_STAGES_SHOWN)}), found {stages} with {kind} and {release}"
         )
-    if getattr(scheduler, "connector", None) is not None:
-        yield "expected no KV connector beside states on a GPU, found one"
+    connector = getattr(scheduler, "connector", None) is not None
+    if connector and kind not in STATES_BESIDE_A_CONNECTOR_SHOWN.get(release, ()):
+        yield (
+            "expected no KV connector beside states on a GPU, or states that were shown beside one "
+            f"({_told(STATES_BESIDE_A_CONNECTOR_SHOWN)}), found one with {kind} and {release}"
+        )
     if kind == "GDN_ATTN" and "MLAAttentionSpec" in kinds(
         scheduler.kv_cache_config.kv_cache_groups
     ):
@@ -149,6 +156,10 @@ def _unplayed_on_a_gpu(
             "leaves within, as FlashInfer's kernel for gated delta nets does from 0.33 on "
             """(--additional-config '{"gdn_prefill_backend": "triton"}' chooses another)"""
         )
+
+
+def _told(shown: dict[str, tuple[str, ...]]) -> str:
+    return "; ".join(f"{', '.join(of)} with {release}" for release, of in shown.items())
 
 
 def _unshown_states(vllm_config: Any, of_layers: Sequence[Any], kind: str) -> str | None:

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from kvoffload_patch.integration.engine.eligibility import (
 from kvoffload_patch.integration.engine.eligible_states import (
     DELTA_ATTENTION,
     STATES_AT_EVERY_BLOCK_SHOWN,
+    STATES_BESIDE_A_CONNECTOR_SHOWN,
     STATES_OF_DRAFTS_SHOWN,
     STATES_ON_STAGES_SHOWN,
     STATES_SHOWN,
@@ -575,7 +577,7 @@ UNPLAYED = {
     "a connector": (
         config(device="cuda"),
         scheduler(group(), group("MambaSpec", **STATE), connector=object()),
-        "no KV connector beside states on a GPU, found one",
+        "no KV connector beside states on a GPU, .* found one with GDN_ATTN and 0.26.0",
     ),
     "delta attention, by model": (
         config(device="cuda", architectures=["AliceAIForCausalLM"]), states(),
@@ -772,6 +774,21 @@ def test_every_release_whose_states_were_shown_on_stages_has_results_of_it(
             check_eligible(asked, states(mamba_type=SimpleNamespace(name="MAMBA1")))
 
 
+def test_every_release_whose_states_were_shown_beside_a_connector_has_results_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (row,) = [row for row in ROWS if row.name == "states beside a KV connector"]
+    for release, shown in STATES_BESIDE_A_CONNECTOR_SHOWN.items():
+        _must_be_green_on_a_gpu(row, release)
+        assert shown == ("GDN_ATTN",), "no other kind was played"
+        monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", release)
+        for kind, refused in (("GDN_ATTN", False), ("MAMBA2", True)):
+            one = group("MambaSpec", **{**STATE, "mamba_type": SimpleNamespace(name=kind)})
+            asked = scheduler(group(), one, connector=object())
+            with pytest.raises(TierRefused, match=kind) if refused else nullcontext():
+                assert check_eligible(config(device="cuda"), asked) == ()
+
+
 def test_what_was_shown_beside_states_on_a_gpu_has_results_there() -> None:
     beside = {
         "states with speculative decoding": STATES_OF_DRAFTS_SHOWN,
@@ -811,7 +828,8 @@ def test_the_table_of_states_in_the_documents_is_the_one_that_decides() -> None:
                 taken = {
                     on for (on, where), some in shown.items() if where == device and kind in some
                 }
-                assert _releases_in(cell, {on for on, _ in STATES_SHOWN}) == taken, (kind, device)
+                known = {on for on, _ in (*STATES_SHOWN, *shown)}
+                assert _releases_in(cell, known) == taken, (kind, device)
 
 
 def _releases_in(text: str, known: set[str]) -> set[str]:
