@@ -16,6 +16,7 @@ from engine.model import HIDDEN, LAYERS, VOCABULARY, write_model, write_tokenize
 _RING = 6
 _SHARE = 4.0  # what a token's embedding adds to its successor's row
 _STATES_SHARE = 0.8  # the same with layers that keep a state
+_MAMBA2_SHARE = 1.8  # and with Mamba 2, where four tokens of ten then follow from the one before
 _ATTENTION = 0.5  # of the gains in `model`: the rest of an answer, the whole prompt's
 
 
@@ -139,7 +140,10 @@ def write_mamba2(folder: Path, **changes: Any) -> Path:
     file = architectures.write("nemotron_h", folder, **changes) / "model.safetensors"
     weights = load_file(file)
     embedded = weights["backbone.embeddings.weight"]
-    weights["lm_head.weight"][_successors()] += _STATES_SHARE / 16 * embedded
+    weights["lm_head.weight"][_successors()] += _MAMBA2_SHARE / 16 * embedded
+    for name in weights:
+        if name.endswith(("out_proj.weight", "o_proj.weight")):
+            weights[name] *= _ATTENTION
     _save(file, weights)
     return folder
 

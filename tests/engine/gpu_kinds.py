@@ -160,6 +160,7 @@ def _beside_connector(name: str) -> Kind:
     return replace(
         _states(name),
         name=f"states beside a KV connector: {name}",
+        engine={**gpu_states.engine(name), **gpu_states.BESIDE_CONNECTOR[name]},
         asked="brought_and_kept",
         connector=True,
     )
