@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -36,6 +37,7 @@ SERVERS = {
     "one": ["--distributed-executor-backend", "mp"],
     "several": ["--api-server-count", "2", "--data-parallel-size", "2"],
 }
+DASHBOARD = Path(__file__).resolve().parents[2] / "docs/grafana.json"
 # What makes the CPU's engine core and its client talk as those of a server do.
 APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TEST_FORK_WORKERS": "1"}
 
@@ -57,6 +59,18 @@ def totals(found: dict[str, float]) -> Counter[str]:
         ]
         total[" ".join([base, *own])] += value
     return total
+
+
+def check_the_dashboard(found: dict[str, float]) -> None:
+    """Every metric that a panel asks for is on /metrics, but why a tier is off: it is on."""
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    asked = {
+        name
+        for panel in panels
+        for target in panel["targets"]
+        for name in re.findall(r"kvoffload_\w+", target["expr"])
+    }
+    assert asked - {name.partition("{")[0] for name in found} == {"kvoffload_tier_off_info"}
 
 
 def check_nobody_listens(folder: Path) -> None:
@@ -92,6 +106,7 @@ def test_figures_of_every_engine_are_on_metrics_and_agree(
         answers = [[server.ask(prompt) for prompt in asked] for _ in range(4)]
         found = wait_for(server, f"{OWN_CACHE}_queries_total", len(asked) * 4 * PROMPT_TOKENS)
         found = settled(server, found)
+        check_the_dashboard(server.metrics())
         check_commands(server, runtime, num_engines, asked, warm)
     check_nobody_listens(tmp_path / "kvoffload")
     whole = (tmp_path / "log").read_text().count("divide KVOFFLOAD_CPU_GIB by their number")
