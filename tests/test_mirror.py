@@ -51,7 +51,6 @@ TESTED_BY = {
     "patching/errors.py": "patching/test_check.py",
     "patching/point.py": "patching/test_check.py",
     "tier/entries.py": "tier/test_manager.py",
-    "tier/policy.py": "tier/test_manager_model.py",
     "tier/queues.py": "tier/test_manager.py",
     "tier/state.py": "tier/test_manager.py",
     "tier/stats.py": "tier/test_manager.py",

@@ -53,6 +53,11 @@ FIRST_COMPARED_BLOCKS = 64
 # S3-FIFO counts so many uses of a block, for each of which it goes round the main queue once more.
 # As its authors have it (Yang and others, 2023).
 USED_TIMES = 3
+# In one eviction so many blocks go round for each that is to leave, and no more: it bounds what a
+# step costs where all of a large tier was used since. Chosen by replays of generated traces
+# (`scripts/simulate replay --sides s3fifo`, three seeds): beside no bound, `documents` recomputed
+# 4 % more with 16, and 1 % more with 32; `chat`, `scan` and `phases` are as before, `agents` less.
+ROUND_TIMES = 32
 # Uses of blocks between two of the same one are counted in so many parts of the GPU's blocks, up to
 # so many times those; the counts fade to a third while the GPU's blocks are used so many times.
 # Chosen by replays (docs/policies.md, "What the GPU keeps"), as are those below.

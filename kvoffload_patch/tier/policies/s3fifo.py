@@ -10,7 +10,7 @@ from itertools import compress
 
 from kvoffload_patch.tier.policies.batches import BatchLists
 from kvoffload_patch.tier.policies.lost import LostKeys
-from kvoffload_patch.tier.tuning import USED_TIMES
+from kvoffload_patch.tier.tuning import ROUND_TIMES, USED_TIMES
 
 SMALL, MAIN = 0, 1
 
@@ -20,8 +20,10 @@ class S3FifoPolicy:
 
     A tenth of the slots are the small queue's. What was not used in it leaves the tier and is
     remembered; what was, and what comes again while it is remembered, goes to the main queue.
-    There a block that was used since goes round again, three times at most: a round for each use,
-    so an eviction costs O(1) for each block evicted and each use since.
+    There a block that was used since goes round again, three times at most: a round for each use.
+    In one eviction so many go round for each block that is to leave, and no more, because all of a
+    large tier may have been used since. Then the oldest leave, used or not: those that came first
+    in the queue whose turn it is.
     """
 
     def __init__(self, key_of: Sequence[Hashable]) -> None:
@@ -74,12 +76,14 @@ class S3FifoPolicy:
 
     def evict(self, count: int) -> Sequence[int]:
         evicted: list[int] = []
+        rounds = ROUND_TIMES * count
         while (missing := count - len(evicted)) > 0:
             chosen, which = self._oldest(missing)
             if not chosen:
                 break
             if any(map(self._uses.__getitem__, chosen)):
-                chosen = self._go_round(chosen, which)
+                taken, chosen = chosen, self._go_round(chosen, which, rounds)
+                rounds -= len(taken) - len(chosen)
             if which == SMALL:
                 keys = list(map(self._key_of.__getitem__, chosen))
                 self._lost.add(keys, 0, len(self._key_of))
@@ -95,12 +99,17 @@ class S3FifoPolicy:
             return self._queues.take_oldest(MAIN, count), MAIN
         return self._queues.take_oldest(SMALL, 1), SMALL  # if it was used, there is a main queue
 
-    def _go_round(self, slots: Sequence[int], which: int) -> list[int]:
-        """Those of these that were used since go to the end of the main queue; returns the rest."""
-        uses = self._uses
-        again = [slot for slot in slots if uses[slot]]
-        rest = [slot for slot in slots if not uses[slot]]
-        for slot in again:
+    def _go_round(self, slots: Sequence[int], which: int, most: int) -> list[int]:
+        """Those of these that were used since go to the end of the main queue, so many at most.
+
+        Returns:
+            The rest, in its order; it has no uses any more.
+        """
+        uses, batch_of = self._uses, self._queues.batch_of
+        used = [slot for slot in slots if uses[slot]]
+        for slot in used[:most]:
             uses[slot] = 0 if which == SMALL else uses[slot] - 1
-        self._queues.add(MAIN, again)
-        return rest
+        for slot in used[most:]:
+            uses[slot] = 0
+        self._queues.add(MAIN, used[:most])
+        return [slot for slot in slots if not batch_of[slot]]

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from kvoffload_patch.tier.policies import s3fifo
 from kvoffload_patch.tier.policies.s3fifo import S3FifoPolicy
 
 KEYS = [f"key-{number}" for number in range(20)]
@@ -28,6 +29,21 @@ def test_what_was_used_goes_round_again() -> None:
     policy.hit([0, 1, 1, 19])
     assert list(policy.evict(6)) == [2, 3, 4, 5, 6, 7]
     assert list(policy.evict(9)) == [0, 1, 8, 9], "a tenth of the tier is for what is new"
+
+
+def test_where_too_many_were_used_the_oldest_leave_used_or_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(s3fifo, "ROUND_TIMES", 2)
+    policy = holding(*range(6))
+    policy.pin(range(6))
+    policy.unpin(range(6))
+    policy.hit(range(6))
+    policy.pin([2])
+    assert list(policy.evict(1)) == [3], "0 and 1 went round, and 2 is pinned"
+    assert list(policy.evict(1)) == [0], "4 and 5 went round, and have one use left"
+    assert not policy._uses[3] and not policy._uses[0], "of what takes these slots"
+    assert sorted(policy.evict(6)) == [1, 4, 5]
 
 
 def test_a_key_that_comes_back_soon_is_not_new() -> None:
@@ -125,10 +141,12 @@ class OneByOne:
 
     def evict(self, count: int) -> list[int]:
         evicted: list[int] = []
+        rounds = s3fifo.ROUND_TIMES * count
         while len(evicted) < count and self.small + self.main:
             small = len(self.small) * 10 > len(KEYS) or not self.main
             slot = (self.small if small else self.main).pop(0)
-            if self.uses[slot]:
+            if self.uses[slot] and rounds:
+                rounds -= 1
                 self.uses[slot] = 0 if small else self.uses[slot] - 1
                 self.main.append(slot)
                 continue
@@ -138,8 +156,12 @@ class OneByOne:
         return evicted
 
 
+@pytest.mark.parametrize("rounds", [0, 1, 32])
 @pytest.mark.parametrize("seed", range(20))
-def test_blocks_leave_as_if_looked_at_one_by_one(seed: int) -> None:
+def test_blocks_leave_as_if_looked_at_one_by_one(
+    seed: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3fifo, "ROUND_TIMES", rounds)
     policy, model, rng = S3FifoPolicy(KEYS), OneByOne(), random.Random(seed)
     free, pinned = set(range(20)), set[int]()
     for _ in range(400):
