@@ -36,6 +36,9 @@ class Exclusive:
     pins, because what is loaded is on the GPU. A slot that is pinned, free or being written is
     neither a copy nor the other one's.
 
+    It is made for a tier that is in use, within a step. So it notes the slots that are not the
+    other one's, which are few then, and walks no others.
+
     What the GPU holds is known as far as the tier is told of it. Told too little or too much,
     it evicts other blocks; which bytes are read never depends on it.
 
@@ -46,6 +49,10 @@ class Exclusive:
         others: orders what the GPU has lost.
         key_of: of each slot, kept up to date.
         slot_of: of each key that has one, kept up to date.
+        copies: one list, empty; it grows with the keys, and is there for the next one, because it
+            costs O(slots) to make.
+        under_way: slots that are pinned or being written; the other policy orders all others that
+            are in use.
     """
 
     def __init__(
@@ -53,29 +60,27 @@ class Exclusive:
         others: EvictionPolicy,
         key_of: Sequence[Hashable],
         slot_of: Mapping[Hashable, int],
+        copies: BatchLists,
+        under_way: Iterable[int] = (),
     ) -> None:
         self._others = others
         self._key_of = key_of
         self._slot_of = slot_of
-        self._copies = BatchLists(1, len(key_of))
-        self._given = bytearray(len(key_of))  # 1 for each slot that the other policy orders
+        self._copies = copies
+        # Slots in use that neither orders. Free ones may be in here, too: nobody asks for them.
+        self._apart = set(under_way)
         self._on_gpu: set[Hashable] = set()
         self._key_in: dict[int, Hashable] = {}  # of GPU blocks
         self._again: set[Hashable] = set()  # keys that were used again on the GPU
         self._owed = 0  # blocks to be handed out until it tries again
 
-    def begin(self, slots: Iterable[int]) -> None:
-        """The other policy orders these already."""
-        for slot in slots:
-            self._given[slot] = 1
-
     def go_on(self, before: Exclusive) -> None:
-        """Know of the GPU what this one knew, which has ended; after `begin`. O(slots in use)."""
+        """Know of the GPU what this one knew, which has ended. O(slots in use)."""
         self._on_gpu, self._key_in = before._on_gpu, before._key_in
         self._again, self._owed = before._again, before._owed
         if not self.tight:
-            found, given = self._on_gpu, self._given
-            self.hit([slot for key, slot in self._slot_of.items() if key in found and given[slot]])
+            found = self._on_gpu
+            self.hit([slot for key, slot in self._slot_of.items() if key in found])
 
     def end(self) -> None:
         """The other policy orders all of them from now on. O(copies)."""
@@ -187,18 +192,21 @@ class Exclusive:
         self._copies.take(alone)
         self._give(alone)
 
+    def written(self, slots: Iterable[int]) -> None:
+        """These are being written from now on; they were free, or `evict` chose them."""
+        self._apart.update(slots)
+
     # As an eviction policy
 
     def grow(self) -> None:
         self._others.grow()
-        self._copies.grow(len(self._key_of))
-        self._given.extend(bytes(len(self._key_of) - len(self._given)))
 
     def miss(self, keys: Collection[Hashable]) -> None:
         self._others.miss(keys)
 
     def insert(self, slots: Sequence[int]) -> None:
         on_gpu, key_of = self._on_gpu, self._key_of
+        self._apart.difference_update(slots)
         keys = list(map(key_of.__getitem__, slots))
         if on_gpu.issuperset(keys):
             self._copies.add(0, slots)
@@ -207,29 +215,29 @@ class Exclusive:
         self._give([slot for slot in slots if key_of[slot] not in on_gpu])
 
     def hit(self, slots: Sequence[int]) -> None:
-        given, batch_of = self._given, self._copies.batch_of
-        if not (self.tight or any(map(given.__getitem__, slots))):
+        apart, batch_of = self._apart, self._copies.batch_of
+        if not self.tight and all(map(batch_of.__getitem__, slots)):
             self._copies.make_recent(slots)
             return
         # Where one is there twice, the last counts.
-        once = list(dict.fromkeys(reversed(slots)))[::-1]
+        once = [slot for slot in dict.fromkeys(reversed(slots)) if slot not in apart][::-1]
         copies = [slot for slot in once if batch_of[slot]]
-        theirs = [slot for slot in once if given[slot]]
+        theirs = [slot for slot in once if not batch_of[slot]]
         if self.tight:
             self._others.hit(theirs)
             self._copies.take(copies)
             self._give(copies)
             return
-        both = [slot for slot in once if given[slot] or batch_of[slot]]
-        self._take_back(theirs)
+        self._others.remove(theirs)
         self._copies.take(copies)
-        self._copies.add(0, both)
+        self._copies.add(0, once)
 
     def regroup(self, slots: Sequence[int]) -> None:
         """The order in which the GPU loses blocks has grouped them."""
 
     def pin(self, slots: Sequence[int]) -> None:
         self._leave_orders(slots, loaded=True)
+        self._apart.update(slots)
 
     def unpin(self, slots: Sequence[int]) -> None:
         self.insert(slots)
@@ -238,22 +246,21 @@ class Exclusive:
         self._leave_orders(slots, loaded=False)
 
     def _leave_orders(self, slots: Sequence[int], loaded: bool) -> None:
-        flags = list(map(self._given.__getitem__, slots))
-        theirs = slots if all(flags) else list(compress(slots, flags))
+        apart, batch_of = self._apart, self._copies.batch_of
+        theirs = slots
+        if any(map(batch_of.__getitem__, slots)) or not apart.isdisjoint(slots):
+            theirs = [slot for slot in slots if not batch_of[slot] and slot not in apart]
         if theirs:
             if loaded:
                 self._others.pin(theirs)
-            self._take_back(theirs)
+            self._others.remove(theirs)
         if len(theirs) < len(slots):
-            self._copies.take([slot for slot, flag in zip(slots, flags) if not flag])
+            self._copies.take(slots)
 
     def evict(self, count: int) -> Sequence[int]:
         chosen = self._copies.take_oldest(0, count)
         if len(chosen) < count:
-            more = self._others.evict(count - len(chosen))
-            for slot in more:
-                self._given[slot] = 0
-            chosen += more
+            chosen += self._others.evict(count - len(chosen))
         return chosen
 
     def _give(self, slots: Sequence[int]) -> None:
@@ -261,16 +268,8 @@ class Exclusive:
         if not slots:
             return
         self._others.insert(slots)
-        given, again = self._given, self._again
-        for slot in slots:
-            given[slot] = 1
+        again = self._again
         keys = list(map(self._key_of.__getitem__, slots))
         if not again.isdisjoint(keys):
             self._others.hit(list(compress(slots, map(again.__contains__, keys))))
             again.difference_update(keys)
-
-    def _take_back(self, slots: Sequence[int]) -> None:
-        """The other policy has these, and orders them no more."""
-        self._others.remove(slots)
-        for slot in slots:
-            self._given[slot] = 0

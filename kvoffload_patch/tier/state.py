@@ -14,6 +14,7 @@ from kvoffload_patch.tier.entries import HeldSlots, Keys, LinkTickets, Slots
 from kvoffload_patch.tier.exclusive import Exclusive
 from kvoffload_patch.tier.gain import ExclusiveGain
 from kvoffload_patch.tier.policies.adaptive import AdaptivePolicy
+from kvoffload_patch.tier.policies.batches import BatchLists
 from kvoffload_patch.tier.policy import EvictionPolicy, PolicyBroken
 from kvoffload_patch.tier.prefixes import PrefixOrder
 from kvoffload_patch.tier.queues import Ended, StoreQueue, WaitingBlocks, tell_ended
@@ -155,6 +156,8 @@ class TierState:
         """A new eviction policy, which knows of nothing."""
         held, policy = self._held, self._make_policy()
         self._prefixes = PrefixOrder(policy, self._key_of, self._is_idle, held.reads_of)
+        # For whichever `Exclusive` there is: a step that makes one is not to walk the slots.
+        self._copies = BatchLists(1, 0 if self._store_policy == "eager" else self.num_slots)
         self._exclusive, self._policy = None, self._prefixes
         self._follow_gain()
 
@@ -165,9 +168,11 @@ class TierState:
         return policy
 
     def _follow_gain(self, before: Exclusive | None = None) -> None:
-        """Hold other blocks than the GPU if that is wanted, or pays; O(slots in use) if not yet.
+        """Hold other blocks than the GPU if that is wanted, or pays.
 
-        ``before``: what did so until now, and knows what the GPU has.
+        O(blocks under way) to begin it, and O(copies) besides to end it.
+
+        ``before``: what did so until now, and knows what the GPU has; O(slots in use) to go on.
         """
         lazy = self._store_policy != "eager" if self._gain is None else self._gain.pays
         if lazy != (self._exclusive is not None):
@@ -180,8 +185,10 @@ class TierState:
         """What the GPU holds as well leaves first from now on, as far as it is told of it."""
         self._ended.clear()
         self._prefixes.remove(self._held.pinned())
-        self._exclusive = self._policy = Exclusive(self._prefixes, self._key_of, self._slot_of)
-        self._exclusive.begin(filter(self._is_idle, self._slot_of.values()))
+        under_way = self._slots_under_way()
+        self._exclusive = self._policy = Exclusive(
+            self._prefixes, self._key_of, self._slot_of, self._copies, under_way
+        )
         if before is not None:
             self._exclusive.go_on(before)
 
@@ -238,6 +245,12 @@ class TierState:
 
     def _take_slots(self, count: int) -> tuple[int, ...]:
         """Slots to be written, so many or as many as there can be, after evicting for them."""
+        slots = self._find_room(count)
+        if self._exclusive is not None:
+            self._exclusive.written(slots)
+        return slots
+
+    def _find_room(self, count: int) -> tuple[int, ...]:
         free = self._slots.num_free
         if count <= free:
             return tuple(self._slots.allocate(count))
@@ -298,6 +311,8 @@ class TierState:
         del self._key_of[num_slots:], self._store_to[num_slots:]
         self._key_of += [NO_KEY] * (num_slots - len(self._key_of))
         self._store_to += [0] * (num_slots - len(self._store_to))
+        if self._store_policy != "eager":
+            self._copies.grow(num_slots)
         if self._gain is not None:
             self._gain.resize(num_slots)
 

@@ -7,7 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 
 import pytest
 from tier.plans import store_of
+from tier.steps import steps_of
 from tier.strict import Strict
+from tier.tier_machine import Gain
 
 from kvoffload_patch.tier.exclusive import blocks_ahead
 from kvoffload_patch.tier.manager import OffloadManager
@@ -194,13 +196,16 @@ def test_a_loading_slot_is_not_evicted_however_often_it_is_hit() -> None:
     assert (held(tier), tier.stats.dropped) == ("a", 1)
 
 
-@pytest.mark.parametrize("store", ["auto", "lazy"])
+@pytest.mark.parametrize("store", ["auto", "lazy", "now and then"])
 @pytest.mark.parametrize("seed", range(8))
 def test_each_slot_that_can_leave_is_a_copy_or_the_policys_behind(seed: int, store: str) -> None:
     """In neither order it would never leave, in both another block would leave with it."""
     rng, gpu, copies = random.Random(seed), dict[int, str](), 0
-    tier = OffloadManager(8, Strict, store=store)
+    tier, gain = OffloadManager(8, Strict, store=store if store == "lazy" else "auto"), Gain()
+    if store == "now and then":
+        tier._gain = gain
     for _ in range(200):
+        gain.pays ^= not rng.randrange(8)
         happens, blocks = rng.randrange(6), rng.sample(range(12), rng.randrange(1, 4))
         keys = rng.sample("abcdefghijklmnop", len(blocks))
         held = [block for block in blocks if block in gpu]
@@ -231,12 +236,14 @@ def test_each_slot_that_can_leave_is_a_copy_or_the_policys_behind(seed: int, sto
 def minded(tier: OffloadManager, on_gpu: Collection[str]) -> int:
     """How many copies there are; each slot is in the orders that it should be in."""
     order, behind = tier._exclusive, tier._prefixes.policy
-    assert order is not None and isinstance(behind, Strict)
-    copies = {slot for slot, batch in enumerate(order._copies.batch_of) if batch}
-    given = {slot for slot, flag in enumerate(order._given) if flag}
+    assert isinstance(behind, Strict)
     idle = {slot for slot in tier._slot_of.values() if tier._is_idle(slot)}
-    assert not copies & given and copies | given == idle
-    assert given == behind.known and len(copies) == order._copies.sizes[0]
+    copies = {slot for slot, batch in enumerate(tier._copies.batch_of) if batch}
+    assert behind.known == idle - copies and len(copies) == tier._copies.sizes[0]
+    if order is None:
+        assert not copies
+        return 0
+    assert copies <= idle == {slot for slot in tier._slot_of.values() if slot not in order._apart}
     assert {tier._key_of[slot] for slot in copies} <= {*on_gpu}, "only the tier has it"
     return len(copies)
 
@@ -426,3 +433,21 @@ def test_auto_weighs_what_is_computed_loaded_and_hit() -> None:
             tier.begin_load(found, list(range(len(found))))
         plan(tier, **{key: 8 + n for n, key in enumerate(keys) if key not in found})
     assert tier.lazy, "twenty fit in eight and sixteen"
+
+
+def steps_of_becoming_lazy(slots: int) -> int:
+    """Of a full tier of so many slots, while a block is loaded and another one is written."""
+    tier = OffloadManager(slots, LRUPolicy, store="auto", gpu_blocks=10)
+    assert tier._gain is not None
+    keys = [f"key-{number}" for number in range(slots)]
+    plan(tier, **dict(zip(keys, range(100, 100 + slots))))
+    tier.begin_load(keys[:1], [1])
+    tier.make_plan(lambda block, key: True, {"a": 2})
+    tier._gain.pays = True
+    steps = steps_of(lambda: tier.make_plan(lambda block, key: True))
+    assert tier.lazy and tier.num_used == slots
+    return steps
+
+
+def test_becoming_lazy_takes_no_more_steps_in_a_larger_tier() -> None:
+    assert steps_of_becoming_lazy(1000) == steps_of_becoming_lazy(10)
