@@ -11,7 +11,9 @@ from typing import Any, cast
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
+from tier.long_tail import head_first, store
 from tier.prefix_machine import PrefixMachine, busy
+from tier.steps import steps_of
 
 from kvoffload_patch.tier import prefixes
 from kvoffload_patch.tier.manager import OffloadManager
@@ -418,3 +420,12 @@ def test_a_block_that_rests_on_itself_ends_the_search_for_a_tail() -> None:
     assert order.evict(1) == [0]
     with pytest.raises(RuntimeError, match="the block in slot . rests on itself"):
         order.evict(1)
+
+
+def test_the_tail_of_a_head_that_leaves_is_looked_for_once() -> None:
+    """However long it is; the steps behind that find it at once."""
+    short, long = head_first(20), head_first(2000)
+    for tier in (short, long):
+        store(tier, -1)
+        assert tier.holds(0) and not tier.holds(tier.num_slots - 1)
+    assert steps_of(lambda: store(long, -2)) == steps_of(lambda: store(short, -2))
