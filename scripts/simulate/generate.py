@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-from scripts.simulate import trace, workloads
+from scripts.simulate import arguments, trace, workloads
 
 
 def main() -> int:
@@ -14,9 +13,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     names = parser.add_argument("name", choices=workloads.WORKLOADS)
     names.help = "; ".join(f"{name}: {what}" for name, (what, _) in workloads.WORKLOADS.items())
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=arguments.target)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=1800.0)
+    parser.add_argument("--seconds", type=arguments.positive, default=1800.0)
     options = parser.parse_args()
     requests = workloads.generate(options.name, options.seconds, options.seed)
     trace.write(options.out, requests)

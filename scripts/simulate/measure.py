@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.common import write_json
-from scripts.simulate import parallel, report, sides, workloads
+from scripts.simulate import arguments, parallel, report, sides, workloads
 from scripts.simulate.belady import most_hits
 from scripts.simulate.model import Machine, Model
 from scripts.simulate.page import RESULTS
@@ -45,31 +45,44 @@ def measure(seconds: float, seeds: Iterable[int], names: Iterable[str]) -> dict[
     return parallel.measured(replayed, jobs, seconds)
 
 
-def kept(path: Path, found: dict[str, Any], names: Collection[str]) -> list[dict[str, Any]]:
+def kept(path: Path, seconds: float, names: Collection[str]) -> list[dict[str, Any]]:
     """Rows of these sides that were measured before.
 
     Raises:
-        ValueError: they are of another model, or of traces of another length.
+        ValueError: there are none, or of another model, or of traces of another length.
     """
-    before = json.loads(path.read_text(encoding="utf-8"))
-    for name in ("model", "seconds"):
-        if before[name] != found[name]:
-            raise ValueError(f"{path}: expected {name} {found[name]}, found {before[name]}")
-    return [row for row in before["rows"] if row["side"] in names]
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        for name, wanted in (("model", Machine()._asdict()), ("seconds", seconds)):
+            if before[name] != wanted:
+                raise ValueError(f"{name} {before[name]} in place of {wanted}")
+        return [row for row in before["rows"] if row["side"] in names]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(
+            f"{path}: expected results of this command, whose other sides are kept, found {found}; "
+            "--alone keeps none"
+        ) from None
 
 
 def main() -> int:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--seconds", type=float, default=1800.0, help="of each trace")
+    parser.add_argument("--out", type=arguments.target, default=RESULTS)
+    parser.add_argument("--seconds", type=arguments.positive, default=1800.0, help="of each")
     every = (*sides.SIDES, sides.OPTIMUM)
     parser.add_argument("--sides", nargs="+", choices=every, default=every)
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help="of the traces")
     parser.add_argument("--alone", action="store_true", help="keep no results of other sides")
     options = parser.parse_args()
+    others = set(every).difference(options.sides)
+    before: list[dict[str, Any]] = []
+    if others and not options.alone:  # before the replays, which take minutes
+        try:
+            before = kept(options.out, options.seconds, others)
+        except ValueError as error:
+            parser.error(f"argument --out: {error}")
     found = measure(options.seconds, options.seeds, options.sides)
-    if len(options.sides) < len(every) and not options.alone:
-        found["rows"] += kept(options.out, found, set(every).difference(options.sides))
+    found["rows"] += before
     write_json(options.out, found)
     return 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from scripts.bench.common import machine, write_json
+from scripts.simulate import arguments
 from scripts.simulate.model import Machine
 
 Job = TypeVar("Job")
@@ -48,8 +49,8 @@ def write(about: str, out: Path, measure: Callable[[float], dict[str, Any]]) -> 
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=out)
-    parser.add_argument("--seconds", type=float, default=1800.0, help="of each trace")
+    parser.add_argument("--out", type=arguments.target, default=out)
+    parser.add_argument("--seconds", type=arguments.positive, default=1800.0, help="of each trace")
     options = parser.parse_args()
     write_json(options.out, measure(options.seconds))
     return 0

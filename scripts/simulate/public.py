@@ -15,7 +15,7 @@ from typing import Any
 
 from scripts import ROOT
 from scripts.bench.common import table, write_json
-from scripts.simulate import parallel, report, sides, trace
+from scripts.simulate import arguments, parallel, report, sides, trace
 from scripts.simulate.belady import most_hits
 from scripts.simulate.model import Machine, Model
 
@@ -78,7 +78,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path, help="the trace")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=arguments.target, default=RESULTS)
     options = parser.parse_args()
     try:
         checked(options.file)

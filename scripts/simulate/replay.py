@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from scripts.simulate import report, sides, trace, workloads
+from scripts.simulate import arguments, report, sides, trace, workloads
 from scripts.simulate.belady import most_hits
 from scripts.simulate.model import Figures, Machine, Model
 
@@ -62,7 +62,9 @@ def _progress(name: str, requests: int) -> Callable[[int], None]:
 
 def _requests(name: str, options: argparse.Namespace) -> list[trace.Request]:
     if name in workloads.WORKLOADS:
-        return workloads.generate(name, options.seconds, options.seed)
+        if not (found := workloads.generate(name, options.seconds, options.seed)):
+            raise ValueError(f"{name}: expected requests in {options.seconds} seconds, found none")
+        return found
     return trace.read(Path(name), options.block_tokens)
 
 
@@ -75,14 +77,15 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("traces", nargs="*", help=f"a file, or one of {listed} (all)")
     parser.add_argument("--sides", nargs="+", choices=sides.SIDES, default=list(sides.SIDES))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=1800.0, help="of a generated trace")
+    parser.add_argument(
+        "--seconds", type=arguments.positive, default=1800.0, help="of a generated trace"
+    )
     parser.add_argument("--preempt", action="store_true", help="answers take blocks as they grow")
     for name, words in _WORDS.items():
         default = Machine._field_defaults[name]
         option = "--" + name.replace("_", "-")
-        parser.add_argument(
-            option, type=type(default), default=default, help=f"{words} (%(default)s)"
-        )
+        kind = arguments.whole(1) if isinstance(default, int) else arguments.positive
+        parser.add_argument(option, type=kind, default=default, help=f"{words} (%(default)s)")
     return parser.parse_args()
 
 
@@ -95,9 +98,9 @@ def main() -> int:
             requests = _requests(name, options)
             print(f"{name}: {len(requests)} requests", file=sys.stderr, flush=True)
             found, best = replay(requests, machine, options.sides)
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
-            return 1
+            return 2
         tokens = sum(request.prompt_tokens for request in requests)
         print(f"\n{name}: {len(requests)} requests, {tokens / 1e6:.1f} M prompt tokens\n")
         print(report.as_table(found, best, machine))

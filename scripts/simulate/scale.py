@@ -16,7 +16,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from kvoffload_patch.config import EVICTIONS
@@ -24,6 +23,7 @@ from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies import POLICIES
 from scripts import ROOT
 from scripts.bench.common import machine, say, table, write_json
+from scripts.simulate import arguments
 
 RESULTS = ROOT / "docs" / "measured" / "scale.json"
 SLOTS = (10_000, 100_000, 1_000_000)
@@ -143,8 +143,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--slots", nargs="+", type=int, default=SLOTS, help="sizes of the tier")
+    parser.add_argument("--out", type=arguments.target, default=RESULTS)
+    size = arguments.whole(PROMPT_BLOCKS)
+    parser.add_argument("--slots", nargs="+", type=size, default=SLOTS, help="sizes of the tier")
     options = parser.parse_args()
     document: dict[str, Any] = {"machine": machine(), "rows": []}
     for slots in options.slots:

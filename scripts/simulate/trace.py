@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 BLOCK_TOKENS = 512
+MOST_MS = 1e15  # 30,000 years: a step of a replay still counts beside it
 
 
 class Request(NamedTuple):
@@ -48,17 +49,21 @@ def read(path: Path, block_tokens: int = BLOCK_TOKENS) -> list[Request]:
     """A trace in the order of its timestamps.
 
     Raises:
-        ValueError: a line is not such a request; the text names the line.
+        ValueError: it cannot be read, or a line is not such a request; the text names the line.
     """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"{path}: expected a trace, found {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected text in UTF-8, found {error}") from None
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                found.append(_parsed(json.loads(line), block_tokens))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: {type(error).__name__}: {error}"
-                ) from None
+                found.append(_parsed(line, block_tokens))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
     if not found:
         raise ValueError(f"{path}: expected a request on each line, found none")
     found.sort(key=lambda request: request.arrival)
@@ -66,22 +71,48 @@ def read(path: Path, block_tokens: int = BLOCK_TOKENS) -> list[Request]:
     return [request._replace(arrival=request.arrival - first) for request in found]
 
 
-def _parsed(fields: dict[str, Any], block_tokens: int) -> Request:
-    prompt, answer = int(fields["input_length"]), int(fields["output_length"])
-    if prompt < 1 or answer < 0:
-        raise ValueError(f"expected a prompt of 1 token or more, found {prompt} and {answer}")
-    ids = tuple(fields["hash_ids"])
+def _parsed(line: str, block_tokens: int) -> Request:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"expected an object of JSON, found {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"expected an object of JSON, found {line.strip()[:40]!r}")
+    prompt, answer = _tokens(fields, "input_length", 1), _tokens(fields, "output_length", 0)
+    ids = _ids(fields, "hash_ids")
     full = prompt // block_tokens
     if len(ids) not in (full, -(-prompt // block_tokens)):
         raise ValueError(f"expected {full} ids or one more for {prompt} tokens, found {len(ids)}")
     keys = ids[:full]
     if "output_hash_ids" in fields:
-        keys += tuple(fields["output_hash_ids"])
+        keys += _ids(fields, "output_hash_ids")
         if len(keys) != (prompt + answer) // block_tokens:
             raise ValueError(f"expected an id for each full block, found {len(keys)}")
     if len(set(keys)) < len(keys):
-        raise ValueError("expected every id once in a request")
-    return Request(float(fields["timestamp"]) / 1000, prompt, answer, keys)
+        raise ValueError("expected every id once in a request, found one twice")
+    return Request(_milliseconds(fields, "timestamp") / 1000, prompt, answer, keys)
+
+
+def _milliseconds(fields: dict[str, Any], name: str) -> float:
+    """So few that a step's time still counts beside them."""
+    found = fields.get(name)
+    if type(found) not in (int, float) or not abs(found) <= MOST_MS:
+        raise ValueError(f"expected {name} in milliseconds, {MOST_MS:.0e} at most, found {found!r}")
+    return float(found)
+
+
+def _tokens(fields: dict[str, Any], name: str, least: int) -> int:
+    found = fields.get(name)
+    if type(found) is not int or found < least:
+        raise ValueError(f"expected {name} to be {least} or more tokens, found {found!r}")
+    return found
+
+
+def _ids(fields: dict[str, Any], name: str) -> tuple[int, ...]:
+    found = fields.get(name)
+    if not isinstance(found, list) or not all(type(one) is int for one in found):
+        raise ValueError(f"expected {name} to be a list of whole numbers, found {found!r:.60}")
+    return tuple(found)
 
 
 def write(path: Path, requests: Iterable[Request], block_tokens: int = BLOCK_TOKENS) -> None:

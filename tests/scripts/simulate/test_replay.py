@@ -34,8 +34,9 @@ def test_a_trace_is_written_and_replayed_with_every_side(tmp_path: Path) -> None
 def test_a_wrong_trace_ends_with_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "wrong").write_text("[]\n")
     done = simulate("replay", str(tmp_path / "wrong"), "--sides", "none")
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error: {tmp_path}/wrong, line 1: TypeError")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {tmp_path}/wrong, line 1: expected an object of JSON")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_figures_become_tokens_and_bytes() -> None:

@@ -43,8 +43,15 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     [
         ({"hash_ids": [1]}, "expected 2 ids or one more for 1100 tokens, found 1"),
         ({"hash_ids": [1, 1, 2]}, "every id once"),
-        ({"input_length": 0}, "a prompt of 1 token or more"),
-        ({"timestamp": "x"}, "could not convert"),
+        ({"input_length": 0}, "expected input_length to be 1 or more tokens, found 0"),
+        ({"output_length": 1.5}, "expected output_length to be 0 or more tokens, found 1.5"),
+        ({"timestamp": "x"}, "expected timestamp in milliseconds, .*, found 'x'"),
+        ({"timestamp": float("nan")}, "expected timestamp in milliseconds, .*, found nan"),
+        ({"timestamp": float("inf")}, "expected timestamp in milliseconds, .*, found inf"),
+        ({"timestamp": 10**400}, "expected timestamp in milliseconds"),
+        ({"hash_ids": "abc"}, "expected hash_ids to be a list of whole numbers, found 'abc'"),
+        ({"hash_ids": [1, "b", 3]}, "expected hash_ids to be a list of whole numbers"),
+        ({"output_hash_ids": None}, "expected output_hash_ids to be a list of whole numbers"),
     ],
 )
 def test_what_is_no_request_is_refused_with_its_line(
@@ -52,6 +59,21 @@ def test_what_is_no_request_is_refused_with_its_line(
 ) -> None:
     with pytest.raises(ValueError, match=f"line 2: .*{says}"):
         trace.read(written(tmp_path, line(), line(**fields)))
+
+
+@pytest.mark.parametrize("text", ["[]", "no JSON"])
+def test_a_line_that_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"trace.jsonl, line 1: expected an object of JSON, found"):
+        trace.read(written(tmp_path, text))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path, line())
+    path.write_bytes(b"\xff" + path.read_bytes())
+    with pytest.raises(ValueError, match=r"trace.jsonl: expected text in UTF-8, found .*0xff"):
+        trace.read(path)
+    with pytest.raises(ValueError, match="none: expected a trace, found No such file"):
+        trace.read(tmp_path / "none")
 
 
 def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
