@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, islice
 
 
 class _Batch:
@@ -119,10 +119,15 @@ class BatchLists:
         while batches and (missing := count - len(taken)) > 0:
             number = next(iter(batches))
             batch = batches[number]
-            if batch.left < len(batch.slots) - batch.begin:
-                self._shrink(number, batch)
-            chosen = batch.slots[batch.begin : batch.begin + missing]
-            batch.begin += len(chosen)
+            slots, begin = batch.slots, batch.begin
+            if batch.left == len(slots) - begin:
+                chosen = slots[begin : begin + missing]
+                batch.begin += len(chosen)
+            else:  # each slot that has left is passed once, however large the batch is
+                here = (at for at in range(begin, len(slots)) if batch_of[slots[at]] == number)
+                places = list(islice(here, missing))
+                chosen = [slots[at] for at in places]
+                batch.begin = places[-1] + 1
             batch.left -= len(chosen)
             if not batch.left:
                 del batches[number]

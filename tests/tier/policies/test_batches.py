@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from tier.steps import steps_of
 
 from kvoffload_patch.tier.policies.batches import BatchLists
 
@@ -141,6 +142,20 @@ def test_a_batch_whose_slots_are_used_elsewhere_does_not_keep_their_numbers() ->
     for slot in range(999, 0, -1):
         lists.make_recent([slot])
     assert sum(len(batch.slots) for batch in lists._lists[0].values()) <= 1001
+
+
+def test_the_oldest_of_a_large_batch_with_holes_take_no_more_steps_than_of_a_small_one() -> None:
+    """A tier that was given another policy has one batch of all its blocks."""
+
+    def most_steps(slots: int) -> int:
+        lists, found = BatchLists(1, slots), []
+        lists.add(0, range(slots))
+        for at in range(10, 100, 10):  # one is loaded, then the oldest of the others leaves
+            lists.take([slots - at])
+            found.append(steps_of(lambda: lists.take_oldest(0, 1)))
+        return max(found)
+
+    assert most_steps(10_000) == most_steps(1000)
 
 
 def test_a_batch_of_which_all_was_taken_is_gone() -> None:
