@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from scripts import ROOT
-from scripts.matrix import features, features_releases
+from scripts.matrix import features, features_gpu, features_releases, features_ways
 from scripts.matrix.features_rows import ROWS, Row
 
 ROW = Row("a shape", "real engine", ("tests/x.py::test_a",))
+YET = "not run yet"
 ABOUT = {"release": "0.32.0", "date": "2026-11-23", "commit": "abc"}
 
 
@@ -26,12 +27,50 @@ def test_the_page_is_that_of_the_results() -> None:
 
 
 def test_no_cell_is_empty_and_no_row_is_there_twice() -> None:
-    first, _, _ = features.page({}).partition("## On a GPU")
-    table = [line for line in first.splitlines() if line.startswith("| ")][2:]
-    assert len(table) == len(ROWS) == len({row.name for row in ROWS})
-    for line in table:
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        assert len(cells) == 5 and all(cells), line
+    """Of the page that is read: one without results says of all rows that they were not run."""
+    text = features.PAGE.read_text(encoding="utf-8")
+    assert _lacking(text) == []
+    first, *others = _tables(text)
+    assert [cells[0] for cells in first[2:]] == [row.name for row in ROWS]
+    assert len(ROWS) == len({row.name for row in ROWS}) and len(others) > 5
+
+
+def test_a_result_that_is_missing_in_any_table_is_seen() -> None:
+    """As a row would be that was added, and not run on some release or in some way."""
+    name = next(row.name for row in ROWS if features_ways.is_played(row))
+    found = features.load()
+    release, of = next((r, features.load(f)) for r, f in features_releases.files().items())
+    ways = {way: features.load(features_ways.file(way)) for way in features_ways.WAYS}
+    whole = features.page(found, {release: of}, features_gpu.load(), ways)
+    assert _lacking(whole) == []
+    for lost in (found, of, *ways.values()):
+        result = lost.pop(name)
+        (said,) = _lacking(features.page(found, {release: of}, features_gpu.load(), ways))
+        assert name in said
+        lost[name] = result
+
+
+def _tables(text: str) -> list[list[list[str]]]:
+    """The cells of each table's lines, its head and what is below that included."""
+    tables: list[list[list[str]]] = []
+    before = ""
+    for line in text.splitlines():
+        if line.startswith("|"):
+            if not before.startswith("|"):
+                tables.append([])
+            tables[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+        before = line
+    return tables
+
+
+def _lacking(text: str) -> list[str]:
+    """Lines of tables of which a cell is empty, there is one too few, or a row was not run yet."""
+    return [
+        " | ".join(cells)
+        for table in _tables(text)
+        for cells in table
+        if len(cells) != len(table[0]) or not all(cells) or any(YET in cell for cell in cells)
+    ]
 
 
 def test_every_row_names_tests_that_are_there() -> None:
