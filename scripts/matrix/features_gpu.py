@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 from packaging.version import Version
 
-from scripts.matrix import results
+from scripts.matrix import features_refused, results
 from scripts.matrix.features_rows import NOT_RUN, ROWS, Row
+
+REFUSED = "refused by default"  # as a verdict has it
 
 
 class Line(NamedTuple):
@@ -59,7 +61,7 @@ def _line(row: Row, result: dict[str, Any]) -> Line | None:
         date=told["date"][-1],
         commit=", ".join(told["commit"]),
         device=", ".join(told["device"]),
-        verdict=_verdict(tests),
+        verdict=_verdict(tests, result["release"]),
     )
 
 
@@ -88,7 +90,8 @@ def _kinds(names: list[str]) -> list[str]:
     return [f"{kind} ({', '.join(sorted(of))})" for kind, of in runners.items()]
 
 
-def _verdict(tests: list[dict[str, Any]]) -> str:
+def _verdict(tests: list[dict[str, Any]], release: str) -> str:
+    """In words; of what was played it says what a start without further settings refuses."""
     bad = [test for test in tests if test["outcome"] not in ("passed", "skipped")]
     if bad:
         return f"**red**: {bad[0]['name']} {bad[0]['outcome']}"
@@ -101,7 +104,17 @@ def _verdict(tests: list[dict[str, Any]]) -> str:
         for field in ("answers", "answers_equal", "blocks_loaded")
     )
     said = f"green: {equal:,} of {answers:,} answers equal, {blocks:,} blocks loaded"
-    return "; ".join([said, *(f"{test['name']} {NOT_RUN}" for test in left_out)])
+    beside = [*_refused(passed, release), *(f"{test['name']} {NOT_RUN}" for test in left_out)]
+    return "; ".join([said, *beside])
+
+
+def _refused(played: list[dict[str, Any]], release: str) -> list[str]:
+    """Each by its name, or all in one word."""
+    names = [test["name"] for test in played]
+    refused = [name for name in names if features_refused.is_refused(name, release)]
+    if refused == names:
+        return [REFUSED]
+    return [f"{name} {REFUSED}" for name in refused]
 
 
 def table(found: list[dict[str, Any]]) -> list[str]:
@@ -112,7 +125,9 @@ def table(found: list[dict[str, Any]]) -> list[str]:
         "",
         "`python scripts/matrix gpu --out DIR` plays real engines on a GPU, with the tier and",
         "without ([compatibility.md](compatibility.md)); V1 and V2 are vLLM's model runners. A row",
-        "that is not here has no such run.",
+        "that is not here has no such run. Kinds with states, and with prompts that ranks divide,",
+        "are played with KVOFFLOAD_ALLOW_UNVERIFIED=1; where a start without it refuses them, the",
+        f'verdict says "{REFUSED}".',
         "",
         "| Shape or feature | Kinds of engines | Release | Date | Commit | Device | Verdict |",
         "| --- | --- | --- | --- | --- | --- | --- |",
