@@ -150,10 +150,20 @@ REFUSED = {
     "decode context parallel, windows": (
         config(decode_context_parallel_size=2),
         scheduler(group(), group("SlidingWindowSpec")),
-        "one KV cache group .* found 2 with FullAttentionSpec, SlidingWindowSpec",
+        "one KV .* 2 with FullAttentionSpec, SlidingWindowSpec; leave out --decode-[a-z-]+size;",
+    ),
+    "decode context parallel, full attention twice": (
+        config(decode_context_parallel_size=2, speculative_config=object()),
+        scheduler(group(), group()),
+        "found 2 with FullAttentionSpec; leave out --decode-[a-z-]+size or --speculative-config;",
+    ),
+    "decode context parallel, states": (
+        config(decode_context_parallel_size=2), states(),
+        "found 2 with FullAttentionSpec, MambaSpec; leave out --decode-[a-z-]+size;",
     ),
     "decode context parallel, a window alone": (
-        config(decode_context_parallel_size=2), scheduler(group("SlidingWindowSpec")), "found 1",
+        config(decode_context_parallel_size=2), scheduler(group("SlidingWindowSpec")),
+        "found 1 with SlidingWindowSpec; leave out --decode-context-parallel-size;",
     ),
     "prefill context parallel": (
         config(prefill_context_parallel_size=4), scheduler(),
