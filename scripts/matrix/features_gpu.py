@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from packaging.version import Version
 
 from scripts.matrix import features_refused, results
-from scripts.matrix.features_rows import NOT_RUN, ROWS, Row
+from scripts.matrix.features_row import NOT_RUN, Row
+from scripts.matrix.features_rows import ROWS
 
 REFUSED = "refused by default"  # as a verdict has it
 

@@ -20,7 +20,7 @@ from packaging.version import Version
 
 from scripts import ROOT
 from scripts.matrix import environment
-from scripts.matrix.features_rows import NOT_RUN
+from scripts.matrix.features_row import NOT_RUN
 
 FOLDER = ROOT / "docs" / "measured" / "features"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
-from scripts.matrix.features_rows import ENGINE, Row
+from scripts.matrix.features_row import ENGINE, Row
 
 FOLDER = ROOT / "docs" / "measured" / "features_ways"
 # What `--way` can name, and the head of its column.

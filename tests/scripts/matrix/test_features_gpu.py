@@ -8,7 +8,8 @@ import pytest
 from engine import gpu_kinds
 
 from scripts.matrix import features, features_gpu
-from scripts.matrix.features_rows import ROWS, Row
+from scripts.matrix.features_row import Row
+from scripts.matrix.features_rows import ROWS
 
 ROW = Row("a shape", "nothing on the CPU", gpu=("graphs", "graphs, windows"))
 
