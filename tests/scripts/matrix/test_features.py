@@ -159,7 +159,7 @@ def test_results_that_others_write_meanwhile_are_kept(
         return {row.name: {**ABOUT, "tests": []} for row in rows}
 
     monkeypatch.setattr(features, "run", run)
-    features._play([mine], features_releases.Where(Path("python"), None, "0.30.0", file[-1]))
+    features._play([mine], features_releases.Where(Path("python"), None, "0.30.0", file))
     assert list(features.load(file)) == [mine.name, theirs.name]
 
 
