@@ -35,6 +35,7 @@ from scripts.matrix import (
     features_in_tree,
     features_releases,
     features_ways,
+    features_when,
     neighbours,
     results,
 )
@@ -147,7 +148,18 @@ def page(
     lines += features_ways.table(in_ways, _told_of(ways or {}, in_ways), ways or {})
     lines += _moved(found.get(MOVED)) + _padding(found.get(MOVED))
     lines += _lost(found, gpu or [])
+    lines += features_when.changed(ROWS, _places(found, others or {}, ways or {}))
     return "\n".join(lines) + "\n"
+
+
+def _places(
+    found: dict[str, dict[str, Any]],
+    others: dict[str, dict[str, dict[str, Any]]],
+    ways: dict[str, dict[str, dict[str, Any]]],
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """All results of rows, by the words of the table that has them."""
+    of_ways = {head.lower(): ways.get(way, {}) for way, head in features_ways.WAYS.items()}
+    return {"the first table": found, **others, **of_ways}
 
 
 def _told_of(

@@ -15,6 +15,7 @@ from packaging.version import Version
 from scripts.matrix import features_refused, results
 from scripts.matrix.features_row import NOT_RUN, Row
 from scripts.matrix.features_rows import ROWS
+from scripts.matrix.features_when import dates
 
 REFUSED = "refused by default"  # as a verdict has it
 
@@ -54,14 +55,14 @@ def _line(row: Row, result: dict[str, Any]) -> Line | None:
         return None
     played = [test for test in tests if test["outcome"] != "skipped"] or tests
     told = {
-        field: sorted({test[field] for test in played}) for field in ("date", "commit", "device")
+        field: ", ".join(sorted({test[field] for test in played})) for field in ("commit", "device")
     }
     return Line(
         what="; ".join(_kinds([test["name"] for test in played])),
         release=result["release"],
-        date=told["date"][-1],
-        commit=", ".join(told["commit"]),
-        device=", ".join(told["device"]),
+        date=dates(played),
+        commit=told["commit"],
+        device=told["device"],
         verdict=_verdict(tests, result["release"]),
     )
 

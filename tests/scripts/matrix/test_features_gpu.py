@@ -43,7 +43,7 @@ def test_a_row_adds_up_its_kinds_and_names_each_commit() -> None:
     assert line == features_gpu.Line(
         "graphs (V1, V2); graphs, windows (V1)",
         "0.26.0",
-        "2026-11-23",
+        "2026-11-20 to 2026-11-23",
         "new, old",
         "a GPU, b",
         "green: 108 of 108 answers equal, 3,000 blocks loaded",
