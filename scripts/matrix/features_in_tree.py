@@ -32,7 +32,10 @@ SAID: dict[str, tuple[str, str]] = {
         _TAKEN,
     ),
     "states that a step leaves within it, other than Mamba 2, on a GPU": (_TAKEN, _TAKEN),
-    "states with speculative decoding and runner V2 on the CPU": (_TAKEN, _TAKEN),
+    "states with speculative decoding and runner V2 on the CPU": (
+        "it copies with CUDA alone",
+        "an error ends the engine: it is for GPUs alone",
+    ),
     "states with speculative decoding on several pipeline stages, at every block, or with keys of "
     "more tokens": (_OF_DRAFTS, _OF_DRAFTS),
     "states in one group with attention, or outside of the prefix cache": (_NO_GROUP, _NO_GROUP),
