@@ -35,14 +35,18 @@ from scripts.matrix import (
     features_in_tree,
     features_releases,
     features_ways,
+    features_when,
     neighbours,
     results,
 )
-from scripts.matrix.features_rows import ENGINE, MOVED, NOT_RUN, ROWS, Row
+from scripts.matrix.features_row import ENGINE, NOT_RUN, Row
+from scripts.matrix.features_rows import MOVED, ROWS
 
 FILE = ROOT / "docs" / "measured" / "features.json"
 PAGE = ROOT / "docs" / "features.md"
 TIMEOUT_S = 3000
+# How most refusals end; of several of a row the last one says it.
+_REMEDY = "set KVOFFLOAD_STRICT=0 to serve without the CPU tier"
 
 
 def run(rows: list[Row], where: features_releases.Where) -> dict[str, dict[str, Any]]:
@@ -96,9 +100,10 @@ def verdict(row: Row, result: dict[str, Any] | None) -> str:
         return f"**red**: {bad['why']}"
     if "passed" not in outcomes:
         return f"{NOT_RUN}: {tests[0]['why'].removeprefix('Skipped: ')}"
-    refusals = [test["refusal"] for test in tests if "refusal" in test]
+    refusals = list(dict.fromkeys(test["refusal"] for test in tests if "refusal" in test))
     if refusals:
-        return f"refused: {refusals[0]}"
+        said = [one.removesuffix(f"; {_REMEDY}.") for one in refusals[:-1]]
+        return f"refused: {' / '.join([*said, refusals[-1]])}"
     said = f"green: {outcomes.count('passed')} passed"
     left_out = [test["why"] for test in tests if test["outcome"] == "skipped"]
     if not left_out:
@@ -137,18 +142,32 @@ def page(
         lines.append(f"| {row.name} | {row.what.removesuffix(': ')} | {' | '.join(cells)} |")
     lines += features_gpu.table(gpu or [])
     lines += features_in_tree.table()
-    lines += features_releases.table(_told_of(others or {}), others or {})
+    elsewhere = [row for row in ROWS if row.tests and not row.release]
+    lines += features_releases.table(_told_of(others or {}, elsewhere), others or {})
     in_ways = [row for row in ROWS if features_ways.is_played(row)]
-    lines += features_ways.table(in_ways, _told_of(ways or {}), ways or {})
+    lines += features_ways.table(in_ways, _told_of(ways or {}, in_ways), ways or {})
     lines += _moved(found.get(MOVED)) + _padding(found.get(MOVED))
     lines += _lost(found, gpu or [])
+    lines += features_when.changed(ROWS, _places(found, others or {}, ways or {}))
     return "\n".join(lines) + "\n"
 
 
-def _told_of(found: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, str]]:
+def _places(
+    found: dict[str, dict[str, Any]],
+    others: dict[str, dict[str, dict[str, Any]]],
+    ways: dict[str, dict[str, dict[str, Any]]],
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """All results of rows, by the words of the table that has them."""
+    of_ways = {head.lower(): ways.get(way, {}) for way, head in features_ways.WAYS.items()}
+    return {"the first table": found, **others, **of_ways}
+
+
+def _told_of(
+    found: dict[str, dict[str, dict[str, Any]]], rows: list[Row]
+) -> dict[str, dict[str, str]]:
     """By release, or by way, then by row: its verdict."""
     return {
-        where: {row.name: verdict(row, of.get(row.name)) for row in ROWS if row.tests}
+        where: {row.name: verdict(row, of.get(row.name)) for row in rows}
         for where, of in found.items()
     }
 
@@ -173,7 +192,7 @@ def _here(row: Row, found: dict[str, dict[str, Any]]) -> tuple[str, str, str]:
     said = verdict(row, result)
     if result is None or said == f"{NOT_RUN} yet":
         return "none", "none", said
-    return result["release"], result["date"], said
+    return row.release or result["release"], result["date"], said
 
 
 def _on_a_gpu(row: Row, gpu: list[dict[str, Any]]) -> tuple[str, str, str]:
@@ -284,6 +303,8 @@ def main() -> int:
         parts = options.select.split("|")
         chosen = [row for row in ROWS if row.tests and any(part in row.name for part in parts)]
         with features_releases.where(options, str(Version(release_in_use()))) as where:
+            if where.file:  # of another release, where these would say the same
+                chosen = [row for row in chosen if not row.release]
             if options.way:
                 chosen = [row for row in chosen if features_ways.is_played(row)]
                 env = {**(where.env or os.environ), "TEST_WAY": options.way}

@@ -12,8 +12,12 @@ from typing import Any, NamedTuple
 
 from packaging.version import Version
 
-from scripts.matrix import results
-from scripts.matrix.features_rows import NOT_RUN, ROWS, Row
+from scripts.matrix import features_refused, results
+from scripts.matrix.features_row import NOT_RUN, Row
+from scripts.matrix.features_rows import ROWS
+from scripts.matrix.features_when import dates
+
+REFUSED = "refused by default"  # as a verdict has it
 
 
 class Line(NamedTuple):
@@ -51,15 +55,15 @@ def _line(row: Row, result: dict[str, Any]) -> Line | None:
         return None
     played = [test for test in tests if test["outcome"] != "skipped"] or tests
     told = {
-        field: sorted({test[field] for test in played}) for field in ("date", "commit", "device")
+        field: ", ".join(sorted({test[field] for test in played})) for field in ("commit", "device")
     }
     return Line(
         what="; ".join(_kinds([test["name"] for test in played])),
         release=result["release"],
-        date=told["date"][-1],
-        commit=", ".join(told["commit"]),
-        device=", ".join(told["device"]),
-        verdict=_verdict(tests),
+        date=dates(played),
+        commit=told["commit"],
+        device=told["device"],
+        verdict=_verdict(tests, result["release"]),
     )
 
 
@@ -88,7 +92,8 @@ def _kinds(names: list[str]) -> list[str]:
     return [f"{kind} ({', '.join(sorted(of))})" for kind, of in runners.items()]
 
 
-def _verdict(tests: list[dict[str, Any]]) -> str:
+def _verdict(tests: list[dict[str, Any]], release: str) -> str:
+    """In words; of what was played it says what a start without further settings refuses."""
     bad = [test for test in tests if test["outcome"] not in ("passed", "skipped")]
     if bad:
         return f"**red**: {bad[0]['name']} {bad[0]['outcome']}"
@@ -101,7 +106,17 @@ def _verdict(tests: list[dict[str, Any]]) -> str:
         for field in ("answers", "answers_equal", "blocks_loaded")
     )
     said = f"green: {equal:,} of {answers:,} answers equal, {blocks:,} blocks loaded"
-    return "; ".join([said, *(f"{test['name']} {NOT_RUN}" for test in left_out)])
+    beside = [*_refused(passed, release), *(f"{test['name']} {NOT_RUN}" for test in left_out)]
+    return "; ".join([said, *beside])
+
+
+def _refused(played: list[dict[str, Any]], release: str) -> list[str]:
+    """Each by its name, or all in one word."""
+    names = [test["name"] for test in played]
+    refused = [name for name in names if features_refused.is_refused(name, release)]
+    if refused == names:
+        return [REFUSED]
+    return [f"{name} {REFUSED}" for name in refused]
 
 
 def table(found: list[dict[str, Any]]) -> list[str]:
@@ -112,7 +127,9 @@ def table(found: list[dict[str, Any]]) -> list[str]:
         "",
         "`python scripts/matrix gpu --out DIR` plays real engines on a GPU, with the tier and",
         "without ([compatibility.md](compatibility.md)); V1 and V2 are vLLM's model runners. A row",
-        "that is not here has no such run.",
+        "that is not here has no such run. Kinds with states, and with prompts that ranks divide,",
+        "are played with KVOFFLOAD_ALLOW_UNVERIFIED=1; where a start without it refuses them, the",
+        f'verdict says "{REFUSED}".',
         "",
         "| Shape or feature | Kinds of engines | Release | Date | Commit | Device | Verdict |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -20,7 +20,8 @@ from packaging.version import Version
 
 from scripts import ROOT
 from scripts.matrix import environment
-from scripts.matrix.features_rows import NOT_RUN
+from scripts.matrix.features_row import NOT_RUN
+from scripts.matrix.features_when import dates
 
 FOLDER = ROOT / "docs" / "measured" / "features"
 
@@ -107,19 +108,17 @@ def table(
     """
     if not verdicts:
         return []
-    dates = {
-        release: sorted({result["date"] for result in of.values()})[-1]
-        for release, of in found.items()
-    }
+    heads = [f"{release}, {dates(found[release].values())}" for release in verdicts]
     rows = list(next(iter(verdicts.values())))
     lines = [
         "",
         "## On other releases",
         "",
         "`python scripts/matrix features --release X.Y.Z` makes an environment of that release and",
-        "runs the same tests in it, on the CPU. A number is how many have passed.",
+        "runs the same tests in it, on the CPU. A number is how many have passed. Rows were run on",
+        "several days: the head of a column has the first and the last.",
         "",
-        f"| Shape or feature | {' | '.join(f'{r}, {dates[r]}' for r in verdicts)} |",
+        f"| Shape or feature | {' | '.join(heads)} |",
         f"| --- |{' --- |' * len(verdicts)}",
     ]
     for row in rows:

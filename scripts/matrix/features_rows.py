@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from scripts.matrix import features_kinds as kinds
+from scripts.matrix import features_rows_refused as refusals
+from scripts.matrix.features_row import ENGINE, Row
+from scripts.matrix.features_rows_refused import refused as _refused
 
-ENGINE = "tests/engine/"
-NOT_RUN = "not run"  # how a verdict begins, or ends, where there is no result
 _HALF = "tests/integration/engine/"
-_REFUSED = f"{_HALF}test_eligibility.py::test_what_the_tier_cannot_vouch_for_is_refused"
-
-
-class Row(NamedTuple):
-    """A shape or feature, and the tests that show it; without any it is not shown.
-
-    ``gpu`` has kinds of engines of `tests/engine/gpu_kinds.py`, or a model runner for all that it
-    was run with, on ``gpus`` GPUs; ``beside`` has packages of `neighbours` that its tests need.
-    """
-
-    name: str
-    what: str
-    tests: tuple[str, ...] = ()
-    gpu: tuple[str, ...] = ()
-    gpus: int = 1
-    beside: tuple[str, ...] = ()
 
 
 def _engine(
@@ -37,15 +20,6 @@ def _engine(
 
 def _random(name: str, case: str, gpu: tuple[str, ...] = ()) -> Row:
     return Row(name, "vLLM's scheduler over a faked model, random runs", (f"{_RANDOM}{case}",), gpu)
-
-
-def _refused(name: str, case: str) -> Row:
-    return Row(name, "the check at start", (f"{_REFUSED}[{case}]",))
-
-
-def refused(row: Row) -> bool:
-    """Whether the row is of what the tier refuses."""
-    return any(test.startswith(_REFUSED) for test in row.tests)
 
 
 def _never_run(name: str) -> Row:
@@ -132,6 +106,7 @@ ROWS = (
         "states with speculative decoding that were not shown to come back", "states of drafts"
     ),
     _refused("states with --use-replayssm", "states outside of blocks"),
+    *refusals.STATES,
     _engine(
         "states beside a KV connector",
         "Qwen3-Next shape, a connector of the test's own whose loads are beside the step",
@@ -147,6 +122,7 @@ ROWS = (
     ),
     _random("hits that end within a block, every token compared", "_of_hits_within_a_block"),
     _refused("hits that end within a block, on another release or device", "hits within a block"),
+    *refusals.SHAPES,
     _refused("encoder-decoder models", "encoder-decoder"),
     _refused("groups kept in host memory", "host memory"),
     Row(
@@ -229,6 +205,7 @@ ROWS = (
     _refused(
         "prefill context parallelism on another release or device", "prefill context parallel"
     ),
+    *refusals.PARALLEL,
     _refused("elastic expert parallelism", "elastic"),
     _engine(
         "experts, tensor parallel",
@@ -366,6 +343,7 @@ ROWS = (
         what="the check at start, on a release and a device on which it was not run",
         gpu=kinds.KVCACHED,
     ),
+    *refusals.NEIGHBOURS,
     Row(
         "kvcached, every step",
         "vLLM's scheduler over a stand-in for kvcached's pool",

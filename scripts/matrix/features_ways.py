@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
-from scripts.matrix.features_rows import ENGINE, Row
+from scripts.matrix.features_row import ENGINE, Row
+from scripts.matrix.features_when import dates
 
 FOLDER = ROOT / "docs" / "measured" / "features_ways"
 # What `--way` can name, and the head of its column.
@@ -69,11 +70,11 @@ def table(
 
 
 def _when(of: dict[str, Any]) -> str:
-    """Which releases, and the last date."""
+    """Which releases, and the first and the last date."""
     if not of:
         return ""
     releases = sorted({result["release"] for result in of.values()})
-    return f", {', '.join(releases)}, {max(result['date'] for result in of.values())}"
+    return f", {', '.join(releases)}, {dates(of.values())}"
 
 
 def _cell(way: str, verdict: str, result: dict[str, Any] | None) -> str:

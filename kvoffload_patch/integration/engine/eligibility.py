@@ -150,9 +150,13 @@ def _parallel_problem(vllm_config: Any, groups: Sequence[Any]) -> str | None:
     parallel = vllm_config.parallel_config
     decode = getattr(parallel, "decode_context_parallel_size", 1)
     if decode > 1 and not _is_one_sharded_group(groups):
+        # A drafting model whose layers ranks do not divide has a group of its own.
+        drafts = len(groups) > 1 and getattr(vllm_config, "speculative_config", None) is not None
+        left_out = "--decode-context-parallel-size" + " or --speculative-config" * drafts
         return (
             f"expected one KV cache group of full attention with decode_context_parallel_size "
-            f"{decode}, found {len(groups)} with {', '.join(sorted(kinds(groups)))}"
+            f"{decode}, found {len(groups)} with {', '.join(sorted(kinds(groups)))}; leave out "
+            f"{left_out}"
         )
     if getattr(parallel, "enable_elastic_ep", False):
         return "expected a fixed set of workers, found elastic expert parallelism"

@@ -124,6 +124,12 @@ def states(**changes: Any) -> SimpleNamespace:
     return scheduler(group(), group("MambaSpec", **{**STATE, **changes}))
 
 
+def with_v2(made: SimpleNamespace) -> SimpleNamespace:
+    """A scheduler whose workers have model runner V2."""
+    made.use_v2_model_runner = True
+    return made
+
+
 def parts(**changes: Any) -> SimpleNamespace:
     """The same, with hits that may end within a block."""
     state = group("MambaSpec", **{**STATE, "block_size": 16, **changes})
@@ -152,14 +158,35 @@ REFUSED = {
     "decode context parallel, windows": (
         config(decode_context_parallel_size=2),
         scheduler(group(), group("SlidingWindowSpec")),
-        "one KV cache group .* found 2 with FullAttentionSpec, SlidingWindowSpec",
+        "one KV .* 2 with FullAttentionSpec, SlidingWindowSpec; leave out --decode-[a-z-]+size;",
+    ),
+    "decode context parallel, full attention twice": (
+        config(decode_context_parallel_size=2, speculative_config=object()),
+        scheduler(group(), group()),
+        "found 2 with FullAttentionSpec; leave out --decode-[a-z-]+size or --speculative-config;",
+    ),
+    "decode context parallel, states": (
+        config(decode_context_parallel_size=2), states(),
+        "found 2 with FullAttentionSpec, MambaSpec; leave out --decode-[a-z-]+size;",
     ),
     "decode context parallel, a window alone": (
-        config(decode_context_parallel_size=2), scheduler(group("SlidingWindowSpec")), "found 1",
+        config(decode_context_parallel_size=2), scheduler(group("SlidingWindowSpec")),
+        "found 1 with SlidingWindowSpec; leave out --decode-context-parallel-size;",
     ),
     "prefill context parallel": (
         config(prefill_context_parallel_size=4), scheduler(),
         r"prefill_context_parallel_size 1, or .* run \(0.26.0 on cuda, .*\), found 4 with ",
+    ),
+    "prefill and decode context parallel": (
+        config(device="cuda", prefill_context_parallel_size=2, decode_context_parallel_size=2),
+        scheduler(group("MLAAttentionSpec")),
+        "decode_context_parallel_size 1 beside prefill_context_parallel_size 2, found 2",
+    ),
+    "stages before 0.10.2": (
+        config(pipeline_parallel_size=2), scheduler(), "pipeline stage before vLLM 0.10.2, found 2",
+    ),
+    "asynchronous scheduling before 0.10.2": (
+        config(async_scheduling=True), scheduler(), "before vLLM 0.10.2, found asynchronous",
     ),
     "elastic": (config(enable_elastic_ep=True), scheduler(), "elastic expert parallelism"),
     "an engine that goes on": (
@@ -188,12 +215,20 @@ REFUSED = {
         config(), elastic(without="cached_block_hashes_by_block"), "a pool with vLLM's own keys",
     ),
     "kvcached, several workers": (config(world_size=2), elastic(), "one worker.* found 2"),
+    "kvcached, stores that wait": (config(), elastic(), "STORE=auto or eager, .* found lazy"),
+    "a lookup of others": (
+        config(), scheduler(find_longest_cache_hit=object()), "own find_longest_cache_hit, found",
+    ),
     "encoder-decoder": (config(encoder_decoder=True), scheduler(), "encoder-decoder"),
     "hits within a block": (
         config(device="xpu"), parts(), r"of whole blocks, .*0.32.0 on cpu.*\), found .* on xpu",
     ),
     "hits within a block, drafts": (
         config(speculative_config=object()), parts(), "expected no speculative_config beside hits",
+    ),
+    "hits within a block, another kind on a GPU": (
+        config(device="cuda"), parts(mamba_type=SimpleNamespace(name="SHORT_CONV")),
+        "gated delta nets where hits end within a block on a GPU, found SHORT_CONV",
     ),
     "hits within a block, checkpoints": (
         config(), parts(num_prefill_checkpoint_blocks=1),
@@ -233,6 +268,14 @@ REFUSED = {
         config(pipeline_parallel_size=2), states(num_speculative_blocks=2),
         "one pipeline stage beside states of drafted tokens",
     ),
+    "states of drafts, runner V2": (
+        config(), with_v2(states(num_speculative_blocks=2)),
+        "runner V1 beside states of drafted tokens with .* on cpu, found V2",
+    ),
+    "states within a step, on a GPU": (
+        config(device="cuda"), states(num_prefill_checkpoint_blocks=1),
+        "GDN_ATTN states that a step leaves at its end on a GPU, found some that it leaves within",
+    ),
     "states within a step and keys with more": (
         config(num_hash_lookahead_tokens=2),
         states(num_speculative_blocks=2, num_prefill_checkpoint_blocks=1),
@@ -269,15 +312,45 @@ REFUSED = {
 }  # fmt: skip
 
 
+# The release that is taken for vLLM's, where others are refused for another reason, or not.
+REFUSED_WITH = {
+    "asynchronous scheduling before 0.10.2": "0.10.1.1",
+    "hits within a block, another kind on a GPU": "0.32.0",
+    "hits within a block, blocks of two sizes": "0.32.0",
+    "hits within a block, checkpoints": "0.32.0",
+    "hits within a block, drafts": "0.32.0",
+    "prefill and decode context parallel": "0.32.0",
+    "stages before 0.10.2": "0.10.1.1",
+    "states of drafts, runner V2": "0.33.0",
+    "states within a step, on a GPU": "0.33.0",
+}
+
+
+@pytest.fixture
+def told(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Notes a refusal for docs/features.md, with the release that was taken for vLLM's."""
+
+    def tell(refusal: Any, release: str | None) -> None:
+        record_property("refusal", str(refusal.value))
+        if release is not None:
+            record_property("with_release", release)
+
+    return tell
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_tier_cannot_vouch_for_is_refused(
-    name: str, record_property: Callable[[str, object], None]
+    name: str, told: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm_config, vllm_scheduler, what = REFUSED[name]
+    if release := REFUSED_WITH.get(name):
+        monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", release)
+    if name == "kvcached, stores that wait":
+        monkeypatch.setenv("KVOFFLOAD_STORE", "lazy")
     with pytest.raises(TierRefused) as refusal:
         check_eligible(vllm_config, vllm_scheduler)
+    told(refusal, release)
     text = str(refusal.value)
-    record_property("refusal", text)  # for docs/features.md
     assert re.search(what, text)
     assert text.endswith("; set KVOFFLOAD_STRICT=0 to serve without the CPU tier.")
     assert not re.search(r"[.!?]\s", text) and "\n" not in text, "one sentence"
@@ -361,21 +434,36 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return check
 
 
+BESIDE_KVCACHED = {
+    "sleep": (
+        (), {"model_config": SimpleNamespace(is_encoder_decoder=False, enable_sleep_mode=True)},
+        "no sleep mode",
+    ),
+    "drafts": ((), {"speculative_config": object()}, "no speculative_config"),
+    "a connector": (
+        (), {"kv_transfer_config": transfers("NixlConnector")}, "no kv_transfer_config",
+    ),
+    "two groups": (
+        (group(), group("SlidingWindowSpec")), {},
+        "full attention, found 2 with .*SlidingWindowSpec",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BESIDE_KVCACHED)
 def test_beside_kvcached_what_was_not_run_is_refused(
-    shown: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    what: str,
+    shown: Callable[..., None],
+    told: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    groups, changes, said = BESIDE_KVCACHED[what]
     shown()
-    asleep = SimpleNamespace(is_encoder_decoder=False, enable_sleep_mode=True)
-    with pytest.raises(TierRefused, match="no sleep mode"):
-        shown(model_config=asleep)
-    with pytest.raises(TierRefused, match="no speculative_config"):
-        shown(speculative_config=object())
-    with pytest.raises(TierRefused, match="no kv_transfer_config"):
-        shown(kv_transfer_config=transfers("NixlConnector"))
-    with pytest.raises(TierRefused, match="full attention, found 2 with .*SlidingWindowSpec"):
-        shown(group(), group("SlidingWindowSpec"))
+    with pytest.raises(TierRefused, match=said) as refusal:
+        shown(*groups, **changes)
+    told(refusal, "0.26.0")
     monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", "1")
-    shown(group(), group("SlidingWindowSpec"))
+    shown(*groups, **changes)
 
 
 def test_beside_a_kvcached_that_was_not_read_it_is_refused(
@@ -593,12 +681,13 @@ UNPLAYED = {
 
 @pytest.mark.parametrize("what", UNPLAYED)
 def test_what_was_not_played_with_states_on_a_gpu_is_refused_and_can_be_tried(
-    monkeypatch: pytest.MonkeyPatch, what: str
+    monkeypatch: pytest.MonkeyPatch, told: Callable[..., None], what: str
 ) -> None:
     monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", "0.26.0")
     vllm_config, asked, found = UNPLAYED[what]
     with pytest.raises(TierRefused, match=f"KV cache group 1: .*{found}") as refusal:
         check_eligible(vllm_config, asked)
+    told(refusal, "0.26.0")
     assert str(refusal.value).count("KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it") == 1
     monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", "1")
     (doubt,) = check_eligible(vllm_config, asked)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from scripts import ROOT
-from scripts.matrix import features, features_releases
-from scripts.matrix.features_rows import ROWS, Row
+from scripts.matrix import features, features_gpu, features_releases, features_ways
+from scripts.matrix.features_row import Row
+from scripts.matrix.features_rows import ROWS
 
 ROW = Row("a shape", "real engine", ("tests/x.py::test_a",))
+REMEDY = "; set KVOFFLOAD_STRICT=0 to serve without the CPU tier."
+YET = "not run yet"
 ABOUT = {"release": "0.32.0", "date": "2026-11-23", "commit": "abc"}
 
 
@@ -26,12 +32,50 @@ def test_the_page_is_that_of_the_results() -> None:
 
 
 def test_no_cell_is_empty_and_no_row_is_there_twice() -> None:
-    first, _, _ = features.page({}).partition("## On a GPU")
-    table = [line for line in first.splitlines() if line.startswith("| ")][2:]
-    assert len(table) == len(ROWS) == len({row.name for row in ROWS})
-    for line in table:
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        assert len(cells) == 5 and all(cells), line
+    """Of the page that is read: one without results says of all rows that they were not run."""
+    text = features.PAGE.read_text(encoding="utf-8")
+    assert _lacking(text) == []
+    first, *others = _tables(text)
+    assert [cells[0] for cells in first[2:]] == [row.name for row in ROWS]
+    assert len(ROWS) == len({row.name for row in ROWS}) and len(others) > 5
+
+
+def test_a_result_that_is_missing_in_any_table_is_seen() -> None:
+    """As a row would be that was added, and not run on some release or in some way."""
+    name = next(row.name for row in ROWS if features_ways.is_played(row))
+    found = features.load()
+    release, of = next((r, features.load(f)) for r, f in features_releases.files().items())
+    ways = {way: features.load(features_ways.file(way)) for way in features_ways.WAYS}
+    whole = features.page(found, {release: of}, features_gpu.load(), ways)
+    assert _lacking(whole) == []
+    for lost in (found, of, *ways.values()):
+        result = lost.pop(name)
+        (said,) = _lacking(features.page(found, {release: of}, features_gpu.load(), ways))
+        assert name in said
+        lost[name] = result
+
+
+def _tables(text: str) -> list[list[list[str]]]:
+    """The cells of each table's lines, its head and what is below that included."""
+    tables: list[list[list[str]]] = []
+    before = ""
+    for line in text.splitlines():
+        if line.startswith("|"):
+            if not before.startswith("|"):
+                tables.append([])
+            tables[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+        before = line
+    return tables
+
+
+def _lacking(text: str) -> list[str]:
+    """Lines of tables of which a cell is empty, there is one too few, or a row was not run yet."""
+    return [
+        " | ".join(cells)
+        for table in _tables(text)
+        for cells in table
+        if len(cells) != len(table[0]) or not all(cells) or any(YET in cell for cell in cells)
+    ]
 
 
 def test_every_row_names_tests_that_are_there() -> None:
@@ -53,6 +97,14 @@ def test_every_row_names_tests_that_are_there() -> None:
             "green: 1 passed, 1 not run: plain ends",
         ),
         (result({"outcome": "passed", "refusal": "expected a"}), "refused: expected a"),
+        (
+            result(
+                {"outcome": "passed", "refusal": f"expected a{REMEDY}"},
+                {"outcome": "passed", "refusal": f"expected a{REMEDY}"},
+                {"outcome": "passed", "refusal": f"expected b{REMEDY}"},
+            ),
+            f"refused: expected a / expected b{REMEDY}",
+        ),
         (result(), "not run yet"),
         (result({"test": "tests/x.py::test_that_the_row_had", "outcome": "passed"}), "not run yet"),
         (None, "not run yet"),
@@ -60,6 +112,41 @@ def test_every_row_names_tests_that_are_there() -> None:
 )
 def test_a_verdict_says_what_came_out(found: dict | None, said: str) -> None:
     assert features.verdict(ROW, found) == said
+
+
+def test_a_row_whose_tests_take_another_release_for_vllms_says_which() -> None:
+    """It is the same whichever is installed, so the columns of others have no such row."""
+    found = features.load()
+    for row in ROWS:
+        played = found.get(row.name, {"tests": []})["tests"]
+        tests = [one for one in played if features._is_of(one, row)]
+        assert {one.get("with_release", "") for one in tests} <= {row.release}, row.name
+    row = next(row for row in ROWS if row.release not in ("", "0.32.0"))
+    played = {**ABOUT, "tests": [{"test": row.tests[0], "outcome": "passed", "refusal": "a"}]}
+    text = features.page({row.name: played}, {"0.30.0": {ROWS[0].name: played}})
+    assert f"| {row.name} | {row.what} | {row.release} | 2026-11-23 | refused: a |" in text
+    others = text.partition("## On other releases")[2]
+    assert row.name not in others and ROWS[0].name in others
+
+
+def test_a_row_of_one_release_is_not_run_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[Row] = []
+    file: list[Path | None] = []
+
+    @contextlib.contextmanager
+    def where(options: object, installed: str) -> Iterator[features_releases.Where]:
+        yield features_releases.Where(Path("python"), None, "0.30.0", file[-1])
+
+    monkeypatch.setattr(features, "_play", lambda rows, where: played.extend(rows) or [])
+    monkeypatch.setattr(features_releases, "where", where)
+    monkeypatch.setattr(features, "PAGE", Path(os.devnull))
+    monkeypatch.setattr(features, "release_in_use", lambda: "0.32.0")
+    monkeypatch.setattr("sys.argv", ["features"])
+    for results, some in ((None, True), (Path("0.30.0.json"), False)):
+        file.append(results)
+        played.clear()
+        assert features.main() == 0
+        assert any(row.release for row in played) == some and ROWS[0] in played
 
 
 def test_results_that_others_write_meanwhile_are_kept(

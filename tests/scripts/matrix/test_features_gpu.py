@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from engine import gpu_kinds
+from packaging.version import Version
 
-from scripts.matrix import features, features_gpu
-from scripts.matrix.features_rows import ROWS, Row
+from scripts import ROOT
+from scripts.matrix import features, features_gpu, features_releases
+from scripts.matrix.features_row import Row
+from scripts.matrix.features_rows import ROWS
 
 ROW = Row("a shape", "nothing on the CPU", gpu=("graphs", "graphs, windows"))
 
@@ -42,7 +46,7 @@ def test_a_row_adds_up_its_kinds_and_names_each_commit() -> None:
     assert line == features_gpu.Line(
         "graphs (V1, V2); graphs, windows (V1)",
         "0.26.0",
-        "2026-11-23",
+        "2026-11-20 to 2026-11-23",
         "new, old",
         "a GPU, b",
         "green: 108 of 108 answers equal, 3,000 blocks loaded",
@@ -130,3 +134,41 @@ def test_the_newest_release_is_first_and_its_steps_were_asynchronous() -> None:
     (row,) = [row for row in ROWS if row.name == "asynchronous scheduling"]
     told = [t for one in found for t in one["tests"] if features_gpu._is_of(t["name"], row)]
     assert told and {test["scheduler"] for test in told} == {"AsyncScheduler"}
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "row"),
+    [
+        ("on two GPUs with ", ", on four", "decode context parallelism (DCP)"),
+        ("other than two of one rank with ", ". Two stages", "two pipeline stages"),
+        ("on a GPU other than with ", ". On the CPU", "sleep"),
+    ],
+)
+def test_limits_name_the_releases_that_were_run(begin: str, end: str, row: str) -> None:
+    text = " ".join((ROOT / "docs/limits.md").read_text(encoding="utf-8").split())
+    found = features_gpu.load()
+    (of,) = [one for one in ROWS if one.name == row]
+    lines = features_gpu.lines(of, found)
+    green = {line.release for line in lines if line.verdict.startswith("green")}
+    known = {one["release"] for one in found}
+    assert _releases(text.partition(begin)[2].partition(end)[0], known) == green
+
+
+def test_neighbours_name_the_releases_with_which_nixl_was_run() -> None:
+    (row,) = [row for row in ROWS if row.name.startswith("NIXL")]
+    files = features_releases.files()
+    of = {"0.32.0": features.load(), **{one: features.load(file) for one, file in files.items()}}
+    said = {release: features.verdict(row, found.get(row.name)) for release, found in of.items()}
+    green = {release for release, verdict in said.items() if verdict.startswith("green")}
+    text = (ROOT / "docs/neighbours.md").read_text(encoding="utf-8")
+    (line,) = [line for line in text.splitlines() if line.startswith("| NixlConnector |")]
+    assert _releases(line, set(of)) == green
+
+
+def _releases(text: str, known: set[str]) -> set[str]:
+    """Those that a text names, and those of the known ones that are in its ranges."""
+    found = set()
+    for first, last in re.findall(r"(0\.\d+\.\d+)(?: to (0\.\d+\.\d+))?", text):
+        of = Version(first), Version(last or first)
+        found |= {first} | {one for one in known if of[0] <= Version(one) <= of[1]}
+    return found

@@ -11,7 +11,7 @@ import pytest
 from kvoffload_patch import _bootstrap
 from scripts import ROOT
 from scripts.matrix import environment, features, features_releases, features_rows
-from scripts.matrix.features_rows import Row
+from scripts.matrix.features_row import Row
 
 ROW, OTHER = features_rows.ROWS[0], features_rows.ROWS[1]
 ABOUT = {"release": "0.30.0", "date": "2026-11-23", "commit": "abc"}

@@ -8,7 +8,8 @@ import pytest
 from engine import ways
 
 from scripts.matrix import features, features_releases, features_ways
-from scripts.matrix.features_rows import ROWS, Row
+from scripts.matrix.features_row import Row
+from scripts.matrix.features_rows import ROWS
 
 PLAYED = [row for row in ROWS if features_ways.is_played(row)]
 ROW = PLAYED[0]

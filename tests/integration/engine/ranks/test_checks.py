@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -50,10 +51,13 @@ def test_ranks_that_one_plan_does_not_fit_are_refused(second: dict[str, Any], te
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_scheduler_that_has_one_of_several_ranks_is_refused(number: int) -> None:
+def test_a_scheduler_that_has_one_of_several_ranks_is_refused(
+    number: int, record_property: Callable[[str, object], None]
+) -> None:
     """Each such scheduler must decide as the others do, and copies are done when they are done."""
-    with pytest.raises(TierRefused, match="external_launcher; use the executor mp or ray"):
+    with pytest.raises(TierRefused, match="external_launcher; use the executor mp or ray") as said:
         check_together([geometry(number)])
+    record_property("refusal", str(said.value))  # for docs/features.md
 
 
 def test_each_rank_that_answers_with_an_error_is_named() -> None:
