@@ -32,7 +32,9 @@ _WAYS: dict[str, dict[str, Any]] = {
     "states on two stages": {"pipeline_parallel_size": 2},
     "states at every block": {"mamba_cache_mode": "all"},
     "states with drafts": {"speculative_config": {"num_speculative_tokens": 2}},
+    "states with n-grams": {"speculative_config": {"num_speculative_tokens": 3}},
     "states with hits within a block": {"prefix_match_unit": 16},
+    "states beside a KV connector": {"kv_transfer_config": {"kv_connector": "StateConnector"}},
 }
 # The same of kinds without states, by their whole names.
 _DIVIDED: dict[str, dict[str, Any]] = {
@@ -94,7 +96,13 @@ def _configuration(asked: dict[str, Any]) -> SimpleNamespace:
         model_config=SimpleNamespace(is_encoder_decoder=False, architectures=[]),
         device_config=SimpleNamespace(device_type="cuda"),
         speculative_config=asked.get("speculative_config"),
+        kv_transfer_config=_named(asked.get("kv_transfer_config")),
     )
+
+
+def _named(asked: dict[str, str] | None) -> SimpleNamespace | None:
+    """A connector's configuration, which names it."""
+    return SimpleNamespace(kv_connector_extra_config={}, **asked) if asked else None
 
 
 def _scheduler(runner: str, kind: str, asked: dict[str, Any]) -> SimpleNamespace:
@@ -114,6 +122,7 @@ def _scheduler(runner: str, kind: str, asked: dict[str, Any]) -> SimpleNamespace
     parts = "prefix_match_unit" in asked
     return SimpleNamespace(
         use_v2_model_runner=runner == "v2",
+        connector=asked.get("kv_transfer_config"),
         kv_cache_manager=SimpleNamespace(
             coordinator=SimpleNamespace(enable_partial_hash_hits=parts),
             block_pool=SimpleNamespace(),

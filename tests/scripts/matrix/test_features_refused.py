@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from engine import gpu_kinds
+from engine import gpu_kinds, gpu_states
 
 from kvoffload_patch.integration.engine import eligible_states
 from scripts.matrix import features_gpu, features_refused
@@ -27,9 +27,13 @@ def test_what_is_played_unverified_is_asked_about_as_it_is_played(kind: gpu_kind
         assert said is None
         return
     assert said is not None, "nobody knows whether this is refused by default"
+    connector = {"kv_transfer_config": gpu_states.CONNECTOR} if kind.connector else {}
+    engine, asked = {**kind.engine, **connector}, said.get("kv_transfer_config", {})
     for name in DECIDE:
         default = DEFAULTS.get(name)
-        assert said.get(name, default) == kind.engine.get(name, default), name
+        if name != "kv_transfer_config":
+            assert said.get(name, default) == engine.get(name, default), name
+    assert asked.get("kv_connector") == connector.get("kv_transfer_config", {}).get("kv_connector")
     drafted, played = (one.get("speculative_config") or {} for one in (said, kind.engine))
     assert drafted.get("num_speculative_tokens") == played.get("num_speculative_tokens")
 
@@ -42,6 +46,9 @@ def test_states_that_were_shown_on_a_release_are_refused_on_another() -> None:
     assert not features_refused.is_refused("v2, mla, two ranks that divide a prompt", "0.32.0")
     assert features_refused.is_refused("v2, mla, two ranks that divide a prompt", "0.27.1")
     assert not features_refused.is_refused("v2, graphs", "0.27.1")
+    beside = "v1, states beside a KV connector: "
+    assert not features_refused.is_refused(f"{beside}gated delta net", "0.32.0")
+    assert features_refused.is_refused(f"{beside}Mamba 2", "0.32.0")
 
 
 def test_the_packages_own_table_decides(monkeypatch: pytest.MonkeyPatch) -> None:
