@@ -85,18 +85,19 @@ def test_a_flipped_bit_on_any_rank_is_a_miss_if_all_blocks_are_checked(plain, re
 
 @pytest.mark.parametrize("rank", ["alone", "1"])
 def test_a_flipped_bit_is_a_miss_where_some_loads_are_compared(plain, real, rank):
-    """By default, where loads are parked; here all are compared."""
+    """By default; here all are compared, and so none is within its step."""
     ranks, more, off = None, dict(FLIPS), plain
     if rank != "alone":
         ranks, forked = {"tensor_parallel_size": 2}, {"TEST_FORK_WORKERS": "1"}
         off = real.off(["conversations"], ranks, **forked)
         more |= {"TEST_FLIP_RANK": rank, **forked}
-    run = real.on(["conversations"], ranks, PARKED, TEST_COMPARE_EVERY="1", **more)
+    run = real.on(["conversations"], ranks, {}, TEST_COMPARE_EVERY="1", **more)
     on = run["conversations"]
     assert on["tokens"] == off["conversations"]["tokens"]
     assert on["tier"]["mismatches"] == on["tier"]["failed_by"]["cpu mismatch"] > 0
     assert on["tier"]["loaded"] > 0
-    assert "checksums of all blocks" in run.log
+    said = "compared with loads until one is right, then with 1 in 256"
+    assert f"checksums of all blocks, {said}" in run.log and "loads auto" in run.log
 
 
 @pytest.mark.parametrize("what", ["load", "step"])
@@ -111,9 +112,10 @@ def test_what_fails_on_a_rank_that_does_not_report_ends_the_engine_at_once(real,
     assert time.monotonic() - begun < 120, "vLLM waits 300 s for a rank"
 
 
-def test_bits_that_change_in_all_blocks_are_found_by_the_first_load(plain, real):
+@pytest.mark.parametrize("tier", [{}, PARKED], ids=["auto", "parked"])
+def test_bits_that_change_in_all_blocks_are_found_by_the_first_load(plain, real, tier):
     """No load that is not compared follows it, though by default most are not."""
-    run = real.on(["conversations"], tier=PARKED, TEST_FLIP_STORES="1")
+    run = real.on(["conversations"], tier=tier, TEST_FLIP_STORES="1")
     on = run["conversations"]
     assert on["tokens"] == plain["conversations"]["tokens"]
     assert on["tier"]["mismatches"] > 1 and on["tier"]["loaded"] == 0

@@ -25,6 +25,7 @@ from kvoffload_patch.integration.engine.eligibility import check_eligible
 from kvoffload_patch.integration.engine.ranks.ending import ending
 from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 from kvoffload_patch.integration.engine.reports import metrics
+from kvoffload_patch.integration.engine.requests.inline import in_words
 from kvoffload_patch.integration.engine.tier import SchedulerTier
 from kvoffload_patch.integration.errors import PromiseBroken, TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import keep_installed, step_hooks
@@ -197,11 +198,13 @@ def _give_back(ranks: RankGroup, why: BaseException) -> None:
 
 def _tell(ranks: RankGroup, settings: Settings, unverified: Sequence[str]) -> None:
     """Say what the tier is, and what of the engine nobody has run with one."""
+    how = settings.integrity, settings.load_mode, ranks.copies_overlap
+    compared = in_words(*how) if ranks.compares else ""
     logger.info(
         "KV offload: CPU tier of %d blocks (%s), %d of them usable so far, "
-        "loads %s, %.3f ms a block; %s",
+        "loads %s, %.3f ms a block; %s%s",
         ranks.num_slots, ranks.size, ranks.num_usable,
-        settings.load_mode, ranks.load_ms_per_block, ranks.copies,
+        settings.load_mode, ranks.load_ms_per_block, ranks.copies, compared,
     )  # fmt: skip
     for doubt in unverified:
         logger.warning(

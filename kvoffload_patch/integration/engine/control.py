@@ -29,7 +29,7 @@ from kvoffload_patch.integration.engine.blocks.weights import MIXED
 from kvoffload_patch.integration.engine.breaker import Breaker
 from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 from kvoffload_patch.integration.engine.reports.metrics import failed_copies
-from kvoffload_patch.integration.engine.requests.loads import parks
+from kvoffload_patch.integration.engine.requests.inline import parks_compared
 from kvoffload_patch.integration.engine.tuning import CONTROL_APPLY_S, CONTROL_TAKE_S, TOLD_ADAPTERS
 from kvoffload_patch.integration.errors import TierRefused
 from kvoffload_patch.integration.metrics import FAILED, ON, PAUSED
@@ -132,7 +132,7 @@ class Desk:
         """What there is to know, numbers since the start included."""
         manager, stats, counts = self._manager, self._manager.stats, self._tier.counts()
         failure, settings = self._breaker.failure, self._tier.settings
-        live, overlap = dataclasses.asdict(settings), self._ranks.copies_overlap
+        live = dataclasses.asdict(settings)
         return {
             "version": __version__,
             "pid": os.getpid(),
@@ -145,7 +145,7 @@ class Desk:
             "store": settings.store,
             "stores_lazily": manager.lazy,
             "integrity": settings.integrity,
-            "compares": self._ranks.compares and parks(settings.load_mode, overlap),
+            "compares": self._ranks.compares and parks_compared(settings.load_mode),
             "gpu_share": self._tier.gpu_share,
             "load_ms_per_block": self._tier.pace.ms_per_block,
             "largest_blocks": self._ranks.num_slots,

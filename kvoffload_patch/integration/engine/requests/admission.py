@@ -221,7 +221,7 @@ class Admission:
         """Load by these settings from the next step on."""
         self._settings = settings
         self._parks = parks(settings.load_mode, self._copies_overlap)
-        self.comparing.parks = self._parks
+        self.comparing.use(settings.load_mode)
 
     def look_up_waiting(self) -> None:
         """Begin the loads of this step, and cap what `schedule` admits if lookups end early."""

@@ -104,6 +104,26 @@ class Stall:
         return num_blocks - int(self._hidden_ms(num_blocks) / self._ms_per_block)
 
 
+def parks_compared(load_mode: str) -> bool:
+    """Whether a load may be parked to be compared, also where no other one is, as on the CPU.
+
+    A step reads what is loaded within it, so there a mismatch would be found too late.
+    """
+    return load_mode != "inline"
+
+
+def in_words(integrity: str, load_mode: str, copies_overlap: bool) -> str:
+    """Which loads are compared, where every rank has checksums; follows them in the start line."""
+    if not parks_compared(load_mode):
+        return ", compared with no load, because loads are inline"
+    if integrity == "full":
+        return ", compared with every load"
+    parked, inline = _COMPARED[integrity]
+    some = [str(parked)] if copies_overlap or load_mode == "parked" else []
+    some += [str(inline)] if load_mode != "parked" else []
+    return f", compared with loads until one is right, then with 1 in {' to '.join(some)}"
+
+
 class Comparing:
     """Chooses the loads that are compared. Each of them is parked, which delays its first token.
 
@@ -114,7 +134,7 @@ class Comparing:
         stats: of the tier, which count what was wrong.
 
     Attributes:
-        parks: whether loads are parked at all: if none is, none is compared.
+        parks: whether a load may be parked: if none may be, none is compared.
         num_compared: loads that were, or are about to be, since start.
     """
 
@@ -124,6 +144,10 @@ class Comparing:
         self._last = 0  # loads begun before the last one that was compared
         self.parks = False
         self.num_compared = 0
+
+    def use(self, load_mode: str) -> None:
+        """Choose among the loads of this mode from now on."""
+        self.parks = parks_compared(load_mode)
 
     @property
     def active(self) -> bool:

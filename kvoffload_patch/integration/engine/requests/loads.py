@@ -16,7 +16,7 @@ from kvoffload_patch.tier.manager import OffloadManager
 
 
 def parks(load_mode: str, copies_overlap: bool) -> bool:
-    """Whether loads are parked at all: only those are compared with checksums."""
+    """Whether loads are parked that are not compared with checksums."""
     return load_mode == "parked" or (load_mode == "auto" and copies_overlap)
 
 
