@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from kvoffload_patch.config import AUTO, VARIABLES, ConfigError, Variable, read
@@ -23,11 +23,19 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 _LONGEST = 64  # characters of an argument
 
 
+def _always() -> bool:
+    return True
+
+
 class Command(NamedTuple):
-    """What is asked, and the arguments that were given, parsed."""
+    """What is asked, and the arguments that were given, parsed.
+
+    ``wanted``: whether who has asked still waits for the answer.
+    """
 
     name: str
     values: dict[str, Any]
+    wanted: Callable[[], bool] = _always
 
 
 def read_command(message: Mapping[str, Any]) -> Command:

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from kvoffload_patch.control import folder as folders
@@ -178,7 +179,8 @@ class Listener:
             wire.check_peer(connection)
             message = wire.receive(connection, wire.REQUEST_BYTES)
             self._silent.pop(connection, None)
-            return {"result": self._result(read_command(message))}
+            wanted = partial(wire.is_open, connection)
+            return {"result": self._result(read_command(message)._replace(wanted=wanted))}
         except Refused as refusal:
             return {"error": str(refusal)}
         except OSError:

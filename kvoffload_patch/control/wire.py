@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import struct
 import time
@@ -67,6 +68,16 @@ def receive(connection: socket.socket, limit: int, seconds: float | None = None)
         if not more:
             raise Refused("expected a message that ends with a new line, found its end before that")
     return parse(data)
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the other end can still read; one that only has nothing more to say can."""
+    looked = select.poll()
+    try:
+        looked.register(connection, 0)  # a hang-up is told of unasked
+    except ValueError:  # this end is closed
+        return False
+    return not looked.poll(0)
 
 
 def parse(data: bytes) -> dict[str, Any]:

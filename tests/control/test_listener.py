@@ -154,6 +154,28 @@ def test_commands_that_the_engine_does_not_carry_out_keep_no_status_waiting(
     made.close()
 
 
+def test_a_command_is_wanted_until_its_client_has_gone(runtime: dict[str, str]) -> None:
+    begun, gone, seen = threading.Event(), threading.Event(), list[bool]()
+    over = threading.Event()
+
+    def looks(command: Command) -> Mapping[str, Any]:
+        seen.append(command.wanted())
+        begun.set()
+        gone.wait(60)
+        seen.append(command.wanted())
+        over.set()
+        return {}
+
+    made = Listener(looks, runtime)
+    one = connection(runtime)
+    wire.send(one, {"command": "pause"}, wire.REQUEST_BYTES)
+    assert begun.wait(60)
+    one.close()
+    gone.set()
+    assert over.wait(60) and seen == [True, False]
+    made.close()
+
+
 def test_other_users_are_told_that_they_are(
     opened: Listener, runtime: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

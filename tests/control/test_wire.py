@@ -57,6 +57,18 @@ def test_one_who_says_nothing_or_too_little_in_time_is_not_waited_for(ends: Any)
         wire.receive(there, 100)
 
 
+def test_who_has_only_said_everything_still_reads_and_who_has_gone_does_not(ends: Any) -> None:
+    here, there = ends
+    wire.send(here, {"command": "pause"}, 100)
+    assert wire.is_open(there)
+    here.shutdown(socket.SHUT_WR)  # as `nc -N` does
+    assert wire.receive(there, 100) and wire.is_open(there)
+    here.close()
+    assert not wire.is_open(there)
+    there.close()
+    assert not wire.is_open(there)
+
+
 @pytest.mark.parametrize(
     "data",
     [b"\n", b"[]\n", b'"a"\n', b"1\n", b"{\n", b'{"a": NaN}\n', b'{"a": 1, "a": 2}\n', b"\xff\n",

@@ -30,7 +30,12 @@ from kvoffload_patch.integration.engine.breaker import Breaker
 from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 from kvoffload_patch.integration.engine.reports.metrics import failed_copies
 from kvoffload_patch.integration.engine.requests.inline import parks_compared
-from kvoffload_patch.integration.engine.tuning import CONTROL_APPLY_S, CONTROL_TAKE_S, TOLD_ADAPTERS
+from kvoffload_patch.integration.engine.tuning import (
+    CONTROL_APPLY_S,
+    CONTROL_LOOK_S,
+    CONTROL_TAKE_S,
+    TOLD_ADAPTERS,
+)
 from kvoffload_patch.integration.errors import TierRefused
 from kvoffload_patch.integration.metrics import FAILED, ON, PAUSED
 from kvoffload_patch.integration.protocol import CONTROL, engine_number
@@ -191,10 +196,16 @@ class Desk:
         }
 
     def _wait(self, asked: Asked) -> None:
-        if asked.done.wait(CONTROL_TAKE_S):
-            return
+        until = time.monotonic() + CONTROL_TAKE_S
+        wanted = True
+        while wanted and (left := until - time.monotonic()) > 0:
+            if asked.done.wait(min(CONTROL_LOOK_S, left)):
+                return
+            wanted = asked.command.wanted()
         with suppress(ValueError):  # it is being carried out
             self._breaker.asked.remove(asked)
+            if not wanted:
+                raise Refused(_withdrawn(asked))
             raise Refused(
                 f"expected the engine to come to the end of a step within {CONTROL_TAKE_S:.0f} s, "
                 "found that it did not; nothing was changed: see by `kvoffload status` whether it "
@@ -218,6 +229,9 @@ class Desk:
             try:
                 if self._breaker.detached:
                     raise Refused(self._gone())
+                # Who waits looks now and then, and not while the process is stopped.
+                if not asked.command.wanted():
+                    raise Refused(_withdrawn(asked))
                 self._apply(asked)
             except Refused as refusal:
                 asked.error = as_given(str(refusal))
@@ -239,7 +253,7 @@ class Desk:
         return None
 
     def _apply(self, asked: Asked) -> None:
-        name, values = asked.command
+        name, values, _ = asked.command
         tier = self._tier
         if name == commands.PAUSE:
             tier.pause()
@@ -299,6 +313,16 @@ class Desk:
                     raise
                 raise Refused(str(refusal)) from None
         self._tier.resize(num_slots)
+
+
+def _withdrawn(asked: Asked) -> str:
+    """Says in the log, the only place left, that nobody waits for this command."""
+    text = (
+        f"expected the one who asked to {asked.command.name} to wait for the answer, found the "
+        "connection closed before the engine took it up; nothing was changed."
+    )
+    logger.warning("kvoffload_patch: %s", text)
+    return text
 
 
 def _some(names: Sequence[str]) -> list[str]:

@@ -55,5 +55,8 @@ SENDING_S = 2.0
 # A command is withdrawn if no step has ended by then, which is a step that hangs: vLLM itself waits
 # 300 s for one, which is too long for a user who types a command. Not measured.
 CONTROL_TAKE_S = 30.0
+# Until then it is also withdrawn if who asked has gone, which is looked for so often, and once more
+# when the engine takes it up.
+CONTROL_LOOK_S = 0.5
 # One that is under way may wait for copies, which have a deadline of 60 s without progress.
 CONTROL_APPLY_S = 75.0

@@ -384,6 +384,39 @@ def test_a_command_that_is_given_up_while_the_step_looks_is_none(
     assert mini.desk is not None and mini.desk.status()["state"] == "on"
 
 
+def closed() -> bool:
+    return False
+
+
+def test_a_command_whose_client_has_gone_is_withdrawn_before_the_engine_takes_it_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At once, and not when a step that hangs is given up: others may be waiting to ask."""
+    monkeypatch.setattr(control, "CONTROL_LOOK_S", 0.01)
+    mini = Mini()
+    desk = Desk(mini.breaker, mini.manager, mini.ranks, {}, lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(Refused, match="nothing was changed"):
+        desk.answer(Command("pause", {}, closed))
+    assert not mini.breaker.asked
+    hits(mini, prompt(2, seed=1))
+    assert not mini.tier.paused and caplog.text.count("one who asked to pause") == 1
+
+
+def test_an_engine_that_was_stopped_carries_out_nothing_that_nobody_waits_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Who waits for it was stopped with it, and has not looked since the client has gone."""
+    mini = Mini()
+    one = mini.ask("pause")
+    one.command = one.command._replace(wanted=closed)
+    other = mini.ask("empty")
+    mini.begin_step()
+    mini.end_step()
+    assert "connection closed before the engine took it up" in one.error and other.error == ""
+    assert not mini.tier.paused and not mini.breaker.detached
+    assert "nothing was changed" in caplog.text
+
+
 def test_a_change_that_takes_too_long_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "CONTROL_TAKE_S", 0.01)
     monkeypatch.setattr(control, "CONTROL_APPLY_S", 0.01)
