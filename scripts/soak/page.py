@@ -99,6 +99,12 @@ FAULTS = (
         "`tests/test_memory.py`; a real engine in a real cgroup: `tests/engine/test_faults.py`",
     ),
     (
+        "/dev/shm is full, or cannot be written to",
+        "as with plain vLLM: the tier has nothing there; an engine that needs it does not start",
+        "at the start",
+        "`tests/engine/test_faults.py`; `kvoffload doctor` says it before",
+    ),
+    (
         "any bytes as a variable, a patch file or a control message",
         "a value, or the one error that is documented; soon, and in little memory",
         "2 s for a client's question",

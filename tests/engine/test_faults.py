@@ -1,15 +1,20 @@
-"""What the machine does to an engine: its clock is set, its cgroup is tight."""
+"""What the machine does to an engine: its clock is set, its cgroup is tight, /dev/shm is full."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from cgroups import limited
-from engine import engines
+from engine import engines, release
 from engine.report import assert_same
+from engine.shared_memory import files_left
+
+from scripts.soak import watch
 
 MIB = 1 << 20
 # An engine of the tests takes less with its libraries. With 1 GiB to stay free, its tier has some
@@ -60,3 +65,48 @@ def killed(cgroup: Path) -> int:
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
     return 0
+
+
+FULL, UNWRITABLE = "size=1m", "ro"
+
+
+def beside(shared: str, real, **engine: str) -> engines.Run:
+    """An engine with the tier and a /dev/shm of its own; none of its files may be left."""
+    if shutil.which("unshare") is None:
+        pytest.skip("this system has no unshare")
+    mounted = f'mount -t tmpfs -o {shared} tmpfs /dev/shm && exec "$@"'
+    apart = ["unshare", "--mount", "sh", "-c", mounted, "sh"]
+    if subprocess.run([*apart, "true"], capture_output=True).returncode:
+        pytest.skip("this user may mount no /dev/shm of its own")
+    before = watch.files_left()
+    arguments = {"model": real.model, **engine}
+    run = engines.run(["conversations"], arguments, {}, prefix=apart, TEST_FORK_WORKERS="1")
+    assert not files_left(before)
+    return run
+
+
+def test_a_full_shared_memory_changes_nothing_where_vllm_needs_none(real, plain):
+    """The tier has its files elsewhere."""
+    run = beside(FULL, real)
+    assert run.returncode == 0, run.log[-3000:]
+    assert_same(run["conversations"], plain["conversations"])
+    assert run["conversations"]["tier"]["loaded"] > 0 and "is detached" not in run.log
+
+
+def test_a_full_shared_memory_is_vllms_own_error_where_it_has_a_worker_apart(real):
+    asks = "distributed/device_communicators/shm_broadcast.py"
+    if "check_shm_free_space" not in release.source(asks):
+        pytest.skip(f"vLLM {release.version()} does not look for room there")
+    run = beside(FULL, real, distributed_executor_backend="mp")
+    assert run.returncode == 1 and not run.results
+    assert "Insufficient space in /dev/shm for shared-memory allocation" in run.log
+    assert "KV offload" not in run.log, "the tier was opened"
+
+
+def test_an_unwritable_shared_memory_is_vllms_own_error(real):
+    if "Lock()" not in release.source("v1/executor/uniproc_executor.py"):
+        pytest.skip(f"vLLM {release.version()} needs no lock for an engine of one rank")
+    run = beside(UNWRITABLE, real)
+    assert run.returncode == 1 and not run.results
+    assert run.log.rstrip().endswith("Read-only file system"), run.log[-3000:]
+    assert "KV offload" not in run.log, "the tier was opened"

@@ -49,7 +49,8 @@ def examine() -> list[Finding]:
     gpu, chosen = numa.has_gpu(), sizes[-1].value
     assert isinstance(chosen, int)
     findings += sizes if not wrong else sizes[:-1]
-    findings += limits.check(chosen, gpu) + numa.check() + copies.check(gpu)
+    on_cpu = not gpu and str(status["release"]).endswith("+cpu")
+    findings += limits.check(chosen, gpu, on_cpu) + numa.check() + copies.check(gpu)
     return findings + (arming.check() if status["verdict"] == "ok" else [])
 
 

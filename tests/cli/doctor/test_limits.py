@@ -35,8 +35,12 @@ def system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     return one
 
 
-def check(system: SimpleNamespace, gpu: bool = True) -> dict[str, Finding]:
-    return {f.name: f for f in limits.check(4 * GIB, gpu, system.root)}
+def check(system: SimpleNamespace, gpu: bool = True, looks: bool = True) -> dict[str, Finding]:
+    """With a GPU or vLLM's CPU build, which looks for room in shared memory before it starts."""
+    source = system.root / "shm_broadcast.py"
+    source.write_text("check_shm_free_space(self.total_bytes)" if looks else "")
+    found = limits.check(4 * GIB, gpu, not gpu, system.root, lambda module: source)
+    return {f.name: f for f in found}
 
 
 def test_a_system_without_limits(system: SimpleNamespace) -> None:
@@ -66,11 +70,27 @@ def test_address_space_for_less_than_two_tiers_is_a_problem(system: SimpleNamesp
 
 
 def test_shared_memory_that_is_small_full_or_missing_is_a_problem(system: SimpleNamespace) -> None:
-    for system.size, system.free in ((64 << 20, 64 << 20), (8 * GIB, (160 << 20) - 1)):
+    for system.size, system.free in ((64 << 20, 64 << 20), (8 * GIB, (256 << 20) - 1)):
         said = check(system)["/dev/shm"].sentence
         assert "too little for an engine of several ranks, or on the CPU," in said
-        assert "--shm-size" in said
+        assert "vLLM needs about 256 MiB there" in said and "--shm-size" in said
     system.size, system.free = GIB, 0
     assert "cannot be written to" in check(system)["/dev/shm"].problem
     (system.root / "dev/shm").rmdir()
     assert "cannot be written to" in check(system)["/dev/shm"].problem
+
+
+def test_too_little_shared_memory_is_refused_where_vllm_does_not_start(
+    system: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU every server shares some; with a GPU an engine of one rank shares none."""
+    system.free = (256 << 20) - 1
+    assert check(system, gpu=False)["/dev/shm"].refused
+    assert not check(system, gpu=False, looks=False)["/dev/shm"].refused, "releases up to 0.26"
+    assert not check(system, gpu=True)["/dev/shm"].refused
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    small = check(system, gpu=False)["/dev/shm"]
+    assert small.problem and not small.refused, "an engine in its user's own process starts"
+    system.free = 0
+    assert check(system, gpu=False, looks=False)["/dev/shm"].refused, "not even a lock can be made"
+    assert not check(system, gpu=True)["/dev/shm"].refused
