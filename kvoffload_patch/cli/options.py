@@ -71,13 +71,23 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         """As argparse does; ends the process if anything is wrong."""
+        found, wrong = self.read_args(args, namespace)
+        if wrong:
+            self._refuse(wrong)
+        return found
+
+    def read_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """What is given, and a sentence for each value that is wrong, which is None there.
+
+        For a command that finds more wrong, and says all of it at once. What argparse cannot read
+        ends the process.
+        """
         self._wrong.clear()
         self._given = list(sys.argv[1:] if args is None else args)
         found, unknown = self.parse_known_args(args, namespace)
-        self._wrong += [self._unknown(word) for word in unknown]
-        if self._wrong:
-            self._refuse(self._wrong)
-        return found
+        return found, [*self._wrong, *map(self._unknown, unknown)]
 
     def error(self, message: str) -> NoReturn:
         """What argparse, or a command, finds wrong, behind the values that are wrong."""

@@ -59,9 +59,9 @@ def main(argv: Sequence[str]) -> int:
         at = words.index("--")
         words, serve = words[:at], words[at + 1 :]
     parser = _parser()
-    asked = parser.parse_args(words)
-    if wrong := _refusals(asked, serve):
-        return parser.refuse(as_given(" ".join(wrong)))
+    asked, wrong = parser.read_args(words)
+    if wrong := [*wrong, *map(as_given, _refusals(asked, serve, not wrong))]:
+        return parser.refuse(" ".join(wrong))
     with ended_in_order(), ExitStack() as stack:
         logs = asked.out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         document = measure(asked, serve, logs)
@@ -169,13 +169,23 @@ def _chosen(text: str | None) -> list[str]:
     return [name for name in dict.fromkeys(names) if name not in cannot]
 
 
-def _refusals(asked: argparse.Namespace, serve: Sequence[str]) -> list[str]:
-    """A sentence for all that is wrong before a server starts; fills in ``gib`` and ``chosen``."""
+def _missing(model: str) -> bool:
+    """Whether a model is named by a path that is not there; other names are vLLM's to find."""
+    is_path = model.startswith(("/", ".", "~")) or ("://" not in model and model.count("/") > 1)
+    return is_path and not os.path.exists(model)
+
+
+def _refusals(asked: argparse.Namespace, serve: Sequence[str], right: bool) -> list[str]:
+    """A sentence for all that is wrong before a server starts; fills in ``gib`` and ``chosen``.
+
+    ``right``: nothing was found wrong before.
+    """
     wrong = []
-    try:
-        asked.chosen = _chosen(asked.modes)
-    except BenchRefused as refusal:
-        wrong.append(str(refusal))
+    if _missing(asked.model):
+        wrong.append(
+            f"--model is {asked.model!r}, expected a model that is there, found no such file or "
+            "folder; correct it."
+        )
     try:
         asked.gib = _gib(asked.cpu_gib)
     except (BenchRefused, ConfigError) as refusal:
@@ -190,7 +200,12 @@ def _refusals(asked: argparse.Namespace, serve: Sequence[str]) -> list[str]:
             f"--out is {str(asked.out)!r}, expected a folder to write to, found {found}; give "
             "another one."
         )
-    if not wrong and modes.ON in asked.chosen:
+    try:
+        if asked.modes is not None or (right and not wrong):  # or else it is not said what runs
+            asked.chosen = _chosen(asked.modes)
+    except BenchRefused as refusal:
+        wrong.append(str(refusal))
+    if right and not wrong and modes.ON in asked.chosen:
         os.environ["KVOFFLOAD_CPU_GIB"] = f"{asked.gib:g}"
         outcome = preflight.decide()
         if outcome.disabled:

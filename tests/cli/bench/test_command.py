@@ -110,9 +110,41 @@ def test_programs_are_told_why_nothing_is_measured(
 
 @pytest.mark.parametrize("argv", [["--turns", "1"], ["--chats", "-1"], ["--seed", "1e3"], ["--x"]])
 def test_wrong_numbers_are_refused_by_their_option(argv: list[str], capsys: Any) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main.main([*QUICK, *argv])
-    assert caught.value.code == 2 and argv[0] in capsys.readouterr().err
+    assert main.main([*QUICK, *argv]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert argv[0] in line
+
+
+def test_all_wrong_values_are_said_at_once(fake: Path, capsys: Any) -> None:
+    wrong = ["--model", "/nope", "--chats", "-1", "--turns", "-3", "--out", "/dev/null/x"]
+    before = dict(os.environ)
+    try:
+        assert main.main(["bench", *wrong, "--modes", "zzz", "--cpu-gib", "x", "--more"]) == 2
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    (line,) = capsys.readouterr().err.splitlines()
+    for option in ("--model", "--chats", "--turns", "--out", "--modes", "--cpu-gib", "--more"):
+        assert f"{option} is " in line
+
+
+@pytest.mark.parametrize("model", ["/nope", "./nope", "~/nope", "some/where/nope"])
+def test_a_model_that_is_not_there_starts_no_server(model: str, fake: Path, capsys: Any) -> None:
+    assert main.main(["bench", "--model", model, "--modes", "off"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    said = f"--model is {model!r}, expected a model that is there, found no such file or folder"
+    assert said in line
+
+
+def test_a_models_name_is_vllms_to_find(tmp_path: Path) -> None:
+    for model in (
+        "M",
+        "owner/M",
+        "s3://bucket/a/M",
+        str(tmp_path),
+        f"{tmp_path}/../{tmp_path.name}",
+    ):
+        assert not command._missing(model)
 
 
 def test_modes_that_cannot_run_are_left_out(fake: Path, capsys: Any) -> None:
