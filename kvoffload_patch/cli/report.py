@@ -12,16 +12,19 @@ from kvoffload_patch.cli.options import EXIT_OK, EXIT_REFUSED, Parser
 from kvoffload_patch.config import as_given
 from kvoffload_patch.control import client
 
+EXIT_SILENT = 1
+
 
 def main(argv: Sequence[str]) -> int:
-    """Print the report; the exit status says whether vLLM would get a tier."""
+    """Print the report; the exit status says whether vLLM would get a tier, and engines answer."""
     parser = Parser(
         prog="kvoffload status",
         description="What is installed and whether it matches, without importing vLLM; and what "
         "each running engine of this user says of its tier.",
         epilog="examples:\n  kvoffload status\n  kvoffload --cpu-gib 64 status\n"
         "  kvoffload status --points\n  kvoffload status --json\n"
-        "exit status: 0 it matches; 2 refused, and the verdict says why.",
+        "exit status: 0 it matches; 1 it does, and an engine does not answer as one of this\n"
+        "version; 2 refused, and the verdict says why.",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
     parser.add_argument("--points", action="store_true", help="a line for each patch point")
@@ -38,7 +41,9 @@ def main(argv: Sequence[str]) -> int:
         unseen = wrong or ([] if running else [engines.NONE_RUNS])
         told = [f"engines:      {why}" for why in [*unseen, *map(plain_servers.text, plain)]]
         print("\n".join([text(found, asked.points), *told, *map(engines.text, running)]))
-    return EXIT_OK if found["verdict"] == "ok" else EXIT_REFUSED
+    if found["verdict"] != "ok":
+        return EXIT_REFUSED
+    return EXIT_SILENT if any("error" in engine for engine in running) else EXIT_OK
 
 
 def text(found: Mapping[str, object], each_point: bool) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvoffload_patch import _bootstrap
 from kvoffload_patch.cli import engines, main, report, top
 from kvoffload_patch.control import client
 from kvoffload_patch.control.commands import Command
@@ -257,6 +259,24 @@ def test_status_has_the_engines_that_run(one: Engine, another: Engine, capsys: A
     main.main(["status", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert sorted(each["engine"] for each in found["engines"]) == sorted([one.name, another.name])
+
+
+def test_an_engine_that_does_not_answer_is_a_status_of_its_own(
+    one: Engine, another: Engine, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """As one that is stopped; a tier that has failed answers, and scripts see that in its state."""
+    made, found = _bootstrap.status(), {"verdict": "ok"}
+    monkeypatch.setattr(_bootstrap, "status", lambda: {**made, **found})
+    assert main.main(["status"]) == 0
+    monkeypatch.setattr(client, "STATUS_S", 0.05)
+    over = threading.Event()
+    monkeypatch.setattr(one.listener, "_answer", lambda command: {"late": over.wait(60)})
+    assert main.main(["status"]) == 1
+    assert f"engine {one.name}: expected engine {one.name} to answer" in capsys.readouterr().out
+    assert main.main(["status", "--json"]) == 1
+    found["verdict"] = "no vLLM"
+    assert main.main(["status"]) == 2
+    over.set()
 
 
 def test_what_was_wrong_is_told_beside_what_was_compared() -> None:
