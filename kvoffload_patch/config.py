@@ -21,6 +21,7 @@ PREFIX = "KVOFFLOAD_"
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
 LOAD_MODES = ("auto", "inline", "parked")
+RECOMPUTES = ("auto", "never")
 EVICTIONS = tuple(POLICIES)
 STORES = ("auto", "eager", "lazy")
 GPU_PREFIXES = ("whole", "auto")
@@ -157,6 +158,13 @@ class Settings:
         "auto",
         LOAD_MODES,
         "load within the step (inline), beside it (parked), or choose per request (auto)",
+    )
+    recompute: str = _choice(
+        "KVOFFLOAD_RECOMPUTE",
+        "auto",
+        RECOMPUTES,
+        "compute a prefix again that the tier has where its load takes clearly longer, by what both"
+        " take lately (auto), or never",
     )
     load_by_layer: bool = _switch(
         "KVOFFLOAD_LOAD_BY_LAYER",

@@ -115,6 +115,12 @@ METRICS = (
         "they are of a prompt's last block, which vLLM leaves out of hits and the tier loads.",
     ),
     Metric(
+        "recomputed_hit_tokens",
+        "counter",
+        "Of these, the tokens that the tier had: their load would have taken clearly longer than "
+        "computing them (KVOFFLOAD_RECOMPUTE).",
+    ),
+    Metric(
         "loaded_tokens",
         "counter",
         "Tokens of the blocks loaded; with several KV cache groups, on average over these. More "

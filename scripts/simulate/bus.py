@@ -61,11 +61,6 @@ class Bus:
         """What is done."""
         return TransferResult(tuple([(link, way.done_by(now)) for link, way in self._of.items()]))
 
-    def load_seconds(self, blocks: int, now: float) -> float:
-        """How long a load takes that begins now, behind those under way."""
-        way = self._of[LOAD]
-        return max(0.0, way.end - now) + blocks * way.seconds_per_block
-
     def next_load(self) -> float:
         """When the load that is done next is done; infinity without any."""
         under_way = self._of[LOAD].under_way

@@ -1,7 +1,7 @@
 """Replays traces with other rules for loads, and writes what came of them: two questions.
 
-Load or recompute: is a prefix to be computed where that takes less time than its load? Asked at
-several speeds of the bus; the rule knows both speeds exactly, as no measurement does.
+Load or recompute: is a prefix to be computed where its load takes clearly longer, as the tier does?
+Asked at several speeds of the bus; the rule knows both speeds exactly, as no measurement does.
 
 Ahead: are loads to begin for requests that have no run slot yet? Asked with few run slots.
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 from typing import NamedTuple
 
+from kvoffload_patch.integration.engine.tuning import LONGER_LOAD_TIMES
 from kvoffload_patch.links import LOAD, STORE
 from scripts.simulate.bus import Bus
 from scripts.simulate.gpu import GpuPool
@@ -57,8 +58,8 @@ class LoadRules(NamedTuple):
     """What `loads` compares; by default everything that is hit is loaded, with a run slot.
 
     Attributes:
-        measured: a prefix is computed where that takes less time than its load, behind those loads
-            that are under way, at the speeds that the machine really has.
+        measured: a prefix is computed where its load, alone on the bus, takes clearly longer, at
+            the speeds that the machine really has: the rule of the tier (`Pace.computes_sooner`).
         ahead: requests that load before they have a run slot, at most.
     """
 
@@ -223,7 +224,7 @@ class Model:
             whole = -(-(request.prompt_tokens + 1) // tokens_each)
         if whole - on_gpu > len(gpu.free) - gpu.idle(blocks):
             return None
-        if self._load_rules.measured and not self._pays(hit - on_gpu):
+        if self._load_rules.measured and not self._pays():
             hit = on_gpu
         if hit > on_gpu and not self._may_overwrite(number, hit - on_gpu):
             return None
@@ -243,10 +244,11 @@ class Model:
         self._count(run, reusable)
         return run
 
-    def _pays(self, blocks: int) -> bool:
-        """Whether so many blocks are loaded before they could have been computed."""
-        computed = blocks * self._machine.block_tokens / self._machine.prefill
-        return self._bus.load_seconds(blocks, self._now) <= computed
+    def _pays(self) -> bool:
+        """Whether a block does not take clearly longer to load than to compute."""
+        machine = self._machine
+        loading_s = machine.token_bytes / machine.load_gbs / 1e9
+        return loading_s <= LONGER_LOAD_TIMES / machine.prefill
 
     def _may_overwrite(self, number: int, count: int) -> bool:
         """Whether a load can begin; it waits for one step where stores have to be planned first."""

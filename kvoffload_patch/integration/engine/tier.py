@@ -155,7 +155,7 @@ class SchedulerTier:
 
     def after_schedule(self, output: Any) -> None:
         """Put the plan on the output, and give up what was held for this step only."""
-        self.pace.in_flight += 1
+        self.pace.step_scheduled(output, bool(self._loads.readers or self._loads.awaited_ms))
         if self.handed_out:
             # First: what is queued for a block from here on is what the step computes in it.
             self._look_at_handed_out()
@@ -221,7 +221,7 @@ class SchedulerTier:
         Raises:
             PromiseBroken: a rank could not carry it out, or it does not say what is done.
         """
-        self.pace.in_flight -= 1
+        self.pace.step_returned(scheduled)
         if self._scheduler.connector is not None:
             self._invalid.step_returned(scheduled)
         result = getattr(output, RESULT, None)
@@ -382,7 +382,7 @@ class SchedulerTier:
     def counts(self) -> TierCounts:
         """What was counted since start, and what is so now."""
         report, loads, sizes = self._report, self._loads, self._view.groups.cached_sizes
-        begun = loads.num_inline, loads.num_parked_ever
+        begun = report.spared, loads.num_inline, loads.num_parked_ever
         stalled_ms, compared = self._admission.stalled_ms, self._admission.comparing.num_compared
         return TierCounts(
             report.queried, report.hit, *begun, loads.num_parked, sizes, stalled_ms, compared

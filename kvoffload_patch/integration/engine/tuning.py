@@ -20,6 +20,18 @@ LOOK_AHEAD_REQUESTS = 16
 # that is parked anyway, or after more, whichever it is. To be parked for that alone costs a first
 # token 16 ms, which must not show in the slowest of a hundred (docs/measurements.md).
 SAMPLED_PARKED_LOADS, SAMPLED_LOADS = 32, 256
+# A step of so many tokens computes prompts, and takes as long as these do. Not measured alone.
+PREFILL_TOKENS = 512
+# Steps under way that compute prompts, at most; older ones are lost. Not measured: a bound.
+PREFILL_STEPS = 16
+# What a token takes to compute is known from so many of them on, and of what is known this part
+# stays with each step: some eight steps count. Not measured alone.
+KNOWN_PREFILL_TOKENS, KEPT_PREFILL_PARTS = 2048, 7 / 8
+# A prefix is computed again if its load takes so many times as long. At 1.0 first tokens come later
+# where both take the same, because computing keeps others waiting (docs/policies.md).
+LONGER_LOAD_TIMES = 1.5
+# Of so many such hits one is loaded all the same, to see how fast the bus is. Not measured.
+TRIED_LOADS = 32
 # Loads that take longer are better awaited by layer, in a step that computes a prompt's last block,
 # than as a whole, in one that loads it and computes a token: a load of t ms ends these about
 # max(t + 3, 11 + t / 4) and t + 6 ms later, with steps of 11 and 6 ms. Reckoned, not measured.

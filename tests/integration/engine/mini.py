@@ -219,6 +219,8 @@ class Mini:
         self.breaker.max_failed_copies = self.max_failed_copies
         self.breaker.steps_under_way = lambda: len(self.queue)
         self.tier, self.view = self.breaker.tier, self.breaker.tier._view
+        # What a token takes to compute on this device says nothing beside what a load takes.
+        self.tier.pace._prefills = deque(maxlen=0)
 
     def changed(self) -> dict[str, Any]:
         """What a tier changes of vLLM's objects, but for blocks and requests."""

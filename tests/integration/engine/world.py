@@ -120,6 +120,7 @@ def step_output(scheduled: dict[str, int]) -> SimpleNamespace:
     """What the tier reads of a `SchedulerOutput` in which no prompt is computed in parts."""
     return SimpleNamespace(
         num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
         scheduled_new_reqs=[],
         scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
         finished_req_ids=set(),

@@ -130,6 +130,7 @@ class TierCounts(NamedTuple):
 
     Attributes:
         queried, hit: tokens of admitted requests that the GPU lacked, and that the tier had.
+        spared: what it had besides, and was computed again.
         inline, parked: requests for which loads were begun, within their step and beside it.
         parked_now: requests that wait for a load.
         block_sizes: tokens of a block, by KV cache group in the prefix cache.
@@ -139,6 +140,7 @@ class TierCounts(NamedTuple):
 
     queried: int
     hit: int
+    spared: int
     inline: int
     parked: int
     parked_now: int
@@ -320,6 +322,7 @@ class Reporter:
         yield "queried_tokens", (), counts.queried
         yield "hit_tokens", (), counts.hit
         yield "recomputed_tokens", (), counts.queried - counts.hit
+        yield "recomputed_hit_tokens", (), counts.spared
         # A prefix takes one block of each group, whose sizes are the same as a rule.
         sizes = counts.block_sizes
         yield "loaded_tokens", (), round(stats.loaded * sum(sizes) / len(sizes) ** 2)

@@ -20,15 +20,15 @@ class Report:
     """Says every ``interval`` seconds what happened since the line before, if anything did.
 
     Attributes:
-        queried, hit: tokens of admitted requests that the GPU lacked, and that the tier had, since
-            start.
+        queried, hit, spared: tokens of admitted requests that the GPU lacked, those that the tier
+            had and loads, and those that it had and that are computed, since start.
         last_step: when a step was last scheduled, or none was yet.
     """
 
     def __init__(self, manager: OffloadManager, interval: float) -> None:
         self._manager = manager
         self.use(interval)
-        self.queried = self.hit = 0
+        self.queried = self.hit = self.spared = 0
         self._last = self._totals()
 
     def use(self, interval: float) -> None:
@@ -37,10 +37,11 @@ class Report:
         self.last_step = time.monotonic()
         self._next = self.last_step + interval
 
-    def count_hit(self, queried_tokens: int, hit_tokens: int) -> None:
-        """A lookup beyond the GPU's cache, and how much of it the tier had."""
+    def count_hit(self, queried_tokens: int, hit_tokens: int, spared_tokens: int) -> None:
+        """A lookup beyond the GPU's cache, and what the tier had: loaded, and computed again."""
         self.queried += queried_tokens
         self.hit += hit_tokens
+        self.spared += spared_tokens
 
     def tick(self) -> None:
         """Called every step."""
@@ -77,12 +78,14 @@ class Report:
 class _LookedUp(NamedTuple):
     """A request looked up and not admitted yet: tokens that the GPU lacked, and the tier had.
 
-    `since` is when it was looked up first, for spans; 0 where there are none.
+    What it had besides and is computed is `spared`. `since` is when it was looked up first, for
+    spans; 0 where there are none.
     """
 
     request: Any
     queried: int
     hit: int
+    spared: int
     used: bool
     since: int
 
@@ -111,7 +114,7 @@ class HitCounts:
             beyond_gpu *= self._view.may_hit(request)
             hit = found.tokens - found.gpu_tokens if used else 0
             since = before.since if before else self._spans.now() if self._spans else 0
-            noted = _LookedUp(request, beyond_gpu, hit, used, since)
+            noted = _LookedUp(request, beyond_gpu, hit, found.spared, used, since)
             self._looked_up[request.request_id] = noted
 
     def admitted(self, scheduled: Mapping[str, int]) -> list[str]:
@@ -121,9 +124,9 @@ class HitCounts:
         fewer, more = sorted((self._looked_up, scheduled), key=len)
         counted = [request_id for request_id in fewer if request_id in more]
         for request_id in counted:
-            request, queried, hit, _, since = self._looked_up.pop(request_id)
+            request, queried, hit, spared, _, since = self._looked_up.pop(request_id)
             queried, hit = self._view.prefix_stats.count(request, queried, hit)
-            self._report.count_hit(queried, hit)
+            self._report.count_hit(queried, hit, spared)
             if self._spans is not None:
                 self._spans.admitted(request, since, queried, hit)
         return counted

@@ -15,7 +15,7 @@ from kvoffload_patch.integration.engine.blocks.recency import Recency
 from kvoffload_patch.integration.engine.blocks.store_choice import stores
 from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 from kvoffload_patch.integration.engine.reports.stats import HitCounts
-from kvoffload_patch.integration.engine.requests.inline import Comparing, Stall, Wait
+from kvoffload_patch.integration.engine.requests.inline import Comparing, LoadChoice, Stall, Wait
 from kvoffload_patch.integration.engine.requests.loads import LoadBook, parks
 from kvoffload_patch.integration.engine.requests.lookup import (
     LookupCache,
@@ -209,6 +209,7 @@ class Admission:
         self._front = front
         self._pace = pace
         self._copies_overlap = ranks.copies_overlap
+        self._choice = LoadChoice(pace)
         self.comparing = Comparing(settings.integrity, ranks.compares, loads, manager.stats)
         self.stalled_ms = 0.0
         self._let_in: Any = None  # the first request that was looked up and may be admitted
@@ -222,6 +223,7 @@ class Admission:
         self._settings = settings
         self._parks = parks(settings.load_mode, self._copies_overlap)
         self.comparing.use(settings.load_mode)
+        self._choice.use(settings)
 
     def look_up_waiting(self) -> None:
         """Begin the loads of this step, and cap what `schedule` admits if lookups end early."""
@@ -276,8 +278,7 @@ class Admission:
             result = None  # others have computed some of it, behind which the tier may have more
         wait = Wait.NOTHING if result is None else self._wait(request, result, budget)
         if result is None or not (result.settled or wait != Wait.NOTHING):
-            pool = self._pool_for(request)
-            result = pool.look_up(request, max_tier_hits=budget.blocks)
+            result = self._choice.look_up(self._pool_for(request), request, budget.blocks)
             wait = self._wait(request, result, budget)
             result.deferred = wait != Wait.NOTHING
             self._cache.put(request.request_id, result)

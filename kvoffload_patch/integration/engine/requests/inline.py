@@ -1,12 +1,19 @@
-"""Whether a load is within its step: how long it holds requests up, and whether it is compared."""
+"""Whether a hit is loaded, whether within its step, whom that holds up, and if it is compared."""
 
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
+from kvoffload_patch.config import Settings
 from kvoffload_patch.integration.engine.requests.loads import LoadBook
+from kvoffload_patch.integration.engine.requests.lookup import LookupResult, StandInPool
 from kvoffload_patch.integration.engine.requests.pace import Pace
-from kvoffload_patch.integration.engine.tuning import SAMPLED_LOADS, SAMPLED_PARKED_LOADS
+from kvoffload_patch.integration.engine.tuning import (
+    SAMPLED_LOADS,
+    SAMPLED_PARKED_LOADS,
+    TRIED_LOADS,
+)
 from kvoffload_patch.tier.stats import TierStats
 
 # Of so many loads one is compared if it is parked anyway, and of so many one whatever it is, as
@@ -20,6 +27,42 @@ class Wait(Enum):
     NOTHING = "nothing"
     ROOM = "run slots, tokens or blocks"  # those behind it wait as well, as in vLLM
     LOAD = "the bus, or stores of what its load overwrites"  # nobody else waits for that
+
+
+class LoadChoice:
+    """Chooses for each hit by what a block takes on the bus lately, and a token to compute.
+
+    Args:
+        pace: has measured both.
+    """
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._chooses, self._computed = True, 0
+
+    def use(self, settings: Settings) -> None:
+        """Choose by these settings from the next step on."""
+        self._chooses = settings.recompute == "auto"
+
+    def look_up(self, pool: StandInPool, request: Any, max_tier_hits: int) -> LookupResult:
+        """What a request is to hit: as `StandInPool.look_up`, or what the GPU has of it alone.
+
+        What loads of others bring is waited for in either case. One hit in `TRIED_LOADS` is loaded
+        all the same, or a bus that is fast again would never be noticed.
+        """
+        result = pool.look_up(request, max_tier_hits=max_tier_hits)
+        if not (result.keys and self._chooses):
+            return result
+        tokens = result.tokens - result.gpu_tokens
+        if not self._pace.computes_sooner(tokens, len(result.keys)):
+            return result
+        self._computed += 1
+        if not self._computed % TRIED_LOADS:
+            return result
+        alone = pool.look_up(request, max_tier_hits=0)
+        alone.cut_short = False  # it does not wait for room: nothing more is to be loaded
+        alone.spared = result.tokens - alone.tokens
+        return alone
 
 
 class Stall:

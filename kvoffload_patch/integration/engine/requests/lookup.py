@@ -44,20 +44,20 @@ class LookupResult:
         deferred: whether the request did not fit when it was looked up.
         found: what vLLM's own search returned, with stand-ins for the blocks to load, which is
             given back to vLLM; None where it finds as much by itself.
+        spared: tokens that the tier has behind these, and that are computed (`LoadChoice`).
         positions: of the stand-ins, where vLLM has one KV cache group and all are alike.
-        only_given: whether vLLM may find less unless it is given `found`, which it is for a step:
-            beside a drafting model it has to find the block behind a hit, and leaves it out; and it
-            looks how much further some groups have the prefix.
+        only_given: whether vLLM may find less unless it is given `found`, for a step: it leaves out
+            the block behind a hit for a drafting model, or has more of the prefix in some groups.
     """
 
     __slots__ = (
         "arriving", "cut_short", "deferred", "ends", "found", "gpu_blocks", "gpu_tokens", "keys",
-        "missing", "num_tokens", "only_given", "positions", "tokens",
+        "missing", "num_tokens", "only_given", "positions", "spared", "tokens",
     )  # fmt: skip
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self.tokens = self.gpu_tokens = 0
+        self.tokens = self.gpu_tokens = self.spared = 0
         self.gpu_blocks: list[Any] = []
         self.keys: list[Hashable] = []
         self.ends: Sequence[int] = ()

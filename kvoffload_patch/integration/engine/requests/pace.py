@@ -8,9 +8,18 @@ come before it begins.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
-from kvoffload_patch.integration.engine.tuning import LAYERED_LOAD_MS
+from kvoffload_patch.integration.engine.tuning import (
+    KEPT_PREFILL_PARTS,
+    KNOWN_PREFILL_TOKENS,
+    LAYERED_LOAD_MS,
+    LONGER_LOAD_TIMES,
+    PREFILL_STEPS,
+    PREFILL_TOKENS,
+)
 
 
 class Pace:
@@ -27,6 +36,7 @@ class Pace:
         slowdown: that in times of the time when the tier was opened.
         in_flight: steps that were scheduled and whose output has not come back.
         by_layer: the forward pass waits for loads layer by layer, as the last output has said.
+        prefill_ms: time that a token of a prompt takes to compute, lately; 0: not known.
     """
 
     def __init__(
@@ -41,6 +51,12 @@ class Pace:
         self._now = now
         self.in_flight = 0
         self.by_layer = False
+        self.prefill_ms = 0.0
+        # Outputs of steps under way that compute prompts, when they were about to be scheduled, and
+        # their tokens. More than are ever under way: some may be lost.
+        self._prefills = deque[tuple[Any, float, int]](maxlen=PREFILL_STEPS)
+        self._prefilled = (0.0, 0.0)  # milliseconds and tokens of the last ones
+        self._returned = 0.0  # the last output
         self._began = 0.0  # the last one was about to be scheduled
         self._steps = (0.0, 0.0)  # seconds between the last three
         self._bus_free_at = 0.0
@@ -54,6 +70,36 @@ class Pace:
         now = self._now()
         self._steps = self._steps[1], now - self._began
         self._began = now
+
+    def step_scheduled(self, output: Any, waits: bool) -> None:
+        """`schedule` has returned this; ``waits``: the step waits for loads, too."""
+        self.in_flight += 1
+        tokens = output.total_num_scheduled_tokens
+        if tokens >= PREFILL_TOKENS and not waits:
+            self._prefills.append((output, self._began, tokens))
+
+    def step_returned(self, output: Any) -> None:
+        """What `schedule` returned was carried out; steps come back in their order."""
+        self.in_flight -= 1
+        now = self._now()
+        if any(one is output for one, _, _ in self._prefills):
+            while (first := self._prefills.popleft())[0] is not output:
+                pass  # lost
+            ms, tokens = self._prefilled
+            ms = KEPT_PREFILL_PARTS * ms + 1000 * (now - max(first[1], self._returned))
+            tokens = KEPT_PREFILL_PARTS * tokens + first[2]
+            self._prefilled = ms, tokens
+            if tokens >= KNOWN_PREFILL_TOKENS:
+                self.prefill_ms = ms / tokens
+        self._returned = now
+
+    def computes_sooner(self, num_tokens: int, num_blocks: int) -> bool:
+        """Whether so many tokens take clearly less to compute than these blocks of them to load.
+
+        False as long as it is not known what a token takes.
+        """
+        computing_ms = self.prefill_ms * num_tokens
+        return 0 < LONGER_LOAD_TIMES * computing_ms < self.ms_per_block * num_blocks
 
     def free_ms(self) -> float:
         """For how long the step about to be scheduled will not begin: the shorter of two before it.

@@ -13,7 +13,7 @@ def test_a_line_says_what_happened_since_the_one_before(caplog: pytest.LogCaptur
     manager = OffloadManager(8, LRUPolicy)
     report = Report(manager, interval=1e9)
     manager.stats.stored, manager.stats.loaded = 5, 3
-    report.count_hit(100, 48)
+    report.count_hit(100, 48, 16)
     report.tick()
     assert not caplog.messages, "it is not time yet"
     report.flush()

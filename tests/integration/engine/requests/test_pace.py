@@ -75,3 +75,71 @@ def test_what_loads_take_lately_counts() -> None:
     assert pace.load_begins(4) == pytest.approx(clock.time + 0.02)
     pace.loads_take(1.0)
     assert pace.load_begins(4) == pytest.approx(clock.time + 0.028)
+
+
+class Step:
+    """What `schedule` returns of a step with so many tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self.total_num_scheduled_tokens = tokens
+
+
+def carried_out(pace: Pace, clock: Clock, tokens: int, seconds: float, waits: bool = False) -> None:
+    """A step that is scheduled when the one before has come back."""
+    step = Step(tokens)
+    pace.step_begins()
+    pace.step_scheduled(step, waits)
+    clock.time += seconds
+    pace.step_returned(step)
+
+
+def test_steps_that_compute_prompts_say_what_a_token_takes() -> None:
+    pace, clock = stepped()
+    carried_out(pace, clock, 1024, 0.1)
+    assert pace.prefill_ms == 0, "too little is known"
+    assert not pace.computes_sooner(64, 1000)
+    for _ in range(3):
+        carried_out(pace, clock, 1024, 0.1)
+    carried_out(pace, clock, 64, 5.0)  # decodes
+    carried_out(pace, clock, 1024, 5.0, waits=True)
+    assert pace.prefill_ms == pytest.approx(100 / 1024)
+    for _ in range(40):  # prompts get longer
+        carried_out(pace, clock, 1024, 0.2)
+    assert pace.prefill_ms == pytest.approx(200 / 1024, rel=0.01)
+
+
+def test_a_step_is_timed_from_the_one_before_where_that_was_still_under_way() -> None:
+    pace, clock = stepped()
+    steps = [Step(2048) for _ in range(9)]
+    pace.step_begins()
+    pace.step_scheduled(steps[0], waits=False)
+    for now, behind in zip(steps, steps[1:]):
+        pace.step_begins()
+        pace.step_scheduled(behind, waits=False)
+        clock.time += 0.1
+        pace.step_returned(now)
+    assert pace.prefill_ms == pytest.approx(100 / 2048)
+
+
+def test_steps_that_are_lost_or_come_twice_are_not_timed() -> None:
+    pace, clock = stepped()
+    for _ in range(40):
+        pace.step_begins()
+        pace.step_scheduled(Step(2048), waits=False)  # lost
+    clock.time += 9
+    pace.step_returned(Step(2048))  # nobody knows it
+    assert pace.prefill_ms == 0
+    for _ in range(4):
+        carried_out(pace, clock, 2048, 0.1)
+    assert pace.prefill_ms == pytest.approx(100 / 2048)
+
+
+def test_a_prefix_is_computed_where_its_load_takes_clearly_longer() -> None:
+    pace, clock = stepped()  # a block is loaded in 2 ms
+    for _ in range(4):
+        carried_out(pace, clock, 1000, 0.1)
+    assert not pace.computes_sooner(100, 5), "both take 10 ms"
+    assert not pace.computes_sooner(100, 7)
+    assert pace.computes_sooner(100, 8)
+    pace.loads_take(0.5)
+    assert not pace.computes_sooner(100, 8), "the bus is twice as fast lately"
