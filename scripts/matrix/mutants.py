@@ -39,12 +39,14 @@ from scripts.matrix.mutants_engine import ENGINE
 from scripts.matrix.mutants_groups import GROUPS
 from scripts.matrix.mutants_heads import HEADS
 from scripts.matrix.mutants_list import MEMORY, TIER, TRANSFER, WORKER, Mutant
+from scripts.matrix.mutants_loads import LOADS
 from scripts.matrix.mutants_patching import PATCHING
 from scripts.matrix.mutants_reports import REPORTS
 
 # Those that take longest come first.
 MUTANTS = (
-    *ENGINE, *CONNECTORS, *GROUPS, *HEADS, *REPORTS, *WORKER, *TRANSFER, *TIER, *MEMORY, *PATCHING,
+    *ENGINE, *CONNECTORS, *GROUPS, *HEADS, *LOADS, *REPORTS, *WORKER, *TRANSFER, *TIER, *MEMORY,
+    *PATCHING,
 )  # fmt: skip
 PACKAGE = "kvoffload_patch"
 COPIED = (PACKAGE, "scripts", "tests", "pyproject.toml")

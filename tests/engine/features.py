@@ -21,6 +21,7 @@ from random_engine import asked_alone, played_at_random  # noqa: F401
 from restarting import restarts  # noqa: F401
 from scenarios import Stage, cached_of, lengths, prompts, runner, tokens_of
 from sleeping import sleeps, sleeps_twice, updates  # noqa: F401
+from slow_bus import slow_bus  # noqa: F401
 from vllm import SamplingParams
 
 _LOST_S = 60.0

@@ -181,3 +181,11 @@ def test_a_tier_of_one_block_hits(plain, real):
     assert run["conversations"]["tokens"] == plain["conversations"]["tokens"]
     assert run["twins"]["tokens"] == plain["twins"]["tokens"]
     assert run["conversations"]["tier"]["stored"] > 0
+
+
+def test_what_a_slow_bus_brings_later_than_it_is_computed_is_computed(real):
+    off, on = real.off(["slow_bus"])["slow_bus"], real.on(["slow_bus"])["slow_bus"]
+    assert on["tokens"] == off["tokens"]
+    assert on["prefill_ms"] > 0, "no step has said what a token takes"
+    _, (fast, none), (slow, computed) = on["moved"]
+    assert none == 0 and fast == slow > 0 and computed == 3 * full(419)

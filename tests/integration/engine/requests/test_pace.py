@@ -125,7 +125,7 @@ def test_steps_that_are_lost_or_come_twice_are_not_timed() -> None:
     pace, clock = stepped()
     for _ in range(40):
         pace.step_begins()
-        pace.step_scheduled(Step(2048), waits=False)  # lost
+        pace.step_scheduled(Step(4096), waits=False)  # lost
     clock.time += 9
     pace.step_returned(Step(2048))  # nobody knows it
     assert pace.prefill_ms == 0
