@@ -71,13 +71,17 @@ class Job(AnyJob):
         gib = modes.tier_gib(self.mode, self.engine, setup.sizes)
         return Launch(
             modes.command(self.mode, str(spec)),
-            {**modes.environment(self.mode, gib, setup.small), **self._in_process()},
+            {**modes.environment(self.mode, gib, setup.small), **self._variables(setup.small)},
             bool(self.together),
             f"{gib:g} GiB of CPU memory",
         )
 
-    def _in_process(self) -> dict[str, str]:
-        return pressure.IN_PROCESS if self.engine in PRESSED else {}
+    def _variables(self, small: bool) -> dict[str, str]:
+        """Of vLLM, for what the engine plays."""
+        if self.engine not in PRESSED:
+            return {}
+        alone = self.engine in SMALL_MODEL and not small  # a CPU has no such kernels
+        return {**pressure.IN_PROCESS, **(pressure.AS_IF_ALONE if alone else {})}
 
     def record(self, setup: Setup) -> dict[str, Any]:
         """For JSON."""

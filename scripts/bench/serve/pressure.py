@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # vLLM's variable, for the environment of a process that plays this.
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# On a GPU, so that answers do not depend on who else is in their batches.
+AS_IF_ALONE = {"VLLM_BATCH_INVARIANT": "1"}
 WARM_TOKENS = (300, 1500)  # of two prompts that do not count: first kernels are slow
 
 
@@ -213,7 +215,8 @@ def pressure_tokens(bench: Bench) -> dict[str, Any]:
     """On the small model whose answers depend on all of the prompt.
 
     Plain vLLM also answers one chat at a time: those are the answers that the others should be
-    equal to. Its own under pressure say what batches alone make of them.
+    equal to. Its own under pressure say what batches alone make of them, which is nothing where
+    vLLM computes each request as if it were alone (`AS_IF_ALONE`).
     Answers are given as digests, which is enough to compare them.
     """
     crowd = crowd_of(bench, small_model=True)

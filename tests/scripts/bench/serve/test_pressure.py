@@ -253,3 +253,13 @@ def test_the_page_has_the_median_of_each_mode():
     assert rows[0] == ["chats, all at once", "this tier", "Simple"]
     assert ["preemptions", "3", "-"] in rows
     assert ["recomputed (thousand tokens)", "2", "-"] in rows
+
+
+def test_on_a_gpu_answers_that_are_compared_do_not_depend_on_their_batches(tmp_path):
+    for small, engine, alone in (
+        (False, "pressure_tokens", True), (True, "pressure_tokens", False),
+        (False, "pressure", False),
+    ):  # fmt: skip
+        setup = job_of.Setup(tmp_path, SMALL, small, {}, tmp_path, 5.0)
+        launch = job_of.Job("ours", engine, [], 1).launch(setup, tmp_path / "spec", tmp_path / "e")
+        assert (launch.environment.get("VLLM_BATCH_INVARIANT") == "1") == alone
