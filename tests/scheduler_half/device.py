@@ -16,13 +16,13 @@ from typing import Any
 
 from scheduler_half.cascade import common_blocks, read_tables
 from scheduler_half.drafts import Drafter, scheduled_drafts, tell
+from scheduler_half.sizes import BLOCK, Replicated, Wide, group_size, hash_size
 from scheduler_half.states import KINDS, StateGroups, StateWindow
 from scheduler_half.tables import running_of, tables_of
 
 from kvoffload_patch.links import CPU, GPU, LOAD, RAISED, STORE, Failure, Link
 from kvoffload_patch.plan import Transfer, TransferPlan, TransferResult
 
-BLOCK = 16
 VOCABULARY = 30_000
 _MODULUS = (1 << 61) - 1
 _WRONG = 1 << 40
@@ -31,10 +31,6 @@ _GROUP = 1 << 50  # between the values of one token in two KV cache groups
 
 class Chunk(int):
     """In the place of a group's window: attention within chunks of so many tokens."""
-
-
-class Wide(int):
-    """In the place of a group's window: full attention, whose blocks have so many tokens."""
 
 
 class Replay(int):
@@ -158,18 +154,18 @@ class Device:
         unit: int = 0,
     ) -> None:
         self.drafter = drafter
-        self.size = BLOCK * shards  # tokens of a block
-        self.unit = unit or self.size
+        self.size = BLOCK * shards  # tokens of a block that ranks divide between them, if any do
+        self._sizes = [group_size(one, shards) for one in windows]
+        self.unit = unit or hash_size(windows, shards)
         # Tokens that a hash is of, and those behind them that it has as well.
         self.hashed = self.unit, drafter.hash_lookahead if drafter is not None else 0
-        self._sizes = [int(one) if isinstance(one, Wide) else self.size for one in windows]
         self.kv = [[0] * max(self._sizes) for _ in range(num_blocks)]
         self.slots = [[0] * max(self._sizes) for _ in range(num_slots)]
         self.zeroed: list[tuple[int, ...]] = []  # of each step
         self.copied = 0  # blocks, from block to block, as the scheduler wanted
         self.resumed = 0  # requests that began again
         drops = drafter is not None and drafter.use_eagle() and not drafter.hash_lookahead
-        self.states = StateGroups(self.kv, self.size, windows, drops, *self.hashed)
+        self.states = StateGroups(self.kv, BLOCK, windows, drops, *self.hashed)
         self._windows = windows
         self.replayed = 0  # tokens of hits that were computed again
         self._replays = max((one for one in windows if isinstance(one, Replay)), default=0)
@@ -340,7 +336,7 @@ class Device:
             if isinstance(window, Chunk):
                 at = end // window * window
             else:
-                all_seen = window is None or isinstance(window, Wide)
+                all_seen = window is None or isinstance(window, (Wide, Replicated))
                 at = 0 if all_seen else max(0, end - window + 1)
             if isinstance(window, Replay):
                 at = max(at, sequence.replay.start)

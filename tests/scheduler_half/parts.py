@@ -10,10 +10,12 @@ from math import lcm
 from types import SimpleNamespace
 from typing import Any
 
-from scheduler_half.device import BLOCK, Chunk, Replay, Ring, Wide
+from scheduler_half.device import BLOCK, Chunk, Replay, Ring
+from scheduler_half.sizes import Replicated, Wide, hash_size
 from scheduler_half.states import CHECKPOINTS, EVERY, KINDS
 
 MAX_TOKENS = 256  # of a step
+_OWN_SIZE = (Wide, Replicated, Ring)  # which say how many tokens a block has
 
 
 class Missing(SimpleNamespace):
@@ -107,7 +109,7 @@ def make_scheduler(
     made = Scheduler
     if config.scheduler_config.async_scheduling:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler as made
-    of_all = lcm(size, *(one for one in windows if isinstance(one, Wide)))
+    of_all = lcm(size, *(one for one in windows if isinstance(one, (Wide, Replicated))))
     scheduler = _call(
         made,
         Scheduler,
@@ -115,7 +117,7 @@ def make_scheduler(
         kv_cache_config=kv_cache_config,
         structured_output_manager=_grammars(config),
         block_size=of_all if "hash_block_size" in _parameters(Scheduler) else size,
-        hash_block_size=unit or size,
+        hash_block_size=unit or hash_size(windows, size // BLOCK),
         log_stats=True,
         **more,
     )
@@ -162,17 +164,18 @@ def make_kv_cache_config(
     groups = []
     for index, window in enumerate(windows):
         about: dict[str, Any] = {
-            "block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32,
-            "use_mla": False,
+            "block_size": int(window) if isinstance(window, _OWN_SIZE) else BLOCK,
+            "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32, "use_mla": False,
         }  # fmt: skip
+        whole = isinstance(window, Replicated)
         if window in KINDS:
             about |= {"shapes": ((16,),), "dtypes": (torch.float32,), **_mode_of(window)}
             about |= {"num_speculative_blocks": drafts} if drafts else {}
             if window == CHECKPOINTS:
                 about |= {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
             spec = _call(kv.MambaSpec, kv.MambaSpec, **about)
-        elif window is None or isinstance(window, Wide):
-            about["block_size"] = window or BLOCK
+        elif window is None or isinstance(window, (Wide, Replicated)):
+            about["dcp_sharded"] = not whole
             spec = _call(kv.FullAttentionSpec, kv.FullAttentionSpec, **about)
         elif isinstance(window, Chunk):
             made = kv.ChunkedLocalAttentionSpec
@@ -181,14 +184,13 @@ def make_kv_cache_config(
             about |= {"sliding_window": int(window), "bounded_replay": True}
             spec = _call(kv.SlidingWindowMLASpec, kv.SlidingWindowMLASpec, **about)
         elif isinstance(window, Ring):
-            about["block_size"] = int(window)
             spec = _call(kv.CircularBufferSpec, kv.CircularBufferSpec, **about)
         else:
             spec = _call(kv.SlidingWindowSpec, kv.SlidingWindowSpec, **about, sliding_window=window)
         groups.append(kv.KVCacheGroupSpec([f"layers.{index}"], spec))
-    more = {"prefix_cache_retention_interval": retention}
-    known = _parameters(kv.KVCacheConfig)
-    more = {name: value for name, value in more.items() if name in known}
+        groups[-1].is_eagle_group = whole
+    name = "prefix_cache_retention_interval"
+    more = {name: retention} if name in _parameters(kv.KVCacheConfig) else {}
     return kv.KVCacheConfig(blocks, [], groups, **more)
 
 

@@ -19,8 +19,9 @@ from engine.random_left import of_the_tier
 from integration.engine.mini import BLOCK, FakeRanks, Mini, Release
 from packaging.version import Version
 from scheduler_half import parts, preemptions, recomputed, unfilled
-from scheduler_half.device import LoadFailed, Wide, answer
+from scheduler_half.device import LoadFailed, answer
 from scheduler_half.drafts import Drafter
+from scheduler_half.sizes import Wide
 from scheduler_half.states import STATE
 from transfer.resident import kvoffload_threads
 

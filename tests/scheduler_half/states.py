@@ -99,7 +99,7 @@ class StateGroups:
                 self._leave_checkpoint(table, start, values, added(group))
             for at, value in enumerate(values[first:], sequence.window.column):
                 assert table[at], "a step keeps its state in the null block"
-                self._kv[table[at]] = [value + added(group)] * self._size
+                self._fill(table[at], value + added(group))
 
     def settle(self, sequence: Any, first: int, accepted: int) -> None:
         """After a step: the state at an end of a block goes to that block.
@@ -131,7 +131,11 @@ class StateGroups:
             for column in range(start // size, -(-end // size)):
                 assert table[column], "a step keeps its state in the null block"
                 value = values[min(end, (column + 1) * size) - 1]
-                self._kv[table[column]] = [value + added(group)] * size
+                self._fill(table[column], value + added(group))
+
+    def _fill(self, block_id: int, value: int) -> None:
+        """A block of a group whose blocks have more tokens is as long."""
+        self._kv[block_id] = [value] * len(self._kv[block_id])
 
     def _copy(self, sequence: Any, source: int, target: int) -> None:
         for group in self._groups:
@@ -152,4 +156,4 @@ class StateGroups:
         (offset,), (column,) = compute_mamba_prefill_checkpoints(*asked[:taken])
         if offset and table[column]:
             self.checkpoints += 1
-            self._kv[table[column]] = [values[start + offset - 1] + added] * size
+            self._fill(table[column], values[start + offset - 1] + added)

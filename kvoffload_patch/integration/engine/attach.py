@@ -26,6 +26,7 @@ from kvoffload_patch.integration.engine.ranks.ending import ending
 from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 from kvoffload_patch.integration.engine.reports import metrics
 from kvoffload_patch.integration.engine.requests.inline import in_words
+from kvoffload_patch.integration.engine.step_hooks import note_whole
 from kvoffload_patch.integration.engine.tier import SchedulerTier
 from kvoffload_patch.integration.errors import PromiseBroken, TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import keep_installed, step_hooks
@@ -124,6 +125,8 @@ def connect(
         tier = made(view, manager, ranks, settings, now)
         breaker = Breaker(view, manager, tier, ranks, hooks)
         hooks.install(breaker)
+        if view.part_keys is not None:
+            view.part_keys.whole = partial(note_whole, breaker)
         if view.prefix.experts is not None:
             view.prefix.experts.keep(ranks.num_slots)
     except BaseException:

@@ -34,8 +34,9 @@ _REQUESTS = 30
 def describe(seed: int) -> dict[str, Any]:
     """What both engines of a seed are like, as arguments of `Mini`."""
     from integration.engine.mini import BLOCK
-    from scheduler_half.device import Chunk, Replay, Ring, Wide
+    from scheduler_half.device import Chunk, Replay, Ring
     from scheduler_half.drafts import Drafter
+    from scheduler_half.sizes import Wide
     from scheduler_half.states import CHECKPOINTS, EVERY, STATE
 
     rng = random.Random(f"hits {seed}")

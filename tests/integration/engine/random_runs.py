@@ -7,8 +7,9 @@ must be given what it would find, and nothing may be left behind.
 
 SOURCES is the folder that has the release's `vllm/`; without both it is the installed one. SHAPE is
 STATE, CHECKPOINTS, EVERY, PARTS, CHUNKS or UNCACHED; or CONNECTOR, with one of these but UNCACHED
-behind a plus sign, or without; or DRAFTS likewise, with STATE or CHECKPOINTS. Prints JSON; status 1
-if a run failed.
+behind a plus sign, or without; or DRAFTS likewise, with STATE, CHECKPOINTS or REPLICATED. SHARDS
+before any of these with full attention, such as `shards+drafts+replicated`, has two ranks with a
+part of each block. Prints JSON; status 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ if __name__ == "__main__":
     sys.path[:0] = [str(_TESTS.parent), str(_TESTS)]
 
 from integration.engine.random_shapes import (  # noqa: E402
-    CHECKPOINTS,
     CONNECTOR,
     DRAFTS,
     MAX_TOKENS,
     PARTS,
+    SHARDS,
     WINDOW,
     beside_drafts,
+    divided,
     groups,
+    has_drafting_group,
+    hashed_ahead,
     least_blocks,
     retention,
     unit,
@@ -72,7 +76,7 @@ def describe(
     if shape:
         windows = random.Random(seed).choice(groups(shape))
     if shards > 1:
-        windows, blocks = (None,), max(14, blocks // shards)
+        windows, blocks = divided(windows, shape), max(14, blocks // shards)
     asynchronous = in_flight > 1 and rng.random() < 0.7
     return {
         "shards": shards,
@@ -215,21 +219,9 @@ def _drafter(seed: int, about: dict[str, Any]) -> Any:
     from scheduler_half.drafts import Drafter
 
     beside_drafts(about)
-    ahead = (seed % 3 > 0) * _hashed_ahead(seed, about["windows"])
-    return Drafter(1 + seed % 4, seed, seed % 3 > 0, about["asynchronous"], ahead)
-
-
-def _hashed_ahead(seed: int, windows: tuple[Any, ...]) -> int:
-    """Tokens behind a block that its key has as well: one, or with several MTP layers all (0.33).
-
-    With two, vLLM itself fails at states alone, and gives wrong keys to those with checkpoints.
-    """
-    from vllm.v1.core.block_pool import BlockPool
-
-    if "num_hash_lookahead_tokens" not in BlockPool.__init__.__code__.co_varnames:
-        return 0
-    several = seed % 4 > 1 and None in windows and CHECKPOINTS not in windows
-    return 1 + seed % 4 if several else min(1, seed % 4)
+    reads = seed % 3 > 0 or has_drafting_group(about["windows"])
+    ahead = (seed % 3 > 0) * hashed_ahead(seed, about["windows"])
+    return Drafter(1 + seed % 4, seed, reads, about["asynchronous"], ahead)
 
 
 def _connector(mini: Any, seed: int) -> Any:
@@ -337,15 +329,16 @@ def main(
 ) -> int:
     """Run seed after seed for so long, and print what came out."""
     most, policies = limits_of(release, folder)
-    first, _, behind = (shape or "").partition("+")
-    beside = {"connector": first == CONNECTOR, "drafts": first == DRAFTS}
-    shape = (behind if any(beside.values()) else shape) or None
+    asked = (shape or "").split("+")
+    beside = {"connector": CONNECTOR in asked, "drafts": DRAFTS in asked}
+    shards = 2 if SHARDS in asked else 1
+    shape = next((one for one in asked if one not in (CONNECTOR, DRAFTS, SHARDS)), "") or None
     end, at = 0.0, int(seed)
     failed: dict[str, str] = {}
     seen: dict[str, int] = {}
     while not end or time.monotonic() < end:
         try:
-            for name, count in run(at, most, shape, policies, **beside).items():
+            for name, count in run(at, most, shape, policies, shards, **beside).items():
                 seen[name] = seen.get(name, 0) + count
         except Exception:  # noqa: BLE001 - it is what came out
             failed[str(at)] = "".join(traceback.format_exc().splitlines(True)[-12:])

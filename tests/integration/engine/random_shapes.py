@@ -11,6 +11,8 @@ PARTS = "parts"  # states, and hits that may end within a block
 CHUNKS = "chunks"  # attention within chunks
 CONNECTOR = "connector"  # beside a KV connector: none of these, or `connector+state`
 DRAFTS = "drafts"  # beside speculative decoding: none of these, or `drafts+state`
+SHARDS = "shards"  # ranks have a part of each block: none of these, or `shards+state`
+REPLICATED = "replicated"  # beside drafts: a group of their own that ranks do not divide
 UNCACHED = "uncached"  # groups beside full attention that take no part in the prefix cache
 WINDOW = 40  # of those that no shape is asked for
 MAX_TOKENS = 340  # of a prompt and its answer: more than a step takes, and the GPU has room
@@ -41,7 +43,8 @@ def retention(seed: int, windows: tuple[Any, ...], shape: str | None) -> int | N
     It takes nothing but that and None where a model has neither in its prefix cache.
     """
     drawn = random.Random(f"retention {seed}").choice([None, 0, 0, 64])
-    return None if windows == (None,) or shape in (UNCACHED, CHUNKS) else drawn
+    sparse = any(one is not None and not has_drafting_group((one,)) for one in windows)
+    return drawn if sparse and shape not in (UNCACHED, CHUNKS) else None
 
 
 def least_blocks(windows: tuple[Any, ...]) -> int:
@@ -67,9 +70,39 @@ def beside_drafts(about: dict[str, Any]) -> None:
         about["windows"] = tuple(one for one in about["windows"] if one != WINDOW) or (None,)
 
 
+def hashed_ahead(seed: int, windows: tuple[Any, ...]) -> int:
+    """Tokens behind a block that its key has as well: one, or with several MTP layers all (0.33).
+
+    With two, vLLM itself fails at states alone, and gives wrong keys to those with checkpoints.
+    """
+    from vllm.v1.core.block_pool import BlockPool
+
+    if "num_hash_lookahead_tokens" not in BlockPool.__init__.__code__.co_varnames:
+        return 0
+    several = seed % 4 > 1 and None in windows and CHECKPOINTS not in windows
+    return 1 + seed % 4 if several else min(1, seed % 4)
+
+
+def divided(windows: tuple[Any, ...], shape: str | None) -> tuple[Any, ...]:
+    """Full attention, of which ranks have parts, alone or beside what each has all of."""
+    beside = windows if shape else ()
+    return beside if None in beside else (None, *beside)
+
+
+def has_drafting_group(windows: tuple[Any, ...]) -> bool:
+    """Whether a drafting model's layers have a group of their own."""
+    from scheduler_half.sizes import Replicated
+
+    return any(isinstance(window, Replicated) for window in windows)
+
+
 def groups(shape: str) -> list[tuple[Any, ...]]:
     from scheduler_half.device import Chunk, Replay, Ring
+    from scheduler_half.sizes import BLOCK, Replicated
 
+    if shape == REPLICATED:
+        own = Replicated(BLOCK)
+        return [(None, own), (None, STATE, own), (STATE, own, None)]
     if shape == CHUNKS:
         return [(None, Chunk(64)), (Chunk(32), None), (Chunk(48),)]
     if shape == PARTS:

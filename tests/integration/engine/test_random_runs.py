@@ -14,7 +14,15 @@ pytest.importorskip("vllm")
 
 from integration.engine.random_adapters import can_load_again
 from integration.engine.random_runs import describe, most_in_flight, run
-from integration.engine.random_shapes import CHECKPOINTS, CHUNKS, EVERY, PARTS, STATE, UNCACHED
+from integration.engine.random_shapes import (
+    CHECKPOINTS,
+    CHUNKS,
+    EVERY,
+    PARTS,
+    REPLICATED,
+    STATE,
+    UNCACHED,
+)
 
 from kvoffload_patch.config import EVICTIONS, STORES
 from kvoffload_patch.integration.engine.eligibility import _PARTS_SHOWN
@@ -145,6 +153,17 @@ def test_random_runs_of_ranks_with_a_part_of_each_block() -> None:
     seen = played(SHARDS, shards=2)
     for name in ("loaded", "stored", "evicted", "failed", "resumed", "given"):
         assert seen[name], f"no run has {name} anything"
+
+
+@pytest.mark.parametrize("shape", [STATE, PARTS, REPLICATED])
+def test_random_runs_of_ranks_with_a_part_of_some_groups(shape: str) -> None:
+    """Each has all of the states, and of a group that a drafting model has for itself."""
+    if older_than("0.31" if shape == REPLICATED else "0.30"):
+        pytest.skip(f"vLLM {release_in_use()} has no such groups that a test can ask for")
+    seen = played(SHARDS, shape, shards=2, drafts=shape == REPLICATED)
+    for name in ("loaded", "stored", "evicted", "failed", "resumed", "copied", "states"):
+        assert seen[name], f"no run has {name} anything"
+    assert (seen["accepted"] > 0) == (shape == REPLICATED)
 
 
 def skip_unless_taken(states: str) -> None:

@@ -25,7 +25,7 @@ class PrefixGroups:
 
     def __init__(self, key: Callable[[Any, int], Hashable], managers: Sequence[Any]) -> None:
         names = [type(manager).__name__ for manager in managers]
-        known = "FullAttentionManager" in names and _split(key(_HASH, _GROUP)) == (_HASH, _GROUP)
+        known = "FullAttentionManager" in names and split(key(_HASH, _GROUP)) == (_HASH, _GROUP)
         self.first = names.index("FullAttentionManager") if known else None
 
     def in_order(
@@ -40,7 +40,7 @@ class PrefixGroups:
             return list(keys), None
         given, first, others = list(keys), dict[Hashable, Hashable](), dict[Hashable, list[Any]]()
         for key in given:
-            made_of, group = _split(key)
+            made_of, group = split(key)
             if group == self.first:
                 first[made_of] = key
             else:
@@ -57,7 +57,7 @@ class PrefixGroups:
         return ordered, rests
 
 
-def _split(key: Any) -> tuple[Hashable, int]:
+def split(key: Any) -> tuple[Hashable, int]:
     """The hash and the group that a key is made of: a named tuple, or bytes with the group last."""
     if isinstance(key, tuple):
         return key[0], key[1]

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
+from kvoffload_patch.integration.engine.adapters.prefix_groups import split
+
 
 class CacheGroups:
     """The KV cache groups of one scheduler.
@@ -111,13 +113,15 @@ class CacheGroups:
         """The key of each of these GPU blocks; None if it is not in the prefix cache as a whole.
 
         With hits that end within a block, the block of a state is written to after it has got a
-        key: the next step of its request moves that to another block.
+        key: the next step of its request moves that to another block. Ranks that have a part of
+        each block (decode context parallelism) have states as a whole, so their blocks are shorter.
         """
         keys: list[Hashable] = [block._block_hash for block in blocks]  # no call for each
         if self.parts:
-            size = self.block_sizes[0]
+            sizes = self.block_sizes
             for at, block in enumerate(blocks):
-                if keys[at] is not None and block.block_hash_num_tokens % size:
+                key = keys[at]
+                if key is not None and block.block_hash_num_tokens % sizes[split(key)[1]]:
                     keys[at] = None
         return keys
 

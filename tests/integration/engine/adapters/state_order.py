@@ -26,11 +26,11 @@ _TALKS, _TURNS, _SLOTS = 12, 5, (60, 120, 180)
 
 def states_last(groups: Any, keys: Iterable[Hashable]) -> tuple[list[Hashable], dict[Any, Any]]:
     """The other order: all blocks of attention rest on the states, and the last state on none."""
-    from kvoffload_patch.integration.engine.adapters.prefix_groups import _split
+    from kvoffload_patch.integration.engine.adapters.prefix_groups import split
 
     given = list(keys)
-    states = [key for key in given if _split(key)[1] != groups.first]
-    return [*states[::-1], *(key for key in given if _split(key)[1] == groups.first)], {}
+    states = [key for key in given if split(key)[1] != groups.first]
+    return [*states[::-1], *(key for key in given if split(key)[1] == groups.first)], {}
 
 
 def play(seed: int, order: str) -> dict[str, int]:

@@ -17,6 +17,7 @@ from scheduler_half.states import EVERY, STATE
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from kvoffload_patch.integration.engine.adapters.prefix_groups import split
 from kvoffload_patch.integration.engine.adapters.vllm_groups import (
     CacheGroups,
     draft_states_held,
@@ -347,6 +348,20 @@ def test_a_block_in_which_a_hit_ends_is_copied() -> None:
     assert parts.decode_blocks == plain.decode_blocks + 1
     running = SimpleNamespace(num_computed_tokens=20)
     assert parts.new_blocks(running, 1) == plain.new_blocks(running, 1) + 1
+
+
+@pytest.mark.skipif(not takes_parts(), reason="this vLLM has no hits that end within a block")
+def test_whole_blocks_of_a_group_have_its_own_number_of_tokens() -> None:
+    """Two ranks have a part of each block of attention, and states as a whole."""
+    mini = Mini(windows=(STATE, None), shards=2, blocks=60)
+    mini.add(prompt(3, seed=1, tail=4), count=1)
+    mini.run()
+    cached = [block for block in mini.pool.blocks if block.block_hash is not None]
+    whole = {
+        (split(block.block_hash)[1], block.block_hash_num_tokens): key is not None
+        for block, key in zip(cached, mini.view.keys_in(cached))
+    }
+    assert whole == {(0, 48): True, (1, 32): True, (1, 48): False}
 
 
 @pytest.mark.skipif(not takes_parts(), reason="this vLLM has no hits that end within a block")
