@@ -82,7 +82,7 @@ GROUPS = (
     Mutant(
         "a block counts as whole under the key of a part",
         _FILES + "adapters/vllm_groups.py",
-        "if keys[at] is not None and block.block_hash_num_tokens % size:",
+        "if key is not None and block.block_hash_num_tokens % sizes[split(key)[1]]:",
         "if False:",
         (_RANDOM_PARTS,),
     ),
