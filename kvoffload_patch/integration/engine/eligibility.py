@@ -39,7 +39,10 @@ _KVCACHED_SHOWN: tuple[tuple[str, str], ...] = (("0.26.0", "cuda"),)
 _REMEDY = "set KVOFFLOAD_STRICT=0 to serve without the CPU tier"
 _WITHOUT_KVCACHED = "or start without it (KVCACHED_AUTOPATCH=0)"
 _TRIES = eligible_states.TRIES
-_PARTS = "hits that end within a block (a --prefix-match-unit smaller than a block)"
+_PARTS = (
+    "hits that end within a block (a --prefix-match-unit smaller than a block, or states with "
+    "decode context parallelism)"
+)
 
 
 def check_eligible(vllm_config: Any, scheduler: Any) -> tuple[str, ...]:
@@ -76,6 +79,7 @@ def check_eligible(vllm_config: Any, scheduler: Any) -> tuple[str, ...]:
 def _doubts(vllm_config: Any, scheduler: Any) -> Iterator[str]:
     """What nobody has run, though nothing is known to be wrong with it."""
     yield from _divided_prompts(vllm_config)
+    yield from _divided_blocks(vllm_config, scheduler.kv_cache_config.kv_cache_groups)
     yield from _hits_of_parts(vllm_config, scheduler)
     if getattr(vllm_config.model_config, "is_diffusion", False):
         yield (
@@ -129,6 +133,13 @@ def _divided_prompts(vllm_config: Any) -> Iterator[str]:
         )
 
 
+def _divided_blocks(vllm_config: Any, groups: Sequence[Any]) -> Iterator[str]:
+    """What has not been run where ranks have a part of each block of some groups alone."""
+    decode = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)
+    if decode > 1 and len(groups) > 1:
+        yield f"{_of_several_groups(vllm_config, decode, groups)} ({_TRIES})"
+
+
 def _shown(runs: Sequence[tuple[str, str]]) -> str:
     return ", ".join(f"{release} on {device}" for release, device in runs)
 
@@ -149,15 +160,8 @@ def _offloaders(connector: str | None, extra: Mapping[str, Any]) -> Iterator[str
 def _parallel_problem(vllm_config: Any, groups: Sequence[Any]) -> str | None:
     parallel = vllm_config.parallel_config
     decode = getattr(parallel, "decode_context_parallel_size", 1)
-    if decode > 1 and not _is_one_sharded_group(groups):
-        # A drafting model whose layers ranks do not divide has a group of its own.
-        drafts = len(groups) > 1 and getattr(vllm_config, "speculative_config", None) is not None
-        left_out = "--decode-context-parallel-size" + " or --speculative-config" * drafts
-        return (
-            f"expected one KV cache group of full attention with decode_context_parallel_size "
-            f"{decode}, found {len(groups)} with {', '.join(sorted(kinds(groups)))}; leave out "
-            f"{left_out}"
-        )
+    if decode > 1 and not _can_be_divided(vllm_config, groups):
+        return _of_several_groups(vllm_config, decode, groups)
     if getattr(parallel, "enable_elastic_ep", False):
         return "expected a fixed set of workers, found elastic expert parallelism"
     if getattr(parallel, "enable_fault_tolerance", False):
@@ -168,12 +172,29 @@ def _parallel_problem(vllm_config: Any, groups: Sequence[Any]) -> str | None:
     return _empty_step_problem(vllm_config)
 
 
-def _is_one_sharded_group(groups: Sequence[Any]) -> bool:
-    """Whether every rank has a part of each block, and all blocks have as many tokens.
+def _of_several_groups(vllm_config: Any, decode: int, groups: Sequence[Any]) -> str:
+    # A drafting model whose layers ranks do not divide has a group of its own.
+    drafts = len(groups) > 1 and getattr(vllm_config, "speculative_config", None) is not None
+    left_out = "--decode-context-parallel-size" + " or --speculative-config" * drafts
+    return (
+        f"expected one KV cache group of full attention with decode_context_parallel_size "
+        f"{decode}, found {len(groups)} with {', '.join(sorted(kinds(groups)))}; leave out "
+        f"{left_out}"
+    )
 
-    The tier asks vLLM's managers how many tokens a block has, and each rank copies its own part.
+
+def _can_be_divided(vllm_config: Any, groups: Sequence[Any]) -> bool:
+    """Whether every rank has a part of each block of attention, and all of other ones.
+
+    The tier asks vLLM's managers how many tokens a group's blocks have, and each rank copies what
+    it has. Up to 0.28 vLLM counts a state's block as one that ranks divide.
     """
-    return len(groups) == 1 and kinds(groups) <= _SHARDED_SPECS
+    of_all = kinds(groups)
+    if len(groups) == 1 or older_than("0.30"):
+        return len(groups) == 1 and of_all <= _SHARDED_SPECS
+    if STATE_SPEC in of_all and getattr(vllm_config, "speculative_config", None) is not None:
+        return False  # random runs over plain vLLM's scheduler have given wrong tokens
+    return bool(of_all & _SHARDED_SPECS) and of_all <= _SHARDED_SPECS | {STATE_SPEC}
 
 
 def _empty_step_problem(vllm_config: Any) -> str | None:

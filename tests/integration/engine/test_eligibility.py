@@ -160,14 +160,24 @@ REFUSED = {
         scheduler(group(), group("SlidingWindowSpec")),
         "one KV .* 2 with FullAttentionSpec, SlidingWindowSpec; leave out --decode-[a-z-]+size;",
     ),
+    "decode context parallel, windows and drafts": (
+        config(decode_context_parallel_size=2, speculative_config=object()),
+        scheduler(group(), group("SlidingWindowSpec")),
+        "SlidingWindowSpec; leave out --decode-[a-z-]+size or --speculative-config;",
+    ),
+    "decode context parallel, states and drafts": (
+        config(decode_context_parallel_size=2, speculative_config=object()), states(),
+        "FullAttentionSpec, MambaSpec; leave out --decode-[a-z-]+size or --speculative-config; set",
+    ),
     "decode context parallel, full attention twice": (
         config(decode_context_parallel_size=2, speculative_config=object()),
         scheduler(group(), group()),
-        "found 2 with FullAttentionSpec; leave out --decode-[a-z-]+size or --speculative-config;",
+        r"found 2 with FullAttentionSpec; leave out --decode-[a-z-]+size or --speculative-config "
+        r"\(KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it\);",
     ),
     "decode context parallel, states": (
         config(decode_context_parallel_size=2), states(),
-        "found 2 with FullAttentionSpec, MambaSpec; leave out --decode-[a-z-]+size;",
+        r"found 2 with FullAttentionSpec, MambaSpec; leave out --decode-[a-z-]+size \(KVOFFLOAD_A",
     ),
     "decode context parallel, a window alone": (
         config(decode_context_parallel_size=2), scheduler(group("SlidingWindowSpec")),
@@ -487,6 +497,18 @@ def test_blocks_of_which_each_rank_has_a_part_are_approved(kind: str) -> None:
     uniform = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": spec(kind), "b": spec(kind)})
     for one in (group(kind), SimpleNamespace(kv_cache_spec=uniform)):
         check_eligible(config(decode_context_parallel_size=2), scheduler(one))
+
+
+def test_states_beside_attention_of_which_ranks_have_parts_can_be_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From 0.30 on: before, vLLM counts a state's block as one that ranks divide, too."""
+    monkeypatch.setenv("KVOFFLOAD_ALLOW_UNVERIFIED", "1")
+    doubts = check_eligible(config(decode_context_parallel_size=2), states())
+    assert any("found 2 with FullAttentionSpec, MambaSpec; leave out" in d for d in doubts)
+    monkeypatch.setattr(eligibility, "older_than", lambda release: release == "0.30")
+    with pytest.raises(TierRefused, match="found 2 with FullAttentionSpec, MambaSpec; leave"):
+        check_eligible(config(decode_context_parallel_size=2), states())
 
 
 def test_what_nobody_has_run_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
