@@ -29,6 +29,10 @@ TYPES = {
 _WAYS: dict[str, dict[str, Any]] = {
     "states": {},
     "states on two ranks": {"tensor_parallel_size": 2},
+    "states on two ranks with a part of each block": {
+        "tensor_parallel_size": 2,
+        "decode_context_parallel_size": 2,
+    },
     "states on two stages": {"pipeline_parallel_size": 2},
     "states at every block": {"mamba_cache_mode": "all"},
     "states with drafts": {"speculative_config": {"num_speculative_tokens": 2}},

@@ -128,6 +128,23 @@ def _states(name: str, ranks: int = 1) -> Kind:
     )
 
 
+def _in_parts() -> Kind:
+    """Two ranks have a part of each block of attention, and the states of their own heads."""
+    name = "gated delta net"
+    return replace(
+        _states(name, ranks=2),
+        name=f"states on two ranks with a part of each block: {name}",
+        model="gdn, one KV head",
+        engine={
+            **gpu_states.engine(name),
+            "tensor_parallel_size": 2,
+            "decode_context_parallel_size": 2,
+        },
+        parts=True,
+        unrepeated=True,
+    )
+
+
 def _at_every_block(name: str) -> Kind:
     """Of `gpu_states.AT_EVERY_BLOCK`."""
     return replace(
@@ -201,6 +218,7 @@ KINDS = [
     *(_states(name) for name in gpu_states.KINDS),
     _states("gated delta net", ranks=2),
     _states("Mamba 2", ranks=2),
+    _in_parts(),
     *map(_at_every_block, gpu_states.AT_EVERY_BLOCK),
     *map(_gated_delta_nets, gpu_states.GDN_WAYS),
     *map(_beside_connector, gpu_states.BESIDE_CONNECTOR),

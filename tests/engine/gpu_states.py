@@ -89,6 +89,10 @@ _GDN_HEADS = {"linear_num_value_heads": 4}
 _MAMBA2 = {"num_key_value_heads": 8, "head_dim": 64, "ssm_state_size": 64}
 MODELS: dict[str, Callable[[Path], object]] = {
     "gdn": partial(architectures.write, "qwen3_next", **_GDN_HEADS),
+    # Ranks have parts of blocks where they have the same KV heads.
+    "gdn, one KV head": partial(
+        architectures.write, "qwen3_next", **_GDN_HEADS, num_key_value_heads=1
+    ),
     "guessing": partial(drafts.write_states, **_GDN_HEADS),
     "mamba2": partial(architectures.write, "nemotron_h", **_MAMBA2),
     "guessing mamba2": partial(drafts.write_mamba2, **_MAMBA2),

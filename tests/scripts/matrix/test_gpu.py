@@ -54,6 +54,7 @@ def test_a_kind_is_chosen_by_its_whole_name_or_by_parts_of_several() -> None:
         "graphs, two stages of two ranks that hold the same",
         "states on two ranks: gated delta net",
         "states on two ranks: Mamba 2",
+        "states on two ranks with a part of each block: gated delta net",
         "states on two stages: gated delta net",
     }
     assert len(gpu_kinds.chosen(["v1"], gpu_kinds.parts_of(""), 1)) > 10

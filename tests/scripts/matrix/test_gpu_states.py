@@ -62,6 +62,7 @@ def test_each_kind_of_state_is_played_with_both_runners() -> None:
     assert not drafting.parts and others["states with hits within a block: gated delta net"].parts
     assert others["states on two stages: gated delta net"].gpus == 2
     assert [name for name, kind in others.items() if kind.unrepeated] == [
+        "states on two ranks with a part of each block: gated delta net",
         *(f"states {way}: gated delta net" for way in gpu_states.UNREPEATED),
         "states with n-grams: Mamba 2",
     ]
