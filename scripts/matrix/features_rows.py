@@ -193,6 +193,12 @@ ROWS = (
     _random(
         "decode context parallelism, every token compared", "_of_ranks_with_a_part_of_each_block"
     ),
+    Row(
+        "decode context parallelism beside states",
+        "vLLM has states of several ranks with it on GPUs alone; refused by default",
+        gpu=("states on two ranks with a part of each block: gated delta net",),
+        gpus=2,
+    ),
     _refused(
         "decode context parallelism beside sliding windows", "decode context parallel, windows"
     ),
