@@ -24,9 +24,9 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import count, islice, repeat
 from operator import sub
-from pathlib import Path
 from typing import Any
 
+from scripts.bench import arguments
 from scripts.bench.common import machine, table, verdict, write_json
 from scripts.bench.step_sides import BLOCK, SIDES, Sim, TierSim
 
@@ -288,16 +288,33 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a few steps: does it run at all?")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the numbers there")
-    parser.add_argument("--only", default=",".join(SCENARIOS), help="scenarios, by name")
-    parser.add_argument("--sides", default=",".join(SIDES), help="schedulers; plain is always one")
-    parser.add_argument("--rounds", type=int, help="turns of each scheduler (2 or more)")
+    parser.add_argument(
+        "--json", metavar="FILE", type=arguments.written, help="write the numbers there"
+    )
+    parser.add_argument(
+        "--only",
+        type=arguments.some(SCENARIOS),
+        default=",".join(SCENARIOS),
+        help="scenarios, by name",
+    )
+    parser.add_argument(
+        "--sides",
+        type=arguments.some(SIDES),
+        default=",".join(SIDES),
+        help="schedulers; plain is always one",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=arguments.whole(2),
+        metavar="TURNS",
+        help="turns of each scheduler (2 or more: their spread is said)",
+    )
     args = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM is not imported yet
     rounds = args.rounds or (2 if args.quick else 40)
-    sides = [side for side in SIDES if side == "plain" or side in args.sides.split(",")]
+    sides = [side for side in SIDES if side == "plain" or side in args.sides]
     document: dict[str, Any] = {"machine": machine(), "rounds": rounds, "rows": []}
-    for name in args.only.split(","):
+    for name in args.only:
         print(f"{name}: {SCENARIOS[name][0]}", file=sys.stderr, flush=True)
         document["rows"].append(measure(name, sides, rounds, args.quick))
         write_json(args.json, document)

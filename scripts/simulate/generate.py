@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from scripts.simulate import arguments, trace, workloads
+from scripts.bench import arguments
+from scripts.simulate import trace, workloads
 
 
 def main() -> int:

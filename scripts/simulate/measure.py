@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from scripts.bench import arguments
 from scripts.bench.common import write_json
-from scripts.simulate import arguments, parallel, report, sides, workloads
+from scripts.simulate import parallel, report, sides, workloads
 from scripts.simulate.belady import most_hits
 from scripts.simulate.model import Machine, Model
 from scripts.simulate.page import RESULTS

@@ -9,8 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from scripts.bench import arguments
 from scripts.bench.common import machine, write_json
-from scripts.simulate import arguments
 from scripts.simulate.model import Machine
 
 Job = TypeVar("Job")

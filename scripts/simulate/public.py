@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
+from scripts.bench import arguments
 from scripts.bench.common import table, write_json
-from scripts.simulate import arguments, parallel, report, sides, trace
+from scripts.simulate import parallel, report, sides, trace
 from scripts.simulate.belady import most_hits
 from scripts.simulate.model import Machine, Model
 

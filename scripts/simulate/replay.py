@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from scripts.simulate import arguments, report, sides, trace, workloads
+from scripts.bench import arguments
+from scripts.simulate import report, sides, trace, workloads
 from scripts.simulate.belady import most_hits
 from scripts.simulate.model import Figures, Machine, Model
 

@@ -22,8 +22,8 @@ from kvoffload_patch.config import EVICTIONS
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies import POLICIES
 from scripts import ROOT
+from scripts.bench import arguments
 from scripts.bench.common import machine, say, table, write_json
-from scripts.simulate import arguments
 
 RESULTS = ROOT / "docs" / "measured" / "scale.json"
 SLOTS = (10_000, 100_000, 1_000_000)

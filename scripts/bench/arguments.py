@@ -1,10 +1,10 @@
-"""What the commands of this folder take: each function is the `type` of a kind of argument."""
+"""What commands take: each function is the `type` of a kind of argument, or returns one."""
 
 from __future__ import annotations
 
 import math
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 
@@ -41,3 +41,26 @@ def target(text: str) -> Path:
         found = "a folder" if path.is_dir() else "no such folder"
         raise ArgumentTypeError(f"expected a file in a folder that is there, found {found}: {text}")
     return path
+
+
+def written(text: str) -> Path:
+    """A file to be written, whose folder is made if it is not there."""
+    path = Path(text)
+    there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    if path.is_dir() or not (there.is_dir() or there == path.absolute()):
+        raise ArgumentTypeError(f"expected a file or the name of a new one, found {text!r}")
+    return path
+
+
+def some(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Names with commas between them, each of which is known."""
+    names = list(known)
+
+    def parsed(text: str) -> list[str]:
+        given = text.split(",")
+        unknown = [name for name in given if name not in names]
+        if unknown:
+            raise ArgumentTypeError(f"expected some of {','.join(names)}, found {unknown[0]!r}")
+        return given
+
+    return parsed
