@@ -32,6 +32,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from scripts import ROOT
+from scripts.bench import arguments
 from scripts.bench.common import machine, say, write_json
 from scripts.matrix import results
 from scripts.matrix.mutants_connectors import CONNECTORS
@@ -215,11 +216,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", help="words of names; default: all")
-    parser.add_argument("--json", type=Path, help="file for the result")
-    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
+    parser.add_argument("--json", type=arguments.written, help="file for the result")
+    parser.add_argument("--jobs", type=arguments.whole(1), default=min(4, os.cpu_count() or 1))
     args = parser.parse_args()
     if args.names and args.json:
         parser.error("--json is for a run of all")
+    for name in args.names:
+        if not any(name in mutant.name for mutant in MUTANTS):
+            parser.error(f"expected words that names of faults have, found {name!r}")
     chosen = [m for m in MUTANTS if not args.names or any(name in m.name for name in args.names)]
     if faults := wrong(MUTANTS, ROOT):
         say("\n".join(faults))

@@ -83,6 +83,18 @@ def test_all_that_were_asked_for_are_noticed(tree: Path, monkeypatch: pytest.Mon
     assert main(monkeypatch, "differences", listed=(MINUS, UNSEEN)) == 0
 
 
+@pytest.mark.parametrize("words", [("nosuch",), ("differences", "nosuch")])
+def test_a_word_that_no_name_has_is_refused_before_anything_is_run(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mutants, "run", None)
+    with pytest.raises(SystemExit) as refused:
+        main(monkeypatch, *words, listed=(MINUS,))
+    assert refused.value.code == 2
+    said = f"error: expected words that names of faults have, found {words[-1]!r}\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
 def test_a_test_that_fails_in_any_case_notices_nothing(
     tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
