@@ -135,7 +135,7 @@ def run(seed: int, *limits: Any) -> Counter[str]:
     Raises:
         AssertionError: the tier lacks a block, a token is wrong, or a request does not end.
     """
-    from integration.engine import random_runs
+    from integration.engine import random_runs, random_shapes
     from integration.engine.mini import FakeRanks, Mini
     from scheduler_half.scenarios import nothing_held
 
@@ -144,7 +144,8 @@ def run(seed: int, *limits: Any) -> Counter[str]:
     mini.scheduler.adaptive_long_prefill_threshold = False
     losses, connector = Losses(mini), None
     if seed % 4 == 1 and len(about["windows"]) == 1:
-        connector = random_runs._connector(mini, seed)
+        connector = random_shapes.connector(mini, seed)
+    if connector is not None:
         connector._may_fail = False
     _play(mini, rng, losses, connector, seed % 2 == 0)
     random_runs._end(mini, connector)

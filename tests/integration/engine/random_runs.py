@@ -27,6 +27,7 @@ _TESTS = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(_TESTS.parent), str(_TESTS)]
 
+from integration.engine import random_shapes  # noqa: E402
 from integration.engine.random_shapes import (  # noqa: E402
     CONNECTOR,
     DRAFTS,
@@ -162,7 +163,7 @@ def run(
     mini.tier.pace.prefill_ms = 1e-6 * (seed % 35 in (5, 12, 26, 33))  # hits are computed
     gain, (given, waited) = _weighed(mini, about, seed), _looked_at(mini, seed)
     finds, trainer = Finds(mini, seed % 5 == 4), Trainer(mini, seed)
-    beside = _connector(mini, seed) if connector else None
+    beside = random_shapes.connector(mini, seed) if connector else None
     taught = None if connector or drafts or users.alone else trainer
     try:
         asked = _play(mini, rng, users, commands, taught, beside)
@@ -222,12 +223,6 @@ def _drafter(seed: int, about: dict[str, Any]) -> Any:
     reads = seed % 3 > 0 or has_drafting_group(about["windows"])
     ahead = (seed % 3 > 0) * hashed_ahead(seed, about["windows"])
     return Drafter(1 + seed % 4, seed, reads, about["asynchronous"], ahead)
-
-
-def _connector(mini: Any, seed: int) -> Any:
-    from integration.engine.connectors import RandomConnector
-
-    return RandomConnector(mini, seed)
 
 
 def _weighed(mini: Any, about: dict[str, Any], seed: int) -> Undecided:

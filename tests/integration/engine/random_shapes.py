@@ -27,6 +27,23 @@ def keeps_the_end() -> bool:
     return Version(release_in_use()) < Version("0.32")
 
 
+def connector(mini: Any, seed: int) -> Any:
+    """A connector that is attached to an engine; None on a release that lacks what it needs.
+
+    That is, from 0.11.1 on, that a step's output says which blocks were not filled. Up to 0.10.0
+    it says nothing of connectors, and up to 0.11.0 vLLM itself answers wrongly beside this one, as
+    beside a tier that is paused all the time.
+    """
+    from vllm.v1 import outputs
+
+    said = getattr(outputs, "KVConnectorOutput", None)
+    if "invalid_block_ids" not in getattr(said, "__dataclass_fields__", ()):
+        return None
+    from integration.engine.connectors import RandomConnector
+
+    return RandomConnector(mini, seed)
+
+
 def unit(seed: int, asynchronous: bool) -> int:
     """Tokens after which a hit may end.
 
