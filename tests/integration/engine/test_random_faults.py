@@ -27,6 +27,10 @@ def test_the_engine_serves_on_whatever_raises(part: int) -> None:
     assert len(failed) > 5, failed
 
 
+def test_a_tier_that_fails_when_weights_are_updated_is_asked_nothing_any_more() -> None:
+    assert run(50299, MOST) == "HeldSlots.forget"
+
+
 def test_an_engine_beside_kvcached_serves_on_whatever_raises() -> None:
     failed = set()
     # In the first, what fails once a plan was made had lost its loads.
