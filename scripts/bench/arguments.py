@@ -23,6 +23,12 @@ def whole(least: int) -> Callable[[str], int]:
     return parsed
 
 
+def wholes(least: int) -> Callable[[str], list[int]]:
+    """Such numbers with commas between them."""
+    one = whole(least)
+    return lambda text: [one(part) for part in text.split(",")]
+
+
 def positive(text: str) -> float:
     """A number above 0 that is not infinite."""
     try:
@@ -40,6 +46,14 @@ def target(text: str) -> Path:
     if path.is_dir() or not path.absolute().parent.is_dir():
         found = "a folder" if path.is_dir() else "no such folder"
         raise ArgumentTypeError(f"expected a file in a folder that is there, found {found}: {text}")
+    return path
+
+
+def read(text: str) -> Path:
+    """A file that is there."""
+    path = Path(text)
+    if not path.is_file():
+        raise ArgumentTypeError(f"expected a file that is there, found {text!r}")
     return path
 
 

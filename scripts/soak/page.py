@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
+from scripts.bench import arguments
 from scripts.bench.common import pyplot, say, table
 from scripts.soak import fuzz, signals
 from scripts.soak.run import MOST_GROWTH
@@ -287,7 +288,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", nargs="*", type=Path)
+    parser.add_argument("results", nargs="*", type=arguments.read)
     args = parser.parse_args()
     files = args.results or sorted(FOLDER.glob("*.json"))
     runs = {file.stem: json.loads(file.read_text()) for file in files}

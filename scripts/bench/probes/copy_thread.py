@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,6 +27,7 @@ from kvoffload_patch.links import LOAD, STORE, Link
 from kvoffload_patch.plan import Transfer, TransferPlan
 from kvoffload_patch.transfer import device as devices
 from kvoffload_patch.transfer.engine import CopyEngine
+from scripts.bench import arguments
 from scripts.bench.common import machine, quantile, say, table, write_json
 
 CALLS = 2000
@@ -180,9 +180,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", type=arguments.whole(1), default=60)
+    parser.add_argument("--turns", type=arguments.whole(1), default=3)
+    parser.add_argument("--json", type=arguments.written)
     args = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, list[float]] = {"alone": [], **{kind: [] for kind in KINDS}}

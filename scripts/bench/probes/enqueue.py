@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.integrity import Checksums
 from kvoffload_patch.transfer.layout import BlockLayout, Rows
 from kvoffload_patch.transfer.tuning import LOAD_GROUPS
+from scripts.bench import arguments
 from scripts.bench.common import machine, quantile, say, table, write_json
 
 LAYERS, ROW_BYTES = 32, 64 << 10
@@ -142,9 +142,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--blocks", type=int, default=354, help="of a load: 5,664 tokens")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--blocks", type=arguments.whole(1), default=354, help="of a load: 5,664 tokens"
+    )
+    parser.add_argument("--repeats", type=arguments.whole(1), default=20)
+    parser.add_argument("--json", type=arguments.written, metavar="FILE")
     args = parser.parse_args()
     gpu = torch.device("cuda", 0)
     memory = Memory(3 * args.blocks, gpu, device_of(gpu).copier())

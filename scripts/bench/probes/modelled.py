@@ -26,10 +26,10 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+from scripts.bench import arguments
 from scripts.bench.common import machine, quantile, table, write_json
 from scripts.bench.probes.modelled_engine import Engine, TierEngine, output_of, samples
 
@@ -200,10 +200,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=arguments.whole(1), default=3)
     parser.add_argument("--stall", default="", metavar="MS,MS")
     parser.add_argument("--heads", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=arguments.written, metavar="FILE")
     args = parser.parse_args()
     stalls = [ms for ms in args.stall.split(",") if ms]
     variables = {f"stall {ms}": {"KVOFFLOAD_MAX_STALL_MS": ms} for ms in stalls}

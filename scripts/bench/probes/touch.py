@@ -30,6 +30,7 @@ from kvoffload_patch.memory import available
 from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.memory.mapping import GIB, HostMapping, advise, touch
 from kvoffload_patch.transfer.tuning import PIECE_BYTES
+from scripts.bench import arguments
 from scripts.bench.common import cell, machine, quantile, say, table, write_json
 
 MIB = 1 << 20
@@ -201,14 +202,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gib", type=float, default=4.0)
-    parser.add_argument("--threads", default="2")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--gib", type=arguments.positive, default=4.0)
+    parser.add_argument("--threads", type=arguments.wholes(1), default="2")
+    parser.add_argument("--json", type=arguments.written)
     args = parser.parse_args()
     ways = {
         "populate, 32 MiB": populate(STEP), "populate, 2 MiB": populate(2 * MIB), "faults": touch
     }  # fmt: skip
-    counts = list(map(int, args.threads.split(",")))
+    counts = args.threads
     chosen = [
         (name, threads, huge) for huge in (True, False) for threads in counts for name in ways
     ]

@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from scripts.bench import arguments
 from scripts.bench.common import lacks_tier, machine, say, write_json
 from scripts.bench.probes import observers, trace_report
 from scripts.bench.probes.closed_loop import Asked, ClosedLoop
@@ -200,7 +201,11 @@ def options_given() -> argparse.Namespace:
     add("--small", action="store_true")
     add("--json", type=Path, help="where the result goes")
     add("--events", type=Path, help="where the events go; default: beside --json")
-    add("--read", type=Path, help="play nothing: make the tables from the events of this file")
+    add(
+        "--read",
+        type=arguments.read,
+        help="play nothing: make the tables from the events of this file",
+    )
     given = parser.parse_args()
     if not given.read and not given.model and not given.small:
         parser.error("expected --model, --small or --read")

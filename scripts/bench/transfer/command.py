@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from scripts.bench import arguments
 from scripts.bench.common import GIB, machine, say, summary, write_json
 from scripts.bench.transfer import report, setup
 from scripts.bench.transfer.measure import FIGURES, Matmuls, Memcpy, by_engine, speed
@@ -51,9 +52,18 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--block-tokens", default="16,32,64,128,256", help="of bigger models' layouts")
     add("--layouts", default="apart,packed", help=f"of {', '.join(SHAPES)}; packed: 2 MiB only")
     add("--small", action="store_true", help="every layout, few and small blocks, one repeat")
-    add("--gib", type=float, help="bytes of one transfer; default 2, without a GPU 1/64")
-    add("--repeats", type=int, default=5)
-    add("--rounds", type=int, default=1, help="how often what is compared takes turns")
+    add(
+        "--gib",
+        type=arguments.positive,
+        help="bytes of one transfer; default 2, without a GPU 1/64",
+    )
+    add("--repeats", type=arguments.whole(1), default=5)
+    add(
+        "--rounds",
+        type=arguments.whole(1),
+        default=1,
+        help="how often what is compared takes turns",
+    )
     add("--host-only", action="store_true", help="no matmuls: GB/s and host time only")
     add("--time-limit", type=float, default=1e9, metavar="S", help="start no case after that")
     add("--out", type=Path, default=Path("bench-out"))
@@ -63,9 +73,12 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     if args.small:
         args.layouts, args.block_kib, args.block_tokens = ",".join(SHAPES), "256,2048", "16,64"
         args.gib, args.repeats, args.host_only = 1 / 64, 1, True
-    unknown = set(args.layouts.split(",")) - set(SHAPES)
-    if unknown:
-        parser.error(f"--layouts: expected some of {', '.join(SHAPES)}, found {min(unknown)}")
+    for name, known in (
+        ("layouts", SHAPES), ("backends", BACKENDS), ("orders", setup.ORDERS),
+        ("integrity", ("off", "sample", "full")),
+    ):  # fmt: skip
+        if unknown := set(getattr(args, name).split(",")) - set(known):
+            parser.error(f"--{name}: expected some of {', '.join(known)}, found {min(unknown)}")
     return args
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from argparse import ArgumentTypeError
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,18 @@ REFUSED = [
     ("bench.step", "--rounds 1", f"argument --rounds: {TWO} '1'"),
     ("bench.step", "--only a --rounds 0 --quick", f"argument --rounds: {TWO} '0'"),
     ("bench.step", "--json .", "argument --json: expected a file or the name of a new one, found"),
+    ("bench.probes.copy_thread", "--steps 0", f"argument --steps: {WHOLE}"),
+    ("bench.probes.copy_thread", "--turns 0", f"argument --turns: {WHOLE}"),
+    ("bench.probes.modelled", "--seeds 0", f"argument --seeds: {WHOLE}"),
+    ("bench.probes.touch", "--gib 0", f"argument --gib: {ABOVE} '0'"),
+    ("bench.probes.touch", "--threads 2,0", f"argument --threads: {WHOLE}"),
+    ("bench.probes.trace", "--read none", "argument --read: expected a file that is there, found"),
+    ("bench.transfer.command", "--gib 0", f"argument --gib: {ABOVE} '0'"),
+    ("bench.transfer.command", "--rounds 0", f"argument --rounds: {WHOLE}"),
+    ("bench.transfer.command", "--backends no", "--backends: expected some of "),
+    ("bench.transfer.command", "--orders no", "--orders: expected some of "),
+    ("bench.transfer.command", "--integrity no", "--integrity: expected some of off, sample, full"),
+    ("soak.page", "none.json", "expected a file that is there, found 'none.json'"),
     ("simulate.replay", "chat --running 0", f"argument --running: {WHOLE}"),
     ("simulate.replay", "chat --step-tokens 0", f"argument --step-tokens: {WHOLE}"),
     ("simulate.replay", "chat --block-tokens 0", f"argument --block-tokens: {WHOLE}"),
@@ -63,6 +76,8 @@ def test_what_cannot_be_used_is_refused_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if command.startswith(("bench.probes", "bench.transfer")) and find_spec("vllm") is None:
+        pytest.skip("it needs what comes with vLLM")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [command, *given.split()])
     main = importlib.import_module(f"scripts.{command}").main
