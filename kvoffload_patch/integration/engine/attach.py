@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,6 +47,8 @@ from kvoffload_patch.tier.policies.own import PolicyRefused
 
 logger = logging.getLogger("vllm.kvoffload_patch")
 
+_WITH, _WITHOUT = "the CPU tier serves on", "the engine serves without the CPU tier"
+
 
 def attach(engine_core: Any, vllm_config: Any) -> None:
     """Give an engine core, its scheduler and its workers a CPU tier, unless they have one.
@@ -53,26 +56,30 @@ def attach(engine_core: Any, vllm_config: Any) -> None:
     Raises:
         TierRefused: there can be no tier here, and KVOFFLOAD_STRICT is on. With it off that is a
             line in the log, whatever has failed, and the engine is as vLLM made it; unless a rank
-            may answer late, which vLLM would take for the answer to a call of its own.
+            may answer late, which vLLM would take for the answer to a call of its own, or what
+            was changed of vLLM's objects could not be undone.
     """
-    said = keep_installed()
+    said = ""
     try:
+        said = keep_installed()
         scheduler = getattr(engine_core, "scheduler", None)
         if scheduler is not None and attached(scheduler) is not None:
             return
         _attach(engine_core, vllm_config, said)
     except TierNotNeeded as reason:
-        logger.warning("kvoffload_patch: %s", reason)
-        metrics.tell_off(engine_core, NOT_NEEDED, str(reason))
+        _told("the log line", _WITHOUT, logger.warning, "kvoffload_patch: %s", reason)
+        _told("reporting", _WITHOUT, metrics.tell_off, engine_core, NOT_NEEDED, str(reason))
     except Exception as error:
         refusal = as_given(_sentence(error))
         if _is_strict() or isinstance(error, PromiseBroken):
-            launch_token.tell(f"kvoffload_patch: {refusal}")
-            raise TierRefused(f"kvoffload_patch: {refusal}") from error
+            text = f"kvoffload_patch: {refusal}"
+            _told("telling the launch", "the engine is refused", launch_token.tell, text)
+            raise TierRefused(text) from error
         if not said:
-            logger.error("kvoffload_patch: %s Serving without the CPU tier.", refusal)
-        metrics.tell_off(engine_core, REFUSED, refusal)
-    launch_token.confirm(launch_token.ATTACHED)
+            text = "kvoffload_patch: %s Serving without the CPU tier."
+            _told("the log line", _WITHOUT, logger.error, text, refusal)
+        _told("reporting", _WITHOUT, metrics.tell_off, engine_core, REFUSED, refusal)
+    _confirm(engine_core)
 
 
 def refuse_v0() -> None:
@@ -121,14 +128,14 @@ def connect(
     """
     view = SchedulerView(scheduler)
     try:
+        if view.prefix.experts is not None:  # before the hooks, which `restore` leaves on
+            view.prefix.experts.keep(ranks.num_slots)
         made = ElasticTier if view.adapter.elastic else SchedulerTier
         tier = made(view, manager, ranks, settings, now)
         breaker = Breaker(view, manager, tier, ranks, hooks)
-        hooks.install(breaker)
         if view.part_keys is not None:
             view.part_keys.whole = partial(note_whole, breaker)
-        if view.prefix.experts is not None:
-            view.prefix.experts.keep(ranks.num_slots)
+        hooks.install(breaker)
     except BaseException:
         view.restore()
         raise
@@ -174,18 +181,75 @@ def _attach(engine_core: Any, vllm_config: Any, refused: str) -> None:
         breaker.steps_under_way = _steps_under_way(engine_core)
         if can_keep(vllm_config, scheduler, settings):
             breaker.tier.weights.watch()
+        _told("the log line", _WITH, _tell, ranks, settings, unverified)
+        _told("the log line", _WITH, _tell_whole, ranks, cpu_bytes, vllm_config)
+        _show(engine_core, breaker, manager, ranks, settings, unverified)
     except BaseException as error:
-        if breaker is not None:
-            breaker.withdraw()
-        _give_back(ranks, error)
+        _take_back(engine_core, breaker, ranks, error)
         raise
-    _tell(ranks, settings, unverified)
-    _tell_whole(ranks, cpu_bytes, vllm_config)
+
+
+def _show(
+    engine_core: Any,
+    breaker: Breaker,
+    manager: OffloadManager,
+    ranks: RankGroup,
+    settings: Settings,
+    unverified: Sequence[str],
+) -> None:
+    """Report the tier to /metrics, and answer on its control socket."""
     about = {"load_mode": settings.load_mode, "eviction": settings.eviction}
     about |= {"store": settings.store, "integrity": settings.integrity, "copies": ranks.copies}
-    metrics.begin(engine_core, breaker, manager, ranks.block_bytes, about)
+    shown = engine_core, breaker, manager
+    _told("reporting", _WITH, metrics.begin, *shown, ranks.block_bytes, about)
     if settings.control:
-        control.listen(engine_core, breaker, manager, ranks, unverified)
+        _told("the control socket", _WITH, control.listen, *shown, ranks, unverified)
+
+
+def _told(what: str, outcome: str, tell: Callable[..., object], *args: Any) -> None:
+    """Call what only tells of a tier or a refusal: that it fails is said, and decides nothing."""
+    try:
+        tell(*args)
+    except Exception as error:  # noqa: BLE001 - what was decided stands
+        with suppress(Exception):  # the log may be what fails
+            text = "kvoffload_patch: %s failed (%s: %s); %s."
+            logger.warning(text, what, type(error).__name__, error, outcome)
+
+
+def _confirm(engine_core: Any) -> None:
+    """Tell the launch that this engine has said whether it has the tier."""
+    try:
+        outcome = "the engine serves all the same"
+        _told("telling the launch", outcome, launch_token.confirm, launch_token.ATTACHED)
+    except BaseException:  # a key: who has the engine in the own process goes on without it
+        detach(engine_core)
+        raise
+
+
+def _take_back(
+    engine_core: Any, breaker: Breaker | None, ranks: RankGroup, why: BaseException
+) -> None:
+    """Undo all of `_attach`, the last first; what fails keeps nothing else from being undone."""
+    try:
+        if breaker is not None:
+            try:
+                _told("the control socket", _WITHOUT, control.close_socket, engine_core)
+            finally:
+                _withdraw(breaker)
+    finally:
+        _give_back(ranks, why)
+
+
+def _withdraw(breaker: Breaker) -> None:
+    """Raises PromiseBroken if hooks or values of the tier may be left on vLLM's objects."""
+    try:
+        breaker.withdraw()
+    except Exception as error:
+        raise PromiseBroken(
+            "expected vLLM's objects to be as before once the CPU tier is taken back, found "
+            f"{type(error).__name__} ({' '.join(str(error).split())}) while that was undone; "
+            "report it, and set KVOFFLOAD_DISABLE=1 to serve without the CPU tier."
+        ) from error
 
 
 def _give_back(ranks: RankGroup, why: BaseException) -> None:
@@ -248,7 +312,7 @@ def _chosen(settings: Settings, pool: Any) -> Settings:
 def _rehearse(scheduler: Any, hooks: ObjectHooks, settings: Settings) -> None:
     """Connect a tier that no rank takes part in, and take it off again."""
     manager = OffloadManager(1, policy_named(settings.eviction), store=settings.store)
-    connect(scheduler, hooks, manager, RankGroup(None), settings).withdraw()
+    _withdraw(connect(scheduler, hooks, manager, RankGroup(None), settings))
 
 
 def _check_scheduler(scheduler: Any) -> None:

@@ -283,8 +283,10 @@ class Breaker:
 
     def withdraw(self) -> None:
         """Undo everything on vLLM's objects; no copy was ever planned."""
-        self._take_off()
-        self._view.restore()
+        try:
+            self._take_off()
+        finally:
+            self._view.restore()
 
     # Inside
 

@@ -21,6 +21,7 @@ from kvoffload_patch.config import STORES, Settings
 from kvoffload_patch.integration import install
 from kvoffload_patch.integration.engine import attach as attach_module
 from kvoffload_patch.integration.engine import hooks
+from kvoffload_patch.integration.engine.adapters import vllm_scheduler
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.adapters.vllm_stats import PrefixStats
 from kvoffload_patch.integration.engine.attach import attach, detach
@@ -499,4 +500,145 @@ def test_what_fails_when_the_hooks_are_set_takes_them_off(
         with pytest.raises((TierRefused, KeyboardInterrupt)):
             attach(engine(mini, executor), mini.config)
     assert executor.calls[-1] == "close_rank"
+    untouched(mini, before, executor)
+
+
+# What only tells of a tier that is attached: (object, name of a function on it).
+TELLING = {
+    "log line": (attach_module.logger, "info"),
+    "doubt": (attach_module, "is_told_apart"),
+    "metrics": (attach_module.metrics, "begin"),
+    "socket": (attach_module.control, "listen"),
+    "launch": (attach_module.launch_token, "confirm"),
+}
+
+
+@pytest.mark.parametrize("what", TELLING)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_tier_that_cannot_be_told_of_serves_on(
+    what: str, strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mini, executor = Mini(tier=False), Executor()
+    before, core, told_off = mini.changed(), engine(mini, executor), list[Any]()
+    warned: list[str] = []
+    monkeypatch.setenv("KVOFFLOAD_STRICT", str(int(strict)))
+    monkeypatch.setenv("KVOFFLOAD_CPU_GIB", "0.1")
+    monkeypatch.setenv("KVOFFLOAD_CONTROL", "1")
+    monkeypatch.setattr(attach_module.control, "listen", lambda *_: None)
+    monkeypatch.setattr(attach_module.logger, "warning", lambda t, *a, **_: warned.append(t % a))
+    monkeypatch.setattr(attach_module.metrics, "tell_off", lambda *said: told_off.append(said))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise LookupError("made to fail")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*TELLING[what], fail)
+        attach(core, mini.config)
+    assert isinstance(getattr(mini.scheduler, TIER), Breaker) and executor.open
+    assert "schedule" in vars(mini.scheduler) and told_off == []
+    (text,) = [text for text in warned if "failed (LookupError: made to fail)" in text]
+    assert text.endswith(" serves all the same." if what == "launch" else "CPU tier serves on.")
+    detach(core)
+    assert mini.changed() == before
+
+
+def test_a_log_that_fails_altogether_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filter that a user has set may raise."""
+    mini, executor = Mini(tier=False), Executor()
+    before, core = mini.changed(), engine(mini, executor)
+
+    def fail(*_: Any) -> bool:
+        raise LookupError("made to fail")
+
+    monkeypatch.setattr(attach_module.logger, "filter", fail)
+    monkeypatch.setattr(attach_module.logger, "disabled", False)
+    monkeypatch.setattr(attach_module.logger, "isEnabledFor", lambda _: True)
+    attach(core, mini.config)
+    assert TIER in vars(mini.scheduler) and executor.open
+    detach(core)
+    executor.driver_worker = None  # type: ignore[attr-defined]
+    executor.fails = "open_rank"
+    monkeypatch.setenv("KVOFFLOAD_STRICT", "0")
+    attach(core, mini.config)
+    assert executor.calls[-1] == "close_rank" and mini.changed() == before
+
+
+@pytest.mark.parametrize("what", TELLING)
+def test_an_interrupt_while_a_tier_is_told_of_takes_it_back(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mini, executor = Mini(tier=False), Executor()
+    executor.driver_worker = None  # type: ignore[attr-defined]
+    before, core, closed = mini.changed(), engine(mini, executor), list[Any]()
+    monkeypatch.setenv("KVOFFLOAD_CPU_GIB", "0.1")
+    monkeypatch.setenv("KVOFFLOAD_CONTROL", "1")
+    monkeypatch.setattr(attach_module.control, "listen", lambda *_: None)
+    monkeypatch.setattr(attach_module.control, "close_socket", closed.append)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*TELLING[what], interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            attach(core, mini.config)
+    assert closed == [core] and TIER not in vars(mini.scheduler)
+    untouched(mini, before, executor)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_is_installed_and_cannot_be_kept_is_a_refusal(
+    strict: bool, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mini, executor = Mini(tier=False), Executor()
+    before = mini.changed()
+    monkeypatch.setenv("KVOFFLOAD_STRICT", str(int(strict)))
+
+    def fail() -> str:
+        raise LookupError("made to fail")
+
+    monkeypatch.setattr(attach_module, "keep_installed", fail)
+    with pytest.raises(TierRefused, match="LookupError") if strict else contextlib.nullcontext():
+        attach(engine(mini, executor), mini.config)
+    assert executor.calls == [] and len(log) == (not strict)
+    untouched(mini, before, executor)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("when", ["rehearsed", "attached"])
+def test_hooks_that_cannot_be_taken_back_end_the_start_and_memory_is_given_back(
+    strict: bool, when: str, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows what vLLM's objects are like then."""
+    mini, executor = Mini(tier=False), Executor()
+    monkeypatch.setenv("KVOFFLOAD_STRICT", str(int(strict)))
+
+    def fail(*_: Any) -> None:
+        raise LookupError("made to fail")
+
+    if when == "attached":
+        monkeypatch.setattr(attach_module, "_rehearse", lambda *_: None)
+        monkeypatch.setattr(attach_module, "can_keep", fail)
+    monkeypatch.setattr(ObjectHooks, "remove", fail)
+    with pytest.raises(TierRefused, match="expected vLLM's objects to be as before .*LookupError"):
+        attach(engine(mini, executor), mini.config)
+    assert executor.calls[-1] == "close_rank" and not executor.open and log == []
+    assert mini.scheduler.connector_prefix_cache_stats is None, "the rest was undone"
+
+
+def test_records_that_cannot_be_kept_leave_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    mini, executor = Mini(tier=False), Executor()
+    before = mini.changed()
+
+    class Records:
+        def keep(self, _: int) -> None:
+            raise LookupError("made to fail")
+
+        def restore(self) -> None:
+            """Nothing was kept."""
+
+    with monkeypatch.context() as patched:
+        patched.setattr(vllm_scheduler, "experts_of", lambda _: Records())
+        with pytest.raises(TierRefused, match="made to fail"):
+            attach(engine(mini, executor), mini.config)
     untouched(mini, before, executor)
