@@ -29,6 +29,7 @@ TESTED_BY = {
     "control/errors.py": "control/test_wire.py",
     # Hooks are thin: a tier is tested through them, on vLLM's own objects.
     "integration/engine/hooks.py": "integration/engine/test_attach.py",
+    "integration/engine/unsent.py": "integration/engine/test_breaker.py",
     "integration/frontend/hooks.py": "integration/test_carrier.py",
     "integration/worker/hooks.py": "integration/worker/test_vllm_runner.py",
     "integration/worker/lost.py": "integration/worker/test_unheard.py",

@@ -146,8 +146,8 @@ ENGINE = (
     Mutant(
         "the cap on admissions stays when schedule raises",
         _FILES + "breaker.py",
-        "self._view.schedule_over()\n        self._depth -= 1",
-        "self._depth -= 1",
+        "self._view.schedule_over()\n        except BaseException as error:  # noqa: BLE001 - the",
+        "pass\n        except BaseException as error:  # noqa: BLE001 - the",
         (_ADMISSION + "test_the_limit_is_back_when_schedule_is_over",),
     ),
     Mutant(
@@ -194,7 +194,7 @@ ENGINE = (
     ),
     Mutant(
         "a detached tier forgets the loads of the step that is about to run",
-        _FILES + "breaker.py",
+        _FILES + "unsent.py",
         "return plan._replace(after=())",
         "return None",
         (
@@ -393,7 +393,7 @@ ENGINE = (
     Mutant(
         "references of the tier count as those of requests",
         _FILES + "breaker.py",
-        "self._view.adapter.disclaim(output)",
+        "if not self.detached:\n                self._view.adapter.disclaim(output)",
         "pass",
         (_FILES + "test_breaker.py::test_no_common_prefix_is_told_while_the_tier_holds_blocks",),
     ),

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 from kvoffload_patch.integration.engine.adapters.vllm_scheduler import SchedulerView
 from kvoffload_patch.integration.engine.ranks.workers import RankGroup
@@ -23,11 +23,11 @@ from kvoffload_patch.integration.engine.tuning import (
     FAILED_WINDOW_S,
     TOLD_CHARACTERS,
 )
+from kvoffload_patch.integration.engine.unsent import refusing, take_unsent
 from kvoffload_patch.integration.errors import PromiseBroken
 from kvoffload_patch.integration.metrics import ON, PAUSED
 from kvoffload_patch.integration.protocol import PLAN, TIER
 from kvoffload_patch.patching import ObjectHooks
-from kvoffload_patch.plan import TransferPlan
 from kvoffload_patch.tier.manager import OffloadManager
 
 logger = logging.getLogger("vllm.kvoffload_patch")
@@ -120,16 +120,22 @@ class Breaker:
 
     def schedule_raised(self) -> None:
         """`schedule` has raised: no step computes what it cached. The next hook acts upon it."""
-        self._view.schedule_over()
+        try:
+            self._view.schedule_over()
+        except BaseException as error:  # noqa: BLE001 - the next hook undoes it
+            self.failed("schedule_raised", error)
         self._depth -= 1
         if not self.detached:
             self.failed("step", RuntimeError(_RAISED))
 
     def end_schedule(self, output: Any) -> None:
         """After `schedule`, before its output goes to the ranks."""
-        self._view.schedule_over()
-        if not self.detached:
-            self._view.adapter.disclaim(output)
+        try:
+            self._view.schedule_over()
+            if not self.detached:
+                self._view.adapter.disclaim(output)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the engine goes on
+            self.failed("end_schedule", error)
         self._depth -= 1  # only now: if any of this is interrupted, nobody gets the output
         if self.detached:
             return
@@ -184,15 +190,16 @@ class Breaker:
     def reset(self) -> object:
         """Before `reset_prefix_cache`; `reset_over` is to be given what this returns."""
         self._call("reset", self.tier.reset)
+        before = self._call("content", self._view.adapter.content)
         self._settle()
-        return self._view.adapter.content()
+        return before
 
     def reset_over(self, succeeded: bool, before: object) -> None:
         """`reset_prefix_cache` has returned or raised.
 
         It may have emptied the GPU and have failed by what came after, at a KV connector.
         """
-        if not succeeded and self._view.adapter.content() is before:
+        if not succeeded and self._call("content", self._view.adapter.content) is before:
             return
         self._call("reset_over", self._gpu_emptied)
         self._settle()
@@ -312,11 +319,12 @@ class Breaker:
         self._view.scheduler.__dict__.pop(TIER, None)
         self.answer_asked()
 
-    def _call(self, where: str, function: Callable[..., None], *args: Any) -> None:
+    def _call(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function of the tier returns; None if it, or one before it, has failed."""
         if self._failure is not None or self.detached:
-            return
+            return None
         try:
-            function(*args)
+            return function(*args)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the engine goes on
             self.failed(where, error)
 
@@ -341,7 +349,9 @@ class Breaker:
         self.failure = f"{why}; restart the server to have the CPU tier again"
         self._take_off()
         try:
-            self._ranks.finish(_take_unsent(self._manager, output))
+            if output is not None:  # once more: what was to do that may be what has failed
+                self._view.adapter.disclaim(output)
+            self._ranks.finish(take_unsent(self._manager, output))
             self._view.restore()
         except BaseException as error:  # whatever it is, a step may lack what it needs
             text = (
@@ -349,7 +359,7 @@ class Breaker:
                 f"detached ({_named(error)}), so a step may lack bytes that were promised to it; "
                 "restart the server, or set KVOFFLOAD_DISABLE=1 to serve without it."
             )
-            self._view.scheduler.schedule = _refusing(text)
+            self._view.scheduler.schedule = refusing(text)
             if not isinstance(error, Exception):
                 raise
             raise PromiseBroken(text) from cause
@@ -367,34 +377,3 @@ def _named(error: BaseException) -> str:
     text = " ".join(str(error).split())
     text = text if len(text) <= TOLD_CHARACTERS else f"{text[:TOLD_CHARACTERS]}..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _refusing(text: str) -> Callable[..., NoReturn]:
-    """A `schedule` after which no step is sent.
-
-    What vLLM was asked for, such as a reset, has raised, and is answered by that alone: the engine
-    goes on to its next step.
-    """
-
-    def schedule(*_: Any, **__: Any) -> NoReturn:
-        raise PromiseBroken(text)
-
-    return schedule
-
-
-def _take_unsent(manager: OffloadManager, output: Any) -> TransferPlan | None:
-    """The loads that no rank knows of yet, as a plan without stores; None if there are none.
-
-    Args:
-        output: of `schedule`, before it goes to the ranks, or None; its plan is taken off.
-    """
-    plan: TransferPlan | None = getattr(output, PLAN, None)
-    if plan is not None:
-        delattr(output, PLAN)
-        return plan._replace(after=())
-    return manager.make_plan(_never)
-
-
-def _never(gpu_block_id: int, key: Hashable) -> bool:
-    """No block is stored any more."""
-    return False

@@ -23,10 +23,10 @@ _PACKAGES = (
 )
 _MODULES = ("kvoffload_patch.integration.engine.tier",)
 _HOOKS = {f"kvoffload_patch.integration.engine.{name}" for name in ("breaker", "step_hooks")}
-# What puts vLLM's objects back, or stands for a function of vLLM's and guards what it does within.
+# What stands for a function of vLLM's and guards what it does within, and what looks a name up
+# where vLLM needs the answer.
 _EXEMPT = {
-    "SchedulerView": {"schedule_over", "unpark", "_put_in_order", "is_parked"},
-    "PoolAdapter": {"disclaim", "content"},
+    "SchedulerView": {"is_parked"},
     "PrefixLookup": {"_find"},
     "PartKeys": {"_cache"},
 }

@@ -400,9 +400,9 @@ def test_an_abort_by_vllm_itself_while_it_takes_an_output_in() -> None:
     as_vllm_made_it(mini)
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", ["", "make_plan", "disclaim"])
 def test_no_common_prefix_is_told_while_the_tier_holds_blocks(
-    fails: bool, monkeypatch: pytest.MonkeyPatch, errors: list[str]
+    fails: str, monkeypatch: pytest.MonkeyPatch, errors: list[str]
 ) -> None:
     """As up to 0.31, where the references that say it may be the tier's."""
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -419,7 +419,16 @@ def test_no_common_prefix_is_told_while_the_tier_holds_blocks(
     mini.add(prompt(1, seed=2))
     assert mini.begin_step().num_common_prefix_blocks == [5]
     mini.add(prompt(3, seed=1))
-    if fails:
+    if fails == "make_plan":
         raise_at(mini, "_manager", "make_plan", 1)
+    elif fails:
+        disclaim, first = mini.view.adapter.disclaim, [LookupError("made to fail")]
+
+        def fail_first(output: Any) -> None:
+            if first:
+                raise first.pop()
+            disclaim(output)
+
+        monkeypatch.setattr(mini.view.adapter, "disclaim", fail_first)
     assert mini.begin_step().num_common_prefix_blocks == [0]
-    assert mini.breaker.detached == fails
+    assert mini.breaker.detached == bool(fails)

@@ -16,6 +16,7 @@ from scheduler_half.states import STATE
 
 from kvoffload_patch.integration.engine import breaker, hooks
 from kvoffload_patch.integration.engine.adapters import vllm_pool
+from kvoffload_patch.integration.errors import PromiseBroken
 
 
 def fails(*_: Any, **__: Any) -> None:
@@ -250,3 +251,82 @@ def test_who_goes_on_after_an_interrupt_gets_right_answers(
     assert asked is None or (asked.done.is_set() and asked.error)
     assert mini.changed() == mini.before
     assert free_blocks(mini) == len(mini.pool.blocks) - 1
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("method", ["schedule_over", "disclaim"])
+@pytest.mark.parametrize("load_mode", ["inline", "parked"])
+def test_a_step_is_sent_whatever_fails_when_its_schedule_ends(
+    load_mode: str, method: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was to do is done again before the tier is detached."""
+    mini = Mini(load_mode=load_mode, late=3)
+    known = prompt(6, seed=2)
+    mini.only_in_cpu(known)
+    _fail_once(mini, method, after, monkeypatch)
+    mini.add(known, count=3)
+    mini.begin_step()
+    assert mini.breaker.detached
+    serves_on(mini)
+
+
+@pytest.mark.parametrize("method", ["schedule_over", "disclaim"])
+def test_a_step_that_would_be_told_wrong_is_not_sent(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fails again as the tier is detached: nobody knows what vLLM's objects are like."""
+    mini = Mini(load_mode="parked", late=3)
+    mini.only_in_cpu(prompt(6, seed=2))
+    monkeypatch.setattr(_owner(mini, method), method, fails)
+    mini.add(prompt(6, seed=2))
+    for _ in range(2):
+        with pytest.raises(PromiseBroken, match="it is made to fail"):
+            mini.begin_step()
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_what_vllm_raises_is_what_is_raised_whatever_fails_behind_it(
+    after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mini = Mini()
+    mini.add(prompt(3, seed=1))
+    with monkeypatch.context() as patched:
+        patched.setattr(mini.kv_manager, "allocate_slots", _ends)
+        _fail_once(mini, "schedule_over", after, monkeypatch)
+        with pytest.raises(ZeroDivisionError):
+            mini.step()
+    serves_on(mini)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_reset_is_vllms_own_where_nobody_knows_what_the_gpu_has(
+    nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before vLLM's, and behind one that has not succeeded."""
+    mini = Mini()
+    mini.only_in_cpu(prompt(3, seed=1))
+    mini.add(prompt(2, seed=4))
+    mini.step()  # it holds blocks, so that vLLM's reset does not succeed
+    _fail_once(mini, "content", False, monkeypatch, nth)
+    assert not mini.scheduler.reset_prefix_cache()
+    assert mini.breaker.detached
+    serves_on(mini)
+
+
+def _owner(mini: Mini, method: str) -> Any:
+    return mini.view if method == "schedule_over" else mini.view.adapter
+
+
+def _fail_once(
+    mini: Mini, method: str, after: bool, monkeypatch: pytest.MonkeyPatch, nth: int = 1
+) -> None:
+    """The nth call of a method raises, before or after it has done its work."""
+    owner, calls = _owner(mini, method), list[int]()
+    as_made = getattr(owner, method)
+
+    def call(*args: Any) -> Any:
+        calls.append(1)
+        result = as_made(*args) if after or len(calls) != nth else None
+        return fails() if len(calls) == nth else result
+
+    monkeypatch.setattr(owner, method, call)
