@@ -24,7 +24,7 @@ from .errors import (
 )
 from .locate import find_source as find_installed_source
 from .point import Attributes, Decision, Host, PatchPoint
-from .sources import Function, SourceNotFound, Sources, file_of, find_def
+from .sources import Function, SourceNotFound, Sources, file_of, find_def, find_later
 
 # Decorators behind which a method is no plain function of its instance.
 OTHER_KINDS = {
@@ -212,7 +212,12 @@ def _is_released(
 def _complaints(selected: Iterable[PatchPoint], sources: Sources) -> Iterator[str]:
     for point in selected:
         try:
-            text = _complaint(point, find_def(point.attribute, sources.tree(point.module)))
+            tree = sources.tree(point.module)
+            function = find_def(point.attribute, tree)
+            text = _complaint(point, function)
+            later = find_later(point.attribute, tree, function) if function and not text else ""
+            if later:
+                text = f"may be replaced by '{later}' in {file_of(point.module)}, expected nothing"
         except SourceNotFound as reason:
             text = "" if point.absent else str(reason)
         if text:

@@ -9,14 +9,17 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterable, Iterator
-from types import FunctionType, ModuleType
+from importlib.machinery import SourceFileLoader
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from .check import mismatch, unverified, wrong_parameters
+from .locate import find_source
 from .point import Decision, PatchPoint
 
 logger = logging.getLogger(__name__)
 
+_NONE = ModuleType("none")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -33,10 +36,10 @@ def check_live(decision: Decision, targets: Iterable[tuple[PatchPoint, ModuleTyp
         SignatureMismatch: a target is no plain function, or has other parameters.
         UnverifiedHost: a target is not the function that the module's source defines.
     """
-    complaints, doubts = [], []
+    complaints, doubts, files = [], [], dict[str, Any]()
     for point, module, target in targets:
         complaints += [f"{point.name} {text}" for text in _wrong(point, target)]
-        doubts += [f"{point.name} {text}" for text in _foreign(point, module, target)]
+        doubts += [f"{point.name} {text}" for text in _foreign(point, module, target, files)]
     if complaints:
         raise mismatch(decision, complaints)
     if doubts and not decision.allow_unverified:
@@ -67,11 +70,20 @@ def _wrong(point: PatchPoint, target: Any) -> Iterator[str]:
         yield f"{text} (it is now {_origin(target)})"
 
 
-def _foreign(point: PatchPoint, module: ModuleType, target: Any) -> Iterator[str]:
+def _foreign(
+    point: PatchPoint, module: ModuleType, target: Any, files: dict[str, Any]
+) -> Iterator[str]:
     """At most one text.
 
     A function knows the module in which it was defined by its globals, which copying a name or a
-    docstring onto a wrapper leaves as they are.
+    docstring onto a wrapper leaves as they are. Others can execute code with these globals, or
+    give the function another code, so that is compared with what the source compiles to.
+
+    Args:
+        point: the point.
+        module: imported.
+        target: the raw object in the class or module.
+        files: compiled sources by module, which are added to.
     """
     names = [module.__name__, *point.aliased]
     homes = [vars(sys.modules[name]) for name in names if name in sys.modules]
@@ -83,6 +95,37 @@ def _foreign(point: PatchPoint, module: ModuleType, target: Any) -> Iterator[str
         target = target.__wrapped__
     if type(target) is not FunctionType or not _is_at_home(target, homes):
         yield f"was replaced by {_origin(target)}"
+        return
+    name = next(name for name in names if vars(sys.modules.get(name, _NONE)) is target.__globals__)
+    if name not in files:
+        files[name] = _compiled(name)
+    if target.__code__ not in _defined(point.attribute, files[name]):
+        code = target.__code__
+        yield f"was replaced by {_origin(target)} of {code.co_filename}:{code.co_firstlineno}"
+
+
+def _compiled(module: str) -> CodeType | None:
+    """What a module's file defines, mostly from Python's own cache; None if there is no file."""
+    try:
+        return SourceFileLoader(module, str(find_source(module))).get_code(module)
+    except (ImportError, OSError, SyntaxError):
+        return None
+
+
+def _defined(attribute: str, code: CodeType | None) -> list[CodeType]:
+    """Functions at a dotted path, or those of that name in other classes, which it may inherit."""
+    *owners, name = attribute.split(".")
+    scopes = [code] if code else []
+    for owner in owners:
+        scopes = [each for scope in scopes for each in _within(scope) if each.co_name == owner]
+    found = [each for scope in scopes for each in _within(scope) if each.co_name == name]
+    if not found and owners and code:
+        found = [f for cls in _within(code) for f in _within(cls) if f.co_name == name]
+    return found
+
+
+def _within(scope: CodeType) -> list[CodeType]:
+    return [value for value in scope.co_consts if isinstance(value, CodeType)]
 
 
 def _is_at_home(target: FunctionType, homes: Iterable[dict[str, Any]]) -> bool:

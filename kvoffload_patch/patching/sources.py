@@ -160,6 +160,36 @@ def find_def(attribute: str, tree: ast.Module) -> Function | None:
     return None
 
 
+def find_later(attribute: str, tree: ast.Module, function: Function) -> str:
+    """What may put another in the place of a definition, as text; "" if there is nothing.
+
+    That is what binds its name again, in its class or by its path, and a decorator of the class.
+    """
+    owner, _, name = attribute.rpartition(".")
+    for scope, path in ((tree, attribute), *((cls, name) for cls in definitions(tree, owner))):
+        for decorator in getattr(scope, "decorator_list", ()):
+            text = ast.unparse(decorator)
+            if text.partition("(")[0].rpartition(".")[2] != "dataclass":  # it replaces no method
+                return f"@{text}"
+        for node in _statements(scope):
+            if isinstance(node, (*_FUNCTIONS, ast.ClassDef, *_BLOCKS)):
+                continue
+            if getattr(node, "lineno", 0) > function.lineno and path in _bound(node):
+                return ast.unparse(node).partition("\n")[0]
+    return ""
+
+
+def _bound(statement: ast.AST) -> Iterator[str]:
+    """Names and dotted paths that a statement gives values to, or takes away."""
+    for node in ast.walk(statement):
+        if isinstance(node, (ast.Name, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr" and node.args[1:]:
+            yield f"{ast.unparse(node.args[0])}.{ast.unparse(node.args[1]).strip(chr(39))}"
+
+
 def definitions(scope: ast.AST, name: str) -> Iterator[_Definition]:
     """Definitions of `name` in a module or class body, in order, also under if, try and with."""
     for node in _statements(scope):

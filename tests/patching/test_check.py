@@ -338,3 +338,50 @@ def test_classes_and_imports_that_go_in_a_circle_end(found):
     assert found(core=core, a="from toy.b import Base\n", b="from toy.a import Base\n") == {"own"}
     assert found(core="from toy.a import Engine\n", a="from toy.core import Engine\n") is None
     assert found(core="from toy.absent import Engine\n") is None
+
+
+@pytest.mark.parametrize(
+    ("later", "said"),
+    [
+        ("Engine.step = other", "Engine.step = other"),
+        ("if True:\n    Engine.step: object = other", "Engine.step: object = other"),
+        ("for Engine.step in (other,): pass", "for Engine.step in (other,):"),
+        ("del Engine.step", "del Engine.step"),
+        ("setattr(Engine, 'step', other)", "setattr(Engine, 'step', other)"),
+        ("    step = other", "step = other"),
+        ("    more = step = other", "more = step = other"),
+        ("    from others import that as step", "from others import that as step"),
+        ("    try: pass\n    finally: step = other", "step = other"),
+    ],
+)
+def test_a_definition_that_is_replaced_later_in_its_source_is_refused(verify, later, said):
+    text = complaint(verify, SOURCE + later + "\n")
+    assert f"scheduler.step may be replaced by '{said}' in toy/core.py, expected nothing." in text
+
+
+def test_a_class_behind_a_decorator_is_refused_unless_that_replaces_no_method(verify):
+    text = complaint(verify, f"@others.changed(1)\n{SOURCE}")
+    assert "scheduler.step may be replaced by '@others.changed(1)' in toy/core.py" in text
+    for decorator in ("dataclass", "dataclasses.dataclass", "dataclass(slots=True)"):
+        assert verify(f"@{decorator}\n{SOURCE}").points == (POINT,)
+
+
+def test_a_function_of_a_module_that_is_replaced_later_is_refused(verify):
+    function = "def step(self, request) -> tuple[int, int]: ...\n"
+    alone = change(attribute="step")
+    assert verify(f"step = None\n{function}", alone).points == (alone,)
+    assert "replaced by 'step = other'" in complaint(verify, f"{function}step = other\n", alone)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        "Engine.other = step",
+        "Other.step = 1",
+        "def f():\n    Engine.step = 1",
+        "    def g(self): step = 1",
+        "x = Engine.step",
+    ],
+)
+def test_what_gives_a_value_to_another_name_is_none_of_a_points(verify, beside):
+    assert verify(f"{SOURCE}{beside}\n").points == (POINT,)

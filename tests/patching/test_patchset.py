@@ -178,6 +178,54 @@ def test_a_replacement_is_seen_in_whatever_dress(host, how):
     )
 
 
+@pytest.mark.parametrize(
+    "how",
+    ["executed", "executed as if from there", "made", "renamed", "code", "constants"],
+)
+@pytest.mark.parametrize("point", ["STEP", "INHERITED"])
+def test_a_replacement_with_the_globals_of_the_module_is_seen(host, how, point):
+    host.run(
+        f"""
+        import fakehost.alpha as alpha, types
+        name = {point}.attribute.partition(".")[2]
+        owner = next(c for c in alpha.Engine.__mro__ if name in vars(c))
+        plain, other = vars(owner)[name], lambda self, request, count=1: 0
+        other = other if name == "step" else lambda self, x: 0
+        text = f"def {{name}}{{'(self, request, count=1)' * (name == 'step') or '(self, x)'}}: pass"
+        def execute(text, file):
+            found = {{}}
+            exec(compile(text, file, "exec"), vars(alpha), found)
+            return found[name]
+        lines = chr(10) * (plain.__code__.co_firstlineno - 1)
+        made = {{
+            "executed": lambda: execute(text, "<string>"),
+            "executed as if from there": lambda: execute(lines + text, alpha.__file__),
+            "made": lambda: types.FunctionType(other.__code__, vars(alpha), name, (1,)),
+            "renamed": lambda: execute(text.replace("pass", "return 0"), alpha.__file__),
+            "code": lambda: setattr(plain, "__code__", other.__code__),
+            "constants": lambda: setattr(plain, "__code__", plain.__code__.replace(co_consts=(7,))),
+        }}[{how!r}]()
+        if made is not None:
+            assert made.__globals__ is vars(alpha)
+            made.__defaults__ = plain.__defaults__
+            setattr(owner, name, made)
+        text = refused(UnverifiedHost, patches({point}).arm)
+        assert f"scheduler.{{name}} was replaced by" in text, text
+        """
+    )
+
+
+def test_a_module_without_a_source_to_compare_with_is_refused(host):
+    host.run(
+        """
+        import fakehost.alpha as alpha, os
+        patch_set = patches(STEP)
+        os.remove(alpha.__file__)
+        assert "scheduler.step was replaced by" in refused(UnverifiedHost, patch_set.arm)
+        """
+    )
+
+
 def test_a_decorator_of_the_hosts_own_source_is_no_replacement(host):
     host.write(
         "tools.py",
