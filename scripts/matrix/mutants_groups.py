@@ -129,13 +129,6 @@ GROUPS = (
         (_BESIDE + "test_vllm_falls_asleep_whatever_the_tier_makes_of_it",),
     ),
     Mutant(
-        "references of the tier count as those of requests once it has failed to take them back",
-        _FILES + "breaker.py",
-        "if output is not None:  # once more",
-        "if False:  # once more",
-        (_FILES + "test_breaker.py::test_no_common_prefix_is_told_while_the_tier_holds_blocks",),
-    ),
-    Mutant(
         "the end of an engine waits for processes that may have ended",
         "integration/engine/ranks/workers.py",
         'if hasattr(self._executor, "driver_worker") and not self.silent:',
