@@ -126,6 +126,8 @@ def run(
         prefix: of the command line of a new one.
         extra: more environment variables.
     """
+    if tier is not None and late:  # copies that are held up look like a slow bus
+        tier = {"KVOFFLOAD_RECOMPUTE": "never", **tier}
     spec = {"engine": engine, "scenarios": scenarios, "late": late, "way": way}
     extra = {**release.environment(engine.get("tensor_parallel_size", 1)), **extra}
     if warm is not None and way == "command":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import chain, repeat
+from itertools import chain, count, repeat
+from types import SimpleNamespace
 
 import pytest
 from engine import shared_memory
@@ -21,5 +22,6 @@ from scripts.soak import watch
 def test_files_left(monkeypatch: pytest.MonkeyPatch, seen: list[list[str]], left: set[str]) -> None:
     files = chain(seen, repeat(seen[-1]))
     monkeypatch.setattr(watch, "files_left", lambda: next(files))
-    monkeypatch.setattr(shared_memory, "LIMIT_S", 0.3)
+    clock = SimpleNamespace(monotonic=count().__next__, sleep=lambda seconds: None)
+    monkeypatch.setattr(shared_memory, "time", clock)
     assert shared_memory.files_left(["old"]) == left
