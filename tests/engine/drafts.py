@@ -130,7 +130,7 @@ def _save(file: Path, weights: dict[str, Any]) -> None:
 
 
 def write_mamba2(folder: Path, **changes: Any) -> Path:
-    """Nemotron-H, half of whose tokens follow from the token before, and so are in its prompts.
+    """Nemotron-H, some of whose tokens follow from the token before, as in its prompts.
 
     ``changes``: to its configuration.
     """

@@ -27,8 +27,8 @@ PREFILL_STEPS = 16
 # What a token takes to compute is known from so many of them on, and of what is known this part
 # stays with each step: some eight steps count. Not measured alone.
 KNOWN_PREFILL_TOKENS, KEPT_PREFILL_PARTS = 2048, 7 / 8
-# A prefix is computed again if its load takes so many times as long. At 1.0 first tokens come later
-# where both take the same, because computing keeps others waiting (docs/policies.md).
+# A prefix is computed again if its load takes so many times as long: where both take the same,
+# computing keeps others waiting. No other value was replayed (`scripts/simulate loads`).
 LONGER_LOAD_TIMES = 1.5
 # Of so many such hits one is loaded all the same, to see how fast the bus is. Not measured.
 TRIED_LOADS = 32

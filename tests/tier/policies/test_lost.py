@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 import pytest
+from tier.steps import steps_of
 
 from kvoffload_patch.tier.policies.lost import LostKeys
 
@@ -101,30 +98,11 @@ def test_keys_are_remembered_as_if_looked_at_one_by_one(seed: int) -> None:
         assert lost.counts == [[*model.left.values()].count(which) for which in range(2)]
 
 
-def bytecodes(call: Callable[[], Any]) -> int:
-    """How many are executed, of functions that it calls."""
-    counted = 0
-
-    def count(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal counted
-        frame.f_trace_opcodes = True
-        counted += event == "opcode"
-        return count
-
-    before = sys.gettrace()
-    sys.settrace(count)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return counted
-
-
 def test_a_key_costs_no_bytecode() -> None:
     lost, keys = LostKeys(2), list(range(10_000))
     lost.add([-1], 1, 20_000)
-    assert 0 < bytecodes(lambda: lost.add(keys, 0, 20_000)) < 1000
-    assert 0 < bytecodes(lambda: lost.of(keys)) < 1000
-    assert 0 < bytecodes(lambda: lost.add(list(range(10_000, 20_000)), 0, 20_000)) < 1000
+    assert 0 < steps_of(lambda: lost.add(keys, 0, 20_000)) < 1000
+    assert 0 < steps_of(lambda: lost.of(keys)) < 1000
+    assert 0 < steps_of(lambda: lost.add(list(range(10_000, 20_000)), 0, 20_000)) < 1000
     assert lost.counts == [20_000, 0], "an eviction was forgotten"
-    assert 0 < bytecodes(lambda: lost.forget(keys)) < 1000
+    assert 0 < steps_of(lambda: lost.forget(keys)) < 1000
