@@ -226,7 +226,7 @@ ENGINE = (
     Mutant(
         "a load that is to be compared may be within its step",
         _FILES + "requests/admission.py",
-        "if not only_compared and self._inline(",
+        "if not compared and self._inline(",
         "if self._inline(",
         (_FILES + "requests/test_loads_compared.py",),
     ),
@@ -239,13 +239,6 @@ ENGINE = (
             _FILES
             + "requests/test_loads_failed.py::test_who_hits_what_a_parked_load_brings_waits_for_it",
         ),
-    ),
-    Mutant(
-        "of loads within their steps as many are compared as of parked ones",
-        _FILES + "requests/inline.py",
-        "self._since() >= self._every or",
-        "self._since() >= self._parked_every or",
-        (_FILES + "requests/test_loads_compared.py",),
     ),
     Mutant(
         "a copy that has failed on a rank is said to be done and no more",

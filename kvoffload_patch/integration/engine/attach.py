@@ -265,8 +265,7 @@ def _give_back(ranks: RankGroup, why: BaseException) -> None:
 
 def _tell(ranks: RankGroup, settings: Settings, unverified: Sequence[str]) -> None:
     """Say what the tier is, and what of the engine nobody has run with one."""
-    how = settings.integrity, settings.load_mode, ranks.copies_overlap
-    compared = in_words(*how) if ranks.compares else ""
+    compared = in_words(settings.integrity, settings.load_mode) if ranks.compares else ""
     logger.info(
         "KV offload: CPU tier of %d blocks (%s), %d of them usable so far, "
         "loads %s, %.3f ms a block; %s%s",

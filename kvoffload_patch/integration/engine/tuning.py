@@ -16,10 +16,10 @@ BUS_AHEAD_MS = 150.0
 # Requests behind the step's last token for which loads are begun already. Not measured alone: at
 # 20 ms each they keep the bus busy beyond `BUS_AHEAD_MS`.
 LOOK_AHEAD_REQUESTS = 16
-# Of so many loads one is compared with checksums, unless all are (`Comparing.all`): the next one
-# that is parked anyway, or after more, whichever it is. To be parked for that alone costs a first
-# token 16 ms, which must not show in the slowest of a hundred (docs/measurements.md).
-SAMPLED_PARKED_LOADS, SAMPLED_LOADS = 32, 256
+# Of so many loads one is compared with checksums, unless all are (`Comparing.all`). It is parked,
+# and over only when the worker has said so, which costs a first token 16 to 50 ms, and must not
+# show in the slowest of a hundred (docs/measurements.md, "Conversations over HTTP").
+SAMPLED_LOADS = 256
 # A step of so many tokens computes prompts, and takes as long as these do. Not measured alone.
 PREFILL_TOKENS = 512
 # Steps under way that compute prompts, at most; older ones are lost. Not measured: a bound.

@@ -318,12 +318,11 @@ class Admission:
         Raises:
             NoBlocks: there are no blocks to load into, whatever was counted.
         """
-        only_compared = self.comparing.parks_next()
-        if not only_compared and self._inline(request, result, budget, stall):
+        compared = bool(result.keys) and self.comparing.compares_next()
+        if not compared and self._inline(request, result, budget, stall):
             self._loads.load_inline(request, result)
             self.stalled_ms += stall.add_inline(len(result.keys))
             return True
-        compared = bool(result.keys) and self.comparing.compares_next()
         self._loads.park(request, result, budget.in_all, compared)
         if compared:
             self.comparing.began()

@@ -9,16 +9,11 @@ from kvoffload_patch.config import Settings
 from kvoffload_patch.integration.engine.requests.loads import LoadBook
 from kvoffload_patch.integration.engine.requests.lookup import LookupResult, StandInPool
 from kvoffload_patch.integration.engine.requests.pace import Pace
-from kvoffload_patch.integration.engine.tuning import (
-    SAMPLED_LOADS,
-    SAMPLED_PARKED_LOADS,
-    TRIED_LOADS,
-)
+from kvoffload_patch.integration.engine.tuning import SAMPLED_LOADS, TRIED_LOADS
 from kvoffload_patch.tier.stats import TierStats
 
-# Of so many loads one is compared if it is parked anyway, and of so many one whatever it is, as
-# users choose it.
-_COMPARED = {"off": (0, 0), "sample": (SAMPLED_PARKED_LOADS, SAMPLED_LOADS), "full": (1, 1)}
+# Of so many loads one is compared, as users choose it.
+_COMPARED = {"off": 0, "sample": SAMPLED_LOADS, "full": 1}
 
 
 class Wait(Enum):
@@ -155,16 +150,13 @@ def parks_compared(load_mode: str) -> bool:
     return load_mode != "inline"
 
 
-def in_words(integrity: str, load_mode: str, copies_overlap: bool) -> str:
+def in_words(integrity: str, load_mode: str) -> str:
     """Which loads are compared, where every rank has checksums; follows them in the start line."""
     if not parks_compared(load_mode):
         return ", compared with no load, because loads are inline"
     if integrity == "full":
         return ", compared with every load"
-    parked, inline = _COMPARED[integrity]
-    some = [str(parked)] if copies_overlap or load_mode == "parked" else []
-    some += [str(inline)] if load_mode != "parked" else []
-    return f", compared with loads until one is right, then with 1 in {' to '.join(some)}"
+    return f", compared with loads until one is right, then with 1 in {_COMPARED[integrity]}"
 
 
 class Comparing:
@@ -182,7 +174,7 @@ class Comparing:
     """
 
     def __init__(self, integrity: str, possible: bool, loads: LoadBook, stats: TierStats) -> None:
-        self._parked_every, self._every = _COMPARED[integrity] if possible else (0, 0)
+        self._every = _COMPARED[integrity] if possible else 0
         self._loads, self._stats = loads, stats
         self._last = 0  # loads begun before the last one that was compared
         self.parks = False
@@ -207,13 +199,9 @@ class Comparing:
             not self._loads.found_right or self._stats.mismatches > 0 or self._every == 1
         )
 
-    def parks_next(self) -> bool:
-        """Whether the next load is parked only because it is to be compared."""
-        return self.active and (self._since() >= self._every or self.all)
-
     def compares_next(self) -> bool:
-        """Whether the next load, which is parked, is compared."""
-        return self.active and (self._since() >= self._parked_every or self.all)
+        """Whether the next load is parked, whatever else it would be, and compared."""
+        return self.active and (self._since() >= self._every or self.all)
 
     def began(self) -> None:
         """The load that was begun last is compared."""
