@@ -31,8 +31,7 @@ def compare(runner: str, kind: Kind, off: Answers, on: Answers, *few: Answers) -
     found: dict[str, Any] = {"name": f"{runner}, {kind.name}"}
     for side, results in (("off", off), *(("off", plain) for plain in few), ("on", on)):
         if "error" in results:
-            ended = gpu_states.ended if kind.asked == STATES else _ended
-            return {**found, **ended(side, results["error"])}
+            return {**found, **_ended(side, results["error"])}
     if why := _wrong_alone(kind, off, *few):
         return {**found, "outcome": "skipped", "why": why}
     if kind.asked in gpu_nodes.LOST:
@@ -75,7 +74,8 @@ def _alike(kind: Kind, off: Answers, on: Answers) -> list[tuple[Any, Any]]:
 def _wrong_alone(kind: Kind, off: Answers, *few: Answers) -> str:
     """Why answers without the tier say nothing of it; empty if they do."""
     if kind.asked == STATES:
-        return "" if kind.unrepeated else gpu_states.wrong_alone(off, few[0])
+        alone = "" if kind.unrepeated else gpu_states.wrong_alone(off, few[0])
+        return gpu_states.no_numbers(off, few[0]) or alone
     return _wrong_beside_lmcache(kind, off, *few) if kind.lmcache else ""
 
 
@@ -206,4 +206,4 @@ def _ended(side: str, log: str) -> dict[str, Any]:
     for reason in (_NO_ROOM, _NO_SUCH):
         if why := reason.search(log):
             return {"outcome": "skipped", "why": f"vLLM does not start: {why.group(1)}"}
-    return {"outcome": "failed", "why": f"{side}: {log}"}
+    return gpu_states.ended(side, log)

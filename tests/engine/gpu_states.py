@@ -77,6 +77,7 @@ GDN_WAYS: dict[str, tuple[str, dict[str, Any], int]] = {
     "with hits within a block": ("gdn", {"prefix_match_unit": 16}, 2),
     "on two stages": ("gdn", {"pipeline_parallel_size": 2}, 2),
 }  # fmt: skip
+STUCK = 8  # so many tokens of an answer are never the same one, or its logits were no numbers
 # Of these, the ways in which plain vLLM's answers behind a hit of its own are not always those that
 # it computed. A hit that ends within a block begins a prefill in the middle of a kernel's chunk;
 # why one beside drafts answers otherwise is not known.
@@ -118,6 +119,18 @@ def ended(side: str, log: str) -> dict[str, Any]:
         why = said[-1]["cause"] or said[-1]["error"] if said else log[-300:]
         return {"outcome": "skipped", "why": f"plain vLLM ends by itself: {why[:300]}"}
     return {"outcome": "failed", "why": f"{side}: {log}"}
+
+
+def no_numbers(*plain: dict[str, Any]) -> str:
+    """Why the answers of plain engines say nothing of the tier; empty if they do.
+
+    Where logits are no numbers, the same token is the likeliest again and again.
+    """
+    answers = [answer for one in plain for answer in one["lengths_alone"]["tokens"]]
+    stuck = sum(len(answer) >= STUCK and len(set(answer)) == 1 for answer in answers)
+    if not stuck:
+        return ""
+    return "plain vLLM by itself answers prompts with one token over and over"
 
 
 def wrong_alone(off: dict[str, Any], few: dict[str, Any]) -> str:

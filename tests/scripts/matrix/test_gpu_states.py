@@ -292,6 +292,21 @@ def test_nor_where_two_plain_engines_do_not_give_one_answer_alike() -> None:
     assert found["outcome"] == "skipped" and "no prompt alike in two engines" in found["why"]
 
 
+@pytest.mark.usefixtures("one_prompt_a_round")
+def test_nor_where_plain_vllm_answers_with_one_token_over_and_over() -> None:
+    """Also where its answers need not be its own of another round; of the tier's it is said."""
+    kind = replace(KIND, unrepeated=True)
+    stuck = {"tokens": [[7] * 12, [1] * 4, [1] * 4], "cached": 640}
+    outcomes = []
+    for at in range(3):
+        sides = [side(), tier(), few(), scores()]
+        for n, one in enumerate(sides[:3]):
+            one["lengths_alone"] = stuck if n == at else {**stuck, "tokens": [[1] * 4] * 3}
+        found = gpu_kinds.compare("v2", kind, *sides)
+        outcomes.append((found["outcome"], "over and over" in found.get("why", "")))
+    assert outcomes == [("skipped", True), ("failed", False), ("skipped", True)]
+
+
 def test_the_tier_is_asked_to_try_what_nobody_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
 
