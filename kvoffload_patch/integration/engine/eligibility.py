@@ -30,7 +30,9 @@ _PARTS_SHOWN = (
     *product(("0.30.0", "0.31.0", "0.32.0", "0.33.0"), ("cpu", "cuda")),
 )
 # Releases of vLLM and devices on which prompts that ranks divided between them came back.
-_PREFILL_SHOWN = tuple(product(("0.26.0", "0.28.0", "0.29.0", "0.30.0", "0.32.0"), ("cuda",)))
+_PREFILL_SHOWN = tuple(
+    product(("0.26.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0"), ("cuda",))
+)
 # vLLM's own connectors that keep blocks in CPU memory (from 0.11.0, 0.19 and 0.33 on; the last is
 # in none of its lists, and named with its module).
 _OFFLOADERS = {"OffloadingConnector", "SimpleCPUOffloadConnector", "UMBPStoreConnector"}

@@ -19,8 +19,10 @@ TRIES = "KVOFFLOAD_ALLOW_UNVERIFIED=1 tries it"
 _EVERY = ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV")
 STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.23.0", "cuda"): ("GDN_ATTN", "MAMBA1", "MAMBA2", "SHORT_CONV"),
+    ("0.25.1", "cuda"): ("GDN_ATTN", "MAMBA1", "MAMBA2", "SHORT_CONV"),
     ("0.26.0", "cuda"): _EVERY,
     ("0.28.0", "cuda"): _EVERY,
+    ("0.29.0", "cuda"): _EVERY,
     ("0.30.0", "cpu"): ("GDN_ATTN", "LINEAR"),
     ("0.30.0", "cuda"): _EVERY,
     ("0.31.0", "cpu"): ("GDN_ATTN", "LINEAR"),
@@ -33,10 +35,11 @@ STATES_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
 # The same beside speculative decoding, which keeps states of drafted tokens as well.
 STATES_OF_DRAFTS_SHOWN: dict[tuple[str, str], tuple[str, ...]] = {
     ("0.28.0", "cuda"): ("GDN_ATTN",),
+    ("0.29.0", "cuda"): ("GDN_ATTN",),
     ("0.30.0", "cuda"): ("GDN_ATTN",),
-    ("0.31.0", "cuda"): ("GDN_ATTN",),
+    ("0.31.0", "cuda"): ("GDN_ATTN", "MAMBA2"),
     ("0.32.0", "cpu"): ("GDN_ATTN",),
-    ("0.32.0", "cuda"): ("GDN_ATTN",),
+    ("0.32.0", "cuda"): ("GDN_ATTN", "MAMBA2"),
     ("0.33.0", "cpu"): ("GDN_ATTN",),
     ("0.33.0", "cuda"): ("GDN_ATTN",),
 }
@@ -56,11 +59,20 @@ STATES_ON_STAGES_SHOWN: dict[str, tuple[str, ...]] = {
     "0.28.0": ("GDN_ATTN",),
 }
 # And beside a KV connector that brings blocks and states beside the step.
-STATES_BESIDE_A_CONNECTOR_SHOWN: dict[str, tuple[str, ...]] = {"0.32.0": ("GDN_ATTN",)}
+STATES_BESIDE_A_CONNECTOR_SHOWN: dict[str, tuple[str, ...]] = {
+    "0.29.0": ("GDN_ATTN",),
+    "0.31.0": ("MAMBA2",),
+    "0.32.0": ("GDN_ATTN", "MAMBA2"),
+}
 # Models whose delta attention has the name of gated delta nets and is not beside MLA.
 DELTA_ATTENTION = ("AliceAIForCausalLM",)
-# Where drafts were shown with model runner V1 alone.
-_DRAFTS_WITH_V1 = (("0.33.0", "cpu"),)
+# Where drafts were shown with model runner V1 alone, and why.
+_NOT_RUN = "with which such states were not run"
+_DRAFTS_WITH_V1 = {
+    ("0.33.0", "cpu", "GDN_ATTN"): "with which plain vLLM does not repeat its answers",
+    ("0.31.0", "cuda", "MAMBA2"): _NOT_RUN,
+    ("0.32.0", "cuda", "MAMBA2"): _NOT_RUN,
+}
 
 
 def problem(vllm_config: Any, spec: Any) -> str | None:
@@ -105,10 +117,10 @@ def doubts(vllm_config: Any, scheduler: Any, spec: Any) -> Iterator[str]:
         yield unshown
     elif _drafted(of_layers) and getattr(scheduler, "use_v2_model_runner", False):
         release, device = release_in_use(), vllm_config.device_config.device_type
-        if (release, device) in _DRAFTS_WITH_V1:
+        if why := _DRAFTS_WITH_V1.get((release, device, kind)):
             yield (
                 f"expected model runner V1 beside states of drafted tokens with {release} on "
-                f"{device}, found V2, with which plain vLLM does not repeat its answers"
+                f"{device}, found V2, {why}"
             )
     for model in set(DELTA_ATTENTION).intersection(vllm_config.model_config.architectures or ()):
         yield f"expected states of another kind than delta attention, found those of {model}"
