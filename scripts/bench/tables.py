@@ -75,6 +75,7 @@ OTHER_CHATS = {
     "chats-crowded.json": "more at a time, of more lengths, vLLM 0.26.0 on another H200",
     "chats-short.json": "short histories, six at a time",
     "chats-compared.json": "the same, fewer loads compared, a host with slow phases",
+    "chats-sampled.json": "two servers at a time on two other H200s, one load in 256 compared",
 }
 # The same on two GPUs for each server, two servers at a time.
 RANKS = {
@@ -328,9 +329,9 @@ def pressure() -> str:
     return _made("pressure.json", lambda found: pressed.page(found["jobs"], MODES))
 
 
-def pressure_on_the_cpu() -> str:
-    """The same on a tiny model, with the connectors' copies on the host."""
-    return _made("pressure-cpu.json", lambda found: pressed.small_page(found["jobs"], MODES))
+def answers_under_pressure(name: str) -> str:
+    """The same on a small model, whose answers are compared."""
+    return _made(name, lambda found: pressed.small_page(found["jobs"], MODES))
 
 
 def ranks() -> str:
@@ -391,5 +392,6 @@ TABLES: dict[str, Callable[[], str | None]] = {
     **{name: partial(probed, name) for name in PROBED},
     "transfer shapes": shapes,
     "checksums said": checksums_said,
-    "pressure on the CPU": pressure_on_the_cpu,
+    "pressure on the CPU": partial(answers_under_pressure, "pressure-cpu.json"),
+    "answers under pressure": partial(answers_under_pressure, "pressure-tokens.json"),
 }
