@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
+
+from scripts.release.sources import RELEASE
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -13,7 +18,7 @@ def whole(least: int) -> Callable[[str], int]:
 
     def parsed(text: str) -> int:
         try:
-            number = int(text)
+            number = int(text) if text.isascii() else least - 1
         except ValueError:
             number = least - 1
         if number < least:
@@ -31,13 +36,23 @@ def wholes(least: int) -> Callable[[str], list[int]]:
 
 def positive(text: str) -> float:
     """A number above 0 that is not infinite."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
+    if not 0 < _number(text) < math.inf:
         raise ArgumentTypeError(f"expected a finite number above 0, found {text!r}")
-    return number
+    return _number(text)
+
+
+def least_zero(text: str) -> float:
+    """Such a number, or 0."""
+    if not 0 <= _number(text) < math.inf:
+        raise ArgumentTypeError(f"expected a finite number of 0 or more, found {text!r}")
+    return _number(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text) if text.isascii() else math.nan
+    except ValueError:
+        return math.nan
 
 
 def target(text: str) -> Path:
@@ -60,8 +75,9 @@ def read(text: str) -> Path:
 def written(text: str) -> Path:
     """A file to be written, whose folder is made if it is not there."""
     path = Path(text)
-    there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
-    if path.is_dir() or not (there.is_dir() or there == path.absolute()):
+    there = _nearest(path)
+    is_possible = there.is_dir() or there == path.absolute()
+    if path.is_dir() or not is_possible or not os.access(there, os.W_OK):
         raise ArgumentTypeError(f"expected a file or the name of a new one, found {text!r}")
     return path
 
@@ -78,3 +94,80 @@ def some(known: Iterable[str]) -> Callable[[str], list[str]]:
         return given
 
     return parsed
+
+
+def one(known: Iterable[str], what: str = "one") -> Callable[[str], str]:
+    """A name that is known."""
+    names = list(known)
+
+    def parsed(text: str) -> str:
+        if text not in names:
+            raise ArgumentTypeError(f"expected {what} of {', '.join(names)}, found {text!r}")
+        return text
+
+    return parsed
+
+
+def release(text: str) -> str:
+    """What is written as a release; there need not be one."""
+    if not RELEASE.fullmatch(text):
+        raise ArgumentTypeError(f"expected a release such as 0.32.0, found {text!r}")
+    return text
+
+
+def settings(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ArgumentTypeError(f'expected a JSON object such as {{"seed": 1}}, found {text!r}')
+    return found
+
+
+def recorded(*names: str) -> Callable[[str], Path]:
+    """A file that holds a JSON object with these names, as a command has written it."""
+
+    def parsed(text: str) -> Path:
+        path = read(text)
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            found = None
+        missing = [name for name in names if not isinstance(found, dict) or name not in found]
+        if not isinstance(found, dict) or missing:
+            wanted = f" with {', '.join(names)}" if names else ""
+            raise ArgumentTypeError(f"expected a file of a JSON object{wanted}, found {text!r}")
+        return path
+
+    return parsed
+
+
+def folder(text: str) -> Path:
+    """A folder that is there."""
+    path = Path(text)
+    if not path.is_dir():
+        raise ArgumentTypeError(f"expected a folder that is there, found {text!r}")
+    return path
+
+
+def model(text: str) -> Path:
+    """The folder of a model."""
+    path = folder(text)
+    if not (path / "config.json").is_file():
+        raise ArgumentTypeError(f"expected a folder with a model's config.json, found {text!r}")
+    return path
+
+
+def filled(text: str) -> Path:
+    """A folder to write to, which is made if it is not there."""
+    path = Path(text)
+    if not _nearest(path).is_dir() or not os.access(_nearest(path), os.W_OK):
+        raise ArgumentTypeError(f"expected a folder to write to or a new one, found {text!r}")
+    return path
+
+
+def _nearest(path: Path) -> Path:
+    """The path itself or, as long as it is not there, the nearest folder that is."""
+    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from scripts import ROOT
+from scripts import ROOT, Refused
 
 GIB = 1 << 30
 # A list of numbers alone, as `json.dumps` indents it. No text has a line's end in it there.
@@ -227,12 +227,12 @@ def visible_gpus(count: int) -> list[str]:
     """Names of the first devices that this process may see.
 
     Raises:
-        ValueError: there are fewer.
+        Refused: there are fewer.
     """
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name for name in listed.split(",") if name] if listed else _all_gpus()
     if len(names) < count:
-        raise ValueError(f"expected {count} GPUs that this process may see, found {len(names)}")
+        raise Refused(f"expected {count} GPUs that this process may see, found {len(names)}")
     return names[:count]
 
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
+from scripts.bench import arguments
 from scripts.matrix import environment, overlay, results
 from scripts.release.known import LATER_BUILDS, last_patches_with_cpu_build, with_cpu_build
 
@@ -166,10 +167,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("releases", nargs="*", metavar="RELEASE")
-    parser.add_argument("--out", type=Path, default=results.FOLDER)
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--work", type=Path, help="where environments are made (default: /tmp)")
+    build = arguments.one([*overlay.KERNELS_OF, *with_cpu_build()], "releases out")
+    parser.add_argument("releases", nargs="*", type=build, metavar="RELEASE")
+    parser.add_argument("--out", type=arguments.filled, default=results.FOLDER)
+    parser.add_argument("--jobs", type=arguments.whole(1), default=1)
+    parser.add_argument(
+        "--work", type=arguments.folder, help="where environments are made (default: /tmp)"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the environments")
     some = parser.add_mutually_exclusive_group()
     some.add_argument("--select", help="only these of the tests, as pytest's -k; others stay")

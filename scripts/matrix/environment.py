@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scripts import ROOT
+from scripts import ROOT, Refused
 from scripts.matrix import libstdcxx, overlay
 from scripts.release.known import LATER_BUILDS
 
@@ -27,7 +27,7 @@ LIKE_PIP = {
 }
 
 
-class NotMade(Exception):
+class NotMade(Refused):
     """An environment could not be made; the text says what failed."""
 
 

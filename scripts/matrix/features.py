@@ -285,12 +285,24 @@ def results_of(release: str) -> dict[str, dict[str, Any]]:
     return {name: result for name, result in found.items() if result["release"] == release}
 
 
+def _words(text: str) -> str:
+    """Parts of rows' names."""
+    for part in text.split("|"):
+        if not any(part in row.name for row in ROWS):
+            raise argparse.ArgumentTypeError(
+                f"expected words that names of rows have, found {part!r}"
+            )
+    return text
+
+
 def main() -> int:
     """Run, and write results and page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--select", default="", help="rows whose name has this; A|B: either")
+    parser.add_argument(
+        "--select", type=_words, default="", help="rows whose name has this; A|B: either"
+    )
     parser.add_argument("--page", action="store_true", help="write the page only")
     parser.add_argument("--check", action="store_true", help="compare the page only")
     parser.add_argument("--way", choices=features_ways.WAYS, help="with what is turned off else")

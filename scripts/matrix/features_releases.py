@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 from packaging.version import Version
 
 from scripts import ROOT
-from scripts.matrix import environment
+from scripts.bench import arguments
+from scripts.matrix import environment, overlay
 from scripts.matrix.features_row import NOT_RUN
 from scripts.matrix.features_when import dates
+from scripts.release.known import with_cpu_build
 
 FOLDER = ROOT / "docs" / "measured" / "features"
 
@@ -37,8 +39,15 @@ class Where(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `where` reads."""
-    parser.add_argument("--release", help="run on this release, in an environment of its own")
-    parser.add_argument("--work", type=Path, help="where the environment is made (default: /tmp)")
+    builds = [*overlay.KERNELS_OF, *with_cpu_build()]
+    parser.add_argument(
+        "--release",
+        type=arguments.one(builds, "releases out"),
+        help="run on this release, in an environment of its own",
+    )
+    parser.add_argument(
+        "--work", type=arguments.folder, help="where the environment is made (default: /tmp)"
+    )
     parser.add_argument("--keep", action="store_true", help="keep it, and take one that was kept")
 
 

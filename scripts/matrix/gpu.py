@@ -26,21 +26,25 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from scripts import ROOT
+from scripts import REFUSED, ROOT, Refused
+from scripts.bench import arguments
 from scripts.matrix import results
 
-PROGRAM = ROOT / "tests" / "engine" / "gpu_kinds.py"
+PROGRAM = ROOT / "tests" / "engine" / "gpu_program.py"
 
 
 def built(packages: Path, folder: Path) -> None:
     """kvcached, built and installed into a folder, without asking any index.
 
     Raises:
-        CalledProcessError: pip has failed.
+        Refused: pip has failed.
     """
     install = [sys.executable, "-m", "pip", "install", "--no-index", "--no-build-isolation"]
     install += ["--no-deps", "--find-links", str(packages), "--target", str(folder)]
-    subprocess.run([*install, "posix_ipc", "kvcached"], check=True, stdout=sys.stderr)
+    if subprocess.run(
+        [*install, "posix_ipc", "kvcached"], stdout=sys.stderr, check=False
+    ).returncode:
+        raise Refused(f"expected packages of kvcached in {packages}, found what pip says above")
 
 
 def play(
@@ -49,7 +53,8 @@ def play(
     """What the program has found, after each kind; ``kvcached``: a folder that `built` has filled.
 
     Raises:
-        SystemExit: it ended with an error, or without a result; its own error is above.
+        Refused: it cannot use what it was given; its own error is above.
+        SystemExit: it ended with another error, or without a result.
     """
     behind = filter(None, [os.environ.get("PYTHONPATH")])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *behind])}
@@ -63,6 +68,8 @@ def play(
             if line.startswith("{"):
                 found = True
                 yield dict(json.loads(line))
+    if program.returncode == REFUSED and not found:
+        raise Refused(f"expected what {PROGRAM.name} can play, found what it says above")
     if program.returncode or not found:
         raise SystemExit(
             f"error: expected a result of {PROGRAM.name}, found status {program.returncode};"
@@ -76,12 +83,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     to = parser.add_mutually_exclusive_group(required=True)
-    to.add_argument("--out", type=Path, metavar="DIR")
-    to.add_argument("--record", type=Path, metavar="FILE")
-    parser.add_argument("--runners", default="v1,v2")
+    to.add_argument("--out", type=arguments.filled, metavar="DIR")
+    to.add_argument("--record", type=arguments.recorded("kind", "release", "tests"), metavar="FILE")
+    parser.add_argument("--runners", type=_runners, default="v1,v2")
     parser.add_argument("--kinds", default="", help="those whose name has this; A|B: either")
-    parser.add_argument("--jobs", type=int, default=4, help="engines side by side")
-    parser.add_argument("--kvcached", type=Path, metavar="DIR", help="its packages")
+    parser.add_argument("--jobs", type=arguments.whole(1), default=4, help="engines side by side")
+    parser.add_argument("--kvcached", type=arguments.folder, metavar="DIR", help="its packages")
     parser.add_argument("--commit", default="", help="of the tree, where git is not at hand")
     args = parser.parse_args()
     if args.record:
@@ -114,6 +121,10 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 **results.provenance(),
                 **({"commit": args.commit} if args.commit else {}),
             }
+
+
+def _runners(text: str) -> str:
+    return ",".join(arguments.some(("v1", "v2"))(text))
 
 
 def _verdict(tests: list[dict[str, Any]]) -> str:

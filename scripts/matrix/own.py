@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
+from scripts.bench import arguments
 from scripts.matrix import environment, results
 from scripts.release import installed
 from scripts.release.sdist import fetch_tests
-from scripts.release.sources import NotFetched
 
 FOLDERS = ("tests/v1/core", "tests/v1/engine")
 # Their tests start engines on models from the network.
@@ -213,17 +213,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("release", nargs="?", default=installed.version())
-    parser.add_argument("--out", type=Path, default=results.FOLDER)
-    parser.add_argument("--work", type=Path, help="where the tests run (default: /tmp)")
+    parser.add_argument("release", nargs="?", type=arguments.release, default=installed.version())
+    parser.add_argument("--out", type=arguments.filled, default=results.FOLDER)
+    parser.add_argument("--work", type=arguments.folder, help="where the tests run (default: /tmp)")
     parser.add_argument("--keep", action="store_true", help="keep that folder, with the logs")
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix=f"own-{args.release}-", dir=args.work))
     try:
         result = run_release(args.release, work)
-    except (NotFetched, environment.NotMade) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     finally:
         if not args.keep:
             shutil.rmtree(work)

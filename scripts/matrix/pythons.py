@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
+from scripts.bench import arguments
 from scripts.bench.common import machine, say, write_json
 
 OUT = ROOT / "docs/measured/pythons.json"
@@ -80,8 +81,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("pythons", nargs="*", default=[n for n in NAMES if shutil.which(n)])
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument(
+        "pythons", nargs="*", type=_python, default=[n for n in NAMES if shutil.which(n)]
+    )
+    parser.add_argument("--out", type=_results, default=OUT)
     args = parser.parse_args()
     found = json.loads(args.out.read_text()) if args.out.exists() else {}
     about, bad = machine(), []
@@ -96,6 +99,17 @@ def main() -> int:
                 bad.append(minor)
             write_json(args.out, dict(sorted(found.items(), key=_order)))
     return 1 if bad else 0
+
+
+def _python(text: str) -> str:
+    if shutil.which(text) is None:
+        raise argparse.ArgumentTypeError(f"expected a Python on the PATH, found none for {text!r}")
+    return text
+
+
+def _results(text: str) -> Path:
+    """What this command has written before, or a new file."""
+    return arguments.recorded()(text) if Path(text).exists() else arguments.written(text)
 
 
 def _order(item: tuple[str, Any]) -> list[int]:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 
 from scripts import ROOT
+from scripts.bench import arguments
 
 RUNS = ROOT / "tests/engine/random_engines.py"
 
@@ -27,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seconds", type=arguments.least_zero, default=600)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     args = parser.parse_args()
     command = [sys.executable, str(RUNS), str(args.seed), str(args.seconds)]

@@ -17,6 +17,7 @@ import subprocess
 import sys
 
 from scripts import ROOT
+from scripts.bench import arguments
 from scripts.release.sources import fetch
 
 FOLDER = ROOT / "tests/integration/engine"
@@ -25,8 +26,8 @@ FOLDER = ROOT / "tests/integration/engine"
 def main() -> int:
     """Run the runs as a process."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("release", nargs="?", default="", help="such as 0.22.1")
-    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("release", nargs="?", type=arguments.release, help="such as 0.22.1")
+    parser.add_argument("--seconds", type=arguments.least_zero, default=600)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--shape", default="", help="such as state, connector, drafts+state")
@@ -34,7 +35,7 @@ def main() -> int:
     args = parser.parse_args()
     runs = FOLDER / ("random_hits.py" if args.hits else "random_runs.py")
     command = [sys.executable, str(runs), str(args.seed), str(args.seconds)]
-    command += [args.release, str(fetch(args.release)) if args.release else ""]
+    command += [args.release, str(fetch(args.release))] if args.release else ["", ""]
     command += [args.shape] * bool(args.shape)
     # Nothing of the caller's own settings; the tier refuses names that it does not know.
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVOFFLOAD_")}

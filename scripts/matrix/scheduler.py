@@ -16,11 +16,11 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from kvoffload_patch.integration.patch_table.verified import RELEASES
 from scripts import ROOT
+from scripts.bench import arguments
 from scripts.matrix import results
 from scripts.release.sources import NotFetched, fetch_all
 
@@ -83,9 +83,14 @@ def _result(made: dict[str, str], release: str, scenarios: dict[str, Any]) -> di
 def main() -> int:
     """Play, print a line for each, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("releases", nargs="*", help="such as 0.9.1; default: all supported ones")
-    parser.add_argument("--json", type=Path, help="folder for one result per release")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "releases",
+        nargs="*",
+        type=arguments.release,
+        help="such as 0.9.1; default: all supported ones",
+    )
+    parser.add_argument("--json", type=arguments.filled, help="folder for one result per release")
+    parser.add_argument("--jobs", type=arguments.whole(1), default=os.cpu_count() or 1)
     args = parser.parse_args()
     red = False
     for release, result, why in play_all(args.releases or RELEASES, args.jobs):

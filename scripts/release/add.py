@@ -21,9 +21,10 @@ from packaging.version import Version
 from kvoffload_patch.integration.patch_table.verified import DATA
 from kvoffload_patch.patching import PatchRefused
 from scripts import ROOT
+from scripts.bench import arguments
 from scripts.matrix import results, scheduler
 from scripts.release import compatibility, digests, patches, readme, snapshot
-from scripts.release.sources import UNREADABLE, NotFetched, fetch_builds
+from scripts.release.sources import fetch_builds
 
 STEPS = 'see "How to add a vLLM release" in CONTRIBUTING.md'
 
@@ -81,12 +82,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("release", metavar="X.Y.Z")
+    parser.add_argument("release", type=arguments.release, metavar="X.Y.Z")
     parser.add_argument("--reviewed", action="store_true", help="changed functions were read")
     given = parser.parse_args()
-    failures = (NotAdded, digests.Differs, NotFetched, PatchRefused, snapshot.NoSnapshot)
+    failures = (NotAdded, digests.Differs, PatchRefused, snapshot.NoSnapshot, patches.CannotPatch)
     try:
         add(given.release, given.reviewed)
-    except (*failures, patches.CannotPatch, *UNREADABLE) as error:
+    except failures as error:
         raise SystemExit(f"error: {given.release} was not added: {error}") from None
     print(f"{given.release} is added; say it in CHANGELOG.md and run scripts/test.")

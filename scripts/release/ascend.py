@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import subprocess
 import tarfile
 import tempfile
@@ -21,8 +20,9 @@ from packaging.version import InvalidVersion, Version
 
 from kvoffload_patch.integration.patch_table import ascend
 from kvoffload_patch.patching.check import release_of
-from scripts import ROOT
-from scripts.release.digests import Differs, Facts, facts_of, text_of
+from scripts import ROOT, Refused
+from scripts.bench import arguments
+from scripts.release.digests import Facts, facts_of, text_of
 from scripts.release.snapshot import found_in
 from scripts.release.snapshot import text_of as snapshot_text
 
@@ -56,8 +56,7 @@ def tags_of(names: list[str]) -> dict[str, str]:
 
 def unpacked(clone: Path, tag: str, folder: Path) -> Path:
     """A folder that has `vllm_ascend/worker` as it is at a tag."""
-    command = ["git", "-C", str(clone), "archive", tag, "vllm_ascend/worker"]
-    archive = subprocess.run(command, check=True, capture_output=True).stdout
+    archive = _git(clone, "archive", tag, "vllm_ascend/worker")
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         if hasattr(tarfile, "data_filter"):  # Python 3.11.4 and later
             tar.extractall(folder / tag, filter="data")
@@ -66,19 +65,30 @@ def unpacked(clone: Path, tag: str, folder: Path) -> Path:
     return folder / tag
 
 
+def _git(clone: Path, *args: str) -> bytes:
+    done = subprocess.run(["git", "-C", str(clone), *args], capture_output=True, check=False)
+    if done.returncode:
+        found = done.stderr.decode(errors="replace").strip()
+        raise Refused(f"expected a git clone of vllm-ascend in {clone}, found {found}; give one")
+    return done.stdout
+
+
 def write(clone: Path) -> None:
     """Write all that is kept of the releases in a clone.
 
     Raises:
         Differs: a release does not match the table.
+        Refused: it is no clone, or has no such releases.
     """
-    listed = subprocess.run(
-        ["git", "-C", str(clone), "tag", "-l", "v*"], check=True, capture_output=True, text=True
-    )
+    listed = _git(clone, "tag", "-l", "v*").decode()
+    if not tags_of(listed.split()):
+        raise Refused(
+            f"expected a clone with tags of vllm-ascend, found none in {clone}; fetch them"
+        )
     facts: dict[str, Facts] = {}
     candidates: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        for release, tag in tags_of(listed.stdout.split()).items():
+        for release, tag in tags_of(listed.split()).items():
             sources = unpacked(clone, tag, Path(folder))
             if Version(tag).is_prerelease:
                 candidates.append(str(Version(tag)))
@@ -95,9 +105,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("clone", type=Path, metavar="CLONE")
-    try:
-        write(parser.parse_args().clone)
-    except (Differs, OSError, subprocess.CalledProcessError, json.JSONDecodeError) as error:
-        raise SystemExit(f"error: {error}") from None
+    parser.add_argument("clone", type=arguments.folder, metavar="CLONE")
+    write(parser.parse_args().clone)
     print(ascend.DATA)

@@ -260,8 +260,9 @@ def main() -> None:
     """Write or check the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
+    given = parser.parse_args()
     wanted = page(load())
-    if not parser.parse_args().check:
+    if not given.check:
         PAGE.write_text(wanted, encoding="utf-8")
     elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != wanted:
         sys.exit(

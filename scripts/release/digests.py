@@ -24,12 +24,14 @@ from kvoffload_patch.integration.patch_table.verified import DATA
 from kvoffload_patch.patching import Host, PatchPoint, PatchRefused, Records, digest
 from kvoffload_patch.patching.check import bodies, differences, fingerprint, release_of, select
 from kvoffload_patch.patching.sources import Sources
-from scripts.release.sources import NotFetched, fetch_builds
+from scripts import Refused
+from scripts.bench import arguments
+from scripts.release.sources import fetch_builds
 
 Digests = dict[str, set[str]]
 
 
-class Differs(Exception):
+class Differs(Refused):
     """A release is not what the table says; the text lists how."""
 
 
@@ -145,11 +147,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("releases", nargs="*", metavar="X.Y.Z")
+    parser.add_argument("releases", nargs="*", type=arguments.release, metavar="X.Y.Z")
     more = parser.parse_args().releases
     try:
         facts = current() | {release: facts_of(release, fetch_builds(release)) for release in more}
         DATA.write_text(text_of(facts), encoding="utf-8")
-    except (NotFetched, Differs, PatchRefused, OSError) as error:
-        raise SystemExit(f"error: {error}") from None
+    except PatchRefused as error:
+        raise Refused(str(error)) from None
     print(DATA)

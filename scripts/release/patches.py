@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvoffload_patch.cli import patch_files
-from scripts import ROOT
+from scripts import ROOT, Refused
+from scripts.bench import arguments
 from scripts.release import sources
 
 PATCHED = "vllm/__init__.py"
@@ -66,7 +67,7 @@ del _arm_kvoffload
 """
 
 
-class CannotPatch(Exception):
+class CannotPatch(Refused):
     """The lines have no safe place in a release; the text is one sentence."""
 
 
@@ -172,14 +173,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sources", type=Path, metavar="DIR", help="unpacked releases")
-    parser.add_argument("--into", type=Path, metavar="DIR", default=ROOT / "patches")
+    parser.add_argument("--sources", type=arguments.folder, metavar="DIR", help="unpacked releases")
+    parser.add_argument("--into", type=arguments.folder, metavar="DIR", default=ROOT / "patches")
     parser.add_argument("releases", nargs="*", metavar="RELEASE")
-    arguments = parser.parse_args()
-    releases = arguments.releases or made(arguments.into)
-    try:
-        for name, text in make(releases, reader(arguments.sources)):
-            (arguments.into / name).write_text(text, encoding="utf-8")
-            print(arguments.into / name)
-    except (CannotPatch, sources.NotFetched, OSError) as error:
-        raise SystemExit(f"error: {error}") from None
+    given = parser.parse_args()
+    releases = given.releases or made(given.into)
+    for name, text in make(releases, reader(given.sources)):
+        (given.into / name).write_text(text, encoding="utf-8")
+        print(given.into / name)

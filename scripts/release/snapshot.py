@@ -30,14 +30,15 @@ from kvoffload_patch.integration.patch_table.points import POINTS
 from kvoffload_patch.patching import Attributes, PatchPoint
 from kvoffload_patch.patching.check import OTHER_KINDS, release_of
 from kvoffload_patch.patching.sources import SourceNotFound, Sources, find_def
-from scripts import ROOT
+from scripts import ROOT, Refused
+from scripts.bench import arguments
 from scripts.release.digests import finder
-from scripts.release.sources import UNREADABLE, NotFetched, fetch, unpack_wheel
+from scripts.release.sources import UNREADABLE, fetch, unpack_wheel
 
 FOLDER = ROOT / "tests" / "data" / "vllm"
 
 
-class NoSnapshot(Exception):
+class NoSnapshot(Refused):
     """The sources are not those of the release; the text is one sentence."""
 
 
@@ -157,7 +158,11 @@ def take(release: str, wheel: Path | None = None, sources: Path | None = None) -
         name = named.read_text(encoding="utf-8").strip() if named.is_file() else ""
         return snapshot(release, folder, name)
     with tempfile.TemporaryDirectory() as unpacked:
-        unpack_wheel(wheel, Path(unpacked))
+        try:
+            unpack_wheel(wheel, Path(unpacked))
+        except UNREADABLE as error:
+            text = f"expected a wheel at {wheel}, found what cannot be read ({error}); give another"
+            raise NoSnapshot(text) from None
         return snapshot(release, Path(unpacked), wheel.name)
 
 
@@ -165,12 +170,14 @@ def _read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("releases", nargs="*", metavar="X.Y.Z")
+    parser.add_argument("releases", nargs="*", type=arguments.release, metavar="X.Y.Z")
     parser.add_argument("--all", action="store_true", help="all that have a snapshot")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="where the files are written")
+    parser.add_argument(
+        "--out", type=arguments.filled, default=FOLDER, help="where the files are written"
+    )
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--wheel", type=Path)
-    source.add_argument("--sources", type=Path)
+    source.add_argument("--wheel", type=arguments.read)
+    source.add_argument("--sources", type=arguments.folder)
     given = parser.parse_args()
     if given.all:
         given.releases += sorted(file.stem for file in given.out.glob("*.json"))
@@ -186,10 +193,7 @@ def main() -> None:
     given = _read_arguments()
     given.out.mkdir(parents=True, exist_ok=True)
     for release in given.releases:
-        try:
-            text = text_of(take(release, given.wheel, given.sources))
-        except (NotFetched, NoSnapshot, *UNREADABLE) as error:
-            raise SystemExit(f"error: no snapshot of {release}: {error}") from None
+        text = text_of(take(release, given.wheel, given.sources))
         file = given.out / f"{release}.json"
         file.write_text(text, encoding="utf-8")
         print(file, flush=True)

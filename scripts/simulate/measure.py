@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from scripts import Refused
 from scripts.bench import arguments
 from scripts.bench.common import write_json
 from scripts.simulate import parallel, report, sides, workloads
@@ -50,19 +51,19 @@ def kept(path: Path, seconds: float, names: Collection[str]) -> list[dict[str, A
     """Rows of these sides that were measured before.
 
     Raises:
-        ValueError: there are none, or of another model, or of traces of another length.
+        Refused: there are none, or of another model, or of traces of another length.
     """
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
         for name, wanted in (("model", Machine()._asdict()), ("seconds", seconds)):
             if before[name] != wanted:
-                raise ValueError(f"{name} {before[name]} in place of {wanted}")
+                raise Refused(f"{name} {before[name]} in place of {wanted}")
         return [row for row in before["rows"] if row["side"] in names]
     except (OSError, ValueError, KeyError, TypeError) as error:
         found = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(
-            f"{path}: expected results of this command, whose other sides are kept, found {found}; "
-            "--alone keeps none"
+        raise Refused(
+            f"argument --out: {path}: expected results of this command, whose other sides are "
+            f"kept, found {found}; --alone keeps none"
         ) from None
 
 
@@ -79,10 +80,7 @@ def main() -> int:
     others = set(every).difference(options.sides)
     before: list[dict[str, Any]] = []
     if others and not options.alone:  # before the replays, which take minutes
-        try:
-            before = kept(options.out, options.seconds, others)
-        except ValueError as error:
-            parser.error(f"argument --out: {error}")
+        before = kept(options.out, options.seconds, others)
     found = measure(options.seconds, options.seeds, options.sides)
     found["rows"] += before
     write_json(options.out, found)

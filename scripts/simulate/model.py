@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from kvoffload_patch.integration.engine.tuning import LONGER_LOAD_TIMES
 from kvoffload_patch.links import LOAD, STORE
+from scripts import Refused
 from scripts.simulate.bus import Bus
 from scripts.simulate.gpu import GpuPool
 from scripts.simulate.orphans import Orphans
@@ -100,7 +101,7 @@ class Model:
     """One replay of a trace.
 
     Raises:
-        ValueError: a request needs more blocks than the GPU has.
+        Refused: a request needs more blocks than the GPU has.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Model:
     ) -> None:  # fmt: skip
         largest = max(request.blocks(machine.block_tokens) for request in trace)
         if largest > machine.gpu_blocks:
-            raise ValueError(f"expected {largest} GPU blocks or more, found {machine.gpu_blocks}")
+            raise Refused(f"expected {largest} GPU blocks or more, found {machine.gpu_blocks}")
         self._machine, self._rules, self._load_rules = machine, rules, loads
         self._manager = rules.manager
         self._gpu = GpuPool(machine.gpu_blocks)

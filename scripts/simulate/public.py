@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import sys
 from pathlib import Path
 from typing import Any
 
-from scripts import ROOT
+from scripts import ROOT, Refused
 from scripts.bench import arguments
 from scripts.bench.common import table, write_json
 from scripts.simulate import parallel, report, sides, trace
@@ -33,12 +32,12 @@ def checked(path: Path) -> bytes:
     """The file.
 
     Raises:
-        ValueError: it is another one.
+        Refused: it is another one.
     """
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     if digest != SHA256:
-        raise ValueError(
+        raise Refused(
             f"{path}: expected the conversation trace (SHA-256 {SHA256}), found {digest}; "
             "python scripts/simulate replay takes any trace."
         )
@@ -78,14 +77,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", type=Path, help="the trace")
+    parser.add_argument("file", type=arguments.read, help="the trace")
     parser.add_argument("--out", type=arguments.target, default=RESULTS)
     options = parser.parse_args()
-    try:
-        checked(options.file)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    checked(options.file)
     jobs = [(str(options.file), side, blocks) for blocks in TIERS for side in SIDES]
     write_json(options.out, parallel.measured(replayed, jobs, None, MACHINE))
     return 0

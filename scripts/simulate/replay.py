@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from scripts import Refused
 from scripts.bench import arguments
 from scripts.simulate import report, sides, trace, workloads
 from scripts.simulate.belady import most_hits
@@ -64,7 +65,7 @@ def _progress(name: str, requests: int) -> Callable[[int], None]:
 def _requests(name: str, options: argparse.Namespace) -> list[trace.Request]:
     if name in workloads.WORKLOADS:
         if not (found := workloads.generate(name, options.seconds, options.seed)):
-            raise ValueError(f"{name}: expected requests in {options.seconds} seconds, found none")
+            raise Refused(f"{name}: expected requests in {options.seconds} seconds, found none")
         return found
     return trace.read(Path(name), options.block_tokens)
 
@@ -95,13 +96,9 @@ def main() -> int:
     options = parsed()
     machine = Machine(**{name: getattr(options, name) for name in Machine._fields})
     for name in options.traces or workloads.WORKLOADS:
-        try:
-            requests = _requests(name, options)
-            print(f"{name}: {len(requests)} requests", file=sys.stderr, flush=True)
-            found, best = replay(requests, machine, options.sides)
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+        requests = _requests(name, options)
+        print(f"{name}: {len(requests)} requests", file=sys.stderr, flush=True)
+        found, best = replay(requests, machine, options.sides)
         tokens = sum(request.prompt_tokens for request in requests)
         print(f"\n{name}: {len(requests)} requests, {tokens / 1e6:.1f} M prompt tokens\n")
         print(report.as_table(found, best, machine))

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scripts import Refused
+
 BLOCK_TOKENS = 512
 MOST_MS = 1e15  # 30,000 years: a step of a replay still counts beside it
 
@@ -49,23 +51,23 @@ def read(path: Path, block_tokens: int = BLOCK_TOKENS) -> list[Request]:
     """A trace in the order of its timestamps.
 
     Raises:
-        ValueError: it cannot be read, or a line is not such a request; the text names the line.
+        Refused: it cannot be read, or a line is not such a request; the text names the line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ValueError(f"{path}: expected a trace, found {error.strerror}") from None
+        raise Refused(f"{path}: expected a trace, found {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected text in UTF-8, found {error}") from None
+        raise Refused(f"{path}: expected text in UTF-8, found {error}") from None
     found = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 found.append(_parsed(line, block_tokens))
             except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
+                raise Refused(f"{path}, line {number}: {error}") from None
     if not found:
-        raise ValueError(f"{path}: expected a request on each line, found none")
+        raise Refused(f"{path}: expected a request on each line, found none")
     found.sort(key=lambda request: request.arrival)
     first = found[0].arrival
     return [request._replace(arrival=request.arrival - first) for request in found]
@@ -75,21 +77,21 @@ def _parsed(line: str, block_tokens: int) -> Request:
     try:
         fields = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"expected an object of JSON, found {error}") from None
+        raise Refused(f"expected an object of JSON, found {error}") from None
     if not isinstance(fields, dict):
-        raise ValueError(f"expected an object of JSON, found {line.strip()[:40]!r}")
+        raise Refused(f"expected an object of JSON, found {line.strip()[:40]!r}")
     prompt, answer = _tokens(fields, "input_length", 1), _tokens(fields, "output_length", 0)
     ids = _ids(fields, "hash_ids")
     full = prompt // block_tokens
     if len(ids) not in (full, -(-prompt // block_tokens)):
-        raise ValueError(f"expected {full} ids or one more for {prompt} tokens, found {len(ids)}")
+        raise Refused(f"expected {full} ids or one more for {prompt} tokens, found {len(ids)}")
     keys = ids[:full]
     if "output_hash_ids" in fields:
         keys += _ids(fields, "output_hash_ids")
         if len(keys) != (prompt + answer) // block_tokens:
-            raise ValueError(f"expected an id for each full block, found {len(keys)}")
+            raise Refused(f"expected an id for each full block, found {len(keys)}")
     if len(set(keys)) < len(keys):
-        raise ValueError("expected every id once in a request, found one twice")
+        raise Refused("expected every id once in a request, found one twice")
     return Request(_milliseconds(fields, "timestamp") / 1000, prompt, answer, keys)
 
 
@@ -97,21 +99,21 @@ def _milliseconds(fields: dict[str, Any], name: str) -> float:
     """So few that a step's time still counts beside them."""
     found = fields.get(name)
     if type(found) not in (int, float) or not abs(found) <= MOST_MS:
-        raise ValueError(f"expected {name} in milliseconds, {MOST_MS:.0e} at most, found {found!r}")
+        raise Refused(f"expected {name} in milliseconds, {MOST_MS:.0e} at most, found {found!r}")
     return float(found)
 
 
 def _tokens(fields: dict[str, Any], name: str, least: int) -> int:
     found = fields.get(name)
     if type(found) is not int or found < least:
-        raise ValueError(f"expected {name} to be {least} or more tokens, found {found!r}")
+        raise Refused(f"expected {name} to be {least} or more tokens, found {found!r}")
     return found
 
 
 def _ids(fields: dict[str, Any], name: str) -> tuple[int, ...]:
     found = fields.get(name)
     if not isinstance(found, list) or not all(type(one) is int for one in found):
-        raise ValueError(f"expected {name} to be a list of whole numbers, found {found!r:.60}")
+        raise Refused(f"expected {name} to be a list of whole numbers, found {found!r:.60}")
     return tuple(found)
 
 

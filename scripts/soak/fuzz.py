@@ -30,6 +30,7 @@ from kvoffload_patch.control import wire
 from kvoffload_patch.control.commands import ARGUMENTS, LIVE, read_command
 from kvoffload_patch.control.errors import Refused
 from scripts import ROOT
+from scripts.bench import arguments
 from scripts.bench.common import machine, say, write_json
 
 # Of one input; and of all together, atheris itself included.
@@ -169,8 +170,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--targets", default=",".join(TARGETS))
-    parser.add_argument("--minutes", type=float, default=2.0, help="for each target")
-    parser.add_argument("--out", type=Path, default=Path("soak-out"), help="for what is found")
+    parser.add_argument("--minutes", type=arguments.positive, default=2.0, help="for each target")
+    parser.add_argument(
+        "--out", type=arguments.filled, default=Path("soak-out"), help="for what is found"
+    )
     args = parser.parse_args()
     targets = args.targets.split(",")
     if not set(targets) <= set(TARGETS):

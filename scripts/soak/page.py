@@ -288,7 +288,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", nargs="*", type=arguments.read)
+    parser.add_argument("results", nargs="*", type=arguments.recorded("machine"))
     args = parser.parse_args()
     files = args.results or sorted(FOLDER.glob("*.json"))
     runs = {file.stem: json.loads(file.read_text()) for file in files}

@@ -24,6 +24,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from scripts.bench import arguments
 from scripts.bench.common import machine, say, write_json
 from scripts.soak import server as servers
 from scripts.soak.server import Server
@@ -52,18 +53,23 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--minutes", type=float, default=5.0)
+    add("--minutes", type=arguments.positive, default=5.0)
     add("--inject", default="", help="faults: some of flips=S,raises=S,hangs=S")
     add("--integrity", choices=("off", "sample", "full"), help="default: sample; full with faults")
-    add("--ranks", type=int, default=1, help="tensor-parallel ranks of each server")
-    add("--users", type=int, default=6)
-    add("--conversations", type=int, default=24)
-    add("--turns", type=int, default=3)
-    add("--cpu-gib", type=float, default=0.04, help="of the tier")
-    add("--pressure-gib", type=float, default=0.5, help="memory taken beside the server, at times")
+    add("--ranks", type=arguments.whole(1), default=1, help="tensor-parallel ranks of each server")
+    add("--users", type=arguments.whole(1), default=6)
+    add("--conversations", type=arguments.whole(1), default=24)
+    add("--turns", type=arguments.whole(1), default=3)
+    add("--cpu-gib", type=arguments.positive, default=0.04, help="of the tier")
+    add(
+        "--pressure-gib",
+        type=arguments.least_zero,
+        default=0.5,
+        help="memory taken beside the server, at times",
+    )
     add("--in-turns", action="store_true", help="take up one conversation after the other")
     add("--seed", type=int, default=0)
-    add("--out", type=Path, default=Path("soak-out"))
+    add("--out", type=arguments.filled, default=Path("soak-out"))
     args = parser.parse_args(argv)
     try:
         pairs = [part.split("=") for part in filter(None, args.inject.split(","))]

@@ -31,6 +31,7 @@ import psutil
 
 from kvoffload_patch.cli.bench.errors import ServerFailed
 from kvoffload_patch.control import client
+from scripts.bench import arguments
 from scripts.bench.common import machine, say, table, write_json
 from scripts.soak import server as servers
 from scripts.soak.server import Server
@@ -59,8 +60,10 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         ("sides", SIDES), ("phases", PHASES), ("targets", TARGETS), ("signals", SIGNALS),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", default=",".join(known))
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no trial after so many")
-    parser.add_argument("--out", type=Path, default=Path("soak-out"))
+    parser.add_argument(
+        "--minutes", type=arguments.positive, default=1e9, help="begin no trial after so many"
+    )
+    parser.add_argument("--out", type=arguments.filled, default=Path("soak-out"))
     args = parser.parse_args(argv)
     for name, known in (
         ("sides", SIDES), ("phases", PHASES), ("targets", TARGETS), ("signals", SIGNALS),

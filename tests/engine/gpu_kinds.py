@@ -1,9 +1,7 @@
-"""Plays the installed vLLM on a GPU with the tier and without; prints what it has found so far.
+"""Plays the installed vLLM on a GPU with the tier and without, and says what it has found so far.
 
-`scripts/matrix gpu` runs it as ``python tests/engine/gpu_kinds.py RUNNERS JOBS KINDS``, such as
-``v1,v2 4 "mla|drafts"``, with the root and tests/ on PYTHONPATH, and adds when and on which commit.
-KINDS are parts of names in `KINDS`; an empty one takes all. It prints one JSON object after each
-kind, with those before it: what has been compared is not lost if the run is ended.
+`scripts/matrix gpu` runs it by `gpu_program`, with one object after each kind that has those before
+it, too: what has been compared is not lost if the run is ended.
 
 Two model runners (V1, and V2 where the release has it), and for each every kind of engine in
 `KINDS` that the GPUs are enough for. For each, one plain engine whose GPU cache keeps every prefix,
@@ -392,8 +390,3 @@ def main(runners: list[str], jobs: int, parts: list[str]) -> Iterator[dict[str, 
             runs.append(compare(*kind, *(side.result() for side in sides)))
             names = sorted({run["runner"] for run in runs if "runner" in run})
             yield {**result, "runners": names, "tests": [*runs]}
-
-
-if __name__ == "__main__":
-    for found in main(sys.argv[1].split(","), int(sys.argv[2]), parts_of(sys.argv[3])):
-        print(json.dumps(found), flush=True)

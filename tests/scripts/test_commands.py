@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from scripts import ROOT, dispatch
+from scripts import ROOT, Refused, dispatch
 
 FOLDERS = sorted(file.parent for file in (ROOT / "scripts").glob("*/__main__.py"))
 DISPATCHED = [folder for folder in FOLDERS if folder.name != "demo_app"]
@@ -80,7 +80,7 @@ def test_the_rest_of_the_line_is_the_commands() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: release patches [-h] [--sources DIR]")
     wrong = run(ROOT / "scripts/release", "patches", "not-a-release")
-    assert (wrong.returncode, wrong.stdout) == (1, "")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("error: expected a release such as 0.32.0, found 'not-a-")
 
 
@@ -102,12 +102,52 @@ def test_what_main_returns_is_the_status(
     assert given == ["scripts/room try", "-x", "--", "y"]
 
 
-def test_a_python_that_lacks_a_module_is_refused_in_a_sentence(
+@pytest.mark.parametrize(
+    ("raised", "says"),
+    [
+        (Refused("expected a, found b; give a."), "error: expected a, found b; give a.\n"),
+        (
+            FileNotFoundError(2, "No such file", "here"),
+            "error: expected files and folders that can be used, found [Errno 2] No such file: "
+            "'here'; give others.\n",
+        ),
+    ],
+)
+def test_what_a_command_cannot_use_is_one_sentence_and_its_own_status(
+    raised: Exception,
+    says: str,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def main() -> None:
+        raise raised
+
+    monkeypatch.setitem(sys.modules, "scripts.room", ModuleType("scripts.room"))
+    monkeypatch.setitem(sys.modules, "scripts.room.made_up", SimpleNamespace(main=main))
+    monkeypatch.setattr(sys, "argv", ["scripts/room", "try"])
+    assert dispatch("room", "A room.", {"try": ("made_up", "tries")}) == 2
+    assert capsys.readouterr().err == says
+
+
+@pytest.mark.parametrize("raised", [OSError("the disk"), ValueError("a fault of ours")])
+def test_what_is_no_refusal_is_raised(raised: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def main() -> None:
+        raise raised
+
+    monkeypatch.setitem(sys.modules, "scripts.room", ModuleType("scripts.room"))
+    monkeypatch.setitem(sys.modules, "scripts.room.made_up", SimpleNamespace(main=main))
+    monkeypatch.setattr(sys, "argv", ["scripts/room", "try"])
+    with pytest.raises(type(raised)):
+        dispatch("room", "A room.", {"try": ("made_up", "tries")})
+
+
+def test_a_python_that_lacks_a_module_is_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["scripts/room", "try"])
     room = ModuleType("scripts.room")
     room.__path__ = []
     monkeypatch.setitem(sys.modules, "scripts.room", room)
-    with pytest.raises(SystemExit, match="error: expected a Python that has scripts.room.lacking"):
-        dispatch("room", "A room.", {"try": ("lacking", "tries")})
+    assert dispatch("room", "A room.", {"try": ("lacking", "tries")}) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: expected a Python that has scripts.room.lacking, found ")

@@ -23,7 +23,6 @@ only.
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import time
@@ -31,7 +30,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from scripts import Refused
 from scripts.bench import jobs
+from scripts.bench.arguments import filled, model, positive, recorded, settings, whole, written
 from scripts.bench.chats import job as job_of
 from scripts.bench.chats import report, server
 from scripts.bench.chats.load import SMALL, Load
@@ -48,29 +49,24 @@ def options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", type=Path, help="folder of a model; its config is enough, weights are random")
+    add("--model", type=model, help="folder of a model; its config is enough, weights are random")
     add("--modes", default="floor,ours,simple,offloading")
     add("--phases", default=",".join(PHASES), help="which of %(default)s are played")
-    add("--rounds", type=int, default=1, help="how often all modes are played, on new servers")
+    add("--rounds", type=whole(1), default=1, help="how often all modes are played, on new servers")
     add("--side-by-side", action="store_true", help="as many modes at a time as --gpus allow")
-    add("--gpus", type=int, default=2, help="for --side-by-side")
-    add("--gpus-each", type=int, default=1, metavar="N", help="of these, for each server")
-    add("--cpu-gib", type=float, help="size of the tier (OffloadingConnector: 8/9 of it)")
+    add("--gpus", type=whole(1), default=2, help="for --side-by-side")
+    add("--gpus-each", type=whole(1), default=1, metavar="N", help="of these, for each server")
+    add("--cpu-gib", type=positive, help="size of the tier (OffloadingConnector: 8/9 of it)")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="any field of Load")
-    add(
-        "--engine",
-        type=json.loads,
-        default={},
-        metavar="JSON",
-        help="more for the server",
-    )
+    add("--engine", type=settings, default={}, metavar="JSON", help="more for the server")
     add("--small", action="store_true", help="a CPU and a tiny model")
     add("--times", action="store_true", help="write down when each token came")
-    add("--mode-timeout", type=float, default=200.0, metavar="S", help="a mode, its start included")
-    add("--time-limit", type=float, default=1e9, metavar="S", help="start no mode after it")
-    add("--out", type=Path, default=Path("bench-out"), help="folder for logs and files")
-    add("--json", type=Path, help="default: bench_chats.json in --out")
-    add("--merge", type=Path, nargs="*", default=[], help="JSON files of earlier runs")
+    add("--mode-timeout", type=positive, default=200.0, metavar="S", help="a mode, start included")
+    add("--time-limit", type=positive, default=1e9, metavar="S", help="start no mode after it")
+    add("--out", type=filled, default=Path("bench-out"), help="folder for logs and files")
+    add("--json", type=written, help="default: bench_chats.json in --out")
+    earlier = recorded("machines", "jobs")
+    add("--merge", type=earlier, nargs="*", default=[], help="JSON files of earlier runs")
     return parser.parse_args()
 
 
@@ -83,22 +79,22 @@ def load_of(args: argparse.Namespace) -> Load:
 
 
 def known_phase(name: str) -> None:
-    """Raise ValueError unless it is one."""
+    """Raise Refused unless it is one."""
     if name not in PHASES:
-        raise ValueError(f"phase {name!r}: expected one of {', '.join(PHASES)}")
+        raise Refused(f"phase {name!r}: expected one of {', '.join(PHASES)}")
 
 
 def shares_of_gpus(args: argparse.Namespace) -> list[str]:
     """What each of the servers that run side by side may see; none without --side-by-side.
 
     Raises:
-        ValueError: there are fewer GPUs than asked for, or not enough for one server.
+        Refused: there are fewer GPUs than asked for, or not enough for one server.
     """
     if not args.side_by_side:
         return []
     each = args.gpus_each
     if not 1 <= each <= args.gpus:
-        raise ValueError(f"expected --gpus-each from 1 to --gpus ({args.gpus}), found {each}")
+        raise Refused(f"expected --gpus-each from 1 to --gpus ({args.gpus}), found {each}")
     names = visible_gpus(args.gpus)
     return [",".join(names[at : at + each]) for at in range(0, len(names) - each + 1, each)]
 
@@ -108,7 +104,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     names = split(args.modes, server.engine_mode)
     phases = split(args.phases, known_phase)
     if names and args.model is None:
-        raise ValueError("expected --model DIR, found none")
+        raise Refused("expected --model DIR, found none")
     setup = server.Setup(
         args.model, load_of(args), args.small, args.engine, args.out,
         args.mode_timeout, args.times, [name for name in PHASES if name in phases],
@@ -185,11 +181,7 @@ def main() -> int:
     args.json = args.json or args.out / "bench_chats.json"
     # So that the processes of a job are ended with this one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        document = bench(args)
-    except ValueError as error:
-        print(f"error: {error}.", file=sys.stderr)
-        return 2
+    document = bench(args)
     write_json(args.json, document)
     say("\n" + report.text(document))
     say(f"Written: {args.json}")

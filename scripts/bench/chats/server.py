@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts import Refused
 from scripts.bench.chats.client import MODEL
 from scripts.bench.chats.load import Load
 from scripts.bench.serve import modes
@@ -55,14 +56,14 @@ def engine_mode(mode: str) -> str:
     """The mode as `bench serve` names it: the floor is plain vLLM.
 
     Raises:
-        ValueError: not the name of a mode.
+        Refused: not the name of a mode.
     """
     plain = "off" if mode == FLOOR else mode
     with_floor = ", ".join((FLOOR, *modes.NAMES))
     try:
         modes.parse(plain)
     except ValueError as error:
-        raise ValueError(f"{error} (here: {with_floor})") from None
+        raise Refused(f"{error} (here: {with_floor})") from None
     return plain
 
 

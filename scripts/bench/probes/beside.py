@@ -14,11 +14,11 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from scripts.bench import arguments
 from scripts.bench.common import GIB, lacks_cuda, machine, say, summary, table, write_json
 from scripts.bench.probes.copy_queue import UP, enqueue, new_copy, spread
 from scripts.bench.transfer.report import size
@@ -100,8 +100,12 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, help="where results go as well; default: nowhere")
-    parser.add_argument("--repeats", type=int, default=12, help="samples of each case")
+    parser.add_argument(
+        "--json", type=arguments.written, help="where results go as well; default: nowhere"
+    )
+    parser.add_argument(
+        "--repeats", type=arguments.whole(1), default=12, help="samples of each case"
+    )
     return parser.parse_args()
 
 

@@ -16,11 +16,11 @@ import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from scripts.bench import arguments
 from scripts.bench.common import GIB, lacks_cuda, machine, say, summary, table, write_json
 from scripts.bench.transfer import setup
 from scripts.bench.transfer.report import size
@@ -191,9 +191,13 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, help="where results go as well; default: nowhere")
-    parser.add_argument("--repeats", type=int, default=5, help="samples of each case")
-    parser.add_argument("--gib", type=float, default=1.0, help="bytes behind which")
+    parser.add_argument(
+        "--json", type=arguments.written, help="where results go as well; default: nowhere"
+    )
+    parser.add_argument(
+        "--repeats", type=arguments.whole(1), default=5, help="samples of each case"
+    )
+    parser.add_argument("--gib", type=arguments.positive, default=1.0, help="bytes behind which")
     return parser.parse_args()
 
 

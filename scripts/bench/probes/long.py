@@ -15,9 +15,9 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
+from scripts.bench import arguments
 from scripts.bench.common import cell, machine, say, table, write_json
 from scripts.bench.serve import modes
 from scripts.bench.serve.load import ask, random_prompts
@@ -147,8 +147,8 @@ def run(mode: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         RuntimeError: it has no result; what it said is in the message.
     """
     engine = {
-        "model": options.model, "skip_tokenizer_init": True, "disable_log_stats": True, "seed": 0,
-        **options.engine, **modes.engine_arguments(mode, options.cpu_gib),
+        "model": str(options.model), "skip_tokenizer_init": True, "disable_log_stats": True,
+        "seed": 0, **options.engine, **modes.engine_arguments(mode, options.cpu_gib),
     }  # fmt: skip
     spec = {"engine": engine, "lengths": options.lengths, "repeats": options.repeats}
     armed = ["-m", "kvoffload_patch", sys.executable] if mode == "ours" else []
@@ -192,19 +192,32 @@ def parse() -> argparse.Namespace:
         prog="scripts/bench long", description=(__doc__ or "").split("\n\n", 1)[1],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--model", default="", help="folder of a model's configuration")
-    parser.add_argument("--modes", default=",".join(MODES), help="in this order")
+    parser.add_argument("--model", type=arguments.model, help="folder of a model's configuration")
     parser.add_argument(
-        "--lengths", default="8187,32763,65531,120011", help="tokens of the prompts"
+        "--modes", type=arguments.some(MODES), default=",".join(MODES), help="in this order"
     )
-    parser.add_argument("--repeats", type=int, default=5, help="samples of each figure")
-    parser.add_argument("--cpu-gib", type=float, default=56.0, help="of CPU memory for each mode")
-    parser.add_argument("--engine", type=json.loads, default=ENGINE, help="arguments of vllm.LLM")
-    parser.add_argument("--json", type=Path, help="where results go as well; default: nowhere")
+    parser.add_argument(
+        "--lengths",
+        type=arguments.wholes(1),
+        default="8187,32763,65531,120011",
+        help="tokens of the prompts",
+    )
+    parser.add_argument(
+        "--repeats", type=arguments.whole(1), default=5, help="samples of each figure"
+    )
+    parser.add_argument(
+        "--cpu-gib", type=arguments.positive, default=56.0, help="of CPU memory for each mode"
+    )
+    parser.add_argument(
+        "--engine", type=arguments.settings, default=ENGINE, help="arguments of vllm.LLM"
+    )
+    parser.add_argument(
+        "--json", type=arguments.written, help="where results go as well; default: nowhere"
+    )
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.modes = options.modes.split(",")
-    options.lengths = [int(tokens) for tokens in options.lengths.split(",")]
+    if options.model is None and options.child is None:
+        parser.error("expected --model DIR, found none")
     return options
 
 

@@ -30,9 +30,9 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from scripts.bench import arguments
 from scripts.bench.common import lacks_tier, machine, quantile, say, write_json
 from scripts.bench.probes.closed_loop import Asked, ClosedLoop
 from scripts.bench.probes.switches import MECHANISMS, switch_off
@@ -40,6 +40,9 @@ from scripts.bench.probes.tier_calls import tier_took
 from scripts.bench.serve.load import ask, sampling
 
 FRESH_TOKENS = 300, 3500
+
+
+PARTS = ("turn", "singles", "decodes", "arrivals", "chats", "fresh", "crowd")
 
 
 class Load:
@@ -226,7 +229,7 @@ def play(load: Load, mechanism: str) -> dict[str, Any]:
     """One round."""
     load.llm.collective_rpc(switch_off, args=(mechanism,))
     found: dict[str, Any] = {"without": mechanism}
-    parts = load.options.parts.split(",")
+    parts = load.options.parts
     if "turn" in parts:
         found["turn"] = load.turn()
     if "singles" in parts:
@@ -265,27 +268,27 @@ def report(rounds: list[dict[str, Any]]) -> str:
 def options_given() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--engine", type=json.loads, default={})
-    parser.add_argument("--cycles", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=420.0)
-    parser.add_argument("--sessions", type=int, default=60)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--answer", type=int, default=32)
-    parser.add_argument("--decodes", type=int, default=64)
-    parser.add_argument("--decode-tokens", type=int, default=96)
-    parser.add_argument("--crowd", type=int, default=256)
-    parser.add_argument("--fresh", type=int, default=60)
-    parser.add_argument("--max-tokens", type=int, default=12000)
-    parser.add_argument("--at-once", type=int, default=12)
-    parser.add_argument("--rate", type=float, default=5.0)
-    parser.add_argument("--phase", type=float, default=3.5)
-    parser.add_argument("--vocabulary", type=int, default=100_000)
-    parser.add_argument("--settle", type=float, default=20.0)
+    parser.add_argument("--model", type=arguments.model, required=True)
+    parser.add_argument("--engine", type=arguments.settings, default={})
+    parser.add_argument("--cycles", type=arguments.whole(1), default=4)
+    parser.add_argument("--seconds", type=arguments.positive, default=420.0)
+    parser.add_argument("--sessions", type=arguments.whole(1), default=60)
+    parser.add_argument("--tokens", type=arguments.whole(1), default=8192)
+    parser.add_argument("--answer", type=arguments.whole(1), default=32)
+    parser.add_argument("--decodes", type=arguments.whole(1), default=64)
+    parser.add_argument("--decode-tokens", type=arguments.whole(1), default=96)
+    parser.add_argument("--crowd", type=arguments.whole(1), default=256)
+    parser.add_argument("--fresh", type=arguments.whole(1), default=60)
+    parser.add_argument("--max-tokens", type=arguments.whole(1), default=12000)
+    parser.add_argument("--at-once", type=arguments.whole(1), default=12)
+    parser.add_argument("--rate", type=arguments.positive, default=5.0)
+    parser.add_argument("--phase", type=arguments.positive, default=3.5)
+    parser.add_argument("--vocabulary", type=arguments.whole(1), default=100_000)
+    parser.add_argument("--settle", type=arguments.least_zero, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default=",".join(MECHANISMS))
-    parser.add_argument("--parts", default="turn,singles,decodes,arrivals,chats")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", type=arguments.some(MECHANISMS), default=",".join(MECHANISMS))
+    parser.add_argument("--parts", type=arguments.some(PARTS), default=",".join(PARTS[:5]))
+    parser.add_argument("--json", type=arguments.written)
     return parser.parse_args()
 
 
@@ -298,7 +301,7 @@ def main() -> int:
     from vllm import LLM
 
     began = time.perf_counter()
-    llm = LLM(options.model, **options.engine)
+    llm = LLM(str(options.model), **options.engine)
     say(f"engine: {time.perf_counter() - began:.1f} s")
     load, began = Load(llm, options), time.perf_counter()
     say(f"cold turn: {load.turn():.0f} ms")
@@ -306,7 +309,7 @@ def main() -> int:
     play(load, "nothing")
     rounds: list[dict[str, Any]] = []
     for _ in range(options.cycles):
-        order = [*options.only.split(","), "nothing"]
+        order = [*options.only, "nothing"]
         load.random.shuffle(order)
         for mechanism in order:
             if time.perf_counter() - began > options.seconds:

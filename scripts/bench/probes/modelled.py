@@ -195,18 +195,24 @@ def engines(variables: dict[str, dict[str, str]]) -> Iterator[tuple[str, float, 
             yield side, slower, TierEngine(slower, *how)
 
 
+def _stalls(text: str) -> list[str]:
+    given = [ms for ms in text.split(",") if ms]
+    for ms in given:
+        arguments.least_zero(ms)
+    return given
+
+
 def main() -> int:
     """Play every side at every speed; tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=arguments.whole(1), default=3)
-    parser.add_argument("--stall", default="", metavar="MS,MS")
+    parser.add_argument("--stall", type=_stalls, default="", metavar="MS,MS")
     parser.add_argument("--heads", action="store_true")
     parser.add_argument("--json", type=arguments.written, metavar="FILE")
     args = parser.parse_args()
-    stalls = [ms for ms in args.stall.split(",") if ms]
-    variables = {f"stall {ms}": {"KVOFFLOAD_MAX_STALL_MS": ms} for ms in stalls}
+    variables = {f"stall {ms}": {"KVOFFLOAD_MAX_STALL_MS": ms} for ms in args.stall}
     if args.heads:
         variables |= {side: {"KVOFFLOAD_GPU_PREFIXES": how} for side, how in KEPT.items()}
     document: dict[str, Any] = {"machines": [machine()], "rows": []}

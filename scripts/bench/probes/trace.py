@@ -27,7 +27,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from scripts import Refused
 from scripts.bench import arguments
+from scripts.bench.arguments import least_zero, positive, settings, whole, written
 from scripts.bench.common import lacks_tier, machine, say, write_json
 from scripts.bench.probes import observers, trace_report
 from scripts.bench.probes.closed_loop import Asked, ClosedLoop
@@ -169,6 +171,10 @@ def document_of(events: Path) -> dict[str, Any]:
     """The result that a file of events has."""
     with events.open() as lines:
         trace = read(lines)
+    if "options" not in trace.about:
+        raise Refused(
+            f"expected the events of a run in {events}, found none; give its file of events"
+        )
     options = trace.about["options"]
     figures = Figures(trace, options["drop"], options["guard"]).document()
     figures["alone"] = joins_alone(trace, options["drop"])
@@ -182,33 +188,42 @@ def options_given() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", help="folder of the model; with --small, one is written where there is none")
-    add("--engine", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
-    add("--seconds", type=float, default=300.0, help="for everything")
+    add("--engine", type=settings, default={}, help="more arguments of vllm.LLM, as JSON")
+    add("--seconds", type=positive, default=300.0, help="for everything")
     add("--only", default=SWITCHED, help="what is switched, by commas; or ''")
-    add("--chats", type=int, default=48, help="more than the GPU cache holds")
-    add("--floor-chats", type=int, default=20, help="fewer than it holds; 0: no floor is played")
-    add("--at-once", type=int, default=12)
-    add("--period", type=float, default=2.5, help="seconds between two switches")
-    add("--drop", type=float, default=0.3, help="of these, the first that do not count")
-    add("--guard", type=float, default=0.1, help="and the last in which arrivals do not")
-    add("--on", type=int, default=2, help="periods of a cycle with all on")
-    add("--history", type=int, nargs=2, default=(4000, 7000), help="least and most tokens")
-    add("--new", type=int, nargs=2, default=(60, 180))
-    add("--answer", type=int, nargs=2, default=(32, 96))
-    add("--vocabulary", type=int, default=100_000)
-    add("--settle", type=float, default=4.0, help="seconds between turns that fill the tier")
+    add("--chats", type=whole(1), default=48, help="more than the GPU cache holds")
+    add(
+        "--floor-chats",
+        type=whole(0),
+        default=20,
+        help="fewer than it holds; 0: no floor is played",
+    )
+    add("--at-once", type=whole(1), default=12)
+    add("--period", type=positive, default=2.5, help="seconds between two switches")
+    add("--drop", type=least_zero, default=0.3, help="of these, the first that do not count")
+    add("--guard", type=least_zero, default=0.1, help="and the last in which arrivals do not")
+    add("--on", type=whole(1), default=2, help="periods of a cycle with all on")
+    add("--history", type=whole(1), nargs=2, default=(4000, 7000), help="least and most tokens")
+    add("--new", type=whole(1), nargs=2, default=(60, 180))
+    add("--answer", type=whole(1), nargs=2, default=(32, 96))
+    add("--vocabulary", type=whole(1), default=100_000)
+    add("--settle", type=least_zero, default=4.0, help="seconds between turns that fill the tier")
     add("--seed", type=int, default=0)
     add("--small", action="store_true")
-    add("--json", type=Path, help="where the result goes")
-    add("--events", type=Path, help="where the events go; default: beside --json")
-    add(
-        "--read",
-        type=arguments.read,
-        help="play nothing: make the tables from the events of this file",
-    )
-    given = parser.parse_args()
+    add("--json", type=written, help="where the result goes")
+    add("--events", type=written, help="where the events go; default: beside --json")
+    add("--read", type=arguments.read, help="play nothing: the tables of this file of events")
+    return _checked(parser, parser.parse_args())
+
+
+def _checked(parser: argparse.ArgumentParser, given: argparse.Namespace) -> argparse.Namespace:
     if not given.read and not given.model and not given.small:
         parser.error("expected --model, --small or --read")
+    if given.model and not given.small and not Path(given.model, "config.json").is_file():
+        parser.error(f"--model: expected a folder with a config.json, found {given.model!r}")
+    given.only = [name for name in given.only.split(",") if name]
+    if unknown := set(given.only) - set(MECHANISMS):
+        parser.error(f"--only: expected some of {', '.join(MECHANISMS)}, found {min(unknown)}")
     return given
 
 
@@ -218,9 +233,6 @@ def prepare(options: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     stem = options.json.stem if options.json else "trace"
     options.events = options.events or folder / f"{stem}.events.jsonl"
-    options.only = [name for name in options.only.split(",") if name]
-    if unknown := set(options.only) - set(MECHANISMS):
-        raise SystemExit(f"--only: expected some of {', '.join(MECHANISMS)}, found {unknown}")
     options.engine = {**(SMALL_ENGINE if options.small else ENGINE), **options.engine}
     if options.small:
         from scripts.bench.serve.job import write_tokens_model

@@ -11,7 +11,6 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ from kvoffload_patch.transfer.backends.ids import IdUploader
 from kvoffload_patch.transfer.backends.tiles import TileMover, id_copier
 from kvoffload_patch.transfer.backends.torch import TorchBackend
 from kvoffload_patch.transfer.device import device_of
+from scripts.bench import arguments
 from scripts.bench.common import lacks_cuda, machine, say, summary, table, write_json
 from scripts.bench.probes import enqueue
 from scripts.bench.probes.copy_queue import spread
@@ -199,8 +199,12 @@ def options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default=",".join(names), help="numbers, by name")
-    parser.add_argument("--repeats", type=int, default=12, help="samples of each case")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where results go as well")
+    parser.add_argument(
+        "--repeats", type=arguments.whole(1), default=12, help="samples of each case"
+    )
+    parser.add_argument(
+        "--json", type=arguments.written, metavar="FILE", help="where results go as well"
+    )
     args = parser.parse_args()
     args.only = args.only.split(",")
     if unknown := set(args.only) - set(names):

@@ -41,7 +41,6 @@ need CUDA (`host_copies.py`): what is computed again can be compared, seconds ca
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 from collections.abc import Callable
@@ -49,7 +48,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from scripts import Refused
 from scripts.bench import jobs
+from scripts.bench.arguments import filled, model, positive, recorded, settings, whole, written
 from scripts.bench.common import say, write_json
 from scripts.bench.serve import job as job_of
 from scripts.bench.serve import modes, report, side_by_side
@@ -65,24 +66,25 @@ def options() -> argparse.Namespace:
     add = parser.add_argument
     add("--modes", default="off,ours,simple,offloading,lmcache")
     add("--scenarios", default="s3,s1,s4,s2,s1long,one")
-    add("--rounds", type=int, default=1, help="how often the modes take turns on new engines")
-    add("--repeats", type=int, help="repeats of S2 and S4 within an engine")
-    add("--model", type=Path, help="folder of a model; its config is enough, weights are random")
-    add("--cpu-gib", type=float, help="size of the tier (OffloadingConnector: 8/9 of it)")
+    add("--rounds", type=whole(1), default=1, help="how often the modes take turns on new engines")
+    add("--repeats", type=whole(1), help="repeats of S2 and S4 within an engine")
+    add("--model", type=model, help="folder of a model; its config is enough, weights are random")
+    add("--cpu-gib", type=positive, help="size of the tier (OffloadingConnector: 8/9 of it)")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="any field of Sizes")
-    add("--engine", type=json.loads, default={}, metavar="JSON", help="arguments of vllm.LLM")
+    add("--engine", type=settings, default={}, metavar="JSON", help="arguments of vllm.LLM")
     add(
         "--small",
         action="store_true",
         help="a CPU and a tiny model; the connectors copy as the benchmark does, not with CUDA",
     )
     add("--side-by-side", action="store_true", help="S4: all modes' engines alive together")
-    add("--job-timeout", type=float, default=400.0, metavar="S")
-    add("--time-limit", type=float, default=1e9, metavar="S", help="start no job or round after it")
-    add("--out", type=Path, default=Path("bench-out"), help="folder for logs and files")
-    add("--json", type=Path, help="default: bench_serve.json in --out")
-    add("--png", type=Path, help="default: bench_serve.png in --out")
-    add("--merge", type=Path, nargs="*", default=[], help="JSON files of earlier runs")
+    add("--job-timeout", type=positive, default=400.0, metavar="S")
+    add("--time-limit", type=positive, default=1e9, metavar="S", help="start no job after it")
+    add("--out", type=filled, default=Path("bench-out"), help="folder for logs and files")
+    add("--json", type=written, help="default: bench_serve.json in --out")
+    add("--png", type=written, help="default: bench_serve.png in --out")
+    earlier = recorded("machines", "sizes", "jobs")
+    add("--merge", type=earlier, nargs="*", default=[], help="JSON files of earlier runs")
     return parser.parse_args()
 
 
@@ -97,7 +99,7 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
 
 
 def split(text: str, known: Any) -> list[str]:
-    """Comma-separated names; ``known`` raises ValueError for one that it does not know."""
+    """Comma-separated names; ``known`` raises Refused for one that it does not know."""
     names = [name for name in text.split(",") if name]
     for name in names:
         known(name)
@@ -105,9 +107,9 @@ def split(text: str, known: Any) -> list[str]:
 
 
 def known_scenario(name: str) -> None:
-    """Raise ValueError unless it is one."""
+    """Raise Refused unless it is one."""
     if name not in SCENARIOS:
-        raise ValueError(f"scenario {name!r}: expected one of {', '.join(SCENARIOS)}")
+        raise Refused(f"scenario {name!r}: expected one of {', '.join(SCENARIOS)}")
 
 
 def bench(args: argparse.Namespace) -> dict[str, Any]:
@@ -115,7 +117,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     names = split(args.modes, modes.parse)
     chosen = split(args.scenarios, known_scenario)
     if names and args.model is None:
-        raise ValueError("expected --model DIR, found none")
+        raise Refused("expected --model DIR, found none")
     setup = job_of.Setup(
         args.model, sizes_of(args), args.small, args.engine, args.out, args.job_timeout
     )
@@ -156,11 +158,7 @@ def main() -> int:
     args.png = args.png or args.out / "bench_serve.png"
     # So that a job's processes are ended with this one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        document = bench(args)
-    except ValueError as error:
-        print(f"error: {error}.", file=sys.stderr)
-        return 2
+    document = bench(args)
     write_json(args.json, document)
     say("\n" + report.text(document))
     report.draw(document, args.png)

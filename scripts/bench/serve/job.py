@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts import ROOT
+from scripts import ROOT, Refused
 from scripts.bench.jobs import AnyJob, Launch
 from scripts.bench.serve import modes, pressure
 from scripts.bench.serve.sizes import ENGINES, STARTS, Sizes
@@ -163,10 +163,10 @@ def jobs(
         Sets of jobs; those of a set run side by side.
 
     Raises:
-        ValueError: what was asked for cannot run side by side.
+        Refused: what was asked for cannot run side by side.
     """
     if side_by_side and len(set(names)) < len(names):
-        raise ValueError("--side-by-side: expected each mode once; variables may tell them apart")
+        raise Refused("--side-by-side: expected each mode once; variables may tell them apart")
     made: list[list[Job]] = []
     for turn in range(1, rounds + 1):
         for engine, plays in ENGINES.items():
@@ -174,7 +174,7 @@ def jobs(
             if side_by_side and names and any(name in ARRIVALS for name in picked):
                 if len(picked) > 1:
                     found = ", ".join(picked)
-                    raise ValueError(f"--side-by-side: expected {engine} to play S4, found {found}")
+                    raise Refused(f"--side-by-side: expected {engine} to play S4, found {found}")
                 # The time tells apart sets of different runs that are put together with --merge.
                 together = f"{engine}-{turn} {time.strftime('%Y-%m-%dT%H:%M:%S%z')}"
                 made.append([Job(mode, engine, picked, turn, together=together) for mode in names])

@@ -24,6 +24,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from scripts import Refused
+from scripts.bench import arguments
+
 FATBIN_MAGIC = struct.pack("<I", 0xBA55ED50)
 KEEP_ARCH = 90
 ELF = 2
@@ -35,12 +38,16 @@ def download(wanted: str, python: str, folder: Path) -> None:
     """One wheel, unpacked into the folder."""
     with tempfile.TemporaryDirectory() as scratch:
         platforms = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
-        subprocess.run(
+        command = (
             [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:",
              "--python-version", python, *(a for p in platforms for a in ("--platform", p)),
-             wanted, "-d", scratch],
-            check=True,
+             wanted, "-d", scratch]
         )  # fmt: skip
+        if subprocess.run(command, check=False).returncode:
+            raise Refused(
+                f"expected a wheel of {wanted} for Python {python}, found what pip says above;"
+                " give another --version or --python"
+            )
         with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
             wheel.extractall(folder)
 
@@ -73,7 +80,7 @@ def main() -> None:
     )
     parser.add_argument("--version", default="0.5.3")
     parser.add_argument("--python", default="3.12")
-    parser.add_argument("--out", type=Path, default=Path("lmcache.tar.xz"))
+    parser.add_argument("--out", type=arguments.target, default=Path("lmcache.tar.xz"))
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from scripts import ROOT
+from scripts import ROOT, Refused
 from scripts.bench.serve.sizes import Sizes
 
 NAMES = ("off", "ours", "simple", "offloading", "lmcache")
@@ -23,13 +23,13 @@ def parse(text: str) -> tuple[str, dict[str, str]]:
     """A mode's name, and the variables that are set for it.
 
     Raises:
-        ValueError: not the name of a mode, or not variables.
+        Refused: not the name of a mode, or not variables.
     """
     name, *settings = text.split("+")
     if name not in NAMES:
-        raise ValueError(f"mode {text!r}: expected one of {', '.join(NAMES)}")
+        raise Refused(f"mode {text!r}: expected one of {', '.join(NAMES)}")
     if settings and (name != "ours" or not all("=" in each for each in settings)):
-        raise ValueError(f"mode {text!r}: expected ours+NAME=VALUE+NAME=VALUE")
+        raise Refused(f"mode {text!r}: expected ours+NAME=VALUE+NAME=VALUE")
     return name, dict(each.split("=", 1) for each in settings)
 
 

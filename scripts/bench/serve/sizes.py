@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+from scripts import Refused
+
 # Which scenarios an engine plays, in this order: S1 needs what S3 left in CPU memory, and S2 pushes
 # everything else out of it.
 ENGINES = {
@@ -91,7 +93,7 @@ def with_changes(sizes: S, changes: list[str]) -> S:
     """A frozen dataclass of numbers and texts with ``name=value`` applied.
 
     Raises:
-        ValueError: an unknown name or a value of the wrong type.
+        Refused: an unknown name or a value of the wrong type.
     """
     record: Any = sizes
     kinds = {field.name: type(getattr(sizes, field.name)) for field in fields(record)}
@@ -99,8 +101,12 @@ def with_changes(sizes: S, changes: list[str]) -> S:
     for change in changes:
         name, _, text = change.partition("=")
         if name not in kinds:
-            raise ValueError(f"--set {change}: expected one of {', '.join(kinds)}")
-        values[name] = kinds[name](text)
+            raise Refused(f"--set {change}: expected one of {', '.join(kinds)}")
+        try:
+            values[name] = kinds[name](text)
+        except ValueError:
+            wanted = "a whole number" if kinds[name] is int else "a number"
+            raise Refused(f"--set {change}: expected {wanted}, found {text!r}") from None
     made: S = replace(record, **values)
     return made
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from scripts.bench import arguments
+from scripts.bench.arguments import filled, positive, whole, wholes, written
 from scripts.bench.common import GIB, machine, say, summary, write_json
 from scripts.bench.transfer import report, setup
 from scripts.bench.transfer.measure import FIGURES, Matmuls, Memcpy, by_engine, speed
@@ -45,41 +45,46 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--block-kib", default="256,512,1024,2048,4096,8192", help="block bytes, KiB")
+    add(
+        "--block-kib",
+        type=wholes(1),
+        default="256,512,1024,2048,4096,8192",
+        help="block bytes, KiB",
+    )
     add("--backends", default=",".join(BACKENDS))
     add("--integrity", default=report.DEFAULT, help="checksums: some of off,sample,full")
     add("--orders", default=",".join(setup.ORDERS))
-    add("--block-tokens", default="16,32,64,128,256", help="of bigger models' layouts")
+    add(
+        "--block-tokens",
+        type=wholes(1),
+        default="16,32,64,128,256",
+        help="of bigger models' layouts",
+    )
     add("--layouts", default="apart,packed", help=f"of {', '.join(SHAPES)}; packed: 2 MiB only")
     add("--small", action="store_true", help="every layout, few and small blocks, one repeat")
-    add(
-        "--gib",
-        type=arguments.positive,
-        help="bytes of one transfer; default 2, without a GPU 1/64",
-    )
-    add("--repeats", type=arguments.whole(1), default=5)
-    add(
-        "--rounds",
-        type=arguments.whole(1),
-        default=1,
-        help="how often what is compared takes turns",
-    )
+    add("--gib", type=positive, help="bytes of one transfer; default 2, without a GPU 1/64")
+    add("--repeats", type=whole(1), default=5)
+    add("--rounds", type=whole(1), default=1, help="how often what is compared takes turns")
     add("--host-only", action="store_true", help="no matmuls: GB/s and host time only")
-    add("--time-limit", type=float, default=1e9, metavar="S", help="start no case after that")
-    add("--out", type=Path, default=Path("bench-out"))
-    add("--json", type=Path, help="default: bench_transfer.json in --out")
-    add("--png", type=Path, help="default: bench_transfer.png in --out")
+    add("--time-limit", type=positive, default=1e9, metavar="S", help="start no case after that")
+    add("--out", type=filled, default=Path("bench-out"))
+    add("--json", type=written, help="default: bench_transfer.json in --out")
+    add("--png", type=written, help="default: bench_transfer.png in --out")
     args = parser.parse_args(argv)
     if args.small:
-        args.layouts, args.block_kib, args.block_tokens = ",".join(SHAPES), "256,2048", "16,64"
+        args.layouts, args.block_kib, args.block_tokens = ",".join(SHAPES), [256, 2048], [16, 64]
         args.gib, args.repeats, args.host_only = 1 / 64, 1, True
+    _check(parser, args)
+    return args
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     for name, known in (
         ("layouts", SHAPES), ("backends", BACKENDS), ("orders", setup.ORDERS),
         ("integrity", ("off", "sample", "full")),
     ):  # fmt: skip
         if unknown := set(getattr(args, name).split(",")) - set(known):
             parser.error(f"--{name}: expected some of {', '.join(known)}, found {min(unknown)}")
-    return args
 
 
 class Bench:
@@ -102,9 +107,9 @@ class Bench:
     def run(self) -> None:
         """All cases; the plain copies are repeated beside each block size."""
         wanted = self.args.layouts.split(",")
-        sizes = [int(text) << 10 for text in self.args.block_kib.split(",")]
+        sizes = [number << 10 for number in self.args.block_kib]
         self._group([kind for kind in wanted if kind in BY_BYTES], sizes)
-        tokens = [int(text) for text in self.args.block_tokens.split(",")]
+        tokens = self.args.block_tokens
         for kind in wanted:
             if kind in BY_TOKENS:
                 self._group([kind], [n * BY_TOKENS[kind].token_bytes for n in tokens])

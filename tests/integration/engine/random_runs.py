@@ -33,6 +33,7 @@ from integration.engine.random_shapes import (  # noqa: E402
     DRAFTS,
     MAX_TOKENS,
     PARTS,
+    SHAPES,
     SHARDS,
     WINDOW,
     beside_drafts,
@@ -325,6 +326,10 @@ def main(
     """Run seed after seed for so long, and print what came out."""
     most, policies = limits_of(release, folder)
     asked = (shape or "").split("+")
+    if unknown := [one for one in asked if one and one not in SHAPES]:
+        known = ", ".join(SHAPES)
+        print(f"error: expected --shape of some of {known}, found {unknown[0]!r}", file=sys.stderr)
+        return 2
     beside = {"connector": CONNECTOR in asked, "drafts": DRAFTS in asked}
     shards = 2 if SHARDS in asked else 1
     shape = next((one for one in asked if one not in (CONNECTOR, DRAFTS, SHARDS)), "") or None

@@ -14,6 +14,7 @@ DRAFTS = "drafts"  # beside speculative decoding: none of these, or `drafts+stat
 SHARDS = "shards"  # ranks have a part of each block: none of these, or `shards+state`
 REPLICATED = "replicated"  # beside drafts: a group of their own that ranks do not divide
 UNCACHED = "uncached"  # groups beside full attention that take no part in the prefix cache
+SHAPES = (STATE, CHECKPOINTS, EVERY, PARTS, CHUNKS, CONNECTOR, DRAFTS, SHARDS, REPLICATED, UNCACHED)
 WINDOW = 40  # of those that no shape is asked for
 MAX_TOKENS = 340  # of a prompt and its answer: more than a step takes, and the GPU has room
 

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from integration.engine.random_adapters import can_load_again
-from integration.engine.random_runs import describe, most_in_flight, run
+from integration.engine.random_runs import describe, main, most_in_flight, run
 from integration.engine.random_shapes import (
     CHECKPOINTS,
     CHUNKS,
@@ -206,3 +206,9 @@ def test_the_runs_are_of_all_kinds() -> None:
     assert {about["policy"] for about in abouts} == {"fcfs", "priority"}
     assert {about["eviction"] for about in abouts} == set(EVICTIONS)
     assert any(about["limits"] for about in abouts) and any(a["lookahead"] for a in abouts)
+
+
+def test_a_shape_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("0", "0", shape="shards+nosuch") == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: expected --shape of some of state, ") and not said.out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from argparse import ArgumentTypeError
 from importlib.util import find_spec
@@ -10,11 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from scripts import dispatch
 from scripts.bench import arguments
 
 WHOLE = "expected a whole number of 1 or more, found '0'"
 ABOVE = "expected a finite number above 0, found"
 TWO = "expected a whole number of 2 or more, found"
+THERE = "expected a folder that is there, found"
+MODEL = "expected a folder with a model's config.json, found 'folder'"
+TO_WRITE = "expected a folder to write to or a new one, found 'list.json'"
+OBJECT = "expected a JSON object such as"
+RELEASE = "expected a release such as 0.32.0, found 'nosuch'"
+OUT = "argument RELEASE: expected releases out of"
 REFUSED = [
     ("bench.step", "--only zz", "argument --only: expected some of a,b1k,b10k,c,"),
     ("bench.step", "--only a, --quick", "e-full,f,g, found ''"),
@@ -33,6 +39,96 @@ REFUSED = [
     ("bench.transfer.command", "--backends no", "--backends: expected some of "),
     ("bench.transfer.command", "--orders no", "--orders: expected some of "),
     ("bench.transfer.command", "--integrity no", "--integrity: expected some of off, sample, full"),
+    ("bench.serve.command", "--rounds 0", f"argument --rounds: {WHOLE}"),
+    ("bench.serve.command", "--model none", f"argument --model: {THERE} 'none'"),
+    ("bench.serve.command", "--model folder", f"argument --model: {MODEL}"),
+    ("bench.serve.command", "--engine 3", f"argument --engine: {OBJECT}"),
+    ("bench.serve.command", "--engine x", f"argument --engine: {OBJECT}"),
+    ("bench.serve.command", "--out list.json", f"argument --out: {TO_WRITE}"),
+    (
+        "bench.serve.command",
+        "--modes= --set gpu_blocks=x",
+        "error: --set gpu_blocks=x: expected a whole number",
+    ),
+    ("bench.serve.command", "--modes nosuch", "error: mode 'nosuch': expected one of off, ours,"),
+    (
+        "bench.serve.command",
+        "--merge empty.json",
+        "argument --merge: expected a file of a JSON object with machines, sizes, jobs, found",
+    ),
+    ("bench.serve.lmcache", "--out folder", "argument --out: expected a file in a folder that"),
+    ("bench.chats.command", "--merge list.json", "expected a file of a JSON object with machines,"),
+    ("bench.chats.command", "--gpus ٢x", "argument --gpus: expected a whole number of 1 or more,"),
+    ("bench.probes.long", "--modes nosuch", "argument --modes: expected some of ours,simple,"),
+    ("bench.probes.long", "--model none", f"argument --model: {THERE} 'none'"),
+    ("bench.probes.long", "", "expected --model DIR, found none"),
+    ("bench.probes.long", "--lengths 0", f"argument --lengths: {WHOLE}"),
+    ("bench.probes.mechanisms", "--model folder", f"argument --model: {MODEL}"),
+    ("bench.probes.mechanisms", "--only nosuch", "argument --only: expected some of "),
+    ("bench.probes.mechanisms", "--parts nosuch", "argument --parts: expected some of turn,"),
+    ("bench.probes.trace", "--small --only nosuch", "--only: expected some of "),
+    (
+        "bench.probes.trace",
+        "--model folder",
+        "--model: expected a folder with a config.json,",
+    ),
+    (
+        "bench.probes.trace",
+        "--read empty.json",
+        "error: expected the events of a run in empty.json,",
+    ),
+    ("bench.probes.modelled", "--stall=-1", "argument --stall: expected a finite number of 0 or"),
+    ("bench.transfer.command", "--block-kib x", "argument --block-kib: expected a whole number of"),
+    ("matrix.engines", "nosuch", OUT),
+    ("matrix.engines", "9.9.9", OUT),
+    ("matrix.engines", "--work none", f"argument --work: {THERE} 'none'"),
+    ("matrix.engines", "--jobs 0", f"argument --jobs: {WHOLE}"),
+    ("matrix.pythons", "nosuch", "expected a Python on the PATH, found none for 'nosuch'"),
+    (
+        "matrix.pythons",
+        "--out list.json",
+        "argument --out: expected a file of a JSON object, found",
+    ),
+    ("matrix.random_runs", "nosuch", f"argument release: {RELEASE}"),
+    ("matrix.random_runs", "--seconds nan", "argument --seconds: expected a finite number of 0 or"),
+    ("matrix.random_engines", "--seconds=-1", "argument --seconds: expected a finite number of 0"),
+    ("matrix.gpu", "--record none", "argument --record: expected a file that is there, found"),
+    (
+        "matrix.gpu",
+        "--record empty.json",
+        "argument --record: expected a file of a JSON object with kind, release, tests, found",
+    ),
+    ("matrix.gpu", "--out out --runners v3", "argument --runners: expected some of v1,v2, found"),
+    ("matrix.scheduler", "nosuch", f"argument releases: {RELEASE}"),
+    ("matrix.scheduler", "--json list.json", f"argument --json: {TO_WRITE}"),
+    ("matrix.own", "nosuch", f"argument release: {RELEASE}"),
+    (
+        "matrix.features",
+        "--select nosuch",
+        "expected words that names of rows have, found 'nosuch'",
+    ),
+    ("matrix.features", "--release 9.9.9", "argument --release: expected releases out of "),
+    ("release.add", "nosuch", f"argument X.Y.Z: {RELEASE}"),
+    ("release.digests", "nosuch", f"argument X.Y.Z: {RELEASE}"),
+    ("release.snapshot", "nosuch", f"argument X.Y.Z: {RELEASE}"),
+    ("release.snapshot", "0.32.0 --sources none", f"argument --sources: {THERE} 'none'"),
+    ("release.snapshot", "0.32.0 --wheel list.json", "error: expected a wheel at list.json, found"),
+    ("release.sources", "nosuch", "error: 'nosuch' is not a release such as 0.32.0; give its ver"),
+    ("release.patches", "nosuch", "error: expected a release such as 0.32.0, found 'nosuch'; give"),
+    ("release.patches", "--into none", f"argument --into: {THERE} 'none'"),
+    ("release.patches", "0.32.0 --sources folder", "error: expected files and folders that can be"),
+    ("release.ascend", "none", f"argument CLONE: {THERE} 'none'"),
+    (
+        "release.ascend",
+        "folder",
+        "error: expected a git clone of vllm-ascend in folder, found fatal",
+    ),
+    ("soak.run", "--users 0", f"argument --users: {WHOLE}"),
+    ("soak.run", "--minutes=-1", f"argument --minutes: {ABOVE} '-1'"),
+    ("soak.signals", "--minutes nan", f"argument --minutes: {ABOVE} 'nan'"),
+    ("soak.page", "list.json", "expected a file of a JSON object with machine, found 'list.json'"),
+    ("simulate.replay", "none.jsonl", "error: none.jsonl: expected a trace, found No such file or"),
+    ("simulate.public", "list.json", "error: list.json: expected the conversation trace (SHA-256"),
     ("soak.page", "none.json", "expected a file that is there, found 'none.json'"),
     ("simulate.replay", "chat --running 0", f"argument --running: {WHOLE}"),
     ("simulate.replay", "chat --step-tokens 0", f"argument --step-tokens: {WHOLE}"),
@@ -79,15 +175,19 @@ def test_what_cannot_be_used_is_refused_in_one_sentence(
     if command.startswith(("bench.probes", "bench.transfer")) and find_spec("vllm") is None:
         pytest.skip("it needs what comes with vLLM")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [command, *given.split()])
-    main = importlib.import_module(f"scripts.{command}").main
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "empty.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(sys, "argv", ["scripts", "it", *given.split()])
+    folder, _, module = command.partition(".")
     try:
-        status = main()
+        status = dispatch(folder, "", {"it": (module, "it")})
     except SystemExit as refused:
         status = refused.code
     assert status == 2
     assert says in capsys.readouterr().err.splitlines()[-1]
-    assert not list(tmp_path.iterdir())
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_what_can_be_used_is_parsed(tmp_path: Path) -> None:

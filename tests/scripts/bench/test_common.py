@@ -28,11 +28,12 @@ def test_numbers_of_a_list_share_a_line_and_all_else_is_as_it_was(tmp_path: Path
 
 
 @pytest.mark.parametrize("command", ["trace", "mechanisms"])
-def test_what_needs_a_tier_says_so_before_it_starts_an_engine(command: str) -> None:
+def test_what_needs_a_tier_says_so_before_it_starts_an_engine(command: str, tmp_path: Path) -> None:
     """A bare run found out once the engine was up, minutes later."""
+    (tmp_path / "config.json").write_text("{}")
     environ = {name: v for name, v in os.environ.items() if not name.startswith("KVOFFLOAD_")}
     done = subprocess.run(
-        [sys.executable, "scripts/bench", command, "--model", "no such folder"],
+        [sys.executable, "scripts/bench", command, "--model", str(tmp_path)],
         cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 2 and f"scripts/bench {command} ..." in done.stderr

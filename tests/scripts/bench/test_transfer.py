@@ -100,7 +100,7 @@ def test_small_is_every_layout_and_an_unknown_one_is_refused(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="as it runs without a GPU")
 def test_each_layout_is_measured_with_each_size_of_its_blocks(tmp_path: Path) -> None:
     args = command.options(["--repeats", "1", "--gib", "0.004", "--block-kib", "2048"])
-    args.layouts, args.block_tokens = "packed,mla,two_heads,fp8", "16,32"
+    args.layouts, args.block_tokens = "packed,mla,two_heads,fp8", [16, 32]
     args.json = tmp_path / "found.json"
     bench = command.Bench(args)
     bench.run()

@@ -6,10 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from engine import gpu_answers, gpu_kinds
 
+from scripts import Refused
 from scripts.matrix import gpu, results
 
 PROGRAM = """\
@@ -392,11 +395,26 @@ def test_kvcached_is_installed_into_a_folder_without_an_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[str]] = []
-    monkeypatch.setattr(gpu.subprocess, "run", lambda command, **_: asked.append(command))
+    status = 0
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        asked.append(command)
+        return SimpleNamespace(returncode=status)
+
+    monkeypatch.setattr(gpu.subprocess, "run", run)
     gpu.built(Path("packages"), tmp_path)
     (command,) = asked
     assert {"--no-index", "--no-build-isolation", "--no-deps", "kvcached"} <= set(command)
     assert command[command.index("--target") + 1] == str(tmp_path)
+    status = 1
+    with pytest.raises(Refused, match="expected packages of kvcached in packages, found what pip"):
+        gpu.built(Path("packages"), tmp_path)
+
+
+def test_what_the_program_refuses_is_refused(argv: list[str], tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("raise SystemExit(2)")
+    with pytest.raises(Refused, match=r"expected what program\.py can play, found what it says"):
+        gpu.main()
 
 
 def test_the_pytorch_that_a_release_pins_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

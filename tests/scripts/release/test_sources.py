@@ -278,5 +278,5 @@ def test_the_command_prints_folders(server: Server, tmp_path: Path) -> None:
         return subprocess.run(line, env=env, capture_output=True, text=True)
 
     failed = run("1.2.0", "9.9")
-    assert failed.stdout == f"{tmp_path}/cache/1.2.0\n" and failed.returncode == 1
+    assert failed.stdout == f"{tmp_path}/cache/1.2.0\n" and failed.returncode == 2
     assert failed.stderr.startswith("error: pip names no wheel") and failed.stderr.count("\n") == 1

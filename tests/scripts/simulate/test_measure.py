@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from scripts import Refused
 from scripts.simulate import measure
 from scripts.simulate.model import Machine
 
@@ -40,7 +41,6 @@ def test_nothing_is_replayed_where_what_is_to_be_kept_is_not_there(
     says: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out"
     if isinstance(content, dict):
@@ -49,8 +49,7 @@ def test_nothing_is_replayed_where_what_is_to_be_kept_is_not_there(
         out.write_text(content)
     monkeypatch.setattr(sys, "argv", ["x", "--sides", "lru", "--seconds", "60", "--out", str(out)])
     monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("it replays"))
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(Refused) as refused:
         measure.main()
-    assert refused.value.code == 2
-    said = capsys.readouterr().err.splitlines()[-1]
+    said = str(refused.value)
     assert f"{out}: expected results of this command" in said and says in said

@@ -147,7 +147,8 @@ def test_trials_are_made_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(signals, "Server", Fake)
     monkeypatch.setattr(signals, "trial", trial)
     argv = ["--phases", "idle", "--targets", "engine", "--signals", "TERM,KILL"]
-    args = signals.options([*argv, "--out", str(tmp_path), "--minutes", "-1"])
+    args = signals.options([*argv, "--out", str(tmp_path)])
+    args.minutes = -1.0
     found = signals.earlier(tmp_path / "signals.json")
     assert signals.play(args, tmp_path, found) == 4 and made == []
     args.minutes, args.sides = 1.0, ["plain"]
