@@ -27,7 +27,6 @@ from kvoffload_patch.integration.engine.ranks.ending import ending
 from kvoffload_patch.integration.engine.ranks.workers import RankGroup
 from kvoffload_patch.integration.engine.reports import metrics
 from kvoffload_patch.integration.engine.requests.inline import in_words
-from kvoffload_patch.integration.engine.step_hooks import note_whole
 from kvoffload_patch.integration.engine.tier import SchedulerTier
 from kvoffload_patch.integration.errors import PromiseBroken, TierNotNeeded, TierRefused
 from kvoffload_patch.integration.install import keep_installed, step_hooks
@@ -133,8 +132,6 @@ def connect(
         made = ElasticTier if view.adapter.elastic else SchedulerTier
         tier = made(view, manager, ranks, settings, now)
         breaker = Breaker(view, manager, tier, ranks, hooks)
-        if view.part_keys is not None:
-            view.part_keys.whole = partial(note_whole, breaker)
         hooks.install(breaker)
     except BaseException:
         view.restore()

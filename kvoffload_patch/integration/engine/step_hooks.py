@@ -118,14 +118,6 @@ def update_waiting(wrapped: Method, live: list[bool], breaker: Breaker) -> Metho
     return hook
 
 
-def note_whole(breaker: Breaker, request: Any, block: Any, tokens: int, size: int) -> None:
-    """A block is cached that ends behind so many tokens, as `PartKeys.whole` is told."""
-    tier = breaker.tier
-    tier.cached.append((request, (block,)))
-    if tier.events is not None:
-        tier.events.cached_alone(request, block, tokens, size)
-
-
 def invalid_blocks(wrapped: Method, live: list[bool], breaker: Breaker) -> Method:
     """`Scheduler._handle_invalid_blocks`: a connector failed to fill blocks, cached or not."""
 

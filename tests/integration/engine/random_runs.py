@@ -158,8 +158,9 @@ def run(
     ranks, about = _ranks(rng, seed), describe(seed, most_in_flight, shape, policies, shards)
     drafter = _drafter(seed, about) if drafts else None
     mini = Mini(
-        lambda direction, _: rng.random() < rate[direction], ranks=ranks, events=seed % 3 == 0,
-        weighs=False, drafter=drafter, **users.settings(about, not (drafts or connector))
+        lambda direction, _: rng.random() < rate[direction], ranks=ranks, weighs=False,
+        events=seed % 3 == 0 and not (drafts and shards > 1),  # which tell not of all states then
+        drafter=drafter, **users.settings(about, not (drafts or connector))
     )  # fmt: skip
     mini.tier.pace.prefill_ms = 1e-6 * (seed % 35 in (5, 12, 26, 33))  # hits are computed
     gain, (given, waited) = _weighed(mini, about, seed), _looked_at(mini, seed)

@@ -106,23 +106,10 @@ class KVEvents:
         before: list[Hashable] = [None] * len(keys)
         if group in self._whole:
             before = [blocks[begin - 1].block_hash if begin else None, *keys[:-1]]
-        else:
-            before = self._ends_before(request, begin, end, size) or before
+        elif self._key is not None and size == self._hash_size:
+            hashes = request.block_hashes[max(0, begin - 1) : end - 1]
+            before = [None] * (not begin) + [*map(self._key, hashes)]
         self._new.append(_New(queue[-1], keys, before))
-
-    def cached_alone(self, request: Any, block: Any, tokens: int, size: int) -> None:
-        """vLLM has put the state behind so many tokens there, beside what `cached` is told."""
-        queue, end = self._pool.kv_event_queue, tokens // size
-        if queue and isinstance(queue[-1], self._stored_event):
-            before = self._ends_before(request, end - 1, end, size) or [None]
-            self._new.append(_New(queue[-1], [block.block_hash], before))
-
-    def _ends_before(self, request: Any, begin: int, end: int, size: int) -> list[Hashable]:
-        """Of a window or a state: without which of the whole prefix each is not hit; if known."""
-        if self._key is None or size != self._hash_size:
-            return []
-        hashes = request.block_hashes[max(0, begin - 1) : end - 1]
-        return [None] * (not begin) + [*map(self._key, hashes)]
 
     def take_in(self) -> None:
         """Note what was cached since the last call; O(blocks cached).

@@ -7,13 +7,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from integration.engine.mini import BLOCK, Mini
-from scheduler_half.drafts import Drafter
 from scheduler_half.scenarios import nothing_held, prompt
-from scheduler_half.sizes import Replicated
 from scheduler_half.states import STATE
-
-from kvoffload_patch.integration.engine.adapters.prefix_groups import split
-from kvoffload_patch.integration.install import older_than
 
 
 @pytest.fixture
@@ -56,21 +51,6 @@ def test_keys_of_a_step_that_is_computed_stay(mini: Mini) -> None:
     mini.run()
     mini.check()
     assert mini.hits[name] == 3 * BLOCK + 12
-
-
-@pytest.mark.skipif(older_than("0.31"), reason="no group that ranks do not divide")
-def test_a_whole_state_that_gets_its_key_as_a_part_does_is_stored_and_told_of() -> None:
-    """As where vLLM keeps few states, and leaves the last block of a drafting model out of hits."""
-    about = {"windows": (None, STATE, Replicated(BLOCK)), "shards": 2, "blocks": 120}
-    drafter = Drafter(1, seed=1, reads_layers=True, always=False)
-    mini = Mini(drafter=drafter, events=True, retention=0, store="eager", **about)
-    mini.add(prompt(4, seed=1, tail=4), count=1)
-    mini.run()
-    mini.settle()
-    mini.check()
-    stored = [split(key)[1] for key in mini.manager._slot_of if mini.manager.lookup(key)]
-    told = [block for block in mini.replay.held["CPU"] if block[1] == 1]
-    assert stored.count(1) == len(told) == 1
 
 
 def test_the_function_is_the_pools_own_again_in_the_end(mini: Mini) -> None:
