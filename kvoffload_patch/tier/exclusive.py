@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import compress, repeat
+from typing import Any
 
 from kvoffload_patch.tier.policies.batches import BatchLists
 from kvoffload_patch.tier.policy import EvictionPolicy
@@ -53,6 +54,9 @@ class Exclusive:
             costs O(slots) to make.
         under_way: slots that are pinned or being written; the other policy orders all others that
             are in use.
+
+    Attributes:
+        ending: it gives its copies back, some in each step, and is then no more.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Exclusive:
         copies: BatchLists,
         under_way: Iterable[int] = (),
     ) -> None:
+        self.ending = False
         self._others = others
         self._key_of = key_of
         self._slot_of = slot_of
@@ -86,16 +91,29 @@ class Exclusive:
         """The other policy orders all of them from now on. O(copies)."""
         self._others.insert(self._copies.take_oldest(0, self._copies.sizes[0]))
 
+    def end_in_part(self, count: int) -> bool:
+        """Give so many copies back, and know less of the GPU; returns whether anything is left.
+
+        While it is `ending` little is added to any of that, so a number of these calls leave
+        nothing. To let go of all that is known at once takes milliseconds, too.
+        """
+        self._others.insert(self._copies.take_oldest(0, count))
+        known: tuple[Any, ...] = self._key_in, self._on_gpu, self._again
+        for held, take in zip(known, (self._key_in.popitem, self._on_gpu.pop, self._again.pop)):
+            for _ in range(min(count, len(held))):
+                take()
+        return self._copies.sizes[0] > 0 or any(known)
+
     # What the GPU holds
 
     @property
     def tight(self) -> bool:
-        """Whether the GPU lately lost blocks before they could be stored.
+        """Whether nothing becomes a copy now, and what is computed is stored at once.
 
-        As where requests use nearly all of it, and others are given at once what one gives back.
-        Nothing becomes a copy then, and what is computed is stored at once.
+        As this is ending, or as the GPU lately lost blocks before they could be stored: where
+        requests use nearly all of it, and others are given at once what one gives back.
         """
-        return self._owed > 0
+        return self.ending or self._owed > 0
 
     def handed_out(self, gpu_block_ids: Sequence[int], dropped: Sequence[int]) -> int:
         """These blocks are overwritten, and ``dropped`` of them were still to be stored.
@@ -126,6 +144,8 @@ class Exclusive:
 
     def used(self, keys: Iterable[Hashable]) -> None:
         """These are used again, and the GPU holds them."""
+        if self.ending:
+            return
         if len(self._again) > len(self._key_in) + len(self._key_of):
             self._again.clear()  # of blocks that were never stored
         self._again.update(keys)

@@ -20,7 +20,7 @@ from kvoffload_patch.tier.stats import RemovedBy
 class OffloadManager(TierState):
     """Owns the CPU slots of one scheduler; every rank holds the bytes of the same slots.
 
-    A step costs O(1) for each block named or under way, or, as being lazy ends, for each copy.
+    A step costs O(1) for each block named or under way, and ends being lazy over several.
     """
 
     # Looking up

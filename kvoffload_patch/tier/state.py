@@ -20,7 +20,11 @@ from kvoffload_patch.tier.prefixes import PrefixOrder
 from kvoffload_patch.tier.queues import Ended, StoreQueue, WaitingBlocks, tell_ended
 from kvoffload_patch.tier.slots import SlotPool
 from kvoffload_patch.tier.stats import TierStats
-from kvoffload_patch.tier.tuning import FIRST_COMPARED_BLOCKS, NEIGHBOUR_BLOCKS
+from kvoffload_patch.tier.tuning import (
+    FIRST_COMPARED_BLOCKS,
+    GIVEN_BACK_BLOCKS,
+    NEIGHBOUR_BLOCKS,
+)
 from kvoffload_patch.tier.uses import UseCounts
 
 NO_KEY = object()  # in the place of the key of a slot that has none
@@ -170,16 +174,20 @@ class TierState:
     def _follow_gain(self, before: Exclusive | None = None) -> None:
         """Hold other blocks than the GPU if that is wanted, or pays.
 
-        O(blocks under way) to begin it, and O(copies) besides to end it.
+        O(blocks under way) to begin or to end it. It gives its copies back first, some in each
+        step, and goes on if it pays again meanwhile.
 
         ``before``: what did so until now, and knows what the GPU has; O(slots in use) to go on.
         """
-        lazy = self._store_policy != "eager" if self._gain is None else self._gain.pays
-        if lazy != (self._exclusive is not None):
-            if lazy:
-                self._be_exclusive(before)
-            else:
+        lazy, order = self._store_policy != "eager", self._exclusive
+        if self._gain is not None:
+            lazy = self._gain.pays
+        if order is not None:
+            order.ending = not lazy
+            if order.ending and not order.end_in_part(GIVEN_BACK_BLOCKS):
                 self._be_inclusive()
+        elif lazy:
+            self._be_exclusive(before)
 
     def _be_exclusive(self, before: Exclusive | None) -> None:
         """What the GPU holds as well leaves first from now on, as far as it is told of it."""

@@ -11,6 +11,7 @@ from tier.steps import steps_of
 from tier.strict import Strict
 from tier.tier_machine import Gain
 
+from kvoffload_patch.tier import state
 from kvoffload_patch.tier.exclusive import blocks_ahead
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies.arc import ArcPolicy
@@ -196,10 +197,14 @@ def test_a_loading_slot_is_not_evicted_however_often_it_is_hit() -> None:
     assert (held(tier), tier.stats.dropped) == ("a", 1)
 
 
+@pytest.mark.parametrize("at_once", [1, 100])
 @pytest.mark.parametrize("store", ["auto", "lazy", "now and then"])
 @pytest.mark.parametrize("seed", range(8))
-def test_each_slot_that_can_leave_is_a_copy_or_the_policys_behind(seed: int, store: str) -> None:
+def test_each_slot_that_can_leave_is_a_copy_or_the_policys_behind(
+    seed: int, store: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In neither order it would never leave, in both another block would leave with it."""
+    monkeypatch.setattr(state, "GIVEN_BACK_BLOCKS", at_once)
     rng, gpu, copies = random.Random(seed), dict[int, str](), 0
     tier, gain = OffloadManager(8, Strict, store=store if store == "lazy" else "auto"), Gain()
     if store == "now and then":
@@ -451,3 +456,52 @@ def steps_of_becoming_lazy(slots: int) -> int:
 
 def test_becoming_lazy_takes_no_more_steps_in_a_larger_tier() -> None:
     assert steps_of_becoming_lazy(1000) == steps_of_becoming_lazy(10)
+
+
+def lazy_tier(slots: int) -> OffloadManager:
+    """It holds copies of as many blocks of the GPU."""
+    tier = OffloadManager(slots, Strict, store="auto", gpu_blocks=slots)
+    assert tier._gain is not None
+    tier._gain.pays = True
+    tier.make_plan(lambda block, key: True)
+    plan(tier, **{f"key-{number}": number for number in range(slots)})
+    tier.begin_load(["key-0"], [0])  # it is under way until the end
+    assert tier.lazy and tier._copies.sizes[0] == slots - 1
+    tier._gain.pays = False
+    return tier
+
+
+def steps_of_becoming_eager(slots: int) -> list[int]:
+    """Of each step from then on in which the tier is lazy still."""
+    tier, steps = lazy_tier(slots), []
+    while tier.lazy:
+        steps.append(steps_of(lambda: tier.make_plan(lambda block, key: True)))
+    behind = tier._prefixes.policy
+    assert isinstance(behind, Strict) and behind.pinned == {tier._slot_of["key-0"]}
+    assert behind.known | behind.pinned == {*range(slots)} and not tier._copies.sizes[0]
+    return steps
+
+
+def test_a_step_that_becomes_eager_again_does_not_work_for_all_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(state, "GIVEN_BACK_BLOCKS", 10)
+    few, many = steps_of_becoming_eager(30), steps_of_becoming_eager(1000)
+    assert (len(few), len(many)) == (3, 100)
+    assert max(many) < 1.2 * max(few)
+
+
+def test_a_tier_that_becomes_eager_again_stores_at_once_and_makes_no_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(state, "GIVEN_BACK_BLOCKS", 1)
+    tier = lazy_tier(4)
+    assert plan(tier, new=9) == "new" and tier.lazy
+    tier.hit_on_gpu([1, 9], ["key-1", "new"], lambda *_: True)
+    behind = tier._prefixes.policy
+    assert isinstance(behind, Strict)
+    assert {tier._key_of[slot] for slot in behind.known} >= {"key-1", "new"}
+    assert tier._gain is not None
+    tier._gain.pays = True
+    tier.make_plan(lambda block, key: True)
+    assert tier._exclusive is not None and not tier._exclusive.tight, "it goes on"
