@@ -93,6 +93,7 @@ ACROSS = {
     "test_packaging.py",
     "test_replaced.py",
     "test_security.py",
+    "test_sentences.py",
     "test_unused.py",
     "transfer/backends/test_backends.py",
     "transfer/backends/test_checksums.py",

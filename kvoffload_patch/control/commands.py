@@ -49,14 +49,18 @@ def read_command(message: Mapping[str, Any]) -> Command:
     """
     name = message.get("command")
     if not isinstance(name, str) or name not in ARGUMENTS:
-        raise Refused(f"expected one of {', '.join(ARGUMENTS)}, found {_shown(name)}.")
+        raise Refused(
+            f"expected one of {', '.join(ARGUMENTS)}, found {_shown(name)}; give one of these."
+        )
     given = {key: text for key, text in message.items() if key != "command"}
     unknown = [key for key in given if key not in ARGUMENTS[name]]
     if unknown:
         known = ", ".join(ARGUMENTS[name]) or "no argument"
-        raise Refused(f"expected {known} beside {name}, found {_shown(unknown[0])}.")
+        raise Refused(f"expected {known} beside {name}, found {_shown(unknown[0])}; leave it out.")
     if name in (RESIZE, SET) and not given:
-        raise Refused(f"expected {' or '.join(ARGUMENTS[name])} beside {name}, found none.")
+        raise Refused(
+            f"expected {' or '.join(ARGUMENTS[name])} beside {name}, found none; give one."
+        )
     values, wrong = dict[str, Any](), list[str]()
     for key, text in given.items():
         try:

@@ -126,7 +126,10 @@ class Listener:
                 if self._closed:
                     return
                 if not told:
-                    logger.warning("kvoffload_patch: a control connection was not taken: %s", error)
+                    logger.warning(
+                        "kvoffload_patch: a control connection was not taken (%s); the engine "
+                        "serves on, and tries again.", error,
+                    )  # fmt: skip
                 told = True
                 time.sleep(AGAIN_S)
 
@@ -161,7 +164,10 @@ class Listener:
             with connection, suppress(OSError):
                 self._send(connection, self._reply(connection))
         except Exception as error:  # noqa: BLE001 - the next question is answered
-            logger.warning("kvoffload_patch: a control message was not answered: %s", error)
+            logger.warning(
+                "kvoffload_patch: a control message was not answered (%s); the engine serves on, "
+                "ask again.", error,
+            )  # fmt: skip
         finally:
             self._silent.pop(connection, None)
             self._connections.discard(connection)

@@ -45,7 +45,11 @@ def check_live(decision: Decision, targets: Iterable[tuple[PatchPoint, ModuleTyp
     if doubts and not decision.allow_unverified:
         raise unverified(decision, doubts)
     for doubt in doubts:
-        logger.warning("%s is patched all the same: %s", decision.label, doubt)
+        logger.warning(
+            "%s is patched all the same: %s; compare what it does with the unpatched one.",
+            decision.label,
+            doubt,
+        )
 
 
 def _wrong(point: PatchPoint, target: Any) -> Iterator[str]:

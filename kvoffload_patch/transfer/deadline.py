@@ -190,7 +190,10 @@ class DeadlineWatch:
             while not (self._closed.wait(DEADLINE_PERIOD_S) or self._is_over()):
                 self.look()
         except Exception as error:  # noqa: BLE001 - the copies themselves may be all right
-            logger.warning("kvoffload_patch: deadlines of copies are not watched: %s", error)
+            logger.warning(
+                "kvoffload_patch: deadlines of copies are not watched any more (%s), so one that "
+                "hangs may not be noticed; restart the server to have them watched.", error,
+            )  # fmt: skip
 
 
 def _overdue(link: Link, ticket: int) -> str:

@@ -111,5 +111,8 @@ def device_of(device: torch.device) -> Device:
     kind = _KINDS.get(device.type)
     if kind is None:
         known = ", ".join(_KINDS)
-        raise TransferError(f"expected KV tensors on one of {known}, found {device}.")
+        raise TransferError(
+            f"expected KV tensors on one of {known}, found {device}; "
+            "set KVOFFLOAD_STRICT=0 to serve without the CPU tier."
+        )
     return kind(device)

@@ -20,6 +20,12 @@ class TransferError(RuntimeError):
 class LayoutRefused(TransferError):
     """KV tensors whose shape or strides are not understood."""
 
+    def __init__(self, found: str) -> None:
+        super().__init__(
+            f"KV layout not understood: {found}; report it with the model, or set "
+            "KVOFFLOAD_STRICT=0 to serve without the CPU tier."
+        )
+
 
 class CanaryFailed(TransferError):
     """A block written, evicted and read back is not the block that was written."""

@@ -68,7 +68,7 @@ class BlockLayout:
         num_backed: int | None = None,
     ) -> None:
         if not tensors:
-            raise LayoutRefused("KV layout not understood: expected KV tensors, found none.")
+            raise LayoutRefused("expected KV tensors, found none")
         self.num_blocks = num_blocks
         self.num_backed = num_blocks if num_backed is None else min(num_blocks, num_backed)
         self.device = tensors[0].device
@@ -153,8 +153,7 @@ def layout_by_bytes(tensors: Sequence[torch.Tensor], nbytes: int, num_backed: in
 
 def _refused(tensor: torch.Tensor, num_blocks: int, why: str) -> LayoutRefused:
     return LayoutRefused(
-        f"KV layout not understood: shape {tuple(tensor.shape)}, strides {tensor.stride()}, "
-        f"{num_blocks} blocks: {why}."
+        f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, {num_blocks} blocks: {why}"
     )
 
 
@@ -228,8 +227,8 @@ def _check_disjoint(spans: list[_Span], num_blocks: int) -> None:
     for span in spans:
         if span.nbytes > span.stride:
             raise LayoutRefused(
-                f"KV layout not understood: a block has {span.nbytes} bytes in a row whose "
-                f"blocks are {span.stride} bytes apart, so blocks overlap."
+                f"a block has {span.nbytes} bytes in a row whose "
+                f"blocks are {span.stride} bytes apart, so blocks overlap"
             )
     # Within a storage, rows either lie side by side inside one block stride, or one after the
     # other; everything else would make two rows write the same bytes.
@@ -240,8 +239,8 @@ def _check_disjoint(spans: list[_Span], num_blocks: int) -> None:
                 break
             if a.stride != b.stride or b.start + b.nbytes > a.start + a.stride:
                 raise LayoutRefused(
-                    "KV layout not understood: rows of different KV tensors share bytes "
-                    f"(at {a.start} and {b.start}, {a.stride} and {b.stride} bytes a block)."
+                    "rows of different KV tensors share bytes "
+                    f"(at {a.start} and {b.start}, {a.stride} and {b.stride} bytes a block)"
                 )
 
 

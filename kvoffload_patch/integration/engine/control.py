@@ -103,7 +103,7 @@ class Desk:
         def ask(command: Command) -> Mapping[str, Any]:
             found = answer()
             if found is None:
-                raise Refused("expected an engine to ask, found it gone.")
+                raise Refused("expected an engine to ask, found it gone; start the server again.")
             return found(command)
 
         self._close = weakref.finalize(self, Listener(ask).close)

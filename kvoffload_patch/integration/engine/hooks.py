@@ -21,7 +21,10 @@ def init(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> None:
     try:
         pass_variables_on(_executor_class(*args, **kwargs))
     except Exception as error:  # noqa: BLE001 - workers that lack them say so when asked
-        logger.warning("kvoffload_patch: Ray's workers do not get our variables: %s", error)
+        logger.warning(
+            "kvoffload_patch: Ray's workers do not get our variables (%s); set them where Ray "
+            "starts its workers.", error,
+        )  # fmt: skip
     wrapped(*args, **kwargs)
     attach(instance, instance.vllm_config)
 
@@ -41,7 +44,10 @@ def shutdown(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     try:
         detach(instance)
     except Exception as error:  # noqa: BLE001 - vLLM's own shutdown must follow
-        logger.warning("kvoffload_patch: the CPU tier was not closed in order: %s", error)
+        logger.warning(
+            "kvoffload_patch: the CPU tier was not closed in order (%s); the end of each process "
+            "gives its memory back.", error,
+        )  # fmt: skip
     finally:  # also after a key while copies are waited for
         result = wrapped(*args, **kwargs)
     return result

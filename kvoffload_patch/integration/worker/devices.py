@@ -31,7 +31,7 @@ def warn_if_never_run(device: Any) -> None:
     if kind:
         logger.warning(
             "kvoffload_patch: KVOFFLOAD_ALLOW_UNVERIFIED uses the tier on a device of a kind on "
-            "which it was never run: %s", kind,
+            "which it was never run: %s; compare its answers with those without it.", kind,
         )  # fmt: skip
 
 

@@ -169,7 +169,9 @@ def finish_rank(worker: Any, plan: TransferPlan | None) -> None:
     tier = getattr(worker.model_runner, TIER, None)
     if tier is None:
         if plan is not None:
-            raise RuntimeError("expected this rank's tier to be open, found none")
+            raise RuntimeError(
+                "expected this rank's tier to be open, found none; restart the server"
+            )
         return
     try:
         with tier.order.between_steps():

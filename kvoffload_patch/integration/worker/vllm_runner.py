@@ -52,7 +52,7 @@ def kv_tensors(runner: Any) -> tuple[list[Any], int | None]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"KV layout not understood: expected a tensor for each layer, found "
-                f"{type(tensor).__name__}"
+                f"{type(tensor).__name__}; set KVOFFLOAD_STRICT=0 to serve without the CPU tier"
             )
     placed = runner.kv_cache_config.kv_cache_tensors
     one_allocation = bool(placed) and hasattr(placed[0], "layer_stride")

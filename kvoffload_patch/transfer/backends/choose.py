@@ -67,7 +67,7 @@ def choose_backend(
     if choice not in ("auto", *device.backends):
         raise TransferError(
             f"expected KVOFFLOAD_COPY_BACKEND={' or '.join(('auto', *device.backends))} on "
-            f"{layout.device}, found {choice}."
+            f"{layout.device}, found {choice}; leave it out."
         )
     names = device.backends if choice == "auto" else (choice,)
     reasons: list[str] = []
@@ -81,7 +81,10 @@ def choose_backend(
         said = "; ".join([speed.in_words(layout.block_bytes), *reasons])
         words = in_words(backend.checksums.kept)
         return Chosen(backend, speed.load, f"copies {name} ({said}){words}")
-    raise TransferError(f"expected a copy backend that works, found none: {'; '.join(reasons)}.")
+    raise TransferError(
+        f"expected a copy backend that works, found none: {'; '.join(reasons)}; see whether other "
+        "programs can copy to the device, or set KVOFFLOAD_STRICT=0 to serve without the CPU tier."
+    )
 
 
 def _opened(

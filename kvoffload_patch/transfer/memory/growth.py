@@ -182,7 +182,10 @@ class Growth:
             self.stop()
         except TransferError as error:
             _NOT_FREED.append(self._mapping.memory)
-            logger.warning("kvoffload_patch: CPU memory of the tier is not given back: %s", error)
+            logger.warning(
+                "kvoffload_patch: CPU memory of the tier is not given back (%s); end the process "
+                "to have it back.", error,
+            )  # fmt: skip
             return
         if self._thread is threading.current_thread() and not self._over:
             self._dropped = True  # it may be at a piece, and takes that back as well when it ends

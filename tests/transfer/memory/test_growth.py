@@ -575,7 +575,7 @@ def test_a_driver_that_does_not_return_fails_a_change_of_size(
                 with pytest.raises(TransferError, match=r"within 0 s, found that it has not ret"):
                     asking.submit(host.resize, num_slots).result(20)
             asking.submit(host.close).result(20)
-            assert "is not given back: expected the driver to register" in caplog.text
+            assert "is not given back (expected the driver to register" in caplog.text
             assert len(registrar.held) == 2
         finally:
             go.set()

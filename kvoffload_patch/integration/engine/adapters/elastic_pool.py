@@ -38,7 +38,9 @@ class ElasticPoolAdapter(PoolAdapter):
         memory = pool.kv_cache_manager
         memory._wait_post_init()
         if memory.null_block is None:
-            raise RuntimeError("kvcached has no memory for its first page")
+            raise RuntimeError(
+                "expected memory for kvcached's first page, found none; free memory of the GPU"
+            )
 
     def take(self, count: int) -> list[Any]:
         """Fresh GPU blocks, referenced.

@@ -129,7 +129,7 @@ class LoraNames:
             self.stale.add(name)
             logger.warning(
                 "KV offload: LoRA adapter %s was loaded again under its name, or is one of so many "
-                "that it was forgotten, so its blocks may be of other weights: reset the prefix "
+                "that it was forgotten, so its blocks may be of other weights; reset the prefix "
                 "cache to have the CPU tier for it again",
                 name,
             )

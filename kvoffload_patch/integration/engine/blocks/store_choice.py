@@ -34,7 +34,7 @@ def stores(request: Any) -> bool:
         _Unknown.told = True  # once: clients choose what comes here
         logger.warning(
             "KV offload: expected 0 or 1 as %s of request %s, found %.40r; neither this request is "
-            "stored, nor any other with such a value",
+            "stored, nor any other with such a value: give 0 or 1",
             ARGUMENT, request.request_id, asked,
         )  # fmt: skip
     return word in TRUE

@@ -118,7 +118,10 @@ class Weights:
         if same:
             logger.info("KV offload: %d blocks are kept, the weights are the same", before)
         else:
-            logger.warning("KV offload: the weights have changed, %d blocks are forgotten", before)
+            text = (
+                "KV offload: the weights have changed; %d blocks are forgotten, and computed again"
+            )
+            logger.warning(text, before)
         return not same
 
     def _same(self, found: tuple[str, ...]) -> bool:

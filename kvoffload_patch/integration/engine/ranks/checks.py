@@ -21,7 +21,11 @@ def check_together(ranks: Sequence[RankGeometry]) -> None:
     _refuse_several_schedulers(ranks)
     if len({(r.num_blocks, r.device) for r in ranks}) != 1:
         found = ", ".join(f"rank {r.rank}: {r.num_blocks} on {r.device}" for r in ranks)
-        raise TierRefused(f"expected the same KV blocks on every rank, found {found}.")
+        raise TierRefused(
+            f"expected the same KV blocks on every rank, found {found}; set "
+            "--num-gpu-blocks-override to what all have room for, or KVOFFLOAD_STRICT=0 to serve "
+            "without the CPU tier."
+        )
 
 
 def refuse_errors(answers: Sequence[Any], what: str) -> None:

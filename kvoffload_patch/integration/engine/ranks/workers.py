@@ -281,7 +281,8 @@ class RankGroup:
         if self.silent:
             raise TierRefused(
                 f"expected every worker to have answered before {name} is sent, found one that has "
-                "not, whose late answer would be taken for that to another call."
+                "not, whose late answer would be taken for that to another call; restart the "
+                "server."
             )
         try:
             sent, timeout = worker_side.answering(function), max(timeout_s, _step_timeout_s())
@@ -299,7 +300,7 @@ class RankGroup:
         if failed:
             raise TierRefused(
                 f"expected every worker to answer {name}, found {failed[0]} on {len(failed)} of "
-                f"{len(answers)} (is the same kvoffload_patch installed where every worker runs?)."
+                f"{len(answers)}; install the same kvoffload_patch wherever a worker runs."
             )
         return [answer for _, answer in answers]
 

@@ -51,7 +51,10 @@ class Spans:
             self._give(name, since, self.now(), attributes=attributes, context=context)
         except Exception as error:  # noqa: BLE001 - a trace is no reason to do without the tier
             self._works = False
-            logger.warning("kvoffload_patch: no more spans in vLLM's traces: %r", error)
+            logger.warning(
+                "kvoffload_patch: no more spans of the CPU tier in vLLM's traces: %r; the tier "
+                "works on, restart the server to have them again.", error,
+            )  # fmt: skip
 
 
 def spans_of(scheduler: Any) -> Spans | None:

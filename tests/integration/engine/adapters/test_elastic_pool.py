@@ -74,7 +74,7 @@ def test_it_is_chosen_by_the_name_of_the_pools_class() -> None:
 def test_it_waits_for_the_first_page_and_refuses_a_pool_without() -> None:
     pool = ElasticBlockPool()
     assert adapter_of(pool).elastic and pool.said == ["waited"]
-    with pytest.raises(RuntimeError, match="no memory for its first page"):
+    with pytest.raises(RuntimeError, match="kvcached's first page, found none; free memory"):
         adapter_of(ElasticBlockPool(null_block=None))
 
 
