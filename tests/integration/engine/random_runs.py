@@ -244,7 +244,7 @@ def _looked_at(mini: Any, seed: int) -> tuple[list[int], list[int]]:
 
     if mini.ranks.compares:
         comparing = mini.tier._admission.comparing
-        comparing._parked_every, comparing._every = 2 + seed % 3, 2 + seed % 5
+        comparing._every = 2 + seed % 3
     return compare(mini), let_stores_wait(mini, seed)
 
 
