@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
-from kvoffload_patch.tier.recency_model import KeySample, RecencyModel, sample_of
+from kvoffload_patch.tier.recency_model import KeySample, RecencyModel, sample_of, sampled
 from kvoffload_patch.tier.tuning import MODEL_LEAD_PARTS, MODEL_MEMORY_TIMES, RECOMPUTE_TIMES
 
 
@@ -44,19 +44,19 @@ class ExclusiveGain:
 
     def computed(self, keys: Collection[Hashable]) -> None:
         """These were computed, and the tier does not have them."""
-        if sampled := self.sample.look(keys, self._one_in):
-            self._count(sampled, 0)
+        if some := self.sample.look(keys, self._one_in):
+            self._count(some, 0)
 
-    def loaded(self, keys: Iterable[Hashable]) -> None:
+    def loaded(self, keys: Collection[Hashable]) -> None:
         """These are loaded."""
-        if sampled := self._sampled(keys):
-            self._count(sampled, len(sampled))
+        if some := sampled(keys, self._one_in):
+            self._count(some, len(some))
 
-    def hit_on_gpu(self, keys: Iterable[Hashable]) -> None:
+    def hit_on_gpu(self, keys: Collection[Hashable]) -> None:
         """These were found on the GPU."""
-        if sampled := self._sampled(keys):
-            self._inclusive.use(sampled)
-            self._exclusive.use(sampled)
+        if some := sampled(keys, self._one_in):
+            self._inclusive.use(some)
+            self._exclusive.use(some)
 
     def _count(self, keys: Sequence[Hashable], loaded: int) -> None:
         slots = self._in_small(self._slots)
@@ -68,10 +68,6 @@ class ExclusiveGain:
             self.pays = self._lead > cost / 2
         else:
             self.pays = self._lead > cost + slots / MODEL_LEAD_PARTS
-
-    def _sampled(self, keys: Iterable[Hashable]) -> list[Hashable]:
-        mask = self._one_in - 1
-        return [key for key in keys if not hash(key) & mask]
 
     def _in_small(self, blocks: int) -> int:
         return max(1, blocks // self._one_in)

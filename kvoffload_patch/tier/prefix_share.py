@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, compress
 from math import ceil
 from typing import NamedTuple, TypeVar
 
-from kvoffload_patch.tier.recency_model import sample_of
+from kvoffload_patch.tier.recency_model import sample_marks, sample_of
 from kvoffload_patch.tier.tuning import (
     HEADS_FREE_REQUESTS,
     HEADS_ROOM_REQUESTS,
@@ -103,8 +103,8 @@ class PrefixShare:
         kept = 1.0 if whole else self.share
         last, end = self._last, ceil(kept * len(keys))
         # Not by place: where all prefixes begin alike, one place would be looked at in all of them.
-        mask = self._one_in - 1
-        sampled = [one for one in enumerate(keys) if not hash(one[1]) & mask]
+        marks = sample_marks(keys, self._one_in)
+        sampled = list(compress(enumerate(keys), marks)) if 1 in marks else []
         self._count(sampled, hit)
         self.now = now = self.now + len(keys)
         self._note_free(free)

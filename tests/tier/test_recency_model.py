@@ -13,7 +13,13 @@ from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies.adaptive import AdaptivePolicy, ArcModel
 from kvoffload_patch.tier.policies.arc import ArcPolicy
 from kvoffload_patch.tier.policies.lru import LRUPolicy
-from kvoffload_patch.tier.recency_model import KeySample, RecencyModel, sample_of
+from kvoffload_patch.tier.recency_model import (
+    KeySample,
+    RecencyModel,
+    sample_marks,
+    sample_of,
+    sampled,
+)
 from kvoffload_patch.tier.tuning import MODEL_BLOCKS
 
 
@@ -89,6 +95,30 @@ def test_a_sample_leaves_no_more_than_a_model_has(slots: int) -> None:
     one_in = sample_of(slots)
     assert slots <= MODEL_BLOCKS * one_in
     assert one_in == 1 or slots > MODEL_BLOCKS * one_in // 2
+
+
+@pytest.mark.parametrize("one_in", [1, 2, 64, 256, 512, 4096])
+def test_of_hashes_as_vllm_has_them_one_in_so_many_is_sampled(one_in: int) -> None:
+    rng = random.Random(one_in)
+    keys: list[Hashable] = [rng.randbytes(32) + bytes(4) for _ in range(20 * max(one_in, 50))]
+    some = sampled(keys, one_in)
+    assert 0.5 < len(some) * one_in / len(keys) < 1.5
+    assert sampled(dict.fromkeys(keys), one_in) == some == sampled(some, one_in)
+    assert [key for key in keys if sample_marks([key], one_in)[0]] == some, "alone or among others"
+    assert set(sampled(keys, 2 * one_in)) <= set(some)
+
+
+def test_keys_that_are_no_bytes_of_one_length_are_sampled_as_well() -> None:
+    for keys in (
+        [],
+        [b""],
+        [b"", b"a"],
+        [b"a", b"bc"],
+        [("a", n) for n in range(100)],
+        [*range(9)],
+    ):
+        some = sampled(keys, 4)
+        assert some == [key for key in keys if hash(key) % 4 == 0]
 
 
 def test_the_same_keys_are_looked_at_once() -> None:
