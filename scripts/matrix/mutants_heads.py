@@ -25,8 +25,8 @@ HEADS = (
     Mutant(
         "a tail is handed out before blocks that hold nothing",
         _FILES + "blocks/recency.py",
-        " or heads.blocks_are_left(len(request_ids))",
-        "",
+        "looked, whole = True, heads.blocks_are_left(len(request_ids))",
+        "pass",
         (_HEADS + "test_nothing_is_handed_out_early_that_is_needed",),
     ),
     Mutant(

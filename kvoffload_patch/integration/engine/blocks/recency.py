@@ -93,8 +93,8 @@ class Recency:
         Args:
             paused: nothing is loaded now.
         """
-        heads = self.heads
-        whole = paused or heads is None or heads.blocks_are_left(len(request_ids))
+        heads, whole = self.heads, paused
+        looked = paused  # before any tail is moved, and only where one may be
         for request_id in request_ids:
             keys, hit = self.keys.pop(request_id, []), self._hit.pop(request_id, None)
             several = len(keys) > self._at_once.pop(request_id, 0)
@@ -112,6 +112,8 @@ class Recency:
             if tells:
                 self._tell(keys, rests, together=several)
             if heads is not None and keys and rests is not None:
+                if heads.share < 1 and not looked:
+                    looked, whole = True, heads.blocks_are_left(len(request_ids))
                 heads.ended(keys, rests, hit or NO_HIT, whole)
 
     def _tell(
