@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 
 from kvoffload_patch.tier.recency_model import KeySample, RecencyModel, sample_of, sampled
-from kvoffload_patch.tier.tuning import MODEL_LEAD_PARTS, MODEL_MEMORY_TIMES, RECOMPUTE_TIMES
+from kvoffload_patch.tier.tuning import (
+    MODEL_BATCH_BLOCKS,
+    MODEL_LEAD_PARTS,
+    MODEL_MEMORY_TIMES,
+    RECOMPUTE_TIMES,
+)
 
 
 class ExclusiveGain:
@@ -37,6 +42,7 @@ class ExclusiveGain:
         one_in, grows = sample_of(slots), slots >= self._slots
         self._slots = slots
         if one_in == self._one_in and grows:
+            self._tell_computed()
             self._inclusive.slots = self._in_small(slots)
             self._exclusive.slots = self._in_small(slots + self._gpu_blocks)
         else:
@@ -45,18 +51,27 @@ class ExclusiveGain:
     def computed(self, keys: Collection[Hashable]) -> None:
         """These were computed, and the tier does not have them."""
         if some := self.sample.look(keys, self._one_in):
-            self._count(some, 0)
+            self._waiting += some
+            if len(self._waiting) >= MODEL_BATCH_BLOCKS:
+                self._tell_computed()
 
     def loaded(self, keys: Collection[Hashable]) -> None:
         """These are loaded."""
         if some := sampled(keys, self._one_in):
+            self._tell_computed()
             self._count(some, len(some))
 
     def hit_on_gpu(self, keys: Collection[Hashable]) -> None:
         """These were found on the GPU."""
         if some := sampled(keys, self._one_in):
+            self._tell_computed()
             self._inclusive.use(some)
             self._exclusive.use(some)
+
+    def _tell_computed(self) -> None:
+        if self._waiting:
+            self._count(self._waiting, 0)
+            self._waiting.clear()
 
     def _count(self, keys: Sequence[Hashable], loaded: int) -> None:
         slots = self._in_small(self._slots)
@@ -74,5 +89,6 @@ class ExclusiveGain:
 
     def _begin_models(self, one_in: int) -> None:
         self._one_in = one_in
+        self._waiting: list[Hashable] = []  # were computed, which the models are not told of yet
         self._inclusive = RecencyModel(self._in_small(self._slots))
         self._exclusive = RecencyModel(self._in_small(self._slots + self._gpu_blocks))
