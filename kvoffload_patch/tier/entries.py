@@ -105,7 +105,10 @@ class HeldSlots:
 
     def reads_of(self, slots: Slots) -> int:
         """How many of these slots transfers read."""
-        return 0 if self._read.isdisjoint(slots) else len(self._read.intersection(slots))
+        # Mostly nothing is read: then these are not even walked.
+        if not self._read or self._read.isdisjoint(slots):
+            return 0
+        return len(self._read.intersection(slots))
 
     def pinned(self) -> list[int]:
         """Slots that a transfer reads and whose keys are known."""

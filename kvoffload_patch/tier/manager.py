@@ -238,9 +238,9 @@ class OffloadManager(TierState):
             leaving: what `leaving` said since the last block was handed out.
             can_wait: whether what is computed may be stored with that of some steps to come.
         """
-        if self._gain is not None:
+        if self._gain is not None and self._gain.pays != (self._exclusive is not None):
             self._follow_gain()
-        hurries = leaving or self._queue or self._growing or self._exclusive is not None
+        hurries = leaving or self._queue or self._growing or self._exclusive
         store: tuple[Transfer, ...] = ()
         if not can_wait or hurries or not self._waiting.add(computed):
             if self._waiting:
@@ -249,13 +249,13 @@ class OffloadManager(TierState):
                 computed = {**waited, **computed}
             if computed or leaving or self._queue:
                 store = self._plan_store(storable, computed, leaving)
-        waits, done = take_tickets(self._links.values())
-        failed = [link for link in self._links.values() if link.failed]  # ranks name it until told
-        if not (store or waits or self._new_loads or failed):
+        failed = self._loads.failed or self._stores.failed  # ranks name it until told
+        if not (store or self._loads.wait or self._stores.wait or self._new_loads or failed):
             return None
+        waits, done = take_tickets(self._links.values())
         loads, self._new_loads = tuple(self._new_loads), []
         promised, self._promised = tuple(self._promised), []
-        for link in failed:
+        for link in self._links.values() if failed else ():
             link.forget_failed()
         return TransferPlan(loads, store, waits, done, promised)
 

@@ -179,7 +179,9 @@ class PrefixShare:
         # Blocks that all prefixes begin with are used again at once, and the sample has too many or
         # too few of them (SHARDS-adj; Waldspurger and others, FAST 2015).
         soon = max(0.0, soon + self._expected - self._used)
-        found = [min(again / used, 1.0) for again in accumulate([soon, *later])]
+        found = [again / used for again in accumulate([soon, *later])]
+        if found[-1] > 1:  # they grow
+            found = [min(part, 1.0) for part in found]
         self._sizes = sizes = list(accumulate([self._bin * (1 - part) for part in found]))
         most = found[-1]
         if seen < len(self._used_again):

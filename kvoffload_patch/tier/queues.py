@@ -48,6 +48,8 @@ class StoreQueue:
 
     def drop(self, gpu_block_ids: Sequence[int]) -> list[int]:
         """These GPU blocks are overwritten; returns those of them that were to be stored."""
+        if not (self._keys or self._first):  # as in most steps
+            return []
         return _drop(self._keys, gpu_block_ids) + _drop(self._first, gpu_block_ids)
 
     def clear(self) -> None:
@@ -70,41 +72,41 @@ class StoreQueue:
         return taken, lost + _take(self._keys, limit, taken, held, storable)
 
 
-class WaitingBlocks:
-    """What some steps have computed, by GPU block, until enough of it is stored by one plan."""
+class WaitingBlocks(dict[int, Hashable]):
+    """What some steps have computed, by GPU block, until enough of it is stored by one plan.
+
+    Each step asks several times whether there is any: of a dict that takes no call.
+    """
 
     def __init__(self) -> None:
-        self._keys: dict[int, Hashable] = {}
+        super().__init__()
         self._steps = 0  # that the first of them has waited
-
-    def __len__(self) -> int:
-        return len(self._keys)
 
     def add(self, computed: Blocks) -> bool:
         """Add what a step computes; returns whether all of it waits for what the next one does.
 
         If not, `take` is to follow. What is taken together is one plan's, and one copy.
         """
-        self._keys.update(zip(computed.values(), computed))
-        self._steps += bool(self._keys)
-        return 0 < len(self._keys) < TOGETHER_BLOCKS and self._steps < TOGETHER_STEPS
+        self.update(zip(computed.values(), computed))
+        self._steps += bool(self)
+        return 0 < len(self) < TOGETHER_BLOCKS and self._steps < TOGETHER_STEPS
 
     def drop(self, gpu_block_ids: Sequence[int]) -> list[int]:
         """As `StoreQueue.drop`."""
-        dropped = _drop(self._keys, gpu_block_ids)
-        if not self._keys:
+        dropped = _drop(self, gpu_block_ids)
+        if not self:
             self._steps = 0
         return dropped
 
     def clear(self) -> None:
         """Nothing waits."""
-        self._keys.clear()
+        super().clear()
         self._steps = 0
 
     def take(self, storable: Storable) -> tuple[dict[Hashable, int], int]:
         """As `StoreQueue.take`, all of it, whether it is held by now or not."""
-        taken = [(key, block) for block, key in self._keys.items() if storable(block, key)]
-        lost = len(self._keys) - len(taken)
+        taken = [(key, block) for block, key in self.items() if storable(block, key)]
+        lost = len(self) - len(taken)
         self.clear()
         return dict(taken), lost
 

@@ -46,8 +46,8 @@ TIER = (
     Mutant(
         "what waits to be stored is kept when its block is handed out",
         "tier/queues.py",
-        "dropped = _drop(self._keys, gpu_block_ids)\n        if not",
-        "dropped = 0\n        if not",
+        "dropped = _drop(self, gpu_block_ids)\n        if not",
+        "dropped = []\n        if not",
         _MANAGER,
     ),
     Mutant(

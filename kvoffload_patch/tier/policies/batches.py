@@ -138,6 +138,9 @@ class BatchLists:
 
     def take_oldest_of_all(self, count: int) -> list[int]:
         """Take the least recent slots, ``count`` of them or all, whichever list they are in."""
+        filled = [which for which, its in enumerate(self._lists) if its]
+        if len(filled) == 1:
+            return self.take_oldest(filled[0], count)
         taken: list[int] = []
         while (missing := count - len(taken)) > 0 and any(self._lists):
             some = [

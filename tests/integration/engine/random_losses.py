@@ -78,7 +78,7 @@ class Losses:
             missing = next_ones - has - self._forgotten
             self.found["handed out next and not stored"] += len(missing)
         else:
-            waits = {*manager._waiting._keys.values(), *manager._queue._keys.values()}
+            waits = {*manager._waiting.values(), *manager._queue._keys.values()}
             missing = {*self._held.values()} - has - waits - self._forgotten
             self.found["computed and not stored"] += len(missing)
 
