@@ -265,7 +265,8 @@ class SchedulerView:
         """
         num_running = len(self.scheduler.running)
         blocks = num_running * self.decode_blocks
-        tokens, limit = num_running * self.decode_tokens, self.prompt_tokens_in_step()
+        tokens = num_running * self.decode_tokens
+        limit = self.prompt_tokens_in_step() if self.prefills else 0
         for request in self.prefills.values():
             if request.status != self._running_status:
                 continue  # preempted or gone since

@@ -65,6 +65,9 @@ class Recency:
     def note(self, request_id: str, found: LookupResult) -> None:
         """A request hits this; loads under way may fill some of the GPU blocks."""
         blocks = found.gpu_blocks
+        if not (blocks or found.keys):
+            self.keys[request_id] = []
+            return
         keys = cached = self._view.keys_in(blocks)
         if not all(keys):  # loads under way fill some, and of some a part is hit
             blocks = [block for block, key in zip(blocks, keys) if key is not None]

@@ -335,10 +335,10 @@ class LookupCache:
 
     def put(self, request_id: str, result: LookupResult) -> None:
         """Remember a lookup of this step, in place of an older one."""
-        self.forget(request_id)
+        if request_id in self._results:
+            self.forget(request_id)
         self._new[request_id] = result
-        if result.gpu_blocks:
-            self._rests = True
+        self._rests = self._rests or bool(result.gpu_blocks)
 
     def end_step(self) -> None:
         """What is left of this step's lookups is kept, unless a block was handed out meanwhile."""

@@ -82,7 +82,8 @@ class Pace:
         """What `schedule` returned was carried out; steps come back in their order."""
         self.in_flight -= 1
         now = self._now()
-        if self._prefills and any(one is output for one, _, _ in self._prefills):
+        begun = self._prefills
+        if begun and (begun[0][0] is output or any(one is output for one, _, _ in begun)):
             while (first := self._prefills.popleft())[0] is not output:
                 pass  # lost
             ms, tokens = self._prefilled
