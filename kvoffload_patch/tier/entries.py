@@ -21,15 +21,16 @@ class LinkTickets:
         last: the last one given out.
         done: the last one known to be done.
         wait: what the next plan's forward pass waits for.
+        waited: what that of a plan was told to wait for last.
         failed: why those failed that did, until a plan says that they are done.
         under_way: those not known to be done, with the keys and slots of each.
     """
 
-    __slots__ = ("done", "failed", "last", "link", "under_way", "wait")
+    __slots__ = ("done", "failed", "last", "link", "under_way", "wait", "waited")
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.last = self.done = self.wait = 0
+        self.last = self.done = self.wait = self.waited = 0
         self.failed: dict[int, str] = {}
         self.under_way: deque[tuple[int, Keys, Slots]] = deque()
 
@@ -67,6 +68,7 @@ def take_tickets(links: Iterable[LinkTickets]) -> tuple[Tickets, Tickets]:
     for link in links:
         if link.wait:
             waits += ((link.link, link.wait),)
+            link.waited = max(link.waited, link.wait)
             link.wait = 0
         if link.done:
             done += ((link.link, link.done),)

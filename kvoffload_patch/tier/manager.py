@@ -148,12 +148,12 @@ class OffloadManager(TierState):
         for by the next plan's forward pass, known to be done or not: another rank may be behind.
         """
         dropped = self._queue.drop(gpu_block_ids) + self._waiting.drop(gpu_block_ids)
-        lost = len(dropped)
-        if self._exclusive is not None:
-            lost = self._exclusive.handed_out(gpu_block_ids, dropped)
+        held, stores = self._exclusive, self._stores
+        lost = len(dropped) if held is None else held.handed_out(gpu_block_ids, dropped)
         self.stats.overwritten += lost
-        if self._store_of and gpu_block_ids:
-            self._stores.wait_for(max(map(self._store_of.pop, gpu_block_ids, repeat(0))))
+        last = max(map(self._store_of.get, gpu_block_ids, repeat(0)), default=0)
+        if last > stores.waited:  # else a forward pass has waited for it
+            stores.wait_for(last)
 
     def drop_queued(self) -> int:
         """What was queued, or waits, and is not planned yet is not stored; how many blocks."""

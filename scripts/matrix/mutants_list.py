@@ -39,7 +39,7 @@ TIER = (
     Mutant(
         "a store is not waited for when its block is handed out again",
         "tier/manager.py",
-        "if self._store_of and gpu_block_ids:",
+        "if last > stores.waited:",
         "if False:",
         _MANAGER,
     ),

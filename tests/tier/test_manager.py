@@ -118,6 +118,19 @@ def test_the_next_forward_pass_waits_for_the_store_that_reads_a_block_handed_out
     assert tier.make_plan(always) is None, "it has been waited for"
 
 
+def test_a_store_that_a_forward_pass_has_waited_for_is_not_waited_for_again() -> None:
+    tier = OffloadManager(4, LRUPolicy)
+    plan_store(tier, "a", first_block=1)
+    plan_store(tier, "b", first_block=2)
+    tier.note_new_blocks([2])
+    assert tier.make_plan(always) == a_plan(wait_store=2)
+    tier.note_new_blocks([1, 2])
+    assert tier.make_plan(always) is None, "nor one before it"
+    plan_store(tier, "c", first_block=2)
+    tier.note_new_blocks([1, 2])
+    assert tier.make_plan(always) == a_plan(wait_store=3)
+
+
 def test_a_store_that_one_rank_has_done_is_still_waited_for_by_the_others() -> None:
     tier = OffloadManager(4, LRUPolicy)
     store(tier, "a")

@@ -39,13 +39,13 @@ class TierModel:
         self.waiting: dict[int, Hashable] = {}  # GPU blocks that wait to be stored
         self.steps_waited = 0  # by some of these
         self.ended: list[tuple[int, int, Sequence[Hashable]]] = []  # with the last copies then
-        self.store_of: dict[int, int] = {}  # GPU block -> its last store since it was handed out
+        self.store_of: dict[int, int] = {}  # GPU block -> its last store
         self.loads: list[OpenTicket] = []
         self.stores: list[OpenTicket] = []
         self.new_loads: list[Transfer] = []
         self.last_load = self.last_store = 0
         self.loads_done = self.stores_done = 0
-        self.wait_load = self.wait_store = 0
+        self.wait_load = self.wait_store = self.waited = 0
         self.promised: list[int] = []
         self.counts = vars(TierStats()).copy()
 
@@ -101,7 +101,9 @@ class TierModel:
             for kept in (self.pending, self.waiting):
                 self.counts["overwritten"] += kept.pop(block, None) is not None
             # Waited for even when it is known to be done: another rank may be behind.
-            self.wait_store = max(self.wait_store, self.store_of.pop(block, 0))
+            last = self.store_of.get(block, 0)
+            if last > self.waited:  # else a forward pass has waited for it
+                self.wait_store = max(self.wait_store, last)
         if not self.waiting:
             self.steps_waited = 0
 
@@ -161,6 +163,7 @@ class TierModel:
         assert done == (self.loads_done, self.stores_done)
         assert plan.promised == tuple((LOAD, ticket) for ticket in self.promised)
         self.new_loads, self.promised = [], []
+        self.waited = max(self.waited, self.wait_store)
         self.wait_load = self.wait_store = 0
         self._take_store(store_of(plan), fitting, [waiting[key] for key in fitting])
 
