@@ -44,6 +44,13 @@ TIER = (
         _MANAGER,
     ),
     Mutant(
+        "a store counts as waited for before any forward pass is told to wait for it",
+        "tier/entries.py",
+        "link.waited = max(link.waited, link.wait)",
+        "link.waited = link.last",
+        _MANAGER,
+    ),
+    Mutant(
         "what waits to be stored is kept when its block is handed out",
         "tier/queues.py",
         "dropped = _drop(self, gpu_block_ids)\n        if not",

@@ -131,6 +131,15 @@ def test_a_store_that_a_forward_pass_has_waited_for_is_not_waited_for_again() ->
     assert tier.make_plan(always) == a_plan(wait_store=3)
 
 
+def test_a_later_store_than_a_forward_pass_has_waited_for_is_waited_for() -> None:
+    tier = OffloadManager(4, LRUPolicy)
+    plan_store(tier, "a", first_block=1)
+    plan_store(tier, "b", first_block=2)
+    for block in (1, 2):
+        tier.note_new_blocks([block])
+        assert tier.make_plan(always) == a_plan(wait_store=block)
+
+
 def test_a_store_that_one_rank_has_done_is_still_waited_for_by_the_others() -> None:
     tier = OffloadManager(4, LRUPolicy)
     store(tier, "a")
