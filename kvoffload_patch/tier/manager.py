@@ -233,14 +233,14 @@ class OffloadManager(TierState):
         Args:
             storable: whether a GPU block still has, and will have computed after this step,
                 the block of a key that was queued. What is not is forgotten.
-            computed: GPU blocks by the keys that this step's forward pass computes in them. To
-                be stored with those queued, and behind them.
+            computed: GPU blocks by the keys that this step computes, stored behind those queued.
             leaving: what `leaving` said since the last block was handed out.
             can_wait: whether what is computed may be stored with that of some steps to come.
         """
-        if self._gain is not None and self._gain.pays != (self._exclusive is not None):
+        held = self._exclusive
+        if self._gain is not None and (self._gain.pays == (held is None) or held and held.ending):
             self._follow_gain()
-        hurries = leaving or self._queue or self._growing or self._exclusive
+        hurries = leaving or self._queue or self._growing or held
         store: tuple[Transfer, ...] = ()
         if not can_wait or hurries or not self._waiting.add(computed):
             if self._waiting:
@@ -253,8 +253,8 @@ class OffloadManager(TierState):
         if not (store or self._loads.wait or self._stores.wait or self._new_loads or failed):
             return None
         waits, done = take_tickets(self._links.values())
-        loads, self._new_loads = tuple(self._new_loads), []
-        promised, self._promised = tuple(self._promised), []
+        loads, promised = tuple(self._new_loads), tuple(self._promised)
+        self._new_loads, self._promised = [], []
         for link in self._links.values() if failed else ():
             link.forget_failed()
         return TransferPlan(loads, store, waits, done, promised)
