@@ -15,6 +15,7 @@ COMMANDS = {
     "growth": ("growth", "what is kept while the tier grows, on every generated trace; minutes"),
     "loads": ("loads", "load or recompute, and loads ahead of run slots, in figures; minutes"),
     "heads": ("heads", "heads of prefixes on the GPU beside whole ones; minutes"),
+    "tuned": ("tuned", "other values of a number that tunes the tier, on every generated trace"),
     "scale": ("scale", "what a block costs the engine's thread, up to a million slots"),
     "page": ("page", "write the tables and the picture of docs/policies.md from these"),
 }

@@ -1,4 +1,5 @@
-"""python scripts/bench modelled [--seeds N] [--stall MS,MS] [--heads] [--json FILE]
+"""python scripts/bench modelled [--seeds N] [--slower TIMES,TIMES] [--json FILE]
+           [--stall MS,MS] [--heads] [--set NAME=VALUE,VALUE]
 
 Chats on vLLM's own scheduler with the tier, over a modelled GPU and bus (`modelled_engine`): what
 its decisions about loads are worth, on a machine without a GPU, and where loads take longer than
@@ -11,6 +12,8 @@ of `bench chats`: 72 chats, 12 at a time, each back as soon as it is answered.
   ..., whole       loads awaited as a whole instead of layer by layer
   stall MS         `followed` with this KVOFFLOAD_MAX_STALL_MS, in place of all but the floor
   heads, prefixes  with --heads: `followed` with KVOFFLOAD_GPU_PREFIXES=auto and whole, in place of
+                   all but the floor
+  NAME VALUE       with --set: `followed` with this value of a number of a `tuning.py`, in place of
                    all but the floor
 
 Times are the model's: compare them with each other. With PYTHONHASHSEED=0 before it a run can be
@@ -25,13 +28,16 @@ import random
 import statistics
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
 from scripts.bench import arguments
 from scripts.bench.common import machine, quantile, table, write_json
 from scripts.bench.probes.modelled_engine import Engine, TierEngine, output_of, samples
+from scripts.bench.varied import Varied, asked, varied
 
 CHATS, AT_ONCE, TURNS = 72, 12, 4
 HISTORY, NEW, ANSWER = (4000, 7000), (60, 180), (32, 96)  # tokens
@@ -180,18 +186,23 @@ def _digits(value: float) -> str:
     return f"{value:.3g}" if 0.5 <= value < 1000 else f"{value:.0f}"
 
 
-def engines(variables: dict[str, dict[str, str]]) -> Iterator[tuple[str, float, Engine]]:
+# What is different while a side is played: entered when it begins, left when it has ended.
+Others = dict[str, Callable[[], AbstractContextManager[Any]]]
+
+
+def engines(others: Others, speeds: Sequence[float]) -> Iterator[tuple[str, float, Engine]]:
     """What is played: a name, how slow loads are, and the engine, made when it is asked for.
 
     Args:
-        variables: of the environment, by the name of a side: these are played instead of `SIDES`.
+        others: by the name of a side: these are played instead of `SIDES`.
+        speeds: what loads take, in times of what they took when the tier was opened.
     """
     yield "floor", 1.0, Engine()
-    for slower in SLOWER:
-        for side, values in variables.items():
-            with mock.patch.dict(os.environ, values):
+    for slower in speeds:
+        for side, differs in others.items():
+            with differs():
                 yield side, slower, TierEngine(slower, *SIDES["followed"])
-        for side, how in SIDES.items() if not variables else ():
+        for side, how in SIDES.items() if not others else ():
             yield side, slower, TierEngine(slower, *how)
 
 
@@ -202,6 +213,23 @@ def _stalls(text: str) -> list[str]:
     return given
 
 
+def others_of(stalls: Sequence[str], heads: bool, number: Varied | None) -> Others:
+    """The sides that the command line asks for in place of `SIDES`."""
+    variables = {f"stall {ms}": {"KVOFFLOAD_MAX_STALL_MS": ms} for ms in stalls}
+    if heads:
+        variables |= {side: {"KVOFFLOAD_GPU_PREFIXES": how} for side, how in KEPT.items()}
+    found: Others = {
+        side: partial(mock.patch.dict, os.environ, values) for side, values in variables.items()
+    }
+    for value in number.values if number else ():
+        found[f"{number.name} {value:g}"] = partial(varied, number.name, value)
+    return found
+
+
+def _speeds(text: str) -> list[float]:
+    return [arguments.positive(part) for part in text.split(",")]
+
+
 def main() -> int:
     """Play every side at every speed; tables."""
     parser = argparse.ArgumentParser(
@@ -210,14 +238,14 @@ def main() -> int:
     parser.add_argument("--seeds", type=arguments.whole(1), default=3)
     parser.add_argument("--stall", type=_stalls, default="", metavar="MS,MS")
     parser.add_argument("--heads", action="store_true")
+    parser.add_argument("--slower", type=_speeds, default=SLOWER, metavar="TIMES,TIMES")
+    parser.add_argument("--set", type=asked, metavar="NAME=VALUE,VALUE")
     parser.add_argument("--json", type=arguments.written, metavar="FILE")
     args = parser.parse_args()
-    variables = {f"stall {ms}": {"KVOFFLOAD_MAX_STALL_MS": ms} for ms in args.stall}
-    if args.heads:
-        variables |= {side: {"KVOFFLOAD_GPU_PREFIXES": how} for side, how in KEPT.items()}
+    others = others_of(args.stall, args.heads, args.set)
     document: dict[str, Any] = {"machines": [machine()], "rows": []}
     for seed in range(args.seeds):
-        for side, slower, engine in engines(variables):
+        for side, slower, engine in engines(others, args.slower):
             found = {"side": side, "slower": slower, "seed": seed, **played(engine, seed)}
             document["rows"].append(found)
             print(f"seed {seed}, {side}, {slower:g}: {found['first_p50']:.1f} ms", file=sys.stderr)

@@ -8,9 +8,7 @@ every load is compared with what its slots hold. Ends with status 2 where there 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +25,7 @@ from scripts.bench.probes import enqueue
 from scripts.bench.probes.copy_queue import spread
 from scripts.bench.probes.enqueue import Case, Memory
 from scripts.bench.transfer.report import size
+from scripts.bench.varied import varied
 
 MIB = 1 << 20
 BLOCKS = 354  # of a load: 5,664 tokens
@@ -42,24 +41,6 @@ class Varied(NamedTuple):
     name: str
     values: Sequence[int]
     cases: dict[str, Callable[[Memory, int], Samples]]
-
-
-@contextmanager
-def varied(name: str, value: int) -> Iterator[None]:
-    """A number of `tuning` has this value in all modules that copy, and in `enqueue`."""
-    modules = [
-        module
-        for path, module in list(sys.modules.items())
-        if path.startswith("kvoffload_patch.transfer.") or module is enqueue
-    ]
-    before = [(module, getattr(module, name)) for module in modules if hasattr(module, name)]
-    for module, _ in before:
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for module, own in before:
-            setattr(module, name, own)
 
 
 def staged(stores: bool, by_layer: bool, run: int) -> Callable[[Memory, int], Samples]:

@@ -9,8 +9,16 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvoffload_patch.integration.engine.requests import admission
 from scripts.bench.probes import modelled
-from scripts.bench.probes.modelled_engine import BLOCK_BYTES, Bus, Clock, Engine, TierEngine
+from scripts.bench.probes.modelled_engine import (
+    BLOCK_BYTES,
+    LOAD_MS,
+    Bus,
+    Clock,
+    Engine,
+    TierEngine,
+)
 
 
 def test_loads_cross_one_after_the_other_and_are_timed_on_the_way() -> None:
@@ -106,3 +114,18 @@ def test_what_is_asked_for_is_a_setting_of_the_tier(
     assert modelled.main() == 0
     _, *tiers = made
     assert [getattr(one.sim.breaker.tier.settings, field) for one in tiers] == values
+
+
+def test_numbers_and_speeds_are_those_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[float, float]] = []
+
+    def played(engine: Engine, seed: int) -> dict[str, float]:
+        if isinstance(engine, TierEngine):
+            found.append((engine._loads._ms_per_block / LOAD_MS, admission.BUS_AHEAD_MS))
+        return dict.fromkeys(modelled.ROWS, 2.0)
+
+    monkeypatch.setattr(modelled, "played", played)
+    options = ["--seeds", "1", "--slower", "1,20", "--set", "BUS_AHEAD_MS=7,8.5"]
+    monkeypatch.setattr("sys.argv", ["modelled", *options])
+    assert modelled.main() == 0
+    assert found == [(pytest.approx(one), ms) for one in (1, 20) for ms in (7, 8.5)]
