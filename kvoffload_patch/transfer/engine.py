@@ -20,7 +20,6 @@ from kvoffload_patch.transfer.link import Copy, LinkCopies, copies_of
 from kvoffload_patch.transfer.queue import CopyQueue, SyncCopyQueue
 from kvoffload_patch.transfer.thread import CopyThread
 from kvoffload_patch.transfer.tuning import (
-    MIN_LOAD_SLICES,
     POLL_S,
     STEP_LOAD_SLICES,
     STEP_STORE_SLICES,
@@ -122,7 +121,8 @@ class CopyEngine:
             link.queue.hold(None, last)
         self._deferred = plan
         for link in self._into_gpu:
-            if link.queue.queued and link.queue.has_room(MIN_LOAD_SLICES):
+            # With none under way the bus would be idle before the step has been launched.
+            if link.queue.queued and link.queue.has_room(1):
                 link.queue.top_up(THREAD_LOAD_SLICES)
         self._wake()
         return bool(self._arriving)

@@ -16,8 +16,10 @@ from __future__ import annotations
 LOAD_SLICE_BYTES, LOAD_PIECE_BYTES, LOAD_BUFFERS = 128 << 20, 32 << 20, 2
 STORE_SLICE_BYTES, STORE_BUFFERS = 32 << 20, 3
 # Bytes of loads in which the average of their times comes half way to what they take now: about one
-# prompt of 8,192 tokens. Not measured on a GPU; `scripts/bench modelled` shows what a wrong average
-# costs.
+# prompt of 8,192 tokens. With 8 GiB steps wait for loads 7 times as long, with 128 MiB hardly at
+# all, on a bus whose speed never varies (docs/admission.md, "Numbers that are not settings"). How
+# much single loads vary is to be measured on a GPU, by `kvoffload_load_slowdown` on /metrics beside
+# `scripts/bench chats`.
 LOAD_TIMES_BYTES = 1 << 30
 # Blocks made ready for copying at a time: a batch may have tens of thousands, and the bus would be
 # idle until the last of them is (scripts/bench transfer, blocks of 256 KiB).
@@ -34,14 +36,13 @@ RUN_BLOCKS = 4
 # What torch's own copies pack before they cross, each way in a buffer: the next is packed when it
 # has crossed, so a load of 708 MiB takes 23 ms with 32 MiB, and 18 with 128 (scripts/bench tuned).
 STAGING_BYTES = 128 << 20
-# What a call of the driver copies of rows of blocks. Not measured: as `STORE_SLICE_BYTES`.
-DIRECT_SLICE_BYTES = 32 << 20
 # What a program of the kernel moves, and programs per launch: enough to keep the memory busy, few
 # enough to leave room beside them. Other values gain a tenth at most (scripts/bench tuned).
 TILE_BYTES = 8192
 LAUNCHED_PROGRAMS = 4096
 # Copies that are timed when the tier opens: enough for the bus to run at speed, little enough for
-# it all to take a moment (64 MiB are 1.2 ms). The best of so many counts. Not measured.
+# it all to take a moment (64 MiB are 1.2 ms). The best of so many counts. To be measured: how much
+# what `doctor` says of the bus varies with a quarter and four times as many, on a GPU.
 TIMED_BYTES = 64 << 20
 TIMED_REPEATS = 3
 # Numbers of blocks that a program copies: fewer than 512 take longer (scripts/bench tuned).
@@ -57,24 +58,25 @@ THREAD_STORE_SLICES = 8
 THREAD_SLEEP_S = 0.002
 # Slices of loads under way when a step has been launched: about 15 to 30 ms of the bus. While the
 # next is launched, the copy thread hardly gets to run: with calls as short as launches, Python
-# gives another thread its turn every 5 ms at most. Not measured alone.
+# gives another thread its turn every 5 ms at most. To be measured with 6, 12 and 24 by S3 of
+# `scripts/bench serve`, on a GPU.
 STEP_LOAD_SLICES = 12
-# With fewer than so many, the bus would be idle before the step has been launched. Not measured.
-MIN_LOAD_SLICES = 1
 # Slices of stores that a step enqueues itself, as many as the thread: with 2 the thread enqueued
 # most stores of decodes, beside steps that were late (docs/mechanisms.md, "Stores of decodes").
 STEP_STORE_SLICES = THREAD_STORE_SLICES
-# Between looks at a copy that the host waits for. Not measured.
+# Between looks at a copy that the host waits for. More than a look takes, some µs, or it would keep
+# Python from others; less than `IDLE_WAIT_S` (1 ms), the shortest of such waits.
 POLL_S = 0.0001
 # For how long the oldest copy of a link may be due without a slice enqueued or a ticket done. The
 # largest copy that is enqueued at once is a load that a step needs, of some ten GB: 45 GB/s were
 # measured, and 1 GB/s would do. Below the 300 s after which vLLM gives up.
 DEADLINE_S = 60.0
 # For how long such a copy may then hold up the step that would raise it, before the process of the
-# rank ends. Steps come by many times in it, and some 90 s in all are well below the 300 s, which
-# vLLM has with several processes only. Not measured.
+# rank ends. Between `DEADLINE_PERIOD_S`, so that many steps can raise it, and the 240 s that are
+# left of the 300 s after which vLLM gives up, with several processes only.
 GRACE_S = 30.0
-# Between looks for both: each takes Python from the step, so they are few. Not measured.
+# Between looks for both: more than a step (5.7 ms of decodes), from which each takes Python, and
+# less than either of them.
 DEADLINE_PERIOD_S = 1.0
 
 # --- memory ---
@@ -83,11 +85,11 @@ DEADLINE_PERIOD_S = 1.0
 PIECE_BYTES = 32 << 20
 # The pause after a call beside steps, in times of what it took.
 PAUSE_TIMES = 4
-# So long after the last step there are none. Not measured: more than any step of decodes.
-STEPS_END_S = 0.1
 # What the launch of a step is let pass for, at most, before each piece: the driver's lock is this
 # thread's again at once where calls follow each other without a pause, and a launch of prompts
-# took 2 to 11 s beside them. More than a launch takes alone (scripts/bench serve, S3).
+# took 2 to 11 s beside them. More than a launch takes alone (scripts/bench serve, S3), and than a
+# step of decodes (35 ms at p99 beside loads, docs/mechanisms.md, "When a request joins a step"): so
+# long after the last step there are no pauses.
 LAUNCH_PASSES_S = 0.1
 # What loads under way, which requests wait for, are let pass for, at most, before each piece: one
 # prompt of 8,192 tokens is 20 ms of the bus (docs/performance.md, "Chosen loads").
@@ -108,5 +110,6 @@ TOUCH_THREADS, MOST_TOUCH_THREADS = 2, 8
 # every 64 MiB a thread that runs Python took 1.4 times as long (docs/history.md, "Starting").
 CHECKED_BYTES, LOOK_PARTS = 64 << 20, 64
 # For how long memory that is missing is looked for again: a virtual machine may be given more only
-# as it uses what it has. Not measured.
+# as it uses what it has. More than threads take for `CHECKED_BYTES` at the slowest (0.15 s at 0.42
+# GiB/s), and less than the 1,800 s that the engine waits for memory (`OPEN_TIMEOUT_S`).
 MEMORY_PATIENCE_S = 10.0

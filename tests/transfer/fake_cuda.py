@@ -204,7 +204,7 @@ class FakeCuda:
         # Or a step would enqueue all there is: copies are small here.
         self._put(
             copy_engine,
-            STEP_LOAD_SLICES=2, THREAD_LOAD_SLICES=1, STEP_STORE_SLICES=1, MIN_LOAD_SLICES=1,
+            STEP_LOAD_SLICES=2, THREAD_LOAD_SLICES=1, STEP_STORE_SLICES=1,
         )  # fmt: skip
         return self
 

@@ -90,7 +90,7 @@ class Opened:
                 (copy_staged, "STORE_SLICE_BYTES", chunk * self.slots.pitch),
                 (copy_staged, "LOAD_SLICE_BYTES", 2 * chunk * self.slots.pitch),
                 (copy_staged, "LOAD_PIECE_BYTES", chunk * self.slots.pitch),
-                (copy_direct, "DIRECT_SLICE_BYTES", chunk * self.slots.pitch),
+                (copy_direct, "STORE_SLICE_BYTES", chunk * self.slots.pitch),
                 (copy_staged, "READY_BLOCKS", ready or 2 * chunk + 1),
                 (copy_torch, "STAGING_BYTES", chunk * self.slots.pitch),
             ]:

@@ -19,7 +19,7 @@ from kvoffload_patch.transfer.device import device_of
 from kvoffload_patch.transfer.errors import TransferError
 from kvoffload_patch.transfer.integrity import Checksums
 from kvoffload_patch.transfer.layout import BlockLayout
-from kvoffload_patch.transfer.tuning import DIRECT_SLICE_BYTES
+from kvoffload_patch.transfer.tuning import STORE_SLICE_BYTES
 
 
 class Copier(Protocol):
@@ -66,7 +66,7 @@ class DirectBackend:
                 f"expected rows of KV blocks and slots at multiples of {copier.alignment} bytes, "
                 "found others."
             )
-        self._blocks = max(1, DIRECT_SLICE_BYTES // layout.block_bytes)
+        self._blocks = max(1, STORE_SLICE_BYTES // layout.block_bytes)
         self._joined = self._device.new_event()
         self.checksums = Checksums(0, torch.device("cpu"))
 

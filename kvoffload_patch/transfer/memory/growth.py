@@ -21,7 +21,6 @@ from kvoffload_patch.transfer.tuning import (
     LAUNCH_PASSES_S,
     LOADS_PASS_S,
     PAUSE_TIMES,
-    STEPS_END_S,
 )
 
 logger = logging.getLogger("vllm.kvoffload_patch")
@@ -68,7 +67,7 @@ class Growth:
         self.num_ready = 0
         self.ended = ""
         self.spent = Spent()
-        self._last_step = -STEPS_END_S
+        self._last_step = -LAUNCH_PASSES_S
         self._launched = threading.Event()
         self._launched.set()
         self._loads_end = 0.0
@@ -259,7 +258,7 @@ class Growth:
         with self._changed:
             self.num_ready = min(end, self._wanted)
             self._changed.notify_all()
-        if time.monotonic() - self._last_step < STEPS_END_S and not self._late:
+        if time.monotonic() - self._last_step < LAUNCH_PASSES_S and not self._late:
             self._hold_back(took * PAUSE_TIMES)  # meanwhile the driver has time for the steps
         return ""
 

@@ -52,7 +52,7 @@ class NpuMachine(Machine):
 
     def _open(self, name: str, slots: SlotMemory) -> CopyBackend:
         nbytes = self._slice * self.layout.block_bytes
-        with mock.patch.object(copy_direct, "DIRECT_SLICE_BYTES", nbytes):
+        with mock.patch.object(copy_direct, "STORE_SLICE_BYTES", nbytes):
             # The tensors of this test do not begin where those of an NPU do.
             driver = AclDriver(INDEX)
             driver.alignment = 1
