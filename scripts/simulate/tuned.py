@@ -40,7 +40,8 @@ def report(rows: Sequence[dict[str, Any]], number: Varied) -> str:
         lines = [[f"{number.name}, {side}", *map(str, number.values)]]
         for trace in dict.fromkeys(row["trace"] for row in rows):
             these = [row for row in rows if (row["side"], row["trace"]) == (side, trace)]
-            lines += [_line(these, trace, figure, number.values) for figure in FIGURES]
+            told = [figure for figure in FIGURES if figure in these[0]]
+            lines += [_line(these, trace, figure, number.values) for figure in told]
         parts.append(table(lines))
     return "\n\n".join(parts)
 
@@ -49,8 +50,8 @@ def _line(
     rows: Sequence[dict[str, Any]], trace: str, figure: str, values: Sequence[float]
 ) -> list[str]:
     found = [by_seed([r for r in rows if r["value"] == value], figure) for value in values]
-    base = found[0] if figure in rows[0] else []
-    cells = [change(one, base) if base and all(base) else f"{sum(one):,.0f}" for one in found[1:]]
+    base = found[0]
+    cells = [change(one, base) if all(base) else f"{sum(one):,.6g}" for one in found[1:]]
     return [f"{trace}: {FIGURES[figure]}", f"{sum(base):,.6g}", *cells]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from kvoffload_patch.integration.protocol import PLAN, RESULT
+from kvoffload_patch.integration.worker.tuning import IDLE_WAIT_S
 from kvoffload_patch.links import LOAD, STORE
 from kvoffload_patch.plan import TransferResult
 from kvoffload_patch.transfer.backends.load_times import LoadTimes
@@ -219,9 +220,9 @@ class TierEngine(Engine):
         return end
 
     def _idle(self, step: Any, begin: float) -> float:
-        """A step without tokens ends when a load does, or after a millisecond."""
+        """A step without tokens ends when a load does, or after a while."""
         self._carry(step)
-        return min(self._loads.next_end(begin), begin + 1.0)
+        return min(self._loads.next_end(begin), begin + 1000 * IDLE_WAIT_S)
 
     def _carry(self, step: Any) -> int:
         """A plan's loads begin; the ticket that the step waits for, 0 for none."""

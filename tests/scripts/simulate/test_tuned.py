@@ -38,3 +38,7 @@ def test_figures_are_beside_those_of_the_first_value() -> None:
     cells = {line.split("|")[1].strip(): line.split("|")[2:4] for line in lines}
     assert [one.strip() for one in cells["chat: recomputed"]] == ["300", "+6.7 % (+5.0 to +10.0)"]
     assert [one.strip() for one in cells["chat: loaded"]] == ["0", "0"], "nothing to compare with"
+    for row in rows:
+        del row["stored"]  # as rows of heads
+    assert "chat: stored" in cells
+    assert "chat: stored" not in tuned.report(rows, Varied("NAME_TIMES", [4, 8]))
