@@ -20,11 +20,7 @@ from kvoffload_patch.tier.prefixes import PrefixOrder
 from kvoffload_patch.tier.queues import Ended, StoreQueue, WaitingBlocks, tell_ended
 from kvoffload_patch.tier.slots import SlotPool
 from kvoffload_patch.tier.stats import TierStats
-from kvoffload_patch.tier.tuning import (
-    FIRST_COMPARED_BLOCKS,
-    GIVEN_BACK_BLOCKS,
-    NEIGHBOUR_BLOCKS,
-)
+from kvoffload_patch.tier.tuning import GIVEN_BACK_BLOCKS, NEIGHBOUR_BLOCKS
 from kvoffload_patch.tier.uses import UseCounts
 
 NO_KEY = object()  # in the place of the key of a slot that has none
@@ -243,7 +239,7 @@ class TierState:
 
         They are compared in parts that grow, so that a short piece costs no look at all the rest.
         """
-        same, part = 0, FIRST_COMPARED_BLOCKS
+        same, part = 0, NEIGHBOUR_BLOCKS
         while asked := keys[begin + same : begin + same + part]:
             held = self._key_of[slot + same : slot + same + len(asked)]
             if held != asked:

@@ -8,8 +8,9 @@ from __future__ import annotations
 # For each block that the GPU lost before it was stored, so many are handed out until copies are
 # given up again. Chosen by replays (docs/policies.md).
 HELD_BACK_BLOCKS = 256
-# That is counted up to so many times the tier's slots. Not measured: it bounds how long one crowd
-# is remembered.
+# That is counted up to so many times the tier's slots: it bounds how long one crowd is remembered.
+# With 1 more is stored and no less recomputed, with 16 all is as with 4 (docs/policies.md, "Numbers
+# that are not settings").
 HELD_BACK_TIMES = 4
 # In each step so many copies go back to the other policy where `auto` becomes eager again. 62,500
 # took 62 steps of 0.15 ms, the longest of 0.65 ms, and 8 to 16 ms in one step.
@@ -23,16 +24,18 @@ AHEAD_TIMES = 2
 AHEAD_PARTS = 8
 # Blocks that decodes fill are stored once they are those of so many steps, or so many: fewer plans,
 # and fewer copies to be enqueued, are a third of the tier's calls in a step of 256 decodes
-# (docs/mechanisms.md, "Stores of decodes"). Other numbers were not measured.
+# (docs/mechanisms.md, "Stores of decodes", beside 1). To be measured on a GPU, with 4 and 16 steps,
+# by `scripts/bench mechanisms`: a scheduler's step alone does not tell 8 from 1.
 TOGETHER_STEPS, TOGETHER_BLOCKS = 8, 64
 # Keys whose uses are counted where a block needs several before it is stored: so many for each slot
-# of the tier, and so many at least, while it is small. Not measured: they bound the memory.
+# of the tier. With 2 too many are forgotten where most prompts never come again, with 8 hardly less
+# is recomputed (docs/policies.md, "Numbers that are not settings").
 TRACKED_TIMES = 4
-LEAST_TRACKED_BLOCKS = 1024
 # Slots of the models that choose between two policies, at most; half as many at least, in a tier
 # that has them. Chosen by replays (`scripts/simulate measure --sides lru adaptive`).
 MODEL_BLOCKS = 1024
-# Stored keys that the models are told of at once, at least. Not measured: it bounds what waits.
+# Stored keys that the models are told of at once, at least. With 1 or 64 the same is recomputed
+# within 3 %, and a block costs as much (docs/policies.md, "Numbers that are not settings").
 MODEL_BATCH_BLOCKS = 16
 # A count fades to a third while the models are told of so many keys for each of their slots. Chosen
 # by the same replays.
@@ -47,12 +50,11 @@ MODEL_LEAD_PARTS = 200
 RECOMPUTE_TIMES = 16
 # Keys are found by the neighbours of the first one's slot as long as each look finds so many at
 # least: it takes as long as that many looks at a large dict (0.14 µs each in
-# `scripts/bench step --only d`, of tables that are in no cache). What leaves is taken as runs of
-# neighbours as long as these have about so many slots each. Not measured: it bounds their number.
+# `scripts/bench step --only d`, of tables that are in no cache). So many are compared at first, and
+# four times as many after each part that is the same. What leaves is taken as runs of neighbours as
+# long as these have about so many slots each. Beside 2, 32 and 512: docs/mechanisms.md, "What a
+# lookup costs".
 NEIGHBOUR_BLOCKS = 8
-# Of the rest of a prefix so many keys are compared at first with those behind a slot, and four
-# times as many after each part that is the same. Not measured: it bounds what a short run costs.
-FIRST_COMPARED_BLOCKS = 64
 # S3-FIFO counts so many uses of a block, for each of which it goes round the main queue once more.
 # As its authors have it (Yang and others, 2023).
 USED_TIMES = 3
@@ -77,5 +79,6 @@ UNSEEN_PARTS = 2
 HEADS_SHOWN_REQUESTS, HEADS_ROOM_REQUESTS, HEADS_FREE_REQUESTS = 8, 1024, 16
 # No tail is handed out early while none of so many blocks that are handed out next holds a prefix:
 # others are left that hold none. Besides as many as requests that end in the step may have left,
-# which vLLM puts there. Not measured.
+# which vLLM puts there. With 1 what takes turns is loaded up to 2.4 times as much, with 64 as much
+# (docs/policies.md, "Numbers that are not settings").
 HEADS_FRONT_BLOCKS = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 
-from kvoffload_patch.tier.tuning import LEAST_TRACKED_BLOCKS, TRACKED_TIMES
+from kvoffload_patch.tier.tuning import TRACKED_TIMES
 
 
 class UseCounts:
@@ -24,8 +24,7 @@ class UseCounts:
         counts, least = self._counts, self._least
         for key in keys:
             counts[key] = min(counts.pop(key, 0) + 1, least)
-        most = max(LEAST_TRACKED_BLOCKS, TRACKED_TIMES * num_slots)
-        for _ in range(len(counts) - most):
+        for _ in range(len(counts) - TRACKED_TIMES * num_slots):
             counts.popitem(last=False)
 
     def enough(self, blocks: Mapping[Hashable, int]) -> dict[Hashable, int]:

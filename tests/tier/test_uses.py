@@ -7,7 +7,7 @@ from tier.plans import store_of
 
 from kvoffload_patch.tier.manager import OffloadManager
 from kvoffload_patch.tier.policies.lru import LRUPolicy
-from kvoffload_patch.tier.tuning import LEAST_TRACKED_BLOCKS, TRACKED_TIMES
+from kvoffload_patch.tier.tuning import TRACKED_TIMES
 from kvoffload_patch.tier.uses import UseCounts
 
 
@@ -55,7 +55,7 @@ def test_one_use_is_enough_unless_more_are_asked_for(store: str) -> None:
 
 
 def test_the_keys_that_were_used_longest_ago_are_forgotten() -> None:
-    counts, slots = UseCounts(2), LEAST_TRACKED_BLOCKS
+    counts, slots = UseCounts(2), 100
     most = TRACKED_TIMES * slots
     counts.count(range(most), slots)
     counts.count([0, most], slots)
