@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from kvoffload_patch.integration.engine.tuning import (
     EXACT_ADAPTERS,
     FORGOTTEN_NAMES_BYTES,
-    REMEMBERED_ADAPTERS,
 )
 
 logger = logging.getLogger("vllm.kvoffload_patch")
@@ -152,7 +151,7 @@ class LoraNames:
         That is so of one that is downloaded, or is in memory.
         """
         if again or loaded not in self._files:
-            if len(self._files) >= REMEMBERED_ADAPTERS:
+            if len(self._files) >= EXACT_ADAPTERS:
                 del self._files[next(iter(self._files))]
             self._files[loaded] = _stamps(loaded.path)
         return self._files[loaded]

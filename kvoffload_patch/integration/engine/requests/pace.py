@@ -14,10 +14,8 @@ from typing import Any
 
 from kvoffload_patch.integration.engine.tuning import (
     KEPT_PREFILL_PARTS,
-    KNOWN_PREFILL_TOKENS,
     LAYERED_LOAD_MS,
     LONGER_LOAD_TIMES,
-    PREFILL_STEPS,
     PREFILL_TOKENS,
 )
 
@@ -53,8 +51,8 @@ class Pace:
         self.by_layer = False
         self.prefill_ms = 0.0
         # Outputs of steps under way that compute prompts, when they were about to be scheduled, and
-        # their tokens. More than are ever under way: some may be lost.
-        self._prefills = deque[tuple[Any, float, int]](maxlen=PREFILL_STEPS)
+        # their tokens. The next output that comes back ends those before it, which were lost.
+        self._prefills = deque[tuple[Any, float, int]]()
         self._prefilled = (0.0, 0.0)  # milliseconds and tokens of the last ones
         self._returned = 0.0  # the last output
         self._began = 0.0  # the last one was about to be scheduled
@@ -90,8 +88,7 @@ class Pace:
             ms = KEPT_PREFILL_PARTS * ms + 1000 * (now - max(first[1], self._returned))
             tokens = KEPT_PREFILL_PARTS * tokens + first[2]
             self._prefilled = ms, tokens
-            if tokens >= KNOWN_PREFILL_TOKENS:
-                self.prefill_ms = ms / tokens
+            self.prefill_ms = ms / tokens
         self._returned = now
 
     def computes_sooner(self, num_tokens: int, num_blocks: int) -> bool:

@@ -165,7 +165,7 @@ def test_files_are_looked_at_again_when_it_is_loaded_in_place(tmp_path: Path) ->
 
 
 def test_not_all_adapters_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_lora, "REMEMBERED_ADAPTERS", 2)
+    monkeypatch.setattr(vllm_lora, "EXACT_ADAPTERS", 2)
     names = names_of()
     for number in range(1, 6):
         names.named(lora(number=number))

@@ -95,12 +95,13 @@ def carried_out(pace: Pace, clock: Clock, tokens: int, seconds: float, waits: bo
 
 def test_steps_that_compute_prompts_say_what_a_token_takes() -> None:
     pace, clock = stepped()
-    carried_out(pace, clock, 1024, 0.1)
-    assert pace.prefill_ms == 0, "too little is known"
-    assert not pace.computes_sooner(64, 1000)
-    for _ in range(3):
-        carried_out(pace, clock, 1024, 0.1)
     carried_out(pace, clock, 64, 5.0)  # decodes
+    assert pace.prefill_ms == 0, "nothing is known"
+    assert not pace.computes_sooner(64, 1000)
+    for _ in range(4):
+        carried_out(pace, clock, 1024, 0.1)
+        assert pace.prefill_ms == pytest.approx(100 / 1024)
+    carried_out(pace, clock, 64, 5.0)
     carried_out(pace, clock, 1024, 5.0, waits=True)
     assert pace.prefill_ms == pytest.approx(100 / 1024)
     for _ in range(40):  # prompts get longer
