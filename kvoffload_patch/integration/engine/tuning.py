@@ -33,8 +33,9 @@ KEPT_PREFILL_PARTS = 7 / 8
 # computing keeps others waiting. With 1 fewer tokens are answered where a load takes 1.4 times as
 # long, with 3 a bus that is slower is used on (docs/admission.md, as above).
 LONGER_LOAD_TIMES = 1.5
-# Of so many such hits one is loaded all the same, to see how fast the bus is. Not measured.
-TRIED_LOADS = 32
+# Of so many such hits one is loaded all the same, to see how fast the bus is, which is idle beside
+# what is computed. With 32 and 128 fewer tokens are answered (docs/admission.md, as above).
+TRIED_LOADS = 8
 # Loads that take longer are better awaited by layer, in a step that computes a prompt's last block,
 # than as a whole, in one that loads it and computes a token: a load of t ms ends these about
 # max(t + 3, 11 + t / 4) and t + 6 ms later, with steps of 11 and 6 ms. To be measured with 0, 7 and
