@@ -18,16 +18,25 @@ _COMMON = {
     "max_position_embeddings": 4096,
 }  # fmt: skip
 _LINEAR = ["linear_attention", "full_attention"] * 2
+# What Qwen3-Next and Qwen3.5 have alike: gated delta nets beside full attention, and experts.
+_DELTA_NETS = {
+    "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "layer_types": _LINEAR,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}  # fmt: skip
+# Without `mrope_section`, which vLLM takes out of a model's configuration for text, and not out of
+# that of its drafts: their rotation on the CPU would write beyond the queries.
+_QWEN3_5 = {**_DELTA_NETS, "mtp_num_hidden_layers": 1}
 KINDS: dict[str, dict[str, Any]] = {
-    # Gated delta net beside full attention, and experts.
     "qwen3_next": {
-        "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64,
-        "intermediate_size": 256, "layer_types": _LINEAR, "num_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1,
-        "shared_expert_intermediate_size": 64, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
+        **_DELTA_NETS, **_EXPERTS, "intermediate_size": 256, "decoder_sparse_step": 1,
     },
+    "qwen3_5_text": {**_QWEN3_5, "intermediate_size": 256},
+    "qwen3_5_moe_text": {**_QWEN3_5, **_EXPERTS},
     # Short convolutions beside full attention.
     "lfm2": {
         "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 512,
@@ -71,7 +80,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 # For the CPU: numbers of 16 bits are slow on a processor without instructions for them.
 FEWER_LAYERS: dict[str, dict[str, Any]] = {
-    "qwen3_next": {"num_hidden_layers": 2, "layer_types": _LINEAR[:2]},
+    kind: {"num_hidden_layers": 2, "layer_types": _LINEAR[:2]}
+    for kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 }
 
 

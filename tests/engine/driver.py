@@ -59,6 +59,7 @@ _REPLACES = {
     "TEST_MAMBA2_KERNELS": "mamba2_kernels",
     "TEST_REPLACED": "replaced_points",
     "TEST_SHARDED_ATTENTION": "sharded_attention",
+    "TEST_QWEN3_5": "without_torchvision",
     "TEST_RAY_ON_CPU": "ray_on_cpu",
     "TEST_SLEEP": "sleeping",
     "TEST_UNTIMED_KERNELS": "untimed_kernels",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -75,21 +74,10 @@ def register() -> None:
 
     The file names Pixtral's image processor as well, which needs it; LLaVA's own does not.
     """
-    import sys
-    from types import ModuleType
-
+    import without_torchvision
     from vllm import ModelRegistry
 
-    if importlib.util.find_spec("torchvision") is None:
-        for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
-            sys.modules[name] = ModuleType(name)
-        sys.modules["torchvision.transforms.v2"].functional = None
-        try:
-            from vllm.model_executor.models.llava import LlavaForConditionalGeneration
-        finally:
-            for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
-                del sys.modules[name]
-    else:
+    with without_torchvision.importable():
         from vllm.model_executor.models.llava import LlavaForConditionalGeneration
     ModelRegistry.register_model("LlavaForConditionalGeneration", LlavaForConditionalGeneration)
 

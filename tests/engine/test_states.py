@@ -13,9 +13,11 @@ from engine.report import assert_same
 PLAYED = ["setup", "sensitivity", "lengths", "conversations", "preemption"]
 FEATURE = pytest.mark.features
 PARKED = {"KVOFFLOAD_LOAD_MODE": "parked"}
-# The architecture, the type of its numbers, and the test's own kernels that it plays with.
+# The architecture, the type of its numbers, and what of the test's own it plays with.
 KINDS = {
     "gated delta net": ("qwen3_next", "bfloat16", ""),
+    "gated delta net of Qwen3.5": ("qwen3_5_text", "bfloat16", "TEST_QWEN3_5"),
+    "gated delta net of Qwen3.5 with experts": ("qwen3_5_moe_text", "bfloat16", "TEST_QWEN3_5"),
     "short convolutions": ("lfm2", "float32", "TEST_STATE_KERNELS"),
     "Mamba 2": ("nemotron_h", "float32", "TEST_MAMBA2_KERNELS"),
     "Mamba 1": ("jamba", "float32", "TEST_STATE_KERNELS"),
@@ -41,6 +43,7 @@ PARTS_TOO = ("0.30.0", "0.31.0", "0.33.0")
 # The tiny model of linear attention has one group of its norm, which vLLM divides by ranks; beside
 # MLA, as it is played on a GPU, the CPU build turns prefix caching off.
 WITHOUT_LINEAR = [kind for kind in KINDS if kind != "linear attention"]
+QWEN3_5 = [kind for kind in WITHOUT_LINEAR if "Qwen3.5" in kind]  # not played on a GPU
 
 
 def engine_of(real, kind):
@@ -124,7 +127,9 @@ def test_a_state_that_does_not_come_back_is_another_answer(real, kind):
 
 
 @FEATURE
-@pytest.mark.parametrize("kind", [*WITHOUT_LINEAR, "with drafts"])
+@pytest.mark.parametrize(
+    "kind", [*(kind for kind in WITHOUT_LINEAR if kind not in QWEN3_5), "with drafts"]
+)
 def test_models_of_the_sizes_played_on_a_gpu_miss_their_states(real, kind, tmp_path):
     """Else the equal answers there (`gpu_states`) would show nothing of states."""
     way = gpu_states.GDN_WAYS.get(kind)
