@@ -51,6 +51,15 @@ STATES = (
         "which the CPU build turns prefix caching off)",
     ),
 )
+# The same of those that are not among the kinds for a GPU.
+STATES_HERE = (
+    ("gated delta net (Qwen3.5)", "gated delta net of Qwen3.5", "bfloat16"),
+    (
+        "gated delta net and experts (Qwen3.5)",
+        "gated delta net of Qwen3.5 with experts",
+        "bfloat16",
+    ),
+)
 # Cases of random runs; 0.32 has no such models, but still the manager of their blocks.
 KEPT = "_of_layers_that_keep_a_state"
 EVERY_BLOCK = f"{KEPT}[state at every block]"

@@ -27,10 +27,10 @@ def _never_run(name: str) -> Row:
     return Row(f"device: {name}", what, (f"{_DEVICES}[{name}]",))
 
 
-def _states(name: str, kind: str, dtype: str) -> Row:
+def _states(name: str, kind: str, dtype: str, gpu: tuple[str, ...] = ()) -> Row:
     what = f"its architecture, {dtype}, prompts of many lengths, preemption, lost states"
     tests = (f"{_KEPT}[{kind}]", f"{_LOST}[{kind}]")
-    return _engine(f"states: {name}", what, *tests, gpu=(f"states: {kind}",))
+    return _engine(f"states: {name}", what, *tests, gpu=gpu)
 
 
 _KEPT = "test_states.py::test_a_prefix_comes_back_with_its_state"
@@ -66,7 +66,8 @@ ROWS = (
         "test_windows.py",
         gpu=("graphs, windows",),
     ),
-    *(_states(*one) for one in kinds.STATES),
+    *(_states(*one, gpu=(f"states: {one[1]}",)) for one in kinds.STATES),
+    *(_states(*one) for one in kinds.STATES_HERE),
     _engine(
         "states: models of the sizes that are played on a GPU",
         "all but linear attention, which is beside MLA there; each answers otherwise when the "
