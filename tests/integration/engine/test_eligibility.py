@@ -721,6 +721,37 @@ def test_delta_attention_is_refused_on_the_cpu_as_well() -> None:
         check_eligible(config(architectures=["AliceAIForCausalLM"]), states())
 
 
+QWEN3_5 = [
+    f"Qwen3_5{experts}For{what}"
+    for experts in ("", "Moe")
+    for what in ("CausalLM", "ConditionalGeneration")
+]
+
+
+@pytest.mark.parametrize("model", QWEN3_5)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_qwen3_5_is_taken_as_the_states_of_qwen3_next_are(
+    monkeypatch: pytest.MonkeyPatch, device: str, model: str
+) -> None:
+    """On a GPU, too, where Qwen3-Next alone was played: the kind of state decides."""
+    asked = config(device=device, architectures=[model])
+    for release in {release for release, on in STATES_SHOWN if on == device}:
+        monkeypatch.setenv("KVOFFLOAD_VLLM_VERSION", release)
+        assert check_eligible(asked, states()) == ()
+        if "GDN_ATTN" in STATES_OF_DRAFTS_SHOWN.get((release, device), ()):
+            assert check_eligible(asked, states(num_speculative_blocks=1)) == ()
+
+
+def test_qwen3_5_has_the_layers_of_qwen3_next_that_keep_a_state() -> None:
+    made = re.compile(r"self\.linear_attn = (\w+)\(")
+    for _, folder in sources():
+        files = [folder / f"model_executor/models/{name}.py" for name in ("qwen3_next", "qwen3_5")]
+        next_one, this = (made.findall(file.read_text()) for file in files)
+        assert next_one == this and len(this) == 1
+        return
+    pytest.skip("no vLLM")
+
+
 def test_who_has_states_at_every_block_that_were_not_shown_is_told_what_to_start_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
