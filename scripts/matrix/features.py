@@ -23,6 +23,7 @@ import os
 import subprocess
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,8 @@ def page(
     lines += features_gpu.table(gpu or [])
     lines += features_in_tree.table()
     elsewhere = [row for row in ROWS if row.tests and not row.release]
-    lines += features_releases.table(_told_of(others or {}, elsewhere), others or {})
+    told = _told_of(others or {}, elsewhere, _on_another_release)
+    lines += features_releases.table(told, others or {})
     in_ways = [row for row in ROWS if features_ways.is_played(row)]
     lines += features_ways.table(in_ways, _told_of(ways or {}, in_ways), ways or {})
     lines += _moved(found.get(MOVED)) + _padding(found.get(MOVED))
@@ -163,13 +165,21 @@ def _places(
 
 
 def _told_of(
-    found: dict[str, dict[str, dict[str, Any]]], rows: list[Row]
+    found: dict[str, dict[str, dict[str, Any]]],
+    rows: list[Row],
+    say: Callable[[Row, dict[str, Any] | None], str] = verdict,
 ) -> dict[str, dict[str, str]]:
-    """By release, or by way, then by row: its verdict."""
+    """By release, or by way, then by row: its verdict, in the words of ``say``."""
     return {
-        where: {row.name: verdict(row, of.get(row.name)) for row in rows}
-        for where, of in found.items()
+        where: {row.name: say(row, of.get(row.name)) for row in rows} for where, of in found.items()
     }
+
+
+def _on_another_release(row: Row, result: dict[str, Any] | None) -> str:
+    """The verdict, and of a row of one release where there is none yet, which one that is."""
+    if row.only and result is None:
+        return f"{NOT_RUN}: played on {row.only} alone"
+    return verdict(row, result)
 
 
 def _cells(

@@ -13,7 +13,8 @@ class Row(NamedTuple):
 
     ``gpu`` has kinds of engines of `tests/engine/gpu_kinds.py`, or a model runner for all that it
     was run with, on ``gpus`` GPUs; ``beside`` has packages of `neighbours` that its tests need;
-    ``release`` is the one that its tests take for vLLM's, whichever is installed.
+    ``release`` is the one that its tests take for vLLM's, whichever is installed; ``only`` the one
+    that it was played on, if it is known that others have not played it.
     """
 
     name: str
@@ -23,3 +24,4 @@ class Row(NamedTuple):
     gpus: int = 1
     beside: tuple[str, ...] = ()
     release: str = ""
+    only: str = ""

@@ -67,7 +67,7 @@ ROWS = (
         gpu=("graphs, windows",),
     ),
     *(_states(*one, gpu=(f"states: {one[1]}",)) for one in kinds.STATES),
-    *(_states(*one) for one in kinds.STATES_HERE),
+    *(_states(*one)._replace(only="0.32.0") for one in kinds.STATES_HERE),
     _engine(
         "states: models of the sizes that are played on a GPU",
         "all but linear attention, which is beside MLA there; each answers otherwise when the "

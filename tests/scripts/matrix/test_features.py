@@ -129,6 +129,16 @@ def test_a_row_whose_tests_take_another_release_for_vllms_says_which() -> None:
     assert row.name not in others and ROWS[0].name in others
 
 
+def test_a_row_that_one_release_alone_has_played_says_so_in_the_columns_of_others() -> None:
+    row = ROW._replace(only="0.32.0")
+    passed = {row.name: result({"outcome": "passed"})}
+    others = {"0.31.0": {ROWS[0].name: result()}, "0.30.0": passed}
+    told = features._told_of(others, [row], features._on_another_release)
+    assert told["0.31.0"][row.name] == "not run: played on 0.32.0 alone"
+    assert told["0.30.0"][row.name] == "green: 1 passed", "it has a result there"
+    assert features._told_of({"v2": {}}, [row])["v2"][row.name] == "not run yet"
+
+
 def test_a_row_of_one_release_is_not_run_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
     played: list[Row] = []
     file: list[Path | None] = []
