@@ -372,6 +372,8 @@ class Admission:
         if budget.has(len(free)):
             self._loads.protect(result, budget.taken)
             return True
+        if result.only_given and result.tokens:
+            return False  # vLLM would find less of it by itself, of states nothing at all
         return not (budget.admissible and self._loads.is_next(free, budget.taken))
 
     def _inline(
