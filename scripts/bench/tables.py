@@ -377,8 +377,10 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "other chats": other_chats,
     "joining": partial(_made, "trace-joining.json", trace_report.page),
     "deferred": partial(_made, "trace-deferred.json", trace_report.changes),
-    "bound": partial(_made, "trace.json", trace_report.bound),  # what an ideal tier would take
-    "slowest": partial(_made, "trace.json", trace_report.slowest),
+    "bound": partial(
+        _made, "trace-joins-newest.json", trace_report.bound
+    ),  # what an ideal tier would take
+    "slowest": partial(_made, "trace-joins-newest.json", trace_report.slowest),
     "heads on a GPU": heads,
     "conversations bound": bound_of_conversations,
     "by layer": by_layer,
