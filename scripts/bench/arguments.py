@@ -126,8 +126,11 @@ def settings(text: str) -> dict[str, Any]:
     return found
 
 
-def recorded(*names: str) -> Callable[[str], Path]:
-    """A file that holds a JSON object with these names, as a command has written it."""
+def recorded(*names: str, of_jobs: str = "") -> Callable[[str], Path]:
+    """A file that holds a JSON object with these names, as a command has written it.
+
+    ``of_jobs``: a name that each of its jobs has, by which those of another command are told.
+    """
 
     def parsed(text: str) -> Path:
         path = read(text)
@@ -136,12 +139,17 @@ def recorded(*names: str) -> Callable[[str], Path]:
         except ValueError:
             found = None
         missing = [name for name in names if not isinstance(found, dict) or name not in found]
-        if not isinstance(found, dict) or missing:
+        if not isinstance(found, dict) or missing or not _have(found.get("jobs", ()), of_jobs):
             wanted = f" with {', '.join(names)}" if names else ""
+            wanted += f", each of jobs with {of_jobs}" if of_jobs else ""
             raise ArgumentTypeError(f"expected a file of a JSON object{wanted}, found {text!r}")
         return path
 
     return parsed
+
+
+def _have(jobs: Any, name: str) -> bool:
+    return not name or all(isinstance(job, dict) and name in job for job in jobs)
 
 
 def folder(text: str) -> Path:

@@ -65,7 +65,7 @@ def options() -> argparse.Namespace:
     add("--time-limit", type=positive, default=1e9, metavar="S", help="start no mode after it")
     add("--out", type=filled, default=Path("bench-out"), help="folder for logs and files")
     add("--json", type=written, help="default: bench_chats.json in --out")
-    earlier = recorded("machines", "jobs")
+    earlier = recorded("machines", "jobs", of_jobs="load")
     add("--merge", type=earlier, nargs="*", default=[], help="JSON files of earlier runs")
     return parser.parse_args()
 

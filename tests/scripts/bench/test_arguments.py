@@ -58,6 +58,7 @@ REFUSED = [
     ),
     ("bench.serve.lmcache", "--out folder", "argument --out: expected a file in a folder that"),
     ("bench.chats.command", "--merge list.json", "expected a file of a JSON object with machines,"),
+    ("bench.chats.command", "--merge served.json", "machines, jobs, each of jobs with load, found"),
     ("bench.chats.command", "--gpus ٢x", "argument --gpus: expected a whole number of 1 or more,"),
     ("bench.probes.long", "--modes nosuch", "argument --modes: expected some of ours,simple,"),
     ("bench.probes.long", "--model none", f"argument --model: {THERE} 'none'"),
@@ -178,6 +179,7 @@ def test_what_cannot_be_used_is_refused_in_one_sentence(
     (tmp_path / "folder").mkdir()
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "empty.json").write_text("{}")
+    (tmp_path / "served.json").write_text('{"machines": [], "jobs": [{"mode": "ours"}]}')
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr(sys, "argv", ["scripts", "it", *given.split()])
     folder, _, module = command.partition(".")
