@@ -127,10 +127,9 @@ def no_numbers(*plain: dict[str, Any]) -> str:
     Where logits are no numbers, the same token is the likeliest again and again.
     """
     answers = [answer for one in plain for answer in one["lengths_alone"]["tokens"]]
-    stuck = sum(len(answer) >= STUCK and len(set(answer)) == 1 for answer in answers)
-    if not stuck:
-        return ""
-    return "plain vLLM by itself answers prompts with one token over and over"
+    if any(len(answer) >= STUCK and len(set(answer)) == 1 for answer in answers):
+        return "plain vLLM by itself answers prompts with one token over and over"
+    return ""
 
 
 def wrong_alone(off: dict[str, Any], few: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # Requests looked at in a step beyond those that can run: parked ones, and ones that wait for
 # something else, are passed over on the way. More than `LOOK_AHEAD_REQUESTS`, which may be behind
-# as many of these; and little of a step of decodes, of 5.7 ms: passing one over takes 0.3 µs.
+# as many of these; each that is passed over takes the step a moment.
 SCAN_MARGIN_REQUESTS = 64
 # No more loads are begun while the bus has so much to do: beginning one costs the step its time,
 # and what is begun holds GPU blocks. About seven prompts of 8,192 tokens at 20 ms each. With less
