@@ -20,6 +20,7 @@ from kvoffload_patch.tier.tuning import (
     UNSEEN_PARTS,
     USES_MEMORY_TIMES,
     USES_PARTS,
+    USES_SAMPLE_BLOCKS,
     USES_TIMES,
 )
 
@@ -67,7 +68,7 @@ class PrefixShare:
 
     def __init__(self, gpu_blocks: int) -> None:
         self.share = 1.0
-        self._one_in = sample_of(USES_TIMES * gpu_blocks)  # keys
+        self._one_in = sample_of(USES_TIMES * gpu_blocks, USES_SAMPLE_BLOCKS)  # keys
         # When each was used last, and the share with which it was kept, 0 where it was not; the
         # oldest first. Times are uses of all keys since the beginning.
         self._last = OrderedDict[Hashable, tuple[int, float]]()

@@ -12,10 +12,10 @@ from kvoffload_patch.tier.tuning import MODEL_BLOCKS
 _LOW_BITS_0 = [bytes([not byte & (1 << bits) - 1 for byte in range(256)]) for bits in range(9)]
 
 
-def sample_of(slots: int) -> int:
-    """One in so many keys is sampled for models of a tier with these slots: a power of two."""
+def sample_of(slots: int, most: int = MODEL_BLOCKS) -> int:
+    """One in so many keys is sampled, a power of two, so that of so many ``most`` are at most."""
     one_in = 1
-    while slots > MODEL_BLOCKS * one_in:
+    while slots > most * one_in:
         one_in *= 2
     return one_in
 

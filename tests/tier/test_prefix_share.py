@@ -52,6 +52,19 @@ def test_what_comes_back_in_turns_is_kept_in_part() -> None:
     assert 0.35 <= share.share <= 0.5
 
 
+def test_a_few_long_prefixes_that_take_turns_are_kept_in_part_whatever_the_sample_has() -> None:
+    gpu, length = 12_000, 512
+    for seed in range(50):
+        share, source, kept = PrefixShare(gpu), random.Random(seed), []
+        prefixes = [[source.randbytes(36) for _ in range(length)] for _ in range(28)]
+        for keys in prefixes:
+            share.ended(keys, NO_HIT, gpu - length, SLOTS)
+        for keys in prefixes[:20]:  # all of each has left the GPU
+            share.ended(keys, Hit(length, 0, share.now), gpu - length, SLOTS)
+            kept.append(share.share)
+        assert kept.count(1.0) <= 2, seed
+
+
 @pytest.mark.parametrize("chats", [1, 28])
 def test_what_the_gpu_has_room_for_is_kept_as_a_whole(chats: int) -> None:
     share = PrefixShare(GPU)
