@@ -60,6 +60,7 @@ BY_LAYER = (
 # Turns that come back, of chats that ran otherwise than those of `chats`.
 OTHER_CHATS = {
     "chats-h100.json": "two servers at a time on two H100s",
+    "chats-swapped.json": "two servers at a time on two H200s, swapped between pairs",
     "chats-third.json": "two servers at a time on two H200s",
     "chats-second.json": "two servers at a time, blocks looked for at once",
     "chats-before.json": "one system after the other",
