@@ -278,7 +278,9 @@ def play(folder: Path, gpus: str, runner: str, kind: Kind, tier: bool, few: bool
         return {"error": f"no end within {late_end.timeout:.0f} s: {said[-3000:]}"}
     except TimeoutError as no_node:
         return {"error": str(no_node)}
-    return {**run.results, **_said(run.log)} if run.results else {"error": run.log[-3000:]}
+    if not run.results:
+        return {"error": gpu_states.end_of(run.log)}
+    return {**run.results, **_said(run.log)}
 
 
 def _environment(gpus: str, runner: str, kind: Kind, tier: bool, few: bool) -> dict[str, str]:

@@ -112,12 +112,24 @@ def engine(kind: str) -> dict[str, Any]:
     return {**_ENGINE, **KINDS[kind][1]}
 
 
+def end_of(log: str) -> str:
+    """What an engine that has not answered said: its errors, each once, and its last lines.
+
+    With several processes the first one's reason comes long before what the others say of it.
+    """
+    errors = dict.fromkeys(found[0] for found in _ERROR.finditer(log[:-3000]))
+    return "\n".join([*list(errors)[:20], log[-3000:]])
+
+
 def ended(side: str, log: str) -> dict[str, Any]:
     """An engine that has not answered; that plain vLLM does not is no fault of the tier."""
     if side == "off":
         said = list(_ERROR.finditer(log))
-        why = said[-1]["cause"] or said[-1]["error"] if said else log[-300:]
-        return {"outcome": "skipped", "why": f"plain vLLM ends by itself: {why[:300]}"}
+        # Who waited for an engine says that it ended, and its own error says why.
+        causes = [one for one in said if "See root cause above" not in one["error"]]
+        last = (causes or said or [None])[-1]
+        why = (last["cause"] or last["error"])[:300] if last else log[-900:]
+        return {"outcome": "skipped", "why": f"plain vLLM ends by itself: {why}"}
     return {"outcome": "failed", "why": f"{side}: {log}"}
 
 

@@ -50,6 +50,19 @@ def scores(tier: list[float] | None = None, plain: list[float] | None = None) ->
     return {"outgrown_behind_the_best": {"behind": behind}}
 
 
+def test_of_several_processes_that_end_the_one_that_says_why_is_named() -> None:
+    why = "(EngineCore_DP1 pid=7) ValueError: No room for two."
+    waited = "RuntimeError: Engine core initialization failed. See root cause above. {}"
+    log = "\n".join([why, *["(ApiServer pid=8)   File x"] * 200, waited, waited])
+    kept = gpu_states.end_of(log)
+    assert "No room for two." not in log[-3000:] and len(kept) < 3200
+    found = gpu_states.ended("off", kept)
+    assert found["outcome"] == "skipped" and found["why"].endswith(": ValueError: No room for two.")
+    assert gpu_states.ended("off", waited)["why"].endswith(waited)
+    assert gpu_states.ended("off", "killed")["why"].endswith(": killed")
+    assert gpu_states.ended("on", kept) == {"outcome": "failed", "why": f"on: {kept}"}
+
+
 def test_each_kind_of_state_is_played_with_both_runners() -> None:
     chosen = gpu_kinds.chosen(["v1", "v2"], ["states:"], 1)
     assert [(runner, kind.name) for runner, kind in chosen] == [
