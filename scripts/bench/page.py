@@ -17,7 +17,8 @@ from scripts.bench.serve import report as serve
 
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-PAGES = (DOCS / "performance.md", DOCS / "measurements.md", DOCS / "mechanisms.md", README)
+_NAMES = ("performance.md", "measurements.md", "mechanisms.md", "history.md")
+PAGES = (*(DOCS / name for name in _NAMES), README)
 PICTURE = DOCS / "performance.png"
 
 
