@@ -58,8 +58,8 @@ THREAD_STORE_SLICES = 8
 THREAD_SLEEP_S = 0.002
 # Slices of loads under way when a step has been launched: about 15 to 30 ms of the bus. While the
 # next is launched, the copy thread hardly gets to run: with calls as short as launches, Python
-# gives another thread its turn every 5 ms at most. To be measured with 6, 12 and 24 by S3 of
-# `scripts/bench serve`, on a GPU.
+# gives another thread its turn every 5 ms at most. With 3 and with 24 turns of 60 sessions took as
+# long, within what turns differ by (docs/history.md, "Tried and dropped").
 STEP_LOAD_SLICES = 12
 # Slices of stores that a step enqueues itself, as many as the thread: with 2 the thread enqueued
 # most stores of decodes, beside steps that were late (docs/mechanisms.md, "Stores of decodes").
