@@ -33,12 +33,12 @@ class Hit(NamedTuple):
     Attributes:
         blocks: on the GPU or in the tier.
         on_gpu: how many of these, from the first on, were on the GPU.
-        now: `PrefixShare.now` then.
+        uses: `PrefixShare.uses` then.
     """
 
     blocks: int
     on_gpu: int
-    now: int
+    uses: int
 
 
 NO_HIT = Hit(0, 0, 0)
@@ -63,7 +63,7 @@ class PrefixShare:
 
     Attributes:
         share: of each prefix; 1: all of it, as vLLM does by itself.
-        now: uses of all keys by requests that have ended.
+        uses: of all keys, by requests that have ended.
     """
 
     def __init__(self, gpu_blocks: int) -> None:
@@ -72,7 +72,7 @@ class PrefixShare:
         # When each was used last, and the share with which it was kept, 0 where it was not; the
         # oldest first. Times are uses of all keys since the beginning.
         self._last = OrderedDict[Hashable, tuple[int, float]]()
-        self.now, self._due = 0, gpu_blocks
+        self.uses, self._due = 0, gpu_blocks
         self._bin = max(1, gpu_blocks // USES_PARTS)  # uses
         # Uses of the sample, as many as there should be, and those of them after so many bins.
         self._used = self._expected = 0.0
@@ -107,15 +107,15 @@ class PrefixShare:
         marks = sample_marks(keys, self._one_in)
         sampled = list(compress(enumerate(keys), marks)) if 1 in marks else []
         self._count(sampled, hit)
-        self.now = now = self.now + len(keys)
+        self.uses = uses = self.uses + len(keys)
         self._note_free(free)
         self._used += len(sampled)
         self._expected += len(keys) / self._one_in
         for place, key in sampled:
-            last[key] = now, kept if place < end else 0.0
+            last[key] = uses, kept if place < end else 0.0
             last.move_to_end(key)
-        if now >= self._due:
-            bins = 1 + (now - self._due) // self._bin
+        if uses >= self._due:
+            bins = 1 + (uses - self._due) // self._bin
             self._due += bins * self._bin
             self._fade(bins)
             self._choose(slots)
@@ -138,7 +138,7 @@ class PrefixShare:
             if key not in last:
                 continue
             used, share = last[key]
-            bins = max(0, hit.now - used) // self._bin  # another may have used it meanwhile
+            bins = max(0, hit.uses - used) // self._bin  # another may have used it meanwhile
             if bins >= len(counts):
                 continue
             counts[bins] += 1
@@ -152,7 +152,7 @@ class PrefixShare:
         self._room += (known - self._room) / HEADS_SHOWN_REQUESTS
 
     def _fade(self, bins: int) -> None:
-        last, oldest = self._last, self.now - self._bin * len(self._used_again)
+        last, oldest = self._last, self.uses - self._bin * len(self._used_again)
         while last and next(iter(last.values()))[0] < oldest:
             last.popitem(last=False)
         left = (1 - 1 / (USES_PARTS * USES_MEMORY_TIMES)) ** bins
@@ -174,7 +174,7 @@ class PrefixShare:
 
     def _hit_ratio(self) -> Callable[[float], float]:
         """What a cache of so many blocks finds, which evicts what was used least recently."""
-        seen = min(self.now // self._bin, len(self._used_again))
+        seen = min(self.uses // self._bin, len(self._used_again))
         used = max(self._expected, 1.0)
         soon, *later = self._used_again[:seen]
         # Blocks that all prefixes begin with are used again at once, and the sample has too many or

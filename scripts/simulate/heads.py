@@ -37,7 +37,7 @@ class HeadsModel(Model):
 
     def _count(self, run: Run, reusable: Sequence[int]) -> None:
         super()._count(run, reusable)
-        self._hits[id(run)] = Hit(run.hit, run.on_gpu, self._share.now)
+        self._hits[id(run)] = Hit(run.hit, run.on_gpu, self._share.uses)
 
     def _end(self, run: Run) -> None:
         super()._end(run)

@@ -39,7 +39,7 @@ def play(
         held = deque(one for one in held if one[0] != chat)
         found = LENGTH if turn >= chats * times or turn % times else 0
         unused = room if free is None else free
-        tail = share.ended(keys, Hit(found, on_gpu, share.now), unused, slots)
+        tail = share.ended(keys, Hit(found, on_gpu, share.uses), unused, slots)
         held.append((chat, LENGTH - len(tail)))
         assert share._room <= GPU
         while sum(blocks for _, blocks in held) > room:
@@ -60,7 +60,7 @@ def test_a_few_long_prefixes_that_take_turns_are_kept_in_part_whatever_the_sampl
         for keys in prefixes:
             share.ended(keys, NO_HIT, gpu - length, SLOTS)
         for keys in prefixes[:20]:  # all of each has left the GPU
-            share.ended(keys, Hit(length, 0, share.now), gpu - length, SLOTS)
+            share.ended(keys, Hit(length, 0, share.uses), gpu - length, SLOTS)
             kept.append(share.share)
         assert kept.count(1.0) <= 2, seed
 
@@ -109,7 +109,7 @@ def test_prefixes_that_begin_alike_are_kept_in_part(alike: int, first: int) -> N
         own = [(turn % chats, at) for at in range(alike, length)]
         keys = [*range(first, first + alike), *own]
         found = length if turn >= chats else 0
-        share.ended(keys, Hit(found, int(share.share * found), share.now), gpu, SLOTS)
+        share.ended(keys, Hit(found, int(share.share * found), share.uses), gpu, SLOTS)
     assert 0.3 < share.share < 0.6
 
 
@@ -142,9 +142,9 @@ def used_by(turn: int) -> list[int]:
 
 def test_what_was_kept_and_lost_has_taken_more_room_than_there_is() -> None:
     share = used_once()
-    share.ended(used_by(30), Hit(4, 4, share.now), 64, SLOTS, whole=True)
+    share.ended(used_by(30), Hit(4, 4, share.uses), 64, SLOTS, whole=True)
     assert share._room == 64
-    share.ended(used_by(30), Hit(4, 3, share.now), 64, SLOTS)
+    share.ended(used_by(30), Hit(4, 3, share.uses), 64, SLOTS)
     assert 56 <= share._room < 57, "the last one was lost at once"
 
 
@@ -152,14 +152,14 @@ def test_what_was_kept_and_lost_has_taken_more_room_than_there_is() -> None:
 def test_what_was_kept_and_found_has_taken_no_more_room_than_there_is(since: int) -> None:
     share = used_once()
     share._room = 24.0
-    share.ended(used_by(39 - since), Hit(4, 4, share.now), 64, SLOTS)
+    share.ended(used_by(39 - since), Hit(4, 4, share.uses), 64, SLOTS)
     assert (25 < share._room < 26) if since == 8 else 24 < share._room < 24.05
 
 
 def test_what_was_lost_in_more_room_than_there_is_says_nothing() -> None:
     share = used_once()
     share._room = 24.0
-    share.ended(used_by(30), Hit(4, 2, share.now), 64, SLOTS)
+    share.ended(used_by(30), Hit(4, 2, share.uses), 64, SLOTS)
     assert 24 < share._room < 24.05
 
 
@@ -167,9 +167,9 @@ def test_what_was_used_again_at_once_has_taken_no_more_room() -> None:
     share = PrefixShare(64)
     for turn in range(40):
         for found in (0, 4):
-            share.ended(used_by(turn), Hit(found, found, share.now), 64, SLOTS, whole=True)
+            share.ended(used_by(turn), Hit(found, found, share.uses), 64, SLOTS, whole=True)
     share._room = 24.0
-    share.ended(used_by(31), Hit(4, 4, share.now), 64, SLOTS)
+    share.ended(used_by(31), Hit(4, 4, share.uses), 64, SLOTS)
     assert 25 < share._room < 26, "64 uses since, of which each second was of another block"
 
 
@@ -188,7 +188,7 @@ def test_of_what_was_kept_in_part_so_much_less_has_taken_the_room() -> None:
     for turn in range(41, 56):
         share.ended(used_by(turn), NO_HIT, 64, SLOTS, whole=True)
     share._room = 24.0
-    share.ended(used_by(40), Hit(4, 2, share.now), 64, SLOTS)
+    share.ended(used_by(40), Hit(4, 2, share.uses), 64, SLOTS)
     assert 25 < share._room < 26, "half of 64 blocks; nor was its tail lost"
 
 
@@ -196,7 +196,7 @@ def test_of_what_was_kept_in_part_so_much_less_has_taken_the_room() -> None:
 def test_what_a_request_has_not_found_is_not_used_again(found: int) -> None:
     """The tier has lost it, and the GPU may have kept it for as long as it should."""
     share = used_once()
-    share.ended(used_by(30), Hit(found, found, share.now), 64, SLOTS)
+    share.ended(used_by(30), Hit(found, found, share.uses), 64, SLOTS)
     assert round(sum(share._used_again)) == found and share._room == 64
 
 
@@ -248,7 +248,7 @@ def test_requests_that_use_a_prefix_at_the_same_time_use_it_at_once() -> None:
     share = PrefixShare(GPU)
     for turn in range(60):
         keys = [(turn // 2, at) for at in range(LENGTH)]
-        share.ended(keys, Hit(LENGTH * (turn % 2), LENGTH, share.now - LENGTH), GPU, SLOTS)
+        share.ended(keys, Hit(LENGTH * (turn % 2), LENGTH, share.uses - LENGTH), GPU, SLOTS)
     assert share._used_again[0] and not any(share._used_again[1:])
 
 
@@ -269,7 +269,7 @@ def test_what_is_remembered_of_uses_has_a_bound(gpu: int) -> None:
         old = [("often", 0)] + [("old", rng.randrange(turn // 10 + 1)) for _ in range(4)]
         keys = [*dict.fromkeys(old), *((turn, at) for at in range(rng.randrange(20)))]
         on_gpu = rng.randrange(len(keys))
-        hit = Hit(rng.randrange(on_gpu, len(keys)), on_gpu, share.now)
+        hit = Hit(rng.randrange(on_gpu, len(keys)), on_gpu, share.uses)
         share.ended(keys, hit, rng.randrange(gpu + 1), SLOTS)
         assert 0 < share.share <= 1
         assert 0 <= share._room <= gpu

@@ -21,7 +21,7 @@ class GpuHeads:
         manager: of the tier.
 
     Attributes:
-        now: as `PrefixShare.now`, for hits.
+        uses: as `PrefixShare.uses`, for hits.
     """
 
     def __init__(self, view: SchedulerView, manager: OffloadManager) -> None:
@@ -55,7 +55,7 @@ class GpuHeads:
         free, slots = view.num_free_blocks(), manager.num_slots
         of_one = [key for key in keys if key not in rests] if rests else keys
         tail = self._share.ended(of_one, hit, free, slots, whole)
-        self.now = self._share.now
+        self.uses = self._share.uses
         if not tail:
             return
         if rests:
@@ -79,4 +79,4 @@ class GpuHeads:
     def clear(self) -> None:
         """The prefix cache is empty."""
         self._share = PrefixShare(len(self._view.pool.blocks))
-        self.now = self._share.now
+        self.uses = self._share.uses

@@ -60,7 +60,7 @@ class Recency:
         elif self.heads is None and self._groups.first is not None and self._view.adapter.in_order:
             self.heads = GpuHeads(self._view, self._manager)
             # Its clock begins at 0.
-            self._hit = {name: hit._replace(now=0) for name, hit in self._hit.items()}
+            self._hit = {name: hit._replace(uses=0) for name, hit in self._hit.items()}
 
     def note(self, request_id: str, found: LookupResult) -> None:
         """A request hits this; loads under way may fill some of the GPU blocks."""
@@ -77,11 +77,11 @@ class Recency:
         self.keys[request_id] = found.merged(keys, found.keys)
         if keys or found.keys:
             self._at_once[request_id] = len(keys or found.keys)
-            now = self.heads.now if self.heads is not None else 0
+            uses = self.heads.uses if self.heads is not None else 0
             size, hit_blocks = self._block_tokens, len(blocks) + len(found.keys)
             if not self._in_order:  # these are of all groups
                 hit_blocks = found.tokens // size
-            self._hit[request_id] = Hit(hit_blocks, found.gpu_tokens // size, now)
+            self._hit[request_id] = Hit(hit_blocks, found.gpu_tokens // size, uses)
 
     def computes(self, request_id: str, keys: Collection[Hashable]) -> None:
         """A request computes the blocks of these keys, behind all that were noted for it."""
