@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 import replaced
@@ -27,6 +28,16 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     if config.getoption("--costs"):
         config.pluginmanager.register(Costs())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Without collections of garbage, each of which looks at all that is imported so far."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

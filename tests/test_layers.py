@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -315,7 +316,10 @@ def _within(part: str, name: str) -> bool:
     return f"{name}.".startswith(f"{part}.")
 
 
-ALL = [found for file in FILES for found in imports_of(file)]
+@cache
+def all_imports() -> list[Import]:
+    """Of the package; read once a test asks, and not in each worker of pytest-xdist."""
+    return [found for file in FILES for found in imports_of(file)]
 
 
 def test_every_module_is_of_a_part_and_every_part_is_found() -> None:
@@ -326,13 +330,13 @@ def test_every_module_is_of_a_part_and_every_part_is_found() -> None:
 @pytest.mark.parametrize("part", ALLOWED)
 def test_a_part_imports_the_standard_library_itself_and_what_is_below_it(part: str) -> None:
     allowed = ALLOWED[part] | {f".{part}"} | sys.stdlib_module_names
-    found = [i for i in ALL if i.part == part and i.top not in allowed]
+    found = [i for i in all_imports() if i.part == part and i.top not in allowed]
     assert [i.where for i in found] == []
 
 
 @pytest.mark.parametrize("part", ALLOWED)
 def test_what_is_allowed_is_needed(part: str) -> None:
-    assert ALLOWED[part] - {i.top for i in ALL if i.part == part} == set()
+    assert ALLOWED[part] - {i.top for i in all_imports() if i.part == part} == set()
 
 
 def test_the_table_itself_points_downwards() -> None:
@@ -376,13 +380,15 @@ def test_no_chain_of_imports_that_are_allowed_leads(part: str, never: str) -> No
 
 
 def test_vllm_is_imported_in_functions_of_the_integration_only() -> None:
-    found = [i for i in ALL if i.top == "vllm"]
+    found = [i for i in all_imports() if i.top == "vllm"]
     assert found, "the integration does import vLLM somewhere"
     assert [i.where for i in found if not _within("integration", i.part) or not i.in_function] == []
 
 
 def test_torch_is_imported_at_module_level_in_transfer_only() -> None:
-    found = [i for i in ALL if i.top in ("torch", "triton") or _within(".transfer", i.top)]
+    found = [
+        i for i in all_imports() if i.top in ("torch", "triton") or _within(".transfer", i.top)
+    ]
     assert len(found) > 20
     heavy = [i for i in found if not i.in_function]
     assert [i.where for i in heavy if not _within("transfer", i.part)] == []

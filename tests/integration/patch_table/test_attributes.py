@@ -12,6 +12,7 @@ import ast
 import builtins
 import collections
 import dataclasses
+import functools
 import logging
 import os
 import threading
@@ -200,6 +201,7 @@ def _texts(scopes: list[ast.AST], kept: dict[str, set[str]]) -> dict[str, set[st
     return given
 
 
+@functools.cache
 def listed() -> dict[str, set[str]]:
     """By class, attributes and functions that the table has for any release."""
     found: dict[str, set[str]] = collections.defaultdict(set)
@@ -214,6 +216,7 @@ def listed() -> dict[str, set[str]]:
     return found
 
 
+@functools.cache
 def own() -> set[str]:
     """Names of this package: what is defined in it, and what its objects are given."""
     found = set()
@@ -232,6 +235,7 @@ def own() -> set[str]:
     return found
 
 
+@functools.cache
 def python() -> set[str]:
     """Names of Python's own objects."""
     kinds = [value for value in vars(builtins).values() if isinstance(value, type)]
@@ -247,9 +251,6 @@ def python() -> set[str]:
     return {name for kind in kinds for name in dir(kind)} | OTHERS
 
 
-LISTED, OWN, PYTHON = listed(), own(), python()
-
-
 def complaint(access: Access) -> str:
     """What is wrong with an access, or ""."""
     ours = access.name.startswith(("__", "_kvoffload_")) or access.name.isupper()
@@ -259,9 +260,9 @@ def complaint(access: Access) -> str:
         return ""
     if ours and kind != "RequestStatus":
         return ""
-    if kind and access.name not in LISTED[kind] | PYTHON:
+    if kind and access.name not in listed()[kind] | python():
         return f"{access.where}: {access.receiver}.{access.name} is not listed for {kind}"
-    if not kind and access.name not in set().union(*LISTED.values(), OWN, PYTHON):
+    if not kind and access.name not in set().union(*listed().values(), own(), python()):
         return f"{access.where}: {access.receiver}.{access.name} is not listed"
     return ""
 

@@ -6,6 +6,8 @@ The engines themselves: tests/engine/test_random_engines.py.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,20 +15,29 @@ import pytest
 from engine import engines, random_engines, random_plan
 from engine.random_plan import DRAFTS, Plan, Request
 
-PLANS = [random_plan.plan(seed) for seed in range(120)]
 STEP = "max_num_batched_tokens"
-ASKED = [(plan, request) for plan in PLANS for request in plan.requests]
+
+
+@cache
+def plans() -> list[Plan]:
+    """Made once a test asks, and not in each worker of pytest-xdist."""
+    return [random_plan.plan(seed) for seed in range(120)]
+
+
+def asked_for() -> Iterator[tuple[Plan, Request]]:
+    """Each request with its plan."""
+    return ((plan, request) for plan in plans() for request in plan.requests)
 
 
 def test_a_seed_gives_the_same_plan_and_another_seed_another() -> None:
-    assert [random_plan.plan(plan.seed) for plan in PLANS[:9]] == PLANS[:9]
-    assert len({repr(plan.requests) for plan in PLANS}) == len(PLANS)
+    assert [random_plan.plan(plan.seed) for plan in plans()[:9]] == plans()[:9]
+    assert len({repr(plan.requests) for plan in plans()}) == len(plans())
 
 
 def test_the_first_seeds_are_of_all_kinds_and_ask_for_everything() -> None:
-    like = Counter(name for plan in PLANS for name in plan.likeness())
+    like = Counter(name for plan in plans() for name in plan.likeness())
     assert set(like) == set(random_plan.LIKENESSES)
-    asked = Counter(name for _, request in ASKED for name in request.features())
+    asked = Counter(name for _, request in asked_for() for name in request.features())
     assert set(asked) == set(random_plan.ASKED)
     assert min(asked.values()) > 20
 
@@ -61,7 +72,7 @@ def _left_out(plan: Plan, request: Request) -> dict[str, bool]:
 
 
 def test_what_is_to_be_left_out_is_never_asked_for() -> None:
-    asked = [_left_out(plan, request) for plan, request in ASKED]
+    asked = [_left_out(plan, request) for plan, request in asked_for()]
     assert {name for one in asked for name, is_asked in one.items() if is_asked} == set()
 
 
@@ -83,7 +94,7 @@ def test_what_plain_vllm_does_not_end_either_is_no_failure(
 
 
 def test_requests_fit_into_the_model() -> None:
-    for plan, request in ASKED:
+    for plan, request in asked_for():
         of_images = len(request.images) * (random_plan.IMAGE_TOKENS - 1)
         length = len(request.prompt) + of_images + request.sampling.get("max_tokens", 1)
         turns = sum(len(tokens) + count for tokens, count in request.turns)
@@ -93,19 +104,21 @@ def test_requests_fit_into_the_model() -> None:
 
 
 def test_whole_prefills_fit_into_a_step() -> None:
-    whole = [plan for plan in PLANS if not plan.engine.get("enable_chunked_prefill", True)]
+    whole = [plan for plan in plans() if not plan.engine.get("enable_chunked_prefill", True)]
     assert whole
     assert all(plan.engine[STEP] >= plan.engine["max_model_len"] for plan in whole)
 
 
 def test_what_needs_a_tokenizer_has_one() -> None:
-    with_text = [(plan, r) for plan, r in ASKED if r.features() & {"structured", "stop strings"}]
+    with_text = [
+        (plan, r) for plan, r in asked_for() if r.features() & {"structured", "stop strings"}
+    ]
     assert with_text
     assert not any(plan.engine["skip_tokenizer_init"] for plan, _ in with_text)
 
 
 def test_loads_that_may_bring_flipped_bits_are_checked_first() -> None:
-    flipped = [plan for plan in PLANS if "TEST_FLIP_STORES" in plan.env]
+    flipped = [plan for plan in plans() if "TEST_FLIP_STORES" in plan.env]
     assert flipped
     for plan in flipped:
         assert plan.tier["KVOFFLOAD_INTEGRITY"] == "full"
