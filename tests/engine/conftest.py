@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -47,7 +48,7 @@ class Engines:
     """Starts engines on the tiny model; the same arguments give the same run."""
 
     def __init__(self, folder: Path, shared: Path) -> None:
-        self._folder = folder
+        self._folder, self._shared = folder, shared
         self.model = str(model.write_model(folder / "model"))
         self.windows = str(model.write_model(folder / "windows", window=2 * model.CHUNK))
         self.one_kv_head = str(model.write_model(folder / "one_kv_head", kv_heads=1))
@@ -98,6 +99,15 @@ class Engines:
         """Plain vLLM."""
         asked = (tuple(scenarios), _items(engine), None, 0, _items(env), "command", fresh)
         return self._run(*asked)
+
+    def off_for_all(self, scenarios: list[str]) -> engines.Run:
+        """The same; of the workers of pytest-xdist one plays them."""
+        file = self._shared / "plain-run.json"
+        with (self._shared / "plain-run.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not file.exists():
+                file.write_text(json.dumps(vars(self.off(scenarios))))
+        return engines.Run(**json.loads(file.read_text()))
 
     def on(
         self,
@@ -165,4 +175,4 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 @pytest.fixture(scope="session")
 def plain(real: Engines) -> engines.Run:
     """Plain vLLM's answers to what several tests play."""
-    return real.off(engines.SHARED)
+    return real.off_for_all(engines.SHARED)

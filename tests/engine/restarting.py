@@ -13,19 +13,18 @@ from typing import Any
 from scenarios import Stage, cached_of, prompts, tokens_of
 from vllm import LLM
 
-TIMES = 3
 _PATIENCE_S, _STILL_S = 30.0, 1.0
 
 
 def restarts(stage: Stage) -> dict[str, Any]:
-    """The same prompts, new to each of three engines and then pushed out of its GPU's cache.
+    """The same prompts, new to each of some engines and then pushed out of its GPU's cache.
 
-    ``held``: after each engine's end, descriptors, threads, and KiB of memory that is left out of
-    core dumps, as the tier's is.
+    TEST_RESTARTS: how many come after the first. ``held``: after each engine's end, descriptors,
+    threads, and KiB of memory that is left out of core dumps, as the tier's is.
     """
     asked, seen, held = prompts(33, 4, 420), [], []
     arguments = stage.arguments
-    for number in range(TIMES):
+    for number in range(1 + int(os.environ.get("TEST_RESTARTS", "2"))):
         if number:
             stage = Stage(LLM(**arguments))
         first = [stage.play([prompt])[0] for prompt in asked]

@@ -74,13 +74,11 @@ def beside(shared: str, real, **engine: str) -> engines.Run:
     """An engine with the tier and a /dev/shm of its own; none of its files may be left."""
     if shutil.which("unshare") is None:
         pytest.skip("this system has no unshare")
-    mounted = f'mount -t tmpfs -o {shared} tmpfs /dev/shm && exec "$@"'
-    apart = ["unshare", "--mount", "sh", "-c", mounted, "sh"]
-    if subprocess.run([*apart, "true"], capture_output=True).returncode:
+    mounts = f"mount -t tmpfs -o {shared} tmpfs /dev/shm"
+    if subprocess.run(["unshare", "--mount", "sh", "-c", mounts], capture_output=True).returncode:
         pytest.skip("this user may mount no /dev/shm of its own")
     before = watch.files_left()
-    arguments = {"model": real.model, **engine}
-    run = engines.run(["conversations"], arguments, {}, prefix=apart, TEST_FORK_WORKERS="1")
+    run = real.on(["conversations"], engine, TEST_SHM=shared, TEST_FORK_WORKERS="1")
     assert not files_left(before)
     return run
 

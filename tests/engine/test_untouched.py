@@ -25,12 +25,12 @@ WRAPPED = "[(False, 'function'), (True, 'FunctionWrapper')]"
 AS_MADE = "[(False, 'function'), (True, 'function')]"
 
 
-def types(expected: str, **env: str) -> tuple[int, str]:
+def asking(expected: str) -> str:
+    """Python code that says of what type the points are."""
     points = [p for p in decide(VLLM, POINTS, installed_version(VLLM)).points if not p.absent]
     hooked = [p.name for p in points if p.hook and p.on == "class"]
     listed = [(p.name, p.module, p.attribute) for p in points]
-    code = f"EXPECTED, HOOKED, POINTS = {expected!r}, {hooked!r}, {listed!r}\n{PRINT_CLASSES}"
-    return launched(code, **env)
+    return f"EXPECTED, HOOKED, POINTS = {expected!r}, {hooked!r}, {listed!r}\n{PRINT_CLASSES}"
 
 
 def launched(code: str, **env: str) -> tuple[int, str]:
@@ -48,13 +48,13 @@ def launched(code: str, **env: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_the_switch_wraps_the_points_on_classes_and_no_others():
-    code, out = types("FunctionWrapper")
+def test_the_switch_wraps_the_points_on_classes_and_no_others(real):
+    code, out = real.warm.play({"code": asking("FunctionWrapper")}, {}, {})
     assert code == 0 and WRAPPED in out, out
 
 
 def test_vllm_is_as_made_after_a_refusal():
-    code, out = types("function", KVOFFLOAD_VLLM_VERSION="0.34.0", KVOFFLOAD_STRICT="0")
+    code, out = launched(asking("function"), KVOFFLOAD_VLLM_VERSION="0.34.0", KVOFFLOAD_STRICT="0")
     assert code == 0 and AS_MADE in out, out
 
 
@@ -67,7 +67,7 @@ def test_disabled_there_is_nothing_that_could_change_vllm():
 
 
 def test_an_unknown_release_is_refused_in_one_sentence():
-    code, out = types("function", KVOFFLOAD_VLLM_VERSION="0.34.0")
+    code, out = launched(asking("function"), KVOFFLOAD_VLLM_VERSION="0.34.0")
     assert code == 2
     assert out.strip().count("\n") == 0, out
     assert "0.34.0" in out and "not one of those verified" in out and "KVOFFLOAD_STRICT=0" in out
