@@ -69,26 +69,29 @@ def _sums(empty: Any, storage: Any, mixers: _Mixers) -> Iterator[Any]:
     whole = raw.numel() // _WORD * _WORD
     for words in (*raw[:whole].view(torch.int32).split(WEIGHT_PIECE_WORDS), raw[whole:]):
         if words.numel():
-            yield (words * mixers.on(raw.device)[: words.numel()]).sum()
+            yield (words * mixers.on(raw.device, words.numel())).sum()
 
 
 class _Mixers:
-    """An odd number for each place in a piece, made once on each device."""
+    """An odd number for each place in a piece, the same ones on each device."""
 
     def __init__(self) -> None:
         self._made: dict[Any, Any] = {}
 
-    def on(self, device: Any) -> Any:
-        """Those of a device."""
-        if device not in self._made:
-            self._made[device] = self._make(device)
-        return self._made[device]
+    def on(self, device: Any, count: int) -> Any:
+        """The first of a device; a small model takes no time for those of a large piece."""
+        made = self._made.pop(device, None)
+        if made is None or made.numel() < count:
+            made = None  # its memory is free before more is taken
+            made = self._make(device, min(1 << (count - 1).bit_length(), WEIGHT_PIECE_WORDS))
+        self._made[device] = made
+        return made[:count]
 
-    def _make(self, device: Any) -> Any:
+    def _make(self, device: Any, count: int) -> Any:
         import torch
 
         # The finalizer of SplitMix64, so that neighbours have nothing in common.
-        number = torch.arange(1, WEIGHT_PIECE_WORDS + 1, dtype=torch.int64, device=device)
+        number = torch.arange(1, count + 1, dtype=torch.int64, device=device)
         for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
             number.bitwise_xor_(number >> shift).mul_(factor)
         return number.bitwise_or_(1)
