@@ -132,7 +132,7 @@ before = {str(path) for path in root.rglob("*")}
 listener = Listener(lambda command: {})
 board = slot_counts.make_slot_counts([0, 1])
 patch_files.write(host, b"new")
-(engine,) = client.find()
+(engine,) = [one for one in client.find() if root in one.path.parents]  # not others that run
 client.ask(engine, "status")
 made = {p: oct(os.stat(p).st_mode & 0o777) for p in map(str, root.rglob("*")) if p not in before}
 made["shared"] = oct(os.stat(board.address.path).st_mode & 0o777)

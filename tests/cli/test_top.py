@@ -33,6 +33,7 @@ def samples(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, Any]]]:
         return left.pop(0)
 
     monkeypatch.setattr(engines, "status", status)
+    monkeypatch.setattr(top.client, "find", lambda: [])  # not those that run on this machine
     monkeypatch.setattr(top.time, "sleep", lambda seconds: None)
     return left
 
