@@ -126,7 +126,7 @@ def run(
         prefix: of the command line of a new one.
         extra: more environment variables.
     """
-    if tier is not None and late:  # copies that are held up look like a slow bus
+    if tier is not None:  # late copies, and a machine with much else to do, look like a slow bus
         tier = {"KVOFFLOAD_RECOMPUTE": "never", **tier}
     spec = {"engine": engine, "scenarios": scenarios, "late": late, "way": way}
     extra = {**release.environment(engine.get("tensor_parallel_size", 1)), **extra}

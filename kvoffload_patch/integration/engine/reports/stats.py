@@ -57,12 +57,14 @@ class Report:
             return
         done = [now - before for now, before in zip(totals, self._last)]
         self._last = totals
-        queried, hit, loaded, stored, evicted, dropped, failed = done
+        queried, hit, spared, loaded, stored, evicted, dropped, failed = done
         rate = 100.0 * hit / queried if queried else 0.0
         logger.info(
-            "KV offload: %d of %d tokens hit (%.1f%%), blocks loaded: %d, stored: %d, "
+            "KV offload: %d of %d tokens hit (%.1f%%)%s, blocks loaded: %d, stored: %d, "
             "evicted: %d, not stored for want of room: %d%s, tier usage: %.1f%%",
-            hit, queried, rate, loaded, stored, evicted, dropped,
+            hit, queried, rate,
+            f", {spared} that the tier has computed, as loads are slow" if spared else "",
+            loaded, stored, evicted, dropped,
             f", failed: {failed}" if failed else "",
             100.0 * self._manager.num_used / max(1, self._manager.num_slots),
         )  # fmt: skip
@@ -70,8 +72,8 @@ class Report:
     def _totals(self) -> tuple[int, ...]:
         stats = self._manager.stats
         return (
-            self.queried, self.hit, stats.loaded, stats.stored, stats.evicted, stats.dropped,
-            stats.failed,
+            self.queried, self.hit, self.spared, stats.loaded, stats.stored, stats.evicted,
+            stats.dropped, stats.failed,
         )  # fmt: skip
 
 

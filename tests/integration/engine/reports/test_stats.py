@@ -13,7 +13,7 @@ def test_a_line_says_what_happened_since_the_one_before(caplog: pytest.LogCaptur
     manager = OffloadManager(8, LRUPolicy)
     report = Report(manager, interval=1e9)
     manager.stats.stored, manager.stats.loaded = 5, 3
-    report.count_hit(100, 48, 16)
+    report.count_hit(100, 48, 0)
     report.tick()
     assert not caplog.messages, "it is not time yet"
     report.flush()
@@ -21,6 +21,20 @@ def test_a_line_says_what_happened_since_the_one_before(caplog: pytest.LogCaptur
     (line,) = caplog.messages
     assert "48 of 100 tokens hit (48.0%), blocks loaded: 3, stored: 5, evicted: 0" in line
     assert "failed" not in line
+
+
+def test_what_was_computed_though_the_tier_has_it_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    report = Report(OffloadManager(8, LRUPolicy), interval=1e9)
+    report.count_hit(100, 0, 96)
+    report.flush()
+    report.count_hit(100, 96, 0)
+    report.flush()
+    first, second = caplog.messages
+    said = "0 of 100 tokens hit (0.0%), 96 that the tier has computed, as loads are slow, blocks"
+    assert said in first
+    assert "slow" not in second
 
 
 def test_copies_that_failed_are_said(caplog: pytest.LogCaptureFixture) -> None:
