@@ -26,6 +26,7 @@ COMMANDS = {
     "mechanisms": ("probes.mechanisms", "what each mechanism for speed is worth, in one engine"),
     "trace": ("probes.trace", "the same by time in the engine, request by request, with its bound"),
     "modelled": ("probes.modelled", "loads and steps on vLLM's scheduler over a modelled GPU"),
+    "modelled_singles": ("probes.modelled_singles", "what of prompts in turns is loaded there"),
     "page": ("page", "write the tables of the pages on performance from docs/measured/current"),
     "lmcache": ("serve.lmcache", "pack LMCache for `serve` on a machine without network"),
 }

@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from unittest import mock
 
 from scripts.bench import arguments
@@ -61,8 +61,25 @@ class Asked(NamedTuple):
     tokens: list[float]
 
 
+class Clients(Protocol):
+    """Who asks a modelled engine."""
+
+    @property
+    def next_at(self) -> float | None:
+        """When the next request comes; None if none is on its way."""
+
+    def begin(self) -> None:
+        """The first requests are on their way."""
+
+    def come(self, engine: Engine) -> None:
+        """Requests that have come by now reach the scheduler."""
+
+    def answered(self, outputs: Any, now: float) -> None:
+        """What a step has given."""
+
+
 class Chats:
-    """The clients: chats in turn, so many at a time."""
+    """Chats in turn, so many at a time."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -115,11 +132,18 @@ class Chats:
 
 def played(engine: Engine, seed: int) -> dict[str, float]:
     """Figures of later turns: milliseconds, and tokens a second."""
-    chats, scheduler = Chats(seed), engine.sim.scheduler
-    chats.begin()
+    chats = Chats(seed)
+    play(engine, chats)
+    return {**figures(chats.later()), "waited": engine.waited_ms}
+
+
+def play(engine: Engine, clients: Clients) -> None:
+    """Let clients ask, until none has anything to ask and all are answered."""
+    scheduler = engine.sim.scheduler
+    clients.begin()
     under_way: deque[tuple[Any, dict[str, bool], float]] = deque()
-    while under_way or chats.next_at is not None or scheduler.has_unfinished_requests():
-        chats.come(engine)
+    while under_way or clients.next_at is not None or scheduler.has_unfinished_requests():
+        clients.come(engine)
         if scheduler.has_unfinished_requests() and len(under_way) < 2:
             step = scheduler.schedule()
             under_way.append((step, samples(scheduler, step), engine.play(step)))
@@ -132,10 +156,9 @@ def played(engine: Engine, seed: int) -> dict[str, float]:
             output = output_of(step, sampled)
             engine.answer(step, output)
             for outputs in scheduler.update_from_output(step, output).values():
-                chats.answered(outputs.outputs, engine.clock.ms)
-        elif chats.next_at is not None:
-            engine.clock.ms = max(engine.clock.ms, chats.next_at)
-    return {**figures(chats.later()), "waited": engine.waited_ms}
+                clients.answered(outputs.outputs, engine.clock.ms)
+        elif clients.next_at is not None:
+            engine.clock.ms = max(engine.clock.ms, clients.next_at)
 
 
 def figures(asked: list[Asked]) -> dict[str, float]:

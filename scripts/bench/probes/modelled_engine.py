@@ -77,9 +77,14 @@ class Bus:
     Args:
         clock: of the model.
         ms_per_block: what it takes.
+
+    Attributes:
+        blocks: that it has carried, or is to.
+        measured: what they take, as a worker says it.
     """
 
     def __init__(self, clock: Clock, ms_per_block: float) -> None:
+        self.blocks = 0
         self._clock = clock
         self._ms_per_block = ms_per_block
         self._times: list[tuple[float, float]] = []  # by ticket
@@ -88,6 +93,7 @@ class Bus:
 
     def carry(self, blocks: int, at: float) -> None:
         """The next ticket: so many blocks from a time on."""
+        self.blocks += blocks
         begin = max(at, self._times[-1][1] if self._times else 0.0)
         end = begin + blocks * self._ms_per_block
         self._times.append((begin, end))
@@ -185,20 +191,23 @@ class TierEngine(Engine):
         slower: what a load takes, in times of what it took when the tier was opened.
         by_layer: whether a step can wait for a load layer by layer.
         follows: whether the worker says how long loads take.
+
+    Attributes:
+        loads: the bus into the GPU.
     """
 
     def __init__(self, slower: float, by_layer: bool, follows: bool) -> None:
         self._by_layer, self._follows = by_layer, follows
         super().__init__()
-        self._loads = Bus(self.clock, LOAD_MS * slower)
-        self._loads.measured.start_from(LOAD_MS / BLOCK_BYTES)
+        self.loads = Bus(self.clock, LOAD_MS * slower)
+        self.loads.measured.start_from(LOAD_MS / BLOCK_BYTES)
         self._stores = Bus(self.clock, LOAD_MS)
 
     def answer(self, step: Any, output: Any) -> None:
         """What is done, and how long loads take."""
-        took = self._loads.measured.ms_per_byte() * BLOCK_BYTES
+        took = self.loads.measured.ms_per_byte() * BLOCK_BYTES
         slowdown = took / LOAD_MS if self._follows else 1.0
-        done = (LOAD, self._loads.done()), (STORE, self._stores.done())
+        done = (LOAD, self.loads.done()), (STORE, self._stores.done())
         result = TransferResult(done, by_layer=self._by_layer, slowdown=slowdown)
         setattr(output, RESULT, result)
 
@@ -209,7 +218,7 @@ class TierEngine(Engine):
         awaited = self._carry(step)
         end = begin + takes
         if awaited:
-            first, last = self._loads.times(awaited)
+            first, last = self.loads.times(awaited)
             parts = LOAD_GROUPS if self._by_layer and _has_prompt(step) else 1
             for part in range(1, parts + 1):
                 there = first + (last - first) * part / parts
@@ -222,13 +231,13 @@ class TierEngine(Engine):
     def _idle(self, step: Any, begin: float) -> float:
         """A step without tokens ends when a load does, or after a while."""
         self._carry(step)
-        return min(self._loads.next_end(begin), begin + 1000 * IDLE_WAIT_S)
+        return min(self.loads.next_end(begin), begin + 1000 * IDLE_WAIT_S)
 
     def _carry(self, step: Any) -> int:
         """A plan's loads begin; the ticket that the step waits for, 0 for none."""
         plan = getattr(step, PLAN, None)
         for load in plan.before if plan is not None else ():
-            self._loads.carry(len(load.target_ids), self.clock.ms)
+            self.loads.carry(len(load.target_ids), self.clock.ms)
         return plan.waits_for(LOAD) if plan is not None else 0
 
 

@@ -38,7 +38,7 @@ def test_loads_cross_one_after_the_other_and_are_timed_on_the_way() -> None:
 def test_a_step_waits_for_what_it_reads(by_layer: bool, part: float) -> None:
     """By layer only the last quarter of its layers is behind the end of a long load."""
     engine = TierEngine(1.0, by_layer, follows=True)
-    engine._loads._ms_per_block = 0.05
+    engine.loads._ms_per_block = 0.05
     load = SimpleNamespace(target_ids=range(1000), ticket=1)
     plan = SimpleNamespace(before=(load,), after=(), waits_for=lambda link: 1)
     tokens = {"a": 20, "b": 1}
@@ -121,7 +121,7 @@ def test_numbers_and_speeds_are_those_that_are_asked_for(monkeypatch: pytest.Mon
 
     def played(engine: Engine, seed: int) -> dict[str, float]:
         if isinstance(engine, TierEngine):
-            found.append((engine._loads._ms_per_block / LOAD_MS, admission.BUS_AHEAD_MS))
+            found.append((engine.loads._ms_per_block / LOAD_MS, admission.BUS_AHEAD_MS))
         return dict.fromkeys(modelled.ROWS, 2.0)
 
     monkeypatch.setattr(modelled, "played", played)
