@@ -18,6 +18,9 @@ LOST = "expected copy 1 from cpu to gpu to be done by now, found no progress for
 RAISED = rf"{LOST} 2 s; the device may still read or write its blocks"
 ENDED = rf"{LOST} 4 s, 2 s of which it has held up the step .* so this process ends: restart"
 LEFT = rf"{LOST} 4 s, 2 s of which .* is not vLLM's own, so it is left to you: end it"
+# vLLM's client of `LLM` has seen that the engine's process has ended before it has read the message
+# that says so. It then reads none, and who waits for an answer waits for ever, also without us.
+UNTOLD = "MPClient: engine core exited unexpectedly"
 # What vLLM takes to end, on a machine that has much else to do.
 ENDING_S = 25.0
 IN_TIME_S = DEADLINE_S + GRACE_S + ENDING_S
@@ -43,10 +46,12 @@ def test_who_waits_for_it_hears_that_the_engine_is_dead(
 ) -> None:
     """The rank cannot say so itself: it is blocked, or its engine waits for its output."""
     engine = {"async_scheduling": True} if where == "output" else {}
-    run = real.on(
-        ["waits_for_a_hung_load"], engine, tier={}, TEST_HANG=f"load 1 {where}", **processes
-    )
-    found = run["waits_for_a_hung_load"]
+    for attempt in "123":
+        env = {"TEST_HANG": f"load 1 {where}", "TEST_ATTEMPT": attempt, **processes}
+        run = real.on(["waits_for_a_hung_load"], engine, tier={}, **env)
+        found = run["waits_for_a_hung_load"]
+        if found["heard"] or UNTOLD not in run.log:
+            break
     ours = [line for line in run.log.splitlines() if "kvoffload" in line or "KV offload" in line]
     assert found["heard"] and found["heard"].startswith("EngineDeadError"), (ours, run.log[-3000:])
     assert DEADLINE_S < found["after_s"] < IN_TIME_S

@@ -184,7 +184,8 @@ def test_a_tier_of_one_block_hits(plain, real):
 
 
 def test_what_a_slow_bus_brings_later_than_it_is_computed_is_computed(real):
-    off, on = real.off(["slow_bus"])["slow_bus"], real.on(["slow_bus"])["slow_bus"]
+    off = real.off(["slow_bus"])["slow_bus"]
+    on = real.on(["slow_bus"], tier={"KVOFFLOAD_RECOMPUTE": "auto"})["slow_bus"]
     assert on["tokens"] == off["tokens"]
     assert on["prefill_ms"] > 0, "no step has said what a token takes"
     _, (fast, none), (slow, computed) = on["moved"]
