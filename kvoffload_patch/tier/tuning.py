@@ -68,8 +68,8 @@ ROUND_TIMES = 32
 # Chosen by replays (docs/policies.md, "What the GPU keeps"), as are those below.
 USES_PARTS, USES_TIMES, USES_MEMORY_TIMES = 16, 8, 4
 # Of these blocks so many are in the sample, at most; half as many at least, of a GPU that has them.
-# With 1024, 16 of 200 samples took 28 prompts that come back in turns for ones that fit, while 2 to
-# 12 of the first 20 came back; with 4096 one did (the test of tests/tier/test_prefix_share.py).
+# With 1024, 2 of 40 engines loaded more than half of 28 prompts that come back in turns, and not
+# 28 % (docs/policies.md, "Numbers that are not settings").
 USES_SAMPLE_BLOCKS = 4096
 # A prefix is kept in so many parts or fewer; in fewer if one more use of so many is found that way,
 # in a GPU smaller by one of so many parts: where prefixes come back in turns, one that is a little

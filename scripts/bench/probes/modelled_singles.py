@@ -46,7 +46,6 @@ class Singles:
         load: as `bench chats` has it.
 
     Attributes:
-        loaded: blocks that were loaded from when the first was asked for again.
         asked: blocks of the prompts that were.
     """
 
@@ -69,7 +68,7 @@ class Singles:
 
     @property
     def loaded(self) -> int:
-        """As said above."""
+        """Blocks, since the first was asked for again."""
         return self._engine.loads.blocks - self._before
 
     def begin(self) -> None:

@@ -19,9 +19,6 @@ class GpuHeads:
     Args:
         view: the scheduler, whose blocks are handed out in an order that can be changed.
         manager: of the tier.
-
-    Attributes:
-        uses: as `PrefixShare.uses`, for hits.
     """
 
     def __init__(self, view: SchedulerView, manager: OffloadManager) -> None:
@@ -33,6 +30,11 @@ class GpuHeads:
     def share(self) -> float:
         """Of a prefix that the GPU keeps, from its head on; 1: all of it."""
         return self._share.share
+
+    @property
+    def uses(self) -> int:
+        """As `PrefixShare.uses`, for hits."""
+        return self._share.uses
 
     def ended(
         self,
@@ -55,7 +57,6 @@ class GpuHeads:
         free, slots = view.num_free_blocks(), manager.num_slots
         of_one = [key for key in keys if key not in rests] if rests else keys
         tail = self._share.ended(of_one, hit, free, slots, whole)
-        self.uses = self._share.uses
         if not tail:
             return
         if rests:
@@ -79,4 +80,3 @@ class GpuHeads:
     def clear(self) -> None:
         """The prefix cache is empty."""
         self._share = PrefixShare(len(self._view.pool.blocks))
-        self.uses = self._share.uses

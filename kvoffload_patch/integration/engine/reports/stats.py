@@ -63,7 +63,7 @@ class Report:
             "KV offload: %d of %d tokens hit (%.1f%%)%s, blocks loaded: %d, stored: %d, "
             "evicted: %d, not stored for want of room: %d%s, tier usage: %.1f%%",
             hit, queried, rate,
-            f", {spared} that the tier has computed, as loads are slow" if spared else "",
+            f", {spared} in the tier but computed, as loads are slow" if spared else "",
             loaded, stored, evicted, dropped,
             f", failed: {failed}" if failed else "",
             100.0 * self._manager.num_used / max(1, self._manager.num_slots),

@@ -32,7 +32,7 @@ def test_what_was_computed_though_the_tier_has_it_is_said(
     report.count_hit(100, 96, 0)
     report.flush()
     first, second = caplog.messages
-    said = "0 of 100 tokens hit (0.0%), 96 that the tier has computed, as loads are slow, blocks"
+    said = "0 of 100 tokens hit (0.0%), 96 in the tier but computed, as loads are slow, blocks"
     assert said in first
     assert "slow" not in second
 
