@@ -146,7 +146,7 @@ class Users:
         heads, adapter = mini.tier._recency.heads, mini.view.adapter
         if self._kept is None or heads is None:
             return
-        heads._share.share, heads._share._due = self._kept, 1 << 40
+        heads.prefix_share.share, heads.prefix_share._due = self._kept, 1 << 40
         if "hand_out_first" in vars(adapter):
             return
         hand_out_first = adapter.hand_out_first

@@ -19,22 +19,15 @@ class GpuHeads:
     Args:
         view: the scheduler, whose blocks are handed out in an order that can be changed.
         manager: of the tier.
+
+    Attributes:
+        prefix_share: how much of each prefix is kept.
     """
 
     def __init__(self, view: SchedulerView, manager: OffloadManager) -> None:
         self._view = view
         self._manager = manager
         self.clear()
-
-    @property
-    def share(self) -> float:
-        """Of a prefix that the GPU keeps, from its head on; 1: all of it."""
-        return self._share.share
-
-    @property
-    def uses(self) -> int:
-        """As `PrefixShare.uses`, for hits."""
-        return self._share.uses
 
     def ended(
         self,
@@ -56,7 +49,7 @@ class GpuHeads:
         whole = whole or manager.lazy
         free, slots = view.num_free_blocks(), manager.num_slots
         of_one = [key for key in keys if key not in rests] if rests else keys
-        tail = self._share.ended(of_one, hit, free, slots, whole)
+        tail = self.prefix_share.ended(of_one, hit, free, slots, whole)
         if not tail:
             return
         if rests:
@@ -79,4 +72,4 @@ class GpuHeads:
 
     def clear(self) -> None:
         """The prefix cache is empty."""
-        self._share = PrefixShare(len(self._view.pool.blocks))
+        self.prefix_share = PrefixShare(len(self._view.pool.blocks))

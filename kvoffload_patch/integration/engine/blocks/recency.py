@@ -50,8 +50,8 @@ class Recency:
 
     @property
     def gpu_share(self) -> float:
-        """As `GpuHeads.share`; 1 without."""
-        return 1.0 if self.heads is None else self.heads.share
+        """As `PrefixShare.share`; 1 without heads."""
+        return 1.0 if self.heads is None else self.heads.prefix_share.share
 
     def keep_heads(self, wanted: bool) -> None:
         """From now on the GPU keeps heads of prefixes where it can, or whole ones."""
@@ -77,7 +77,7 @@ class Recency:
         self.keys[request_id] = found.merged(keys, found.keys)
         if keys or found.keys:
             self._at_once[request_id] = len(keys or found.keys)
-            uses = self.heads.uses if self.heads is not None else 0
+            uses = self.heads.prefix_share.uses if self.heads is not None else 0
             size, hit_blocks = self._block_tokens, len(blocks) + len(found.keys)
             if not self._in_order:  # these are of all groups
                 hit_blocks = found.tokens // size
@@ -115,7 +115,7 @@ class Recency:
             if tells:
                 self._tell(keys, rests, together=several)
             if heads is not None and keys and rests is not None:
-                if heads.share < 1 and not looked:
+                if heads.prefix_share.share < 1 and not looked:
                     looked, whole = True, heads.blocks_are_left(len(request_ids))
                 heads.ended(keys, rests, hit or NO_HIT, whole)
 

@@ -60,7 +60,7 @@ def keeps_half(mini: Mini) -> None:
     """From now on, whatever finds more."""
     heads = mini.tier._recency.heads
     assert heads is not None
-    heads._share.share, heads._share._due = 0.5, 1 << 30
+    heads.prefix_share.share, heads.prefix_share._due = 0.5, 1 << 30
 
 
 def change(mini: Mini, kept: str) -> None:
