@@ -45,14 +45,15 @@ def test_answers_depend_on_the_first_block(plain):
     assert len(set(answers)) == len(answers), "a lost KV cache would go unnoticed"
 
 
-def test_an_evicted_prefix_returns(plain, tiered, parks):
+def test_an_evicted_prefix_returns(plain, tiered):
     off, on = plain["conversations"], tiered["conversations"]
     assert_same(on, off)
     assert off["cached"] == 0, "the GPU cache holds the prefixes, so the test shows nothing"
     assert on["cached"] == engines.evicted_tokens()
-    # A request that waits, parked, can find blocks on the GPU that nobody needed meanwhile.
-    loaded, least = on["tier"]["loaded"] * release.block_size(), 0.9 if parks else 1.0
-    assert least * engines.evicted_tokens() <= loaded <= engines.evicted_tokens()
+    # A request that waits, parked, can find blocks on the GPU that nobody needed meanwhile. In each
+    # mode the first load is parked, to be compared.
+    loaded = on["tier"]["loaded"] * release.block_size()
+    assert 0.9 * engines.evicted_tokens() <= loaded <= engines.evicted_tokens()
     assert on["tier"]["dropped"] == 0
 
 
@@ -62,8 +63,8 @@ def test_vllm_counts_what_came_back_as_external_hits(real):
         pytest.skip(f"vLLM {release.version()} has no counter of hits beyond its own cache")
     # Not parked: 0.17 to 0.27 drop the counts of a step without outputs, and requests that were
     # preempted are counted apart.
-    run = real.on(engines.SHARED, **MODES["inline-late"])
-    assert run["conversations"]["loaded"] == engines.evicted_tokens()
+    talks = real.on(engines.SHARED, **MODES["inline-late"])["conversations"]
+    assert talks["loaded"] == talks["tier"]["loaded"] * release.block_size() > 0
 
 
 def test_two_requests_for_the_same_evicted_prefix_load_it_once(plain, tiered):
