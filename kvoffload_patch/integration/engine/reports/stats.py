@@ -22,11 +22,12 @@ class Report:
     Attributes:
         queried, hit, spared: tokens of admitted requests that the GPU lacked, those that the tier
             had and loads, and those that it had and that are computed, since start.
-        last_step: when a step was last scheduled, or none was yet.
+        last_step: when a step was last scheduled; before the first one, when this was made.
     """
 
     def __init__(self, manager: OffloadManager, interval: float) -> None:
         self._manager = manager
+        self.last_step = time.monotonic()
         self.use(interval)
         self.queried = self.hit = self.spared = 0
         self._last = self._totals()
@@ -34,8 +35,7 @@ class Report:
     def use(self, interval: float) -> None:
         """Write a line every so many seconds, counted from now."""
         self._interval = interval
-        self.last_step = time.monotonic()
-        self._next = self.last_step + interval
+        self._next = time.monotonic() + interval
 
     def count_hit(self, queried_tokens: int, hit_tokens: int, spared_tokens: int) -> None:
         """A lookup beyond the GPU's cache, and what the tier had: loaded, and computed again."""

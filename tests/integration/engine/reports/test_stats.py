@@ -50,3 +50,11 @@ def test_copies_that_failed_are_said(caplog: pytest.LogCaptureFixture) -> None:
     assert ", failed: 2, tier usage: 0.0%" in first
     assert "not stored for want of room: 1, failed: 3, tier usage" in second
     assert "failed" not in third
+
+
+def test_another_interval_is_no_step() -> None:
+    report = Report(OffloadManager(8, LRUPolicy), interval=10)
+    report.tick()
+    before = report.last_step
+    report.use(5)
+    assert report.last_step == before
