@@ -96,13 +96,15 @@ def _watch(asked: argparse.Namespace) -> int:
             found = [
                 {**one, "rates": rates(before.get(name, {}), one)} for name, one in now.items()
             ]
-            if asked.once and not found:
-                return _refuse(asked)
+            if not found and (asked.once or asked.engine):
+                break  # no engine that starts has a name that was given before
             show(found)
             if asked.once:
-                break
+                return EXIT_OK
             before = now
-    return EXIT_OK
+        else:
+            return EXIT_OK
+    return _refuse(asked)  # the terminal is the user's again
 
 
 def _sample(name: str | None) -> dict[str, dict[str, Any]]:
@@ -175,8 +177,8 @@ def _parser() -> Parser:
         "hits since the engine started; a + behind the state says that the tier still grows. With "
         "rich installed the terminal shows them live, else as tables below each other.",
         epilog="examples:\n  kvoffload top\n  kvoffload top --once\n  kvoffload top --json "
-        "--interval 10 >> tier.jsonl\nexit status: 0; 2 if --once finds no engine, or --engine "
-        "none of those that run.",
+        "--interval 10 >> tier.jsonl\nexit status: 0; 2 if --once finds no engine, or the one "
+        "that --engine names does not run, or not any more.",
     )
     parser.add_argument("--once", action="store_true", help="one interval, then end")
     parser.add_argument("--json", action="store_true", help="one JSON object on a line each time")

@@ -126,6 +126,20 @@ def test_a_name_that_no_running_engine_has_is_refused_at_once(
     assert "--engine is '99', expected one of 42-a" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("others", [[], [client.Engine(Path(), "7-b")]])
+def test_an_engine_that_was_named_and_has_ended_is_not_waited_for(
+    others: list[client.Engine], samples: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = {**LATER, "engine": "7-b"}
+    samples[:] = [[FIRST], [LATER], [started] if others else [], [started]]
+    monkeypatch.setattr(top.client, "find", lambda: others)
+    assert main.main(["top", "--engine", "42"]) == 2
+    shown = capsys.readouterr()
+    assert "42-a" in shown.out and "7-b" not in shown.out and "no running" not in shown.out
+    expected = "--engine is '42', expected one of 7-b;" if others else "expected a running engine"
+    assert expected in shown.err
+
+
 def test_a_terminal_without_rich_gets_tables_and_a_hint(
     samples: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
