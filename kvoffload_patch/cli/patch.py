@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import kvoffload_patch
-from kvoffload_patch import _bootstrap
 from kvoffload_patch.cli import patch_files
-from kvoffload_patch.cli.options import EXIT_OK, EXIT_REFUSED, Parser
+from kvoffload_patch.cli.options import EXIT_OK, Parser
 from kvoffload_patch.config import VARIABLES, ConfigError, read
 from kvoffload_patch.integration.patch_table.points import VLLM
 from kvoffload_patch.patching import find_source, installed_version
@@ -111,17 +110,14 @@ class Installed:
 
 def main(argv: Sequence[str]) -> int:
     """Run `patch` with its arguments; returns the exit status, refusals being said on stderr."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
     try:
         found = _run(arguments)
     except (Refused, ConfigError, patch_files.BadPatchFile, OSError) as error:
-        sentence = _bootstrap.with_name(_text(error))
-        if arguments.json:
-            print(json.dumps({"error": sentence}, indent=1))
-        else:
-            _bootstrap.say(sentence)
+        refused = parser.refuse(_text(error))
         unknown = arguments.check and isinstance(error, UnknownFile)
-        return EXIT_UNKNOWN if unknown else EXIT_REFUSED
+        return EXIT_UNKNOWN if unknown else refused
     line = f"vLLM {found['vllm']} in {found['folder']}: {found['said']}"
     print(json.dumps(found, indent=1) if arguments.json else line)
     return EXIT_OK

@@ -84,7 +84,9 @@ def test_for_programs(site: Site, capsys: Output) -> None:
     site.file.write_bytes(b"x = 1\n")
     assert patch.main(["--check", "--json", "--vllm", str(site.vllm)]) == 1
     shown = capsys.readouterr()
-    assert "with a known sha256" in json.loads(shown.out)["error"] and shown.err == ""
+    error = json.loads(shown.out)["error"]
+    assert error.startswith("expected ") and "with a known sha256" in error
+    assert shown.err == f"kvoffload_patch: {error}\n"  # as every command of ours says it
 
 
 @pytest.mark.parametrize("text", [RELEASED + b"\n", PATCHED.replace(b"import os", b"import io")])
