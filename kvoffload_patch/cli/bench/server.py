@@ -24,6 +24,14 @@ POLL_S, PROBE_S = 0.5, 10.0
 # What a server has to end by itself, and its processes to vanish once they are killed.
 END_S, KILLED_S = 30.0, 10.0
 TAIL_LINES = 20
+# vLLM's processes log why they end, and the last of them to do so only that another did: the first
+# errors before the tail say why.
+HEAD_ERRORS = 3
+_ERROR = re.compile(
+    r"(?:^|\] (?!kvoffload_patch: ))"  # what the log says in our name is no error
+    r"((?:[\w.]*(?:Error|Exception|Refused|Broken)|kvoffload_patch): \S.*)",
+    re.ASCII,
+)
 # Below those that the system hands to other programs while a server starts.
 PORTS = range(18000, 28000)
 # By this process: those that asked may not listen yet.
@@ -165,11 +173,12 @@ class Server:
         return cache_tokens(self.get("/metrics").decode("utf-8", "replace"))
 
     def failure(self, what: str) -> ServerFailed:
-        """An error that says what it did, with the last lines of its log."""
+        """An error that says what it did, with the first errors and the last lines of its log."""
         with suppress(OSError):
-            lines = self._log.read_text("utf-8", "replace").splitlines()[-TAIL_LINES:]
-            shown = "\n".join(f"  {line}" for line in lines)
-            return ServerFailed(f"{what}; its log ends with:\n{shown}")
+            lines = self._log.read_text("utf-8", "replace").splitlines()
+            errors = _errors(lines[:-TAIL_LINES])
+            has = f"has, in this order:\n{_shown(errors)}\nand " if errors else ""
+            return ServerFailed(f"{what}; its log {has}ends with:\n{_shown(lines[-TAIL_LINES:])}")
         return ServerFailed(what)
 
     def wait(self) -> None:
@@ -191,6 +200,16 @@ class Server:
 
     def waiting(self, seconds: float) -> None:
         """Called now and then while it is waited for."""
+
+
+def _errors(lines: Sequence[str]) -> list[str]:
+    """The first errors that differ, without what vLLM's log has before them."""
+    found = [error[1] for line in lines if (error := _ERROR.search(line))]
+    return list(dict.fromkeys(found))[:HEAD_ERRORS]
+
+
+def _shown(lines: Sequence[str]) -> str:
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def cache_tokens(metrics: str) -> int | None:

@@ -115,6 +115,30 @@ def test_a_server_that_ends_says_its_last_lines(tmp_path: Path) -> None:
     assert lines[-1] == "  no such model" and "the fake is told serve M" in lines[0]
 
 
+def test_the_error_that_began_it_is_said_where_it_is_far_above_the_end(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    worker = "(VllmWorker-0 pid=7) ERROR 11-30 17:43:48 [multiproc_executor.py:953] "
+    log.write_text(
+        "(EngineCore pid=5) INFO 11-30 17:43:40 [a.py:1] kvoffload_patch: loads are waited for\n"
+        f"{worker}Traceback (most recent call last):\n"
+        f"{worker}    raise ValueError(\n"
+        f"{worker}ValueError: Available memory on node 0 is less\n"
+        f"{worker}ValueError: Available memory on node 0 is less\n"
+        "kvoffload_patch: expected one thing, found another; correct it.\n"
+        + 30 * '  File "utils.py", line 9, in launch\n'
+        + "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    server = Server(["true"], {}, free_port(), log, 0.1)
+    first, *lines = str(server.failure("it failed")).splitlines()
+    assert first == "it failed; its log has, in this order:"
+    assert lines[:3] == [
+        "  ValueError: Available memory on node 0 is less",
+        "  kvoffload_patch: expected one thing, found another; correct it.",
+        "and ends with:",
+    ]
+    assert lines[-1].startswith("  RuntimeError: Engine core") and len(lines) == 23
+
+
 def test_a_server_that_does_not_answer_is_ended(tmp_path: Path) -> None:
     sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
     server = Server(sleeps, {}, free_port(), tmp_path / "log", 0.1)
