@@ -1,10 +1,15 @@
 """Preemptions with a tier beside plain vLLM: the same random loads, on vLLM's own scheduler.
 
 Usage: python tests/scheduler_half/preemptions.py FIRST COUNT [RELEASE SOURCES]
+       python tests/scheduler_half/preemptions.py FIRST COUNT block
 
 Plays the loads of so many seeds, on the installed vLLM or on a release out of the folder that has
 its `vllm/`, and prints one JSON object: preemptions of both over all loads, how many of the tier's
-were while its loads held GPU blocks, and the loads in which it has more.
+were while its loads held GPU blocks, and the loads in which it has more. `costs` has both sides'
+steps, tokens computed, and steps that requests have waited for their first token.
+
+With `block` the other side is plain vLLM, too, with a GPU block more: what a small change of the
+order of admissions does by itself.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import json
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,9 +38,10 @@ class Counted:
     Attributes:
         preempted: how often requests were preempted.
         beside_loads: how often while a load held GPU blocks.
+        costs: steps, tokens computed, and steps that requests have waited for their first token.
     """
 
-    def __init__(self, seed: int, pace: int, tier: bool) -> None:
+    def __init__(self, seed: int, pace: int, tier: bool, more_blocks: int = 0) -> None:
         from integration.engine.mini import FakeRanks, Mini
 
         rng = random.Random(seed)
@@ -42,12 +49,13 @@ class Counted:
             "ranks": FakeRanks(rng.choice([0.1, 1.0, 15.0])),
             "late": rng.randrange(4),
             "load_mode": rng.choice(["auto", "auto", "parked"]),
-            "blocks": rng.choice([30, 41, 60]),
+            "blocks": rng.choice([30, 41, 60]) + more_blocks,
         }
         asked = list(_asked(rng, seed))
         self._mini = mini = Mini(tier=tier, **about)
         self._step, mini.begin_step = mini.begin_step, self._begin_step  # type: ignore[method-assign]
         self.preempted = self.beside_loads = 0
+        self.costs = Counter(steps=0, tokens=0, waited=0)
         for prompt, count, steps in asked:
             mini.add(prompt, count)
             for _ in range(pace * steps):
@@ -63,6 +71,9 @@ class Counted:
         scheduled = self._step()
         preempted = sum(request.status.name == "PREEMPTED" for request in before)
         self.preempted += preempted
+        waited = sum(not tokens for tokens in mini.answers.values())
+        computed = sum(scheduled.num_scheduled_tokens.values())
+        self.costs.update(steps=1, tokens=computed, waited=waited)
         if mini.tier is not None and mini.tier._loads.arriving:
             self.beside_loads += preempted
         return scheduled
@@ -82,28 +93,41 @@ def _asked(rng: random.Random, seed: int) -> Iterator[tuple[list[int], int, int]
         yield rng.choice(known) + own, rng.choice([4, 20, 60]), rng.choice([0, 0, 1, 3, 8])
 
 
-def compare(seeds: Iterable[int]) -> dict[str, Any]:
-    """Preemptions without and with a tier over all loads, and the loads in which it has more."""
+def compare(seeds: Iterable[int], block: bool = False) -> dict[str, Any]:
+    """Preemptions without and with a tier over all loads, and the loads in which it has more.
+
+    Args:
+        seeds: of the loads.
+        block: with a GPU block more, in place of the tier.
+    """
     plain = ours = beside = loads = 0
     more: list[str] = []
+    costs = Counter[str](), Counter[str]()
+    name = "a block more" if block else "tier"
     for seed in seeds:
         for pace in PACES:
-            one, other = (Counted(seed, pace, tier) for tier in (False, True))
+            one = Counted(seed, pace, tier=False)
+            other = Counted(seed, pace, tier=not block, more_blocks=int(block))
             plain, ours, loads = plain + one.preempted, ours + other.preempted, loads + 1
             beside += other.beside_loads
+            for cost, played in zip(costs, (one, other)):
+                cost.update(played.costs)
             if other.preempted > one.preempted:
                 counts = f"{other.preempted} instead of {one.preempted}"
                 more.append(f"seed {seed}, pace {pace}: {counts}")
-    return {"loads": loads, "plain": plain, "tier": ours, "beside loads": beside, "more": more}
+    found = {"loads": loads, "plain": plain, name: ours, "beside loads": beside}
+    return {**found, "costs": {"plain": costs[0], name: costs[1]}, "more": more}
 
 
 def main(first: str, count: str, release: str = "", folder: str = "") -> None:
     """Compare, and print."""
-    if release:
+    block = release == "block"
+    if release and not block:
         from scheduler_half import half
 
         half.use_release(release, Path(folder).resolve())
-    print(json.dumps(compare(range(int(first), int(first) + int(count))), indent=1))
+    seeds = range(int(first), int(first) + int(count))
+    print(json.dumps(compare(seeds, block), indent=1))
     sys.stdout.flush()
 
 
