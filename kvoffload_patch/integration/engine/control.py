@@ -85,7 +85,6 @@ class Desk:
         self._about = dict(about)
         self._wake = wake
         self._since, self._began = time.time(), time.monotonic()
-        self._close: Callable[[], object] = _nothing
         breaker.answer_asked = self.carry_out
 
     def open(self) -> None:
@@ -106,7 +105,7 @@ class Desk:
                 raise Refused("expected an engine to ask, found it gone; start the server again.")
             return found(command)
 
-        self._close = weakref.finalize(self, Listener(ask).close)
+        self._close: Callable[[], object] = weakref.finalize(self, Listener(ask).close)
 
     def close(self) -> None:
         """Take the socket away."""
@@ -380,16 +379,12 @@ def close_socket(engine_core: Any) -> None:
 def waker(engine_core: Any) -> Callable[[], None]:
     """What makes an idle engine core call a hook; one in its user's own process has no such way."""
     queue = getattr(engine_core, "input_queue", None)
-    if queue is None:
-        return _nothing
 
     def wake() -> None:
+        if queue is None:
+            return  # the next step looks
         from vllm.v1.engine import EngineCoreRequestType
 
         queue.put_nowait((EngineCoreRequestType.ABORT, []))
 
     return wake
-
-
-def _nothing() -> None:
-    """The next step looks."""

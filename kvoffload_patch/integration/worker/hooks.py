@@ -14,9 +14,10 @@ Wrapped = Callable[..., Any]
 
 def load_model(wrapped: Wrapped, instance: Any, args: Any, kwargs: Any) -> Any:
     """`GPUModelRunner.load_model`: CPU memory is taken beside it."""
-    finish = begin_early(instance)
+    compiling = begin_early(instance)
     result = wrapped(*args, **kwargs)
-    finish()
+    if compiling is not None:
+        compiling.join()
     return result
 
 

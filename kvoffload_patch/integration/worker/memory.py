@@ -33,14 +33,14 @@ logger = logging.getLogger("vllm.kvoffload_patch")
 EARLY = "_kvoffload_early"  # on the model runner, until a tier takes it or is refused
 
 
-def begin_early(runner: Any) -> Callable[[], None]:
+def begin_early(runner: Any) -> JoinedThread | None:
     """Map this rank's share and start touching it; never raises, and waits for nothing.
 
     What fails here is found again, and said, when the tier is opened.
 
     Returns:
-        To be called when the model is loaded: waits for the kernels, because nothing may be
-        launched beside a CUDA graph that is captured.
+        The compiling of the kernels, if any, to be joined when the model is loaded, because
+        nothing may be launched beside a CUDA graph that is captured.
     """
     try:
         nbytes = 0 if hasattr(runner, EARLY) or attached(runner) else _share_bytes(runner)
@@ -49,10 +49,10 @@ def begin_early(runner: Any) -> Callable[[], None]:
             args = (runner.device, Settings.from_env().integrity)
             compiling = JoinedThread(_compile_kernels, "kvoffload-compile", None, args)
             compiling.start()
-            return compiling.join
+            return compiling
     except Exception as error:  # noqa: BLE001 - loading the model must not depend on it
         logger.debug("kvoffload_patch: no CPU memory taken in advance: %s", error)
-    return _nothing
+    return None
 
 
 def early_bytes(runner: Any) -> int:
@@ -114,10 +114,6 @@ def _map_shared(
     nbytes = num_slots * slot_pitch(layout.block_bytes)
     node = None if device_of(layout.device).is_host else node_of(layout.device)
     return HostMapping(nbytes, node, can_take, shared.open(), touch_threads(len(shared.ranks)))
-
-
-def _nothing() -> None:
-    """There is nothing to wait for."""
 
 
 def _compile_kernels(device: Any, integrity: str) -> None:

@@ -86,9 +86,9 @@ def test_the_end_of_loading_waits_for_the_kernels(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(host_memory, "_compile_kernels", compile_slowly)
     one = runner()
-    finish = begin_early(one)
-    assert compiled == []
-    finish()
+    compiling = begin_early(one)
+    assert compiling is not None and compiled == []
+    compiling.join()
     assert compiled == [one.device]
     drop_early(one)
 
