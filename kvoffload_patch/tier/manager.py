@@ -25,15 +25,14 @@ class OffloadManager(TierState):
 
     # Looking up
 
-    def touch(self, keys: Keys) -> Sequence[Any]:
+    def touch(self, keys: Keys) -> list[Any]:
         """Refresh the recency of a prefix, given head first; the head ends most recent.
 
         A block is worth nothing without those before it, so a prefix is evicted from its tail.
         Returns the slot of each; None where it has none.
         """
         slots = self._find(keys)
-        known = slots if isinstance(slots, range) else [s for s in slots if s is not None]
-        self._policy.hit(known[::-1])
+        self._policy.hit([slot for slot in reversed(slots) if slot is not None])
         return slots
 
     def request_ended(self, keys: Keys, together: bool = True, rests: Rests = IN_A_ROW) -> None:
@@ -70,7 +69,7 @@ class OffloadManager(TierState):
             if not self._exclusive.tight:
                 return
         slots = self.touch(keys) if self._exclusive is None else self._find(keys)
-        if isinstance(slots, range):
+        if None not in slots:
             return
         missing = {k: block for k, block, at in zip(keys, gpu_block_ids, slots) if at is None}
         enough = self._often_used(missing)
